@@ -1,0 +1,33 @@
+"""A notebook-centric research workbench for speculative decoding.
+
+The package is exported from the notebooks in `nbs/`. Importing it costs nothing: public names are resolved on first use.
+"""
+__version__ = "0.1.0"
+
+from importlib import import_module
+
+# public name -> the module that defines it (the names that a user of the upstream library expects at the top level)
+_PUBLIC = {
+    "SpeculatorModelConfig": "config", "SpeculatorsConfig": "config", "VerifierConfig": "config", "reload_schemas": "config",
+    "TokenProposalConfig": "proposals", "GreedyTokenProposalConfig": "proposals", "SamplingTokenProposalConfig": "proposals",
+    "StaticTreeTokenProposalConfig": "proposals", "DynamicTreeTokenProposalConfig": "proposals",
+    "SpeculatorModel": "model",
+    "Eagle3DraftModel": "models.eagle3", "Eagle3SpeculatorConfig": "models.eagle3",
+}
+
+__all__ = ["__version__", *sorted(_PUBLIC)]
+
+
+def __getattr__(name):
+    if name in _PUBLIC:
+        return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    try:
+        return import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as e:
+        if e.name != f"{__name__}.{name}":
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__():
+    return sorted([*globals(), *_PUBLIC])
