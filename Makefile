@@ -1,0 +1,121 @@
+# Each target prepares what it needs: a bare machine with Python 3.11 or newer, git and make is enough.
+#   make demo                                        train two drafters on the CPU and compare them
+#   make demo TORCH="torch==2.11.0 --index-url ..."  the same on another torch build (remembered in .venv)
+#   make help                                        every target in a line
+
+SHELL := bash
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell \
+	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+TORCH ?= $(or $(shell cat .venv/.torch 2>/dev/null),torch==2.13.0)
+BIN := .venv/bin
+WORKERS ?= 2
+
+# one thread per process: two notebooks or tests run side by side
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+# pip says what it downloads and what fails, and nothing else
+PIP := -m pip install --disable-pip-version-check --progress-bar off
+QUIET := > >(grep --line-buffered -E '^ *Downloading .* MB\)|^Installing' | cut -c1-120) \
+	2> >(grep --line-buffered -v -E '^WARNING: Location .* is ignored' >&2)
+OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+
+.PHONY: help demo test lint sync notebooks-test pytest nbdev2 lab docs browser-test bench verifier corpus notebooks export \
+	readme format hooks env env-dev clean force
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: .venv/.run  ## train drafters for the shipped tiny verifier, measure them, write pictures and tables to output/demo
+	$(OFFLINE) $(BIN)/speculators-nb demo
+
+test: lint notebooks-test nbdev2 pytest  ## everything that must hold: lint, all notebooks, nbdev 2, pytest (sync included)
+
+lint: .venv/.dev
+	$(BIN)/ruff check speculators_nb tests docs benchmarks
+
+notebooks-test: .venv/.dev
+	$(OFFLINE) $(BIN)/nbdev-test --n-workers $(WORKERS) --do-print
+
+pytest: .venv/.dev
+	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS)
+
+nbdev2: .venv/.dev .venv-nbdev2/.stamp  ## nbdev 2.4 exports the same bytes from settings.ini
+	NBDEV2_BIN=.venv-nbdev2/bin $(BIN)/python -m pytest tests/nbdev2.py
+
+lab: .venv/.dev  ## JupyterLab on the notebooks
+	$(BIN)/jupyter lab nbs $(if $(filter 0,$(shell id -u)),--allow-root)
+
+docs: .venv/.dev  ## the site, from the stored outputs, into docs/_site
+	$(BIN)/python docs/build.py
+
+browser-test: docs chromium  ## the site and a Lab session in a headless browser
+	$(BIN)/python tests/browser/site_smoke.py docs/_site
+	$(OFFLINE) $(BIN)/python tests/browser/lab_smoke.py
+
+.PHONY: chromium
+chromium:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; } || \
+		{ echo "browser-test needs /usr/bin/chromium: install Debian's package 'chromium' and try again" >&2; exit 1; }
+
+bench: .venv/.dev  ## the measurements in benchmarks/
+	for f in benchmarks/*.py; do echo "== $$f"; $(OFFLINE) $(BIN)/python "$$f" || exit; done
+
+corpus: .venv/.run  ## write data/corpus again
+	$(OFFLINE) $(BIN)/speculators-nb corpus
+
+verifier: .venv/.run  ## train data/tiny_verifier again
+	$(OFFLINE) $(BIN)/speculators-nb verifier
+
+notebooks: .venv/.dev  ## run every notebook, store its outputs, clean
+	$(OFFLINE) $(BIN)/nbdev-test --save --n-workers $(WORKERS) --do-print
+	$(BIN)/nbdev-clean
+
+export: .venv/.dev  ## notebooks to package, README from nbs/index.ipynb
+	$(BIN)/nbdev-export
+	$(BIN)/nbdev-clean
+	$(BIN)/python docs/readme.py
+
+format: .venv/.dev  ## mend what ruff can mend, clean the notebooks, export
+	$(BIN)/ruff check --fix tests docs benchmarks
+	$(MAKE) export
+
+hooks: .venv/.dev  ## git hooks of this clone: notebook-aware merge and diff
+	$(BIN)/nbdev-install-hooks
+
+env: .venv/.run  ## only the environment that the demo needs
+env-dev: .venv/.dev  ## the environment for tests, Lab and docs
+
+.venv/bin/python:
+	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 or newer found; say which with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "== environment in .venv ($(shell $(PYTHON) --version 2>&1))"
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+
+# torch first and alone: its own index need not carry the pinned versions of the rest
+.venv/.run: constraints.txt pyproject.toml | .venv/bin/python
+	@echo "== installing $(TORCH) and the runtime requirements"
+	@$(BIN)/python $(PIP) $(foreach w,$(TORCH),'$(w)') $(QUIET)
+	@$(BIN)/python $(PIP) -c constraints.txt -e . $(QUIET)
+	@echo "$(TORCH)" > .venv/.torch && touch $@
+
+ifneq ($(TORCH),$(shell cat .venv/.torch 2>/dev/null))
+.venv/.run: force
+endif
+
+.venv/.dev: .venv/.run
+	@echo "== installing the requirements of tests, Lab and docs"
+	@$(BIN)/python $(PIP) -c constraints.txt -e ".[dev,docs]" $(QUIET)
+	@touch $@
+
+# nbdev 2.4.14 runs with these two bounds only, and never beside nbdev 3
+.venv-nbdev2/.stamp:
+	@echo "== environment in .venv-nbdev2"
+	@$(PYTHON) -m venv --clear .venv-nbdev2
+	@.venv-nbdev2/bin/python $(PIP) "nbdev==2.4.14" "execnb<0.2" "fastcore<2" $(QUIET)
+	@touch $@
+
+clean:  ## remove what can be built again (not the environments)
+	rm -rf _proc _docs _site build dist output docs/_src docs/_site docs/_static/mathjax .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find nbs speculators_nb tests docs benchmarks -name __pycache__ -prune -exec rm -rf {} +
