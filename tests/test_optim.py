@@ -1,0 +1,138 @@
+"Muon + AdamW behind one optimizer: who gets which parameter, the arithmetic, state, schedules, clipping, accelerate."
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from speculators_nb.train.optim import build_optimizer, parameter_groups, parameter_kinds
+
+
+class Net(nn.Module):
+    def __init__(self, hidden=8, vocab=20):
+        super().__init__()
+        self.embed_tokens, self.fc, self.norm = nn.Embedding(vocab, hidden), nn.Linear(hidden, hidden), nn.RMSNorm(hidden)
+        self.gate, self.markov_w1, self.lm_head = nn.Linear(hidden, 1), nn.Linear(vocab, hidden, bias=False), nn.Linear(hidden, vocab, bias=False)
+        self.table = nn.Embedding(4, hidden)       # a table whose name says nothing
+        self.frozen = nn.Linear(hidden, hidden).requires_grad_(False)
+
+    def forward(self, ids):
+        x = self.norm(self.fc(self.embed_tokens(ids) + self.table(ids % 4) + self.markov_w1.weight.T[ids]))
+        return self.lm_head(self.frozen(x) * self.gate(x))
+
+
+def step(net, opt, seed):
+    ids = torch.randint(0, 20, (3, 5), generator=torch.Generator().manual_seed(seed))
+    torch.nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten()).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def test_every_parameter_has_one_kind(net):
+    kinds = parameter_kinds(net)
+    assert set(kinds) == {n for n, _ in net.named_parameters()}
+    assert [n for n, k in kinds.items() if k == "hidden"] == ["fc.weight"]
+    assert {n for n, k in kinds.items() if k == "lookup"} == {"embed_tokens.weight", "markov_w1.weight", "lm_head.weight", "table.weight"}
+    assert {n for n, k in kinds.items() if k == "frozen"} == {"frozen.weight", "frozen.bias"}
+
+
+def test_tied_weights_are_listed_and_stepped_once(net):
+    net.lm_head.weight = net.embed_tokens.weight
+    assert "lm_head.weight" not in parameter_kinds(net)
+    assert sum(len(g["params"]) for g in build_optimizer(net, "muon").param_groups) == sum(p.requires_grad for p in net.parameters())
+
+
+def test_table_says_what_the_optimizer_does(net):
+    table = parameter_groups(net, "muon")
+    decay = {id(p): (g["kind"], g["weight_decay"] > 0) for g in build_optimizer(net, "muon").param_groups for p in g["params"]}
+    for name, p in net.named_parameters():
+        row = table.loc[name]
+        assert (row["optimizer"], bool(row["decay"])) == decay.get(id(p), ("-", False)), name
+        assert row["size"] == p.numel()
+    assert set(parameter_groups(net, "adamw")["optimizer"]) == {"adamw", "-"}
+
+
+def test_same_arithmetic_as_torchs_two_optimizers(net):
+    twin = copy.deepcopy(net)
+    both = build_optimizer(net, "muon", lr=1e-2, muon_lr=3e-2, weight_decay=0.1)
+    kinds, named = parameter_kinds(twin), dict(twin.named_parameters())
+    of = lambda kind: [named[n] for n, k in kinds.items() if k == kind]
+    muon = torch.optim.Muon(of("hidden"), 3e-2, 0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([{"params": of("vector"), "weight_decay": 0.0}, {"params": of("lookup")}], 1e-2, weight_decay=0.1)
+
+    class Two:
+        step = lambda self: (muon.step(), adamw.step())
+        zero_grad = lambda self: (muon.zero_grad(), adamw.zero_grad())
+    for i in range(4):
+        step(net, both, i)
+        step(twin, Two(), i)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters()))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_survives_a_round_trip_to_the_bit(net, name, tmp_path):
+    opt = build_optimizer(net, name, lr=1e-2)
+    schedule = LambdaLR(opt, lambda i: 0.9 ** i)
+    for i in range(3):
+        step(net, opt, i)
+        schedule.step()
+    torch.save([opt.state_dict(), schedule.state_dict()], tmp_path / "state.pt")
+    twin = copy.deepcopy(net)
+    opt2 = build_optimizer(twin, name, lr=1e-2)
+    schedule2 = LambdaLR(opt2, lambda i: 0.9 ** i)
+    for part, state in zip([opt2, schedule2], torch.load(tmp_path / "state.pt", weights_only=True)):
+        part.load_state_dict(state)
+    for i in range(3, 6):
+        step(net, opt, i)
+        step(twin, opt2, i)
+        schedule.step()
+        schedule2.step()
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters()))
+    assert [g["lr"] for g in opt.param_groups] == [g["lr"] for g in opt2.param_groups]
+
+
+def test_a_parameter_without_gradient_stays(net):
+    opt, before = build_optimizer(net, "muon", lr=1.0, weight_decay=0.5), copy.deepcopy(net)
+    opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before.parameters()))
+    assert not opt.state
+
+
+def test_closure_and_clipping(net):
+    opt = build_optimizer(net, "muon")
+    ids = torch.arange(6)[None]
+
+    def closure():
+        opt.zero_grad()
+        loss = net(ids).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        return loss
+    first = opt.step(closure)
+    assert first.requires_grad and opt.step(closure) < first
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_accelerate_prepares_it(net, name):
+    from accelerate import Accelerator
+    twin = copy.deepcopy(net)
+    plain, accelerator = build_optimizer(twin, name, lr=1e-2), Accelerator(cpu=True)
+    prepared, opt = accelerator.prepare(net, build_optimizer(net, name, lr=1e-2))
+    for i in range(3):
+        step(prepared, opt, i)
+        step(twin, plain, i)
+    assert all(torch.equal(p, q) for p, q in zip(prepared.parameters(), twin.parameters()))
+
+
+def test_errors_name_the_remedy(net):
+    with pytest.raises(ValueError, match="optimizer='sgd'.*adamw, muon"):
+        build_optimizer(net, "sgd")
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        build_optimizer(net.requires_grad_(False))
