@@ -1,0 +1,52 @@
+"""`import speculators_nb` costs nothing: no torch, less than half a second; names arrive on first use."""
+import json
+import subprocess
+import sys
+
+import pytest
+
+import speculators_nb
+
+PROBE = """
+import json, sys, time
+start = time.perf_counter()
+import speculators_nb
+seconds = time.perf_counter() - start
+dir(speculators_nb)
+heavy = [m for m in ("torch", "transformers", "numpy", "pandas", "matplotlib", "datasets", "pydantic") if m in sys.modules]
+print(json.dumps({"seconds": seconds, "heavy": heavy}))
+"""
+
+
+def probe(code=PROBE):
+    return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def test_import_is_quick_and_light():
+    runs = [probe() for _ in range(5)]
+    assert runs[0]["heavy"] == []
+    assert min(r["seconds"] for r in runs) < 0.5  # the best of five fresh processes: a busy machine slows some, not all
+
+
+def test_the_probe_sees_a_heavy_import():
+    assert probe(PROBE.replace("import speculators_nb\n", "import speculators_nb, numpy\n", 1))["heavy"] == ["numpy"]
+
+
+@pytest.mark.parametrize("name", sorted(speculators_nb._PUBLIC))
+def test_public_name_resolves(name):
+    value = getattr(speculators_nb, name)
+    assert value.__name__ == name
+    assert value.__module__ == f"speculators_nb.{speculators_nb._PUBLIC[name]}"
+    assert name in dir(speculators_nb) and name in speculators_nb.__all__
+
+
+def test_submodules_are_attributes():
+    code = "import speculators_nb, json; print(json.dumps(speculators_nb.masks.__name__))"
+    assert probe(code) == "speculators_nb.masks"
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'EagleFive'"):
+        speculators_nb.EagleFive
+    with pytest.raises(ImportError):
+        from speculators_nb import EagleFive  # noqa: F401

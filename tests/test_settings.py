@@ -1,0 +1,105 @@
+"""One project, two configurations: pyproject.toml (pip, nbdev 3) and settings.ini (nbdev 2.4) must say the same."""
+import ast
+import re
+import sys
+import tomllib
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+import speculators_nb
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, NBDEV = PYPROJECT["project"], PYPROJECT["tool"]["nbdev"]
+ini = ConfigParser()
+ini.read(ROOT / "settings.ini")
+INI = ini["DEFAULT"]
+
+
+@pytest.mark.parametrize("key", ["lib_path", "nbs_path", "doc_path", "branch", "git_url", "title", "tst_flags"])
+def test_nbdev_keys_agree(key):
+    assert INI[key] == NBDEV[key]
+
+
+@pytest.mark.parametrize("key", ["recursive", "custom_sidebar", "jupyter_hooks"])
+def test_nbdev_switches_agree(key):
+    assert INI.getboolean(key) == NBDEV[key]
+
+
+def test_project_agrees():
+    assert INI["lib_name"] == PROJECT["name"] == speculators_nb.__name__
+    assert INI["description"] == PROJECT["description"]
+    assert INI["keywords"].split() == PROJECT["keywords"]
+    assert f">={INI['min_python']}" == PROJECT["requires-python"]
+    assert INI["git_url"] == PROJECT["urls"]["Repository"]
+    assert [{"name": INI["author"], "email": INI["author_email"]}] == PROJECT["authors"]
+    assert INI["version"] == speculators_nb.__version__
+
+
+def test_requirements_agree():
+    assert INI["requirements"].split() == PROJECT["dependencies"]
+    assert INI["dev_requirements"].split() == PROJECT["optional-dependencies"]["dev"]
+
+
+def test_exports_stay_byte_identical():
+    """What nbdev 2 and 3 would otherwise write differently into the package."""
+    assert "Documentation" not in PROJECT["urls"], "nbdev 3 would add a Docs: line to every module docstring"
+    assert INI["doc_host"] == "" and INI["doc_baseurl"] == "/" and not INI.getboolean("update_pyproject")
+    assert PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == ["speculators_nb*"], "subpackages must be in the wheel"
+
+
+def pins():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return {r.name.lower().replace("_", "-"): r for r in (Requirement(line) for line in lines if line and line[0] != "#")}
+
+
+def test_constraints_satisfy_the_requirements():
+    """Every pin lies within the declared bounds; torch is chosen by the Makefile's knob alone."""
+    found = pins()
+    assert "torch" not in found
+    assert [name for name, r in found.items() if not re.fullmatch(r"==[^+]+", str(r.specifier))] == [], "pins are ==, no local versions"
+    wanted = [Requirement(r) for r in PROJECT["dependencies"] + sum((PROJECT["optional-dependencies"][x] for x in ("dev", "docs")), [])]
+    for r in wanted:
+        if r.name != "torch":
+            pin = found[r.name.lower().replace("_", "-")].specifier
+            assert r.specifier.contains(str(pin)[2:]), f"{r} against {pin}"
+
+
+def test_fastcore_bound_suits_both_nbdevs():
+    """nbdev 2.4.14 runs with fastcore 1.14 (< 2) only, nbdev 3 with 2.x: the bound must let both in."""
+    bound = next(Requirement(r) for r in PROJECT["dependencies"] if r.startswith("fastcore")).specifier
+    assert "1.14.5" in bound and str(pins()["fastcore"].specifier)[2:] in bound
+
+
+def test_makefile_default_torch_is_supported():
+    default = re.search(r"torch==([\d.]+)\)", (ROOT / "Makefile").read_text())[1]
+    bound = next(Requirement(r) for r in PROJECT["dependencies"] if r.startswith("torch")).specifier
+    assert Version(default) in SpecifierSet(str(bound))
+
+
+OPTIONAL = {Requirement(r).name for extra in ("vllm", "loggers") for r in PROJECT["optional-dependencies"][extra]}
+COMES_WITH = {"pydantic_core": "pydantic", "IPython": "nbdev", "pkg_resources": "setuptools"}
+
+
+def third_party(path):
+    "Top-level names of everything that `path` imports and that is neither ours nor the standard library's."
+    tree = ast.parse(path.read_text())
+    names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level}
+    return {n.split(".")[0] for n in names} - set(sys.stdlib_module_names) - {"speculators_nb"}
+
+
+@pytest.mark.parametrize("files,extras", [("speculators_nb/**/*.py", []), ("tests/*.py", ["dev", "docs"]), ("docs/*.py", ["dev", "docs"])])
+def test_imports_are_declared(files, extras):
+    """What the code imports is what pyproject.toml asks for."""
+    declared = PROJECT["dependencies"] + sum((PROJECT["optional-dependencies"][x] for x in extras), [])
+    declared = {Requirement(r).name.replace("-", "_") for r in declared} | OPTIONAL
+    files = list(ROOT.glob(files))
+    local = {p.stem for p in files}
+    unknown = {COMES_WITH.get(name, name): path.name for path in files for name in third_party(path) - local}
+    assert files and {name: path for name, path in unknown.items() if name not in declared} == {}
