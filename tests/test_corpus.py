@@ -1,0 +1,109 @@
+"The corpus: the same bytes for the same seed, well-formed conversations, answers that are right, two parts that never meet."
+import ast
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from speculators_nb.data_generation.corpus import DOMAINS, conversation, corpus, is_heldout, is_right, main, read_corpus, spin, topics
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = ROOT / "data" / "corpus"
+
+
+def turns(row):
+    messages = row["messages"]
+    return [messages[:i] for i in range(2, len(messages) + 1, 2)]
+
+
+@given(seed=st.integers(0, 10**6), domain=st.sampled_from(list(DOMAINS)))
+@settings(max_examples=300, deadline=None)
+def test_every_conversation_is_well_formed_and_right(seed, domain):
+    row = conversation(random.Random(seed), domain)
+    roles = [m["role"] for m in row["messages"]]
+    assert roles == ["user", "assistant"] * (len(roles) // 2) and 1 <= len(roles) // 2 <= 3
+    for m in row["messages"]:
+        assert m["content"] == m["content"].strip() and m["content"]
+        assert not re.search(r"\{|\}|\[[^\]]*\|", m["content"]), "a slot or a choice was left open"
+        assert not re.search(r"\b[Aa] [aeo]\w", m["content"].split("```")[0]) or domain != "free"
+    for messages in turns(row):
+        assert is_right(domain, messages), messages
+
+
+def spoil(domain, text):
+    "The same answer with one thing wrong."
+    if domain == "free": return text[:-1]
+    if text.endswith("[]."): return text[:-3] + "[0]."
+    if domain == "copying": return text.replace(" saw a", " saw a very", 1)
+    if domain == "sorting" and " words" in text:
+        head, words = text.rsplit(" ", 1)
+        return f"{head} x{words}"
+    spot = [m for m in re.finditer(r"\d", re.split(r", (?:which|a number|because|and indeed)", text)[0])][-1]
+    return text[:spot.start()] + str((int(spot[0]) + 1) % 10) + text[spot.end():]
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_a_wrong_answer_is_noticed(domain):
+    noticed = total = 0
+    for row in corpus(60, seed=3, domains=[domain]):
+        for messages in turns(row):
+            wrong = messages[:-1] + [dict(role="assistant", content=spoil(domain, messages[-1]["content"]))]
+            if wrong[-1]["content"] != messages[-1]["content"]: total += 1; noticed += not is_right(domain, wrong)
+    assert total > 60 and noticed == total
+
+
+def test_the_code_does_what_the_answer_says():
+    for row in corpus(80, seed=4, domains=["code"]):
+        for messages in turns(row):
+            source, call, result = re.search(r"```python\n(.*?)\n```.*?(\w+\(\[.*?\]\)) \w+ (\[.*?\])", messages[-1]["content"], re.S).groups()
+            space = {}
+            exec(compile(ast.parse(source), "answer", "exec"), space)
+            assert eval(call, space) == json.loads(result)
+
+
+def test_same_seed_same_corpus_and_a_prefix_for_a_smaller_n():
+    assert corpus(30, seed=7) == corpus(30, seed=7)
+    assert corpus(30, seed=7)[:12] == corpus(12, seed=7)
+    assert corpus(30, seed=7) != corpus(30, seed=8)
+
+
+def test_domains_are_balanced_and_ids_differ():
+    rows = corpus(120)
+    assert set(Counter(r["domain"] for r in rows).values()) == {20}
+    assert len({r["id"] for r in rows}) == 120
+    assert set(rows[0]) == {"id", "domain", "messages"}
+
+
+def test_no_prompt_is_in_both_parts():
+    train, heldout = corpus(1200), corpus(120, heldout=True)
+    assert not any(map(is_heldout, train)) and all(map(is_heldout, heldout))
+    first = {r["messages"][0]["content"] for r in train}
+    assert not first & {r["messages"][0]["content"] for r in heldout}
+
+
+def test_unknown_domain_is_named():
+    with pytest.raises(ValueError, match="'poems'.*arithmetic"): conversation(random.Random(0), "poems")
+
+
+def test_spin_takes_every_branch_and_leaves_lists_alone():
+    seen = {spin(random.Random(s), "[a|b[c|d]] [1, 2]") for s in range(50)}
+    assert seen == {"a [1, 2]", "bc [1, 2]", "bd [1, 2]"}
+
+
+def test_shipped_files_are_what_the_program_makes(tmp_path):
+    main(tmp_path)
+    for name in ("train.jsonl", "heldout.jsonl"):
+        assert (tmp_path / name).read_bytes() == (SHIPPED / name).read_bytes(), f"{name} is stale: run the command in data/corpus/README.md"
+    assert sum(p.stat().st_size for p in SHIPPED.iterdir()) <= 1.5e6
+    assert read_corpus(SHIPPED / "heldout.jsonl") == corpus(180, heldout=True)
+
+
+def test_topics_are_plain_english():
+    paragraphs = topics()
+    assert len(paragraphs) > 500 and sum(map(len, paragraphs)) > 150_000
+    assert all(len(p.split()) >= 12 and "\n" not in p for p in paragraphs)
+    assert any("exception" in p for p in paragraphs)
