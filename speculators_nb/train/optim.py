@@ -71,13 +71,14 @@ class MuonAdamW(torch.optim.Optimizer):
             inner.step()
         return loss
 
-# %% ../../nbs/train/01_optim.ipynb #9a7e93ea
+# %% ../../nbs/train/01_optim.ipynb #a6bfff8f
 def build_optimizer(
     model: nn.Module, # its trainable parameters are used; names decide who gets which
     optimizer: str = "adamw", # "adamw", or "muon" for Muon on hidden matrices and AdamW on the rest
     lr: float = 1e-4, # learning rate
     muon_lr: float | None = None, # learning rate of Muon's matrices; None: the same (see match_rms_adamw)
     weight_decay: float = 0.01, # decoupled weight decay; vectors are never decayed
+    betas: tuple[float, float] = (0.9, 0.999), # AdamW's
 ) -> torch.optim.Optimizer: # torch's AdamW, or a MuonAdamW
     "An optimizer over a model's trainable parameters. `ValueError` where the name is unknown or nothing is trainable."
     parameters, groups = dict(model.named_parameters()), {}
@@ -87,5 +88,7 @@ def build_optimizer(
     if not groups:
         raise ValueError(f"{type(model).__name__} has no trainable parameter: every one has requires_grad=False.")
     rates = {"adamw": lr, "muon": lr if muon_lr is None else muon_lr}
-    groups = [dict(params=p, kind=kind, lr=rates[kind], weight_decay=weight_decay * decay) for (kind, decay), p in sorted(groups.items())]
+    extra = {"adamw": {"betas": betas}, "muon": {}}
+    groups = [dict(params=p, kind=kind, lr=rates[kind], weight_decay=weight_decay * decay, **extra[kind])
+              for (kind, decay), p in sorted(groups.items())]
     return (torch.optim.AdamW if optimizer == "adamw" else MuonAdamW)(groups, lr=lr, weight_decay=weight_decay)

@@ -1,0 +1,399 @@
+"The trainer's promises, on a toy that keeps the training contract and nothing else: token-weighted accumulation, still evaluation, whole checkpoints, exact resume."
+import json
+import math
+import os
+import shutil
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from speculators_nb.data_generation.batch import shift_by_one
+from speculators_nb.train.trainer import (SpeculatorTrainer, SpeculatorTrainingArguments, Tally, checkpoint_problem, last_checkpoint,
+                                          log_table, train)
+
+HIDDEN, VOCAB = 8, 16
+
+
+class Toy(nn.Module):
+    "Predicts the next token from the features; `noise` is its random choice, made anew in every forward."
+    shift = staticmethod(shift_by_one)
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm, self.head = nn.Linear(2 * HIDDEN, 32), nn.RMSNorm(32), nn.Linear(32, VOCAB, bias=False)
+
+    @staticmethod
+    def get_trainer_kwargs(noise=0.0):
+        return {"noise": noise}, {"noise": noise}
+
+    def forward(self, input_ids, hidden_states, verifier_last_hidden_states, loss_mask, position_ids, document_ids, noise=0.0):
+        x = hidden_states + noise * torch.randn_like(hidden_states)
+        logits = self.head(self.norm(self.fc(x)))
+        target = verifier_last_hidden_states[..., 0].long()
+        n = loss_mask.sum()
+        loss = (nn.functional.cross_entropy(logits.float()[0], target[0], reduction="none") * loss_mask[0]).sum() / n.clamp_min(1)
+        right = ((logits.argmax(-1) == target) & loss_mask).sum()
+        return None, loss, {"acc_sum": right.float(), "acc_total": n.float()}
+
+
+def samples(n=12, seed=0, masked=0.3):
+    g = torch.Generator().manual_seed(seed)
+    w, out = torch.randn(2 * HIDDEN, VOCAB, generator=torch.Generator().manual_seed(99)), []
+    for i in range(n):
+        length = int(torch.randint(6, 20, (), generator=g))
+        aux = torch.randn(length + 1, 2 * HIDDEN, generator=g)
+        last = torch.zeros(length, HIDDEN)
+        last[1:, 0] = (aux[:length - 1] @ w).argmax(-1).float()
+        out.append({"input_ids": torch.randint(0, VOCAB, (length,), generator=g), "hidden_states": aux[:length],
+                    "verifier_last_hidden_states": last, "loss_mask": torch.rand(length, generator=g) > masked * (i % 3)})
+    return out
+
+
+def arguments(folder, **kwargs):
+    base = dict(total_seq_len=32, learning_rate=1e-2, num_train_epochs=2, logging_steps=1, disable_tqdm=True, seed=3)
+    return SpeculatorTrainingArguments(str(folder), **base | kwargs)
+
+
+def toy():
+    torch.manual_seed(0)
+    return Toy()
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+class Stop(TrainerCallback):
+    "Break off at a step, as a killed process would."
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+# --- accumulation ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_accumulated_micro_batches_equal_one_big_batch(tmp_path, optimizer):
+    "Two rows of 32 with accumulation 2 hold the same samples as one row of 64; their loss-token counts differ."
+    data = samples(4)
+    runs = {}
+    for name, kwargs in {"one row": dict(total_seq_len=64), "two rows": dict(total_seq_len=32, gradient_accumulation_steps=2)}.items():
+        trainer = SpeculatorTrainer(toy(), arguments(tmp_path / name, optimizer=optimizer, eval_strategy="no", load_best_model_at_end=False,
+                                                     save_strategy="no", max_steps=4, **kwargs), data)
+        assert len(trainer.rows(data)) == {"one row": 1, "two rows": 2}[name]
+        trainer.train()
+        runs[name] = trainer
+    counts = {int(sum(data[i]["loss_mask"][1:].sum() for i in row)) for row in runs["two rows"].rows(data)}
+    assert len(counts) == 2, "the micro-batches must differ in tokens, or the test shows nothing"
+    a, b = (weights(r.model) for r in runs.values())
+    assert (a - b).abs().max() < (1e-6 if optimizer == "adamw" else 2e-4)   # Muon rounds its step to bfloat16
+    pd.testing.assert_series_equal(*(log_table(r)["loss"] for r in runs.values()), rtol=1e-5 if optimizer == "adamw" else 1e-3)
+    assert log_table(runs["one row"])["acc"].tolist() == log_table(runs["two rows"])["acc"].tolist()
+
+
+def test_loss_scaling_is_the_token_weighted_mean(tmp_path):
+    trainer = SpeculatorTrainer(toy(), arguments(tmp_path, gradient_accumulation_steps=3), samples(), samples(3, 1))
+    batches, n = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 3, torch.device("cpu"))
+    counts = [int(b["loss_mask"].sum()) for b in batches]
+    assert n == sum(counts)
+    got = sum(trainer.compute_loss(trainer.model, b, num_items_in_batch=n) for b in batches)
+    want = sum(trainer.model(**b)[1] * c for b, c in zip(batches, counts)) / sum(counts)
+    assert torch.allclose(got, want, rtol=1e-6)
+
+
+def test_a_step_without_loss_tokens_changes_nothing(tmp_path):
+    data = samples(4)
+    for s in data[1:]:
+        s["loss_mask"][:] = False
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            seen.append(weights(model))
+    trainer = SpeculatorTrainer(toy(), arguments(tmp_path, total_seq_len=20, eval_strategy="no", load_best_model_at_end=False, weight_decay=0.1,
+                                                 save_strategy="no", num_train_epochs=3, lr_scheduler_type="constant"), data, callbacks=[Watch()])
+    trainer.train()
+    moved = [not torch.equal(a, b) for a, b in zip(seen, seen[1:])]
+    assert 0 < sum(moved) < len(moved), moved           # some rows hold sample 0, the others nothing to learn from
+    assert torch.isfinite(weights(trainer.model)).all()
+    assert log_table(trainer)["loss"].notna().all()
+
+
+def test_nothing_to_learn_is_said_before_training(tmp_path):
+    data = samples(3)
+    for s in data:
+        s["loss_mask"][:] = False
+    with pytest.raises(ValueError, match="no position of the 3 training samples has loss_mask=True"):
+        train(toy(), data, output_dir=str(tmp_path), disable_tqdm=True)
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        SpeculatorTrainer(toy(), arguments(tmp_path), samples(), data).evaluate()
+    with pytest.raises(ValueError, match="dataset is empty"):
+        SpeculatorTrainer(toy(), arguments(tmp_path), [], data).train()
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
+    data = samples()
+    data[5]["hidden_states"][2] = math.nan
+    with pytest.raises(FloatingPointError, match="loss is nan at step"):
+        SpeculatorTrainer(toy(), arguments(tmp_path), data, samples(3, 1)).train()
+
+
+# --- precision, clipping, schedules -------------------------------------------------------------------------------
+
+def test_bf16_autocast_over_float32_weights(tmp_path):
+    trainer = train(toy().bfloat16(), samples(), samples(3, 1), arguments(tmp_path, bf16=True))
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert {s.dtype for state in trainer.optimizer.state.values() for s in state.values()} == {torch.float32}
+    seen = []
+    trainer.model.head.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    trainer.evaluate()
+    assert set(seen) == {torch.bfloat16}
+    table = log_table(trainer)
+    assert table["loss"].iloc[-1] < table["loss"].iloc[0]
+
+
+def test_features_in_bfloat16_train_in_float32(tmp_path):
+    data = [{k: v.bfloat16() if v.is_floating_point() else v for k, v in s.items()} for s in samples()]
+    assert train(toy(), data, args=arguments(tmp_path, eval_strategy="no", load_best_model_at_end=False)).model.fc.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant_with_warmup"])
+def test_schedules_warm_up(tmp_path, schedule):
+    trainer = SpeculatorTrainer(toy(), arguments(tmp_path, lr_scheduler_type=schedule, warmup_steps=4, max_steps=12, eval_strategy="no", save_strategy="no",
+                                                 load_best_model_at_end=False, max_grad_norm=0.01, optimizer="muon", muon_learning_rate=3e-3), samples())
+    trainer.train()
+    rates = log_table(trainer)["learning_rate"].tolist()
+    assert rates[:5] == pytest.approx([0, 0.25e-2, 0.5e-2, 0.75e-2, 1e-2])
+    assert (rates[-1] == pytest.approx(1e-2)) == (schedule == "constant_with_warmup")
+    groups = {g["kind"]: g["lr"] for g in trainer.optimizer.param_groups}
+    assert groups["muon"] == pytest.approx(0.3 * groups["adamw"])
+
+
+def test_gradients_are_clipped(tmp_path):
+    class Norm(TrainerCallback):
+        norms = []
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            self.norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
+    SpeculatorTrainer(toy(), arguments(tmp_path, max_grad_norm=0.01, max_steps=3), samples(), samples(3, 1), callbacks=[Norm()]).train()
+    assert Norm.norms == pytest.approx([0.01] * 3, rel=1e-3)
+
+
+# --- evaluation ---------------------------------------------------------------------------------------------------
+
+def test_evaluation_sums_first_and_divides_once(tmp_path):
+    data = samples(9, 1)
+    trainer = SpeculatorTrainer(toy(), arguments(tmp_path), samples(), data)
+    got, one_row = trainer.evaluate(), []
+    for s in data:      # a reference without packing: sample by sample
+        shifted = {k: v[None] for k, v in shift_by_one(s).items()}
+        _, loss, m = trainer.model(**shifted, document_ids=None)
+        one_row.append((loss * m["acc_total"], m["acc_sum"], m["acc_total"]))
+    loss, right, n = map(sum, zip(*one_row))
+    assert got["eval_loss"] == pytest.approx((loss / n).item(), rel=1e-6)
+    assert got["eval_acc"] == int(right) / int(n)
+
+
+def test_evaluation_holds_still_and_leaves_training_alone(tmp_path):
+    data, held = samples(), samples(5, 1)
+    runs = [SpeculatorTrainer(toy(), arguments(tmp_path / str(i), eval_strategy="steps", eval_steps=every, save_steps=every, save_strategy="steps"),
+                              data, held, {"noise": 0.5}) for i, every in enumerate([2, 4])]
+    first, second = (runs[0].evaluate()["eval_loss"] for _ in range(2))
+    assert first == second
+    for r in runs:
+        torch.manual_seed(5)
+        r.train()
+    a, b = (log_table(r)["loss"] for r in runs)
+    assert a.tolist() == b.tolist()      # evaluating twice as often changes nothing in training
+
+
+def test_several_evaluation_sets(tmp_path):
+    trainer = SpeculatorTrainer(toy(), arguments(tmp_path), samples(), {"a": samples(3, 1), "b": samples(4, 2)})
+    assert {"eval_a_loss", "eval_b_loss", "eval_a_acc", "eval_b_acc"} <= set(trainer.evaluate())
+
+
+def test_tally_wants_pairs():
+    tally, one = Tally(), torch.ones(())
+    with pytest.raises(ValueError, match="'acc_sum': a model's metrics come in pairs, acc_sum and acc_total"):
+        tally.add({"acc_sum": one})
+    with pytest.raises(ValueError, match="metric 'acc'"):
+        tally.add({"acc": one})
+    tally.add({"a_sum": one, "a_total": 4 * one, "b_sum": one, "b_total": 0 * one})
+    tally.add({"a_sum": 2 * one, "a_total": 2 * one, "b_sum": one, "b_total": 0 * one})
+    assert tally.rates() == {"a": 0.5} and tally.rates() == {}
+
+
+# --- best, early stop, log ------------------------------------------------------------------------------------------
+
+def test_best_checkpoint_is_loaded_and_kept(tmp_path):
+    trainer = train(toy(), samples(), samples(5, 1), arguments(tmp_path, learning_rate=0.3, num_train_epochs=6, lr_scheduler_type="constant"))
+    table = log_table(trainer)
+    best = table["eval_loss"].dropna()
+    assert best.idxmin() == trainer.state.best_global_step != best.index[-1]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best.idxmin()}")
+    assert trainer.evaluate()["eval_loss"] == best.min()
+    kept = sorted(p.name for p in tmp_path.glob("checkpoint-*"))
+    assert kept == sorted({f"checkpoint-{best.idxmin()}", f"checkpoint-{best.index[-1]}"})
+    assert json.loads((tmp_path / f"checkpoint-{best.index[-1]}" / "trainer_state.json").read_text())["best_model_checkpoint"] == trainer.state.best_model_checkpoint
+
+
+def test_early_stopping(tmp_path):
+    trainer = train(toy(), samples(), samples(5, 1), arguments(tmp_path, learning_rate=0.3, num_train_epochs=30, early_stopping_patience=2,
+                                                               lr_scheduler_type="constant"))
+    evals = log_table(trainer)["eval_loss"].dropna()
+    assert len(evals) < 30 and evals.argmin() == len(evals) - 3
+
+
+def test_log_table_and_final_folder(tmp_path):
+    trainer = train(toy(), samples(), samples(3, 1), output_dir=str(tmp_path), total_seq_len=32, num_train_epochs=1, logging_steps=2,
+                    disable_tqdm=True, noise=0.1)
+    table = log_table(trainer)
+    assert {"epoch", "loss", "grad_norm", "learning_rate", "acc", "eval_loss", "eval_acc"} <= set(table)
+    assert table.index.is_monotonic_increasing and table.index.name == "step"
+    assert pd.read_csv(tmp_path / "training_log.csv", index_col="step").shape == table.shape
+    names = {p.name for p in tmp_path.iterdir()}
+    assert {"model.safetensors", "training_args.json", "training_log.csv"} <= names
+    assert not [n for n in names if n.endswith((".bin", ".pt", ".pth"))] and ".saving" not in names
+    assert json.loads((tmp_path / "training_args.json").read_text())["model"] == {"noise": 0.1}
+
+
+def test_notebook_table_shows_the_models_metrics(tmp_path, monkeypatch):
+    from transformers.utils import notebook
+    pages = []
+    monkeypatch.setattr(notebook.NotebookTrainingTracker, "display", lambda self: pages.append(notebook.text_to_html_table(self.inner_table) if self.inner_table else ""))
+    monkeypatch.setattr(notebook.disp, "display", lambda *a, **k: None)
+    monkeypatch.setattr(notebook.NotebookProgressBar, "display", lambda self: None)
+    SpeculatorTrainer(toy(), arguments(tmp_path, num_train_epochs=1), samples(), samples(3, 1), callbacks=[notebook.NotebookProgressCallback]).train()
+    assert all(word in pages[-1] for word in ("Training Loss", "Validation Loss", "Acc"))
+
+
+def test_tensorboard_gets_the_metrics(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    SpeculatorTrainer(toy(), arguments(tmp_path, num_train_epochs=1, report_to="tensorboard"), samples(), samples(3, 1)).train()
+    file = next(tmp_path.rglob("events.out.tfevents*"))
+    tags = EventAccumulator(str(file.parent)).Reload().Tags()["scalars"]
+    assert {"train/acc", "eval/acc"} <= set(tags)
+
+
+# --- checkpoints and resume -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("stop,accumulate,optimizer", [(5, 1, "adamw"), (8, 1, "muon"), (6, 2, "adamw")])
+def test_a_stopped_run_goes_on_to_the_bit(tmp_path, stop, accumulate, optimizer):
+    "Stopped in mid-epoch or at the end of one, with random choices in every forward: the same losses and the same weights as without the stop."
+    data, held, kwargs = samples(16), samples(4, 1), dict(save_strategy="steps", eval_strategy="steps", save_steps=2, eval_steps=2, save_total_limit=None,
+                                                          num_train_epochs=4, gradient_accumulation_steps=accumulate, optimizer=optimizer)
+    whole = train(toy(), data, held, arguments(tmp_path / "whole", **kwargs), noise=0.3)
+    with pytest.raises(KeyboardInterrupt):
+        train(toy(), data, held, arguments(tmp_path / "cut", **kwargs), callbacks=[Stop(stop)], noise=0.3)
+    torch.manual_seed(1234)     # another process starts from another random state and other weights
+    resumed = train(Toy(), data, held, arguments(tmp_path / "cut", **kwargs, resume_from_checkpoint=True), noise=0.3)
+    columns = ["epoch", "loss", "learning_rate", "acc", "eval_loss", "eval_acc", "grad_norm"]
+    pd.testing.assert_frame_equal(log_table(resumed)[columns], log_table(whole)[columns], check_exact=True)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+
+
+def test_patience_is_counted_on_after_a_resume(tmp_path):
+    kwargs = dict(learning_rate=0.3, num_train_epochs=30, early_stopping_patience=4, lr_scheduler_type="constant", save_total_limit=None)
+    whole = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "whole", **kwargs))
+    stop = whole.state.global_step - 2
+    with pytest.raises(KeyboardInterrupt):
+        train(toy(), samples(), samples(5, 1), arguments(tmp_path / "cut", **kwargs), callbacks=[Stop(stop)])
+    resumed = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "cut", **kwargs, resume_from_checkpoint=True))
+    assert resumed.state.global_step == whole.state.global_step
+
+
+@pytest.mark.parametrize("where", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+def test_a_killed_save_leaves_no_checkpoint(tmp_path, monkeypatch, where):
+    from transformers import trainer_callback
+    kwargs, save, to_json = dict(save_strategy="steps", eval_strategy="steps", save_steps=2, eval_steps=2), torch.save, trainer_callback.TrainerState.save_to_json
+
+    def cut(obj, file, *args, **kw):
+        if "checkpoint-4" in str(file) and os.path.basename(file) == where:
+            with open(file, "wb") as f:
+                f.write(b"PK")
+            raise KeyboardInterrupt
+        return save(obj, file, *args, **kw)
+
+    def cut_json(self, path):
+        if "checkpoint-4" in path and where == "trainer_state.json":
+            with open(path, "w") as f:
+                f.write('{"global_st')
+            raise KeyboardInterrupt
+        return to_json(self, path)
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(torch, "save", cut)
+        m.setattr(trainer_callback.TrainerState, "save_to_json", cut_json)
+        train(toy(), samples(), samples(4, 1), arguments(tmp_path, **kwargs))
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    resumed = train(toy(), samples(), samples(4, 1), arguments(tmp_path, **kwargs, resume_from_checkpoint=True))
+    assert resumed.state.global_step == resumed.state.max_steps and not (tmp_path / ".saving").exists()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(toy(), samples(), samples(4, 1), arguments(folder, num_train_epochs=2))
+    return last_checkpoint(folder)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+def test_torn_checkpoints_are_passed_over(checkpoint, tmp_path, file, damage, caplog):
+    older, torn = tmp_path / "checkpoint-1", tmp_path / "checkpoint-9"
+    shutil.copytree(checkpoint, older)
+    shutil.copytree(checkpoint, torn)
+    assert checkpoint_problem(torn) is None
+    if damage == "missing":
+        (torn / file).unlink()
+    else:
+        (torn / file).write_bytes((torn / file).read_bytes()[:-7])
+    assert checkpoint_problem(torn)
+    assert last_checkpoint(tmp_path) == str(older)
+    with pytest.raises(ValueError, match="cannot resume from"):
+        train(toy(), samples(), samples(4, 1), arguments(tmp_path / "new", resume_from_checkpoint=str(torn)))
+
+
+def test_resume_without_checkpoint_starts_anew(tmp_path):
+    trainer = train(toy(), samples(), samples(4, 1), arguments(tmp_path, num_train_epochs=1, resume_from_checkpoint=True))
+    assert trainer.state.global_step == len(trainer.train_rows)
+
+
+def test_saving_over_an_older_run_replaces_it(tmp_path):
+    first = train(toy(), samples(), samples(4, 1), arguments(tmp_path, num_train_epochs=1))
+    second = train(toy(), samples(seed=7), samples(4, 1), arguments(tmp_path, num_train_epochs=1))
+    assert not torch.equal(weights(first.model), weights(second.model))
+    assert checkpoint_problem(last_checkpoint(tmp_path)) is None and not (tmp_path / ".saving").exists()
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kwargs,message", [
+    (dict(optim="adafactor"), "optim='adafactor' has no effect here: optimizer decides"),
+    (dict(per_device_train_batch_size=4), "total_seq_len decides"),
+    (dict(optimizer="sgd"), "Choose one of: adamw, muon"),
+    (dict(total_seq_len=1), "total_seq_len=1"),
+    (dict(early_stopping_patience=1, eval_strategy="no"), "needs evaluations"),
+])
+def test_arguments_without_meaning_are_refused(tmp_path, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculatorTrainingArguments(str(tmp_path), **kwargs)
+
+
+def test_unknown_names_and_double_names(tmp_path):
+    with pytest.raises(TypeError, match="nois"):
+        train(toy(), samples(), output_dir=str(tmp_path), nois=1)
+    with pytest.raises(ValueError, match="learning_rate: given by name although args is given"):
+        train(toy(), samples(), args=arguments(tmp_path), learning_rate=1)
+
+
+def test_missing_logger_says_so(tmp_path):
+    with pytest.raises((RuntimeError, ValueError), match="wandb|comet|supported"):
+        SpeculatorTrainer(toy(), arguments(tmp_path, report_to="wandb"), samples(), samples(3, 1))
