@@ -5,18 +5,19 @@
 # %% auto #0
 __all__ = ['ANIMALS', 'NAMES', 'PLACES', 'THINGS', 'FOODS', 'QUALITIES', 'TRAITS', 'STORY', 'PORTRAIT', 'DOMAINS', 'CHECKS',
            'spin', 'addition', 'subtraction', 'multiplication', 'sorted_numbers', 'sorted_words', 'table', 'quotation',
-           'function', 'free_choice', 'each_turn', 'is_right', 'conversation', 'is_heldout', 'corpus', 'topics',
+           'function', 'free_choice', 'each_turn', 'conversation', 'is_heldout', 'corpus', 'is_right', 'topics',
            'read_corpus', 'main']
 
-# %% ../../nbs/data/01_corpus.ipynb #7a22a128
+# %% ../../nbs/data/01_corpus.ipynb #092a9e42
 import json
 import random
 import re
 import string
 import zlib
 from pathlib import Path
+from fastcore.script import call_parse
 
-# %% ../../nbs/data/01_corpus.ipynb #76722bab
+# %% ../../nbs/data/01_corpus.ipynb #399a46d0
 def spin(
     rng:random.Random, # where the choices come from
     text:str, # text with `[one|two|three]` groups, which may be nested
@@ -26,7 +27,7 @@ def spin(
         text = text[:found.start()] + rng.choice(found[1].split("|")) + text[found.end():]
     return text
 
-# %% ../../nbs/data/01_corpus.ipynb #c114ba0b
+# %% ../../nbs/data/01_corpus.ipynb #8892eedb
 ANIMALS = "fox owl hare goose badger mouse otter cat heron pony".split()
 NAMES = "Ada Ben Cleo Dora Finn Gus Hana Ivo Juno Kit Lena Milo Nora Otto Pia Rosa".split()
 PLACES = "harbour mill forest market station garden library bridge orchard tower".split()
@@ -35,7 +36,7 @@ FOODS = "apples bread cheese dates eggs figs grapes honey jam kale lemons milk n
 QUALITIES = "old small quiet bright cold green narrow busy pale tall".split()
 TRAITS = "kind patient clever shy brave hungry lazy polite".split()
 
-# %% ../../nbs/data/01_corpus.ipynb #62f83bc4
+# %% ../../nbs/data/01_corpus.ipynb #c9fa4e1b
 def addition(
     rng:random.Random, # source of the numbers and of the wording
 ) -> tuple[str, str]: # prompt, answer
@@ -82,7 +83,7 @@ def multiplication(
                        f"{a * tens} + {a * ones} = {a * b}.")
     return prompt, answer
 
-# %% ../../nbs/data/01_corpus.ipynb #0cebb15a
+# %% ../../nbs/data/01_corpus.ipynb #ac980465
 def sorted_numbers(
     rng:random.Random, # source of the list and of the wording
 ) -> tuple[str, str]: # prompt, answer
@@ -103,15 +104,16 @@ def sorted_words(
     rng:random.Random, # source of the list and of the wording
 ) -> tuple[str, str]: # prompt, answer
     "Three to six words with different first letters, in the order of the alphabet."
-    first = {}
-    for word in rng.sample(pool := ANIMALS + PLACES + THINGS + FOODS, len(pool)): first.setdefault(word[0], word)
-    words = list(first.values())[:rng.randint(3, 6)]
+    by_letter = {}
+    for word in ANIMALS + PLACES + THINGS + FOODS: by_letter.setdefault(word[0], []).append(word)
+    words = [rng.choice(by_letter[letter]) for letter in rng.sample(sorted(by_letter), rng.randint(3, 6))]
     prompt = spin(rng, f"[Put these words in alphabetical order|Sort these words from a to z|Alphabetise this list]: {', '.join(words)}.")
-    answer = spin(rng, f"[The list has|There are|I count] {len(words)} words. [Compare|Look at|Go by] the first letters: {', '.join(sorted(w[0] for w in words))}. "
+    answer = spin(rng, f"[The list has|There are|I count] {len(words)} words. [Compare|Look at|Go by] the first letters: "
+                       f"{', '.join(sorted(w[0] for w in words))}. "
                        f"[That gives the order|So the words are|Written out, that is] {', '.join(sorted(words))}.")
     return prompt, answer
 
-# %% ../../nbs/data/01_corpus.ipynb #c26bd702
+# %% ../../nbs/data/01_corpus.ipynb #229cbeed
 def table(
     rng:random.Random, # source of the table, the questions and the wording
     n:int, # how many questions are asked about it
@@ -126,17 +128,20 @@ def table(
         value = values[asked][food]
         if rng.random() < .6:
             prompt = f"[What is the {asked} of {food}?|Give me the {asked} of {food}.|Look up {food}: what is the {asked}?]"
-            answer = (f"[The table has|There are|I see] {len(foods)} rows. [Go to|Find|Look at] the row [for|that starts with] {food}. [It lists|There we read|It shows] {values[columns[0]][food]} "
-                      f"as the {columns[0]} and {values[columns[1]][food]} as the {columns[1]}. [The answer is|So the {asked} is|You asked for] {value}.")
+            first, second = (values[column][food] for column in columns)
+            answer = (f"[Go to|Find|Look at] the row [for|that starts with] {food}. [It lists|There we read|It shows] {first} "
+                      f"as the {columns[0]} "
+                      f"and {second} as the {columns[1]}. [The answer is|So the {asked} is|You asked for] {value}.")
         else:
             prompt = f"[Which food has the {asked} {value}?|What has a {asked} of {value}?|Find the food whose {asked} is {value}.]"
-            answer = (f"[The table has|There are|I see] {len(foods)} rows. [Search|Go down|Scan] the {asked} column until {value} [turns up|appears]. [The row belongs to|That is the row of|"
+            answer = (f"[Search|Go down|Scan] the {asked} column until {value} [turns up|appears]. [The row belongs to|That is the row of|"
                       f"It stands next to] {food}, [whose|and its] {other} is {values[other][food]}.")
-        turns.append((spin(rng, prompt), spin(rng, answer)))
+        counted = f"[The table has|There are|I see] {len(foods)} rows. "
+        turns.append((spin(rng, prompt), spin(rng, counted + answer)))
     lead = spin(rng, "[Here is a table.|Use this table.|Look at these goods.]")
     return [(f"{lead}\n\nfood | {' | '.join(columns)}\n{rows}\n\n{turns[0][0]}", turns[0][1]), *turns[1:]]
 
-# %% ../../nbs/data/01_corpus.ipynb #a41a1859
+# %% ../../nbs/data/01_corpus.ipynb #a6ba264e
 def quotation(
     rng:random.Random, # source of the passage and of the wording
 ) -> tuple[str, str]: # prompt, answer
@@ -145,10 +150,11 @@ def quotation(
     words = [f"{q} {w}" for q, w in zip(rng.sample(QUALITIES, n), rng.sample(ANIMALS + THINGS + PLACES, n))]
     passage = f"{rng.choice(NAMES)} saw {', '.join('a ' + w for w in words[:-1])} and a {words[-1]}.".replace("a old", "an old")
     prompt = spin(rng, f"[Repeat this line exactly|Copy this sentence|Say this back to me|Quote this word for word]: \"{passage}\"")
-    answer = spin(rng, f"[Here it is again|Word for word|As you wrote it|The line reads]: \"{passage}\"[ Nothing was changed.| That is all of it.|]")
+    answer = spin(rng, f"[Here it is again|Word for word|As you wrote it|The line reads]: \"{passage}\""
+                       "[ Nothing was changed.| That is all of it.|]")
     return prompt, answer
 
-# %% ../../nbs/data/01_corpus.ipynb #f3374604
+# %% ../../nbs/data/01_corpus.ipynb #71f4567d
 def function(
     rng:random.Random, # source of the task, the names and the wording
 ) -> tuple[str, str]: # prompt, answer
@@ -175,34 +181,52 @@ def function(
                        f"[For example|As a check], {name}({example}) [gives|returns] {got}.")
     return prompt, answer
 
-# %% ../../nbs/data/01_corpus.ipynb #d54f7c8a
+# %% ../../nbs/data/01_corpus.ipynb #f9b907bb
 STORY = [
-    ["[One morning|Late in autumn|On a windy evening|Before sunrise] a {trait} {animal} called {name} [set out to find|went looking for|left home to fetch] a "
+    ["[One morning|Late in autumn|On a windy evening|Before sunrise] a {trait} {animal} called {name} [set out to "
+     "find|went looking for|left home to fetch] a"
      "[lost|silver|broken|borrowed|blue] {thing}.",
-     "There was once a {trait} {animal} named {name} who [lived near|slept behind|looked after] the {place} and [owned|kept|had found] a [silver|broken|painted|blue] {thing}.",
-     "{name} was a {trait} {animal} with [one wish|a plan|a secret|no money at all]: to [carry|sell|mend|hide] the {thing} [of an old friend|from the hill|that nobody wanted]."],
-    ["The [road|path] to the {place} was [long and muddy|covered with snow|full of holes|steeper than it looked], [but|and yet] nobody [turned back|complained|wanted to wait].",
-     "At the {place} [a tired|a cheerful|a very tall|an angry] {other} [asked for help|blocked the way|shared a piece of bread|told a strange tale].",
-     "[All day long|For three days|Until the moon rose] the {animal} [walked along the river|followed the sound of bells|counted the stones by the road|waited under a tree]."],
-    ["Then [the rain began|a door opened|the wind dropped|a bell rang], and [everything changed|the {other} laughed|the lights went out|it was suddenly quiet].",
-     "[\"Take it,\" said the {other}, \"|\"Listen,\" whispered the {other}, \"][you will need it more than I do|the way back is shorter than you think|it only works in the dark].\"",
-     "The {thing} [fell into the water|began to shine|was heavier than before|broke in two], [so|and] they [worked together until noon|had to start again|sat down and laughed|took turns carrying it]."],
-    ["[In the end|At last|That night] they [shared a warm supper|went home by another road|hung the {thing} above the door|became the best of friends].",
-     "[From then on|Since that day|Every winter after that] the {thing} [stood in the window|was never lost again|belonged to both of them], and {name} [slept well|told the story to everyone|smiled whenever it rained].",
+     "There was once a {trait} {animal} named {name} who [lived near|slept behind|looked after] the {place} and "
+     "[owned|kept|had found] a [silver|broken|painted|blue] {thing}.",
+     "{name} was a {trait} {animal} with [one wish|a plan|a secret|no money at all]: to [carry|sell|mend|hide] the "
+     "{thing} [of an old friend|from the hill|that nobody wanted]."],
+    ["The [road|path] to the {place} was [long and muddy|covered with snow|full of holes|steeper than it looked], "
+     "[but|and yet] nobody [turned back|complained|wanted to wait].",
+     "At the {place} [a tired|a cheerful|a very tall|an angry] {other} [asked for help|blocked the way|shared a "
+     "piece of bread|told a strange tale].",
+     "[All day long|For three days|Until the moon rose] the {animal} [walked along the river|followed the sound of "
+     "bells|counted the stones by the road|waited under a tree]."],
+    ["Then [the rain began|a door opened|the wind dropped|a bell rang], and [everything changed|the {other} "
+     "laughed|the lights went out|it was suddenly quiet].",
+     "[\"Take it,\" said the {other}, \"|\"Listen,\" whispered the {other}, \"][you will need it more than I do|the "
+     "way back is shorter than you think|it only works in the dark].\"",
+     "The {thing} [fell into the water|began to shine|was heavier than before|broke in two], [so|and] they [worked "
+     "together until noon|had to start again|sat down and laughed|took turns carrying it]."],
+    ["[In the end|At last|That night] they [shared a warm supper|went home by another road|hung the {thing} above "
+     "the door|became the best of friends].",
+     "[From then on|Since that day|Every winter after that] the {thing} [stood in the window|was never lost "
+     "again|belonged to both of them], and {name} [slept well|told the story to everyone|smiled whenever it rained].",
      "And that is [how|why] the {place} [got its name|has a {thing} on its wall|is never empty]."],
 ]
 PORTRAIT = [
     ["The {place} is a {q} [place|spot|corner of the town] [between two hills|at the end of the road|not far from the sea].",
-     "You [reach|find] the {place} [after an hour on foot|by following the river|behind the last houses]; it is {q} and [smells of wood|full of voices|painted white]."],
-    ["[In the morning|At noon|Before dark] [children|travellers|two sisters|a few workers] [sit on the wall|sell fruit|repair nets|play chess] there and [talk about the weather|wait for news|drink tea].",
-     "[Most people|Visitors|Neighbours] come for [the view|the music|the silence|the bread] and [stay longer than planned|leave with a smile|bring something to eat]."],
-    ["A {trait} {animal} [sleeps near the gate|watches from the roof|guards the steps], and [nobody minds|everyone knows its name|it never makes a sound].",
-     "Above the door hangs a {q2} {thing} [that somebody forgot|from another century|made of glass], and [it still works|it moves in the wind|nobody knows why]."],
-    ["[When it rains|In winter|On Sundays] the {place} [is almost empty|feels like home|looks twice as large], and [that is the best time to visit|the lamps burn all day|you can hear the river].",
-     "If you [go there|visit it], take [a warm coat|a good book|an apple|some time] and [do not hurry|greet the owner|look up now and then]."],
+     "You [reach|find] the {place} [after an hour on foot|by following the river|behind the last houses]; it is {q} "
+     "and [smells of wood|full of voices|painted white]."],
+    ["[In the morning|At noon|Before dark] [children|travellers|two sisters|a few workers] [sit on the wall|sell "
+     "fruit|repair nets|play chess] there and [talk about the weather|wait for news|drink tea].",
+     "[Most people|Visitors|Neighbours] come for [the view|the music|the silence|the bread] and [stay longer than "
+     "planned|leave with a smile|bring something to eat]."],
+    ["A {trait} {animal} [sleeps near the gate|watches from the roof|guards the steps], and [nobody minds|everyone "
+     "knows its name|it never makes a sound].",
+     "Above the door hangs a {q2} {thing} [that somebody forgot|from another century|made of glass], and [it still "
+     "works|it moves in the wind|nobody knows why]."],
+    ["[When it rains|In winter|On Sundays] the {place} [is almost empty|feels like home|looks twice as large], and "
+     "[that is the best time to visit|the lamps burn all day|you can hear the river].",
+     "If you [go there|visit it], take [a warm coat|a good book|an apple|some time] and [do not hurry|greet the "
+     "owner|look up now and then]."],
 ]
 
-
+# %% ../../nbs/data/01_corpus.ipynb #71ca5400
 def free_choice(
     rng:random.Random, # source of the subject and of every turn of the tale
 ) -> tuple[str, str]: # prompt, answer
@@ -217,7 +241,7 @@ def free_choice(
     answer = " ".join(fill(rng.choice(beat)) for beat in (STORY if story else PORTRAIT))
     return re.sub(r"\b([Aa])(?= [ao])", r"\1n", fill(prompt)), re.sub(r"\b([Aa])(?= [ao])", r"\1n", answer)
 
-# %% ../../nbs/data/01_corpus.ipynb #a03bff08
+# %% ../../nbs/data/01_corpus.ipynb #a3ba8272
 def each_turn(
     *makers, # functions of `rng` that return one (prompt, answer)
 ): # function of (rng, n) that returns n of them
@@ -234,7 +258,40 @@ DOMAINS = {
     "free": each_turn(free_choice),
 }
 
-# %% ../../nbs/data/01_corpus.ipynb #fa2ff81e
+# %% ../../nbs/data/01_corpus.ipynb #5f9de6b7
+def conversation(
+    rng:random.Random, # decides everything
+    domain:str, # a key of `DOMAINS`
+) -> dict: # {"domain", "messages": [{"role", "content"}, …]}, one to three turns
+    "One conversation. Raises `ValueError` for an unknown domain."
+    if domain not in DOMAINS: raise ValueError(f"domain is {domain!r}; choose one of {', '.join(DOMAINS)}")
+    turns = DOMAINS[domain](rng, rng.choices([1, 2, 3], [5, 3, 2])[0])
+    messages = [dict(role=role, content=text) for turn in turns for role, text in zip(("user", "assistant"), turn)]
+    return dict(domain=domain, messages=messages)
+
+
+def is_heldout(
+    conversation:dict, # has "messages"
+) -> bool: # True for about one prompt in ten
+    "Whether a conversation belongs to the held-out part: a property of its first prompt, so no seed or size can mix the parts."
+    return zlib.crc32(conversation["messages"][0]["content"].encode()) % 10 == 0
+
+
+def corpus(
+    n:int, # number of conversations
+    seed:int=0, # the same seed gives the same conversations; a smaller n gives a prefix
+    domains:list[str]=tuple(DOMAINS), # taken in turn, so that they are balanced
+    heldout:bool=False, # which part: see `is_heldout`
+) -> list[dict]: # {"id", "domain", "messages"}
+    "`n` conversations of one part."
+    rows = []
+    for i in range(n):
+        domain, rng = domains[i % len(domains)], random.Random(f"{seed} {i} {heldout}")
+        while is_heldout(row := conversation(rng, domain)) != heldout: pass
+        rows.append(dict(id=f"{'heldout' if heldout else 'train'}-{seed}-{i:05d}", **row))
+    return rows
+
+# %% ../../nbs/data/01_corpus.ipynb #983c919d
 def _arithmetic(prompt, answer, first):
     a, b = map(int, re.findall(r"\d+", prompt))
     if "take" in prompt.lower(): a, b = b, a
@@ -257,8 +314,9 @@ def _table(prompt, answer, first):
     column = next(c for c in header[1:] if c in question)
     for row in rows:
         cells = dict(zip(header, row))
+        other = next(cells[c] for c in header[1:] if c != column)
         if cells["food"] in question: return answer.endswith(f" {cells[column]}.")
-        if cells[column] in question: return bool(re.search(rf"\b{cells['food']}\b", answer)) and answer.endswith(f" {next(cells[c] for c in header[1:] if c != column)}.")
+        if cells[column] in question: return f" {cells['food']}," in answer and answer.endswith(f" {other}.")
 
 
 def _copying(prompt, answer, first):
@@ -290,39 +348,7 @@ def is_right(
     "Work the last prompt out from its text alone and compare. A free answer is right if it keeps to its subject and ends."
     return bool(CHECKS[domain](messages[-2]["content"], messages[-1]["content"], messages[0]["content"]))
 
-# %% ../../nbs/data/01_corpus.ipynb #54ac0670
-def conversation(
-    rng:random.Random, # decides everything
-    domain:str, # a key of `DOMAINS`
-) -> dict: # {"domain", "messages": [{"role", "content"}, …]}, one to three turns
-    "One conversation. Raises `ValueError` for an unknown domain."
-    if domain not in DOMAINS: raise ValueError(f"domain is {domain!r}; choose one of {', '.join(DOMAINS)}")
-    turns = DOMAINS[domain](rng, rng.choices([1, 2, 3], [5, 3, 2])[0])
-    return dict(domain=domain, messages=[dict(role=role, content=text) for turn in turns for role, text in zip(("user", "assistant"), turn)])
-
-
-def is_heldout(
-    conversation:dict, # has "messages"
-) -> bool: # True for about one prompt in ten
-    "Whether a conversation belongs to the held-out part: a property of its first prompt, so no seed or size can mix the parts."
-    return zlib.crc32(conversation["messages"][0]["content"].encode()) % 10 == 0
-
-
-def corpus(
-    n:int, # number of conversations
-    seed:int=0, # the same seed gives the same conversations; a smaller n gives a prefix
-    domains:list[str]=tuple(DOMAINS), # taken in turn, so that they are balanced
-    heldout:bool=False, # which part: see `is_heldout`
-) -> list[dict]: # {"id", "domain", "messages"}
-    "`n` conversations of one part."
-    rows = []
-    for i in range(n):
-        domain, rng = domains[i % len(domains)], random.Random(f"{seed} {i} {heldout}")
-        while is_heldout(row := conversation(rng, domain)) != heldout: pass
-        rows.append(dict(id=f"{'heldout' if heldout else 'train'}-{seed}-{i:05d}", **row))
-    return rows
-
-# %% ../../nbs/data/01_corpus.ipynb #2013a0dc
+# %% ../../nbs/data/01_corpus.ipynb #fe20feea
 def topics() -> list[str]: # paragraphs of running English, in the order of the topics
     "The language reference that every Python carries (`pydoc_data.topics`), as cleaned paragraphs. Its text changes with Python's version."
     from pydoc_data.topics import topics as pages
@@ -331,7 +357,7 @@ def topics() -> list[str]: # paragraphs of running English, in the order of the 
     letters = set(string.ascii_letters + " ,.")
     return [p for p in plain if len(p.split()) >= 12 and p[-1] in ".:" and sum(c in letters for c in p) > .93 * len(p)]
 
-# %% ../../nbs/data/01_corpus.ipynb #39b87964
+# %% ../../nbs/data/01_corpus.ipynb #d93434c8
 def read_corpus(
     path:Path, # a .jsonl file, one conversation a line
 ) -> list[dict]: # as `corpus` returns them
@@ -339,6 +365,7 @@ def read_corpus(
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
+@call_parse
 def main(
     folder:Path=Path("data/corpus"), # where train.jsonl and heldout.jsonl go
     n_train:int=1800, # conversations in train.jsonl
@@ -351,8 +378,3 @@ def main(
     for name, rows in (("train", corpus(n_train, seed)), ("heldout", corpus(n_heldout, seed, heldout=True))):
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-
-# %% ../../nbs/data/01_corpus.ipynb #b6cf688e
-if __name__ == "__main__":
-    import typer
-    typer.run(main)
