@@ -6,7 +6,7 @@
 __all__ = ['LayerConfig', 'VerifierConfig', 'SpeculatorsConfig', 'layer_config_from_dict', 'SpeculatorModelConfig',
            'reload_schemas']
 
-# %% ../nbs/core/04_config.ipynb #ab4c2f55
+# %% ../nbs/core/04_config.ipynb #07bd2f05
 import copy
 import functools
 import importlib
@@ -16,6 +16,7 @@ import os
 import pkgutil
 from typing import Annotated, Any, ClassVar, get_origin
 
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
@@ -70,7 +71,7 @@ class SpeculatorsConfig(ReloadableBaseModel):
                              "Add that method, or name one of these.")
         return self
 
-# %% ../nbs/core/04_config.ipynb #ba6c4ee4
+# %% ../nbs/core/04_config.ipynb #63c77009
 def layer_config_from_dict(
     config: PretrainedConfig | dict[str, Any],  # a decoder's config: an object, or a dictionary with `model_type`
 ) -> PretrainedConfig:  # LlamaConfig, Qwen3Config, ...
@@ -80,7 +81,10 @@ def layer_config_from_dict(
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type={model_type!r} is missing or names no transformers config. Write the decoder family into it, e.g. 'llama' or 'qwen3'.")
-    return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
+    except StrictDataclassError as e:
+        raise ValueError(f"transformers refuses this {model_type} config: {e}") from e
 
 
 LayerConfig = Annotated[Any, PlainValidator(layer_config_from_dict)]  # Any: pydantic cannot read transformers' dataclasses

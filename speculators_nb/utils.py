@@ -120,7 +120,7 @@ def load_tensors(
             raise ValueError(f"{path}: no tensor named {', '.join(missing)}. The file holds: {', '.join(sorted(present))}")
         return {name: handle.get_tensor(name) for name in names}
 
-# %% ../nbs/core/01_utils.ipynb #1d9f0523
+# %% ../nbs/core/01_utils.ipynb #1a2b8378
 def resolve_checkpoint(
     name_or_path: str | os.PathLike,  # a local folder, or a hub id such as "Qwen/Qwen3-8B"
 ) -> Path:  # the folder that holds the model's config and safetensors files
@@ -144,7 +144,7 @@ def checkpoint_index(
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         for file in set(weight_map.values()):
-            if Path(file).name != file:
+            if file in ("", ".", "..") or Path(file).name != file:
                 raise ValueError(f"{index}: the shard name {file!r} leads out of the folder. Shards must lie beside the index.")
         return {name: folder / file for name, file in weight_map.items()}
     if single.is_file():
