@@ -24,7 +24,7 @@ import speculators_nb
 from .proposals import TokenProposalConfig
 from .utils import ClassRegistryMixin, ReloadableBaseModel, atomic_write, resolve_checkpoint
 
-# %% ../nbs/core/04_config.ipynb #f8da0e3b
+# %% ../nbs/core/04_config.ipynb #d3acd4a3
 class VerifierConfig(ReloadableBaseModel):
     "Which model the drafter was trained for."
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
@@ -36,7 +36,7 @@ class VerifierConfig(ReloadableBaseModel):
     def from_config(
         cls,
         config: PretrainedConfig,  # the verifier's config
-        name_or_path: str | None = "UNSET",  # the name to write down; "UNSET": the one that `config` was loaded from
+        name_or_path: str | None = "UNSET",  # the name to write down; "UNSET": the one that `config` records (a loaded model's does)
     ) -> "VerifierConfig":  # what the drafter's config will say
         "Describe a verifier by its loaded config."
         name = (getattr(config, "_name_or_path", "") or None) if name_or_path == "UNSET" else name_or_path

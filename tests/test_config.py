@@ -1,0 +1,221 @@
+"Configs: what upstream wrote is read and written back key for key; wrong values are refused by field name."
+import copy
+import json
+import pickle
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import Field
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+
+from speculators_nb.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig, layer_config_from_dict, reload_schemas
+from speculators_nb.proposals import GreedyTokenProposalConfig, TokenProposalConfig
+
+FIXTURES = Path(__file__).parent / "fixtures"
+FILES = {"eagle3": FIXTURES / "eagle3/saved_pretrained/config.json", **{n: FIXTURES / f"configs/{n}.json" for n in ("peagle", "dflash", "mtp")}}
+
+
+@SpeculatorModelConfig.register("toy_config_test")
+class Toy(SpeculatorModelConfig):
+    speculators_model_type: Literal["toy_config_test"] = "toy_config_test"
+    architectures: list[str] = field(default_factory=lambda: ["ToyModel"])
+    transformer_layer_config: LayerConfig = field(default_factory=lambda: Qwen3Config(hidden_size=16, num_hidden_layers=1))
+    draft_vocab_size: Annotated[int, Field(ge=1)] = 32000
+    aux_layer_ids: list[int] | None = None
+    norm_output: bool = False
+    fc_norm: bool = False
+
+    def check(self):
+        if self.norm_output and self.fc_norm:
+            raise ValueError("norm_output=True and fc_norm=True exclude each other")
+
+
+@SpeculatorModelConfig.register("toy_config_child")
+class Child(Toy):
+    speculators_model_type: Literal["toy_config_child"] = "toy_config_child"
+    mask_token_id: int = 0
+
+
+class ToyModel(PreTrainedModel):
+    config_class = Toy
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.head = torch.nn.Linear(4, 3)
+        self.post_init()
+
+
+def shared(**kwargs):
+    return SpeculatorsConfig(**{**dict(algorithm="toy", proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)], default_proposal_method="greedy",
+                                       verifier=VerifierConfig(name_or_path="v", architectures=["LlamaForCausalLM"])), **kwargs})
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_upstream_files_survive_a_round_trip_key_for_key(tmp_path, name):
+    "Read as the toy type (so that all drafters' own fields are undeclared extras), written again: the same keys and values, less auto_map."
+    content = json.loads(FILES[name].read_text())
+    content["speculators_model_type"] = "toy_config_test"
+    config = SpeculatorModelConfig.from_dict(content)
+    assert isinstance(config, Toy) and isinstance(config.transformer_layer_config, (LlamaConfig, Qwen3Config))
+    assert config.speculators_config.proposal_methods[0].speculative_tokens == content["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    del content["auto_map"]
+    ours_only = {"aux_layer_ids", "norm_output", "fc_norm", "draft_vocab_size"} - content.keys()  # declared by the toy, absent in the file
+    assert {k: v for k, v in written.items() if k not in ours_only} == content
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"]  # no stray config.py
+    assert SpeculatorModelConfig.from_pretrained(tmp_path) == config
+
+
+def test_input_dictionary_is_left_alone():
+    content = json.loads(FILES["eagle3"].read_text()) | {"speculators_model_type": "toy_config_test"}
+    before = copy.deepcopy(content)
+    SpeculatorModelConfig.from_dict(content, draft_vocab_size=7)
+    assert content == before
+
+
+@settings(max_examples=12, deadline=None)
+@given(vocab=st.integers(1, 10**6), ids=st.none() | st.lists(st.integers(0, 99), max_size=4), norm=st.booleans(),
+       extra=st.dictionaries(st.sampled_from(["later_a", "later_b"]), st.integers() | st.text(max_size=5) | st.lists(st.booleans(), max_size=3)), k=st.integers(1, 64))
+def test_round_trip_through_dict_json_and_copies(vocab, ids, norm, extra, k):
+    config = Toy(draft_vocab_size=vocab, aux_layer_ids=ids, norm_output=norm, speculators_config=shared(proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=k)]), **extra)
+    for again in (SpeculatorModelConfig.from_dict(config.to_dict()), SpeculatorModelConfig.from_dict(json.loads(config.to_json_string())), copy.deepcopy(config),
+                  pickle.loads(pickle.dumps(config))):
+        assert type(again) is Toy and again == config and again.draft_vocab_size == vocab and again.aux_layer_ids == ids
+        assert all(getattr(again, key) == value for key, value in extra.items())
+    assert Toy(**{**config.to_dict(), "draft_vocab_size": vocab + 1}) != config
+
+
+def test_a_deep_copy_shares_nothing():
+    config = Toy(speculators_config=shared(), aux_layer_ids=[1, 2])
+    twin = copy.deepcopy(config)
+    twin.aux_layer_ids.append(3)
+    twin.speculators_config.verifier.name_or_path = "other"
+    twin.transformer_layer_config.hidden_size = 99
+    assert config.aux_layer_ids == [1, 2] and config.speculators_config.verifier.name_or_path == "v" and config.transformer_layer_config.hidden_size == 16
+
+
+def test_defaults_of_two_objects_are_not_shared():
+    Toy().architectures.append("X")
+    assert Toy().architectures == ["ToyModel"]
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: SpeculatorModelConfig.from_dict({"model_type": "llama"}), r"speculators_model_type is missing.*'llama'.*toy_config_test.*Convert"),
+    (lambda: SpeculatorModelConfig.from_dict({"speculators_model_type": "eagle99"}), r"speculators_model_type='eagle99' is not known. Known types: .*toy_config_test.*import the module"),
+    (lambda: Child.from_dict({"speculators_model_type": "toy_config_test"}), r"makes a Toy, which is not a Child"),
+    (lambda: Toy(speculators_model_type="eagle3"), r"Toy.speculators_model_type='eagle3'"),
+    (lambda: Toy(draft_vocab_size=0), r"Toy.draft_vocab_size=0: Input should be greater than or equal to 1"),
+    (lambda: Toy(aux_layer_ids=[1, "two"]), r"Toy.aux_layer_ids.1='two'"),
+    (lambda: Toy(transformer_layer_config={"hidden_size": 4}), r"Toy.transformer_layer_config=.*model_type=None is missing"),
+    (lambda: Toy(transformer_layer_config={"model_type": "llama", "hidden_size": 65}), r"Toy.transformer_layer_config=.*refuses this llama config.*\(65\) is not a multiple"),
+    (lambda: Toy(transformer_layer_config=3), r"Toy.transformer_layer_config=3"),
+    (lambda: Toy(norm_output=True, fc_norm=True), r"exclude each other"),
+    (lambda: Toy(speculators_config={"algorithm": "toy"}), r"Toy.speculators_config.proposal_methods=.*Field required"),
+    (lambda: Toy(speculators_config={**shared().model_dump(), "default_proposal_method": "sampling"}), r"default_proposal_method='sampling' is not among proposal_methods \(greedy\)"),
+    (lambda: shared(proposal_methods=[]), r"proposal_methods"),
+    (lambda: shared(proposal_methods=[{"proposal_type": "greedy", "speculative_tokens": 0}]), r"proposal_methods.0.greedy.speculative_tokens"),
+    (lambda: GreedyTokenProposalConfig(accept_tolerance=-0.1), r"accept_tolerance"),
+])
+def test_errors_name_field_value_and_remedy(make, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        make()
+
+
+def test_fields_are_checked_when_set_later_and_keep_their_value_on_error():
+    config = Toy(draft_vocab_size=5)
+    with pytest.raises(ValueError, match="Toy.draft_vocab_size=-1"):
+        config.draft_vocab_size = -1
+    config.transformer_layer_config = {"model_type": "llama", "hidden_size": 64}
+    assert config.draft_vocab_size == 5 and isinstance(config.transformer_layer_config, LlamaConfig)
+    with pytest.raises(ValueError, match="default_proposal_method"):
+        shared().default_proposal_method = "static_tree"
+
+
+def test_a_child_is_found_through_its_parent_and_through_the_base(tmp_path):
+    child = Child(mask_token_id=7, draft_vocab_size=9)
+    child.save_pretrained(tmp_path)
+    for cls in (SpeculatorModelConfig, Toy, Child):
+        assert type(cls.from_pretrained(tmp_path)) is Child and cls.from_pretrained(tmp_path) == child
+    assert {"toy_config_test": Toy, "toy_config_child": Child}.items() <= SpeculatorModelConfig.registered_classes().items()
+
+
+def test_every_declared_field_is_written_out():
+    "A reader's default must never decide: fields at their default value stand in the file too."
+    written = json.loads(Toy().to_json_string())
+    assert {"draft_vocab_size", "aux_layer_ids", "norm_output", "fc_norm", "speculators_version", "speculators_model_type", "tie_word_embeddings"} <= written.keys()
+    assert "model_type" not in written and "auto_map" not in written and written["architectures"] == ["ToyModel"]
+
+
+def test_from_pretrained_overrides(tmp_path):
+    Toy().save_pretrained(tmp_path)
+    config, unused = SpeculatorModelConfig.from_pretrained(tmp_path, draft_vocab_size=11, unknown_argument=1, return_unused_kwargs=True)
+    assert config.draft_vocab_size == 11 and unused == {"unknown_argument": 1}
+    with pytest.raises(ValueError, match="Toy.draft_vocab_size=0"):
+        SpeculatorModelConfig.from_pretrained(tmp_path, draft_vocab_size=0)
+
+
+def test_transformers_model_round_trip(tmp_path):
+    model = ToyModel(Toy(speculators_config=shared(), draft_vocab_size=3, later={"a": 1}))
+    model.save_pretrained(tmp_path)
+    again = ToyModel.from_pretrained(tmp_path)
+    assert torch.equal(model.head.weight, again.head.weight)
+    assert again.config.later == {"a": 1} and again.config.speculators_config == model.config.speculators_config
+    assert isinstance(again.config, PretrainedConfig) and again.config.transformer_layer_config == model.config.transformer_layer_config
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_failed_write_keeps_the_old_config(tmp_path, monkeypatch):
+    Toy(draft_vocab_size=5).save_pretrained(tmp_path)
+    monkeypatch.setattr("speculators_nb.utils.os.replace", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        Toy(draft_vocab_size=6).save_pretrained(tmp_path)
+    monkeypatch.undo()
+    assert SpeculatorModelConfig.from_pretrained(tmp_path).draft_vocab_size == 5 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_verifier_config_reads_the_raw_file(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    assert VerifierConfig.from_pretrained(tmp_path) == VerifierConfig(name_or_path=str(tmp_path), architectures=["Qwen3ForCausalLM"])
+    loaded = Qwen3Config.from_pretrained(tmp_path)
+    loaded.name_or_path = "org/model"  # as transformers does for a loaded model
+    assert VerifierConfig.from_config(loaded).name_or_path == "org/model"
+    assert VerifierConfig.from_config(loaded, name_or_path=None) == VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"])
+    assert VerifierConfig.from_config(LlamaConfig()) == VerifierConfig(name_or_path=None, architectures=[])
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="architectures are unknown"):
+        VerifierConfig.from_pretrained(tmp_path)
+
+
+def test_layer_config_from_dict():
+    made = layer_config_from_dict({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2})
+    assert isinstance(made, LlamaConfig) and (made.hidden_size, made.num_hidden_layers) == (64, 2)
+    assert layer_config_from_dict(made) is made
+
+
+def test_a_proposal_method_that_registers_later_is_accepted_after_reload():
+    @TokenProposalConfig.register("test_late")
+    class Late(TokenProposalConfig):
+        proposal_type: Literal["test_late"] = "test_late"
+        width: int = 2
+
+    try:
+        reload_schemas()
+        config = Toy(speculators_config=shared().model_dump() | {"proposal_methods": [{"proposal_type": "test_late", "width": 5}], "default_proposal_method": "test_late"})
+        assert config.speculators_config.proposal_methods == [Late(width=5)]
+        assert SpeculatorModelConfig.from_dict(config.to_dict()) == config
+    finally:
+        del TokenProposalConfig.registry["test_late"]
+        reload_schemas()
+
+
+def test_proposal_defaults():
+    "The values that the public documentation gives."
+    fields = {name: kind().model_dump(exclude={"proposal_type"}) for name, kind in TokenProposalConfig.registered_classes().items()}
+    assert fields == {"greedy": dict(speculative_tokens=5, verifier_accept_k=1, accept_tolerance=0.0), "sampling": dict(speculative_tokens=5, accept_lenience=1.0),
+                      "static_tree": dict(initial_branching_factor=4, branching_factor=2, depth=5), "dynamic_tree": dict(speculative_tokens=48, expansion_factor=10, depth=6)}
