@@ -1,0 +1,201 @@
+"""Feature files: what is wrong with one is found before it is trained on, and an interrupted extraction keeps what it finished."""
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from speculators_nb.data_generation import features
+from speculators_nb.data_generation.features import (FeatureDataset, FeatureError, LiveFeatures, extract_features, feature_path, read_features,
+                                                     states_of, token_batches)
+from speculators_nb.utils import save_tensors
+from speculators_nb.verifier import Verifier
+
+N = 24
+
+
+def make_verifier(seed=0, aux=None):
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+    return Verifier(LlamaForCausalLM(config), aux)
+
+
+def make_rows(n=N, seed=0):
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(0, 64, k) for k in rng.integers(3, 30, n)]
+    return Dataset.from_dict({"input_ids": rows, "loss_mask": [np.arange(len(r)) >= 2 for r in rows], "seq_len": [len(r) for r in rows]})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("features")
+    extract_features(make_verifier(), make_rows(), folder, dtype=torch.float32)
+    return folder
+
+
+def test_states_are_those_of_the_row_alone(made):
+    verifier, rows = make_verifier(), make_rows()
+    for i in range(N):
+        ids = torch.tensor(rows[i]["input_ids"])[None]
+        hf = verifier.model(ids, output_hidden_states=True)
+        states = read_features(feature_path(made, i), ids[0])
+        assert states.shape == (ids.shape[1], 4, 16)
+        for slot, layer in enumerate(verifier.aux_layer_ids):  # float32 sums in another order: 1e-5 of values of order one
+            torch.testing.assert_close(states[:, slot], hf.hidden_states[layer][0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(verifier.norm(states[:, -1]), hf.hidden_states[-1][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spoil, reason", [
+    (lambda p, t: p.unlink(), "missing"),
+    (lambda p, t: p.write_bytes(b""), "cut off"),
+    (lambda p, t: p.write_bytes(p.read_bytes()[:-1]), "cut off"),
+    (lambda p, t: p.write_bytes(os.urandom(4096)), "cut off"),
+    (lambda p, t: save_tensors({"hidden_states": t["hidden_states"]}, p), "no token_ids"),
+    (lambda p, t: save_tensors({"token_ids": t["token_ids"]}, p), "no hidden_states"),
+    (lambda p, t: save_tensors({}, p), "no hidden_states and no token_ids"),
+    (lambda p, t: save_tensors(t | {"token_ids": t["token_ids"].flip(0)}, p), "other tokens"),
+    (lambda p, t: save_tensors({k: v[:-1] for k, v in t.items()}, p), "the dataset's row"),
+    (lambda p, t: save_tensors(t | {"hidden_states": t["hidden_states"][:-1]}, p), "expected [seq, A+1, H]"),
+    (lambda p, t: save_tensors(t | {"hidden_states": t["hidden_states"].flatten(1)}, p), "expected [seq, A+1, H]"),
+    (lambda p, t: save_tensors(t | {"hidden_states": t["hidden_states"].clone().index_fill_(0, torch.tensor(1), float("nan"))}, p), "nan at"),
+    (lambda p, t: save_tensors(t | {"hidden_states": t["hidden_states"].clone().index_fill_(2, torch.tensor(3), float("inf"))}, p), "inf at"),
+])
+def test_a_bad_file_is_named_with_its_reason(tmp_path, spoil, reason):
+    path, tensors = feature_path(tmp_path, 4), {"hidden_states": torch.randn(6, 3, 8), "token_ids": torch.arange(6)}
+    save_tensors(tensors, path)
+    assert read_features(path, range(6)).shape == (6, 3, 8)
+    spoil(path, tensors)
+    with pytest.raises(FeatureError) as e: read_features(path, range(6))
+    assert reason in e.value.reason and e.value.path == path and "hs_4.safetensors" in str(e.value)
+
+
+def test_dataset_raises_or_skips(tmp_path, caplog):
+    rows = make_rows()
+    extract_features(make_verifier(), rows, tmp_path)
+    data = FeatureDataset(tmp_path)
+    assert data.lengths == rows["seq_len"][:] and (data.slots, data.hidden_size) == (4, 16)
+    assert {k: tuple(v.shape) for k, v in data[1].items()} == {
+        "input_ids": (data.lengths[1],), "loss_mask": (data.lengths[1],), "hidden_states": (data.lengths[1], 48), "verifier_last_hidden_states": (data.lengths[1], 16)}
+    feature_path(tmp_path, 0).write_bytes(b"x")  # the first file: the shape has to come from another
+    feature_path(tmp_path, 9).unlink()
+    with pytest.raises(FeatureError, match="hs_0"): FeatureDataset(tmp_path)
+    data = FeatureDataset(tmp_path, on_bad="skip")
+    samples = [data[i] for i in range(N)] + [data[9]]
+    assert data.bad.nonzero().flatten().tolist() == [0, 9]
+    assert sum("skipped" in r.message for r in caplog.records) == 2  # named once each
+    assert not samples[0]["loss_mask"].any() and not samples[0]["hidden_states"].any() and samples[1]["loss_mask"].any()
+    with pytest.raises(ValueError, match="on_bad='ignore'"): FeatureDataset(tmp_path, on_bad="ignore")
+    with pytest.raises(FileNotFoundError, match="no folder 'rows'"): FeatureDataset(tmp_path / "elsewhere")
+    for i in range(N): feature_path(tmp_path, i).unlink(missing_ok=True)
+    with pytest.raises(FeatureError, match="every other file"): FeatureDataset(tmp_path, on_bad="skip")
+
+
+def test_live_features_are_the_stored_ones(made):
+    stored, live = FeatureDataset(made), LiveFeatures(make_verifier(), make_rows(), dtype=torch.float32)
+    assert stored.lengths == live.lengths
+    for i in (0, 5):
+        for k, v in live[i].items(): torch.testing.assert_close(stored[i][k], v, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("change, field", [
+    (lambda: dict(verifier=make_verifier(seed=1)), "model.fingerprint"),
+    (lambda: dict(verifier=make_verifier(aux=[0, 1])), "hidden_states.layer_ids"),
+    (lambda: dict(dtype=torch.bfloat16), "hidden_states.dtype"),
+    (lambda: dict(dataset=make_rows(seed=1)), "data.fingerprint"),
+])
+def test_another_origin_is_refused(made, change, field):
+    kwargs = dict(verifier=make_verifier(), dataset=make_rows(), out_dir=made, dtype=torch.float32) | change()
+    before = sorted(p.stat().st_mtime_ns for p in made.glob("hs_*"))
+    with pytest.raises(ValueError, match=field.replace(".", r"\.")): extract_features(**kwargs)
+    assert sorted(p.stat().st_mtime_ns for p in made.glob("hs_*")) == before
+
+
+def test_resume_makes_only_what_is_missing(tmp_path):
+    verifier, rows = make_verifier(), make_rows()
+    assert extract_features(verifier, rows, tmp_path, indices=range(0, N, 2)) == {"written": 12, "kept": 0}
+    feature_path(tmp_path, 4).write_bytes(feature_path(tmp_path, 4).read_bytes()[:-5])
+    (tmp_path / ".hs_7.dead.safetensors").write_bytes(b"what a killed writer leaves")
+    assert extract_features(verifier, rows, tmp_path) == {"written": 13, "kept": 11}
+    assert not list(tmp_path.glob(".hs_*"))
+    assert extract_features(verifier, rows, tmp_path) == {"written": 0, "kept": N}
+
+
+def test_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
+    verifier, rows, left = make_verifier(), make_rows(), [10]
+
+    def save(*args):
+        left[0] -= 1
+        if left[0] < 0: raise OSError(errno.ENOSPC, "No space left on device")
+        save_tensors(*args)
+
+    monkeypatch.setattr(features, "save_tensors", save)
+    with pytest.raises(OSError, match="10 of 24 rows are complete and kept") as e: extract_features(verifier, rows, tmp_path, max_tokens=64)
+    assert e.value.errno == errno.ENOSPC and "No space left" in str(e.value)
+    monkeypatch.undo()
+    assert extract_features(verifier, rows, tmp_path) == {"written": 14, "kept": 10}
+
+
+def test_overflow_is_not_written(tmp_path):
+    verifier = make_verifier()
+    with torch.no_grad(): verifier.layers[3].mlp.down_proj.weight.fill_(1e37)
+    with pytest.raises(FeatureError, match="not finite"): extract_features(verifier, make_rows(), tmp_path, dtype=torch.float16)
+    assert not list(tmp_path.glob("hs_*"))
+
+
+SLOW_EXTRACTION = """
+import sys, time, torch
+sys.path.insert(0, {here!r})
+from test_features import make_rows, make_verifier
+from speculators_nb.data_generation import features
+save = features.save_tensors
+def slow(*args): time.sleep(.05); save(*args)
+features.save_tensors = slow
+features.extract_features(make_verifier(), make_rows(), {out!r}, max_tokens=32, writers=1)
+"""
+
+
+def test_kill_in_the_middle_then_resume(tmp_path):
+    """`kill -9` while files are being written: every file that is there is whole, and the second run makes the rest."""
+    code = SLOW_EXTRACTION.format(here=os.path.dirname(__file__), out=str(tmp_path))
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        deadline = time.time() + 100
+        while len(list(tmp_path.glob("hs_*"))) < 3:
+            assert child.poll() is None and time.time() < deadline, "the extraction ended before it could be killed"
+            time.sleep(.01)
+    finally:
+        child.send_signal(signal.SIGKILL); child.wait()
+    rows, found = make_rows(), sorted(tmp_path.glob("hs_*"))
+    assert 3 <= len(found) < N
+    for path in found: read_features(path, rows[int(path.stem[3:])]["input_ids"])
+    assert extract_features(make_verifier(), rows, tmp_path) == {"written": N - len(found), "kept": len(found)}
+    assert len([FeatureDataset(tmp_path)[i] for i in range(N)]) == N
+
+
+def test_provenance_is_written(made):
+    config = json.loads((made / "data_config.json").read_text())
+    assert config["hidden_states"]["layer_ids"] == [1, 2, 3, 4] and config["data"]["num_samples"] == N
+    assert (made / "rows" / "token_freq.json").exists()
+
+
+def test_batches_respect_the_budget():
+    lengths = [5, 90, 7, 200, 3, 3]
+    batches = token_batches(lengths, range(6), 100)
+    assert sorted(i for b in batches for i in b) == list(range(6))
+    assert all(len(b) == 1 or len(b) * max(lengths[i] for i in b) <= 100 for b in batches)
+    assert batches[0] == [3]
+
+
+def test_a_row_does_not_see_its_neighbours():
+    verifier = make_verifier()
+    short, = states_of(verifier, [[1, 2, 3]], torch.float32)
+    beside = states_of(verifier, [[1, 2, 3], list(range(20))], torch.float32)[0]
+    torch.testing.assert_close(short, beside, rtol=1e-5, atol=1e-5)
