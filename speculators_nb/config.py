@@ -24,7 +24,7 @@ import speculators_nb
 from .proposals import TokenProposalConfig
 from .utils import ClassRegistryMixin, ReloadableBaseModel, atomic_write, resolve_checkpoint
 
-# %% ../nbs/core/04_config.ipynb #d3acd4a3
+# %% ../nbs/core/04_config.ipynb #61523bc4
 class VerifierConfig(ReloadableBaseModel):
     "Which model the drafter was trained for."
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
@@ -50,10 +50,11 @@ class VerifierConfig(ReloadableBaseModel):
         "Describe a verifier by its raw config.json."
         file = resolve_checkpoint(name_or_path) / "config.json"
         if not file.is_file():
-            raise FileNotFoundError(f"{file}: no such file, so the verifier's architectures are unknown. Is {name_or_path!r} a model folder?")
+            raise FileNotFoundError(f"{file}: no such file, so the verifier's architectures are unknown. "
+                                    f"Is {name_or_path!r} a model folder?")
         return cls(name_or_path=str(name_or_path), architectures=json.loads(file.read_text(encoding="utf-8")).get("architectures") or [])
 
-# %% ../nbs/core/04_config.ipynb #a860fa4d
+# %% ../nbs/core/04_config.ipynb #79616cc2
 class SpeculatorsConfig(ReloadableBaseModel):
     "The part of the config that is the same for every drafter: algorithm, proposal methods, verifier."
     model_config = ConfigDict(extra="allow", validate_assignment=True)
@@ -67,11 +68,11 @@ class SpeculatorsConfig(ReloadableBaseModel):
     def _default_is_listed(self):
         known = [method.proposal_type for method in self.proposal_methods]
         if self.default_proposal_method not in known:
-            raise ValueError(f"default_proposal_method={self.default_proposal_method!r} is not among proposal_methods ({', '.join(known)}). "
-                             "Add that method, or name one of these.")
+            raise ValueError(f"default_proposal_method={self.default_proposal_method!r} is not among proposal_methods "
+                             f"({', '.join(known)}). Add that method, or name one of these.")
         return self
 
-# %% ../nbs/core/04_config.ipynb #63c77009
+# %% ../nbs/core/04_config.ipynb #bad11fb8
 def layer_config_from_dict(
     config: PretrainedConfig | dict[str, Any],  # a decoder's config: an object, or a dictionary with `model_type`
 ) -> PretrainedConfig:  # LlamaConfig, Qwen3Config, ...
@@ -80,7 +81,8 @@ def layer_config_from_dict(
         return config
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type not in CONFIG_MAPPING:
-        raise ValueError(f"model_type={model_type!r} is missing or names no transformers config. Write the decoder family into it, e.g. 'llama' or 'qwen3'.")
+        raise ValueError(f"model_type={model_type!r} is missing or names no transformers config. "
+                         "Write the decoder family into it, e.g. 'llama' or 'qwen3'.")
     try:
         return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
     except StrictDataclassError as e:
@@ -89,7 +91,7 @@ def layer_config_from_dict(
 
 LayerConfig = Annotated[Any, PlainValidator(layer_config_from_dict)]  # Any: pydantic cannot read transformers' dataclasses
 
-# %% ../nbs/core/04_config.ipynb #576e6477
+# %% ../nbs/core/04_config.ipynb #388c4885
 @functools.cache
 def _field_types(cls: type) -> dict[str, TypeAdapter]:
     "A pydantic validator for each field that `cls` and its bases down from SpeculatorModelConfig declare."
@@ -158,14 +160,16 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
             _import_models()
         known = ", ".join(sorted(SpeculatorModelConfig.registry))
         if "speculators_model_type" not in config_dict:
-            raise ValueError(f"speculators_model_type is missing, so this is not a drafter's config (its model_type is {config_dict.get('model_type')!r}). "
+            raise ValueError("speculators_model_type is missing, so this is not a drafter's config "
+                             f"(its model_type is {config_dict.get('model_type')!r}). "
                              f"Known types: {known}. Convert a foreign checkpoint first.")
         if name not in SpeculatorModelConfig.registry:
-            raise ValueError(f"speculators_model_type={name!r} is not known. Known types: {known}. Check the spelling, or import the module that registers it.")
+            raise ValueError(f"speculators_model_type={name!r} is not known. Known types: {known}. "
+                             "Check the spelling, or import the module that registers it.")
         target = SpeculatorModelConfig.registry[name]
         if not issubclass(target, cls):
-            raise ValueError(f"speculators_model_type={name!r} makes a {target.__name__}, which is not a {cls.__name__}. Use {target.__name__}.from_dict, "
-                             "or SpeculatorModelConfig.from_dict for any type.")
+            raise ValueError(f"speculators_model_type={name!r} makes a {target.__name__}, which is not a {cls.__name__}. "
+                             f"Use {target.__name__}.from_dict, or SpeculatorModelConfig.from_dict for any type.")
         return super(SpeculatorModelConfig, target).from_dict(copy.deepcopy(config_dict), **kwargs)
 
     def _plain(self, output: dict[str, Any]) -> dict[str, Any]:

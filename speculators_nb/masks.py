@@ -109,7 +109,7 @@ def sliding_window(
         raise ValueError(f"window={window} must be at least 1 (the query's own position)")
     return Mask(lambda b, h, q, kv: kv > q - window)
 
-# %% ../nbs/core/06_masks.ipynb #fe66862c
+# %% ../nbs/core/06_masks.ipynb #6b5d078e
 def repeated_diagonal(
     length: int,  # L, the length of one pass
 ) -> Mask:
@@ -127,7 +127,7 @@ def ttt(
     length: int,  # L, the length of one pass
     window: int | None = None,  # sliding window over the first pass; None: the whole document
 ) -> Mask:  # for L queries and (k+1)·L keys, at every step k
-    "Training-time test: causal within the document over the first pass, the diagonal of every later one, and itself so that no row is empty."
+    "Training-time test: causal in the document over the first pass, the diagonal of every later one, itself so that no row is empty."
     first = causal() & same_document(document_ids)
     if window is not None:
         first = first & sliding_window(window)

@@ -17,13 +17,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-# %% ../nbs/core/02_plot.ipynb #8e03d16a
+# %% ../nbs/core/02_plot.ipynb #738773c1
 COLOURS = {
     "no drafter": "#bbbbbb", "n-gram": "#e69f00", "eagle3": "#0072b2", "peagle": "#56b4e9", "dflash": "#d55e00", "mtp": "#009e73",
-    "eagle": "#332288", "hass": "#882255", "medusa": "#cc79a7", "mlp": "#999933", "dspark": "#f0c800", "suffix": "#8c564b", "draft model": "#000000",
+    "eagle": "#332288", "hass": "#882255", "medusa": "#cc79a7", "mlp": "#999933", "dspark": "#f0c800", "suffix": "#8c564b",
+    "draft model": "#000000",
 }
 MARKERS = dict(zip(COLOURS, ["x", "s", "o", "v", "D", "^", "<", ">", "P", "h", "*", "p", "X"]))
-_SPARE = list(zip(["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc"], "dH8123"))  # colour and marker of names not in the palette
+# colour and marker of names that are not in the palette
+_SPARE = list(zip(["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc"], "dH8123"))
 STYLE = {
     "figure.facecolor": "white", "axes.facecolor": "white", "savefig.facecolor": "white", "figure.dpi": 72, "savefig.dpi": 144,
     "figure.constrained_layout.use": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11,
@@ -34,7 +36,7 @@ STYLE = {
 def look(
     names: Sequence[str],  # drafters that share a figure; "eagle3 (3 steps)" takes the look of its first word
 ) -> dict[str, tuple[str, str]]:  # name -> (hex colour, matplotlib marker)
-    "How to draw each drafter. A name not in the palette gets a spare colour that depends on the name, and on its neighbours only where two collide."
+    "How to draw each drafter. A name not in the palette gets a spare look by its letters, and another one only where two collide."
     looks, free = {}, list(_SPARE)
     for name in names:
         known = max((k for k in COLOURS if name == k or name.startswith(f"{k} ")), key=len, default=None)
@@ -69,7 +71,7 @@ def _finish(ax: Axes, title: str | None, xlabel: str, ylabel: str) -> Figure:
     ax.set(xlabel=xlabel, ylabel=ylabel)
     return ax.figure
 
-# %% ../nbs/core/02_plot.ipynb #78cad3ca
+# %% ../nbs/core/02_plot.ipynb #7615e940
 def plot_acceptance(
     table: pd.DataFrame,  # columns drafter, position, unconditional; optional unconditional_low/_high, conditional, temperature
     title: str | None = None,  # the finding
@@ -95,7 +97,8 @@ def plot_acceptance(
         ax.set(ylim=(0, 1.02), xticks=sorted(table["position"].unique()), xlabel="draft position k")
         ax.set_title("" if temperature is None else f"temperature {temperature:g}", loc="left", fontsize=10)
     axes[0][0].set_ylabel("acceptance rate\n(bar: unconditional, line: conditional)")
-    fig.legend([Patch(color=c) for c, _ in drafters.values()], drafters, loc="outside lower center", ncols=min(len(drafters), 6), frameon=False)
+    patches = [Patch(color=c) for c, _ in drafters.values()]
+    fig.legend(patches, drafters, loc="outside lower center", ncols=min(len(drafters), 6), frameon=False)
     fig.suptitle(title or "", x=0.01, ha="left", fontsize=11)
     plt.close(fig)
     return fig
@@ -142,7 +145,7 @@ def plot_mask(
         _finish(ax, title, xlabel, ylabel)
     return ax
 
-# %% ../nbs/core/02_plot.ipynb #e7590b94
+# %% ../nbs/core/02_plot.ipynb #34a2f069
 def plot_loss(
     log: pd.DataFrame,  # columns step and loss; optional eval_loss, drafter (a Trainer's log history fits, gaps and all)
     title: str | None = None,  # the finding
@@ -158,7 +161,8 @@ def plot_loss(
         colour, marker = looks[name]
         for column, label, style in (("loss", "training", "-"), ("eval_loss", "validation", "--")):
             if column in rows and (kept := rows.dropna(subset=[column])).size:
-                ax.plot(kept["step"], kept[column], style, color=colour, label=f"{name} {label}".strip(), marker=marker if len(kept) < 15 else None, markersize=4)
+                ax.plot(kept["step"], kept[column], style, color=colour, label=f"{name} {label}".strip(),
+                        marker=marker if len(kept) < 15 else None, markersize=4)
     ax.legend(frameon=False)
     return _finish(ax, title, "step", "loss (nats per row)")
 
@@ -181,7 +185,7 @@ def plot_step_weights(
     ax.legend(frameon=False)
     return _finish(ax, title, xlabel, "loss weight")
 
-# %% ../nbs/core/02_plot.ipynb #dca277c9
+# %% ../nbs/core/02_plot.ipynb #d939778f
 def plot_tree(
     parents: Sequence[int],  # [N] parent of each node, -1 under the last decided token; parents come before children
     labels: Sequence[str] | None = None,  # [N] text in each node; default: its index
@@ -216,11 +220,13 @@ def plot_tree(
         kept = node in accepted
         if node >= 0:
             parent = parents[node]
-            ax.plot([depth[parent], depth[node]], [height[parent], height[node]], color=fill if kept else "#aaaaaa", linewidth=2.5 if kept else 1, zorder=1)
+            x, y = np.array([depth[parent], depth[node]]), np.array([height[parent], height[node]])
+            ax.plot(x, y, color=fill if kept else "#aaaaaa", linewidth=2.5 if kept else 1, zorder=1)
             if weights is not None:
-                ax.text((depth[parent] + 2 * depth[node]) / 3, (height[parent] + 2 * height[node]) / 3, f"{float(weights[node]):.2f}", fontsize=7,
+                ax.text(x @ [1 / 3, 2 / 3], y @ [1 / 3, 2 / 3], f"{float(weights[node]):.2f}", fontsize=7,
                         ha="center", va="center", zorder=2, bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
-        ax.text(depth[node], height[node], root if node < 0 else labels[node], ha="center", va="center", zorder=3, fontsize=9, color="white" if kept else "#222222",
+        ax.text(depth[node], height[node], root if node < 0 else labels[node], ha="center", va="center", zorder=3, fontsize=9,
+                color="white" if kept else "#222222",
                 bbox=dict(boxstyle="round,pad=0.3", facecolor=fill if kept else "#eeeeee", edgecolor="none"))
     ax.set(xticks=range(max(depth.values()) + 1), yticks=[], ylim=(leaves - 0.4, -0.6), xlim=(-0.4, max(depth.values()) + 0.5))
     ax.spines["left"].set_visible(False)

@@ -30,13 +30,13 @@ class GreedyTokenProposalConfig(TokenProposalConfig):
     verifier_accept_k: int = Field(1, ge=1, description="Accept a drafted token that is among the verifier's k likeliest.")
     accept_tolerance: float = Field(0.0, ge=0.0, description="Accept a drafted token within this log-likelihood of the verifier's best.")
 
-# %% ../nbs/core/03_proposals.ipynb #b9446d52
+# %% ../nbs/core/03_proposals.ipynb #f787bfa3
 @TokenProposalConfig.register("sampling")
 class SamplingTokenProposalConfig(TokenProposalConfig):
     "A chain of sampled tokens, accepted by the ratio of the verifier's and the drafter's probability."
     proposal_type: Literal["sampling"] = "sampling"
     speculative_tokens: int = Field(5, ge=1, description="How many tokens to draft at a time.")
-    accept_lenience: float = Field(1.0, ge=0.0, le=1.0, description="1 keeps the verifier's distribution exactly; smaller values accept more.")
+    accept_lenience: float = Field(1.0, ge=0.0, le=1.0, description="1 keeps the verifier's law exactly; smaller values accept more.")
 
 
 @TokenProposalConfig.register("static_tree")

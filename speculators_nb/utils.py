@@ -120,7 +120,7 @@ def load_tensors(
             raise ValueError(f"{path}: no tensor named {', '.join(missing)}. The file holds: {', '.join(sorted(present))}")
         return {name: handle.get_tensor(name) for name in names}
 
-# %% ../nbs/core/01_utils.ipynb #1a2b8378
+# %% ../nbs/core/01_utils.ipynb #31d2b9b5
 def resolve_checkpoint(
     name_or_path: str | os.PathLike,  # a local folder, or a hub id such as "Qwen/Qwen3-8B"
 ) -> Path:  # the folder that holds the model's config and safetensors files
@@ -131,8 +131,9 @@ def resolve_checkpoint(
     try:
         return Path(snapshot_download(str(name_or_path), allow_patterns=["*.json", "*.safetensors"]))
     except Exception as e:
-        raise FileNotFoundError(f"{name_or_path}: neither a local folder nor a model that could be fetched from the hub ({type(e).__name__}). "
-                                f"Check the spelling, or fetch it where there is a network: hf download {name_or_path}") from e
+        raise FileNotFoundError(f"{name_or_path}: neither a local folder nor a model that could be fetched from the hub "
+                                f"({type(e).__name__}). Check the spelling, or fetch it where there is a network: "
+                                f"hf download {name_or_path}") from e
 
 
 def checkpoint_index(
@@ -151,7 +152,8 @@ def checkpoint_index(
         with _open_tensors(single) as handle:
             return dict.fromkeys(handle.keys(), single)
     pickles = sorted(f.name for f in folder.glob("*.bin"))
-    remedy = (f"It holds {', '.join(pickles[:3])}: pickles can run code when read, so they are refused. Convert them once, where you trust them: "
+    remedy = (f"It holds {', '.join(pickles[:3])}: pickles can run code when read, so they are refused. "
+              "Convert them once, where you trust them: "
               "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)") if pickles else "Is this a model folder?"
     raise FileNotFoundError(f"{folder}: no model.safetensors and no model.safetensors.index.json. {remedy}")
 

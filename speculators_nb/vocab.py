@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .utils import atomic_write
 
-# %% ../nbs/core/08_vocab.ipynb #9137d5c7
+# %% ../nbs/core/08_vocab.ipynb #29ce1f5f
 def count_tokens(
     samples: Iterable[tuple[Tensor, Tensor]],  # pairs (input_ids [n] int64, loss_mask [n] bool or 0/1)
     vocab_size: int,  # V, the verifier's
@@ -27,7 +27,8 @@ def count_tokens(
     for input_ids, loss_mask in samples:
         kept = torch.as_tensor(input_ids).reshape(-1)[torch.as_tensor(loss_mask).reshape(-1).bool()]
         if len(kept) and not 0 <= int(kept.min()) <= int(kept.max()) < vocab_size:
-            raise ValueError(f"input_ids go from {int(kept.min())} to {int(kept.max())}, but vocab_size={vocab_size}. Were they made by another tokenizer?")
+            raise ValueError(f"input_ids go from {int(kept.min())} to {int(kept.max())}, but vocab_size={vocab_size}. "
+                             "Were they made by another tokenizer?")
         counts += kept.bincount(minlength=vocab_size)
     return counts
 
@@ -55,7 +56,7 @@ def _check_sizes(vocab_size: int, draft_vocab_size: int):
     if not 1 <= draft_vocab_size <= vocab_size:
         raise ValueError(f"draft_vocab_size={draft_vocab_size} must lie between 1 and the verifier's vocabulary, {vocab_size}")
 
-# %% ../nbs/core/08_vocab.ipynb #5f571dea
+# %% ../nbs/core/08_vocab.ipynb #1f445ef7
 def check_vocab_mapping(
     t2d: Tensor | None,  # [V] bool
     d2t: Tensor | None,  # [Vd] int64 offsets
@@ -68,20 +69,23 @@ def check_vocab_mapping(
         raise ValueError(f"{'t2d' if t2d is None else 'd2t'} is missing: give both t2d and d2t, or neither")
     if t2d is None:
         if draft_vocab_size != vocab_size:
-            raise ValueError(f"t2d and d2t are missing, but the drafter knows only {draft_vocab_size} of the verifier's {vocab_size} tokens: which ones?")
+            raise ValueError(f"t2d and d2t are missing, but the drafter knows only {draft_vocab_size} of the verifier's {vocab_size} "
+                             "tokens: which ones?")
         return
     if tuple(t2d.shape) != (vocab_size,):
-        raise ValueError(f"t2d has shape {tuple(t2d.shape)}, but the verifier has {vocab_size} tokens. Was the mapping made for another verifier?")
+        raise ValueError(f"t2d has shape {tuple(t2d.shape)}, but the verifier has {vocab_size} tokens. "
+                         "Was the mapping made for another verifier?")
     if tuple(d2t.shape) != (draft_vocab_size,):
-        raise ValueError(f"d2t has shape {tuple(d2t.shape)}, but draft_vocab_size={draft_vocab_size}. Was the mapping made for another drafter?")
+        raise ValueError(f"d2t has shape {tuple(d2t.shape)}, but draft_vocab_size={draft_vocab_size}. "
+                         "Was the mapping made for another drafter?")
     kept = t2d.bool().nonzero().flatten()
     if len(kept) != draft_vocab_size:
         raise ValueError(f"t2d keeps {len(kept)} tokens, but draft_vocab_size={draft_vocab_size}: the two arrays do not belong together")
     mapped = draft_to_verifier(torch.arange(draft_vocab_size, device=d2t.device), d2t)
     if not torch.equal(mapped, kept.to(d2t.device)):
         j = int((mapped != kept.to(d2t.device)).nonzero()[0])
-        raise ValueError(f"d2t[{j}]={int(d2t[j])} maps draft id {j} to verifier id {int(mapped[j])}, but by t2d it is {int(kept[j])}. d2t holds offsets "
-                         "(verifier id minus draft id), in ascending order of verifier ids.")
+        raise ValueError(f"d2t[{j}]={int(d2t[j])} maps draft id {j} to verifier id {int(mapped[j])}, but by t2d it is {int(kept[j])}. "
+                         "d2t holds offsets (verifier id minus draft id), in ascending order of verifier ids.")
 
 # %% ../nbs/core/08_vocab.ipynb #9ed232f0
 def draft_to_verifier(
@@ -111,7 +115,7 @@ def scatter_probs(
     ids = draft_to_verifier(torch.arange(len(d2t), device=probs.device), d2t)
     return probs.new_zeros(*probs.shape[:-1], vocab_size).index_copy(-1, ids, probs)
 
-# %% ../nbs/core/08_vocab.ipynb #a4602d0c
+# %% ../nbs/core/08_vocab.ipynb #4607cceb
 def save_vocab_mapping(
     folder: str | os.PathLike,  # where to write d2t-{Vd}.npy and t2d-{Vd}.npy
     t2d: Tensor,  # [V] bool
@@ -135,7 +139,8 @@ def load_vocab_mapping(
         path = Path(folder) / f"{name}-{draft_vocab_size}.npy"
         if not path.is_file():
             there = ", ".join(sorted(p.name for p in Path(folder).glob(f"{name}-*.npy"))) or "none"
-            raise FileNotFoundError(f"{path}: no draft vocabulary of this size (found: {there}). Make one with vocab_mapping_from_frequencies and save_vocab_mapping.")
+            raise FileNotFoundError(f"{path}: no draft vocabulary of this size (found: {there}). "
+                                    "Make one with vocab_mapping_from_frequencies and save_vocab_mapping.")
         arrays[name] = torch.from_numpy(np.load(path, allow_pickle=False))
     check_vocab_mapping(arrays["t2d"], arrays["d2t"], vocab_size, draft_vocab_size)
     return arrays["t2d"], arrays["d2t"]

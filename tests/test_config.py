@@ -1,4 +1,5 @@
 "Configs: what upstream wrote is read and written back key for key; wrong values are refused by field name."
+
 import copy
 import json
 import pickle
@@ -13,11 +14,21 @@ from hypothesis import strategies as st
 from pydantic import Field
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from speculators_nb.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig, layer_config_from_dict, reload_schemas
+from speculators_nb.config import (
+    LayerConfig,
+    SpeculatorModelConfig,
+    SpeculatorsConfig,
+    VerifierConfig,
+    layer_config_from_dict,
+    reload_schemas,
+)
 from speculators_nb.proposals import GreedyTokenProposalConfig, TokenProposalConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
-FILES = {"eagle3": FIXTURES / "eagle3/saved_pretrained/config.json", **{n: FIXTURES / f"configs/{n}.json" for n in ("peagle", "dflash", "mtp")}}
+FILES = {
+    "eagle3": FIXTURES / "eagle3/saved_pretrained/config.json",
+    **{n: FIXTURES / f"configs/{n}.json" for n in ("peagle", "dflash", "mtp")},
+}
 
 
 @SpeculatorModelConfig.register("toy_config_test")
@@ -51,8 +62,17 @@ class ToyModel(PreTrainedModel):
 
 
 def shared(**kwargs):
-    return SpeculatorsConfig(**{**dict(algorithm="toy", proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)], default_proposal_method="greedy",
-                                       verifier=VerifierConfig(name_or_path="v", architectures=["LlamaForCausalLM"])), **kwargs})
+    return SpeculatorsConfig(
+        **{
+            **dict(
+                algorithm="toy",
+                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+                default_proposal_method="greedy",
+                verifier=VerifierConfig(name_or_path="v", architectures=["LlamaForCausalLM"]),
+            ),
+            **kwargs,
+        }
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -62,7 +82,10 @@ def test_upstream_files_survive_a_round_trip_key_for_key(tmp_path, name):
     content["speculators_model_type"] = "toy_config_test"
     config = SpeculatorModelConfig.from_dict(content)
     assert isinstance(config, Toy) and isinstance(config.transformer_layer_config, (LlamaConfig, Qwen3Config))
-    assert config.speculators_config.proposal_methods[0].speculative_tokens == content["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    assert (
+        config.speculators_config.proposal_methods[0].speculative_tokens
+        == content["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    )
     config.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     del content["auto_map"]
@@ -80,12 +103,29 @@ def test_input_dictionary_is_left_alone():
 
 
 @settings(max_examples=12, deadline=None)
-@given(vocab=st.integers(1, 10**6), ids=st.none() | st.lists(st.integers(0, 99), max_size=4), norm=st.booleans(),
-       extra=st.dictionaries(st.sampled_from(["later_a", "later_b"]), st.integers() | st.text(max_size=5) | st.lists(st.booleans(), max_size=3)), k=st.integers(1, 64))
+@given(
+    vocab=st.integers(1, 10**6),
+    ids=st.none() | st.lists(st.integers(0, 99), max_size=4),
+    norm=st.booleans(),
+    extra=st.dictionaries(
+        st.sampled_from(["later_a", "later_b"]), st.integers() | st.text(max_size=5) | st.lists(st.booleans(), max_size=3)
+    ),
+    k=st.integers(1, 64),
+)
 def test_round_trip_through_dict_json_and_copies(vocab, ids, norm, extra, k):
-    config = Toy(draft_vocab_size=vocab, aux_layer_ids=ids, norm_output=norm, speculators_config=shared(proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=k)]), **extra)
-    for again in (SpeculatorModelConfig.from_dict(config.to_dict()), SpeculatorModelConfig.from_dict(json.loads(config.to_json_string())), copy.deepcopy(config),
-                  pickle.loads(pickle.dumps(config))):
+    config = Toy(
+        draft_vocab_size=vocab,
+        aux_layer_ids=ids,
+        norm_output=norm,
+        speculators_config=shared(proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=k)]),
+        **extra,
+    )
+    for again in (
+        SpeculatorModelConfig.from_dict(config.to_dict()),
+        SpeculatorModelConfig.from_dict(json.loads(config.to_json_string())),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+    ):
         assert type(again) is Toy and again == config and again.draft_vocab_size == vocab and again.aux_layer_ids == ids
         assert all(getattr(again, key) == value for key, value in extra.items())
     assert Toy(**{**config.to_dict(), "draft_vocab_size": vocab + 1}) != config
@@ -97,7 +137,11 @@ def test_a_deep_copy_shares_nothing():
     twin.aux_layer_ids.append(3)
     twin.speculators_config.verifier.name_or_path = "other"
     twin.transformer_layer_config.hidden_size = 99
-    assert config.aux_layer_ids == [1, 2] and config.speculators_config.verifier.name_or_path == "v" and config.transformer_layer_config.hidden_size == 16
+    assert (
+        config.aux_layer_ids == [1, 2]
+        and config.speculators_config.verifier.name_or_path == "v"
+        and config.transformer_layer_config.hidden_size == 16
+    )
 
 
 def test_defaults_of_two_objects_are_not_shared():
@@ -105,23 +149,41 @@ def test_defaults_of_two_objects_are_not_shared():
     assert Toy().architectures == ["ToyModel"]
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: SpeculatorModelConfig.from_dict({"model_type": "llama"}), r"speculators_model_type is missing.*'llama'.*toy_config_test.*Convert"),
-    (lambda: SpeculatorModelConfig.from_dict({"speculators_model_type": "eagle99"}), r"speculators_model_type='eagle99' is not known. Known types: .*toy_config_test.*import the module"),
-    (lambda: Child.from_dict({"speculators_model_type": "toy_config_test"}), r"makes a Toy, which is not a Child"),
-    (lambda: Toy(speculators_model_type="eagle3"), r"Toy.speculators_model_type='eagle3'"),
-    (lambda: Toy(draft_vocab_size=0), r"Toy.draft_vocab_size=0: Input should be greater than or equal to 1"),
-    (lambda: Toy(aux_layer_ids=[1, "two"]), r"Toy.aux_layer_ids.1='two'"),
-    (lambda: Toy(transformer_layer_config={"hidden_size": 4}), r"Toy.transformer_layer_config=.*model_type=None is missing"),
-    (lambda: Toy(transformer_layer_config={"model_type": "llama", "hidden_size": 65}), r"Toy.transformer_layer_config=.*refuses this llama config.*\(65\) is not a multiple"),
-    (lambda: Toy(transformer_layer_config=3), r"Toy.transformer_layer_config=3"),
-    (lambda: Toy(norm_output=True, fc_norm=True), r"exclude each other"),
-    (lambda: Toy(speculators_config={"algorithm": "toy"}), r"Toy.speculators_config.proposal_methods=.*Field required"),
-    (lambda: Toy(speculators_config={**shared().model_dump(), "default_proposal_method": "sampling"}), r"default_proposal_method='sampling' is not among proposal_methods \(greedy\)"),
-    (lambda: shared(proposal_methods=[]), r"proposal_methods"),
-    (lambda: shared(proposal_methods=[{"proposal_type": "greedy", "speculative_tokens": 0}]), r"proposal_methods.0.greedy.speculative_tokens"),
-    (lambda: GreedyTokenProposalConfig(accept_tolerance=-0.1), r"accept_tolerance"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda: SpeculatorModelConfig.from_dict({"model_type": "llama"}),
+            r"speculators_model_type is missing.*'llama'.*toy_config_test.*Convert",
+        ),
+        (
+            lambda: SpeculatorModelConfig.from_dict({"speculators_model_type": "eagle99"}),
+            r"speculators_model_type='eagle99' is not known. Known types: .*toy_config_test.*import the module",
+        ),
+        (lambda: Child.from_dict({"speculators_model_type": "toy_config_test"}), r"makes a Toy, which is not a Child"),
+        (lambda: Toy(speculators_model_type="eagle3"), r"Toy.speculators_model_type='eagle3'"),
+        (lambda: Toy(draft_vocab_size=0), r"Toy.draft_vocab_size=0: Input should be greater than or equal to 1"),
+        (lambda: Toy(aux_layer_ids=[1, "two"]), r"Toy.aux_layer_ids.1='two'"),
+        (lambda: Toy(transformer_layer_config={"hidden_size": 4}), r"Toy.transformer_layer_config=.*model_type=None is missing"),
+        (
+            lambda: Toy(transformer_layer_config={"model_type": "llama", "hidden_size": 65}),
+            r"Toy.transformer_layer_config=.*refuses this llama config.*\(65\) is not a multiple",
+        ),
+        (lambda: Toy(transformer_layer_config=3), r"Toy.transformer_layer_config=3"),
+        (lambda: Toy(norm_output=True, fc_norm=True), r"exclude each other"),
+        (lambda: Toy(speculators_config={"algorithm": "toy"}), r"Toy.speculators_config.proposal_methods=.*Field required"),
+        (
+            lambda: Toy(speculators_config={**shared().model_dump(), "default_proposal_method": "sampling"}),
+            r"default_proposal_method='sampling' is not among proposal_methods \(greedy\)",
+        ),
+        (lambda: shared(proposal_methods=[]), r"proposal_methods"),
+        (
+            lambda: shared(proposal_methods=[{"proposal_type": "greedy", "speculative_tokens": 0}]),
+            r"proposal_methods.0.greedy.speculative_tokens",
+        ),
+        (lambda: GreedyTokenProposalConfig(accept_tolerance=-0.1), r"accept_tolerance"),
+    ],
+)
 def test_errors_name_field_value_and_remedy(make, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         make()
@@ -148,7 +210,15 @@ def test_a_child_is_found_through_its_parent_and_through_the_base(tmp_path):
 def test_every_declared_field_is_written_out():
     "A reader's default must never decide: fields at their default value stand in the file too."
     written = json.loads(Toy().to_json_string())
-    assert {"draft_vocab_size", "aux_layer_ids", "norm_output", "fc_norm", "speculators_version", "speculators_model_type", "tie_word_embeddings"} <= written.keys()
+    assert {
+        "draft_vocab_size",
+        "aux_layer_ids",
+        "norm_output",
+        "fc_norm",
+        "speculators_version",
+        "speculators_model_type",
+        "tie_word_embeddings",
+    } <= written.keys()
     assert "model_type" not in written and "auto_map" not in written and written["architectures"] == ["ToyModel"]
 
 
@@ -206,7 +276,10 @@ def test_a_proposal_method_that_registers_later_is_accepted_after_reload():
 
     try:
         reload_schemas()
-        config = Toy(speculators_config=shared().model_dump() | {"proposal_methods": [{"proposal_type": "test_late", "width": 5}], "default_proposal_method": "test_late"})
+        config = Toy(
+            speculators_config=shared().model_dump()
+            | {"proposal_methods": [{"proposal_type": "test_late", "width": 5}], "default_proposal_method": "test_late"}
+        )
         assert config.speculators_config.proposal_methods == [Late(width=5)]
         assert SpeculatorModelConfig.from_dict(config.to_dict()) == config
     finally:
@@ -217,5 +290,9 @@ def test_a_proposal_method_that_registers_later_is_accepted_after_reload():
 def test_proposal_defaults():
     "The values that the public documentation gives."
     fields = {name: kind().model_dump(exclude={"proposal_type"}) for name, kind in TokenProposalConfig.registered_classes().items()}
-    assert fields == {"greedy": dict(speculative_tokens=5, verifier_accept_k=1, accept_tolerance=0.0), "sampling": dict(speculative_tokens=5, accept_lenience=1.0),
-                      "static_tree": dict(initial_branching_factor=4, branching_factor=2, depth=5), "dynamic_tree": dict(speculative_tokens=48, expansion_factor=10, depth=6)}
+    assert fields == {
+        "greedy": dict(speculative_tokens=5, verifier_accept_k=1, accept_tolerance=0.0),
+        "sampling": dict(speculative_tokens=5, accept_lenience=1.0),
+        "static_tree": dict(initial_branching_factor=4, branching_factor=2, depth=5),
+        "dynamic_tree": dict(speculative_tokens=48, expansion_factor=10, depth=6),
+    }

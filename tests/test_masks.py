@@ -1,4 +1,5 @@
 "Masks: every factory against a triple loop written from its sentence; algebra; block counts; flex attention."
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +9,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from speculators_nb.masks import Mask, at_rows, causal, itself, repeated_diagonal, same_document, sliding_window, ttt
 
 packings = st.tuples(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 4)).map(
-    lambda p: [d for d, n in enumerate(p[0]) for _ in range(n)] + [-1] * p[1])
+    lambda p: [d for d, n in enumerate(p[0]) for _ in range(n)] + [-1] * p[1]
+)
 windows = st.none() | st.integers(1, 8)
 quick = settings(max_examples=60, deadline=None)
 
@@ -31,6 +33,7 @@ def test_each_sentence(ids, window, passes):
 
     def step_rule(q, k):
         return (k <= q and ids[q] != -1 and ids[q] == ids[k] and (window is None or k > q - window)) or k % L == q
+
     assert torch.equal(ttt(documents, L, window).dense(L, kv), loop(step_rule, L, kv))
 
 
@@ -58,7 +61,7 @@ def test_algebra_is_that_of_the_dense_masks(ids, window):
 @given(packings, st.integers(0, 2**31), st.integers(1, 3))
 def test_row_selection(ids, seed, passes):
     L = len(ids)
-    rows = torch.randperm(L, generator=torch.Generator().manual_seed(seed))[:max(1, L // 2)].sort().values
+    rows = torch.randperm(L, generator=torch.Generator().manual_seed(seed))[: max(1, L // 2)].sort().values
     mask = ttt(torch.tensor(ids), L)
     assert torch.equal(at_rows(mask, rows).dense(len(rows), passes * L), mask.dense(L, passes * L)[rows])
 
@@ -69,10 +72,15 @@ def test_block_counts_against_the_dense_mask(ids, block, passes):
     L, kv = len(ids), passes * len(ids)
     dense = ttt(torch.tensor(ids), L).dense(L, kv)
     counts = ttt(torch.tensor(ids), L).block_counts(L, kv, block)
-    tiles = [dense[i:i + block, j:j + block] for i in range(0, L, block) for j in range(0, kv, block)]
+    tiles = [dense[i : i + block, j : j + block] for i in range(0, L, block) for j in range(0, kv, block)]
     touched = [t for t in tiles if t.any()]
-    assert counts == dict(allowed=int(dense.sum()), full=sum(bool(t.all()) for t in tiles), partial=sum(bool(t.any() and not t.all()) for t in tiles),
-                          empty=sum(not bool(t.any()) for t in tiles), useful=int(dense.sum()) / sum(t.numel() for t in touched))
+    assert counts == dict(
+        allowed=int(dense.sum()),
+        full=sum(bool(t.all()) for t in tiles),
+        partial=sum(bool(t.any() and not t.all()) for t in tiles),
+        empty=sum(not bool(t.any()) for t in tiles),
+        useful=int(dense.sum()) / sum(t.numel() for t in touched),
+    )
 
 
 def test_dense_in_bands():

@@ -1,4 +1,5 @@
 "Token trees: relations by brute force on random trees, refusals, sampling laws, the drafter protocol."
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,18 +36,23 @@ def test_a_chain_has_one_path(tokens):
     assert tree.paths() == ([list(range(len(tokens)))] if tokens else []) and tree.depth.tolist() == list(range(1, len(tokens) + 1))
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: TokenTree(torch.tensor([1, 2]), torch.tensor([-1, 1])), r"parents\[1\]=1 must be -1 or smaller than 1"),
-    (lambda: TokenTree(torch.tensor([1, 2]), torch.tensor([-2, 0])), r"parents\[0\]=-2"),
-    (lambda: TokenTree(torch.tensor([1, 2]), torch.tensor([-1])), "one parent for each"),
-    (lambda: TokenTree(torch.tensor([[1, 2]]), torch.tensor([[-1, 0]])), r"row of integers.*\(1, 2\)"),
-    (lambda: TokenTree(torch.tensor([1.0]), torch.tensor([-1])), "torch.float32"),
-    (lambda: TokenTree.chain([1, 7], torch.ones(2, 7) / 7), r"tokens\[1\]=7 is outside the vocabulary of 7.*mapped to verifier ids"),
-    (lambda: TokenTree.chain([-1]).check_vocabulary(7), r"tokens\[0\]=-1"),
-    (lambda: TokenTree.chain([1, 2], torch.ones(1, 7) / 7), "one row"),
-    (lambda: TokenTree.chain([1, 2], torch.ones(2)), "one row"),
-    (lambda: Sampling(-0.1), "temperature=-0.1"), (lambda: Sampling(float("nan")), "temperature=nan"), (lambda: Sampling(float("inf")), "temperature=inf"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: TokenTree(torch.tensor([1, 2]), torch.tensor([-1, 1])), r"parents\[1\]=1 must be -1 or smaller than 1"),
+        (lambda: TokenTree(torch.tensor([1, 2]), torch.tensor([-2, 0])), r"parents\[0\]=-2"),
+        (lambda: TokenTree(torch.tensor([1, 2]), torch.tensor([-1])), "one parent for each"),
+        (lambda: TokenTree(torch.tensor([[1, 2]]), torch.tensor([[-1, 0]])), r"row of integers.*\(1, 2\)"),
+        (lambda: TokenTree(torch.tensor([1.0]), torch.tensor([-1])), "torch.float32"),
+        (lambda: TokenTree.chain([1, 7], torch.ones(2, 7) / 7), r"tokens\[1\]=7 is outside the vocabulary of 7.*mapped to verifier ids"),
+        (lambda: TokenTree.chain([-1]).check_vocabulary(7), r"tokens\[0\]=-1"),
+        (lambda: TokenTree.chain([1, 2], torch.ones(1, 7) / 7), "one row"),
+        (lambda: TokenTree.chain([1, 2], torch.ones(2)), "one row"),
+        (lambda: Sampling(-0.1), "temperature=-0.1"),
+        (lambda: Sampling(float("nan")), "temperature=nan"),
+        (lambda: Sampling(float("inf")), "temperature=inf"),
+    ],
+)
 def test_refusals(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -67,8 +73,10 @@ def test_laws(seed, temperature):
 
 def test_drawing_follows_the_law_and_the_seed():
     law = torch.tensor([0.5, 0.3, 0.2, 0.0])
+
     def drawn(seed):
         return Sampling(1.0, torch.Generator().manual_seed(seed)).draw(law.expand(5000, 4))
+
     assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
     share = drawn(1).bincount(minlength=4) / 5000
     assert share[3] == 0 and float((share - law).abs().max()) < 0.03  # 0.03: more than 4 standard errors of a share of 5000
@@ -86,11 +94,13 @@ def test_greedy_uses_no_random_numbers():
 def test_protocol():
     class Good:
         aux_layer_ids = ()
+
         def reset(self): ...
         def propose(self, tokens, features, k, sampling): ...
 
     class NoReset:
         aux_layer_ids = ()
+
         def propose(self, tokens, features, k, sampling): ...
 
     assert isinstance(Good(), Drafter) and not isinstance(NoReset(), Drafter)

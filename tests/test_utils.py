@@ -1,4 +1,5 @@
 "Files: whole or not at all, whatever goes wrong; clear errors for what was cut off, misnamed, hostile or pickled. Registries."
+
 import errno
 import json
 import os
@@ -15,8 +16,18 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from speculators_nb import utils
-from speculators_nb.utils import (ClassRegistryMixin, PydanticClassRegistryMixin, ReloadableBaseModel, atomic_folder, atomic_write, checkpoint_index,
-                                  load_tensors, read_checkpoint_tensors, resolve_checkpoint, save_tensors)
+from speculators_nb.utils import (
+    ClassRegistryMixin,
+    PydanticClassRegistryMixin,
+    ReloadableBaseModel,
+    atomic_folder,
+    atomic_write,
+    checkpoint_index,
+    load_tensors,
+    read_checkpoint_tensors,
+    resolve_checkpoint,
+    save_tensors,
+)
 
 
 def names(folder):
@@ -24,6 +35,7 @@ def names(folder):
 
 
 # --- atomic writes under faults ---------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError(errno.ENOSPC, "No space left on device"), ValueError("bad")])
 def test_exception_half_way_keeps_the_old_file_and_nothing_else(tmp_path, error):
@@ -39,6 +51,7 @@ def test_exception_half_way_keeps_the_old_file_and_nothing_else(tmp_path, error)
 def test_disk_full_while_finishing(tmp_path, monkeypatch, call):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
+
     (tmp_path / "a.json").write_text("old")
     monkeypatch.setattr(utils.os, call, full)
     with pytest.raises(OSError, match="No space left"), atomic_write(tmp_path / "a.json") as temporary:
@@ -64,8 +77,10 @@ def test_a_real_limit_on_file_size_hits_save_tensors(tmp_path):
 def test_killed_in_the_middle_of_a_write(tmp_path):
     "SIGKILL leaves no chance to clean up: a hidden neighbour may stay, but the file is the old one, whole."
     (tmp_path / "a.json").write_text('{"step": 1}')
-    code = ("import os, signal, sys\nfrom speculators_nb.utils import atomic_write\n"
-            "with atomic_write(sys.argv[1]) as t:\n    t.write_text('{\"step\": ')\n    os.kill(os.getpid(), signal.SIGKILL)")
+    code = (
+        "import os, signal, sys\nfrom speculators_nb.utils import atomic_write\n"
+        "with atomic_write(sys.argv[1]) as t:\n    t.write_text('{\"step\": ')\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.json")], timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert json.loads((tmp_path / "a.json").read_text()) == {"step": 1}
@@ -94,10 +109,12 @@ def test_atomic_folder(tmp_path, monkeypatch):
     assert names(target) == ["b"] and names(tmp_path) == ["checkpoint"]
 
     rename = os.rename
+
     def fails_second(source, to):
         if str(to) == str(target) and "b" not in os.listdir(source):
             raise OSError(errno.EIO, "Input/output error")
         rename(source, to)
+
     monkeypatch.setattr(utils.os, "rename", fails_second)
     with pytest.raises(OSError, match="Input/output"), atomic_folder(target) as folder:
         (folder / "d").write_text("4")
@@ -110,8 +127,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool,
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.dictionaries(st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=1, max_size=8).filter(lambda n: n != "__metadata__"),
-                       st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=4), st.integers(0, 2**31))
+@given(
+    st.dictionaries(
+        st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=1, max_size=8).filter(lambda n: n != "__metadata__"),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 2**31),
+)
 def test_tensors_round_trip(tmp_path_factory, shapes, seed):
     generator = torch.Generator().manual_seed(seed)
     tensors = {n: (torch.randn(shape, generator=generator) * 3).to(dtype) for n, (dtype, shape) in shapes.items()}
@@ -148,17 +172,29 @@ def test_missing_names_and_files(tmp_path):
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
+
 def sharded(folder, weight_map):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def test_single_and_sharded_folders_read_only_what_is_wanted(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    tensors = {"model.embed_tokens.weight": torch.randn(4, 2), "model.norm.weight": torch.randn(2), "model.layers.0.input_norm.weight": torch.randn(2)}
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(4, 2),
+        "model.norm.weight": torch.randn(2),
+        "model.layers.0.input_norm.weight": torch.randn(2),
+    }
     save_tensors(tensors, one / "model.safetensors")
     save_tensors({"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]}, two / "a.safetensors")
     save_tensors({"model.norm.weight": tensors["model.norm.weight"]}, two / "b.safetensors")
-    sharded(two, {"model.embed_tokens.weight": "a.safetensors", "model.norm.weight": "b.safetensors", "model.layers.0.input_norm.weight": "absent.safetensors"})
+    sharded(
+        two,
+        {
+            "model.embed_tokens.weight": "a.safetensors",
+            "model.norm.weight": "b.safetensors",
+            "model.layers.0.input_norm.weight": "absent.safetensors",
+        },
+    )
     for folder in (one, two):  # the absent shard is never opened, because nothing in it is wanted
         got = read_checkpoint_tensors(folder, "embed_tokens.weight", "norm.weight")
         assert got.keys() == {"model.embed_tokens.weight", "model.norm.weight"}
@@ -194,17 +230,24 @@ def test_unknown_hub_id_without_network(monkeypatch):
 
 # --- registries -------------------------------------------------------------------------------------------------------
 
+
 def test_registries_are_separate_and_loud():
-    class A(ClassRegistryMixin): pass
-    class B(ClassRegistryMixin): pass
+    class A(ClassRegistryMixin):
+        pass
+
+    class B(ClassRegistryMixin):
+        pass
 
     @A.register("one")
-    class One(A): pass
+    class One(A):
+        pass
 
     assert A.registered_classes() == {"one": One} and B.registered_classes() == {}
     assert One.registered_classes() == {"one": One}  # a subclass shares its base's table
 
-    class Other(A): pass
+    class Other(A):
+        pass
+
     with pytest.raises(ValueError, match=r"taken by .*One.*Other cannot"):
         A.register_decorator(Other, "one")
     with pytest.raises(ValueError, match="'two' is not registered. Known: one"):

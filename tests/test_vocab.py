@@ -1,12 +1,21 @@
 "The draft vocabulary: choosing, checking, translating, keeping."
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.vocab import (check_vocab_mapping, count_tokens, draft_to_verifier, load_vocab_mapping, save_vocab_mapping, scatter_probs,
-                                  verifier_to_draft, vocab_mapping_from_frequencies)
+from speculators_nb.vocab import (
+    check_vocab_mapping,
+    count_tokens,
+    draft_to_verifier,
+    load_vocab_mapping,
+    save_vocab_mapping,
+    scatter_probs,
+    verifier_to_draft,
+    vocab_mapping_from_frequencies,
+)
 
 # (counts of each of V tokens, Vd)
 cases = st.lists(st.integers(0, 5), min_size=1, max_size=30).flatmap(lambda c: st.tuples(st.just(c), st.integers(1, len(c))))
@@ -48,7 +57,11 @@ def test_full_vocabulary_needs_no_mapping():
 
 
 def test_counting():
-    samples = [(torch.tensor([1, 2, 2]), torch.tensor([True, True, False])), (torch.tensor([[3, 2]]), torch.tensor([[0, 1]])), (torch.tensor([], dtype=torch.int64), torch.tensor([]))]
+    samples = [
+        (torch.tensor([1, 2, 2]), torch.tensor([True, True, False])),
+        (torch.tensor([[3, 2]]), torch.tensor([[0, 1]])),
+        (torch.tensor([], dtype=torch.int64), torch.tensor([])),
+    ]
     assert count_tokens(samples, 5).tolist() == [0, 1, 2, 0, 0]
     assert count_tokens([], 3).tolist() == [0, 0, 0]
     for bad in (-1, 5):
@@ -60,19 +73,34 @@ def test_counting():
 T2D, D2T = torch.tensor([1, 0, 1, 0]).bool(), torch.tensor([0, 1])
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ((T2D, None, 4, 2), "d2t is missing: give both"), ((None, D2T, 4, 2), "t2d is missing: give both"), ((None, None, 4, 2), "knows only 2 of the verifier's 4"),
-    ((T2D, D2T, 5, 2), r"t2d has shape \(4,\), but the verifier has 5"), ((T2D, D2T, 4, 3), r"d2t has shape \(2,\), but draft_vocab_size=3"),
-    ((T2D, D2T, 4, 5), "draft_vocab_size=5 must lie between 1 and the verifier's vocabulary, 4"), ((T2D, D2T, 4, 0), "draft_vocab_size=0"),
-    ((~T2D | T2D, D2T, 4, 2), "t2d keeps 4 tokens"), ((T2D, torch.tensor([0, 2]), 4, 2), r"d2t\[1\]=2 maps draft id 1 to verifier id 3, but by t2d it is 2. d2t holds offsets"),
-    ((T2D, torch.tensor([2, -1]), 4, 2), "ascending"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((T2D, None, 4, 2), "d2t is missing: give both"),
+        ((None, D2T, 4, 2), "t2d is missing: give both"),
+        ((None, None, 4, 2), "knows only 2 of the verifier's 4"),
+        ((T2D, D2T, 5, 2), r"t2d has shape \(4,\), but the verifier has 5"),
+        ((T2D, D2T, 4, 3), r"d2t has shape \(2,\), but draft_vocab_size=3"),
+        ((T2D, D2T, 4, 5), "draft_vocab_size=5 must lie between 1 and the verifier's vocabulary, 4"),
+        ((T2D, D2T, 4, 0), "draft_vocab_size=0"),
+        ((~T2D | T2D, D2T, 4, 2), "t2d keeps 4 tokens"),
+        ((T2D, torch.tensor([0, 2]), 4, 2), r"d2t\[1\]=2 maps draft id 1 to verifier id 3, but by t2d it is 2. d2t holds offsets"),
+        ((T2D, torch.tensor([2, -1]), 4, 2), "ascending"),
+    ],
+)
 def test_wrong_mappings_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         check_vocab_mapping(*arguments)
 
 
-@pytest.mark.parametrize("arguments, message", [((torch.ones(4), 5, 4), "draft_vocab_size=5"), ((torch.ones(3), 2, 4), "counts has 3 entries"), (({4: 1}, 2, 4), "counts has token ids from 4")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((torch.ones(4), 5, 4), "draft_vocab_size=5"),
+        ((torch.ones(3), 2, 4), "counts has 3 entries"),
+        (({4: 1}, 2, 4), "counts has token ids from 4"),
+    ],
+)
 def test_wrong_counts_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         vocab_mapping_from_frequencies(*arguments)

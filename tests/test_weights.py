@@ -1,4 +1,5 @@
 "Step weights: the formulas, an independent implementation's values, and D-PACE against autograd."
+
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ def test_fixture():
     torch.testing.assert_close(exponential(0.8, k), ref["exp_gamma0.8"], **close)
     torch.testing.assert_close(block_decay(k), ref["dflash_gamma4"], **close)
     torch.testing.assert_close(block_decay(k, sample_from_anchor=True), ref["dflash_gamma4_sample_from_anchor"], **close)
-    torch.testing.assert_close(dpace(ref["elementwise_loss"].view(3, 8), ref["loss_mask"].view(3, 8)).view(1, 24), ref["dpace_block8_alpha0.5"], **close)
+    torch.testing.assert_close(
+        dpace(ref["elementwise_loss"].view(3, 8), ref["loss_mask"].view(3, 8)).view(1, 24), ref["dpace_block8_alpha0.5"], **close
+    )
 
 
 @quick
@@ -79,8 +82,16 @@ def test_variants_of_the_block_decay():
     assert torch.equal(exponential(1.0, k), torch.ones(6)) and float(exponential(0.5, 3)) == 0.125
 
 
-@pytest.mark.parametrize("make, message", [(lambda: exponential(0.0, 1), "gamma=0.0"), (lambda: block_decay(1, -1.0), "gamma=-1.0"), (lambda: normalised_steps(0), "steps=0"),
-                                           (lambda: normalised_steps(3, 0.0), "beta=0.0"), (lambda: dpace(torch.ones(2), torch.ones(2), 1.1), "alpha=1.1")])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: exponential(0.0, 1), "gamma=0.0"),
+        (lambda: block_decay(1, -1.0), "gamma=-1.0"),
+        (lambda: normalised_steps(0), "steps=0"),
+        (lambda: normalised_steps(3, 0.0), "beta=0.0"),
+        (lambda: dpace(torch.ones(2), torch.ones(2), 1.1), "alpha=1.1"),
+    ],
+)
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()

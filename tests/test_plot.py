@@ -1,0 +1,71 @@
+"Pictures: what is drawn is what the table says, and the errors name the missing columns."
+
+import io
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+
+from speculators_nb.plot import COLOURS, colour, look, plot_acceptance, plot_loss, plot_mask, plot_step_weights
+
+matplotlib.use("Agg")
+
+
+def table(**columns):
+    return pd.DataFrame(
+        {"drafter": ["eagle3", "eagle3", "n-gram", "n-gram"], "position": [1, 2, 1, 2], "unconditional": [0.8, 0.6, 0.5, 0.2], **columns}
+    )
+
+
+def test_acceptance_bars_whiskers_and_lines():
+    low, high = np.array([0.7, 0.5, 0.4, 0.1]), np.array([0.9, 0.7, 0.6, 0.3])
+    axes = plot_acceptance(table(unconditional_low=low, unconditional_high=high, conditional=[0.8, 0.75, 0.5, 0.4]), "finding").axes[0]
+    assert [bar.get_height() for bar in axes.patches] == [0.8, 0.6, 0.5, 0.2]
+    assert [matplotlib.colors.to_hex(bar.get_facecolor()) for bar in axes.patches] == [COLOURS["eagle3"]] * 2 + [COLOURS["n-gram"]] * 2
+    ends = np.concatenate([segment[:, 1] for whiskers in axes.collections for segment in whiskers.get_segments()])
+    np.testing.assert_allclose(sorted(ends), sorted([*low, *high]))
+    assert [list(line.get_ydata()) for line in axes.lines if len(line.get_ydata()) == 2 and line.get_marker() in "os"] == [
+        [0.8, 0.75],
+        [0.5, 0.4],
+    ]
+
+
+def test_one_panel_per_temperature():
+    both = pd.concat([table(temperature=0.0), table(temperature=1.0)])
+    assert [axes.get_title("left") for axes in plot_acceptance(both).axes] == ["temperature 0", "temperature 1"]
+
+
+def test_missing_columns_are_named():
+    with pytest.raises(ValueError, match=r"lacks the columns \['position', 'unconditional'\]"):
+        plot_acceptance(pd.DataFrame({"drafter": ["x"]}))
+
+
+def test_one_colour_per_drafter_and_none_twice():
+    assert colour("eagle3") == colour("eagle3 (7 steps)") == COLOURS["eagle3"] != colour("eagle")
+    assert colour("mine") == colour("mine") and colour("mine") not in COLOURS.values()
+    assert len(set(look([f"variant {i}" for i in range(6)]).values())) == 6
+    assert len(look([f"variant {i}" for i in range(40)])) == 40  # more names than spare looks: they repeat, nothing breaks
+
+
+def test_a_mask_keeps_its_pixels():
+    dense = np.array([[1, 0, 0], [1, 1, 0]], dtype=bool)
+    pixels = plot_mask(dense).images[0].get_array()
+    assert np.array_equal((pixels < 0.99).any(-1), dense)
+
+
+def test_a_trainer_log_with_gaps():
+    log = pd.DataFrame({"step": [1, 2, 2, 4], "loss": [3.0, 2.0, np.nan, 1.0], "eval_loss": [np.nan, np.nan, 2.5, np.nan]})
+    axes = plot_loss(log).axes[0]
+    assert {line.get_label(): list(line.get_ydata()) for line in axes.lines} == {"training": [3.0, 2.0, 1.0], "validation": [2.5]}
+
+
+def test_stored_pictures_are_small():
+    for figure in (
+        plot_acceptance(table(conditional=0.5)),
+        plot_step_weights({"a": [1, 0.5], "b": [1, 0.2]}),
+        plot_mask(np.eye(40, dtype=bool)).figure,
+    ):
+        stored = io.BytesIO()
+        figure.savefig(stored, format="png", dpi=144)
+        assert stored.tell() < 100_000
