@@ -8,11 +8,15 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from speculators_nb.data_generation.batch import shift_by_one
+from speculators_nb.data_generation.features import sample_of, states_of
+from speculators_nb.layers import draft_layer_config
+from speculators_nb.model import SpeculatorModel
 from speculators_nb.train.trainer import (SpeculatorTrainer, SpeculatorTrainingArguments, Tally, checkpoint_problem, last_checkpoint,
                                           log_table, train)
+from speculators_nb.verifier import Verifier
 
 HIDDEN, VOCAB = 8, 16
 
@@ -204,8 +208,11 @@ def test_evaluation_holds_still_and_leaves_training_alone(tmp_path):
     data, held = samples(), samples(5, 1)
     runs = [SpeculatorTrainer(toy(), arguments(tmp_path / str(i), eval_strategy="steps", eval_steps=every, save_steps=every, save_strategy="steps"),
                               data, held, {"noise": 0.5}) for i, every in enumerate([2, 4])]
-    first, second = (runs[0].evaluate()["eval_loss"] for _ in range(2))
-    assert first == second
+    evaluations = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)     # whatever training has drawn before
+        evaluations.append(runs[0].evaluate()["eval_loss"])
+    assert evaluations[0] == evaluations[1]
     for r in runs:
         torch.manual_seed(5)
         r.train()
@@ -240,7 +247,9 @@ def test_best_checkpoint_is_loaded_and_kept(tmp_path):
     assert trainer.evaluate()["eval_loss"] == best.min()
     kept = sorted(p.name for p in tmp_path.glob("checkpoint-*"))
     assert kept == sorted({f"checkpoint-{best.idxmin()}", f"checkpoint-{best.index[-1]}"})
-    assert json.loads((tmp_path / f"checkpoint-{best.index[-1]}" / "trainer_state.json").read_text())["best_model_checkpoint"] == trainer.state.best_model_checkpoint
+    for step in (best.idxmin(), best.index[-1]):
+        state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint
 
 
 def test_early_stopping(tmp_path):
@@ -388,7 +397,7 @@ def test_arguments_without_meaning_are_refused(tmp_path, kwargs, message):
 
 
 def test_unknown_names_and_double_names(tmp_path):
-    with pytest.raises(TypeError, match="nois"):
+    with pytest.raises(ValueError, match="nois=1: neither Toy nor the trainer takes this name. Did you mean noise"):
         train(toy(), samples(), output_dir=str(tmp_path), nois=1)
     with pytest.raises(ValueError, match="learning_rate: given by name although args is given"):
         train(toy(), samples(), args=arguments(tmp_path), learning_rate=1)
@@ -397,3 +406,81 @@ def test_unknown_names_and_double_names(tmp_path):
 def test_missing_logger_says_so(tmp_path):
     with pytest.raises((RuntimeError, ValueError), match="wandb|comet|supported"):
         SpeculatorTrainer(toy(), arguments(tmp_path, report_to="wandb"), samples(), samples(3, 1))
+
+
+# --- a real drafter -------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    "A function that makes an EAGLE-3 drafter for a tiny random verifier, and samples of that verifier's states in bfloat16."
+    from speculators_nb.models.eagle3 import Eagle3DraftModel
+    folder = tmp_path_factory.mktemp("verifier")
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    verifier, g = Verifier.from_pretrained(str(folder)), torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 64, (int(n),), generator=g) for n in torch.randint(10, 24, (14,), generator=g)]
+    data = [sample_of(r, torch.arange(len(r)) > 3, s) for r, s in zip(rows, states_of(verifier, rows))]
+
+    def make(seed=0, **kwargs):
+        torch.manual_seed(seed)
+        return Eagle3DraftModel.from_training_args(draft_layer_config(config), verifier_name_or_path=str(folder), **kwargs)
+    return make, data[:10], data[10:]
+
+
+def test_a_drafter_learns_and_its_checkpoints_load(drafter, tmp_path):
+    make, data, held = drafter
+    trainer = train(make(), data, held, arguments(tmp_path, num_train_epochs=6, total_seq_len=64, save_dtype="bfloat16"), ttt_steps=2)
+    table = log_table(trainer)
+    assert table["loss"].iloc[-1] < table["loss"].iloc[0]
+    assert {"full_acc_0", "full_acc_1", "loss_0", "eval_accept_0"} <= set(table) and "full_acc_2" not in table
+    best = SpeculatorModel.from_pretrained(trainer.state.best_model_checkpoint)
+    for name, w in trainer.model.state_dict().items():
+        assert torch.equal(best.state_dict()[name], w), name
+    final = SpeculatorModel.from_pretrained(tmp_path)
+    assert final.dtype == torch.bfloat16 and best.dtype == torch.float32
+    assert torch.equal(final.fc.weight, trainer.model.fc.weight.bfloat16())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and "use_cache" not in config
+
+
+@pytest.mark.parametrize("optimizer,bf16", [("adamw", False), ("muon", True)])
+def test_a_stopped_drafter_goes_on_to_the_bit(drafter, tmp_path, optimizer, bf16):
+    make, data, held = drafter
+    kwargs = dict(save_strategy="steps", eval_strategy="steps", save_steps=2, eval_steps=2, num_train_epochs=3, optimizer=optimizer, bf16=bf16)
+    whole = train(make(), data, held, arguments(tmp_path / "whole", **kwargs))
+    with pytest.raises(KeyboardInterrupt):
+        train(make(), data, held, arguments(tmp_path / "cut", **kwargs), callbacks=[Stop(5)])
+    resumed = train(make(seed=1), data, held, arguments(tmp_path / "cut", **kwargs, resume_from_checkpoint=True))
+    pd.testing.assert_frame_equal(log_table(resumed), log_table(whole), check_exact=True)
+    assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters()))
+
+
+def test_a_drafters_accumulated_rows_equal_one_row(drafter, tmp_path):
+    "Every document has more loss tokens than TTT steps, so all steps have the same counts and the equality is exact up to rounding."
+    make, data, _ = drafter
+    common = dict(eval_strategy="no", load_best_model_at_end=False, save_strategy="no", max_steps=3, max_grad_norm=0, lr_scheduler_type="constant")
+    one = train(make(), data, args=arguments(tmp_path / "1", total_seq_len=256, **common))
+    rows = len(SpeculatorTrainer(make(), arguments(tmp_path / "r", total_seq_len=48, **common), data).rows(data))
+    many = train(make(), data, args=arguments(tmp_path / "n", total_seq_len=48, gradient_accumulation_steps=rows, **common))
+    assert rows > 2 and len(one.train_rows) == 1
+    losses = [log_table(t)["loss"].tolist() for t in (one, many)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_frozen_weights_stay(drafter, tmp_path):
+    make, data, held = drafter
+    model = make()
+    before = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    after = dict(train(model, data, held, arguments(tmp_path, num_train_epochs=1)).model.named_parameters())
+    assert before and all(torch.equal(after[n], p) for n, p in before.items())
+
+
+def test_a_misspelt_training_argument_is_refused(drafter, tmp_path):
+    make, data, _ = drafter
+    with pytest.raises(ValueError, match="ttt_step=3.*Did you mean ttt_steps"):
+        train(make(), data, output_dir=str(tmp_path), ttt_step=3)
+    with pytest.raises(ValueError, match="lean=False"):
+        train(make(), data, output_dir=str(tmp_path), lean=False)
+    assert train(make(), data, output_dir=str(tmp_path), max_steps=1, disable_tqdm=True, total_seq_len=64,
+                 cross_document_targets=True).train_kwargs["cross_document_targets"]
