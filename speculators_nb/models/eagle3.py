@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Eagle3SpeculatorConfig', 'ttt_supervision', 'needed_rows', 'chain_metrics', 'Eagle3DraftModel', 'Eagle3Drafter']
 
-# %% ../../nbs/models/03_eagle3.ipynb #84aeffd3
+# %% ../../nbs/models/03_eagle3.ipynb #b5cc4aa2
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -15,7 +15,7 @@ from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig, Veri
 from ..data_generation.batch import shift_by_one
 from ..head import text_config
 from ..head_loss import dense_head_loss, head_loss
-from ..layers import DecoderLayer, RMSNorm, Rotary
+from ..layers import LAYER_FAMILIES, DecoderLayer, RMSNorm, Rotary
 from ..losses import parse_loss
 from ..masks import ttt
 from ..model import SpeculatorModel
@@ -96,7 +96,7 @@ def chain_metrics(
                     f"cond_acc_{t}_sum": right.float(), f"cond_acc_{t}_total": before.float()}
     return metrics
 
-# %% ../../nbs/models/03_eagle3.ipynb #9725fdf2
+# %% ../../nbs/models/03_eagle3.ipynb #382ca721
 @SpeculatorModel.register("eagle3")
 class Eagle3DraftModel(SpeculatorModel):
     "EAGLE-3 ([2503.01840](https://arxiv.org/abs/2503.01840)): features of several verifier layers in, tokens of the draft vocabulary out."
@@ -284,6 +284,18 @@ class Eagle3DraftModel(SpeculatorModel):
         kwargs = dict(ttt_steps=ttt_steps, ttt_step_loss_decay=ttt_step_loss_decay, loss_config=parse_loss(loss_fn))
         kwargs |= {name: others[name] for name in ("cross_document_targets", "gemm_dtype", "attn_impl") if name in others}
         return kwargs, dict(kwargs)
+
+    @staticmethod
+    def serving_violations(raw: dict) -> list: # of the config.json as it stands; sentences with the remedy
+        "What vLLM's EAGLE-3 would read differently from what was trained."
+        layer, ids = raw.get("transformer_layer_config") or {}, raw.get("eagle_aux_hidden_state_layer_ids")
+        found = [f"{name} is not written; vLLM's default need not be the trained value" for name in
+                 ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size") if name not in raw]
+        if layer.get("model_type") not in LAYER_FAMILIES: found.append(f"transformer_layer_config.model_type is {layer.get('model_type')!r}; vLLM serves {' and '.join(LAYER_FAMILIES)}")
+        if not ids: found.append("eagle_aux_hidden_state_layer_ids is not written; vLLM then taps its own default layers")
+        elif layer.get("num_aux_hidden_states") != len(ids):
+            found.append(f"transformer_layer_config.num_aux_hidden_states is {layer.get('num_aux_hidden_states')!r}, but {len(ids)} layers are tapped; vLLM sizes fc by it")
+        return found
 
     def drafter(self) -> "Eagle3Drafter":
         "This model as a `tree.Drafter`."

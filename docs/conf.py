@@ -1,0 +1,33 @@
+"""Sphinx settings; `docs/build.py` stages the pages that it reads."""
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+project, author = _project["name"], _project["authors"][0]["name"]
+copyright = "2026, " + author
+html_title = project
+
+extensions = ["myst_nb", "sphinx.ext.mathjax", "sphinx_copybutton"]
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+html_copy_source = html_show_sourcelink = False
+html_theme_options = {"top_of_page_buttons": []}
+pygments_style, pygments_dark_style = "friendly", "github-dark"
+
+# the notebooks carry their outputs: nothing runs here
+nb_execution_mode = "off"
+nb_output_stderr = "remove"
+nb_merge_streams = True
+nb_ipywidgets_js = {}  # else every page asks two CDNs for requirejs and widgets
+mathjax_path = "mathjax/tex-svg.js"
+
+myst_enable_extensions = ["amsmath", "colon_fence", "dollarmath", "fieldlist"]
+myst_heading_anchors = 3
+myst_url_schemes = ["http", "https", "mailto"]
+python_maximum_signature_line_length = 90
+python_use_unqualified_type_names = True
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+copybutton_exclude = ".linenos, .gp, .go"
