@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['SpeculatorModel']
 
-# %% ../nbs/core/14_model.ipynb #ce08fe18
+# %% ../nbs/core/14_model.ipynb #c6ed54a6
 import os
 from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
-from .config import SpeculatorModelConfig
+from .config import SpeculatorModelConfig, import_models
 from .head import TargetHead, load_verifier_tensors, text_config
 from .utils import ClassRegistryMixin, checkpoint_index, load_tensors, resolve_checkpoint, save_tensors
 from .vocab import check_vocab_mapping, draft_to_verifier
 
-# %% ../nbs/core/14_model.ipynb #4a19ab63
+# %% ../nbs/core/14_model.ipynb #8d4eeec3
 def _nan(*shape): return nn.Parameter(torch.full(shape, float("nan")), requires_grad=False)
 
 def _adopt_upstream_names(model, state, prefix, *_):
@@ -98,9 +98,17 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         head.load(parts | {"head": self.lm_head.weight if same else parts["head"].to(self.lm_head.weight)})
         self.target_head = head
 
+    @classmethod
+    def registered_class(cls,
+        name: str, # a speculators_model_type
+    ) -> type: # the SpeculatorModel subclass
+        "Which class registered under a name; the package's own are imported when first asked for. Errors: ValueError listing the known ones."
+        if name not in SpeculatorModel.registry: import_models()
+        return super().registered_class(name)
+
     @staticmethod
     def registered_model_class_from_config(config: SpeculatorModelConfig) -> type: # the SpeculatorModel subclass
-        "Which class a config belongs to. Errors: ValueError naming the type and the known ones."
+        "Which class a config belongs to."
         return SpeculatorModel.registered_class(config.speculators_model_type)
 
     @staticmethod

@@ -56,7 +56,7 @@ def find_taps(
     raise ValueError(f"{name}: found no list of {n} layers beside a final norm ({', '.join(FINAL_NORMS)}) in {type(base).__name__}, "
                      f"whose parts are {[k for k, _ in base.named_children()]}; the verifier must be a decoder-only LM with that layout")
 
-# %% ../nbs/core/12_verifier.ipynb #1e3bd79e
+# %% ../nbs/core/12_verifier.ipynb #cfa3b11b
 @dataclass
 class VerifierOutput:
     "What one call of the verifier gives."
@@ -95,11 +95,11 @@ class Verifier:
                     raise FileNotFoundError(f"verifier {path!r}: the folder has no {what}; save the model there with save_pretrained")
         model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True,
                                                            ignore_mismatched_sizes=True, output_loading_info=True)
-        bad = {k: sorted(map(str, info[k])) for k in ("missing_keys", "mismatched_keys") if info[k]}
+        bad = [f"{k} is missing" for k in sorted(info["missing_keys"])]
+        bad += [f"{k} is {list(found)}, by the config {list(wanted)}" for k, found, wanted in sorted(info["mismatched_keys"])]
         if bad:
-            what = "; ".join(f"{k}: {', '.join(v[:3])}{f' and {len(v) - 3} more' if len(v) > 3 else ''}" for k, v in bad.items())
-            raise ValueError(f"verifier {path!r}: config.json and weights do not belong together ({what}); "
-                             "such tensors would be random numbers. Take both files from one checkpoint")
+            raise ValueError(f"verifier {path!r}: config.json and weights do not belong together: {'; '.join(bad[:3])}{' …' if bad[3:] else ''} "
+                             f"({len(bad)} tensors, which would be random numbers). Take both files from one checkpoint")
         return cls(model.to(device), aux_layer_ids)
 
     @property
@@ -138,7 +138,7 @@ def _tap(store, i):
     def hook(module, args, kwargs): store[i] = args[0] if args else kwargs["hidden_states"]
     return hook
 
-
+# %% ../nbs/core/12_verifier.ipynb #290d91da
 def crop_cache(
     cache: DynamicCache, # cache to shorten in place
     length: int, # positions to keep

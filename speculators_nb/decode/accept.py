@@ -43,7 +43,7 @@ def draw(
     "One token in proportion to its weight."
     return int(torch.multinomial(weights, 1, generator=generator))
 
-# %% ../../nbs/decode/01_accept.ipynb #bc0d5b20
+# %% ../../nbs/decode/01_accept.ipynb #575f2e45
 def standard(
     draft_tokens: torch.Tensor, # [k] int64
     draft_probs: torch.Tensor | None, # [k, V] the law that each token was drawn from; None: one-hot
@@ -56,7 +56,8 @@ def standard(
     q = torch.ones_like(p) if draft_probs is None else draft_probs[rows, draft_tokens].double()
     n = run_length(flip(p / q, generator))
     target = target_probs[n].double()
-    if n == k: return n, draw(target, generator)
+    if n == k:
+        return n, draw(target, generator)
     draft = torch.zeros_like(target).index_fill(0, draft_tokens[n], 1) if draft_probs is None else draft_probs[n].double()
     residual = (target - draft).clamp(min=0)
     # p = q up to rounding can reject with probability 1e-8 and leave nothing: then p itself is the answer to the same precision

@@ -35,7 +35,7 @@ class Generation:
     steps: list[Step] # in order
     finish_reason: str # "stop": ended with a stop token; "length": at max_new_tokens or at the end of the context
 
-# %% ../../nbs/decode/03_generate.ipynb #33448b0f
+# %% ../../nbs/decode/03_generate.ipynb #9d5ad5d6
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}   # layers whose cache is a list of positions, so that a draft can be taken back
 
 
@@ -50,16 +50,24 @@ def check_request(
     context = getattr(verifier.config, "max_position_embeddings", None) or len(prompt) + max_new_tokens
     recurrent = sorted({*(getattr(verifier.config, "layer_types", None) or ())} - ATTENTION)
     trained = getattr(drafter, "trained_tokens", None)
-    if prompt.ndim != 1: raise ValueError(f"prompt_ids has shape {tuple(prompt.shape)}: pass the token ids of one request, e.g. prompt_ids[0]")
-    if not len(prompt): raise ValueError("prompt_ids is empty: the verifier needs at least one token, e.g. its bos token")
+    if prompt.ndim != 1:
+        raise ValueError(f"prompt_ids has shape {tuple(prompt.shape)}: pass the token ids of one request, e.g. prompt_ids[0]")
+    if not len(prompt):
+        raise ValueError("prompt_ids is empty: the verifier needs at least one token, e.g. its bos token")
     if not 0 <= int(prompt.min()) <= int(prompt.max()) < verifier.vocab_size:
-        raise ValueError(f"prompt_ids holds {int(prompt.min())}…{int(prompt.max())}, but the verifier has {verifier.vocab_size} tokens: is this its tokenizer?")
-    if len(prompt) >= context: raise ValueError(f"the prompt has {len(prompt)} tokens and the verifier's context {context}: no room is left for an answer; shorten it")
-    if max_new_tokens < 1: raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if k < 0: raise ValueError(f"k={k} must be 0 (no drafting) or the number of tokens to draft")
-    if recurrent: raise ValueError(f"the verifier has {', '.join(recurrent)} layers: their state cannot be taken back to before a rejected draft")
+        raise ValueError(f"prompt_ids holds {int(prompt.min())}…{int(prompt.max())}, but the verifier has {verifier.vocab_size} tokens: "
+                         "is this its tokenizer?")
+    if len(prompt) >= context:
+        raise ValueError(f"the prompt has {len(prompt)} tokens and the verifier's context {context}: no room is left for an answer; shorten it")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    if k < 0:
+        raise ValueError(f"k={k} must be 0 (no drafting) or the number of tokens to draft")
+    if recurrent:
+        raise ValueError(f"the verifier has {', '.join(recurrent)} layers: their state cannot be taken back to before a rejected draft")
     if trained is not None and k > trained:
-        warnings.warn(f"k={k} drafts more than the {trained} tokens that {type(drafter).__name__} was trained for: expect little beyond them", stacklevel=3)
+        warnings.warn(f"k={k} drafts more than the {trained} tokens that {type(drafter).__name__} was trained for: expect little beyond them",
+                      stacklevel=4)
     return min(max_new_tokens, context - len(prompt))
 
 
@@ -71,9 +79,13 @@ def check_proposal(
     "A chain of the verifier's tokens, cut to the room left. ValueError for branches and for tokens that the verifier does not have."
     draft.check_vocabulary(vocab_size)
     if draft.probs is not None and draft.probs.shape[1] != vocab_size:
-        raise ValueError(f"the proposal has probabilities over {draft.probs.shape[1]} tokens, the verifier has {vocab_size}: map draft ids to verifier ids first")
-    if draft.parents.tolist() != list(range(-1, len(draft) - 1)): raise ValueError(f"parents={draft.parents.tolist()}: generate verifies chains only")
-    return draft if len(draft) <= asked else TokenTree.chain(draft.tokens[:asked], None if draft.probs is None else draft.probs[:asked])
+        raise ValueError(f"the proposal has probabilities over {draft.probs.shape[1]} tokens, the verifier has {vocab_size}: "
+                         "map draft ids to verifier ids first")
+    if draft.parents.tolist() != list(range(-1, len(draft) - 1)):
+        raise ValueError(f"parents={draft.parents.tolist()}: generate verifies chains only")
+    if len(draft) <= asked:
+        return draft
+    return TokenTree.chain(draft.tokens[:asked], None if draft.probs is None else draft.probs[:asked])
 
 
 def feature_columns(
@@ -82,17 +94,24 @@ def feature_columns(
 ) -> list[int] | slice: # columns of the verifier's hidden_states that the drafter reads
     "ValueError where the drafter reads a layer that the verifier does not tap."
     have, want, h = list(verifier.aux_layer_ids), list(drafter.aux_layer_ids), verifier.hidden_size
-    if have == want: return slice(None)
+    if have == want:
+        return slice(None)
     if not {*want} <= {*have}:
-        raise ValueError(f"{type(drafter).__name__} reads layers {want}, the verifier taps {have}: build it with Verifier(model, aux_layer_ids={want})")
+        raise ValueError(f"{type(drafter).__name__} reads layers {want}, the verifier taps {have}: "
+                         f"build it with Verifier(model, aux_layer_ids={want})")
     return [c for i in want for c in range(have.index(i) * h, (have.index(i) + 1) * h)]
 
-# %% ../../nbs/decode/03_generate.ipynb #f2c9fc56
+# %% ../../nbs/decode/03_generate.ipynb #aba6a8fa
 class NoDrafter:
     "Proposes nothing: plain decoding."
     aux_layer_ids = ()
-    def reset(self): pass
-    def propose(self, tokens, features, k, sampling): return TokenTree.chain(tokens[:0])
+
+    def reset(self):
+        "Nothing to forget."
+
+    def propose(self, tokens, features, k, sampling):
+        "An empty chain."
+        return TokenTree.chain(tokens[:0])
 
 
 @torch.inference_mode()
@@ -108,7 +127,8 @@ def generate(
     rule: str = "standard", # a row of `RULES`
 ) -> Generation: # tokens and steps
     "Speculative decoding of one request (2211.17192, algorithm 1). With a lossless rule the output follows the verifier's law, whoever drafts."
-    if rule not in RULES: raise ValueError(f"rule={rule!r} is not an acceptance rule; there are {', '.join(RULES)}")
+    if rule not in RULES:
+        raise ValueError(f"rule={rule!r} is not an acceptance rule; there are {', '.join(RULES)}")
     sampling, decide, columns = sampling or Sampling(), RULES[rule], feature_columns(verifier, drafter)
     tokens = torch.as_tensor(prompt_ids, dtype=torch.long, device=verifier.device)
     room = check_request(verifier, tokens, max_new_tokens, k, drafter)
@@ -120,7 +140,8 @@ def generate(
         draft = check_proposal(draft, asked, verifier.vocab_size)
         out = verifier(torch.cat([tokens[cached:], draft.tokens])[None], past_key_values=cache)
         logits = out.logits[0, -1 - len(draft):]                     # after the last decided token, and after each drafted one
-        if logits.isnan().any(): raise ValueError(f"the verifier's logits are NaN after token {len(tokens)}: check its weights and dtype {verifier.dtype}")
+        if logits.isnan().any():
+            raise ValueError(f"the verifier's logits are NaN after token {len(tokens)}: check its weights and dtype {verifier.dtype}")
         n, token = decide(draft.tokens, draft.probs, sampling.probabilities(logits), sampling.generator)
         kept = len(tokens) + n
         features = out.hidden_states[0, :kept - cached, columns] if len(drafter.aux_layer_ids) else None
@@ -128,13 +149,15 @@ def generate(
         new = [*draft.tokens[:n].tolist(), token]
         stop = next((i for i, t in enumerate(new) if t in eos_token_ids), None)
         new = new if stop is None else new[:stop + 1]
-        if cached: steps.append(Step(asked, draft.tokens.tolist(), n, new))
+        if cached:
+            steps.append(Step(asked, draft.tokens.tolist(), n, new))
         output += new
-        if stop is not None: break
+        if stop is not None:
+            break
         tokens, cached, room = torch.cat([tokens, tokens.new_tensor(new)]), kept, room - len(new)
     return Generation(prompt, output, steps, "length" if stop is None else "stop")
 
-# %% ../../nbs/decode/03_generate.ipynb #4b861743
+# %% ../../nbs/decode/03_generate.ipynb #8691977f
 MARKS = {   # kind -> how it looks on a page, and in plain text
     "accepted": ('<span style="color:#009e73">{}</span>', "{}"),
     "rejected": ('<s style="color:#d55e00">{}</s>', "~~{}~~"),
@@ -151,14 +174,21 @@ class Trace:
         self.decode, steps = decode, [[(t, "verifier") for t in generation.tokens[:1]]]
         for s in generation.steps:
             kept = s.tokens[:s.accepted]
-            steps.append([*((t, "accepted") for t in kept), *((t, "rejected") for t in s.draft[len(kept):]), *((t, "verifier") for t in s.tokens[s.accepted:])])
+            fell, own = s.draft[len(kept):], s.tokens[s.accepted:]
+            steps.append([*((t, "accepted") for t in kept), *((t, "rejected") for t in fell), *((t, "verifier") for t in own)])
         self.steps = steps # one list of (token, kind) for each pass, the pass over the prompt first
 
     @property
-    def pieces(self): return [piece for step in self.steps for piece in step]
+    def pieces(self) -> list[tuple[int, str]]:
+        "All (token, kind) in order."
+        return [piece for step in self.steps for piece in step]
 
-    def _render(self, form, text, bar): return bar.join("".join(MARKS[kind][form].format(text(self.decode(t))) for t, kind in step) for step in self.steps)
-    def __repr__(self): return self._render(1, str, "|")
+    def _render(self, form, text, bar):
+        return bar.join("".join(MARKS[kind][form].format(text(self.decode(t))) for t, kind in step) for step in self.steps)
+
+    def __repr__(self):
+        return self._render(1, str, "|")
+
     def _repr_html_(self):
         page = self._render(0, html.escape, '<span style="opacity:.35">|</span>')
         return f'<div style="white-space:pre-wrap;font-family:monospace">{page}</div>'

@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['lookup', 'NgramDrafter']
 
-# %% ../../nbs/decode/02_ngram.ipynb #dccde02c
-import torch
+# %% ../../nbs/decode/02_ngram.ipynb #00644e8f
 from torch import Tensor
 from ..tree import Sampling, TokenTree
 
-# %% ../../nbs/decode/02_ngram.ipynb #4bc2019c
+# %% ../../nbs/decode/02_ngram.ipynb #caadaa44
 def lookup(
     tokens: Tensor, # [n] int64
     min_n: int, # shortest suffix to look for
@@ -21,22 +20,25 @@ def lookup(
     for n in range(min(max_n, len(tokens) - 1), min_n - 1, -1):
         windows = tokens[:-1].unfold(0, n, 1)                  # every run of n tokens that has a token after it
         found = (windows == tokens[-n:]).all(1).nonzero()
-        if len(found): return tokens[found[0, 0] + n:][:k]
+        if len(found):
+            return tokens[found[0, 0] + n:][:k]
     return tokens[:0]
 
-# %% ../../nbs/decode/02_ngram.ipynb #3c6be448
+# %% ../../nbs/decode/02_ngram.ipynb #a412021e
 class NgramDrafter:
     "Proposes what followed the longest earlier occurrence of the text's last tokens (prompt lookup, vLLM's rule)."
     aux_layer_ids = ()   # reads nothing of the verifier
 
     def __init__(self,
-        min_n: int = 2, # shortest suffix to look for, >= 1
+        min_n: int = 1, # shortest suffix to look for, >= 1
         max_n: int = 5, # longest suffix to look for
     ):
-        if not 1 <= min_n <= max_n: raise ValueError(f"min_n={min_n}, max_n={max_n}: need 1 <= min_n <= max_n")
+        if not 1 <= min_n <= max_n:
+            raise ValueError(f"min_n={min_n}, max_n={max_n}: need 1 <= min_n <= max_n")
         self.min_n, self.max_n = min_n, max_n
 
-    def reset(self): pass   # stateless
+    def reset(self):
+        "Nothing to forget."
 
     def propose(self,
         tokens: Tensor, # [n] all decided tokens

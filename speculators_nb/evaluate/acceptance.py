@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['COUNTS', 'count', 'bootstrap', 'acceptance_table', 'acceptance_summary', 'expected_length', 'Evaluation', 'evaluate']
 
-# %% ../../nbs/evaluate/01_acceptance.ipynb #edb89f7d
+# %% ../../nbs/evaluate/01_acceptance.ipynb #7a931692
 from dataclasses import dataclass
 from pathlib import Path
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 from ..decode.generate import Generation, generate
 from ..plot import plot_acceptance
@@ -33,7 +33,7 @@ def count(
     reached = (kept[:, None] >= np.arange(1, k + 1)).sum(0)
     return np.array([len(steps), sum(bool(s.draft) for s in steps), sum(len(s.draft) for s in steps), kept.sum(), *reached], dtype=float)
 
-# %% ../../nbs/evaluate/01_acceptance.ipynb #546a848f
+# %% ../../nbs/evaluate/01_acceptance.ipynb #2e6f562a
 def bootstrap(
     counts: np.ndarray, # [R, C] one row of counts for each request
     ratios, # function: [..., C] summed counts -> [..., M] ratios
@@ -44,7 +44,8 @@ def bootstrap(
     n = len(counts)
     with np.errstate(divide="ignore", invalid="ignore"):   # a position never reached has no conditional rate: NaN
         value = ratios(counts.sum(0))
-        if n < 2: return value, np.full_like(value, np.nan), np.full_like(value, np.nan)
+        if n < 2:
+            return value, np.full_like(value, np.nan), np.full_like(value, np.nan)
         samples = ratios(np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=draws) @ counts)
     samples = np.where(np.isnan(samples).all(0), value, samples)
     low, high = np.nanquantile(samples, [.025, .975], axis=0)
@@ -62,8 +63,8 @@ def acceptance_table(
     def ratios(c):
         reached = np.concatenate([c[..., :1], c[..., len(COUNTS):]], -1)   # position 0 is reached by every step
         return np.concatenate([reached[..., 1:] / reached[..., :1], reached[..., 1:] / reached[..., :-1]], -1)
-    value, low, high = (x.reshape(2, k) for x in bootstrap(counts, ratios, draws, seed))
-    columns = {f"{name}{end}": x[i] for i, name in enumerate(("unconditional", "conditional")) for end, x in (("", value), ("_low", low), ("_high", high))}
+    ends = dict(zip(("", "_low", "_high"), (x.reshape(2, k) for x in bootstrap(counts, ratios, draws, seed))))
+    columns = {f"{name}{end}": x[i] for i, name in enumerate(("unconditional", "conditional")) for end, x in ends.items()}
     return pd.DataFrame({"position": range(1, k + 1), **columns})
 
 
@@ -85,14 +86,18 @@ def acceptance_summary(
 
 def _counts(generations, k):
     "[R, 4 + k]; ValueError where there is nothing to count."
-    if not generations: raise ValueError("no generations: nothing to measure")
-    if k < 1: raise ValueError(f"k={k}: acceptance needs at least one drafted token")
+    if not generations:
+        raise ValueError("no generations: nothing to measure")
+    if k < 1:
+        raise ValueError(f"k={k}: acceptance needs at least one drafted token")
     counts = np.stack([count(g, k) for g in generations])
-    if not counts[:, 0].any(): raise ValueError(f"no step was asked for k={k} tokens: raise max_new_tokens above {k + 1}, or pass the k of these generations")
+    if not counts[:, 0].any():
+        raise ValueError(f"no step was asked for k={k} tokens: raise max_new_tokens above {k + 1}, or pass the k of these generations")
     return counts
 
 
-def _ratio(a, b): return a / b if b else float("nan")
+def _ratio(a, b):
+    return a / b if b else float("nan")
 
 # %% ../../nbs/evaluate/01_acceptance.ipynb #e32f5228
 def expected_length(
@@ -102,7 +107,7 @@ def expected_length(
     "Expected tokens of one step under independent acceptance (2211.17192, eq. 1)."
     return gamma + 1. if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
-# %% ../../nbs/evaluate/01_acceptance.ipynb #843c91e2
+# %% ../../nbs/evaluate/01_acceptance.ipynb #e301a2d3
 @dataclass
 class Evaluation:
     "What `evaluate` measured."
@@ -111,11 +116,12 @@ class Evaluation:
     generations: dict[tuple[str, float], list[Generation]] # (drafter, temperature) -> one generation a prompt
 
     def plot(self,
-        title: str | None = None, # None: who keeps most
-    ) -> plt.Figure: # one panel for each temperature
+        title: str | None = None, # None: who goes furthest
+    ) -> Figure: # one panel for each temperature
         "Acceptance per position: bars unconditional, line conditional, whiskers the 95 % interval."
         best = self.summary[self.summary.domain == "all"].sort_values("mean_length").iloc[-1]
-        return plot_acceptance(self.positions, title or f"{best.drafter} goes furthest: {best.mean_length:.2f} tokens a step at temperature {best.temperature:g}")
+        found = f"{best.drafter} goes furthest: {best.mean_length:.2f} tokens a step at temperature {best.temperature:g}"
+        return plot_acceptance(self.positions, title or found)
 
     def save(self,
         folder: str | Path, # made where missing
@@ -123,10 +129,10 @@ class Evaluation:
         "Write summary.csv, positions.csv and acceptance.png."
         folder = Path(folder)
         for name, table in (("summary.csv", self.summary), ("positions.csv", self.positions)):
-            with atomic_write(folder / name) as tmp: table.to_csv(tmp, index=False)
-        fig = self.plot()
-        with atomic_write(folder / "acceptance.png") as tmp: fig.savefig(tmp)
-        plt.close(fig)
+            with atomic_write(folder / name) as temporary:
+                table.to_csv(temporary, index=False)
+        with atomic_write(folder / "acceptance.png") as temporary:
+            self.plot().savefig(temporary)
         return folder
 
 
@@ -144,7 +150,8 @@ def evaluate(
     seed: int = 0, # of sampling and of the bootstrap
 ) -> Evaluation: # tables, generations, `plot()`, `save(folder)`
     "Decode every prompt with every drafter at every temperature and count what was accepted."
-    if domains is not None and len(domains) != len(prompts): raise ValueError(f"{len(domains)} domains for {len(prompts)} prompts: give one for each, or none")
+    if domains is not None and len(domains) != len(prompts):
+        raise ValueError(f"{len(domains)} domains for {len(prompts)} prompts: give one for each, or none")
     generations, summary, positions = {}, [], []
     with tqdm(total=len(drafters) * len(temperatures) * len(prompts), unit="request") as bar:
         for name, drafter in drafters.items():
@@ -153,7 +160,8 @@ def evaluate(
                 gens = generations[name, t] = []
                 for i, prompt in enumerate(prompts):
                     sampling = Sampling(t, torch.Generator(verifier.device).manual_seed(seed + i))
-                    gens.append(generate(verifier, drafter, prompt, max_new_tokens=max_new_tokens, k=k, sampling=sampling, eos_token_ids=eos_token_ids, rule=rule))
+                    gens.append(generate(verifier, drafter, prompt, max_new_tokens=max_new_tokens, k=k, sampling=sampling,
+                                         eos_token_ids=eos_token_ids, rule=rule))
                     bar.update()
                 groups = {"all": gens} | {d: [g for g, x in zip(gens, domains) if x == d] for d in sorted(set(domains or ()))}
                 key = dict(drafter=name, temperature=t)

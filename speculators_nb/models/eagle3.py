@@ -96,7 +96,7 @@ def chain_metrics(
                     f"cond_acc_{t}_sum": right.float(), f"cond_acc_{t}_total": before.float()}
     return metrics
 
-# %% ../../nbs/models/03_eagle3.ipynb #382ca721
+# %% ../../nbs/models/03_eagle3.ipynb #c4eb9a6a
 @SpeculatorModel.register("eagle3")
 class Eagle3DraftModel(SpeculatorModel):
     "EAGLE-3 ([2503.01840](https://arxiv.org/abs/2503.01840)): features of several verifier layers in, tokens of the draft vocabulary out."
@@ -278,11 +278,14 @@ class Eagle3DraftModel(SpeculatorModel):
         ttt_steps: int = 3,                                # K
         ttt_step_loss_decay: float = 1.0,                  # see `forward`
         loss_fn: dict | str = "kl_div",                    # a loss or a mixture
-        **others,                                          # of these, cross_document_targets, gemm_dtype and attn_impl are passed on to `forward`
+        cross_document_targets: bool | None = None,        # the last three as in `forward`, passed on where given
+        gemm_dtype: torch.dtype | None = None,
+        attn_impl: str | None = None,
+        **others,                                          # training arguments of other parts
     ) -> tuple: # (kwargs of `forward` in training, in evaluation)
         "What `forward` gets in training and in evaluation: the same, since nothing here is random."
-        kwargs = dict(ttt_steps=ttt_steps, ttt_step_loss_decay=ttt_step_loss_decay, loss_config=parse_loss(loss_fn))
-        kwargs |= {name: others[name] for name in ("cross_document_targets", "gemm_dtype", "attn_impl") if name in others}
+        given = dict(cross_document_targets=cross_document_targets, gemm_dtype=gemm_dtype, attn_impl=attn_impl)
+        kwargs = dict(ttt_steps=ttt_steps, ttt_step_loss_decay=ttt_step_loss_decay, loss_config=parse_loss(loss_fn)) | {k: v for k, v in given.items() if v is not None}
         return kwargs, dict(kwargs)
 
     @staticmethod
