@@ -15,7 +15,7 @@ from speculators_nb.data_generation.features import sample_of, states_of
 from speculators_nb.layers import draft_layer_config
 from speculators_nb.model import SpeculatorModel
 from speculators_nb.train.trainer import (SpeculatorTrainer, SpeculatorTrainingArguments, Tally, checkpoint_problem, last_checkpoint,
-                                          log_table, train)
+                                          lengths_of, log_table, train)
 from speculators_nb.verifier import Verifier
 
 HIDDEN, VOCAB = 8, 16
@@ -404,8 +404,16 @@ def test_unknown_names_and_double_names(tmp_path):
 
 
 def test_missing_logger_says_so(tmp_path):
-    with pytest.raises((RuntimeError, ValueError), match="wandb|comet|supported"):
-        SpeculatorTrainer(toy(), arguments(tmp_path, report_to="wandb"), samples(), samples(3, 1))
+    with pytest.raises(ValueError, match="report_to='neptune': this logger is unknown or not installed. Installed:"):
+        arguments(tmp_path, report_to="neptune")
+
+
+def test_lengths_are_not_read_where_they_are_known():
+    class Known(list):
+        lengths = [7, 8, 9]
+    assert lengths_of(Known([None] * 3)) == [7, 8, 9]
+    assert lengths_of(torch.utils.data.Subset(Known([None] * 3), [2, 0])) == [9, 7]
+    assert lengths_of(samples(3)) == [len(s["input_ids"]) for s in samples(3)]
 
 
 # --- a real drafter -------------------------------------------------------------------------------------------------------
