@@ -1,0 +1,208 @@
+"""Regenerated answers are those of the verifier, independent of batch and interruption, and counted when they fail."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from speculators_nb.data_generation import regenerate as module
+from speculators_nb.data_generation.chat import normalize, prepare
+from speculators_nb.data_generation.regenerate import Replay, answer, eos_ids_of, key_of, pick, questions_of, read_regenerated, regenerate
+from speculators_nb.verifier import Verifier
+
+TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+            "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def tokenizer():
+    bpe = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=TEMPLATE)
+
+
+def make_verifier(kind="qwen3", eos_bias=2.):
+    "Random weights; the end token is made likely, so that answers end at different lengths."
+    torch.manual_seed(1)
+    if kind == "gpt2": model = GPT2LMHeadModel(GPT2Config(vocab_size=258, n_embd=32, n_layer=3, n_head=2, n_positions=512, bos_token_id=257, eos_token_id=257))
+    else: model = Qwen3ForCausalLM(Qwen3Config(vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+                                               num_key_value_heads=1, head_dim=16, initializer_range=.3, eos_token_id=257))
+    head = model.lm_head
+    model.lm_head = torch.nn.Linear(32, 258, bias=True)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(head.weight); model.lm_head.bias.zero_(); model.lm_head.bias[257] = eos_bias
+    return Verifier(model)
+
+
+def talks(n): return [{"id": i, "messages": [{"role": r, "content": f"{t} {i}" + "!" * (i % 5)} for t in range(1 + i % 3) for r in ("user", "assistant")]} for i in range(n)]
+
+
+PROMPTS = [[1, 2, 3], [4] * 9, [5, 6], [7] * 20, [8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_greedy_answers_are_those_of_generate(kind):
+    verifier = make_verifier(kind)
+    ours = answer(verifier, PROMPTS, 24, {257})
+    for p, a in zip(PROMPTS, ours):
+        hf = verifier.model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), max_new_tokens=24, do_sample=False, eos_token_id=257, pad_token_id=257)
+        assert a == hf[0, len(p):].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0., 1.])
+def test_an_answer_does_not_depend_on_its_batch(temperature):
+    verifier = make_verifier(eos_bias=6.)
+    together = answer(verifier, PROMPTS, 40, {257}, temperature, seeds=range(5))
+    assert len(set(map(len, together))) > 1 or temperature == 0  # rows really leave at different times
+    assert together == [answer(verifier, [p], 40, {257}, temperature, seeds=[s])[0] for s, p in enumerate(PROMPTS)]
+    assert answer(verifier, PROMPTS[::-1], 40, {257}, temperature, seeds=range(4, -1, -1)) == together[::-1]
+
+
+def test_finished_rows_cost_nothing():
+    verifier, sizes = make_verifier(eos_bias=6.), []
+    handle = verifier.decoder.register_forward_pre_hook(lambda m, a, k: sizes.append(k["input_ids"].shape[0]), with_kwargs=True)
+    answers = answer(verifier, [[i] for i in range(32)], 60, {257}, 1., seeds=range(32))
+    handle.remove()
+    assert sizes[0] == 32 and sizes == sorted(sizes, reverse=True)
+    assert len(sizes) == max(map(len, answers))
+    for step, size in enumerate(sizes): assert sum(len(a) > step for a in answers) > .75 * size - 1  # at most a quarter of a batch is idle
+
+
+def test_pick_draws_from_the_distribution():
+    logits = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 2
+    logits[7] = -torch.inf
+    p, n = (logits / .7).softmax(-1), 20000
+    drawn = pick(logits.expand(n, -1), torch.rand(n, generator=torch.Generator().manual_seed(1)), .7).bincount(minlength=64)
+    assert drawn[7] == 0
+    chi2 = ((drawn - n * p)[p > 0] ** 2 / (n * p)[p > 0]).sum()
+    assert chi2 < 62 + 5 * (2 * 62) ** .5  # 62 degrees of freedom, five standard deviations
+    for u in (0., 1 - 2**-24): assert p[pick(logits[None], torch.tensor([u]), .7)] > 0
+
+
+def test_conversations_are_replayed(tmp_path):
+    tok, verifier = tokenizer(), make_verifier(eos_bias=6.)
+    report = regenerate(verifier, tok, talks(9), tmp_path / "out.jsonl", max_new_tokens=200, batch_size=2, temperature=1.)
+    lines = list(read_regenerated(tmp_path / "out.jsonl"))
+    assert report["written"] == 9 and not report["failed"] and report["cut"] == 0
+    assert [line["primary_id"] for line in lines if line["part"][0] == 0] == [str(i) for i in range(9)]  # in the order of the input
+    for line in lines:
+        original = talks(9)[int(line["primary_id"])]["messages"]
+        assert [m["role"] for m in line["messages"]] == [m["role"] for m in original]
+        assert [m for m in line["messages"] if m["role"] == "user"] == [m for m in original if m["role"] == "user"]
+        spoken = [i for i, m in zip(line["input_ids"], line["loss_mask"]) if m]
+        assert spoken[-1] == 257 and line["metadata"]["finish_reasons"] == ["stop"] * len(original[::2])
+    assert sum(sum(line["loss_mask"]) for line in lines) == report["tokens"]
+    data = prepare(read_regenerated(tmp_path / "out.jsonl"), tok, 4096)
+    assert [r["input_ids"] for r in data] == [line["input_ids"] for line in lines]
+
+
+def test_a_row_is_what_the_verifier_saw():
+    """Each row's trained tokens, given the tokens before them, are the verifier's own greedy choices."""
+    tok, verifier = tokenizer(), make_verifier(eos_bias=4.)
+    replay = Replay("k", normalize(talks(3)[2]))
+    while replay.ask(tok, 4096): replay.hear(answer(verifier, [replay.prompt], 30, {257})[0], {257}, tok)
+    for ids, mask in replay.rows:
+        choice = verifier(torch.tensor([ids])).logits[0].argmax(-1)
+        assert all(choice[i - 1] == ids[i] for i in range(1, len(ids)) if mask[i])
+
+
+def test_cut_answers_end_the_conversation(tmp_path):
+    report = regenerate(make_verifier(eos_bias=-100.), tokenizer(), talks(3), tmp_path / "out.jsonl", max_new_tokens=5)
+    assert report["cut"] == 3
+    assert all(len(line["messages"]) == 2 and line["metadata"]["finish_reasons"] == ["length"] and sum(line["loss_mask"]) == 5
+               for line in read_regenerated(tmp_path / "out.jsonl"))
+
+
+def test_resume_is_the_run_that_was_not_interrupted(tmp_path):
+    tok, verifier, kwargs = tokenizer(), make_verifier(eos_bias=6.), dict(max_new_tokens=60, temperature=1., batch_size=3)
+    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
+    regenerate(verifier, tok, talks(12), whole, **kwargs)
+    regenerate(verifier, tok, talks(7), torn, **kwargs)
+    torn.write_bytes(torn.read_bytes()[:-30])  # a torn last line
+    assert len({line["primary_id"] for line in read_regenerated(torn)}) == 6
+    report = regenerate(verifier, tok, talks(12), torn, **kwargs)
+    assert (report["kept"], report["written"]) == (6, 6)
+    assert torn.read_bytes() == whole.read_bytes()
+    assert regenerate(verifier, tok, talks(12), torn, **kwargs)["written"] == 0 and torn.read_bytes() == whole.read_bytes()
+
+
+def test_a_conversation_of_two_rows_is_kept_or_dropped_as_one(tmp_path):
+    path = tmp_path / "x.jsonl"
+    rows = [{"primary_id": k, "part": [i, 2], "metadata": {}} for k in "ab" for i in range(2)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows[:3]))
+    assert [r["primary_id"] for r in read_regenerated(path)] == ["a", "a"]
+    assert module._resume(path, {}) == {"a"} and len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("change, words", [(dict(temperature=.5), "temperature was 0.0, is 0.5"), (dict(seed=3), "seed was 0, is 3"),
+                                           (dict(verifier=make_verifier("gpt2")), "verifier was")])
+def test_other_settings_are_refused(tmp_path, change, words):
+    kwargs = dict(verifier=make_verifier(), tokenizer=tokenizer(), conversations=talks(2), out_path=tmp_path / "o.jsonl", max_new_tokens=4)
+    regenerate(**kwargs)
+    with pytest.raises(ValueError, match=words): regenerate(**(kwargs | change))
+
+
+def test_damage_in_the_middle_is_not_skipped(tmp_path):
+    path = tmp_path / "o.jsonl"
+    regenerate(make_verifier(), tokenizer(), talks(3), path, max_new_tokens=4)
+    path.write_bytes(path.read_bytes().replace(b'"part"', b'"part', 1))
+    with pytest.raises(ValueError, match="line 1: not JSON"): list(read_regenerated(path))
+
+
+def test_failures_are_counted(tmp_path, caplog):
+    rows = [*talks(2), {"id": 0, "messages": talks(1)[0]["messages"]}, {"id": "x", "messages": [{"role": "narrator", "content": "?"}]},
+            {"id": "y", "messages": [{"role": "assistant", "content": "first"}]}, {"id": "z", "messages": [{"role": "user", "content": "?" * 300}]}]
+    report = regenerate(make_verifier(), tokenizer(), rows, tmp_path / "o.jsonl", max_new_tokens=4, max_length=200)
+    assert report["written"] == 2 and report["failed"].total() == 4
+    reasons = " ".join(report["failed"])
+    for words in ("asked twice", "'narrator' is unknown", "no user message", "prompt of 200 tokens or more"): assert words in reasons
+    assert "4 conversations failed" in caplog.text
+
+
+def test_identity_without_an_id():
+    a, b = normalize(talks(3)[2]), normalize(talks(3)[2])
+    b[1]["content"] = "another answer"
+    assert key_of(a, a) == key_of(b, b) != key_of(a[:2], a[:2])
+
+
+def test_tools_end_a_conversation():
+    say = lambda role, **k: {"role": role, "content": "x"} | k
+    assert questions_of([say("system"), say("user"), say("assistant"), say("user"), say("assistant", tool_calls=[1]), say("tool"), say("assistant")]) == [
+        [say("system"), say("user")], [say("user")]]
+    assert questions_of([say("user")]) == [[say("user")]]
+    with pytest.raises(ValueError, match="no user message"): questions_of([say("system"), say("assistant")])
+
+
+def test_an_end_token_is_needed():
+    tok, verifier = tokenizer(), make_verifier()
+    assert eos_ids_of(verifier, tok) == {257}
+    tok.eos_token, verifier.model.generation_config.eos_token_id = None, None
+    with pytest.raises(ValueError, match="answers would never end"): eos_ids_of(verifier, tok)
+
+
+ENDLESS = """
+import sys; sys.path.insert(0, {here!r})
+from test_regenerate import make_verifier, regenerate, talks, tokenizer
+regenerate(make_verifier(eos_bias=6.), tokenizer(), talks(400), {out!r}, max_new_tokens=60, temperature=1., batch_size=1)
+"""
+
+
+def test_kill_then_resume(tmp_path):
+    path = tmp_path / "o.jsonl"
+    child = subprocess.Popen([sys.executable, "-c", ENDLESS.format(here=os.path.dirname(__file__), out=str(path))])
+    try:
+        deadline = time.time() + 100
+        while not (path.exists() and path.stat().st_size > 3000):
+            assert child.poll() is None and time.time() < deadline, "the run ended before it could be killed"
+            time.sleep(.01)
+    finally:
+        child.send_signal(signal.SIGKILL); child.wait()
+    kept = len({line["primary_id"] for line in read_regenerated(path)})
+    report = regenerate(make_verifier(eos_bias=6.), tokenizer(), talks(kept + 5), path, max_new_tokens=60, temperature=1., batch_size=8)
+    assert kept and (report["kept"], report["written"]) == (kept, 5)
