@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COUNTS', 'count', 'bootstrap', 'acceptance_table', 'acceptance_summary', 'expected_length', 'Evaluation', 'evaluate']
 
-# %% ../../nbs/evaluate/01_acceptance.ipynb #7a931692
+# %% ../../nbs/evaluate/01_acceptance.ipynb #e23390fa
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
@@ -19,7 +19,7 @@ from ..tree import Drafter, Sampling
 from ..utils import atomic_write
 from ..verifier import Verifier
 
-# %% ../../nbs/evaluate/01_acceptance.ipynb #ffeef2e9
+# %% ../../nbs/evaluate/01_acceptance.ipynb #6faf9519
 COUNTS = ["steps", "steps_drafted", "proposed", "accepted"]
 
 
@@ -33,7 +33,7 @@ def count(
     reached = (kept[:, None] >= np.arange(1, k + 1)).sum(0)
     return np.array([len(steps), sum(bool(s.draft) for s in steps), sum(len(s.draft) for s in steps), kept.sum(), *reached], dtype=float)
 
-# %% ../../nbs/evaluate/01_acceptance.ipynb #2e6f562a
+# %% ../../nbs/evaluate/01_acceptance.ipynb #fd8696db
 def bootstrap(
     counts: np.ndarray, # [R, C] one row of counts for each request
     ratios, # function: [..., C] summed counts -> [..., M] ratios
@@ -99,7 +99,7 @@ def _counts(generations, k):
 def _ratio(a, b):
     return a / b if b else float("nan")
 
-# %% ../../nbs/evaluate/01_acceptance.ipynb #e32f5228
+# %% ../../nbs/evaluate/01_acceptance.ipynb #47385cf6
 def expected_length(
     alpha: float, # chance that a drafted token is accepted, the same everywhere
     gamma: int, # drafted tokens in each step
@@ -107,7 +107,7 @@ def expected_length(
     "Expected tokens of one step under independent acceptance (2211.17192, eq. 1)."
     return gamma + 1. if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
-# %% ../../nbs/evaluate/01_acceptance.ipynb #e301a2d3
+# %% ../../nbs/evaluate/01_acceptance.ipynb #bf83aa30
 @dataclass
 class Evaluation:
     "What `evaluate` measured."

@@ -5,7 +5,9 @@
 # %% auto #0
 __all__ = ['Eagle3SpeculatorConfig', 'ttt_supervision', 'needed_rows', 'chain_metrics', 'Eagle3DraftModel', 'Eagle3Drafter']
 
-# %% ../../nbs/models/03_eagle3.ipynb #b5cc4aa2
+# %% ../../nbs/models/03_eagle3.ipynb #f11e02ae
+import copy
+from dataclasses import field
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -25,13 +27,13 @@ from ..utils import resolve_checkpoint
 from ..verifier import default_aux_layer_ids
 from ..vocab import scatter_probs
 
-# %% ../../nbs/models/03_eagle3.ipynb #1a17c118
+# %% ../../nbs/models/03_eagle3.ipynb #9822b9e8
 @SpeculatorModelConfig.register("eagle3")
 class Eagle3SpeculatorConfig(SpeculatorModelConfig):
     "An EAGLE-3 drafter. Errors: ValueError naming field and value for norms that exclude each other or a draft vocabulary larger than the verifier's."
     speculators_model_type: str = "eagle3"
     architectures: list[str] | None = None
-    transformer_layer_config: LayerConfig = None          # Llama or Qwen3 config of the draft layers; its vocab_size is the verifier's
+    transformer_layer_config: LayerConfig = field(default_factory=Qwen3Config)  # Llama or Qwen3 config of the draft layers; its vocab_size is the verifier's
     draft_vocab_size: int = 32000                         # rows of the drafter's head
     norm_before_residual: bool = False                    # the first layer's residual is the normed hidden state
     target_hidden_size: int | None = None                 # of one feature; None: the draft's hidden_size
@@ -42,8 +44,8 @@ class Eagle3SpeculatorConfig(SpeculatorModelConfig):
     embed_requires_grad: bool = False                     # train the embedding table
 
     def __post_init__(self, **kwargs):
-        if self.transformer_layer_config is None: self.transformer_layer_config = Qwen3Config()
         super().__post_init__(**kwargs)
+        self.transformer_layer_config = copy.deepcopy(self.transformer_layer_config)
         # vLLM takes the width of `fc` from here and assumes three where it is absent
         self.transformer_layer_config.num_aux_hidden_states = self.num_aux
 
