@@ -1,0 +1,309 @@
+"""The generation loop against two references that know nothing of it: transformers' own greedy decoding, and the exact law of a tiny language."""
+import itertools
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM,
+                          Qwen3Config, Qwen3ForCausalLM)
+
+from speculators_nb.decode import accept
+from speculators_nb.decode.generate import NoDrafter, Trace, generate
+from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.tree import Sampling, TokenTree, probabilities
+from speculators_nb.verifier import Verifier
+
+EOS, VOCAB = 1, 40
+SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+             max_position_embeddings=96, initializer_range=0.3, bos_token_id=0, eos_token_id=EOS, pad_token_id=0)
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, sliding_window=8)),       # soft-caps, and a window that the text outgrows
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=8)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=96, n_embd=32, n_layer=4, n_head=4, initializer_range=0.3,
+                                               bos_token_id=0, eos_token_id=EOS, pad_token_id=0)),   # learned positions
+}
+
+
+@pytest.fixture(scope="module")
+def verifiers():
+    torch.manual_seed(0)
+    return {name: Verifier(make().eval(), [0, 2, 4]) for name, make in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def verifier(verifiers):
+    return verifiers["llama"]
+
+
+class Scripted:
+    """Proposes what `guess(tokens, k)` says, and notes what it was handed."""
+    def __init__(self, guess, aux_layer_ids=()):
+        self.guess, self.aux_layer_ids, self.calls, self.resets = guess, aux_layer_ids, [], 0
+    def reset(self): self.resets += 1
+    def propose(self, tokens, features, k, sampling):
+        self.calls.append((tokens.clone(), features, k))
+        return TokenTree.chain(self.guess(tokens.tolist(), k))
+
+
+def oracle(text, wrong_every=0):
+    """Knows the answer, and is wrong at every n-th place of it."""
+    def guess(tokens, k):
+        truth = text[len(tokens):len(tokens) + k]
+        return [(t + 1) % VOCAB if wrong_every and (len(tokens) + i) % wrong_every == 0 else t for i, t in enumerate(truth)]
+    return guess
+
+
+def hf_greedy(verifier, prompt, n):
+    return verifier.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=n, eos_token_id=EOS)[0, len(prompt):].tolist()
+
+
+PROMPTS = [[5, 9, 2, 7, 9, 2], [3], [30, 31, 30, 31, 30, 31, 8]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prompt", PROMPTS, ids=str)
+def test_greedy_is_what_transformers_generates(verifiers, family, prompt):
+    """Token for token in float32, for drafters from perfect to useless."""
+    v = verifiers[family]
+    truth = hf_greedy(v, prompt, 24)
+    drafters = {"none": NoDrafter(), "n-gram": NgramDrafter(1, 4), "perfect": Scripted(oracle(prompt + truth)), "wrong at 3": Scripted(oracle(prompt + truth, 3)),
+                "always wrong": Scripted(oracle(prompt + truth, 1))}
+    for name, drafter in drafters.items():
+        for k, rule in ((4, "standard"), (1, "greedy")):
+            g = generate(v, drafter, prompt, max_new_tokens=24, k=k, eos_token_ids=[EOS], rule=rule)
+            assert g.tokens == truth, (name, k, rule)
+            assert g.finish_reason == ("stop" if truth[-1] == EOS else "length")
+            assert g.tokens == g.tokens[:1] + [t for s in g.steps for t in s.tokens]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_drafter_leaves_greedy_output_alone(verifier, data):
+    """Proposals of any length, also longer than asked, with true and false tokens mixed."""
+    prompt, n = data.draw(st.sampled_from(PROMPTS)), data.draw(st.integers(1, 20))
+    truth = hf_greedy(verifier, prompt, 24)
+    def guess(tokens, k):
+        right = (prompt + truth)[len(tokens):]
+        length = data.draw(st.integers(0, min(len(right), k + 2)))
+        return [t if data.draw(st.booleans()) else data.draw(st.integers(0, VOCAB - 1)) for t in right[:length]]
+    g = generate(verifier, Scripted(guess), prompt, max_new_tokens=n, k=data.draw(st.integers(0, 6)), eos_token_ids=[EOS])
+    assert g.tokens == truth[:n]
+    assert all(s.accepted <= len(s.draft) <= s.asked for s in g.steps)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_are_the_rows_of_decided_tokens(verifiers, family):
+    """All rows ever handed over, in order, are those of one pass over the final text: no rejected token, no gap, no repetition.
+    Float32 sums in another order: 1e-4 relative to rows of size about 1 to 10."""
+    v, prompt = verifiers[family], PROMPTS[0]
+    truth = generate(v, NoDrafter(), prompt, max_new_tokens=30, k=0).tokens
+    drafter = Scripted(oracle(prompt + truth, 3), aux_layer_ids=(0, 4))
+    g = generate(v, drafter, prompt, max_new_tokens=30, k=3)
+    assert 0 < sum(s.accepted for s in g.steps) < sum(len(s.draft) for s in g.steps)
+    for tokens, features, k in drafter.calls:
+        assert features.shape[0] > 0 and features.shape[1] == 2 * v.hidden_size and 1 <= k <= 3
+    rows = torch.cat([f for _, f, _ in drafter.calls])
+    assert len(rows) == len(drafter.calls[-1][0]) - 1     # every position but the last decided token's
+    whole = v(torch.tensor([prompt + g.tokens])).hidden_states[0, :len(rows)]
+    h = v.hidden_size
+    torch.testing.assert_close(rows, torch.cat([whole[:, :h], whole[:, 2 * h:]], -1), rtol=1e-4, atol=1e-4)
+    assert drafter.resets == 1
+
+
+def test_steps_of_a_perfect_drafter(verifier):
+    """The pass over the prompt gives one token; then every step gives k + 1, and the last one is cut to what is left."""
+    prompt = PROMPTS[0]
+    truth = generate(verifier, NoDrafter(), prompt, max_new_tokens=12, k=0).tokens
+    g = generate(verifier, Scripted(oracle(prompt + truth)), prompt, max_new_tokens=12, k=3)
+    assert [(s.asked, len(s.draft), s.accepted, len(s.tokens)) for s in g.steps] == [(3, 3, 3, 4), (3, 3, 3, 4), (2, 2, 2, 3)]
+    plain = generate(verifier, NoDrafter(), prompt, max_new_tokens=12, k=3)
+    assert [(s.asked, len(s.draft), len(s.tokens)) for s in plain.steps] == [(3, 0, 1)] * 8 + [(2, 0, 1), (1, 0, 1), (0, 0, 1)]
+
+
+def test_a_stop_token_inside_the_accepted_run_ends_the_output(verifier):
+    prompt = PROMPTS[0]
+    truth = generate(verifier, NoDrafter(), prompt, max_new_tokens=20, k=0).tokens
+    stop = next(t for i, t in enumerate(truth[2:], 2) if t not in truth[:i])   # first seen in the middle of a run
+    at = truth.index(stop)
+    g = generate(verifier, Scripted(oracle(prompt + truth)), prompt, max_new_tokens=20, k=5, eos_token_ids={stop})
+    assert g.tokens == truth[:at + 1] and g.finish_reason == "stop"
+    assert g.steps[-1].accepted == 5 and len(g.steps[-1].tokens) < 5      # the rule's count, and what reached the output
+    first = generate(verifier, NoDrafter(), prompt, max_new_tokens=20, k=5, eos_token_ids={truth[0]})
+    assert first.tokens == truth[:1] and first.steps == [] and first.finish_reason == "stop"
+
+
+def test_the_context_limits_the_output(verifier):
+    prompt = [2] * 90    # 96 positions
+    g = generate(verifier, NgramDrafter(1, 3), prompt, max_new_tokens=50, k=4)
+    assert len(g.tokens) == 6 and g.finish_reason == "length"
+    assert g.tokens == hf_greedy(verifier, prompt, 6) or EOS in g.tokens
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(prompt_ids=[]), "empty"),
+    (dict(prompt_ids=[2] * 96), "context 96"),
+    (dict(prompt_ids=[2, VOCAB]), f"verifier has {VOCAB} tokens"),
+    (dict(prompt_ids=[-1]), "-1"),
+    (dict(prompt_ids=torch.ones(2, 3)), "one request"),
+    (dict(k=-1), "k=-1"),
+    (dict(max_new_tokens=0), "max_new_tokens=0"),
+    (dict(rule="typical"), "typical.*greedy.*standard"),
+    (dict(drafter=Scripted(lambda t, k: [VOCAB])), f"outside the vocabulary of {VOCAB}"),
+    (dict(drafter=Scripted(lambda t, k: [1], aux_layer_ids=(1, 3))), r"reads layers \[1, 3\].*aux_layer_ids=\[1, 3\]"),
+])
+def test_refused_requests(verifier, change, message):
+    request = dict(drafter=NoDrafter(), prompt_ids=[2, 3], max_new_tokens=5, k=2) | change
+    with pytest.raises(ValueError, match=message):
+        generate(verifier, request.pop("drafter"), request.pop("prompt_ids"), **request)
+
+
+def test_refuses_branches_and_foreign_probabilities(verifier):
+    class Bad(Scripted):
+        def propose(self, tokens, features, k, sampling): return self.guess(tokens, k)
+    branch = Bad(lambda t, k: TokenTree(torch.tensor([3, 4]), torch.tensor([-1, -1])))
+    with pytest.raises(ValueError, match="chains only"):
+        generate(verifier, branch, [2], max_new_tokens=5, k=2)
+    narrow = Bad(lambda t, k: TokenTree.chain([3], torch.full((1, 8), 1 / 8)))
+    with pytest.raises(ValueError, match="over 8 tokens"):
+        generate(verifier, narrow, [2], max_new_tokens=5, k=2)
+
+
+def test_refuses_nan_logits():
+    torch.manual_seed(0)
+    broken = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    broken.lm_head.weight.data[3, 3] = float("nan")
+    with pytest.raises(ValueError, match="NaN"):
+        generate(Verifier(broken), NoDrafter(), [2], max_new_tokens=3, k=0)
+
+
+def test_refuses_a_verifier_with_recurrent_layers(verifier):
+    class Hybrid:
+        config = SimpleNamespace(layer_types=["linear_attention", "full_attention"], max_position_embeddings=96)
+        vocab_size, aux_layer_ids, hidden_size, device = VOCAB, (), 8, "cpu"
+    with pytest.raises(ValueError, match="linear_attention"):
+        generate(Hybrid(), NoDrafter(), [2], max_new_tokens=3, k=2)
+
+
+def test_drafting_beyond_the_training_warns(verifier):
+    drafter = NgramDrafter()
+    drafter.trained_tokens = 3
+    with pytest.warns(UserWarning, match="k=4 drafts more than the 3 tokens"):
+        generate(verifier, drafter, [2], max_new_tokens=3, k=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(verifier, drafter, [2], max_new_tokens=3, k=3)
+
+
+def test_trace_shows_every_token_once(verifier):
+    prompt = PROMPTS[0]
+    truth = generate(verifier, NoDrafter(), prompt, max_new_tokens=12, k=0).tokens
+    g = generate(verifier, Scripted(oracle(prompt + truth, 3)), prompt, max_new_tokens=12, k=3)
+    trace = Trace(g, lambda t: f"<{t}>")
+    assert [t for t, kind in trace.pieces if kind != "rejected"] == g.tokens
+    assert [t for t, kind in trace.pieces if kind == "rejected"] == [t for s in g.steps for t in s.draft[s.accepted:]]
+    page = trace._repr_html_()
+    assert "&lt;" in page and f"<{truth[0]}>" not in page      # text is escaped
+    assert "~~" in repr(trace) and "**" in repr(trace)
+
+
+# The law of the output at temperature 1
+
+LANGUAGE, NEW, PROMPT = 3, 4, (0, 1, 2, 0, 1, 2, 1)   # the prompt repeats itself, so that an n-gram drafter has something to say
+
+
+class TableVerifier:
+    """A verifier whose logits come from a table of contexts. It keeps the tokens it has read in the KV cache itself, so a cache that is cropped wrongly
+    gives a wrong context, and thousands of requests take seconds."""
+    vocab_size, aux_layer_ids, hidden_size, device, dtype, config = LANGUAGE, (), 1, "cpu", torch.float32, SimpleNamespace()
+    def __init__(self, table): self.table = table
+    def __call__(self, input_ids, past_key_values):
+        new = input_ids[:, None, :, None].float()
+        context = past_key_values.update(new, new, 0)[0].flatten().long().tolist()
+        n = input_ids.shape[1]
+        return SimpleNamespace(logits=torch.stack([self.table[tuple(context[:i])] for i in range(len(context) - n + 1, len(context) + 1)])[None],
+                               hidden_states=torch.empty(1, n, 0))
+
+
+class DraftTable:
+    """A stochastic draft model: its own law of each context, drawn from, probabilities reported."""
+    aux_layer_ids = ()
+    def __init__(self, table): self.table = table
+    def reset(self): pass
+    def propose(self, tokens, features, k, sampling):
+        context, probs = tokens.tolist(), []
+        for _ in range(k):
+            probs.append(sampling.probabilities(self.table[tuple(context)]))
+            context.append(int(sampling.draw(probs[-1])))
+        return TokenTree.chain(context[-k:], torch.stack(probs))
+
+
+def language(seed):
+    """Logits of every context of up to NEW tokens behind the prompt, from a random Llama, in one batch for each length."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(SHAPE | dict(vocab_size=LANGUAGE, num_hidden_layers=2, initializer_range=0.4)))).eval()
+    table = {PROMPT[:i]: torch.zeros(LANGUAGE) for i in range(1, len(PROMPT))}   # what the verifier says inside the prompt is never looked at
+    for length in range(NEW):
+        contexts = [(*PROMPT, *c) for c in itertools.product(range(LANGUAGE), repeat=length)]
+        with torch.no_grad():
+            table |= dict(zip(contexts, 1.5 * model(torch.tensor(contexts)).logits[:, -1]))
+    return table
+
+
+def exact_law(table):
+    """Probability of each of the V^NEW outputs."""
+    law = torch.ones(1, dtype=torch.float64)
+    for length in range(NEW):
+        rows = torch.stack([table[*PROMPT, *c] for c in itertools.product(range(LANGUAGE), repeat=length)])
+        law = (law[:, None] * probabilities(rows, 1.0).double()).flatten()
+    return law
+
+
+def chi_square_p(outputs, law):
+    """P-value of the counts under the law; cells that expect fewer than 5 are pooled."""
+    place = torch.tensor([LANGUAGE ** (NEW - 1 - i) for i in range(NEW)])
+    seen = torch.bincount(torch.tensor(outputs) @ place, minlength=len(law)).double()
+    want = law * len(outputs)
+    rare = want < 5
+    seen, want = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (seen, want))
+    stat, free = ((seen - want) ** 2 / want).sum(), len(want) - 1
+    return float(torch.special.gammaincc(torch.tensor(free / 2, dtype=torch.float64), stat / 2))
+
+
+def sample(table, drafter, n, seed):
+    sampling = Sampling(1.0, torch.Generator().manual_seed(seed))
+    verifier = TableVerifier(table)
+    return [generate(verifier, drafter, PROMPT, max_new_tokens=NEW, k=2, sampling=sampling) for _ in range(n)]
+
+
+@pytest.mark.parametrize("who", ["n-gram", "draft model"])
+def test_the_output_law_is_the_verifiers(who):
+    """5000 outputs of 4 tokens against the exact law of 81 sequences. The seed is fixed, so the test cannot flicker; a correct loop passes p > 1e-3 for
+    999 seeds of 1000, and the wrong rule below reaches p < 1e-12 with fewer outputs."""
+    table = language(1)
+    drafter = NgramDrafter(1, 3) if who == "n-gram" else DraftTable(language(2))
+    generations = sample(table, drafter, 5000, seed=0)
+    accepted = [s.accepted for g in generations for s in g.steps]
+    assert {0, 1, 2} <= set(accepted)     # the law is reached through rejections and full runs
+    assert chi_square_p([g.tokens for g in generations], exact_law(table)) > 1e-3
+
+
+def test_the_chi_square_test_has_teeth(monkeypatch):
+    def wrong(draft_tokens, draft_probs, target_probs, generator):
+        rows = torch.arange(len(draft_tokens))
+        q = torch.ones(0) if draft_probs is None else draft_probs[rows, draft_tokens]
+        n = accept.run_length(accept.flip(target_probs[rows, draft_tokens] / q, generator))
+        return n, accept.draw(target_probs[n], generator)
+    monkeypatch.setitem(accept.RULES, "standard", wrong)
+    table = language(1)
+    assert chi_square_p([g.tokens for g in sample(table, DraftTable(language(2)), 2000, seed=0)], exact_law(table)) < 1e-12
+
+
+def test_a_draft_model_that_is_the_verifier_is_always_accepted():
+    table = language(1)
+    steps = [s for g in sample(table, DraftTable(table), 300, seed=0) for s in g.steps]
+    assert all(s.accepted == len(s.draft) for s in steps)
