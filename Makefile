@@ -60,14 +60,14 @@ chromium:
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; } || \
 		{ echo "browser-test needs /usr/bin/chromium: install Debian's package 'chromium' and try again" >&2; exit 1; }
 
-bench: .venv/.dev  ## the measurements in benchmarks/
-	for f in benchmarks/*.py; do echo "== $$f"; $(OFFLINE) $(BIN)/python "$$f" || exit; done
+bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own
+	for f in benchmarks/*/run.py; do echo "== $$f"; $(BIN)/python "$$f" || exit; done
 
-corpus: .venv/.run  ## write data/corpus again
-	$(OFFLINE) $(BIN)/speculators-nb corpus
+corpus: .venv/.run  ## write data/corpus again (the same bytes)
+	$(BIN)/python -m speculators_nb.data_generation.corpus
 
-verifier: .venv/.run  ## train data/tiny_verifier again
-	$(OFFLINE) $(BIN)/speculators-nb verifier
+verifier: .venv/.run  ## train data/tiny-verifier again
+	$(OFFLINE) $(BIN)/python -m speculators_nb.data_generation.tiny_verifier
 
 notebooks: .venv/.dev  ## run every notebook, store its outputs, clean
 	$(OFFLINE) $(BIN)/nbdev-test --save --n-workers $(WORKERS) --do-print
@@ -117,5 +117,5 @@ endif
 	@touch $@
 
 clean:  ## remove what can be built again (not the environments)
-	rm -rf _proc _docs _site build dist output docs/_src docs/_site docs/_static/mathjax .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf _proc _docs _site build dist output docs/_src docs/_site docs/_static/mathjax docs/jupyter_execute .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find nbs speculators_nb tests docs benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -227,6 +227,8 @@ def stage():
     "Write every page and the table of contents to docs/_src"
     shutil.rmtree(SRC, ignore_errors=True)
     toc = list(groups())
+    if left := set((ROOT / "nbs").rglob("[!.]*.ipynb")) - {p for _, paths in toc for p in paths} - set((ROOT / "nbs").rglob(".ipynb_checkpoints/*")):
+        sys.exit(f"nbs/sidebar.yml lists no place for {sorted(map(str, left))}")
     books = {p: load(p) for _, paths in toc for p in paths}
     where = {f"nbs/{p.relative_to(ROOT / 'nbs')}": str(p.relative_to(ROOT / "nbs")) for p in books} | PAGES
     refs = {m: reference(m) for m in map(exported, books.values()) if m}
@@ -274,6 +276,7 @@ def main():
     shutil.rmtree(SITE, ignore_errors=True)
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-j", "auto", "-b", "html", "-c", DOCS, "-d", DOCS / "_src/.doctrees", SRC, SITE]
     done = subprocess.run(command, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    shutil.rmtree(DOCS / "jupyter_execute", ignore_errors=True)  # myst-nb's copies, which no page needs
     if done.returncode:
         sys.exit("docs: Sphinx found the problems above")
     print(f"{len(list(SITE.rglob('*.html')))} pages in {SITE.relative_to(ROOT)}: open {(SITE / 'index.html').relative_to(ROOT)}")

@@ -1,0 +1,77 @@
+#!/usr/bin/env python
+"""Read the built site as a reader would: every page, no request that leaves this machine, mathematics, search, links, dark mode.
+
+    python tests/browser/site_smoke.py docs/_site [folder for screenshots]
+"""
+import sys
+from pathlib import Path
+
+from chromium import browser, serve, watch
+
+SYMBOL = "Eagle3DraftModel"  # what the search must find
+PROSE_LINK = "a.reference.internal code.py-obj"  # a `name` in prose that became a link
+
+
+def main(site, shots=None):
+    site, problems, n_math, n_links = Path(site), [], 0, 0
+    pages = sorted(str(p.relative_to(site)) for p in site.rglob("*.html"))
+    assert len(pages) > 5, f"{site} holds {len(pages)} pages: run `make docs` first"
+    with serve(site) as url, browser() as b:
+        page = b.new_page(viewport={"width": 1280, "height": 900})
+        watch(page, problems)
+        for name in pages:
+            page.goto(f"{url}/{name}", wait_until="networkidle")
+            formulas, names = page.locator(".math").count(), page.locator(PROSE_LINK).count()
+            if formulas:
+                page.wait_for_selector("mjx-container svg", state="attached", timeout=15000)
+                failed = page.locator("mjx-merror, [data-mjx-error]").count()
+                assert not failed, f"{name}: {failed} formulas that MathJax cannot read"
+            assert page.locator("h1").count() == 1 or name in ("search.html", "genindex.html", "py-modindex.html"), f"{name} has no single title"
+            broken = page.evaluate("[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)")
+            assert not broken, f"{name}: broken pictures {broken}"
+            for width in (400, 1280):
+                page.set_viewport_size({"width": width, "height": 900})
+                excess = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+                if excess > 0:
+                    problems.append(f"{name} is {excess} px wider than a window of {width} px")
+            n_math, n_links = n_math + formulas, n_links + names
+        assert n_math and n_links, f"{n_math} formulas, {n_links} linked names in prose: the staging lost them"
+
+        page.goto(f"{url}/search.html?q={SYMBOL}", wait_until="networkidle")
+        hit = page.locator("#search-results li a").first
+        hit.wait_for(timeout=15000)
+        hit.click()
+        page.wait_for_load_state("networkidle")
+        assert SYMBOL in page.content(), f"the first search result does not speak of {SYMBOL}"
+
+        page.goto(f"{url}/genindex.html", wait_until="networkidle")
+        page.get_by_role("link", name=SYMBOL, exact=False).first.click()
+        page.wait_for_load_state("networkidle")
+        anchor = page.url.split("#")[1]
+        assert page.evaluate("a => !!document.getElementById(a)", anchor), f"the index points to a missing anchor {anchor}"
+
+        page.goto(f"{url}/index.html", wait_until="networkidle")
+        assert page.locator(".sidebar-tree .caption").count() >= 3, "the sidebar lists no groups"
+        colours = {}
+        toggle = page.locator("button.theme-toggle:visible").first
+        for _ in range(3):
+            theme = page.evaluate("document.body.dataset.theme")
+            colours[theme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            toggle.click()
+        assert colours["light"] != colours["dark"], f"the theme toggle changes nothing: {colours}"
+
+        if shots:
+            for scheme in ("light", "dark"):
+                for width in (1280, 400):
+                    p = b.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+                    watch(p, problems)
+                    for name in pages:
+                        p.goto(f"{url}/{name}", wait_until="networkidle")
+                        p.screenshot(path=Path(shots) / f"{Path(name).with_suffix('').as_posix().replace('/', '-')}-{scheme}-{width}.png", full_page=True)
+                    p.close()
+    assert not problems, "\n".join(problems)
+    print(f"site: {len(pages)} pages, {n_math} formulas, {n_links} linked names, search, index and dark mode work; nothing left this machine")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
