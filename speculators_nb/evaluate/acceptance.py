@@ -33,7 +33,7 @@ def count(
     reached = (kept[:, None] >= np.arange(1, k + 1)).sum(0)
     return np.array([len(steps), sum(bool(s.draft) for s in steps), sum(len(s.draft) for s in steps), kept.sum(), *reached], dtype=float)
 
-# %% ../../nbs/evaluate/01_acceptance.ipynb #fd8696db
+# %% ../../nbs/evaluate/01_acceptance.ipynb #1b117a7e
 def bootstrap(
     counts: np.ndarray, # [R, C] one row of counts for each request
     ratios, # function: [..., C] summed counts -> [..., M] ratios
@@ -47,9 +47,9 @@ def bootstrap(
         if n < 2:
             return value, np.full_like(value, np.nan), np.full_like(value, np.nan)
         samples = ratios(np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=draws) @ counts)
-    samples = np.where(np.isnan(samples).all(0), value, samples)
-    low, high = np.nanquantile(samples, [.025, .975], axis=0)
-    return value, low, high
+    unknown = np.isnan(samples).all(0)
+    low, high = np.nanquantile(np.where(unknown, 0, samples), [.025, .975], axis=0)
+    return value, np.where(unknown, np.nan, low), np.where(unknown, np.nan, high)
 
 
 def acceptance_table(
