@@ -65,7 +65,7 @@ def find_taps(
         f"whose parts are {[k for k, _ in base.named_children()]}; the verifier must be a decoder-only LM with that layout"
     )
 
-# %% ../nbs/core/12_verifier.ipynb #d2ff8f58
+# %% ../nbs/core/12_verifier.ipynb #1dcbb454
 @dataclass
 class VerifierOutput:
     "What one call of the verifier gives."
@@ -101,7 +101,7 @@ class Verifier:
         device="cpu",  # torch device
         trust_remote_code: bool = False,  # run code that comes with the checkpoint
     ) -> "Verifier":  # ready for use
-        "Load from safetensors. FileNotFoundError: no config or no weights in the folder; ValueError: tensors missing or of the wrong shape."
+        "Load from safetensors. FileNotFoundError: no config or no weights in the folder; ValueError: tensors missing or misshapen."
         folder = Path(path)
         if folder.is_dir():
             for pattern, what in (("config.json", "config.json"), ("*.safetensors", "weights (*.safetensors)")):

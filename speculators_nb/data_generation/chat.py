@@ -51,7 +51,7 @@ def normalize(
         out.append({"role": ROLES[role], "content": content, **{k: m[k] for k in KEPT if m.get(k) is not None}})
     return out
 
-# %% ../../nbs/data/02_chat.ipynb #d07179d1
+# %% ../../nbs/data/02_chat.ipynb #2f9f8aae
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -59,7 +59,7 @@ def encode(
     messages: list[dict],  # as from `normalize`
     tokenizer,  # a fast HF tokenizer with a chat template
 ) -> list[tuple[list[int], list[int]]]:  # (input_ids, loss_mask) per row: one row, or several where the template rewrites history
-    "Token ids and loss mask (1: the assistant's) by the template's marks, or by rendering prefixes. ValueError if no border can be trusted."
+    "Token ids and loss mask (1: the assistant's) by the template's marks, or by rendering prefixes. ValueError if no border is sure."
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"tokenizer {tokenizer.name_or_path!r} has no chat_template; set tokenizer.chat_template (chat_template.jinja beside the model)"
@@ -136,7 +136,7 @@ class show_mask:
     def __repr__(self):
         return "".join(f"[{t}]" if m else t for t, m in zip(self.tokens, self.mask))
 
-# %% ../../nbs/data/02_chat.ipynb #37482e55
+# %% ../../nbs/data/02_chat.ipynb #2da93571
 FEATURES = Features({"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("bool")), "seq_len": Value("int32")})
 
 
@@ -157,7 +157,7 @@ def prepare(
     tokenizer,  # a fast HF tokenizer with a chat template
     max_length: int,  # longer rows are cut
 ) -> Dataset:  # input_ids, loss_mask, seq_len; `info.description` says what was dropped
-    "Tokenise. Rows without a trained token and conversations that cannot be rendered are dropped, with a count; ValueError if none is left."
+    "Tokenise. Rows without a trained token and conversations that cannot be rendered are dropped and counted; ValueError if none is left."
     rows, dropped, examples, n = [], Counter(), {}, 0
     for n, conversation in enumerate(tqdm(conversations, desc="tokenise", leave=False, delay=1), 1):
         try:
