@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from .head import norm_eps, text_config
 
-# %% ../nbs/core/11_layers.ipynb #2d4c75e7
+# %% ../nbs/core/11_layers.ipynb #e44791cb
 class RMSNorm(nn.Module):
     "Root-mean-square norm over the last dimension, statistics in float32 ([1910.07467](https://arxiv.org/abs/1910.07467))."
     def __init__(self, size: int, eps: float = 1e-6):
@@ -52,7 +52,7 @@ class Rotary(nn.Module):
     ) -> tuple: # cos, sin [..., N, D]
         "Cosines and sines at the given positions."
         cos, sin = self.table(x, positions.reshape(1, -1))
-        return cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1)
+        return cos.reshape(*positions.shape, cos.shape[-1]), sin.reshape(*positions.shape, sin.shape[-1])
 
 def rotate(
     x: torch.Tensor,  # [..., heads, N, D]
@@ -63,7 +63,7 @@ def rotate(
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat([-b, a], -1) * sin
 
-# %% ../nbs/core/11_layers.ipynb #70d6ce2e
+# %% ../nbs/core/11_layers.ipynb #cef509f5
 class Attention(nn.Module):
     "Query, key, value and output projections of a Llama or Qwen3 layer. How queries meet keys is the caller's business (`speculators_nb.attention`)."
     def __init__(self,
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         if config.model_type == "qwen3": self.q_norm, self.k_norm = RMSNorm(d, config.rms_norm_eps), RMSNorm(d, config.rms_norm_eps)
         else: self.q_norm = self.k_norm = None
 
-    def _heads(self, x): return x.unflatten(-1, (-1, self.d)).transpose(-3, -2)
+    def _heads(self, x): return x.unflatten(-1, (x.shape[-1] // self.d, self.d)).transpose(-3, -2)
 
     def query(self, x: torch.Tensor, rope: tuple) -> torch.Tensor: # [..., N, size] -> [..., Hq, N, D]
         "Rotated queries."

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, Qwen3Config
 
 from speculators_nb.config import SpeculatorModelConfig
 from speculators_nb.model import SpeculatorModel
-from speculators_nb.models.eagle3 import Eagle3DraftModel
+from speculators_nb.models.eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig, ttt_supervision
+from speculators_nb.tree import Sampling
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CASES = sorted(p.name for p in FIXTURES.glob("eagle3*") if (p / "inputs.safetensors").exists())
@@ -38,3 +40,168 @@ def test_upstream(name, lean):
     for key, want in load_file(folder / "grads.safetensors").items():
         got = model.get_parameter(key).grad
         assert (got - want).norm() <= 1e-3 * want.norm() + 1e-5, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(name):
+    "Draft logits of every step and the targets, all rows, to 1e-4 absolute (they reach 30)."
+    model, batch, kwargs, info, folder = load_case(name)
+    want, x = load_file(folder / "outputs.safetensors"), {k: v[0] for k, v in batch.items()}
+    with torch.no_grad():
+        hidden = model.dense_hidden(x["input_ids"], x["hidden_states"], x["document_ids"], x["position_ids"], kwargs["ttt_steps"])
+        for t, h in enumerate(hidden):
+            torch.testing.assert_close(model.lm_head(h), want[f"lm_head_out.{t}"][0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(model.target_head(x["verifier_last_hidden_states"]), want["verifier_lm_head_out.0"][0], rtol=0, atol=1e-4)
+        tokens, *_ = model(**batch, **kwargs, cross_document_targets=True, lean=False)
+    for t, row in enumerate(tokens):
+        kept = row.shape[1] - t                     # upstream's returned ids are draft ids; the last t rows have no target
+        mine = row if model.d2t is None else torch.searchsorted(model.to_verifier(torch.arange(len(model.d2t))), row)
+        assert torch.equal(mine[:, :kept], want[f"returned.{t}"][:, :kept])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_five_adamw_steps(name):
+    "The recorded optimisation, step by step: [loss before, gradient norm before clipping]."
+    model, batch, kwargs, info, _ = load_case(name)
+    model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    opt = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01)
+    for loss_want, norm_want in info["adamw_5_steps_loss_gradnorm"]:
+        opt.zero_grad()
+        _, loss, _ = model(**batch, **kwargs, cross_document_targets=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        assert (loss.item(), norm.item()) == (pytest.approx(loss_want, rel=1e-4), pytest.approx(norm_want, rel=1e-3))
+        opt.step()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_checkpoint_is_upstreams(name, tmp_path):
+    "The same tensors under the same names; the same config keys and values, but for what we add on purpose."
+    model, _, _, _, folder = load_case(name)
+    model.save_pretrained(tmp_path)
+    assert sorted(load_file(tmp_path / "model.safetensors")) == json.loads((folder / "saved_pretrained_keys.json").read_text())
+    want, got = (json.loads((d / "config.json").read_text()) for d in (folder / "saved_pretrained", tmp_path))
+    assert got["transformer_layer_config"].pop("num_aux_hidden_states") == len(want["eagle_aux_hidden_state_layer_ids"])
+    for key in ("auto_map", "transformers_version"):
+        want.pop(key, None), got.pop(key, None)
+    assert got == want
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def random_model(seed, windows=True):
+    "A drafter of random shape with random weights, and a random packed row."
+    g = torch.Generator().manual_seed(seed)
+
+    def pick(*options):
+        return options[int(torch.randint(len(options), (), generator=g))]
+
+    layers, heads, kv = pick(1, 2, 3), 4, pick(1, 2, 4)
+    types = [pick("full_attention", "sliding_attention" if windows else "full_attention") for _ in range(layers)]
+    layer = pick(LlamaConfig, Qwen3Config)(hidden_size=32, intermediate_size=40, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv, head_dim=8,
+                                           vocab_size=60, layer_types=types, sliding_window=5, use_sliding_window=True)
+    norms = pick({}, {"norm_before_fc": True}, {"fc_norm": True})
+    aux = pick([1], [1, 2], [1, 2, 4])
+    config = Eagle3SpeculatorConfig(transformer_layer_config=layer, draft_vocab_size=pick(40, 60), eagle_aux_hidden_state_layer_ids=aux, norm_output=pick(True, False),
+                                    norm_before_residual=pick(True, False), embed_requires_grad=pick(True, False), **norms)
+    model = Eagle3DraftModel(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * (0.2 if p.ndim > 1 else 0.1) + (p.ndim == 1))
+    model.target_head.set_rows(torch.randn(config.draft_vocab_size, 32, generator=g))
+    L = 50
+    documents = torch.randint(0, 5, (L,), generator=g).sort().values
+    documents[L - int(torch.randint(0, 6, (), generator=g)):] = -1
+    batch = dict(input_ids=torch.randint(60, (1, L), generator=g), hidden_states=torch.randn(1, L, 32 * len(aux), generator=g), document_ids=documents[None],
+                 loss_mask=((torch.rand(1, L, generator=g) < 0.5) & (documents >= 0)), verifier_last_hidden_states=torch.randn(1, L, 32, generator=g),
+                 position_ids=torch.arange(1, L + 1)[None])
+    return model, batch, pick(1, 2, 4)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_lean_is_dense(seed):
+    "Over random shapes, windows, norms and packings: loss, metrics and gradients of the lean path are those of the definition, to 1e-5."
+    model, batch, steps = random_model(seed)
+    results = []
+    for lean in (True, False):
+        model.zero_grad()
+        _, loss, metrics = model(**batch, ttt_steps=steps, ttt_step_loss_decay=0.7, loss_config={"kl_div": 1.0, "tv": 0.5}, lean=lean)
+        loss.backward()
+        results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    (a, ma, ga), (b, mb, gb) = results
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for key in ma:
+        torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
+    assert ga.keys() == gb.keys() and ("embed_tokens.weight" in ga) == model.config.embed_requires_grad
+    for key in ga:
+        assert (ga[key] - gb[key]).norm() <= 1e-5 * gb[key].norm() + 1e-6, key
+
+
+def test_targets_stay_in_their_document():
+    "Changing a later document's last states leaves the loss of the earlier one alone; upstream's rule lets them in."
+    model, batch, _ = random_model(3)
+    documents = torch.tensor([0] * 20 + [1] * 30)
+    batch |= dict(document_ids=documents[None], loss_mask=torch.ones(1, 50, dtype=torch.bool))
+    batch["loss_mask"][0, 24:] = False                      # of document 1, the first rows alone
+    other = batch | dict(verifier_last_hidden_states=batch["verifier_last_hidden_states"].clone())
+    other["verifier_last_hidden_states"][0, 20:24] += 1
+    for cross, same in ((False, True), (True, False)):
+        supervised = ttt_supervision(batch["loss_mask"][0], documents, 3, cross)
+        assert bool((supervised[1:, 18:20] & (torch.arange(18, 20) + torch.arange(1, 3)[:, None] >= 20)).any()) is not same
+        grads = []
+        for b in (batch, other):
+            model.zero_grad()
+            model(**b, ttt_steps=3, cross_document_targets=cross)[1].backward()
+            grads.append(model.fc.weight.grad.clone())
+        assert not torch.equal(*grads)                      # document 1 itself is trained either way
+
+
+def test_embeddings_really_train():
+    model, batch, _ = random_model(5)
+    model.embed_tokens.weight.requires_grad_(True)
+    model(**batch, ttt_steps=2)[1].backward()
+    used = torch.zeros(60, dtype=torch.bool)
+    used[batch["input_ids"][batch["document_ids"] >= 0]] = True
+    moved = model.embed_tokens.weight.grad.abs().sum(-1) > 0
+    assert moved.any() and not (moved & ~used).any()
+
+
+def test_an_empty_loss_mask_is_no_nan():
+    model, batch, _ = random_model(1)
+    batch["loss_mask"].zero_()
+    _, loss, metrics = model(**batch, ttt_steps=2)
+    loss.backward()
+    assert loss == 0 and all(torch.isfinite(v) for v in metrics.values())
+
+
+def test_bf16_products_and_autocast_stay_close():
+    "bfloat16 keeps 8 bits: the loss moves by less than 2 %."
+    model, batch, _ = random_model(2)
+    full = model(**batch, ttt_steps=2)[1].item()
+    assert model(**batch, ttt_steps=2, gemm_dtype=torch.bfloat16)[1].item() == pytest.approx(full, rel=2e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch, ttt_steps=2)[1]
+    loss.backward()
+    assert loss.item() == pytest.approx(full, rel=2e-2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafting_is_what_was_trained(seed):
+    """The drafter's key-value cache, fed in two parts, gives the logits of training's unrolled steps on the row that it drafted itself.
+    Full attention only: a sliding window moves on while drafting, as in the serving engine, but stays at its row in training, as upstream."""
+    model, _, _ = random_model(seed, windows=False)
+    model.d2t = model.t2d = None
+    model.config.speculators_config = None
+    drafter, config = Eagle3Drafter.__new__(Eagle3Drafter), model.config
+    drafter.model = model.eval()
+    drafter.reset()
+    g = torch.Generator().manual_seed(seed)
+    n, k, vd = 12, 3, config.draft_vocab_size
+    tokens, features = torch.randint(vd, (n,), generator=g), torch.randn(n - 1, 32 * config.num_aux, generator=g)
+    drafter.propose(tokens[:7], features[:6], k, Sampling())
+    tree = drafter.propose(tokens, features[6:], k, Sampling(1.0, g))
+    row = torch.cat([tokens[1:], tree.tokens])
+    with torch.no_grad():
+        hidden = model.dense_hidden(row, torch.cat([features, torch.zeros(k, features.shape[1])]), torch.zeros(len(row), dtype=torch.long), torch.arange(1, len(row) + 1), k)
+        for t, law in enumerate(tree.probs):
+            torch.testing.assert_close(law, model.lm_head(hidden[t][n - 2]).softmax(-1), rtol=1e-4, atol=1e-5)
