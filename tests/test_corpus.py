@@ -74,6 +74,7 @@ def test_same_seed_same_corpus_and_a_prefix_for_a_smaller_n():
 def test_domains_are_balanced_and_ids_differ():
     rows = corpus(120)
     assert set(Counter(r["domain"] for r in rows).values()) == {20}
+    assert len({r["domain"] for r in rows[::2]}) == len({r["domain"] for r in rows[::6]}) == 6, "a stride through the file misses domains"
     assert len({r["id"] for r in rows}) == 120
     assert set(rows[0]) == {"id", "domain", "messages"}
 

@@ -258,7 +258,7 @@ DOMAINS = {
     "free": each_turn(free_choice),
 }
 
-# %% ../../nbs/data/01_corpus.ipynb #5f9de6b7
+# %% ../../nbs/data/01_corpus.ipynb #d38f0e57
 def conversation(
     rng:random.Random, # decides everything
     domain:str, # a key of `DOMAINS`
@@ -280,13 +280,15 @@ def is_heldout(
 def corpus(
     n:int, # number of conversations
     seed:int=0, # the same seed gives the same conversations; a smaller n gives a prefix
-    domains:list[str]=tuple(DOMAINS), # taken in turn, so that they are balanced
+    domains:list[str]=tuple(DOMAINS), # each comes once in every len(domains) rows, in shuffled order: no stride picks a domain
     heldout:bool=False, # which part: see `is_heldout`
 ) -> list[dict]: # {"id", "domain", "messages"}
     "`n` conversations of one part."
     rows = []
     for i in range(n):
-        domain, rng = domains[i % len(domains)], random.Random(f"{seed} {i} {heldout}")
+        block, place = divmod(i, len(domains))
+        domain = random.Random(f"{seed} {block}").sample(domains, len(domains))[place]
+        rng = random.Random(f"{seed} {i} {heldout}")
         while is_heldout(row := conversation(rng, domain)) != heldout: pass
         rows.append(dict(id=f"{'heldout' if heldout else 'train'}-{seed}-{i:05d}", **row))
     return rows
