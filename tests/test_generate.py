@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM,
                           Qwen3Config, Qwen3ForCausalLM)
 
+from speculators_nb.config import SpeculatorsConfig, VerifierConfig
 from speculators_nb.decode import accept
 from speculators_nb.decode.generate import NoDrafter, Trace, generate
 from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators_nb.proposals import GreedyTokenProposalConfig
 from speculators_nb.tree import Sampling, TokenTree, probabilities
 from speculators_nb.verifier import Verifier
 
@@ -113,6 +116,35 @@ def test_features_are_the_rows_of_decided_tokens(verifiers, family):
     h = v.hidden_size
     torch.testing.assert_close(rows, torch.cat([whole[:, :h], whole[:, 2 * h:]], -1), rtol=1e-4, atol=1e-4)
     assert drafter.resets == 1
+
+
+def random_eagle(verifier, layer_ids, draft_vocab):
+    "A drafter with features, a cache of its own and a reduced vocabulary, its weights random."
+    layer = LlamaConfig(**SHAPE | dict(num_hidden_layers=1))
+    proposal = SpeculatorsConfig(algorithm="eagle3", proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=4)], default_proposal_method="greedy",
+                                 verifier=VerifierConfig(name_or_path=None, architectures=[]))
+    config = Eagle3SpeculatorConfig(transformer_layer_config=layer, draft_vocab_size=draft_vocab, eagle_aux_hidden_state_layer_ids=layer_ids,
+                                    speculators_config=proposal)
+    model = Eagle3DraftModel(config)
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * 0.3)
+    kept = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.randperm(VOCAB, generator=g)[:draft_vocab], True)
+    model.load_vocab_mappings(kept, kept.nonzero()[:, 0] - torch.arange(draft_vocab))
+    return model.drafter()
+
+
+@pytest.mark.parametrize("layer_ids", [[0, 2, 4], [2]])
+def test_a_trained_kind_of_drafter(verifier, layer_ids):
+    """Features, a reduced vocabulary, probabilities at temperature 1: greedy output unchanged, sampled output reproducible, nothing left over from request to request."""
+    drafter, prompt = random_eagle(verifier, layer_ids, 30), PROMPTS[0]
+    greedy = generate(verifier, drafter, prompt, max_new_tokens=24, k=4, eos_token_ids=[EOS])
+    assert greedy.tokens == hf_greedy(verifier, prompt, 24)
+    runs = [generate(verifier, drafter, prompt, max_new_tokens=24, k=4, sampling=Sampling(1., torch.Generator().manual_seed(5))) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert any(s.accepted for s in runs[0].steps) and any(s.accepted < len(s.draft) for s in runs[0].steps)
+    assert generate(verifier, drafter, prompt, max_new_tokens=24, k=4, eos_token_ids=[EOS]) == greedy
 
 
 def test_steps_of_a_perfect_drafter(verifier):
