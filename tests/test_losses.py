@@ -1,0 +1,69 @@
+"""Losses: upstream's recorded values and gradients, closed forms against autograd, edges."""
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from speculators_nb.losses import LOSSES, Law, loss_and_grad, overlap, parse_loss, row_loss
+
+RECORDED = load_file(Path(__file__).parent / "fixtures/losses/losses.safetensors")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_upstream(name):
+    "Value and gradient of each row, float32, to 1e-5 relative."
+    target, draft = Law(RECORDED["targets"][0]), Law(RECORDED["logits"][0])
+    terms, grad = loss_and_grad(target, draft, {name: 1.0})
+    torch.testing.assert_close(terms[name], RECORDED[f"{name}.loss"][0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad * RECORDED["grad_output"][0][:, None], RECORDED[f"{name}.grad_logits"][0], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(seed=st.integers(0, 2**31), scale=st.sampled_from([0.1, 1.0, 5.0]), vocab=st.integers(2, 40))
+@settings(max_examples=25, deadline=None)
+def test_gradient_is_autograds(name, seed, scale, vocab):
+    "In float64, to 1e-10: nothing but rounding separates them."
+    g = torch.Generator().manual_seed(seed)
+    z, t = (scale * torch.randn(4, vocab, generator=g, dtype=torch.float64) for _ in range(2))
+    z.requires_grad_()
+    value = row_loss(z, t, {name: 1.0})[name]
+    auto, = torch.autograd.grad(value.sum(), z)
+    terms, grad = loss_and_grad(Law(t), Law(z.detach()), {name: 1.0})
+    assert torch.allclose(terms[name], value.detach(), rtol=0, atol=1e-10)
+    assert torch.allclose(grad, auto, rtol=0, atol=1e-10)
+    assert torch.allclose(grad.sum(-1), torch.zeros(4, dtype=torch.float64), atol=1e-10)     # a constant on all logits changes nothing
+
+
+@given(st.integers(0, 2**31))
+@settings(max_examples=50, deadline=None)
+def test_overlap_is_the_acceptance_rate(seed):
+    "Between 0 and 1, symmetric, 1 for equal laws, and 1 - total variation."
+    g = torch.Generator().manual_seed(seed)
+    p, q = (Law(3 * torch.randn(5, 11, generator=g, dtype=torch.float64)) for _ in range(2))
+    alpha = overlap(p, q)
+    assert ((0 <= alpha) & (alpha <= 1)).all() and torch.equal(alpha, overlap(q, p))
+    assert torch.allclose(alpha, 1 - (p.probs - q.probs).abs().sum(-1) / 2) and torch.allclose(overlap(p, p), torch.ones(5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_extreme_logits_stay_finite(name):
+    "Laws without any overlap, and probabilities that underflow to 0."
+    target, draft = Law(torch.tensor([[200.0, 0.0, 0.0, -200.0]])), Law(torch.tensor([[-200.0, 0.0, 200.0, 0.0]]))
+    terms, grad = loss_and_grad(target, draft, {name: 1.0})
+    assert terms[name].isfinite().all() and grad.isfinite().all() and terms[name] > 0
+
+
+def test_mixture_is_the_weighted_sum():
+    g = torch.Generator().manual_seed(0)
+    p, q = (Law(torch.randn(6, 9, generator=g)) for _ in range(2))
+    parts = {name: loss_and_grad(p, q, {name: 1.0})[1] for name in ("kl_div", "tv")}
+    torch.testing.assert_close(loss_and_grad(p, q, {"kl_div": 0.3, "tv": 2.0})[1], 0.3 * parts["kl_div"] + 2 * parts["tv"])
+
+
+@pytest.mark.parametrize("spec,message", [("hinge", "unknown name 'hinge'"), ({"tv": "a"}, "weight of 'tv'"), ({}, "empty"), ('{"tv": true}', "weight of 'tv'")])
+def test_bad_specifications(spec, message):
+    with pytest.raises(ValueError, match=message):
+        parse_loss(spec)

@@ -1,0 +1,176 @@
+"""Checkpoints in and out: what is refused and what is said; what a kill leaves behind."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from speculators_nb.contract import check_vllm_contract
+from speculators_nb.layers import draft_layer_config
+from speculators_nb.model import SpeculatorModel
+from speculators_nb.models.eagle3 import Eagle3DraftModel
+
+SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verifier")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder)
+    return folder
+
+
+def mapping(v=64):
+    t2d = torch.arange(v) % 2 == 0
+    return t2d, t2d.nonzero()[:, 0] - torch.arange(int(t2d.sum()))
+
+
+def fresh(verifier, **options):
+    return Eagle3DraftModel.from_training_args(draft_layer_config(Qwen3Config(**SHAPE)), verifier_name_or_path=str(verifier), **options)
+
+
+@pytest.fixture
+def checkpoint(verifier, tmp_path):
+    fresh(verifier, t2d=mapping()[0], d2t=mapping()[1]).save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def test_round_trip(checkpoint):
+    model = SpeculatorModel.from_pretrained(checkpoint)
+    assert type(model) is Eagle3DraftModel and check_vllm_contract(checkpoint) == []
+    model.save_pretrained(checkpoint.parent / "again")
+    a, b = (load_file(f / "model.safetensors") for f in (checkpoint, checkpoint.parent / "again"))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert (checkpoint / "config.json").read_text() == (checkpoint.parent / "again/config.json").read_text()
+
+
+def test_stored_in_bf16(checkpoint):
+    SpeculatorModel.from_pretrained(checkpoint).save_pretrained(checkpoint.parent / "half", dtype=torch.bfloat16)
+    model = SpeculatorModel.from_pretrained(checkpoint.parent / "half")
+    assert model.fc.weight.dtype == model.lm_head.weight.dtype == torch.bfloat16 and model.d2t.dtype == torch.int64
+    assert json.loads((checkpoint.parent / "half/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_drafts_without_its_verifier(checkpoint):
+    "A checkpoint is enough to draft; training says what it lacks."
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = "/nowhere/to/be/found"
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    model = SpeculatorModel.from_pretrained(checkpoint)
+    with pytest.raises(ValueError, match="target_head.weight"):
+        SpeculatorModel.verify_training_compatible(model)
+
+
+def edit(checkpoint, change):
+    config = json.loads((checkpoint / "config.json").read_text())
+    change(config)
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("change,message", [
+    (lambda c: c.pop("speculators_model_type"), "speculators_model_type is missing"),
+    (lambda c: c.update(speculators_model_type="eagle9"), "'eagle9' is not known"),
+    (lambda c: c.update(draft_vocab_size=100), "larger than the verifier's vocabulary of 64"),
+    (lambda c: c.update(draft_vocab_size=31), r"misshapen tensors: d2t \(32,\) instead of \(31,\)"),
+    (lambda c: c["transformer_layer_config"].update(intermediate_size=8), "misshapen tensors"),
+    (lambda c: c.update(norm_before_fc=True), "misses tensors: input_norm.weight"),
+    (lambda c: c["transformer_layer_config"].update(model_type="gemma"), "'gemma' is not a draft layer family"),
+])
+def test_bad_configs(checkpoint, change, message):
+    edit(checkpoint, change)
+    with pytest.raises(ValueError, match=message):
+        SpeculatorModel.from_pretrained(checkpoint)
+
+
+def test_truncated_weights_are_named(checkpoint):
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="model.safetensors"):
+        SpeculatorModel.from_pretrained(checkpoint)
+
+
+def test_verifier_without_weights(tmp_path):
+    Qwen3Config(**SHAPE, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no model.safetensors"):
+        fresh(tmp_path)
+
+
+def test_verifier_of_pickles_is_refused(tmp_path):
+    Qwen3Config(**SHAPE, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not read")
+    with pytest.raises(FileNotFoundError, match="pickles can run code"):
+        fresh(tmp_path)
+
+
+def test_verifier_of_another_hidden_size(verifier, checkpoint, tmp_path):
+    LlamaForCausalLM(LlamaConfig(**SHAPE | dict(hidden_size=48))).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="hidden_size 48, this drafter's transformer_layer_config has 32"):
+        SpeculatorModel.from_pretrained(checkpoint, verifier=tmp_path / "other")
+
+
+def test_verifier_of_another_vocabulary(checkpoint, tmp_path):
+    LlamaForCausalLM(LlamaConfig(**SHAPE | dict(vocab_size=80))).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="80 rows, but t2d has 64"):
+        SpeculatorModel.from_pretrained(checkpoint, verifier=tmp_path / "other")
+
+
+@pytest.mark.parametrize("options,message", [
+    (dict(t2d=mapping()[0]), "d2t is missing"), (dict(d2t=mapping()[1]), "t2d is missing|draft_vocab_size"), (dict(draft_vocab_size=65), "larger than the verifier's"),
+    (dict(draft_vocab_size=32), "t2d and d2t are missing"), (dict(t2d=mapping(60)[0], d2t=mapping(60)[1]), "t2d"), (dict(norm_before_fc=True, fc_norm=True), "choose one"),
+    (dict(target_layer_ids=[2, 1]), "ascending"),
+])
+def test_bad_training_arguments(verifier, options, message):
+    with pytest.raises(ValueError, match=message):
+        fresh(verifier, **options)
+
+
+def test_different_head_is_kept_apart(verifier):
+    "A trained head is drafted with; targets still come from the verifier's rows."
+    model = fresh(verifier)
+    state = model.saved_state()
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    other = SpeculatorModel.from_pretrained(config=model.config, state_dict=state)
+    assert torch.equal(other.target_head.weight, model.lm_head.weight) and torch.equal(other.lm_head.weight, model.lm_head.weight + 1)
+    assert other.to(torch.float64).target_head.weight.dtype == torch.float64
+
+
+def test_kill_during_save_leaves_a_whole_checkpoint(checkpoint):
+    "SIGKILL at a random moment of a save over an old checkpoint: it loads, and is wholly the old or the new one."
+    script = textwrap.dedent(f"""
+        import sys, torch
+        from speculators_nb.model import SpeculatorModel
+        model = SpeculatorModel.from_pretrained({str(checkpoint)!r})
+        state = {{n: torch.ones_like(w) if w.is_floating_point() else w for n, w in model.saved_state().items()}}
+        print("ready", flush=True)
+        while True: model.save_pretrained({str(checkpoint)!r}, state_dict=state)
+    """)
+    before = load_file(checkpoint / "model.safetensors")
+    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert run.stdout.readline() == b"ready\n"
+    try:
+        run.wait(timeout=0.3)
+    except subprocess.TimeoutExpired:
+        run.send_signal(signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    after = load_file(checkpoint / "model.safetensors")
+    same = {torch.equal(after[n], before[n]) for n in before if before[n].is_floating_point() and not (before[n] == 1).all()}
+    assert len(same) == 1
+    SpeculatorModel.from_pretrained(checkpoint)
+
+
+def test_sharded_checkpoint(checkpoint):
+    state = load_file(checkpoint / "model.safetensors")
+    names = sorted(state)
+    parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
+    for file, part in parts.items():
+        save_file({n: state[n] for n in part}, checkpoint / file)
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {n: f for f, part in parts.items() for n in part}}))
+    (checkpoint / "model.safetensors").unlink()
+    assert torch.equal(SpeculatorModel.from_pretrained(checkpoint).fc.weight, state["fc.weight"])
