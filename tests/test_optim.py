@@ -63,13 +63,20 @@ def test_same_arithmetic_as_torchs_two_optimizers(net):
     twin = copy.deepcopy(net)
     both = build_optimizer(net, "muon", lr=1e-2, muon_lr=3e-2, weight_decay=0.1)
     kinds, named = parameter_kinds(twin), dict(twin.named_parameters())
-    of = lambda kind: [named[n] for n, k in kinds.items() if k == kind]
+
+    def of(kind):
+        return [named[n] for n, k in kinds.items() if k == kind]
     muon = torch.optim.Muon(of("hidden"), 3e-2, 0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW([{"params": of("vector"), "weight_decay": 0.0}, {"params": of("lookup")}], 1e-2, weight_decay=0.1)
 
     class Two:
-        step = lambda self: (muon.step(), adamw.step())
-        zero_grad = lambda self: (muon.zero_grad(), adamw.zero_grad())
+        def step(self):
+            muon.step()
+            adamw.step()
+
+        def zero_grad(self):
+            muon.zero_grad()
+            adamw.zero_grad()
     for i in range(4):
         step(net, both, i)
         step(twin, Two(), i)

@@ -346,6 +346,33 @@ def test_a_killed_save_leaves_no_checkpoint(tmp_path, monkeypatch, where):
     assert resumed.state.global_step == resumed.state.max_steps and not (tmp_path / ".saving").exists()
 
 
+def test_a_kill_while_old_checkpoints_are_deleted_tears_none(tmp_path, monkeypatch):
+    def cut(folder, *args, **kwargs):
+        if list(os.scandir(folder)):
+            raise KeyboardInterrupt
+    kwargs = dict(save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1, save_total_limit=1, max_steps=6)
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(shutil, "rmtree", lambda folder, *a, **k: cut(folder) if os.path.isdir(folder) else None)
+        train(toy(), samples(), samples(4, 1), arguments(tmp_path, **kwargs))
+    assert (tmp_path / ".saving").is_dir()
+    assert [checkpoint_problem(c) for c in tmp_path.glob("checkpoint-*")] == [None]
+
+
+@pytest.mark.parametrize("limit,now,best,removed", [
+    (2, 5, 3, [1, 2, 4]), (2, 5, 1, [2, 3, 4]), (1, 5, 3, [1, 2, 4]), (1, 5, 5, [1, 2, 3, 4]), (None, 5, 1, []), (9, 5, 1, []), (3, 5, None, [1, 2]),
+    (2, 2, 1, [3, 4, 5]), (1, 2, 1, [3, 4, 5]), (4, 2, None, [3])])   # now=2: 3 to 5 are an earlier run's
+def test_which_checkpoints_go(tmp_path, limit, now, best, removed):
+    class Run:
+        class args:
+            save_total_limit = limit
+
+        class state:
+            global_step, best_model_checkpoint = now, best and str(tmp_path / f"checkpoint-{best}")
+    for step in range(1, 6):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert SpeculatorTrainer._obsolete(Run, tmp_path) == [str(tmp_path / f"checkpoint-{step}") for step in removed]
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")

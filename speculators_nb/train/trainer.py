@@ -6,7 +6,7 @@
 __all__ = ['log', 'SpeculatorTrainingArguments', 'checkpoint_problem', 'last_checkpoint', 'kept_rng', 'Tally', 'lengths_of',
            'SpeculatorTrainer', 'log_table', 'train']
 
-# %% ../../nbs/train/02_trainer.ipynb #9b501711
+# %% ../../nbs/train/02_trainer.ipynb #e4ffb07f
 import contextlib
 import difflib
 import inspect
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import EvalLoopOutput, PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
+from transformers.trainer_utils import EvalLoopOutput, PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from ..data_generation.batch import PackedBatchSampler, collate
 from .optim import OPTIMIZERS, build_optimizer
 from ..utils import atomic_write, checkpoint_index, load_tensors
@@ -150,7 +150,7 @@ class Tally:
         total = dict(zip(names, reduce(torch.stack([sums[n] for n in names])).tolist()))
         return {n[:-4]: total[n] / total[f"{n[:-4]}_total"] for n in names if n.endswith("_sum") and total[f"{n[:-4]}_total"]}
 
-# %% ../../nbs/train/02_trainer.ipynb #b3369cff
+# %% ../../nbs/train/02_trainer.ipynb #a3c4cfb0
 def lengths_of(
     dataset, # samples with input_ids
 ) -> list[int]: # tokens of each sample
@@ -302,6 +302,8 @@ class SpeculatorTrainer(Trainer):
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 log.warning(f"No complete checkpoint in {self.args.output_dir}: training starts at step 0.")
+        elif not resume_from_checkpoint and sort_checkpoints(self.args.output_dir):
+            log.warning(f"{self.args.output_dir} holds checkpoints of an earlier run; this one starts at step 0 and replaces them as it saves.")
         elif resume_from_checkpoint and (problem := checkpoint_problem(resume_from_checkpoint)):
             raise ValueError(f"cannot resume from {resume_from_checkpoint}: {problem}")
         return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
@@ -309,6 +311,14 @@ class SpeculatorTrainer(Trainer):
     def _get_output_dir(self, trial):
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, ".saving") if self.saving else folder
+
+    def _obsolete(self, folder):
+        "Checkpoints beyond save_total_limit: first those of an earlier run, which are ahead of this one, then the oldest; never the last or the best."
+        present, limit, last = sort_checkpoints(str(folder)), self.args.save_total_limit, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        now = next(i for i, c in enumerate(present) if Path(c).name == last)
+        kept = {present[now], self.state.best_model_checkpoint} & set(present)
+        removable = [c for c in present[now + 1:] + present[:now] if c not in kept]
+        return removable[:len(present) - max(limit, len(kept))] if limit and len(present) > limit else []
 
     def _save_checkpoint(self, model, trial):
         folder, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -329,8 +339,9 @@ class SpeculatorTrainer(Trainer):
             if final.exists():
                 final.rename(staging / "replaced")
             (staging / name).rename(final)
+            for old in self._obsolete(folder):   # renamed before they are deleted, which a kill may interrupt
+                Path(old).rename(staging / Path(old).name)
             shutil.rmtree(staging)
-            rotate_checkpoints(str(folder), self.args.save_total_limit, self.state.best_model_checkpoint)
         self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir=None, state_dict=None):
