@@ -224,7 +224,7 @@ def test_refuses_a_verifier_with_recurrent_layers(verifier):
 def test_drafting_beyond_the_training_warns(verifier):
     drafter = NgramDrafter()
     drafter.trained_tokens = 3
-    with pytest.warns(UserWarning, match="k=4 drafts more than the 3 tokens"):
+    with pytest.warns(UserWarning, match="k=4 drafts more than the 3 tokens NgramDrafter was trained for"):
         generate(verifier, drafter, [2], max_new_tokens=3, k=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

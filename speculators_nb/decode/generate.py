@@ -35,38 +35,41 @@ class Generation:
     steps: list[Step] # in order
     finish_reason: str # "stop": ended with a stop token; "length": at max_new_tokens or at the end of the context
 
-# %% ../../nbs/decode/03_generate.ipynb #9d5ad5d6
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}   # layers whose cache is a list of positions, so that a draft can be taken back
+# %% ../../nbs/decode/03_generate.ipynb #549767be
+# layers whose cache is a list of positions, so that a rejected draft can be taken back
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def check_request(
-    verifier: Verifier,
+    verifier: Verifier, # whose text is wanted
     prompt: Tensor, # [n] int64
     max_new_tokens: int, # output limit
     k: int, # draft length
-    drafter: Drafter,
+    drafter: Drafter, # who guesses
 ) -> int: # how many tokens there is room for
     "ValueError where no answer is possible, a warning where the drafter is used beyond its training."
     context = getattr(verifier.config, "max_position_embeddings", None) or len(prompt) + max_new_tokens
     recurrent = sorted({*(getattr(verifier.config, "layer_types", None) or ())} - ATTENTION)
     trained = getattr(drafter, "trained_tokens", None)
     if prompt.ndim != 1:
-        raise ValueError(f"prompt_ids has shape {tuple(prompt.shape)}: pass the token ids of one request, e.g. prompt_ids[0]")
+        raise ValueError(f"prompt_ids has shape {tuple(prompt.shape)}: pass the ids of one request, e.g. prompt_ids[0]")
     if not len(prompt):
         raise ValueError("prompt_ids is empty: the verifier needs at least one token, e.g. its bos token")
     if not 0 <= int(prompt.min()) <= int(prompt.max()) < verifier.vocab_size:
         raise ValueError(f"prompt_ids holds {int(prompt.min())}…{int(prompt.max())}, but the verifier has {verifier.vocab_size} tokens: "
                          "is this its tokenizer?")
     if len(prompt) >= context:
-        raise ValueError(f"the prompt has {len(prompt)} tokens and the verifier's context {context}: no room is left for an answer; shorten it")
+        raise ValueError(f"the prompt has {len(prompt)} tokens and the verifier's context {context}: no room is left for an answer; "
+                         "shorten it")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
     if k < 0:
         raise ValueError(f"k={k} must be 0 (no drafting) or the number of tokens to draft")
     if recurrent:
-        raise ValueError(f"the verifier has {', '.join(recurrent)} layers: their state cannot be taken back to before a rejected draft")
+        raise ValueError(f"the verifier has {', '.join(recurrent)} layers: their state cannot be taken back to before a rejected draft; "
+                         "use one with attention layers only")
     if trained is not None and k > trained:
-        warnings.warn(f"k={k} drafts more than the {trained} tokens that {type(drafter).__name__} was trained for: expect little beyond them",
+        warnings.warn(f"k={k} drafts more than the {trained} tokens {type(drafter).__name__} was trained for: expect little beyond them",
                       stacklevel=4)
     return min(max_new_tokens, context - len(prompt))
 
@@ -89,8 +92,8 @@ def check_proposal(
 
 
 def feature_columns(
-    verifier: Verifier,
-    drafter: Drafter,
+    verifier: Verifier, # taps `aux_layer_ids`
+    drafter: Drafter, # reads some of them
 ) -> list[int] | slice: # columns of the verifier's hidden_states that the drafter reads
     "ValueError where the drafter reads a layer that the verifier does not tap."
     have, want, h = list(verifier.aux_layer_ids), list(drafter.aux_layer_ids), verifier.hidden_size
@@ -101,7 +104,7 @@ def feature_columns(
                          f"build it with Verifier(model, aux_layer_ids={want})")
     return [c for i in want for c in range(have.index(i) * h, (have.index(i) + 1) * h)]
 
-# %% ../../nbs/decode/03_generate.ipynb #aba6a8fa
+# %% ../../nbs/decode/03_generate.ipynb #0bca5d95
 class NoDrafter:
     "Proposes nothing: plain decoding."
     aux_layer_ids = ()
@@ -126,7 +129,7 @@ def generate(
     eos_token_ids=(), # token ids that end the output
     rule: str = "standard", # a row of `RULES`
 ) -> Generation: # tokens and steps
-    "Speculative decoding of one request (2211.17192, algorithm 1). With a lossless rule the output follows the verifier's law, whoever drafts."
+    "Speculative decoding of one request (2211.17192, algorithm 1). Under a lossless rule the output has the verifier's law."
     if rule not in RULES:
         raise ValueError(f"rule={rule!r} is not an acceptance rule; there are {', '.join(RULES)}")
     sampling, decide, columns = sampling or Sampling(), RULES[rule], feature_columns(verifier, drafter)
@@ -135,13 +138,13 @@ def generate(
     prompt, output, steps, cache, cached, features = tokens.tolist(), [], [], DynamicCache(), 0, None
     drafter.reset()
     while room > 0:
-        asked = min(k, room - 1) if cached else 0                    # the pass over the prompt has no draft; one place is the verifier's own
+        asked = min(k, room - 1) if cached else 0                # none for the prompt; one place is the verifier's
         draft = drafter.propose(tokens, features, asked, sampling) if asked else TokenTree.chain(tokens[:0])
         draft = check_proposal(draft, asked, verifier.vocab_size)
         out = verifier(torch.cat([tokens[cached:], draft.tokens])[None], past_key_values=cache)
         logits = out.logits[0, -1 - len(draft):]                     # after the last decided token, and after each drafted one
         if logits.isnan().any():
-            raise ValueError(f"the verifier's logits are NaN after token {len(tokens)}: check its weights and dtype {verifier.dtype}")
+            raise ValueError(f"the verifier's logits are NaN after token {len(tokens)}: check weights and dtype {verifier.dtype}")
         n, token = decide(draft.tokens, draft.probs, sampling.probabilities(logits), sampling.generator)
         kept = len(tokens) + n
         features = out.hidden_states[0, :kept - cached, columns] if len(drafter.aux_layer_ids) else None
@@ -157,7 +160,7 @@ def generate(
         tokens, cached, room = torch.cat([tokens, tokens.new_tensor(new)]), kept, room - len(new)
     return Generation(prompt, output, steps, "length" if stop is None else "stop")
 
-# %% ../../nbs/decode/03_generate.ipynb #8691977f
+# %% ../../nbs/decode/03_generate.ipynb #d4de2376
 MARKS = {   # kind -> how it looks on a page, and in plain text
     "accepted": ('<span style="color:#009e73">{}</span>', "{}"),
     "rejected": ('<s style="color:#d55e00">{}</s>', "~~{}~~"),
@@ -168,7 +171,7 @@ MARKS = {   # kind -> how it looks on a page, and in plain text
 class Trace:
     "A generation token by token: accepted drafts green, rejected ones struck out, the verifier's own tokens bold; a bar begins each step."
     def __init__(self,
-        generation: Generation,
+        generation: Generation, # what to show
         decode=str, # token id -> text
     ):
         self.decode, steps = decode, [[(t, "verifier") for t in generation.tokens[:1]]]

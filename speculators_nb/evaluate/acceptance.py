@@ -33,7 +33,7 @@ def count(
     reached = (kept[:, None] >= np.arange(1, k + 1)).sum(0)
     return np.array([len(steps), sum(bool(s.draft) for s in steps), sum(len(s.draft) for s in steps), kept.sum(), *reached], dtype=float)
 
-# %% ../../nbs/evaluate/01_acceptance.ipynb #1b117a7e
+# %% ../../nbs/evaluate/01_acceptance.ipynb #1823950b
 def bootstrap(
     counts: np.ndarray, # [R, C] one row of counts for each request
     ratios, # function: [..., C] summed counts -> [..., M] ratios
@@ -79,9 +79,10 @@ def acceptance_summary(
     (length,), (low,), (high,) = bootstrap(counts, lambda c: 1 + c[..., 3:4] / c[..., :1], draws, seed)
     steps, drafted, proposed, accepted = counts[:, :4].sum(0).astype(int).tolist()
     every = [s for g in generations for s in g.steps]
-    return dict(mean_length=length, mean_length_low=low, mean_length_high=high, mean_length_drafted=_ratio(drafted + accepted, drafted),
-                draft_acceptance=_ratio(accepted, proposed), tokens_per_step=_ratio(sum(len(s.tokens) for s in every), len(every)),
-                requests=len(generations), tokens=sum(len(g.tokens) for g in generations), steps=steps, proposed=proposed, accepted=accepted)
+    return dict(mean_length=length, mean_length_low=low, mean_length_high=high,
+                mean_length_drafted=_ratio(drafted + accepted, drafted), draft_acceptance=_ratio(accepted, proposed),
+                tokens_per_step=_ratio(sum(len(s.tokens) for s in every), len(every)), requests=len(generations),
+                tokens=sum(len(g.tokens) for g in generations), steps=steps, proposed=proposed, accepted=accepted)
 
 
 def _counts(generations, k):
