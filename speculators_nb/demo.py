@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['heldout_prompts', 'training_figures', 'write_report', 'demo']
 
-# %% ../nbs/60_demo.ipynb #7b04774d
+# %% ../nbs/60_demo.ipynb #3e6cf7e3
 import json
 import os
 import time
 from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
+import torch
 from transformers import AutoTokenizer
 from . import masks, plot, weights
 from .contract import check_vllm_contract
@@ -26,20 +27,19 @@ from .evaluate.acceptance import Evaluation, evaluate
 from .head import text_config
 from .model import SpeculatorModel
 from .train.drafter import train_drafter
-from .train.trainer import log_table
+from .train.trainer import last_checkpoint, log_table
 from .utils import atomic_write
 from .verifier import Verifier
 
-# %% ../nbs/60_demo.ipynb #ed99219f
+# %% ../nbs/60_demo.ipynb #ebaf4a41
 def heldout_prompts(
     conversations: list,         # with a domain each
     tokenizer,                   # with a chat template
-    n: int | None = None,        # how many, evenly spread over the file; None: all
+    n: int | None = None,        # the first so many; None: all
 ) -> tuple: # (token ids of each first turn, domain of each)
     "First turns of held-out conversations, ready to be answered."
-    chosen = conversations if n is None else [conversations[i * len(conversations) // n] for i in range(min(n, len(conversations)))]
-    ids = [tokenizer.apply_chat_template(c["messages"][:1], add_generation_prompt=True, return_dict=True)["input_ids"] for c in chosen]
-    return ids, [c["domain"] for c in chosen]
+    ids = [tokenizer.apply_chat_template(c["messages"][:1], add_generation_prompt=True, return_dict=True)["input_ids"] for c in conversations[:n]]
+    return ids, [c["domain"] for c in conversations[:n]]
 
 def training_figures(
     folder: Path,     # gets mask.png, step_weights.png, loss.png
@@ -53,7 +53,7 @@ def training_figures(
     figures = {
         "mask": masks.ttt(documents, L).draw(L, steps * L, documents=documents, title="A query sees its document's past, and of later steps only itself",
                                              xlabel="key: step · L + position", ylabel="query position").figure,
-        "step_weights": plot.plot_step_weights({f"decay {g}": weights.exponential(g, steps) for g in (1.0, 0.8, 0.6)}, "At decay 0.6 the fourth step counts a fifth"),
+        "step_weights": plot.plot_step_weights({f"decay {g}": weights.exponential(g, torch.arange(steps)) for g in (1.0, 0.8, 0.6)}, "At decay 0.6 the fourth step counts a fifth"),
         "loss": plot.plot_loss(log.reset_index())}
     for name, fig in figures.items():
         with atomic_write(folder / f"{name}.png") as tmp: fig.savefig(tmp, format="png", dpi=110, bbox_inches="tight")
@@ -78,17 +78,17 @@ def write_report(
                        f"<ul>{''.join(f'<li>{k}: {v}</li>' for k, v in facts.items())}</ul>{page}", encoding="utf-8")
     return folder / "report.html"
 
-# %% ../nbs/60_demo.ipynb #599ae245
+# %% ../nbs/60_demo.ipynb #8ac46a4a
 def demo(
     output_dir: str | os.PathLike = "output/demo",           # everything is left here
     verifier: str | os.PathLike = "data/tiny-verifier",      # folder or hub id
     prompts: str | os.PathLike = "data/corpus/train.jsonl",  # conversations whose questions are answered for training
     heldout: str | os.PathLike = "data/corpus/heldout.jsonl",# conversations whose first questions are decoded for measuring
     algorithm: str = "eagle3",                               # what is trained
-    n_prompts: int | None = None,                            # of the prompts; None: all
-    n_heldout: int | None = 90,                              # of the held-out ones, evenly spread; None: all
+    n_prompts: int | None = 1200,                            # of the prompts; None: all
+    n_heldout: int | None = 60,                              # of the held-out ones; None: all
     k: int = 4,                                              # tokens drafted in a step, and TTT steps trained
-    epochs: float = 6,                                       # passes over the training answers
+    epochs: float = 3,                                       # passes over the training answers
     temperature: float = 0.7,                                # of the verifier's training answers
     seed: int = 0,                                           # of everything
 ) -> Evaluation: # what was measured; also in `output_dir`
@@ -107,7 +107,7 @@ def demo(
 
     stage(3, f"training a drafter ({algorithm}, {k} steps of training-time test)")
     trainer = train_drafter(folder / "features", folder / "drafter", verifier, algorithm, ttt_steps=k, norm_before_fc=True, norm_output=True, seed=seed,
-                            total_seq_len=1024, num_train_epochs=epochs, optimizer="muon", learning_rate=3e-3, lr_scheduler_type="cosine", logging_steps=20)
+                            total_seq_len=1024, num_train_epochs=epochs, optimizer="muon", learning_rate=3e-3, lr_scheduler_type="cosine", logging_steps=20, resume_from_checkpoint=last_checkpoint(folder / "drafter"))
 
     stage(4, "checking that vLLM could serve the checkpoint")
     problems = check_vllm_contract(folder / "drafter")

@@ -1,0 +1,74 @@
+"""README.md is nbs/index.ipynb, and what both say about the repository is so."""
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+from readme import readme  # noqa: E402
+
+TEXT, PICTURES = readme()
+NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+
+
+def test_readme_is_the_index_notebook():
+    assert (ROOT / "README.md").read_text() == TEXT, "run `make export`"
+    for path, png in PICTURES.items():
+        assert (ROOT / path).read_bytes() == png, f"{path}: run `make export`"
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_relative_links_lead_somewhere(page):
+    targets = re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", (ROOT / page).read_text())
+    assert [t for t in targets if not ((ROOT / page).parent / t).exists()] == []
+
+
+def test_every_notebook_is_in_the_index():
+    assert [str(p.relative_to(ROOT)) for p in NOTEBOOKS if p.name != "index.ipynb" and f"({p.relative_to(ROOT)})" not in TEXT] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_exist(page):
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    used = set(re.findall(r"(?:^|`)make ([a-z0-9-]+)", (ROOT / page).read_text(), flags=re.M))
+    assert used and used <= targets
+
+
+def test_shell_commands_exist():
+    """Every `speculators-nb` line of the README names a command with these options."""
+    from speculators_nb.cli import app
+    from typer.main import get_command
+    commands = get_command(app).commands
+    lines = re.findall(r"^speculators-nb (\w+)(.*)$", TEXT, flags=re.M)
+    assert lines
+    for name, rest in lines:
+        options = {o for p in commands[name].params for o in p.opts}
+        assert set(re.findall(r"--[\w-]+", rest)) <= options, name
+
+
+def test_ci_calls_the_commands_of_the_readme():
+    ci = (ROOT / ".ci/run").read_text()
+    assert "make test" in TEXT and "make test" in ci and "make browser-test" in ci
+
+
+def test_quarto_files_parse_and_agree():
+    """`nbdev_docs` renders with Quarto where it is installed; here its three files are read."""
+    quarto, nbdev, sidebar = (yaml.safe_load((ROOT / f"nbs/{f}.yml").read_text()) for f in ("_quarto", "nbdev", "sidebar"))
+    assert quarto["metadata-files"] == ["nbdev.yml", "sidebar.yml"]
+    assert nbdev["project"]["output-dir"] == "_docs" and nbdev["website"]["title"] == "speculators_nb"
+    listed = [p for section in sidebar["website"]["sidebar"]["contents"] for p in (ROOT / "nbs").glob(section["contents"])]
+    assert sorted(listed) == NOTEBOOKS, "every notebook has one place in the sidebar"
+
+
+def test_nbdev_leaves_the_quarto_files_alone(tmp_path):
+    """nbdev writes nbdev.yml itself before it renders; ours must be what it would write."""
+    import shutil
+    for f in ("pyproject.toml", "settings.ini"):
+        shutil.copy(ROOT / f, tmp_path)
+    (tmp_path / "nbs").mkdir()
+    subprocess.run([sys.executable, "-c", "from nbdev.quarto import refresh_quarto_yml; refresh_quarto_yml()"], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "nbs/nbdev.yml").read_text() == (ROOT / "nbs/nbdev.yml").read_text()
