@@ -243,7 +243,7 @@ def check(
     from speculators_nb.contract import check_vllm_contract
     return check_vllm_contract(folder)
 
-# %% ../nbs/70_cli.ipynb #4c5cfcdc
+# %% ../nbs/70_cli.ipynb #7e8cda86
 @command(report=lambda evaluation: None)   # it reports while it runs
 def demo(
     output_dir: str = "output/demo", # everything is left here
@@ -251,10 +251,10 @@ def demo(
     prompts: str = "data/corpus/train.jsonl", # conversations whose questions are answered for training
     heldout: str = "data/corpus/heldout.jsonl", # conversations whose first questions are decoded for measuring
     algorithm: str = "eagle3", # what is trained
-    n_prompts: int | None = None, # of the prompts; default: all
-    n_heldout: int | None = 90, # of the held-out ones, evenly spread
+    n_prompts: int | None = 1200, # of the prompts, from the first on
+    n_heldout: int | None = 60, # of the held-out ones
     k: int = 4, # tokens drafted in a step, and TTT steps trained
-    epochs: float = 6, # passes over the training answers
+    epochs: float = 3, # passes over the training answers
     temperature: float = 0.7, # of the verifier's training answers
     seed: int = 0, # of everything
 ): # -> Evaluation, also in output_dir

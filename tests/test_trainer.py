@@ -14,8 +14,8 @@ from speculators_nb.data_generation.batch import shift_by_one
 from speculators_nb.data_generation.features import sample_of, states_of
 from speculators_nb.layers import draft_layer_config
 from speculators_nb.model import SpeculatorModel
-from speculators_nb.train.trainer import (SpeculatorTrainer, SpeculatorTrainingArguments, Tally, checkpoint_problem, last_checkpoint,
-                                          lengths_of, log_table, train)
+from speculators_nb.train.checkpoint import WholeCheckpoints, checkpoint_problem, last_checkpoint
+from speculators_nb.train.trainer import SpeculatorTrainer, SpeculatorTrainingArguments, Tally, lengths_of, log_table, train
 from speculators_nb.verifier import Verifier
 
 HIDDEN, VOCAB = 8, 16
@@ -370,7 +370,7 @@ def test_which_checkpoints_go(tmp_path, limit, now, best, removed):
             global_step, best_model_checkpoint = now, best and str(tmp_path / f"checkpoint-{best}")
     for step in range(1, 6):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    assert SpeculatorTrainer._obsolete(Run, tmp_path) == [str(tmp_path / f"checkpoint-{step}") for step in removed]
+    assert WholeCheckpoints._obsolete(Run, tmp_path) == [str(tmp_path / f"checkpoint-{step}") for step in removed]
 
 
 @pytest.fixture(scope="module")
