@@ -9,7 +9,8 @@ from transformers import LlamaConfig, Qwen3Config
 
 from speculators_nb.config import SpeculatorModelConfig
 from speculators_nb.model import SpeculatorModel
-from speculators_nb.models.eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig, ttt_supervision
+from speculators_nb.models.eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators_nb.supervision import ttt_supervision
 from speculators_nb.tree import Sampling
 
 FIXTURES = Path(__file__).parent / "fixtures"
