@@ -519,3 +519,10 @@ def test_a_misspelt_training_argument_is_refused(drafter, tmp_path):
         train(make(), data, output_dir=str(tmp_path), lean=False)
     assert train(make(), data, output_dir=str(tmp_path), max_steps=1, disable_tqdm=True, total_seq_len=64,
                  cross_document_targets=True).train_kwargs["cross_document_targets"]
+
+
+def test_weights_that_were_never_loaded_are_named(drafter, tmp_path):
+    make, data, _ = drafter
+    empty = type(make())(make().config)
+    with pytest.raises(ValueError, match="not loaded yet: .*load_verifier_weights"):
+        train(empty, data, output_dir=str(tmp_path), disable_tqdm=True)

@@ -123,7 +123,7 @@ class Tally:
         total = dict(zip(names, reduce(torch.stack([sums[n] for n in names])).tolist()))
         return {n[:-4]: total[n] / total[f"{n[:-4]}_total"] for n in names if n.endswith("_sum") and total[f"{n[:-4]}_total"]}
 
-# %% ../../nbs/train/02_trainer.ipynb #ceff6088
+# %% ../../nbs/train/02_trainer.ipynb #66d66dfc
 def lengths_of(
     dataset, # samples with input_ids
 ) -> list[int]: # tokens of each sample
@@ -156,6 +156,8 @@ class SpeculatorTrainer(WholeCheckpoints):
         training_args: dict | None = None, # given to the model class's get_trainer_kwargs
         callbacks: list | None = None, # more TrainerCallbacks
     ):
+        if hasattr(model, "verify_training_compatible"):
+            model.verify_training_compatible(model)   # says what is not loaded yet
         self.train_kwargs, self.eval_kwargs = type(model).get_trainer_kwargs(**(training_args or {}))
         self.training_args, self.shift = training_args or {}, getattr(model, "shift", None)
         self.tally, self.step_tokens = Tally(), 0
