@@ -83,7 +83,7 @@ def multiplication(
                        f"{a * tens} + {a * ones} = {a * b}.")
     return prompt, answer
 
-# %% ../../nbs/data/01_corpus.ipynb #ac980465
+# %% ../../nbs/data/01_corpus.ipynb #63b8786a
 def sorted_numbers(
     rng:random.Random, # source of the list and of the wording
 ) -> tuple[str, str]: # prompt, answer
@@ -105,7 +105,8 @@ def sorted_words(
 ) -> tuple[str, str]: # prompt, answer
     "Three to six words with different first letters, in the order of the alphabet."
     by_letter = {}
-    for word in ANIMALS + PLACES + THINGS + FOODS: by_letter.setdefault(word[0], []).append(word)
+    for word in ANIMALS + PLACES + THINGS + FOODS:
+        by_letter.setdefault(word[0], []).append(word)
     words = [rng.choice(by_letter[letter]) for letter in rng.sample(sorted(by_letter), rng.randint(3, 6))]
     prompt = spin(rng, f"[Put these words in alphabetical order|Sort these words from a to z|Alphabetise this list]: {', '.join(words)}.")
     answer = spin(rng, f"[The list has|There are|I count] {len(words)} words. [Compare|Look at|Go by] the first letters: "
@@ -226,7 +227,7 @@ PORTRAIT = [
      "owner|look up now and then]."],
 ]
 
-# %% ../../nbs/data/01_corpus.ipynb #71ca5400
+# %% ../../nbs/data/01_corpus.ipynb #3e6297e1
 def free_choice(
     rng:random.Random, # source of the subject and of every turn of the tale
 ) -> tuple[str, str]: # prompt, answer
@@ -237,9 +238,9 @@ def free_choice(
     story = rng.random() < .6
     prompt = ("[Tell me a [short|little] story about|Write a [short|little] story about|I would like a tale about] a[| {trait}] {animal}."
               if story else "[Describe|Write a few lines about|Tell me about|What is it like at] the {place}.")
-    fill = lambda text: spin(rng, text).format(**slots)
-    answer = " ".join(fill(rng.choice(beat)) for beat in (STORY if story else PORTRAIT))
-    return re.sub(r"\b([Aa])(?= [ao])", r"\1n", fill(prompt)), re.sub(r"\b([Aa])(?= [ao])", r"\1n", answer)
+    answer = " ".join(spin(rng, rng.choice(beat)) for beat in (STORY if story else PORTRAIT))
+    prompt, answer = (re.sub(r"\b([Aa])(?= [ao])", r"\1n", text.format(**slots)) for text in (spin(rng, prompt), answer))
+    return prompt, answer
 
 # %% ../../nbs/data/01_corpus.ipynb #a3ba8272
 def each_turn(
@@ -258,13 +259,14 @@ DOMAINS = {
     "free": each_turn(free_choice),
 }
 
-# %% ../../nbs/data/01_corpus.ipynb #d38f0e57
+# %% ../../nbs/data/01_corpus.ipynb #e72dd645
 def conversation(
     rng:random.Random, # decides everything
     domain:str, # a key of `DOMAINS`
 ) -> dict: # {"domain", "messages": [{"role", "content"}, …]}, one to three turns
     "One conversation. Raises `ValueError` for an unknown domain."
-    if domain not in DOMAINS: raise ValueError(f"domain is {domain!r}; choose one of {', '.join(DOMAINS)}")
+    if domain not in DOMAINS:
+        raise ValueError(f"domain is {domain!r}; choose one of {', '.join(DOMAINS)}")
     turns = DOMAINS[domain](rng, rng.choices([1, 2, 3], [5, 3, 2])[0])
     messages = [dict(role=role, content=text) for turn in turns for role, text in zip(("user", "assistant"), turn)]
     return dict(domain=domain, messages=messages)
@@ -289,14 +291,16 @@ def corpus(
         block, place = divmod(i, len(domains))
         domain = random.Random(f"{seed} {block}").sample(domains, len(domains))[place]
         rng = random.Random(f"{seed} {i} {heldout}")
-        while is_heldout(row := conversation(rng, domain)) != heldout: pass
+        while is_heldout(row := conversation(rng, domain)) != heldout:
+            pass
         rows.append(dict(id=f"{'heldout' if heldout else 'train'}-{seed}-{i:05d}", **row))
     return rows
 
-# %% ../../nbs/data/01_corpus.ipynb #983c919d
+# %% ../../nbs/data/01_corpus.ipynb #2a43bf14
 def _arithmetic(prompt, answer, first):
     a, b = map(int, re.findall(r"\d+", prompt))
-    if "take" in prompt.lower(): a, b = b, a
+    if "take" in prompt.lower():
+        a, b = b, a
     value = (a * b if re.search(r"times|ultiply|×|each", prompt) else
              a - b if re.search(r" - |away|gone|lost", prompt) else a + b)
     found = re.search(r"(?:sum is|makes|it is|left is|difference is|answer is|parts:|make:|total is:)(?: \d+ \+ \d+ =)? (\d+)", answer)
@@ -317,8 +321,10 @@ def _table(prompt, answer, first):
     for row in rows:
         cells = dict(zip(header, row))
         other = next(cells[c] for c in header[1:] if c != column)
-        if cells["food"] in question: return answer.endswith(f" {cells[column]}.")
-        if cells[column] in question: return f" {cells['food']}," in answer and answer.endswith(f" {other}.")
+        if cells["food"] in question:
+            return answer.endswith(f" {cells[column]}.")
+        if cells[column] in question:
+            return f" {cells['food']}," in answer and answer.endswith(f" {other}.")
 
 
 def _copying(prompt, answer, first):
