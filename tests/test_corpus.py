@@ -1,6 +1,4 @@
 "The corpus: the same bytes for the same seed, well-formed conversations, answers that are right, two parts that never meet."
-import ast
-import json
 import random
 import re
 from collections import Counter
@@ -37,12 +35,14 @@ def test_every_conversation_is_well_formed_and_right(seed, domain):
 def spoil(domain, text):
     "The same answer with one thing wrong."
     if domain == "free": return text[:-1]
-    if text.endswith("[]."): return text[:-3] + "[0]."
+    if domain == "code":
+        head, body = text.split("    ", 1)
+        return head + "    " + re.sub(r"(\* |\+ |> |< |== )(\d)", lambda m: m[1] + str(9 - int(m[2])), body, count=1)
     if domain == "copying": return text.replace(" saw a", " saw a very", 1)
     if domain == "sorting" and " words" in text:
         head, words = text.rsplit(" ", 1)
         return f"{head} x{words}"
-    spot = [m for m in re.finditer(r"\d", re.split(r", (?:which|a number|because|and indeed)", text)[0])][-1]
+    spot = [m for m in re.finditer(r"\d", text)][-1]
     return text[:spot.start()] + str((int(spot[0]) + 1) % 10) + text[spot.end():]
 
 
@@ -56,13 +56,21 @@ def test_a_wrong_answer_is_noticed(domain):
     assert total > 60 and noticed == total
 
 
-def test_the_code_does_what_the_answer_says():
+TASKS = {r"(?:multiplies|scales).* (\d)": lambda v, k: [x * k for x in v], r"(?:adds|raises).* ?(\d)": lambda v, k: [x + k for x in v],
+         r"(?:above|up to) (\d)": lambda v, k: [x for x in v if x > k], r"(?:below|from) (\d)": lambda v, k: [x for x in v if x < k],
+         "keeps the even|drops the odd": lambda v, k: [x for x in v if x % 2 == 0],
+         "keeps the odd|drops the even": lambda v, k: [x for x in v if x % 2 == 1]}
+
+
+def test_the_code_runs_and_does_what_was_asked():
     for row in corpus(80, seed=4, domains=["code"]):
         for messages in turns(row):
-            source, call, result = re.search(r"```python\n(.*?)\n```.*?(\w+\(\[.*?\]\)) \w+ (\[.*?\])", messages[-1]["content"], re.S).groups()
             space = {}
-            exec(compile(ast.parse(source), "answer", "exec"), space)
-            assert eval(call, space) == json.loads(result)
+            exec(re.search(r"```python\n(.*?)\n```", messages[-1]["content"], re.S)[1], space)
+            made = next(f for name, f in space.items() if name != "__builtins__")
+            found, task = next((m, f) for pattern, f in TASKS.items() if (m := re.search(pattern, messages[-2]["content"])))
+            k = int(found[1]) if found.re.groups else 0
+            assert made(list(range(12))) == task(list(range(12)), k), messages
 
 
 def test_same_seed_same_corpus_and_a_prefix_for_a_smaller_n():

@@ -22,13 +22,13 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 from .corpus import corpus, is_right, topics
 from ..utils import atomic_folder
 
-# %% ../../nbs/data/06_tiny_verifier.ipynb #b534c57f
+# %% ../../nbs/data/06_tiny_verifier.ipynb #2ca2383e
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-SPLIT = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+" # words, single digits, signs, line ends, blanks
+SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+" # words, single digits, signs, line ends, blanks
 
 
 def train_tokenizer(
