@@ -97,7 +97,7 @@ env-dev: .venv/.dev  ## the environment for tests, Lab and docs
 .venv/.run: constraints.txt pyproject.toml | .venv/bin/python
 	@echo "== installing $(TORCH) and the runtime requirements"
 	@$(BIN)/python $(PIP) $(foreach w,$(TORCH),'$(w)') $(QUIET)
-	@$(BIN)/python $(PIP) -c constraints.txt -e . $(QUIET)
+	@PYTHONWARNINGS=ignore $(BIN)/python $(PIP) -c constraints.txt -e . $(QUIET)
 	@echo "$(TORCH)" > .venv/.torch && touch $@
 
 ifneq ($(TORCH),$(shell cat .venv/.torch 2>/dev/null))
@@ -106,7 +106,7 @@ endif
 
 .venv/.dev: .venv/.run
 	@echo "== installing the requirements of tests, Lab and docs"
-	@$(BIN)/python $(PIP) -c constraints.txt -e ".[dev,docs]" $(QUIET)
+	@PYTHONWARNINGS=ignore $(BIN)/python $(PIP) -c constraints.txt -e ".[dev,docs]" $(QUIET)
 	@touch $@
 
 # nbdev 2.4.14 runs with these two bounds only, and never beside nbdev 3

@@ -21,7 +21,7 @@ from chromium import browser, watch
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("nbs", "speculators_nb", "data", "pyproject.toml", "settings.ini")
-MINUTES = 6
+MINUTES = 10
 # every cell in the page, not only those near the window; no question about news
 SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"}, "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
 ERROR = '[data-mime-type="application/vnd.jupyter.error"]'
