@@ -112,12 +112,15 @@ def demo(
 ) -> Evaluation: # what was measured; also in `output_dir`
     "Answers, features, training, contract check, decoding, report. Rerun it after an interruption: finished work is kept."
     folder, start = Path(output_dir), time.time()
+    for path in (prompts, heldout):
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path}: no such file. The demo reads the corpus and the verifier in data/ of the repository: run it in a clone, or name files of your own.")
     folder.mkdir(parents=True, exist_ok=True)
     def stage(i, text): print(f"[{i}/6] {time.time() - start:4.0f} s  {text}", flush=True)
 
     tokenizer, model = AutoTokenizer.from_pretrained(verifier), Verifier.from_pretrained(verifier)
     stage(1, "the verifier answers the training prompts")
-    counts = regenerate(model, tokenizer, list(read_corpus(prompts))[:n_prompts], folder / "answers.jsonl", max_new_tokens=160, temperature=temperature, seed=seed)
+    regenerate(model, tokenizer, list(read_corpus(prompts))[:n_prompts], folder / "answers.jsonl", max_new_tokens=160, temperature=temperature, seed=seed)
     rows = prepare(map(json.loads, (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()), tokenizer, max_length=text_config(model.model.config).max_position_embeddings)
 
     stage(2, f"hidden states of {len(rows)} conversations")

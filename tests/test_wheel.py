@@ -70,3 +70,13 @@ for m in pkgutil.walk_packages(speculators_nb.__path__, "speculators_nb."):
     except Exception as e: failed[m.name] = repr(e)
 print(json.dumps(failed))""")
     assert failed == {}
+
+
+def test_demo_without_the_clone_says_what_it_needs(installed):
+    """data/ is no part of the wheel."""
+    message = installed("""
+import json
+from speculators_nb.demo import demo
+try: demo(output_dir="out")
+except FileNotFoundError as e: print(json.dumps(str(e)))""")
+    assert message.startswith("data/corpus/train.jsonl") and "clone" in message
