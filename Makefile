@@ -69,9 +69,10 @@ corpus: .venv/.run  ## write data/corpus again (the same bytes)
 verifier: .venv/.run  ## train data/tiny-verifier again
 	$(OFFLINE) $(BIN)/python -m speculators_nb.data_generation.tiny_verifier
 
-notebooks: .venv/.dev  ## run every notebook, store its outputs, clean
+notebooks: .venv/.dev  ## run every notebook, store its outputs, clean, README
 	$(OFFLINE) $(BIN)/nbdev-test --save --n-workers $(WORKERS) --do-print
 	$(BIN)/nbdev-clean
+	$(BIN)/python docs/readme.py
 
 export: .venv/.dev  ## notebooks to package, README from nbs/index.ipynb
 	$(BIN)/nbdev-export
