@@ -103,8 +103,8 @@ def demo(
     prompts: str | os.PathLike = "data/corpus/train.jsonl",  # conversations whose questions are answered for training
     heldout: str | os.PathLike = "data/corpus/heldout.jsonl",# conversations whose first questions are decoded for measuring
     algorithm: str = "eagle3",                               # what is trained
-    n_prompts: int | None = 1200,                            # of the prompts; None: all
-    n_heldout: int | None = 60,                              # of the held-out ones; None: all
+    n_prompts: int | None = 1000,                            # of the prompts; None: all
+    n_heldout: int | None = 48,                              # of the held-out ones; None: all
     k: int = 4,                                              # tokens drafted in a step, and TTT steps trained
     epochs: float = 3,                                       # passes over the training answers
     temperature: float = 0.7,                                # of the verifier's training answers
