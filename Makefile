@@ -20,7 +20,7 @@ QUIET := > >(grep --line-buffered -E '^ *Downloading .* MB\)|^Installing' | cut 
 	2> >(grep --line-buffered -v -E '^WARNING: Location .* is ignored' >&2)
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 
-.PHONY: help demo test lint sync notebooks-test pytest nbdev2 lab docs browser-test bench verifier corpus notebooks export \
+.PHONY: help demo test lint sync notebooks-test pytest nbdev2 lab docs browser-test vllm-test bench verifier corpus notebooks export \
 	readme format hooks env env-dev clean force
 .DEFAULT_GOAL := help
 
@@ -59,6 +59,9 @@ chromium:
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; } || \
 		{ echo "browser-test needs /usr/bin/chromium: install Debian's package 'chromium' and try again" >&2; exit 1; }
+
+vllm-test: .venv/.run  ## checkpoints of ours in the real vLLM on the CPU, token for token (its own environment, 3.4 GB)
+	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py
 
 bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own
 	for f in benchmarks/*/run.py; do echo "== $$f"; $(BIN)/python "$$f" || exit; done
