@@ -207,6 +207,19 @@ def report(rows, rates, versions):
     return "\n".join(lines) + "\n", re.sub(r"[^a-z0-9]+", "-", cpu.lower()).strip("-")
 
 
+def write(folder, rows, rates, versions):
+    """Both result files; returns the page."""
+    text, cpu = report(rows, rates, versions)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{date.today()}-{cpu}"
+    stem.with_suffix(".md").write_text(text)
+    with stem.with_suffix(".csv").open("w", newline="") as f:
+        table = csv.DictWriter(f, rows[0])
+        table.writeheader()
+        table.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    return text
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upstream-python", type=Path, help="interpreter of an environment with speculators 0.9.0")
@@ -222,15 +235,8 @@ def main():
             rates = {k: max(v, rates.get(k, 0.0)) for k, v in worker("rates").items()}   # before each case: the machine is shared
             measured[name] = records = measure(name, CASES[name], pythons, opt.rounds, Path(tmp) / name.replace("/", "_"))
             versions |= {s: r["hello"]["versions"] for s, r in records.items() if s != "ours-bf16"}
-    rows = [row for name, records in measured.items() for row in summarize(name, CASES[name], records, rates)]
-    text, cpu = report(rows, rates, versions)
-    opt.out.mkdir(parents=True, exist_ok=True)
-    stem = opt.out / f"{date.today()}-{cpu}"
-    stem.with_suffix(".md").write_text(text)
-    with stem.with_suffix(".csv").open("w", newline="") as f:
-        writer = csv.DictWriter(f, rows[0])
-        writer.writeheader()
-        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+            rows = [row for done, got in measured.items() for row in summarize(done, CASES[done], got, rates)]
+            text = write(opt.out, rows, rates, versions)                     # after every case: a run that is cut short leaves what it has
     print("\n" + text)
 
 
