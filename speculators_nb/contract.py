@@ -8,8 +8,11 @@ __all__ = ['check_vllm_contract']
 # %% ../nbs/core/20_contract.ipynb #bce5c504
 import json
 import os
+from pathlib import Path
 import torch
+from transformers import AutoConfig, PretrainedConfig
 from .config import SpeculatorModelConfig
+from .head import text_config
 from .model import SpeculatorModel
 from .utils import checkpoint_index, load_tensors, resolve_checkpoint
 from .vocab import check_vocab_mapping
@@ -23,7 +26,10 @@ def _general(config: dict) -> list:
     methods = block.get("proposal_methods") or [{}]
     if not isinstance(methods[0].get("speculative_tokens"), int) or methods[0]["speculative_tokens"] < 1:
         found.append(f"speculators_config.proposal_methods[0].speculative_tokens is {methods[0].get('speculative_tokens')!r}; give the number of tokens to draft")
-    if not (block.get("verifier") or {}).get("name_or_path"): found.append("speculators_config.verifier.name_or_path is missing; vLLM serves the verifier from there")
+    verifier = (block.get("verifier") or {}).get("name_or_path")
+    if not verifier: found.append("speculators_config.verifier.name_or_path is missing; vLLM serves the verifier from there")
+    elif Path(verifier).is_dir() and not Path(verifier).is_absolute():
+        found.append(f"speculators_config.verifier.name_or_path is the relative path {verifier!r}; vLLM looks for it where it is started, write the absolute path")
     if not isinstance(config.get("transformer_layer_config"), dict): found.append("transformer_layer_config is not a dictionary; it must describe the draft layers")
     elif not config["transformer_layer_config"].get("model_type"): found.append("transformer_layer_config.model_type is missing; vLLM chooses the draft architecture by it")
     return found
@@ -33,7 +39,8 @@ def _tensors(folder, model) -> list:
     try: index = checkpoint_index(folder)
     except (FileNotFoundError, ValueError) as e: return [str(e)]
     want = {n: w for n, w in model.state_dict().items() if not n.startswith(model.not_saved)}
-    found = [f"tensor {n} is missing" for n in sorted(set(want) - set(index) - set(model.from_verifier))]
+    optional = set(model.from_verifier) - ({"lm_head.weight"} if model.t2d is not None else set())   # vLLM shares the whole head or none of it
+    found = [f"tensor {n} is missing" for n in sorted(set(want) - set(index) - optional)]
     found += [f"tensor {n} is not part of this model; vLLM refuses unknown names" for n in sorted(set(index) - set(want))]
     mapping = {}
     for n in sorted(set(want) & set(index)):
@@ -46,6 +53,11 @@ def _tensors(folder, model) -> list:
         try: check_vocab_mapping(mapping["t2d"], mapping["d2t"], model.target_vocab_size, model.config.draft_vocab_size)
         except ValueError as e: found.append(str(e))
     return found
+
+def _verifier_config(config: dict) -> "PretrainedConfig | None":
+    "The verifier's own configuration, where its folder can be read here."
+    name = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    return text_config(AutoConfig.from_pretrained(name)) if name and (Path(name) / "config.json").is_file() else None
 
 def check_vllm_contract(
     folder: str | os.PathLike, # a checkpoint
@@ -60,5 +72,7 @@ def check_vllm_contract(
     try: config = SpeculatorModelConfig.from_dict(raw)
     except ValueError as e: return found + [str(e)]
     klass = SpeculatorModel.registered_model_class_from_config(config)
-    with torch.device("meta"): model = klass(config)
-    return found + klass.serving_violations(raw) + _tensors(folder, model)
+    try:
+        with torch.device("meta"): model = klass(config)
+    except ValueError as e: return found + [str(e)]
+    return found + klass.serving_violations(raw, _verifier_config(raw)) + _tensors(folder, model)

@@ -44,6 +44,8 @@ class Rotary(nn.Module):
     "Rotary position embedding ([2104.09864](https://arxiv.org/abs/2104.09864)) with the frequencies of any rope type that the Hugging Face configuration names."
     def __init__(self, config):
         super().__init__()
+        share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+        if share != 1: raise ValueError(f"rope_parameters.partial_rotary_factor is {share}; draft layers rotate whole heads, remove it or set it to 1")
         self.table = LlamaRotaryEmbedding(config)
 
     def forward(self,
@@ -144,11 +146,12 @@ def draft_layer_config(
     verifier,                        # the verifier's PretrainedConfig, multimodal or not
     family: str = "llama",           # "llama" or "qwen3": what the draft layers are
     num_layers: int = 1,             # how many
-    full_attention: tuple = (0,),    # indices of layers that see their whole document; the others slide
+    full_attention: tuple | None = None, # indices of layers that see their whole document, the others slide; None: all (vLLM serves no mixture)
     intermediate_size: int | None = None, # of the MLP; None: the verifier's
 ) -> PretrainedConfig: # LlamaConfig or Qwen3Config
     "The configuration of draft layers that fit a verifier. Errors: ValueError for an unknown family or an index that is no layer."
     if family not in LAYER_FAMILIES: raise ValueError(f"family {family!r} is not a draft layer family; choose from {', '.join(LAYER_FAMILIES)}")
+    full_attention = tuple(range(num_layers)) if full_attention is None else full_attention
     if any(not 0 <= i < num_layers for i in full_attention): raise ValueError(f"full_attention={full_attention}: layers are 0..{num_layers - 1}")
     text = text_config(verifier)
     heads = text.num_attention_heads
@@ -160,7 +163,7 @@ def draft_layer_config(
     dense = None if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) else getattr(text, "intermediate_size", None)
     return CONFIG_MAPPING[family](
         vocab_size=text.vocab_size, hidden_size=text.hidden_size, num_hidden_layers=num_layers, num_attention_heads=heads, num_key_value_heads=kv, head_dim=head_dim(text),
-        intermediate_size=intermediate_size or dense or 3 * text.hidden_size, hidden_act=getattr(text, "hidden_act", None) or "silu", rms_norm_eps=norm_eps(text),
+        intermediate_size=intermediate_size or dense or 3 * text.hidden_size, hidden_act="silu", rms_norm_eps=norm_eps(text),
         max_position_embeddings=text.max_position_embeddings, initializer_range=getattr(text, "initializer_range", 0.02), rope_parameters=rope, layer_types=types,
         sliding_window=DRAFT_SLIDING_WINDOW, use_sliding_window="sliding_attention" in types, tie_word_embeddings=False,
         bos_token_id=text.bos_token_id, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id)

@@ -192,8 +192,12 @@ class ClassRegistryMixin:
         klass: type,  # the class to enter
         name: str,  # the word that configs carry
     ) -> type:  # `klass`
-        "Enter `klass` as `name`. The same class (by its qualified name) may come again, as when a notebook cell is run twice."
+        """Enter `klass` as `name`. The same class (by its qualified name) may come again, as when a notebook cell is run twice; where both a notebook
+        and the module exported from it define it, the module's stands."""
         taken = cls.registry.get(name)
+        if taken is not None and taken.__qualname__ == klass.__qualname__ and "__main__" in (taken.__module__, klass.__module__):
+            cls.registry[name] = taken if klass.__module__ == "__main__" != taken.__module__ else klass
+            return klass
         if taken is not None and (taken.__module__, taken.__qualname__) != (klass.__module__, klass.__qualname__):
             raise ValueError(f"{cls.__name__}: the name {name!r} is taken by {taken.__module__}.{taken.__qualname__}, so "
                              f"{klass.__module__}.{klass.__qualname__} cannot have it. Register it under another name.")

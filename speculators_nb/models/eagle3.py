@@ -256,15 +256,25 @@ class Eagle3DraftModel(SpeculatorModel):
         return kwargs, dict(kwargs)
 
     @staticmethod
-    def serving_violations(raw: dict) -> list: # of the config.json as it stands; sentences with the remedy
-        "What vLLM's EAGLE-3 would read differently from what was trained."
+    def serving_violations(
+        raw: dict,                                   # the config.json as it stands
+        verifier: PretrainedConfig | None = None,    # the verifier's language model, where its config can be read
+    ) -> list: # sentences with the remedy
+        "What vLLM's EAGLE-3 would refuse, or read differently from what was trained."
         layer, ids = raw.get("transformer_layer_config") or {}, raw.get("eagle_aux_hidden_state_layer_ids")
         found = [f"{name} is not written; vLLM's default need not be the trained value" for name in
                  ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size") if name not in raw]
         if layer.get("model_type") not in LAYER_FAMILIES: found.append(f"transformer_layer_config.model_type is {layer.get('model_type')!r}; vLLM serves {' and '.join(LAYER_FAMILIES)}")
         if not ids: found.append("eagle_aux_hidden_state_layer_ids is not written; vLLM then taps its own default layers")
-        elif layer.get("num_aux_hidden_states") != len(ids):
-            found.append(f"transformer_layer_config.num_aux_hidden_states is {layer.get('num_aux_hidden_states')!r}, but {len(ids)} layers are tapped; vLLM sizes fc by it")
+        elif (width := layer.get("num_aux_hidden_states", 3)) != len(ids):
+            found.append(f"transformer_layer_config.num_aux_hidden_states is {width!r} (3 where absent), but {len(ids)} layers are tapped; vLLM sizes fc by it")
+        if layer.get("hidden_act", "silu") != "silu": found.append(f"transformer_layer_config.hidden_act is {layer['hidden_act']!r}; vLLM's draft layers have silu alone")
+        if len(set(layer.get("layer_types") or ())) > 1: found.append("transformer_layer_config.layer_types mixes kinds of attention; vLLM keeps one cache for all draft layers, use one kind")
+        if layer.get("model_type") == "qwen3" and layer.get("attention_bias"): found.append("transformer_layer_config.attention_bias is True; vLLM's qwen3 drafter leaves o_proj's bias out")
+        if verifier is not None:
+            if ids and max(ids) > verifier.num_hidden_layers: found.append(f"eagle_aux_hidden_state_layer_ids={ids}, but the verifier has {verifier.num_hidden_layers} layers")
+            if layer.get("max_position_embeddings", 0) < verifier.max_position_embeddings:
+                found.append(f"transformer_layer_config.max_position_embeddings is {layer.get('max_position_embeddings')}, the verifier's {verifier.max_position_embeddings}; vLLM stops drafting beyond it")
         return found
 
     def drafter(self) -> "Eagle3Drafter":

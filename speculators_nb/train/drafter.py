@@ -33,6 +33,7 @@ def new_drafter(
     **model_args,                          # other arguments of the class's `from_training_args`
 ) -> SpeculatorModel: # with the verifier's weights, ready to train
     "A fresh drafter for a verifier. Errors: ValueError for an unknown algorithm or a draft vocabulary that does not fit."
+    verifier = Path(verifier).resolve() if Path(verifier).is_dir() else verifier   # it is written into the checkpoint, for an engine started elsewhere
     klass, config = SpeculatorModel.registered_class(algorithm), AutoConfig.from_pretrained(resolve_checkpoint(verifier))
     v, t2d, d2t = text_config(config).vocab_size, None, None
     if draft_vocab_size is not None and draft_vocab_size != v:
