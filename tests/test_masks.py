@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from speculators_nb.masks import Mask, at_rows, causal, itself, repeated_diagonal, same_document, sliding_window, ttt
+from speculators_nb.masks import Mask, anchored_blocks, causal, itself, repeated_diagonal, rollouts, same_document, sliding_window, ttt
 
 packings = st.tuples(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 4)).map(
     lambda p: [d for d, n in enumerate(p[0]) for _ in range(n)] + [-1] * p[1]
@@ -57,13 +57,36 @@ def test_algebra_is_that_of_the_dense_masks(ids, window):
     assert torch.equal((~(a & b)).dense(L, L), (~a | ~b).dense(L, L))
 
 
+def random_rows(ids, seed):
+    g = torch.Generator().manual_seed(seed)
+    return (torch.rand(len(ids), generator=g) < 0.4).nonzero()[:, 0], g
+
+
 @quick
-@given(packings, st.integers(0, 2**31), st.integers(1, 3))
-def test_row_selection(ids, seed, passes):
-    L = len(ids)
-    rows = torch.randperm(L, generator=torch.Generator().manual_seed(seed))[: max(1, L // 2)].sort().values
-    mask = ttt(torch.tensor(ids), L)
-    assert torch.equal(at_rows(mask, rows).dense(len(rows), passes * L), mask.dense(L, passes * L)[rows])
+@given(packings, st.integers(0, 2**31), st.integers(1, 4), st.none() | st.integers(1, 5), st.booleans())
+def test_blocks_at_anchors(ids, seed, block, window, inside):
+    anchors, _ = random_rows(ids, seed)
+    L, n = len(ids), len(anchors) * block
+    dense = anchored_blocks(anchors, torch.tensor(ids), block, window, inside).dense(n, L + n) if n else torch.zeros(0, L)
+    for q, row in enumerate(dense):
+        anchor, slot = int(anchors[q // block]), q % block
+        before = {j for j in range(anchor) if ids[j] == ids[anchor] != -1 and (window is None or anchor - j <= window)}
+        own = {L + q - slot + k for k in range(slot + 1 if inside else block)}
+        assert set(row.nonzero()[:, 0].tolist()) == before | own
+
+
+@quick
+@given(packings, st.integers(0, 2**31), st.integers(1, 4), st.none() | st.integers(1, 5))
+def test_rollouts(ids, seed, depths, window):
+    L, at = len(ids), []
+    for d in range(1, depths):
+        at += [(a, d) for a in random_rows(ids, seed)[0].tolist()]
+    at = [(i, 0) for i in range(L)] + at
+    dense = rollouts(torch.tensor([a for a, _ in at]), torch.tensor([d for _, d in at]), torch.tensor(ids), window).dense(len(at), len(at))
+    for q, (a, d) in enumerate(at):
+        past = {(j, 0) for j in range(a + 1) if window is None or j > a + d - window} | {(a, e) for e in range(d + 1)}
+        want = {kv for kv, (j, e) in enumerate(at) if (j, e) in past and ids[j] == ids[a] != -1}
+        assert set(dense[q].nonzero()[:, 0].tolist()) == want
 
 
 @quick
