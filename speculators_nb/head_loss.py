@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES', 'TILE_BYTES', 'target_slots', 'HeadLoss', 'chunk_rows', 'chunks',
-           'head_loss', 'dense_head_loss']
+           'head_loss', 'dense_head_loss', 'token_loss', 'dense_token_loss']
 
 # %% ../nbs/core/13_head_loss.ipynb #cb396337
 from typing import NamedTuple
@@ -56,10 +56,10 @@ def chunks(
 
 class _ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, head, target_head, target_hidden, target_of_row, weight, mixture, chunk, dtype, want_accept):
+    def forward(ctx, hidden, extra, extra_head, head, target_head, target_hidden, target_of_row, weight, mixture, chunk, dtype, want_accept):
         n, dev = len(hidden), hidden.device
-        want_grad = ctx.needs_input_grad[0]
-        grad = torch.zeros_like(hidden) if want_grad else None
+        want_grad = any(ctx.needs_input_grad[:3])
+        grad, *extra_grads = (None if x is None or not want_grad else torch.zeros_like(x) for x in (hidden, extra, extra_head))
         rows = {name: torch.zeros(n, device=dev) for name in mixture}
         correct, accept = torch.zeros(n, dtype=torch.bool, device=dev), torch.zeros(n, device=dev) if want_accept else None
         order, slots = target_slots(target_of_row, len(target_hidden))
@@ -77,6 +77,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
             else:
                 torch.mm(targets[a:b], w_target.T, out=z[:b - a])
                 torch.mm(hidden[r].to(dtype), w_draft.T, out=z[b - a:])
+            if extra is not None: z[b - a:].addmm_(extra[r].to(dtype), extra_head.T.to(dtype))
             z_target, *z_drafts = z.split([b - a, *map(len, members)])
             for i in range(0, b - a, tile):
                 p = Law(target_head.finish(z_target[i:i + tile].float()))
@@ -90,16 +91,22 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                     correct[at] = q.logits.gather(-1, shared.argmax[:, None])[:, 0] >= q.top
                     if want_accept: accept[at] = overlap(shared, q)
                     if want_grad: z_at.copy_(g)                        # the gradient takes the logits' place
-            if want_grad: grad[r] = ((z[b - a:] @ w_draft).float() * weight[r, None]).to(grad.dtype)
-        ctx.save_for_backward(grad)
+            if want_grad:
+                grad[r] = (z[b - a:] @ w_draft).to(grad.dtype)
+                if extra is not None:
+                    extra_grads[0][r] = (z[b - a:] @ extra_head.to(dtype)).to(extra.dtype)
+                    extra_grads[1] += (z[b - a:].T @ (extra[r] * weight[r, None]).to(dtype)).to(extra_head.dtype)
+        if callable(weight): weight = weight(rows)
+        for g in (grad, *extra_grads[:1]):
+            if g is not None: g *= weight[:, None].to(g.dtype)
+        ctx.save_for_backward(grad, *extra_grads)
         loss = sum((w * (weight * rows[name]).sum() for name, w in mixture.items()), torch.zeros((), device=dev))
         ctx.mark_non_differentiable(correct, *rows.values(), *([accept] if want_accept else []))
         return loss, correct, accept, *rows.values()
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
-        grad, = ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), *[None] * 9
+        return *(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors), *[None] * 9
 
 def head_loss(
     hidden: torch.Tensor,            # [N, H] rows of the drafter that carry loss, after its own final norm; gradients flow
@@ -107,23 +114,75 @@ def head_loss(
     target_head: TargetHead,         # the verifier's
     target_hidden: torch.Tensor,     # [T, H] the verifier's states before its final norm
     target_of_row: torch.Tensor,     # [N] int64 into T: the state whose law row n should match
-    weight: torch.Tensor,            # [N] float32 of each row in the summed loss
+    weight,                          # [N] float32 of each row in the summed loss; or a function from row losses {name: [N]} to it
     mixture: dict,                   # loss name -> weight, from `losses.parse_loss`
+    bias: tuple | None = None,       # (e [N, r], w [Vd, r]): e @ w.T is added to the drafter's logits; both get gradients
     gemm_dtype: torch.dtype | None = None, # of the three head products (e.g. torch.bfloat16); None: that of `hidden`
     chunk: int | None = None,        # rows of logits a chunk; None: `chunk_rows`
     want_accept: bool = False,       # also return the acceptance probability of each row
 ) -> HeadLoss:
     """Weighted sum of distribution losses between the drafter's rows and the verifier's, never holding more than one [chunk, Vd] buffer.
     The gradient in `hidden` is formed on the way forward; head and targets get none."""
-    chunk = chunk or chunk_rows(len(head), hidden.device)
-    loss, correct, accept, *rows = _ChunkedHeadLoss.apply(hidden, head, target_head, target_hidden, target_of_row, weight, mixture, chunk,
-                                                         gemm_dtype or hidden.dtype, want_accept)
+    extra, extra_head = bias or (None, None)
+    if bias is not None and callable(weight):     # the gradient of w sums over rows: their weights must be known first
+        with torch.no_grad(): weight = weight(head_loss(hidden, head, target_head, target_hidden, target_of_row, hidden.new_zeros(len(hidden)), mixture, bias, gemm_dtype, chunk).rows)
+    loss, correct, accept, *rows = _ChunkedHeadLoss.apply(hidden, extra, extra_head, head, target_head, target_hidden, target_of_row, weight, mixture,
+                                                         chunk or chunk_rows(len(head), hidden.device), gemm_dtype or hidden.dtype, want_accept)
     return HeadLoss(loss, dict(zip(mixture, rows)), correct, accept)
 
-def dense_head_loss(hidden, head, target_head, target_hidden, target_of_row, weight, mixture) -> HeadLoss:
+def dense_head_loss(hidden, head, target_head, target_hidden, target_of_row, weight, mixture, bias=None) -> HeadLoss:
     "The same by whole tensors and autograd: the definition that `head_loss` is tested against. Arguments as there."
     logits, targets = (hidden @ head.T).float(), target_head(target_hidden)[target_of_row]
+    if bias is not None: logits = logits + (bias[0] @ bias[1].T).float()
     rows = row_loss(logits, targets.detach(), mixture)
+    if callable(weight): weight = weight({k: v.detach() for k, v in rows.items()})
     loss = sum((weight * rows[name] * w).sum() for name, w in mixture.items())
     p, q = Law(targets), Law(logits.detach())
     return HeadLoss(loss, {k: v.detach() for k, v in rows.items()}, p.argmax == q.argmax, overlap(p, q))
+
+# %% ../nbs/core/13_head_loss.ipynb #04f0d558
+class _ChunkedTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, head, tokens, weight, chunk, dtype):
+        want = ctx.needs_input_grad[:2]
+        grads = [torch.zeros_like(x) if w else None for x, w in zip((hidden, head), want)]
+        rows, correct = torch.zeros(len(hidden), device=hidden.device), torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+        w = head.to(dtype)
+        buffer = hidden.new_empty(min(chunk, len(hidden)), len(head), dtype=dtype)
+        tile = chunk if hidden.is_cuda else max(1, TILE_BYTES // (4 * len(head)))
+        for a in range(0, len(hidden), chunk):
+            h, at = hidden[a:a + chunk].to(dtype), slice(a, a + chunk)
+            z = torch.mm(h, w.T, out=buffer[:len(h)])
+            for i in range(a, a + len(h), tile):
+                part, y = z[i - a:i - a + tile], tokens[i:i + tile].narrow(0, 0, min(tile, a + len(h) - i))[:, None]
+                q = Law(part.float())
+                own, here = q.logits.gather(-1, y), slice(i, i + len(y))
+                rows[here], correct[here] = q.lse - own[:, 0], own[:, 0] >= q.top
+                if any(want): part.copy_(q.probs.scatter_add_(-1, y, -torch.ones_like(own)))
+            if want[0]: grads[0][at] = ((z @ w).float() * weight[at, None]).to(hidden.dtype)
+            if want[1]: grads[1] += (z.T @ (h * weight[at, None].to(dtype))).to(head.dtype)
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(correct, rows)
+        return (weight * rows).sum(), correct, rows
+
+    @staticmethod
+    def backward(ctx, grad_loss, *_):
+        return *(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors), *[None] * 4
+
+def token_loss(
+    hidden: torch.Tensor,  # [N, H] rows of the drafter that carry loss; gradients flow
+    head: torch.Tensor,    # [V, H]; gets a gradient where it requires one
+    tokens: torch.Tensor,  # [N] int64: the token that each row should say, an id of the head's rows
+    weight: torch.Tensor,  # [N] float32 of each row in the summed loss
+    gemm_dtype: torch.dtype | None = None, # of the products; None: that of `hidden`
+    chunk: int | None = None, # rows of logits a chunk; None: `chunk_rows`
+) -> HeadLoss: # its `rows` has one entry, "ce"; `correct`: the drafter's most likely token is the data's
+    "Weighted sum of cross-entropies against data tokens, never holding more than one [chunk, V] buffer."
+    loss, correct, rows = _ChunkedTokenLoss.apply(hidden, head, tokens, weight, chunk or chunk_rows(len(head), hidden.device), gemm_dtype or hidden.dtype)
+    return HeadLoss(loss, {"ce": rows}, correct, None)
+
+def dense_token_loss(hidden, head, tokens, weight) -> HeadLoss:
+    "The same by whole tensors and autograd."
+    logits = (hidden @ head.T).float()
+    rows = torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
+    return HeadLoss((weight * rows).sum(), {"ce": rows.detach()}, logits.argmax(-1) == tokens, None)

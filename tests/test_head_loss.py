@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculators_nb.head import TargetHead
-from speculators_nb.head_loss import dense_head_loss, head_loss, target_slots
+from speculators_nb.head_loss import dense_head_loss, dense_token_loss, head_loss, target_slots, token_loss
 from speculators_nb.losses import LOSSES
 
 
@@ -59,6 +59,45 @@ def test_low_precision_products_stay_close():
     assert low.loss.item() == pytest.approx(full.loss.item(), rel=1e-2)
     a, b = (torch.autograd.grad(out.loss, c["hidden"])[0].flatten() for out in (full, low))
     assert torch.cosine_similarity(a, b, dim=0) > 0.999
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("by_loss", [False, True])
+def test_low_rank_term_and_weights_from_losses(chunk, by_loss):
+    "Gradients in the hidden rows and in both factors; weights given, or a function of the row losses."
+    c, g = case(3, n=31), torch.Generator().manual_seed(4)
+    bias = [torch.randn(31, 5, generator=g, requires_grad=True), torch.randn(40, 5, generator=g, requires_grad=True)]
+    if by_loss:
+        c["weight"] = lambda rows: torch.exp(-rows["ce"])
+    for extra in (None, bias):
+        leaves = [c["hidden"], *(extra or [])]
+        want, got = (f(**c, mixture={"ce": 0.3, "kl_div": 1.0}, bias=extra, **o) for f, o in ((dense_head_loss, {}), (head_loss, dict(chunk=chunk))))
+        assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
+        for a, b in zip(*(torch.autograd.grad(2 * out.loss, leaves) for out in (want, got))):
+            assert (a - b).norm() <= 1e-5 * a.norm()
+
+
+@pytest.mark.parametrize("n,chunk", [(0, 5), (1, 1), (23, 7), (23, 64)])
+@pytest.mark.parametrize("trained_head", [False, True])
+def test_token_loss_equals_whole_tensors(n, chunk, trained_head):
+    g = torch.Generator().manual_seed(n)
+    hidden, head = torch.randn(n, 12, generator=g, requires_grad=True), torch.randn(40, 12, generator=g).requires_grad_(trained_head)
+    tokens, weight = torch.randint(40, (n,), generator=g), torch.rand(n, generator=g)
+    want, got = dense_token_loss(hidden, head, tokens, weight), token_loss(hidden, head, tokens, weight, chunk=chunk)
+    assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
+    torch.testing.assert_close(got.rows["ce"], want.rows["ce"], rtol=1e-5, atol=1e-5)
+    assert torch.equal(got.correct, want.correct)
+    leaves = [hidden, head] if trained_head else [hidden]
+    for a, b in zip(*(torch.autograd.grad(3 * out.loss, leaves) for out in (want, got))):
+        assert (a - b).norm() <= 1e-5 * a.norm()
+
+
+def test_tiles_do_not_change_token_loss(monkeypatch):
+    g = torch.Generator().manual_seed(9)
+    case = torch.randn(23, 12, generator=g), torch.randn(40, 12, generator=g), torch.randint(40, (23,), generator=g), torch.rand(23, generator=g)
+    whole = token_loss(*case, chunk=10)
+    monkeypatch.setattr("speculators_nb.head_loss.TILE_BYTES", 4 * 40 * 3)   # three rows at a time
+    assert torch.equal(token_loss(*case, chunk=10).rows["ce"], whole.rows["ce"])
 
 
 def test_nothing_vocabulary_sized_is_saved():
