@@ -136,6 +136,16 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
     def check(self):
         "Rules between fields: subclasses raise `ValueError` that names the fields, the values and the remedy."
 
+    @property
+    def sizes(self) -> PretrainedConfig:  # has vocab_size and hidden_size, the verifier's
+        "Where the sizes that a drafter shares with its verifier are written: in the draft layers' config, or in this one where there is none."
+        return getattr(self, "transformer_layer_config", self)
+
+    @property
+    def target_vocab_size(self) -> int:  # V
+        "The verifier's vocabulary size."
+        return self.sizes.vocab_size
+
     def __setattr__(self, name, value):
         field_type = _field_types(type(self)).get(name)
         if field_type is not None:

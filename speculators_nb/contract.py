@@ -30,8 +30,6 @@ def _general(config: dict) -> list:
     if not verifier: found.append("speculators_config.verifier.name_or_path is missing; vLLM serves the verifier from there")
     elif Path(verifier).is_dir() and not Path(verifier).is_absolute():
         found.append(f"speculators_config.verifier.name_or_path is the relative path {verifier!r}; vLLM looks for it where it is started, write the absolute path")
-    if not isinstance(config.get("transformer_layer_config"), dict): found.append("transformer_layer_config is not a dictionary; it must describe the draft layers")
-    elif not config["transformer_layer_config"].get("model_type"): found.append("transformer_layer_config.model_type is missing; vLLM chooses the draft architecture by it")
     return found
 
 def _tensors(folder, model) -> list:
@@ -71,6 +69,7 @@ def check_vllm_contract(
     found = _general(raw)
     try: config = SpeculatorModelConfig.from_dict(raw)
     except ValueError as e: return found + [str(e)]
+    if config.sizes is not config and "transformer_layer_config" not in raw: found.append("transformer_layer_config is missing; it must describe the draft layers")
     klass = SpeculatorModel.registered_model_class_from_config(config)
     try:
         with torch.device("meta"): model = klass(config)

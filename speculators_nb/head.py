@@ -95,13 +95,17 @@ class TargetHead(nn.Module):
         self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    def load(self, parts: dict): # as `load_verifier_tensors` returns them
-        "Take the norm and the head rows from a verifier's tensors."
+    def load_norm(self, parts: dict): # as `load_verifier_tensors` returns them
+        "Take the norm from a verifier's tensors."
         if parts["norm_bias"] is not None and self.norm.kind != "layer":
             raise ValueError("the verifier's final norm has a bias, but its family is read as an RMSNorm; add its model_type to head.LAYER_NORM")
         with torch.no_grad():
             self.norm.weight.copy_(parts["norm_weight"])
             if parts["norm_bias"] is not None: self.norm.bias.copy_(parts["norm_bias"])
+
+    def load(self, parts: dict): # as `load_verifier_tensors` returns them
+        "Take the norm and the head rows from a verifier's tensors."
+        self.load_norm(parts)
         self.set_rows(parts["head"], parts["head_bias"])
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor: # raw [..., Vd] -> float32 logits, in place where nothing needs a gradient

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from .config import SpeculatorModelConfig, import_models
-from .head import TargetHead, load_verifier_tensors, text_config
+from .head import TargetHead, load_verifier_tensors, norm_eps, text_config
 from .utils import ClassRegistryMixin, checkpoint_index, load_tensors, resolve_checkpoint, save_tensors
 from .vocab import check_vocab_mapping, draft_to_verifier
 
@@ -38,31 +38,34 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     not_saved = ("target_head.",)       # prefixes of what a checkpoint leaves out
-    from_verifier = ("embed_tokens.weight", "lm_head.weight")   # may be absent from a checkpoint: the verifier has them
+    from_verifier = ("embed_tokens.weight", "lm_head.weight")   # needed to draft; may be absent from a checkpoint: the verifier has them
+    own_heads = False                   # True: trains heads of its own, and borrows the verifier's final norm alone
 
     def __init__(self, config: SpeculatorModelConfig):
         super().__init__(config)
-        layer, vd = config.transformer_layer_config, config.draft_vocab_size
-        v, h = layer.vocab_size, layer.hidden_size
+        v, h = config.sizes.vocab_size, config.sizes.hidden_size
+        vd = getattr(config, "draft_vocab_size", v)
         if vd > v: raise ValueError(f"draft_vocab_size: {vd} is larger than the verifier's vocabulary of {v}; choose at most {v}")
-        self.embed_tokens = nn.Embedding(v, h, _weight=torch.full((v, h), float("nan")))
-        self.embed_tokens.weight.requires_grad_(bool(getattr(config, "embed_requires_grad", False)))
-        self.lm_head = nn.Linear(h, vd, bias=False, device="meta")
-        self.lm_head.weight = _nan(vd, h)
+        self.embed_tokens = self.lm_head = None
+        if not self.own_heads:
+            self.embed_tokens = nn.Embedding(v, h, _weight=torch.full((v, h), float("nan")))
+            self.embed_tokens.weight.requires_grad_(bool(getattr(config, "embed_requires_grad", False)))
+            self.lm_head = nn.Linear(h, vd, bias=False, device="meta")
+            self.lm_head.weight = _nan(vd, h)
         self.register_buffer("t2d", torch.zeros(v, dtype=torch.bool) if vd < v else None)
         self.register_buffer("d2t", torch.zeros(vd, dtype=torch.int64) if vd < v else None)
-        self.target_head = TargetHead(h, eps=layer.rms_norm_eps)
+        self.target_head = TargetHead(h, eps=norm_eps(config.sizes))
         self.register_load_state_dict_pre_hook(_adopt_upstream_names)
 
     def _init_weights(self, module):
         if isinstance(module, nn.Linear) and module is not self.lm_head:
-            module.weight.data.normal_(0, self.config.transformer_layer_config.initializer_range)
+            module.weight.data.normal_(0, getattr(self.config.sizes, "initializer_range", 0.02))
             if module.bias is not None: module.bias.data.zero_()
 
     @property
     def target_vocab_size(self) -> int: # V
         "The verifier's vocabulary size."
-        return self.config.transformer_layer_config.vocab_size
+        return self.config.target_vocab_size
 
     def to_verifier(self, ids: torch.Tensor) -> torch.Tensor: # draft ids [...] -> verifier ids [...]
         "The verifier's ids of draft ids."
@@ -83,20 +86,25 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         "Borrow embedding, head rows and final norm. What a checkpoint has loaded already stays. Errors: ValueError for a verifier of another shape."
         verifier = verifier or self.config.speculators_config.verifier.name_or_path
         config = AutoConfig.from_pretrained(resolve_checkpoint(verifier))
-        want, have = self.lm_head.in_features, text_config(config).hidden_size
-        if want != have: raise ValueError(f"verifier {str(verifier)!r} has hidden_size {have}, this drafter's transformer_layer_config has {want}; they must be equal to share embedding and head")
+        want, have = self.config.sizes.hidden_size, text_config(config).hidden_size
+        if want != have: raise ValueError(f"verifier {str(verifier)!r} has hidden_size {have}, this drafter's {type(self.config.sizes).__name__} has {want}; they must be equal")
         if self.t2d is not None and not self.t2d.any():
             raise ValueError(f"draft_vocab_size is {self.config.draft_vocab_size} of {self.target_vocab_size}, but no vocabulary mapping is loaded; give t2d and d2t (load_vocab_mappings)")
         parts = load_verifier_tensors(verifier, self.t2d)
         if len(parts["embeddings"]) != self.target_vocab_size:
-            raise ValueError(f"verifier {str(verifier)!r} embeds {len(parts['embeddings'])} tokens, transformer_layer_config.vocab_size is {self.target_vocab_size}; set it to the verifier's")
+            raise ValueError(f"verifier {str(verifier)!r} embeds {len(parts['embeddings'])} tokens, {type(self.config.sizes).__name__}.vocab_size is {self.target_vocab_size}; set it to the verifier's")
+        head = TargetHead.from_config(config).to(self.device)
+        if self.own_heads: head.load_norm(parts)
+        else: self._borrow(parts, head)
+        self.target_head = head
+
+    def _borrow(self, parts, head):
+        "Embedding and head rows where the checkpoint had none; one copy of the head where drafter and verifier agree."
         with torch.no_grad():
             for weight, value in ((self.embed_tokens.weight, parts["embeddings"]), (self.lm_head.weight, parts["head"])):
                 if weight[0, 0].isnan(): weight.copy_(value)
-        head = TargetHead.from_config(config).to(self.lm_head.weight.device)
         same = torch.equal(self.lm_head.weight, parts["head"].to(self.lm_head.weight))
         head.load(parts | {"head": self.lm_head.weight if same else parts["head"].to(self.lm_head.weight)})
-        self.target_head = head
 
     @classmethod
     def registered_class(cls,
@@ -119,7 +127,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
             raise ValueError(f"{type(model).__name__} is not registered; decorate it with @SpeculatorModel.register(name)")
         if not hasattr(model, "layers"): raise ValueError(f"{type(model).__name__} has no attribute 'layers' (an nn.ModuleList); distributed training shards by it")
         absent = [n for n, w in (*model.named_parameters(), *model.named_buffers()) if w.is_floating_point() and w.flatten()[:1].isnan().any()]
-        if model.target_head.weight is None: absent.append("target_head.weight")
+        if model.target_head.weight is None and not model.own_heads: absent.append("target_head.weight")
         if absent: raise ValueError(f"not loaded yet: {', '.join(absent)}; call model.load_verifier_weights(verifier)")
 
     @classmethod
@@ -150,7 +158,8 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         if t2d is not None or d2t is not None: model.load_vocab_mappings(t2d, d2t)
         named = config.speculators_config.verifier.name_or_path if config.speculators_config else None
         if verifier is not None or (named is not None and (Path(named) / "config.json").is_file()): model.load_verifier_weights(verifier)
-        elif model.lm_head.weight[0, 0].isnan(): raise ValueError(f"{str(path)!r} leaves its head to the verifier, and {named!r} is not a folder here; give verifier=")
+        elif absent := [n for n in klass.from_verifier if model.get_parameter(n).flatten()[0].isnan()]:
+            raise ValueError(f"{str(path)!r} leaves {', '.join(absent)} to the verifier, and {named!r} is not a folder here; give verifier=")
         return model.eval()
 
     def _fill(self, state, path):
@@ -178,6 +187,6 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         folder.mkdir(parents=True, exist_ok=True)
         state = {n: (w.to(dtype) if dtype and w.is_floating_point() else w).detach().cpu().contiguous() for n, w in self.saved_state(state_dict).items()}
         self.config.architectures = [type(self).__name__]
-        self.config.dtype = dtype or self.lm_head.weight.dtype
+        self.config.dtype = dtype or self.dtype
         save_tensors(state, folder / "model.safetensors", metadata={"format": "pt"})
         self.config.save_pretrained(folder)

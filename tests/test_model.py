@@ -111,7 +111,7 @@ def test_verifier_of_pickles_is_refused(tmp_path):
 
 def test_verifier_of_another_hidden_size(verifier, checkpoint, tmp_path):
     LlamaForCausalLM(LlamaConfig(**SHAPE | dict(hidden_size=48))).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="hidden_size 48, this drafter's transformer_layer_config has 32"):
+    with pytest.raises(ValueError, match="hidden_size 48, this drafter's LlamaConfig has 32"):
         SpeculatorModel.from_pretrained(checkpoint, verifier=tmp_path / "other")
 
 

@@ -60,8 +60,6 @@ class Eagle3SpeculatorConfig(SpeculatorModelConfig):
 
     @property
     def num_aux(self) -> int: return len(self.eagle_aux_hidden_state_layer_ids or (0, 0, 0))
-    @property
-    def target_vocab_size(self) -> int: return self.transformer_layer_config.vocab_size
 
 # %% ../../nbs/models/03_eagle3.ipynb #dbc93f4a
 @SpeculatorModel.register("eagle3")
