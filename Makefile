@@ -20,7 +20,7 @@ QUIET := > >(grep --line-buffered -E '^ *Downloading .* MB\)|^Installing' | cut 
 	2> >(grep --line-buffered -v -E '^WARNING: Location .* is ignored' >&2)
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 
-.PHONY: help demo test lint sync notebooks-test pytest nbdev2 lab docs browser-test vllm-test bench verifier corpus notebooks export \
+.PHONY: help demo test lint sync notebooks-test pytest nbdev2 lab docs browser-test vllm-test bench verifier answers corpus notebooks export \
 	readme format hooks env env-dev clean force
 .DEFAULT_GOAL := help
 
@@ -71,6 +71,9 @@ corpus: .venv/.run  ## write data/corpus again (the same bytes)
 
 verifier: .venv/.run  ## train data/tiny-verifier again
 	$(OFFLINE) $(BIN)/python -m speculators_nb.data_generation.tiny_verifier
+
+answers: .venv/.run  ## write data/answers again: what the verifier says to the training prompts
+	$(OFFLINE) $(BIN)/python -m speculators_nb.experiment
 
 notebooks: .venv/.dev  ## run every notebook, store its outputs, clean, README
 	$(OFFLINE) $(BIN)/nbdev-test --save --n-workers $(WORKERS) --do-print
