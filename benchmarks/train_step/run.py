@@ -1,19 +1,19 @@
-"""EAGLE-3 train step: ours beside the upstream library's, on the same weights and the same packed batch, in one run.
+"""Train steps: ours beside the upstream library's, on the same weights, packed batch and random choices, in one run.
 
-    python benchmarks/train_step/run.py                              every case; upstream gets an environment of its own, once
-    python benchmarks/train_step/run.py --upstream-python PATH       an environment that holds upstream already
-    python benchmarks/train_step/run.py --case 2048/8000 --rounds 2  a part of it
-    python benchmarks/train_step/run.py --sides ours ours-bf16       without upstream
+    python benchmarks/train_step/run.py                               every case; upstream gets an environment of its own, once
+    python benchmarks/train_step/run.py --algorithm peagle mtp        the cases of some algorithms
+    python benchmarks/train_step/run.py --case eagle3/2048/8000 --rounds 2     one case
+    python benchmarks/train_step/run.py --upstream-python PATH        an environment that holds upstream already
+    python benchmarks/train_step/run.py --sides ours ours-bf16        without upstream
 
 Method: each side is a process that waits for a line and makes one whole train step (forward, backward, clipping, AdamW). The sides take
 turns, one step each, so that a busy machine slows them alike; the first step of each is not timed. Ratios are medians over rounds.
 Memory is counted over what stays between steps (model, batch, gradients, AdamW state, code): as the peak of the resident set (Linux:
 /proc/self), and as the most bytes that torch's allocator held at once, which does not depend on how the C library reuses pages.
 The floor is the work that no implementation can avoid, divided by what this machine's thread reached in the same run.
-Results go to benchmarks/train_step/results/ as Markdown and CSV.
+Results go to benchmarks/train_step/results/, a page and a JSON file per algorithm.
 """
 import argparse
-import csv
 import json
 import os
 import re
@@ -25,14 +25,27 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from worker import AUX, HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, TRAINING
+from worker import ALGORITHMS, AUX, HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, VOCAB, configuration, prepare, training_of
+from safetensors.torch import load_file
 
 HERE = Path(__file__).resolve().parent
 VENV = HERE.parent / ".venv-upstream"
 WINDOW = 2048
 DOCUMENTS = {2048: [704, 512, 384, 256, 192], 4096: [1024, 768, 640, 512, 448, 320, 256, 128]}
-CASES = {f"{length}/{draft}": dict(vocab=32000, draft_vocab=draft, documents=docs)
-         for length, docs in DOCUMENTS.items() for draft in (8000, 32000)}
+
+
+def case(algorithm, length, draft_vocab, anchors=None, prompt=0.25):
+    """(name, case): length / draft vocabulary / anchors x block; `prompt` is the share of each document outside the loss mask."""
+    of = dict(algorithm=algorithm, draft_vocab=draft_vocab, documents=DOCUMENTS[length], prompt=prompt)
+    block = ALGORITHMS[algorithm]["config"].get("block_size")
+    name = f"{algorithm}/{length}/{draft_vocab}" + (f"/{anchors}x{block}" if anchors else "")
+    return name, of | ({"anchors": anchors} if anchors else {})
+
+
+CASES = dict([
+    *(case("eagle3", length, draft, prompt=0.5) for length in DOCUMENTS for draft in (8000, VOCAB)),
+    case("peagle", 2048, 8000), case("peagle", 2048, VOCAB), case("mtp", 2048, VOCAB),
+    case("dflash", 2048, VOCAB, 128), case("dflash", 2048, VOCAB, 512), case("dspark", 2048, VOCAB, 128), case("dspark", 2048, VOCAB, 512)])
 UPSTREAM = ["speculators==0.9.0", "hs-connectors==0.9.0"]
 UPSTREAM_DEPENDENCIES = ["accelerate", "aiohttp", "click", "datasets", "httpx", "loguru", "openai", "pydantic-settings", "psutil",
                          "protobuf", "rich", "typer"]                          # torchvision and torchaudio are never imported here
@@ -83,38 +96,85 @@ class Side:
 
 
 def worker(*args):
+    """Whatever worker.py prints for these arguments."""
     out = subprocess.run([sys.executable, HERE / "worker.py", *map(str, args)], check=True, text=True, stdout=subprocess.PIPE,
                          env=environment()).stdout
     return json.loads(out) if out.strip() else None
 
 
 # ------------------------------------------------------------------------------------------------------------------- floor
-def needed(case):
-    """FLOPs, exponentials, bytes and floats kept for backward that a step cannot do without, from the shapes and the mask alone."""
-    steps, draft = TRAINING["ttt_steps"], case["draft_vocab"]
-    mask = [[i >= n // 2 for i in range(n)] for n in case["documents"]]
-    length, targets = sum(case["documents"]), sum(map(sum, mask))
-    loss_rows = [sum(sum(m[k:]) for m in mask) for k in range(steps)]          # row i of step k is scored against target i + k
-    live = [[[any(m[i + k:i + steps]) for i in range(len(m))] for m in mask] for k in range(steps)]   # someone reads the row's output
-    live_rows = [sum(map(sum, rows)) for rows in live]
-    pairs = sum(min(i + 1, WINDOW) + k for k in range(steps) for rows in live[k] for i, on in enumerate(rows) if on)
-    q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    kv_rows = length + sum(live_rows[1:])                                      # the first pass feeds everyone's keys and values
-    layer = sum(live_rows) * (2 * HIDDEN * q + q * HIDDEN + 3 * HIDDEN * INTERMEDIATE) + kv_rows * 2 * HIDDEN * 2 * kv
-    trained = AUX * HIDDEN * HIDDEN + 2 * HIDDEN * (q + 2 * kv) + q * HIDDEN + 3 * HIDDEN * INTERMEDIATE
-    saved = (sum(live_rows) * (2 * HIDDEN + q + HIDDEN + 3 * INTERMEDIATE + q) + kv_rows * 2 * kv + length * AUX * HIDDEN
-             + sum(loss_rows) * HIDDEN)
+# Per algorithm: the rows that the loss reads, from the shapes, the mask and the random choices alone. Each gives `loss` rows (scored against
+# a law or a token), `targets` (verifier rows whose law is needed), `out` rows (a layer's output is read), `kv` rows (its keys and values
+# are), `pairs` (query, key) that attend, all summed over layers; `own` rows are computed before the layers, `fuse` weights multiply them.
+def eagle3_rows(case, batch):
+    steps = ALGORITHMS["eagle3"]["training"]["ttt_steps"]
+    mask = [m.tolist() for m in batch["loss_mask"][0].split(case["documents"])]
+    loss = [sum(sum(m[k:]) for m in mask) for k in range(steps)]             # row i of step k is scored against target i + k
+    live = [[[any(m[i + k:i + steps]) for i in range(len(m))] for m in mask] for k in range(steps)]    # someone reads the row's output
+    rows = [sum(map(sum, r)) for r in live]
+    pairs = sum(min(i + 1, WINDOW) + k for k in range(steps) for r in live[k] for i, on in enumerate(r) if on)
+    length = sum(case["documents"])                                          # the first pass feeds everyone's keys and values
+    return dict(loss=sum(loss), targets=sum(map(sum, mask)), out=sum(rows), kv=length + sum(rows[1:]), pairs=pairs, own=length,
+                fuse=AUX * HIDDEN * HIDDEN, wide=2)
+
+
+def peagle_rows(case, batch):
+    anchor, depth, docs = batch["cod_anchor_pos"], batch["cod_depth"], batch["document_ids"][0]
+    start = torch.tensor([0, *case["documents"]]).cumsum(0)
+    loss = batch["loss_mask"][0][anchor + depth]
+    chain = torch.zeros(len(batch["loss_mask"][0]), int(depth.max()) + 1, dtype=torch.int64)
+    chain[anchor, depth] = 1                                                 # a row attends to the shallower rows of its own rollout
+    before = chain.cumsum(1)[anchor, depth]
+    pairs = (anchor - start[docs[anchor]] + before)[loss].sum()              # the anchor's prefix, and the rollout beyond depth 0
+    return dict(loss=int(loss.sum()), targets=len((anchor + depth)[loss].unique()), out=int(loss.sum()), kv=len(anchor), pairs=int(pairs),
+                own=len(docs) + 1, fuse=AUX * HIDDEN * HIDDEN, wide=2, trained=VOCAB * HIDDEN)
+
+
+def dflash_rows(case, batch):
+    config = configuration(case)
+    block, layers, sampled = config["block_size"], config["transformer_layer_config"]["num_hidden_layers"], config["sample_from_anchor"]
+    anchor = batch["anchor_positions"][batch["anchor_valid"]]
+    start = torch.tensor([0, *case["documents"]]).cumsum(0)
+    own = anchor - start[batch["document_ids"][0][anchor]]
+    slots = anchor[:, None] + torch.arange(0 if sampled else 1, block)
+    loss = batch["loss_mask"][0][slots]
+    rows, length = len(anchor) * block, sum(case["documents"])
+    causal = block * (block + 1) // 2                                        # sliding layers are causal within the block
+    pairs = layers * int((own * block + causal).sum())
+    return dict(loss=int(loss.sum()), targets=len(slots[loss].unique()), out=layers * rows, kv=layers * (length + rows), pairs=pairs,
+                own=length, fuse=AUX * HIDDEN * HIDDEN, wide=1, bias=config.get("markov_rank", 0))
+
+
+def mtp_rows(case, batch):
+    steps = ALGORITHMS["mtp"]["training"]["num_speculative_steps"]
+    mask, length = batch["loss_mask"][0], sum(case["documents"])
+    loss = sum(int(mask[s + 2:length - steps + 1 + s].sum()) for s in range(steps))
+    rows = sum(n - s - 2 for n in case["documents"] for s in range(steps))   # each step's rows are the next one's keys
+    pairs = sum((n - s - 2) * (n - s - 1) // 2 for n in case["documents"] for s in range(steps))
+    return dict(loss=loss, targets=0, out=rows, kv=rows, pairs=pairs, own=rows, fuse=2 * HIDDEN * HIDDEN, wide=1)
+
+
+ROWS = dict(eagle3=eagle3_rows, peagle=peagle_rows, dflash=dflash_rows, dspark=dflash_rows, mtp=mtp_rows)
+
+
+def needed(case, folder):
+    """FLOPs, exponentials, bytes and floats kept for backward that a step cannot do without."""
+    n, draft = ROWS[case["algorithm"]](case, load_file(folder / "batch.safetensors")), case["draft_vocab"]
+    layers = configuration(case)["transformer_layer_config"]["num_hidden_layers"] if case["algorithm"] != "mtp" else 1
+    q, kv, wide, bias = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, n["wide"] * HIDDEN, n.get("bias", 0)
+    layer = n["out"] * (wide * q + q * HIDDEN + 3 * HIDDEN * INTERMEDIATE) + n["kv"] * wide * 2 * kv
+    trained = n["fuse"] + layers * (wide * (q + 2 * kv) + q * HIDDEN + 3 * HIDDEN * INTERMEDIATE) + n.get("trained", 0) + bias * (VOCAB + draft)
+    saved = n["out"] * (wide + q + HIDDEN + 3 * INTERMEDIATE + q) + n["kv"] * 2 * kv + n["own"] * n["fuse"] // HIDDEN + n["loss"] * HIDDEN
     return dict(
-        head=2 * HIDDEN * draft * (targets + 2 * sum(loss_rows)),              # targets once; logits and their gradient, no dW: frozen
-        rest=3 * 2 * (length * AUX * HIDDEN * HIDDEN + layer) + 12 * pairs * q,
-        exp=(targets + sum(loss_rows)) * draft,
-        bytes=4 * (draft * HIDDEN + length * (AUX + 2) * HIDDEN + 2 * saved + 8 * trained),
+        head=2 * draft * (HIDDEN * (n["targets"] + 2 * n["loss"]) + 3 * bias * n["loss"]),   # targets once; logits and their gradient; no dW
+        rest=3 * 2 * (n["own"] * n["fuse"] + layer) + 12 * n["pairs"] * q,
+        exp=(n["targets"] + n["loss"]) * draft,
+        bytes=4 * (draft * HIDDEN + n["own"] * (AUX + 2) * HIDDEN + 2 * saved + 8 * trained),
         memory=4 * saved / 2**20)
 
 
-def floor(case, rates, head):
+def floor(n, rates, head):
     """(seconds, GEMM seconds, exponential seconds, memory-traffic seconds) of the needed work at this machine's rates."""
-    n = needed(case)
     gemm, exp, traffic = n["head"] / rates[head] + n["rest"] / rates["gemm_fp32"], n["exp"] / rates["exp"], n["bytes"] / rates["copy"]
     return max(gemm + exp, traffic), gemm, exp, traffic
 
@@ -122,7 +182,7 @@ def floor(case, rates, head):
 # --------------------------------------------------------------------------------------------------------------------- run
 def measure(name, case, pythons, rounds, folder):
     """All sides of one case, step by step in turn; {side: its records}."""
-    worker("prepare", json.dumps(case), folder)
+    prepare(case, folder)
     with tempfile.TemporaryFile("w+") as log:
         try:
             sides = [Side(s, p, folder, log) for s, p in pythons.items()]
@@ -131,7 +191,7 @@ def measure(name, case, pythons, rounds, folder):
                 for side in sides[::-1] if i % 2 else sides:
                     got = side.ask("step")
                     records[side.name]["steps"].append(got)
-                    print(f"{name:>11} round {i + 1} {side.name:>9} {got['cpu']:7.2f} CPU s {got['wall']:7.2f} s +{got['peak']:5.0f} MiB  "
+                    print(f"{name:>22} round {i + 1} {side.name:>9} {got['cpu']:7.2f} CPU s {got['wall']:7.2f} s +{got['peak']:5.0f} MiB  "
                           f"loss {got['loss']:.6f}", flush=True)
             for side in sides:
                 records[side.name] |= side.ask("allocated")
@@ -144,17 +204,18 @@ def measure(name, case, pythons, rounds, folder):
     return records
 
 
-def summarize(name, case, records, rates):
-    """One row per side: medians, ratios to the first side round by round, distance to the floor."""
+def summarize(name, case, records, rates, work):
+    """One row per side: medians, ratios to upstream's round by round, distance to the floor."""
     length, rows = sum(case["documents"]), []
     reference = records.get("upstream", next(iter(records.values())))
     for side, record in records.items():
         steps, pairs = record["steps"], list(zip(reference["steps"], record["steps"]))
-        bound = floor(case, rates, "gemm_bf16" if side.endswith("bf16") else "gemm_fp32")
+        bound = floor(work, rates, "gemm_bf16" if side.endswith("bf16") else "gemm_fp32")
         cpu = median(s["cpu"] for s in steps)
         peak, other_peak = (max(s["peak"] for s in r["steps"]) for r in (record, reference))
         rows.append(dict(
-            case=name, length=length, documents=len(case["documents"]), draft_vocab=case["draft_vocab"], side=side, rounds=len(steps),
+            algorithm=case["algorithm"], case=name, length=length, documents=len(case["documents"]), draft_vocab=case["draft_vocab"],
+            anchors=case.get("anchors"), outside_loss_mask=case["prompt"], side=side, rounds=len(steps),
             cpu_s=cpu, cpu_s_min=min(s["cpu"] for s in steps), wall_s=median(s["wall"] for s in steps), tokens_per_cpu_s=length / cpu,
             speed_vs_upstream=median(r["cpu"] / s["cpu"] for r, s in pairs),
             wall_speed_vs_upstream=median(r["wall"] / s["wall"] for r, s in pairs),
@@ -164,23 +225,23 @@ def summarize(name, case, records, rates):
             first_grad_norm_rel_diff=abs(record["hello"]["grad_norm"] / reference["hello"]["grad_norm"] - 1),
             last_loss_rel_diff=abs(steps[-1]["loss"] / reference["steps"][-1]["loss"] - 1),
             floor_s=bound[0], floor_gemm_s=bound[1], floor_exp_s=bound[2], floor_traffic_s=bound[3], cpu_over_floor=cpu / bound[0],
-            floor_saved_mib=needed(case)["memory"]))
+            floor_saved_mib=work["memory"]))
     return rows
 
 
-def report(rows, rates, versions):
-    """The Markdown page, and the CPU's name as it goes into file names."""
-    cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    cpu = cpu[1] if cpu else "unknown CPU"
+def report(algorithm, rows, rates, versions, cpu):
+    """The Markdown page of one algorithm."""
     sides = "; ".join(f"{side}: " + ", ".join(f"{k} {v}" for k, v in got.items()) for side, got in versions.items())
     lines = [
-        f"# EAGLE-3 train step, {date.today()}", "", f"{cpu}, one thread. {sides}.",
+        f"# {algorithm}: train step, {date.today()}", "", f"{cpu}, one thread. {sides}.",
         f"Measured rates: fp32 GEMM {rates['gemm_fp32'] / 1e9:.0f} GFLOP/s, bf16 GEMM {rates['gemm_bf16'] / 1e9:.0f} GFLOP/s, "
         f"{rates['exp'] / 1e9:.2f} G exponentials/s, copy {rates['copy'] / 1e9:.0f} GB/s.", "",
-        f"Hidden {HIDDEN}, {HEADS} heads / {KV_HEADS} KV heads of {HEAD_DIM}, intermediate {INTERMEDIATE}, {AUX} auxiliary layers, one "
-        f"llama layer, verifier vocabulary 32000, {TRAINING['ttt_steps']} TTT steps, {TRAINING['loss_fn']}, float32; the last half of each "
-        "document is in the loss mask. Upstream runs its sdpa attention and eager losses, the only ones that train on a CPU. A step is "
-        "forward, backward, clipping and AdamW. `ours-bf16` makes the products with the head in bfloat16.", "",
+        f"Hidden {HIDDEN}, {HEADS} heads / {KV_HEADS} KV heads of {HEAD_DIM}, intermediate {INTERMEDIATE}, {ALGORITHMS[algorithm]['layers']} draft "
+        f"layer(s), {1 if algorithm == 'mtp' else AUX} verifier layer(s) read, verifier vocabulary {VOCAB}, float32; the first "
+        f"{rows[0]['outside_loss_mask']:.0%} of each document is outside the loss mask. Training arguments: "
+        f"{json.dumps(training_of(dict(algorithm=algorithm)))}. Upstream runs its sdpa attention and eager losses, the only ones that train on "
+        "a CPU. Both get the same weights, batch and random choices. A step is forward, backward, clipping and AdamW. `ours-bf16` makes the "
+        "products with the head in bfloat16.", "",
         "| case | side | CPU s/step (min) | wall s/step | tokens/CPU s | speed | peak resident MiB | peak allocated MiB | floor s "
         "| step / floor |",
         "|---|---|---|---|---|---|---|---|---|---|"]
@@ -189,13 +250,13 @@ def report(rows, rates, versions):
             f"| {r['case']} | {r['side']} | {r['cpu_s']:.2f} ({r['cpu_s_min']:.2f}) | {r['wall_s']:.2f} | {r['tokens_per_cpu_s']:.0f} "
             f"| {r['speed_vs_upstream']:.1f}x | {r['peak_resident_mib']:.0f} (1/{1 / r['resident_vs_upstream']:.1f}) "
             f"| {r['peak_allocated_mib']:.0f} (1/{1 / r['allocated_vs_upstream']:.1f}) | {r['floor_s']:.2f} | {r['cpu_over_floor']:.2f} |")
-    saved = ", ".join(f"{m:.0f} MiB at length {n}" for n, m in sorted({r["length"]: r["floor_saved_mib"] for r in rows}.items()))
+    saved = ", ".join(f"{m:.0f} MiB in {n}" for n, m in {r["case"]: r["floor_saved_mib"] for r in rows}.items())
     docs = ", ".join(f"{len(DOCUMENTS[n])} at {n}" for n in sorted({r["length"] for r in rows}))
     lines += [
-        "", f"Cases are packed length / draft vocabulary (documents: {docs}). *Speed* is the median over rounds of upstream's CPU time "
-        "over this side's in the same round. *Peaks* are over what stays between steps: model, batch, gradients, AdamW state. The *floor* "
-        "is the GEMM and exponential work on the rows that the loss reads, at the rates above (for `ours-bf16` the head's at bf16's), "
-        "or the unavoidable memory traffic where that takes longer. Inputs of the needed GEMMs, kept for backward: "
+        "", f"Cases are algorithm / packed length / draft vocabulary / anchors x block (documents: {docs}). *Speed* is the median over rounds "
+        "of upstream's CPU time over this side's in the same round. *Peaks* are over what stays between steps: model, batch, gradients, AdamW "
+        "state. The *floor* is the GEMM and exponential work on the rows that the loss reads, at the rates above (for `ours-bf16` the head's "
+        "at bf16's), or the unavoidable memory traffic where that takes longer. Inputs of the needed GEMMs, kept for backward: "
         f"{saved}; less only with recomputation.", "",
         "| case | side | floor: GEMM s | exponentials s | traffic s | first loss | rel. diff. | its gradient norm, rel. diff. "
         "| last loss, rel. diff. |", "|---|---|---|---|---|---|---|---|---|"]
@@ -204,38 +265,46 @@ def report(rows, rates, versions):
             f"| {r['case']} | {r['side']} | {r['floor_gemm_s']:.2f} | {r['floor_exp_s']:.2f} | {r['floor_traffic_s']:.3f} "
             f"| {r['first_loss']:.5f} | {r['first_loss_rel_diff']:.1e} | {r['first_grad_norm_rel_diff']:.1e} "
             f"| {r['last_loss_rel_diff']:.1e} |")
-    return "\n".join(lines) + "\n", re.sub(r"[^a-z0-9]+", "-", cpu.lower()).strip("-")
+    return "\n".join(lines) + "\n"
 
 
 def write(folder, rows, rates, versions):
-    """Both result files; returns the page."""
-    text, cpu = report(rows, rates, versions)
+    """A page and a JSON file for each algorithm that has rows; returns the pages."""
+    cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    cpu, pages = cpu[1] if cpu else "unknown CPU", []
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"{date.today()}-{cpu}"
-    stem.with_suffix(".md").write_text(text)
-    with stem.with_suffix(".csv").open("w", newline="") as f:
-        table = csv.DictWriter(f, rows[0])
-        table.writeheader()
-        table.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
-    return text
+    for algorithm in dict.fromkeys(r["algorithm"] for r in rows):
+        mine = [r for r in rows if r["algorithm"] == algorithm]
+        stem = folder / f"{algorithm}-{date.today()}-{re.sub(r'[^a-z0-9]+', '-', cpu.lower()).strip('-')}"
+        pages.append(report(algorithm, mine, rates, versions, cpu))
+        Path(f"{stem}.md").write_text(pages[-1])
+        facts = dict(date=str(date.today()), cpu=cpu, threads=1, rates=rates, versions=versions,
+                     training=training_of(dict(algorithm=algorithm)), upstream=dict(attention="sdpa", losses="eager"), rows=mine)
+        Path(f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    return "\n".join(pages)
 
 
 def main():
+    sides = ["upstream", "ours", "ours-bf16"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upstream-python", type=Path, help="interpreter of an environment with speculators 0.9.0")
-    parser.add_argument("--sides", nargs="+", default=["upstream", "ours", "ours-bf16"], choices=["upstream", "ours", "ours-bf16"])
-    parser.add_argument("--case", nargs="+", default=list(CASES), choices=list(CASES), help="packed length/draft vocabulary")
+    parser.add_argument("--sides", nargs="+", default=sides, choices=sides)
+    parser.add_argument("--algorithm", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
+    parser.add_argument("--case", nargs="+", choices=list(CASES), help="instead of --algorithm")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps per side")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     opt = parser.parse_args()
+    names = opt.case or [name for name, of in CASES.items() if of["algorithm"] in opt.algorithm]
     pythons = {s: (opt.upstream_python or upstream_python()) if s == "upstream" else sys.executable for s in opt.sides}
     rates, measured, versions = {}, {}, {}
     with tempfile.TemporaryDirectory() as tmp:
-        for name in opt.case:
+        for name in names:
             rates = {k: max(v, rates.get(k, 0.0)) for k, v in worker("rates").items()}   # before each case: the machine is shared
-            measured[name] = records = measure(name, CASES[name], pythons, opt.rounds, Path(tmp) / name.replace("/", "_"))
+            folder, of = Path(tmp) / name.replace("/", "_"), CASES[name]
+            records = measure(name, of, pythons, opt.rounds, folder)
+            measured[name] = (of, records, needed(of, folder))
             versions |= {s: r["hello"]["versions"] for s, r in records.items() if s != "ours-bf16"}
-            rows = [row for done, got in measured.items() for row in summarize(done, CASES[done], got, rates)]
+            rows = [row for done, (of, got, work) in measured.items() for row in summarize(done, of, got, rates, work)]
             text = write(opt.out, rows, rates, versions)                     # after every case: a run that is cut short leaves what it has
     print("\n" + text)
 

@@ -15,21 +15,70 @@ import re
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, AUX = 256, 4, 2, 64, 704, 3
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, AUX, VOCAB = 256, 4, 2, 64, 704, 3, 32000
 SEED = 7
+
+# What each algorithm trains with here: upstream's command-line defaults, but that the loss is the eager one. `config` and `layer` override
+# entries of config.json and of its transformer_layer_config; `tokens` are drafted at a time.
+ALGORITHMS = {
+    "eagle3": dict(
+        prefix="Eagle3", layers=1, tokens=3, training=dict(ttt_steps=3, ttt_step_loss_decay=1.0, loss_fn="kl_div"),
+        config=dict(fc_norm=False, norm_before_fc=True, norm_before_residual=True, norm_output=True, embed_requires_grad=False),
+        layer=dict(model_type="llama", mlp_bias=False)),
+    "peagle": dict(
+        prefix="PEagle", layers=1, tokens=8,
+        training=dict(num_depths=8, down_sample_ratio=0.7, down_sample_ratio_min=0.2, max_anchors=512, loss_fn="kl_div"),
+        config=dict(fc_norm=False, norm_before_fc=False, norm_before_residual=True, norm_output=False, embed_requires_grad=True,
+                    mask_token_id=VOCAB - 1)),
+    "dflash": dict(
+        prefix="DFlash", layers=5, tokens=15, training=dict(loss_fn="ce", per_position_loss_weight="dpace", dpace_alpha=0.5),
+        config=dict(block_size=16, mask_token_id=VOCAB - 1, sample_from_anchor=False, sliding_window_non_causal=False)),
+    "dspark": dict(
+        prefix="DSpark", layers=5, tokens=8,
+        training=dict(loss_fn="kl_div", per_position_loss_weight="fixed-exp-decay", dflash_decay_gamma=4.0, confidence_head_alpha=1.0),
+        config=dict(block_size=8, mask_token_id=VOCAB - 1, sample_from_anchor=True, sliding_window_non_causal=False, markov_rank=256,
+                    markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True)),
+    "mtp": dict(
+        prefix="MTP", layers=1, tokens=3, training=dict(num_speculative_steps=3, step_weight_beta=0.6),
+        config=dict(num_nextn_predict_layers=1),
+        layer=dict(num_hidden_layers=4, layer_types=["full_attention"] * 4, use_sliding_window=False, sliding_window=None)),
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------- the case
-def prepare(case, folder):
-    """Random weights under their checkpoint names, a packed batch after the shift, and the configuration as a checkpoint holds it."""
-    g = torch.Generator().manual_seed(SEED)
-    vocab, draft, docs = case["vocab"], case["draft_vocab"], case["documents"]
-    length, wide = sum(docs), 2 * HIDDEN
+def configuration(case):
+    """config.json as a checkpoint holds it."""
+    name = case["algorithm"]
+    of = ALGORITHMS[name]
+    aux = {"mtp": {}, "eagle3": dict(eagle_aux_hidden_state_layer_ids=[1, 2, 3])}
+    aux["peagle"] = aux["eagle3"]
+    vocabulary = {} if name == "mtp" else dict(draft_vocab_size=case["draft_vocab"], target_hidden_size=None)
+    return vocabulary | aux.get(name, dict(aux_hidden_state_layer_ids=[1, 2, 3])) | of["config"] | {
+        "architectures": [of["prefix"] + "DraftModel"], "speculators_model_type": name, "speculators_version": "0.9.0",
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": name, "default_proposal_method": "greedy",
+            "proposal_methods": [{"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": of["tokens"],
+                                  "verifier_accept_k": 1}],
+            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": None}},
+        "transformer_layer_config": {
+            "attention_bias": False, "attention_dropout": 0.0, "head_dim": HEAD_DIM, "hidden_act": "silu", "hidden_size": HIDDEN,
+            "intermediate_size": INTERMEDIATE, "layer_types": ["sliding_attention"] * of["layers"], "max_position_embeddings": 32768,
+            "model_type": "qwen3", "num_attention_heads": HEADS, "num_hidden_layers": of["layers"],
+            "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+            "sliding_window": 2048, "tie_word_embeddings": False, "use_sliding_window": True, "vocab_size": VOCAB} | of.get("layer", {}),
+    }
+
+
+def weights(case, config, g):
+    """Random weights under their checkpoint names."""
+    name, draft, layer = case["algorithm"], case["draft_vocab"], config["transformer_layer_config"]
 
     def w(*shape, std=None):
         return torch.randn(*shape, generator=g) * (shape[-1] ** -0.5 if std is None else std)
@@ -37,73 +86,131 @@ def prepare(case, folder):
     def gain(n):
         return 1 + 0.1 * torch.randn(n, generator=g)
 
+    def decoder(prefix, wide=HIDDEN):
+        attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        qk_norms = {f"{attn}.{n}_norm.weight": gain(HEAD_DIM) for n in "qk"} if layer["model_type"] == "qwen3" else {}
+        return qk_norms | {
+            f"{prefix}.input_layernorm.weight": gain(HIDDEN), f"{prefix}.post_attention_layernorm.weight": gain(HIDDEN),
+            f"{attn}.q_proj.weight": w(HEADS * HEAD_DIM, wide), f"{attn}.k_proj.weight": w(KV_HEADS * HEAD_DIM, wide),
+            f"{attn}.v_proj.weight": w(KV_HEADS * HEAD_DIM, wide), f"{attn}.o_proj.weight": w(HIDDEN, HEADS * HEAD_DIM),
+            f"{mlp}.gate_proj.weight": w(INTERMEDIATE, HIDDEN), f"{mlp}.up_proj.weight": w(INTERMEDIATE, HIDDEN),
+            f"{mlp}.down_proj.weight": w(HIDDEN, INTERMEDIATE)}
+
     head = w(draft, HIDDEN, std=0.15)
-    attn, mlp = "layers.0.self_attn", "layers.0.mlp"
-    state = {
-        "embed_tokens.weight": w(vocab, HIDDEN, std=0.3), "lm_head.weight": head, "verifier_lm_head.weight": head.clone(),
-        "fc.weight": w(HIDDEN, AUX * HIDDEN), "input_norm.weight": gain(AUX * HIDDEN), "norm.weight": gain(HIDDEN),
-        "verifier_norm.weight": gain(HIDDEN), "layers.0.input_layernorm.weight": gain(HIDDEN),
-        "layers.0.hidden_norm.weight": gain(HIDDEN), "layers.0.post_attention_layernorm.weight": gain(HIDDEN),
-        f"{attn}.q_proj.weight": w(HEADS * HEAD_DIM, wide), f"{attn}.k_proj.weight": w(KV_HEADS * HEAD_DIM, wide),
-        f"{attn}.v_proj.weight": w(KV_HEADS * HEAD_DIM, wide), f"{attn}.o_proj.weight": w(HIDDEN, HEADS * HEAD_DIM),
-        f"{mlp}.gate_proj.weight": w(INTERMEDIATE, HIDDEN), f"{mlp}.up_proj.weight": w(INTERMEDIATE, HIDDEN),
-        f"{mlp}.down_proj.weight": w(HIDDEN, INTERMEDIATE),
-    }
-    if draft < vocab:
-        ids = torch.randperm(vocab, generator=g)[:draft].sort().values
-        state |= {"t2d": torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True), "d2t": ids - torch.arange(draft)}
+    state = {"embed_tokens.weight": w(VOCAB, HIDDEN, std=0.3), "lm_head.weight": head}
+    if name == "mtp":
+        prefix = "mtp_layers.0"
+        return state | decoder(prefix) | {f"{prefix}.input_proj.weight": w(HIDDEN, 2 * HIDDEN)} | {
+            f"{prefix}.{n}_layernorm.weight": gain(HIDDEN) for n in ("hidden", "token", "final")}
+    state |= {"verifier_lm_head.weight": head.clone(), "verifier_norm.weight": gain(HIDDEN), "norm.weight": gain(HIDDEN),
+              "fc.weight": w(HIDDEN, AUX * HIDDEN)}
+    if name in ("eagle3", "peagle"):
+        state |= decoder("layers.0", 2 * HIDDEN) | {"layers.0.hidden_norm.weight": gain(HIDDEN)}
+        state |= {"input_norm.weight": gain(AUX * HIDDEN)} if config["norm_before_fc"] else {}
+        state |= {"mask_hidden": w(1, 1, AUX * HIDDEN, std=1.0)} if name == "peagle" else {}
+    else:
+        state |= {"hidden_norm.weight": gain(HIDDEN)}
+        for i in range(layer["num_hidden_layers"]):
+            state |= decoder(f"layers.{i}")
+    if name == "dspark":
+        rank = config["markov_rank"]
+        state |= {"markov_head.markov_w1.weight": w(VOCAB, rank, std=0.1), "markov_head.markov_w2.weight": w(draft, rank, std=0.1),
+                  "confidence_head.proj.weight": w(1, HIDDEN + rank), "confidence_head.proj.bias": w(1, std=0.1)}
+    if draft < VOCAB:
+        ids = torch.randperm(VOCAB, generator=g)[:draft].sort().values
+        state |= {"t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True), "d2t": ids - torch.arange(draft)}
+    return state
+
+
+def anchors(loss_mask, count, block, g):
+    """DFlash: `count` positions of the loss mask, not among the last `block` of the row, ascending; and which of them are real."""
+    valid = loss_mask[:-block].nonzero().flatten()
+    chosen = valid[torch.randperm(len(valid), generator=g)[:count]].sort().values
+    filler = torch.zeros(count - len(chosen), dtype=torch.int64)
+    return {"anchor_positions": torch.cat([chosen, filler]), "anchor_valid": torch.arange(count) < len(chosen)}
+
+
+def rollouts(loss_mask, training, g):
+    """P-EAGLE: every position at depth 0, then nested chains within the loss mask, thinned out by `down_sample_ratio` a depth."""
+    length, valid = len(loss_mask), loss_mask.nonzero().flatten()
+    pool = seeds = valid[torch.randperm(len(valid), generator=g)[:training["max_anchors"]]].sort().values
+    anchor, depth = [torch.arange(length)], [torch.zeros(length, dtype=torch.int64)]
+    for d in range(1, training["num_depths"]):
+        count = int((len(seeds) - d) * max(training["down_sample_ratio"] ** d, training["down_sample_ratio_min"]))
+        pool = pool[torch.randperm(len(pool), generator=g)[:count]].sort().values
+        anchor, depth = anchor + [pool - d], depth + [torch.full_like(pool, d)]
+        pool = pool[pool + 1 < length] + 1
+        pool = pool[loss_mask[pool]]
+    return {"cod_anchor_pos": torch.cat(anchor), "cod_depth": torch.cat(depth)}
+
+
+def prepare(case, folder):
+    """Random weights, a packed batch as training hands it over with all random choices made, and the configuration."""
+    g = torch.Generator().manual_seed(SEED)
+    name, docs = case["algorithm"], case["documents"]
+    length, training = sum(docs), ALGORITHMS[name]["training"]
+    config = configuration(case)
+    state = weights(case, config, g)
+    first = 0 if name in ("mtp", "dflash", "dspark") else 1                   # these rows are not shifted
+    wide = HIDDEN if name == "mtp" else AUX * HIDDEN
     batch = {
-        "input_ids": torch.randint(vocab, (1, length), generator=g), "hidden_states": w(1, length, AUX * HIDDEN, std=1.0),
-        "verifier_last_hidden_states": w(1, length, HIDDEN, std=1.0),
-        "loss_mask": torch.cat([torch.arange(n) >= n // 2 for n in docs])[None],
-        "position_ids": torch.cat([torch.arange(1, n + 1) for n in docs])[None],
+        "input_ids": torch.randint(VOCAB, (1, length), generator=g), "hidden_states": torch.randn(1, length, wide, generator=g),
+        "loss_mask": torch.cat([torch.arange(n) >= int(n * case["prompt"]) for n in docs])[None],
+        "position_ids": torch.cat([torch.arange(first, n + first) for n in docs])[None],
         "document_ids": torch.cat([torch.full((n,), i) for i, n in enumerate(docs)])[None],
     }
-    config = {
-        "architectures": ["Eagle3DraftModel"], "draft_vocab_size": draft, "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-        "embed_requires_grad": False, "fc_norm": False, "norm_before_fc": True, "norm_before_residual": True, "norm_output": True,
-        "speculators_config": {
-            "algorithm": "eagle3", "default_proposal_method": "greedy",
-            "proposal_methods": [{"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}],
-            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": None}},
-        "speculators_model_type": "eagle3", "speculators_version": "0.9.0", "target_hidden_size": None, "tie_word_embeddings": False,
-        "transformer_layer_config": {
-            "attention_bias": False, "attention_dropout": 0.0, "head_dim": HEAD_DIM, "hidden_act": "silu", "hidden_size": HIDDEN,
-            "intermediate_size": INTERMEDIATE, "layer_types": ["sliding_attention"], "max_position_embeddings": 32768,
-            "mlp_bias": False, "model_type": "llama", "num_attention_heads": HEADS, "num_hidden_layers": 1,
-            "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-            "sliding_window": 2048, "tie_word_embeddings": False, "use_sliding_window": True, "vocab_size": vocab},
-    }
+    if name != "mtp":
+        batch["verifier_last_hidden_states"] = torch.randn(1, length, HIDDEN, generator=g)
+    if name == "peagle":
+        batch |= rollouts(batch["loss_mask"][0], training, g)
+    if "anchors" in case:
+        batch |= anchors(batch["loss_mask"][0], case["anchors"], config["block_size"], g)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(state, folder / "model.safetensors")
     save_file(batch, folder / "batch.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "case.json").write_text(json.dumps(case))
 
 
 # --------------------------------------------------------------------------------------------------------------- the sides
-TRAINING = dict(ttt_steps=3, ttt_step_loss_decay=1.0, loss_fn="kl_div")
+CHOICES = {"anchor_positions": "anchors", "anchor_valid": "anchors", "cod_anchor_pos": "rollouts", "cod_depth": "rollouts"}
 
 
-def load_upstream(folder):
-    from speculators.models.eagle3 import Eagle3SpeculatorConfig
-    from speculators.models.eagle3.core import Eagle3DraftModel
-    config = Eagle3SpeculatorConfig.from_pretrained(folder)
+def training_of(case):
+    return ALGORITHMS[case["algorithm"]]["training"] | ({"max_anchors": case["anchors"]} if "anchors" in case else {})
+
+
+def load_upstream(folder, case, batch):
+    """Upstream's model, its forward arguments and its batch: the random choices are put in the place of the functions that make them."""
+    name, prefix = case["algorithm"], ALGORITHMS[case["algorithm"]]["prefix"]
+    core = import_module(f"speculators.models.{name}.core")
+    model_class = getattr(core, prefix + "DraftModel")
+    config = model_class.config_class.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "sdpa"            # its default, flex attention, has no backward on CPU
-    model = Eagle3DraftModel(config=config)
-    call, _ = Eagle3DraftModel.get_trainer_kwargs(**TRAINING, loss_implementation="eager")   # the fused loss needs Triton
-    return model, call
+    model = model_class(config=config)
+    if name == "mtp":
+        del model.verifier_lm_head                                           # as loading a verifier does there
+    call, _ = model_class.get_trainer_kwargs(**training_of(case), loss_implementation="eager")   # the fused loss needs Triton
+    given = {k: batch.pop(k) for k in CHOICES if k in batch}
+    if "cod_depth" in given:
+        core.generate_cod_sample_indices = lambda *_, **__: (given["cod_anchor_pos"], given["cod_depth"])
+    if "anchor_valid" in given:
+        import_module("speculators.models.dflash.core").select_anchors = lambda *_: (given["anchor_positions"], given["anchor_valid"])
+    return model, call, batch
 
 
-def load_ours(folder):
-    from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-    model = Eagle3DraftModel(Eagle3SpeculatorConfig.from_pretrained(folder))
-    call, _ = Eagle3DraftModel.get_trainer_kwargs(**TRAINING)
-    return model, call
+def load_ours(folder, case, batch):
+    from speculators_nb.config import SpeculatorModelConfig
+    from speculators_nb.model import SpeculatorModel
+    config = SpeculatorModelConfig.from_pretrained(folder)
+    model_class = SpeculatorModel.registered_model_class_from_config(config)
+    call, _ = model_class.get_trainer_kwargs(**training_of(case))
+    return model_class(config).train(), call, batch
 
 
-def load_ours_bf16(folder):
-    model, call = load_ours(folder)
-    return model, call | dict(gemm_dtype=torch.bfloat16)
+def load_ours_bf16(folder, case, batch):
+    model, call, batch = load_ours(folder, case, batch)
+    return model, call | dict(gemm_dtype=torch.bfloat16), batch
 
 
 SIDES = {"upstream": load_upstream, "ours": load_ours, "ours-bf16": load_ours_bf16}
@@ -111,9 +218,8 @@ SIDES = {"upstream": load_upstream, "ours": load_ours, "ours-bf16": load_ours_bf
 
 def trainer(side, folder):
     """A function that makes one train step: forward, backward, clip, AdamW."""
-    model, call = SIDES[side](folder)
+    model, call, batch = SIDES[side](folder, json.loads((folder / "case.json").read_text()), load_file(folder / "batch.safetensors"))
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    batch = load_file(folder / "batch.safetensors")
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.01)
 
