@@ -230,6 +230,7 @@ class FeatureDataset(torch.utils.data.Dataset):
         data_dir,  # folder of hs_{i}.safetensors
         on_bad: str = "raise",  # "raise": FeatureError; "skip": the sample trains nothing, and is named and counted
         rows: Dataset | None = None,  # input_ids, loss_mask, seq_len; None: data_dir/rows
+        layers: list[int] | None = None,  # verifier layers that `hidden_states` shall hold, of those stored; None: all but the last state
     ):
         if on_bad not in ("raise", "skip"):
             raise ValueError(f"on_bad={on_bad!r}: choose 'raise' or 'skip'")
@@ -240,6 +241,22 @@ class FeatureDataset(torch.utils.data.Dataset):
         self.lengths = [int(n) for n in self.rows["seq_len"][:]]
         self.bad = torch.zeros(len(self.rows), dtype=torch.bool).share_memory_()
         self.slots, self.hidden_size = self._shape()[1:]
+        self.columns = list(range(self.slots - 1))
+        if layers is not None:
+            self.choose(list(layers))
+
+    def choose(
+        self,
+        layers: list[int],  # verifier layers
+    ):
+        "From now on `hidden_states` holds these layers. ValueError: one is not stored."
+        file = self.data_dir / "data_config.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no such file, so it is unknown which layers the features are of; pass layers=None to take all")
+        stored = json.loads(file.read_text(encoding="utf-8"))["hidden_states"]["layer_ids"]
+        if absent := sorted({*layers} - {*stored}):
+            raise ValueError(f"data_dir {str(self.data_dir)!r} holds layers {stored}, the drafter reads {layers}; extract the features of {absent} too")
+        self.columns = [stored.index(i) for i in layers]
 
     def _shape(self):
         for i in range(len(self)):
@@ -266,19 +283,20 @@ class FeatureDataset(torch.utils.data.Dataset):
                 log.warning("skipped: %s", e)
             self.bad[i] = True
             states, mask = torch.zeros(len(ids), self.slots, self.hidden_size, dtype=torch.bfloat16), torch.zeros_like(mask)
-        return sample_of(ids, mask, states)
+        return sample_of(ids, mask, states, self.columns)
 
 
 def sample_of(
     input_ids,  # [n]
     loss_mask,  # [n]
     states,  # [n, A+1, H]
+    columns: list[int] | None = None,  # slots that the drafter reads; None: all but the last
 ) -> dict:  # what `batch.collate` takes
-    "Split the last slot off: aux states side by side, last state apart."
+    "The slots that are read side by side, the last state apart."
     return {
         "input_ids": input_ids,
         "loss_mask": loss_mask,
-        "hidden_states": states[:, :-1].flatten(1),
+        "hidden_states": (states[:, :-1] if columns is None else states[:, columns]).flatten(1),
         "verifier_last_hidden_states": states[:, -1],
     }
 

@@ -79,7 +79,6 @@ def train_drafter(
         counts = {int(t): n for t, n in json.loads(freq.read_text()).items()} if freq.is_file() else None
         model = new_drafter(algorithm, verifier, draft_arch, num_layers, draft_vocab_size, counts, layers, seed, **training_args)
         if model.t2d is not None: save_vocab_mapping(output_dir, model.t2d, model.d2t)
-    wants = list(model.drafter().aux_layer_ids)
-    if wants != layers: raise ValueError(f"data_dir {str(data_dir)!r} holds layers {layers}, the drafter reads {wants}; extract the features of those layers")
+    data.choose(list(model.drafter().aux_layer_ids))
     rows, held = split_rows(len(data), eval_share, seed)
     return train(model, Subset(data, rows), Subset(data, held) if held else None, output_dir=str(output_dir), seed=seed, **training_args)
