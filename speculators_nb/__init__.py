@@ -13,6 +13,7 @@ _PUBLIC = {
     "StaticTreeTokenProposalConfig": "proposals", "DynamicTreeTokenProposalConfig": "proposals",
     "SpeculatorModel": "model",
     "Eagle3DraftModel": "models.eagle3", "Eagle3SpeculatorConfig": "models.eagle3",
+    "PEagleDraftModel": "models.peagle", "PEagleSpeculatorConfig": "models.peagle",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
