@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationE
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 import speculators_nb
-from .proposals import TokenProposalConfig
+from .proposals import GreedyTokenProposalConfig, TokenProposalConfig
 from .utils import ClassRegistryMixin, ReloadableBaseModel, atomic_write, resolve_checkpoint
 
 # %% ../nbs/core/04_config.ipynb #61523bc4
@@ -71,6 +71,22 @@ class SpeculatorsConfig(ReloadableBaseModel):
             raise ValueError(f"default_proposal_method={self.default_proposal_method!r} is not among proposal_methods "
                              f"({', '.join(known)}). Add that method, or name one of these.")
         return self
+
+    @classmethod
+    def greedy(
+        cls,
+        algorithm: str,  # the drafter's `speculators_model_type`
+        speculative_tokens: int,  # drafted in a step
+        verifier_name_or_path: str | os.PathLike,  # its folder or hub id
+    ) -> "SpeculatorsConfig":  # with one proposal method
+        "What a freshly trained drafter says: a greedy proposal of so many tokens."
+        return cls(algorithm=algorithm, proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=speculative_tokens)],
+                   default_proposal_method="greedy", verifier=VerifierConfig.from_pretrained(verifier_name_or_path))
+
+    @property
+    def speculative_tokens(self) -> int | None:  # None: no method says
+        "How many tokens the first proposal method drafts in a step."
+        return next((m.speculative_tokens for m in self.proposal_methods if hasattr(m, "speculative_tokens")), None)
 
 # %% ../nbs/core/04_config.ipynb #bad11fb8
 def layer_config_from_dict(

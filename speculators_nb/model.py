@@ -107,6 +107,18 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         head.load(parts | {"head": self.lm_head.weight if same else parts["head"].to(self.lm_head.weight)})
 
     @classmethod
+    def for_verifier(cls,
+        config: SpeculatorModelConfig,    # of the new drafter; it names the verifier
+        t2d: torch.Tensor | None = None,  # [V] bool and
+        d2t: torch.Tensor | None = None,  # [Vd], for a reduced draft vocabulary
+    ) -> "SpeculatorModel": # with the verifier's weights, ready to train
+        "A fresh drafter. Errors: ValueError for a reduced draft vocabulary without its mapping, or a verifier of another shape."
+        model = cls(config)
+        if t2d is not None or d2t is not None or model.t2d is not None: model.load_vocab_mappings(t2d, d2t)
+        model.load_verifier_weights()
+        return model
+
+    @classmethod
     def registered_class(cls,
         name: str, # a speculators_model_type
     ) -> type: # the SpeculatorModel subclass

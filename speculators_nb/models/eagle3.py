@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 from ..attention import attention, prefix_attention
-from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
+from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..data_generation.batch import shift_by_one
 from ..head import text_config
 from ..head_loss import dense_head_loss, head_loss
@@ -21,7 +21,6 @@ from ..layers import LAYER_FAMILIES, DecoderLayer, RMSNorm, Rotary
 from ..losses import parse_loss
 from ..masks import ttt
 from ..model import SpeculatorModel
-from ..proposals import GreedyTokenProposalConfig
 from ..supervision import chain_metrics, needed_rows, ttt_supervision
 from ..tree import Sampling, TokenTree
 from ..utils import resolve_checkpoint
@@ -231,12 +230,8 @@ class Eagle3DraftModel(SpeculatorModel):
             transformer_layer_config=transformer_layer_config, draft_vocab_size=draft_vocab_size or (v if t2d is None else int(t2d.sum())),
             norm_before_residual=norm_before_residual, norm_before_fc=norm_before_fc, fc_norm=fc_norm, norm_output=norm_output, embed_requires_grad=embed_requires_grad,
             eagle_aux_hidden_state_layer_ids=list(target_layer_ids or default_aux_layer_ids(text_config(verifier).num_hidden_layers)),
-            speculators_config=SpeculatorsConfig(algorithm="eagle3", proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=ttt_steps)],
-                                                 default_proposal_method="greedy", verifier=VerifierConfig.from_pretrained(verifier_name_or_path)))
-        model = cls(config)
-        if t2d is not None or d2t is not None or config.draft_vocab_size < v: model.load_vocab_mappings(t2d, d2t)
-        model.load_verifier_weights()
-        return model
+            speculators_config=SpeculatorsConfig.greedy("eagle3", ttt_steps, verifier_name_or_path))
+        return cls.for_verifier(config, t2d, d2t)
 
     @staticmethod
     def get_trainer_kwargs(
@@ -285,7 +280,7 @@ class Eagle3Drafter:
     def __init__(self, model: Eagle3DraftModel):
         self.model, config = model.eval(), model.config
         self.aux_layer_ids = tuple(config.eagle_aux_hidden_state_layer_ids)
-        self.trained_tokens = next(m.speculative_tokens for m in config.speculators_config.proposal_methods if hasattr(m, "speculative_tokens"))
+        self.trained_tokens = config.speculators_config.speculative_tokens
         self.reset()
 
     def reset(self):
