@@ -74,4 +74,7 @@ def check_vllm_contract(
     try:
         with torch.device("meta"): model = klass(config)
     except ValueError as e: return found + [str(e)]
+    if "serving_violations" not in vars(klass):    # inherited: the rules of another type
+        found.append(f"{klass.__name__} does not say how vLLM serves speculators_model_type {config.speculators_model_type!r}; "
+                     "give it serving_violations of its own")
     return found + klass.serving_violations(raw, _verifier_config(raw)) + _tensors(folder, model)

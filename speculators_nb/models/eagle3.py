@@ -203,7 +203,16 @@ class Eagle3DraftModel(SpeculatorModel):
         correct = torch.zeros_like(supervised).index_put_((rows[:, 0], rows[:, 1]), out.correct)
         return metrics | chain_metrics(correct, supervised, upstream)
 
-    # what training and serving ask of every drafter
+    # what training, pictures and serving ask of every drafter
+    def training_mask(self,
+        batch: dict,         # a packed Batch
+        ttt_steps: int = 3,  # K
+        **others,            # what else `forward` takes
+    ) -> tuple: # (Mask, L queries, K·L keys)
+        "What a query sees at the last step of a training pass."
+        documents = batch["document_ids"][0]
+        return ttt(documents, len(documents), self.layers[0].window), len(documents), ttt_steps * len(documents)
+
     shift = staticmethod(shift_by_one)
 
     @classmethod
@@ -226,11 +235,11 @@ class Eagle3DraftModel(SpeculatorModel):
         "A fresh drafter for a verifier. Errors: ValueError for a draft vocabulary without its mapping or larger than the verifier's."
         verifier = AutoConfig.from_pretrained(resolve_checkpoint(verifier_name_or_path))
         v = transformer_layer_config.vocab_size
-        config = Eagle3SpeculatorConfig(
+        config = cls.config_class(
             transformer_layer_config=transformer_layer_config, draft_vocab_size=draft_vocab_size or (v if t2d is None else int(t2d.sum())),
             norm_before_residual=norm_before_residual, norm_before_fc=norm_before_fc, fc_norm=fc_norm, norm_output=norm_output, embed_requires_grad=embed_requires_grad,
             eagle_aux_hidden_state_layer_ids=list(target_layer_ids or default_aux_layer_ids(text_config(verifier).num_hidden_layers)),
-            speculators_config=SpeculatorsConfig.greedy("eagle3", ttt_steps, verifier_name_or_path))
+            speculators_config=SpeculatorsConfig.greedy(cls.config_class.speculators_model_type, ttt_steps, verifier_name_or_path))
         return cls.for_verifier(config, t2d, d2t)
 
     @staticmethod
