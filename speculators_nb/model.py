@@ -55,6 +55,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         self.register_buffer("t2d", torch.zeros(v, dtype=torch.bool) if vd < v else None)
         self.register_buffer("d2t", torch.zeros(vd, dtype=torch.int64) if vd < v else None)
         self.target_head = TargetHead(h, eps=norm_eps(config.sizes))
+        self.verifier_layers = None      # n; the verifier's last state is the stream entering "layer n"
         self.register_load_state_dict_pre_hook(_adopt_upstream_names)
 
     def _init_weights(self, module):
@@ -94,12 +95,12 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         if len(parts["embeddings"]) != self.target_vocab_size:
             raise ValueError(f"verifier {str(verifier)!r} embeds {len(parts['embeddings'])} tokens, {type(self.config.sizes).__name__}.vocab_size is {self.target_vocab_size}; set it to the verifier's")
         head = TargetHead.from_config(config).to(self.device)
-        if self.own_heads: head.load_norm(parts)
-        else: self._borrow(parts, head)
-        self.target_head = head
+        self._borrow(parts, head)
+        self.target_head, self.verifier_layers = head, text_config(config).num_hidden_layers
 
     def _borrow(self, parts, head):
         "Embedding and head rows where the checkpoint had none; one copy of the head where drafter and verifier agree."
+        if self.own_heads: return head.load_norm(parts)
         with torch.no_grad():
             for weight, value in ((self.embed_tokens.weight, parts["embeddings"]), (self.lm_head.weight, parts["head"])):
                 if weight[0, 0].isnan(): weight.copy_(value)
