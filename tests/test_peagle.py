@@ -4,11 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import LlamaConfig, Qwen3Config
 
 from speculators_nb.config import SpeculatorModelConfig
+from speculators_nb.masks import rollouts
 from speculators_nb.model import SpeculatorModel
-from speculators_nb.models.peagle import PEagleDraftModel
+from speculators_nb.models.peagle import PEagleDrafter, PEagleDraftModel, PEagleSpeculatorConfig, cod_sample
+from speculators_nb.tree import Sampling
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CASES = sorted(p.name for p in FIXTURES.glob("peagle*") if (p / "inputs.safetensors").exists())
@@ -38,3 +44,275 @@ def test_upstream(name, lean):
     for key, want in load_file(folder / "grads.safetensors").items():
         got = model.get_parameter(key).grad
         assert (got - want).norm() <= 1e-3 * want.norm() + 1e-5, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(name):
+    "Draft logits of every row and the targets, to 1e-4 absolute (they reach 30)."
+    model, batch, kwargs, info, folder = load_case(name)
+    want, x = load_file(folder / "outputs.safetensors"), {k: v[0] if k[:3] != "cod" else v for k, v in batch.items()}
+    with torch.no_grad():
+        hidden = model.dense_rollouts(x["input_ids"], x["hidden_states"], x["document_ids"], x["cod_anchor_pos"], x["cod_depth"])
+        torch.testing.assert_close(model.lm_head(hidden), want["lm_head_out.0"][0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(model.target_head(x["verifier_last_hidden_states"]), want["verifier_lm_head_out.0"][0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_five_adamw_steps(name):
+    "The recorded optimisation, step by step: [loss before, gradient norm before clipping]."
+    model, batch, kwargs, info, _ = load_case(name)
+    model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    opt = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01)
+    for loss_want, norm_want in info["adamw_5_steps_loss_gradnorm"]:
+        opt.zero_grad()
+        _, loss, _ = model(**batch, **kwargs, cross_document_targets=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        assert (loss.item(), norm.item()) == (pytest.approx(loss_want, rel=1e-4), pytest.approx(norm_want, rel=1e-3))
+        opt.step()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_checkpoint_is_upstreams(name, tmp_path):
+    "The same tensors under the same names; the same config keys and values, but for what we add on purpose."
+    model, _, _, _, folder = load_case(name)
+    model.save_pretrained(tmp_path)
+    assert sorted(load_file(tmp_path / "model.safetensors")) == json.loads((folder / "saved_pretrained_keys.json").read_text())
+    want, got = (json.loads((d / "config.json").read_text()) for d in (folder / "saved_pretrained", tmp_path))
+    assert got["transformer_layer_config"].pop("num_aux_hidden_states") == len(want["eagle_aux_hidden_state_layer_ids"])
+    for key in ("auto_map", "transformers_version"):
+        want.pop(key, None), got.pop(key, None)
+    assert got == want
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sample_is_upstreams(name):
+    "From the same seed, the rollouts that upstream drew."
+    _, batch, kwargs, info, _ = load_case(name)
+    names = ("num_depths", "down_sample_ratio", "down_sample_ratio_min", "max_anchors")
+    g = torch.Generator().manual_seed(info.get("sample_seed", 1239))
+    anchor, depth = cod_sample(batch["loss_mask"], batch["document_ids"], **{k: kwargs[k] for k in names}, generator=g, cross_document=True)
+    assert torch.equal(anchor, batch["cod_anchor_pos"]) and torch.equal(depth, batch["cod_depth"])
+
+
+def random_row(g, L=50):
+    "Packed documents with padding and a loss mask with holes."
+    documents = torch.randint(0, 5, (L,), generator=g).sort().values
+    documents[L - int(torch.randint(0, 6, (), generator=g)):] = -1
+    return documents, (torch.rand(L, generator=g) < 0.6) & (documents >= 0)
+
+
+@given(seed=st.integers(0, 10 ** 6), depths=st.integers(1, 7), ratio=st.floats(0.05, 1), floor=st.floats(0, 1), anchors=st.none() | st.integers(1, 30))
+@settings(max_examples=60, deadline=None)
+def test_rollouts_are_nested_and_stay_at_home(seed, depths, ratio, floor, anchors):
+    g = torch.Generator().manual_seed(seed)
+    documents, mask = random_row(g)
+    anchor, depth = cod_sample(mask, documents, depths, ratio, floor, anchors, g)
+    pairs = set(zip(anchor.tolist(), depth.tolist()))
+    assert len(pairs) == len(anchor) and {(a, 0) for a in range(50)} <= pairs
+    trained = int(mask.sum()) if anchors is None else min(anchors, int(mask.sum()))
+    for d in range(1, depths):
+        assert sum(e == d for _, e in pairs) <= int(max(0, trained - d) * max(ratio ** d, floor))
+    for a, d in pairs:
+        if d:
+            assert (a, d - 1) in pairs and mask[a + d] and documents[a] == documents[a + d] >= 0
+    again = cod_sample(mask, documents, depths, ratio, floor, anchors, torch.Generator().manual_seed(7))
+    assert all(torch.equal(x, y) for x, y in zip(again, cod_sample(mask, documents, depths, ratio, floor, anchors, torch.Generator().manual_seed(7))))
+
+
+def random_model(seed, windows=True, depths=None):
+    "A drafter of random shape with random weights, and a random packed row."
+    g = torch.Generator().manual_seed(seed)
+
+    def pick(*options):
+        return options[int(torch.randint(len(options), (), generator=g))]
+
+    layers, kv = pick(1, 2, 3), pick(1, 2, 4)
+    types = [pick("full_attention", "sliding_attention" if windows else "full_attention") for _ in range(layers)]
+    layer = pick(LlamaConfig, Qwen3Config)(hidden_size=32, intermediate_size=40, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=kv, head_dim=8,
+                                           vocab_size=60, layer_types=types, sliding_window=pick(2, 5), use_sliding_window=True)
+    norms, aux = pick({}, {"norm_before_fc": True}, {"fc_norm": True}), pick([1], [1, 2], [1, 2, 4])
+    config = PEagleSpeculatorConfig(transformer_layer_config=layer, draft_vocab_size=pick(40, 60), eagle_aux_hidden_state_layer_ids=aux, mask_token_id=59,
+                                    norm_before_residual=pick(True, False), embed_requires_grad=pick(True, False), **norms)
+    model = PEagleDraftModel(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * (0.2 if p.ndim > 1 else 0.1) + (p.ndim == 1))
+    model.target_head.set_rows(torch.randn(config.draft_vocab_size, 32, generator=g))
+    documents, mask = random_row(g)
+    batch = dict(input_ids=torch.randint(60, (1, 50), generator=g), hidden_states=torch.randn(1, 50, 32 * len(aux), generator=g), document_ids=documents[None],
+                 loss_mask=mask[None], verifier_last_hidden_states=torch.randn(1, 50, 32, generator=g))
+    return model, batch, dict(num_depths=depths or pick(1, 2, 6), down_sample_ratio=pick(0.6, 1.0), max_anchors=pick(None, 10))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_lean_is_dense(seed):
+    "Over random shapes, windows, norms and packings: loss, metrics and gradients of the lean path are those of the definition, to 1e-5."
+    model, batch, kwargs = random_model(seed)
+    results = []
+    for lean in (True, False):
+        model.zero_grad()
+        _, loss, metrics = model(**batch, **kwargs, loss_config={"kl_div": 1.0, "tv": 0.5}, generator=torch.Generator().manual_seed(seed), lean=lean)
+        loss.backward()
+        results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    (a, ma, ga), (b, mb, gb) = results
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for key in ma:
+        torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
+    assert ga.keys() == gb.keys() and ("embed_tokens.weight" in ga) == model.config.embed_requires_grad
+    for key in ga:
+        assert (ga[key] - gb[key]).norm() <= 1e-5 * gb[key].norm() + 1e-6, key
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_mask_is_the_papers(seed):
+    "`masks.rollouts` against a loop over all pairs of rows."
+    g = torch.Generator().manual_seed(seed)
+    documents, mask = random_row(g, 20)
+    anchor, depth = cod_sample(mask, documents, 4, 1.0, 1.0, None, g)
+    window = None if seed % 2 else 3
+    got, doc = rollouts(anchor, depth, documents, window).dense(len(anchor), len(anchor)), documents.tolist()
+    rows = list(zip(anchor.tolist(), depth.tolist()))
+    for i, (a, d) in enumerate(rows):
+        for j, (b, e) in enumerate(rows):
+            context = e == 0 and b <= a and (window is None or b > a + d - window)
+            own = a == b and e <= d
+            assert got[i, j] == (doc[a] >= 0 and doc[a] == doc[b] and (context or own))
+
+
+def test_rollouts_stay_in_their_document():
+    "What the next document holds does not matter to the loss of the earlier one; under upstream's rule it does."
+    model, batch, _ = random_model(3)
+    documents = torch.tensor([0] * 20 + [1] * 30)
+    batch |= dict(document_ids=documents[None], loss_mask=torch.zeros(1, 50, dtype=torch.bool))
+    batch["loss_mask"][0, 15:23] = True
+    given = dict(cod_anchor_pos=torch.cat([torch.arange(50), torch.tensor([16, 19, 17, 19])]), cod_depth=torch.tensor([0] * 50 + [1, 1, 1, 2]), num_depths=3)
+    given = {k: v[[*range(50), 50, 52, 51, 53]] if k != "num_depths" else v for k, v in given.items()}
+    _, _, inside = model(**batch, **given)
+    _, _, across = model(**batch, **given, cross_document_targets=True)
+    assert [int(m[f"position_{d}_acc_total"]) for m in (inside, across) for d in range(3)] == [8, 2, 0, 8, 3, 1]
+    assert model(**batch, **given, cross_document_targets=True)[1] != model(**batch, **given)[1]
+
+
+def test_only_read_rows_of_the_table_move():
+    model, batch, _ = random_model(5)
+    model.embed_tokens.weight.requires_grad_(True)
+    model(**batch, num_depths=4)[1].backward()
+    used = torch.zeros(60, dtype=torch.bool)
+    used[batch["input_ids"][batch["document_ids"] >= 0]] = True
+    used[59] = True                                         # the mask
+    moved = model.embed_tokens.weight.grad.abs().sum(-1) > 0
+    assert moved[59] and not (moved & ~used).any() and model.mask_hidden.grad.abs().sum() > 0
+
+
+def test_nothing_to_train_is_no_nan():
+    "No trained position: loss 0, all gradients 0, every metric finite, with and without padding, lean and dense."
+    model, batch, _ = random_model(1)
+    for mask, lean in ((torch.zeros(1, 50, dtype=torch.bool), True), (torch.zeros(1, 50, dtype=torch.bool), False)):
+        model.zero_grad()
+        _, loss, metrics = model(**batch | dict(loss_mask=mask), num_depths=4, lean=lean)
+        loss.backward()
+        assert loss == 0 and all(torch.isfinite(v) for v in metrics.values())
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    empty = batch | dict(document_ids=torch.full((1, 50), -1), loss_mask=torch.zeros(1, 50, dtype=torch.bool))
+    assert model(**empty, num_depths=4)[1] == 0
+
+
+def test_padding_is_no_nan():
+    "Rows that see nothing are what makes upstream's eager attention NaN; here padding changes no loss, by any back end."
+    model, batch, _ = random_model(4)
+    batch["document_ids"][0, 40:], batch["loss_mask"][0, 40:] = -1, False
+    short = {k: v[:, :40] for k, v in batch.items()}
+    losses = []
+    for b in (batch, short):
+        for options in (dict(), dict(lean=False), dict(lean=False, attn_impl="eager")):
+            model.zero_grad()
+            loss = model(**b, num_depths=4, generator=torch.Generator().manual_seed(0), **options)[1]
+            loss.backward()
+            assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+            losses.append(loss.item())
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-5) and losses[0] > 0
+
+
+def test_bad_input_is_named():
+    model, batch, _ = random_model(2)
+    for kwargs, words in ((dict(num_depths=0), "num_depths=0"), (dict(down_sample_ratio=0.0), "down_sample_ratio=0.0"), (dict(down_sample_ratio=1.1), "down_sample_ratio=1.1"),
+                          (dict(down_sample_ratio_min=-0.1), "down_sample_ratio_min=-0.1"), (dict(max_anchors=0), "max_anchors=0"), (dict(loss_config="hinge"), "hinge"),
+                          (dict(cod_anchor_pos=torch.tensor([0, 1, 0]), cod_depth=torch.tensor([0, 0, 2]), num_depths=4, cross_document_targets=True), "lacks a depth"),
+                          (dict(cod_anchor_pos=torch.arange(50), cod_depth=None), "cod_depth"),
+                          (dict(cod_anchor_pos=torch.arange(50), cod_depth=torch.ones(50, dtype=torch.long)), "outside the row"),
+                          (dict(cod_anchor_pos=torch.tensor([0, 0]), cod_depth=torch.tensor([0, 1]), num_depths=1), "num_depths=1")):
+        with pytest.raises(ValueError, match=words):
+            model(**batch, **kwargs)
+    for token in (60, -1):
+        with pytest.raises(ValueError, match=f"mask_token_id={token}"):
+            PEagleSpeculatorConfig(transformer_layer_config=model.config.transformer_layer_config, draft_vocab_size=40, mask_token_id=token)
+    model.config.mask_token_id = None
+    with pytest.raises(ValueError, match="mask_token_id"):
+        model(**batch, num_depths=2)
+    model(**batch, num_depths=1)
+
+
+def test_the_same_seed_gives_the_same_step():
+    "Training follows torch's generator (which the trainer saves and restores); evaluation always sees the same rollouts; an explicit generator decides alone."
+    model, batch, _ = random_model(7)
+
+    def losses(n=3, **kwargs):
+        return [model(**batch, num_depths=5, **kwargs)[1].item() for _ in range(n)]
+
+    model.train()
+    torch.manual_seed(1)
+    first = losses()
+    torch.manual_seed(1)
+    assert losses() == first and len(set(first)) > 1
+    assert losses(1, generator=torch.Generator().manual_seed(3)) == losses(1, generator=torch.Generator().manual_seed(3))
+    model.eval()
+    assert len(set(losses())) == 1 and losses(seed=1) != losses(seed=2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafting_is_what_was_trained(seed):
+    """One pass with a cache, fed in two parts, gives the laws of the training row whose anchor is the last decided token.
+    Windows at least as long as the rollout: the engine's moving window hides a rollout's own first positions, training's does not."""
+    model, _, _ = random_model(seed, windows=False)
+    model.d2t = model.t2d = None
+    drafter, config = PEagleDrafter.__new__(PEagleDrafter), model.config
+    drafter.model = model.eval()
+    drafter.reset()
+    g = torch.Generator().manual_seed(seed)
+    n, k, vd = 12, 4, config.draft_vocab_size
+    tokens, features = torch.randint(vd, (n,), generator=g), torch.randn(n - 1, 32 * config.num_aux, generator=g)
+    drafter.propose(tokens[:7], features[:6], 3, Sampling())
+    tree = drafter.propose(tokens, features[6:], k, Sampling(1.0, g))
+    assert drafter.cache[0][0].shape[-2] == n - 1                          # masks are not kept
+    anchor = torch.cat([torch.arange(n - 1), torch.full((k - 1,), n - 2)])
+    depth = torch.cat([torch.zeros(n - 1, dtype=torch.long), torch.arange(1, k)])
+    row, padded = F.pad(tokens[1:], (0, k)), F.pad(features, (0, 0, 0, k))
+    with torch.no_grad():
+        hidden = model.dense_rollouts(row, padded, torch.zeros(len(row), dtype=torch.long), anchor, depth)
+        torch.testing.assert_close(tree.probs, model.lm_head(hidden[[n - 2, *range(n - 1, n + k - 2)]]).softmax(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_products_and_autocast_stay_close():
+    "bfloat16 keeps 8 bits: the loss moves by less than 2 %."
+    model, batch, _ = random_model(2)
+    model.eval()
+    full = model(**batch, num_depths=4)[1].item()
+    assert model(**batch, num_depths=4, gemm_dtype=torch.bfloat16)[1].item() == pytest.approx(full, rel=2e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch, num_depths=4)[1]
+    loss.backward()
+    assert loss.item() == pytest.approx(full, rel=2e-2)
+
+
+def test_what_the_engine_would_read_otherwise(tmp_path):
+    model, *_, folder = load_case("peagle")
+    raw = json.loads((folder / "saved_pretrained" / "config.json").read_text())
+    raw["transformer_layer_config"]["num_aux_hidden_states"] = 3
+    assert PEagleDraftModel.serving_violations(raw) == []
+    for change, words in (({"mask_token_id": None}, "mask_token_id"), ({"fc_norm": True}, "fc_norm"),
+                          ({"transformer_layer_config": raw["transformer_layer_config"] | {"sliding_window": 3}}, "sliding_window is 3")):
+        found = PEagleDraftModel.serving_violations(raw | change)
+        assert len(found) == 1 and words in found[0]

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['PEagleSpeculatorConfig', 'cod_sample', 'RolloutPlan', 'plan_rollouts', 'PEagleDraftModel', 'PEagleDrafter']
 
-# %% ../../nbs/models/04_peagle.ipynb #66d39ee0
+# %% ../../nbs/models/04_peagle.ipynb #d0cc853c
 from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, PretrainedConfig
 from ..attention import attention, block_attention
-from ..config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
+from ..config import SpeculatorModelConfig, SpeculatorsConfig
 from ..head import text_config
 from ..head_loss import dense_head_loss, head_loss
 from ..layers import rotate
@@ -21,7 +21,6 @@ from ..mask_token import resolve_mask_token
 from ..masks import rollouts
 from ..model import SpeculatorModel
 from .eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
-from ..proposals import GreedyTokenProposalConfig
 from ..tree import Sampling, TokenTree
 from ..utils import resolve_checkpoint
 from ..verifier import default_aux_layer_ids
@@ -73,7 +72,7 @@ def cod_sample(
     depth = torch.arange(len(anchors)).repeat_interleave(torch.tensor([len(a) for a in anchors]))
     return torch.cat(anchors).to(loss_mask.device), depth.to(loss_mask.device)
 
-# %% ../../nbs/models/04_peagle.ipynb #ecbe8da0
+# %% ../../nbs/models/04_peagle.ipynb #3e8cb54f
 class RolloutPlan(NamedTuple):
     "Rows of a training step, rollouts of equal length side by side."
     anchor: torch.Tensor   # [T] position that a row's rollout starts from
@@ -96,6 +95,11 @@ def plan_rollouts(
     order, first = torch.cat([rows for rows, _ in groups]), (depth == 0).nonzero()[:, 0]
     source = torch.full_like(anchor, len(order)).index_copy_(0, first, torch.arange(len(order), device=sizes.device))
     return RolloutPlan(anchor, depth, [(a, b, m) for a, b, (_, m) in zip(ends, ends[1:], groups)], order, source, first[order.argsort()])
+
+def _check_given(anchor, depth, length, num_depths):
+    if depth is None or anchor.shape != depth.shape: raise ValueError(f"cod_anchor_pos has {len(anchor)} entries, cod_depth {0 if depth is None else len(depth)}; give both, row by row")
+    if bool(((depth < 0) | (anchor + depth < 0) | (anchor + depth >= length)).any()): raise ValueError(f"cod_anchor_pos + cod_depth lies outside the row of {length}")
+    if bool((depth >= num_depths).any()): raise ValueError(f"cod_depth goes up to {int(depth.max())}, but num_depths={num_depths}")
 
 @SpeculatorModel.register("peagle")
 class PEagleDraftModel(Eagle3DraftModel):
@@ -190,8 +194,8 @@ class PEagleDraftModel(Eagle3DraftModel):
         if cod_anchor_pos is None:
             generator = generator or self._generator(seed)
             cod_anchor_pos, cod_depth = cod_sample(mask, documents, num_depths, down_sample_ratio, down_sample_ratio_min, max_anchors, generator, cross_document_targets)
+        else: _check_given(cod_anchor_pos, cod_depth, len(ids), num_depths)
         anchor, depth = cod_anchor_pos, cod_depth
-        if int(depth.max()) >= num_depths: raise ValueError(f"cod_depth goes up to {int(depth.max())}, num_depths={num_depths}")
         if not cross_document_targets:
             inside = (anchor >= 0) & (documents[anchor] == documents[anchor + depth]) & (documents[anchor] >= 0)
             anchor, depth = anchor[inside], depth[inside]
@@ -263,12 +267,8 @@ class PEagleDraftModel(Eagle3DraftModel):
             norm_before_residual=norm_before_residual, norm_before_fc=norm_before_fc, fc_norm=fc_norm, norm_output=norm_output,
             mask_token_id=resolve_mask_token(verifier_name_or_path, v, mask_token_id),
             eagle_aux_hidden_state_layer_ids=list(target_layer_ids or default_aux_layer_ids(text_config(verifier).num_hidden_layers)),
-            speculators_config=SpeculatorsConfig(algorithm="peagle", proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=num_depths)],
-                                                 default_proposal_method="greedy", verifier=VerifierConfig.from_pretrained(verifier_name_or_path)))
-        model = cls(config)
-        if t2d is not None or d2t is not None or config.draft_vocab_size < v: model.load_vocab_mappings(t2d, d2t)
-        model.load_verifier_weights()
-        return model
+            speculators_config=SpeculatorsConfig.greedy("peagle", num_depths, verifier_name_or_path))
+        return cls.for_verifier(config, t2d, d2t)
 
     @staticmethod
     def get_trainer_kwargs(
