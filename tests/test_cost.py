@@ -1,0 +1,100 @@
+"""Counting what training and drafting cost: against hand counts, on shapes small enough to count."""
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.evaluate.cost import count_flops, draft_cost, expected_speedup, linear_use, training_flops, verifier_cost, weights_read
+from speculators_nb.tree import TokenTree
+from speculators_nb.verifier import Verifier
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    return Verifier(LlamaForCausalLM(config).eval(), [1, 2])
+
+
+def test_products_of_every_kind_are_counted():
+    a, b, out = torch.ones(3, 5), torch.ones(5, 7), torch.zeros(3, 7)
+    q = torch.ones(1, 2, 4, 8)
+    for run, flops in [(lambda: a @ b, 2 * 3 * 5 * 7), (lambda: torch.mm(a, b, out=out), 210), (lambda: out.addmm_(a, b), 210), (lambda: F.linear(a, b.T), 210),
+                       (lambda: torch.einsum("ij,jk->ik", a, b), 210), (lambda: F.scaled_dot_product_attention(q, q, q), 2 * 2 * 2 * 4 * 4 * 8), (lambda: a + 1, 0)]:
+        assert count_flops(run) == flops
+    with torch.inference_mode(): assert count_flops(lambda: a @ b) == 210
+
+
+def test_the_backward_pass_is_counted():
+    layer, x = nn.Linear(5, 7, bias=False), torch.ones(3, 5)
+    assert count_flops(lambda: layer(x).sum().backward()) == 2 * 2 * 3 * 5 * 7                       # nothing before it wants a gradient
+    assert count_flops(lambda: layer(x.clone().requires_grad_()).sum().backward()) == 3 * 2 * 3 * 5 * 7
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x, document_ids, twice=False):
+        for _ in range(1 + twice): x = self.b(self.a(x))
+        return None, x.sum(), {}
+
+
+def test_training_flops_are_per_position_and_leave_no_gradient():
+    model = Toy().eval()
+    batch = dict(x=torch.ones(10, 4), document_ids=torch.tensor([[0] * 8 + [-1] * 2]))
+    once = 10 * 2 * 16 * (2 + 3)
+    assert training_flops(model, batch) == once / 8
+    assert training_flops(model, batch, twice=True) == (once + 10 * 2 * 16 * 6) / 8
+    assert not model.training and all(p.grad is None for p in model.parameters())
+
+
+def test_linear_use_counts_rows_and_calls_and_lets_go():
+    model = Toy()
+    with linear_use(model) as use: model(torch.ones(2, 5, 4), None, twice=True)
+    assert [(u.weights, u.rows, u.calls) for u in use.values()] == [(16, 20, 2)] * 2
+    model(torch.ones(1, 4), None)
+    assert use["a"].rows == 20
+    assert weights_read(model, lambda: model(torch.ones(9, 4), None, twice=True)) == 64
+
+
+def test_verifier_cost_by_hand(verifier):
+    c = verifier.model.config
+    layer = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24
+    weights = 3 * layer + 50 * 16
+    attention = 3 * 2 * 2 * 2 * 8 * 33                  # layers, heads, two products, 2 FLOPs, width, keys
+    one = verifier_cost(verifier, context=32, repeats=1)
+    assert one["weights"] == weights
+    assert one["flops"] == 2 * weights + attention
+    assert verifier_cost(verifier, context=32, tokens=3, repeats=1)["weights"] == weights
+    assert c.num_hidden_layers == 3
+
+
+class OneLayer:
+    "Drafts k tokens, its layer once for each."
+    aux_layer_ids, trained_tokens = (), 4
+    def __init__(self): self.model = nn.Linear(8, 8, bias=False)
+    def reset(self): pass
+    def propose(self, tokens, features, k, sampling):
+        for _ in range(k): self.model(torch.ones(1, 8))
+        return TokenTree.chain([1] * k)
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_draft_cost_counts_whole_blocks_only(verifier, k):
+    one, found = verifier_cost(verifier, repeats=1), draft_cost(verifier, OneLayer(), [[1, 2, 3]], k=k, max_new_tokens=9)
+    assert found["weights"] * one["weights"] == pytest.approx(64 * k)
+    assert found["flops"] * one["flops"] == pytest.approx(128 * k)
+    assert found["time"] > 0
+
+
+def test_a_drafter_without_weights_reads_none(verifier):
+    found = draft_cost(verifier, NgramDrafter(), [[1, 2, 1, 2, 1]], k=2, max_new_tokens=8)
+    assert found["flops"] == found["weights"] == 0
+
+
+def test_expected_speedup():
+    assert expected_speedup(3, .5) == 2 and expected_speedup(3, .5, verify=1.5) == 1.5
