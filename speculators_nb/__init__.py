@@ -13,7 +13,10 @@ _PUBLIC = {
     "StaticTreeTokenProposalConfig": "proposals", "DynamicTreeTokenProposalConfig": "proposals",
     "SpeculatorModel": "model",
     "Eagle3DraftModel": "models.eagle3", "Eagle3SpeculatorConfig": "models.eagle3",
+    "DFlashDraftModel": "models.dflash", "DFlashSpeculatorConfig": "models.dflash",
     "PEagleDraftModel": "models.peagle", "PEagleSpeculatorConfig": "models.peagle",
+    "MLPSpeculator": "models.mlp_speculator", "MLPSpeculatorConfig": "models.mlp_speculator",
+    "MedusaModel": "models.medusa", "MedusaSpeculatorConfig": "models.medusa",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
