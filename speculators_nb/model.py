@@ -199,7 +199,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         state = {n: (w.to(dtype) if dtype and w.is_floating_point() else w).detach().cpu().contiguous() for n, w in self.saved_state(state_dict).items()}
-        self.config.architectures = [type(self).__name__]
+        if type(self).__name__ not in (self.config.architectures or ()): self.config.architectures = [type(self).__name__]
         self.config.dtype = dtype or self.dtype
         save_tensors(state, folder / "model.safetensors", metadata={"format": "pt"})
         self.config.save_pretrained(folder)
