@@ -12,11 +12,13 @@ _PUBLIC = {
     "TokenProposalConfig": "proposals", "GreedyTokenProposalConfig": "proposals", "SamplingTokenProposalConfig": "proposals",
     "StaticTreeTokenProposalConfig": "proposals", "DynamicTreeTokenProposalConfig": "proposals",
     "SpeculatorModel": "model",
+    "EagleSpeculator": "models.eagle", "EagleSpeculatorConfig": "models.eagle",
     "Eagle3DraftModel": "models.eagle3", "Eagle3SpeculatorConfig": "models.eagle3",
     "DFlashDraftModel": "models.dflash", "DFlashSpeculatorConfig": "models.dflash",
     "PEagleDraftModel": "models.peagle", "PEagleSpeculatorConfig": "models.peagle",
     "MLPSpeculator": "models.mlp_speculator", "MLPSpeculatorConfig": "models.mlp_speculator",
     "MedusaModel": "models.medusa", "MedusaSpeculatorConfig": "models.medusa",
+    "MTPDraftModel": "models.mtp", "MTPSpeculatorConfig": "models.mtp",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
