@@ -355,7 +355,7 @@ class DFlashDrafter:
         tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
         features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
         k: int,                  # tokens wanted
-    ) -> torch.Tensor: # [k, H]: normed states of the slots that predict, first to last
+    ) -> torch.Tensor: # [size, H]: normed states of all slots; the last k predict
         "Add the new context to the cache, then run one block behind it: the last decided token and as many masks as tokens are wanted, as the serving engine does."
         model, n, config = self.model, len(tokens), self.model.config
         context, size = model.context(features), k + (not config.sample_from_anchor)
@@ -374,7 +374,7 @@ class DFlashDrafter:
             q = layer.self_attn.query(x, slots)
             heads = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask, enable_gqa=len(q) != len(keys))[0]
             hidden = layer.finish(heads, residual)
-        return model.norm(hidden)[-k:]
+        return model.norm(hidden)
 
     @torch.inference_mode()
     def propose(self,
@@ -384,7 +384,7 @@ class DFlashDrafter:
         sampling: Sampling,      # temperature and generator
     ) -> TokenTree: # a chain of k
         "Draft k tokens at once; sampled ones are independent of each other, each from its own slot's law."
-        logits = self.model.lm_head(self.read_block(tokens, features, k))
+        logits = self.model.lm_head(self.read_block(tokens, features, k)[-k:])
         if not sampling.temperature: return TokenTree.chain(self.model.to_verifier(logits.argmax(-1)))
         laws = sampling.probabilities(logits)
         return TokenTree.chain(self.model.to_verifier(sampling.draw(laws)), scatter_probs(laws, self.model.d2t, self.model.target_vocab_size))
