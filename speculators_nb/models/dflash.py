@@ -194,8 +194,9 @@ class DFlashDraftModel(SpeculatorModel):
         "Mean over the slots with loss; targets are formed only there."
         supervised, total = blocks.supervised, blocks.supervised.sum() + 1e-5
         mean = (lambda rows: weight(rows) / total) if callable(weight) else weight / total
-        if not lean: options = {k: v for k, v in options.items() if k == "bias"}
-        out = (head_loss if lean else dense_head_loss)(hidden[supervised], self.lm_head.weight, self.target_head, target_hidden, blocks.targets[supervised], mean, mixture, **options)
+        rows = hidden[supervised], self.lm_head.weight, self.target_head, target_hidden, blocks.targets[supervised], mean, mixture
+        out = head_loss(*rows, **options) if lean else dense_head_loss(*rows, options.get("bias"))
+        if not options.get("want_accept"): out = out._replace(accept=None)
         return out, self._metrics(out, blocks, mean(out.rows) if callable(weight) else mean, mixture, total, upstream)
 
     @torch.no_grad()
