@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from speculators_nb.train import rows
 from speculators_nb.train.optim import build_optimizer, parameter_groups, parameter_kinds
 
 
@@ -143,3 +144,47 @@ def test_errors_name_the_remedy(net):
         build_optimizer(net, "sgd")
     with pytest.raises(ValueError, match="no trainable parameter"):
         build_optimizer(net.requires_grad_(False))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_tables_by_rows_are_the_same_arithmetic(net, optimizer, monkeypatch):
+    "Row gradients, a few table rows at a time, clipped and accumulated over two batches: the weights of ordinary AdamW after eight steps, to float32 rounding."
+    monkeypatch.setattr(rows, "PIECE_BYTES", 3 * 8 * 4)
+    twin, nets = copy.deepcopy(net), []
+    for model, by_rows in ((net, False), (twin, True)):
+        opt = build_optimizer(model, optimizer, lr=1e-2, weight_decay=0.1, row_gradients=by_rows)
+        norms = []
+        for i in range(8):
+            for j in range(2):
+                ids = torch.randint(0, 12 + i, (2, 3), generator=torch.Generator().manual_seed(10 * i + j))    # rows 19 on: only at the end
+                torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+            assert model.embed_tokens.weight.grad.is_sparse == by_rows
+            norms.append(rows.clip_gradients(model.parameters(), 0.5).item())
+            opt.step()
+            opt.zero_grad()
+        nets.append((dict(model.named_parameters()), norms))
+    (a, norms_a), (b, norms_b) = nets
+    assert norms_a == pytest.approx(norms_b, rel=1e-5) and max(norms_a) > 0.5
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6)
+
+
+def test_row_state_travels_through_a_checkpoint(net, tmp_path):
+    opt = build_optimizer(net, "muon", row_gradients=True)
+    step(net, opt, 0)
+    torch.save(opt.state_dict(), tmp_path / "o.pt")
+    twin = copy.deepcopy(net)
+    again = build_optimizer(twin, "muon", row_gradients=True)
+    again.load_state_dict(torch.load(tmp_path / "o.pt", weights_only=True))
+    for model, o in ((net, opt), (twin, again)):
+        step(model, o, 1)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters()))
+
+
+def test_a_tied_table_has_an_ordinary_gradient(net):
+    "Read by rows below and used whole above: the sum is dense, and the optimizer takes it."
+    net.lm_head.weight = net.embed_tokens.weight
+    opt = build_optimizer(net, "adamw", row_gradients=True)
+    before = net.embed_tokens.weight.detach().clone()
+    step(net, opt, 0)
+    assert not torch.equal(before, net.embed_tokens.weight)

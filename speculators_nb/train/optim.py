@@ -9,6 +9,7 @@ __all__ = ['LOOKUP_NAMES', 'OPTIMIZERS', 'parameter_kinds', 'parameter_groups', 
 import pandas as pd
 import torch
 from torch import nn
+from .rows import RowAdamW, use_row_gradients
 
 # %% ../../nbs/train/01_optim.ipynb #0dbc01a9
 LOOKUP_NAMES = ("embed", "head", "codebook", "markov", "readout")   # a parameter whose name holds one of these is a table or a head
@@ -49,14 +50,14 @@ def parameter_groups(
 
 # %% ../../nbs/train/01_optim.ipynb #8ba105ae
 class MuonAdamW(torch.optim.Optimizer):
-    "torch's Muon on hidden matrices and AdamW on the rest, behind the interface of one optimizer; a group's `kind` says which."
+    "torch's Muon on hidden matrices, AdamW on the rest and on tables by rows, behind the interface of one optimizer; a group's `kind` says which."
     def __init__(self,
-        groups: list[dict], # parameter groups; each names its `kind` ("muon" or "adamw") and may set `lr` and `weight_decay`
+        groups: list[dict], # parameter groups; each names its `kind` ("muon", "adamw" or "rows") and may set `lr` and `weight_decay`
         lr: float = 1e-4, # for groups that set none
         weight_decay: float = 0.01, # decoupled; for groups that set none
     ):
         self._inner = {"muon": torch.optim.Muon([torch.zeros(2, 2)], lr, weight_decay, adjust_lr_fn="match_rms_adamw"),
-                       "adamw": torch.optim.AdamW([torch.zeros(2)], lr, weight_decay=weight_decay)}
+                       "adamw": torch.optim.AdamW([torch.zeros(2)], lr, weight_decay=weight_decay), "rows": RowAdamW([torch.zeros(2, 2)], lr, weight_decay=weight_decay)}
         super().__init__([{**self._inner[g["kind"]].defaults, **g} for g in groups], {})
 
     @torch.no_grad()
@@ -79,16 +80,18 @@ def build_optimizer(
     muon_lr: float | None = None, # learning rate of Muon's matrices; None: the same (see match_rms_adamw)
     weight_decay: float = 0.01, # decoupled weight decay; vectors are never decayed
     betas: tuple[float, float] = (0.9, 0.999), # AdamW's
+    row_gradients: bool = False, # True: trainable embedding tables get gradients by rows, from now on
 ) -> torch.optim.Optimizer: # torch's AdamW, or a MuonAdamW
     "An optimizer over a model's trainable parameters. `ValueError` where the name is unknown or nothing is trainable."
-    parameters, groups = dict(model.named_parameters()), {}
+    parameters, groups, rules = dict(model.named_parameters()), {}, _rules(optimizer)
+    tables = {id(p) for p in use_row_gradients(model)} if row_gradients else ()
     for name, kind in parameter_kinds(model).items():
         if kind != "frozen":
-            groups.setdefault(_rules(optimizer)[kind], []).append(parameters[name])
+            p, (who, decay) = parameters[name], rules[kind]
+            groups.setdefault(("rows" if id(p) in tables else who, decay), []).append(p)
     if not groups:
         raise ValueError(f"{type(model).__name__} has no trainable parameter: every one has requires_grad=False.")
-    rates = {"adamw": lr, "muon": lr if muon_lr is None else muon_lr}
-    extra = {"adamw": {"betas": betas}, "muon": {}}
-    groups = [dict(params=p, kind=kind, lr=rates[kind], weight_decay=weight_decay * decay, **extra[kind])
+    rates, extra = {"muon": lr if muon_lr is None else muon_lr}, {"muon": {}}
+    groups = [dict(params=p, kind=kind, lr=rates.get(kind, lr), weight_decay=weight_decay * decay, **extra.get(kind, {"betas": betas}))
               for (kind, decay), p in sorted(groups.items())]
-    return (torch.optim.AdamW if optimizer == "adamw" else MuonAdamW)(groups, lr=lr, weight_decay=weight_decay)
+    return (torch.optim.AdamW if optimizer == "adamw" and not tables else MuonAdamW)(groups, lr=lr, weight_decay=weight_decay)

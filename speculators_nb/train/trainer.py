@@ -26,6 +26,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..data_generation.batch import PackedBatchSampler, collate
 from .checkpoint import WholeCheckpoints, last_checkpoint
 from .optim import OPTIMIZERS, build_optimizer
+from .rows import clip_gradients
 from ..utils import atomic_write
 
 # %% ../../nbs/train/02_trainer.ipynb #00e46128
@@ -216,12 +217,24 @@ class SpeculatorTrainer(WholeCheckpoints):
         return self._loader(dataset, [rows[i % len(rows)] for i in range(rank, -(-len(rows) // world) * world, world)])
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        "AdamW, or Muon and AdamW, over the trainable parameters."
+        "AdamW, or Muon and AdamW, over the trainable parameters. One process alone takes the gradients of embedding tables by rows; several can only average ordinary ones."
         if self.optimizer is None:
             args = self.args
             self.optimizer = build_optimizer(self.model if model is None else model, args.optimizer, args.learning_rate, args.muon_learning_rate,
-                                             args.weight_decay, (args.adam_beta1, args.adam_beta2))
+                                             args.weight_decay, (args.adam_beta1, args.adam_beta2), self._by_rows)
         return self.optimizer
+
+    @property
+    def _by_rows(self): return self.args.world_size == 1 and self.args.n_gpu < 2
+
+    def _clip_grad_norm(self, model):
+        if not self._by_rows:
+            return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
+        return clip_gradients(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        return super()._get_grad_norm(model, clip_gradients(model.parameters(), math.inf) if grad_norm is None and self._by_rows else grad_norm)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         "The micro-batches of one step, and how many loss tokens they hold on average per rank (gradients are averaged over ranks)."
