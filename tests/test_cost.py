@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.evaluate.cost import count_flops, draft_cost, expected_speedup, linear_use, training_flops, verifier_cost, weights_read
+from speculators_nb.evaluate.cost import count_flops, draft_cost, expected_speedup, training_flops, verifier_cost, weights_read
 from speculators_nb.tree import TokenTree
 from speculators_nb.verifier import Verifier
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -52,13 +52,14 @@ def test_training_flops_are_per_position_and_leave_no_gradient():
     assert not model.training and all(p.grad is None for p in model.parameters())
 
 
-def test_linear_use_counts_rows_and_calls_and_lets_go():
-    model = Toy()
-    with linear_use(model) as use: model(torch.ones(2, 5, 4), None, twice=True)
-    assert [(u.weights, u.rows, u.calls) for u in use.values()] == [(16, 20, 2)] * 2
-    model(torch.ones(1, 4), None)
-    assert use["a"].rows == 20
-    assert weights_read(model, lambda: model(torch.ones(9, 4), None, twice=True)) == 64
+def test_weights_read_wherever_they_are_multiplied():
+    model, x = Toy(), torch.ones(9, 4)
+    assert weights_read(model, lambda: model(x, None, twice=True)) == 64
+    w = model.a.weight
+    for run, read in [(lambda: x[0] @ w.T, 16), (lambda: F.linear(x, w[:2]), 8), (lambda: torch.einsum("ni,oi->no", x, w), 16), (lambda: x @ x.T, 0), (lambda: x.addmm_(x.clone(), w), 16),
+                      (lambda: F.embedding(torch.tensor([1]), w), 0)]:
+        assert weights_read(model, run) == read
+        with torch.inference_mode(): assert weights_read(model, run) == read
 
 
 def test_verifier_cost_by_hand(verifier):

@@ -1,0 +1,94 @@
+"""Same data, same measure: the shipped answers, features made once, and budgets that agree."""
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speculators_nb import experiment
+from speculators_nb.data_generation.corpus import read_corpus
+from speculators_nb.data_generation.features import FeatureDataset
+from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.evaluate.cost import training_flops
+from speculators_nb.model import SpeculatorModel
+from transformers import AutoTokenizer
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def clone(tmp_path):
+    "A clone of its own: nothing is written into the real one."
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    with contextlib.chdir(tmp_path): yield tmp_path
+
+
+def test_answers_belong_to_the_corpus_and_the_verifier():
+    questions = {row["id"]: row for row in read_corpus(ROOT / "data/corpus/train.jsonl")}
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/tiny-verifier")
+    rows = [json.loads(line) for line in (ROOT / "data/answers/train.jsonl").read_text().splitlines()]
+    assert len(rows) == 1000 and [r["id"] for r in rows] == list(questions)[:1000]
+    for row in rows[:50]:
+        asked = questions[row["id"]]
+        assert row["domain"] == asked["domain"]
+        prompt = tokenizer.apply_chat_template(asked["messages"][:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert row["input_ids"][:len(prompt)] == prompt
+        assert set(row["loss_mask"]) == {0, 1} and not any(row["loss_mask"][:len(prompt)]) and row["loss_mask"][len(prompt)] == 1
+    held = {row["messages"][0]["content"] for row in read_corpus(ROOT / "data/corpus/heldout.jsonl")}
+    assert not held & {questions[r["id"]]["messages"][0]["content"] for r in rows}
+
+
+def test_features_are_made_once_by_however_many_ask(clone):
+    "Two processes ask at once; one builds, both get the same complete folder, and a third call touches nothing."
+    code = "from speculators_nb.experiment import shipped_features; print(shipped_features(n=12))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=clone, env=os.environ | {"OMP_NUM_THREADS": "1"}) as other:
+        here = experiment.shipped_features(n=12)
+        answers = {here, Path(other.communicate(timeout=120)[0].strip().splitlines()[-1])}
+    assert len(answers) == 1 and other.returncode == 0
+    folder = clone / "output" / Path(answers.pop()).name
+    assert len(FeatureDataset(folder)) == 12
+    before = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
+    assert experiment.shipped_features(n=12).samefile(folder)
+    assert {p.name: p.stat().st_mtime_ns for p in folder.iterdir()} == before
+    assert not list(folder.parent.glob("*.building"))
+    assert experiment.shipped_features(n=11) != experiment.shipped_features([1, 5], n=11)
+
+
+def test_an_interrupted_build_is_gone_on_with(clone, monkeypatch):
+    def torn(verifier, rows, out, **kwargs):
+        real(verifier, rows, out, indices=range(3))
+        raise KeyboardInterrupt
+    real = experiment.extract_features
+    monkeypatch.setattr(experiment, "extract_features", torn)
+    with pytest.raises(KeyboardInterrupt): experiment.shipped_features(n=8)
+    assert not [p for p in (clone / "output").iterdir() if p.is_dir() and p.suffix != ".building"]
+    monkeypatch.setattr(experiment, "extract_features", real)
+    assert len(FeatureDataset(experiment.shipped_features(n=8))) == 8
+
+
+def test_outside_a_clone(tmp_path):
+    with contextlib.chdir(tmp_path), pytest.raises(FileNotFoundError, match="clone"): experiment.shipped_data()
+
+
+def test_settings_are_for_registered_algorithms():
+    for name, (algorithm, own) in experiment.CONTENDERS.items():
+        klass = SpeculatorModel.registered_class(algorithm)
+        assert klass.get_trainer_kwargs(**(experiment.settings(algorithm) | own)), name
+
+
+def test_equal_budgets(clone):
+    features, few = experiment.shipped_features(n=12), {name: experiment.CONTENDERS[name] for name in ("eagle3", "mlp")}
+    table = experiment.train_equally(clone / "drafters", 3e9, few, k=2, features=features, total_seq_len=256)
+    spent = table.mflops_per_token * 1e6 * table.epochs * sum(FeatureDataset(features).lengths)
+    assert (abs(spent / 3e9 - 1) < .15).all(), spent                # a whole number of steps
+    assert table.steps["mlp"] > table.steps["eagle3"]
+    drafter = SpeculatorModel.from_pretrained(clone / "drafters/eagle3").drafter()
+    assert drafter.trained_tokens == 2
+    measured = experiment.measure_heldout({"eagle3": drafter}, k=2, n_prompts=2, max_new_tokens=12, domains=(experiment.FREE_CHOICE,))
+    assert set(measured.summary.domain) == {"all", "free"} and set(measured.summary.drafter) == {"n-gram", "eagle3"}
+    assert list(experiment.standing(measured).columns) == ["mean length", "on free-choice turns", "first position"]
+    prices = experiment.price({"eagle3": drafter, "n-gram": NgramDrafter()}, k=2, n_prompts=1)
+    assert prices.flops["n-gram"] == 0 and 0 < prices.deep["eagle3"] < prices.weights["eagle3"]
