@@ -15,6 +15,7 @@ _PUBLIC = {
     "EagleSpeculator": "models.eagle", "EagleSpeculatorConfig": "models.eagle",
     "Eagle3DraftModel": "models.eagle3", "Eagle3SpeculatorConfig": "models.eagle3",
     "DFlashDraftModel": "models.dflash", "DFlashSpeculatorConfig": "models.dflash",
+    "DSparkDraftModel": "models.dspark", "DSparkSpeculatorConfig": "models.dspark",
     "PEagleDraftModel": "models.peagle", "PEagleSpeculatorConfig": "models.peagle",
     "MLPSpeculator": "models.mlp_speculator", "MLPSpeculatorConfig": "models.mlp_speculator",
     "MedusaModel": "models.medusa", "MedusaSpeculatorConfig": "models.medusa",
