@@ -20,30 +20,49 @@ from .plot import plot_tree
 def probabilities(
     logits: Tensor,  # [..., V]
     temperature: float,  # 0: all mass on the argmax (the first one, where several are equal)
+    top_k: int = 0,  # keep the k likeliest tokens, and those that tie with the last of them; 0: all
+    top_p: float = 1.0,  # keep the likeliest tokens until they hold this mass
+    min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest
 ) -> Tensor:  # [..., V] float32, each row sums to 1
     "The law that a token is drawn from."
     logits = logits.float()
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    return (logits / temperature).softmax(-1)
+    law = (logits / temperature).softmax(-1)
+    if min_p:
+        law = law.masked_fill(law < min_p * law.amax(-1, keepdim=True), 0)
+    if 0 < top_k < law.shape[-1]:
+        law = law.masked_fill(law < law.topk(top_k, -1).values[..., -1:], 0)
+    if top_p < 1:
+        ascending, order = (law / law.sum(-1, keepdim=True)).sort(-1)
+        drop = ascending.cumsum(-1) <= 1 - top_p
+        drop[..., -1] = False
+        law = law.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), 0)
+    return law / law.sum(-1, keepdim=True) if min_p or top_k or top_p < 1 else law
 
 
 @dataclass
 class Sampling:
-    "How tokens are drawn in one request: the temperature, and where the random numbers come from."
+    "How tokens are drawn in one request: temperature and filters, and where the random numbers come from."
     temperature: float = 0.0  # 0: greedy
     generator: torch.Generator | None = None  # None: torch's global one
+    top_k: int = 0  # the filters as in `probabilities`
+    top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be a number >= 0 (0 is greedy decoding)")
+        for name, ok, want in (("temperature", 0 <= self.temperature < float("inf"), "a number >= 0 (0 is greedy decoding)"),
+                               ("top_k", self.top_k >= 0, "a number of tokens (0 keeps all)"),
+                               ("top_p", 0 < self.top_p <= 1, "in (0, 1] (1 keeps all)"), ("min_p", 0 <= self.min_p <= 1, "in [0, 1] (0 keeps all)")):
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)} must be {want}")
 
     def probabilities(
         self,
         logits: Tensor,  # [..., V]
     ) -> Tensor:  # [..., V] float32
-        "The law that a token is drawn from, at this temperature."
-        return probabilities(logits, self.temperature)
+        "The law that a token is drawn from, at this temperature and under these filters."
+        return probabilities(logits, self.temperature, self.top_k, self.top_p, self.min_p)
 
     def draw(
         self,
@@ -100,6 +119,23 @@ class TokenTree:
         if wrong:
             raise ValueError(f"tokens[{wrong[0]}]={int(self.tokens[wrong[0]])} is outside the vocabulary of {vocab_size}. "
                              "Are these draft ids that were never mapped to verifier ids?")
+
+    @property
+    def is_chain(self) -> bool:
+        "Every token follows the one before it."
+        return self.parents.tolist() == list(range(-1, len(self) - 1))
+
+    def cut(
+        self,
+        depth: int,  # the deepest nodes to keep
+    ) -> "TokenTree":  # itself where nothing is deeper
+        "Leave out what lies deeper."
+        keep = self.depth <= depth
+        if keep.all():
+            return self
+        place = keep.cumsum(0) - 1
+        parents = self.parents[keep]
+        return TokenTree(self.tokens[keep], torch.where(parents >= 0, place[parents], parents), None if self.probs is None else self.probs[keep])
 
     @property
     def depth(self) -> Tensor:  # [N] int64

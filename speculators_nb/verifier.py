@@ -70,7 +70,7 @@ def find_taps(
 class VerifierOutput:
     "What one call of the verifier gives."
 
-    logits: torch.Tensor | None  # [B, L, V], None when not wanted
+    logits: torch.Tensor | None  # [B, L, V], or of the last positions where only these were wanted, or None
     hidden_states: torch.Tensor  # [B, L, A·H] residual stream at the aux layers, ascending layer id
     last_hidden_states: torch.Tensor  # [B, L, H] residual stream before the final norm
     past_key_values: DynamicCache | None  # the cache, extended by this call; `crop(n)` forgets all but n positions
@@ -136,9 +136,9 @@ class Verifier:
     def __call__(
         self,
         input_ids: torch.Tensor,  # [B, L] int64
-        attention_mask: torch.Tensor | None = None,  # [B, past + L], 1 where a token is real; or 4-D as the model takes it
+        attention_mask: torch.Tensor | None = None,  # [B, past + L], 1 where a token is real; or whatever else the model takes: 4-D, or one of those for each kind of layer
         past_key_values: DynamicCache | None = None,  # cache to extend in place
-        want_logits: bool = True,  # False skips the head's [H, V] product
+        want_logits: bool | int = True,  # False skips the head's [H, V] product; a number: only for so many last positions
         position_ids: torch.Tensor | None = None,  # [B, L]; None: from the attention mask and the cache
         use_cache: bool = True,  # False: no cache is made (one-shot feature extraction)
     ) -> VerifierOutput:  # logits, aux states, last states, cache
@@ -146,7 +146,7 @@ class Verifier:
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         kwargs = dict(attention_mask=attention_mask, past_key_values=past_key_values, use_cache=use_cache)
-        if position_ids is None and attention_mask is not None and attention_mask.ndim == 2:
+        if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
         if self._takes_positions and position_ids is not None:
             kwargs["position_ids"] = position_ids
@@ -155,6 +155,8 @@ class Verifier:
             for i in {*self.aux_layer_ids, self.num_layers}:
                 module = self.layers[i] if i < self.num_layers else self.norm
                 stack.enter_context(module.register_forward_pre_hook(_tap(taps, i), with_kwargs=True))
+            if want_logits is not True and want_logits:
+                kwargs["logits_to_keep"] = want_logits
             out = (self.model if want_logits else self.decoder)(input_ids=input_ids, **kwargs)
         return VerifierOutput(
             logits=out.logits if want_logits else None,

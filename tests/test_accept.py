@@ -1,4 +1,6 @@
 """Acceptance rules: every random outcome is enumerated with exact fractions, so a rule either keeps the verifier's law or it does not."""
+import functools
+import itertools
 from collections import Counter
 from fractions import Fraction
 
@@ -8,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from speculators_nb.decode import accept
-from speculators_nb.decode.accept import RULES, draw, flip, greedy, run_length, standard
+from speculators_nb.decode.accept import RULES, block, draw, flip, lenient, synthetic, tolerant, typical, walk
+from speculators_nb.tree import TokenTree
 
-V, DEPTH = 3, 2
+LOSSLESS = [name for name, rule in RULES.items() if rule.lossless and name != "greedy"]
+standard, strict, greedy = (RULES[n].decide for n in ("standard", "strict", "greedy"))
 
 
 def outcomes(run):
@@ -36,154 +40,243 @@ def outcomes(run):
 
 
 def exact(x):
-    # every probability below is a small fraction, and so is every chance or residual weight made of two of them
-    return [Fraction(v).limit_denominator(100_000) for v in x.tolist()]
+    # every probability below is a fraction of small numbers, products of a few of them included; float64 holds them to 1e-15
+    return [Fraction(v).limit_denominator(10_000_000) for v in x.flatten().tolist()]
 
 
 @pytest.fixture
 def scripted(monkeypatch):
     """Put the enumeration in the place of the two random primitives; the "generator" is then `choose`."""
-    def flips(chance, choose): return torch.tensor([choose([1 - c, c]) == 1 for c in exact(chance.clamp(0, 1))], dtype=torch.bool)
+    def flips(chance, choose): return torch.tensor([choose([1 - c, c]) == 1 for c in exact(chance.clamp(0, 1))], dtype=torch.bool).view(chance.shape)
     def draws(weights, choose):
-        w = exact(weights)
+        w = exact(weights / weights.sum())
         return choose([v / sum(w) for v in w])
     monkeypatch.setattr(accept, "flip", flips)
     monkeypatch.setattr(accept, "draw", draws)
 
 
-def speculate(rule, p, q, onehot, choose):
-    """Draft DEPTH tokens, apply the rule, let the verifier go on alone until DEPTH + 1 tokens stand."""
-    draft = []
-    for _ in range(DEPTH):
-        law = q[tuple(draft)]
-        draft.append(law.index(max(law)) if onehot else choose(law))
-    target = torch.tensor([[float(v) for v in p[tuple(draft[:i])]] for i in range(DEPTH + 1)], dtype=torch.float64)
-    probs = torch.tensor([[float(v) for v in q[tuple(draft[:i])]] for i in range(DEPTH)], dtype=torch.float64)
-    n, token = rule(torch.tensor(draft), None if onehot else probs, target, choose)
-    out = [*draft[:n], token]
-    while len(out) <= DEPTH:
+# How a tree is proposed: children of every node, and whether they are drawn with putting back, drawn without, or the likeliest
+def propose(q, depth, width, how, choose):
+    words, parents, laws, level = [], [], [], [(-1, ())]
+    for _ in range(depth):
+        below = []
+        for parent, said in level:
+            law = q[said]
+            for _ in range(width):
+                if not sum(law):
+                    break
+                law = [w / sum(law) for w in law]
+                token = law.index(max(law)) if how == "likeliest" else choose(law)
+                words.append((*said, token))
+                parents.append(parent)
+                laws.append(law)
+                below.append((len(words) - 1, words[-1]))
+                if how != "drawn with putting back":
+                    law = [0 if i == token else w for i, w in enumerate(law)]
+        level = below
+    probs = None if how == "likeliest" else torch.tensor([[float(v) for v in law] for law in laws], dtype=torch.float64)
+    return TokenTree(torch.tensor([w[-1] for w in words]), torch.tensor(parents), probs), words
+
+
+def speculate(rule, p, q, depth, width, how, choose):
+    """Propose, apply the rule, let the verifier go on alone until depth + 1 tokens stand."""
+    tree, words = propose(q, depth, width, how, choose)
+    target = torch.tensor([[float(v) for v in p[said]] for said in [(), *words]], dtype=torch.float64)
+    path, token = rule(tree, target, choose)
+    assert [-1, *path][:len(path)] == tree.parents[path].tolist()
+    out = [*(int(tree.tokens[i]) for i in path), token]
+    while len(out) <= depth:
         out.append(choose(p[tuple(out)]))
-    return n, tuple(out)
+    return len(path), tuple(out)
 
 
-def output_law(rule, p, q, onehot=False):
+def output_law(rule, p, q, depth=2, width=1, how="drawn"):
     law = Counter()
-    for (_, out), chance in outcomes(lambda choose: speculate(rule, p, q, onehot, choose)).items():
+    for (_, out), chance in outcomes(lambda choose: speculate(rule, p, q, depth, width, how, choose)).items():
         law[out] += chance
     return law
 
 
-def verifier_law(p):
+def mean_kept(rule, p, q, depth=2, width=1, how="drawn"):
+    return sum(n * c for (n, _), c in outcomes(lambda choose: speculate(rule, p, q, depth, width, how, choose)).items())
+
+
+def verifier_law(p, depth=2):
     def run(choose):
         out = []
-        while len(out) <= DEPTH:
+        while len(out) <= depth:
             out.append(choose(p[tuple(out)]))
         return tuple(out)
     return outcomes(run)
 
 
-CONTEXTS = [(), *((a,) for a in range(V)), *((a, b) for a in range(V) for b in range(V))]
+def contexts(v, depth):
+    return [c for n in range(depth + 1) for c in itertools.product(range(v), repeat=n)]
+
+
+def cyclic(rows, v, depth, a, b):
+    "A law for each context, from a list of integer weights."
+    laws = [[Fraction(w, sum(row)) for w in row] for row in rows]
+    return {c: laws[(a * sum(c) + b * len(c)) % len(laws)] for c in contexts(v, depth)}
+
+
+TWELFTHS = ((6, 4, 2), (1, 8, 3), (3, 3, 6), (0, 5, 7), (4, 4, 4)), ((2, 9, 1), (5, 5, 2), (12, 0, 0), (1, 4, 7))
+P, Q = cyclic(TWELFTHS[0], 3, 2, 2, 1), cyclic(TWELFTHS[1], 3, 2, 1, 3)
+PAIRS = {   # vocabulary and depth -> (verifier, drafter); larger vocabularies are shallower, so that the outcomes can be counted
+    (2, 3): (cyclic(((1, 3), (2, 2), (4, 0), (3, 1)), 2, 3, 1, 1), cyclic(((3, 1), (1, 1), (1, 3)), 2, 3, 2, 1)),
+    (3, 2): (P, Q),
+    (4, 1): (cyclic(((1, 2, 4, 1), (4, 0, 2, 2), (2, 2, 2, 2)), 4, 1, 1, 1), cyclic(((4, 2, 1, 1), (0, 4, 4, 0)), 4, 1, 1, 0)),
+    (5, 1): (cyclic(((1, 2, 4, 1, 2), (4, 0, 2, 2, 2)), 5, 1, 1, 1), cyclic(((4, 2, 1, 1, 2), (0, 4, 4, 0, 2)), 5, 1, 1, 0)),
+}
+WAYS = [(1, "drawn"), (1, "likeliest"), (2, "drawn"), (2, "drawn with putting back"), (2, "likeliest")]
+few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.parametrize("size", PAIRS, ids=str)
+@pytest.mark.parametrize("width,how", WAYS)
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_lossless(scripted, name, size, width, how):
+    "The law of the output is the verifier's, equal as fractions: chains and trees, drawn and deterministic proposals."
+    if name == "block" and width > 1:
+        with pytest.raises(ValueError, match="chains"):
+            block(TokenTree(torch.tensor([0, 1]), torch.tensor([-1, -1])), torch.ones(3, 2) / 2)
+        return
+    (_, depth), (p, q) = size, PAIRS[size]
+    depth = depth if width == 1 else min(depth, 2 if size[0] == 2 or how == "likeliest" else 1)   # outcomes multiply: thousands, not millions
+    assert output_law(RULES[name].decide, p, q, depth, width, how) == verifier_law(p, depth)
+
+
 law_of_twelfths = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted).map(
     lambda c: [Fraction(c[0], 12), Fraction(c[1] - c[0], 12), Fraction(12 - c[1], 12)])
-laws = st.lists(law_of_twelfths, min_size=len(CONTEXTS), max_size=len(CONTEXTS)).map(lambda rows: dict(zip(CONTEXTS, rows)))
-few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-P = {c: [[Fraction(w, 12) for w in row] for row in ((6, 4, 2), (1, 8, 3), (3, 3, 6), (0, 5, 7), (4, 4, 4))][(2 * sum(c) + len(c)) % 5] for c in CONTEXTS}
-Q = {c: [[Fraction(w, 12) for w in row] for row in ((2, 9, 1), (5, 5, 2), (12, 0, 0), (1, 4, 7))][(sum(c) + 3 * len(c)) % 4] for c in CONTEXTS}
+laws = st.lists(law_of_twelfths, min_size=13, max_size=13).map(lambda rows: dict(zip(contexts(3, 2), rows)))
 
 
 @few
-@given(p=laws, q=laws, onehot=st.booleans())
-def test_standard_keeps_the_law_of_the_verifier(scripted, p, q, onehot):
-    assert output_law(standard, p, q, onehot) == verifier_law(p)
+@given(p=laws, q=laws, how=st.sampled_from(["drawn", "likeliest"]), name=st.sampled_from(LOSSLESS))
+def test_lossless_for_any_laws(scripted, p, q, how, name):
+    assert output_law(RULES[name].decide, p, q, 2, 1, how) == verifier_law(p)
 
 
-def wrong_residual(draft_tokens, draft_probs, target_probs, generator):
-    "Draws from p after a rejection."
-    rows = torch.arange(len(draft_tokens))
-    n = run_length(accept.flip(target_probs[rows, draft_tokens] / draft_probs[rows, draft_tokens], generator))
-    return n, accept.draw(target_probs[n], generator)
+def step_of(keeps_residual, onehot=False):
+    def step(p, children, tree, generator):
+        for i in children:
+            x = tree.tokens[i]
+            if accept.flip(p[x] / tree.probs[i][x], generator):
+                return i, p
+            if keeps_residual and onehot and p[x] < 1:
+                p = p.index_fill(0, x, 0)
+        return None, p
+    return functools.partial(walk, step)
 
 
-def wrong_onehot(draft_tokens, draft_probs, target_probs, generator):
-    "Accepts with p/q but leaves out only the rejected token, as if the draft were one-hot."
-    rows = torch.arange(len(draft_tokens))
-    n = run_length(accept.flip(target_probs[rows, draft_tokens] / draft_probs[rows, draft_tokens], generator))
-    rest = target_probs[n].clone()
-    if n < len(draft_tokens) and rest[draft_tokens[n]] < 1:
-        rest[draft_tokens[n]] = 0
-    return n, accept.draw(rest, generator)
+WRONG = {"draws from p after a rejection": step_of(False), "leaves out only the rejected token": step_of(True, onehot=True), "greedy": greedy,
+         "typical": typical().decide, "lenient": lenient(0.5).decide, "tolerant": tolerant(2).decide, "synthetic": synthetic([0.9, 0.5]).decide}
 
 
-@pytest.mark.parametrize("rule", [wrong_residual, wrong_onehot, greedy])
-def test_a_wrong_rule_is_caught(scripted, rule):
-    assert output_law(rule, P, Q) != verifier_law(P)
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_wrong_or_lossy_rule_is_caught(scripted, name, width):
+    assert output_law(WRONG[name], P, Q, 3 - width, width) != verifier_law(P, 3 - width)
 
 
-def forgets_q(draft_tokens, draft_probs, target_probs, generator):
-    return standard(draft_tokens, None, target_probs, generator)
+def test_lossy_rules_are_marked():
+    assert [n for n, r in RULES.items() if not r.lossless] == ["typical"]
+    assert lenient(1).lossless and not lenient(.9).lossless and tolerant().lossless and not tolerant(1, .1).lossless and not synthetic([1.]).lossless
 
 
-def strict(draft_tokens, draft_probs, target_probs, generator):
-    "Draw y from p and keep the draft while y agrees."
-    ys = [accept.draw(row, generator) for row in target_probs]
-    n = run_length(torch.tensor(ys[:-1]) == draft_tokens)
-    return n, ys[n]
-
-
-@pytest.mark.parametrize("rule", [forgets_q, strict])
-def test_lossless_rules_that_keep_less(scripted, rule):
-    """Treating a drawn draft as one-hot, and comparing with a token drawn from p, are lossless too (acceptance: sum of p q): the enumeration
-    accepts rules other than ours, so it does not merely repeat our formula."""
-    def mean(r): return sum(n * c for (n, _), c in outcomes(lambda choose: speculate(r, P, Q, False, choose)).items())
-    assert output_law(rule, P, Q) == verifier_law(P)
-    assert mean(rule) < mean(standard)
+def test_rules_in_order_of_what_they_keep(scripted):
+    "Strict wastes the drafter's law, standard does not, block verification makes up for what one token lacks with what the next has; siblings help."
+    kept = {name: mean_kept(RULES[name].decide, P, Q) for name in LOSSLESS}
+    assert kept["strict"] < kept["standard"] < kept["block"]
+    assert mean_kept(standard, P, Q, 2, 2) > kept["standard"]
+    assert mean_kept(strict, P, Q, 2, 1, "likeliest") == mean_kept(standard, P, Q, 2, 1, "likeliest")
 
 
 def test_mean_accepted_tokens_exact(scripted):
-    p = dict.fromkeys(CONTEXTS, [Fraction(1, 3), Fraction(2, 3), Fraction(0)])
-    q = dict.fromkeys(CONTEXTS, [Fraction(2, 3), Fraction(1, 3), Fraction(0)])
-    law = outcomes(lambda choose: speculate(standard, p, q, False, choose))
-    assert sum(n * chance for (n, _), chance in law.items()) == Fraction(10, 9)
+    p = dict.fromkeys(contexts(2, 2), [Fraction(1, 3), Fraction(2, 3)])
+    q = dict.fromkeys(contexts(2, 2), [Fraction(2, 3), Fraction(1, 3)])
+    assert mean_kept(standard, p, q) == Fraction(10, 9)
+    assert mean_kept(block, p, q) == Fraction(11, 9)
 
 
-def test_temperature_zero_is_greedy():
+def test_synthetic_rates_are_what_comes_out(scripted):
+    rule = synthetic([Fraction(3, 4), Fraction(1, 4)]).decide
+    law = Counter()
+    for (n, _), chance in outcomes(lambda choose: speculate(rule, P, Q, 2, 1, "drawn", choose)).items():
+        law[n] += chance
+    assert law == {0: Fraction(1, 4), 1: Fraction(1, 2), 2: Fraction(1, 4)}
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: synthetic([.5, .6]), r"\[0.5, 0.6\].*not increase"), (lambda: synthetic([1.2]), "lie in"),
+    (lambda: lenient(0), "accept_lenience=0"), (lambda: tolerant(0), "verifier_accept_k=0"), (lambda: tolerant(1, -1), "accept_tolerance=-1")])
+def test_refused_parameters(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("name", [n for n in RULES if n != "block"])
+def test_temperature_zero_is_greedy(name):
+    "With a one-hot law every rule of the table is the greedy one, on trees too."
     g = torch.Generator().manual_seed(0)
     for _ in range(50):
-        target = torch.eye(5)[torch.randint(5, (4,), generator=g)]
+        parents = torch.tensor([-1] + [int(torch.randint(-1, i, (1,), generator=g)) for i in range(1, 6)])
+        target = torch.eye(7)[torch.randint(7, (7,), generator=g)]
+        taken, tokens = {}, []
+        for p in parents.tolist():    # siblings differ
+            tokens.append(next(t for t in torch.randperm(7, generator=g).tolist() if t not in taken.get(p, ())))
+            taken.setdefault(p, []).append(tokens[-1])
+        tree = TokenTree(torch.tensor(tokens), parents)
+        assert RULES[name].decide(tree, target, g) == greedy(tree, target)
+
+
+def test_block_at_temperature_zero_is_greedy():
+    g = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        target = torch.eye(3)[torch.randint(3, (4,), generator=g)]
         draft = torch.randint(2, (3,), generator=g)
-        probs = torch.rand(3, 5, generator=g).softmax(-1)
-        assert standard(draft, None, target, g) == standard(draft, probs, target, g) == greedy(draft, None, target)
+        for probs in (None, torch.rand(3, 3, generator=g).softmax(-1)):
+            tree = TokenTree.chain(draft, probs)
+            assert block(tree, target, g) == greedy(tree, target)
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_empty_draft_is_plain_decoding(rule):
-    target = torch.tensor([[0., 0., 1.]])
-    assert rule(torch.empty(0, dtype=torch.long), None, target, torch.Generator().manual_seed(0)) == (0, 2)
+@pytest.mark.parametrize("name", RULES)
+def test_empty_draft_is_plain_decoding(name):
+    assert RULES[name].decide(TokenTree.chain([]), torch.tensor([[0., 0., 1.]]), torch.Generator().manual_seed(0)) == ([], 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_all_dtypes_and_a_perfect_drafter(dtype):
+@pytest.mark.parametrize("name", ["standard", "block"])
+def test_all_dtypes_and_a_perfect_drafter(dtype, name):
     """q = p is accepted always, in every dtype: p/q is exactly 1 and a uniform is below 1."""
     g = torch.Generator().manual_seed(1)
     p = torch.rand(4, 7, generator=g).softmax(-1).to(dtype)
     for _ in range(300):
         draft = torch.multinomial(p[:3].float(), 1, generator=g)[:, 0]
-        assert standard(draft, p[:3], p, g)[0] == 3
+        assert RULES[name].decide(TokenTree.chain(draft, p[:3]), p, g)[0] == [0, 1, 2]
 
 
-def test_rejection_with_an_empty_residual_still_answers():
+@pytest.mark.parametrize("name", ["standard", "block"])
+def test_rejection_with_an_empty_residual_still_answers(name):
     p = torch.tensor([[.5, .5]])
     q = p + torch.tensor([[1e-2, 0]])   # q >= p everywhere, as rounding can leave it
     g = torch.Generator().manual_seed(0)
-    results = [standard(torch.tensor([0]), q, p.repeat(2, 1), g) for _ in range(2000)]
-    assert {n for n, _ in results} == {0, 1} and {t for n, t in results if n == 0} == {0, 1}
+    results = [RULES[name].decide(TokenTree.chain([0], q), p.repeat(2, 1), g) for _ in range(2000)]
+    assert {len(path) for path, _ in results} == {0, 1} and {t for path, t in results if not path} == {0, 1}
 
 
 def test_same_seed_same_answer():
-    p, q = torch.rand(6, 9).softmax(-1), torch.rand(5, 9).softmax(-1)
-    draft = torch.arange(5)
-    assert len({standard(draft, q, p, torch.Generator().manual_seed(3)) for _ in range(5)}) == 1
+    p, tree = torch.rand(6, 9).softmax(-1), TokenTree.chain(torch.arange(5), torch.rand(5, 9).softmax(-1))
+    for rule in RULES.values():
+        assert len({str(rule.decide(tree, p, torch.Generator().manual_seed(3))) for _ in range(5)}) == 1
+
+
+def test_typical_takes_the_longest_then_likeliest_path():
+    tree = TokenTree(torch.tensor([0, 1, 0, 1, 2]), torch.tensor([-1, -1, 1, 1, 3]))
+    laws = torch.tensor([[.5, .5, 0.], [1., 0., 0.], [.4, .6, 0.], [.1, .8, .1], [.98, .01, .01], [0., 0., 1.]])
+    assert typical(.3, .09).decide(tree, laws) == ([1, 3], 0)     # 1 -> 1, likelier than 1 -> 0; its child 2 has probability .01
+    assert typical(.001, 1.).decide(tree, laws)[0] == [1, 3, 4]   # less is asked for
+    assert typical(.6, 1.).decide(tree, laws) == ([], 0)          # more than the first two have
 
 
 def test_primitives_frequencies():

@@ -4,27 +4,31 @@
 
 # %% auto #0
 __all__ = ['ATTENTION', 'MARKS', 'Step', 'Generation', 'check_request', 'check_proposal', 'feature_columns', 'NoDrafter',
-           'generate', 'Trace']
+           'Request', 'generate', 'Trace']
 
 # %% ../../nbs/decode/03_generate.ipynb #77e8ca6d
+import copy
 import html
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from .accept import RULES
+from .accept import RULES, Rule
+from .verify import Context
 from ..tree import Drafter, Sampling, TokenTree
-from ..verifier import Verifier, crop_cache
+from ..verifier import Verifier
 
 # %% ../../nbs/decode/03_generate.ipynb #91bc5532
 @dataclass
 class Step:
     "One pass of the verifier over a proposal."
     asked: int # how many tokens the drafter could propose: k, or less where the length limit was near
-    draft: list[int] # the proposed tokens, at most `asked`
+    draft: list[int] # the proposed tokens, at most `asked` deep
     accepted: int # how many of them the rule kept
     tokens: list[int] # what the step added to the output: the kept tokens and the verifier's own, cut behind a stop token
+    parents: list[int] | None = None # of each proposed token, where the proposal had branches
+    path: list[int] | None = None # the kept ones, likewise
 
 
 @dataclass
@@ -44,7 +48,7 @@ def check_request(
     verifier: Verifier, # whose text is wanted
     prompt: Tensor, # [n] int64
     max_new_tokens: int, # output limit
-    k: int, # draft length
+    k: int | Callable, # draft length, or a function that gives it
     drafter: Drafter, # who guesses
 ) -> int: # how many tokens there is room for
     "ValueError where no answer is possible, a warning where the drafter is used beyond its training."
@@ -63,12 +67,12 @@ def check_request(
                          "shorten it")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if k < 0:
+    if not callable(k) and k < 0:
         raise ValueError(f"k={k} must be 0 (no drafting) or the number of tokens to draft")
     if recurrent:
         raise ValueError(f"the verifier has {', '.join(recurrent)} layers: their state cannot be taken back to before a rejected draft; "
                          "use one with attention layers only")
-    if trained is not None and k > trained:
+    if trained is not None and not callable(k) and k > trained:
         warnings.warn(f"k={k} drafts more than the {trained} tokens {type(drafter).__name__} was trained for: expect little beyond them",
                       stacklevel=4)
     return min(max_new_tokens, context - len(prompt))
@@ -78,17 +82,13 @@ def check_proposal(
     draft: TokenTree, # what the drafter returned
     asked: int, # how much room there is
     vocab_size: int, # the verifier's
-) -> TokenTree: # the first `asked` tokens
-    "A chain of the verifier's tokens, cut to the room left. ValueError for branches and for tokens that the verifier does not have."
+) -> TokenTree: # at most `asked` deep
+    "A tree of the verifier's tokens, cut to the room left. ValueError for tokens that the verifier does not have."
     draft.check_vocabulary(vocab_size)
     if draft.probs is not None and draft.probs.shape[1] != vocab_size:
         raise ValueError(f"the proposal has probabilities over {draft.probs.shape[1]} tokens, the verifier has {vocab_size}: "
                          "map draft ids to verifier ids first")
-    if draft.parents.tolist() != list(range(-1, len(draft) - 1)):
-        raise ValueError(f"parents={draft.parents.tolist()}: generate verifies chains only")
-    if len(draft) <= asked:
-        return draft
-    return TokenTree.chain(draft.tokens[:asked], None if draft.probs is None else draft.probs[:asked])
+    return draft.cut(asked)
 
 
 def feature_columns(
@@ -117,48 +117,89 @@ class NoDrafter:
         return TokenTree.chain(tokens[:0])
 
 
+@dataclass
+class Request:
+    "One text in the making."
+    prompt: list[int] # token ids
+    tokens: Tensor # [n] decided; the verifier has read the first `read`
+    room: int # tokens that may still be written
+    drafter: Drafter # its own, with its own state
+    sampling: Sampling
+    read: int = 0
+    features: Tensor | None = None # rows that are new to the drafter
+    steps: list[Step] = field(default_factory=list)
+    finish_reason: str | None = None # None: goes on
+
+    def propose(self,
+        k, # tokens to draft, or a function of the steps so far
+        vocab_size: int, # the verifier's
+    ) -> tuple[int, TokenTree]: # how deep the drafter could go, and what it proposes
+        "None for the prompt; one place is the verifier's."
+        asked = min(k(self.steps) if callable(k) else k, self.room - 1) if self.read else 0
+        draft = self.drafter.propose(self.tokens, self.features, asked, self.sampling) if asked else TokenTree.chain(self.tokens[:0])
+        return asked, check_proposal(draft, asked, vocab_size)
+
+    def decide(self,
+        rule: Rule,
+        asked: int, # what `propose` returned
+        draft: TokenTree,
+        logits: Tensor, # [N+1, V]
+        hidden: Tensor, # [m+N, A·H] columns that the drafter reads
+        stop, # token ids that end the text
+    ) -> list[int]: # kept nodes
+        "Apply the rule, and take what it keeps."
+        if logits.isnan().any():
+            raise ValueError(f"the verifier's logits are NaN after token {len(self.tokens)}: check weights and dtype {logits.dtype}")
+        laws = logits.float().softmax(-1) if rule.raw and self.sampling.temperature == 0 else self.sampling.probabilities(logits)
+        path, token = rule.decide(draft, laws, self.sampling.generator)
+        unread = len(self.tokens) - self.read
+        self.features = torch.cat([hidden[:unread], hidden[unread:][path]]) if len(self.drafter.aux_layer_ids) else None
+        new = [*draft.tokens[path].tolist(), token]
+        end = next((i + 1 for i, t in enumerate(new) if t in stop), None)
+        if self.read:
+            shape = {} if draft.is_chain else dict(parents=draft.parents.tolist(), path=path)
+            self.steps.append(Step(asked, draft.tokens.tolist(), len(path), new[:end], **shape))
+        self.read, self.tokens = len(self.tokens) + len(path), torch.cat([self.tokens, self.tokens.new_tensor(new[:end])])
+        self.room -= len(new[:end])
+        self.finish_reason = "stop" if end else None if self.room else "length"
+        return path
+
+
 @torch.inference_mode()
 def generate(
     verifier: Verifier, # whose text is written
     drafter: Drafter, # who guesses
-    prompt_ids: Tensor | list[int], # [n] token ids of one request
+    prompt_ids: Tensor | list, # [n] token ids of one request, or a list of these
     *,
     max_new_tokens: int = 64, # output limit
-    k: int = 3, # tokens to draft in each step; 0: plain decoding
-    sampling: Sampling | None = None, # temperature and generator; None: greedy
+    k: int | Callable[[list[Step]], int] = 3, # how deep to draft in each step, or a function of the steps so far; 0: plain decoding
+    sampling: Sampling | None = None, # temperature, filters and generator; None: greedy
     eos_token_ids=(), # token ids that end the output
-    rule: str = "standard", # a row of `RULES`
-) -> Generation: # tokens and steps
-    "Speculative decoding of one request (2211.17192, algorithm 1). Under a lossless rule the output has the verifier's law."
-    if rule not in RULES:
-        raise ValueError(f"rule={rule!r} is not an acceptance rule; there are {', '.join(RULES)}")
-    sampling, decide, columns = sampling or Sampling(), RULES[rule], feature_columns(verifier, drafter)
-    tokens = torch.as_tensor(prompt_ids, dtype=torch.long, device=verifier.device)
-    room = check_request(verifier, tokens, max_new_tokens, k, drafter)
-    prompt, output, steps, cache, cached, features = tokens.tolist(), [], [], DynamicCache(), 0, None
-    drafter.reset()
-    while room > 0:
-        asked = min(k, room - 1) if cached else 0                # none for the prompt; one place is the verifier's
-        draft = drafter.propose(tokens, features, asked, sampling) if asked else TokenTree.chain(tokens[:0])
-        draft = check_proposal(draft, asked, verifier.vocab_size)
-        out = verifier(torch.cat([tokens[cached:], draft.tokens])[None], past_key_values=cache)
-        logits = out.logits[0, -1 - len(draft):]                     # after the last decided token, and after each drafted one
-        if logits.isnan().any():
-            raise ValueError(f"the verifier's logits are NaN after token {len(tokens)}: check weights and dtype {verifier.dtype}")
-        n, token = decide(draft.tokens, draft.probs, sampling.probabilities(logits), sampling.generator)
-        kept = len(tokens) + n
-        features = out.hidden_states[0, :kept - cached, columns] if len(drafter.aux_layer_ids) else None
-        crop_cache(cache, kept)
-        new = [*draft.tokens[:n].tolist(), token]
-        stop = next((i for i, t in enumerate(new) if t in eos_token_ids), None)
-        new = new if stop is None else new[:stop + 1]
-        if cached:
-            steps.append(Step(asked, draft.tokens.tolist(), n, new))
-        output += new
-        if stop is not None:
-            break
-        tokens, cached, room = torch.cat([tokens, tokens.new_tensor(new)]), kept, room - len(new)
-    return Generation(prompt, output, steps, "length" if stop is None else "stop")
+    rule: str | Rule = "standard", # a row of `RULES`, or a rule
+) -> Generation | list[Generation]: # tokens and steps; a list for a list of requests
+    """Speculative decoding (2211.17192, algorithm 1). Under a lossless rule the output has the verifier's law.
+    Requests of a list are read by the verifier together; each has a shallow copy of the drafter, which shares its weights."""
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise ValueError(f"rule={rule!r} is not an acceptance rule; there are {', '.join(RULES)}")
+        rule = RULES[rule]
+    many = isinstance(prompt_ids, (list, tuple)) and bool(prompt_ids) and not isinstance(prompt_ids[0], int)
+    columns, requests = feature_columns(verifier, drafter), []
+    for prompt in prompt_ids if many else [prompt_ids]:
+        tokens = torch.as_tensor(prompt, dtype=torch.long, device=verifier.device)
+        room = check_request(verifier, tokens, max_new_tokens, k, drafter)
+        requests.append(Request(tokens.tolist(), tokens, room, copy.copy(drafter) if many else drafter, sampling or Sampling()))
+        requests[-1].drafter.reset()
+    active, context = list(requests), Context(verifier, len(requests))
+    while active:
+        drafts = [r.propose(k, verifier.vocab_size) for r in active]
+        read = context.read([r.tokens[r.read:] for r in active], [draft for _, draft in drafts])
+        paths = [r.decide(rule, asked, draft, logits, hidden[:, columns], eos_token_ids) for r, (asked, draft), (logits, hidden) in zip(active, drafts, read)]
+        going = [i for i, r in enumerate(active) if r.finish_reason is None]
+        active = [active[i] for i in going]
+        if active: context.keep(paths, going)
+    done = [Generation(r.prompt, r.tokens.tolist()[len(r.prompt):], r.steps, r.finish_reason) for r in requests]
+    return done if many else done[0]
 
 # %% ../../nbs/decode/03_generate.ipynb #d4de2376
 MARKS = {   # kind -> how it looks on a page, and in plain text
@@ -176,8 +217,8 @@ class Trace:
     ):
         self.decode, steps = decode, [[(t, "verifier") for t in generation.tokens[:1]]]
         for s in generation.steps:
-            kept = s.tokens[:s.accepted]
-            fell, own = s.draft[len(kept):], s.tokens[s.accepted:]
+            kept, path = s.tokens[:s.accepted], range(s.accepted) if s.path is None else s.path
+            fell, own = [t for i, t in enumerate(s.draft) if i not in path[:len(kept)]], s.tokens[s.accepted:]
             steps.append([*((t, "accepted") for t in kept), *((t, "rejected") for t in fell), *((t, "verifier") for t in own)])
         self.steps = steps # one list of (token, kind) for each pass, the pass over the prompt first
 
