@@ -155,9 +155,9 @@ def _trained(trainer):
 def train(
     data_dir: Path, # folder made by `speculators-nb features`
     output_dir: Path, # where the drafter, its history and its checkpoints go
-    algorithm: str = "eagle3", # the kind of drafter
+    algorithm: str = "eagle3", # the kind of drafter: eagle, eagle3, peagle, dflash, dspark, mtp, mlp, medusa
     verifier: str | None = None, # folder or hub id; default: the one that made the features
-    draft_arch: str = "llama", # what the drafter's layers are like: llama or qwen3
+    draft_arch: str | None = None, # what the drafter's layers are like, llama or qwen3; default: llama, or what the algorithm needs
     num_layers: int = 1, # how many it has
     draft_vocab_size: int | None = None, # tokens that it knows, the most frequent ones; default: all of the verifier's
     from_pretrained: Path | None = None, # go on from this drafter's weights instead of fresh ones
@@ -176,11 +176,13 @@ def train(
     extra: list[str] | None = None, # name=value, for any other training argument, e.g. warmup_steps=100; repeat the option
 ): # -> SpeculatorTrainer that has run
     "Train a drafter on features, and keep the best checkpoint."
+    from speculators_nb.experiment import settings
     from speculators_nb.train.drafter import train_drafter
     origin = Path(data_dir) / "data_config.json"
     if not origin.is_file():
         raise FileNotFoundError(f"{data_dir}: no data_config.json, so this is no feature folder. Make one: speculators-nb features VERIFIER DATA {data_dir}")
     verifier = verifier or json.loads(origin.read_text(encoding="utf-8"))["model"]["target_model_path"]
+    draft_arch = draft_arch or settings(algorithm).get("draft_arch", "llama")
     return train_drafter(data_dir, output_dir, verifier, algorithm, draft_arch, num_layers, draft_vocab_size, from_pretrained, seed, eval_share, on_bad,
                          num_train_epochs=num_train_epochs, total_seq_len=total_seq_len, gradient_accumulation_steps=gradient_accumulation_steps,
                          learning_rate=learning_rate, optimizer=optimizer, bf16=bf16, save_dtype=save_dtype,
@@ -250,10 +252,10 @@ def demo(
     verifier: str = "data/tiny-verifier", # folder or hub id
     prompts: str = "data/corpus/train.jsonl", # conversations whose questions are answered for training
     heldout: str = "data/corpus/heldout.jsonl", # conversations whose first questions are decoded for measuring
-    algorithm: str = "eagle3", # what is trained
+    algorithm: str = "eagle3", # what is trained: eagle, eagle3, peagle, dflash, dspark, mtp, mlp, medusa
     n_prompts: int | None = 1000, # of the prompts, from the first on
     n_heldout: int | None = 48, # of the held-out ones
-    k: int = 4, # tokens drafted in a step, and TTT steps trained
+    k: int = 4, # tokens drafted in a step, and trained to be
     epochs: float = 3, # passes over the training answers
     temperature: float = 0.7, # of the verifier's training answers
     seed: int = 0, # of everything

@@ -157,7 +157,8 @@ def test_lean_is_dense(seed):
     results = []
     for lean in (True, False):
         model.zero_grad()
-        _, loss, metrics = model(**batch, max_anchors=(9, 60)[seed % 3 > 0], generator=torch.Generator().manual_seed(seed), lean=lean, **options)
+        _, loss, metrics = model(**batch, max_anchors=(9, 60)[seed % 3 > 0], generator=torch.Generator().manual_seed(seed), lean=lean,
+                                 serving_window=seed % 4 > 1, **options)
         loss.backward()
         results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
     (a, ma, ga), (b, mb, gb) = results
@@ -199,6 +200,25 @@ def test_the_mask_is_the_paper():
                 else:
                     want = (j - L) // B == q // B and (not causal or j - L <= q)
                 assert bool(mask[q, j]) == bool(want), (trial, q, j)
+
+
+def test_the_serving_window_is_the_engines():
+    "Brute force: slot k of a block at a sees what is less than the window behind a + k, and less than it ahead where blocks are bidirectional."
+    for seed in range(6):
+        model, batch = random_model(seed, block_size=5, sliding_window_non_causal=bool(seed % 2))
+        layer, documents = model.layers[0], batch["document_ids"][0]
+        layer.window = (3, 7)[seed % 3 > 0]
+        anchors = torch.tensor([4, 11, 30])
+        mask = model.mask(layer, anchors, documents, serving_window=True).dense(15, 50 + 15)
+        for q in range(15):
+            at = int(anchors[q // 5]) + q % 5
+            for j in range(65):
+                if j < 50:
+                    want = documents[j] == documents[anchors[q // 5]] and documents[j] >= 0 and j < anchors[q // 5] and j > at - layer.window
+                else:
+                    other = (j - 50) % 5
+                    want = (j - 50) // 5 == q // 5 and abs(other - q % 5) < layer.window and (seed % 2 == 1 or other <= q % 5)
+                assert bool(mask[q, j]) == bool(want), (seed, q, j)
 
 
 def test_slot_weights():
@@ -295,11 +315,8 @@ def test_bf16_products_and_autocast_stay_close():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_drafting_is_what_was_trained(seed):
-    """The cache, fed in parts (one of them twice, after a rejection), gives the laws that training gives to the block at that anchor.
-    Full attention, or a window over everything: else the engine's window, which the drafter uses, moves on with the slots and training's does not."""
+    "The cache, fed in parts (one of them twice, after a rejection), gives the laws that training with `serving_window` gives to the block at that anchor."
     model, _ = random_model(seed, draft_vocab_size=60)
-    for layer in model.layers:
-        layer.window = layer.window and 1000
     B = model.config.block_size
     k, g = model.config.speculative_tokens, torch.Generator().manual_seed(seed)
     tokens, features = torch.randint(59, (12,), generator=g), torch.randn(11, model.fc.in_features, generator=g)
@@ -313,7 +330,7 @@ def test_drafting_is_what_was_trained(seed):
     with torch.no_grad():
         context = model.context(torch.cat([features, torch.zeros(B + 1, features.shape[1])]))
         anchors = torch.tensor([11])
-        hidden = model.block_hidden(model.block_tokens(row[anchors]), context, anchors, torch.zeros(len(row), dtype=torch.long), torch.arange(len(row)), False, "sdpa")[0]
+        hidden = model.block_hidden(model.block_tokens(row[anchors]), context, anchors, torch.zeros(len(row), dtype=torch.long), torch.arange(len(row)), False, "sdpa", True)[0]
         torch.testing.assert_close(tree.probs, model.lm_head(hidden[-k:]).softmax(-1), rtol=1e-4, atol=1e-5)
 
 

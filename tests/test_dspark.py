@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from speculators_nb.config import SpeculatorModelConfig
@@ -86,7 +86,7 @@ def test_five_adamw_steps(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_checkpoint_is_upstreams(name, tmp_path, monkeypatch):
-    "The same tensors under the same names, the same config; and what was saved loads again with the same loss."
+    "The same tensors under the same names, the same config; ours and upstream's load again with the same loss."
     model, batch, kwargs, info, folder = load_case(name)
     model.save_pretrained(tmp_path)
     assert sorted(load_file(tmp_path / "model.safetensors")) == json.loads((folder / "saved_pretrained_keys.json").read_text())
@@ -95,9 +95,16 @@ def test_checkpoint_is_upstreams(name, tmp_path, monkeypatch):
         want.pop(key, None), got.pop(key, None)
     assert got == want
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    if name != "dspark":                       # its verifier is not among the fixtures
-        monkeypatch.chdir(FIXTURES)
-        again = SpeculatorModel.from_pretrained(tmp_path).train()
+    if name == "dspark":                       # its verifier is not among the fixtures
+        return
+    monkeypatch.chdir(FIXTURES)
+    theirs = tmp_path / "upstream"             # as upstream's save_pretrained leaves it
+    theirs.mkdir()
+    keys = json.loads((folder / "saved_pretrained_keys.json").read_text())
+    save_file({k: v for k, v in load_file(folder / "state_dict.safetensors").items() if k in keys}, theirs / "model.safetensors")
+    (theirs / "config.json").write_text((folder / "saved_pretrained" / "config.json").read_text())
+    for checkpoint in (tmp_path, theirs):
+        again = SpeculatorModel.from_pretrained(checkpoint).train()
         assert again(**batch, **kwargs, cross_document_targets=True)[1].item() == pytest.approx(info["loss"], rel=1e-5)
 
 

@@ -21,7 +21,7 @@ from ..head_loss import dense_head_loss, head_loss
 from ..layers import DecoderLayer, RMSNorm, Rotary
 from ..losses import parse_loss
 from ..mask_token import resolve_mask_token
-from ..masks import anchored_blocks
+from ..masks import Mask, anchored_blocks
 from ..model import SpeculatorModel
 from ..supervision import block_metrics
 from ..tree import Sampling, TokenTree
@@ -98,6 +98,32 @@ class DFlashDraftModel(SpeculatorModel):
         "Whether the slots of a layer see only slots up to their own: where it slides, unless the config says otherwise."
         return layer.window is not None and not self.config.sliding_window_non_causal
 
+    def seen_slots(self,
+        layer: DecoderLayer,
+        slot: torch.Tensor,           # [B]: 0 .. B-1
+        serving_window: bool = False, # as in `forward`
+    ): # [1, B, B] bool, or None: all
+        "Which slots of its block a slot sees."
+        behind, causal = slot[:, None] - slot, self.causal_in_block(layer)
+        limit = layer.window if serving_window and layer.window is not None else len(slot)
+        if limit >= len(slot) and not causal: return None
+        return ((behind < limit) & (behind >= (0 if causal else 1 - limit)))[None]
+
+    def mask(self,
+        layer: DecoderLayer,
+        anchors: torch.Tensor,        # [A]
+        document_ids: torch.Tensor,   # [L]
+        serving_window: bool = False, # as in `forward`
+    ) -> Mask: # for A·B queries and L + A·B keys
+        "What the slots of all blocks see: the row, then all blocks."
+        B, L = self.config.block_size, len(document_ids)
+        blocks = anchored_blocks(anchors, document_ids, B, layer.window, self.causal_in_block(layer))
+        if layer.window is None or not serving_window: return blocks
+        def near(b, h, q, kv):
+            distance = torch.where(kv < L, anchors[q // B] + q % B - kv, q % B - (kv - L) % B)
+            return (distance < layer.window) & (distance > -layer.window)
+        return blocks & Mask(near)
+
     def context(self, features: torch.Tensor) -> torch.Tensor: # [..., A·H] -> [..., H]
         "What the verifier thought at each position, mixed down; every layer makes keys and values of it."
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
@@ -116,24 +142,25 @@ class DFlashDraftModel(SpeculatorModel):
         anchors: torch.Tensor,      # [A]; ascending and not padding, where lean
         document_ids: torch.Tensor, # [L]
         position_ids: torch.Tensor, # [L]
-        lean: bool = True,          # False: the definition, all blocks over all keys under the `anchored_blocks` mask
+        lean: bool = True,          # False: the definition, all blocks over all keys under `mask`
         impl: str = "blocked",      # of `block_attention`, or of `attention` where not lean
+        serving_window: bool = False, # as in `forward`
     ) -> torch.Tensor: # [A, B, H], normed
         "Blocks through the layers. Keys and values of the context come from the same projections as those of the block, and the context itself stays as it is."
         A, B = tokens.shape
         hidden, rope = self.embed_tokens(tokens), self.rotary(context, position_ids)
-        slots = self.rotary(context, position_ids[anchors][:, None] + torch.arange(B, device=anchors.device))
+        slot = torch.arange(B, device=anchors.device)
+        slots = self.rotary(context, position_ids[anchors][:, None] + slot)
         for layer in self.layers:
-            attn, (x, residual), causal = layer.self_attn, layer.inputs(hidden), self.causal_in_block(layer)
+            attn, (x, residual) = layer.self_attn, layer.inputs(hidden)
             keys, values = attn.key_value(context, rope)
             q, own_k, own_v = (t.transpose(0, 1) for t in (attn.query(x, slots), *attn.key_value(x, slots)))
             if lean:
-                seen = torch.ones(1, B, B, dtype=torch.bool, device=q.device).tril() if causal else None
-                heads = block_attention(q, keys, values, own_k, own_v, anchors, document_ids, inclusive=False, seen=seen, window=layer.window, impl=impl)
+                heads = block_attention(q, keys, values, own_k, own_v, anchors, document_ids, inclusive=False, seen=self.seen_slots(layer, slot, serving_window), window=layer.window,
+                                        offset=slot + 1 if serving_window else None, impl=impl)
             else:
                 keys, values = (torch.cat([c, own.flatten(1, 2)], 1)[None] for c, own in ((keys, own_k), (values, own_v)))
-                mask = anchored_blocks(anchors, document_ids, B, layer.window, causal)
-                heads = attention(q.flatten(1, 2)[None], keys, values, mask, impl)[0].unflatten(1, (A, B))
+                heads = attention(q.flatten(1, 2)[None], keys, values, self.mask(layer, anchors, document_ids, serving_window), impl)[0].unflatten(1, (A, B))
             hidden = layer.finish(heads.transpose(0, 1), residual)
         return self.norm(hidden)
 
@@ -228,6 +255,7 @@ class DFlashDraftModel(SpeculatorModel):
         per_position_loss_weight: str = "fixed-exp-decay",
         dpace_alpha: float = 0.5,
         cross_document_targets: bool = False,       # True: upstream's behaviour, a block may run into the next document
+        serving_window: bool = False,               # True: a sliding window moves on with the slots, as vLLM's does; False: it stays at the anchor, as upstream trains
         lean: bool = True,                          # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
@@ -238,7 +266,7 @@ class DFlashDraftModel(SpeculatorModel):
         positions = torch.arange(len(ids), device=ids.device) if position_ids is None else position_ids[0]
         blocks = self.blocks(loss_mask[0], documents, max_anchors, anchor_positions, anchor_valid, generator, seed, cross_document_targets, lean)
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
-        hidden = self.block_hidden(self.block_tokens(ids[blocks.anchors]), self.context(hidden_states[0]), blocks.anchors, documents, positions, lean, impl)
+        hidden = self.block_hidden(self.block_tokens(ids[blocks.anchors]), self.context(hidden_states[0]), blocks.anchors, documents, positions, lean, impl, serving_window)
         weight = self.slot_weight(blocks.supervised, per_position_loss_weight, gamma, dpace_alpha)
         out, metrics = self.block_loss(hidden, blocks, verifier_last_hidden_states[0], mixture, weight, cross_document_targets, lean,
                                        gemm_dtype=gemm_dtype, want_accept=not self.training)
@@ -254,7 +282,7 @@ class DFlashDraftModel(SpeculatorModel):
         "What the slots of the blocks see in the first layer: the row, then all blocks."
         documents, layer, B = batch["document_ids"][0], self.layers[0], self.config.block_size
         anchors = self.blocks(batch["loss_mask"][0], documents, max_anchors, anchor_positions).anchors
-        return anchored_blocks(anchors, documents, B, layer.window, self.causal_in_block(layer)), len(anchors) * B, len(documents) + len(anchors) * B
+        return self.mask(layer, anchors, documents), len(anchors) * B, len(documents) + len(anchors) * B
 
     shift = None
 
@@ -296,7 +324,8 @@ class DFlashDraftModel(SpeculatorModel):
         dflash_decay_gamma: float = 4.0,                   # the decay's gamma
         dpace_alpha: float = 0.5,                          # the next two as in `forward`
         max_anchors: int = 512,
-        cross_document_targets: bool | None = None,        # the last three as in `forward`, passed on where given
+        cross_document_targets: bool | None = None,        # the last four as in `forward`, passed on where given
+        serving_window: bool | None = None,
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
         **others,                                          # training arguments of other parts
@@ -304,7 +333,7 @@ class DFlashDraftModel(SpeculatorModel):
         "What `forward` gets in training and in evaluation."
         mixture = parse_loss(loss_fn)
         scheme = per_position_loss_weight or ("dpace" if list(mixture) == ["ce"] else "fixed-exp-decay")
-        given = dict(cross_document_targets=cross_document_targets, gemm_dtype=gemm_dtype, attn_impl=attn_impl)
+        given = dict(cross_document_targets=cross_document_targets, serving_window=serving_window, gemm_dtype=gemm_dtype, attn_impl=attn_impl)
         kwargs = dict(loss_config=mixture, gamma=dflash_decay_gamma, max_anchors=max_anchors, per_position_loss_weight=scheme,
                       dpace_alpha=dpace_alpha) | {k: v for k, v in given.items() if v is not None}
         return kwargs, dict(kwargs)
@@ -369,7 +398,7 @@ class DFlashDrafter:
             self.cache[i] = new if self.cache[i] is None else tuple(torch.cat([old[:, :start], add], 1) for old, add in zip(self.cache[i], new))
             keys, values = (torch.cat(pair, 1) for pair in zip(self.cache[i], layer.self_attn.key_value(x, slots)))
             mask = None
-            if layer.window is not None:          # the engine's: counted from each slot, in both directions where the block is bidirectional
+            if layer.window is not None:          # `serving_window`
                 mask = keys_at > own - layer.window
                 mask &= keys_at <= own if model.causal_in_block(layer) else keys_at < own + layer.window
             q = layer.self_attn.query(x, slots)

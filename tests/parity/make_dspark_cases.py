@@ -239,7 +239,9 @@ def check(folder):
 
 def load(folder):
     """Upstream's own `from_pretrained` on a checkpoint, then one forward pass with the batch and arguments beside it."""
-    model = DSparkDraftModel.from_pretrained(folder)
+    config = DSparkSpeculatorConfig.from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "sdpa"            # the default one does not train on a CPU
+    model = DSparkDraftModel.from_pretrained(folder, config=config)
     args = json.loads((folder / "call.json").read_text())
     out = run(model.train(), load_file(folder / "inputs.safetensors"), DSparkDraftModel.get_trainer_kwargs(**args, loss_implementation="eager")[0])
     print(json.dumps(dict(loss=out["loss"].item(), metrics={k: float(v) for k, v in out["metrics"].items()})))

@@ -5,9 +5,10 @@ Runs only in an environment that holds upstream (see README.md beside the fixtur
     python tests/parity/make_peagle_cases.py                    # write every case into tests/fixtures/
     python tests/parity/make_peagle_cases.py qwen3_full         # one of them
     python tests/parity/make_peagle_cases.py --check tests/fixtures/peagle tests/fixtures/peagle_*
-    python tests/parity/make_peagle_cases.py --load FOLDER      # upstream reads our checkpoint, and prints its loss on our batch
+    python tests/parity/make_peagle_cases.py --load FOLDER      # a checkpoint folder with inputs.safetensors and call.json in it
 
-`--load` takes a folder with a checkpoint of ours and the inputs.safetensors and numbers.json (loss, kwargs) that we got with it.
+`--check` rebuilds each model from its folder's config and weights, runs it again and prints the largest difference. `--load` lets upstream
+read a checkpoint that we wrote and prints its loss and metrics as JSON (`tests/parity/peagle_round_trip.py` compares them).
 """
 import argparse
 import json
@@ -203,16 +204,15 @@ def check(folder):
     return max(diff.values())
 
 
-def load_ours(folder):
-    """Relative difference between upstream's loss on our checkpoint and the loss that we got."""
-    model, want = PEagleDraftModel.from_pretrained(folder), json.loads((folder / "numbers.json").read_text())
-    call = PEagleDraftModel.get_trainer_kwargs(**want["kwargs"], loss_implementation="eager", loss_fn=want.get("loss_fn", "kl_div"))[0]
-    model.config.transformer_layer_config._attn_implementation = "sdpa"
+def load(folder):
+    """A checkpoint of ours in upstream's hands: loss and metrics on the inputs beside it, as one line of JSON."""
+    args = json.loads((folder / "call.json").read_text())
+    config, call = PEagleSpeculatorConfig.from_pretrained(folder), PEagleDraftModel.get_trainer_kwargs(**args)[0]
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    model = PEagleDraftModel.from_pretrained(folder, config=config)
     with torch.no_grad():
-        got = run(model.float(), load_file(folder / "inputs.safetensors"), call)
-    worst = max(abs(float(got["metrics"][k]) - v) for k, v in want["metrics"].items() if k in got["metrics"] and "acc" in k)
-    print(f"{folder.name}: upstream {got['loss'].item():.7f}, ours {want['loss']:.7f}, accuracies differ by {worst:g}")
-    return abs(got["loss"].item() / want["loss"] - 1) + worst
+        out = run(model.float(), load_file(folder / "inputs.safetensors"), call)
+    print(json.dumps(dict(loss=out["loss"].item(), metrics={k: float(v) for k, v in out["metrics"].items()})))
 
 
 if __name__ == "__main__":
@@ -223,8 +223,12 @@ if __name__ == "__main__":
     opt = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    if opt.check or opt.load:
-        sys.exit(max((check if opt.check else load_ours)(Path(f).resolve()) for f in opt.names) > 1e-5)
+    if opt.load:
+        for f in opt.names:
+            load(Path(f).resolve())
+        sys.exit()
+    if opt.check:
+        sys.exit(max(check(Path(f).resolve()) for f in opt.names) > 1e-5)
     for arch in CONFIGS:
         write_verifier(FIXTURES, arch)
     os.chdir(FIXTURES)                                                       # configurations name their verifier by its folder
