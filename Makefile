@@ -20,7 +20,7 @@ QUIET := > >(grep --line-buffered -E '^ *Downloading .* MB\)|^Installing' | cut 
 	2> >(grep --line-buffered -v -E '^WARNING: Location .* is ignored' >&2)
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 
-.PHONY: help demo test lint sync notebooks-test pytest nbdev2 lab docs browser-test vllm-test bench verifier answers corpus notebooks export \
+.PHONY: help demo test lint sync notebooks-test pytest nbdev2 lab docs browser-test vllm-test bench compare verifier answers corpus notebooks export \
 	readme format hooks env env-dev clean force
 .DEFAULT_GOAL := help
 
@@ -65,6 +65,9 @@ vllm-test: .venv/.run  ## checkpoints of ours in the real vLLM on the CPU, token
 
 bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own
 	for f in benchmarks/*/run.py; do echo "== $$f"; $(BIN)/python "$$f" || exit; done
+
+compare: .venv/.dev  ## every family of drafters on one training budget; results in benchmarks/drafters/results
+	$(OFFLINE) $(BIN)/python benchmarks/drafters/run.py
 
 corpus: .venv/.run  ## write data/corpus again (the same bytes)
 	$(BIN)/python -m speculators_nb.data_generation.corpus

@@ -77,6 +77,16 @@ def test_demo_mirrors_the_library():
     assert [(p.name, p.default) for p in shell] == [(p.name, p.default) for p in library]
 
 
+@pytest.mark.parametrize("algorithm,given,arch", [("eagle3", (), "llama"), ("dflash", (), "qwen3"), ("dflash", ("--draft-arch", "llama"), "llama"), ("medusa", (), "llama")])
+def test_layers_that_an_algorithm_needs_are_its_default(tmp_path, monkeypatch, algorithm, given, arch):
+    from speculators_nb.train import drafter
+    asked = {}
+    (tmp_path / "data_config.json").write_text('{"model": {"target_model_path": "somewhere"}}')
+    monkeypatch.setattr(drafter, "train_drafter", lambda data, out, verifier, algorithm, draft_arch, *args, **kwargs: asked.update(arch=draft_arch, verifier=verifier))
+    run("train", tmp_path, tmp_path / "out", "--algorithm", algorithm, *given)
+    assert asked == dict(arch=arch, verifier="somewhere")
+
+
 # --- mistakes -----------------------------------------------------------------------------------------------------------
 
 @pytest.fixture

@@ -85,6 +85,10 @@ def test_equal_budgets(clone):
     spent = table.mflops_per_token * 1e6 * table.epochs * sum(FeatureDataset(features).lengths)
     assert (abs(spent / 3e9 - 1) < .15).all(), spent                # a whole number of steps
     assert table.steps["mlp"] > table.steps["eagle3"]
+    weights = clone / "drafters/mlp/model.safetensors"
+    before = weights.stat().st_mtime_ns
+    again = experiment.train_equally(clone / "drafters", 3e9, few, k=2, features=features, total_seq_len=256)
+    assert again.equals(table) and weights.stat().st_mtime_ns == before            # kept
     drafter = SpeculatorModel.from_pretrained(clone / "drafters/eagle3").drafter()
     assert drafter.trained_tokens == 2
     measured = experiment.measure_heldout({"eagle3": drafter}, k=2, n_prompts=2, max_new_tokens=12, domains=(experiment.FREE_CHOICE,))
