@@ -13,6 +13,7 @@ from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Ge
 
 from speculators_nb.config import SpeculatorsConfig, VerifierConfig
 from speculators_nb.decode import accept
+from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import NoDrafter, Trace, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -184,6 +185,25 @@ def test_trees_and_batches_leave_greedy_output_alone(verifiers, family):
         assert [g.tokens for g in together] == truths
         alone = [generate(v, drafter, p, max_new_tokens=24, k=3, eos_token_ids=[EOS]) for p in PROMPTS]
         assert together == alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_model_of_every_family(verifiers, family):
+    """A random llama, and the verifier itself: the text is the verifier's, and a perfect draft model is never wrong. Alone and in a batch."""
+    v = verifiers[family]
+    truths = [hf_greedy(v, p, 24) for p in PROMPTS]
+    for model, perfect in ((verifiers["llama"].model, family == "llama"), (v.model, True)):
+        drafter = DraftModel(model, v)
+        alone = [generate(v, drafter, p, max_new_tokens=24, k=3, eos_token_ids=[EOS]) for p in PROMPTS]
+        assert [g.tokens for g in alone] == truths
+        assert not perfect or all(s.accepted == len(s.draft) for g in alone for s in g.steps)
+        assert generate(v, drafter, PROMPTS, max_new_tokens=24, k=3, eos_token_ids=[EOS]) == alone
+
+
+def test_a_draft_model_speaks_the_verifiers_words(verifier):
+    other = LlamaForCausalLM(LlamaConfig(**SHAPE | dict(vocab_size=VOCAB + 2)))
+    with pytest.raises(ValueError, match=f"vocab_size {VOCAB + 2}, the verifier {VOCAB}"):
+        DraftModel(other, verifier)
 
 
 def test_a_batch_of_one_and_a_changing_k(verifier):

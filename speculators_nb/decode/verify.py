@@ -34,7 +34,7 @@ def layout(
     behind = start + m - 1
     return Layout(torch.cat([unread, tree.tokens]), torch.cat([torch.arange(start, start + m, device=unread.device), behind + tree.depth]), sees, m)
 
-# %% ../../nbs/decode/01b_verify.ipynb #855e1fbf
+# %% ../../nbs/decode/01b_verify.ipynb #622a20a3
 class Context:
     "What the verifier has read of B requests: the cache, and the position that each of its slots holds."
     def __init__(self,
@@ -51,6 +51,14 @@ class Context:
     def lengths(self) -> list[int]: # positions read of each request
         "How much of each request is in the cache."
         return (self.at >= 0).sum(1).tolist()
+
+    def forget(self,
+        length: int, # positions to keep; one request only
+    ):
+        "Cut a request back to its beginning."
+        if length < self.at.shape[1]:
+            crop_cache(self.cache, length)
+            self.at = self.at[:, :length]
 
     def read(self,
         unread: list[Tensor],   # B rows [m_b], decided tokens that are not in the cache
