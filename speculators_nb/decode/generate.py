@@ -196,6 +196,8 @@ def generate(
         read = context.read([r.tokens[r.read:] for r in active], [draft for _, draft in drafts])
         paths = [r.decide(rule, asked, draft, logits, hidden[:, columns], eos_token_ids) for r, (asked, draft), (logits, hidden) in zip(active, drafts, read)]
         going = [i for i, r in enumerate(active) if r.finish_reason is None]
+        for r in active:
+            if r.finish_reason and hasattr(r.drafter, "finish"): r.drafter.finish(r.tokens)
         active = [active[i] for i in going]
         if active: context.keep(paths, going)
     done = [Generation(r.prompt, r.tokens.tolist()[len(r.prompt):], r.steps, r.finish_reason) for r in requests]
