@@ -154,7 +154,7 @@ def prefix_rows(
     last = torch.full_like(run, -1, memory_format=torch.contiguous_format).scatter_reduce_(1, run, torch.where(later, at, -1), "amax")
     return at <= last.gather(1, run)
 
-# %% ../../nbs/models/07_mtp.ipynb #0c8ac891
+# %% ../../nbs/models/07_mtp.ipynb #e4ea2f8c
 @SpeculatorModel.register("mtp")
 class MTPDraftModel(SpeculatorModel):
     "One layer that predicts the token after next, applied to its own output (FastMTP, [2509.18362](https://arxiv.org/abs/2509.18362)); embedding and head are the verifier's."
@@ -250,7 +250,7 @@ class MTPDraftModel(SpeculatorModel):
         step_weights: list | None = None,           # K weights of the steps' mean losses; None: 1 each, or as the next argument says
         step_weight_beta: float | None = None,      # weights beta^k that sum to 1, for as many steps as the config says
         as_served: bool = False,                    # True: a step sees the past as the first step saw it, as a key-value cache has it; False: as this step sees it (upstream)
-        cross_document_targets: bool = False,       # True: upstream's rows and metrics
+        cross_document_targets: bool = False,       # True: upstream's rows and metrics, to compare; the trainer takes metrics in pairs only
         lean: bool = True,                          # False: the dense definition, which also returns logits
         gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
