@@ -93,7 +93,7 @@ class ConfidenceHead(nn.Module):
     ) -> torch.Tensor: # [...]
         return self.proj(hidden if embeds is None else torch.cat([hidden, embeds], -1))[..., 0]
 
-# %% ../../nbs/models/06_dspark.ipynb #5fa154bd
+# %% ../../nbs/models/06_dspark.ipynb #ea67206a
 @SpeculatorModel.register("dspark")
 class DSparkDraftModel(DFlashDraftModel):
     "DSpark ([2607.05147](https://arxiv.org/abs/2607.05147)): DFlash's blocks, a Markov bias from slot to slot, and a confidence for each slot."
@@ -147,14 +147,15 @@ class DSparkDraftModel(DFlashDraftModel):
         blocks = self.blocks(loss_mask[0], documents, max_anchors, anchor_positions, anchor_valid, generator, seed, cross_document_targets, lean)
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
         hidden = self.block_hidden(self.block_tokens(ids[blocks.anchors]), self.context(hidden_states[0]), blocks.anchors, documents, positions, lean, impl, serving_window)
-        embeds = codes = bias = None
+        embeds, codes, bias, shared = None, None, None, lean and self.config.markov_head_type == "vanilla"
         if self.markov_head is not None:
             embeds = self.markov_head.markov_w1(self.previous(ids, blocks.anchors))
             codes = self.markov_head(embeds, hidden)
-            bias = codes[blocks.supervised], self.markov_head.markov_w2.weight
+            # the token in front is that of the target's row: a vanilla bias is the same for all slots that share a target
+            bias = self.markov_head.markov_w1(ids) if shared else codes[blocks.supervised], self.markov_head.markov_w2.weight
         weight = self.slot_weight(blocks.supervised, per_position_loss_weight, gamma, dpace_alpha)
         out, metrics = self.block_loss(hidden, blocks, verifier_last_hidden_states[0], mixture, weight, cross_document_targets, lean,
-                                       bias=bias, gemm_dtype=gemm_dtype, want_accept=True)
+                                       bias=bias, bias_by_target=shared, gemm_dtype=gemm_dtype, want_accept=True)
         loss, more = self._heads(out, hidden, embeds, blocks, gamma, confidence_head_alpha, cross_document_targets)
         if lean: return None, loss, metrics | more
         logits = self.lm_head(hidden) if codes is None else self.lm_head(hidden) + self.markov_head.markov_w2(codes)
