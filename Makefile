@@ -20,7 +20,7 @@ QUIET := > >(grep --line-buffered -E '^ *Downloading .* MB\)|^Installing' | cut 
 	2> >(grep --line-buffered -v -E '^WARNING: Location .* is ignored' >&2)
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 
-.PHONY: help demo test lint sync notebooks-test pytest nbdev2 lab docs browser-test vllm-test bench compare verifier answers corpus notebooks export \
+.PHONY: help demo test lint sync notebooks-test pytest nbdev2 lab docs browser-test vllm-test upstream-test bench compare verifier answers corpus notebooks export \
 	readme format hooks env env-dev clean force
 .DEFAULT_GOAL := help
 
@@ -62,6 +62,9 @@ chromium:
 
 vllm-test: .venv/.run  ## checkpoints of ours in the real vLLM on the CPU, token for token (its own environment, 3.4 GB)
 	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py
+
+upstream-test: .venv/.run  ## checkpoints of ours in speculators 0.9.0 and its in ours: the same loss (its own environment, 1.7 GB)
+	$(OFFLINE) $(BIN)/python tests/parity/check_upstream.py
 
 bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own
 	for f in benchmarks/*/run.py; do echo "== $$f"; $(BIN)/python "$$f" || exit; done

@@ -47,16 +47,17 @@ def chunks(
     order: torch.Tensor, # [T'] targets, from `target_slots`
     slots: list,         # likewise
     size: int,           # wanted rows of logits a chunk
+    each: int = 1,       # rows that a target takes by itself
 ) -> list: # of (target positions a:b, the slots' rows between them)
     "Cut the targets where they and their rows fill a chunk."
-    ends = 1 + torch.arange(len(order), device=order.device)
+    ends = each * torch.arange(1, len(order) + 1, device=order.device)
     for s in slots: ends += torch.arange(1, len(order) + 1, device=order.device).clamp_max(len(s))
     cuts = torch.cumsum(torch.unique_consecutive((ends - 1) // size, return_counts=True)[1], 0).tolist()
     return [(a, b, [s[a:b] for s in slots if len(s) > a]) for a, b in zip([0, *cuts], cuts)]
 
 class _ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, extra, extra_head, head, target_head, target_hidden, target_of_row, weight, mixture, chunk, dtype, want_accept):
+    def forward(ctx, hidden, extra, extra_head, head, target_head, target_hidden, target_of_row, weight, mixture, chunk, dtype, want_accept, by_target):
         n, dev = len(hidden), hidden.device
         want_grad = any(ctx.needs_input_grad[:3])
         grad, *extra_grads = (None if x is None or not want_grad else torch.zeros_like(x) for x in (hidden, extra, extra_head))
@@ -66,38 +67,46 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         targets = target_head.norm(target_hidden[order]).to(dtype)
         w_draft = head.to(dtype)
         w_target = w_draft if target_head.weight is head else target_head.weight.to(dtype)
-        plan = chunks(order, slots, chunk)
+        plan = chunks(order, slots, chunk, 2 if by_target else 1)
         tile = chunk if dev.type == "cuda" else max(1, TILE_BYTES // (4 * len(head)))
-        largest = max((b - a + sum(map(len, members)) for a, b, members in plan), default=0)
+        largest = max(((b - a) * (2 if by_target else 1) + sum(map(len, members)) for a, b, members in plan), default=0)
         logits = hidden.new_empty(largest, len(head), dtype=dtype)     # the only large buffer
         for a, b, members in plan:
             r = torch.cat(members)
-            z = logits[:b - a + len(r)]
+            z, z_bias = logits[:b - a + len(r)], logits[b - a + len(r):2 * (b - a) + len(r)] if by_target else None
             if w_target is w_draft: torch.mm(torch.cat([targets[a:b], hidden[r].to(dtype)]), w_draft.T, out=z)
             else:
                 torch.mm(targets[a:b], w_target.T, out=z[:b - a])
                 torch.mm(hidden[r].to(dtype), w_draft.T, out=z[b - a:])
-            if extra is not None: z[b - a:].addmm_(extra[r].to(dtype), extra_head.T.to(dtype))
+            if by_target: torch.mm(extra[order[a:b]].to(dtype), extra_head.T.to(dtype), out=z_bias)
+            elif extra is not None: z[b - a:].addmm_(extra[r].to(dtype), extra_head.T.to(dtype))
             z_target, *z_drafts = z.split([b - a, *map(len, members)])
             for i in range(0, b - a, tile):
                 p = Law(target_head.finish(z_target[i:i + tile].float()))
+                tile_bias, tile_grad = (z_bias[i:i + tile].float(), torch.zeros_like(p.logits)) if by_target else (None, None)
                 for slot, z_draft in zip(members, z_drafts):
                     at, z_at = slot[i:i + tile], z_draft[i:i + tile]   # a prefix of the tile's targets: fewer rows, or none, at the end
                     if not len(at): break
-                    q = Law(z_at.float())
+                    q = Law(z_at.float() if not by_target else z_at.float() + tile_bias[:len(at)])
                     shared = p if len(at) == len(p.logits) else p.first(len(at))
                     terms, g = loss_and_grad(shared, q, mixture, want_grad)
                     for name, value in terms.items(): rows[name][at] = value
                     correct[at] = q.logits.gather(-1, shared.argmax[:, None])[:, 0] >= q.top
                     if want_accept: accept[at] = overlap(shared, q)
-                    if want_grad: z_at.copy_(g)                        # the gradient takes the logits' place
+                    if want_grad:
+                        z_at.copy_(g)                                  # the gradient takes the logits' place
+                        if by_target: tile_grad[:len(at)].addcmul_(g, weight[at, None])
+                if by_target and want_grad: z_bias[i:i + tile] = tile_grad
             if want_grad:
                 grad[r] = (z[b - a:] @ w_draft).to(grad.dtype)
-                if extra is not None:
+                if by_target:
+                    extra_grads[0][order[a:b]] = (z_bias @ extra_head.to(dtype)).to(extra.dtype)
+                    extra_grads[1] += (z_bias.T @ extra[order[a:b]].to(dtype)).to(extra_head.dtype)
+                elif extra is not None:
                     extra_grads[0][r] = (z[b - a:] @ extra_head.to(dtype)).to(extra.dtype)
                     extra_grads[1] += (z[b - a:].T @ (extra[r] * weight[r, None]).to(dtype)).to(extra_head.dtype)
         if callable(weight): weight = weight(rows)
-        for g in (grad, *extra_grads[:1]):
+        for g in (grad, *extra_grads[:not by_target]):
             if g is not None: g *= weight[:, None].to(g.dtype)
         ctx.save_for_backward(grad, *extra_grads)
         loss = sum((w * (weight * rows[name]).sum() for name, w in mixture.items()), torch.zeros((), device=dev))
@@ -106,7 +115,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
-        return *(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors), *[None] * 9
+        return *(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors), *[None] * 10
 
 def head_loss(
     hidden: torch.Tensor,            # [N, H] rows of the drafter that carry loss, after its own final norm; gradients flow
@@ -120,20 +129,21 @@ def head_loss(
     gemm_dtype: torch.dtype | None = None, # of the three head products (e.g. torch.bfloat16); None: that of `hidden`
     chunk: int | None = None,        # rows of logits a chunk; None: `chunk_rows`
     want_accept: bool = False,       # also return the acceptance probability of each row
+    bias_by_target: bool = False,    # e is [T, r], one row for each target: rows that share a target share its bias, which is then multiplied out once
 ) -> HeadLoss:
     """Weighted sum of distribution losses between the drafter's rows and the verifier's, never holding more than one [chunk, Vd] buffer.
     The gradient in `hidden` is formed on the way forward; head and targets get none."""
     extra, extra_head = bias or (None, None)
     if bias is not None and callable(weight):     # the gradient of w sums over rows: their weights must be known first
-        with torch.no_grad(): weight = weight(head_loss(hidden, head, target_head, target_hidden, target_of_row, hidden.new_zeros(len(hidden)), mixture, bias, gemm_dtype, chunk).rows)
+        with torch.no_grad(): weight = weight(head_loss(hidden, head, target_head, target_hidden, target_of_row, hidden.new_zeros(len(hidden)), mixture, bias, gemm_dtype, chunk, bias_by_target=bias_by_target).rows)
     loss, correct, accept, *rows = _ChunkedHeadLoss.apply(hidden, extra, extra_head, head, target_head, target_hidden, target_of_row, weight, mixture,
-                                                         chunk or chunk_rows(len(head), hidden.device), gemm_dtype or hidden.dtype, want_accept)
+                                                         chunk or chunk_rows(len(head), hidden.device), gemm_dtype or hidden.dtype, want_accept, bias_by_target and bias is not None)
     return HeadLoss(loss, dict(zip(mixture, rows)), correct, accept)
 
-def dense_head_loss(hidden, head, target_head, target_hidden, target_of_row, weight, mixture, bias=None) -> HeadLoss:
+def dense_head_loss(hidden, head, target_head, target_hidden, target_of_row, weight, mixture, bias=None, bias_by_target=False) -> HeadLoss:
     "The same by whole tensors and autograd: the definition that `head_loss` is tested against. Arguments as there."
     logits, targets = (hidden @ head.T).float(), target_head(target_hidden)[target_of_row]
-    if bias is not None: logits = logits + (bias[0] @ bias[1].T).float()
+    if bias is not None: logits = logits + ((bias[0][target_of_row] if bias_by_target else bias[0]) @ bias[1].T).float()
     rows = row_loss(logits, targets.detach(), mixture)
     if callable(weight): weight = weight({k: v.detach() for k, v in rows.items()})
     loss = sum((weight * rows[name] * w).sum() for name, w in mixture.items())

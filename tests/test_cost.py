@@ -62,6 +62,17 @@ def test_weights_read_wherever_they_are_multiplied():
         with torch.inference_mode(): assert weights_read(model, run) == read
 
 
+class Scale(nn.Module):
+    def forward(self, w, x): return x * w.mean()
+
+
+def test_a_module_that_is_handed_a_weight_in_inference_mode():
+    "As the rotary embedding of a draft layer is, for its dtype: torch's bookkeeping by module fails there."
+    model, scale = Toy(), Scale()
+    with torch.inference_mode():
+        assert count_flops(lambda: model.a(scale(model.a.weight, torch.ones(3, 4)))) == 2 * 3 * 16
+
+
 def test_verifier_cost_by_hand(verifier):
     c = verifier.model.config
     layer = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24

@@ -284,7 +284,7 @@ def test_lean_is_dense(seed):
     for lean in (True, False):
         model.zero_grad()
         weights = dict(loss_config="ce", per_position_loss_weight="dpace") if seed % 4 == 0 else dict(loss_config={"kl_div": 1.0, "tv": 0.5})
-        _, loss, metrics = model(**batch, **weights, lean=lean)
+        _, loss, metrics = model(**batch, **weights, serving_window=seed % 3 == 0, lean=lean)
         loss.backward()
         results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
     (a, ma, ga), (b, mb, gb) = results
@@ -370,7 +370,7 @@ def block_laws(model, row, features, start, k):
     x = torch.cat([features, torch.zeros(L - len(features), features.shape[1])])
     documents, anchors = torch.zeros(L, dtype=torch.long), torch.tensor([start])
     with torch.no_grad():
-        hidden = model.block_hidden(model.block_tokens(row[anchors]), model.context(x), anchors, documents, torch.arange(L), lean=False, impl="sdpa")
+        hidden = model.block_hidden(model.block_tokens(row[anchors]), model.context(x), anchors, documents, torch.arange(L), lean=False, impl="sdpa", serving_window=True)
         logits, embeds = model.lm_head(hidden), None
         if model.markov_head is not None:
             embeds = model.markov_head.markov_w1(model.previous(row, anchors))
@@ -381,12 +381,9 @@ def block_laws(model, row, features, start, k):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_drafting_is_what_was_trained(seed):
-    "The drafter, fed in two parts, draws each token from the law that training's pass gives the slot when the drafted tokens stand in the text; confidences are those too."
+    "The drafter, fed in two parts, draws each token from the law that training's pass gives the slot when the drafted tokens stand in the text (sliding windows as the engine counts them); confidences are those too."
     shape = dict(markov_rank=5, markov_head_type=["vanilla", "gated", "rnn"][seed % 3], sample_from_anchor=seed % 2 == 0, enable_confidence_head=True, confidence_head_with_markov=True)
     model, _ = random_model(40 + seed, **shape)
-    model.config.transformer_layer_config.layer_types = ["full_attention"] * len(model.layers)   # while drafting a window is counted from each slot, as the engine counts
-    for layer in model.layers:
-        layer.window = None
     k, n, g = model.config.speculative_tokens, 12, torch.Generator().manual_seed(seed)
     tokens, features = torch.randint(29, (n,), generator=g), torch.randn(n - 1, model.fc.in_features, generator=g)
     drafter = model.drafter()

@@ -77,6 +77,21 @@ def test_low_rank_term_and_weights_from_losses(chunk, by_loss):
             assert (a - b).norm() <= 1e-5 * a.norm()
 
 
+@pytest.mark.parametrize("chunk,tile", [(1, 1), (5, 2), (100, 3), (100, 100)])
+@pytest.mark.parametrize("by_loss", [False, True])
+def test_low_rank_term_of_targets(chunk, tile, by_loss, monkeypatch):
+    "One row of the low-rank term for each target: what rows that share it give it back is added up; targets that nothing asks for get no gradient."
+    monkeypatch.setattr("speculators_nb.head_loss.TILE_BYTES", 4 * 40 * tile)
+    c, g = case(3, n=31), torch.Generator().manual_seed(4)
+    bias = [torch.randn(len(c["target_hidden"]), 5, generator=g, requires_grad=True), torch.randn(40, 5, generator=g, requires_grad=True)]
+    if by_loss:
+        c["weight"] = lambda rows: torch.exp(-rows["ce"])
+    want, got = (f(**c, mixture={"ce": 0.3, "kl_div": 1.0}, bias=bias, bias_by_target=True, **o) for f, o in ((dense_head_loss, {}), (head_loss, dict(chunk=chunk))))
+    assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5) and torch.equal(got.correct, want.correct)
+    for a, b in zip(*(torch.autograd.grad(2 * out.loss, [c["hidden"], *bias]) for out in (want, got))):
+        assert (a - b).norm() <= 1e-5 * a.norm()
+
+
 @pytest.mark.parametrize("n,chunk", [(0, 5), (1, 1), (23, 7), (23, 64)])
 @pytest.mark.parametrize("trained_head", [False, True])
 def test_token_loss_equals_whole_tensors(n, chunk, trained_head):

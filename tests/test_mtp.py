@@ -106,6 +106,19 @@ def test_extraction_is_upstreams(name, monkeypatch):
     assert model.drafter().aux_layer_ids == (4,) and model.config.num_speculative_steps == args["num_speculative_steps"]
 
 
+@pytest.mark.parametrize("name", [c for c in CASES if c != "mtp"])
+def test_upstreams_checkpoint_loads(name, tmp_path, monkeypatch):
+    "config.json and tensors as upstream saves them; the verifier gives the rest. The recorded loss comes out."
+    monkeypatch.chdir(FIXTURES)
+    _, batch, kwargs, info, folder = load_case(name)
+    shutil.copy(folder / "saved_pretrained/config.json", tmp_path)
+    state, keys = load_file(folder / "state_dict.safetensors"), json.loads((folder / "saved_pretrained_keys.json").read_text())
+    save_file({n: state[n] for n in keys}, tmp_path / "model.safetensors")
+    model = SpeculatorModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert model(**batch, **kwargs, cross_document_targets=True)[1].item() == pytest.approx(info["loss"], rel=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------ definitions
 SMALL = dict(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
 HYBRID = dict(layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,

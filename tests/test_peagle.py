@@ -8,13 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from speculators_nb.config import SpeculatorModelConfig
+from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.layers import draft_layer_config
 from speculators_nb.masks import rollouts
 from speculators_nb.model import SpeculatorModel
 from speculators_nb.models.peagle import PEagleDrafter, PEagleDraftModel, PEagleSpeculatorConfig, cod_sample
+from speculators_nb.train.trainer import train
 from speculators_nb.tree import Sampling
+from speculators_nb.verifier import Verifier
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CASES = sorted(p.name for p in FIXTURES.glob("peagle*") if (p / "inputs.safetensors").exists())
@@ -316,3 +320,76 @@ def test_what_the_engine_would_read_otherwise(tmp_path):
                           ({"transformer_layer_config": raw["transformer_layer_config"] | {"sliding_window": 3}}, "sliding_window is 3")):
         found = PEagleDraftModel.serving_violations(raw | change)
         assert len(found) == 1 and words in found[0]
+
+
+SHAPE = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=96)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    "A random verifier with strong opinions, and a random drafter of two layers for half of its words."
+    folder = tmp_path_factory.mktemp("verifier")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, initializer_range=0.3)).eval().save_pretrained(folder)
+    verifier = Verifier.from_pretrained(folder, [1, 2, 4])
+    kept = torch.arange(40) % 2 == 0
+    model = PEagleDraftModel.from_training_args(draft_layer_config(verifier.model.config, num_layers=2), kept, kept.nonzero()[:, 0] - torch.arange(20), verifier_name_or_path=str(folder),
+                                                target_layer_ids=[1, 2, 4], mask_token_id=39, num_depths=4)
+    return verifier, model
+
+
+@pytest.mark.filterwarnings("ignore:k=7 drafts more")
+def test_greedy_text_is_the_verifiers(served):
+    "Whatever is drafted, in blocks of any length, alone or together."
+    verifier, model = served
+    prompts = [torch.randint(40, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 2, 7, 12)]
+    plain = [generate(verifier, NoDrafter(), p, max_new_tokens=30).tokens for p in prompts]
+    for k in (1, 2, 4, 7):
+        assert [generate(verifier, model.drafter(), p, max_new_tokens=30, k=k).tokens for p in prompts] == plain
+    assert [g.tokens for g in generate(verifier, model.drafter(), prompts, max_new_tokens=30, k=4)] == plain
+
+
+def test_guesses_follow_the_law_that_is_handed_over(served):
+    "3000 draws of a block of three: each position by the law in `probs` (chi-squared, 19 degrees of freedom: above 50 in one of 7000 runs), the positions independent of each other."
+    _, model = served
+    g = torch.Generator().manual_seed(0)
+    drafter, tokens, features = model.drafter(), torch.randint(40, (6,), generator=g), torch.randn(5, 96, generator=g)
+    trees = []
+    for _ in range(3000):
+        drafter.reset()
+        trees.append(drafter.propose(tokens, features, 3, Sampling(1.5, g)))
+    law, drawn = trees[0].probs, torch.stack([t.tokens for t in trees])
+    assert all(torch.equal(t.probs, law) for t in trees[:10]) and not law[:, 1::2].any() and torch.allclose(law.sum(-1), torch.ones(3))
+    for j in range(3):
+        expected = law[j, ::2] * len(drawn)
+        assert ((torch.bincount(drawn[:, j], minlength=40)[::2] - expected) ** 2 / expected.clamp_min(1e-9)).sum() < 50
+    likely = law.argmax(-1)
+    both = ((drawn[:, 0] == likely[0]) & (drawn[:, 1] == likely[1])).float().mean()
+    assert abs(both - law[0].max() * law[1].max()) < 4 * (0.25 / len(drawn)) ** 0.5
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(served, tmp_path):
+    "Sampling, gradients by rows and the optimizer's state all come back with a checkpoint."
+    _, model = served
+    start = {n: w.clone() for n, w in model.state_dict().items()}
+    g = torch.Generator().manual_seed(0)
+    samples = [dict(input_ids=torch.randint(40, (12,), generator=g), loss_mask=torch.arange(12) > 3, hidden_states=torch.randn(12, 96, generator=g),
+                    verifier_last_hidden_states=torch.randn(12, 32, generator=g)) for _ in range(12)]
+    options = dict(total_seq_len=24, num_train_epochs=2, save_strategy="steps", save_steps=4, learning_rate=1e-2, num_depths=4, max_anchors=8, disable_tqdm=True, optimizer="muon")
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                raise KeyboardInterrupt
+
+    def fresh(seed):
+        model.load_state_dict(start)
+        torch.manual_seed(seed)
+        return model.train()
+
+    whole = {n: p.clone() for n, p in train(fresh(0), samples, output_dir=str(tmp_path / "whole"), **options).model.named_parameters()}
+    with pytest.raises(KeyboardInterrupt):
+        train(fresh(0), samples, output_dir=str(tmp_path / "cut"), callbacks=[Stop()], **options)
+    resumed = train(fresh(9), samples, output_dir=str(tmp_path / "cut"), resume_from_checkpoint=True, **options)
+    assert all(torch.equal(p, whole[n]) for n, p in resumed.model.named_parameters())
+    assert not torch.equal(whole["embed_tokens.weight"][39], start["embed_tokens.weight"][39]) and not torch.equal(whole["mask_hidden"], start["mask_hidden"])

@@ -25,11 +25,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from worker import ALGORITHMS, AUX, HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, VOCAB, configuration, prepare, training_of
 from safetensors.torch import load_file
+from worker import ALGORITHMS, AUX, HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, VOCAB, configuration, prepare, training_of
 
 HERE = Path(__file__).resolve().parent
-VENV = HERE.parent / ".venv-upstream"
+sys.path.insert(0, str(HERE.parent))
+from upstream import upstream_python  # noqa: E402
 WINDOW = 2048
 DOCUMENTS = {2048: [704, 512, 384, 256, 192], 4096: [1024, 768, 640, 512, 448, 320, 256, 128]}
 
@@ -46,27 +47,9 @@ CASES = dict([
     *(case("eagle3", length, draft, prompt=0.5) for length in DOCUMENTS for draft in (8000, VOCAB)),
     case("peagle", 2048, 8000), case("peagle", 2048, VOCAB), case("mtp", 2048, VOCAB),
     case("dflash", 2048, VOCAB, 128), case("dflash", 2048, VOCAB, 512), case("dspark", 2048, VOCAB, 128), case("dspark", 2048, VOCAB, 512)])
-UPSTREAM = ["speculators==0.9.0", "hs-connectors==0.9.0"]
-UPSTREAM_DEPENDENCIES = ["accelerate", "aiohttp", "click", "datasets", "httpx", "loguru", "openai", "pydantic-settings", "psutil",
-                         "protobuf", "rich", "typer"]                          # torchvision and torchaudio are never imported here
 
 
 # ------------------------------------------------------------------------------------------------------------ environments
-def upstream_python():
-    """The interpreter of benchmarks/.venv-upstream, made on the first call, with our versions of torch and transformers."""
-    import transformers
-    python = VENV / "bin" / "python"
-    if not (VENV / ".complete").exists():
-        print(f"making the upstream environment in {VENV.relative_to(HERE.parents[1])}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, f"torch=={torch.__version__.split('+')[0]}", f"transformers=={transformers.__version__}",
-                        *UPSTREAM_DEPENDENCIES], check=True)
-        subprocess.run([*pip, "--no-deps", *UPSTREAM], check=True)
-        (VENV / ".complete").touch()
-    return python
-
-
 def environment():
     return os.environ | dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 

@@ -25,7 +25,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, AUX, VOCAB = 256, 4, 2, 64, 704
 SEED = 7
 
 # What each algorithm trains with here: upstream's command-line defaults, but that the loss is the eager one. `config` and `layer` override
-# entries of config.json and of its transformer_layer_config; `tokens` are drafted at a time.
+# entries of config.json and of its transformer_layer_config, `ours` adds to our forward arguments; `tokens` are drafted at a time.
 ALGORITHMS = {
     "eagle3": dict(
         prefix="Eagle3", layers=1, tokens=3, training=dict(ttt_steps=3, ttt_step_loss_decay=1.0, loss_fn="kl_div"),
@@ -46,6 +46,7 @@ ALGORITHMS = {
                     markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True)),
     "mtp": dict(
         prefix="MTP", layers=1, tokens=3, training=dict(num_speculative_steps=3, step_weight_beta=0.6),
+        ours=dict(cross_document_targets=True),                              # upstream leaves out the row's last rows
         config=dict(num_nextn_predict_layers=1),
         layer=dict(num_hidden_layers=4, layer_types=["full_attention"] * 4, use_sliding_window=False, sliding_window=None)),
 }
@@ -205,7 +206,7 @@ def load_ours(folder, case, batch):
     config = SpeculatorModelConfig.from_pretrained(folder)
     model_class = SpeculatorModel.registered_model_class_from_config(config)
     call, _ = model_class.get_trainer_kwargs(**training_of(case))
-    return model_class(config).train(), call, batch
+    return model_class(config).train(), call | ALGORITHMS[case["algorithm"]].get("ours", {}), batch
 
 
 def load_ours_bf16(folder, case, batch):

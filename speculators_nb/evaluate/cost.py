@@ -18,15 +18,26 @@ from ..decode.generate import generate
 from ..tree import Drafter
 from ..verifier import Verifier, crop_cache
 
-# %% ../../nbs/evaluate/02_cost.ipynb #c7d88459
+# %% ../../nbs/evaluate/02_cost.ipynb #8d3d3574
 _ALSO = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1],      # from the operands' shapes
          torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)}
+
+class _NoModules:
+    "In place of the counter's bookkeeping by module, which fails where a module is handed a weight in inference mode."
+    parents = {"Global"}
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+
+def _counter(mapping):
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    counter.mod_tracker = _NoModules()
+    return counter
 
 def count_flops(
     run, # function without arguments
 ) -> int: # floating-point operations of the matrix products in `run()`, backward passes included
     "Count what a call computes."
-    with FlopCounterMode(display=False, custom_mapping=_ALSO) as counter: run()
+    with _counter(_ALSO) as counter: run()
     return counter.get_total_flops()
 
 def training_flops(
@@ -42,7 +53,7 @@ def training_flops(
     model.train(training)
     return flops / int((batch["document_ids"] >= 0).sum())
 
-# %% ../../nbs/evaluate/02_cost.ipynb #1cf192a4
+# %% ../../nbs/evaluate/02_cost.ipynb #5b4400e2
 class Metered:
     "A drafter whose proposals are measured (the `tree.Drafter` protocol)."
     def __init__(self, drafter: Drafter, measure):
@@ -77,7 +88,7 @@ def weights_read(
     own = {w.untyped_storage().data_ptr() for w in model.parameters()}
     def operands(*args, out_val=None, **kwargs): return sum(a.numel() for a in args if isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() in own)
     operands._get_raw = True      # the counter hands over tensors instead of shapes
-    with FlopCounterMode(display=False, custom_mapping=dict.fromkeys([*flop_registry, *_ALSO], operands)) as counter: run()
+    with _counter(dict.fromkeys([*flop_registry, *_ALSO], operands)) as counter: run()
     return counter.get_total_flops()
 
 def verifier_cost(

@@ -18,7 +18,7 @@ from ..tree import Sampling, TokenTree
 from ..vocab import scatter_probs
 from ..weights import block_decay
 
-# %% ../../nbs/models/06_dspark.ipynb #6380804d
+# %% ../../nbs/models/06_dspark.ipynb #bf7c6973
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 @SpeculatorModelConfig.register("dspark")
@@ -38,7 +38,7 @@ class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
         if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
             raise ValueError("confidence_head_with_markov=True reads the Markov head's embedding, but markov_rank=0; set confidence_head_with_markov=False")
 
-# %% ../../nbs/models/06_dspark.ipynb #77fa760b
+# %% ../../nbs/models/06_dspark.ipynb #d77e11a5
 class MarkovHead(nn.Module):
     """A bias on a slot's logits that depends on the token in front: W2 · code, with code = W1[previous] as it is ("vanilla"), gated by the hidden state ("gated"), or read from a state that
     runs along the block ("rnn"). The rank r keeps it small: r·(V + Vd) numbers instead of V·Vd ([2607.05147](https://arxiv.org/abs/2607.05147))."""
@@ -93,7 +93,7 @@ class ConfidenceHead(nn.Module):
     ) -> torch.Tensor: # [...]
         return self.proj(hidden if embeds is None else torch.cat([hidden, embeds], -1))[..., 0]
 
-# %% ../../nbs/models/06_dspark.ipynb #e7590339
+# %% ../../nbs/models/06_dspark.ipynb #ea67206a
 @SpeculatorModel.register("dspark")
 class DSparkDraftModel(DFlashDraftModel):
     "DSpark ([2607.05147](https://arxiv.org/abs/2607.05147)): DFlash's blocks, a Markov bias from slot to slot, and a confidence for each slot."
@@ -136,6 +136,7 @@ class DSparkDraftModel(DFlashDraftModel):
         dpace_alpha: float = 0.5,
         confidence_head_alpha: float = 1.0,         # weight of the confidence loss
         cross_document_targets: bool = False,       # True: upstream's behaviour, a block may run into the next document
+        serving_window: bool = False,               # True: a sliding window moves on with the slots, as vLLM's does; False: it stays at the anchor, as upstream trains
         lean: bool = True,                          # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
@@ -145,15 +146,16 @@ class DSparkDraftModel(DFlashDraftModel):
         positions = torch.arange(len(ids), device=ids.device) if position_ids is None else position_ids[0]
         blocks = self.blocks(loss_mask[0], documents, max_anchors, anchor_positions, anchor_valid, generator, seed, cross_document_targets, lean)
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
-        hidden = self.block_hidden(self.block_tokens(ids[blocks.anchors]), self.context(hidden_states[0]), blocks.anchors, documents, positions, lean, impl)
-        embeds = codes = bias = None
+        hidden = self.block_hidden(self.block_tokens(ids[blocks.anchors]), self.context(hidden_states[0]), blocks.anchors, documents, positions, lean, impl, serving_window)
+        embeds, codes, bias, shared = None, None, None, lean and self.config.markov_head_type == "vanilla"
         if self.markov_head is not None:
             embeds = self.markov_head.markov_w1(self.previous(ids, blocks.anchors))
             codes = self.markov_head(embeds, hidden)
-            bias = codes[blocks.supervised], self.markov_head.markov_w2.weight
+            # the token in front is that of the target's row: a vanilla bias is the same for all slots that share a target
+            bias = self.markov_head.markov_w1(ids) if shared else codes[blocks.supervised], self.markov_head.markov_w2.weight
         weight = self.slot_weight(blocks.supervised, per_position_loss_weight, gamma, dpace_alpha)
         out, metrics = self.block_loss(hidden, blocks, verifier_last_hidden_states[0], mixture, weight, cross_document_targets, lean,
-                                       bias=bias, gemm_dtype=gemm_dtype, want_accept=True)
+                                       bias=bias, bias_by_target=shared, gemm_dtype=gemm_dtype, want_accept=True)
         loss, more = self._heads(out, hidden, embeds, blocks, gamma, confidence_head_alpha, cross_document_targets)
         if lean: return None, loss, metrics | more
         logits = self.lm_head(hidden) if codes is None else self.lm_head(hidden) + self.markov_head.markov_w2(codes)
@@ -213,13 +215,16 @@ class DSparkDraftModel(DFlashDraftModel):
         dpace_alpha: float = 0.5,                          # the next three as in `forward`
         max_anchors: int = 512,
         confidence_head_alpha: float = 1.0,
-        cross_document_targets: bool | None = None,        # the last three as in `forward`, passed on where given
+        cross_document_targets: bool | None = None,        # the last four as in `forward`, passed on where given
+        serving_window: bool | None = None,
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
         **others,                                          # training arguments of other parts
     ) -> tuple: # (kwargs of `forward` in training, in evaluation)
         "What `forward` gets in training and in evaluation."
-        kwargs, _ = DFlashDraftModel.get_trainer_kwargs(loss_fn, per_position_loss_weight, dflash_decay_gamma, dpace_alpha, max_anchors, cross_document_targets, gemm_dtype, attn_impl)
+        kwargs, _ = DFlashDraftModel.get_trainer_kwargs(
+            loss_fn=loss_fn, per_position_loss_weight=per_position_loss_weight, dflash_decay_gamma=dflash_decay_gamma, dpace_alpha=dpace_alpha, max_anchors=max_anchors,
+            cross_document_targets=cross_document_targets, serving_window=serving_window, gemm_dtype=gemm_dtype, attn_impl=attn_impl)
         kwargs["confidence_head_alpha"] = confidence_head_alpha
         return kwargs, dict(kwargs)
 
@@ -250,7 +255,7 @@ class DSparkDraftModel(DFlashDraftModel):
         "This model as a `tree.Drafter`."
         return DSparkDrafter(self, confidence_threshold)
 
-# %% ../../nbs/models/06_dspark.ipynb #660efc61
+# %% ../../nbs/models/06_dspark.ipynb #213b258b
 class DSparkDrafter(DFlashDrafter):
     """One pass for the states of all slots, then word by word: the bias of the token just drafted, the next token (the `tree.Drafter` protocol).
     Errors: ValueError for a threshold outside [0, 1] or without a confidence head."""

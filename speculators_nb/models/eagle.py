@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['EagleSpeculatorConfig', 'EagleSpeculator', 'law_losses', 'feature_noise', 'dynamic_tree', 'EagleDrafter']
 
-# %% ../../nbs/models/02_eagle.ipynb #e53a30c4
+# %% ../../nbs/models/02_eagle.ipynb #4ec86db9
 import copy
 import json
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..attention import attention, prefix_attention
 from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
@@ -29,9 +29,9 @@ from ..model import SpeculatorModel
 from ..supervision import chain_metrics, needed_rows, ttt_supervision
 from ..tree import Sampling, TokenTree
 from ..utils import atomic_write, resolve_checkpoint, save_tensors
-from ..verifier import find_taps
+from ..verifier import crop_cache, find_taps
 
-# %% ../../nbs/models/02_eagle.ipynb #16b8e64c
+# %% ../../nbs/models/02_eagle.ipynb #550bfa1a
 @SpeculatorModelConfig.register("eagle")
 class EagleSpeculatorConfig(SpeculatorModelConfig):
     "An EAGLE-1, EAGLE-2 or HASS drafter (HASS has `fusion_bias`)."
@@ -46,7 +46,7 @@ class EagleSpeculatorConfig(SpeculatorModelConfig):
         name = self.transformer_layer_architecture
         if name != "auto" and name not in self.architectures: self.architectures = [*self.architectures, name]
 
-# %% ../../nbs/models/02_eagle.ipynb #79d02a5e
+# %% ../../nbs/models/02_eagle.ipynb #c498d009
 @SpeculatorModel.register("eagle")
 class EagleSpeculator(SpeculatorModel):
     "EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)): the verifier's feature and the token that followed in, its next feature out."
@@ -95,9 +95,7 @@ class EagleSpeculator(SpeculatorModel):
 
     def load_verifier_weights(self, verifier: str | os.PathLike | None = None): # its folder or hub id; None: the one that the config names
         "Attach for training: read embedding, head and final norm from a verifier's files, and no more of it."
-        name = verifier or self.config.speculators_config.verifier.name_or_path
-        super().load_verifier_weights(name)
-        self.verifier_layers = text_config(AutoConfig.from_pretrained(resolve_checkpoint(name))).num_hidden_layers
+        super().load_verifier_weights(verifier)
         self.verifier_attachment_mode = "train_only"
 
     @classmethod
@@ -412,7 +410,7 @@ class EagleSpeculator(SpeculatorModel):
         "This model as a `tree.Drafter`."
         return EagleDrafter(self)
 
-# %% ../../nbs/models/02_eagle.ipynb #d3dddeca
+# %% ../../nbs/models/02_eagle.ipynb #0b874bd3
 def law_losses(steps: int) -> dict: # mixture for `losses.parse_loss`
     "What the papers ask of the laws, beside the distance of the features: EAGLE's for one step, HASS's for more."
     return {"soft_ce": 0.1} | ({"topk_ce": 1.0} if steps > 1 else {})
@@ -428,7 +426,7 @@ def feature_noise(
     drawn = torch.rand(len(document_ids), size, generator=generator, device=generator.device if generator is not None else document_ids.device)
     return (drawn.to(document_ids.device) - 0.5) * std * 512 / lengths
 
-# %% ../../nbs/models/02_eagle.ipynb #28654e27
+# %% ../../nbs/models/02_eagle.ipynb #2cbf43d6
 def dynamic_tree(
     law: Callable,            # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V] of what follows these nodes; node -1 is the last decided token
     top_k: int = 10,          # nodes expanded in a layer, and children tried for each
@@ -465,7 +463,7 @@ class EagleDrafter:
     def _read(self, tokens, features):
         "The verifier's new features into the cache, each beside the token that followed: the guess [1, H] after the last token."
         n, m = len(tokens), len(features)
-        self.cache.crop(n - 1 - m)
+        crop_cache(self.cache, n - 1 - m)
         return self._feed(tokens[n - m:], self.model.target_head.norm(features), torch.arange(n - m, n, device=tokens.device))[-1:]
 
     def _feed(self, ids, features, positions, mask=None):
@@ -510,5 +508,5 @@ class EagleDrafter:
                 for i, row, guess in zip(nodes, mask, out): seen[i], guesses[i] = row, guess
             return self.model.logits(torch.stack([guesses[i] for i in nodes])).log_softmax(-1)
         tree, _ = dynamic_tree(law, min(top_k, self.model.target_vocab_size), depth, total_tokens)
-        self.cache.crop(n - 1)
+        crop_cache(self.cache, n - 1)
         return tree
