@@ -489,9 +489,11 @@ def test_native_layout(folder, tmp_path):
     assert set(tensors) == {"fc.weight", "embed_tokens.weight", "layers.0.post_attention_layernorm.weight", *(f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"),
                             *(f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down"))}
     assert torch.equal(tensors["fc.weight"], model.fusion_fc.weight) and torch.equal(tensors["layers.0.mlp.up_proj.weight"], model.transformer.mlp.up_proj.weight)
-    assert "speculators_model_type" not in config and LlamaConfig.from_pretrained(tmp_path / "native").hidden_size == H
+    assert not {"speculators_model_type", "layer_types"} & config.keys() and LlamaConfig.from_pretrained(tmp_path / "native").hidden_size == H
     with pytest.raises(ValueError, match="fusion_bias=True: vLLM"): fresh(folder, fusion_bias=True).save_native(tmp_path / "no")
     torch.manual_seed(0)
+    slides = EagleSpeculator.from_training_args(draft_layer_config(Qwen3Config(**SHAPE), full_attention=()), verifier_name_or_path=str(folder))
+    with pytest.raises(ValueError, match="sliding window: vLLM"): slides.save_native(tmp_path / "no")
     qwen = EagleSpeculator.from_training_args(draft_layer_config(Qwen3Config(**SHAPE), "qwen3"), verifier_name_or_path=str(folder))
     with pytest.raises(ValueError, match="'qwen3': vLLM's EAGLE-1 has a Llama layer"): qwen.save_native(tmp_path / "no")
 

@@ -397,10 +397,12 @@ class EagleSpeculator(SpeculatorModel):
         extra = [name for name in ("layernorms", "fusion_bias") if getattr(self.config, name)]
         if extra: raise ValueError(f"{' and '.join(extra)}=True: vLLM's EAGLE layer has no place for it; train with {'=False, '.join(extra)}=False")
         if layer.model_type != "llama": raise ValueError(f"transformer_layer_config.model_type is {layer.model_type!r}: vLLM's EAGLE-1 has a Llama layer; train with draft_arch='llama'")
+        if self.transformer.window is not None: raise ValueError("transformer_layer_config.layer_types has a sliding window: vLLM's EAGLE-1 attends to everything; train with full attention")
         names = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
         tensors = {new + name.removeprefix(old): w for name, w in self.saved_state().items() for old, new in names.items() if name.startswith(old)}
         tensors = {name: w.detach().cpu().contiguous() for name, w in (tensors | {"embed_tokens.weight": self.embed_tokens.weight}).items()}
-        config = layer.to_dict() | dict(architectures=["LlamaForCausalLM"], num_hidden_layers=1, dtype=str(self.dtype).removeprefix("torch."))
+        config = {k: v for k, v in layer.to_dict().items() if k not in ("layer_types", "sliding_window", "use_sliding_window")}   # vLLM counts the layer from the verifier's last one on
+        config |= dict(architectures=["LlamaForCausalLM"], num_hidden_layers=1, dtype=str(self.dtype).removeprefix("torch."))
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -509,4 +511,4 @@ class EagleDrafter:
             return self.model.logits(torch.stack([guesses[i] for i in nodes])).log_softmax(-1)
         tree, _ = dynamic_tree(law, min(top_k, self.model.target_vocab_size), depth, total_tokens)
         crop_cache(self.cache, n - 1)
-        return tree
+        return TokenTree(tree.tokens.to(tokens.device), tree.parents.to(tokens.device))
