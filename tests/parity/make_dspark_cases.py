@@ -8,7 +8,7 @@ Runs only in an environment that holds upstream (see README.md beside the fixtur
     python tests/parity/make_dspark_cases.py --load FOLDER      # a checkpoint folder with inputs.safetensors and call.json beside it
 
 `--check` rebuilds each model from its folder's config and weights, runs it again and prints the largest difference. `--load` lets upstream
-read a checkpoint that we wrote and prints its loss and metrics as JSON (`tests/parity/dspark_round_trip.py` compares them).
+read a checkpoint that we wrote and prints its loss and metrics as JSON (`tests/parity/dflash_round_trip.py` compares them).
 """
 import argparse
 import json
