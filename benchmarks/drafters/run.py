@@ -29,14 +29,14 @@ TITLES = {"mean_length": "mean length", "free_choice": "free choice", "mflops_pe
           "deep": "draft, weights, 36 layers", "time": "draft, time", "verify": "verify, time", "speedup": "speed-up here", "speedup_deep": "speed-up, 36 layers"}
 
 
-def page(table, positions, budget, n_prompts):
+def page(table, positions, budget, row, n_prompts):
     "The results as a page."
     shown = table.rename(columns=TITLES).round({"training MFLOPs a token": 1, "epochs": 1, "seconds": 0})
     columns = [c for c in shown if c not in ("mean_length_low", "mean_length_high")]
     rates = positions.pivot(index=["temperature", "drafter"], columns="position", values="unconditional")
     return f"""# Drafters compared, {date.today()}
 
-Verifier `data/tiny-verifier`, training answers `data/answers`, {budget:.2g} training FLOPs each, {n_prompts} held-out prompts, 4 tokens drafted in a step. Lengths are
+Verifier `data/tiny-verifier`, training answers `data/answers`, {budget:.3g} training FLOPs each in rows of {row}, {n_prompts} held-out prompts, 4 tokens drafted in a step. Lengths are
 tokens a step, greedy; `draft` columns are a block of four in passes of the verifier over one token (36 layers: were the verifier that deep);
 times are of this machine, one thread, and swing with what else it does. Written by `make compare`.
 
@@ -56,6 +56,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=5 * BUDGET, help="training FLOPs of each drafter")
     parser.add_argument("--prompts", type=int, default=60, help="held-out prompts, at most 180")
+    parser.add_argument("--row", type=int, default=1024, help="positions in a packed row: half as many, twice the steps")
     parser.add_argument("--workers", type=int, default=2, help="processes that share the training")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, help="train these and stop")
     args = parser.parse_args()
@@ -63,15 +64,15 @@ if __name__ == "__main__":
     disable_progress_bar()
     folder = ROOT / "output/drafters"
     if args.only:
-        print(train_equally(folder, args.budget, {name: CONTENDERS[name] for name in args.only}).to_string())
+        print(train_equally(folder, args.budget, {name: CONTENDERS[name] for name in args.only}, total_seq_len=args.row).to_string())
     else:
         names = list(CONTENDERS)
-        workers = [subprocess.Popen([sys.executable, __file__, "--budget", str(args.budget), "--only", *names[i::args.workers]]) for i in range(min(args.workers, len(names)))]
+        workers = [subprocess.Popen([sys.executable, __file__, "--budget", str(args.budget), "--row", str(args.row), "--only", *names[i::args.workers]]) for i in range(min(args.workers, len(names)))]
         if any([w.wait() for w in workers]): sys.exit("a worker failed: its message is above")
-        table, measured = compare(folder, args.budget, n_prompts=args.prompts, temperatures=(0.0, 1.0))
+        table, measured = compare(folder, args.budget, n_prompts=args.prompts, temperatures=(0.0, 1.0), total_seq_len=args.row)
         results = HERE / "results"
         results.mkdir(exist_ok=True)
         for name, data in (("comparison", table.reset_index()), ("summary", measured.summary), ("positions", measured.positions)):
             data.round(4).to_csv(results / f"{name}.csv", index=False)
-        (results / "README.md").write_text(page(table, measured.positions, args.budget, args.prompts), encoding="utf-8")
+        (results / "README.md").write_text(page(table, measured.positions, args.budget, args.row, args.prompts), encoding="utf-8")
         print(table.round(2).to_string())
