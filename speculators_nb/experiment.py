@@ -169,7 +169,7 @@ def standing(
     return pd.DataFrame({"mean length": column(summary[summary.domain == "all"], "mean_length"), "on free-choice turns": column(summary[summary.domain == FREE_CHOICE], "mean_length"),
                          "first position": column(positions[positions.position == 1], "unconditional")})
 
-# %% ../nbs/61_experiment.ipynb #ffd3d006
+# %% ../nbs/61_experiment.ipynb #2db925ef
 BUDGET = 2.5e11   # training FLOPs that a core works off in some ten seconds
 CONTENDERS = {name: (name, {}) for name in SETTINGS} | {"hass": ("eagle", dict(forward_num_total=3, fusion_bias=True))}   # name -> (algorithm, arguments besides `settings`)
 
@@ -238,7 +238,7 @@ def compare(
     folder = Path(folder)
     trained = train_equally(folder, budget, contenders, k, features, **args)
     drafters = {"n-gram": NgramDrafter()} | {name: SpeculatorModel.from_pretrained(folder / name).drafter() for name in contenders}
-    measured, prices = measure_heldout(drafters, k, n_prompts, temperatures), price(drafters, k)
+    prices, measured = price(drafters, k), measure_heldout(drafters, k, n_prompts, temperatures)
     now = measured.summary[measured.summary.temperature == temperatures[0]].set_index("drafter")
     table = now[now.domain == "all"][["mean_length", "mean_length_low", "mean_length_high"]].join(now[now.domain == FREE_CHOICE].mean_length.rename("free_choice")).join(prices).join(trained)
     table["speedup"] = expected_speedup(table.mean_length, table.time, table.verify)

@@ -12,7 +12,6 @@ from speculators_nb import experiment
 from speculators_nb.data_generation.corpus import read_corpus
 from speculators_nb.data_generation.features import FeatureDataset
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.evaluate.cost import training_flops
 from speculators_nb.model import SpeculatorModel
 from transformers import AutoTokenizer
 
