@@ -89,76 +89,79 @@ def prefix_blocks(
     return blocks
 
 # %% ../nbs/core/10_attention.ipynb #760e79de
-def _scores(q, k, lo, last, first):
-    "Scores [Hkv, G, n, m] in float32 (float64 stays) of one block of queries with keys lo.., -inf outside first..last of the query."
-    g, n, d = q.shape[1:]
-    s = _wide(q.flatten(1, 2) @ k.transpose(-1, -2)).unflatten(1, (g, n))
-    key = torch.arange(lo, lo + k.shape[1], device=q.device)
-    hidden = key > last[:, None]
-    if first is not None: hidden |= key < first[:, None]
-    return s.masked_fill_(hidden, -math.inf)
+def _scores(q, k, lo, last, first, bias=None):
+    "Scores [Hkv, n, m] in float32 (float64 stays) of n queries with keys lo.., -inf outside first..last of the query; less `bias` [Hkv, n] where given."
+    s = _wide(q @ k.transpose(-1, -2) if bias is None else torch.baddbmm(bias[..., None].to(q.dtype), q, k.transpose(-1, -2), beta=-1))
+    end, begin = int(last.min()) + 1 - lo, 0 if first is None else max(int(first.max()) - lo, 0)
+    key = torch.arange(lo, lo + k.shape[1], device=q.device)       # only the fringes differ between queries
+    if end < len(key): s[..., max(end, 0):].masked_fill_(key[max(end, 0):] > last[:, None], -math.inf)
+    if begin: s[..., :begin].masked_fill_(key[:begin] < first[:, None], -math.inf)
+    return s
 
-def _own_scores(q, own_k, seen): # [Hkv, G, A, B, D], [Hkv, A, S, D] -> [Hkv, G, A, B, S]
-    s = _wide(torch.einsum("hgabd,hasd->hgabs", q, own_k))
-    return s if seen is None else s.masked_fill(~seen, -math.inf)
+def _own_scores(q, own_k, seen): # [Hkv, A, R, D], [Hkv, A, S, D] -> [Hkv, A, R, S]
+    s = _wide(q @ own_k.transpose(-1, -2))
+    return s if seen is None else s.masked_fill_(~seen, -math.inf)
 
 class _PrefixOwn(torch.autograd.Function):
-    "q [Hkv, G, A, B, D] (scaled already), k and v [Hkv, L, D], own_k and own_v [Hkv, A, S, D], last and first [A, B]; blocks are of anchors."
+    "q [Hkv, A, R, D] (scaled already), k and v [Hkv, L, D], own_k and own_v [Hkv, A, S, D], last and first [A, R]; blocks are of anchors."
     @staticmethod
     def forward(ctx, q, k, v, own_k, own_v, last, first, seen, blocks):
         own = _own_scores(q, own_k, seen)
-        out, lse = torch.empty_like(q), torch.logsumexp(own, -1)
+        top = own.amax(-1) if own.shape[-1] else torch.full(own.shape[:-1], -math.inf, dtype=own.dtype, device=q.device)
+        out, total = torch.empty_like(q), torch.empty_like(top)
         for a, b, lo, hi in blocks:
-            s = _scores(q[:, :, a:b].flatten(2, 3), k[:, lo:hi], lo, last[a:b].flatten(), None if first is None else first[a:b].flatten())
-            joint = torch.logaddexp(torch.logsumexp(s, -1), lse[:, :, a:b].flatten(2))
-            joint.masked_fill_(joint == -math.inf, 0)                   # a query that sees nothing gets zeros
-            p = torch.exp_(s.sub_(joint[..., None])).to(v.dtype)
-            out[:, :, a:b] = (p.flatten(1, 2) @ v[:, lo:hi]).view(out[:, :, a:b].shape)
-            lse[:, :, a:b] = joint.unflatten(2, (b - a, -1))
-        p = torch.exp_(own.sub_(lse[..., None])).to(v.dtype)
-        out += torch.einsum("hgabs,hasd->hgabd", p, own_v)
-        ctx.save_for_backward(q, k, v, own_k, own_v, last, first, out, lse, p)
+            s = _scores(q[:, a:b].flatten(1, 2), k[:, lo:hi], lo, last[a:b].flatten(), None if first is None else first[a:b].flatten())
+            best = top[:, a:b].flatten(1)
+            if hi > lo: best = torch.maximum(best, s.amax(-1))
+            best = best.masked_fill(best == -math.inf, 0)               # a query that sees nothing gets zeros
+            p = s.sub_(best[..., None]).exp_()
+            top[:, a:b], total[:, a:b] = best.unflatten(1, (b - a, -1)), p.sum(-1).unflatten(1, (b - a, -1))
+            out[:, a:b] = (p.to(v.dtype) @ v[:, lo:hi]).unflatten(1, (b - a, -1))
+        own = own.sub_(top[..., None]).exp_()
+        total = (total + own.sum(-1)).clamp_min(torch.finfo(total.dtype).tiny)
+        out = (out + own.to(v.dtype) @ own_v) / total[..., None].to(v.dtype)
+        ctx.save_for_backward(q, k, v, own_k, own_v, last, first, out, top + total.log(), own / total[..., None])
         ctx.blocks = blocks
         return out
 
     @staticmethod
     def backward(ctx, do):
         q, k, v, own_k, own_v, last, first, out, lse, own = ctx.saved_tensors
-        delta = (do * out).sum(-1, keepdim=True).to(lse.dtype)
+        do = do.contiguous()
+        delta = (do * out).sum(-1)
         gq, gk, gv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for a, b, lo, hi in ctx.blocks:
-            qb, kb, vb, dob = q[:, :, a:b].flatten(2, 3), k[:, lo:hi], v[:, lo:hi], do[:, :, a:b].flatten(1, 3)
-            s = _scores(qb, kb, lo, last[a:b].flatten(), None if first is None else first[a:b].flatten())
-            p = torch.exp_(s.sub_(lse[:, :, a:b].flatten(2)[..., None])).flatten(1, 2)
-            gv[:, lo:hi] += p.to(v.dtype).transpose(-1, -2) @ dob
-            ds = (p * ((dob @ vb.transpose(-1, -2)).to(p.dtype) - delta[:, :, a:b].flatten(1, 3))).to(q.dtype)
-            gq[:, :, a:b] = (ds @ kb).view(gq[:, :, a:b].shape)
-            gk[:, lo:hi] += ds.transpose(-1, -2) @ qb.flatten(1, 2)
-        ds = (own * (torch.einsum("hgabd,hasd->hgabs", do, own_v) - delta)).to(q.dtype)
-        gq += torch.einsum("hgabs,hasd->hgabd", ds, own_k)
-        return gq, gk, gv, torch.einsum("hgabs,hgabd->hasd", ds, q), torch.einsum("hgabs,hgabd->hasd", own, do), *[None] * 4
+            qb, kb, vb, dob = q[:, a:b].flatten(1, 2), k[:, lo:hi], v[:, lo:hi], do[:, a:b].flatten(1, 2)
+            p = _scores(qb, kb, lo, last[a:b].flatten(), None if first is None else first[a:b].flatten(), lse[:, a:b].flatten(1)).exp_().to(v.dtype)
+            gv[:, lo:hi] += p.transpose(-1, -2) @ dob
+            ds = torch.baddbmm(delta[:, a:b].flatten(1)[..., None], dob, vb.transpose(-1, -2), beta=-1).mul_(p)
+            gq[:, a:b] = (ds @ kb).unflatten(1, (b - a, -1))
+            gk[:, lo:hi] += ds.transpose(-1, -2) @ qb
+        ds = (own * (do @ own_v.transpose(-1, -2) - delta[..., None])).to(q.dtype)
+        gq += ds @ own_k
+        return gq, gk, gv, ds.transpose(-1, -2) @ q, own.to(v.dtype).transpose(-1, -2) @ do, *[None] * 4
 
 # %% ../nbs/core/10_attention.ipynb #b9d79d06
 def merge_own(
-    out: torch.Tensor,   # [Hkv, G, A, B, D] attention over the prefix alone
-    lse: torch.Tensor,   # [Hkv, G, A, B] its log-sum-exp
-    q: torch.Tensor,     # [Hkv, G, A, B, D], scaled
+    out: torch.Tensor,   # [Hkv, A, R, D] attention over the prefix alone
+    lse: torch.Tensor,   # [Hkv, A, R] its log-sum-exp
+    q: torch.Tensor,     # [Hkv, A, R, D], scaled
     own_k: torch.Tensor, # [Hkv, A, S, D]
     own_v: torch.Tensor, # [Hkv, A, S, D]
-    seen: torch.Tensor | None = None, # [1 or A, B, S] bool; None: all
-) -> torch.Tensor: # [Hkv, G, A, B, D]
+    seen: torch.Tensor | None = None, # [1 or A, R, S] bool; None: all
+) -> torch.Tensor: # [Hkv, A, R, D]
     "Join a prefix's attention with each anchor's own S keys: a softmax over [prefix as a whole, own keys]."
     share = torch.cat([lse[..., None].float(), _own_scores(q, own_k, seen)], -1)
     share = torch.softmax(share.masked_fill(share.amax(-1, keepdim=True) == -math.inf, 0.), -1).to(out.dtype)
-    return share[..., :1] * out + torch.einsum("hgabs,hasd->hgabd", share[..., 1:], own_v)
+    return share[..., :1] * out + share[..., 1:] @ own_v
 
 def _flex_own(q, k, v, own_k, own_v, anchors, last, first, seen, document_ids):
-    hkv, g, a, b, d = q.shape
-    n = a * b
+    hkv, a, r, d = q.shape
+    n = a * r
     def whole_blocks(x): return F.pad(x.flatten(), (0, -n % 128), value=int(x[-1, -1]))        # few shapes to compile for
-    row, last, first = (whole_blocks(x.expand(a, b)) for x in (anchors[:, None], last, torch.zeros_like(last) if first is None else first))
+    row, last, first = (whole_blocks(x.expand(a, r)) for x in (anchors[:, None], last, torch.zeros_like(last) if first is None else first))
     mask = Mask(lambda _, h, i, j: (document_ids[j] == document_ids[row[i]]) & (j <= last[i]) & (j >= first[i]))
-    out, lse = flex_prefix(F.pad(q.reshape(1, hkv * g, n, d), (0, 0, 0, -n % 128)), k[None], v[None], mask, 1.0)
+    out, lse = flex_prefix(F.pad(q.reshape(1, hkv, n, d), (0, 0, 0, -n % 128)), k[None], v[None], mask, 1.0)
     return merge_own(out[0, :, :n].reshape(q.shape), lse[0, :, :n].reshape(q.shape[:-1]), q, own_k, own_v, seen)
 
 def block_attention(
@@ -179,13 +182,17 @@ def block_attention(
     "Attention of blocks of queries over their anchor's past in its own document and over the anchor's own keys, exactly, without a mask of all queries by all keys."
     hkv, (hq, a, b, d) = k.shape[0], q.shape
     if not a: return q
-    q = (q * d ** -.5).unflatten(0, (hkv, hq // hkv))
-    last = (anchors - int(not inclusive))[:, None].expand(a, b)
-    first = None if window is None else last + 1 - window + (0 if offset is None else offset)
-    if impl == "flex": return _flex_own(q, k, v, own_k, own_v, anchors, last, first, seen, document_ids.flatten()).flatten(0, 1)
-    if impl != "blocked": raise ValueError(f"prefix attention impl {impl!r} is unknown; choose from blocked, flex")
-    blocks = prefix_blocks(anchors, document_ids, window, max(1, 128 // b), inclusive)
-    return _PrefixOwn.apply(q, k, v, own_k, own_v, last, first, seen, blocks).flatten(0, 1)
+    groups = hq // hkv
+    rows = (q * d ** -.5).unflatten(0, (hkv, groups)).transpose(1, 2).flatten(2, 3)     # [Hkv, A, G·B, D]: one block of memory an anchor
+    last = (anchors - int(not inclusive))[:, None].expand(a, groups * b)
+    first = None if window is None else last + 1 - window + (0 if offset is None else offset.expand(a, b).repeat(1, groups))
+    seen = None if seen is None else seen.repeat(1, groups, 1)
+    if impl == "flex": out = _flex_own(rows, k, v, own_k, own_v, anchors, last, first, seen, document_ids.flatten())
+    elif impl == "blocked":
+        blocks = prefix_blocks(anchors, document_ids, window, max(1, 128 // b), inclusive)
+        out = _PrefixOwn.apply(rows, k, v, own_k, own_v, last, first, seen, blocks)
+    else: raise ValueError(f"prefix attention impl {impl!r} is unknown; choose from blocked, flex")
+    return out.unflatten(2, (groups, b)).transpose(1, 2).flatten(0, 1)
 
 def prefix_attention(
     q: torch.Tensor,            # [Hq, N, D] queries of the selected rows
