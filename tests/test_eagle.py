@@ -13,7 +13,8 @@ from speculators_nb.contract import check_vllm_contract
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.layers import draft_layer_config
 from speculators_nb.model import SpeculatorModel
-from speculators_nb.models.eagle import EagleSpeculator, EagleSpeculatorConfig, dynamic_tree, feature_noise
+from speculators_nb.growth import dynamic_tree
+from speculators_nb.models.eagle import EagleSpeculator, EagleSpeculatorConfig, feature_noise
 from speculators_nb.tree import Drafter, Sampling
 from speculators_nb.verifier import Verifier
 
@@ -335,50 +336,10 @@ def test_sampled_text_has_the_verifiers_law(folder):
 
 # ------------------------------------------------------------------------------------------------ trees
 
-def path_law(path, vocab):
-    "Some law after a path of tokens, the same for the same path."
-    g = torch.Generator().manual_seed(hash(path) % 2**31)
-    return (2 * torch.randn(vocab, generator=g)).log_softmax(-1)
-
-
 def paths_of(tokens, parents):
     paths = {-1: ()}
     for i, (t, p) in enumerate(zip(tokens.tolist(), parents.tolist())): paths[i] = (*paths[p], t)
     return paths
-
-
-@pytest.mark.parametrize("vocab,top_k,depth,total", [(3, 3, 3, 9), (4, 2, 3, 6), (5, 2, 4, 11), (3, 1, 4, 4), (4, 3, 2, 100)])
-@pytest.mark.parametrize("seed", range(3))
-def test_tree_is_brute_force(vocab, top_k, depth, total, seed):
-    "Layer by layer over all paths, as the paper says it; with top_k = V, simply the likeliest of all paths."
-    def law(nodes, tokens, parents):
-        paths = paths_of(tokens, parents)
-        return torch.stack([path_law((seed, *paths[i]), vocab) for i in nodes.tolist()])
-
-    tree, scores = dynamic_tree(law, top_k, depth, total)
-    pool, frontier = {}, {(): 0.0}
-    for _ in range(depth):
-        layer = {}
-        for path, score in frontier.items():
-            after = path_law((seed, *path), vocab).tolist()
-            for v in sorted(range(vocab), key=lambda v: -after[v])[:top_k]: layer[*path, v] = score + after[v]
-        pool |= layer
-        frontier = dict(sorted(layer.items(), key=lambda x: -x[1])[:top_k])
-    want = dict(sorted(pool.items(), key=lambda x: -x[1])[:total])
-    paths = paths_of(tree.tokens, tree.parents)
-    got = {paths[i]: s for i, s in enumerate(scores.tolist())}
-    assert got.keys() == want.keys() and all(got[p] == pytest.approx(want[p], abs=1e-5) for p in want)
-    if top_k == vocab and total <= vocab:
-        every = {p: sum(path_law((seed, *p[:i]), vocab)[p[i]].item() for i in range(len(p))) for d in range(1, depth + 1) for p in itertools.product(range(vocab), repeat=d)}
-        assert set(got) == set(sorted(every, key=lambda p: -every[p])[:total])
-
-
-def test_certain_laws_make_a_chain():
-    "Equal scores (probability 1): a parent is kept before its child."
-    sure = torch.tensor([0.0, -1e9, -1e9])
-    tree, _ = dynamic_tree(lambda nodes, tokens, parents: sure.expand(len(nodes), 3), 2, 5, 4)
-    assert tree.tokens.tolist() == [0, 0, 0, 0] and tree.parents.tolist() == [-1, 0, 1, 2]
-    with pytest.raises(ValueError, match="depth=0"): dynamic_tree(lambda *a: sure[None], 2, 0, 4)
 
 
 def test_drafted_tree(folder):
