@@ -393,3 +393,24 @@ def test_a_killed_run_goes_on_to_the_same_bits(served, tmp_path):
     resumed = train(fresh(9), samples, output_dir=str(tmp_path / "cut"), resume_from_checkpoint=True, **options)
     assert all(torch.equal(p, whole[n]) for n, p in resumed.model.named_parameters())
     assert not torch.equal(whole["embed_tokens.weight"][39], start["embed_tokens.weight"][39]) and not torch.equal(whole["mask_hidden"], start["mask_hidden"])
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_flex_is_blocked(seed):
+    "The kernel that CUDA trains with, forward on the CPU: the same loss, windows included."
+    model, batch, kwargs = random_model(seed, depths=5)
+    with torch.no_grad():
+        a, b = (model.eval()(**batch, **kwargs, attn_impl=impl)[1].item() for impl in ("blocked", "flex"))
+    assert a == pytest.approx(b, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n != "peagle"])
+def test_training_arguments_make_upstreams_config(name, monkeypatch):
+    "The arguments that upstream's training takes give the config that it writes; its flag for the embedding table is not taken there either."
+    monkeypatch.chdir(FIXTURES)
+    model, _, _, info, folder = load_case(name)
+    fresh = PEagleDraftModel.from_training_args(model.config.transformer_layer_config, model.t2d, model.d2t, **info["training_args"], embed_requires_grad=False)
+    assert fresh.config.to_dict() == model.config.to_dict() | {"architectures": fresh.config.architectures, "dtype": fresh.config.to_dict()["dtype"],
+                                                               "speculators_version": fresh.config.speculators_version}
+    assert fresh.embed_tokens.weight.requires_grad and not fresh.lm_head.weight.requires_grad
+    assert torch.equal(fresh.embed_tokens.weight, load_file(f"{info['training_args']['verifier_name_or_path']}/model.safetensors")["model.embed_tokens.weight"])
