@@ -62,6 +62,7 @@ chromium:
 
 vllm-test: .venv/.run  ## checkpoints of ours in the real vLLM on the CPU, token for token (its own environment, 3.4 GB)
 	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py
+	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_speculative_config.py
 
 upstream-test: .venv/.run  ## checkpoints of ours in speculators 0.9.0 and its in ours: the same loss (its own environment, 1.7 GB)
 	$(OFFLINE) $(BIN)/python tests/parity/check_upstream.py

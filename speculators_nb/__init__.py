@@ -11,7 +11,7 @@ _PUBLIC = {
     "SpeculatorModelConfig": "config", "SpeculatorsConfig": "config", "VerifierConfig": "config", "reload_schemas": "config",
     "TokenProposalConfig": "proposals", "GreedyTokenProposalConfig": "proposals", "SamplingTokenProposalConfig": "proposals",
     "StaticTreeTokenProposalConfig": "proposals", "DynamicTreeTokenProposalConfig": "proposals",
-    "SpeculatorModel": "model",
+    "SpeculatorModel": "model", "SpeculativeConfig": "decode.speculative_config",
     "EagleSpeculator": "models.eagle", "EagleSpeculatorConfig": "models.eagle",
     "Eagle3DraftModel": "models.eagle3", "Eagle3SpeculatorConfig": "models.eagle3",
     "DFlashDraftModel": "models.dflash", "DFlashSpeculatorConfig": "models.dflash",

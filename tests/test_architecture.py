@@ -108,8 +108,12 @@ def test_a_wrong_import_is_seen(source, user, wrong):
     assert {m for m in internal_imports(source, user) if not may_import(user, m)} == wrong
 
 
-# `plot` gives every drafter one colour everywhere, so its palette must spell their names; on the top floor a person chooses one
-@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("models.") and m != "plot" and FLOOR.get(m, (0,))[0] < 5])
+# `plot` gives every drafter one colour everywhere, so its palette must spell their names; the engine's method words, which
+# `decode.speculative_config` reads and writes, are such names; on the top floor a person chooses one
+SPELLS_NAMES = {"plot", "decode.speculative_config"}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("models.") and m not in SPELLS_NAMES and FLOOR.get(m, (0,))[0] < 5])
 def test_algorithms_are_named_in_their_own_modules_only(module):
     names = re.compile("|".join(ALGORITHMS), re.I)
     assert sorted({w[:60] for w in code_words(MODULES[module].read_text()) if names.search(w)}) == []

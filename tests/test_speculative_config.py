@@ -1,0 +1,257 @@
+"""SpeculativeConfig against the record of vLLM's own class, and on our decoder. The record is made by tests/vllm/check_speculative_config.py."""
+import importlib.util
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from speculators_nb.decode import accept
+from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.decode.speculative_config import (ENGINES, METHODS, MTP_FAMILIES, WORDS, ArgmaxDrafter, SpeculativeConfig, conditional_rates,
+                                                      length_to_rates, mtp_family, parse_token_tree, speculate)
+from speculators_nb.decode.suffix import SuffixDrafter
+from speculators_nb.tree import Sampling, TokenTree
+from speculators_nb.verifier import Verifier
+
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("check_speculative_config", ROOT / "tests/vllm/check_speculative_config.py")
+vllm = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(vllm)
+RECORD = json.loads(vllm.RECORD.read_text())
+NGRAM = dict(method="ngram", num_speculative_tokens=3)
+
+# where we decide otherwise than vLLM 0.32: (do we accept?, why)
+DELIBERATE = {
+    "strict": (True, "a word of the documented line"),
+    "probabilistic": (True, "a word of the documented line"),
+    "token tree": (True, "the documented line has trees"),
+    "trained checkpoint, no length": (True, "its config.json says the number, and what we emit names it"),
+    "mtp, no length": (True, "n_predict says the number, and what we emit names it"),
+    "ngram with parallel drafting": (False, "the field has no effect there, but vLLM sets places aside for it"),
+    "argmax of a drawn draft": (False, "vLLM refuses it later, when the drafter is built"),
+    "aux states of a foreign family": (False, "the documented line checks the family; vLLM 0.32 finds out when it loads the target"),
+    "custom class": (False, "a Python class of the engine; our decoder takes any Drafter object"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "m"
+    vllm.write_models(folder)
+    return folder
+
+
+def ours(models, name):
+    fields, target, devices = vllm.place(vllm.CASES[name], models)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return SpeculativeConfig(**fields, target_model_config=target, target_tensor_parallel_size=devices)
+
+
+def test_the_record_is_of_these_cases():
+    assert set(RECORD["cases"]) == set(vllm.CASES) and set(RECORD["mtp"]) == {w for f in MTP_FAMILIES for w in f.words}, "record it again"
+    assert set(DELIBERATE) <= set(vllm.CASES) and len(vllm.CASES) > 80
+    assert sum(c["accepted"] for c in RECORD["cases"].values()) > 35 and all(RECORD["cases"][n]["accepted"] is not ok for n, (ok, _) in DELIBERATE.items())
+
+
+@pytest.mark.parametrize("name", vllm.CASES)
+def test_accepts_and_refuses_what_vllm_does(models, name):
+    said = RECORD["cases"][name]
+    if not DELIBERATE.get(name, (said["accepted"],))[0]:
+        with pytest.raises(ValueError) as e:
+            ours(models, name)
+        words = [w for w in re.split(r"\W+", str(e.value)) if w in SpeculativeConfig.model_fields or w in vllm.CASES[name]]
+        assert words and "pydantic.dev" not in str(e.value), f"the message names no field: {e.value}"
+        return
+    config = ours(models, name)
+    if said["accepted"]:
+        mine = {f: getattr(config, f) for f in said["fields"]}
+        assert mine == said["fields"] and config.slots == said["slots"]
+        assert (config.model == vllm.place(vllm.CASES[name], models)[1]) == said["is_target"]
+
+
+def law(config):
+    "(verification, draft, rates): strict is standard on an argmax draft"
+    return WORDS.get(config.rejection_sample_method, (config.rejection_sample_method,))[0], config.draft_sample_method, config.synthetic_acceptance_rates
+
+
+@pytest.mark.parametrize("name", [n for n in vllm.CASES if DELIBERATE.get(n, (RECORD["cases"][n]["accepted"],))[0]])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_json_says_the_same_when_read_back(models, name, engine):
+    config = ours(models, name)
+    try:
+        text = config.to_json(engine)
+    except ValueError as e:
+        assert re.search("no word|chains only|is not served", str(e))
+        return
+    _, target, devices = vllm.place(vllm.CASES[name], models)
+    again = SpeculativeConfig(**json.loads(text), target_model_config=target, target_tensor_parallel_size=devices)
+    assert again.to_json(engine) == text and law(again) == law(config) and again.compute_hash() == config.compute_hash()
+    assert {"strict", "probabilistic"}.isdisjoint([json.loads(text).get("rejection_sample_method")]) or engine == "documented"
+    assert engine != "documented" or "draft_sample_method" not in json.loads(text)
+
+
+@pytest.mark.parametrize("word", RECORD["mtp"])
+def test_mtp_table_is_vllms(word):
+    kind = dict(model_type="any", architectures=[word]) if word[0].isupper() else dict(model_type=word, architectures=["AnyForCausalLM"])
+    numbers = dict(num_nextn_predict_layers=2, mtp_num_hidden_layers=3, num_mtp_modules=4)      # as in ask_mtp
+    assert list(mtp_family(kind | numbers)) == RECORD["mtp"][word]
+    assert mtp_family(dict(model_type=RECORD["mtp"][word][0]))[0] == RECORD["mtp"][word][0]     # a head's own config
+
+
+def test_words_of_the_lines():
+    drawn = SpeculativeConfig(model="org/small", method="draft_model", num_speculative_tokens=2, rejection_sample_method="probabilistic")
+    assert json.loads(drawn.to_json()) == dict(model="org/small", method="draft_model", num_speculative_tokens=2, draft_sample_method="probabilistic")
+    assert json.loads(drawn.to_json("documented"))["rejection_sample_method"] == "probabilistic"
+    assert json.loads(SpeculativeConfig(**NGRAM).to_json()).keys() == {"method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
+    with pytest.raises(ValueError, match="engine='vllm-0.1'"):
+        drawn.to_json("vllm-0.1")
+    for method, engine in (("dspark", "documented"), ("mlp_speculator", "vllm-0.32")):
+        with pytest.raises(ValueError, match=f"method='{method}' is not served by the {engine}"):
+            SpeculativeConfig(method=method, model="org/x", num_speculative_tokens=3).to_json(engine)
+
+
+def test_a_checkpoint_of_ours_says_what_it_is(models):
+    raw = vllm.MODELS["trained-eagle3"] | dict(speculators_model_type="peagle")
+    (models / "EAGLE-neutral").mkdir(exist_ok=True)
+    (models / "EAGLE-neutral/config.json").write_text(json.dumps(raw))
+    config = SpeculativeConfig(model=str(models / "EAGLE-neutral"))            # vLLM would go by the name, and take it for an EAGLE-1
+    assert (config.method, config.parallel_drafting, config.num_speculative_tokens, config.slots) == ("eagle3", True, 3, 2)
+    with pytest.raises(ValueError, match="method='medusa' does not fit"):
+        SpeculativeConfig(model=str(models / "EAGLE-neutral"), method="medusa")
+
+
+def test_mtp_takes_the_targets_quantization(models):
+    target = vllm.MODELS["mimo"] | dict(_name_or_path="org/mimo", quantization_config=dict(quant_method="fp8"))
+    config = SpeculativeConfig(method="mtp", target_model_config=target)
+    assert (config.model, config.quantization, config.num_speculative_tokens) == ("org/mimo", "fp8", 1)
+    with pytest.warns(DeprecationWarning, match="write 'mtp'"):
+        assert SpeculativeConfig(method="mimo_mtp", num_speculative_tokens=1).method == "mtp"
+
+
+def test_hash_is_of_what_the_target_hands_out():
+    def of(ids): return SpeculativeConfig(method="extract_hidden_states", num_speculative_tokens=1,
+                                          draft_model_config=dict(hf_config=dict(eagle_aux_hidden_state_layer_ids=ids))).compute_hash()
+    plain = SpeculativeConfig(**NGRAM).compute_hash()
+    assert plain == SpeculativeConfig(**NGRAM | dict(num_speculative_tokens=7)).compute_hash() == SpeculativeConfig(method="medusa", model="x", num_speculative_tokens=3).compute_hash()
+    assert len({plain, of([1, 3]), of([1, 4]), SpeculativeConfig(method="eagle3", model="x", num_speculative_tokens=3).compute_hash()}) == 4
+    assert of([1, 3]) == of([1, 3])
+
+
+@given(st.integers(1, 12), st.floats(0, 1))
+@settings(deadline=None)
+def test_length_schedule(n, share):
+    length = 1 + share * n
+    rates = length_to_rates(length, n)
+    assert len(rates) == n and abs(sum(rates) - (length - 1)) < 1e-9
+    assert all(1 >= a >= b >= 0 for a, b in zip(rates, [*rates[1:], 0])) and sum(0 < r < 1 for r in rates) <= 1   # two neighbouring lengths only
+    product = 1.0
+    for rate, c in zip(rates, conditional_rates(rates)):
+        product *= c
+        assert abs(product - rate) < 1e-12
+
+
+paths = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=8)
+
+
+@given(paths, st.randoms())
+@settings(deadline=None)
+def test_token_tree_any_order(leaves, random):
+    tree = list({p[:i] for p in leaves for i in range(1, len(p) + 1)})
+    random.shuffle(tree)
+    parsed = parse_token_tree(str(tree))
+    assert parsed == parse_token_tree(tree) and set(parsed) == set(tree) and [len(p) for p in parsed] == sorted(map(len, tree))
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=len(tree), speculative_token_tree=str(tree))
+    assert config.is_chain == (len(tree) == max(map(len, tree)) and all(set(p) == {0} for p in tree))
+
+
+@pytest.mark.parametrize("text", ["", "[", "()", "{}", "[()]", "[(0)]", "[(0,), (0,)]", "[(0, 0)]", "[(0.5,)]", "[(True,)]", "[('a',)]", "open('x')", "[" * 10_000])
+def test_token_tree_malformed(text):
+    with pytest.raises(ValueError, match="speculative_token_tree"):
+        parse_token_tree(text)
+
+
+def test_token_tree_size_and_use():
+    with pytest.raises(ValueError, match="has 2 tokens, num_speculative_tokens=3"):
+        SpeculativeConfig(**NGRAM, speculative_token_tree="[(0,), (1,)]")
+    with pytest.raises(ValueError, match="has branches"):
+        SpeculativeConfig(**NGRAM, speculative_token_tree="[(0,), (1,), (0, 0)]").drafter(None)
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    torch.manual_seed(0)
+    return Verifier(LlamaForCausalLM(LlamaConfig(vocab_size=20, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                                 num_key_value_heads=1, max_position_embeddings=512)).eval(), [0])
+
+
+def test_drafters(verifier, tmp_path):
+    n = SpeculativeConfig(**NGRAM, prompt_lookup_min=2, prompt_lookup_max=4).drafter(verifier)
+    assert isinstance(n, NgramDrafter) and (n.min_n, n.max_n) == (2, 4)
+    s = SpeculativeConfig(method="suffix", num_speculative_tokens=4, suffix_decoding_max_tree_depth=9, suffix_decoding_max_cached_requests=5,
+                          suffix_decoding_max_spec_factor=2, suffix_decoding_min_token_prob=0.3).drafter(verifier)
+    assert isinstance(s, SuffixDrafter) and (s.finished.depth, s.max_requests, s.factor, s.min_prob) == (9, 5, 2, 0.3)
+    assert isinstance(SpeculativeConfig(method="extract_hidden_states", num_speculative_tokens=1).drafter(verifier), NoDrafter)
+    verifier.model.save_pretrained(tmp_path / "same")
+    draft = dict(model=str(tmp_path / "same"), num_speculative_tokens=3)
+    sampling = Sampling(1.0, torch.Generator().manual_seed(0))
+    tokens = torch.tensor([1, 2, 3])
+    for words, drawn in ((dict(), False), (dict(draft_sample_method="probabilistic", rejection_sample_method="standard"), True)):
+        d = SpeculativeConfig(**draft, **words).drafter(verifier)
+        assert isinstance(d, ArgmaxDrafter) is not drawn
+        assert (d.propose(tokens, None, 3, sampling).probs is not None) == drawn
+    with pytest.raises(ValueError, match="engine's own format"):
+        SpeculativeConfig(**draft, method="medusa").drafter(verifier)
+
+
+def test_a_trained_checkpoint_by_config(tmp_path):
+    from speculators_nb.train.drafter import new_drafter
+    home = ROOT / "data/tiny-verifier"
+    new_drafter("medusa", home).save_pretrained(tmp_path / "heads")
+    config = SpeculativeConfig(model=str(tmp_path / "heads"), target_model_config=home)
+    assert config.method == "medusa" and config.num_speculative_tokens
+    target, prompt = Verifier.from_pretrained(str(home), [6]), torch.tensor([5, 6, 7, 8])
+    assert speculate(target, config, prompt, max_new_tokens=12).tokens == generate(target, NoDrafter(), prompt, k=0, max_new_tokens=12).tokens
+
+
+@pytest.mark.parametrize("word", ["strict", "probabilistic", "standard", "block"])
+def test_lossless_rules_greedy(verifier, word):
+    prompts = [[1, 2, 3, 1, 2], [4, 4, 4]]
+    plain = generate(verifier, NoDrafter(), prompts, k=0, max_new_tokens=40)
+    for fields in (NGRAM | dict(prompt_lookup_min=1), dict(method="suffix", num_speculative_tokens=4)):
+        done = speculate(verifier, fields | dict(rejection_sample_method=word), prompts, max_new_tokens=40)
+        assert [g.tokens for g in done] == [g.tokens for g in plain] and sum(s.accepted for g in done for s in g.steps)
+
+
+def test_rules():
+    assert {SpeculativeConfig(**NGRAM, rejection_sample_method=w).rule() is accept.RULES[r]
+            for w, r in (("strict", "strict"), ("standard", "standard"), ("probabilistic", "standard"), ("block", "block"))} == {True}
+    rule = SpeculativeConfig(**NGRAM, rejection_sample_method="synthetic", synthetic_acceptance_length=2.5).rule()
+    g, tree, target = torch.Generator().manual_seed(0), TokenTree.chain(torch.tensor([0, 1, 2])), torch.full((4, 5), 0.2)
+    kept = [len(rule.decide(tree, target, g)[0]) for _ in range(2000)]
+    assert set(kept) == {1, 2} and abs(sum(kept) / 2000 - 1.5) < 4 * 0.5 / 2000 ** 0.5     # four standard errors
+    assert not rule.lossless
+
+
+def test_strict_and_standard_have_one_law():
+    # an argmax draft is kept with p(x) by either; the residual of the one is what the other drew
+    tree, p, n = TokenTree.chain(torch.tensor([0])), torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]), 4000
+    law = {}
+    for word in ("strict", "standard"):
+        rule, g = SpeculativeConfig(method="ngram", num_speculative_tokens=1, rejection_sample_method=word).rule(), torch.Generator().manual_seed(1)
+        first = [0 if path else token for path, token in (rule.decide(tree, p, g) for _ in range(n))]
+        law[word] = torch.bincount(torch.tensor(first), minlength=3) / n
+    for word in law:
+        assert (law[word] - p[0]).abs().max() < 4 * 0.5 / n ** 0.5      # four standard errors
+
+
+def test_every_method_makes_something_or_says_why(verifier):
+    for method in METHODS:
+        assert SpeculativeConfig(method=method, model="org/not-here", num_speculative_tokens=3).slots >= 0
