@@ -39,6 +39,8 @@ DELIBERATE = {
     "aux states of a foreign family": (False, "the documented line checks the family; vLLM 0.32 finds out when it loads the target"),
     "custom class": (False, "a Python class of the engine; our decoder takes any Drafter object"),
 }
+# where both accept, and we make something else of it
+OTHERWISE = {"draft model, another word in its name": (dict(method="draft_model"), 1, "vLLM goes by the path, whatever the method; we warn")}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,8 @@ def test_accepts_and_refuses_what_vllm_does(models, name):
     config = ours(models, name)
     if said["accepted"]:
         mine = {f: getattr(config, f) for f in said["fields"]}
-        assert mine == said["fields"] and config.slots == said["slots"]
+        fields, slots, _ = OTHERWISE.get(name, ({}, said["slots"], None))
+        assert mine == said["fields"] | fields and config.slots == slots
         assert (config.model == vllm.place(vllm.CASES[name], models)[1]) == said["is_target"]
 
 
@@ -92,7 +95,9 @@ def test_json_says_the_same_when_read_back(models, name, engine):
         assert re.search("no word|chains only|is not served", str(e))
         return
     _, target, devices = vllm.place(vllm.CASES[name], models)
-    again = SpeculativeConfig(**json.loads(text), target_model_config=target, target_tensor_parallel_size=devices)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = SpeculativeConfig(**json.loads(text), target_model_config=target, target_tensor_parallel_size=devices)
     assert again.to_json(engine) == text and law(again) == law(config) and again.compute_hash() == config.compute_hash()
     assert {"strict", "probabilistic"}.isdisjoint([json.loads(text).get("rejection_sample_method")]) or engine == "documented"
     assert engine != "documented" or "draft_sample_method" not in json.loads(text)
@@ -126,6 +131,20 @@ def test_a_checkpoint_of_ours_says_what_it_is(models):
     assert (config.method, config.parallel_drafting, config.num_speculative_tokens, config.slots) == ("eagle3", True, 3, 2)
     with pytest.raises(ValueError, match="method='medusa' does not fit"):
         SpeculativeConfig(model=str(models / "EAGLE-neutral"), method="medusa")
+
+
+def test_a_path_that_vllm_reads_otherwise(models):
+    with pytest.warns(UserWarning, match="vLLM reads 'eagle3' out of this path and will not use method='draft_model'"):
+        SpeculativeConfig(model=str(models / "small_eagle3"), method="draft_model", num_speculative_tokens=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SpeculativeConfig(model=str(models / "small_eagle3"), num_speculative_tokens=3)
+        SpeculativeConfig(model=str(models / "small"), num_speculative_tokens=3)
+
+
+def test_a_head_in_the_target_is_not_named(models):
+    config = SpeculativeConfig(method="mtp", target_model_config=models / "mimo")
+    assert config.model == str(models / "mimo") and json.loads(config.to_json()) == dict(method="mtp", num_speculative_tokens=1)
 
 
 def test_mtp_takes_the_targets_quantization(models):

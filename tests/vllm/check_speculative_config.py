@@ -110,6 +110,7 @@ CASES = {
     "draft model on 0": DRAFT | dict(draft_tensor_parallel_size=0),
     "eager, padded, loaded": DRAFT | dict(enforce_eager=True, disable_padded_drafter_batch=True, draft_load_config=dict(load_format="dummy")),
     "eagle by name": dict(model="EAGLE-small", num_speculative_tokens=3),
+    "draft model, another word in its name": DRAFT | dict(model="small_eagle3"),
     "eagle3 by name": dict(model="small_eagle3", num_speculative_tokens=3),
     "eagle3": dict(model="small", method="eagle3", num_speculative_tokens=3),
     "eagle3, parallel": dict(model="small", method="eagle3", num_speculative_tokens=3, parallel_drafting=True),
