@@ -136,7 +136,7 @@ def product_tree(
     "The likeliest nodes of all: under a product law no other tree of this size has a higher expected number of accepted tokens, as far as the drafter knows."
     return dynamic_tree(product_law(laws), total_tokens, len(laws), total_tokens)[0]
 
-# %% ../nbs/core/17_growth.ipynb #2a7c1b24
+# %% ../nbs/core/17_growth.ipynb #4dde2c80
 def recurrent_law(
     step: Callable,    # (tokens [F], states [F, ...] of their parents, sees [F, C+F] bool) -> states [F, ...]; C keys are in the cache, and F are added to it
     logits: Callable,  # states [F, ...] -> [F, V] over the verifier's vocabulary
@@ -155,5 +155,5 @@ def recurrent_law(
             out = step(tokens[nodes].to(root.device), torch.stack([states[p] for p in up]), sees.to(root.device))
             for i, row, state in zip(nodes, sees, out): seen[i], states[i] = row, state
             past += len(nodes)
-        return logits(torch.stack([states[i] for i in nodes])).log_softmax(-1)
+        return logits(torch.stack([states[i] for i in nodes])).float().log_softmax(-1)
     return law

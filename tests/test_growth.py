@@ -2,7 +2,6 @@
 import itertools
 import math
 from collections import Counter
-from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest

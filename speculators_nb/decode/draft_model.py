@@ -6,7 +6,7 @@
 __all__ = ['DraftModel']
 
 # %% ../../nbs/decode/04_draft_model.ipynb #a0bcd800
-import copy
+from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from .verify import Context
@@ -65,3 +65,22 @@ class DraftModel:
             laws.append(law)
             drafted = torch.cat([drafted, sampling.draw(law[None])])
         return TokenTree.chain(drafted[len(tokens):], torch.stack(laws) if sampling.temperature else None)
+
+    @contextmanager
+    def grow(self,
+        tokens: Tensor, # [n] all decided tokens
+        features: Tensor | None, # not used
+        depth: int, # of the deepest node; not needed here
+    ): # yields the law, as in `growth`
+        "Laws for the nodes of a tree. A level is one pass over its nodes and their ancestors, as the verifier's own; nothing of them stays in the cache."
+        root = self._read(tokens)
+        def law(nodes, drafted, parents):
+            if nodes.tolist() == [-1]: return root[None].float().log_softmax(-1)
+            above = TokenTree(drafted, parents).ancestors[nodes].any(0)
+            place = torch.cat([torch.tensor([-1]), above.cumsum(0) - 1])
+            self.context.forget(len(tokens) - 1)
+            tree = TokenTree(drafted[above].to(tokens.device), place[parents[above] + 1].to(tokens.device))
+            (logits, _), = self.context.read([tokens[-1:]], [tree])
+            self.context.keep([[]])
+            return logits[place[nodes + 1] + 1].float().log_softmax(-1)
+        yield law

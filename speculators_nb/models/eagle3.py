@@ -7,6 +7,7 @@ __all__ = ['Eagle3SpeculatorConfig', 'Eagle3DraftModel', 'Eagle3Drafter']
 
 # %% ../../nbs/models/03_eagle3.ipynb #c8d87f48
 import copy
+from contextlib import contextmanager
 from dataclasses import field
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 from ..attention import attention, prefix_attention
 from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..data_generation.batch import shift_by_one
+from ..growth import recurrent_law
 from ..head import text_config
 from ..head_loss import dense_head_loss, head_loss
 from ..layers import LAYER_FAMILIES, DecoderLayer, RMSNorm, Rotary
@@ -296,17 +298,20 @@ class Eagle3Drafter:
         "Start a new request."
         self.cache = [None] * len(self.model.layers)
 
-    def _step(self, hidden, ids, start):
-        "Run n tokens at positions start.. through the layers, adding to the cache: hidden [n, H] -> [n, H]."
+    def _step(self, hidden, ids, start, sees=None):
+        """Run n tokens at positions start.. through the layers, adding to the cache: hidden [n, H] -> [n, H].
+        With sees [n, keys], bool: tokens of a tree, each at the position that follows from how many keys it sees."""
         model, n = self.model, len(ids)
-        positions = torch.arange(start, start + n, device=ids.device)
+        positions = torch.arange(start, start + n, device=ids.device) if sees is None else sees.sum(-1)
         embeds, rope = model.embed_tokens(ids), model.rotary(hidden, positions)
         for i, layer in enumerate(model.layers):
             x, residual = layer.inputs(hidden, embeds)
             new = layer.self_attn.key_value(x, rope)
             keys, values = self.cache[i] = new if self.cache[i] is None else tuple(torch.cat(pair, -2) for pair in zip(self.cache[i], new))
             mask = None
-            if n > 1 or layer.window is not None:
+            if sees is not None:
+                mask = sees if layer.window is None else sees & (sees.flip(-1).cumsum(-1).flip(-1) <= layer.window)     # the last so many that it sees
+            elif n > 1 or layer.window is not None:
                 key = torch.arange(keys.shape[-2], device=ids.device)
                 own = key[-n:, None]
                 mask = key <= own
@@ -316,6 +321,11 @@ class Eagle3Drafter:
             hidden = layer.finish(heads, residual)
         return hidden
 
+    def _read(self, tokens, features):
+        "The verifier's new features into the cache, each beside the token that followed: the state [1, H] after the last token."
+        start = len(tokens) - len(features)
+        return self._step(self.model.fuse(features.to(self.model.fc.weight.dtype)), tokens[start:], start)[-1:]
+
     @torch.inference_mode()
     def propose(self,
         tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
@@ -324,9 +334,8 @@ class Eagle3Drafter:
         sampling: Sampling,      # temperature and generator
     ) -> TokenTree: # a chain of k
         "Draft k tokens, one after the other."
-        model, n = self.model, len(tokens)
-        hidden = self._step(model.fuse(features.to(model.fc.weight.dtype)), tokens[n - len(features):], n - len(features))[-1:]
-        decided, drafted, laws = [(keys, values) for keys, values in self.cache], [], []
+        model, n, hidden = self.model, len(tokens), self._read(tokens, features)
+        decided, drafted, laws = list(self.cache), [], []
         for j in range(k):
             normed = model.norm(hidden)
             logits = model.lm_head(normed)[0]
@@ -340,3 +349,17 @@ class Eagle3Drafter:
         self.cache = decided
         probs = scatter_probs(torch.stack(laws), model.d2t, model.target_vocab_size) if laws else None
         return TokenTree.chain(torch.cat(drafted), probs)
+
+    @contextmanager
+    def grow(self,
+        tokens: torch.Tensor,    # [n] as in `propose`
+        features: torch.Tensor,  # [m, A·H] as in `propose`
+        depth: int,              # of the deepest node; not needed here
+    ): # yields the law, as in `growth`
+        "Laws for the nodes of a tree: a node takes its parent's state and sees the decided tokens and its own ancestors. Afterwards the cache is as it was."
+        model, root = self.model, self._read(tokens, features)[0]
+        decided = list(self.cache)
+        def step(ids, states, sees): return self._step(model.norm(states) if model.config.norm_output else states, ids, None, sees)
+        def logits(states): return scatter_probs(model.lm_head(model.norm(states)).float().softmax(-1), model.d2t, model.target_vocab_size).log()
+        try: yield recurrent_law(step, logits, root, decided[0][0].shape[-2])
+        finally: self.cache = decided

@@ -6,6 +6,7 @@
 __all__ = ['PEagleSpeculatorConfig', 'cod_sample', 'RolloutPlan', 'plan_rollouts', 'PEagleDraftModel', 'PEagleDrafter']
 
 # %% ../../nbs/models/04_peagle.ipynb #d0cc853c
+from contextlib import contextmanager
 from typing import NamedTuple
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, PretrainedConfig
 from ..attention import attention, block_attention
 from ..config import SpeculatorModelConfig, SpeculatorsConfig
+from ..growth import product_law
 from ..head import text_config
 from ..head_loss import dense_head_loss, head_loss
 from ..layers import rotate
@@ -324,6 +326,16 @@ class PEagleDraftModel(Eagle3DraftModel):
 # %% ../../nbs/models/04_peagle.ipynb #b7b95bd3
 class PEagleDrafter(Eagle3Drafter):
     "A chain of k tokens from one pass (the `tree.Drafter` protocol). The cache holds decided positions only."
+    def _slots(self, tokens, features, k):
+        "The new decided rows, then k-1 masks at the positions that follow: logits [k, Vd]."
+        model, m = self.model, len(features)
+        hidden = torch.cat([features.to(model.fc.weight.dtype), model.mask_hidden[0].expand(k - 1, -1)])
+        ids = F.pad(tokens[len(tokens) - m:], (0, k - 1), value=model.config.mask_token_id)
+        hidden = self._step(model.fuse(hidden), ids, len(tokens) - m)[m - 1:]
+        decided = self.cache[0][0].shape[-2] - (k - 1)
+        self.cache = [(keys[..., :decided, :], values[..., :decided, :]) for keys, values in self.cache]
+        return model.lm_head(model.norm(hidden))
+
     @torch.inference_mode()
     def propose(self,
         tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
@@ -331,14 +343,18 @@ class PEagleDrafter(Eagle3Drafter):
         k: int,                  # tokens wanted
         sampling: Sampling,      # temperature and generator
     ) -> TokenTree: # a chain of k
-        "Draft k tokens at once: the new decided rows, then k-1 masks at the positions that follow."
-        model, m = self.model, len(features)
-        hidden = torch.cat([features.to(model.fc.weight.dtype), model.mask_hidden[0].expand(k - 1, -1)])
-        ids = F.pad(tokens[len(tokens) - m:], (0, k - 1), value=model.config.mask_token_id)
-        hidden = self._step(model.fuse(hidden), ids, len(tokens) - m)[m - 1:]
-        decided = self.cache[0][0].shape[-2] - (k - 1)
-        self.cache = [(keys[..., :decided, :], values[..., :decided, :]) for keys, values in self.cache]
-        logits = model.lm_head(model.norm(hidden))
+        "Draft k tokens at once."
+        model, logits = self.model, self._slots(tokens, features, k)
         if not sampling.temperature: return TokenTree.chain(model.to_verifier(logits.argmax(-1)), None)
         laws = sampling.probabilities(logits)
         return TokenTree.chain(model.to_verifier(sampling.draw(laws)), scatter_probs(laws, model.d2t, model.target_vocab_size))
+
+    @contextmanager
+    def grow(self,
+        tokens: torch.Tensor,    # [n] as in `propose`
+        features: torch.Tensor,  # [m, A·H] as in `propose`
+        depth: int,              # of the deepest node
+    ): # yields the law, as in `growth`
+        "Laws for the nodes of a tree: one for each depth."
+        laws = self._slots(tokens, features, depth).float().softmax(-1)
+        yield product_law(scatter_probs(laws, self.model.d2t, self.model.target_vocab_size).log())

@@ -1,0 +1,197 @@
+"""Proposal methods: every drafter that grows trees, every method, greedy text token for token the verifier's; sampled text by its law; what is refused."""
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from test_generate import NEW, PROMPT, DraftTable, chi_square_p, exact_law, language
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from speculators_nb.decode.accept import RULES
+from speculators_nb.decode.draft_model import DraftModel
+from speculators_nb.decode.drive import TreeDrafter, drive
+from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.growth import dynamic_tree
+from speculators_nb.proposals import (DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig, SamplingTokenProposalConfig, StaticTreeTokenProposalConfig,
+                                      TokenProposalConfig)
+from speculators_nb.train.drafter import new_drafter
+from speculators_nb.tree import Drafter, Sampling, TokenTree, probabilities
+from speculators_nb.verifier import Verifier
+
+V, H = 24, 16
+SHAPE = dict(vocab_size=V, hidden_size=H, intermediate_size=20, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=256,
+             initializer_range=0.3, bos_token_id=0, eos_token_id=1, pad_token_id=0)
+METHODS = {
+    "greedy": GreedyTokenProposalConfig(speculative_tokens=3), "sampling": SamplingTokenProposalConfig(speculative_tokens=3),
+    "static": StaticTreeTokenProposalConfig(initial_branching_factor=3, branching_factor=2, depth=3),
+    "dynamic": DynamicTreeTokenProposalConfig(speculative_tokens=9, expansion_factor=3, depth=4),
+}
+LEARNED = {   # name -> (algorithm, arguments of `new_drafter`)
+    "eagle": ("eagle", {}), "eagle3": ("eagle3", {}), "eagle3, two layers, norm_output": ("eagle3", dict(num_layers=2, norm_output=True)),
+    "eagle3, half the vocabulary": ("eagle3", dict(draft_vocab_size=V // 2)), "peagle": ("peagle", dict(mask_token_id=V - 1, num_depths=4)),
+    "peagle, half the vocabulary": ("peagle", dict(mask_token_id=V - 1, num_depths=4, draft_vocab_size=V // 2)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("verifier")
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafter_of(folder):
+    made = {}
+    def make(name):
+        if name not in made:
+            if name == "draft model":
+                torch.manual_seed(5)
+                made[name] = DraftModel(LlamaForCausalLM(LlamaConfig(**SHAPE | dict(num_hidden_layers=2))).eval(), Verifier.from_pretrained(folder, [0]))
+            else:
+                algorithm, args = LEARNED[name]
+                model, g = new_drafter(algorithm, folder, token_freq={t: 1 + t % 5 for t in range(V)}, target_layer_ids=[0, 2, 4] if algorithm != "eagle" else None, **args), torch.Generator().manual_seed(1)
+                with torch.no_grad():
+                    for p in model.parameters():
+                        if p.requires_grad: p.add_(torch.randn(p.shape, generator=g) * 0.2)
+                made[name] = model.drafter()
+        return made[name]
+    return make
+
+
+EVERY = [*LEARNED, "draft model"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", EVERY)
+def test_greedy_text_is_the_verifiers(folder, drafter_of, name, method):
+    driven = drive(drafter_of(name), METHODS[method])
+    assert isinstance(driven.drafter, Drafter) and driven.rule.lossless
+    verifier = Verifier.from_pretrained(folder, driven.drafter.aux_layer_ids or [0])
+    prompts = [torch.randint(2, V, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (7, 3)]
+    plain = [generate(verifier, NoDrafter(), p, max_new_tokens=30, k=0).tokens for p in prompts]
+    one = generate(verifier, prompt_ids=prompts[0], max_new_tokens=30, **driven._asdict())
+    assert one.tokens == plain[0] and len(one.steps) > 1
+    assert (method in ("static", "dynamic")) == any(s.parents is not None for s in one.steps)
+    assert [g.tokens for g in generate(verifier, prompt_ids=prompts, max_new_tokens=30, **driven._asdict())] == plain      # a batch: each its own state
+
+
+def paths_of(tree):
+    paths = {-1: ()}
+    for i, (t, p) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist())): paths[i] = (*paths[p], t)
+    return paths
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY if not n.startswith("peagle")])
+def test_a_nodes_law_is_that_of_a_chain_along_its_path(folder, drafter_of, name):
+    """Force the chain of `propose` along the path of each node, with a Sampling that says what to draw: float32 rounding alone lies between the laws (1e-5).
+    Before and after, the drafter's chains are the same: growing leaves no trace."""
+    drafter = drafter_of(name)
+    verifier = Verifier.from_pretrained(folder, drafter.aux_layer_ids or [0])
+    tokens = torch.randint(2, V, (9,), generator=torch.Generator().manual_seed(2))
+    states = verifier(tokens[None, :-1]).hidden_states[0]
+    drafter.reset()
+    drafter.propose(tokens[:5], states[:4], 2, Sampling())
+    asked = {}
+    with torch.inference_mode(), drafter.grow(tokens, states[4:], 4) as law:
+        def noting(nodes, words, parents):
+            rows, paths = law(nodes, words, parents), paths_of(TokenTree(words, parents))
+            asked.update({paths[i]: row.exp() for i, row in zip(nodes.tolist(), rows)})
+            return rows
+        dynamic_tree(noting, 3, 4, 20)
+    after = drafter.propose(torch.cat([tokens, tokens[:1]]), states[:1], 3, Sampling())
+    drafter.reset()
+    assert torch.equal(after.tokens, drafter.propose(torch.cat([tokens, tokens[:1]]), torch.cat([states, states[:1]]), 3, Sampling()).tokens)
+    assert len(asked) == 1 + 3 * 3
+    for path, got in asked.items():
+        script = [*path, 0]
+        class Forced(Sampling):
+            def draw(self, probs):
+                token = script[len(laws)]
+                laws.append(token)
+                ids = torch.arange(V) if probs.shape[-1] == V else drafter.model.to_verifier(torch.arange(probs.shape[-1]))
+                return (ids == token).long().argmax()[None]
+        laws = []
+        drafter.reset()
+        chain = drafter.propose(tokens, states, len(path) + 1, Forced(1.0))
+        torch.testing.assert_close(chain.probs[-1], got, rtol=1e-4, atol=1e-5)
+
+
+def test_window(folder):
+    "A drafter with a sliding window of 4: the law of each node is that of the chain along its path."
+    model = new_drafter("eagle3", folder, target_layer_ids=[0, 2, 4])
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad: p.add_(torch.randn(p.shape, generator=g) * 0.2)
+    for layer in model.layers: layer.window = 4
+    drafter, verifier = model.drafter(), Verifier.from_pretrained(folder, [0, 2, 4])
+    tokens = torch.randint(2, V, (9,), generator=g)
+    states = verifier(tokens[None, :-1]).hidden_states[0]
+    with torch.inference_mode(), drafter.grow(tokens, states, 4) as law: chain = dynamic_tree(law, 1, 6, 6)[0]
+    drafter.reset()
+    assert chain.is_chain and torch.equal(chain.tokens, drafter.propose(tokens, states, 6, Sampling()).tokens)
+    for layer in model.layers: layer.window = None
+    drafter.reset()
+    assert not torch.equal(chain.tokens, drafter.propose(tokens, states, 6, Sampling()).tokens)       # the window matters here
+
+
+class TreeTable(DraftTable):
+    """A draft model that is a table of laws, growing trees."""
+    def grow(self, tokens, features, depth):
+        def law(nodes, words, parents):
+            paths = paths_of(TokenTree(words, parents))
+            return torch.stack([self.table[(*tokens.tolist(), *paths[i])] for i in nodes.tolist()]).log_softmax(-1)
+        return nullcontext(law)
+
+
+@pytest.mark.parametrize("method", ["static", "dynamic"])
+def test_sampled_text_has_the_verifiers_law(method):
+    """1000 outputs of 4 tokens, drafted as trees and decided by the standard rule over the table's laws, against the exact law of 81 sequences."""
+    table, drafter = language(1), TreeDrafter(TreeTable(language(2)), METHODS[method])
+    sampling, outputs = Sampling(1.0, torch.Generator().manual_seed(0)), []
+    for _ in range(1000):
+        text = [*PROMPT]
+        while (room := NEW - (len(text) - len(PROMPT))) > 0:
+            tree = drafter.propose(torch.tensor(text), None, room - 1, sampling) if room > 1 else TokenTree.chain([])
+            paths = paths_of(tree)
+            target = torch.stack([probabilities(table[(*text, *paths[i])], 1.0) for i in range(-1, len(tree))])
+            path, token = RULES["standard"].decide(tree, target, sampling.generator)
+            text += [*tree.tokens[path].tolist(), token]
+        outputs.append(text[len(PROMPT):])
+    assert chi_square_p(outputs, exact_law(table)) > 1e-3
+
+
+def test_rules():
+    drafter = NgramDrafter()
+    for method, lossless in ((GreedyTokenProposalConfig(), True), (GreedyTokenProposalConfig(verifier_accept_k=2), False), (GreedyTokenProposalConfig(accept_tolerance=.1), False),
+                             (SamplingTokenProposalConfig(), True), (SamplingTokenProposalConfig(accept_lenience=.5), False)):
+        driven = drive(drafter, method)
+        assert driven.drafter is drafter and driven.rule.lossless == lossless and driven.k == 5
+
+
+def test_the_tree_is_the_methods(drafter_of):
+    "Depth is the smaller of the method's and what is asked for."
+    drafter = TreeDrafter(drafter_of("draft model"), METHODS["static"])
+    tokens = torch.tensor([3, 4, 5])
+    assert len(drafter.propose(tokens, None, 9, Sampling())) == 3 + 6 + 12 and len(drafter.propose(tokens, None, 2, Sampling())) == 3 + 6
+    drawn = drafter.propose(tokens, None, 2, Sampling(1.0, torch.Generator().manual_seed(0)))
+    assert len(drawn) == 9 and drawn.probs is not None
+    assert len(TreeDrafter(drafter_of("draft model"), METHODS["dynamic"]).propose(tokens, None, 9, Sampling(1.0))) == 9
+
+
+def test_refused(drafter_of):
+    for name in ("static", "dynamic"):
+        with pytest.raises(TypeError, match="NgramDrafter drafts chains only"): drive(NgramDrafter(), METHODS[name])
+    with pytest.raises(ValueError, match="'greedy' grows no tree"): TreeDrafter(drafter_of("draft model"), METHODS["greedy"])
+    with pytest.raises(ValueError, match="accept_lenience=0"): drive(NgramDrafter(), SamplingTokenProposalConfig(accept_lenience=0))
+    class Other(TokenProposalConfig): pass
+    with pytest.raises(ValueError, match="proposal_type='other' is not known"): drive(NgramDrafter(), Other(proposal_type="other"))
+
+
+def test_copies_share_weights_not_state(drafter_of):
+    drafter = TreeDrafter(drafter_of("eagle3"), METHODS["dynamic"])
+    other = copy.copy(drafter)
+    assert other.drafter is not drafter.drafter and other.drafter.model is drafter.drafter.model and other.trained_tokens == drafter.trained_tokens
