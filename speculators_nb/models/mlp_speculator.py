@@ -22,7 +22,7 @@ from ..supervision import block_metrics, needed_rows, ttt_supervision
 from ..tree import Sampling, TokenTree
 from ..utils import atomic_write, save_tensors
 
-# %% ../../nbs/models/08_mlp_speculator.ipynb #c60bbeaf
+# %% ../../nbs/models/08_mlp_speculator.ipynb #52a15c42
 AHEAD = 2   # the verifier's own head says token t+1; the first drafted token after its state t is t+2
 
 class TokenHeads(SpeculatorModel):
@@ -115,7 +115,7 @@ class TokenHeads(SpeculatorModel):
         kwargs = {k: v for k, v in given.items() if v is not None}
         return kwargs, dict(kwargs)
 
-# %% ../../nbs/models/08_mlp_speculator.ipynb #f264e2a6
+# %% ../../nbs/models/08_mlp_speculator.ipynb #9bcbce01
 @SpeculatorModelConfig.register("mlp")
 class MLPSpeculatorConfig(SpeculatorModelConfig):
     "An MLP speculator. Errors: ValueError naming field and value for other inputs, sizes below 1, or tied weights of a single head."
@@ -137,7 +137,7 @@ class MLPSpeculatorConfig(SpeculatorModelConfig):
             if getattr(self, name) < 1: raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.tie_weights and self.num_layers == 1: raise ValueError("tie_weights=True with num_layers=1 ties nothing, and engines refuse it; set tie_weights=False")
 
-# %% ../../nbs/models/08_mlp_speculator.ipynb #edd75f87
+# %% ../../nbs/models/08_mlp_speculator.ipynb #0054098e
 def rms(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor: # [..., D] -> the same, each row of mean square 1
     "Root-mean-square norm without weights, in float32."
     return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
@@ -265,7 +265,7 @@ def save_native(
     with atomic_write(folder / "config.json") as temporary:
         temporary.write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n", encoding="utf-8")
 
-# %% ../../nbs/models/08_mlp_speculator.ipynb #8fedc367
+# %% ../../nbs/models/08_mlp_speculator.ipynb #7e891bd3
 class MLPDrafter:
     "Chain drafting from the last state alone (the `tree.Drafter` protocol)."
     def __init__(self, model: MLPSpeculator):
