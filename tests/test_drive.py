@@ -12,7 +12,7 @@ from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.drive import TreeDrafter, drive
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.growth import dynamic_tree
+from speculators_nb.growth import dynamic_tree, static_tree
 from speculators_nb.proposals import (DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig, SamplingTokenProposalConfig, StaticTreeTokenProposalConfig,
                                       TokenProposalConfig)
 from speculators_nb.train.drafter import new_drafter
@@ -31,7 +31,10 @@ LEARNED = {   # name -> (algorithm, arguments of `new_drafter`)
     "eagle": ("eagle", {}), "eagle3": ("eagle3", {}), "eagle3, two layers, norm_output": ("eagle3", dict(num_layers=2, norm_output=True)),
     "eagle3, half the vocabulary": ("eagle3", dict(draft_vocab_size=V // 2)), "peagle": ("peagle", dict(mask_token_id=V - 1, num_depths=4)),
     "peagle, half the vocabulary": ("peagle", dict(mask_token_id=V - 1, num_depths=4, draft_vocab_size=V // 2)),
+    "dflash": ("dflash", dict(draft_arch="qwen3", mask_token_id=V - 1, block_size=5)),
+    "dflash, from the anchor": ("dflash", dict(draft_arch="qwen3", mask_token_id=V - 1, block_size=4, sample_from_anchor=True, draft_vocab_size=V // 2)),
 }
+PARALLEL = [name for name in LEARNED if name.startswith(("peagle", "dflash"))]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,24 @@ def paths_of(tree):
     return paths
 
 
-@pytest.mark.parametrize("name", [n for n in EVERY if not n.startswith("peagle")])
+@pytest.mark.parametrize("name", PARALLEL)
+def test_parallel_slots_make_a_product(folder, drafter_of, name):
+    "Below every node of a level stands the law of the next slot, which is that of `propose`; the cache is left for the next step."
+    drafter = drafter_of(name)
+    verifier = Verifier.from_pretrained(folder, drafter.aux_layer_ids)
+    tokens = torch.randint(2, V, (9,), generator=torch.Generator().manual_seed(2))
+    states = verifier(tokens[None, :-1]).hidden_states[0]
+    drafter.reset()
+    laws = drafter.propose(tokens, states, 3, Sampling(1.0, torch.Generator().manual_seed(0))).probs
+    drafter.reset()
+    with torch.inference_mode(), drafter.grow(tokens[:5], states[:4], 3): pass
+    with torch.inference_mode(), drafter.grow(tokens, states[4:], 3) as law:
+        tree = static_tree(law, 2, 2, 3)
+        rows = law(torch.arange(-1, 6), tree.tokens[:6], tree.parents[:6]).exp()
+    torch.testing.assert_close(rows, laws[[0, 1, 1, 2, 2, 2, 2]], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY if n not in PARALLEL])
 def test_a_nodes_law_is_that_of_a_chain_along_its_path(folder, drafter_of, name):
     """Force the chain of `propose` along the path of each node, with a Sampling that says what to draw: float32 rounding alone lies between the laws (1e-5).
     Before and after, the drafter's chains are the same: growing leaves no trace."""
@@ -180,6 +200,12 @@ def test_the_tree_is_the_methods(drafter_of):
     drawn = drafter.propose(tokens, None, 2, Sampling(1.0, torch.Generator().manual_seed(0)))
     assert len(drawn) == 9 and drawn.probs is not None
     assert len(TreeDrafter(drafter_of("draft model"), METHODS["dynamic"]).propose(tokens, None, 9, Sampling(1.0))) == 9
+
+
+def test_a_markov_head_grows_no_tree(folder):
+    "It inherits from a drafter that does; its own slots depend on each other."
+    drafter = new_drafter("dspark", folder, draft_arch="qwen3", mask_token_id=V - 1, block_size=4, target_layer_ids=[0, 2, 4]).drafter()
+    with pytest.raises(TypeError, match="DSparkDrafter drafts chains only"): drive(drafter, METHODS["static"])
 
 
 def test_refused(drafter_of):

@@ -7,6 +7,7 @@ __all__ = ['DFlashSpeculatorConfig', 'Blocks', 'DFlashDraftModel', 'DFlashDrafte
 
 # %% ../../nbs/models/05_dflash.ipynb #47c6f781
 import copy
+from contextlib import contextmanager
 from dataclasses import field
 from typing import NamedTuple
 import torch
@@ -16,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 from ..anchors import block_supervision, select_anchors
 from ..attention import attention, block_attention
 from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
+from ..growth import product_law
 from ..head import text_config
 from ..head_loss import dense_head_loss, head_loss
 from ..layers import DecoderLayer, RMSNorm, Rotary
@@ -418,3 +420,13 @@ class DFlashDrafter:
         if not sampling.temperature: return TokenTree.chain(self.model.to_verifier(logits.argmax(-1)))
         laws = sampling.probabilities(logits)
         return TokenTree.chain(self.model.to_verifier(sampling.draw(laws)), scatter_probs(laws, self.model.d2t, self.model.target_vocab_size))
+
+    @contextmanager
+    def grow(self,
+        tokens: torch.Tensor,    # [n] as in `propose`
+        features: torch.Tensor,  # [m, A·H] as in `propose`
+        depth: int,              # of the deepest node
+    ): # yields the law, as in `growth`
+        "Laws for the nodes of a tree: one for each depth."
+        laws = self.model.lm_head(self.read_block(tokens, features, depth)[-depth:]).float().softmax(-1)
+        yield product_law(scatter_probs(laws, self.model.d2t, self.model.target_vocab_size).log())

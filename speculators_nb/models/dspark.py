@@ -269,6 +269,8 @@ class DSparkDrafter(DFlashDrafter):
         self.confidence_threshold = confidence_threshold
         super().__init__(model)
 
+    grow = None      # the laws of its slots hang on the words before them: chains only
+
     @torch.inference_mode()
     def propose(self,
         tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
