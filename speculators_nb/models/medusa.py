@@ -16,7 +16,7 @@ from ..model import SpeculatorModel
 from .mlp_speculator import TokenHeads, save_native
 from ..tree import Sampling, TokenTree
 
-# %% ../../nbs/models/09_medusa.ipynb #c4d1c2b8
+# %% ../../nbs/models/09_medusa.ipynb #ddaf33f8
 @SpeculatorModelConfig.register("medusa")
 class MedusaSpeculatorConfig(SpeculatorModelConfig):
     "Medusa heads; the field names are those of the published checkpoints. Errors: ValueError for sizes below 1."
@@ -32,7 +32,7 @@ class MedusaSpeculatorConfig(SpeculatorModelConfig):
         for name in ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers"):
             if getattr(self, name) < 1: raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
-# %% ../../nbs/models/09_medusa.ipynb #f16ff86a
+# %% ../../nbs/models/09_medusa.ipynb #88b7a9a2
 class ResidualBlocks(nn.Module):
     "x + SiLU(W x), one or more times; W starts at zero, and so the block as the identity."
     def __init__(self, size: int, depth: int, bias: bool):
@@ -116,7 +116,7 @@ class MedusaModel(TokenHeads):
         "This model as a `tree.Drafter`."
         return MedusaDrafter(self)
 
-# %% ../../nbs/models/09_medusa.ipynb #f7526a31
+# %% ../../nbs/models/09_medusa.ipynb #8a38a659
 class MedusaDrafter:
     "All tokens from one state, in one pass (the `tree.Drafter` protocol)."
     def __init__(self, model: MedusaModel):
