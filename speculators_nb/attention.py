@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
-from .masks import Mask, same_document
+from .masks import Mask
 
 # %% ../nbs/core/10_attention.ipynb #7ec5dd6d
 def _wide(x): return x if x.dtype == torch.float64 else x.float()     # scores and their statistics: float32 at least

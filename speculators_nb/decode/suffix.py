@@ -110,8 +110,9 @@ class SuffixIndex:
             if p and p >= min_prob: best = Guess([token], p, 1)
         elif budget: best = max(best, self._follow(row, self._all_places(context[-1]), 1, budget, min_prob), key=lambda guess: guess.score)
         found = []                                                     # (match, its places, tokens it may propose)
+        here = self._places(context[-2], context[-1])
         for m in range(2, len(context)):
-            here = self._places(context[-2], context[-1]) if m == 2 else here[(here - m + 1 >= self.first) & (row[here - m + 1] == context[-m])]
+            if m > 2: here = here[(here - m + 1 >= self.first) & (row[here - m + 1] == context[-m])]
             if not len(here): break
             budget = min(k, int(m * factor + 1e-6), self.depth - m)
             if found and len(found[-1][1]) == len(here) and found[-1][2] <= budget: found.pop()   # the same places, and nothing less to say

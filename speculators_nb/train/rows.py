@@ -9,7 +9,7 @@ __all__ = ['PIECE_BYTES', 'RowAdamW', 'use_row_gradients', 'clip_gradients']
 from itertools import pairwise
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
 # %% ../../nbs/train/01a_rows.ipynb #138d1e86
