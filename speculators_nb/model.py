@@ -136,7 +136,8 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     def verify_training_compatible(model):
         "Raise ValueError, saying what is missing, unless `model` can be trained: registered, with layers, and with all borrowed weights in place."
         if not isinstance(model, SpeculatorModel): raise ValueError(f"model is a {type(model).__name__}, not a SpeculatorModel; subclass it (see docs/architecture.md)")
-        if type(model) not in SpeculatorModel.registered_classes().values():
+        known = SpeculatorModel.registered_classes().get(model.config.speculators_model_type)
+        if known is None or known.__qualname__ != type(model).__qualname__:     # by name: a notebook and its module may both have made the class
             raise ValueError(f"{type(model).__name__} is not registered; decorate it with @SpeculatorModel.register(name)")
         if not hasattr(model, "layers"): raise ValueError(f"{type(model).__name__} has no attribute 'layers' (an nn.ModuleList); distributed training shards by it")
         absent = [n for n, w in (*model.named_parameters(), *model.named_buffers()) if w.is_floating_point() and w.flatten()[:1].isnan().any()]

@@ -479,7 +479,7 @@ def stitch_mtp(
     out, source, folder = Path(out), resolve_checkpoint(verifier), resolve_checkpoint(drafter)
     if out.exists(): raise FileExistsError(f"{out} exists already; stitch_mtp makes a new folder, choose another name")
     config, layer = SpeculatorModelConfig.from_pretrained(folder), text_config(AutoConfig.from_pretrained(source))
-    if not isinstance(config, MTPSpeculatorConfig): raise ValueError(f"drafter {str(drafter)!r} is of type {config.speculators_model_type!r}; only an MTP head is a part of its verifier")
+    if config.speculators_model_type != "mtp": raise ValueError(f"drafter {str(drafter)!r} is of type {config.speculators_model_type!r}; only an MTP head is a part of its verifier")
     head = {n: w for file in sorted(set(checkpoint_index(folder).values())) for n, w in load_tensors(file).items() if n.startswith("mtp_layers.")}
     index = checkpoint_index(source)
     have = {n: load_tensors(f, [n])[n] for n, f in index.items() if n.startswith("mtp.")}
