@@ -8,7 +8,6 @@ __all__ = ['METHODS', 'SERVED_AS', 'NAMED', 'AUX_FAMILIES', 'MTP_FAMILIES', 'WOR
            'named', 'SpeculativeConfig', 'speculate']
 
 # %% ../../nbs/decode/06_speculative_config.ipynb #04a339da
-import ast
 import copy
 import difflib
 import hashlib
@@ -26,6 +25,7 @@ from .draft_model import DraftModel
 from .generate import Generation, NoDrafter, generate
 from .ngram import NgramDrafter
 from .suffix import SuffixDrafter
+from ..growth import parse_tree
 from ..model import SpeculatorModel
 from ..tree import Drafter, Sampling, TokenTree
 from ..verifier import Verifier
@@ -131,20 +131,8 @@ def parse_token_tree(
     text: str | Sequence[Sequence[int]], # "[(0,), (1,), (0, 0)]", or the list itself
 ) -> list[tuple[int, ...]]: # breadth first
     "Read a token tree. Errors: ValueError saying which path is wrong, and how."
-    def no(why): raise ValueError(f"speculative_token_tree={text!r} {why}; write a list of paths such as '[(0,), (1,), (0, 0)]'")
-    try:
-        paths = ast.literal_eval(text) if isinstance(text, str) else text
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        no("is not a Python literal")
-    if not isinstance(paths, (list, tuple)) or not paths: no("is not a list with a path in it")
-    for path in paths:
-        if not isinstance(path, (list, tuple)) or not path or any(type(i) is not int or i < 0 for i in path):
-            no(f"has {path!r}, which is no path of child numbers")
-    known = {tuple(p) for p in paths}
-    if len(known) < len(paths): no("names a path twice")
-    for path in sorted(known):
-        if len(path) > 1 and path[:-1] not in known: no(f"has {path} without its parent {path[:-1]}")
-    return sorted(known, key=lambda p: (len(p), p))
+    try: return parse_tree(text if isinstance(text, str) else str([tuple(path) for path in text]))
+    except (ValueError, TypeError) as e: raise ValueError(f"speculative_token_tree: {e}") from None
 
 # %% ../../nbs/decode/06_speculative_config.ipynb #d25b711b
 # word of the documented line -> (verification, draft) of vLLM 0.32
