@@ -60,6 +60,7 @@ def install():
     """The interpreter of .venv-vllm, made on the first call."""
     python = VENV / "bin/python"
     if (VENV / ".complete").exists():
+        name_it(python)
         return python
     print(f"making {VENV.name} with {VLLM} {VERSION}", flush=True)
 
@@ -79,8 +80,18 @@ def install():
     wanted = [r for r in wanted if "extra ==" not in r and not re.match(r"torch(vision|audio|codec)?\b", r)]
     (VENV / "requirements.txt").write_text("\n".join(wanted))
     call(*pip, "-r", VENV / "requirements.txt", torch[0])
+    name_it(python)
     (VENV / ".complete").touch()
     return python
+
+
+def name_it(python):
+    """The command `vllm` asks for the version of a package `vllm`, and this one has another name: write down that they are the same."""
+    lib = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True, text=True).stdout
+    named = Path(lib.strip()) / f"vllm-{VERSION}+cpu.dist-info"
+    if not (named / "METADATA").exists():
+        named.mkdir(exist_ok=True)
+        (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
 
 
 def serve(job, answer):
