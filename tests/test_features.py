@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speculators_nb.data_generation import features
+from speculators_nb.data_generation import feature_file
 from speculators_nb.data_generation.features import (FeatureDataset, FeatureError, LiveFeatures, extract_features, feature_path, read_features,
                                                      states_of, token_batches)
 from speculators_nb.utils import save_tensors
@@ -136,7 +136,7 @@ def test_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
         if left[0] < 0: raise OSError(errno.ENOSPC, "No space left on device")
         save_tensors(*args)
 
-    monkeypatch.setattr(features, "save_tensors", save)
+    monkeypatch.setattr(feature_file, "save_tensors", save)
     with pytest.raises(OSError, match="10 of 24 rows are complete and kept") as e: extract_features(verifier, rows, tmp_path, max_tokens=64)
     assert e.value.errno == errno.ENOSPC and "No space left" in str(e.value)
     monkeypatch.undo()
@@ -154,10 +154,10 @@ SLOW_EXTRACTION = """
 import sys, time, torch
 sys.path.insert(0, {here!r})
 from test_features import make_rows, make_verifier
-from speculators_nb.data_generation import features
-save = features.save_tensors
+from speculators_nb.data_generation import feature_file, features
+save = feature_file.save_tensors
 def slow(*args): time.sleep(.05); save(*args)
-features.save_tensors = slow
+feature_file.save_tensors = slow
 features.extract_features(make_verifier(), make_rows(), {out!r}, max_tokens=32, writers=1)
 """
 
