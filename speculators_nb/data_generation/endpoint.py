@@ -7,6 +7,7 @@ __all__ = ['log', 'EndpointError', 'worth_retrying', 'pause', 'Endpoint', 'TooMa
 
 # %% ../../nbs/data/00_endpoint.ipynb #68e475fc
 import ipaddress
+import json
 import logging
 import os
 import queue
@@ -130,6 +131,30 @@ class Endpoint:
     ) -> dict:  # the answer
         "Ask for work. EndpointError: the server refused (at once), or failed `tries` times."
         return self._ask("POST", path, body)
+
+    def stream(
+        self,
+        path: str,  # e.g. /v1/completions
+        body: dict,  # becomes JSON; it should ask for a stream
+    ) -> Iterator[dict]:  # pieces of the answer, as the server writes them
+        "Ask for work and listen (server-sent events). One try: what was said cannot be unsaid. EndpointError: the server refused, or broke off."
+        what = f"POST {self.url}{path}"
+        try:
+            with self._client.stream("POST", self.url + path, json=body) as r:
+                if not r.is_success:
+                    r.read()
+                    raise EndpointError(self._clean(f"{what}: status {r.status_code}: {_message(r)}"), r.status_code)
+                for line in r.iter_lines():
+                    if not line.startswith("data:") or line[5:].strip() == "[DONE]":
+                        continue
+                    piece = json.loads(line[5:])
+                    if piece.get("error"):  # failures after the first piece have no status of their own
+                        raise EndpointError(self._clean(f"{what}: {piece['error']}"))
+                    yield piece
+        except httpx.HTTPError as e:
+            raise EndpointError(self._clean(f"{what}: {type(e).__name__}: {e}")) from None
+        except ValueError:
+            raise EndpointError(self._clean(f"{what}: a piece is not JSON: {line[:100]!r}")) from None
 
     def models(self) -> list[str]:  # names
         "What the server serves."
