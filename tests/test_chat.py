@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from speculators_nb.data_generation.chat import add_turn, encode, normalize, prepare, save_prepared, show_mask, token_frequencies
+from speculators_nb.data_generation.chat import add_turn, encode, prepare, save_prepared, show_mask, token_frequencies
+from speculators_nb.data_generation.messages import normalize
 
 MARKED = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
           "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -93,7 +94,7 @@ def test_prepare_counts_what_it_drops(caplog):
     data = prepare([good, {"messages": long}, talk("nobody answers"), [{"role": "x", "content": ""}], {"id": 1}], tok, 64)
     assert len(data) == 1 and data[0]["seq_len"] == len(data[0]["input_ids"]) == len(data[0]["loss_mask"])
     text = data.info.description
-    assert "5 conversations, 1 rows" in text and "2 × no trained token in the first 64" in text and "'x' is unknown" in text and "no messages" in text
+    assert "5 conversations, 1 rows" in text and "1 × no trained token in the first 64" in text and "1 × ValueError: no assistant message" in text and "'x' is unknown" in text and "no messages" in text
     assert text in caplog.text
     with pytest.raises(ValueError, match="no row left of 1 conversations"): prepare([long], tok, 64)
     with pytest.raises(ValueError, match="there were none"): prepare([], tok, 64)
