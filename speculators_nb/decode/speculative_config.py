@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'SERVED_AS', 'NAMED', 'AUX_FAMILIES', 'MTP_FAMILIES', 'WORDS', 'ENGINES', 'DRAFTERS', 'Method', 'MTPFamily',
-           'mtp_family', 'length_to_rates', 'conditional_rates', 'parse_token_tree', 'ArgmaxDrafter', 'config_of',
-           'named', 'SpeculativeConfig', 'speculate']
+           'mtp_family', 'own_head', 'length_to_rates', 'conditional_rates', 'parse_token_tree', 'ArgmaxDrafter',
+           'config_of', 'named', 'SpeculativeConfig', 'speculate']
 
 # %% ../../nbs/decode/06_speculative_config.ipynb #04a339da
 import copy
@@ -107,6 +107,12 @@ def mtp_family(
     row = next((f for f in MTP_FAMILIES if words & {f.mtp, *f.words}), None)
     n = row and (row.layers if isinstance(row.layers, int) else _read(config, row.layers, row.missing))
     return (row.mtp, n or None) if row and (n != 0 or row.mtp in words) else None
+
+def own_head(
+    config: dict, # a verifier's config.json
+) -> str | None: # a key of METHODS; None: it has no head, or does not say of how many layers
+    "How a verifier is served that carries its drafter inside."
+    return "mtp" if (mtp_family(config) or (None, None))[1] else None
 
 # %% ../../nbs/decode/06_speculative_config.ipynb #4035064a
 def length_to_rates(
