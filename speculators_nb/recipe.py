@@ -137,13 +137,14 @@ def resolve(
             raise ValueError(f"{name} is missing: give it on the command line, or as {name}: in a recipe (--recipe FILE)")
     return {name: given.get(name, default) for name, default in defaults.items()}
 
-# %% ../nbs/core/01c_recipe.ipynb #8ab6801c
+# %% ../nbs/core/01c_recipe.ipynb #7a708919
 def recipe_path(
     output: str | os.PathLike,  # a folder or a file
-) -> Path:  # folder/recipe.yaml, or file.recipe.yaml
-    "Where the recipe of an output lies."
+    command: str,  # that made it
+) -> Path:  # folder/command.recipe.yaml, or file.recipe.yaml
+    "Where the recipe of an output lies. A folder may hold those of several commands."
     output = Path(output)
-    return output.with_name(f"{output.name}.recipe.yaml") if output.is_file() else output / "recipe.yaml"
+    return output.with_name(f"{output.name}.recipe.yaml") if output.is_file() else output / f"{command}.recipe.yaml"
 
 
 def write_recipe(
@@ -152,7 +153,7 @@ def write_recipe(
     values: Mapping,  # every argument, from `resolve`
 ) -> Path:  # the file that was written
     "Write the resolved recipe beside an output, for `speculators-nb COMMAND --recipe`."
-    path = recipe_path(output)
+    path = recipe_path(output, command)
     section = {k: without_secrets(v, k) for k, v in values.items() if k in NOT_SECRET or not SECRET_NAME.search(k)}
     text = yaml.safe_dump({command: section}, sort_keys=False, allow_unicode=True, width=120)
     with atomic_write(path) as temporary:
