@@ -53,7 +53,7 @@ def bootstrap(
 
 
 def acceptance_table(
-    generations: list[Generation], # one for each prompt
+    generations: list[Generation] | np.ndarray, # one for each prompt, or [R, 4 + k] their rows of `count`
     k: int, # draft length that was asked for
     draws: int = 1000, # bootstrap resamplings
     seed: int = 0, # of the resampling
@@ -69,29 +69,31 @@ def acceptance_table(
 
 
 def acceptance_summary(
-    generations: list[Generation], # one for each prompt
+    generations: list[Generation] | np.ndarray, # one for each prompt, or [R, 4 + k] their rows of `count`
     k: int, # draft length that was asked for
     draws: int = 1000, # bootstrap resamplings
     seed: int = 0, # of the resampling
+    sizes: np.ndarray | None = None, # with rows: [requests, tokens, tokens that came with steps, steps], all summed, counted or not
 ) -> dict: # one row of a table
     "Mean acceptance length (vLLM's 1 + accepted/steps) with its 95 % interval, and what else is worth a column."
     counts = _counts(generations, k)
+    if sizes is None:
+        every = [s for g in generations for s in g.steps]
+        sizes = len(generations), sum(len(g.tokens) for g in generations), sum(len(s.tokens) for s in every), len(every)
     (length,), (low,), (high,) = bootstrap(counts, lambda c: 1 + c[..., 3:4] / c[..., :1], draws, seed)
     steps, drafted, proposed, accepted = counts[:, :4].sum(0).astype(int).tolist()
-    every = [s for g in generations for s in g.steps]
     return dict(mean_length=length, mean_length_low=low, mean_length_high=high,
                 mean_length_drafted=_ratio(drafted + accepted, drafted), draft_acceptance=_ratio(accepted, proposed),
-                tokens_per_step=_ratio(sum(len(s.tokens) for s in every), len(every)), requests=len(generations),
-                tokens=sum(len(g.tokens) for g in generations), steps=steps, proposed=proposed, accepted=accepted)
+                tokens_per_step=_ratio(sizes[2], sizes[3]), requests=int(sizes[0]), tokens=int(sizes[1]), steps=steps, proposed=proposed, accepted=accepted)
 
 
 def _counts(generations, k):
     "[R, 4 + k]; ValueError where there is nothing to count."
-    if not generations:
+    if not len(generations):
         raise ValueError("no generations: nothing to measure")
     if k < 1:
         raise ValueError(f"k={k}: acceptance needs at least one drafted token")
-    counts = np.stack([count(g, k) for g in generations])
+    counts = generations if isinstance(generations, np.ndarray) else np.stack([count(g, k) for g in generations])
     if not counts[:, 0].any():
         raise ValueError(f"no step was asked for k={k} tokens: raise max_new_tokens above {k + 1}, or pass the k of these generations")
     return counts
