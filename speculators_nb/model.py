@@ -176,14 +176,21 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
             raise ValueError(f"{str(path)!r} leaves {', '.join(absent)} to the verifier, and {named!r} is not a folder here; give verifier=")
         return model.eval()
 
-    def _fill(self, state, path):
-        "Load a state dict, all of it or an error that names what does not fit."
+    def check_state(self,
+        state: dict, # name -> tensor, as a checkpoint holds them
+        path,        # of the checkpoint, for messages
+    ):
+        "Raise ValueError, naming the tensors, unless a state dict has all that this model needs in the right shapes, and nothing else."
         mine = {n: w for n, w in self.state_dict().items() if not n.startswith(self.not_saved)}
         theirs = {n for n in state if not n.startswith(("verifier_", *self.not_saved))}
         missing, extra = sorted(set(mine) - theirs - set(self.from_verifier)), sorted(theirs - set(mine))
         shapes = [f"{n} {tuple(state[n].shape)} instead of {tuple(mine[n].shape)}" for n in sorted(theirs & set(mine)) if state[n].shape != mine[n].shape]
         for what, names in (("misses", missing), ("has unknown", extra), ("has misshapen", shapes)):
             if names: raise ValueError(f"checkpoint {str(path)!r} {what} tensors: {', '.join(names)}; its config.json describes another model")
+
+    def _fill(self, state, path):
+        "Load a state dict, all of it or an error that names what does not fit."
+        self.check_state(state, path)
         self.load_state_dict(state, strict=False)
 
     def saved_state(self, state_dict: dict | None = None) -> dict: # name -> tensor

@@ -184,13 +184,13 @@ def test_defaults_are_the_documented_ones():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_native_format(verifier, tmp_path, tied):
-    "The names that vLLM's and the original loader read: with tied weights a head for each token, everything else once."
+    "The names that vLLM's and the original loader read: a part for each head, tied or not; tied ones are copies."
     model = fresh(verifier, tie_weights=tied, inputs_hidden_states_normalized=True)
     model.save_native(tmp_path, dtype=torch.float16)
-    state, config, n = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text()), 1 if tied else 3
-    want = {f"emb.{i}.weight" for i in range(n)} | {f"ln.{i}.{p}" for i in range(n) for p in ("weight", "bias")} | {f"proj.{i}.weight" for i in range(2 if tied else 3)} | {f"head.{i}.weight" for i in range(3)}
-    assert set(state) == want and {w.dtype for w in state.values()} == {torch.float16}
-    assert torch.equal(state["head.2.weight"], model.head_weights()[2].half())
+    state, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    assert set(state) == {f"speculator.{part}.{i}.weight" for part in ("emb", "proj", "ln", "head") for i in range(3)} | {f"speculator.ln.{i}.bias" for i in range(3)}
+    assert {w.dtype for w in state.values()} == {torch.float16}
+    assert all(torch.equal(state[f"speculator.{part}.{i}.weight"], model.at(getattr(model, part), i).weight.half()) for part in ("emb", "proj", "ln", "head") for i in range(3))
     assert config == dict(model_type="mlp_speculator", architectures=["MLPSpeculatorPreTrainedModel"], vocab_size=V, emb_dim=H, inner_dim=D, n_predict=3, top_k_tokens_per_head=[1, 1, 1],
                           n_candidates=1, tie_weights=tied, scale_input=True, dtype="float16")
 

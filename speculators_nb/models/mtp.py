@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'NATIVE', 'EXPERT', 'MTPSpeculatorConfig', 'family_part', 'MTPLayer', 'documents_of', 'mtp_supervision',
            'upstream_rows', 'prefix_rows', 'MTPDraftModel', 'MTPDrafter', 'from_native', 'to_native', 'fuse_experts',
-           'split_experts', 'extract_mtp', 'stitch_mtp']
+           'split_experts', 'extract_mtp', 'ours_of', 'stitch_mtp', 'read_head', 'write_head']
 
 # %% ../../nbs/models/07_mtp.ipynb #51799ea8
 import json
 import os
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import field
 from importlib import import_module
 from pathlib import Path
@@ -21,15 +22,17 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, PretrainedConfig, Qwen2Config
 from ..attention import attention, prefix_attention
-from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
+from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig, layer_config_from_dict
+from ..growth import recurrent_law
 from ..head import text_config
 from ..head_loss import dense_token_loss, token_loss
 from ..layers import head_dim, rotate
 from ..masks import ttt
 from ..model import SpeculatorModel
+from ..native import NativeCheckpoint, NativeFormat, Target, register_format
 from ..supervision import chain_metrics, needed_rows, ttt_supervision
 from ..tree import Sampling, TokenTree
-from ..utils import atomic_folder, atomic_write, checkpoint_index, load_tensors, resolve_checkpoint, save_tensors
+from ..utils import atomic_folder, atomic_write, checkpoint_index, inside, load_tensors, resolve_checkpoint, save_tensors
 from ..weights import normalised_steps
 
 # %% ../../nbs/models/07_mtp.ipynb #b7b589c3
@@ -363,17 +366,23 @@ class MTPDrafter:
         "Start a new request."
         self.cache = None
 
-    def _step(self, hidden, ids, start):
-        "Run n rows at positions start.. through the layer, adding to the cache: hidden [n, H], ids [n] the tokens that follow -> [n, H]."
+    def _step(self, hidden, ids, start, sees=None):
+        """Run n rows at positions start.. through the layer, adding to the cache: hidden [n, H], ids [n] the tokens that follow -> [n, H].
+        With sees [n, keys], bool: tokens of a tree, each at the position that follows from how many keys it sees."""
         layer, n = self.model.mtp_layers[0], len(ids)
-        rope = self.model.rope(torch.arange(start, start + n, device=ids.device))
+        rope = self.model.rope(torch.arange(start, start + n, device=ids.device) if sees is None else sees.sum(-1) - 1)
         x, residual = layer.inputs(hidden, self.model.embed_tokens(ids))
         new = layer.key_value(x, rope)
         keys, values = self.cache = new if self.cache is None else tuple(torch.cat(pair, -2) for pair in zip(self.cache, new))
         at = torch.arange(keys.shape[-2], device=ids.device)
         q, gate = layer.query(x, rope)
-        heads = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=at <= at[-n:, None], enable_gqa=len(q) != len(keys))[0]
+        heads = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=at <= at[-n:, None] if sees is None else sees, enable_gqa=len(q) != len(keys))[0]
         return layer.finish(heads, gate, residual)
+
+    def _read(self, tokens, features):
+        "The verifier's new states into the cache, each beside the token that followed: the state [1, H] after the last token."
+        n, m = len(tokens), len(features)
+        return self._step(self.model.features(features), tokens[n - m:], n - 1 - m)[-1:]
 
     @torch.inference_mode()
     def propose(self,
@@ -383,8 +392,7 @@ class MTPDrafter:
         sampling: Sampling,      # temperature and generator
     ) -> TokenTree: # a chain of k
         "Draft k tokens, one after the other."
-        model, n, m = self.model, len(tokens), len(features)
-        hidden = self._step(model.features(features), tokens[n - m:], n - 1 - m)[-1:]
+        model, n, hidden = self.model, len(tokens), self._read(tokens, features)
         decided, drafted, laws = self.cache, [], []
         for j in range(k):
             q = sampling.probabilities(model.lm_head(hidden)[0])
@@ -393,6 +401,17 @@ class MTPDrafter:
             if j + 1 < k: hidden = self._step(hidden, drafted[-1], n - 1 + j)
         self.cache = decided
         return TokenTree.chain(torch.cat(drafted), torch.stack(laws) if sampling.temperature else None)
+
+    @contextmanager
+    def grow(self,
+        tokens: torch.Tensor,    # [n] as in `propose`
+        features: torch.Tensor,  # [m, H] as in `propose`
+        depth: int,              # of the deepest node; not needed here
+    ): # yields the law, as in `growth`
+        "Laws for the nodes of a tree: a node takes its parent's state and sees the decided tokens and its own ancestors. Afterwards the cache is as it was."
+        root, decided = self._read(tokens, features)[0], self.cache
+        try: yield recurrent_law(lambda ids, states, sees: self._step(states, ids, None, sees), self.model.lm_head, root, decided[0].shape[-2])
+        finally: self.cache = decided
 
 # %% ../../nbs/models/07_mtp.ipynb #b3267d9b
 NATIVE = {"fc.": "input_proj.", "norm.": "final_layernorm.", "pre_fc_norm_hidden.": "hidden_layernorm.", "pre_fc_norm_embedding.": "token_layernorm.",
@@ -449,13 +468,18 @@ def extract_mtp(
     if not index:
         raise ValueError(f"verifier {str(verifier)!r} has no MTP head (no tensor mtp.*), as most have not. Train a fresh one with fresh_head=True, "
                          "or take a verifier that was pretrained with one, such as Qwen3-Next or Qwen3.5")
-    tensors = {n: t for file in sorted(set(index.values())) for n, t in load_tensors(file, [n for n, f in index.items() if f == file]).items()}
+    return ours_of({n: t for file in sorted(set(index.values())) for n, t in load_tensors(file, [n for n, f in index.items() if f == file]).items()})
+
+def ours_of(tensors: dict) -> dict: # mtp.* -> mtp_layers.0.*
+    "A native head under our names, its experts stacked."
     return fuse_experts({from_native(n): t for n, t in tensors.items()})
 
 # %% ../../nbs/models/07_mtp.ipynb #9d848428
 def _place(source: Path, target: Path, link: bool):
     "Copy a file or folder, or link the file where that works."
-    if source.is_dir(): return shutil.copytree(source, target)
+    if source.is_dir():
+        for entry in source.rglob("*"): inside(entry.parent, entry.name)         # no link out of a foreign folder is followed
+        return shutil.copytree(source, target)
     if link:
         try: return os.link(source.resolve(), target)
         except OSError: pass                      # another file system
@@ -476,12 +500,18 @@ def stitch_mtp(
 ) -> Path: # `out`: the verifier with this head, for vLLM's method "mtp"
     """The inverse of `extract_mtp`: a copy of the verifier whose mtp.* tensors are the drafter's, in the verifier's own layout and dtype. All other files stay as they are, but
     where the verifier had no head its config.json learns that it has one. Errors: FileExistsError; ValueError for a drafter that does not fit."""
-    out, source, folder = Path(out), resolve_checkpoint(verifier), resolve_checkpoint(drafter)
+    out, folder = Path(out), resolve_checkpoint(drafter)
     if out.exists(): raise FileExistsError(f"{out} exists already; stitch_mtp makes a new folder, choose another name")
-    config, layer = SpeculatorModelConfig.from_pretrained(folder), text_config(AutoConfig.from_pretrained(source))
+    config = SpeculatorModelConfig.from_pretrained(folder)
     if config.speculators_model_type != "mtp": raise ValueError(f"drafter {str(drafter)!r} is of type {config.speculators_model_type!r}; only an MTP head is a part of its verifier")
     head = {n: w for file in sorted(set(checkpoint_index(folder).values())) for n, w in load_tensors(file).items() if n.startswith("mtp_layers.")}
-    index = checkpoint_index(source)
+    with atomic_folder(out) as tmp: _stitch(head, verifier, tmp, link, drafter)
+    return out
+
+def _stitch(head: dict, verifier, folder: Path, link: bool, drafter):
+    "Fill an empty folder with the verifier and this head."
+    source = resolve_checkpoint(verifier)
+    layer, index = text_config(AutoConfig.from_pretrained(source, trust_remote_code=False)), checkpoint_index(source)
     have = {n: load_tensors(f, [n])[n] for n, f in index.items() if n.startswith("mtp.")}
     with torch.device("meta"): plain = MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=layer)).saved_state()
     _fits(head, plain, drafter, verifier)
@@ -492,17 +522,15 @@ def stitch_mtp(
     dtype = load_tensors(*next((f, [n]) for n, f in index.items() if n.endswith("norm.weight"))).popitem()[1].dtype
     files = {}
     for n, w in head.items(): files.setdefault(index.get(n, source / home), {})[n] = w.to(have[n].dtype if have else dtype)
-    with atomic_folder(out) as tmp:
-        for entry in source.iterdir():
-            if entry not in files: _place(entry, tmp / entry.name, link)
-        for file, tensors in files.items():
-            metadata = {"format": "pt"}
-            if file.is_file():
-                with safe_open(file, "pt") as f: metadata = f.metadata()
-                tensors = load_tensors(file) | tensors
-            save_tensors(tensors, tmp / file.name, metadata)
-        if not have: _announce(tmp, head, home, layer.model_type, sum(w.nbytes for t in files.values() for n, w in t.items() if n in head))
-    return out
+    for entry in source.iterdir():
+        if entry not in files: _place(inside(source, entry.name), folder / entry.name, link)
+    for file, tensors in files.items():
+        metadata = {"format": "pt"}
+        if file.is_file():
+            with safe_open(file, "pt") as f: metadata = f.metadata()
+            tensors = load_tensors(file) | tensors
+        save_tensors(tensors, folder / file.name, metadata)
+    if not have: _announce(folder, head, home, layer.model_type, sum(w.nbytes for t in files.values() for n, w in t.items() if n in head))
 
 def _announce(folder: Path, head: dict, home: Path, family: str, size: int):
     "Enter a head that is new to a checkpoint in its index and its config.json."
@@ -517,3 +545,26 @@ def _announce(folder: Path, head: dict, home: Path, family: str, size: int):
     if (folder / "model.safetensors.index.json").is_file(): rewrite("model.safetensors.index.json", enter)
     if family != "qwen3":                             # vLLM has no MTP head for it
         rewrite("config.json", lambda config: config.get("text_config", config).setdefault("num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers", 1))
+
+# %% ../../nbs/models/07_mtp.ipynb #661bd4ce
+def read_head(
+    native: NativeCheckpoint, # a verifier's checkpoint, or what is left of one
+    target: Target,           # the verifier
+) -> tuple: # (fields of our config, our names -> tensors)
+    "A native head as a drafter of its own; of a sharded verifier nothing else is read."
+    raw = native.config.get("text_config") or native.config
+    layer = layer_config_from_dict(raw) if "model_type" in raw else target.config
+    return dict(transformer_layer_config=layer, speculative_tokens=native.said("speculative_tokens", default=3)), ours_of(native.tensors("mtp."))
+
+def write_head(
+    config: MTPSpeculatorConfig, # not needed
+    tensors: dict,               # our names -> tensors
+    folder: Path,                # there and empty
+    target: Target | None = None,# the verifier that gets the head
+):
+    "The inverse, which is the whole verifier: see `stitch_mtp`."
+    if target is None: raise ValueError("an MTP head is stored in its verifier, and the verifier that config.json names is not here; give verifier=")
+    _stitch({n: w for n, w in tensors.items() if n.startswith("mtp_layers.")}, target.path, folder, False, "of this type")
+
+register_format(NativeFormat(
+    "mtp", "mtp", "MTP heads inside their verifier (Qwen3-Next, Qwen3.5)", "tensors mtp.*", lambda config, names: any(n.startswith("mtp.") for n in names), read_head, write_head))
