@@ -4,18 +4,16 @@
 
 # %% auto #0
 __all__ = ['FP8', 'SCALES', 'FeatureError', 'feature_path', 'to_fp8', 'from_fp8', 'stored_dtype', 'write_features',
-           'read_features', 'read_pickle', 'read_legacy', 'legacy_layer_ids']
+           'read_features', 'read_legacy', 'legacy_layer_ids']
 
-# %% ../../nbs/data/04_feature_file.ipynb #3579212d
-import json
-import pickle
+# %% ../../nbs/data/04_feature_file.ipynb #7886d37b
 import zlib
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from ..utils import save_tensors
+from ..utils import load_pickle, save_tensors
 
 # %% ../../nbs/data/04_feature_file.ipynb #5322d4be
 class FeatureError(ValueError):
@@ -154,26 +152,17 @@ def _check_finite(path, states):
         at = (~states.isfinite()).nonzero()[0].tolist()
         raise FeatureError(path, f"{states[tuple(at)].item()} at [position, layer slot, channel] {at}")
 
-# %% ../../nbs/data/04_feature_file.ipynb #ee29d857
-def read_pickle(
-    path,  # a .pt file of tensors and plain containers
-):  # what it holds
-    "Read an old file without running anything that it brings along. FeatureError: refused, cut off, missing."
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise FeatureError(path, "missing") from None
-    except pickle.UnpicklingError as e:
-        raise FeatureError(path, f"refused: the pickle holds more than tensors and would run code when read ({str(e).splitlines()[0][:200]})") from None
-    except Exception as e:
-        raise FeatureError(path, f"cut off or not a file of torch.save ({str(e).splitlines()[0][:200]})") from None
-
-
+# %% ../../nbs/data/04_feature_file.ipynb #878e141d
 def read_legacy(
     path,  # data_{i}.pt of speculators 0.3 and 0.4
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # input_ids [seq], loss_mask [seq] bool, hidden_states [seq, A+1, H]
     "Read and check one old sample."
-    data = read_pickle(path)
+    try:
+        data = load_pickle(path)
+    except FileNotFoundError:
+        raise FeatureError(path, "missing") from None
+    except ValueError as e:
+        raise FeatureError(path, str(e).removeprefix(f"{path}: ")) from None
     wanted = {"input_ids", "loss_mask", "hidden_states"}
     if not isinstance(data, dict) or (absent := sorted(wanted - data.keys())):
         raise FeatureError(path, f"has no {' and no '.join(absent)}" if isinstance(data, dict) else f"a {type(data).__name__}, expected a dict")

@@ -6,9 +6,8 @@
 __all__ = ['log', 'ORIGIN', 'origin', 'check_origin', 'shard', 'FeatureFolder', 'sample_of', 'FeatureRows', 'layout_of',
            'FeatureDataset']
 
-# %% ../../nbs/data/04b_feature_folder.ipynb #300e1f0a
+# %% ../../nbs/data/04b_feature_folder.ipynb #d19e927f
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json

@@ -6,7 +6,8 @@
 __all__ = ['log', 'table_of', 'more_than_text', 'extract_from_server', 'ServerFeatures', 'extraction_config',
            'extraction_command']
 
-# %% ../../nbs/data/04f_vllm_features.ipynb #54ec7cf2
+# %% ../../nbs/data/04f_vllm_features.ipynb #2284e00f
+import json
 import logging
 from pathlib import Path
 
@@ -14,10 +15,10 @@ import torch
 from datasets import Dataset, load_from_disk
 from tqdm.auto import tqdm
 
-from .endpoint import Breaker, EndpointError, TooManyFailures, concurrently
+from .endpoint import Breaker, EndpointError, concurrently
 from .extraction import HiddenStatesClient, Room, extraction_command, extraction_config
 from .feature_file import FeatureError
-from .feature_folder import FeatureFolder, FeatureRows, origin, sample_of, shard
+from .feature_folder import FeatureFolder, FeatureRows, origin, shard
 
 # %% ../../nbs/data/04f_vllm_features.ipynb #21f6987e
 _all_ = ["extraction_config", "extraction_command"]  # to be had from here too
