@@ -216,7 +216,7 @@ def test_drafters(verifier, tmp_path):
     assert isinstance(n, NgramDrafter) and (n.min_n, n.max_n) == (2, 4)
     s = SpeculativeConfig(method="suffix", num_speculative_tokens=4, suffix_decoding_max_tree_depth=9, suffix_decoding_max_cached_requests=5,
                           suffix_decoding_max_spec_factor=2, suffix_decoding_min_token_prob=0.3).drafter(verifier)
-    assert isinstance(s, SuffixDrafter) and (s.finished.depth, s.max_requests, s.factor, s.min_prob) == (9, 5, 2, 0.3)
+    assert isinstance(s, SuffixDrafter) and (s.answers.depth, s.max_requests, s.factor, s.min_prob) == (9, 5, 2, 0.3)
     assert isinstance(SpeculativeConfig(method="extract_hidden_states", num_speculative_tokens=1).drafter(verifier), NoDrafter)
     verifier.model.save_pretrained(tmp_path / "same")
     draft = dict(model=str(tmp_path / "same"), num_speculative_tokens=3)

@@ -9,13 +9,19 @@
 The cases are a table (`make_cases`). EAGLE-3's base is the drafter of `make demo` (output/demo/drafter) where it exists, else random weights;
 P-EAGLE, DFlash and Medusa are trained for a few steps on the shipped answers, so that some drafts are accepted, and EAGLE-1 is random, as are
 an MTP head and the Qwen3.5 verifier that it is a part of. Variants are cut out of them: fewer auxiliary layers, a smaller draft vocabulary, a
-window, and so on. For each of them the script asks that
+window, and so on. A separate draft model (the verifier's first layers), suffix decoding and n-gram look-up have no checkpoint of ours: the same
+dictionary goes to vLLM and to our SpeculativeConfig. For each of them the script asks that
 
 - `check_vllm_contract` finds nothing (a family that vLLM reads in another format is saved in that), and vLLM loads the folder by itself;
 - vLLM's text is its own plain greedy text, and ours;
 - every chain that vLLM drafted is the chain that our drafter drafts at that place;
-- vLLM's counters are what our steps add up to. One difference is vLLM's: near the length limit it still drafts K tokens and counts all that
-  the verifier agrees with, where `generate` asks only for tokens that fit. So our steps are counted with K tokens more room.
+- vLLM's counters are what our steps add up to.
+
+Where something differs, the first place of each text is printed. One difference is vLLM's: it decides a whole step before it looks for the end of
+the text. Near the length limit it still drafts K tokens and counts all that the verifier agrees with, and suffix decoding remembers what stood
+behind the end, where `generate` asks only for tokens that fit and forgets the rest. So our steps are counted on texts without an end, up to the
+step that reaches it. Suffix decoding learns from one request to the next, so its requests run one at a time. vLLM drafts with arctic-inference
+there, which exists as source only: a C++ compiler builds it in half a minute, and without one the case is left out, and said to be.
 
 Checkpoints that vLLM must refuse are cases too: one that `check_vllm_contract` objects to as well, and what this engine cannot run on a CPU
 (DSpark and DFlash with mixed layers need its V2 runner, which needs Triton). MLP speculators are served by no vLLM of this version. The engine
@@ -29,6 +35,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,6 +46,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 VENV, VLLM, VERSION = ROOT / ".venv-vllm", "vllm-cpu", "0.32.0"
 VERIFIER, TRAINED, HELDOUT = ROOT / "data/tiny-verifier", ROOT / "output/demo/drafter", ROOT / "data/corpus/heldout.jsonl"
+ARCTIC, BUILD = "arctic-inference==0.1.1", ["nanobind==2.9.2", "cmake<5", "wheel"]
 K, PROMPTS, LIMIT = 4, 12, 64
 SERVE = dict(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1",
              VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
@@ -56,6 +64,14 @@ def __getattr__(name):
 
 
 # ---------------------------------------------------------------------------------------------------- the engine's side
+def call(*command, env=None):
+    """What a command prints; SystemExit with the end of its output where it fails."""
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
+    return done.stdout
+
+
 def install():
     """The interpreter of .venv-vllm, made on the first call."""
     python = VENV / "bin/python"
@@ -63,13 +79,6 @@ def install():
         name_it(python)
         return python
     print(f"making {VENV.name} with {VLLM} {VERSION}", flush=True)
-
-    def call(*command):
-        done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
-        return done.stdout
-
     call(sys.executable, "-m", "venv", "--clear", VENV)
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-q"]
     torch = shlex.split(os.environ.get("TORCH", "torch==2.13.0"))
@@ -83,6 +92,23 @@ def install():
     name_it(python)
     (VENV / ".complete").touch()
     return python
+
+
+def install_arctic(python):
+    """Build what suffix decoding needs into .venv-vllm, with tools that do not stay in it. Returns why not, or None."""
+    if next((VENV / "lib").glob("python*/site-packages/arctic_inference"), None):
+        return None
+    if not (compiler := shutil.which(os.environ.get("CXX", "c++"))):
+        return "needs a C++ compiler (Debian: apt-get install g++; or CXX=path)"
+    print(f"building {ARCTIC}", flush=True)
+    with tempfile.TemporaryDirectory() as tmp:
+        pip = [python, "-m", "pip", "--disable-pip-version-check"]
+        call(*pip, "install", "-q", "--target", f"{tmp}/tools", *BUILD)
+        # with build isolation pip would fetch torch for CUDA first; setup.py only asks it for a path
+        paths = dict(PATH=f"{tmp}/tools/bin{os.pathsep}{os.environ['PATH']}", PYTHONPATH=f"{tmp}/tools", CXX=compiler)
+        call(*pip, "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", tmp, ARCTIC, env=os.environ | paths)
+        call(*pip, "install", "-q", "--no-deps", *Path(tmp).glob("*.whl"))
+    return None
 
 
 def name_it(python):
@@ -114,8 +140,8 @@ def serve(job, answer):
     for name, arguments in job["runs"].items():
         drafts.clear()
         try:
-            llm = LLM(dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8, disable_log_stats=False,
-                      distributed_executor_backend="uni", **arguments)
+            llm = LLM(**dict(dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8, disable_log_stats=False,
+                             distributed_executor_backend="uni") | arguments)
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
         except ValidationError as e:                 # refused before anything was built
             results[name] = dict(error=str(e))
@@ -139,9 +165,9 @@ def serve(job, answer):
 # ---------------------------------------------------------------------------------------------------------- our side
 @dataclass
 class Case:
-    """A checkpoint in front of the engine."""
+    """A drafter in front of the engine."""
     run: dict                       # arguments of vllm.LLM
-    draft: Path | None = None       # our checkpoint of it; None: plain decoding
+    draft: Path | dict | None = None    # our checkpoint of it, or the dictionary for our SpeculativeConfig; None: plain decoding
     verifier: Path = VERIFIER
     contract: str | None = ""       # what check_vllm_contract must object to; "": nothing, None: not asked
     refused: str | None = None      # what vLLM says when it refuses; None: it serves
@@ -262,6 +288,17 @@ def qwen3_5(folder, g):
     return folder
 
 
+def first_layers(folder, n=4):
+    """A draft model: the verifier without its last layers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model = AutoModelForCausalLM.from_pretrained(VERIFIER)
+    del model.model.layers[n:]
+    model.config.num_hidden_layers, model.config.layer_types = n, model.config.layer_types[:n]
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(VERIFIER).save_pretrained(folder)
+    return folder
+
+
 def make_cases(folder, prompts):
     """Checkpoints in `folder`, saved by our library, as cases; {name: case}, and the families that were trained."""
     import torch
@@ -325,32 +362,51 @@ def make_cases(folder, prompts):
     cases["dflash, sliding and full layers"] = Case(dict(model=str(path)), path, contract="layer_types mixes", refused="mixed sliding/full")
     path = save("dspark", moved(new_drafter("dspark", VERIFIER, "qwen3", 2, block_size=K, markov_rank=32), g))
     cases["dspark"] = Case(dict(model=str(path)), path, contract=None, refused="does not support: dspark")
-    return cases, trained
+
+    # drafters without a checkpoint of ours; n-gram last, for no engine can follow it in the same process (vLLM compiles it with numba)
+    said = {"draft model": dict(method="draft_model", model=str(first_layers(folder / "draft-model"))), "suffix": dict(method="suffix"),
+            "ngram": dict(method="ngram", prompt_lookup_min=1, prompt_lookup_max=4)}
+    for name, own in said.items():
+        own |= dict(num_speculative_tokens=K)
+        run = dict(model=str(VERIFIER), speculative_config=own) | (dict(max_num_seqs=1) if name == "suffix" else {})
+        cases[name] = Case(run, own, contract=None)
+    return cases, trained + list(said)
 
 
 def ours(case, prompts):
-    """Our own decoding: texts, reasons, and of the steps that begin before the limit the chains and what was accepted."""
+    """Our own decoding: texts, reasons, and of the steps up to the end of the text the chains and what was accepted."""
+    import copy
     import torch
     from speculators_nb.data_generation.regenerate import eos_ids_of
     from speculators_nb.decode.generate import generate
+    from speculators_nb.decode.speculative_config import SpeculativeConfig
     from speculators_nb.model import SpeculatorModel
     from speculators_nb.verifier import Verifier
     from transformers import AutoTokenizer
-    drafter = SpeculatorModel.from_pretrained(case.draft, dtype=torch.float32).drafter()
-    verifier = Verifier.from_pretrained(case.verifier, drafter.aux_layer_ids, dtype=torch.float32)
-    options = dict(k=K, eos_token_ids=eos_ids_of(verifier, AutoTokenizer.from_pretrained(case.verifier)))
-    exact = [generate(verifier, drafter, p, max_new_tokens=LIMIT, **options) for p in prompts]
-    roomy = [generate(verifier, drafter, p, max_new_tokens=LIMIT + K, **options) for p in prompts]
+    if isinstance(case.draft, dict):
+        verifier = Verifier.from_pretrained(case.verifier, dtype=torch.float32)
+        drafter = SpeculativeConfig(**case.draft, target_model_config=verifier.config).drafter(verifier)
+    else:
+        drafter = SpeculatorModel.from_pretrained(case.draft, dtype=torch.float32).drafter()
+        verifier = Verifier.from_pretrained(case.verifier, drafter.aux_layer_ids, dtype=torch.float32)
+    learns, stop = hasattr(drafter, "finish"), eos_ids_of(verifier, AutoTokenizer.from_pretrained(case.verifier))
+    fresh = copy.deepcopy(drafter) if learns else drafter
+    exact = [generate(verifier, fresh, p, max_new_tokens=LIMIT, k=K, eos_token_ids=stop) for p in prompts]
     chains, accepted = [], []
-    for generation in roomy:
-        begin, mine = 1, []
-        for step in generation.steps:
-            if begin < LIMIT:
-                mine.append(step.draft)
+    for prompt in prompts:
+        endless = generate(verifier, copy.deepcopy(drafter) if learns else drafter, prompt, max_new_tokens=LIMIT + K, k=K)
+        mine, text = [], endless.tokens[:1]
+        for step in endless.steps:
+            if len(text) >= LIMIT or set(text) & {*stop}:
+                break
+            mine.append(step.draft)
+            text += step.tokens
+            if step.draft:
                 accepted.append(step.accepted)
-            begin += len(step.tokens)
+        if learns:          # what the engine's has seen when the request ends
+            generate(verifier, drafter, prompt, max_new_tokens=len(text), k=K)
         chains.append(mine)
-    counts = dict(drafts=len(accepted), draft_tokens=K * len(accepted), accepted_tokens=sum(accepted),
+    counts = dict(drafts=len(accepted), draft_tokens=sum(len(x) for mine in chains for x in mine), accepted_tokens=sum(accepted),
                   accepted_tokens_per_pos=[sum(n > i for n in accepted) for i in range(K)])
     return dict(tokens=[x.tokens for x in exact], reasons=[x.finish_reason for x in exact], chains=chains, counts=counts)
 
@@ -367,6 +423,10 @@ def compare(name, theirs, mine, plain):
         ("a text ends for another reason", theirs["reasons"] != mine["reasons"]),
         (f"{steps - equal} of {steps} chains differ", equal != steps),
         (f"vLLM counts {theirs['counts']}, our steps give {mine['counts']}", theirs["counts"] != mine["counts"])) if bad]
+    if equal != steps:
+        for i, (m, t) in enumerate(zip(mine["chains"], theirs["chains"])):
+            if at := [j for j, (a, b) in enumerate(zip(m, t)) if a != b]:
+                wrong.append(f"  text {i}, step {at[0]} of {len(m)}: we draft {m[at[0]]}, vLLM {t[at[0]]}")
     c = theirs["counts"]
     length = 1 + c["accepted_tokens"] / c["drafts"]
     texts = sum(a == b for a, b in zip(theirs["tokens"], mine["tokens"]))
@@ -416,6 +476,9 @@ def main(only):
         prompts = [list(map(int, p)) for p in prompts]
         cases, trained = make_cases(tmp, prompts)
         cases = {name: case for name, case in cases.items() if name.startswith((*(only or [""]), "plain"))}
+        if "suffix" in cases and (why := install_arctic(python)):
+            print(f"suffix: left out, {ARCTIC} {why}", flush=True)
+            del cases["suffix"]
         for name, case in cases.items():
             found = [] if case.contract is None else check_vllm_contract(case.draft)
             if case.contract == "" and found:
