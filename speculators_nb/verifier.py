@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
 # %% ../nbs/core/12_verifier.ipynb #12733a9c
 def default_aux_layer_ids(
@@ -77,7 +77,7 @@ class VerifierOutput:
 
 
 class Verifier:
-    "An HF causal LM with its residual stream tapped at `aux_layer_ids` (vLLM's numbering) and before the final norm."
+    "An HF causal or vision-language LM with its residual stream tapped at `aux_layer_ids` (vLLM's numbering) and before the final norm."
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class Verifier:
             default_aux_layer_ids(self.num_layers) if aux_layer_ids is None else aux_layer_ids, self.num_layers
         )
         self._takes_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
+        self.sees = model.base_model is not self.decoder and getattr(model.config, "vision_config", None) is not None  # pictures enter outside of the decoder
 
     @classmethod
     def from_pretrained(
@@ -107,7 +108,9 @@ class Verifier:
             for pattern, what in (("config.json", "config.json"), ("*.safetensors", "weights (*.safetensors)")):
                 if not any(folder.glob(pattern)):
                     raise FileNotFoundError(f"verifier {path!r}: the folder has no {what}; save the model there with save_pretrained")
-        model, info = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        auto = next((a for a in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in a._model_mapping), AutoModelForCausalLM)
+        model, info = auto.from_pretrained(
             path,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -141,6 +144,7 @@ class Verifier:
         want_logits: bool | int = True,  # False skips the head's [H, V] product; a number: only for so many last positions
         position_ids: torch.Tensor | None = None,  # [B, L]; None: from the attention mask and the cache
         use_cache: bool = True,  # False: no cache is made (one-shot feature extraction)
+        inputs: dict | None = None,  # what a processor made of pictures, for a vision-language model: pixel_values, image_grid_thw, mm_token_type_ids, …
     ) -> VerifierOutput:  # logits, aux states, last states, cache
         "Run the model over `input_ids` and keep the tapped rows. Rows at padding hold numbers without meaning."
         if use_cache and past_key_values is None:
@@ -148,6 +152,8 @@ class Verifier:
         kwargs = dict(attention_mask=attention_mask, past_key_values=past_key_values, use_cache=use_cache)
         if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        if self.sees:
+            position_ids = self._text_positions(input_ids, position_ids, past_key_values) if not inputs else None
         if self._takes_positions and position_ids is not None:
             kwargs["position_ids"] = position_ids
         taps = {}
@@ -157,13 +163,23 @@ class Verifier:
                 stack.enter_context(module.register_forward_pre_hook(_tap(taps, i), with_kwargs=True))
             if want_logits is not True and want_logits:
                 kwargs["logits_to_keep"] = want_logits
-            out = (self.model if want_logits else self.decoder)(input_ids=input_ids, **kwargs)
+            out = (self.model if want_logits else self.model.base_model if inputs else self.decoder)(input_ids=input_ids, **kwargs, **(inputs or {}))
+        if inputs and past_key_values is not None:  # a picture takes fewer positions than tokens: text that follows in this cache starts earlier
+            past_key_values.position_shift = getattr(self.model.base_model, "rope_deltas", None)
         return VerifierOutput(
             logits=out.logits if want_logits else None,
             hidden_states=torch.cat([taps[i] for i in self.aux_layer_ids], -1),
             last_hidden_states=taps[self.num_layers],
             past_key_values=past_key_values,
         )
+
+    def _text_positions(self, input_ids, position_ids, cache):
+        "Positions of text in a vision-language model, which would otherwise take the shift of the last picture it saw, in whatever request."
+        if position_ids is None:
+            past = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(past, past + input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        shift = getattr(cache, "position_shift", None)
+        return position_ids if shift is None else position_ids + shift.to(position_ids.device)
 
 
 def _tap(store, i):
