@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['log', 'filter_rows', 'fingerprint_data', 'fingerprint_template', 'changes', 'prepare_data']
 
-# %% ../../nbs/data/02d_prepare.ipynb #d1e37c3b
+# %% ../../nbs/data/02d_prepare.ipynb #e9461166
 import hashlib
 import json
 import logging
@@ -22,18 +22,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, concatenate_datasets
 from filelock import FileLock
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from .chat import ChatTemplate, encode_batch, reason_of, to_dataset, token_frequencies
+from .images import encode_images, has_pictures, load_processor, resolve_images
+from .messages import tools_of
 from .prepared import Prepared, load_prepared
 from .sources import content_hash, files_of, located
 from ..provenance import provenance
 from ..utils import atomic_folder
 
-# %% ../../nbs/data/02d_prepare.ipynb #28dfcf99
+# %% ../../nbs/data/02d_prepare.ipynb #bd6d9fa6
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +51,7 @@ def filter_rows(
     kept, why, cut = [], [], 0
     for row in made:
         ids, mask = row[:2]
-        if len(ids) > max_length and too_long == "drop":
+        if len(ids) > max_length and (too_long == "drop" or len(row) > 2):
             why.append(f"longer than {max_length} tokens")
         elif (n := int(np.count_nonzero(mask[:max_length]))) < min_trained:
             why.append(f"{'no' if n == 0 else 'fewer than ' + str(min_trained)} trained token{'s' * (n > 0)} in the first {max_length}")
@@ -59,10 +61,18 @@ def filter_rows(
     return kept, why, cut
 
 
-def _work(batch, template, settings):
-    "Rows of a batch, each with the number of its conversation; reasons; tokens cut off."
-    out = [filter_rows(made, settings["max_length"], settings["too_long"], settings["min_trained"]) for made in encode_batch(batch, template, settings["rows"])]
-    return out
+def _work(batch, template, settings, pictures):
+    "Rows that stay, reasons and tokens cut off, for each conversation of a batch."
+    seeing = [i for i, row in enumerate(batch) if template.multimodal and has_pictures(row)]
+    made = encode_batch([row for i, row in enumerate(batch) if i not in seeing], template, settings["rows"])
+    for i in seeing:
+        try:
+            tools = tools_of(batch[i])
+            rows = [(*row, tools) for row in encode_images(resolve_images(batch[i], **pictures), template, tools, settings["rows"])]
+        except Exception as e:  # as in encode_batch
+            rows = e
+        made.insert(i, rows)
+    return [filter_rows(m, settings["max_length"], settings["too_long"], settings["min_trained"]) for m in made]
 
 
 _STATE = {}
@@ -76,18 +86,18 @@ def _work_in_child(batch):
     return _work(batch, *_STATE["work"])
 
 
-def _over(stream, template, settings, num_proc, batch_size=64):
+def _over(stream, work, num_proc, batch_size=64):
     "`_work` over a stream of conversations, in order; in processes where there is much to do."
     stream = iter(stream)
     head = list(islice(stream, 8 * batch_size))
     batches = [head[i : i + batch_size] for i in range(0, len(head), batch_size)]
     if num_proc == 1 or len(batches) < 8 or "fork" not in multiprocessing.get_all_start_methods():
         for batch in batches:
-            yield from _work(batch, template, settings)
+            yield from _work(batch, *work)
         while batch := list(islice(stream, batch_size)):
-            yield from _work(batch, template, settings)
+            yield from _work(batch, *work)
         return
-    _STATE["work"] = template, settings  # children inherit it: neither a tokenizer nor a template is copied
+    _STATE["work"] = work  # children inherit it: neither a tokenizer nor a template is copied
     try:
         with ProcessPoolExecutor(num_proc, mp_context=multiprocessing.get_context("fork"), initializer=_child) as pool:
             waiting = deque(pool.submit(_work_in_child, batch) for batch in batches)
@@ -134,7 +144,7 @@ def changes(
     "What differs between two origins."
     return [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in [*new, *(old.keys() - new.keys())] if old.get(k) != new.get(k)]
 
-# %% ../../nbs/data/02d_prepare.ipynb #535e5034
+# %% ../../nbs/data/02d_prepare.ipynb #c4cd7d92
 def _choose(stream, n, seed):
     "n items of a stream, each subset as likely as any other (Vitter 1985, algorithm R), in the order in which they came."
     rng, chosen = np.random.default_rng(seed), []
@@ -151,7 +161,7 @@ def _template(verifier, trust_remote_code, template_kwargs):
     if not isinstance(verifier, (str, Path)):
         return ChatTemplate(verifier, **template_kwargs), None
     config = AutoConfig.from_pretrained(verifier, trust_remote_code=trust_remote_code)
-    return ChatTemplate(AutoTokenizer.from_pretrained(verifier, trust_remote_code=trust_remote_code), **template_kwargs), config.get_text_config().vocab_size
+    return ChatTemplate(load_processor(verifier, trust_remote_code), **template_kwargs), config.get_text_config().vocab_size
 
 
 def _existing(folder, origin, overwrite):
@@ -184,12 +194,14 @@ def prepare_data(
     seed: int = 0,  # of the lot and the order
     draft_vocab_size: int | None = None,  # also cut a draft vocabulary of this size
     template_kwargs: dict | None = None,  # for the chat template, e.g. {"enable_thinking": False}
+    image_folder: str | Path | None = None,  # pictures' paths start here and stay here; None: where the data lies
+    allow_urls: bool = False,  # fetch pictures from the network
     num_proc: int | None = None,  # processes; None: as many as there are processors, up to 8
     overwrite: bool = False,  # replace a prepared folder that was made from something else
     trust_remote_code: bool = False,  # run code that comes with the verifier's tokenizer
 ) -> Prepared:  # the folder, open; displays its report
-    """Tokenise, mask, filter, shuffle, split and store conversations. The same call again does nothing. ValueError: a setting, a broken line (by file and line), a folder that
-    was made from something else, or nothing left."""
+    """Tokenise, mask, filter, shuffle, split and store conversations. The same call again does nothing. Pictures that come as bytes or from the network go to `{output_dir}-images`.
+    ValueError: a setting, a broken line (by file and line), a folder that was made from something else, or nothing left."""
     for name, value, allowed in (("rows", rows, ("conversation", "turn")), ("too_long", too_long, ("cut", "drop"))):
         if value not in allowed:
             raise ValueError(f"{name}={value!r}: choose {' or '.join(map(repr, allowed))}")
@@ -211,9 +223,12 @@ def prepare_data(
             for left in folder.absolute().parent.glob(f".{folder.stem}.*"):  # what killed runs left
                 if re.fullmatch(rf"\.{re.escape(folder.stem)}\.[0-9a-f]{{8}}{re.escape(folder.suffix)}", left.name) and left.is_dir():
                     shutil.rmtree(left)
-            table, split, report = _make(readable, template, settings, num_proc or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), 8))
             several = data if isinstance(data, (list, tuple)) else [data]
             paths = [str(d) for d in several if isinstance(d, (str, Path))]
+            beside = next((Path(p).parent if Path(p).is_file() else Path(p) for p in paths if Path(p).exists()), Path("."))
+            pictures = {"folder": image_folder or beside, "store": folder.absolute().with_name(f"{folder.name}-images"), "allow_urls": allow_urls}
+            processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            table, split, report = _make(readable, (template, settings, pictures), num_proc or min(processors, 8))
             name = str(verifier) if isinstance(verifier, (str, Path)) else template.name
             record = provenance("prepare_data", {"data": paths or f"{report['stages'][0]['conversations']} conversations in memory", "verifier": name, "output_dir": str(folder), **settings},
                                 {f"data {i}" if i else "data": p for i, p in enumerate(paths)} | ({"verifier": verifier} if isinstance(verifier, (str, Path)) else {}))
@@ -229,9 +244,9 @@ def prepare_data(
     return prepared
 
 
-def _make(data, template, settings, num_proc):
+def _make(data, work, num_proc):
     "(table, split, report) of a source."
-    counts, seen, reasons = Counter(), set(), {}
+    counts, seen, reasons, settings = Counter(), set(), {}, work[1]
 
     def distinct():
         for where, row in data if isinstance(data, list) and data and isinstance(data[0], tuple) else located(data):
@@ -255,7 +270,7 @@ def _make(data, template, settings, num_proc):
             places.append(where)
             yield row
 
-    for kept, why, cut in tqdm(_over(rows_only(), template, settings, num_proc), desc="prepare", unit="conversation", delay=1):
+    for kept, why, cut in tqdm(_over(rows_only(), work, num_proc), desc="prepare", unit="conversation", delay=1):
         where = places.popleft()
         counts["tokens cut"] += cut
         counts["rows cut"] += sum(len(ids) == settings["max_length"] for ids, *_ in kept) if cut else 0
@@ -270,13 +285,25 @@ def _make(data, template, settings, num_proc):
         raise ValueError(f"no row left of {counts['read']} conversations ({why or 'there were none'})")
     order = np.random.default_rng([settings["seed"], 1]).permutation(len(made)) if settings["shuffle"] else np.arange(len(made))
     held = min(len(made) - 1, max(1, round(len(made) * settings["val_fraction"]))) if settings["val_fraction"] else 0
-    table = to_dataset([row for i in order for row in made[i]])
+    table = _table([row for i in order for row in made[i]])
     val = sum(len(made[i]) for i in order[len(made) - held :])
     stages = [{"what": name, "conversations": counts[key]} for name, key in (("read", "read"), ("duplicates", "duplicates"), ("not chosen", "not chosen"), ("without a row", "without rows"))
               if key == "read" or counts[key]]
     stages.append({"what": "cut", "rows": counts["rows cut"], "tokens": counts["tokens cut"]} if counts["tokens cut"] else {"what": "kept", "conversations": len(made)})
     report = {"stages": stages, "tokens_cut": counts["tokens cut"], "dropped": sorted(reasons.values(), key=lambda r: -r["count"])}
     return table, {"train": len(table) - val, "val": val}, report
+
+
+def _table(rows):
+    "Rows as a table; where some have pictures, also with what was said, so that the pictures are found again."
+    table = to_dataset([row[:2] for row in rows])
+    if all(len(row) == 2 for row in rows):
+        return table
+    from datasets import Json
+    said = {"messages": [row[2] if len(row) > 2 else [] for row in rows]}
+    if any(len(row) > 2 and row[3] for row in rows):
+        said["tools"] = [row[3] if len(row) > 2 else None for row in rows]
+    return concatenate_datasets([table, Dataset.from_dict(said, features=Features({k: Json() for k in said}))], axis=1)
 
 
 def _write(folder, table: Dataset, config):
