@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['SHELL', 'EXPECTED', 'shell_type', 'comments_of', 'library', 'Echo', 'new_app', 'command']
 
-# %% ../nbs/69_command.ipynb #0c192601
+# %% ../nbs/69_command.ipynb #cfa5b618
 import ast
-import functools
 import importlib.util
 import inspect
 import io
+import json
 import logging
 import os
+import textwrap
 import tokenize
 from collections.abc import Callable
 from importlib import import_module
@@ -21,16 +22,16 @@ from typing import Annotated
 
 import typer
 
-# %% ../nbs/69_command.ipynb #84b68058
+# %% ../nbs/69_command.ipynb #e65513bd
 SHELL = {"str": str, "int": int, "float": float, "bool": bool, "Path": Path, "os.PathLike": str, "list": list[str],
-         **{f"{kind}[{of.__name__}]": list[of] for kind in ("list", "Iterable", "Sequence") for of in (str, int, float)}}
+         "dict": dict, **{f"{kind}[{of.__name__}]": list[of] for kind in ("list", "Iterable", "Sequence") for of in (str, int, float)}}
 
 
 def shell_type(
-    annotation: ast.expr | None,  # as it stands in the source
+    annotation: ast.expr | None,  # as it stands in the source; None: nothing stands there
 ) -> type | None:  # what a shell can give for it; None: nothing
     "The first alternative of a union that can be typed on a command line."
-    words, rest = [], [annotation] if annotation is not None else []
+    words, rest = [], [annotation or ast.Name("str")]
     while rest:
         part = rest.pop()
         if isinstance(part, ast.BinOp):
@@ -86,7 +87,7 @@ def library(
     call.__signature__, call.comments = inspect.Signature(parameters), comments | given
     return call
 
-# %% ../nbs/69_command.ipynb #59986963
+# %% ../nbs/69_command.ipynb #560b1519
 EXPECTED = (ValueError, OSError, ImportError, FloatingPointError)  # mistakes of the caller or of the data: one line, exit code 2; so are the library's own
 
 
@@ -114,11 +115,19 @@ def new_app(
     return app
 
 
+def _mapping(text):
+    "JSON of an object, as an option is given."
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        raise typer.BadParameter(f"{text!r} is not a JSON object, like '{{\"name\": 1}}'") from None
+
+
 def _shell_parameters(function):
     "The function's parameters as Typer takes them; an argument may be left to an option or a recipe, so that none is required here."
     comments = getattr(function, "comments", None)
     if comments is None:
-        comments = comments_of(source := inspect.getsource(function), ast.parse(source).body[0])
+        comments = comments_of(source := textwrap.dedent(inspect.getsource(function)), ast.parse(source).body[0])
     shown = []
     for p in inspect.signature(function).parameters.values():
         if p.default is p.empty:
@@ -126,7 +135,8 @@ def _shell_parameters(function):
             shown.append((p.name, kind, typer.Argument(help=comments.get(p.name), metavar=p.name.upper(), show_default=False)))
             shown.append((f"{p.name}_", kind, typer.Option(f"--{p.name.replace('_', '-')}", hidden=True)))
         else:
-            shown.append((p.name, p.annotation, typer.Option(help=comments.get(p.name), show_default=p.default not in (None, []))))
+            json_only = dict(parser=_mapping, metavar="JSON") if dict in {p.annotation, *getattr(p.annotation, "__args__", ())} else {}
+            shown.append((p.name, p.annotation, typer.Option(help=comments.get(p.name), show_default=p.default not in (None, []), **json_only)))
     shown.append(("recipe", Path | None, typer.Option("--recipe", metavar="FILE", show_default=False,
                                                       help="YAML or JSON file with arguments; what is typed here goes before it.")))
     defaults = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.default is not p.empty}
@@ -167,6 +177,7 @@ def command(
 
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
-    app.command(name=name, help=function.__doc__, rich_help_panel=group)(run)
+    said = " ".join((function.__doc__ or "").split())
+    app.command(name=name, help=said, short_help=said.split(". ")[0].rstrip("."), rich_help_panel=group)(run)
     app.functions[name] = function
     return function

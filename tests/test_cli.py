@@ -5,18 +5,22 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-import typer
+import yaml
 from fastcore.docments import docments
 from typer.testing import CliRunner
 
-from speculators_nb import cli
+from speculators_nb import cli, workflow
+from speculators_nb.command import command, library, new_app
+from speculators_nb.data_generation.sources import read_conversations
+from speculators_nb.provenance import read_provenance
 
 ROOT = Path(__file__).parents[1]
 VERIFIER, CORPUS = ROOT / "data/tiny-verifier", ROOT / "data/corpus"
-COMMANDS = {c.name: c for c in cli.app.registered_commands}
+COMMANDS = cli.app.functions
 
 
 def run(*args):
@@ -57,33 +61,39 @@ def test_no_arguments_shows_help():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_parameter_is_an_option_with_help(name):
-    "An option for each parameter of the function, with the comment beside it as its help."
-    function, result = getattr(cli, name), run(name, "--help")
-    assert result.exit_code == 0 and function.__doc__ in result.output
+    "An argument or option for each parameter of the function, with the comment beside it as its help."
+    function, result = COMMANDS[name], run(name, "--help")
+    assert result.exit_code == 0 and " ".join(function.__doc__.split())[:60] in " ".join(result.output.replace("\n", " ").split())
     for p in inspect.signature(function).parameters.values():
-        spelt = p.name if p.default is p.empty else f"--{p.name.replace('_', '-')}"
+        spelt = p.name.upper() if p.default is p.empty else f"--{p.name.replace('_', '-')}"
         assert spelt in result.output
-    assert all(comment for p, comment in docments(function).items() if p != "return"), "a parameter without a comment has no help"
+    assert all(function.comments[p] for p in inspect.signature(function).parameters), "a parameter without a comment has no help"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_the_library_s_function(name):
+    "What was read from the source is what Python sees; only what a shell cannot type is missing, and that has a default."
+    stand_in = COMMANDS[name]
+    real = getattr(import_module(stand_in.__module__), stand_in.__name__)
+    shell, library_ = inspect.signature(stand_in).parameters, inspect.signature(real).parameters
+    same = {n: list(p.default) if isinstance(p.default, tuple) else p.default for n, p in library_.items() if n in shell}
+    assert {n: p.default for n, p in shell.items()} == same
+    assert all(p.default is not p.empty for n, p in library_.items() if n not in shell)
+    assert {n: docments(real)[n] or "" for n in shell} == {n: stand_in.comments[n] for n in shell}
 
 
 def test_heavy_imports_are_inside():
-    tree = ast.parse(Path(cli.__file__).read_text())
-    tops = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))}
-    assert tops <= {"functools", "inspect", "json", "logging", "os", "pathlib", "typing", "typer", "fastcore"}
-
-
-def test_demo_mirrors_the_library():
-    from speculators_nb.demo import demo
-    shell, library = (list(inspect.signature(f).parameters.values()) for f in (cli.demo, demo))
-    assert [(p.name, p.default) for p in shell] == [(p.name, p.default) for p in library]
+    for module in (cli, sys.modules["speculators_nb.command"]):
+        tree = ast.parse(Path(module.__file__).read_text())
+        tops = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))}
+        assert tops <= {"ast", "command", "importlib", "inspect", "io", "json", "logging", "os", "collections", "pathlib", "textwrap", "tokenize", "typing", "typer"}
 
 
 @pytest.mark.parametrize("algorithm,given,arch", [("eagle3", (), "llama"), ("dflash", (), "qwen3"), ("dflash", ("--draft-arch", "llama"), "llama"), ("medusa", (), "llama")])
 def test_layers_that_an_algorithm_needs_are_its_default(tmp_path, monkeypatch, algorithm, given, arch):
-    from speculators_nb.train import drafter
     asked = {}
     (tmp_path / "data_config.json").write_text('{"model": {"target_model_path": "somewhere"}}')
-    monkeypatch.setattr(drafter, "train_drafter", lambda data, out, verifier, algorithm, draft_arch, *args, **kwargs: asked.update(arch=draft_arch, verifier=verifier))
+    monkeypatch.setattr(workflow, "train_drafter", lambda data, out, verifier, algorithm, draft_arch, *args, **kwargs: asked.update(arch=draft_arch, verifier=verifier))
     run("train", tmp_path, tmp_path / "out", "--algorithm", algorithm, *given)
     assert asked == dict(arch=arch, verifier="somewhere")
 
@@ -108,14 +118,14 @@ def one_line(result, *words):
 def test_missing_paths(tmp_path):
     one_line(run("train", tmp_path / "none", tmp_path / "out"), "no data_config.json", "speculators-nb features")
     one_line(run("check", tmp_path / "none"), "none")
-    one_line(run("features", tmp_path / "none", CORPUS / "heldout.jsonl", tmp_path / "out"), "none")
-    one_line(run("features", VERIFIER, tmp_path / "none.jsonl", tmp_path / "out"), "No such file", "none.jsonl")
+    one_line(run("features", tmp_path / "none", CORPUS / "heldout.jsonl", tmp_path / "out"), "none: neither a local folder nor a model")
+    one_line(run("features", VERIFIER, tmp_path / "none.jsonl", tmp_path / "out"), "no such file", "none.jsonl")
     one_line(run("evaluate", tmp_path / "none", CORPUS / "heldout.jsonl"), "none")
 
 
 def test_bad_data_is_named(conversations, tmp_path):
     one_line(run("features", VERIFIER, conversations('{"messages": []}\n{"mess'), tmp_path / "out"), "c.jsonl, line 2: not JSON")
-    one_line(run("features", VERIFIER, conversations('{"a": 1}', "c.json"), tmp_path / "out"), "holds a dict, expected a list")
+    one_line(run("features", VERIFIER, conversations('{"a": 1}', "c.json"), tmp_path / "out"), "no row left of 1 conversations (1 × ValueError: no messages: expected 'messages' or 'conversations' in ['a'])")
     one_line(run("features", VERIFIER, conversations('{"messages": []}'), tmp_path / "out"), "no row left of 1 conversations")
     one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "out", "--dtype", "bf61", "--max-samples", 1), "dtype='bf61'")
 
@@ -127,30 +137,90 @@ def test_traceback_on_request(tmp_path):
 
 
 def test_a_bug_is_not_hidden():
-    app = typer.Typer()
-
-    @cli.command(report=str, app=app)
     def broken():
         "Raise what no caller can mend."
         raise RuntimeError("a bug")
-    assert isinstance(CliRunner().invoke(app, []).exception, RuntimeError)
+    app = new_app("x", "x")
+    command(broken, str, app)
+    assert isinstance(CliRunner().invoke(app, ["broken"]).exception, RuntimeError)
 
 
-# --- reading -------------------------------------------------------------------------------------------------------------
-
-def test_read_conversations(conversations):
-    rows = [{"messages": [i]} for i in range(3)]
-    lines = conversations("\n\n".join(map(json.dumps, rows)) + "\n")
-    whole = conversations(json.dumps(rows, indent=1), "c.json")
-    for path in (lines, whole):
-        assert cli.read_conversations(path) == rows and cli.read_conversations(path, 2) == rows[:2]
+def test_what_a_shell_cannot_type():
+    with pytest.raises(ValueError, match="no function nothing"):
+        library("vocab", "nothing")
+    with pytest.raises(ValueError, match="verifier has no default, and a type"):
+        library("data_generation.features", "extract_features")
 
 
 def test_extra_pairs():
-    assert cli._pairs(["warmup-steps=100", "loss_fn={\"ce\": 0.1}", "family=qwen3", "a=b=c"]) == {
+    assert workflow._pairs(["warmup-steps=100", "loss_fn={\"ce\": 0.1}", "family=qwen3", "a=b=c"]) == {
         "warmup_steps": 100, "loss_fn": {"ce": 0.1}, "family": "qwen3", "a": "b=c"}
     with pytest.raises(ValueError, match="write name=value"):
-        cli._pairs(["warmup_steps"])
+        workflow._pairs(["warmup_steps"])
+
+
+# --- recipes -----------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(content, name="recipe.yaml"):
+        (tmp_path / name).write_text(json.dumps(content) if name.endswith("json") else yaml.safe_dump(content))
+        return tmp_path / name
+    return write
+
+
+def echo():
+    "A program with one command that prints what it was called with."
+    def show(data: str, n: int = 1, rate: float = 0.5, on: bool = False, ids: list[int] | None = None, more: dict | None = None):
+        "Show."
+        return dict(data=data, n=n, rate=rate, on=on, ids=ids, more=more)
+    app = new_app("x", "x")
+    show.comments = {}
+    command(show, json.dumps, app)
+
+    def other(folder: str):
+        "Another."
+    other.comments = {}
+    command(other, str, app)
+    return lambda *args: CliRunner().invoke(app, ["show", *map(str, args)], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+
+
+@pytest.mark.parametrize("name", ["r.yaml", "r.json"])
+def test_flag_before_file_before_default(recipe, name):
+    show, file = echo(), recipe({"n": 2, "rate": 0.25, "folder": "f", "show": {"data": "d", "rate": 0.75, "ids": [1, 2], "more": {"a": 1}}, "other": {}}, name)
+    default = dict(data="d", n=2, rate=0.75, on=False, ids=[1, 2], more={"a": 1})
+    assert json.loads(show("--recipe", file).stdout) == default
+    assert json.loads(show("--recipe", file, "--n", 1, "--on", "--ids", 3, "--more", '{"b": 2}').stdout) == default | dict(n=1, on=True, ids=[3], more={"b": 2})
+    assert json.loads(show("e", "--recipe", file).stdout) == json.loads(show("--data", "e", "--recipe", file).stdout) == default | dict(data="e")
+
+
+@pytest.mark.parametrize("content,words", [
+    ({"show": {"dta": 1}}, ("show.dta=1", "Did you mean data?")),
+    ({"shw": {"data": 1}}, ("section 'shw'", "Did you mean show?")),
+    ({"raet": 1}, ("raet=1", "Did you mean rate?")),
+    ({"show": {"data": "d", "n": "two"}}, ("show.n='two'", "str, expected int")),
+    ({"show": {"data": "d", "on": 1}}, ("show.on=1", "int, expected bool")),
+    ({"other": {"folder": [1]}, "show": {"data": "d"}}, ("other.folder=[1]", "expected str")),
+    ({"show": {"n": 3}}, ("data is missing", "data:")),
+    (["show"], ("holds a list",)),
+])
+def test_mistakes_in_a_recipe(recipe, content, words):
+    file = recipe(content)
+    one_line(echo()("--recipe", file), *words, *([] if "missing" in words[0] else [str(file)]))
+
+
+def test_a_recipe_that_cannot_be_read(tmp_path):
+    one_line(run("train", "--recipe", tmp_path / "none.yaml"), "none.yaml: no such recipe")
+    for name, text, words in (("a.yaml", "train: {seed: 1", "line 1: not YAML"), ("a.json", "{", "a.json: not JSON"), ("b.yaml", "seed: 1\nseed: 2", "line 2: not YAML"),
+                              ("c.yaml", "seed: !!python/object/apply:os.getcwd []", "not YAML")):
+        (tmp_path / name).write_text(text)
+        one_line(run("train", "--recipe", tmp_path / name), words)
+
+
+def test_a_recipe_names_no_secret(tmp_path):
+    from speculators_nb.recipe import write_recipe
+    text = write_recipe(tmp_path, "x", {"api_key": "secret-word", "api_key_env": "KEY", "url": "http://u:secret-word@h/?token=secret-word"}).read_text()
+    assert "secret-word" not in text and "api_key_env: KEY" in text
 
 
 # --- the whole way -----------------------------------------------------------------------------------------------------------
@@ -202,8 +272,8 @@ def test_evaluate(drafter, tmp_path):
                  "--temperatures", 0, "--temperatures", 1)
     assert result.exit_code == 0, result.output
     assert "mean_length" in result.stdout and "n-gram" in result.stdout
-    assert all(row["domain"] in result.stdout for row in cli.read_conversations(CORPUS / "heldout.jsonl", 2))
-    assert {p.name for p in tmp_path.iterdir()} == {"summary.csv", "positions.csv", "acceptance.png"}
+    assert all(row["domain"] in result.stdout for row in read_conversations(CORPUS / "heldout.jsonl", 2))
+    assert {p.name for p in tmp_path.iterdir()} == {"summary.csv", "positions.csv", "acceptance.png", "provenance.json", "evaluate.recipe.yaml"}
 
 
 def test_resume_goes_on(features, drafter):
@@ -222,10 +292,72 @@ def test_misspelt_extra(features, tmp_path):
     one_line(run("train", features, tmp_path, "--optimizer", "sgd"), "adamw, muon")
 
 
-def test_regenerated_answers(tmp_path):
-    result = run("features", VERIFIER, CORPUS / "train.jsonl", tmp_path / "f", "--max-samples", 3, "--regenerate", "--max-new-tokens", 24)
+def test_regenerated_answers_are_prepared(tmp_path):
+    result = run("regenerate", CORPUS / "train.jsonl", tmp_path / "a.jsonl", "--verifier", VERIFIER, "--max-samples", 3, "--max-new-tokens", 24)
+    assert result.exit_code == 0 and "3 conversations answered, 0 kept" in result.stdout, result.output
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) >= 3
+    assert "3 kept" in run("regenerate", "--recipe", tmp_path / "a.jsonl.recipe.yaml").stdout
+    result = run("prepare", tmp_path / "a.jsonl", VERIFIER, tmp_path / "p", "--num-proc", 1)
+    assert result.exit_code == 0 and "Next: speculators-nb features" in result.stdout, result.output
+    one_line(run("prepare", tmp_path / "a.jsonl", VERIFIER, tmp_path / "p", "--num-proc", 1, "--max-length", 100), "max_length")
+    result = run("features", VERIFIER, tmp_path / "p", tmp_path / "f")
+    assert result.exit_code == 0 and "0 kept" in result.stdout, result.output
+    one_line(run("regenerate", CORPUS / "train.jsonl", tmp_path / "b.jsonl"), "give one of verifier")
+    one_line(run("regenerate", CORPUS / "train.jsonl", tmp_path / "a.jsonl", "--verifier", VERIFIER, "--temperature", 1), "other settings")
+
+
+def test_vocab(features, tmp_path):
+    result = run("vocab", features, 256, "--output-dir", tmp_path)
+    assert result.exit_code == 0 and "256 of 2048 tokens" in result.stdout, result.output
+    assert {"d2t-256.npy", "t2d-256.npy", "vocab.recipe.yaml", "provenance.json"} == {p.name for p in tmp_path.iterdir()}
+    one_line(run("vocab", features, 4096, "--output-dir", tmp_path), "draft_vocab_size=4096")
+    one_line(run("vocab", tmp_path, 16), str(tmp_path))
+
+
+def test_what_made_it_lies_beside(features, drafter, tmp_path):
+    assert read_provenance(features)["command"] == "features" and read_provenance(drafter)["inputs"]["features"]["record"]
+    recipe = yaml.safe_load((drafter / "train.recipe.yaml").read_text())["train"]
+    assert recipe["draft_vocab_size"] == 512 and recipe["num_layers"] == 1 and "ttt_steps=2" in recipe["extra"]
+
+
+def test_its_recipe_repeats_a_run(features, tmp_path):
+    result = run("train", features, tmp_path / "one", "--total-seq-len", 256, "--extra", "disable_tqdm=true", "--extra", "max_steps=2", "--seed", 3)
     assert result.exit_code == 0, result.output
-    assert len((tmp_path / "f/regenerated.jsonl").read_text().splitlines()) >= 3
+    result = run("train", "--recipe", tmp_path / "one/train.recipe.yaml", "--output-dir", tmp_path / "two")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+
+
+def test_serve_prints_the_command(drafter):
+    result = run("serve", drafter, "--port", 8123)
+    assert result.exit_code == 0 and f"vllm serve {drafter}" in result.stdout and "--host 127.0.0.1 --port 8123" in result.stdout, result.output
+    result = run("serve", VERIFIER, "--hidden-states", drafter / "states", "--aux-layer-ids", 1, "--aux-layer-ids", 3)
+    assert "extract_hidden_states" in result.stdout and "[1, 3, 6]" in result.stdout and str(drafter / "states") in result.stdout, result.output
+    one_line(run("serve", drafter.parent / "none"), "none")
+    one_line(run("serve", VERIFIER, "--hidden-states", drafter / "states", "--aux-layer-ids", 9), "outside [0, 6]")
+
+
+def test_a_server_that_cannot_run(drafter, tmp_path):
+    one_line(run("serve", drafter, "--run", "--vllm", tmp_path / "none"), "none: no program")
+    (tmp_path / "vllm").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "vllm").chmod(0o755)
+    one_line(run("serve", drafter, "--run", "--vllm", tmp_path / "vllm"), "ended with code 3")
+
+
+def test_features_from_a_server_that_is_not_there(tmp_path):
+    one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "f", "--source", "vllm"), "storage is missing")
+    one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "f", "--source", "tgi"), "choose hf or vllm")
+
+
+def test_out_and_in_again(drafter, tmp_path):
+    result = run("export", drafter, tmp_path / "theirs")
+    assert result.exit_code == 0, result.output
+    result = run("convert", tmp_path / "theirs", tmp_path / "ours", VERIFIER)
+    assert result.exit_code == 0, result.output
+    assert run("check", tmp_path / "ours").exit_code == 0
+    one_line(run("convert", tmp_path / "theirs", tmp_path / "ours", VERIFIER), "exists already")
+    one_line(run("convert", VERIFIER, tmp_path / "new", VERIFIER), "no known format")
+    one_line(run("stitch-mtp", drafter, VERIFIER, tmp_path / "s"), "only an MTP head")
 
 
 def test_as_functions_in_a_notebook(features, tmp_path):
