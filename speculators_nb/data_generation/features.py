@@ -6,16 +6,17 @@
 __all__ = ['token_batches', 'states_of', 'model_of', 'extract_features', 'LiveFeatures', 'FeatureError', 'feature_path',
            'read_features', 'FeatureDataset', 'sample_of']
 
-# %% ../../nbs/data/04c_features.ipynb #1a381c4e
+# %% ../../nbs/data/04c_features.ipynb #4cdb1fd2
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from datasets import Dataset
 from tqdm.auto import tqdm
 
 from .feature_file import FP8, FeatureError, feature_path, read_features, stored_dtype
-from .feature_folder import FeatureDataset, FeatureFolder, FeatureRows, origin, sample_of
+from .feature_folder import FeatureDataset, FeatureFolder, FeatureRows, origin, sample_of, split_of, table_of
 from ..verifier import Verifier, fingerprint
 
 # %% ../../nbs/data/04c_features.ipynb #bf5c525f
@@ -62,10 +63,10 @@ def model_of(
         "fingerprint": fingerprint(verifier.model),
     }
 
-# %% ../../nbs/data/04c_features.ipynb #497a2f6a
+# %% ../../nbs/data/04c_features.ipynb #1639a8ac
 def extract_features(
     verifier: Verifier,  # the tapped model
-    dataset: Dataset,  # from `prepare`: input_ids, loss_mask, seq_len
+    dataset: Dataset | str | Path,  # from `prepare`: input_ids, loss_mask, seq_len; or a prepared folder
     out_dir,  # gets data_config.json, rows/ (the dataset), hs_{i}.safetensors
     dtype: torch.dtype | str = torch.bfloat16,  # of the stored states; "float8_e4m3fn" halves the disk
     max_tokens: int = 8192,  # padded tokens in one forward pass
@@ -73,7 +74,7 @@ def extract_features(
     writers: int = 4,  # threads that write
 ) -> dict:  # counts: written, kept
     "Write the features of rows that have no valid file. ValueError: another origin; FeatureError: not finite; OSError: disk, rest kept."
-    dtype = stored_dtype(dtype)
+    dtype, dataset = stored_dtype(dtype), table_of(dataset)
     folder = FeatureFolder(out_dir, dataset, origin(model_of(verifier), [*verifier.aux_layer_ids, verifier.num_layers], dataset, dtype), indices)
     todo, lengths, computed = folder.todo, folder.lengths, verifier.dtype if dtype is FP8 else dtype
     with (
@@ -93,7 +94,7 @@ def extract_features(
             raise folder.no_room(e, verifier.hidden_size) from e
     return {"written": len(todo), "kept": len(folder.wanted) - len(todo)}
 
-# %% ../../nbs/data/04c_features.ipynb #f5df18ef
+# %% ../../nbs/data/04c_features.ipynb #9e34d1d5
 class LiveFeatures(FeatureRows):
     "The same samples without a disk: the verifier runs when samples are asked for (keep the loader's workers at 0)."
 
@@ -108,7 +109,7 @@ class LiveFeatures(FeatureRows):
         self.verifier, self.rows, self.dtype, self.max_tokens = verifier, rows.with_format("torch"), dtype, max_tokens
         layer_ids = [*verifier.aux_layer_ids, verifier.num_layers]
         super().__init__([int(n) for n in self.rows["seq_len"][:]], layer_ids, **kwargs)
-        self.shape = len(layer_ids), verifier.hidden_size
+        self.shape, self.split = (len(layer_ids), verifier.hidden_size), split_of(rows).get("split")
 
     def read(self, i: int) -> tuple:
         return self._read([i])[0]

