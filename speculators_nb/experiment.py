@@ -55,6 +55,8 @@ def write_answers(
     with tempfile.TemporaryDirectory() as tmp:
         regenerate(verifier, tokenizer, questions, Path(tmp) / "answers.jsonl", max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         rows = list(read_regenerated(Path(tmp) / "answers.jsonl"))
+    place = {q["id"]: i for i, q in enumerate(questions)}
+    rows.sort(key=lambda r: place[r["primary_id"]])
     domain = {q["id"]: q["domain"] for q in questions}
     compact = dict(ensure_ascii=False, separators=(",", ":"))
     with atomic_write(out) as tmp:

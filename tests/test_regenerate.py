@@ -11,9 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.data_generation import regenerate as module
-from speculators_nb.data_generation.chat import normalize, prepare
-from speculators_nb.data_generation.regenerate import Replay, answer, eos_ids_of, key_of, pick, questions_of, read_regenerated, regenerate
+from speculators_nb.data_generation.chat import prepare
+from speculators_nb.data_generation.regenerate import Replay, answer, eos_ids_of, pick, questions_of, read_regenerated, regenerate
 from speculators_nb.verifier import Verifier
 
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
@@ -90,7 +89,7 @@ def test_conversations_are_replayed(tmp_path):
     report = regenerate(verifier, tok, talks(9), tmp_path / "out.jsonl", max_new_tokens=200, batch_size=2, temperature=1.)
     lines = list(read_regenerated(tmp_path / "out.jsonl"))
     assert report["written"] == 9 and not report["failed"] and report["cut"] == 0
-    assert [line["primary_id"] for line in lines if line["part"][0] == 0] == [str(i) for i in range(9)]  # in the order of the input
+    assert sorted(line["primary_id"] for line in lines if line["part"][0] == 0) == [str(i) for i in range(9)]
     for line in lines:
         original = talks(9)[int(line["primary_id"])]["messages"]
         assert [m["role"] for m in line["messages"]] == [m["role"] for m in original]
@@ -105,8 +104,11 @@ def test_conversations_are_replayed(tmp_path):
 def test_a_row_is_what_the_verifier_saw():
     """Each row's trained tokens, given the tokens before them, are the verifier's own greedy choices."""
     tok, verifier = tokenizer(), make_verifier(eos_bias=4.)
-    replay = Replay("k", normalize(talks(3)[2]))
-    while replay.ask(tok, 4096): replay.hear(answer(verifier, [replay.prompt], 30, {257})[0], {257}, tok)
+    replay = Replay(talks(3)[2])
+    while history := replay.ask():
+        prompt = replay.render(history, tok)
+        ids = answer(verifier, [prompt], 30, {257})[0]
+        replay.hear(prompt, ids, {"role": "assistant", "content": tok.decode(ids, skip_special_tokens=True)}, "stop")
     for ids, mask in replay.rows:
         choice = verifier(torch.tensor([ids])).logits[0].argmax(-1)
         assert all(choice[i - 1] == ids[i] for i in range(1, len(ids)) if mask[i])
@@ -128,19 +130,12 @@ def test_resume_is_the_run_that_was_not_interrupted(tmp_path):
     assert len({line["primary_id"] for line in read_regenerated(torn)}) == 6
     report = regenerate(verifier, tok, talks(12), torn, **kwargs)
     assert (report["kept"], report["written"]) == (6, 6)
-    assert torn.read_bytes() == whole.read_bytes()
-    assert regenerate(verifier, tok, talks(12), torn, **kwargs)["written"] == 0 and torn.read_bytes() == whole.read_bytes()
+    lines = lambda path: sorted(path.read_bytes().splitlines())  # noqa: E731
+    assert lines(torn) == lines(whole) and torn.read_bytes().endswith(b"\n")
+    assert regenerate(verifier, tok, talks(12), torn, **kwargs)["written"] == 0 and lines(torn) == lines(whole)
 
 
-def test_a_conversation_of_two_rows_is_kept_or_dropped_as_one(tmp_path):
-    path = tmp_path / "x.jsonl"
-    rows = [{"primary_id": k, "part": [i, 2], "metadata": {}} for k in "ab" for i in range(2)]
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows[:3]))
-    assert [r["primary_id"] for r in read_regenerated(path)] == ["a", "a"]
-    assert module._resume(path, {}) == {"a"} and len(path.read_text().splitlines()) == 2
-
-
-@pytest.mark.parametrize("change, words", [(dict(temperature=.5), "temperature was 0.0, is 0.5"), (dict(seed=3), "seed was 0, is 3"),
+@pytest.mark.parametrize("change, words", [(dict(temperature=.5), "sampling was {'temperature': 0.0}, is {'temperature': 0.5}"), (dict(seed=3), "seed was 0, is 3"),
                                            (dict(verifier=make_verifier("gpt2")), "verifier was")])
 def test_other_settings_are_refused(tmp_path, change, words):
     kwargs = dict(verifier=make_verifier(), tokenizer=tokenizer(), conversations=talks(2), out_path=tmp_path / "o.jsonl", max_new_tokens=4)
@@ -152,31 +147,64 @@ def test_damage_in_the_middle_is_not_skipped(tmp_path):
     path = tmp_path / "o.jsonl"
     regenerate(make_verifier(), tokenizer(), talks(3), path, max_new_tokens=4)
     path.write_bytes(path.read_bytes().replace(b'"part"', b'"part', 1))
-    with pytest.raises(ValueError, match="line 1: not JSON"): list(read_regenerated(path))
+    with pytest.raises(ValueError, match="line 1: no regenerated row"): list(read_regenerated(path))
 
 
-def test_failures_are_counted(tmp_path, caplog):
-    rows = [*talks(2), {"id": 0, "messages": talks(1)[0]["messages"]}, {"id": "x", "messages": [{"role": "narrator", "content": "?"}]},
-            {"id": "y", "messages": [{"role": "assistant", "content": "first"}]}, {"id": "z", "messages": [{"role": "user", "content": "?" * 300}]}]
+def test_failures_are_counted_and_named(tmp_path, caplog):
+    user = [{"role": "user", "content": "?"}]
+    rows = [*talks(2), talks(1)[0], {"id": "x", "messages": [{"role": "narrator", "content": "?"}]}, {"id": "y", "messages": [{"role": "assistant", "content": "first"}]},
+            {"id": "z", "messages": [{"role": "user", "content": "?" * 300}]}, {"id": "k", "messages": user, "top_k": 3}, {"id": "t", "messages": user, "temperature": -1}]
     report = regenerate(make_verifier(), tokenizer(), rows, tmp_path / "o.jsonl", max_new_tokens=4, max_length=200)
-    assert report["written"] == 2 and report["failed"].total() == 4
-    reasons = " ".join(report["failed"])
-    for words in ("asked twice", "'narrator' is unknown", "no user message", "prompt of 200 tokens or more"): assert words in reasons
-    assert "4 conversations failed" in caplog.text
+    assert report["written"] == 2 and report["failed"].total() == 5 and report["duplicates"] == 1
+    named = {e["id"]: e["error"] for e in map(json.loads, (tmp_path / "o.errors.jsonl").read_text().splitlines())}
+    words = dict(x="'narrator' is unknown", y="no user message", z="prompt of 200 tokens or more", k="top_k: only a server", t="temperature: -1 is out of range")
+    assert named.keys() == words.keys() and all(w in named[k] for k, w in words.items())
+    assert "5 conversations failed" in caplog.text
+    assert "duplicates" in str(report) and "narrator" in report._repr_html_()
+    assert regenerate(make_verifier(), tokenizer(), talks(2), tmp_path / "o.jsonl", max_new_tokens=4, max_length=200)["kept"] == 2
+    assert not (tmp_path / "o.errors.jsonl").exists() and not (tmp_path / "o.jsonl.lock").exists()  # nothing failed in the last run
 
 
-def test_identity_without_an_id():
-    a, b = normalize(talks(3)[2]), normalize(talks(3)[2])
-    b[1]["content"] = "another answer"
-    assert key_of(a, a) == key_of(b, b) != key_of(a[:2], a[:2])
+def test_a_prompt_that_is_too_long_ends_a_conversation_and_keeps_what_was_said(tmp_path):
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, {"role": "user", "content": "?" * 300}]}
+    report = regenerate(make_verifier(eos_bias=6.), tokenizer(), [row], tmp_path / "o.jsonl", max_new_tokens=100, temperature=1., max_length=200)
+    (line,) = read_regenerated(tmp_path / "o.jsonl")
+    assert len(line["messages"]) == 2 and line["metadata"]["truncated"] == "prompt of 200 tokens or more" and report["truncated"].total() == 1
 
 
-def test_tools_end_a_conversation():
-    say = lambda role, **k: {"role": role, "content": "x"} | k
-    assert questions_of([say("system"), say("user"), say("assistant"), say("user"), say("assistant", tool_calls=[1]), say("tool"), say("assistant")]) == [
-        [say("system"), say("user")], [say("user")]]
-    assert questions_of([say("user")]) == [[say("user")]]
-    with pytest.raises(ValueError, match="no user message"): questions_of([say("system"), say("assistant")])
+def test_sampling_of_each_conversation(tmp_path):
+    """What a conversation draws or brings along decides its answers, whatever stands beside it in the batch."""
+    tok, verifier = tokenizer(), make_verifier(eos_bias=4.)
+    rows = [t | ({"temperature": .5, "top_p": .6} if t["id"] % 3 == 0 else {}) for t in talks(30)]
+    mix = {"temperature": [[0, 1], [1., 1]]}
+    regenerate(verifier, tok, rows, tmp_path / "mix.jsonl", max_new_tokens=30, sampling=mix, batch_size=8)
+    mixed = {line["id"]: line for line in read_regenerated(tmp_path / "mix.jsonl")}
+    got = {line["primary_id"]: line["metadata"]["sampling_params"] for line in mixed.values()}
+    assert all(got[str(i)] == {"temperature": .5, "top_p": .6} for i in range(0, 30, 3)) and {p["temperature"] for p in got.values()} == {0, .5, 1.}
+    for t in (0., 1.):
+        regenerate(verifier, tok, [r for r in talks(30) if got[str(r["id"])]["temperature"] == t], tmp_path / f"{t}.jsonl", max_new_tokens=30, temperature=t)
+        alone = list(read_regenerated(tmp_path / f"{t}.jsonl"))
+        assert alone and all(mixed[line["id"]]["input_ids"] == line["input_ids"] for line in alone)
+    with pytest.raises(ValueError, match="'top_k' is not known here"): regenerate(verifier, tok, rows, tmp_path / "x.jsonl", sampling={"top_k": 3})
+
+
+def test_tools_in_this_process_need_a_parser(tmp_path):
+    """Without `response_template` a conversation ends before what its first call brought; with it, the call gets its old result."""
+    tok, verifier = tokenizer(), make_verifier(eos_bias=-100.)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "f", "content": "42"},
+                        {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}
+    verifier.model.lm_head.bias.data[257] = 100.  # every answer is one end token
+    regenerate(verifier, tok, [row], tmp_path / "a.jsonl", max_new_tokens=4)
+    (line,) = read_regenerated(tmp_path / "a.jsonl")
+    assert [m["role"] for m in line["messages"]] == ["user", "assistant"]
+    tok.response_template = {"x": 1}
+    heard = []
+    tok.parse_response = lambda ids, prefix, tools: heard.append((ids, prefix)) or ({"role": "assistant", "tool_calls": [call]} if len(heard) == 1 else {"role": "assistant", "content": "z"})
+    regenerate(verifier, tok, [row], tmp_path / "b.jsonl", max_new_tokens=4)
+    line = list(read_regenerated(tmp_path / "b.jsonl"))[-1]
+    assert [m["role"] for m in line["messages"]] == ["user", "assistant", "tool", "assistant", "user", "assistant"] and line["messages"][2]["content"] == "42"
+    assert line["metadata"]["finish_reasons"] == ["tool_calls", "stop", "stop"] and heard[0][0] == [257]
 
 
 def test_an_end_token_is_needed():
