@@ -1,0 +1,82 @@
+"""A stand-in for vLLM with a hidden-states connector, as a process that can be killed: same HTTP, same files and locks, no engine.
+
+    python tests/fake_extraction.py STORAGE --port 8000 --hidden 16 --slow 0.05
+
+Files are written as vLLM's own connector writes them: under their final name, in two halves with `--slow` seconds between, while the lock is held. A process that
+is killed leaves a torn file. The states are a function of the tokens (`states_for`), so a test knows what every file must hold. Each request is a line in `--log`.
+"""
+import argparse
+import fcntl
+import json
+import os
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save
+
+
+def states_for(ids, slots=4, hidden=16):
+    """[seq, slots, hidden] float32"""
+    ids = np.asarray(ids, np.float64)[:, None, None]
+    return np.sin(ids * np.arange(1, hidden + 1) + np.arange(slots)[:, None]).astype(np.float32)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version, lock = "HTTP/1.1", threading.Lock()
+
+    def log_message(self, *args): pass
+
+    def answer(self, data, status=200):
+        body = json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.answer({"data": [{"id": "fake", "root": self.server.options.root}]})
+
+    def do_POST(self):
+        options = self.server.options
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        ids, path = body["prompt"], Path(options.storage) / f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}.safetensors"
+        if options.log:
+            with self.lock, open(options.log, "a") as f: f.write(json.dumps(ids) + "\n")
+        fd = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        data = save({"hidden_states": states_for(ids, options.slots, options.hidden), "token_ids": np.asarray(ids, np.int64)})
+        threading.Thread(target=write_slowly, args=(path, data, fd, options.slow)).start()
+        self.answer({"choices": [{"prompt_token_ids": ids}], "kv_transfer_params": {"hidden_states_path": str(path)}})
+
+
+def write_slowly(path, data, fd, slow):
+    with open(path, "wb") as f:
+        f.write(data[: len(data) // 2])
+        f.flush()
+        time.sleep(slow)
+        f.write(data[len(data) // 2 :])
+    os.close(fd)
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size, daemon_threads = 64, True
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("storage")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=16)
+    parser.add_argument("--slow", type=float, default=0.0)
+    parser.add_argument("--root", default="a verifier")
+    parser.add_argument("--log")
+    options = parser.parse_args()
+    server = Server(("127.0.0.1", options.port), Handler)
+    server.options = options
+    print(server.server_port, flush=True)
+    server.serve_forever()

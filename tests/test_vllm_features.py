@@ -1,0 +1,225 @@
+"""Features over HTTP with everything that can be killed, killed: the server, the client, the trainer. Each row is there once, whole, and nothing is left behind."""
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, os.path.dirname(__file__))
+from fake_extraction import states_for  # noqa: E402
+from speculators_nb.data_generation.chat import save_prepared  # noqa: E402
+from speculators_nb.data_generation.extraction import inside, request_name, sweep  # noqa: E402
+from speculators_nb.data_generation.feature_file import FeatureError, feature_path, read_features  # noqa: E402
+from speculators_nb.data_generation.vllm_features import ServerFeatures, extract_from_server, extraction_config  # noqa: E402
+from speculators_nb.train.drafter import train_drafter  # noqa: E402
+
+HERE, LAYERS = Path(__file__).parent, [1, 2, 3, 4]
+
+
+def make_rows(n=40, seed=0):
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(0, 48, k) for k in rng.integers(6, 30, n)]
+    return Dataset.from_dict({"input_ids": rows, "loss_mask": [np.arange(len(r)) >= 2 for r in rows], "seq_len": [len(r) for r in rows]})
+
+
+class Fake:
+    """The stand-in as a process on a port of its own, which survives it."""
+
+    def __init__(self, storage, *options):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        self.storage, self.options, self.url = Path(storage), options, f"http://127.0.0.1:{self.port}"
+        self.storage.mkdir(exist_ok=True)
+
+    def __enter__(self):
+        command = [sys.executable, str(HERE / "fake_extraction.py"), str(self.storage), "--port", str(self.port), *self.options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout.readline(), "the stand-in did not start"
+        return self
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.process.stdout.close()
+
+    def __exit__(self, *_):
+        if self.process.poll() is None: self.kill()
+
+    def left(self):
+        return sorted(p.name for p in self.storage.iterdir())
+
+
+def check(folder, rows, n=None):
+    """Each of the rows that are there is whole and right."""
+    found = sorted(int(p.stem[3:]) for p in Path(folder).glob("hs_*"))
+    assert n is None or len(found) == n
+    for i in found:
+        ids = rows[i]["input_ids"]
+        assert np.abs(read_features(feature_path(folder, i), ids).numpy() - states_for(ids)).max() < 1e-6
+    return found
+
+
+def wait_for(condition, process=None, seconds=60):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end and (process is None or process.poll() is None), "it ended before it could be killed"
+        time.sleep(0.005)
+
+
+def test_server_killed_and_started_anew(tmp_path):
+    """The client is not told: it waits, asks again, and every row comes out right, also those whose file the kill tore."""
+    rows, out = make_rows(), tmp_path / "features"
+    with Fake(tmp_path / "storage", "--slow", "0.1") as fake:
+        result = []
+        client = threading.Thread(target=lambda: result.append(extract_from_server(fake.url, rows, out, fake.storage, LAYERS, concurrency=4, dtype="float32")))
+        client.start()
+        wait_for(lambda: len(list(out.glob("hs_*"))) >= 5 and any(fake.storage.glob("*.safetensors")))
+        fake.kill()
+        torn = [p for p in fake.storage.glob("*.safetensors")]
+        time.sleep(0.5)
+        fake.__enter__()
+        client.join(60)
+        assert result == [{"written": 40, "kept": 0, "failed": 0}]
+        check(out, rows, 40)
+        assert torn and fake.left() == []
+
+
+def test_server_down_for_good_then_resumed(tmp_path):
+    rows, out = make_rows(), tmp_path / "features"
+    with Fake(tmp_path / "storage", "--slow", "0.05") as fake:
+        killer = threading.Thread(target=lambda: (wait_for(lambda: len(list(out.glob("hs_*"))) >= 5), fake.kill()))
+        killer.start()
+        with pytest.raises(RuntimeError, match="3 failures in a row.*what was finished is kept"):
+            extract_from_server(fake.url, rows, out, fake.storage, LAYERS, concurrency=4, dtype="float32", tries=1, max_failures=3)
+        killer.join()
+        found = check(out, rows)
+        assert 5 <= len(found) < 40
+        fake.__enter__()
+        assert extract_from_server(fake.url, rows, out, fake.storage, LAYERS, dtype="float32") == {"written": 40 - len(found), "kept": len(found), "failed": 0}
+        check(out, rows, 40)
+        assert fake.left() == []
+
+
+CLIENT = """
+import sys
+sys.path.insert(0, {here!r})
+from test_vllm_features import LAYERS, make_rows
+from speculators_nb.data_generation.vllm_features import extract_from_server
+print(extract_from_server({url!r}, make_rows(), {out!r}, {storage!r}, LAYERS, concurrency=4, dtype="float32", rank={rank}, world_size={world}))
+"""
+
+
+def client(fake, out, rank=0, world=1):
+    code = CLIENT.format(here=str(HERE), url=fake.url, out=str(out), storage=str(fake.storage), rank=rank, world=world)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def test_client_killed_then_resumed(tmp_path):
+    rows, out = make_rows(), tmp_path / "features"
+    with Fake(tmp_path / "storage", "--slow", "0.1") as fake:
+        child = client(fake, out)
+        try: wait_for(lambda: len(list(out.glob("hs_*"))) >= 5, child)
+        finally: child.send_signal(signal.SIGKILL); child.communicate()
+        found = check(out, rows)
+        assert 5 <= len(found) < 40 and fake.left()          # it died with requests in flight
+        time.sleep(0.2)                                      # the server finishes writing them
+        assert extract_from_server(fake.url, rows, out, fake.storage, LAYERS, dtype="float32") == {"written": 40 - len(found), "kept": len(found), "failed": 0}
+        check(out, rows, 40)
+        assert fake.left() == [] and not list(out.glob(".hs_*"))
+
+
+def test_two_clients_share_a_folder(tmp_path):
+    rows, log = make_rows(), tmp_path / "log"
+    with Fake(tmp_path / "storage", "--slow", "0.02", "--log", str(log)) as fake:
+        children = [client(fake, tmp_path / "features", rank, 2) for rank in (0, 1)]
+        told = [c.communicate(timeout=100)[0].strip() for c in children]
+        assert told == ["{'written': 20, 'kept': 0, 'failed': 0}"] * 2
+        check(tmp_path / "features", rows, 40)
+        assert fake.left() == []
+    asked = sorted(json.loads(line) for line in log.read_text().splitlines())
+    assert asked == sorted(rows["input_ids"])                # each row was asked for once
+
+
+def make_verifier(folder):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+TRAIN = dict(algorithm="eagle3", draft_vocab_size=40, eval_share=0, ttt_steps=2, total_seq_len=128, num_train_epochs=3, learning_rate=3e-3, save_strategy="steps",
+             save_steps=2, disable_tqdm=True, logging_steps=50)
+TRAINER = """
+import sys
+sys.path.insert(0, {here!r})
+from test_vllm_features import TRAIN
+from speculators_nb.train.drafter import train_drafter
+train_drafter({rows!r}, {out!r}, {verifier!r}, url={url!r}, storage={storage!r}, **TRAIN)
+"""
+
+
+def test_trainer_killed_then_resumed(tmp_path):
+    """Online: the run that was killed and resumed ends with the weights of the run that was not, and the shared folder is empty."""
+    save_prepared(make_rows(), tmp_path / "rows")
+    make_verifier(tmp_path / "verifier")
+    with Fake(tmp_path / "storage", "--slow", "0.05", "--root", str(tmp_path / "verifier")) as fake:
+        (fake.storage / "extraction.json").write_text(json.dumps({"model": str(tmp_path / "verifier"), "layer_ids": LAYERS, "dtype": "float32"}))
+        where = dict(here=str(HERE), rows=str(tmp_path / "rows"), verifier=str(tmp_path / "verifier"), url=fake.url, storage=str(fake.storage))
+        child = subprocess.Popen([sys.executable, "-c", TRAINER.format(out=str(tmp_path / "killed"), **where)])
+        try: wait_for(lambda: list((tmp_path / "killed").glob("checkpoint-4")) and len(fake.left()) > 1, child, 100)
+        finally: child.send_signal(signal.SIGKILL); child.wait()
+        assert len(fake.left()) > 1
+        time.sleep(0.2)
+        given = dict(data_dir=tmp_path / "rows", verifier=tmp_path / "verifier", url=fake.url, storage=fake.storage) | TRAIN
+        resumed = train_drafter(output_dir=tmp_path / "killed", resume_from_checkpoint=True, **given)
+        whole = train_drafter(output_dir=tmp_path / "whole", **given)
+        assert fake.left() == ["extraction.json"]
+    assert resumed.state.global_step == whole.state.global_step
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("killed", "whole"))
+    for name in one: torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=1e-7)
+
+
+def test_loader_workers_fetch_ahead(tmp_path):
+    rows = make_rows(12)
+    with Fake(tmp_path / "storage") as fake:
+        data = ServerFeatures(fake.url, rows, fake.storage, LAYERS, layers=[2, 4], dtype=torch.float32)
+        got = list(DataLoader(data, batch_size=4, collate_fn=list, num_workers=2))
+        assert fake.left() == []
+    for ids, sample in zip(rows["input_ids"], [s for batch in got for s in batch]):
+        assert sample["input_ids"].tolist() == ids
+        assert np.abs(sample["hidden_states"].numpy() - states_for(ids)[:, [1, 3]].reshape(len(ids), -1)).max() < 1e-6
+
+
+def test_a_server_that_lies_about_paths(tmp_path):
+    secret = tmp_path / "secret.safetensors"
+    secret.write_bytes(b"x")
+    (tmp_path / "storage").mkdir()
+    (tmp_path / "storage" / "link").symlink_to(tmp_path)
+    for handle in (str(secret), "../secret.safetensors", "link/secret.safetensors", "/etc/passwd", "", "..", "link"):
+        with pytest.raises(FeatureError, match="outside of"): inside(tmp_path / "storage", handle)
+    assert secret.read_bytes() == b"x"
+
+
+def test_sweep_touches_only_requests_of_the_dead(tmp_path):
+    keep = [f"cmpl-{request_name()}-0-a.safetensors", "hs_0.safetensors", "model.safetensors", "extraction.json"]
+    for name in [*keep, f"cmpl-{request_name()}-0-a.safetensors".replace(f"-{os.getpid()}-", f"-{2**22 + 7}-")]: (tmp_path / name).touch()
+    assert sweep(tmp_path) == 1 and sorted(p.name for p in tmp_path.iterdir()) == sorted(keep)
+
+
+def test_extraction_config_is_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spec, kv = extraction_config((1, 2, 4), "here")
+    assert kv["kv_connector_extra_config"]["shared_storage_path"] == str(tmp_path / "here")
+    assert spec["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
