@@ -46,7 +46,7 @@ def _empty(path):
     if path.exists() and (not path.is_dir() or any(path.iterdir())): raise FileExistsError(f"{path} exists already; choose another output folder, or remove it")
     return path
 
-# %% ../nbs/train/04_convert.ipynb #8abbd7de
+# %% ../nbs/train/04_convert.ipynb #74d53f5f
 def convert(
     source: str | os.PathLike,               # the foreign drafter: folder, hub id, or the file with its weights
     output_dir: str | os.PathLike,           # the new checkpoint; must not exist
@@ -71,7 +71,7 @@ def convert(
     model.check_state(state, native.name)
     with atomic_folder(output) as folder:
         floats = [w.dtype for w in state.values() if w.is_floating_point()]
-        model.to(max(set(floats), key=floats.count)).save_pretrained(folder, state_dict=state)
+        model.to(max(set(floats), key=lambda d: (floats.count(d), str(d)))).save_pretrained(folder, state_dict=state)     # its config names the commonest
     return str(output)
 
 def _fields(config):

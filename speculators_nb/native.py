@@ -66,7 +66,7 @@ def verifier_target(
     path = Path(verifier).resolve() if Path(verifier).is_dir() else verifier
     return Target(str(path), text_config(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)))
 
-# %% ../nbs/core/18_native.ipynb #4aeda0f6
+# %% ../nbs/core/18_native.ipynb #8e3b9cc7
 WEIGHTS = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 BUFFERS = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")   # computed from the config, stored by old versions
 
@@ -115,7 +115,7 @@ class NativeCheckpoint:
             names = [n for n, f in wanted.items() if f == file]
             if file.suffix == ".safetensors": found |= load_tensors(file, names)
             elif absent := [n for n in names if n not in self._pickle(file)]: raise ValueError(f"{file}: no tensor named {', '.join(absent[:3])}, which {self.file.name} says is there")
-            else: found |= {n: self._pickle(file)[n] for n in names}
+            else: found |= {n: self._pickle(file)[n].clone() for n in names}        # a pickle's tensors may share memory
         return {n: found[n] for n in wanted}
 
     def said(self,

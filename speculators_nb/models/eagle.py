@@ -485,7 +485,7 @@ class EagleDrafter:
         "EAGLE-2's dynamic tree."
         with self.grow(tokens, features, depth) as law: return dynamic_tree(law, top_k, depth, total_tokens)[0]
 
-# %% ../../nbs/models/02_eagle.ipynb #4d4cfd9e
+# %% ../../nbs/models/02_eagle.ipynb #38d8e7b4
 RESEARCH_NAMES = {"fc.": "fusion_fc.", "hidden_layernorm.": "transformer.input_layernorm.", "layers.0.": "transformer.", "embed_layernorm.": "embedding_layernorm.", "lm_head_layernorm.": "pre_lm_head_layernorm."}
 
 def read_research(

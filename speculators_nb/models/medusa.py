@@ -170,7 +170,7 @@ def read_heads(
         tensors[name if old is None else f"blocks.{old[1]}.layers.{old[2]}.{old[4]}" if old[3] else f"lm_heads.{old[1]}.{old[4]}"] = w
     if "token_map" in tensors: raise ValueError(f"{native.name}: token_map restricts the heads to {len(tensors['token_map'])} tokens; Medusa heads here know the whole vocabulary")
     heads = 1 + max((int(n.split(".")[1]) for n in tensors if re.match(r"blocks\.\d+\.", n)), default=-1)
-    for i in range(heads if native.said("original_lm_head") else 0): tensors[f"lm_heads.{i}.weight"] = tensors["lm_heads.0.weight"]   # one for all
+    for i in range(heads if native.said("original_lm_head") else 0): tensors[f"lm_heads.{i}.weight"] = tensors["lm_heads.0.weight"].clone()   # one for all
     if not {"blocks.0.layers.0.weight", "lm_heads.0.weight"} <= tensors.keys(): raise ValueError(f"{native.name}: a head is a block and a matrix; found {', '.join(sorted(tensors)[:4])}")
     v, h = tensors["lm_heads.0.weight"].shape
     depth = 1 + max(int(n.split(".")[3]) for n in tensors if n.startswith("blocks.0.layers."))
