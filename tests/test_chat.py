@@ -2,14 +2,15 @@
 import json
 import re
 
+import numpy as np
 import pytest
 from datasets import load_from_disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from speculators_nb.data_generation.chat import add_turn, encode, prepare, save_prepared, show_mask, token_frequencies
+from speculators_nb.data_generation.chat import ChatTemplate, add_turn, encode, encode_batch, prepare, save_prepared, show_mask, token_frequencies
 from speculators_nb.data_generation.messages import normalize
 
 MARKED = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
@@ -136,3 +137,172 @@ def test_show_mask_escapes():
     tok = tokenizer(MARKED)
     page = show_mask(*encode(talk("<b>", "x\ny"), tok)[0], tok)._repr_html_()
     assert "&lt;" in page and "<b>" not in page and "⏎" in page
+
+
+# ---- against a mask made by hand: the text is put together in Python, the assistant's characters are known, and a token is trained if it holds one of them
+
+WORDS = "the sun is up and I said so , no ? 2+2=4 \n \n\n  tab\t naïve 日本 🙂 <b> <think>".split(" ")
+SAYS = st.lists(st.sampled_from([*WORDS, " ", "\n", "  "]), min_size=1, max_size=8).map(" ".join).map(lambda t: t or " ")
+TALK = st.lists(st.tuples(st.sampled_from(["user", "assistant", "system", "tool"]), SAYS), min_size=2, max_size=7).filter(
+    lambda turns: any(r == "assistant" for r, _ in turns[1:]) and turns[0][0] != "assistant")
+
+
+def subwords(kind, template=PLAIN):
+    "Tokenizers with merges: bytes with offsets as they are or trimmed, and sentence pieces with a space in front."
+    bpe = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=kind == "pieces"))
+    if kind == "pieces":
+        bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        bpe.decoder = decoders.Replace("▁", " ")
+    else:
+        bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != "greedy"), decoders.ByteLevel()
+        bpe.post_processor = processors.ByteLevel(trim_offsets=kind == "trimmed")
+    special = ["<unk>", "<|im_start|>", "<|im_end|>", *(f"<0x{i:02X}>" for i in range(256))]
+    bpe.train_from_iterator([" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))] + ["user\nassistant\n\n system\n"] * 9,
+                            trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False, initial_alphabet=[] if kind == "pieces" else pre_tokenizers.ByteLevel.alphabet()))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=template)
+
+
+KINDS = {kind: subwords(kind) for kind in ("plain", "trimmed", "greedy", "pieces")}
+
+
+def by_hand(turns, tok):
+    "(ids, mask) through the last assistant turn."
+    text, said = "", set()
+    last = max(i for i, (r, _) in enumerate(turns) if r == "assistant")
+    for i, (role, content) in enumerate(turns[: last + 1]):
+        text += f"<|im_start|>{role}\n"
+        start = len(text)
+        text += f"{content}<|im_end|>\n"
+        said |= set(range(start, len(text))) if role == "assistant" else set()
+    backend = Tokenizer.from_str(tok.backend_tokenizer.to_str())
+    if backend.post_processor is not None:
+        backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    out = backend.encode(text, add_special_tokens=False)
+    return out.ids, [int(any(c in said for c in range(a, max(b, a + 1)))) for a, b in out.offsets]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(turns=TALK, marked=st.booleans())
+def test_masks_against_characters(kind, turns, marked):
+    tok = KINDS[kind]
+    tok.chat_template = MARKED if marked else PLAIN
+    (row,) = encode([{"role": r, "content": t} for r, t in turns], tok)
+    assert row == by_hand(turns, tok)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(turns=TALK)
+def test_marks_as_transformers_reads_them(turns):
+    tok, messages = KINDS["plain"], [{"role": r, "content": t} for r, t in turns]
+    tok.chat_template = MARKED
+    theirs = tok.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    ((ids, mask),) = encode(messages, tok)
+    assert theirs["input_ids"][: len(ids)] == ids and not any(theirs["assistant_masks"][len(ids) :])
+    assert theirs["assistant_masks"][: len(ids)] == mask
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(turns=TALK)
+def test_a_row_per_turn_trains_that_turn_alone_and_together_they_train_the_same(turns):
+    tok, messages = KINDS["plain"], [{"role": r, "content": t} for r, t in turns]
+    tok.chat_template = PLAIN
+    rows, ((ids, mask),) = encode(messages, tok, rows="turn"), encode(messages, tok)
+    answers = [j for j, (r, _) in enumerate(turns) if r == "assistant"]
+    assert len(rows) == len(answers)
+    for j, row in zip(answers, rows):
+        said = f"{turns[j][1]}<|im_end|>\n"  # "\n" of the prompt and " " of the answer may be one token, which is then trained
+        assert row[0] == ids[: len(row[0])] and trained(tok, row).endswith(said) and not trained(tok, row).removesuffix(said).strip()
+    assert sum(sum(m) for _, m in rows) == sum(mask)
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@given(batch=st.lists(TALK, min_size=1, max_size=6), rows=st.sampled_from(["conversation", "turn"]))
+def test_a_batch_is_its_conversations_one_by_one(batch, rows):
+    tok = KINDS["greedy"]
+    tok.chat_template = THINKING
+    chats = [[{"role": r, "content": t} for r, t in turns] for turns in batch]
+    made = encode_batch(chats, ChatTemplate(tok), rows)
+    for chat, part in zip(chats, made):
+        if isinstance(part, Exception):  # this template takes the reasoning out of an answer that another answer follows
+            with pytest.raises(ValueError, match=r"message \d \(assistant\) does not continue"): encode(chat, tok, rows=rows)
+        else:
+            assert [(i.tolist(), m.astype(int).tolist()) for i, m in part] == encode(chat, tok, rows=rows)
+
+
+# ---- a template that does what Qwen3's does: tools, tool calls, tool answers, reasoning of the turns since the last question
+
+QWEN = ("{% if tools %}<|im_start|>system\n# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+        "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+        "{% if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}<think>\n{{ (m.reasoning_content or '') }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+        "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}")
+QWEN_MARKED = QWEN.replace("<|im_start|>assistant\n{% if loop", "<|im_start|>assistant\n{% generation %}{% if loop").replace("{% endfor %}<|im_end|>\n{% elif", "{% endfor %}<|im_end|>\n{% endgeneration %}{% elif")
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+AGENT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None, "reasoning_content": "a sum", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]},
+         {"role": "tool", "content": "4"}, {"role": "assistant", "content": "4.", "reasoning_content": "done"}, {"role": "user", "content": "so?"}, {"role": "assistant", "content": "so.", "thinking": "hm"}]
+
+
+@pytest.mark.parametrize("template", [QWEN, QWEN_MARKED])
+def test_reasoning_is_trained_where_the_verifier_saw_it(template):
+    tok = tokenizer(template)
+    rows = encode(normalize(AGENT), tok, TOOLS)
+    assert [trained(tok, r) for r in rows] == ['<think>\na sum\n</think>\n\n<tool_call>add {"a": 2}</tool_call><|im_end|>\n<think>\ndone\n</think>\n\n4.<|im_end|>\n',
+                                               "<think>\nhm\n</think>\n\nso.<|im_end|>\n"]
+    texts = [tok.decode(ids) for ids, _ in rows]
+    assert all(t.startswith('<|im_start|>system\n# Tools\n{"type": "function"') for t in texts)
+    assert "a sum" not in texts[1] and "<tool_response>4</tool_response>" in texts[1]
+    assert len(encode(normalize(AGENT), tok, TOOLS, rows="turn")) == 3
+
+
+def test_template_arguments_move_the_border():
+    tok = tokenizer(QWEN)
+    assert trained(tok, encode(talk("a?", "b"), tok)[0]) == "<think>\n\n</think>\n\nb<|im_end|>\n"
+    assert trained(tok, encode(talk("a?", "b"), tok, enable_thinking=False)[0]) == "b<|im_end|>\n"
+
+
+def test_a_common_first_letter_is_no_part_of_the_prompt():
+    tok = tokenizer(OPENED)
+    tok.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    (row,) = encode(talk("a?", "<b>"), tok)  # the prompt goes on with <think>, the answer with <b>: the tokens part before "<"
+    assert trained(tok, row) == "<b><|im_end|>\n"
+
+
+def test_a_template_for_tools():
+    tok = tokenizer({"default": PLAIN, "tool_use": QWEN})
+    with_tools, without = (tok.decode(encode(talk("a?", "b"), tok, tools)[0][0]) for tools in (TOOLS, None))
+    assert "# Tools" in with_tools and "# Tools" not in without
+
+
+def test_conversations_that_a_text_model_cannot_take_say_so():
+    tok = tokenizer(PLAIN)
+    seen = [{"role": "user", "content": [{"type": "image", "path": "x.png"}]}, {"role": "assistant", "content": "y"}]
+    bad = {"tools": "{[", "messages": talk("a", "b")}
+    errors = encode_batch([seen, bad, talk("only a question"), "text", {"input_ids": [-1], "loss_mask": [1]}], ChatTemplate(tok))
+    for error, words in zip(errors, ("holds more than text", "tools: not JSON", "no assistant message", "messages must be a list", "whole numbers")):
+        assert isinstance(error, Exception) and words in str(error)
+
+
+def test_the_users_tokenizer_is_left_as_it_was():
+    tok = KINDS["trimmed"]
+    tok.chat_template = PLAIN
+    before = tok("so so  so", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+    encode(talk("a b", "c d"), tok)
+    assert tok("so so  so", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"] == before  # still trimmed
+    assert before != [(o.item(0), o.item(1)) for o in np.array(ChatTemplate(tok).tokens(["so so  so"])[0].offsets)]
+
+
+def test_messages_dialects():
+    assert normalize([{"from": "human", "value": ["a", {"type": "text", "text": "b"}]}])[0]["content"] == "ab"
+    assert normalize([{"role": "developer", "content": "x"}, {"role": "observation", "content": {"a": 1}}]) == [{"role": "system", "content": "x"}, {"role": "tool", "content": '{"a": 1}'}]
+    assert normalize([{"role": "assistant", "content": "x", "reasoning": "y"}]) == [{"role": "assistant", "content": "x", "reasoning_content": "y", "thinking": "y"}]
+    assert normalize({"messages": json.dumps(talk("a", "b"))}) == talk("a", "b")
+    for calls in ("[{]", "7", [7]):
+        with pytest.raises(ValueError, match="tool"): normalize([{"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+def test_rows_fit_any_number_of_tokens():
+    data = prepare([{"input_ids": np.arange(5), "loss_mask": np.ones(5)}] * 3, tokenizer(None), 4)  # ready rows need no template
+    assert data["seq_len"][:] == [4, 4, 4]

@@ -18,7 +18,7 @@ from datasets import Dataset, load_from_disk
 
 from ..utils import inside
 
-# %% ../../nbs/data/01b_sources.ipynb #19a33f49
+# %% ../../nbs/data/01b_sources.ipynb #58412800
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 RECORDS = ("data_config.json", "provenance.json", "dataset_info.json", "dataset_infos.json", "state.json", "sample_lengths.json", "token_freq.json",
            "errors.jsonl")  # what tools write beside conversations; in a folder, names that end so are passed over
@@ -42,13 +42,12 @@ def _as_row(row, where):
 
 
 def _lines(path):
-    "(where, text) of each line that is not blank."
+    "(where, text) of each line."
     n = 0
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             for n, raw in enumerate(file, 1):
-                if raw.strip():
-                    yield f"{path}, line {n}", raw.decode("utf-8-sig" if n == 1 else "utf-8")
+                yield f"{path}, line {n}", raw.decode("utf-8-sig" if n == 1 else "utf-8")
     except UnicodeDecodeError as e:
         raise ValueError(f"{path}, line {n}: not UTF-8 ({e.reason} at byte {e.start}).") from None
     except (EOFError, gzip.BadGzipFile) as e:
@@ -66,7 +65,7 @@ def _read_file(path):
                     yield f"{path}, row {(n := n + 1)}", row
         return
     if ".json" in path.suffixes[-2:]:
-        text = "\n".join(line for _, line in _lines(path))
+        text = "".join(line for _, line in _lines(path))
         try:
             whole = json.loads(text)
         except ValueError as e:
@@ -77,7 +76,8 @@ def _read_file(path):
             yield from ((f"{path}, item {i}", _as_row(row, f"{path}, item {i}")) for i, row in enumerate(rows))
             return
     for where, text in _lines(path):
-        yield where, _parse(text, where)
+        if text.strip():
+            yield where, _parse(text, where)
 
 # %% ../../nbs/data/01b_sources.ipynb #20610b24
 def load_table(
