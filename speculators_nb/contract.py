@@ -10,9 +10,9 @@ import json
 import os
 from pathlib import Path
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from .config import SpeculatorModelConfig
-from .head import text_config
+from .head import text_config, verifier_config
 from .model import SpeculatorModel
 from .utils import checkpoint_index, load_tensors, resolve_checkpoint
 from .vocab import check_vocab_mapping
@@ -55,7 +55,7 @@ def _tensors(folder, model) -> list:
 def _verifier_config(config: dict) -> "PretrainedConfig | None":
     "The verifier's own configuration, where its folder can be read here."
     name = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
-    return text_config(AutoConfig.from_pretrained(name)) if name and (Path(name) / "config.json").is_file() else None
+    return text_config(verifier_config(name)) if name and (Path(name) / "config.json").is_file() else None
 
 def check_vllm_contract(
     folder: str | os.PathLike, # a checkpoint

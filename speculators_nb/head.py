@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['NORM_KINDS', 'OFFSET_NORM', 'LAYER_NORM', 'EPS_NAMES', 'NORM_NAMES', 'HEAD_NAMES', 'EMBEDDING_NAMES', 'FinalNorm',
-           'text_config', 'norm_kind', 'norm_eps', 'logit_scale', 'TargetHead', 'load_verifier_tensors',
-           'check_target_head']
+           'text_config', 'verifier_config', 'norm_kind', 'norm_eps', 'logit_scale', 'TargetHead',
+           'load_verifier_tensors', 'check_target_head']
 
 # %% ../nbs/core/09_head.ipynb #d2a4ba93
+import os
 import torch
 from torch import nn
-from .utils import checkpoint_index, load_tensors
+from transformers import AutoConfig, PretrainedConfig
+from .utils import checkpoint_index, load_tensors, remote_code_allowed, resolve_checkpoint
 
 # %% ../nbs/core/09_head.ipynb #6c6ba6df
 class FinalNorm(nn.Module):
@@ -49,6 +51,14 @@ EMBEDDING_NAMES = ("embed_tokens", "wte", "gpt_neox.embed_in", "tok_embeddings",
 def text_config(config): # a PretrainedConfig, multimodal or not
     "The configuration of the language model inside a (possibly multimodal) verifier."
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+def verifier_config(
+    verifier: str | os.PathLike,            # folder or hub id
+    trust_remote_code: bool | None = None,  # run configuration code that comes with it; None: as `utils.remote_code` says, which is no
+) -> PretrainedConfig:
+    "A verifier's configuration. Errors: ValueError for one that needs its own code, unless that is trusted."
+    trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
+    return AutoConfig.from_pretrained(resolve_checkpoint(verifier), trust_remote_code=trusted)
 
 def norm_kind(config) -> str: # PretrainedConfig -> "rms" | "rms+1" | "layer"
     "The final norm's convention of a verifier family."

@@ -12,7 +12,7 @@ import warnings
 
 from transformers import AutoTokenizer
 
-from .utils import resolve_checkpoint
+from .utils import remote_code_allowed, resolve_checkpoint
 
 # %% ../nbs/core/08b_mask_token.ipynb #6dba5a1b
 MASK_TOKEN = "<|MASK|>"
@@ -27,7 +27,7 @@ def resolve_mask_token(
     if mask_token_id is not None:
         return _row_of_table(mask_token_id, vocab_size, "mask_token_id")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve_checkpoint(verifier_name_or_path))
+        tokenizer = AutoTokenizer.from_pretrained(resolve_checkpoint(verifier_name_or_path), trust_remote_code=remote_code_allowed())
     except (OSError, ValueError) as e:
         raise ValueError(f"mask_token_id is not given, and verifier {str(verifier_name_or_path)!r} has no tokenizer to ask; give mask_token_id") from e
     if tokenizer.mask_token_id is None and len(tokenizer) < vocab_size:

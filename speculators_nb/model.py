@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from .config import SpeculatorModelConfig, import_models
-from .head import TargetHead, load_verifier_tensors, norm_eps, text_config
+from .head import TargetHead, load_verifier_tensors, norm_eps, text_config, verifier_config
 from .utils import ClassRegistryMixin, checkpoint_index, load_tensors, resolve_checkpoint, save_tensors
 from .vocab import check_vocab_mapping, draft_to_verifier
 
@@ -86,7 +86,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     ):
         "Borrow embedding, head rows and final norm. What a checkpoint has loaded already stays. Errors: ValueError for a verifier of another shape."
         verifier = verifier or self.config.speculators_config.verifier.name_or_path
-        config = AutoConfig.from_pretrained(resolve_checkpoint(verifier))
+        config = verifier_config(verifier)
         want, have = self.config.sizes.hidden_size, text_config(config).hidden_size
         if want != have: raise ValueError(f"verifier {str(verifier)!r} has hidden_size {have}, this drafter's {type(self.config.sizes).__name__} has {want}; they must be equal")
         if self.t2d is not None and not self.t2d.any():

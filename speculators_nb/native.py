@@ -7,7 +7,7 @@ __all__ = ['FORMATS', 'WEIGHTS', 'BUFFERS', 'Target', 'NativeFormat', 'register_
            'NativeCheckpoint', 'rename', 'inverse', 'layer_config', 'flat', 'count_layers', 'without_borrowed',
            'vocab_mapping', 'write_native']
 
-# %% ../nbs/core/18_native.ipynb #a4007416
+# %% ../nbs/core/18_native.ipynb #4e5f2425
 import json
 import os
 import re
@@ -17,13 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 from .config import import_models
-from .head import load_verifier_tensors, text_config
+from .head import load_verifier_tensors, text_config, verifier_config
 from .layers import LAYER_FAMILIES
 from .utils import atomic_write, inside, load_pickle, load_tensors, read_index, resolve_checkpoint, save_tensors, tensor_names
 
-# %% ../nbs/core/18_native.ipynb #316b5cd8
+# %% ../nbs/core/18_native.ipynb #aa8ed6a4
 class Target(NamedTuple):
     "The verifier that a drafter is for."
     path: str                   # folder or hub id
@@ -58,13 +58,12 @@ def formats(
     return [f for f in FORMATS.values() if model_type in (None, f.model_type)]
 
 def verifier_target(
-    verifier: str | os.PathLike,     # folder or hub id
-    trust_remote_code: bool = False, # run configuration code that comes with it
+    verifier: str | os.PathLike,            # folder or hub id
+    trust_remote_code: bool | None = None,  # as in `verifier_config`
 ) -> Target:
     "A verifier's configuration. A folder's path is made absolute, for it is written into checkpoints."
-    folder = resolve_checkpoint(verifier)
     path = Path(verifier).resolve() if Path(verifier).is_dir() else verifier
-    return Target(str(path), text_config(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)))
+    return Target(str(path), text_config(verifier_config(verifier, trust_remote_code)))
 
 # %% ../nbs/core/18_native.ipynb #8e3b9cc7
 WEIGHTS = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")

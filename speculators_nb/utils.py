@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['atomic_write', 'atomic_folder', 'save_tensors', 'tensor_names', 'load_tensors', 'load_pickle', 'resolve_checkpoint',
-           'inside', 'read_index', 'checkpoint_index', 'read_checkpoint_tensors', 'ClassRegistryMixin',
-           'ReloadableBaseModel', 'PydanticClassRegistryMixin']
+           'inside', 'read_index', 'checkpoint_index', 'read_checkpoint_tensors', 'remote_code', 'remote_code_allowed',
+           'ClassRegistryMixin', 'ReloadableBaseModel', 'PydanticClassRegistryMixin']
 
 # %% ../nbs/core/01_utils.ipynb #132663a8
 import contextlib
@@ -16,6 +16,7 @@ import secrets
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -221,6 +222,26 @@ def read_checkpoint_tensors(
               if any(name == s or name.endswith(f".{s}") for s in suffixes)}
     return {name: t for file in sorted(set(wanted.values()))
             for name, t in load_tensors(file, [n for n, f in wanted.items() if f == file]).items()}
+
+# %% ../nbs/core/01_utils.ipynb #84a536ff
+_REMOTE_CODE = ContextVar("remote_code", default=False)
+
+
+@contextlib.contextmanager
+def remote_code(
+    allowed: bool,  # may configurations and tokenizers run code that comes with a verifier?
+) -> Iterator[None]:
+    "Inside, a verifier may bring code of its own. Nothing outside asks for it, and transformers' own question (\"run this code? y/N\") is never put."
+    token = _REMOTE_CODE.set(bool(allowed))
+    try:
+        yield
+    finally:
+        _REMOTE_CODE.reset(token)
+
+
+def remote_code_allowed() -> bool:  # False unless inside of `remote_code(True)`
+    "What `trust_remote_code` is where no argument says."
+    return _REMOTE_CODE.get()
 
 # %% ../nbs/core/01_utils.ipynb #7a226e3c
 class ClassRegistryMixin:

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, PretrainedConfig, Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config
 from ..anchors import block_supervision, select_anchors
 from ..attention import attention, block_attention
 from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..growth import product_law
-from ..head import text_config
+from ..head import text_config, verifier_config
 from ..head_loss import dense_head_loss, head_loss
 from ..layers import DecoderLayer, RMSNorm, Rotary
 from ..losses import parse_loss
@@ -29,7 +29,6 @@ from ..model import SpeculatorModel
 from ..native import NativeCheckpoint, NativeFormat, Target, count_layers, flat, layer_config, register_format, vocab_mapping, without_borrowed, write_native
 from ..supervision import block_metrics
 from ..tree import Sampling, TokenTree
-from ..utils import resolve_checkpoint
 from ..verifier import check_aux_layer_ids, default_aux_layer_ids
 from ..vocab import scatter_probs
 from ..weights import block_decay, dpace
@@ -315,7 +314,7 @@ class DFlashDraftModel(SpeculatorModel):
         v, kind = layer.vocab_size, cls.config_class
         if sample_from_anchor is None: sample_from_anchor = kind.sample_from_anchor
         if non_causal is None: non_causal = "sliding_attention" not in (layer.layer_types or ())
-        if target_layer_ids is None: target_layer_ids = default_aux_layer_ids(text_config(AutoConfig.from_pretrained(resolve_checkpoint(verifier))).num_hidden_layers)
+        if target_layer_ids is None: target_layer_ids = default_aux_layer_ids(text_config(verifier_config(verifier)).num_hidden_layers)
         return dict(transformer_layer_config=layer, draft_vocab_size=draft_vocab_size or (v if t2d is None else int(t2d.sum())), block_size=block_size,
                     mask_token_id=resolve_mask_token(verifier, v, mask_token_id), sample_from_anchor=sample_from_anchor, sliding_window_non_causal=non_causal,
                     aux_hidden_state_layer_ids=list(target_layer_ids),

@@ -14,12 +14,12 @@ from dataclasses import field
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, PretrainedConfig, Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config
 from ..attention import attention, prefix_attention
 from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..data_generation.batch import shift_by_one
 from ..growth import recurrent_law
-from ..head import text_config
+from ..head import text_config, verifier_config
 from ..head_loss import dense_head_loss, head_loss
 from ..layers import LAYER_FAMILIES, DecoderLayer, RMSNorm, Rotary
 from ..losses import parse_loss
@@ -28,7 +28,6 @@ from ..model import SpeculatorModel
 from ..native import NativeCheckpoint, NativeFormat, Target, count_layers, flat, layer_config, register_format, rename, vocab_mapping, write_native
 from ..supervision import chain_metrics, needed_rows, ttt_supervision
 from ..tree import Sampling, TokenTree
-from ..utils import resolve_checkpoint
 from ..verifier import check_aux_layer_ids, default_aux_layer_ids
 from ..vocab import scatter_probs
 
@@ -238,7 +237,7 @@ class Eagle3DraftModel(SpeculatorModel):
         **others,                                         # training arguments that are not about the model
     ) -> "Eagle3DraftModel": # with the verifier's weights, ready to train
         "A fresh drafter for a verifier. Errors: ValueError for a draft vocabulary without its mapping or larger than the verifier's."
-        verifier = AutoConfig.from_pretrained(resolve_checkpoint(verifier_name_or_path))
+        verifier = verifier_config(verifier_name_or_path)
         v = transformer_layer_config.vocab_size
         config = cls.config_class(
             transformer_layer_config=transformer_layer_config, draft_vocab_size=draft_vocab_size or (v if t2d is None else int(t2d.sum())),

@@ -20,11 +20,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, PretrainedConfig, Qwen2Config
+from transformers import PretrainedConfig, Qwen2Config
 from ..attention import attention, prefix_attention
 from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig, layer_config_from_dict
 from ..growth import recurrent_law
-from ..head import text_config
+from ..head import text_config, verifier_config
 from ..head_loss import dense_token_loss, token_loss
 from ..layers import head_dim, rotate
 from ..masks import ttt
@@ -311,7 +311,7 @@ class MTPDraftModel(SpeculatorModel):
         **others,                                         # training arguments that are not about the model
     ) -> "MTPDraftModel": # with the verifier's weights, ready to train
         "The verifier's own MTP head, or a fresh one. Errors: ValueError for a verifier without head, an unknown family, or a reduced vocabulary."
-        layer = text_config(AutoConfig.from_pretrained(resolve_checkpoint(verifier_name_or_path)))
+        layer = text_config(verifier_config(verifier_name_or_path))
         if t2d is not None or d2t is not None or draft_vocab_size not in (None, layer.vocab_size):
             raise ValueError(f"draft_vocab_size={draft_vocab_size} of {layer.vocab_size}: an MTP head uses the verifier's own head, with its whole vocabulary; give neither size nor mapping")
         model = cls(MTPSpeculatorConfig(transformer_layer_config=layer, verifier_norm=verifier_norm,
@@ -511,7 +511,7 @@ def stitch_mtp(
 def _stitch(head: dict, verifier, folder: Path, link: bool, drafter):
     "Fill an empty folder with the verifier and this head."
     source = resolve_checkpoint(verifier)
-    layer, index = text_config(AutoConfig.from_pretrained(source, trust_remote_code=False)), checkpoint_index(source)
+    layer, index = text_config(verifier_config(source)), checkpoint_index(source)
     have = {n: load_tensors(f, [n])[n] for n, f in index.items() if n.startswith("mtp.")}
     with torch.device("meta"): plain = MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=layer)).saved_state()
     _fits(head, plain, drafter, verifier)

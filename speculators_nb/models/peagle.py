@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from ..attention import attention, block_attention
 from ..config import SpeculatorModelConfig, SpeculatorsConfig
 from ..growth import product_law
-from ..head import text_config
+from ..head import text_config, verifier_config
 from ..head_loss import dense_head_loss, head_loss
 from ..layers import rotate
 from ..losses import parse_loss
@@ -24,7 +24,6 @@ from ..masks import rollouts
 from ..model import SpeculatorModel
 from .eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
 from ..tree import Sampling, TokenTree
-from ..utils import resolve_checkpoint
 from ..verifier import default_aux_layer_ids
 from ..vocab import scatter_probs
 
@@ -276,7 +275,7 @@ class PEagleDraftModel(Eagle3DraftModel):
         **others,                                         # training arguments that are not about the model; embed_requires_grad is not taken, as upstream
     ) -> "PEagleDraftModel": # with the verifier's weights, ready to train
         "A fresh drafter for a verifier. Errors: ValueError for a draft vocabulary without its mapping or larger than the verifier's, or a mask token outside the vocabulary."
-        verifier = AutoConfig.from_pretrained(resolve_checkpoint(verifier_name_or_path))
+        verifier = verifier_config(verifier_name_or_path)
         v = transformer_layer_config.vocab_size
         config = PEagleSpeculatorConfig(
             transformer_layer_config=transformer_layer_config, draft_vocab_size=draft_vocab_size or (v if t2d is None else int(t2d.sum())),

@@ -11,17 +11,15 @@ from collections import Counter
 from pathlib import Path
 import torch
 from torch.utils.data import Subset
-from transformers import AutoConfig
 from ..data_generation.chat import token_frequencies
 from ..data_generation.feature_folder import FeatureDataset, FeatureRows, layout_of, table_of
 from ..data_generation.features import LiveFeatures
 from ..data_generation.prepared import read_token_freq
 from ..data_generation.vllm_features import ServerFeatures
-from ..head import text_config
+from ..head import text_config, verifier_config
 from ..layers import draft_layer_config
 from ..model import SpeculatorModel
 from .trainer import SpeculatorTrainer, train
-from ..utils import resolve_checkpoint
 from ..verifier import Verifier, default_aux_layer_ids
 from ..vocab import save_vocab_mapping, vocab_mapping_from_frequencies
 
@@ -39,7 +37,7 @@ def new_drafter(
 ) -> SpeculatorModel: # with the verifier's weights, ready to train
     "A fresh drafter for a verifier. Errors: ValueError for an unknown algorithm or a draft vocabulary that does not fit."
     verifier = Path(verifier).resolve() if Path(verifier).is_dir() else verifier   # it is written into the checkpoint, for an engine started elsewhere
-    klass, config = SpeculatorModel.registered_class(algorithm), AutoConfig.from_pretrained(resolve_checkpoint(verifier))
+    klass, config = SpeculatorModel.registered_class(algorithm), verifier_config(verifier)
     v, t2d, d2t = text_config(config).vocab_size, None, None
     if draft_vocab_size is not None and draft_vocab_size != v:
         if token_freq is None: raise ValueError(f"draft_vocab_size={draft_vocab_size} of {v} needs token_freq, the tokens' counts in the training answers")
@@ -69,7 +67,7 @@ def open_features(
     on_bad: str = "raise",                 # a sample that cannot be had: "raise" or "skip"
 ) -> FeatureRows: # samples; `layer_ids` says of which layers, the last one included
     "The features of a folder; else, of prepared rows, a running vLLM's; else those of the verifier itself, which then runs beside the training."
-    kind, n = layout_of(data_dir), text_config(AutoConfig.from_pretrained(resolve_checkpoint(verifier))).num_hidden_layers
+    kind, n = layout_of(data_dir), text_config(verifier_config(verifier)).num_hidden_layers
     if kind != "rows":
         if url: raise ValueError(f"url={url!r}: {data_dir} has features already; name the prepared folder, or leave url out")
         unsaid = [*(default_aux_layer_ids(n) if layers is None else layers), n] if kind == "upstream" else None
