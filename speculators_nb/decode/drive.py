@@ -7,16 +7,18 @@ __all__ = ['TREES', 'METHODS', 'TreeDrafter', 'Driven', 'drive']
 
 # %% ../../nbs/decode/07_drive.ipynb #a97cb030
 import copy
+from collections.abc import Callable
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from .accept import RULES, Rule, lenient, tolerant
-from ..growth import dynamic_tree, static_tree
+from ..growth import dynamic_tree, shaped_tree, static_tree
 from ..proposals import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig, SamplingTokenProposalConfig, StaticTreeTokenProposalConfig, TokenProposalConfig
 from ..tree import Drafter, Sampling, TokenTree
 
 # %% ../../nbs/decode/07_drive.ipynb #f7567cb8
 TREES = {   # proposal_type -> (method, law, depth, sampling) -> TokenTree
+    "shape": lambda paths, law, depth, sampling: shaped_tree(law, [path for path in paths if len(path) <= depth], sampling),
     "static_tree": lambda m, law, depth, sampling: static_tree(law, m.initial_branching_factor, m.branching_factor, depth, sampling),
     "dynamic_tree": lambda m, law, depth, sampling: dynamic_tree(law, m.expansion_factor, depth, m.speculative_tokens)[0],
 }
@@ -25,13 +27,15 @@ class TreeDrafter:
     "Any drafter that has `grow`, proposing trees (the `tree.Drafter` protocol). The tree is no deeper than the method says."
     def __init__(self,
         drafter: Drafter, # with `grow`
-        method: StaticTreeTokenProposalConfig | DynamicTreeTokenProposalConfig, # the tree
+        method: StaticTreeTokenProposalConfig | DynamicTreeTokenProposalConfig | list, # the tree, or its shape as from `growth.parse_tree`
     ):
         "Errors: TypeError for a drafter that cannot grow trees, ValueError for a method that is not one."
         if not callable(getattr(drafter, "grow", None)):
             raise TypeError(f"{type(drafter).__name__} drafts chains only: it has no `grow`; use proposal_type 'greedy' or 'sampling', or a drafter whose next token can be asked for at any node")
-        if method.proposal_type not in TREES: raise ValueError(f"proposal_type={method.proposal_type!r} grows no tree; {' and '.join(TREES)} do")
-        self.drafter, self.method, self.aux_layer_ids = drafter, method, drafter.aux_layer_ids
+        kind = "shape" if isinstance(method, list) else method.proposal_type
+        if kind not in TREES: raise ValueError(f"proposal_type={kind!r} grows no tree; static_tree and dynamic_tree do, and the paths of a shape")
+        self.drafter, self.method, self.kind, self.aux_layer_ids = drafter, method, kind, drafter.aux_layer_ids
+        self.depth = max(map(len, method)) if kind == "shape" else method.depth
         if hasattr(drafter, "trained_tokens"): self.trained_tokens = drafter.trained_tokens
 
     def __copy__(self): return TreeDrafter(copy.copy(self.drafter), self.method)     # requests of a batch share weights, not state
@@ -45,11 +49,19 @@ class TreeDrafter:
         tokens: Tensor,          # as in `tree.Drafter`
         features: Tensor | None, # likewise
         k: int,                  # the deepest node wanted
-        sampling: Sampling,      # a static tree draws with it; a dynamic one is the same at every temperature
+        sampling: Sampling,      # a tree of fixed shape draws with it; a dynamic one is the same at every temperature
     ) -> TokenTree:
         "Grow a tree."
-        depth = min(k, self.method.depth)
-        with self.drafter.grow(tokens, features, depth) as law: return TREES[self.method.proposal_type](self.method, law, depth, sampling)
+        depth = min(k, self.depth)
+        with self.drafter.grow(tokens, features, depth) as law: return self.grown(law, depth, sampling)
+
+    def grown(self,
+        law: Callable,       # as in `growth`
+        depth: int,          # of the deepest node
+        sampling: Sampling,
+    ) -> TokenTree:
+        "The method's tree over a law."
+        return TREES[self.kind](self.method, law, depth, sampling)
 
 # %% ../../nbs/decode/07_drive.ipynb #f4eb4fe7
 class Driven(NamedTuple):
