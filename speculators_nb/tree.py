@@ -130,6 +130,7 @@ class TokenTree:
         depth: int,  # the deepest nodes to keep
     ) -> "TokenTree":  # itself where nothing is deeper
         "Leave out what lies deeper."
+        if len(self) <= depth: return self          # it cannot be deeper than it has nodes
         keep = self.depth <= depth
         if keep.all():
             return self

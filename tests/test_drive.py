@@ -5,14 +5,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from test_generate import NEW, PROMPT, DraftTable, chi_square_p, exact_law, language
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from speculators_nb.decode.accept import RULES
 from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.drive import TreeDrafter, drive
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.growth import dynamic_tree, static_tree
+from speculators_nb.growth import dynamic_tree, parse_tree, static_tree
 from speculators_nb.proposals import (DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig, SamplingTokenProposalConfig, StaticTreeTokenProposalConfig,
                                       TokenProposalConfig)
 from speculators_nb.train.drafter import new_drafter
@@ -33,15 +33,18 @@ LEARNED = {   # name -> (algorithm, arguments of `new_drafter`)
     "peagle, half the vocabulary": ("peagle", dict(mask_token_id=V - 1, num_depths=4, draft_vocab_size=V // 2)),
     "dflash": ("dflash", dict(draft_arch="qwen3", mask_token_id=V - 1, block_size=5)),
     "dflash, from the anchor": ("dflash", dict(draft_arch="qwen3", mask_token_id=V - 1, block_size=4, sample_from_anchor=True, draft_vocab_size=V // 2)),
+    "mtp": ("mtp", dict(fresh_head=True, num_speculative_steps=4)), "medusa": ("medusa", dict(num_heads=3)), "mlp": ("mlp", dict(num_heads=4, intermediate_size=20)),
+    "mlp, untied": ("mlp", dict(num_heads=4, tie_weights=False)),
 }
-PARALLEL = [name for name in LEARNED if name.startswith(("peagle", "dflash"))]
+LAST_STATE = ("eagle", "mtp", "medusa", "mlp")     # read the verifier's last state, and no layers of a choice
+PARALLEL = [name for name in LEARNED if name.startswith(("peagle", "dflash", "medusa"))]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("verifier")
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder)
     return folder
 
 
@@ -55,7 +58,7 @@ def drafter_of(folder):
                 made[name] = DraftModel(LlamaForCausalLM(LlamaConfig(**SHAPE | dict(num_hidden_layers=2))).eval(), Verifier.from_pretrained(folder, [0]))
             else:
                 algorithm, args = LEARNED[name]
-                model, g = new_drafter(algorithm, folder, token_freq={t: 1 + t % 5 for t in range(V)}, target_layer_ids=[0, 2, 4] if algorithm != "eagle" else None, **args), torch.Generator().manual_seed(1)
+                model, g = new_drafter(algorithm, folder, token_freq={t: 1 + t % 5 for t in range(V)}, target_layer_ids=[0, 2, 4] if algorithm not in LAST_STATE else None, **args), torch.Generator().manual_seed(1)
                 with torch.no_grad():
                     for p in model.parameters():
                         if p.requires_grad: p.add_(torch.randn(p.shape, generator=g) * 0.2)
@@ -106,7 +109,7 @@ def test_parallel_slots_make_a_product(folder, drafter_of, name):
 
 @pytest.mark.parametrize("name", [n for n in EVERY if n not in PARALLEL])
 def test_a_nodes_law_is_that_of_a_chain_along_its_path(folder, drafter_of, name):
-    """Force the chain of `propose` along the path of each node, with a Sampling that says what to draw: float32 rounding alone lies between the laws (1e-5).
+    """Force the chain of `propose` along the path of each node, with a Sampling that says what to draw: float32 rounding alone lies between the laws (the largest seen is 6e-5, behind logits of 20 and more).
     Before and after, the drafter's chains are the same: growing leaves no trace."""
     drafter = drafter_of(name)
     verifier = Verifier.from_pretrained(folder, drafter.aux_layer_ids or [0])
@@ -136,7 +139,7 @@ def test_a_nodes_law_is_that_of_a_chain_along_its_path(folder, drafter_of, name)
         laws = []
         drafter.reset()
         chain = drafter.propose(tokens, states, len(path) + 1, Forced(1.0))
-        torch.testing.assert_close(chain.probs[-1], got, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(chain.probs[-1], got, rtol=1e-3, atol=1e-4)
 
 
 def test_window(folder):
@@ -206,6 +209,31 @@ def test_a_markov_head_grows_no_tree(folder):
     "It inherits from a drafter that does; its own slots depend on each other."
     drafter = new_drafter("dspark", folder, draft_arch="qwen3", mask_token_id=V - 1, block_size=4, target_layer_ids=[0, 2, 4]).drafter()
     with pytest.raises(TypeError, match="DSparkDrafter drafts chains only"): drive(drafter, METHODS["static"])
+
+
+@pytest.mark.parametrize("name", ["medusa", "mlp", "mlp, untied"])
+def test_nothing_follows_the_last_head(folder, drafter_of, name):
+    "Asked for a deeper tree than it has heads, a drafter proposes one as deep as these."
+    drafter = drafter_of(name)
+    tokens, states = torch.tensor([3, 4, 5]), torch.randn(2, H, generator=torch.Generator().manual_seed(0))
+    for sampling in (Sampling(), Sampling(1.0, torch.Generator().manual_seed(0))):
+        deep = TreeDrafter(drafter, StaticTreeTokenProposalConfig(initial_branching_factor=1, branching_factor=2, depth=6)).propose(tokens, states, 6, sampling)
+        assert len(deep) == 2 ** drafter.trained_tokens - 1 and int(deep.depth.max()) == drafter.trained_tokens
+    assert int(TreeDrafter(drafter, METHODS["dynamic"]).propose(tokens, states, 6, Sampling()).depth.max()) <= drafter.trained_tokens
+
+
+SHAPE_OF_MEDUSA = parse_tree("[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]")
+
+
+@pytest.mark.parametrize("name", ["medusa", "mtp", "eagle3"])
+def test_a_shape_of_ones_own(folder, drafter_of, name):
+    drafter = TreeDrafter(drafter_of(name), SHAPE_OF_MEDUSA)
+    verifier = Verifier.from_pretrained(folder, drafter.aux_layer_ids)
+    prompts = [torch.randint(2, V, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (7, 3)]
+    plain = [generate(verifier, NoDrafter(), p, max_new_tokens=30, k=0).tokens for p in prompts]
+    got = generate(verifier, drafter, prompts, k=drafter.depth, max_new_tokens=30)
+    assert [g.tokens for g in got] == plain and {len(s.draft) for g in got for s in g.steps[:5]} == {7}
+    assert [len(s.draft) for s in generate(verifier, drafter, prompts[0], k=2, max_new_tokens=8).steps[:1]] == [6]      # (0, 0, 0) lies deeper
 
 
 def test_refused(drafter_of):

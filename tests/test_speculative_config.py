@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculators_nb.decode import accept
-from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.generate import HiddenStates, NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.speculative_config import (ENGINES, METHODS, MTP_FAMILIES, WORDS, ArgmaxDrafter, SpeculativeConfig, conditional_rates,
                                                       length_to_rates, mtp_family, parse_token_tree, speculate)
@@ -200,8 +200,55 @@ def test_token_tree_malformed(text):
 def test_token_tree_size_and_use():
     with pytest.raises(ValueError, match="has 2 tokens, num_speculative_tokens=3"):
         SpeculativeConfig(**NGRAM, speculative_token_tree="[(0,), (1,)]")
-    with pytest.raises(ValueError, match="has branches"):
+    with pytest.raises(ValueError, match="has branches, and method='ngram' drafts chains"):
         SpeculativeConfig(**NGRAM, speculative_token_tree="[(0,), (1,), (0, 0)]").drafter(None)
+    with pytest.raises(ValueError, match="has branches, and rejection_sample_method='block'"):
+        SpeculativeConfig(**NGRAM, speculative_token_tree="[(0,), (1,), (0, 0)]", rejection_sample_method="block").rule()
+
+
+@pytest.mark.parametrize("word", ["strict", "probabilistic"])
+def test_a_tree_by_config(verifier, tmp_path, word):
+    """The verifier's own copy drafts it: greedily the likeliest words, under "probabilistic" with drawn siblings that carry their laws. The text is the verifier's."""
+    verifier.model.save_pretrained(tmp_path / "same")
+    config = SpeculativeConfig(model=str(tmp_path / "same"), num_speculative_tokens=5, speculative_token_tree="[(0,), (1,), (0, 0), (1, 0), (0, 0, 0)]", rejection_sample_method=word)
+    assert config.depth == 3
+    drafter, tokens = config.drafter(verifier), torch.tensor([1, 2, 3])
+    for temperature in (0., 1.):
+        tree = drafter.propose(tokens, None, 3, Sampling(temperature, torch.Generator().manual_seed(0)))
+        assert tree.parents.tolist() == [-1, -1, 0, 1, 2] and (tree.probs is not None) == (word == "probabilistic" and temperature > 0)
+    done, plain = speculate(verifier, config, [[1, 2, 3], [4]], max_new_tokens=30), generate(verifier, NoDrafter(), [[1, 2, 3], [4]], k=0, max_new_tokens=30)
+    assert [g.tokens for g in done] == [g.tokens for g in plain] and all(s.accepted == min(3, s.asked) for g in done for s in g.steps)
+
+
+def test_a_draft_in_the_engines_own_format(tmp_path):
+    from speculators_nb.convert import export_native
+    from speculators_nb.train.drafter import new_drafter
+    home = ROOT / "data/tiny-verifier"
+    new_drafter("medusa", home).save_pretrained(tmp_path / "heads")
+    export_native(tmp_path / "heads", tmp_path / "native", "medusa")
+    config = SpeculativeConfig(model=str(tmp_path / "native"), num_speculative_tokens=5, target_model_config=home)
+    assert config.method == "medusa"
+    target, prompt = Verifier.from_pretrained(str(home), [6]), torch.tensor([5, 6, 7, 8])
+    tokens, states = torch.tensor([5, 6, 7, 8]), torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    ours = SpeculativeConfig(model=str(tmp_path / "heads"), target_model_config=home).drafter(target)
+    assert torch.equal(config.drafter(target).propose(tokens, states, 5, Sampling()).tokens, ours.propose(tokens, states, 5, Sampling()).tokens)
+    assert speculate(target, config, prompt, max_new_tokens=8).tokens == generate(target, NoDrafter(), prompt, k=0, max_new_tokens=8).tokens
+
+
+def test_hidden_states_are_handed_out(verifier):
+    config = SpeculativeConfig(method="extract_hidden_states", num_speculative_tokens=1, draft_model_config=dict(hf_config=dict(eagle_aux_hidden_state_layer_ids=[1])))
+    tapped = Verifier(verifier.model, [0, 1])
+    assert config.drafter(tapped).aux_layer_ids == (1,)
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    for limit in (1, 6):
+        for g in speculate(tapped, config, prompts, max_new_tokens=limit):
+            text = torch.tensor([[*g.prompt, *g.tokens[:-1]]])
+            torch.testing.assert_close(g.hidden_states, tapped(text).hidden_states[0, :, 32:], rtol=1e-4, atol=1e-5)
+    plain = speculate(tapped, NGRAM, prompts, max_new_tokens=6)
+    assert all(g.hidden_states is None for g in plain)
+    with pytest.raises(ValueError, match=r"reads layers \[5\], the verifier taps \[0, 1\]"):
+        speculate(tapped, dict(method="extract_hidden_states", num_speculative_tokens=1, draft_model_config=dict(hf_config=dict(eagle_aux_hidden_state_layer_ids=[5])),
+                               target_model_config=None), prompts)
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +264,7 @@ def test_drafters(verifier, tmp_path):
     s = SpeculativeConfig(method="suffix", num_speculative_tokens=4, suffix_decoding_max_tree_depth=9, suffix_decoding_max_cached_requests=5,
                           suffix_decoding_max_spec_factor=2, suffix_decoding_min_token_prob=0.3).drafter(verifier)
     assert isinstance(s, SuffixDrafter) and (s.answers.depth, s.max_requests, s.factor, s.min_prob) == (9, 5, 2, 0.3)
-    assert isinstance(SpeculativeConfig(method="extract_hidden_states", num_speculative_tokens=1).drafter(verifier), NoDrafter)
+    assert isinstance(SpeculativeConfig(method="extract_hidden_states", num_speculative_tokens=1).drafter(verifier), HiddenStates)
     verifier.model.save_pretrained(tmp_path / "same")
     draft = dict(model=str(tmp_path / "same"), num_speculative_tokens=3)
     sampling = Sampling(1.0, torch.Generator().manual_seed(0))
@@ -226,7 +273,7 @@ def test_drafters(verifier, tmp_path):
         d = SpeculativeConfig(**draft, **words).drafter(verifier)
         assert isinstance(d, ArgmaxDrafter) is not drawn
         assert (d.propose(tokens, None, 3, sampling).probs is not None) == drawn
-    with pytest.raises(ValueError, match="engine's own format"):
+    with pytest.raises(ValueError, match="engine's own format, and the verifier has no folder"):
         SpeculativeConfig(**draft, method="medusa").drafter(verifier)
 
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ATTENTION', 'MARKS', 'Step', 'Generation', 'check_request', 'check_proposal', 'feature_columns', 'NoDrafter',
-           'Request', 'generate', 'Trace']
+           'HiddenStates', 'Request', 'generate', 'Trace']
 
 # %% ../../nbs/decode/03_generate.ipynb #77e8ca6d
 import copy
@@ -38,6 +38,7 @@ class Generation:
     tokens: list[int] # the output, a stop token included; tokens[0] came with the pass over the prompt
     steps: list[Step] # in order
     finish_reason: str # "stop": ended with a stop token; "length": at max_new_tokens or at the end of the context
+    hidden_states: Tensor | None = None # [n, A·H] of all tokens but the last, which nobody has read; only where the drafter is `HiddenStates`
 
 # %% ../../nbs/decode/03_generate.ipynb #549767be
 # layers whose cache is a list of positions, so that a rejected draft can be taken back
@@ -116,6 +117,15 @@ class NoDrafter:
         "An empty chain."
         return TokenTree.chain(tokens[:0])
 
+class HiddenStates(NoDrafter):
+    "Hidden-state extraction as a drafter: proposes nothing, and each `Generation` carries what the verifier computed in these layers."
+    keeps_states = True
+
+    def __init__(self,
+        aux_layer_ids, # layers that the verifier taps; as many as it has layers is the stream before its final norm
+    ):
+        self.aux_layer_ids = tuple(aux_layer_ids)
+
 
 @dataclass
 class Request:
@@ -129,6 +139,7 @@ class Request:
     features: Tensor | None = None # rows that are new to the drafter
     steps: list[Step] = field(default_factory=list)
     finish_reason: str | None = None # None: goes on
+    states: list[Tensor] = field(default_factory=list) # all rows so far, for a drafter that asks to keep them
 
     def propose(self,
         k, # tokens to draft, or a function of the steps so far
@@ -154,6 +165,7 @@ class Request:
         path, token = rule.decide(draft, laws, self.sampling.generator)
         unread = len(self.tokens) - self.read
         self.features = torch.cat([hidden[:unread], hidden[unread:][path]]) if len(self.drafter.aux_layer_ids) else None
+        if getattr(self.drafter, "keeps_states", False): self.states.append(self.features)
         new = [*draft.tokens[path].tolist(), token]
         end = next((i + 1 for i, t in enumerate(new) if t in stop), None)
         if self.read:
@@ -200,7 +212,7 @@ def generate(
             if r.finish_reason and hasattr(r.drafter, "finish"): r.drafter.finish(r.tokens)
         active = [active[i] for i in going]
         if active: context.keep(paths, going)
-    done = [Generation(r.prompt, r.tokens.tolist()[len(r.prompt):], r.steps, r.finish_reason) for r in requests]
+    done = [Generation(r.prompt, r.tokens.tolist()[len(r.prompt):], r.steps, r.finish_reason, torch.cat(r.states) if r.states else None) for r in requests]
     return done if many else done[0]
 
 # %% ../../nbs/decode/03_generate.ipynb #d4de2376

@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import json
 import re
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +21,11 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from torch import Tensor
 from transformers import PretrainedConfig
+from ..convert import convert
 from .accept import RULES, Rule, synthetic
 from .draft_model import DraftModel
-from .generate import Generation, NoDrafter, generate
+from .drive import TreeDrafter
+from .generate import Generation, HiddenStates, generate
 from .ngram import NgramDrafter
 from .suffix import SuffixDrafter
 from ..growth import parse_tree
@@ -371,11 +374,20 @@ class SpeculativeConfig(BaseModel):
         "New places in the drafter's batch, beside the one that each request has."
         return (self.num_speculative_tokens - 1 if self.parallel_drafting else 0) + self.spec.slots
 
+    @property
+    def depth(self) -> int: # tokens on the longest path
+        "How deep a step drafts: the `k` of `generate`."
+        return self.num_speculative_tokens if self.speculative_token_tree is None else max(map(len, parse_token_tree(self.speculative_token_tree)))
+
+    @property
+    def aux_layer_ids(self) -> tuple: # empty: the config does not say
+        "Layers of the target that the draft's config asks for."
+        own = (self.draft_model_config or {}).get("hf_config") or self._draft
+        return tuple(next((own[name] for name in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids") if own.get(name)), ()))
+
     def compute_hash(self) -> str: # hex digits
         "The same for configs under which the target computes the same graph: it counts whether inner layers are handed out, and which."
-        own = (self.draft_model_config or {}).get("hf_config") or self._draft
-        ids = next((own[name] for name in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids") if own.get(name)), ())
-        return hashlib.sha256(repr((self.spec.aux, tuple(ids) if self.spec.aux else ())).encode()).hexdigest()
+        return hashlib.sha256(repr((self.spec.aux, self.aux_layer_ids if self.spec.aux else ())).encode()).hexdigest()
 
     def to_json(self,
         engine: str = "vllm-0.32", # or "documented"
@@ -399,32 +411,39 @@ class SpeculativeConfig(BaseModel):
         return json.dumps({k: v for k, v in own.items() if k not in drop and not (k.endswith("sample_method") and v in at_default)})
 
     def rule(self) -> Rule: # of `decode.accept`
-        "The acceptance rule."
+        "The acceptance rule. Errors: ValueError for block verification of a tree with branches."
+        if self.rejection_sample_method == "block" and not self.is_chain:
+            self._no("speculative_token_tree", "has branches, and rejection_sample_method='block' is defined for chains; write 'standard', or leave the tree out")
         how = {"probabilistic": "standard"}.get(self.rejection_sample_method, self.rejection_sample_method)
         return synthetic(self.synthetic_acceptance_rates) if how == "synthetic" else RULES[how]
 
     def drafter(self,
         verifier: Verifier, # whose tokens shall be guessed
     ) -> Drafter: # for `generate`; a checkpoint is loaded on the verifier's device
-        "Make the drafter. Errors: ValueError for what our decoder does not draft: branches, and heads in the engine's own format."
-        if not self.is_chain: self._no("speculative_token_tree", "has branches; this drafter makes chains, so leave it out")
+        "Make the drafter. Errors: ValueError for branches where the method drafts chains, and for a checkpoint that cannot be read."
         drafter = DRAFTERS.get(self.method, _trained)(self, verifier)
+        if not self.is_chain:
+            if not callable(getattr(drafter, "grow", None)): self._no("speculative_token_tree", f"has branches, and method={self.method!r} drafts chains; leave it out")
+            drafter = TreeDrafter(drafter, parse_token_tree(self.speculative_token_tree))
         return ArgmaxDrafter(drafter) if self.spec.weights and self.draft_sample_method == "greedy" else drafter
 
 
 def _trained(config, verifier):
-    if config._draft and "speculators_model_type" not in config._draft:
-        config._no("model", "is in the engine's own format; give a checkpoint of this library (its config.json has speculators_model_type)")
     home = getattr(verifier.config, "_name_or_path", None) or None
-    model = SpeculatorModel.from_pretrained(config.model, verifier=home if home and Path(home).is_dir() else None, dtype=verifier.dtype)
-    return model.to(verifier.device).drafter()
+    home = home if home and Path(home).is_dir() else None
+    def load(folder): return SpeculatorModel.from_pretrained(folder, verifier=home, dtype=verifier.dtype).to(verifier.device).drafter()
+    if not config._draft or "speculators_model_type" in config._draft: return load(config.model)
+    if home is None: config._no("model", "is in an engine's own format, and the verifier has no folder here to convert it for; convert it, and give the new folder")
+    with tempfile.TemporaryDirectory() as tmp:
+        try: return load(convert(config.model, Path(tmp) / "draft", home))
+        except ValueError as e: config._no("model", f"is no checkpoint of this library, and cannot be converted: {e}")
 
 def _ngram(config, verifier): return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
 def _suffix(config, verifier):
     return SuffixDrafter(config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests,
                          config.suffix_decoding_max_spec_factor, config.suffix_decoding_min_token_prob)
 
-DRAFTERS = {"ngram": _ngram, "ngram_gpu": _ngram, "suffix": _suffix, "extract_hidden_states": lambda config, verifier: NoDrafter(),
+DRAFTERS = {"ngram": _ngram, "ngram_gpu": _ngram, "suffix": _suffix, "extract_hidden_states": lambda config, verifier: HiddenStates(config.aux_layer_ids or verifier.aux_layer_ids),
             "draft_model": lambda config, verifier: DraftModel.from_pretrained(config.model, verifier)}
 
 def speculate(
@@ -435,4 +454,4 @@ def speculate(
 ) -> Generation | list[Generation]: # tokens and steps
     "Decode as a config says."
     if isinstance(config, dict): config = SpeculativeConfig(**{"target_model_config": verifier.config} | config)
-    return generate(verifier, config.drafter(verifier), prompt_ids, k=config.num_speculative_tokens, rule=config.rule(), **kwargs)
+    return generate(verifier, config.drafter(verifier), prompt_ids, k=config.depth, rule=config.rule(), **kwargs)
