@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from .feature_file import FP8, FeatureError, feature_path, read_features, stored_dtype
 from .feature_folder import FeatureDataset, FeatureFolder, FeatureRows, origin, sample_of, split_of, table_of
+from .images import row_inputs
 from ..verifier import Verifier, fingerprint
 
 # %% ../../nbs/data/04c_features.ipynb #bf5c525f
@@ -42,13 +43,25 @@ def states_of(
     verifier: Verifier,  # the tapped model
     rows: list,  # token ids of each row
     dtype: torch.dtype = torch.bfloat16,  # of the result
+    inputs: list[dict] | None = None,  # per row, what came of its pictures, from `images.row_inputs`; {}: it has none
 ) -> list[torch.Tensor]:  # [seq, A+1, H] per row, on the CPU
-    "One forward pass over right-padded rows, without the head."
+    "One forward pass over right-padded rows, without the head; a row with pictures has a pass of its own."
+    if inputs and any(inputs):
+        text = [i for i, x in enumerate(inputs) if not x]
+        made = dict(zip(text, states_of(verifier, [rows[i] for i in text], dtype) if text else []))
+        return [made[i] if i in made else _seen(verifier, rows[i], dtype, x) for i, x in enumerate(inputs)]
     ids = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(r, dtype=torch.long) for r in rows], batch_first=True)
     mask = torch.arange(ids.shape[1]) < torch.tensor([len(r) for r in rows])[:, None]
     out = verifier(ids.to(verifier.device), mask.long().to(verifier.device), want_logits=False, use_cache=False)
     states = torch.cat([out.hidden_states.to(dtype), out.last_hidden_states.to(dtype)], -1).unflatten(-1, (-1, verifier.hidden_size)).cpu()
     return [s[: len(r)] for s, r in zip(states, rows)]
+
+
+def _seen(verifier, row, dtype, inputs):
+    "States of one row with pictures."
+    inputs = {k: v.to(verifier.device, verifier.dtype if v.is_floating_point() else None) for k, v in inputs.items()}
+    out = verifier(torch.as_tensor(row, dtype=torch.long)[None].to(verifier.device), want_logits=False, use_cache=False, inputs=inputs)
+    return torch.cat([out.hidden_states.to(dtype), out.last_hidden_states.to(dtype)], -1)[0].unflatten(-1, (-1, verifier.hidden_size)).cpu()
 
 
 def model_of(
@@ -72,11 +85,13 @@ def extract_features(
     max_tokens: int = 8192,  # padded tokens in one forward pass
     indices: Iterable[int] | None = None,  # rows to make, e.g. `shard(len(dataset), rank, world_size)`; None: all
     writers: int = 4,  # threads that write
+    processor=None,  # of a verifier that sees, for rows with pictures; None: from the verifier's folder
 ) -> dict:  # counts: written, kept
     "Write the features of rows that have no valid file. ValueError: another origin; FeatureError: not finite; OSError: disk, rest kept."
     dtype, dataset = stored_dtype(dtype), table_of(dataset)
     folder = FeatureFolder(out_dir, dataset, origin(model_of(verifier), [*verifier.aux_layer_ids, verifier.num_layers], dataset, dtype), indices)
     todo, lengths, computed = folder.todo, folder.lengths, verifier.dtype if dtype is FP8 else dtype
+    inputs = row_inputs(dataset, processor or verifier.model.name_or_path)
     with (
         ThreadPoolExecutor(writers) as pool,
         tqdm(total=sum(lengths[i] for i in todo), desc="features", unit="tok", unit_scale=True, delay=1) as bar,
@@ -84,7 +99,7 @@ def extract_features(
         pending = []
         try:
             for batch in [*token_batches(lengths, todo, max_tokens), []]:
-                states = states_of(verifier, [folder.tokens[i] for i in batch], computed) if batch else []
+                states = states_of(verifier, [folder.tokens[i] for i in batch], computed, [inputs(i) for i in batch]) if batch else []
                 for future in pending:
                     future.result()  # at most one batch waits in memory
                 pending = [pool.submit(folder.write, i, s) for i, s in zip(batch, states)]
@@ -104,8 +119,10 @@ class LiveFeatures(FeatureRows):
         rows: Dataset,  # from `prepare`
         dtype: torch.dtype = torch.bfloat16,  # of the features
         max_tokens: int = 8192,  # padded tokens in one forward pass
+        processor=None,  # of a verifier that sees, for rows with pictures; None: from the verifier's folder
         **kwargs,  # layers, on_bad: as in `FeatureRows`
     ):
+        self.inputs = row_inputs(rows, processor or verifier.model.name_or_path)
         self.verifier, self.rows, self.dtype, self.max_tokens = verifier, rows.with_format("torch"), dtype, max_tokens
         layer_ids = [*verifier.aux_layer_ids, verifier.num_layers]
         super().__init__([int(n) for n in self.rows["seq_len"][:]], layer_ids, **kwargs)
@@ -122,5 +139,5 @@ class LiveFeatures(FeatureRows):
 
     def _read(self, indices):
         rows = [self.rows[i] for i in indices]
-        states = states_of(self.verifier, [r["input_ids"] for r in rows], self.dtype)
+        states = states_of(self.verifier, [r["input_ids"] for r in rows], self.dtype, [self.inputs(i) for i in indices])
         return [(r["input_ids"].long(), r["loss_mask"].bool(), s) for r, s in zip(rows, states)]

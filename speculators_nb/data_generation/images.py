@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['load_processor', 'without_video', 'resolve_images', 'has_pictures', 'pictures_of', 'for_template', 'process',
-           'carry_mask', 'encode_images', 'inputs_of']
+           'carry_mask', 'encode_images', 'inputs_of', 'row_inputs']
 
-# %% ../../nbs/data/02c_images.ipynb #1cea60a4
+# %% ../../nbs/data/02c_images.ipynb #ad627cda
 import base64
 import binascii
 import copy
 import hashlib
 import io
+import json
 import re
+from collections.abc import Callable
 from difflib import SequenceMatcher
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -20,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import torch
 import transformers
+from datasets import Dataset
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
@@ -220,3 +223,30 @@ def inputs_of(
     if made["input_ids"][0].tolist() != ids:
         raise ValueError(f"the row has {len(ids)} tokens, its messages give {made['input_ids'].shape[1]} or others: pictures, processor or template have changed. Prepare the data again.")
     return {k: v for k, v in made.items() if k not in ("input_ids", "attention_mask") and isinstance(v, torch.Tensor)}
+
+# %% ../../nbs/data/02c_images.ipynb #bd590ce1
+def row_inputs(
+    dataset: Dataset,  # a prepared table
+    processor,  # from `load_processor`, or the folder that it is loaded from when the first picture comes
+) -> Callable[[int], dict]:  # row -> what the verifier takes beside its ids, {} for text
+    "The pictures of a prepared table, as tensors, when they are asked for."
+    if "messages" not in dataset.column_names:
+        return lambda i: {}
+    table, made = dataset.with_format(None), []
+
+    def inputs(i):
+        row = table[i]
+        if not row["messages"] or not any(isinstance(m["content"], list) for m in row["messages"]):
+            return {}
+        if not made:
+            loaded = load_processor(processor) if isinstance(processor, (str, Path)) else processor
+            made.append(ChatTemplate(loaded, **_recorded(dataset).get("template_kwargs", {})))
+        return inputs_of(row, made[0])
+
+    return inputs
+
+
+def _recorded(dataset):
+    "`origin` of the prepared folder that a table was opened from."
+    files = {Path(f["filename"]).parent / "data_config.json" for f in dataset.cache_files}
+    return next((json.loads(f.read_text(encoding="utf-8")).get("origin", {}) for f in files if f.is_file()), {})
