@@ -172,11 +172,11 @@ def find_executable(
         if place and os.access(place, os.X_OK): return place
     raise FileNotFoundError(f"{name} was not found. " + RECIPE.format(name=name, variable=variable, how=INSTALL.get(name, f"  pip install {name}")))
 
-# %% ../nbs/decode/08_serve.ipynb #f950c8d7
+# %% ../nbs/decode/08_serve.ipynb #a042de25
 GUARD = """
 import os, signal, subprocess, sys, threading
 def alone():
-    sys.stdin.buffer.read()              # ends when the program that started this one ends
+    while os.read(0, 1): pass            # ends when the program that started this one ends
     os.killpg(0, signal.SIGKILL)
 threading.Thread(target=alone, daemon=True).start()
 code = subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL)

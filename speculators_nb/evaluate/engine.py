@@ -6,7 +6,7 @@
 __all__ = ['TABLES', 'GENERATORS', 'EngineEvaluation', 'tables_of', 'gather', 'evaluate_engine', 'as_engine_counts',
            'evaluate_as_engine', 'Comparison', 'compare_runs']
 
-# %% ../../nbs/evaluate/06_engine.ipynb #bf807c97
+# %% ../../nbs/evaluate/06_engine.ipynb #a74ea2d6
 import json
 import os
 import tempfile
@@ -23,7 +23,7 @@ from ..decode.generate import Generation, generate
 from .acceptance import COUNTS, Evaluation, acceptance_summary, acceptance_table
 from .guidellm import guidellm_command, replies_of, run_guidellm, write_dataset
 from .load import Load, Meter, performance, read_prompts, rows_of, run_load
-from ..plot import look, new_axes, plot_acceptance
+from ..plot import new_axes, plot_acceptance
 from ..provenance import write_provenance
 from ..serve import Server, as_shell, read_config, serve_command, serve_environment, what_to_serve
 from ..tree import Sampling
@@ -78,7 +78,7 @@ class EngineEvaluation:
             with atomic_write(folder / f"{name}.csv") as tmp: getattr(self, name).to_csv(tmp, index=False)
         with atomic_write(folder / "requests.jsonl") as tmp: self.requests.to_json(tmp, orient="records", lines=True)
         with atomic_write(folder / "settings.json") as tmp: tmp.write_text(json.dumps(self.settings, indent=1, default=str) + "\n", encoding="utf-8")
-        for name, draw in (("acceptance", self.plot if len(self.positions) else None), ("speed", self.plot_speed)):
+        for name, draw in (("acceptance", self.plot if len(self.positions) else None), ("speed", self.plot_speed if len(self.performance) else None)):
             if draw:
                 with atomic_write(folder / f"{name}.png") as tmp: draw().savefig(tmp, format="png", dpi=110)
         return folder

@@ -5,15 +5,14 @@
 # %% auto #0
 __all__ = ['write_dataset', 'guidellm_command', 'read_report', 'replies_of', 'run_guidellm']
 
-# %% ../../nbs/evaluate/05_guidellm.ipynb #e63ddd82
+# %% ../../nbs/evaluate/05_guidellm.ipynb #ed9dfe6b
 import json
 import os
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 import pandas as pd
-from .load import Prompt, Reply, performance
+from .load import Reply, performance
 from ..serve import find_executable
 from ..utils import atomic_write
 
@@ -58,7 +57,7 @@ def guidellm_command(
     return [str(guidellm or "guidellm"), "run", "--backend", backend, "--tokenizer", said(kind="huggingface_auto", model=tokenizer or model), "--profile", profile, *limits, "--data", data,
             "--seed", said(kind="static", value=seed), "--output", said(kind="json", path=str(output)), "--disable-console-interactive", *map(str, extra)]
 
-# %% ../../nbs/evaluate/05_guidellm.ipynb #3b0fb640
+# %% ../../nbs/evaluate/05_guidellm.ipynb #15ba763e
 def read_report(
     path: str | os.PathLike, # of guidellm run, JSON
 ) -> pd.DataFrame: # one row for each load: concurrency or rate, errors, and the columns of `load.performance`
@@ -77,9 +76,9 @@ def read_report(
 def replies_of(
     load: dict, # one of a report's benchmarks
 ) -> list: # of `load.Reply`, those that were completed
-    "A load's requests."
+    "A load's requests. Its count of iterations is not that of the engine's steps, so it is left out."
     return [Reply("all", seconds=r["request_latency"], first=(r["time_to_first_token_ms"] or float("nan")) / 1000, tokens=r["output_tokens"] or 0,
-                  pieces=(r["info"]["timings"] or {}).get("token_iterations") or 0, text=r["output"] or "", finish_reason="unknown") for r in load["requests"]["successful"]]
+                  text=r["output"] or "", finish_reason="unknown") for r in load["requests"]["successful"]]
 
 def run_guidellm(
     command: Sequence[str], # from `guidellm_command`

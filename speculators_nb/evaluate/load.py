@@ -6,7 +6,7 @@
 __all__ = ['COUNTERS', 'LINE', 'Prompt', 'prompt_of', 'read_prompts', 'MetricsError', 'read_counters', 'counted', 'Meter',
            'Reply', 'ask', 'Load', 'run_load', 'rows_of', 'performance']
 
-# %% ../../nbs/evaluate/04_load.ipynb #f367a411
+# %% ../../nbs/evaluate/04_load.ipynb #5a96136a
 import re
 import time
 import uuid
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 import numpy as np
-import pandas as pd
 from tqdm.auto import tqdm
 from ..data_generation.endpoint import Endpoint, concurrently
 from ..data_generation.messages import normalize

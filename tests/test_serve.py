@@ -1,0 +1,256 @@
+"""`serve`: the command for every kind of checkpoint, and a server of which nothing is left. A script of this folder stands in for vLLM."""
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from speculators_nb import serve
+from speculators_nb.data_generation.endpoint import Endpoint
+from speculators_nb.serve import Server, ServerError, find_executable, serve_command, serve_environment, what_to_serve
+from speculators_nb.train.drafter import new_drafter
+
+HERE, VERIFIER = Path(__file__).parent, Path(__file__).parents[1] / "data/tiny-verifier"
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drafters")
+    for name in ("eagle3", "peagle", "dflash", "dspark", "eagle", "medusa", "mlp", "mtp"):
+        kind = {"draft_arch": "qwen3"} if name in ("dflash", "dspark") else {"fresh_head": True} if name == "mtp" else {}
+        new_drafter(name, VERIFIER, **kind).save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def engine(tmp_path):
+    "the stand-in as an executable"
+    script = tmp_path / "bin/vllm"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "fake_engine.py"} "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+def said(command):
+    return json.loads(command[command.index("--speculative-config") + 1]) if "--speculative-config" in command else None
+
+
+# ------------------------------------------------------------------------------------------------------------------ the command
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dspark"])
+def test_a_checkpoint_is_served_by_its_folder(drafters, name):
+    command = serve_command(drafters / name)
+    assert command[:3] == ["vllm", "serve", str(drafters / name)] and said(command) is None
+    assert command[command.index("--host") + 1] == "127.0.0.1" and "--port" not in command
+    assert said(serve_command(drafters / name, k=2)) == {"num_speculative_tokens": 2}
+    plain = serve_command(drafters / name, k=0)
+    assert (Path(plain[2]).resolve(), said(plain)) == (VERIFIER.resolve(), None)
+
+
+def test_another_verifier_needs_the_method_in_words(drafters):
+    model, words = what_to_serve(drafters / "peagle", k=3, verifier=VERIFIER)
+    assert model == str(VERIFIER)
+    assert words == {"num_speculative_tokens": 3, "model": str(drafters / "peagle"), "method": "eagle3", "parallel_drafting": True}
+
+
+@pytest.mark.parametrize("name, method", [("eagle", "eagle"), ("medusa", "medusa")])
+def test_a_family_with_a_layout_of_its_own_is_written_in_that(drafters, tmp_path, name, method):
+    with pytest.raises(ValueError, match="native=FOLDER"):
+        serve_command(drafters / name)
+    command = serve_command(drafters / name, native=tmp_path / "native")
+    assert Path(command[2]).resolve() == VERIFIER.resolve()
+    assert said(command)["method"] == method and said(command)["model"] == str(tmp_path / "native")
+    assert said(command)["num_speculative_tokens"] > 0
+    assert "speculators_model_type" not in json.loads((tmp_path / "native/config.json").read_text())
+    stamp = (tmp_path / "native/model.safetensors").stat().st_mtime_ns
+    assert said(serve_command(drafters / name, k=1, native=tmp_path / "native"))["num_speculative_tokens"] == 1
+    assert (tmp_path / "native/model.safetensors").stat().st_mtime_ns == stamp        # written once
+
+
+@pytest.mark.parametrize("name, why", [("mlp", "no MLP speculator"), ("mtp", "stitch_mtp")])
+def test_what_the_engine_cannot_serve_is_refused_with_the_reason(drafters, tmp_path, name, why):
+    with pytest.raises(ValueError, match=why) as e:
+        serve_command(drafters / name, native=tmp_path / "native")
+    assert "native=" not in str(e.value) and not (tmp_path / "native").exists()
+
+
+def test_a_checkpoint_that_would_load_wrongly_is_refused(drafters, tmp_path):
+    config = json.loads((drafters / "eagle3/config.json").read_text())
+    del config["norm_before_residual"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(drafters / "eagle3/model.safetensors", tmp_path)
+    with pytest.raises(ValueError, match="norm_before_residual is not written"):
+        serve_command(tmp_path)
+    del config["speculators_config"]["verifier"]["name_or_path"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="names no verifier"):
+        serve_command(tmp_path)
+
+
+def test_methods_without_a_checkpoint():
+    assert said(serve_command(VERIFIER)) is None
+    assert said(serve_command(VERIFIER, k=4, method="ngram"))["num_speculative_tokens"] == 4
+    assert said(serve_command(VERIFIER, speculative_config=dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)))["prompt_lookup_max"] == 3
+    model, words = what_to_serve(VERIFIER, k=3, verifier=VERIFIER, method="draft_model")
+    assert words == {"num_speculative_tokens": 3, "model": str(VERIFIER), "method": "draft_model"}
+    with pytest.raises(ValueError, match="num_speculative_tokens"):
+        serve_command(VERIFIER, method="ngram")
+    with pytest.raises(ValueError, match="is unknown"):
+        serve_command(VERIFIER, k=2, method="magic")
+    with pytest.raises(ValueError, match="k=-1"):
+        serve_command(VERIFIER, k=-1)
+
+
+def test_a_head_inside_the_verifier(tmp_path):
+    config = dict(model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"], mtp_num_hidden_layers=1, vocab_size=32)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert said(serve_command(tmp_path, k=2)) == {"num_speculative_tokens": 2, "method": "mtp"}
+    assert said(serve_command(tmp_path))["method"] == "mtp"
+    assert said(serve_command(tmp_path, k=0)) is None
+    assert said(serve_command(tmp_path, k=3, method="ngram"))["method"] == "ngram"
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(mtp_num_hidden_layers=0)))
+    assert said(serve_command(tmp_path)) is None
+
+
+def test_the_command_may_be_for_another_machine(drafters, tmp_path, monkeypatch):
+    "the verifier's folder or hub id need not be here"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(serve, "hf_hub_download", lambda *a, **k: (_ for _ in ()).throw(OSError("no network")))
+    config = json.loads((drafters / "eagle3/config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = "org/verifier"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(drafters / "eagle3/model.safetensors", tmp_path)
+    assert said(serve_command(tmp_path, k=2)) == {"num_speculative_tokens": 2}
+    assert serve_command(tmp_path, k=0)[2] == "org/verifier"
+    with pytest.raises(FileNotFoundError, match="neither a folder"):
+        serve_command("org/drafter")
+
+
+def test_keys_and_open_doors(monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(ValueError, match="VLLM_API_KEY") as e:
+        serve_command(VERIFIER, extra=["--api-key=sesame"])
+    assert "sesame" not in str(e.value)
+    with pytest.warns(UserWarning, match="VLLM_API_KEY"):
+        serve_command(VERIFIER, host="0.0.0.0")
+
+
+def test_options(monkeypatch):
+    command = serve_command(VERIFIER, port=81, dtype="float32", max_model_len=64, extra=["--max-num-seqs", 2], vllm="/x/vllm")
+    assert command[0] == "/x/vllm" and command[-2:] == ["--max-num-seqs", "2"]
+    assert [command[command.index(o) + 1] for o in ("--port", "--dtype", "--max-model-len")] == ["81", "float32", "64"]
+    monkeypatch.setattr(serve, "accelerated", lambda: False)
+    assert "--enforce-eager" in serve_command(VERIFIER) and "--enforce-eager" not in serve_command(VERIFIER, enforce_eager=False)
+    assert serve_environment(3, {})["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in serve_environment(3, {"VLLM_CPU_KVCACHE_SPACE": "9"})
+    monkeypatch.setattr(serve, "accelerated", lambda: True)
+    assert "--enforce-eager" not in serve_command(VERIFIER) and "VLLM_CPU_KVCACHE_SPACE" not in serve_environment(env={})
+
+
+def test_where_the_engine_is(engine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(serve.sys, "executable", str(tmp_path / "other/python"))
+    monkeypatch.delenv("SPECULATORS_NB_VLLM", raising=False)
+    with pytest.raises(FileNotFoundError, match="SPECULATORS_NB_VLLM"):
+        find_executable("vllm")
+    clone = tmp_path / ".venv-vllm/bin/vllm"
+    clone.parent.mkdir(parents=True)
+    clone.symlink_to(engine)
+    assert find_executable("vllm") == str(clone)
+    monkeypatch.setenv("PATH", str(engine.parent))
+    assert find_executable("vllm") == str(engine)
+    monkeypatch.setenv("SPECULATORS_NB_VLLM", str(clone))
+    assert find_executable("vllm") == str(clone) and find_executable("vllm", engine) == str(engine)
+    monkeypatch.setenv("SPECULATORS_NB_VLLM", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="SPECULATORS_NB_VLLM"):
+        find_executable("vllm")
+
+
+# ------------------------------------------------------------------------------------------------------------------- the server
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def gone(pids, seconds=5):
+    end = time.time() + seconds
+    while time.time() < end and any(map(alive, pids)): time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def worker(server): return int(next(line for line in server.tail().splitlines() if line.startswith("worker")).split()[1])
+
+
+def test_it_runs_as_long_as_the_block_and_leaves_nobody(engine, drafters, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE", "late")
+    with Server(serve_command(drafters / "eagle3"), vllm=engine) as server:
+        assert Endpoint(server.url, tries=1).models() == [str(drafters / "eagle3")]
+        pids, log = [server.process.pid, worker(server)], server.log
+        assert all(map(alive, pids))
+    assert gone(pids, 0.5) and not log.exists()
+
+
+def test_it_ends_where_the_block_fails(engine, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        with Server(["vllm", "serve", "m"], vllm=engine, log=tmp_path / "logs/server.log") as server:
+            pids = [server.process.pid, worker(server)]
+            1 / 0
+    assert gone(pids, 0.5) and "worker" in (tmp_path / "logs/server.log").read_text()
+
+
+def test_a_server_that_cannot_start_says_why(engine, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE", "fail")
+    with pytest.raises(ServerError) as e, Server(["vllm", "serve", "m"], vllm=engine): pass
+    text = str(e.value)
+    assert "ended with code 1" in text and "initialization failed" in text
+    assert "ValueError: no room for the cache" in text and "consequence 3\n" not in text      # the cause is far above the end
+
+
+def test_a_server_that_never_answers_is_given_up(engine, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE", "mute")
+    server = Server(["vllm", "serve", "m"], vllm=engine, timeout=1.5)
+    with pytest.raises(ServerError, match="did not answer within 1.5 s"), server: pass
+    assert gone([server.process.pid], 0.5)
+
+
+def test_a_server_that_ends_is_noticed(engine):
+    with Server(["vllm", "serve", "m"], vllm=engine) as server:
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        with pytest.raises(ServerError, match="ended with code"): server.check()
+
+
+def test_a_port_that_is_taken(engine):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        with pytest.raises(ServerError, match="is taken"), Server(["vllm", "serve", "m", "--port", str(s.getsockname()[1])], vllm=engine): pass
+    assert Server(["vllm", "serve", "m", "--port=1234"], vllm=engine).url == "http://127.0.0.1:1234"
+
+
+def test_nobody_outlives_a_client_that_was_killed(engine, tmp_path):
+    client = os.fork()
+    if not client:
+        with Server(["vllm", "serve", "m"], vllm=engine) as server:
+            (tmp_path / "pids.part").write_text(f"{server.process.pid} {worker(server)}")
+            os.rename(tmp_path / "pids.part", tmp_path / "pids")
+            time.sleep(60)
+        os._exit(0)
+    try:
+        end = time.time() + 30
+        while not (tmp_path / "pids").exists() and time.time() < end: time.sleep(0.05)
+        pids = list(map(int, (tmp_path / "pids").read_text().split()))
+        assert all(map(alive, pids))
+    finally:
+        os.kill(client, signal.SIGKILL)
+        os.waitpid(client, 0)
+    assert gone(pids)
