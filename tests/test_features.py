@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from speculators_nb.data_generation import feature_file
+from speculators_nb.data_generation.feature_file import FP8, from_fp8, read_legacy, to_fp8, write_features
+from speculators_nb.data_generation.feature_folder import layout_of, table_of
 from speculators_nb.data_generation.features import (FeatureDataset, FeatureError, LiveFeatures, extract_features, feature_path, read_features,
                                                      states_of, token_batches)
+from speculators_nb.train.drafter import open_features, train_drafter
 from speculators_nb.utils import save_tensors
 from speculators_nb.verifier import Verifier
 
@@ -199,3 +203,118 @@ def test_a_row_does_not_see_its_neighbours():
     short, = states_of(verifier, [[1, 2, 3]], torch.float32)
     beside = states_of(verifier, [[1, 2, 3], list(range(20))], torch.float32)[0]
     torch.testing.assert_close(short, beside, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+def test_what_is_stored_is_read(tmp_path, dtype):
+    states = torch.randn(7, 4, 16) * torch.logspace(-1, 2, 7)[:, None, None]
+    write_features(feature_path(tmp_path, 0), states, range(7), dtype)
+    eps = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 0, "float8_e4m3fn": 2**-4 + 2**-8}[dtype]  # half a step of the mantissa; fp8 is read as bfloat16
+    assert ((read_features(feature_path(tmp_path, 0), range(7)).float() - states).abs() <= eps * states.abs() + 1e-4 * states.abs().amax((1, 2), keepdim=True)).all()
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    """Every byte of the tensors is covered by the checksum; a number that still looks like a number is not passed on."""
+    path = feature_path(tmp_path, 0)
+    write_features(path, torch.randn(5, 2, 8), range(5))
+    data = path.read_bytes()
+    for at in range(8 + int.from_bytes(data[:8], "little"), len(data), 7):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1:])
+        with pytest.raises(FeatureError, match="checksum|other tokens"): read_features(path, range(5))
+
+
+def test_scales_are_read_in_either_spelling_and_shape(tmp_path):
+    states = torch.randn(6, 3, 8)
+    codes, scales = to_fp8(states)
+    for name, s in (("hidden_states_scales", scales), ("hidden_states_scale", scales), ("hidden_states_scales", scales.expand(-1, 3, 1).clone())):
+        save_file({"hidden_states": codes, name: s, "token_ids": torch.arange(6)}, feature_path(tmp_path, 0))
+        assert torch.equal(read_features(feature_path(tmp_path, 0)), from_fp8(codes, scales))
+    assert codes.dtype is FP8 and scales.shape == (6, 1, 1) and codes.float().abs().amax((1, 2)).eq(448).all()
+
+
+def test_mixture_of_experts(tmp_path):
+    """Tokens are routed one by one: a row's states are those of the row alone, in any batch."""
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+                                               num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=2))
+    verifier, rows = Verifier(model), make_rows()
+    extract_features(verifier, rows, tmp_path, dtype="float32")
+    for i in range(N):
+        ids = torch.tensor(rows[i]["input_ids"])[None]
+        hf = model(ids, output_hidden_states=True).hidden_states
+        states = read_features(feature_path(tmp_path, i), ids[0])
+        for slot, layer in enumerate(verifier.aux_layer_ids): torch.testing.assert_close(states[:, slot], hf[layer][0], rtol=1e-5, atol=1e-5)
+
+
+class Marker:
+    """A pickle that makes a file when it is run."""
+    def __init__(self, path): self.path = str(path)
+    def __reduce__(self): return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("where", ["whole", "inside", "legacy tar"])
+def test_a_malicious_pickle_is_refused(tmp_path, where):
+    marker, path = tmp_path / "ran", tmp_path / "data_0.pt"
+    content = Marker(marker) if where == "whole" else {"input_ids": torch.arange(3), "loss_mask": torch.ones(3), "hidden_states": [Marker(marker)]}
+    torch.save(content, path, _use_new_zipfile_serialization=where != "legacy tar")
+    with pytest.raises(FeatureError, match="refused"): read_legacy(path)
+    (tmp_path / "data_config.json").write_text("{}")
+    with pytest.raises(FeatureError, match="refused"): FeatureDataset(tmp_path)
+    torch.save(Marker(marker), tmp_path / "token_freq.pt")
+    assert not marker.exists()
+    torch.load(path, weights_only=False)  # the same file, read without care
+    assert marker.exists()
+
+
+def upstream_folder(made, folder, layout):
+    """The samples of `made` as upstream 0.9, or 0.3 and 0.4, would have left them."""
+    rows = table_of(made)
+    folder.mkdir()
+    if layout == "upstream":
+        rows.remove_columns([c for c in rows.column_names if c not in ("input_ids", "loss_mask", "seq_len")]).save_to_disk(folder)
+        (folder / "hidden_states").mkdir()
+    else:
+        (folder / "data_config.json").write_text(json.dumps({"version": "2.0", "hidden_states": {"layer_ids": [0, 1, 2, 3]}}))
+        (folder / "sample_lengths.json").write_text(json.dumps({str(i): n for i, n in enumerate(rows["seq_len"])}))
+    for i, row in enumerate(rows):
+        states, ids = read_features(feature_path(made, i)), torch.as_tensor(row["input_ids"]).long()
+        if layout == "upstream":
+            save_file({"hidden_states": states, "token_ids": ids}, feature_path(folder / "hidden_states", i))
+        else:
+            torch.save({"input_ids": ids, "loss_mask": torch.as_tensor(row["loss_mask"]).long(), "hidden_states": [*states.unbind(1)]}, folder / f"data_{i}.pt")
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["upstream", "legacy"])
+def test_upstream_folders_train_the_same_drafter(made, tmp_path, layout):
+    verifier = tmp_path / "verifier"
+    make_verifier().model.save_pretrained(verifier)
+    folder = upstream_folder(made, tmp_path / layout, layout)
+    assert layout_of(folder) == layout
+    given = dict(algorithm="eagle3", verifier=verifier, draft_vocab_size=32, eval_share=0, ttt_steps=2, total_seq_len=64, max_steps=3, disable_tqdm=True, save_strategy="no")
+    losses = [train_drafter(data, tmp_path / f"out-{i}", **given).state.log_history[-1]["train_loss"] for i, data in enumerate((made, folder))]
+    assert losses[0] == losses[1]
+
+
+def test_live_features_train_too(tmp_path):
+    """A prepared folder and no features: the verifier runs beside the training, and sees what extraction would have stored."""
+    verifier = make_verifier()
+    verifier.model.save_pretrained(tmp_path / "verifier")
+    make_rows().save_to_disk(tmp_path / "prepared")
+    extract_features(verifier, tmp_path / "prepared", tmp_path / "features")
+    given = dict(algorithm="eagle3", verifier=tmp_path / "verifier", ttt_steps=2, total_seq_len=64, max_steps=3, disable_tqdm=True)
+    one, other = (train_drafter(tmp_path / d, tmp_path / f"{d}-out", **given).state.log_history[-1]["train_loss"] for d in ("features", "prepared"))
+    assert one == pytest.approx(other, rel=1e-3)  # bfloat16 of sums in another order
+    with pytest.raises(ValueError, match="dataloader_num_workers=2"): train_drafter(tmp_path / "prepared", tmp_path / "x", dataloader_num_workers=2, **given)
+    with pytest.raises(ValueError, match="has features already"): open_features(tmp_path / "features", tmp_path / "verifier", url="http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="storage=None"): open_features(tmp_path / "prepared", tmp_path / "verifier", url="http://127.0.0.1:1")
+
+
+def test_the_split_of_a_prepared_folder_is_kept(tmp_path):
+    rows = make_rows()
+    rows.save_to_disk(tmp_path / "prepared")
+    (tmp_path / "prepared" / "data_config.json").write_text(json.dumps({"split": {"train": N - 3, "val": 3}}))
+    extract_features(make_verifier(), tmp_path / "prepared", tmp_path / "features")
+    assert FeatureDataset(tmp_path / "features").split == {"train": N - 3, "val": 3}
+    assert LiveFeatures(make_verifier(), table_of(tmp_path / "prepared")).split == {"train": N - 3, "val": 3}
+    assert LiveFeatures(make_verifier(), table_of(tmp_path / "prepared").select(range(5))).split is None
