@@ -3,8 +3,11 @@ import ast
 import inspect
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -13,10 +16,11 @@ import yaml
 from fastcore.docments import docments
 from typer.testing import CliRunner
 
-from speculators_nb import cli, workflow
+from speculators_nb import cli, drafter_steps
 from speculators_nb.command import command, library, new_app
 from speculators_nb.data_generation.sources import read_conversations
 from speculators_nb.provenance import read_provenance
+from speculators_nb.serve import free_port
 
 ROOT = Path(__file__).parents[1]
 VERIFIER, CORPUS = ROOT / "data/tiny-verifier", ROOT / "data/corpus"
@@ -93,7 +97,7 @@ def test_heavy_imports_are_inside():
 def test_layers_that_an_algorithm_needs_are_its_default(tmp_path, monkeypatch, algorithm, given, arch):
     asked = {}
     (tmp_path / "data_config.json").write_text('{"model": {"target_model_path": "somewhere"}}')
-    monkeypatch.setattr(workflow, "train_drafter", lambda data, out, verifier, algorithm, draft_arch, *args, **kwargs: asked.update(arch=draft_arch, verifier=verifier))
+    monkeypatch.setattr(drafter_steps, "train_drafter", lambda data, out, verifier, algorithm, draft_arch, *args, **kwargs: asked.update(arch=draft_arch, verifier=verifier))
     run("train", tmp_path, tmp_path / "out", "--algorithm", algorithm, *given)
     assert asked == dict(arch=arch, verifier="somewhere")
 
@@ -116,7 +120,7 @@ def one_line(result, *words):
 
 
 def test_missing_paths(tmp_path):
-    one_line(run("train", tmp_path / "none", tmp_path / "out"), "no data_config.json", "speculators-nb features")
+    one_line(run("train", tmp_path / "none", tmp_path / "out"), "no such folder", "speculators-nb features")
     one_line(run("check", tmp_path / "none"), "none")
     one_line(run("features", tmp_path / "none", CORPUS / "heldout.jsonl", tmp_path / "out"), "none: neither a local folder nor a model")
     one_line(run("features", VERIFIER, tmp_path / "none.jsonl", tmp_path / "out"), "no such file", "none.jsonl")
@@ -153,10 +157,10 @@ def test_what_a_shell_cannot_type():
 
 
 def test_extra_pairs():
-    assert workflow._pairs(["warmup-steps=100", "loss_fn={\"ce\": 0.1}", "family=qwen3", "a=b=c"]) == {
+    assert drafter_steps._pairs(["warmup-steps=100", "loss_fn={\"ce\": 0.1}", "family=qwen3", "a=b=c"]) == {
         "warmup_steps": 100, "loss_fn": {"ce": 0.1}, "family": "qwen3", "a": "b=c"}
     with pytest.raises(ValueError, match="write name=value"):
-        workflow._pairs(["warmup_steps"])
+        drafter_steps._pairs(["warmup_steps"])
 
 
 # --- recipes -----------------------------------------------------------------------------------------------------------------
@@ -294,9 +298,9 @@ def test_misspelt_extra(features, tmp_path):
 
 def test_regenerated_answers_are_prepared(tmp_path):
     result = run("regenerate", CORPUS / "train.jsonl", tmp_path / "a.jsonl", "--verifier", VERIFIER, "--max-samples", 3, "--max-new-tokens", 24)
-    assert result.exit_code == 0 and "3 conversations answered, 0 kept" in result.stdout, result.output
+    assert result.exit_code == 0 and "conversations written" in result.stdout, result.output
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) >= 3
-    assert "3 kept" in run("regenerate", "--recipe", tmp_path / "a.jsonl.recipe.yaml").stdout
+    assert "conversations that were there" in run("regenerate", "--recipe", tmp_path / "a.jsonl.recipe.yaml").stdout
     result = run("prepare", tmp_path / "a.jsonl", VERIFIER, tmp_path / "p", "--num-proc", 1)
     assert result.exit_code == 0 and "Next: speculators-nb features" in result.stdout, result.output
     one_line(run("prepare", tmp_path / "a.jsonl", VERIFIER, tmp_path / "p", "--num-proc", 1, "--max-length", 100), "max_length")
@@ -337,11 +341,34 @@ def test_serve_prints_the_command(drafter):
     one_line(run("serve", VERIFIER, "--hidden-states", drafter / "states", "--aux-layer-ids", 9), "outside [0, 6]")
 
 
+def program(folder, python):
+    "A stand-in for vLLM."
+    (folder / "vllm").write_text(f"#!{sys.executable}\nimport sys\nport = int(sys.argv[sys.argv.index('--port') + 1])\n{python}")
+    (folder / "vllm").chmod(0o755)
+    return folder / "vllm"
+
+
 def test_a_server_that_cannot_run(drafter, tmp_path):
-    one_line(run("serve", drafter, "--run", "--vllm", tmp_path / "none"), "none: no program")
-    (tmp_path / "vllm").write_text("#!/bin/sh\nexit 3\n")
-    (tmp_path / "vllm").chmod(0o755)
-    one_line(run("serve", drafter, "--run", "--vllm", tmp_path / "vllm"), "ended with code 3")
+    one_line(run("serve", drafter, "--run", "--port", free_port(), "--vllm", tmp_path / "none"), "none: no program")
+    one_line(run("serve", drafter, "--run", "--port", free_port(), "--vllm", program(tmp_path, "sys.exit('no memory')")), "ended with code 1", "no memory")
+
+
+def test_a_server_lives_as_long_as_its_command(drafter, tmp_path):
+    vllm = program(tmp_path, "import http.server\nclass H(http.server.BaseHTTPRequestHandler):\n    def do_GET(self): self.send_response(200); self.end_headers()\n"
+                   "print('ready', flush=True)\nhttp.server.HTTPServer(('127.0.0.1', port), H).serve_forever()")
+    port, script = free_port(), Path(sys.executable).parent / "speculators-nb"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen([script, "serve", drafter, "--run", "--port", str(port), "--vllm", vllm], stdout=subprocess.PIPE, text=True) as process:
+            assert f"at http://127.0.0.1:{port}" in process.stdout.readline()
+            process.send_signal(number)
+            process.wait(20)
+        for _ in range(100):
+            with socket.socket() as s:
+                if s.connect_ex(("127.0.0.1", port)):
+                    break
+            time.sleep(0.1)
+        else:
+            raise AssertionError("the server outlives its command")
 
 
 def test_features_from_a_server_that_is_not_there(tmp_path):
