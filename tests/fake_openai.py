@@ -5,11 +5,12 @@
         server.fault("reset", match="question 7") # ... or those whose body contains a text
         server.kill(); server.restart()           # SIGKILL; again on the same port
         server.seen()                             # every body that was asked, with the Authorization header as "authorization"
+        server.set(mute=True, faults=[])          # an option changed, all orders forgotten
 
 Faults: a status ("429", "500", "400", …; its message repeats the Authorization header, as careless servers do), "reset" (the connection is
 cut), "slow:SECONDS", "garbage" (not JSON), "torn" (half of the answer), "kill" (the server kills itself with SIGKILL).
 An answer is `reply(the last user message)`, different for each seed; with a tokenizer, prompts are rendered and `return_token_ids` is obeyed
-as vLLM does it. A message "use NAME" is answered by a call of the tool NAME, "use A and B" by two calls.
+as vLLM does it (with "letters" for a tokenizer, tokens are bytes and nothing large is imported). A message "use NAME" is answered by a call of the tool NAME, "use A and B" by two calls.
 """
 import argparse
 import hashlib
@@ -26,6 +27,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.request import Request, urlopen
 
 MODEL = "fake"
+
+
+class Letters:
+    "A tokenizer whose tokens are bytes."
+    eos_token_id = 0
+    def __call__(self, text, **_): return {"input_ids": list(text.encode())}
+    def decode(self, ids, **_): return bytes(i for i in ids if i).decode()
+    def apply_chat_template(self, messages, **_): return self("".join(f"[{m['role']}]{m.get('content') or m.get('tool_calls')}" for m in messages) + "[assistant]")
 
 
 def reply(text, seed=None, words=12):
@@ -56,6 +65,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(raw)
         if self.path == "/faults":
             self.server.faults.append(body)
+            return self.say({})
+        if self.path == "/set":
+            vars(self.server).update(body)
             return self.say({})
         with self.server.lock:
             self.server.seen.append({"path": self.path, "authorization": self.headers["Authorization"], **body})
@@ -130,7 +142,9 @@ def main():
     ThreadingHTTPServer.daemon_threads, ThreadingHTTPServer.request_queue_size = True, 256
     server = ThreadingHTTPServer(("127.0.0.1", opt.port), Handler)
     server.lock, server.faults, server.seen, server.delay, server.mute, server.thinks, server.tokenizer = threading.Lock(), [], [], opt.delay, opt.mute, opt.thinks, None
-    if opt.tokenizer:
+    if opt.tokenizer == "letters":
+        server.tokenizer = Letters()
+    elif opt.tokenizer:
         from transformers import AutoTokenizer
         server.tokenizer = AutoTokenizer.from_pretrained(opt.tokenizer)
     print(server.server_port, flush=True)
@@ -166,7 +180,14 @@ class FakeServer:
 
     def fault(self, kind, count=1, match=""):
         "Order a failure of the next `count` requests whose body contains `match`; a negative count is all of them."
-        urlopen(Request(self.url + "/faults", json.dumps({"kind": kind, "count": count, "match": match}).encode(), {"Content-Type": "application/json"})).close()
+        self._post("/faults", kind=kind, count=count, match=match)
+
+    def set(self, **options):
+        "Change what the command line said (mute, thinks, delay), or `faults=[]`."
+        self._post("/set", **options)
+
+    def _post(self, path, **body):
+        urlopen(Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})).close()
 
     def seen(self):
         with urlopen(self.url + "/seen") as answer: return json.load(answer)

@@ -31,12 +31,12 @@ def scripts(
     "How many letters of each script."
     return Counter(s for c in NOT_PROSE.sub(" ", text) if (s := script_of(c)))
 
-# %% ../../nbs/data/02d_language.ipynb #3743f095
+# %% ../../nbs/data/02d_language.ipynb #420347b5
 BY_SCRIPT = {"greek": "el", "hebrew": "he", "thai": "th", "devanagari": "hi", "hangul": "ko", "bengali": "bn", "tamil": "ta", "telugu": "te",
              "georgian": "ka", "armenian": "hy"}
 BY_LETTER = {"cyrillic": ({"uk": "іїєґ", "be": "ў", "sr": "ђћџљњј"}, "ru"), "arabic": ({"ur": "ٹڈےں", "fa": "پچژگ"}, "ar")}
 BY_WORD = {language: frozenset(words.split()) for language, words in {
-    "en": "the of and to in is that it for was with as on are this be have you what how why not from can",
+    "en": "the of and to in is that it for was with as on are this be have you what how why not from can a i do does an at by or if my me should could would which write give",
     "de": "der die das und ist nicht ein eine ich zu den mit sich auf für dem im wie was von wird sind wir auch",
     "fr": "le la les des et en est tous ou un une que pour dans qui pas sur avec ce il je du au vous comment être sont",
     "es": "el la los las de y en que es un una por con para no se del lo como qué su está más son",
@@ -59,18 +59,23 @@ VIETNAMESE = re.compile("[ăđơưạảấầẩẫậắằẳẵặẹẻẽ�
 LANGUAGES = frozenset([*BY_SCRIPT.values(), *BY_WORD, *(x for letters, rest in BY_LETTER.values() for x in (*letters, rest)), "ja", "zh", "vi", "und"])
 
 
+def _main_script(found):
+    "The script of most of a text: kana counts as Chinese characters, and one of these, or a Korean one, for three letters."
+    weight = found | Counter(cjk=3 * (found["cjk"] + found["hiragana"] + found["katakana"]), hangul=3 * found["hangul"])
+    return max(weight, key=weight.get)
+
+
 def language_of(
     text: str,  # what somebody wrote
 ) -> str:  # a code of ISO 639-1, or "und"
     "The language that most of a text is in."
     found = scripts(text)
     kana, letters = found["hiragana"] + found["katakana"], sum(found.values())
-    found["cjk"] += kana
     if not letters:
         return "und"
-    script = max(found, key=found.get)
+    script = _main_script(found)
     if script == "cjk":
-        return "ja" if kana > 0.05 * found["cjk"] else "zh"
+        return "ja" if kana > 0.05 * (found["cjk"] + kana) else "zh"
     if script in BY_SCRIPT:
         return BY_SCRIPT[script]
     text = NOT_PROSE.sub(" ", text).lower()
@@ -88,7 +93,7 @@ def language_of(
     (best, n), (_, second) = hits.most_common(2)
     return best if n > second else "und"
 
-# %% ../../nbs/data/02d_language.ipynb #023e331c
+# %% ../../nbs/data/02d_language.ipynb #d7b72066
 NAMES = {"english": "en", "german": "de", "french": "fr", "spanish": "es", "italian": "it", "portuguese": "pt", "dutch": "nl", "swedish": "sv", "danish": "da",
          "norwegian": "nb", "finnish": "fi", "polish": "pl", "czech": "cs", "romanian": "ro", "hungarian": "hu", "turkish": "tr", "indonesian": "id", "vietnamese": "vi",
          "russian": "ru", "ukrainian": "uk", "belarusian": "be", "serbian": "sr", "greek": "el", "arabic": "ar", "persian": "fa", "urdu": "ur", "hebrew": "he",
@@ -128,4 +133,4 @@ def language_of_row(
     if wanted is None or language in wanted:
         return language, True
     found = scripts(asked)
-    return language, bool(found) and ("cjk" if language in ("ja", "zh") else max(found, key=found.get)) in wanted
+    return language, bool(found) and _main_script(found) in wanted

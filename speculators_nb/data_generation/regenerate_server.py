@@ -116,7 +116,7 @@ class Interview:
                 raise ValueError("the server gives no token ids (vLLM does, asked by return_token_ids), and without the verifier's tokenizer they cannot be made from the "
                                  "text; name it: tokenizer=<folder or hub id>")
             if isinstance(self.tokenizer, (str, Path)):
-                self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+                self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
             prompt, ids = retokenise(replay, history, message, finish, self.tokenizer)
         replay.about["token_ids"] = "from text"
         replay.usage["retokenised"] += 1

@@ -16,7 +16,7 @@ from .chat import add_turn
 from .messages import normalize, tools_of
 from .sources import content_hash, identity
 
-# %% ../../nbs/data/02e_replay.ipynb #607a93b6
+# %% ../../nbs/data/02e_replay.ipynb #2d8d0f51
 @dataclass
 class Turn:
     "What is said between two answers, and the results of tools that the old answer asked for."
@@ -46,9 +46,10 @@ def turns_to_ask(
         if m["role"] == "assistant":
             answered, calls = True, _calls(m)
         elif m["role"] == "tool":
-            name = m.get("name") or dict(calls).get(m.get("tool_call_id")) or next(iter(_NAME.findall(str(m["content"]))), None)
-            at_its_place = calls.pop(0)[1] if calls and not m.get("tool_call_id") else None
-            turns[-1].results.append((name or at_its_place, m["content"]))
+            place = next((i for i, (known, _) in enumerate(calls) if not m.get("tool_call_id") or known == m["tool_call_id"]), None)
+            name = m.get("name") or next(iter(_NAME.findall(str(m["content"]))), None) or (None if place is None else calls[place][1])
+            calls = calls if place is None else calls[:place] + calls[place + 1 :]
+            turns[-1].results.append((name, m["content"]))
         else:
             if answered and _has_user(turns[-1]):
                 turns.append(Turn())
