@@ -3,9 +3,9 @@
     python benchmarks/decode/run.py              all of it, about three minutes
     python benchmarks/decode/run.py --rounds 1   less of it
 
-Method: a random llama (hidden 512, 8 layers, vocabulary 8000, float32, one thread) decodes greedily; its first two layers are the draft model. Greedy text of a random model soon repeats itself, so
-look-up has something to find. Each prompt is decoded by every side in turn, in CPU time; both write the same tokens, which is checked. `bare` is the verifier reading the very same passes
-(as many tokens each, the same cache), without anything around it: what no decoder can save. Results: benchmarks/decode/results/.
+Method: a random llama (hidden 512, 8 layers, vocabulary 8000, float32, one thread) decodes greedily; its first two layers are the draft model, and the others
+add little, so that it is right at times. Greedy text of a random model soon repeats itself, so look-up has something to find. Each prompt is decoded by every side in turn, in CPU time; both write the same tokens, which is checked. `bare` is the verifier reading the very same passes
+(as many tokens each, the same cache), and the draft model its own, without anything around them: what no decoder can save. Results: benchmarks/decode/results/.
 """
 import argparse
 import copy
@@ -32,13 +32,17 @@ from speculators_nb.decode.suffix import SuffixIndex
 from speculators_nb.verifier import Verifier, crop_cache
 
 HERE = Path(__file__).resolve().parent
-K, NEW = 4, 96
+K, NEW, DAMP = 4, 96, 0.15
 
 
 def models():
     torch.manual_seed(0)
     big = LlamaForCausalLM(LlamaConfig(vocab_size=8000, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
                                        max_position_embeddings=1024, initializer_range=0.02, bos_token_id=0, eos_token_id=None, pad_token_id=0)).eval()
+    with torch.no_grad():
+        for layer in big.model.layers[2:]:
+            layer.self_attn.o_proj.weight *= DAMP
+            layer.mlp.down_proj.weight *= DAMP
     small = copy.deepcopy(big)
     small.model.layers, small.config.num_hidden_layers = small.model.layers[:2], 2
     return big, small
@@ -50,16 +54,19 @@ def clock(run):
     return time.process_time() - start, out
 
 
-def bare(verifier, generation):
-    "Only the verifier's passes of a generation, with the same cache handling."
-    cache, ids = DynamicCache(), torch.tensor([generation.prompt + generation.tokens])
+def bare(verifier, generation, draft=None):
+    "Only the passes of a generation, with the same cache handling: the verifier's, and a draft model's."
+    cache, own, ids = DynamicCache(), DynamicCache(), torch.tensor([generation.prompt + generation.tokens])
     with torch.inference_mode():
         verifier.model(ids[:, :len(generation.prompt)], past_key_values=cache, logits_to_keep=1)
         for step in generation.steps:
-            at = cache.get_seq_length()
-            read = torch.cat([ids[0, at:at + 1], torch.tensor(step.draft, dtype=torch.long)])[None]
-            verifier.model(read, past_key_values=cache)
+            at, drafted = cache.get_seq_length(), torch.tensor(step.draft, dtype=torch.long)
+            if draft is not None and len(drafted):
+                draft(ids[:, own.get_seq_length():at + 1], past_key_values=own, logits_to_keep=1)
+                for token in drafted[:-1]: draft(token.view(1, 1), past_key_values=own)
+            verifier.model(torch.cat([ids[0, at:at + 1], drafted])[None], past_key_values=cache)
             crop_cache(cache, at + len(step.tokens))
+            if draft is not None: crop_cache(own, min(own.get_seq_length(), at + len(step.tokens)))
 
 
 def decoding(rounds):
@@ -82,7 +89,7 @@ def decoding(rounds):
             for name, (us, them) in sides.items():
                 seconds, made = clock(lambda: us(prompt))
                 other, text = clock(lambda: them(prompt))
-                least, _ = clock(lambda: bare(verifier, made))
+                least, _ = clock(lambda: bare(verifier, made, small if name == "draft model" else None))
                 assert made.tokens == text, name
                 if i:   # the first round warms up
                     for key, x in (("ours", seconds), ("theirs", other), ("bare", least), ("length", len(made.tokens) / (len(made.steps) + 1))):

@@ -61,9 +61,12 @@ class DraftModel:
         "Write k tokens."
         drafted, laws = tokens, []
         for _ in range(k):
-            law = sampling.probabilities(self._read(drafted))
-            laws.append(law)
-            drafted = torch.cat([drafted, sampling.draw(law[None])])
+            logits = self._read(drafted)
+            if sampling.temperature:
+                laws.append(sampling.probabilities(logits))
+                token = sampling.draw(laws[-1][None])
+            else: token = logits.argmax(-1, keepdim=True)
+            drafted = torch.cat([drafted, token])
         return TokenTree.chain(drafted[len(tokens):], torch.stack(laws) if sampling.temperature else None)
 
     @contextmanager
