@@ -93,7 +93,7 @@ def check_origin(
             f"{Path(path).parent} holds features of another origin: {'; '.join(changed)}. Choose a new folder, or delete this one"
         )
 
-# %% ../../nbs/data/04b_feature_folder.ipynb #c3f0ef61
+# %% ../../nbs/data/04b_feature_folder.ipynb #333acff4
 def shard(
     n: int,  # rows
     rank: int = 0,  # of this process
@@ -122,7 +122,7 @@ class FeatureFolder:
             if (file := self.path / "data_config.json").exists():
                 check_origin(file, config)
             else:
-                save_prepared(dataset, self.path / "rows")
+                save_prepared(dataset.with_format("torch"), self.path / "rows")  # as upstream reads it
                 with atomic_write(file) as tmp:
                     tmp.write_text(json.dumps(config, indent=1), encoding="utf-8")
         mine = set(self.wanted)
