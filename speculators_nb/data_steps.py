@@ -48,29 +48,29 @@ def open_verifier(
     resolve_checkpoint(verifier)  # says what is wrong with the name, in words
     return Verifier.from_pretrained(str(verifier), aux_layer_ids or None, device=device_of(device), **remote), AutoTokenizer.from_pretrained(verifier, **remote)
 
-# %% ../nbs/67_data_steps.ipynb #77df4629
+# %% ../nbs/67_data_steps.ipynb #60db1e1b
 def regenerate(
     data: str,  # conversations: a .jsonl or .json file, a folder of them, or hf:<id>
     output: Path,  # .jsonl with the answers; an interrupted run is continued there
-    verifier: str | None = None,  # folder or hub id: it answers in this process
+    verifier: str | None = None,  # folder or hub id: it answers in this process; with a server only its tokenizer is used, where the server gives no token ids
     server: str | None = None,  # address of an OpenAI-compatible server that answers instead, e.g. http://127.0.0.1:8000
     model: str | None = None,  # its name there; default: the only one
     max_samples: int | None = None,  # use the first so many conversations; default: all
     max_new_tokens: int = 256,  # of each answer
     max_length: int = 2048,  # a conversation ends where its prompt is this long
     temperature: float = 0.0,  # 0: greedy
-    sampling: dict | None = None,  # more parameters, e.g. {"top_p": 0.9}, or distributions of them, e.g. {"temperature": {"uniform": [0.5, 1]}}
+    sampling: dict | None = None,  # more parameters, e.g. {"top_p": 0.9}, or of values and weights to draw from, e.g. {"temperature": [[0, 1], [0.7, 3]]}
     languages: list[str] | None = None,  # only conversations in these, e.g. en (repeat the option); default: all
     concurrency: int = 16,  # conversations in work at once, with a server
     seed: int = 0,  # of the sampling
     device: str | None = None,  # without a server; default: the accelerator if there is one
 ) -> Report:  # counts; what failed and why
     "Let the verifier answer the questions itself."
-    if (verifier is None) == (server is None):
-        raise ValueError("give one of verifier (answers in this process) and server (its address)")
+    if verifier is None and server is None:
+        raise ValueError("who shall answer? Give verifier (in this process) or server (its address)")
     given = dict(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, max_length=max_length, sampling=sampling, languages=languages or None, limit=max_samples)
     if server is not None:
-        return regenerate_from_server(server, data, output, model=model, concurrency=concurrency, **given)
+        return regenerate_from_server(server, data, output, model=model, tokenizer=verifier, concurrency=concurrency, **given)
     return answer_here(*open_verifier(verifier, None, device), data, output, **given)
 
 # %% ../nbs/67_data_steps.ipynb #dcec356b

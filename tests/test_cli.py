@@ -20,6 +20,7 @@ from speculators_nb import cli, drafter_steps
 from speculators_nb.command import command, library, new_app
 from speculators_nb.data_generation.sources import read_conversations
 from speculators_nb.provenance import read_provenance
+from speculators_nb.recipe import read_recipe, resolve
 from speculators_nb.serve import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -227,6 +228,18 @@ def test_a_recipe_names_no_secret(tmp_path):
     assert "secret-word" not in text and "api_key_env: KEY" in text
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "data/recipes").glob("*.yaml")), ids=lambda f: f.stem)
+def test_shipped_recipes_are_right(file):
+    "Every section, field and type; and every command's arguments are complete."
+    given = {name: resolve(COMMANDS[name], {}, read_recipe(file, name, COMMANDS)) for name in yaml.safe_load(file.read_text()) if name in COMMANDS}
+    assert {"regenerate", "prepare", "features", "train", "evaluate", "check", "serve"} == set(given)
+    for user, made in (("prepare.data", "regenerate.output"), ("features.data", "prepare.output_dir"), ("train.data_dir", "features.output_dir"),
+                       ("evaluate.drafter", "train.output_dir"), ("serve.checkpoint", "train.output_dir"), ("check.folder", "train.output_dir")):
+        (a, b), (c, d) = user.split("."), made.split(".")
+        assert str(given[a][b]) == str(given[c][d]), f"{file.name}: {user} is not {made}"
+    assert {v["seed"] for v in given.values() if "seed" in v} == {0}
+
+
 # --- the whole way -----------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
@@ -306,7 +319,7 @@ def test_regenerated_answers_are_prepared(tmp_path):
     one_line(run("prepare", tmp_path / "a.jsonl", VERIFIER, tmp_path / "p", "--num-proc", 1, "--max-length", 100), "max_length")
     result = run("features", VERIFIER, tmp_path / "p", tmp_path / "f")
     assert result.exit_code == 0 and "0 kept" in result.stdout, result.output
-    one_line(run("regenerate", CORPUS / "train.jsonl", tmp_path / "b.jsonl"), "give one of verifier")
+    one_line(run("regenerate", CORPUS / "train.jsonl", tmp_path / "b.jsonl"), "who shall answer")
     one_line(run("regenerate", CORPUS / "train.jsonl", tmp_path / "a.jsonl", "--verifier", VERIFIER, "--temperature", 1), "other settings")
 
 
