@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMON', 'SETTINGS', 'FREE_CHOICE', 'BUDGET', 'CONTENDERS', 'shipped_data', 'write_answers', 'shipped_features',
-           'settings', 'train_on_shipped', 'heldout_prompts', 'heldout_setting', 'measure_heldout', 'with_interval',
-           'standing', 'flops_per_token', 'train_equally', 'price', 'compare']
+           'settings', 'train_on_shipped', 'shipped_drafter', 'heldout_prompts', 'heldout_setting', 'measure_heldout',
+           'with_interval', 'standing', 'flops_per_token', 'train_equally', 'price', 'compare']
 
 # %% ../nbs/61_experiment.ipynb #a6ef44ba
 import hashlib
@@ -113,6 +113,15 @@ def train_on_shipped(
     "Train a drafter for the shipped verifier, without intermediate checkpoints."
     once = dict(save_strategy="no", load_best_model_at_end=False, disable_tqdm=True)
     return train_drafter(features or shipped_features(), output, shipped_data() / "tiny-verifier", algorithm, **(settings(algorithm, k) | once | args))
+
+def shipped_drafter(
+    output: str | os.PathLike,       # gets the checkpoint, in float32
+) -> Path: # the folder
+    "The shipped EAGLE-3 as a checkpoint that names the shipped verifier where it is, so that an engine finds it."
+    model = SpeculatorModel.from_pretrained(shipped_data() / "tiny-drafter", verifier=shipped_data() / "tiny-verifier", dtype=torch.float32)
+    model.config.speculators_config.verifier.name_or_path = str(shipped_data().resolve() / "tiny-verifier")
+    model.save_pretrained(output)
+    return Path(output)
 
 # %% ../nbs/61_experiment.ipynb #9cf88343
 FREE_CHOICE = "free" # the domain whose answers are the verifier's to choose

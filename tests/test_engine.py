@@ -134,7 +134,7 @@ def test_steps_are_counted_that_begin_before_the_limit(k, limit, data):
     assert all(s.asked == k for s, _ in zip(steps, kept))               # there was room for k everywhere, as in the engine
 
 
-def test_both_evaluations_have_the_same_columns_and_agree_where_no_limit_is_near():
+def test_both_evaluations_have_the_same_columns_and_agree_where_no_limit_is_near(tmp_path):
     from speculators_nb.decode.ngram import NgramDrafter
     from speculators_nb.experiment import heldout_setting
     verifier, prompts, domains, eos = heldout_setting({}, 6)
@@ -144,7 +144,8 @@ def test_both_evaluations_have_the_same_columns_and_agree_where_no_limit_is_near
     assert here.positions[list(there.positions)].equals(there.positions)                # every answer ended by itself
     merged = here.summary.set_index("domain").loc[there.summary.domain, list(there.summary.columns.drop("domain"))].reset_index(drop=True)
     assert merged.astype(object).equals(there.summary.drop(columns="domain").astype(object))
-    both = compare_runs({"a": there, "b": here})
+    both = compare_runs({"a": there, "b": here.save(tmp_path / "run")})
+    assert not (tmp_path / "run/speed.png").exists()                                    # nothing was timed
     assert both.table().groupby("run").size().tolist() == [1, 1] and set(both.summary.k) == {2}
     with pytest.raises(ValueError, match="runs is empty"): compare_runs({})
 

@@ -29,7 +29,7 @@ from ..serve import Server, as_shell, read_config, serve_command, serve_environm
 from ..tree import Sampling
 from ..utils import atomic_write
 
-# %% ../../nbs/evaluate/06_engine.ipynb #1be91f7a
+# %% ../../nbs/evaluate/06_engine.ipynb #e8e88d24
 @dataclass
 class EngineEvaluation:
     "What `evaluate_engine` measured."
@@ -133,7 +133,7 @@ def gather(
     found = [p for p in positions if p is not None]
     return EngineEvaluation(pd.DataFrame(sum(summary, [])), pd.concat(found, ignore_index=True) if found else pd.DataFrame(), speed, pd.DataFrame(sum(requests, [])), settings)
 
-# %% ../../nbs/evaluate/06_engine.ipynb #6c2ccd39
+# %% ../../nbs/evaluate/06_engine.ipynb #29d544e8
 def evaluate_engine(
     checkpoint: str | os.PathLike, # what is served, as in `serve_command`; or the address http://… of a server that runs
     data: str | os.PathLike | Mapping | Iterable, # prompts, as in `load.read_prompts`
@@ -179,7 +179,7 @@ def evaluate_engine(
         settings["tokenizer"] = what_to_serve(checkpoint, 0, serve.get("verifier"))[0]
         for n in tqdm(lengths, desc="draft lengths"):
             for many in ([[c] for c in concurrency] if remembers and n != 0 else [concurrency]):
-                log = None if output_dir is None else Path(output_dir) / f"server-k{'' if n is None else n}.log"
+                log = None if output_dir is None else Path(output_dir) / f"server{'' if n is None else f'-k{n}'}.log"
                 with Server(commands[n], env, timeout, log, vllm) as server:
                     settings["commands"].append(as_shell(commands[n], serve_environment() if env is None else env))
                     measure(server.url, many)
