@@ -48,7 +48,7 @@ def open_verifier(
     resolve_checkpoint(verifier)  # says what is wrong with the name, in words
     return Verifier.from_pretrained(str(verifier), aux_layer_ids or None, device=device_of(device), **remote), AutoTokenizer.from_pretrained(verifier, **remote)
 
-# %% ../nbs/67_data_steps.ipynb #60db1e1b
+# %% ../nbs/67_data_steps.ipynb #850f71e3
 def regenerate(
     data: str,  # conversations: a .jsonl or .json file, a folder of them, or hf:<id>
     output: Path,  # .jsonl with the answers; an interrupted run is continued there
@@ -70,8 +70,11 @@ def regenerate(
         raise ValueError("who shall answer? Give verifier (in this process) or server (its address)")
     given = dict(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, max_length=max_length, sampling=sampling, languages=languages or None, limit=max_samples)
     if server is not None:
-        return regenerate_from_server(server, data, output, model=model, tokenizer=verifier, concurrency=concurrency, **given)
-    return answer_here(*open_verifier(verifier, None, device), data, output, **given)
+        report = regenerate_from_server(server, data, output, model=model, tokenizer=verifier, concurrency=concurrency, **given)
+    else:
+        report = answer_here(*open_verifier(verifier, None, device), data, output, **given)
+    write_provenance(output, "regenerate", given | dict(model=model), {"data": data, "verifier": verifier, "server": server}, **report)
+    return report
 
 # %% ../nbs/67_data_steps.ipynb #dcec356b
 def _rows(data, tokenizer, max_length, max_samples) -> Dataset:
