@@ -69,6 +69,7 @@ pipeline-test: .venv/.run  ## chats to a drafter served by the real vLLM, by com
 
 vllm-test: .venv/.run  ## checkpoints of ours in the real vLLM on the CPU, token for token (its own environment, 3.4 GB)
 	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py
+	$(OFFLINE) $(BIN)/python tests/vllm/check_regenerate.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_features.py
 	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_speculative_config.py
 
