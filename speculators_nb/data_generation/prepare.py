@@ -111,7 +111,7 @@ def _over(stream, work, num_proc, batch_size=64):
     finally:
         _STATE.clear()
 
-# %% ../../nbs/data/02d_prepare.ipynb #56aa620f
+# %% ../../nbs/data/02d_prepare.ipynb #00f60f0c
 def fingerprint_data(
     data,  # a source, as `located` takes it
 ) -> tuple[str, object]:  # a hash; the data, which can be read (again)
@@ -133,7 +133,7 @@ def fingerprint_template(
 ) -> str:  # 16 hex digits
     "Hash everything that turns a conversation into token ids."
     h = hashlib.sha256(template.backend.to_str().encode() if template.backend is not None else template.name.encode())
-    h.update(json.dumps([template._text(None), template._text([{}]), template.special, template.kwargs], sort_keys=True, default=str).encode())
+    h.update(json.dumps([template._text(None), template._text([{}]), template.special], sort_keys=True, default=str).encode())
     return h.hexdigest()[:16]
 
 

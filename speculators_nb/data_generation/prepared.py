@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['read_token_freq', 'Prepared', 'load_prepared']
 
-# %% ../../nbs/data/02b_prepared.ipynb #37aa6896
+# %% ../../nbs/data/02b_prepared.ipynb #006aa0b3
 import json
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from datasets import Dataset
 from .. import plot
 from .chat import token_frequencies
 from .sources import load_table
-from ..utils import atomic_write, load_pickle
+from ..utils import load_pickle
 from ..vocab import save_vocab_mapping, vocab_mapping_from_frequencies
 
 # %% ../../nbs/data/02b_prepared.ipynb #12aa88de

@@ -1,0 +1,306 @@
+"""From chats to a folder: what goes, what stays, what is refused, what a kill costs, and what the upstream library's folders hold."""
+import json
+import multiprocessing
+import os
+import signal
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, disable_progress_bars
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from speculators_nb.data_generation.chat import encode, to_dataset
+from speculators_nb.data_generation.corpus import corpus
+from speculators_nb.data_generation.messages import normalize
+from speculators_nb.data_generation.prepare import changes, filter_rows, fingerprint_data, prepare_data
+from speculators_nb.data_generation.prepared import load_prepared, read_token_freq
+from speculators_nb.vocab import load_vocab_mapping
+
+VERIFIER = Path(__file__).parents[1] / "data/tiny-verifier"
+PLAIN = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+disable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def chats(): return corpus(120)
+
+
+@pytest.fixture(scope="module")
+def tok(): return AutoTokenizer.from_pretrained(VERIFIER)
+
+
+def bytes_tokenizer():
+    bpe = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=PLAIN)
+
+
+def rows_in(prepared): return [(r["input_ids"].tolist(), r["loss_mask"].int().tolist()) for r in prepared.rows]
+
+
+def everything(folder): return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in Path(folder).iterdir()}
+
+
+def test_rows_are_those_of_encode(chats, tok, tmp_path):
+    prepared = prepare_data(chats, VERIFIER, tmp_path / "p", shuffle=False)
+    assert rows_in(prepared) == [row for c in chats for row in encode(normalize(c), tok)]
+    assert len(prepared) == len(prepared.train) == 120 and len(prepared.val) == 0 and not len(prepared.dropped)
+    turns = prepare_data(chats, VERIFIER, tmp_path / "t", shuffle=False, rows="turn")
+    assert rows_in(turns) == [row for c in chats for row in encode(normalize(c), tok, rows="turn")]
+    assert turns.trained.sum() == prepared.trained.sum() and turns.lengths.sum() > prepared.lengths.sum()
+
+
+def test_what_is_written(chats, tmp_path):
+    prepared = prepare_data(chats, VERIFIER, tmp_path / "p", val_fraction=0.1, draft_vocab_size=256)
+    folder = tmp_path / "p"
+    lengths = json.loads((folder / "sample_lengths.json").read_text())
+    assert lengths == {str(i): len(ids) for i, (ids, _) in enumerate(rows_in(prepared))}
+    counts = {}
+    for ids, mask in rows_in(prepared):
+        for i, m in zip(ids, mask):
+            if m: counts[i] = counts.get(i, 0) + 1
+    assert prepared.token_freq == counts == read_token_freq(folder) == torch.load(folder / "token_freq.pt", weights_only=True)
+    config = json.loads((folder / "data_config.json").read_text())
+    assert config["command"] == "prepare_data" and config["origin"]["max_length"] == 2048 and config["reproducibility"]["package_versions"]["tokenizers"]
+    assert config["data"]["num_samples"] == 120 and config["data"]["num_tokens"] == sum(lengths.values()) and config["split"] == {"train": 108, "val": 12}
+    t2d, d2t = load_vocab_mapping(folder, 256, 2048)
+    top = sorted(counts, key=lambda i: (-counts[i], i))[:256]
+    assert t2d.nonzero().flatten().tolist() == sorted(top) == (d2t + torch.arange(256)).tolist()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".p.lock", "p"]
+    read = load_prepared(folder)
+    assert repr(read) == repr(prepared) and read.table.equals(prepared.table)
+
+
+@pytest.mark.parametrize("val_fraction", [0.0, 0.2])
+def test_the_same_call_again_does_nothing(chats, tmp_path, val_fraction):
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p", val_fraction=val_fraction)
+    before = everything(tmp_path / "p")
+    os.rename(tmp_path / "c.jsonl", tmp_path / "elsewhere.jsonl")  # the content counts, not the name
+    prepare_data(str(tmp_path / "elsewhere.jsonl"), str(VERIFIER), tmp_path / "p", val_fraction=val_fraction)
+    assert everything(tmp_path / "p") == before
+    prepare_data(tmp_path / "elsewhere.jsonl", VERIFIER, tmp_path / "p", val_fraction=val_fraction, draft_vocab_size=128)  # adds a mapping, changes nothing
+    after = everything(tmp_path / "p")
+    assert {k: after[k] for k in before} == before and after.keys() - before.keys() == {"d2t-128.npy", "t2d-128.npy"}
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(max_length=99), "max_length was 2048, is 99"), (dict(max_samples=7), "max_samples was None, is 7"), (dict(rows="turn"), "rows was 'conversation', is 'turn'"), (dict(seed=1), "seed was 0, is 1"),
+    (dict(too_long="drop"), "too_long was"), (dict(dedup=False), "dedup was True"), (dict(shuffle=False), "shuffle was"), (dict(val_fraction=0.5), "val_fraction was 0.0, is 0.5"),
+    (dict(min_trained=3), "min_trained was 1"), (dict(template_kwargs={"x": 1}), "template_kwargs was"), (dict(data=corpus(121)), "data was '"), (dict(verifier=bytes_tokenizer()), "tokenizer was '")])
+def test_a_stale_folder_is_refused_by_what_changed(chats, tmp_path, change, words):
+    prepare_data(chats, VERIFIER, tmp_path / "p")
+    before = everything(tmp_path / "p")
+    args = dict(data=chats, verifier=VERIFIER, output_dir=tmp_path / "p") | change
+    with pytest.raises(ValueError, match="was prepared from something else") as e: prepare_data(**args)
+    assert words in str(e.value) and str(e.value).count(" was ") == 1 + 1  # the one difference
+    assert everything(tmp_path / "p") == before
+    assert len(prepare_data(**args, overwrite=True)) > 0
+    assert everything(tmp_path / "p") != before
+
+
+def test_another_template_is_another_origin(chats, tmp_path):
+    a, b = bytes_tokenizer(), bytes_tokenizer()
+    b.chat_template = PLAIN.replace("<|im_end|>", "")
+    prepare_data(chats, a, tmp_path / "p")
+    with pytest.raises(ValueError, match="tokenizer was"): prepare_data(chats, b, tmp_path / "p")
+
+
+def test_only_prepared_folders_are_ever_replaced(chats, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").write_text("years")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="not a prepared folder"): prepare_data(chats, VERIFIER, tmp_path / "mine", overwrite=overwrite)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="not a prepared folder"): prepare_data(chats, VERIFIER, tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    assert len(prepare_data(chats, VERIFIER, tmp_path / "empty")) == 120
+    assert (tmp_path / "mine/thesis.tex").read_text() == "years"
+
+
+@pytest.mark.parametrize("wrong, words", [
+    (dict(rows="all"), "rows='all': choose 'conversation' or 'turn'"), (dict(too_long="split"), "too_long='split'"), (dict(max_length=0), "max_length=0"), (dict(max_samples=0), "max_samples=0"),
+    (dict(val_fraction=1.0), "val_fraction=1.0"), (dict(min_trained=0), "min_trained=0"), (dict(draft_vocab_size=5000), "draft_vocab_size=5000 must lie between 1 and the verifier's vocabulary, 2048")])
+def test_settings_are_checked(chats, tmp_path, wrong, words):
+    with pytest.raises(ValueError) as e: prepare_data(chats, VERIFIER, tmp_path / "p", **wrong)
+    assert words in str(e.value)
+
+
+def test_the_report_counts_all_that_went(chats, tmp_path):
+    bad = [[{"role": "user", "content": "nobody answers"}], {"messages": [{"role": "narrator", "content": "x"}]}, {"tools": "{", "messages": chats[0]["messages"]}, {"input_ids": [1, 2], "loss_mask": [0, 0]},
+           {"input_ids": [1] * 80, "loss_mask": [0] * 70 + [1] * 10}, {"input_ids": [1] * 80, "loss_mask": [0] * 60 + [1] * 20}]
+    prepared = prepare_data(chats + chats[:9] + bad, VERIFIER, tmp_path / "p", max_length=64, min_trained=2)
+    stages = prepared.table["conversations"].dropna().to_dict()
+    made = [row for c in chats for row in encode(normalize(c), AutoTokenizer.from_pretrained(VERIFIER))] + [([1] * 80, [0] * 60 + [1] * 20)]
+    kept = [(i[:64], m[:64]) for i, m in made if sum(m[:64]) >= 2]
+    assert stages["read"] == 135 and stages["duplicates"] == 9 and stages["without a row"] == 126 - len(kept)
+    assert sorted(rows_in(prepared)) == sorted(kept)
+    assert prepared.table.loc["cut", "tokens"] == sum(len(i) - 64 for i, m in made if sum(m[:64]) >= 2 and len(i) > 64) and prepared.table.loc["cut", "rows"] == sum(len(i) > 64 for i, m in made if sum(m[:64]) >= 2)
+    reasons = prepared.dropped
+    assert reasons.loc["ValueError: no assistant message that answers another", "first"] == "conversation 129"
+    assert reasons["count"].sum() == 126 - len(kept) and any("narrator" in r for r in reasons.index) and any("tools: not JSON" in r for r in reasons.index)
+    assert prepared.table.loc["train", "tokens"] == sum(len(i) for i, _ in kept)
+    html = prepared._repr_html_()
+    assert "narrator" in html and "duplicates" in html and prepared.plot().axes
+
+
+def test_too_long_is_dropped_or_cut():
+    rows = [(np.arange(10), np.arange(10) >= 4), (np.arange(3), np.arange(3) >= 1)]
+    assert [len(r[0]) for r in filter_rows(rows, 6)[0]] == [6, 3] and filter_rows(rows, 6)[1:] == ([], 4)
+    assert [len(r[0]) for r in filter_rows(rows, 6, "drop")[0]] == [3] and filter_rows(rows, 6, "drop")[1:] == (["longer than 6 tokens"], 0)
+    assert filter_rows(rows, 4)[1] == ["no trained token in the first 4"] and filter_rows(rows, 6, min_trained=3)[1] == ["fewer than 3 trained tokens in the first 6"] * 2
+    assert filter_rows(ValueError("x\ny"), 6) == ([], ["ValueError: x"], 0)
+
+
+def test_nothing_left_says_why(tmp_path):
+    with pytest.raises(ValueError, match=r"no row left of 2 conversations \(1 × .*narrator.* \(first: conversation 0\)"):
+        prepare_data([[{"role": "narrator", "content": "x"}], {"input_ids": [1], "loss_mask": [0]}], VERIFIER, tmp_path / "p")
+    with pytest.raises(ValueError, match="there were none"): prepare_data([], VERIFIER, tmp_path / "p")
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_broken_line_stops_and_is_named(chats, tmp_path):
+    (tmp_path / "c.jsonl").write_text(json.dumps(chats[0]) + "\n" + json.dumps(chats[1])[:30])
+    with pytest.raises(ValueError, match="c.jsonl, line 2: not JSON"): prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")
+    assert not (tmp_path / "p").exists()
+
+
+def test_max_samples_is_a_fair_lot(tmp_path):
+    chats = [{"input_ids": [i, i], "loss_mask": [0, 1]} for i in range(50)] * 2
+    taken = [{r["input_ids"][0].item() for r in prepare_data(chats, bytes_tokenizer(), tmp_path / f"p{s}", max_samples=10, seed=s).rows} for s in range(12)]
+    assert all(len(t) == 10 for t in taken) and taken[0] != taken[1]
+    hits = np.bincount([i for t in taken for i in t], minlength=50)
+    assert hits.max() < 12 and hits[:25].sum() in range(33, 88)  # 120 draws, half of them expected in either half: 5 standard deviations
+    again = prepare_data(chats, bytes_tokenizer(), tmp_path / "again", max_samples=10, seed=3)
+    assert {r["input_ids"][0].item() for r in again.rows} == taken[3]
+    first = prepare_data(chats, bytes_tokenizer(), tmp_path / "first", max_samples=10, shuffle=False)
+    assert [r["input_ids"][0].item() for r in first.rows] == list(range(10))
+    assert first.table.loc["read", "conversations"] == 10  # the rest was not even read
+
+
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(turns=st.lists(st.integers(1, 4), min_size=2, max_size=20), fraction=st.floats(0.05, 0.9), seed=st.integers(0, 5))
+def test_no_conversation_is_on_both_sides(tmp_path_factory, turns, fraction, seed):
+    chats = [[m for t in range(n) for m in ({"role": "user", "content": f"{i} {t}?"}, {"role": "assistant", "content": f"{i}"})] for i, n in enumerate(turns)]
+    tok, folder = bytes_tokenizer(), tmp_path_factory.mktemp("s")
+    prepared = prepare_data(chats, tok, folder / "p", rows="turn", val_fraction=fraction, seed=seed)
+    train, val = ([tok.decode(r["input_ids"]).split("\n")[1].split()[0] for r in part] for part in (prepared.train, prepared.val))
+    assert not set(train) & set(val) and len(train) + len(val) == sum(turns) and set(train) | set(val) == {str(i) for i in range(len(turns))}
+    assert len(set(val)) == min(len(turns) - 1, max(1, round(fraction * len(turns))))
+
+
+def test_processes_change_nothing(tmp_path, monkeypatch):
+    chats = corpus(700)
+    one, two = (prepare_data(chats, VERIFIER, tmp_path / f"{n}", num_proc=n, val_fraction=0.1) for n in (1, 2))
+    assert rows_in(one) == rows_in(two) and one.config["report"] == two.config["report"]
+
+
+def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
+    from speculators_nb.data_generation import prepare
+    monkeypatch.setattr(prepare, "encode_batch", lambda *a: os.kill(os.getpid(), signal.SIGKILL))  # as if memory had run out
+    with pytest.raises(RuntimeError, match="smaller num_proc"): prepare_data(corpus(700), VERIFIER, tmp_path / "p", num_proc=2)
+    assert not (tmp_path / "p").exists()
+
+
+def stop_after(module, name, pipe, first=False):
+    "From now on `module.name` stands still after (or before) it has done its work, and says so."
+    function = getattr(module, name)
+
+    def slow(*args, **kwargs):
+        out = None if first else function(*args, **kwargs)
+        pipe.send("now")
+        time.sleep(60)
+        return out
+    setattr(module, name, slow)
+
+
+def run_until(where, data, folder, pipe):
+    from speculators_nb import utils
+    from speculators_nb.data_generation import prepare
+    if where == "tokenise": stop_after(prepare, "encode_batch", pipe)
+    if where == "write": stop_after(prepare.torch, "save", pipe)  # the table is there, the record is not
+    if where == "rename": stop_after(utils.os, "rename", pipe, first=True)  # complete, under its temporary name
+    prepare_data(data, VERIFIER, folder, num_proc=1)
+
+
+@pytest.mark.parametrize("where", ["tokenise", "write", "rename"])
+def test_killed_in_the_middle(chats, tmp_path, where):
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    process = fork.Process(target=run_until, args=(where, tmp_path / "c.jsonl", tmp_path / "p", there))
+    process.start()
+    assert here.poll(50) and here.recv() == "now"
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert not (tmp_path / "p").exists()  # nothing that could be taken for a result
+    left = [p for p in tmp_path.iterdir() if p.is_dir()]
+    assert len(left) == (where != "tokenise")
+    prepared = prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")
+    assert len(prepared) == 120 and len({tuple(i) for i, _ in rows_in(prepared)}) == len({tuple(i) for c in chats for i, _ in encode(normalize(c), AutoTokenizer.from_pretrained(VERIFIER))})
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".p.lock", "c.jsonl", "p"]
+
+
+def test_two_at_once_make_one(chats, tmp_path):
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        both = [pool.submit(prepare_data, tmp_path / "c.jsonl", VERIFIER, tmp_path / "p", num_proc=1) for _ in range(2)]
+        assert [len(f.result()) for f in both] == [120, 120]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".p.lock", "c.jsonl", "p"]
+
+
+def upstream_like(folder, freq):
+    to_dataset([(np.array([5, 6, 7, 6]), np.array([0, 0, 1, 1])), (np.array([5, 6]), np.array([0, 1]))]).with_format("torch").save_to_disk(str(folder))
+    if freq is not None: torch.save(freq, folder / "token_freq.pt")
+    return folder
+
+
+@pytest.mark.parametrize("freq", [{6: 2, 7: 1}, {9: 4}, None])
+def test_upstreams_folder(tmp_path, freq):
+    prepared = load_prepared(upstream_like(tmp_path, freq))
+    assert prepared.token_freq == {6: 2, 7: 1} and prepared.lengths.tolist() == [4, 2] and prepared.trained.tolist() == [2, 1]
+    with pytest.raises(ValueError, match="pass vocab_size"): prepared.add_vocab_mapping(2)
+    assert prepared.add_vocab_mapping(2, 10)[0].nonzero().flatten().tolist() == [6, 7]
+    assert rows_in(prepare_data(tmp_path, bytes_tokenizer(), tmp_path / "again", shuffle=False)) == rows_in(prepared)  # and is a source
+
+
+class Trap:
+    def __reduce__(self): return os.system, ("touch /tmp/never",)
+
+
+@pytest.mark.parametrize("content, words", [({6: Trap()}, "refused"), ([1, 2], "expected token id -> count")])
+def test_counts_that_are_no_counts(tmp_path, content, words):
+    with pytest.raises(ValueError, match=words): load_prepared(upstream_like(tmp_path, content)).token_freq
+
+
+def test_parts_of_different_runs(chats, tmp_path):
+    prepare_data(chats, VERIFIER, tmp_path / "p")
+    config = tmp_path / "p/data_config.json"
+    config.write_text(config.read_text().replace('"train": 120', '"train": 119'))
+    with pytest.raises(ValueError, match="counts 119 rows, the table has 120"): load_prepared(tmp_path / "p")
+    Dataset.from_list([{"text": "x"}]).save_to_disk(str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="no column input_ids, loss_mask"): load_prepared(tmp_path / "other")
+
+
+def test_secrets_do_not_reach_the_record(chats, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz")
+    prepare_data(chats, VERIFIER, tmp_path / "p", template_kwargs={"note": "hf_abcdefghijklmnopqrstuvwxyz"})
+    record = json.loads((tmp_path / "p/data_config.json").read_text())
+    assert "hf_abcdefghijklmnopqrstuvwxyz" not in json.dumps(record["arguments"])
+
+
+def test_changes_and_fingerprints(tmp_path):
+    assert changes({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == ["b was 2, is 3", "c was None, is 4"] and changes({"d": 1}, {}) == ["d was 1, is None"]
+    rows = [{"input_ids": [1], "loss_mask": [1]}]
+    assert fingerprint_data(iter(rows))[0] == fingerprint_data(rows)[0] != fingerprint_data(rows * 2)[0]
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
+    (tmp_path / "b.jsonl").write_text(json.dumps(rows[0]))
+    assert fingerprint_data(tmp_path / "a.jsonl")[0] == fingerprint_data([tmp_path / "b.jsonl"])[0]
