@@ -71,10 +71,12 @@ vllm-test: .venv/.run  ## checkpoints of ours in the real vLLM on the CPU, token
 	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_regenerate.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_features.py
+	$(OFFLINE) $(BIN)/python tests/vllm/check_engine.py
 	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_speculative_config.py
 
 upstream-test: .venv/.run  ## checkpoints of ours in speculators 0.9.0 and its in ours: the same loss (its own environment, 1.7 GB)
 	$(OFFLINE) $(BIN)/python tests/parity/check_upstream.py
+	$(OFFLINE) $(BIN)/python tests/parity/check_converters.py
 	$(OFFLINE) $(BIN)/python tests/parity/check_features.py
 
 bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own

@@ -150,11 +150,11 @@ def as_shell(
     "A command as a person types it."
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(command)])
 
-# %% ../nbs/decode/08_serve.ipynb #62bf64f1
+# %% ../nbs/decode/08_serve.ipynb #4f86b90d
 RECIPE = """Install it in an environment of its own and say where it is, by {variable}=/path/to/{name}:
 {how}"""
 INSTALL = {"vllm": "  python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm         (accelerators; see docs.vllm.ai)\n"
-                   "  make vllm                                                            (in a clone, for processors)",
+                   "  make vllm                                                            (in a clone: for processors, into .venv-vllm)",
            "guidellm": "  python -m venv .venv-guidellm && .venv-guidellm/bin/pip install guidellm"}
 
 def find_executable(

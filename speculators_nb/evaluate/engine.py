@@ -6,13 +6,14 @@
 __all__ = ['TABLES', 'GENERATORS', 'EngineEvaluation', 'tables_of', 'gather', 'evaluate_engine', 'as_engine_counts',
            'evaluate_as_engine', 'Comparison', 'compare_runs']
 
-# %% ../../nbs/evaluate/06_engine.ipynb #a74ea2d6
+# %% ../../nbs/evaluate/06_engine.ipynb #b6e4d069
 import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
@@ -29,7 +30,7 @@ from ..serve import Server, as_shell, read_config, serve_command, serve_environm
 from ..tree import Sampling
 from ..utils import atomic_write
 
-# %% ../../nbs/evaluate/06_engine.ipynb #e8e88d24
+# %% ../../nbs/evaluate/06_engine.ipynb #69a11289
 @dataclass
 class EngineEvaluation:
     "What `evaluate_engine` measured."
@@ -67,6 +68,7 @@ class EngineEvaluation:
         fast = table[table.k > 0].sort_values("speedup").iloc[-1] if "speedup" in table and table[table.k > 0].speedup.notna().any() else None
         found = "" if fast is None else f"K={fast.k} with {fast.concurrency} at once: {fast.speedup:.2f} times the tokens per second"
         fig.suptitle(title or found, x=0.01, ha="left", fontsize=11)
+        plt.close(fig)
         return fig
 
     def save(self,
@@ -133,7 +135,7 @@ def gather(
     found = [p for p in positions if p is not None]
     return EngineEvaluation(pd.DataFrame(sum(summary, [])), pd.concat(found, ignore_index=True) if found else pd.DataFrame(), speed, pd.DataFrame(sum(requests, [])), settings)
 
-# %% ../../nbs/evaluate/06_engine.ipynb #29d544e8
+# %% ../../nbs/evaluate/06_engine.ipynb #a720287a
 def evaluate_engine(
     checkpoint: str | os.PathLike, # what is served, as in `serve_command`; or the address http://… of a server that runs
     data: str | os.PathLike | Mapping | Iterable, # prompts, as in `load.read_prompts`
@@ -186,7 +188,7 @@ def evaluate_engine(
     found = gather(loads, settings)
     if output_dir is not None:
         found.save(output_dir)
-        write_provenance(output_dir, "evaluate --engine vllm", settings, {"checkpoint": str(checkpoint)} if not running else {})
+        write_provenance(output_dir, "evaluate --engine vllm", settings, {"checkpoint": None if running else str(checkpoint), "data": data if isinstance(data, (str, os.PathLike)) else None})
     return found
 
 def _name_of(checkpoint, serve, running):
