@@ -118,7 +118,7 @@ class EagleSpeculator(SpeculatorModel):
     def resolve_verifier(self, verifier: "str | os.PathLike | PreTrainedModel") -> PreTrainedModel:
         "A verifier, loaded where it is a folder or hub id. Errors: TypeError for anything else."
         if isinstance(verifier, PreTrainedModel): return verifier
-        if isinstance(verifier, (str, os.PathLike)): return AutoModelForCausalLM.from_pretrained(resolve_checkpoint(verifier), dtype="auto", use_safetensors=True).eval()
+        if isinstance(verifier, (str, os.PathLike)): return AutoModelForCausalLM.from_pretrained(resolve_checkpoint(verifier), dtype="auto", use_safetensors=True, trust_remote_code=False).eval()
         raise TypeError(f"verifier is a {type(verifier).__name__}; give a folder, a hub id or a PreTrainedModel")
 
     def attach_verifier(self,
