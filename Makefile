@@ -76,6 +76,7 @@ vllm-test: .venv/.run  ## checkpoints of ours in the real vLLM on the CPU, token
 
 upstream-test: .venv/.run  ## checkpoints of ours in speculators 0.9.0 and its in ours: the same loss (its own environment, 1.7 GB)
 	$(OFFLINE) $(BIN)/python tests/parity/check_upstream.py
+	$(OFFLINE) $(BIN)/python tests/parity/check_prepared.py
 	$(OFFLINE) $(BIN)/python tests/parity/check_converters.py
 	$(OFFLINE) $(BIN)/python tests/parity/check_features.py
 

@@ -304,3 +304,10 @@ def test_changes_and_fingerprints(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
     (tmp_path / "b.jsonl").write_text(json.dumps(rows[0]))
     assert fingerprint_data(tmp_path / "a.jsonl")[0] == fingerprint_data([tmp_path / "b.jsonl"])[0]
+
+
+def test_masks_of_whole_numbers_are_masks(tmp_path):
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7, 6], "loss_mask": [0, 0, 1, 1], "seq_len": 4}]).with_format("torch")  # upstream stores int64
+    rows.save_to_disk(str(tmp_path / "t"))
+    prepared = load_prepared(tmp_path / "t")
+    assert prepared.token_freq == {6: 1, 7: 1} and prepared.trained.tolist() == [2]

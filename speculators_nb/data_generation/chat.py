@@ -337,7 +337,7 @@ def token_frequencies(
     "Count the trained tokens."
     counts = np.zeros(0, np.int64)
     for batch in dataset.select_columns(["input_ids", "loss_mask"]).with_format("numpy").iter(1000):
-        ids = np.concatenate([i[m] for i, m in zip(batch["input_ids"], batch["loss_mask"])])
+        ids = np.concatenate([i[m.astype(bool)] for i, m in zip(batch["input_ids"], batch["loss_mask"])])
         new = np.bincount(ids, minlength=len(counts))
         new[: len(counts)] += counts
         counts = new
