@@ -15,7 +15,7 @@ from .model import SpeculatorModel
 from .native import NativeCheckpoint, formats, verifier_target
 from .utils import atomic_folder, checkpoint_index, load_tensors, resolve_checkpoint
 
-# %% ../nbs/train/04_convert.ipynb #7314de6b
+# %% ../nbs/train/04_convert.ipynb #4009f06b
 def detect(
     source: str | os.PathLike, # folder, hub id, or the file with the weights
 ) -> str: # name of its format, as `convert` takes it
@@ -46,7 +46,7 @@ def _empty(path):
     if path.exists() and (not path.is_dir() or any(path.iterdir())): raise FileExistsError(f"{path} exists already; choose another output folder, or remove it")
     return path
 
-# %% ../nbs/train/04_convert.ipynb #74d53f5f
+# %% ../nbs/train/04_convert.ipynb #5874fd30
 def convert(
     source: str | os.PathLike,               # the foreign drafter: folder, hub id, or the file with its weights
     output_dir: str | os.PathLike,           # the new checkpoint; must not exist
@@ -87,7 +87,7 @@ def _fits(config, target, source):
                               ("hidden_size", getattr(config, "target_hidden_size", None) or sizes.hidden_size, target.config.hidden_size)):
         if own != theirs: raise ValueError(f"{source} is for a verifier with {what} {own}, {target.path!r} has {theirs}; give the verifier that it was trained for")
 
-# %% ../nbs/train/04_convert.ipynb #81821af3
+# %% ../nbs/train/04_convert.ipynb #eb2ba55b
 def export_native(
     checkpoint: str | os.PathLike,              # a drafter of this library or of upstream's
     output_dir: str | os.PathLike,              # the foreign checkpoint; must not exist

@@ -323,6 +323,21 @@ def test_regenerated_answers_are_prepared(tmp_path):
     one_line(run("regenerate", CORPUS / "train.jsonl", tmp_path / "a.jsonl", "--verifier", VERIFIER, "--temperature", 1), "other settings")
 
 
+def test_a_key_is_nowhere(tmp_path, monkeypatch):
+    "It is sent, and is in no file, no output and no error."
+    from fake_openai import FakeServer
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-a-secret-that-is-mine")
+    with FakeServer(tokenizer=VERIFIER) as server:
+        ok = run("regenerate", CORPUS / "train.jsonl", tmp_path / "a.jsonl", "--server", server.url, "--max-samples", 4, "--max-new-tokens", 8)
+        assert ok.exit_code == 0, ok.output
+        assert {body["authorization"] for body in server.seen()} == {"Bearer sk-a-secret-that-is-mine"}
+        server.fault("400")
+        bad = run("regenerate", CORPUS / "heldout.jsonl", tmp_path / "b.jsonl", "--server", server.url, "--max-samples", 2)
+    assert read_provenance(tmp_path / "a.jsonl")["inputs"]["server"]["path"] == server.url
+    texts = [ok.output, bad.output, *(p.read_text() for p in tmp_path.iterdir() if p.is_file())]
+    assert len(texts) >= 5 and not any("secret-that-is-mine" in t for t in texts)
+
+
 def test_vocab(features, tmp_path):
     result = run("vocab", features, 256, "--output-dir", tmp_path)
     assert result.exit_code == 0 and "256 of 2048 tokens" in result.stdout, result.output

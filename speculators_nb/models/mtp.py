@@ -32,6 +32,7 @@ from ..model import SpeculatorModel
 from ..native import NativeCheckpoint, NativeFormat, Target, register_format
 from ..supervision import chain_metrics, needed_rows, ttt_supervision
 from ..tree import Sampling, TokenTree
+from ..provenance import write_provenance
 from ..utils import atomic_folder, atomic_write, checkpoint_index, inside, load_tensors, resolve_checkpoint, save_tensors
 from ..weights import normalised_steps
 
@@ -505,7 +506,9 @@ def stitch_mtp(
     config = SpeculatorModelConfig.from_pretrained(folder)
     if config.speculators_model_type != "mtp": raise ValueError(f"drafter {str(drafter)!r} is of type {config.speculators_model_type!r}; only an MTP head is a part of its verifier")
     head = {n: w for file in sorted(set(checkpoint_index(folder).values())) for n, w in load_tensors(file).items() if n.startswith("mtp_layers.")}
-    with atomic_folder(out) as tmp: _stitch(head, verifier, tmp, link, drafter)
+    with atomic_folder(out) as tmp:
+        _stitch(head, verifier, tmp, link, drafter)
+        write_provenance(tmp, "stitch_mtp", dict(link=link), {"drafter": drafter, "verifier": verifier})
     return out
 
 def _stitch(head: dict, verifier, folder: Path, link: bool, drafter):
