@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['detect', 'convert', 'export_native']
 
-# %% ../nbs/train/04_convert.ipynb #a65f3e2c
+# %% ../nbs/train/04_convert.ipynb #ab9b5650
 import json
 import os
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from .config import SpeculatorModelConfig, SpeculatorsConfig
 from .model import SpeculatorModel
 from .native import NativeCheckpoint, formats, verifier_target
+from .provenance import write_provenance
 from .utils import atomic_folder, checkpoint_index, load_tensors, resolve_checkpoint
 
 # %% ../nbs/train/04_convert.ipynb #4009f06b
@@ -46,7 +47,7 @@ def _empty(path):
     if path.exists() and (not path.is_dir() or any(path.iterdir())): raise FileExistsError(f"{path} exists already; choose another output folder, or remove it")
     return path
 
-# %% ../nbs/train/04_convert.ipynb #5874fd30
+# %% ../nbs/train/04_convert.ipynb #c797aa61
 def convert(
     source: str | os.PathLike,               # the foreign drafter: folder, hub id, or the file with its weights
     output_dir: str | os.PathLike,           # the new checkpoint; must not exist
@@ -72,6 +73,7 @@ def convert(
     with atomic_folder(output) as folder:
         floats = [w.dtype for w in state.values() if w.is_floating_point()]
         model.to(max(set(floats), key=lambda d: (floats.count(d), str(d)))).save_pretrained(folder, state_dict=state)     # its config names the commonest
+        write_provenance(folder, "convert", dict(format=entry.name, speculative_tokens=tokens, config=_fields(config)), {"source": source, "verifier": verifier})
     return str(output)
 
 def _fields(config):
@@ -87,7 +89,7 @@ def _fits(config, target, source):
                               ("hidden_size", getattr(config, "target_hidden_size", None) or sizes.hidden_size, target.config.hidden_size)):
         if own != theirs: raise ValueError(f"{source} is for a verifier with {what} {own}, {target.path!r} has {theirs}; give the verifier that it was trained for")
 
-# %% ../nbs/train/04_convert.ipynb #eb2ba55b
+# %% ../nbs/train/04_convert.ipynb #a21a4eeb
 def export_native(
     checkpoint: str | os.PathLike,              # a drafter of this library or of upstream's
     output_dir: str | os.PathLike,              # the foreign checkpoint; must not exist
@@ -108,5 +110,7 @@ def export_native(
     klass = SpeculatorModel.registered_model_class_from_config(config)
     with torch.device("meta"): model = klass(config)
     model.check_state(state, checkpoint)
-    with atomic_folder(output) as new: entry.write(config, {n: w for n, w in state.items() if not n.startswith(("verifier_", *model.not_saved))}, new, target)
+    with atomic_folder(output) as new:
+        entry.write(config, {n: w for n, w in state.items() if not n.startswith(("verifier_", *model.not_saved))}, new, target)
+        write_provenance(new, "export_native", dict(format=entry.name), {"checkpoint": checkpoint, "verifier": named})
     return str(output)
