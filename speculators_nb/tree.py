@@ -68,9 +68,11 @@ class Sampling:
         self,
         probs: Tensor,  # [..., V] each row a law
     ) -> Tensor:  # [...] int64, one token a row
-        "Draw one token from each law; a point mass gives its token without using up a random number."
+        "Draw one token from each law; a point mass gives its token without using up a random number. Errors: ValueError for a law of NaN."
         if self.temperature == 0:
             return probs.argmax(-1)
+        if probs.isnan().any():
+            raise ValueError(f"the law to draw a token from is NaN at temperature={self.temperature}: check weights and dtype {probs.dtype} of the model that gave it")
         return torch.multinomial(probs.reshape(-1, probs.shape[-1]), 1, generator=self.generator).view(probs.shape[:-1])
 
 # %% ../nbs/core/05_tree.ipynb #c7015e1c
@@ -119,6 +121,15 @@ class TokenTree:
         if wrong:
             raise ValueError(f"tokens[{wrong[0]}]={int(self.tokens[wrong[0]])} is outside the vocabulary of {vocab_size}. "
                              "Are these draft ids that were never mapped to verifier ids?")
+
+    def to(
+        self,
+        device,  # a torch device
+    ) -> "TokenTree":  # itself where it is there already
+        "The tree on another device."
+        if self.tokens.device == torch.device(device):
+            return self
+        return TokenTree(self.tokens.to(device), self.parents.to(device), None if self.probs is None else self.probs.to(device))
 
     @property
     def is_chain(self) -> bool:

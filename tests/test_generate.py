@@ -14,10 +14,12 @@ from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Ge
 from speculators_nb.config import SpeculatorsConfig, VerifierConfig
 from speculators_nb.decode import accept
 from speculators_nb.decode.draft_model import DraftModel
+from speculators_nb.decode.drive import TreeDrafter
 from speculators_nb.decode.generate import NoDrafter, Trace, generate
 from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-from speculators_nb.proposals import GreedyTokenProposalConfig
+from speculators_nb.proposals import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig
 from speculators_nb.tree import Sampling, TokenTree, probabilities
 from speculators_nb.verifier import Verifier
 
@@ -273,12 +275,80 @@ def test_refuses_foreign_probabilities(verifier):
         generate(verifier, narrow, [2], max_new_tokens=5, k=2)
 
 
-def test_refuses_nan_logits():
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("temperature", [0., 1.])
+def test_refuses_nan_logits(value, temperature):
     torch.manual_seed(0)
     broken = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    broken.lm_head.weight.data[3, 3] = value
+    with pytest.raises(ValueError, match="NaN or infinite after token"):
+        generate(Verifier(broken), NoDrafter(), [2], max_new_tokens=20, k=0, sampling=Sampling(temperature))
+
+
+def test_refuses_a_draft_model_of_nan(verifier):
+    "Greedily its guesses are merely bad, and the text is the verifier's; nothing can be drawn from it."
+    broken = LlamaForCausalLM(LlamaConfig(**SHAPE))
     broken.lm_head.weight.data[3, 3] = float("nan")
-    with pytest.raises(ValueError, match="NaN"):
-        generate(Verifier(broken), NoDrafter(), [2], max_new_tokens=3, k=0)
+    drafter = DraftModel(broken.eval(), verifier)
+    with pytest.raises(ValueError, match="the law to draw a token from is NaN at temperature=1"):
+        generate(verifier, drafter, [2], max_new_tokens=8, k=2, sampling=Sampling(1.0))
+    assert generate(verifier, drafter, [2], max_new_tokens=8, k=2).tokens == generate(verifier, NoDrafter(), [2], max_new_tokens=8, k=0).tokens
+
+
+@pytest.mark.parametrize("proposal", [None, [1, 2], torch.tensor([1])])
+def test_refuses_what_is_no_tree(verifier, proposal):
+    class Bad(Scripted):
+        def propose(self, tokens, features, k, sampling): return proposal
+    with pytest.raises(TypeError, match=f"proposed a {type(proposal).__name__}: `propose` must return a TokenTree"):
+        generate(verifier, Bad(None), [2], max_new_tokens=5, k=2)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 10 ** 9])
+@pytest.mark.parametrize("many", [False, True])
+def test_refuses_tokens_out_of_the_vocabulary(verifier, token, many):
+    "In the second step, in a batch or alone; ids below 0 too, which an embedding on a GPU would read from somewhere."
+    drafter = Scripted(lambda tokens, k: [token if len(tokens) > 4 else 1][:k])
+    with pytest.raises(ValueError, match=f"={token} is outside the vocabulary of {VOCAB}"):
+        generate(verifier, drafter, [[2, 3], [4]] if many else [2, 3], max_new_tokens=12, k=1)
+
+
+@pytest.mark.parametrize("prompts, message", [([[2], []], "empty"), ([[]], "empty"), ([[2], [3] * 96], "context 96"), ([[2], [VOCAB]], f"verifier has {VOCAB} tokens")])
+def test_one_bad_request_of_a_batch_is_refused(verifier, prompts, message):
+    with pytest.raises(ValueError, match=message): generate(verifier, NgramDrafter(), prompts, max_new_tokens=5)
+
+
+def test_a_draft_model_with_a_shorter_context(verifier):
+    """It drafts as long as it can read the text, chain or tree, and then no more; GPT-2 has no position beyond its table, so reading on would raise."""
+    torch.manual_seed(1)
+    small = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=EOS, pad_token_id=0)).eval()
+    drafter = DraftModel(small, verifier)
+    plain = generate(verifier, NoDrafter(), [2, 3, 4], max_new_tokens=30, k=0)
+    for who in (drafter, TreeDrafter(drafter, [(0,), (1,), (0, 0), (0, 0, 0)]), TreeDrafter(drafter, DynamicTreeTokenProposalConfig(speculative_tokens=5, expansion_factor=2, depth=3))):
+        g = generate(verifier, who, [2, 3, 4], max_new_tokens=30, k=3)
+        assert g.tokens == plain.tokens
+        at = 4
+        for s in g.steps:
+            deepest = len(s.draft) if s.parents is None else int(TokenTree(torch.tensor(s.draft), torch.tensor(s.parents)).depth.max())
+            room = max(0, min(s.asked, 16 - at + 1))
+            assert deepest == room or isinstance(getattr(who, "method", None), DynamicTreeTokenProposalConfig) and min(1, room) <= deepest <= room, (at, s)
+            at += len(s.tokens)
+        assert at > 20
+    assert len(generate(verifier, drafter, [5] * 40, max_new_tokens=5, k=3).steps) == 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu():
+    "The same code: chains and trees, look-up and models, one request and a batch; and drawn tokens."
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval().cuda()
+    v = Verifier(model, [0, 4])
+    small = LlamaForCausalLM(LlamaConfig(**SHAPE | dict(num_hidden_layers=1))).eval().cuda()
+    plain = generate(v, NoDrafter(), PROMPTS, max_new_tokens=20, k=0)
+    draft = DraftModel(small, v)
+    for drafter in (NgramDrafter(), SuffixDrafter(), draft, TreeDrafter(draft, [(0,), (1,), (0, 0)]), TreeDrafter(draft, DynamicTreeTokenProposalConfig(speculative_tokens=5, depth=3))):
+        assert [g.tokens for g in generate(v, drafter, PROMPTS, max_new_tokens=20, k=3)] == [g.tokens for g in plain]
+        for rule in ("standard", "strict"):
+            generate(v, drafter, PROMPTS, max_new_tokens=20, k=3, rule=rule, sampling=Sampling(1.0, torch.Generator("cuda").manual_seed(0), top_k=5, top_p=0.9, min_p=0.01))
 
 
 def test_refuses_a_verifier_with_recurrent_layers(verifier):

@@ -27,6 +27,7 @@ class DraftModel:
         if self.model.vocab_size != verifier.vocab_size:
             raise ValueError(f"the draft model has vocab_size {self.model.vocab_size}, the verifier {verifier.vocab_size}: their tokens are different words. "
                              "Choose a draft model of the verifier's family, with the same tokenizer")
+        self.context_length = getattr(self.model.config, "max_position_embeddings", None) or float("inf")
         self.reset()
 
     @classmethod
@@ -57,17 +58,17 @@ class DraftModel:
         features: Tensor | None, # not used
         k: int, # tokens wanted
         sampling: Sampling, # of this request: the model draws as the verifier does
-    ) -> TokenTree: # a chain of k
+    ) -> TokenTree: # a chain of k; shorter, and at last empty, where the model's own context ends
         "Write k tokens."
-        drafted, laws = tokens, []
-        for _ in range(k):
+        drafted, laws, room = tokens, [], self.context_length - len(tokens)
+        for _ in range(min(k, room + 1)):
             logits = self._read(drafted)
             if sampling.temperature:
                 laws.append(sampling.probabilities(logits))
                 token = sampling.draw(laws[-1][None])
             else: token = logits.argmax(-1, keepdim=True)
             drafted = torch.cat([drafted, token])
-        return TokenTree.chain(drafted[len(tokens):], torch.stack(laws) if sampling.temperature else None)
+        return TokenTree.chain(drafted[len(tokens):], torch.stack(laws) if sampling.temperature and laws else None)
 
     @contextmanager
     def grow(self,
@@ -76,8 +77,12 @@ class DraftModel:
         depth: int, # of the deepest node; not needed here
     ): # yields the law, as in `growth`
         "Laws for the nodes of a tree. A level is one pass over its nodes and their ancestors, as the verifier's own; nothing of them stays in the cache."
-        root = self._read(tokens)
+        room = self.context_length - len(tokens)
+        root = self._read(tokens) if room >= 0 else None
         def law(nodes, drafted, parents):
+            depth = TokenTree(drafted, parents).depth
+            if any((int(depth[i]) if i >= 0 else 0) > room for i in nodes.tolist()):       # nothing follows the end of the model's context
+                return torch.full((len(nodes), self.model.vocab_size), -torch.inf, device=tokens.device)
             if nodes.tolist() == [-1]: return root[None].float().log_softmax(-1)
             above = TokenTree(drafted, parents).ancestors[nodes].any(0)
             place = torch.cat([torch.tensor([-1]), above.cumsum(0) - 1])

@@ -83,13 +83,16 @@ def check_proposal(
     draft: TokenTree, # what the drafter returned
     asked: int, # how much room there is
     vocab_size: int, # the verifier's
+    device="cpu", # likewise
 ) -> TokenTree: # at most `asked` deep
-    "A tree of the verifier's tokens, cut to the room left. ValueError for tokens that the verifier does not have."
+    "A tree of the verifier's tokens, cut to the room left. TypeError for anything but a tree, ValueError for tokens that the verifier does not have."
+    if not hasattr(draft, "parents"):
+        raise TypeError(f"the drafter proposed a {type(draft).__name__}: `propose` must return a TokenTree, for example TokenTree.chain(tokens)")
     draft.check_vocabulary(vocab_size)
     if draft.probs is not None and draft.probs.shape[1] != vocab_size:
         raise ValueError(f"the proposal has probabilities over {draft.probs.shape[1]} tokens, the verifier has {vocab_size}: "
                          "map draft ids to verifier ids first")
-    return draft.cut(asked)
+    return draft.cut(asked).to(device)
 
 
 def feature_columns(
@@ -148,7 +151,7 @@ class Request:
         "None for the prompt; one place is the verifier's."
         asked = min(k(self.steps) if callable(k) else k, self.room - 1) if self.read else 0
         draft = self.drafter.propose(self.tokens, self.features, asked, self.sampling) if asked else TokenTree.chain(self.tokens[:0])
-        return asked, check_proposal(draft, asked, vocab_size)
+        return asked, check_proposal(draft, asked, vocab_size, self.tokens.device)
 
     def decide(self,
         rule: Rule,
@@ -159,8 +162,8 @@ class Request:
         stop, # token ids that end the text
     ) -> list[int]: # kept nodes
         "Apply the rule, and take what it keeps."
-        if logits.isnan().any():
-            raise ValueError(f"the verifier's logits are NaN after token {len(self.tokens)}: check weights and dtype {logits.dtype}")
+        if not logits.amax(-1).isfinite().all():
+            raise ValueError(f"the verifier's logits are NaN or infinite after token {len(self.tokens)}: check weights and dtype {logits.dtype}")
         laws = logits.float().softmax(-1) if rule.raw and self.sampling.temperature == 0 else self.sampling.probabilities(logits)
         path, token = rule.decide(draft, laws, self.sampling.generator)
         unread = len(self.tokens) - self.read

@@ -23,8 +23,6 @@ from datetime import date
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 
 import pandas as pd
 import torch
@@ -35,10 +33,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from speculators_nb.decode import accept
 from speculators_nb.decode.generate import NoDrafter, generate
-from speculators_nb.tree import Sampling
 
-RESULTS = HERE / "results"
-CHAINS = [*LEARNED, "draft-model", "n-gram", "suffix", "eagle argmax", "eagle3 argmax"]
+RESULTS = Path(__file__).resolve().parent / "results"
+CHAINS = ["eagle", "n-gram", "suffix", "medusa", "dspark", "dflash", "mlp", "mtp", "hass", "peagle", "eagle argmax", "eagle3 argmax", "draft-model", "eagle3"]
 GROWERS = [name for name in LEARNED if name != "dspark"] + ["draft-model"]        # dspark's slots hang on each other: chains only
 TOP_P = dict(top_p=0.9)
 
@@ -60,8 +57,8 @@ WRONG = {
 def combinations():
     "(temperature, filters, proposer, rule), the plainest first."
     both = (0.7, 1.0)
-    yield from ((t, TOP_P, name, rule) for name in CHAINS for t in both for rule in ("standard", "block", "strict"))
     yield from ((t, TOP_P, name, rule) for name in ("eagle", "n-gram") for t in both for rule in WRONG)
+    yield from ((t, TOP_P, name, rule) for rule in ("standard", "block", "strict") for name in CHAINS for t in both)
     yield from ((t, TOP_P, f"{name} dynamic", rule) for name in GROWERS for t in both for rule in ("standard", "strict"))
     yield from ((t, TOP_P, name, rule) for name in ("medusa Medusa's", "eagle static", "mlp static", "mtp static", "draft-model static") for t in both for rule in ("standard", "strict"))
     yield from ((1.0, filters, "eagle", rule) for filters in (dict(top_k=4), dict(min_p=0.1), dict(top_k=6, top_p=0.95, min_p=0.05)) for rule in ("standard", "block", "strict"))
@@ -120,8 +117,8 @@ def run_law(args):
 
 def run_text(args):
     start, n, new, done = time.monotonic(), 200, 128, {(r["proposer"], r["batch"]) for r in rows("text.csv")}
-    names = [*CHAINS[:-2], *(f"{g} {kind}" for g in GROWERS for kind in ("static", "dynamic")), "medusa Medusa's"]
-    todo = [(name, batch) for name in names for batch in (8, 1) if (name, str(batch)) not in done and args.only in name]
+    names = [*(c for c in CHAINS if "argmax" not in c), "medusa Medusa's", *(f"{g} {kind}" for g in GROWERS for kind in ("dynamic", "static"))]
+    todo = [(name, batch) for name in names for batch in args.batch if (name, str(batch)) not in done and args.only in name]
     if not todo: return False
     drafters = {name: learned(name) for name in LEARNED}
     verifier, tokenizer, prompts = shipped([2, 3, 4, 6])
@@ -131,7 +128,7 @@ def run_text(args):
     plain = torch.load(file, weights_only=True) if file.is_file() else [generate(verifier, NoDrafter(), p, max_new_tokens=new, k=0).tokens for p in prompts]
     if not file.is_file(): torch.save(plain, file)
     for name, batch in todo:
-        part, counts, wrong, clock = file.with_name(f"proofs-{name}-{batch}.csv".replace(" ", "-").replace("'", "")), Counter(), [], time.process_time()
+        part, counts = file.with_name(f"proofs-{name}-{batch}.csv".replace(" ", "-").replace("'", "")), Counter()
         known = [list(map(int, line.split(","))) for line in part.read_text().split()] if part.is_file() else []
         drafter = make(name, drafters, verifier)
         for at in range(0, n, 8):
@@ -156,6 +153,7 @@ if __name__ == "__main__":
     parser.add_argument("--samples", type=int, default=50_000)
     parser.add_argument("--only", default="", help="proposers whose name has this in it")
     parser.add_argument("--temperature", type=float, help="this one alone")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8, 1], help="of greedy texts")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
