@@ -170,7 +170,7 @@ def sweep(
                 gone += 1
     return gone
 
-# %% ../../nbs/data/04e_extraction.ipynb #d801ad48
+# %% ../../nbs/data/04e_extraction.ipynb #457c8117
 def checkpoint_fingerprint(
     folder,  # local model folder
 ) -> str:  # 16 hex digits
@@ -248,10 +248,11 @@ class HiddenStatesClient:
     def _once(self, name, ids, messages):
         body = {"model": self.model, "max_tokens": 1, "temperature": 0, "return_token_ids": True, "request_id": name}
         if messages is None:
-            answer = self.endpoint.post("/v1/completions", body | {"prompt": ids})
-        else:
-            answer = self.endpoint.post("/v1/chat/completions", body | {"messages": messages, "add_generation_prompt": False})
-        told = answer.get("prompt_token_ids") or (answer.get("choices") or [{}])[0].get("prompt_token_ids")
+            answer, told = self._ask("/v1/completions", body | {"prompt": ids})
+        else:  # some templates close the last turn with a token that the row has not: then the turn is left open
+            answer, told = self._ask("/v1/chat/completions", body | {"messages": messages, "add_generation_prompt": False})
+            if told and told != ids and told[: len(ids)] == ids:
+                answer, told = self._ask("/v1/chat/completions", body | {"messages": messages, "add_generation_prompt": False, "continue_final_message": True})
         if told != ids:
             raise self._final("the reply has no prompt_token_ids; is this vLLM?" if told is None else
                               f"the server read other tokens than the row's: {len(told)} instead of {len(ids)}, first difference at position {_differs(told, ids)}")
@@ -271,6 +272,11 @@ class HiddenStatesClient:
         if states.shape[1] != len(self.layer_ids):
             raise self._final(f"the server sends {states.shape[1]} layers, expected {self.layer_ids}")
         return states
+
+    def _ask(self, path, body):
+        "The answer, and the tokens that the server says it has read."
+        answer = self.endpoint.post(path, body)
+        return answer, answer.get("prompt_token_ids") or (answer.get("choices") or [{}])[0].get("prompt_token_ids")
 
     def _final(self, reason, where=None):
         "An error that another attempt would not mend."

@@ -5,10 +5,13 @@
 # %% auto #0
 __all__ = ['log', 'more_than_text', 'extract_from_server', 'ServerFeatures', 'extraction_config', 'extraction_command']
 
-# %% ../../nbs/data/04f_vllm_features.ipynb #d2f43b32
+# %% ../../nbs/data/04f_vllm_features.ipynb #63f5686d
+import base64
 import json
 import logging
+import mimetypes
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import torch
 from datasets import Dataset
@@ -19,18 +22,30 @@ from .extraction import HiddenStatesClient, Room, extraction_command, extraction
 from .feature_file import FeatureError
 from .feature_folder import FeatureFolder, FeatureRows, origin, shard, split_of, table_of
 
-# %% ../../nbs/data/04f_vllm_features.ipynb #09d32aae
+# %% ../../nbs/data/04f_vllm_features.ipynb #c462acd0
 _all_ = ["extraction_config", "extraction_command"]  # to be had from here too
 log = logging.getLogger(__name__)
 
 
 def more_than_text(
     row: dict,  # of a prepared table
-) -> list | None:  # its messages where they hold pictures or the like, else None
-    "Text goes as token ids, which were cut to length; only what ids cannot carry is sent as messages."
+) -> list | None:  # its messages with the pictures inside them, where there are pictures, else None
+    "Text goes as token ids, which were cut to length; only what ids cannot carry is sent as messages. A picture's file may not be where the server could read it, so its bytes go."
     messages = row.get("messages")
     messages = json.loads(messages) if isinstance(messages, str) else messages
-    return messages if messages and any(isinstance(m.get("content"), list) for m in messages) else None
+    if not any(isinstance(m.get("content"), list) and any(p.get("type") != "text" for p in m["content"]) for m in messages or ()):
+        return None
+    return [m | {"content": [_inline(p) for p in m["content"]]} if isinstance(m["content"], list) else m for m in messages]
+
+
+def _inline(part):
+    "A picture in a file becomes a data: address."
+    url = (part.get("image_url") or {}).get("url", "")
+    if not url.startswith("file:"):
+        return part
+    path = Path(unquote(urlsplit(url).path))
+    kind = mimetypes.guess_type(path.name)[0] or "image/png"
+    return part | {"image_url": {"url": f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"}}
 
 
 def extract_from_server(
@@ -53,11 +68,11 @@ def extract_from_server(
     dataset, client = table_of(rows), HiddenStatesClient(url, storage, layer_ids, model, timeout, tries)
     folder = FeatureFolder(output_dir, dataset, origin(client.about(), client.layer_ids, dataset, dtype), shard(len(dataset), rank, world_size))
     order, room, breaker, size = sorted(folder.todo, key=lambda i: -folder.lengths[i]), Room(max_bytes), Breaker(max_failures), [0, 0]
-    pictures = "messages" in dataset.column_names
+    table, pictures = dataset.with_format(None), "messages" in dataset.column_names
 
     def one(i):
         with room.of(folder.lengths[i] * size[0]):
-            states = client.states(folder.tokens[i], more_than_text(dataset[i]) if pictures else None)
+            states = client.states(folder.tokens[i], more_than_text(table[i]) if pictures else None)
             size[:] = states[0].numel() * states.element_size(), states.shape[-1]
             folder.write(i, states)
 
@@ -76,7 +91,7 @@ def extract_from_server(
                 bar.update(folder.lengths[i])
     return {"written": written, "kept": len(folder.wanted) - len(order), "failed": len(order) - written}
 
-# %% ../../nbs/data/04f_vllm_features.ipynb #d0a2e442
+# %% ../../nbs/data/04f_vllm_features.ipynb #d98fd584
 class ServerFeatures(FeatureRows):
     "Samples whose states a running vLLM makes when they are asked for; nothing stays on disk."
 
@@ -93,15 +108,16 @@ class ServerFeatures(FeatureRows):
         max_failures: int = 20,  # in a row, then training stops even with "skip"
         **server,  # model, timeout, tries: as in `HiddenStatesClient`
     ):
-        self.rows, self.client = table_of(rows).with_format("torch"), HiddenStatesClient(url, storage, layer_ids, **server)
+        self.table = table_of(rows).with_format(None)
+        self.rows, self.client = self.table.with_format("torch"), HiddenStatesClient(url, storage, layer_ids, **server)
         self.concurrency, self.dtype, self.breaker, self.where = concurrency, dtype, Breaker(max_failures), f"the server {url!r}"
         super().__init__([int(n) for n in self.rows["seq_len"][:]], self.client.layer_ids, layers, on_bad)
         self.shape = tuple(self._states(min(range(len(self)), key=self.lengths.__getitem__)).shape[1:])  # a server that is not up to it is found now
         self.split = split_of(self.rows).get("split")
 
     def _states(self, i):
-        row = self.rows[i]
-        return self.client.states(row["input_ids"].tolist(), more_than_text(row)).to(self.dtype)
+        row = self.table[i]
+        return self.client.states(row["input_ids"], more_than_text(row)).to(self.dtype)
 
     def read(self, i: int) -> tuple:
         try:
