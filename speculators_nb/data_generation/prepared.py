@@ -21,7 +21,7 @@ from .sources import load_table
 from ..utils import load_pickle
 from ..vocab import save_vocab_mapping, vocab_mapping_from_frequencies
 
-# %% ../../nbs/data/02b_prepared.ipynb #12aa88de
+# %% ../../nbs/data/02b_prepared.ipynb #7195e3a4
 def read_token_freq(
     folder: str | Path,  # a prepared folder, ours or upstream's
     trained: int | None = None,  # what the counts must add up to; None: not checked
@@ -126,7 +126,7 @@ class Prepared:
         if limit := self.config.get("origin", {}).get("max_length"):
             left.axvline(min(limit, edges[-1]), ls=":", color="#555555", label=f"max_length {limit}")
         left.set(xlabel="length of the row, tokens", ylabel="tokens in such rows")
-        left.set_title(f"Half of the {len(self)} rows are at most {int(np.median(self.lengths)) if len(self) else 0} tokens long", loc="left")
+        left.set_title(f"{len(self)} rows; the median has {int(np.median(self.lengths)) if len(self) else 0} tokens", loc="left")
         left.legend(frameon=False)
         cut = self.config.get("report", {}).get("tokens_cut", 0)
         start, whole = 0, max(tokens + cut, 1)

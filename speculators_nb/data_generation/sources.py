@@ -18,7 +18,7 @@ from datasets import Dataset, load_from_disk
 
 from ..utils import inside
 
-# %% ../../nbs/data/01b_sources.ipynb #58412800
+# %% ../../nbs/data/01b_sources.ipynb #04a8ba29
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 RECORDS = ("data_config.json", "provenance.json", "dataset_info.json", "dataset_infos.json", "state.json", "sample_lengths.json", "token_freq.json",
            "errors.jsonl")  # what tools write beside conversations; in a folder, names that end so are passed over
@@ -29,7 +29,7 @@ def _parse(text, where):
     try:
         row = json.loads(text)
     except ValueError as e:
-        raise ValueError(f"{where}: not JSON ({e}). Expected one conversation a line in .jsonl, or one list in .json.") from None
+        raise ValueError(f"{where}: not JSON ({e.msg} at column {e.colno}). Expected one conversation a line in .jsonl, or one list in .json.") from None
     return _as_row(row, where)
 
 
