@@ -125,7 +125,7 @@ class NativeCheckpoint:
         "A field of config.json."
         return next((d[name] for d in (*(self.config.get(b) or {} for b in blocks), self.config) if d.get(name) is not None), default)
 
-# %% ../nbs/core/18_native.ipynb #e0379f43
+# %% ../nbs/core/18_native.ipynb #83caeab3
 def rename(
     tensors: dict, # name -> tensor
     table: dict,   # old prefix -> new prefix; the first that fits; a name without one stays
@@ -140,7 +140,7 @@ def inverse(table: dict) -> dict: # old prefix -> new prefix -> the table that t
     "Turn a table of prefixes round."
     return {new: old for old, new in table.items()}
 
-# %% ../nbs/core/18_native.ipynb #29bd3a4b
+# %% ../nbs/core/18_native.ipynb #63e93c77
 def layer_config(
     native: NativeCheckpoint,
     target: Target,           # the verifier
@@ -170,7 +170,7 @@ def count_layers(
     "How many decoder layers there are."
     return 1 + max((int(m[1]) for n in names if (m := re.match(r"layers\.(\d+)\.", n))), default=-1)
 
-# %% ../nbs/core/18_native.ipynb #cbc309ce
+# %% ../nbs/core/18_native.ipynb #f243eb55
 def without_borrowed(
     tensors: dict,           # our names -> tensors
     target: Target,          # the verifier
@@ -206,7 +206,7 @@ def vocab_mapping(
     if len(t2d) == len(d2t) and bool((d2t == 0).all()): return {}
     return {"t2d": t2d.bool(), "d2t": d2t.long()}
 
-# %% ../nbs/core/18_native.ipynb #1efb27ca
+# %% ../nbs/core/18_native.ipynb #2e900ed4
 def write_native(
     folder: str | os.PathLike,       # made if absent
     config: dict,                    # the content of config.json
