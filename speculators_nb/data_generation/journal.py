@@ -50,7 +50,7 @@ def read_regenerated(
     for lines, _ in _complete(path):
         yield from lines
 
-# %% ../../nbs/data/02f_journal.ipynb #5ed3a379
+# %% ../../nbs/data/02f_journal.ipynb #3865d6b8
 class Report(dict):
     "What became of the conversations: counts, and counters by reason."
 
@@ -61,7 +61,7 @@ class Report(dict):
     def table(self) -> pd.DataFrame:  # what, why, number
         "One row per count; of the reasons, the most frequent first."
         words = {"written": "conversations written", "kept": "conversations that were there", "duplicates": "duplicates in the input", "answers": "answers",
-                 "cut": "conversations whose last answer was cut", "tokens": "tokens answered", "finish_reasons": "answers, by finish reason", "truncated": "conversations ended early",
+                 "cut": "conversations whose last answer was cut", "tokens": "tokens answered", "finish_reasons": "answers, by finish reason", "retokenised": "answers whose tokens were made from text", "other_tokens": "of these, by another count than the server's", "truncated": "conversations ended early",
                  "skipped": "conversations in other languages", "failed": "conversations failed"}
         rows = [(words.get(k, k), "", v) for k, v in self.items() if isinstance(v, int) and (v or k in ("written", "tokens"))]
         rows += [(words.get(k, k), reason, n) for k, v in self.items() if isinstance(v, Counter) for reason, n in v.most_common()]

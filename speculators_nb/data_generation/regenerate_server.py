@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['retokenise', 'Interview', 'regenerate_from_server']
 
-# %% ../../nbs/data/03b_regenerate_server.ipynb #9b7f0730
+# %% ../../nbs/data/03b_regenerate_server.ipynb #b2f359ed
 import json
 import re
 import threading
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 from tqdm.auto import tqdm
@@ -38,7 +39,7 @@ def retokenise(
     end = next((i for i in reversed(range(len(said))) if said[i] in special), None)
     return prompt, said if end is None else said[: end + (finish != "length")]
 
-# %% ../../nbs/data/03b_regenerate_server.ipynb #b52f1a53
+# %% ../../nbs/data/03b_regenerate_server.ipynb #987a51a9
 _TOO_LONG = re.compile("context length|max_model_len|maximum.{0,20}length|too long", re.I)
 
 
@@ -123,7 +124,7 @@ class Interview:
         replay.usage["other_tokens"] += (told.get("usage") or {}).get("completion_tokens", len(ids)) != len(ids)
         return prompt, ids, message, finish
 
-# %% ../../nbs/data/03b_regenerate_server.ipynb #c15c2d7c
+# %% ../../nbs/data/03b_regenerate_server.ipynb #c80bb8ce
 def regenerate_from_server(
     url: str | Endpoint,  # an OpenAI-compatible server that serves the verifier, with the key, if it needs one, in OPENAI_API_KEY
     conversations: str | Path | Iterable,  # as `sources.read_conversations` takes them
@@ -153,13 +154,15 @@ def regenerate_from_server(
     interview, breaker = Interview(endpoint, model, tokenizer, max_new_tokens, max_length), Breaker(max_failures)
     with Journal(out_path, settings) as journal, tqdm(desc="regenerate", unit="conversation", delay=1) as bar:
         journal.report |= {"retokenised": 0, "other_tokens": 0}
-        for replay, result in concurrently(interview, still_to_do(conversations, journal, sampling, seed, languages, limit=limit), concurrency):
-            if isinstance(result, Exception):
-                journal.fail(replay.key, result)
-            else:
-                journal.write(replay, endpoint=endpoint.url)
-                for name in ("retokenised", "other_tokens"):
-                    journal.report[name] += replay.usage[name]
-                bar.update()
-            breaker.see(result)
+        todo = still_to_do(conversations, journal, sampling, seed, languages, limit=limit)
+        with closing(concurrently(interview, todo, concurrency)) as results:
+            for replay, result in results:
+                if isinstance(result, Exception):
+                    journal.fail(replay.key, result)
+                else:
+                    journal.write(replay, endpoint=endpoint.url)
+                    for name in ("retokenised", "other_tokens"):
+                        journal.report[name] += replay.usage[name]
+                    bar.update()
+                breaker.see(result)
     return journal.report
