@@ -32,7 +32,7 @@ from .provenance import write_provenance
 from .serve import Server, serve_command, serve_environment
 from .train.drafter import train_drafter
 from .train.trainer import SpeculatorTrainer
-from .utils import atomic_write
+from .utils import atomic_write, remote_code
 from .verifier import check_aux_layer_ids, default_aux_layer_ids
 
 # %% ../nbs/68_drafter_steps.ipynb #91172776
@@ -76,6 +76,7 @@ def train(
     early_stopping_patience: int | None = None,  # stop after so many evaluations without progress; default: never
     resume: bool = False,  # go on from the newest complete checkpoint in output_dir
     seed: int = 0,  # of the initial weights and of everything random in training
+    trust_remote_code: bool = False,  # run code that comes with the verifier
     extra: list[str] | None = None,  # name=value, for any other training argument, e.g. warmup_steps=100; repeat the option
 ) -> SpeculatorTrainer:  # has run; its model is the best one, and is saved
     "Train a drafter on features, and keep the best checkpoint."
@@ -87,8 +88,9 @@ def train(
         raise ValueError(f"verifier is missing: {data_dir} does not say which one made it")
     given = dict(num_train_epochs=num_train_epochs, total_seq_len=total_seq_len, gradient_accumulation_steps=gradient_accumulation_steps,
                  learning_rate=learning_rate, optimizer=optimizer, bf16=bf16, save_dtype=save_dtype, early_stopping_patience=early_stopping_patience)
-    trainer = train_drafter(data_dir, output_dir, verifier, algorithm, draft_arch or settings(algorithm).get("draft_arch", "llama"), num_layers, draft_vocab_size,
-                            from_pretrained, seed, eval_share, on_bad, server, storage, aux_layer_ids or None, resume_from_checkpoint=resume, **given, **_pairs(extra))
+    with remote_code(trust_remote_code):
+        trainer = train_drafter(data_dir, output_dir, verifier, algorithm, draft_arch or settings(algorithm).get("draft_arch", "llama"), num_layers, draft_vocab_size,
+                                from_pretrained, seed, eval_share, on_bad, server, storage, aux_layer_ids or None, resume_from_checkpoint=resume, **given, **_pairs(extra))
     write_provenance(output_dir, "train", dict(algorithm=algorithm, num_layers=num_layers, draft_vocab_size=draft_vocab_size, server=server, eval_share=eval_share,
                      seed=seed, resume=resume, **given, extra=_pairs(extra)), {"features": data_dir, "verifier": verifier, "from_pretrained": from_pretrained}, steps=trainer.state.global_step)
     return trainer

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
+from .utils import remote_code_allowed
 
 # %% ../nbs/core/12_verifier.ipynb #12733a9c
 def default_aux_layer_ids(
@@ -100,7 +101,7 @@ class Verifier:
         aux_layer_ids=None,  # ascending ids within [0, n]; None: `default_aux_layer_ids`
         dtype="auto",  # torch dtype; "auto": the checkpoint's
         device="cpu",  # torch device
-        trust_remote_code: bool = False,  # run code that comes with the checkpoint
+        trust_remote_code: bool | None = None,  # run code that comes with the checkpoint; None: as `utils.remote_code` says, which is no
     ) -> "Verifier":  # ready for use
         "Load from safetensors. FileNotFoundError: no config or no weights in the folder; ValueError: tensors missing or misshapen."
         folder = Path(path)
@@ -108,6 +109,7 @@ class Verifier:
             for pattern, what in (("config.json", "config.json"), ("*.safetensors", "weights (*.safetensors)")):
                 if not any(folder.glob(pattern)):
                     raise FileNotFoundError(f"verifier {path!r}: the folder has no {what}; save the model there with save_pretrained")
+        trust_remote_code = remote_code_allowed() if trust_remote_code is None else trust_remote_code
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         auto = next((a for a in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in a._model_mapping), AutoModelForCausalLM)
         model, info = auto.from_pretrained(

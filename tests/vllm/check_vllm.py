@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Serve our checkpoints with the real vLLM, on a CPU, and compare every drafted token with our own decoding.
 
-    .venv/bin/python tests/vllm/check_vllm.py                  three to six minutes; the first call also makes .venv-vllm (4 minutes, 3.4 GB)
+    .venv/bin/python tests/vllm/check_vllm.py                  four to seven minutes; the first call also makes .venv-vllm (5 minutes, 3.4 GB)
     .venv/bin/python tests/vllm/check_vllm.py --only dflash    the cases whose name begins so
     TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" .venv/bin/python tests/vllm/check_vllm.py
                                                                where the package index has torch for CUDA only
@@ -21,7 +21,8 @@ Where something differs, the first place of each text is printed. One difference
 the text. Near the length limit it still drafts K tokens and counts all that the verifier agrees with, and suffix decoding remembers what stood
 behind the end, where `generate` asks only for tokens that fit and forgets the rest. So our steps are counted on texts without an end, up to the
 step that reaches it. Suffix decoding learns from one request to the next, so its requests run one at a time. vLLM drafts with arctic-inference
-there, which exists as source only: a C++ compiler builds it in half a minute, and without one the case is left out, and said to be.
+there, which exists as source only: a C++ compiler and Python's headers build it in half a minute. Where they do not, the case is left out, and
+the script says why.
 
 Checkpoints that vLLM must refuse are cases too: one that `check_vllm_contract` objects to as well, and what this engine cannot run on a CPU
 (DSpark and DFlash with mixed layers need its V2 runner, which needs Triton). MLP speculators are served by no vLLM of this version. The engine
@@ -106,7 +107,10 @@ def install_arctic(python):
         call(*pip, "install", "-q", "--target", f"{tmp}/tools", *BUILD)
         # with build isolation pip would fetch torch for CUDA first; setup.py only asks it for a path
         paths = dict(PATH=f"{tmp}/tools/bin{os.pathsep}{os.environ['PATH']}", PYTHONPATH=f"{tmp}/tools", CXX=compiler)
-        call(*pip, "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", tmp, ARCTIC, env=os.environ | paths)
+        try:
+            call(*pip, "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", tmp, ARCTIC, env=os.environ | paths)
+        except SystemExit as e:
+            return f"cannot be built:\n{str(e)[-1500:]}"
         call(*pip, "install", "-q", "--no-deps", *Path(tmp).glob("*.whl"))
     return None
 
@@ -302,6 +306,7 @@ def first_layers(folder, n=4):
 def make_cases(folder, prompts):
     """Checkpoints in `folder`, saved by our library, as cases; {name: case}, and the families that were trained."""
     import torch
+    from speculators_nb.convert import export_native
     from speculators_nb.data_generation.regenerate import eos_ids_of
     from speculators_nb.decode.generate import NoDrafter, generate
     from speculators_nb.models.mtp import stitch_mtp
@@ -335,6 +340,9 @@ def make_cases(folder, prompts):
             cases[name] = Case(dict(model=str(path := save(name, model))), path)
     cases["eagle3, named in the engine's arguments"] = Case(engine("eagle3", cases["eagle3"].draft), cases["eagle3"].draft)
 
+    for name in ("eagle3", "dflash"):                  # as the research code keeps them, which vLLM reads by another way
+        cases[f"{name}, in the research layout"] = Case(engine(name, export_native(cases[name].draft, folder / f"research-{name}")), cases[name].draft)
+
     # families that it reads in another format
     for name, model, method in (("medusa", briefly("medusa", folder / "trained-medusa"), "medusa"),
                                 ("eagle", moved(new_drafter("eagle", VERIFIER, speculative_tokens=K), g), "eagle")):
@@ -355,7 +363,7 @@ def make_cases(folder, prompts):
     del config["transformer_layer_config"]["num_aux_hidden_states"]            # vLLM then sizes fc for three layers
     broken.mkdir()
     (broken / "config.json").write_text(json.dumps(config))
-    (broken / "model.safetensors").symlink_to(source / "model.safetensors")
+    (broken / "model.safetensors").hardlink_to(source / "model.safetensors")
     cases["eagle3, without num_aux_hidden_states"] = Case(dict(model=str(broken)), broken, contract="num_aux_hidden_states", refused="size")
     mixed = moved(new_drafter("dflash", VERIFIER, "qwen3", 2, block_size=K + 1), g)
     path = save("dflash mixed", variant(mixed, sliding(2) | dict(layer_types=["sliding_attention", "full_attention"])))
