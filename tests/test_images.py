@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from speculators_nb.data_generation.chat import ChatTemplate
 from speculators_nb.data_generation.features import FeatureDataset, LiveFeatures, extract_features
 from speculators_nb.data_generation.images import carry_mask, for_template, has_pictures, inputs_of, load_processor, pictures_of, process, resolve_images
 from speculators_nb.data_generation.prepare import prepare_data
 from speculators_nb.data_generation.prepared import load_prepared
+from speculators_nb.data_generation.template import ChatTemplate
 from speculators_nb.verifier import Verifier
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"

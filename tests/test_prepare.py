@@ -19,8 +19,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from speculators_nb.data_generation.chat import encode, to_dataset
 from speculators_nb.data_generation.corpus import corpus
 from speculators_nb.data_generation.messages import normalize
-from speculators_nb.data_generation.prepare import changes, filter_rows, fingerprint_data, prepare_data
-from speculators_nb.data_generation.prepared import load_prepared, read_token_freq
+from speculators_nb.data_generation.prepare import filter_rows, fingerprint_data, prepare_data
+from speculators_nb.data_generation.prepared import changes, load_prepared, read_token_freq
 from speculators_nb.vocab import load_vocab_mapping
 
 VERIFIER = Path(__file__).parents[1] / "data/tiny-verifier"

@@ -6,7 +6,7 @@
 __all__ = ['load_processor', 'without_video', 'resolve_images', 'has_pictures', 'pictures_of', 'for_template', 'process',
            'carry_mask', 'encode_images', 'inputs_of', 'row_inputs']
 
-# %% ../../nbs/data/02c_images.ipynb #ad627cda
+# %% ../../nbs/data/02c_images.ipynb #5c1ceb62
 import base64
 import binascii
 import copy
@@ -26,8 +26,9 @@ from datasets import Dataset
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-from .chat import ChatTemplate, mask_of, merge_turns, turns_of
+from .chat import mask_of
 from .messages import normalize, tools_of
+from .template import ChatTemplate, merge_turns, turns_of
 from ..utils import atomic_write
 
 # %% ../../nbs/data/02c_images.ipynb #9a89ecc2
@@ -47,7 +48,7 @@ def load_processor(
         if kind is None:
             raise
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        return without_video(kind)(AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code), tokenizer, None, chat_template=tokenizer.chat_template)
+        return without_video(kind)(AutoImageProcessor.from_pretrained(path), tokenizer, None, chat_template=tokenizer.chat_template)
 
 
 def without_video(
