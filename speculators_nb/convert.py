@@ -59,7 +59,7 @@ def convert(
 ) -> str: # the new folder
     """Convert a foreign drafter to this library's checkpoint. Tensors are renamed and keep values and dtype; names and shapes are checked against the model that the new config describes, and its sizes against the verifier.
     Errors: FileExistsError; ValueError for an unknown format, missing, unexpected or misshapen tensors, another verifier, or a pickle that holds more than tensors."""
-    output, native, target = _empty(output_dir), NativeCheckpoint(source), verifier_target(verifier, trust_remote_code)
+    output, native, target = _empty(output_dir), NativeCheckpoint(source), verifier_target(verifier, trust_remote_code or None)
     entry = _format(native) if format is None else _named(format, formats(), "known are")
     fields, state = entry.read(native, target)
     fields |= _fields(config)
@@ -105,7 +105,7 @@ def export_native(
     if not known: raise ValueError(f"{str(checkpoint)!r} is of type {config.speculators_model_type!r}, which no other project stores in a way of its own; there are {', '.join(sorted({f.model_type for f in formats()}))}")
     entry = known[0] if format is None else _named(format, known, f"a drafter of type {config.speculators_model_type!r} can be written as")
     named = verifier or (config.speculators_config and config.speculators_config.verifier.name_or_path)
-    target = verifier_target(named, trust_remote_code) if named and (verifier or (Path(named) / "config.json").is_file()) else None
+    target = verifier_target(named, trust_remote_code or None) if named and (verifier or (Path(named) / "config.json").is_file()) else None
     state = {n: w for file in sorted(set(checkpoint_index(folder).values())) for n, w in load_tensors(file).items()}
     klass = SpeculatorModel.registered_model_class_from_config(config)
     with torch.device("meta"): model = klass(config)
