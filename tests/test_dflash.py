@@ -1,14 +1,13 @@
 """DFlash against upstream's recorded numbers, the lean path against the dense definition, the drafter against training."""
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from recorded import FIXTURES, cases, load_case
 from safetensors.torch import load_file
 from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 from speculators_nb.anchors import block_supervision
-from speculators_nb.config import SpeculatorModelConfig
 from speculators_nb.contract import check_vllm_contract
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.layers import draft_layer_config
@@ -19,36 +18,7 @@ from speculators_nb.tree import Sampling
 from speculators_nb.verifier import Verifier
 from speculators_nb.weights import dpace
 
-FIXTURES = Path(__file__).parent / "fixtures"
-CASES = sorted(p.name for p in FIXTURES.glob("dflash*") if (p / "inputs.safetensors").exists())
-
-
-def load_case(name):
-    folder = FIXTURES / name
-    config = SpeculatorModelConfig.from_pretrained(folder / "saved_pretrained")
-    model = SpeculatorModel.registered_model_class_from_config(config)(config)
-    model.load_state_dict(load_file(folder / "state_dict.safetensors"))
-    info = json.loads((folder / "outputs.json").read_text())
-    kwargs, _ = DFlashDraftModel.get_trainer_kwargs(**info["training_args"])
-    return model, load_file(folder / "inputs.safetensors"), kwargs, info, folder
-
-
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])
-@pytest.mark.parametrize("name", CASES)
-def test_upstream(name, lean):
-    """Loss and metrics to 1e-5 relative, gradients to 1e-3 relative per tensor norm: the noise between upstream's own attention back ends is 1e-6."""
-    model, batch, kwargs, info, folder = load_case(name)
-    model.train()
-    _, loss, metrics = model(**batch, **kwargs, cross_document_targets=True, lean=lean)
-    assert loss.item() == pytest.approx(info["loss"], rel=1e-5)
-    assert metrics.keys() == info["metrics"].keys()
-    for key, value in info["metrics"].items():
-        assert float(metrics[key]) == pytest.approx(value, rel=1e-5), key
-    loss.backward()
-    want = load_file(folder / "grads.safetensors")
-    assert {n for n, p in model.named_parameters() if p.grad is not None} == want.keys()
-    for key, gradient in want.items():
-        assert (model.get_parameter(key).grad - gradient).norm() <= 1e-3 * gradient.norm() + 1e-5, key
+CASES = cases("dflash")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -73,35 +43,6 @@ def test_logits(name):
         if len(theirs) == targets.numel():      # upstream formed targets at the slots alone, else for the whole row
             mine, theirs = mine[targets][supervised], theirs.view(*targets.shape, -1)[supervised]
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_five_adamw_steps(name):
-    "The recorded optimisation, step by step: [loss before, gradient norm before clipping]."
-    model, batch, kwargs, info, _ = load_case(name)
-    model.train()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    opt = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01)
-    for loss_want, norm_want in info["adamw_5_steps_loss_gradnorm"]:
-        opt.zero_grad()
-        _, loss, _ = model(**batch, **kwargs, cross_document_targets=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        assert (loss.item(), norm.item()) == (pytest.approx(loss_want, rel=1e-4), pytest.approx(norm_want, rel=1e-3))
-        opt.step()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_checkpoint_is_upstreams(name, tmp_path):
-    "The same tensors under the same names (a head and its mapping only for a reduced vocabulary, never the embeddings), the same config keys and values."
-    model, _, _, _, folder = load_case(name)
-    model.save_pretrained(tmp_path)
-    assert sorted(load_file(tmp_path / "model.safetensors")) == json.loads((folder / "saved_pretrained_keys.json").read_text())
-    want, got = (json.loads((d / "config.json").read_text()) for d in (folder / "saved_pretrained", tmp_path))
-    for key in ("auto_map", "transformers_version"):
-        want.pop(key, None), got.pop(key, None)
-    assert got == want
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("name", [c for c in CASES if c != "dflash"])

@@ -1,46 +1,16 @@
 """EAGLE-3 against upstream's recorded numbers, and the lean path against the dense definition."""
-import json
-from pathlib import Path
 
 import pytest
 import torch
+from recorded import cases, load_case
 from safetensors.torch import load_file
 from transformers import LlamaConfig, Qwen3Config
 
-from speculators_nb.config import SpeculatorModelConfig
-from speculators_nb.model import SpeculatorModel
 from speculators_nb.models.eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators_nb.supervision import ttt_supervision
 from speculators_nb.tree import Sampling
 
-FIXTURES = Path(__file__).parent / "fixtures"
-CASES = sorted(p.name for p in FIXTURES.glob("eagle3*") if (p / "inputs.safetensors").exists())
-
-
-def load_case(name):
-    folder = FIXTURES / name
-    config = SpeculatorModelConfig.from_pretrained(folder / "saved_pretrained")
-    model = SpeculatorModel.registered_model_class_from_config(config)(config)
-    model.load_state_dict(load_file(folder / "state_dict.safetensors"))
-    info = json.loads((folder / "outputs.json").read_text())
-    kwargs, _ = Eagle3DraftModel.get_trainer_kwargs(**info["training_args"] | {k: v for k, v in info["call_kwargs"].items() if k != "loss_config"})
-    return model, load_file(folder / "inputs.safetensors"), kwargs, info, folder
-
-
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])
-@pytest.mark.parametrize("name", CASES)
-def test_upstream(name, lean):
-    """Loss and metrics to 1e-5 relative, gradients to 1e-3 relative per tensor norm: the noise between upstream's own attention back ends is 1e-6."""
-    model, batch, kwargs, info, folder = load_case(name)
-    model.train()
-    tokens, loss, metrics = model(**batch, **kwargs, cross_document_targets=True, lean=lean)
-    assert loss.item() == pytest.approx(info["loss"], rel=1e-5)
-    for key, value in info["metrics"].items():
-        assert float(metrics[key]) == pytest.approx(value, rel=1e-5), key
-    loss.backward()
-    for key, want in load_file(folder / "grads.safetensors").items():
-        got = model.get_parameter(key).grad
-        assert (got - want).norm() <= 1e-3 * want.norm() + 1e-5, key
+CASES = cases("eagle3")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,36 +28,6 @@ def test_logits(name):
         kept = row.shape[1] - t                     # upstream's returned ids are draft ids; the last t rows have no target
         mine = row if model.d2t is None else torch.searchsorted(model.to_verifier(torch.arange(len(model.d2t))), row)
         assert torch.equal(mine[:, :kept], want[f"returned.{t}"][:, :kept])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_five_adamw_steps(name):
-    "The recorded optimisation, step by step: [loss before, gradient norm before clipping]."
-    model, batch, kwargs, info, _ = load_case(name)
-    model.train()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    opt = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01)
-    for loss_want, norm_want in info["adamw_5_steps_loss_gradnorm"]:
-        opt.zero_grad()
-        _, loss, _ = model(**batch, **kwargs, cross_document_targets=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        assert (loss.item(), norm.item()) == (pytest.approx(loss_want, rel=1e-4), pytest.approx(norm_want, rel=1e-3))
-        opt.step()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_checkpoint_is_upstreams(name, tmp_path):
-    "The same tensors under the same names; the same config keys and values, but for what we add on purpose."
-    model, _, _, _, folder = load_case(name)
-    model.save_pretrained(tmp_path)
-    assert sorted(load_file(tmp_path / "model.safetensors")) == json.loads((folder / "saved_pretrained_keys.json").read_text())
-    want, got = (json.loads((d / "config.json").read_text()) for d in (folder / "saved_pretrained", tmp_path))
-    assert got["transformer_layer_config"].pop("num_aux_hidden_states") == len(want["eagle_aux_hidden_state_layer_ids"])
-    for key in ("auto_map", "transformers_version"):
-        want.pop(key, None), got.pop(key, None)
-    assert got == want
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def random_model(seed, windows=True):
