@@ -20,7 +20,7 @@ QUIET := > >(grep --line-buffered -E '^ *Downloading .* MB\)|^Installing' | cut 
 	2> >(grep --line-buffered -v -E '^WARNING: Location .* is ignored' >&2)
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 
-.PHONY: help demo test lint sync notebooks-test pytest nbdev2 lab docs browser-test vllm-test upstream-test bench compare verifier answers corpus notebooks export \
+.PHONY: help demo test lint sync notebooks-test pytest nbdev2 lab docs browser-test vllm-test proofs upstream-test bench compare verifier answers corpus notebooks export \
 	readme format hooks env env-dev clean force
 .DEFAULT_GOAL := help
 
@@ -79,6 +79,9 @@ upstream-test: .venv/.run  ## checkpoints of ours in speculators 0.9.0 and its i
 	$(OFFLINE) $(BIN)/python tests/parity/check_prepared.py
 	$(OFFLINE) $(BIN)/python tests/parity/check_converters.py
 	$(OFFLINE) $(BIN)/python tests/parity/check_features.py
+
+proofs: .venv/.dev  ## sampled texts by chi-square and greedy texts token for token, every proposer and rule; hours on two cores, goes on where it stopped
+	$(OFFLINE) $(BIN)/python tests/proofs/run.py
 
 bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own
 	for f in benchmarks/*/run.py; do echo "== $$f"; $(BIN)/python "$$f" || exit; done
