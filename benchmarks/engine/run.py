@@ -6,7 +6,7 @@
 
 vLLM is found as `serve.find_executable` says (SPECULATORS_NB_VLLM, or .venv-vllm, which `make vllm-test` makes). Without an accelerator it is the build for
 processors, one thread, float32. Prompts are the first turns of the held-out corpus, domains in equal shares; greedy. Each K is a server of its own, and 0 is the server without drafting.
-Counts do not depend on the machine; the clock does, and on a shared one it is noisy: compare rows of one run, and read medians. A verifier this small (1.9 M parameters) spends its time on everything but
+Counts do not depend on the machine; the clock does, and on a shared one it is noisy: compare rows of one run, and read medians. A verifier this small (2 M parameters) spends its time on everything but
 the model, so speed here says what the engine around it costs, not what a drafter brings to a large verifier.
 """
 import argparse
@@ -46,14 +46,23 @@ def main():
         def plain(text): return text.replace(f"{tmp}/drafter", "DRAFTER").replace(str(ROOT) + "/", "")
         found.settings = json.loads(plain(json.dumps(found.settings))) | dict(machine=f"{platform.machine()}, {os.cpu_count()} cores", date=str(date.today()))
     found.requests = found.requests[found.requests.concurrency == 1].drop(columns="text").reset_index(drop=True)
-    found.save(opt.out)
-    best = found.performance[found.performance.domain == "all"]
-    table = best[["k", "concurrency", "tokens_per_second", "first_token_ms", "between_tokens_ms", "request_ms", "speedup"]].merge(
-        found.summary[found.summary.domain == "all"][["k", "concurrency", "mean_length", "draft_acceptance"]], how="left")
-    with atomic_write(opt.out / "README.md") as file:
-        file.write_text(f"# The engine, {date.today()}\n\nvLLM on {found.settings['machine']}; {len(rows)} prompts, {opt.max_new_tokens} tokens each, greedy, float32. Command:\n\n"
-                        f"    python benchmarks/engine/run.py --ks {' '.join(map(str, opt.ks))} --concurrency {' '.join(map(str, opt.concurrency))} --prompts {opt.prompts} "
-                        f"--max-new-tokens {opt.max_new_tokens}\n\n{table.round(2).to_markdown(index=False)}\n\n![speed](speed.png)\n\n![acceptance](acceptance.png)\n", encoding="utf-8")
+    found.settings["load"] = round(os.getloadavg()[0], 1)
+    write(found, opt.out, " ".join(["--ks", *map(str, opt.ks), "--concurrency", *map(str, opt.concurrency), "--prompts", str(opt.prompts), "--max-new-tokens", str(opt.max_new_tokens)]))
+
+
+def write(found, out, arguments):
+    """Tables, pictures and a page; where other work was on the machine they say that the clock is not to be trusted."""
+    found.save(out)
+    busy = found.settings["load"] > os.cpu_count()
+    note = f"Other work on the machine (load {found.settings['load']:g} on {os.cpu_count()} cores), changing between servers: the clock says nothing about K"
+    if busy:
+        with atomic_write(out / "speed.png") as file: found.plot_speed(note).savefig(file, format="png", dpi=110)
+    shown = ["k", "concurrency", "tokens_per_second", "first_token_ms", "between_tokens_ms", "request_ms", "speedup"]
+    table = found.performance[found.performance.domain == "all"][shown].merge(found.summary[found.summary.domain == "all"][["k", "concurrency", "mean_length", "draft_acceptance"]], how="left")
+    with atomic_write(out / "README.md") as file:
+        file.write_text(f"# The engine, {found.settings['date']}\n\nvLLM on {found.settings['machine']}; {found.settings['prompts']} prompts, {found.settings['max_new_tokens']} tokens each, greedy, float32. "
+                        f"{note + '; the counts do not depend on it.' if busy else ''} Command:\n\n    python benchmarks/engine/run.py {arguments}\n\n"
+                        f"{table.round(2).to_markdown(index=False)}\n\n![speed](speed.png)\n\n![acceptance](acceptance.png)\n", encoding="utf-8")
     print(table.round(2).to_string(index=False))
 
 
