@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Done', 'cached_rows', 'write_whole', 'HiddenStatesConnector', 'say_what_is_served']
 
-# %% ../../nbs/data/04d_connector.ipynb #0f870743
+# %% ../../nbs/data/04d_connector.ipynb #70f6ae18
 import fcntl
 import json
 import os
@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+# %% ../../nbs/data/04d_connector.ipynb #4a32a76b
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
 except ImportError:  # outside vLLM's environment the class can be looked at, not used
     ExampleHiddenStatesConnector = object
 
-# %% ../../nbs/data/04d_connector.ipynb #6d193d44
+# %% ../../nbs/data/04d_connector.ipynb #3cd66c6a
 class Done:
     "Takes the place of a CUDA event: a copy on the CPU is over when it returns."
 
