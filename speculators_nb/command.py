@@ -172,7 +172,8 @@ def command(
             ours = type(e).__module__.partition(".")[0] == "speculators_nb"
             if os.environ.get("SPECULATORS_NB_TRACEBACK") or not (ours or isinstance(e, EXPECTED)):
                 raise
-            typer.echo(f"Error: {' '.join(str(e).split())[:1000]}", err=True)
+            from speculators_nb.provenance import without_secrets  # an argument may be an address with a password in it
+            typer.echo(f"Error: {without_secrets(' '.join(str(e).split())[:1000])}", err=True)
             raise typer.Exit(2) from None
 
     run.__signature__ = inspect.Signature(parameters)

@@ -132,7 +132,7 @@ def vocab(
     model = json.loads(origin.read_text(encoding="utf-8")).get("model", {}) if origin.is_file() else {}
     vocab_size = vocab_size or model.get("vocab_size")
     if not vocab_size and model.get("target_model_path"):
-        vocab_size = text_config(AutoConfig.from_pretrained(model["target_model_path"])).vocab_size
+        vocab_size = text_config(AutoConfig.from_pretrained(model["target_model_path"], trust_remote_code=False)).vocab_size
     t2d, d2t = prepared.add_vocab_mapping(draft_vocab_size, vocab_size)
     if output_dir is not None:
         save_vocab_mapping(output_dir, t2d, d2t)

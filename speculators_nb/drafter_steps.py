@@ -196,7 +196,7 @@ def serve(
     if hidden_states is None:
         command = serve_command(checkpoint, k, method, verifier, native=native, **options)
     else:
-        n = text_config(AutoConfig.from_pretrained(checkpoint)).num_hidden_layers
+        n = text_config(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)).num_hidden_layers
         layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
         speculation, transfer = extraction_config(layers, hidden_states)
         Path(hidden_states).mkdir(parents=True, exist_ok=True)

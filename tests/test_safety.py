@@ -337,7 +337,8 @@ def test_no_secret_in_output_logs_or_files(verifiers, tmp_path):
     assert good.returncode == 0, good.stderr[-2000:]
     bad = [run("convert", native, tmp_path / "no", "somebody/private-model"), run("convert", f"https://user:{secrets['HF_TOKEN']}@host/x", tmp_path / "no", verifiers / "llama")]
     assert all(p.returncode for p in bad)
-    said = "".join(p.stdout + p.stderr for p in (good, bad[0]))
+    said = "".join(p.stdout + p.stderr for p in (good, *bad))
+    assert "://***@host/x" in bad[1].stderr
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     for secret in secrets.values():
         assert secret not in said

@@ -48,7 +48,7 @@ def load_processor(
         if kind is None:
             raise
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        return without_video(kind)(AutoImageProcessor.from_pretrained(path), tokenizer, None, chat_template=tokenizer.chat_template)
+        return without_video(kind)(AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code), tokenizer, None, chat_template=tokenizer.chat_template)
 
 
 def without_video(
