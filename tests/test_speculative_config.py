@@ -197,6 +197,31 @@ def test_token_tree_malformed(text):
         parse_token_tree(text)
 
 
+@pytest.mark.parametrize("rates, message", [
+    ([0.4, 0.8, 0.1], r"synthetic_acceptance_rates=\[0.4, 0.8, 0.1\] must lie in \[0, 1\] and not increase"),
+    ([0.8, 0.4], r"synthetic_acceptance_rates=\[0.8, 0.4\] must have one rate for each of num_speculative_tokens=3"),
+    ([0.8, 0.4, 0.2, 0.1], "must have one rate for each of num_speculative_tokens=3"), ([], "must have one rate for each"),
+    ([1.1, 0.4, 0.2], "must lie in"), ([0.5, float("nan"), 0.1], "must lie in"), ([0.5, 0.2, -0.1], "must lie in")])
+def test_bad_rates_are_named(rates, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig(**NGRAM, rejection_sample_method="synthetic", synthetic_acceptance_rates=rates)
+
+
+def test_drafting_beyond_the_trained_depth(tmp_path):
+    """A head that predicts two tokens drafts two, or a multiple; heads drafted beyond their number propose what they have, and say so."""
+    from speculators_nb.train.drafter import new_drafter
+    (tmp_path / "mlp").mkdir()
+    (tmp_path / "mlp/config.json").write_text('{"model_type": "mlp_speculator", "n_predict": 2}')
+    with pytest.raises(ValueError, match=r"num_speculative_tokens=3 must be at most the 2 tokens that the draft predicts"):
+        SpeculativeConfig(model=str(tmp_path / "mlp"), num_speculative_tokens=3)
+    home = ROOT / "data/tiny-verifier"
+    new_drafter("medusa", home, num_heads=2).save_pretrained(tmp_path / "heads")
+    target, prompt = Verifier.from_pretrained(str(home), [6]), torch.tensor([5, 6, 7, 8])
+    with pytest.warns(UserWarning, match="k=5 drafts more than the 2 tokens"):
+        done = speculate(target, dict(model=str(tmp_path / "heads"), num_speculative_tokens=5), prompt, max_new_tokens=9)
+    assert done.tokens == generate(target, NoDrafter(), prompt, k=0, max_new_tokens=9).tokens and max(len(s.draft) for s in done.steps) == 2
+
+
 def test_token_tree_size_and_use():
     with pytest.raises(ValueError, match="has 2 tokens, num_speculative_tokens=3"):
         SpeculativeConfig(**NGRAM, speculative_token_tree="[(0,), (1,)]")
