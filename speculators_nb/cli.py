@@ -10,13 +10,13 @@ __all__ = ['app', 'regenerate', 'prepare', 'features', 'vocab', 'train', 'evalua
 import typer
 from .command import command, library, new_app
 
-# %% ../nbs/70_cli.ipynb #9bb3fd51
+# %% ../nbs/70_cli.ipynb #0d59d4a6
 app = new_app("speculators-nb", "Speculative decoding: make features, train a drafter, measure it, serve it with vLLM. The commands stand in working order; "
               "any of them takes --recipe FILE. Start with: speculators-nb demo")
 
 
 def _table(frame, **options):
-    return frame.to_string(float_format="{:.3f}".format, na_rep="", **options)
+    return frame.astype(object).where(frame.notna(), "").to_string(float_format="{:.3f}".format, **options)
 
 # %% ../nbs/70_cli.ipynb #74954639
 def _prepared(p):

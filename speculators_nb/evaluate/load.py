@@ -208,7 +208,7 @@ def run_load(
         for domain in dict.fromkeys(p.domain for p in prompts):
             mine, start = [i for i, p in enumerate(prompts) if p.domain == domain], time.perf_counter()
             _settle(meter)
-            for i, reply in concurrently(one, mine, concurrency):
+            for i, reply in ((i, one(i)) for i in mine) if concurrency == 1 else concurrently(one, mine, concurrency):   # threads begin the next request before this one is counted
                 if isinstance(reply, BaseException): raise reply
                 replies[i] = reply
                 bar.update()
