@@ -1,6 +1,7 @@
 """`evaluate.load`, `evaluate.engine`, `evaluate.guidellm`: every count of a stand-in for vLLM is known beforehand (fake_engine.expected)."""
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from fake_engine import expected
 from hypothesis import given
 from hypothesis import strategies as st
 
+import speculators_nb.evaluate.load as load_module
 from speculators_nb.data_generation.endpoint import Endpoint, EndpointError
 from speculators_nb.decode.generate import Generation, Step
 from speculators_nb.evaluate.acceptance import COUNTS, acceptance_table, evaluate
@@ -93,6 +95,16 @@ def test_counters_that_never_come_are_waited_for_and_given_up(engine):
     with Server(["vllm", "serve", "m"]) as server:
         meter = Meter(Endpoint(server.url, tries=1), patience=0.3)
         with pytest.raises(MetricsError, match="counts 0 finished requests, 1 were answered"): meter.stop(1)
+
+
+def test_a_request_begins_after_the_one_before_is_counted(engine, monkeypatch):
+    "else its first steps would be counted for another"
+    events, real_ask, real_stop = [], load_module.ask, Meter.stop
+    monkeypatch.setattr(load_module, "ask", lambda *a, **k: (events.append("ask"), real_ask(*a, **k))[1])
+    monkeypatch.setattr(Meter, "stop", lambda *a, **k: (time.sleep(0.05), real_stop(*a, **k), events.append("counted"))[1])
+    with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:
+        run_load(Endpoint(server.url, tries=1), read_prompts(PROMPTS), 1, 6)
+    assert events == ["ask"] + ["ask", "counted"] * 6                                 # the first is not measured
 
 
 def test_one_answer(engine, monkeypatch):
