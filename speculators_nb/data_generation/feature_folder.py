@@ -26,7 +26,7 @@ from .feature_file import FeatureError, feature_path, legacy_layer_ids, read_fea
 from .sources import load_table
 from ..utils import atomic_write
 
-# %% ../../nbs/data/04b_feature_folder.ipynb #62b0cc78
+# %% ../../nbs/data/04b_feature_folder.ipynb #9a59e9b6
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +47,7 @@ def table_of(
         folder = next((f for f in (Path(rows), Path(rows) / "rows") if (f / "state.json").is_file()), None)
         if folder is None:
             raise FileNotFoundError(f"rows={str(rows)!r}: no prepared table there; make one with prepare_data")
-        rows = load_table(folder)
+        rows = load_table(folder).with_format(None)
     if "seq_len" in rows.column_names:
         return rows
     return rows.add_column("seq_len", [len(ids) for ids in rows.with_format("numpy")["input_ids"][:]])
