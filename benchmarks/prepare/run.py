@@ -55,6 +55,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=20_000)
     parser.add_argument("--processors", type=int, default=2)
+    parser.add_argument("--templates", nargs="+", default=list(TEMPLATES), choices=list(TEMPLATES))
+    parser.add_argument("--rows", nargs="+", default=["conversation", "turn"])
     parser.add_argument("--verifier", default=str(ROOT / "data/tiny-verifier"), help="whose tokenizer is used")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/prepare/results/prepare.csv")
     args = parser.parse_args()
@@ -66,9 +68,9 @@ def main():
         with open(data, "w", encoding="utf-8") as f:
             for c in conversations(args.conversations):
                 f.write(json.dumps(c) + "\n")
-        for name, template in TEMPLATES.items():
-            tokenizer.chat_template = template
-            for rows in ("conversation", "turn"):
+        for name in args.templates:
+            tokenizer.chat_template = TEMPLATES[name]
+            for rows in args.rows:
                 start, used = time.perf_counter(), cpu()
                 prepared = prepare_data(data, tokenizer, Path(d) / f"{name} {rows}", rows=rows, num_proc=args.processors)
                 wall = time.perf_counter() - start
