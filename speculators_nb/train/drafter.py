@@ -120,5 +120,5 @@ def train_drafter(
         if model.t2d is not None: save_vocab_mapping(output_dir, model.t2d, model.d2t)
     data.choose(list(model.drafter().aux_layer_ids))
     split = data.split if eval_share is None else None
-    rows, held = (range(split["train"]), range(split["train"], len(data))) if split else split_rows(len(data), 0.05 if eval_share is None else eval_share, seed)
+    rows, held = (range(split["train"]), range(split["train"], len(data))) if split and split["val"] else split_rows(len(data), 0.05 if eval_share is None else eval_share, seed)
     return train(model, Subset(data, rows), Subset(data, held) if held else None, output_dir=str(output_dir), seed=seed, **training_args)
