@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['train', 'prompts_of', 'evaluate', 'compare', 'serve']
 
-# %% ../nbs/68_drafter_steps.ipynb #d0a93784
+# %% ../nbs/68_drafter_steps.ipynb #b05a1f9a
 import json
 import os
 import time
@@ -35,7 +35,7 @@ from .train.trainer import SpeculatorTrainer
 from .utils import atomic_write, remote_code
 from .verifier import check_aux_layer_ids, default_aux_layer_ids
 
-# %% ../nbs/68_drafter_steps.ipynb #91172776
+# %% ../nbs/68_drafter_steps.ipynb #4cfea66f
 def _pairs(extra):
     "A mapping, or name=value strings -> dictionary; values are JSON where they can be, else text."
     if isinstance(extra, Mapping):
@@ -172,7 +172,7 @@ def compare(
         write_provenance(output_dir, "compare", dict(runs=runs), {run: folder if equals else run for run, equals, folder in named})
     return found
 
-# %% ../nbs/68_drafter_steps.ipynb #a9f030de
+# %% ../nbs/68_drafter_steps.ipynb #4c67862d
 def serve(
     checkpoint: str,  # a drafter, or a verifier alone: folder or hub id
     k: int | None = None,  # tokens to draft; default: what the checkpoint says; 0: none, the verifier alone
