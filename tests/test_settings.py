@@ -100,6 +100,6 @@ def test_imports_are_declared(files, extras):
     declared = PROJECT["dependencies"] + sum((PROJECT["optional-dependencies"][x] for x in extras), [])
     declared = {Requirement(r).name.replace("-", "_") for r in declared} | OPTIONAL
     files = list(ROOT.glob(files))
-    local = {p.stem for p in [*files, *ROOT.glob("docs/*.py")]}
+    local = {p.stem for p in [*files, *ROOT.glob("docs/*.py"), *ROOT.glob("tests/*/*.py")]}
     unknown = {COMES_WITH.get(name, name): path.name for path in files for name in third_party(path) - local}
     assert files and {name: path for name, path in unknown.items() if name not in declared} == {}
