@@ -123,7 +123,7 @@ def features(
 def vocab(
     data_dir: Path,  # prepared folder or feature folder
     draft_vocab_size: int,  # N, tokens that the drafter knows
-    output_dir: Path | None = None,  # gets d2t-N.npy and t2d-N.npy; default: data_dir
+    output_dir: Path | None = None,  # gets d2t-N.npy and t2d-N.npy; default: beside the rows, where train finds them
     vocab_size: int | None = None,  # of the verifier; default: as the folder says
 ) -> dict:  # draft_vocab_size, vocab_size, output_dir, covered: share of the trained tokens that the drafter knows
     "Choose the tokens of a drafter: the most frequent ones of the training answers."
@@ -138,4 +138,4 @@ def vocab(
         save_vocab_mapping(output_dir, t2d, d2t)
         write_provenance(output_dir, "vocab", dict(draft_vocab_size=draft_vocab_size, vocab_size=vocab_size), {"data": data_dir})
     known = sum(n for t, n in prepared.token_freq.items() if t2d[t])
-    return {"draft_vocab_size": draft_vocab_size, "vocab_size": len(t2d), "covered": known / max(1, sum(prepared.token_freq.values())), "output_dir": output_dir or data_dir}
+    return {"draft_vocab_size": draft_vocab_size, "vocab_size": len(t2d), "covered": known / max(1, sum(prepared.token_freq.values())), "output_dir": output_dir or prepared.folder}

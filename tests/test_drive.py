@@ -18,6 +18,7 @@ from speculators_nb.proposals import (DynamicTreeTokenProposalConfig, GreedyToke
 from speculators_nb.train.drafter import new_drafter
 from speculators_nb.tree import Drafter, Sampling, TokenTree, probabilities
 from speculators_nb.verifier import Verifier
+from speculators_nb.vocab import vocab_mapping_from_frequencies
 
 V, H = 24, 16
 SHAPE = dict(vocab_size=V, hidden_size=H, intermediate_size=20, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=256,
@@ -58,7 +59,8 @@ def drafter_of(folder):
                 made[name] = DraftModel(LlamaForCausalLM(LlamaConfig(**SHAPE | dict(num_hidden_layers=2))).eval(), Verifier.from_pretrained(folder, [0]))
             else:
                 algorithm, args = LEARNED[name]
-                model, g = new_drafter(algorithm, folder, token_freq={t: 1 + t % 5 for t in range(V)}, target_layer_ids=[0, 2, 4] if algorithm not in LAST_STATE else None, **args), torch.Generator().manual_seed(1)
+                mapping = vocab_mapping_from_frequencies({t: 1 + t % 5 for t in range(V)}, n, V) if (n := args.get("draft_vocab_size")) else None
+                model, g = new_drafter(algorithm, folder, mapping=mapping, target_layer_ids=[0, 2, 4] if algorithm not in LAST_STATE else None, **args), torch.Generator().manual_seed(1)
                 with torch.no_grad():
                     for p in model.parameters():
                         if p.requires_grad: p.add_(torch.randn(p.shape, generator=g) * 0.2)
