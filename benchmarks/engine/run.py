@@ -1,6 +1,6 @@
 """The real engine: acceptance, throughput and latency of the shipped EAGLE-3 in vLLM, over the number of drafted tokens and the load.
 
-    python benchmarks/engine/run.py                       vLLM on this machine; six servers, ten to thirty minutes on two cores
+    python benchmarks/engine/run.py                       vLLM on this machine; six servers, two minutes on two idle cores
     python benchmarks/engine/run.py --ks 1 3 --prompts 6  less of it
     python benchmarks/engine/run.py --out output/engine   elsewhere than benchmarks/engine/results
 
@@ -60,8 +60,8 @@ def write(found, out, arguments):
     shown = ["k", "concurrency", "tokens_per_second", "first_token_ms", "between_tokens_ms", "request_ms", "speedup"]
     table = found.performance[found.performance.domain == "all"][shown].merge(found.summary[found.summary.domain == "all"][["k", "concurrency", "mean_length", "draft_acceptance"]], how="left")
     with atomic_write(out / "README.md") as file:
-        file.write_text(f"# The engine, {found.settings['date']}\n\nvLLM on {found.settings['machine']}; {found.settings['prompts']} prompts, {found.settings['max_new_tokens']} tokens each, greedy, float32. "
-                        f"{note + '; the counts do not depend on it.' if busy else ''} Command:\n\n    python benchmarks/engine/run.py {arguments}\n\n"
+        file.write_text(f"# The engine, {found.settings['date']}\n\nvLLM on {found.settings['machine']}; {found.settings['prompts']} prompts, {found.settings['max_new_tokens']} tokens each, greedy, float32."
+                        f"{f' {note}; the counts do not depend on it.' if busy else ''} Command:\n\n    python benchmarks/engine/run.py {arguments}\n\n"
                         f"{table.round(2).to_markdown(index=False)}\n\n![speed](speed.png)\n\n![acceptance](acceptance.png)\n", encoding="utf-8")
     print(table.round(2).to_string(index=False))
 
