@@ -83,7 +83,7 @@ serve = command(library("drafter_steps", "serve"), _served, app, group="Serving"
 # %% ../nbs/70_cli.ipynb #2e854ef2
 convert = command(library("convert", "convert"), lambda folder: f"{folder}\nNext: speculators-nb evaluate {folder} PROMPTS.jsonl", app, group="Checkpoints")
 export = command(library("convert", "export_native"), str, app, name="export", group="Checkpoints")
-stitch_mtp = command(library("models.mtp", "stitch_mtp"), str, app, name="stitch-mtp", group="Checkpoints", output=None)
+stitch_mtp = command(library("models.mtp_native", "stitch_mtp"), str, app, name="stitch-mtp", group="Checkpoints", output=None)
 
 # %% ../nbs/70_cli.ipynb #ab2e8148
 demo = command(library("demo", "demo"), lambda evaluation: None, app, group="All of it", output=None)  # it reports while it runs

@@ -45,10 +45,9 @@ FORMATS: dict[str, NativeFormat] = {}
 
 def register_format(
     entry: NativeFormat, # takes the place of one with the same name
-) -> NativeFormat: # the same
+):
     "Enter a format in the table."
     FORMATS[entry.name] = entry
-    return entry
 
 def formats(
     model_type: str | None = None, # only those of one algorithm

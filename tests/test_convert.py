@@ -16,7 +16,7 @@ from speculators_nb.convert import convert, detect, export_native
 from speculators_nb.decode.generate import generate
 from speculators_nb.layers import draft_layer_config
 from speculators_nb.model import SpeculatorModel
-from speculators_nb.models.mtp import stitch_mtp
+from speculators_nb.models.mtp_native import stitch_mtp
 from speculators_nb.native import NativeCheckpoint, formats
 from speculators_nb.verifier import Verifier
 from speculators_nb.vocab import vocab_mapping_from_frequencies

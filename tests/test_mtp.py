@@ -14,8 +14,8 @@ from speculators_nb.config import SpeculatorModelConfig, SpeculatorsConfig, Veri
 from speculators_nb.contract import check_vllm_contract
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.model import SpeculatorModel
-from speculators_nb.models.mtp import (MTPDraftModel, MTPSpeculatorConfig, documents_of, extract_mtp, fuse_experts, mtp_supervision, prefix_rows, split_experts,
-                                       stitch_mtp)
+from speculators_nb.models.mtp import MTPDraftModel, MTPSpeculatorConfig, documents_of, mtp_supervision, prefix_rows
+from speculators_nb.models.mtp_native import extract_mtp, fuse_experts, split_experts, stitch_mtp
 from speculators_nb.proposals import GreedyTokenProposalConfig
 from speculators_nb.tree import Sampling
 from speculators_nb.verifier import Verifier
@@ -405,7 +405,7 @@ def test_stitching_is_whole_or_not_at_all(tmp_path, monkeypatch):
     folder = tiny_verifier(tmp_path / "v")
     MTPDraftModel.from_training_args(verifier_name_or_path=str(folder)).save_pretrained(tmp_path / "d")
     with monkeypatch.context() as m, pytest.raises(OSError, match="disk full"):
-        m.setattr("speculators_nb.models.mtp.save_tensors", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+        m.setattr("speculators_nb.models.mtp_native.save_tensors", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
         stitch_mtp(tmp_path / "d", folder, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d", "v"]
     stitch_mtp(tmp_path / "d", folder, tmp_path / "out")

@@ -25,7 +25,7 @@ from speculators_nb.data_generation.prepared import read_token_freq
 from speculators_nb.head import load_verifier_tensors, verifier_config
 from speculators_nb.mask_token import resolve_mask_token
 from speculators_nb.model import SpeculatorModel
-from speculators_nb.models.mtp import extract_mtp, stitch_mtp
+from speculators_nb.models.mtp_native import extract_mtp, stitch_mtp
 from speculators_nb.train.drafter import new_drafter
 from speculators_nb.train.trainer import train
 from speculators_nb.utils import checkpoint_index, inside, load_pickle, read_index, remote_code

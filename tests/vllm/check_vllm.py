@@ -309,7 +309,7 @@ def make_cases(folder, prompts):
     from speculators_nb.convert import export_native
     from speculators_nb.data_generation.regenerate import eos_ids_of
     from speculators_nb.decode.generate import NoDrafter, generate
-    from speculators_nb.models.mtp import stitch_mtp
+    from speculators_nb.models.mtp_native import stitch_mtp
     from speculators_nb.train.drafter import new_drafter
     from speculators_nb.verifier import Verifier
     from speculators_nb.vocab import vocab_mapping_from_frequencies
