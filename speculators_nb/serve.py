@@ -29,7 +29,8 @@ from tqdm.auto import tqdm
 from .config import SpeculatorModelConfig
 from .contract import check_vllm_contract
 from .data_generation.endpoint import Endpoint, EndpointError
-from .decode.speculative_config import METHODS, SERVED_AS, SpeculativeConfig, own_head
+from .decode.methods import METHODS, SERVED_AS, own_head
+from .decode.speculative_config import SpeculativeConfig
 from .model import SpeculatorModel
 from .utils import resolve_checkpoint
 
@@ -64,7 +65,7 @@ def what_to_serve(
     checkpoint: str | os.PathLike,  # a drafter, or a verifier that needs none: folder or hub id
     k: int | None = None,           # tokens to draft; None: what the checkpoint says; 0: none, the verifier alone
     verifier: str | os.PathLike | None = None, # folder or hub id; None: the one that the checkpoint names, or it is one itself
-    method: str | None = None,      # a key of `speculative_config.METHODS`; None: what the checkpoint says
+    method: str | None = None,      # a key of `methods.METHODS`; None: what the checkpoint says
     speculative_config: dict | None = None, # further fields of `SpeculativeConfig`
     native: str | os.PathLike | None = None,# folder for the engine's own layout of a drafter that vLLM reads in that alone
 ) -> tuple[str, dict | None]: # the model to name, and what --speculative-config must say; None: nothing
@@ -106,7 +107,7 @@ def accelerated() -> bool: # an accelerator that torch can use
 def serve_command(
     checkpoint: str | os.PathLike,  # a drafter, or a verifier that needs none: folder or hub id
     k: int | None = None,           # tokens to draft; None: what the checkpoint says; 0: none, the verifier alone
-    method: str | None = None,      # a key of `speculative_config.METHODS`, such as ngram; None: what the checkpoint says
+    method: str | None = None,      # a key of `methods.METHODS`, such as ngram; None: what the checkpoint says
     verifier: str | os.PathLike | None = None, # folder or hub id; None: the one that the checkpoint names, or it is one itself
     speculative_config: dict | None = None, # further fields of `SpeculativeConfig`
     native: str | os.PathLike | None = None,# folder for the engine's own layout of a drafter that vLLM reads in that alone

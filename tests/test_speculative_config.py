@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculators_nb.decode import accept
 from speculators_nb.decode.generate import HiddenStates, NoDrafter, generate
+from speculators_nb.decode.methods import METHODS, MTP_FAMILIES, mtp_family
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.decode.speculative_config import (ENGINES, METHODS, MTP_FAMILIES, WORDS, ArgmaxDrafter, SpeculativeConfig, conditional_rates,
-                                                      length_to_rates, mtp_family, parse_token_tree, speculate)
+from speculators_nb.decode.speculative_config import ENGINES, WORDS, ArgmaxDrafter, SpeculativeConfig, conditional_rates, length_to_rates, parse_token_tree, speculate
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.tree import Sampling, TokenTree
 from speculators_nb.verifier import Verifier

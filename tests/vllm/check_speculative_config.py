@@ -218,7 +218,7 @@ def mtp_words():
     """All words of our table, read from the module's source: this interpreter has none of our requirements."""
     import ast
     import re
-    source = (ROOT / "speculators_nb/decode/speculative_config.py").read_text()
+    source = (ROOT / "speculators_nb/decode/methods.py").read_text()
     rows = re.search(r"^MTP_FAMILIES = (\[.*?^\])", source, re.M | re.S)[1]
     return [w for row in ast.parse(rows, mode="eval").body.elts for w in ast.literal_eval(row.args[1])]
 
