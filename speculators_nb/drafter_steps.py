@@ -29,7 +29,7 @@ from .data_steps import device_of, open_verifier
 from .head import text_config
 from .model import SpeculatorModel
 from .provenance import write_provenance
-from .serve import Server, serve_command, serve_environment
+from .serve import Server, find_verifier, serve_command, serve_environment
 from .train.drafter import train_drafter
 from .train.trainer import SpeculatorTrainer
 from .utils import atomic_write, remote_code
@@ -205,6 +205,7 @@ def serve(
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))}
     if not run:
         return command, environment
+    find_verifier(checkpoint, verifier)
     with Server(command, environment, vllm=vllm) as server, server.log.open(errors="replace") as said:
         print(f"serving {checkpoint} at {server.url}; Ctrl-C ends it", flush=True)
         try:

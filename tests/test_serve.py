@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from speculators_nb import serve
+from speculators_nb import drafter_steps, serve
 from speculators_nb.data_generation.endpoint import Endpoint
 from speculators_nb.serve import Server, ServerError, find_executable, serve_command, serve_environment, what_to_serve
 from speculators_nb.train.drafter import new_drafter
@@ -129,6 +129,10 @@ def test_the_command_may_be_for_another_machine(drafters, tmp_path, monkeypatch)
     assert serve_command(tmp_path, k=0)[2] == "org/verifier"
     with pytest.raises(FileNotFoundError, match="neither a folder"):
         serve_command("org/drafter")
+    with pytest.raises(FileNotFoundError, match="org/verifier.* names it as its verifier.*--verifier"):       # but for a server that is to run here
+        drafter_steps.serve(str(tmp_path), run=True)
+    with pytest.raises(FileNotFoundError, match="org/other"):
+        drafter_steps.serve(str(tmp_path), verifier="org/other", run=True)
 
 
 def test_keys_and_open_doors(monkeypatch):

@@ -26,7 +26,7 @@ from .guidellm import guidellm_command, replies_of, run_guidellm, write_dataset
 from .load import Load, Meter, performance, read_prompts, rows_of, run_load
 from ..plot import new_axes, plot_acceptance
 from ..provenance import write_provenance
-from ..serve import Server, as_shell, read_config, serve_command, serve_environment, what_to_serve
+from ..serve import Server, as_shell, find_verifier, read_config, serve_command, serve_environment, what_to_serve
 from ..tree import Sampling
 from ..utils import atomic_write
 
@@ -178,7 +178,7 @@ def evaluate_engine(
     if running: measure(str(checkpoint), concurrency)
     else:
         commands = {n: serve_command(checkpoint, n, **serve) for n in lengths}    # a wrong one is said before the first has started
-        settings["tokenizer"] = what_to_serve(checkpoint, 0, serve.get("verifier"))[0]
+        settings["tokenizer"] = find_verifier(checkpoint, serve.get("verifier"))
         for n in tqdm(lengths, desc="draft lengths"):
             for many in ([[c] for c in concurrency] if remembers and n != 0 else [concurrency]):
                 log = None if output_dir is None else Path(output_dir) / f"server{'' if n is None else f'-k{n}'}.log"
