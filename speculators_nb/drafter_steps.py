@@ -7,7 +7,6 @@ __all__ = ['train', 'prompts_of', 'evaluate', 'compare', 'serve']
 
 # %% ../nbs/68_drafter_steps.ipynb #b05a1f9a
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +14,11 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from .config import SpeculatorModelConfig
+from .data_generation.extraction import extraction_options
 from .data_generation.messages import normalize
-from .data_generation.prepared import load_prepared
 from .data_generation.regenerate import eos_ids_of
 from .data_generation.replay import questions_of
 from .data_generation.sources import read_conversations
-from .data_generation.vllm_features import extraction_config
 from .decode.ngram import NgramDrafter
 from .evaluate.acceptance import Evaluation, evaluate as measure
 from .evaluate.engine import Comparison, EngineEvaluation, compare_runs, evaluate_as_engine, evaluate_engine
@@ -198,11 +196,9 @@ def serve(
     else:
         n = text_config(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)).num_hidden_layers
         layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
-        speculation, transfer = extraction_config(layers, hidden_states)
         Path(hidden_states).mkdir(parents=True, exist_ok=True)
-        command = serve_command(checkpoint, k=0, **options) + ["--speculative-config", json.dumps(speculation), "--kv-transfer-config", json.dumps(transfer)]
-        package = Path(load_prepared.__code__.co_filename).resolve().parents[2]  # the server imports our connector
-        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))}
+        arguments, added = extraction_options(layers, hidden_states)
+        command, environment = serve_command(checkpoint, k=0, **options) + arguments, environment | added
     if not run:
         return command, environment
     find_verifier(checkpoint, verifier)

@@ -20,9 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, os.path.dirname(__file__))
 from fake_extraction import states_for  # noqa: E402
 from speculators_nb.data_generation.chat import save_prepared  # noqa: E402
-from speculators_nb.data_generation.extraction import inside, request_name, sweep  # noqa: E402
+from speculators_nb.data_generation.extraction import extraction_options, inside, request_name, sweep  # noqa: E402
 from speculators_nb.data_generation.feature_file import FeatureError, feature_path, read_features  # noqa: E402
-from speculators_nb.data_generation.vllm_features import ServerFeatures, extract_from_server, extraction_config  # noqa: E402
+from speculators_nb.data_generation.vllm_features import ServerFeatures, extract_from_server  # noqa: E402
 from speculators_nb.train.drafter import train_drafter  # noqa: E402
 
 HERE, LAYERS = Path(__file__).parent, [1, 2, 3, 4]
@@ -218,8 +218,8 @@ def test_sweep_touches_only_requests_of_the_dead(tmp_path):
     assert sweep(tmp_path) == 1 and sorted(p.name for p in tmp_path.iterdir()) == sorted(keep)
 
 
-def test_extraction_config_is_absolute(tmp_path, monkeypatch):
+def test_the_storage_is_an_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    spec, kv = extraction_config((1, 2, 4), "here")
+    spec, kv = map(json.loads, extraction_options((1, 2, 4), "here")[0][1::2])
     assert kv["kv_connector_extra_config"]["shared_storage_path"] == str(tmp_path / "here")
     assert spec["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]

