@@ -159,6 +159,7 @@ def page():
     kept = right.assign(a=right.accepted_per_pass.astype(float)).pivot_table(index="proposer", columns=["rule", "temperature"], values="a", sort=False).round(2).fillna("")
     def flat(t): return t.set_axis([" ".join(map(str, c)) for c in t.columns], axis=1).to_markdown()
     failed = right[right.p < level]
+    again = "".join(f" Drawn again, with other seeds and more texts: {r['proposer']}, {r['rule']} {r['temperature']}, {int(r['samples']):,} texts: p {r['p']}." for r in rows("again.csv"))
     (RESULTS / "README.md").write_text(f"""# Text is left alone: what was measured
 
 Written by `make proofs`, which goes on where it stopped. Rows, with the commit and the versions that each was measured at: `law.csv`, `text.csv`.
@@ -168,7 +169,7 @@ Written by `make proofs`, which goes on where it stopped. Rows, with the commit 
 {int(right.samples.iloc[0]):,} texts of five tokens for each cell, from one prompt of the shipped verifier, three tokens drafted in a step, nucleus of 0.9 unless it says otherwise; {min(right.texts.astype(int))} to
 {max(right.texts.astype(int))} different texts are possible. `generate`, the proposer's draws and the rule run for every text; what is a function of the context alone (logits, laws) is computed once (`memo.py`), and tokens are drawn
 by inverting the cumulated law, which costs a tenth of `torch.multinomial`. The cell is the p-value of chi-square against their exact law. {len(right)} of {expected} combinations are measured; at the level 0.01 for all {expected} together (Bonferroni: {level:.2g} each)
-**{len(failed)} fail{"s" if len(failed) == 1 else ""}**{": " + ", ".join(failed.proposer + " " + failed.rule) if len(failed) else ""}. The smallest p is {right.p.min():.2g}.
+**{len(failed)} fail{"s" if len(failed) == 1 else ""}**{": " + ", ".join(failed.proposer + " " + failed.rule) if len(failed) else ""}. The smallest p is {right.p.min():.2g}.{again}
 
 {flat(table(right))}
 
