@@ -7,6 +7,7 @@ __all__ = ['COLOURS', 'MARKERS', 'STYLE', 'look', 'colour', 'new_axes', 'plot_ac
            'plot_step_weights', 'plot_tree']
 
 # %% ../nbs/core/02_plot.ipynb #46772f37
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,7 +84,8 @@ def plot_acceptance(
     panels = list(table.groupby("temperature", sort=True)) if "temperature" in table else [(None, table)]
     drafters = look(list(dict.fromkeys(table["drafter"])))
     width = 0.8 / len(drafters)
-    fig, axes = new_axes(5.5, 3.6, len(panels), sharey=True, squeeze=False)
+    lines = math.ceil(sum(0.58 + 0.072 * len(name) for name in drafters) / (5.5 * len(panels)))  # of the legend: a key and its letters, in inches
+    fig, axes = new_axes(5.5, 3.35 + 0.25 * lines, len(panels), sharey=True, squeeze=False)
     for ax, (temperature, rows) in zip(axes[0], panels):
         for i, (name, (colour, marker)) in enumerate(drafters.items()):
             r = rows[rows["drafter"] == name].sort_values("position")
@@ -98,7 +100,7 @@ def plot_acceptance(
         ax.set_title("" if temperature is None else f"temperature {temperature:g}", loc="left", fontsize=10)
     axes[0][0].set_ylabel("acceptance rate\n(bar: unconditional, line: conditional)")
     patches = [Patch(color=c) for c, _ in drafters.values()]
-    fig.legend(patches, drafters, loc="outside lower center", ncols=min(len(drafters), 6), frameon=False)
+    fig.legend(patches, drafters, loc="outside lower center", ncols=min(math.ceil(len(drafters) / lines), 6), frameon=False)
     fig.suptitle(title or "", x=0.01, ha="left", fontsize=11)
     plt.close(fig)
     return fig

@@ -156,7 +156,7 @@ def page():
     level = 0.01 / expected
     def who(t): return t.proposer + t.filters.where(t.filters != str(TOP_P), "").str.replace(r"[{}']", "", regex=True).radd(", ").where(t.filters != str(TOP_P), "")
     def table(t): return t.assign(p=t.p.map("{:.3g}".format), who=who(t)).pivot_table(index="who", columns=["rule", "temperature"], values="p", aggfunc="first", sort=False).fillna("")
-    kept = right.assign(a=right.accepted_per_pass.astype(float)).pivot_table(index="proposer", columns=["rule", "temperature"], values="a", sort=False).round(2).fillna("")
+    kept = right.assign(a=right.accepted_per_pass.astype(float), who=who(right)).pivot_table(index="who", columns=["rule", "temperature"], values="a", sort=False).round(2).fillna("")
     def flat(t): return t.set_axis([" ".join(map(str, c)) for c in t.columns], axis=1).to_markdown()
     failed = right[right.p < level]
     again = "".join(f" Drawn again, with other seeds and more texts: {r['proposer']}, {r['rule']} {r['temperature']}, {int(r['samples']):,} texts: p {r['p']}." for r in rows("again.csv"))
