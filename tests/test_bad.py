@@ -1,0 +1,43 @@
+"Everything that a user can get wrong is refused in one line that names the field, the value and the remedy, or counted in a report: the tables of tests/bad."
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+from bad.harness import Case, complaint, run, run_process
+
+import speculators_nb.data_steps
+import speculators_nb.demo
+import speculators_nb.drafter_steps  # noqa: F401  imported before the first fork, so that a case does not pay for it
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+TABLES = {p.stem: importlib.import_module(f"bad.{p.stem}").CASES for p in sorted((Path(__file__).parent / "bad").glob("*.py")) if p.stem not in ("harness", "draw")}
+ALL = [(table, case) for table, cases in TABLES.items() for case in cases]
+COMMANDS = [case for _, case in ALL if isinstance(case.what, str)]
+PROCESSES = COMMANDS[:: max(1, len(COMMANDS) // 25)][:25]
+
+
+def names(cases): return [f"{t}: {c.where}: {c.name}" for t, c in cases]
+
+
+@pytest.mark.parametrize("case", [c for _, c in ALL], ids=names(ALL))
+def test_bad(case):
+    assert not (wrong := complaint(case, run(case))), wrong
+
+
+@pytest.mark.parametrize("case", PROCESSES, ids=[f"{c.where}: {c.name}" for c in PROCESSES])
+def test_real_process(case):
+    assert not (wrong := complaint(case, run_process(case))), wrong
+
+
+def test_names_are_unique():
+    assert len(set(names(ALL))) == len(ALL)
+
+
+def test_the_harness_sees_what_is_wrong(tmp_path):
+    "A test of the test: what passes silently, a traceback, a line that says something else and too much memory are each noticed."
+    def memory(folder): return len(bytearray(4 << 30))
+    def wrong(folder): raise ValueError("something else")
+    def crash(folder): raise KeyError("x")
+    for what in (lambda folder: "all well", crash, wrong, memory):
+        assert complaint(case := Case("x", what, "a field"), run(case))
