@@ -40,4 +40,5 @@ def test_the_harness_sees_what_is_wrong(tmp_path):
     def wrong(folder): raise ValueError("something else")
     def crash(folder): raise KeyError("x")
     for what in (lambda folder: "all well", crash, wrong, memory):
-        assert complaint(case := Case("x", what, "a field"), run(case))
+        case = Case("x", what, "a field")
+        assert complaint(case, run(case))
