@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import speculators_nb
 
-# %% ../nbs/core/01d_options.ipynb #93e2d127
+# %% ../nbs/core/01d_options.ipynb #5f4ba12e
 def near(
     word: str,  # as somebody wrote it
     known,  # the words that there are
@@ -64,7 +64,7 @@ class Rule:
     ) -> str | None:  # None: it is right
         "What is wrong with a value, and what to write."
         if value is None:
-            return None if self.none else f"a value is needed, e.g. {self.example}"
+            return None if self.none else f"is missing; write something like {self.example}"
         plain = isinstance(value, (bool, numbers.Number, str, bytes, os.PathLike))
         if self.objects and not plain and (self.kind != "list" or callable(value)):
             return None
@@ -545,7 +545,7 @@ def _ordered(low, high, strictly=False):
         return f"{low}={a}: must be {want} {high}={b}; lower it, or raise the other"
     return fails
 
-# %% ../nbs/core/01d_options.ipynb #26e7b0e9
+# %% ../nbs/core/01d_options.ipynb #6897ba31
 FOLDER = ("name the folder that the server writes to, as in: "
           "speculators-nb serve VERIFIER --hidden-states FOLDER")
 
@@ -574,7 +574,7 @@ def _stored(decider):
     def fails(values):
         source, server = values.get("source"), values.get("server")
         asked = source == "vllm" if decider == "source" else server is not None
-        return f"storage=None: {FOLDER}" if asked and values["storage"] is None else None
+        return f"storage=None: is missing; {FOLDER}" if asked and values["storage"] is None else None
     return fails
 
 

@@ -210,7 +210,7 @@ def test_wrong_values(values, words):
     ("evaluate", {"engine": "reference", "k": [1, 2]}, ("k=[1, 2]: the reference decoder measures one draft length",)),
     ("evaluate", {"engine": "reference", "k": [0]}, ("k=[0]",)),
     ("evaluate", {"engine": "vllm", "as_engine": True}, ("as_engine=True: has no effect with engine=vllm",)),
-    ("features", {"source": "vllm", "storage": None}, ("storage=None: name the folder",)),
+    ("features", {"source": "vllm", "storage": None}, ("storage=None: is missing; name the folder",)),
     ("regenerate", {"verifier": None, "server": None}, ("who shall answer?",)),
     ("prepare", {"data": "a", "output_dir": "./a/"}, ("output_dir='./a/': is data itself",)),
 ])
