@@ -1973,6 +1973,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'speculators_nb.options._ordered': ('core/options.html#_ordered', 'speculators_nb/options.py'),
                                         'speculators_nb.options._path': ('core/options.html#_path', 'speculators_nb/options.py'),
                                         'speculators_nb.options._relate': ('core/options.html#_relate', 'speculators_nb/options.py'),
+                                        'speculators_nb.options._resume': ('core/options.html#_resume', 'speculators_nb/options.py'),
                                         'speculators_nb.options._said': ('core/options.html#_said', 'speculators_nb/options.py'),
                                         'speculators_nb.options._shipped': ('core/options.html#_shipped', 'speculators_nb/options.py'),
                                         'speculators_nb.options._steps': ('core/options.html#_steps', 'speculators_nb/options.py'),

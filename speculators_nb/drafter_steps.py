@@ -89,8 +89,7 @@ def train(
     given = dict(num_train_epochs=num_train_epochs, total_seq_len=total_seq_len, gradient_accumulation_steps=gradient_accumulation_steps,
                  learning_rate=learning_rate, optimizer=optimizer, bf16=bf16, save_dtype=save_dtype, early_stopping_patience=early_stopping_patience)
     more = _pairs(extra)
-    if twice := sorted(more.keys() & (given.keys() | {"resume_from_checkpoint", "overwrite", "trust_features", "seed", "output_dir"})):
-        raise ValueError(f"--extra {twice[0]}={more[twice[0]]}: this is an option of its own; write --{twice[0].replace('_', '-')}")
+    resume = more.pop("resume_from_checkpoint", resume)
     with remote_code(trust_remote_code):
         trainer = train_drafter(data_dir, output_dir, verifier, algorithm, draft_arch or settings(algorithm).get("draft_arch", "llama"), num_layers, draft_vocab_size,
                                 from_pretrained, seed, eval_share, on_bad, server, storage, aux_layer_ids or None, trust_features,

@@ -150,7 +150,12 @@ def _mapping(rule, value):
     return f"must be a mapping of names and values, e.g. {rule.example}"
 
 
-KINDS = {"number": _number, "whole": _whole, "switch": _switch, "word": _word, "text": _text,
+def _resume(rule, value):
+    "True stands for the newest checkpoint."
+    return None if isinstance(value, bool) else _path(rule, value)
+
+
+KINDS = {"resume": _resume, "number": _number, "whole": _whole, "switch": _switch, "word": _word, "text": _text,
          "path": _path, "list": _list, "mapping": _mapping}
 
 # %% ../nbs/core/01d_options.ipynb #61d9e803
@@ -285,7 +290,7 @@ RULES = {
     "drafter": path("output/drafter", objects=True),
     "checkpoint": path("output/drafter"),
     "from_pretrained": path("output/drafter", none=True),
-    "resume_from_checkpoint": path("output/drafter/checkpoint-100", none=True, objects=True),
+    "resume_from_checkpoint": Rule("resume", "output/drafter/checkpoint-100", none=True),
     "native": path("output/native", none=True),
     "storage": path("/dev/shm/states", none=True),
     "hidden_states": path("/dev/shm/states", none=True),
@@ -334,7 +339,8 @@ RULES |= {
     "config": mapping({"norm_before_residual": True}, none=True),
     "format": text("eagle3", none=True),
     **{name: switch(False) for name in (
-        "dedup", "shuffle", "allow_urls", "overwrite", "resume", "trust_remote_code", "link",
+        "dedup", "shuffle", "allow_urls", "overwrite", "resume", "trust_remote_code", "trust_features",
+        "link",
         "run", "ngram", "as_engine", "baseline")},
     "enforce_eager": switch(False, none=True),
 }
@@ -353,7 +359,7 @@ RULES |= {
     "learning_rate": number(1e-4, above=0),
     "optimizer": word("adamw", "muon"),
     "bf16": switch(False),
-    "save_dtype": word(*FLOATS, none=True),
+    "save_dtype": word("bfloat16", "float16", "float32", none=True),
     "early_stopping_patience": whole(3, 1, none=True),
     "extra": several(text("warmup_steps=100"), "warmup_steps=100", none=True),
 }

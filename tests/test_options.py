@@ -69,7 +69,7 @@ def test_an_example_is_right(where, rule):
 @pytest.mark.parametrize("where,rule", EVERY, ids=[w for w, _ in EVERY])
 def test_a_rule_refuses(where, rule):
     "A rule that lets everything pass is none."
-    wrong = {"number": math.nan, "whole": 1.5, "switch": 1, "word": "xyzzy", "text": "", "path": "", "list": [[]], "mapping": 3, "loss": "xyzzy"}[rule.kind]
+    wrong = {"number": math.nan, "whole": 1.5, "switch": 1, "word": "xyzzy", "text": "", "path": "", "resume": "", "list": [[]], "mapping": 3, "loss": "xyzzy"}[rule.kind]
     assert rule.problem(wrong) and rule.problem(object() if not rule.objects else b"x")
 
 

@@ -414,7 +414,7 @@ def test_saving_over_an_older_run_replaces_it(tmp_path):
 @pytest.mark.parametrize("kwargs,message", [
     (dict(optim="adafactor"), "optim='adafactor' has no effect here: optimizer decides"),
     (dict(per_device_train_batch_size=4), "total_seq_len decides"),
-    (dict(optimizer="sgd"), "Choose one of: adamw, muon"),
+    (dict(optimizer="sgd"), "optimizer=.sgd.: is not known; choose adamw or muon"),
     (dict(total_seq_len=1), "total_seq_len=1"),
     (dict(early_stopping_patience=1, eval_strategy="no"), "needs evaluations"),
 ])

@@ -106,7 +106,13 @@ class WholeCheckpoints(Trainer):
             write_record(folder, record)
             if checkpoint:
                 write_record(checkpoint, record)   # one of release 0.1 had none
-        return super().train(resume_from_checkpoint=checkpoint, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint=checkpoint, **kwargs)
+        finally:
+            for callback in self.callback_handler.callbacks:   # an error begins on a line of its own
+                for bar in (getattr(callback, "training_bar", None), getattr(callback, "prediction_bar", None)):
+                    if hasattr(bar, "close"):
+                        bar.close()
 
     def _find(self, wanted, record):
         "The checkpoint to continue from, checked; None: there is none, and nothing that could be lost."

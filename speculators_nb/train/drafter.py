@@ -19,6 +19,7 @@ from ..data_generation.vllm_features import ServerFeatures
 from ..head import text_config, verifier_config
 from ..layers import draft_layer_config
 from ..model import SpeculatorModel
+from ..options import check_options
 from .checkpoint import check_output_dir
 from .feature_check import check_features
 from .trainer import SpeculatorTrainer, train
@@ -123,6 +124,8 @@ def train_drafter(
 ) -> SpeculatorTrainer: # has run; its model is the best one and is saved in `output_dir`
     """Train a drafter on features. Errors: ValueError for a name that nothing takes, a folder that holds a drafter already (`overwrite`, `resume_from_checkpoint`),
     features of another verifier or of other layers; FloatingPointError for a loss or weights that are not finite."""
+    check_options(dict(algorithm=algorithm, draft_arch=draft_arch, num_layers=num_layers, draft_vocab_size=draft_vocab_size, seed=seed, eval_share=eval_share,
+                       on_bad=on_bad, target_layer_ids=target_layer_ids, trust_features=trust_features) | training_args)
     check_output_dir(output_dir, training_args.get("overwrite", False), training_args.get("resume_from_checkpoint"))
     model = SpeculatorModel.from_pretrained(from_pretrained, verifier=verifier) if from_pretrained is not None else None
     wanted = target_layer_ids if model is None else list(model.drafter().aux_layer_ids) or None

@@ -24,8 +24,9 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from ..data_generation.batch import PackedBatchSampler, collate
+from ..options import check_options
 from .checkpoint import WholeCheckpoints, last_checkpoint
-from .optim import OPTIMIZERS, build_optimizer
+from .optim import build_optimizer
 from .rows import clip_gradients
 from .run import data_fingerprint, run_record
 from ..utils import atomic_write
@@ -50,8 +51,6 @@ _NOT_SUPPORTED = {   # field -> why, and what to do
     "deepspeed": "it was never tried with these models; leave it out, several devices train with DDP (torchrun)",
     "gradient_checkpointing": "the draft layers do not recompute; leave it out, and take a smaller total_seq_len if memory is short",
     "save_only_model": "such a checkpoint cannot be resumed; leave it out, the drafter itself is saved at the end"}
-_SAVED = ("float32", "bfloat16", "float16")
-
 @dataclass
 class SpeculatorTrainingArguments(TrainingArguments):
     "transformers' TrainingArguments: other defaults, and the fields above the line are new."
@@ -79,18 +78,13 @@ class SpeculatorTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         defaults = {f.name: f.default for f in fields(type(self))}
+        check_options({name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default})
         for name, instead in _WITHOUT_EFFECT.items():
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect here: {instead} decides. Leave it out.")
         for name, why in _NOT_SUPPORTED.items():
             if getattr(self, name) not in (None, False, "", [], {}):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not supported: {why}.")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer={self.optimizer!r} is not known. Choose one of: {', '.join(OPTIMIZERS)}.")
-        if self.save_dtype not in (None, *_SAVED):
-            raise ValueError(f"save_dtype={self.save_dtype!r}: a drafter is saved in one of {', '.join(_SAVED)}.")
-        if self.total_seq_len < 2:
-            raise ValueError(f"total_seq_len={self.total_seq_len}: a row needs at least two positions.")
         if self.early_stopping_patience is not None and self.eval_strategy in ("no", None):
             raise ValueError("early_stopping_patience needs evaluations: set eval_strategy to 'epoch' or 'steps'.")
         if not torch.accelerator.is_available():
