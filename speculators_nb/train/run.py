@@ -6,7 +6,7 @@
 __all__ = ['SAMPLED_ROWS', 'RECORD', 'SETTINGS', 'data_fingerprint', 'run_record', 'differences', 'run_changes', 'write_record',
            'read_record']
 
-# %% ../../nbs/train/01c_run.ipynb #49de1b3d
+# %% ../../nbs/train/01c_run.ipynb #adf9f762
 import hashlib
 import json
 import os
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import TrainingArguments
 
 from ..utils import atomic_write

@@ -58,7 +58,7 @@ CASES = [
     resume("run.json is no JSON", "run.json: not the record of a run", RUN, with_record("{")),
     resume("run.json is a list", "run.json: not the record of a run", RUN, with_record([1])),
     resume("fsdp", "fsdp=.*not supported.*DDP", RUN + " --extra fsdp=full_shard"),
-    *(Case(f"resume from a torn {name}", f"train {{features}} {{here}}/d {RUN} --extra resume_from_checkpoint={{here}}/d/checkpoint-2", f"(cannot resume|resume_from_checkpoint).*", {"d": torn(name, size)})
+    *(Case(f"resume from a torn {name}", f"train {{features}} {{here}}/d {RUN} --extra resume_from_checkpoint={{here}}/d/checkpoint-2", "(cannot resume|resume_from_checkpoint).*", {"d": torn(name, size)})
       for name, size in (("optimizer.pt", 100), ("scheduler.pt", 10), ("model.safetensors", 200), ("trainer_state.json", 20))),
     Case("a loss that is not finite", "train {features} {here}/d --verifier {verifier} --total-seq-len 32 --eval-share 0 --learning-rate 1e9 --extra max_steps=3 --extra lr_scheduler_type=constant --extra warmup_steps=0",
          "not finite.*learning_rate=1e\\+09"),
