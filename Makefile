@@ -83,6 +83,9 @@ upstream-test: .venv/.run  ## checkpoints of ours in speculators 0.9.0 and its i
 proofs: .venv/.dev  ## sampled texts by chi-square and greedy texts token for token, every proposer and rule; hours on two cores, goes on where it stopped
 	$(OFFLINE) $(BIN)/python tests/proofs/run.py
 
+.PHONY: nightly
+nightly: .venv/.dev upstream-test proofs  ## what takes longer than CI may: upstream's checkpoints both ways, the proofs (hours; they continue where they stopped)
+
 bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own
 	for f in benchmarks/*/run.py; do echo "== $$f"; $(BIN)/python "$$f" || exit; done
 
