@@ -185,8 +185,8 @@ class EagleSpeculator(SpeculatorModel):
     ) -> list: # K tensors [N_t, H]: the guessed features of the needed rows
         "The lean path. From step 1 on a run reads its own last guess, detached: no gradient goes from step to step but through the weights."
         layer, own, outputs = self.transformer, [], []
-        x = self.fuse(input_ids, features)
-        rope = self.rotary(x, position_ids)
+        x, length = self.fuse(input_ids, features), self.rotary.length(position_ids)
+        rope = self.rotary(x, position_ids, length)
         inputs, residual = layer.inputs(x)
         keys, values = layer.self_attn.key_value(inputs, rope)
         for t, rows in enumerate(needed):
@@ -194,7 +194,7 @@ class EagleSpeculator(SpeculatorModel):
             else:
                 keep = torch.searchsorted(needed[t - 1], rows)
                 x = self.fuse(input_ids[rows + t], outputs[-1][keep].detach())
-                rope = self.rotary(x, position_ids[rows] + t)
+                rope = self.rotary(x, position_ids[rows] + t, length and length + t)
                 inputs, residual = layer.inputs(x)
                 own = [(k[:, keep], v[:, keep]) for k, v in own] + [layer.self_attn.key_value(inputs, rope)]
             heads = prefix_attention(layer.self_attn.query(inputs, rope), keys, values, own, rows, document_ids, layer.window, impl)
@@ -432,12 +432,20 @@ class EagleDrafter:
 
     def reset(self):
         "Start a new request."
-        self.cache = DynamicCache()
+        self.cache, self.length = DynamicCache(), None
+
+    def _grow(self, length):
+        "Cached keys, at positions 1, 2, ..., as a text of this length has them."
+        for layer in self.cache.layers:
+            at = torch.arange(1, layer.keys.shape[-2] + 1, device=layer.keys.device)
+            layer.keys = self.model.rotary.again(layer.keys, at, self.length, length)
+        self.length = length
 
     def _read(self, tokens, features):
         "The verifier's new features into the cache, each beside the token that followed: the guess [1, H] after the last token."
         n, m = len(tokens), len(features)
         crop_cache(self.cache, n - 1 - m)
+        self._grow(n)
         return self._feed(tokens[n - m:], self.model.target_head.norm(features), torch.arange(n - m, n, device=tokens.device))[-1:]
 
     def _feed(self, ids, features, positions, mask=None):
