@@ -21,13 +21,14 @@ MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, share
 PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
 VERIFIERS = {  # plain RMS norm; the same with other layers; (1 + w) norm and soft-cap; layer norm with a scale on the logits; layer norm with a bias; hybrids for MTP
     "llama": LlamaConfig(**SIZES), "qwen3": Qwen3Config(**SIZES), "gemma2": Gemma2Config(**SIZES, sliding_window=8, final_logit_softcapping=10.0),
-    "cohere": CohereConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}, logit_scale=0.25), "gpt_neox": GPTNeoXConfig(**PLAIN),
+    "cohere": CohereConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}, logit_scale=0.5), "gpt_neox": GPTNeoXConfig(**PLAIN),
     "qwen3_next": Qwen3NextConfig(**SIZES, **HYBRID, **MOE, rope_parameters=dict(PARTIAL)),
     "qwen3_5": Qwen3_5TextConfig(**SIZES, **HYBRID, rope_parameters=PARTIAL | dict(mrope_section=[1, 1, 0])),
 }
 BLOCK = dict(block_size=4, mask_token_id=V - 1, draft_arch="qwen3", num_layers=2)
 DRAFTERS = {  # name -> (algorithm, arguments of from_training_args, of get_trainer_kwargs)
-    "eagle": ("eagle", dict(layernorms=True), dict(noise_std=0.0)), "hass": ("eagle", dict(fusion_bias=True), dict(noise_std=0.0, forward_num_total=3)),
+    "eagle": ("eagle", {}, dict(noise_std=0.0)), "hass": ("eagle", dict(layernorms=True), dict(noise_std=0.0, forward_num_total=3)),
+    "hass plain": ("eagle", dict(fusion_bias=True), dict(noise_std=0.0, forward_num_total=2)),
     "eagle3": ("eagle3", dict(norm_before_fc=True), dict(ttt_steps=3, ttt_step_loss_decay=0.8)),
     "eagle3 qwen3": ("eagle3", dict(draft_arch="qwen3", num_layers=2, norm_output=True, fc_norm=True, embed_requires_grad=True), dict(ttt_steps=2)),
     "peagle": ("peagle", dict(mask_token_id=V - 1, num_depths=4), dict(num_depths=4)),
@@ -57,8 +58,8 @@ def verifier(family):
     return Path(folder), verifier, samples
 
 
-def drafter(name, family, **layer):
-    "A drafter for a random verifier, off its initial weights; `layer` overrides entries of its layers' config."
+def drafter(name, family, spread=0.05, **layer):
+    "A drafter for a random verifier, moved off its initial weights; `layer` overrides entries of its layers' config."
     algorithm, make, train = DRAFTERS[name]
     folder, target, _ = verifier(family)
     make = dict(make)
@@ -70,7 +71,7 @@ def drafter(name, family, **layer):
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
-                p += 0.05 * torch.randn_like(p)
+                p += spread * torch.randn_like(p)
     return model
 
 
