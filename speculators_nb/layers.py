@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LAYER_FAMILIES', 'KINDS', 'DRAFT_SLIDING_WINDOW', 'RMSNorm', 'MLP', 'head_dim', 'rope_parameters', 'rotated_channels',
-           'Rotary', 'rotate', 'Attention', 'refuse_dropout', 'check_layer_config', 'DecoderLayer', 'layer_window',
-           'draft_layer_config', 'served_rope']
+           'Rotary', 'rotate', 'ToRead', 'Attention', 'refuse_dropout', 'check_layer_config', 'DecoderLayer',
+           'layer_window', 'draft_layer_config', 'served_rope']
 
 # %% ../nbs/core/11_layers.ipynb #e53d7547
 import copy
@@ -118,19 +118,6 @@ class Rotary(nn.Module):
         angles = positions[..., None].float() * inv_freq.to(positions.device)
         return tuple(torch.cat([t, t], -1).to(x) for t in (angles.cos() * self.scale, angles.sin() * self.scale))
 
-    def again(self,
-        keys: torch.Tensor,      # [..., heads, N, D], rotated for a text of length `was`
-        positions: torch.Tensor, # [..., N] int64
-        was: int | None,
-        now: int | None,         # the text's present length
-    ) -> torch.Tensor: # the same keys, rotated for the present length
-        "Cached keys of a text that has grown."
-        if not self.by_length or was == now: return keys
-        turn = self.frequencies(now)[0] - self.frequencies(was)[0]
-        if not turn.any(): return keys
-        angles = positions[..., None].float() * turn.to(positions.device)
-        return rotate(keys, tuple(torch.cat([t, t], -1) for t in (angles.cos(), angles.sin())))
-
 def rotate(
     x: torch.Tensor,  # [..., heads, N, D]
     rope: tuple,      # cos, sin [..., N, R]
@@ -141,6 +128,24 @@ def rotate(
     a, b = x.chunk(2, -1)
     rotated = x * cos + torch.cat([-b, a], -1) * sin
     return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
+
+class ToRead:
+    """Which of the verifier's features a drafter with a cache reads: the new ones. Where frequencies depend on the length of the text and have changed since the cache was
+    filled, all of them into an empty cache: a second layer's keys come from what the first layer made with the old frequencies."""
+    def __init__(self, rotary: Rotary):
+        self.rotary, self.features, self.length = rotary, None, None
+
+    def __call__(self,
+        features: torch.Tensor, # [m, F] the new ones
+        before: int,            # positions before them
+        length: int,            # of the text now, as in `Rotary.forward`
+    ) -> tuple: # (features to read, whether into an empty cache)
+        "Called once a step."
+        if not self.rotary.by_length: return features, False
+        self.features = features if self.features is None else torch.cat([self.features[:before], features])
+        was, self.length = self.length, length
+        changed = was is not None and not torch.equal(self.rotary.frequencies(was)[0], self.rotary.frequencies(length)[0])
+        return (self.features, True) if changed else (features, False)
 
 # %% ../nbs/core/11_layers.ipynb #cef509f5
 class Attention(nn.Module):

@@ -21,7 +21,7 @@ from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..growth import product_law
 from ..head import text_config, verifier_config
 from ..head_loss import dense_head_loss, head_loss
-from ..layers import DecoderLayer, RMSNorm, Rotary, served_rope
+from ..layers import DecoderLayer, RMSNorm, Rotary, ToRead, served_rope
 from ..losses import parse_loss
 from ..mask_token import resolve_mask_token
 from ..masks import Mask, anchored_blocks
@@ -400,7 +400,7 @@ class DFlashDrafter:
 
     def reset(self):
         "Start a new request."
-        self.cache, self.length = [None] * len(self.model.layers), None
+        self.cache, self.to_read = [None] * len(self.model.layers), ToRead(self.model.rotary)
 
     def read_block(self,
         tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
@@ -409,19 +409,17 @@ class DFlashDrafter:
     ) -> torch.Tensor: # [size, H]: normed states of all slots; the last k predict
         "Add the new context to the cache, then run one block behind it: the last decided token and as many masks as tokens are wanted, as the serving engine does."
         model, n, config = self.model, len(tokens), self.model.config
-        context, size = model.context(features), k + (not config.sample_from_anchor)
-        start = n - 1 - len(features)
-        at, was = torch.arange(start, n - 1 + size, device=tokens.device), self.length
-        length = self.length = model.rotary.length(at)
+        size = k + (not config.sample_from_anchor)
+        length = n - 1 + size
+        features, again = self.to_read(features, n - 1 - len(features), length)
+        if again: self.cache = [None] * len(model.layers)
+        context, start = model.context(features), n - 1 - len(features)
+        at = torch.arange(start, length, device=tokens.device)
         rope, slots = (model.rotary(context, part, length) for part in at.split([n - 1 - start, size]))
         hidden, keys_at, own = model.embed_tokens(model.block_tokens(tokens[-1:], size)[0]), torch.arange(n - 1 + size, device=tokens.device), at[-size:, None]
         for i, layer in enumerate(model.layers):
             new, (x, residual) = layer.self_attn.key_value(context, rope), layer.inputs(hidden)
-            if self.cache[i] is not None:
-                keys, values = (old[:, :start] for old in self.cache[i])
-                old = model.rotary.again(keys, torch.arange(start, device=tokens.device), was, length), values
-                new = tuple(torch.cat(pair, 1) for pair in zip(old, new))
-            self.cache[i] = new
+            self.cache[i] = new if self.cache[i] is None else tuple(torch.cat([old[:, :start], add], 1) for old, add in zip(self.cache[i], new))
             keys, values = (torch.cat(pair, 1) for pair in zip(self.cache[i], layer.self_attn.key_value(x, slots)))
             mask = None
             if layer.window is not None:          # `serving_window`

@@ -22,7 +22,7 @@ from ..data_generation.batch import shift_by_one
 from ..growth import dynamic_tree, recurrent_law
 from ..head import TargetHead, load_verifier_tensors, text_config
 from ..head_loss import dense_head_loss, head_loss
-from ..layers import DecoderLayer, RMSNorm, Rotary, layer_window
+from ..layers import DecoderLayer, RMSNorm, Rotary, ToRead, layer_window
 from ..losses import parse_loss
 from ..masks import ttt
 from ..model import SpeculatorModel
@@ -432,20 +432,15 @@ class EagleDrafter:
 
     def reset(self):
         "Start a new request."
-        self.cache, self.length = DynamicCache(), None
-
-    def _grow(self, length):
-        "Cached keys, at positions 1, 2, ..., as a text of this length has them."
-        for layer in self.cache.layers:
-            at = torch.arange(1, layer.keys.shape[-2] + 1, device=layer.keys.device)
-            layer.keys = self.model.rotary.again(layer.keys, at, self.length, length)
-        self.length = length
+        self.cache, self.to_read = DynamicCache(), ToRead(self.model.rotary)
 
     def _read(self, tokens, features):
         "The verifier's new features into the cache, each beside the token that followed: the guess [1, H] after the last token."
-        n, m = len(tokens), len(features)
+        n = len(tokens)
+        features, again = self.to_read(features, n - 1 - len(features), n)
+        if again: self.cache = DynamicCache()
+        m = len(features)
         crop_cache(self.cache, n - 1 - m)
-        self._grow(n)
         return self._feed(tokens[n - m:], self.model.target_head.norm(features), torch.arange(n - m, n, device=tokens.device))[-1:]
 
     def _feed(self, ids, features, positions, mask=None):

@@ -21,7 +21,7 @@ from ..data_generation.batch import shift_by_one
 from ..growth import recurrent_law
 from ..head import text_config, verifier_config
 from ..head_loss import dense_head_loss, head_loss
-from ..layers import LAYER_FAMILIES, DecoderLayer, RMSNorm, Rotary, served_rope
+from ..layers import LAYER_FAMILIES, DecoderLayer, RMSNorm, Rotary, ToRead, served_rope
 from ..losses import parse_loss
 from ..masks import ttt
 from ..model import SpeculatorModel
@@ -308,14 +308,13 @@ class Eagle3Drafter:
 
     def reset(self):
         "Start a new request."
-        self.cache, self.length = [None] * len(self.model.layers), None
+        self.cache, self.to_read = [None] * len(self.model.layers), ToRead(self.model.rotary)
 
-    def _grow(self, length):
-        "Cached keys, at positions 1, 2, ..., as a text of this length has them."
-        if self.cache[0] is not None:
-            at = torch.arange(1, self.cache[0][0].shape[-2] + 1, device=self.cache[0][0].device)
-            self.cache = [(self.model.rotary.again(keys, at, self.length, length), values) for keys, values in self.cache]
-        self.length = length
+    def _unread(self, tokens, features, length):
+        "The features to read, with an empty cache where these are all."
+        features, again = self.to_read(features, len(tokens) - 1 - len(features), length)
+        if again: self.cache = [None] * len(self.model.layers)
+        return features
 
     def _step(self, hidden, ids, start, sees=None, length=None):
         """Run n tokens at positions start.. through the layers, adding to the cache: hidden [n, H] -> [n, H].
@@ -342,8 +341,8 @@ class Eagle3Drafter:
 
     def _read(self, tokens, features):
         "The verifier's new features into the cache, each beside the token that followed: the state [1, H] after the last token."
+        features = self._unread(tokens, features, len(tokens))
         start = len(tokens) - len(features)
-        self._grow(len(tokens))
         return self._step(self.model.fuse(features.to(self.model.fc.weight.dtype)), tokens[start:], start)[-1:]
 
     @torch.inference_mode()

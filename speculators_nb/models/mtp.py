@@ -19,7 +19,7 @@ from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..growth import recurrent_law
 from ..head import text_config, verifier_config
 from ..head_loss import dense_token_loss, token_loss
-from ..layers import Rotary, head_dim, refuse_dropout, rotate
+from ..layers import Rotary, ToRead, head_dim, refuse_dropout, rotate
 from ..masks import ttt
 from ..model import SpeculatorModel
 from .mtp_native import extract_mtp
@@ -361,7 +361,7 @@ class MTPDrafter:
 
     def reset(self):
         "Start a new request."
-        self.cache = self.length = None
+        self.cache, self.to_read = None, ToRead(self.model.rotary)
 
     def _step(self, hidden, ids, start, sees=None):
         """Run n rows at positions start.. through the layer, adding to the cache: hidden [n, H], ids [n] the tokens that follow -> [n, H].
@@ -378,11 +378,9 @@ class MTPDrafter:
 
     def _read(self, tokens, features):
         "The verifier's new states into the cache, each beside the token that followed: the state [1, H] after the last token."
-        n, m, was = len(tokens), len(features), self.length
-        self.length = n - 1
-        if self.cache is not None:
-            keys, values = self.cache
-            self.cache = self.model.rotary.again(keys, torch.arange(keys.shape[-2], device=keys.device), was, n - 1), values
+        features, again = self.to_read(features, len(tokens) - 1 - len(features), len(tokens) - 1)
+        if again: self.cache = None
+        n, m = len(tokens), len(features)
         return self._step(self.model.features(features), tokens[n - m:], n - 1 - m)[-1:]
 
     @torch.inference_mode()

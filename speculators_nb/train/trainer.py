@@ -70,6 +70,8 @@ class SpeculatorTrainingArguments(TrainingArguments):
             raise ValueError(f"optimizer={self.optimizer!r} is not known. Choose one of: {', '.join(OPTIMIZERS)}.")
         if not isinstance(getattr(torch, self.save_dtype or "float32", None), torch.dtype):
             raise ValueError(f"save_dtype={self.save_dtype!r} is not a dtype of torch. Try 'bfloat16' or 'float32'.")
+        if self.fp16:
+            raise ValueError("fp16=True: drafters are trained in bfloat16 or float32, whose gradients need no loss scaler. Use bf16=True.")
         if self.total_seq_len < 2:
             raise ValueError(f"total_seq_len={self.total_seq_len}: a row needs at least two positions.")
         if self.early_stopping_patience is not None and self.eval_strategy in ("no", None):
