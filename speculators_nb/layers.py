@@ -199,7 +199,8 @@ def refuse_dropout(config): # of draft layers
 def check_layer_config(config): # of Llama or Qwen3 layers
     "Raise ValueError, naming field, value and remedy, for a configuration that says something a draft layer does not do."
     def refuse(field, why): raise ValueError(f"transformer_layer_config.{field}={getattr(config, field)!r}: {why}")
-    if config.model_type not in LAYER_FAMILIES: refuse("model_type", f"is not a draft layer family; choose from {', '.join(LAYER_FAMILIES)}")
+    if config.model_type not in LAYER_FAMILIES:
+        raise ValueError(f"transformer_layer_config.model_type={config.model_type!r} is not a draft layer family; choose from {', '.join(LAYER_FAMILIES)}")
     refuse_dropout(config)
     if config.hidden_act not in ACT2FN: refuse("hidden_act", "is not an activation of transformers; choose silu, which vLLM serves")
     if config.num_attention_heads % config.num_key_value_heads:
