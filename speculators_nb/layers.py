@@ -81,7 +81,7 @@ class Rotary(nn.Module):
         with torch.device("cpu"):
             try: inv_freq, self.scale = self.frequencies(None)
             except KeyError as e: raise ValueError(f"transformer_layer_config.rope_parameters.{e.args[0]} is missing, which rope_type={self.kind!r} needs") from e
-            except (RuntimeError, TypeError, ZeroDivisionError, OverflowError) as e:
+            except (ArithmeticError, RuntimeError, TypeError, ValueError) as e:
                 raise ValueError(f"transformer_layer_config.rope_parameters={rope} do not fit rope_type={self.kind!r} and {rotated} rotated channels: {str(e).splitlines()[0]}") from e
         want = (dim if self.kind == "proportional" else rotated) // 2
         if inv_freq.shape != (want,) or not inv_freq.isfinite().all():
