@@ -6,9 +6,10 @@ import pytest
 import torch
 from matrix import DRAFTERS, batch_for, drafter, train_step, verifier
 
-from speculators_nb.head import TargetHead
+from speculators_nb.head import TargetHead, check_target_head
 from speculators_nb.model import SpeculatorModel
 
+VERIFIERS_OF = ("llama", "qwen3", "gemma2", "cohere", "gpt_neox", "qwen3_next", "qwen3_5")
 NAMES = [name for name in DRAFTERS if DRAFTERS[name][0] not in ("eagle", "mtp")]  # EAGLE attaches a verifier, or says that it must; MTP is below
 CELLS = [(name, family) for name in NAMES for family in ("llama", "gemma2", "cohere", "gpt_neox")]
 
@@ -18,6 +19,21 @@ def bare(model, config=None):
     fresh = type(model)(copy.deepcopy(config or model.config))
     fresh.load_state_dict(model.state_dict())
     return fresh
+
+
+@pytest.mark.parametrize("family", VERIFIERS_OF)
+def test_the_head_is_the_verifiers(family):
+    "Last states through the target head are the verifier's own logits, norm, bias, scale and soft-cap included; with a plain norm alone they are not."
+    _, target, samples = verifier(family)
+    model, ids = drafter("eagle3", family), samples[0]["input_ids"]
+    out = target(ids[None], use_cache=False)
+    mine = model.target_head(out.last_hidden_states[0])
+    torch.testing.assert_close(mine, out.logits[0], rtol=1e-4, atol=1e-4)
+    check_target_head(model.target_head, target.model, out.last_hidden_states, out.logits, tolerance=1e-5)
+    plain = TargetHead(32, eps=model.target_head.norm.eps)
+    plain.load_norm(dict(norm_weight=model.target_head.norm.weight, norm_bias=None))
+    plain.set_rows(model.target_head.weight)
+    assert (family in ("llama", "qwen3")) == torch.allclose(plain(out.last_hidden_states[0]), mine, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name,family", CELLS, ids=lambda x: x)
