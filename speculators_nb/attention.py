@@ -45,9 +45,11 @@ def attention(
     scale: float | None = None, # on the scores; None: 1/sqrt(D)
 ) -> torch.Tensor: # [B, Hq, Q, D]; zeros for a query that sees nothing
     "Attention under a mask predicate. Errors: ValueError for an unknown back end."
-    if impl not in BACK_ENDS: raise ValueError(f"attn_impl={impl!r} is unknown; choose from {', '.join(BACK_ENDS)}")
+    if impl not in BACK_ENDS:
+        raise ValueError(f"attn_impl={impl!r} is unknown; choose from {', '.join(BACK_ENDS)}")
+    scale, q, k = scale or q.shape[-1] ** -.5, q.to(v.dtype), k.to(v.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        return BACK_ENDS[impl](q.to(v.dtype), k.to(v.dtype), v, mask, scale or q.shape[-1] ** -.5)
+        return BACK_ENDS[impl](q, k, v, mask, scale)
 
 # %% ../nbs/core/10_attention.ipynb #61c94c41
 @lru_cache(None)
@@ -60,10 +62,12 @@ def flex_prefix(
     mask: Mask,      # predicate
     scale: float,    # on the scores
 ) -> tuple: # ([B, Hq, Q, D], log-sum-exp [B, Hq, Q] float32)
-    "flex_attention with its log-sum-exp, both differentiable on CUDA. Errors: ValueError when a gradient is wanted on a CPU."
+    """flex_attention with its log-sum-exp, both differentiable on CUDA.
+    Errors: ValueError when a gradient is wanted on a CPU."""
     if not torch.is_grad_enabled(): q, k, v = q.detach(), k.detach(), v.detach()   # flex looks at requires_grad alone
     if q.device.type != "cuda" and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError("attn_impl='flex' has no backward on a CPU; leave attn_impl out there, which is blocked (sdpa with lean=False)")
+        raise ValueError("attn_impl='flex' has no backward on a CPU; leave attn_impl out there, which "
+                         "is blocked (sdpa with lean=False)")
     block_mask = create_block_mask(mask, None, None, q.shape[-2], k.shape[-2], device=q.device)
     out, aux = _flex_on(q.device.type)(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True))
     return out, aux.lse
@@ -104,7 +108,8 @@ def _own_scores(q, own_k, seen): # [Hkv, A, R, D], [Hkv, A, S, D] -> [Hkv, A, R,
     return s if seen is None else s.masked_fill_(~seen, -math.inf)
 
 class _PrefixOwn(torch.autograd.Function):
-    "q [Hkv, A, R, D] (scaled already), k and v [Hkv, L, D], own_k and own_v [Hkv, A, S, D], all float32 or all float64; last and first [A, R]; blocks are of anchors."
+    """q [Hkv, A, R, D] (scaled already), k and v [Hkv, L, D], own_k and own_v [Hkv, A, S, D], all
+    float32 or all float64; last and first [A, R]; blocks are of anchors."""
     @staticmethod
     def forward(ctx, q, k, v, own_k, own_v, last, first, seen, blocks):
         own = _own_scores(q, own_k, seen)
@@ -178,23 +183,29 @@ def block_attention(
     seen: torch.Tensor | None = None,   # [1 or A, B, S] bool: which own keys each query sees; None: all
     window: int | None = None,  # of a sliding layer: as many prefix keys, counted back from the last one
     offset: torch.Tensor | None = None, # [B] or [A, B]: how many positions the window has moved on at each query
-    impl: str = "blocked",      # "blocked" (any device, float32 or float64 inside) or "flex" (CUDA; forward only on a CPU)
+    impl: str = "blocked",      # "blocked" (any device, float64 too) or "flex" (CUDA; forward only on a CPU)
 ) -> torch.Tensor: # [Hq, A, B, D]; zeros for a query that sees nothing
     "Attention of blocks of queries over their anchor's past in its own document and over the anchor's own keys, exactly, without a mask of all queries by all keys."
     hkv, (hq, a, b, d) = k.shape[0], q.shape
     if not a: return q
-    groups, dtype = hq // hkv, v.dtype      # under autocast a family's norms may give wider queries and keys than values
+    groups, dtype = hq // hkv, v.dtype      # autocast may leave queries and keys wider
     q, k, own_k, own_v = (t.to(dtype) for t in (q, k, own_k, own_v))
-    rows = (_wide(q) * d ** -.5).unflatten(0, (hkv, groups)).transpose(1, 2).flatten(2, 3)     # [Hkv, A, G·B, D]: one block of memory an anchor
+    rows = (_wide(q) * d ** -.5).unflatten(0, (hkv, groups))
+    rows = rows.transpose(1, 2).flatten(2, 3)     # [Hkv, A, G·B, D]: an anchor's together
     last = (anchors - int(not inclusive))[:, None].expand(a, groups * b)
     first = None if window is None else last + 1 - window + (0 if offset is None else offset.expand(a, b).repeat(1, groups))
     seen = None if seen is None else seen.repeat(1, groups, 1)
     with torch.autocast(q.device.type, enabled=False):
-        if impl == "flex": out = _flex_own(rows.to(dtype), k, v, own_k, own_v, anchors, last, first, seen, document_ids.flatten())
-        elif impl == "blocked":         # forward and backward in float32: the one rounding is that of the inputs
+        if impl == "flex":
+            keys = rows.to(dtype), k, v, own_k, own_v
+            out = _flex_own(*keys, anchors, last, first, seen, document_ids.flatten())
+        elif impl == "blocked":         # in float32: the one rounding is that of the inputs
             blocks = prefix_blocks(anchors, document_ids, window, max(1, 128 // b), inclusive)
-            out = _PrefixOwn.apply(rows, *map(_wide, (k, v, own_k, own_v)), last, first, seen, blocks).to(dtype)
-        else: raise ValueError(f"attn_impl={impl!r} is unknown; choose from blocked, flex (or lean=False, with {', '.join(BACK_ENDS)})")
+            keys = map(_wide, (k, v, own_k, own_v))
+            out = _PrefixOwn.apply(rows, *keys, last, first, seen, blocks).to(dtype)
+        else:
+            raise ValueError(f"attn_impl={impl!r} is unknown; choose from blocked, flex "
+                             f"(with lean=False from {', '.join(BACK_ENDS)})")
     return out.unflatten(2, (groups, b)).transpose(1, 2).flatten(0, 1)
 
 def prefix_attention(

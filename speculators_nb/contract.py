@@ -63,8 +63,9 @@ def _verifier_config(config: dict) -> "PretrainedConfig | None":
 def check_vllm_contract(
     folder: str | os.PathLike, # a checkpoint
 ) -> list: # violations, each a sentence with the remedy; empty: vLLM will load it
-    """Everything in a checkpoint folder that would keep vLLM from serving it, or make it serve another model than was trained.
-    What differs on some builds of vLLM or for some requests alone is logged as a warning (`serving_warnings` of the model's class)."""
+    """Everything in a checkpoint folder that would keep vLLM from serving it, or make it serve
+    another model than was trained. What differs on some builds of vLLM or for some requests
+    alone is logged as a warning (`serving_warnings` of the model's class)."""
     folder = resolve_checkpoint(folder)
     file = folder / "config.json"
     if not file.is_file(): return [f"{file.name} is missing; the folder is not a complete checkpoint"]
@@ -78,8 +79,10 @@ def check_vllm_contract(
     try:
         with torch.device("meta"): model = klass(config)
     except ValueError as e: model, found = None, found + [str(e)]
-    for warning in getattr(klass, "serving_warnings", lambda raw: [])(raw): log.warning("warning: %s", warning)
+    for warning in klass.serving_warnings(raw) if hasattr(klass, "serving_warnings") else ():
+        log.warning("warning: %s", warning)
     if "serving_violations" not in vars(klass):    # inherited: the rules of another type
         found.append(f"{klass.__name__} does not say how vLLM serves speculators_model_type {config.speculators_model_type!r}; "
                      "give it serving_violations of its own")
-    return found + klass.serving_violations(raw, _verifier_config(raw)) + ([] if model is None else _tensors(folder, model))
+    found += klass.serving_violations(raw, _verifier_config(raw))
+    return found if model is None else found + _tensors(folder, model)

@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['OWN_SCALES', 'CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES', 'TILE_BYTES', 'LOW_PRECISION', 'target_slots',
-           'UnknownHead', 'target_head_for', 'HeadLoss', 'chunk_rows', 'chunks', 'head_dtype', 'wide_product',
-           'head_loss', 'dense_head_loss', 'token_loss', 'dense_token_loss']
+           'UnknownHead', 'family_of', 'target_head_for', 'HeadLoss', 'chunk_rows', 'chunks', 'head_dtype',
+           'wide_product', 'head_loss', 'dense_head_loss', 'token_loss', 'dense_token_loss']
 
 # %% ../nbs/core/13_head_loss.ipynb #cb396337
 from pathlib import Path
 from typing import NamedTuple
 import torch
-from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto import modeling_auto as auto
 from .losses import Law, loss_and_grad, overlap, row_loss
 from .head import TargetHead, norm_eps, norm_kind, text_config, verifier_config
 
@@ -31,30 +31,41 @@ def target_slots(
     return order, [rows[starts[sizes > s] + s] for s in range(int(sizes.max()) if len(sizes) else 0)]
 
 # %% ../nbs/core/13_head_loss.ipynb #e08e7a9f
-OWN_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping")   # config fields that change a family's logits
+OWN_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier",
+              "final_logit_softcapping")   # config fields that change a family's logits
 
 class UnknownHead(TargetHead):
-    "A verifier's head of which something is not known yet. It holds the norm's weight; to score with it raises ValueError."
+    "A verifier's head that is not fully known. It holds the norm's weight; to score raises ValueError."
     said = ""
     def finish(self, logits): raise ValueError(self.said)
+
+def family_of(
+    architectures: list, # names of model classes, as a config.json has them
+) -> "PretrainedConfig | None": # the family's default language model config
+    "Which family of transformers a model class belongs to; None: none."
+    for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+                    auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        for kind, made in mapping.items():
+            if made in architectures: return text_config(CONFIG_MAPPING[kind]())
 
 def target_head_for(
     config, # a drafter's SpeculatorModelConfig
 ) -> TargetHead: # without weights
-    "The head of the verifier that a drafter's config names, as far as that can be known without its weights."
+    "The head of the verifier that a drafter's config names."
     h, eps, block = config.sizes.hidden_size, norm_eps(config.sizes), config.speculators_config
     if block is None: return TargetHead(h, eps=eps)
-    name, families = block.verifier.name_or_path, block.verifier.architectures
+    name, architectures = block.verifier.name_or_path, block.verifier.architectures
     if name and (Path(name) / "config.json").is_file():
         verifier = verifier_config(name)
         if text_config(verifier).hidden_size == h: return TargetHead.from_config(verifier)
-    kinds = [kind for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) for kind, made in mapping.items() if made in families]
-    if not kinds: return TargetHead(h, eps=eps)
-    family = CONFIG_MAPPING[kinds[0]]()
-    scaled = [field for field in OWN_SCALES if hasattr(text_config(family), field)]
-    if not scaled: return TargetHead(h, norm_kind(family), eps)
-    head = UnknownHead(h, norm_kind(family), eps)
-    head.said = f"verifier {name!r} ({families[0]}) has {' and '.join(scaled)} in its config, which is not here; call model.load_verifier_weights(verifier) before training"
+    family = family_of(architectures)
+    if family is None: return TargetHead(h, eps=eps)
+    scaled = [field for field in OWN_SCALES if hasattr(family, field)]
+    head = (UnknownHead if scaled else TargetHead)(h, norm_kind(family), eps)
+    if scaled:
+        fields = " and ".join(scaled)
+        head.said = (f"verifier {name!r} ({architectures[0]}) has {fields} in its config, which is "
+                     "not here; call model.load_verifier_weights(verifier) before training")
     return head
 
 # %% ../nbs/core/13_head_loss.ipynb #13aca4da
@@ -92,21 +103,27 @@ def head_dtype(
     hidden: torch.Tensor,                  # what a head multiplies
     gemm_dtype: torch.dtype | None = None, # what was asked for
 ) -> torch.dtype:
-    """In which dtype a head's products are made: as asked for, else autocast's on an accelerator and float32 on a CPU, else that of `hidden`.
-    Errors: ValueError for float16 where a gradient is wanted, for it is formed before a loss scaler can act."""
+    """In which dtype a head's products are made: as asked for; else under autocast in its dtype
+    on an accelerator, and in float32 on a CPU; else in that of `hidden`. Errors: ValueError for
+    float16 where a gradient is wanted, which is formed before a loss scaler can act."""
     kind = hidden.device.type
     auto = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    dtype = gemm_dtype or (hidden.dtype if auto is None else auto if kind != "cpu" else torch.promote_types(hidden.dtype, torch.float32))
+    dtype = gemm_dtype or hidden.dtype
+    if auto is not None and gemm_dtype is None:
+        dtype = torch.promote_types(hidden.dtype, torch.float32) if kind == "cpu" else auto
     if torch.float16 in (dtype, auto) and torch.is_grad_enabled() and hidden.requires_grad:
-        raise ValueError("float16: gradients of the head are formed before a loss scaler can keep them from underflow; train in bfloat16 (bf16=True) or float32")
+        raise ValueError("float16: gradients of the head are formed before a loss scaler can "
+                         "keep them from underflow; train in bfloat16 (bf16=True) or float32")
     return dtype
 
 def wide_product(
     x: torch.Tensor, # [N, H]
-    w: torch.Tensor, # [V, H], of the same dtype
+    w: torch.Tensor, # [V, H], of the same dtype; bfloat16 and float16 on CUDA alone
 ) -> torch.Tensor: # [N, V] float32 (float64 stays)
-    "x @ w.T, not rounded to the dtype of its factors: an eight-bit logit of 20 may be off by 0.06, and the likeliest token another one."
-    return torch.mm(x, w.T, out_dtype=torch.float32) if x.dtype in LOW_PRECISION else torch.mm(x, w.T)
+    """x @ w.T, not rounded to the dtype of its factors: a bfloat16 logit of 20 may be off by
+    0.06, and the likeliest token another one."""
+    if x.dtype in LOW_PRECISION: return torch.mm(x, w.T, out_dtype=torch.float32)
+    return torch.mm(x, w.T)
 
 def _times(grad, factor): # a gradient in any dtype, a float32 number
     return None if grad is None else (grad * factor.view(1)).to(grad.dtype)
@@ -121,9 +138,10 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         correct, accept = torch.zeros(n, dtype=torch.bool, device=dev), torch.zeros(n, device=dev) if want_accept else None
         order, slots = target_slots(target_of_row, len(target_hidden))
         low = dtype in LOW_PRECISION
-        precise = torch.float32 if low and dev.type != "cuda" else dtype    # of the factors of the verifier's logits, as `wide_product` takes them
+        precise = torch.float32 if low and dev.type != "cuda" else dtype    # see `wide_product`
         targets, w_draft = target_head.norm(target_hidden[order]).to(precise), head.to(dtype)
-        w_target = w_draft if target_head.weight is head and precise == dtype else target_head.weight.to(precise)
+        shared = target_head.weight is head and precise == dtype
+        w_target = w_draft if shared else target_head.weight.to(precise)
         plan = chunks(order, slots, chunk, 2 if by_target else 1)
         tile = chunk if dev.type == "cuda" else max(1, TILE_BYTES // (4 * len(head)))
         largest = max(((b - a) * (2 if by_target else 1) + sum(map(len, members)) for a, b, members in plan), default=0)
@@ -132,7 +150,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
             r = torch.cat(members)
             z, z_bias = logits[:b - a + len(r)], logits[b - a + len(r):2 * (b - a) + len(r)] if by_target else None
             if low: torch.mm(hidden[r].to(dtype), w_draft.T, out=z[b - a:])
-            elif w_target is w_draft: torch.mm(torch.cat([targets[a:b], hidden[r].to(dtype)]), w_draft.T, out=z)
+            elif shared: torch.mm(torch.cat([targets[a:b], hidden[r].to(dtype)]), w_draft.T, out=z)
             else:
                 torch.mm(targets[a:b], w_target.T, out=z[:b - a])
                 torch.mm(hidden[r].to(dtype), w_draft.T, out=z[b - a:])
@@ -147,11 +165,11 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                     at, z_at = slot[i:i + tile], z_draft[i:i + tile]   # a prefix of the tile's targets: fewer rows, or none, at the end
                     if not len(at): break
                     q = Law(z_at.float() if not by_target else z_at.float() + tile_bias[:len(at)])
-                    shared = p if len(at) == len(p.logits) else p.first(len(at))
-                    terms, g = loss_and_grad(shared, q, mixture, want_grad)
+                    law = p if len(at) == len(p.logits) else p.first(len(at))
+                    terms, g = loss_and_grad(law, q, mixture, want_grad)
                     for name, value in terms.items(): rows[name][at] = value
-                    correct[at] = q.logits.gather(-1, shared.argmax[:, None])[:, 0] >= q.top
-                    if want_accept: accept[at] = overlap(shared, q)
+                    correct[at] = q.logits.gather(-1, law.argmax[:, None])[:, 0] >= q.top
+                    if want_accept: accept[at] = overlap(law, q)
                     if want_grad:
                         z_at.copy_(g)                                  # the gradient takes the logits' place
                         if by_target: tile_grad[:len(at)].addcmul_(g, weight[at, None])
@@ -185,7 +203,7 @@ def head_loss(
     weight,                          # [N] float32 of each row in the summed loss; or a function from row losses {name: [N]} to it
     mixture: dict,                   # loss name -> weight, from `losses.parse_loss`
     bias: tuple | None = None,       # (e [N, r], w [Vd, r]): e @ w.T is added to the drafter's logits; both get gradients
-    gemm_dtype: torch.dtype | None = None, # of the products with the drafter's head, as in `head_dtype`; the verifier's logits are float32 in any case
+    gemm_dtype: torch.dtype | None = None, # of the products with the drafter's head, as in `head_dtype`; the verifier's logits stay float32
     chunk: int | None = None,        # rows of logits a chunk; None: `chunk_rows`
     want_accept: bool = False,       # also return the acceptance probability of each row
     bias_by_target: bool = False,    # e is [T, r], one row for each target: rows that share a target share its bias, which is then multiplied out once
@@ -196,17 +214,22 @@ def head_loss(
     if bias is not None and callable(weight):     # the gradient of w sums over rows: their weights must be known first
         with torch.no_grad(): weight = weight(head_loss(hidden, head, target_head, target_hidden, target_of_row, hidden.new_zeros(len(hidden)), mixture, bias, gemm_dtype, chunk, bias_by_target=bias_by_target).rows)
     dtype = head_dtype(hidden, gemm_dtype)
-    with torch.autocast(hidden.device.type, enabled=False):     # each product has the dtype that is written here
-        loss, correct, accept, *rows = _ChunkedHeadLoss.apply(hidden, extra, extra_head, head, target_head, target_hidden, target_of_row, weight, mixture,
-                                                             chunk or chunk_rows(len(head), hidden.device), dtype, want_accept, bias_by_target and bias is not None)
+    chunk = chunk or chunk_rows(len(head), hidden.device)
+    tensors = hidden, extra, extra_head, head, target_head, target_hidden, target_of_row, weight
+    with torch.autocast(hidden.device.type, enabled=False):     # it would change these dtypes
+        loss, correct, accept, *rows = _ChunkedHeadLoss.apply(
+            *tensors, mixture, chunk, dtype, want_accept, bias_by_target and bias is not None)
     return HeadLoss(loss, dict(zip(mixture, rows)), correct, accept)
 
 def dense_head_loss(hidden, head, target_head, target_hidden, target_of_row, weight, mixture, bias=None, bias_by_target=False) -> HeadLoss:
     "The same by whole tensors and autograd: the definition that `head_loss` is tested against. Arguments as there."
     dtype = head_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        logits, targets = (hidden.to(dtype) @ head.to(dtype).T).float(), target_head(target_hidden)[target_of_row]
-        if bias is not None: logits = logits + ((bias[0][target_of_row] if bias_by_target else bias[0]).to(dtype) @ bias[1].to(dtype).T).float()
+        def product(x, w): return (x.to(dtype) @ w.to(dtype).T).float()
+        logits, targets = product(hidden, head), target_head(target_hidden)[target_of_row]
+        if bias is not None:
+            extra = bias[0][target_of_row] if bias_by_target else bias[0]
+            logits = logits + product(extra, bias[1])
         rows = row_loss(logits, targets.detach(), mixture)
     if callable(weight): weight = weight({k: v.detach() for k, v in rows.items()})
     loss = sum((weight * rows[name] * w).sum() for name, w in mixture.items())
@@ -252,13 +275,15 @@ def token_loss(
 ) -> HeadLoss: # its `rows` has one entry, "ce"; `correct`: the drafter's most likely token is the data's
     "Weighted sum of cross-entropies against data tokens, never holding more than one [chunk, V] buffer."
     dtype = head_dtype(hidden, gemm_dtype)
+    chunk = chunk or chunk_rows(len(head), hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
-        loss, correct, rows = _ChunkedTokenLoss.apply(hidden, head, tokens, weight, chunk or chunk_rows(len(head), hidden.device), dtype)
+        loss, correct, rows = _ChunkedTokenLoss.apply(hidden, head, tokens, weight, chunk, dtype)
     return HeadLoss(loss, {"ce": rows}, correct, None)
 
 def dense_token_loss(hidden, head, tokens, weight) -> HeadLoss:
     "The same by whole tensors and autograd."
     dtype = head_dtype(hidden)
-    with torch.autocast(hidden.device.type, enabled=False): logits = (hidden.to(dtype) @ head.to(dtype).T).float()
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = (hidden.to(dtype) @ head.to(dtype).T).float()
     rows = torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
     return HeadLoss((weight * rows).sum(), {"ce": rows.detach()}, logits.argmax(-1) == tokens, None)

@@ -26,9 +26,11 @@ def _adopt_upstream_names(model, state, prefix, *_):
     if norm is not None: state[prefix + "target_head.norm.weight"] = norm
     own = state.get(prefix + "lm_head.weight")
     if head is not None: model.target_head.set_rows(model.lm_head.weight if own is not None and torch.equal(own, head) else nn.Parameter(torch.empty_like(head), requires_grad=False))
-    rows, stored, bias = model.target_head.weight, state.get(prefix + "target_head.weight"), state.get(prefix + "target_head.bias")
+    rows, stored = model.target_head.weight, state.get(prefix + "target_head.weight")
     if rows is None and stored is not None:      # a whole state dict of ours
-        rows = model.lm_head.weight if own is not None and torch.equal(own, stored) else nn.Parameter(torch.empty_like(stored), requires_grad=False)
+        bias = state.get(prefix + "target_head.bias")
+        same = own is not None and torch.equal(own, stored)
+        rows = model.lm_head.weight if same else torch.empty_like(stored)
         model.target_head.set_rows(rows, None if bias is None else torch.empty_like(bias))
     if rows is not None and stored is None: state[prefix + "target_head.weight"] = head if head is not None else own if rows is model.lm_head.weight and own is not None else rows
     for name, value in model.target_head.state_dict(prefix=prefix + "target_head.").items(): state.setdefault(name, value)

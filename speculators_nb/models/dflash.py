@@ -76,7 +76,7 @@ class Blocks(NamedTuple):
     anchors: torch.Tensor     # [A] int64, ascending in the lean pass
     targets: torch.Tensor     # [A, B] int64: row of the verifier's state that each slot is scored against
     supervised: torch.Tensor  # [A, B] bool: slots that carry loss
-    drawn: torch.Tensor       # [N] int64: all anchors, also of blocks without loss that the lean pass leaves out
+    drawn: torch.Tensor       # [N] int64: all anchors, also those that the lean pass leaves out
 
 @SpeculatorModel.register("dflash")
 class DFlashDraftModel(SpeculatorModel):
@@ -149,11 +149,12 @@ class DFlashDraftModel(SpeculatorModel):
         lean: bool = True,          # False: the definition, all blocks over all keys under `mask`
         impl: str = "blocked",      # of `block_attention`, or of `attention` where not lean
         serving_window: bool = False, # as in `forward`
-        drawn: torch.Tensor | None = None, # [N] all anchors of the row, as in `Blocks`; None: these
+        drawn: torch.Tensor | None = None, # [N] all anchors of the row; None: these
     ) -> torch.Tensor: # [A, B, H], normed
         "Blocks through the layers. Keys and values of the context come from the same projections as those of the block, and the context itself stays as it is."
         A, B = tokens.shape
-        length = self.rotary.length(position_ids, position_ids[anchors if drawn is None else drawn] + B - 1)
+        drawn = anchors if drawn is None else drawn
+        length = self.rotary.length(position_ids, position_ids[drawn] + B - 1)
         hidden, rope = self.embed_tokens(tokens), self.rotary(context, position_ids, length)
         slot = torch.arange(B, device=anchors.device)
         slots = self.rotary(context, position_ids[anchors][:, None] + slot, length)
@@ -361,7 +362,8 @@ class DFlashDraftModel(SpeculatorModel):
         if layer.get("hidden_act", "silu") != "silu": found.append(f"transformer_layer_config.hidden_act is {layer['hidden_act']!r}; vLLM's draft layers have silu alone")
         found += served_rope(layer)[0]
         if (layer.get("rope_parameters") or {}).get("rope_type") == "longrope":
-            found.append("transformer_layer_config.rope_parameters.rope_type is longrope; vLLM's DFlash has no table of its angles and fails at start, train with another type")
+            found.append("transformer_layer_config.rope_parameters.rope_type is longrope; vLLM's "
+                         "DFlash has no table of its angles and fails at start, train with another")
         methods, B = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}], raw.get("block_size", 8)
         if isinstance(k := methods[0].get("speculative_tokens"), int) and k > B - 1: found.append(f"speculative_tokens is {k}, but a block of {B} was trained to draft {B - 1}")
         window = layer.get("sliding_window")
@@ -381,8 +383,11 @@ class DFlashDraftModel(SpeculatorModel):
         layer = raw.get("transformer_layer_config") or {}
         n, found = layer.get("num_hidden_layers", 1), served_rope(layer)[1]
         if n > 1:
-            found.append(f"transformer_layer_config.num_hidden_layers is {n}: vLLM 0.32 on processors norms the context keys of all layers with the first layer's k_norm, so its drafts "
-                         "differ there from those that were trained (the text stays the verifier's); on CUDA each layer has its own. Measure acceptance on CUDA, or train one layer")
+            found.append(f"transformer_layer_config.num_hidden_layers is {n}: vLLM 0.32 on "
+                         "processors norms the context keys of all layers with the first layer's "
+                         "k_norm, so its drafts differ there from what was trained (the text stays "
+                         "the verifier's); on CUDA each layer has its own. Measure acceptance on "
+                         "CUDA, or train one layer")
         return found
 
     def drafter(self) -> "DFlashDrafter":

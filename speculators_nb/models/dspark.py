@@ -254,7 +254,7 @@ class DSparkDraftModel(DFlashDraftModel):
     def serving_warnings(
         raw: dict, # the config.json as it stands
     ) -> list: # sentences with the remedy
-        "What vLLM does otherwise for some requests. (Its build for processors does not serve DSpark.)"
+        "What vLLM does otherwise for some requests. Its build for processors serves no DSpark."
         return served_rope(raw.get("transformer_layer_config") or {})[1]
 
     def drafter(self,

@@ -98,7 +98,7 @@ class Eagle3DraftModel(SpeculatorModel):
     ) -> list: # K tensors [N_t, H]: the normed hidden states of the needed rows
         "The lean unrolling: only rows that a loss will look at, and the keys that these look at."
         hidden, everything, outputs, caches = self.fuse(features), torch.arange(len(input_ids), device=input_ids.device), [], []
-        length = self.rotary.length(position_ids)                     # of the whole row: later steps see parts of it
+        length = self.rotary.length(position_ids)         # of the whole row: steps see parts of it
         embeds, rope = self.embed_tokens(input_ids), self.rotary(hidden, position_ids, length)
         for layer in self.layers:                                     # step 0
             rows = needed[0] if layer is self.layers[-1] else everything

@@ -177,7 +177,7 @@ class MTPDraftModel(SpeculatorModel):
         positions: torch.Tensor,   # [N]
         length: int | None = None, # as in `Rotary`
     ) -> tuple: # cos, sin [N, R], R the rotated part of a head
-        "Text positions, also where the family counts three coordinates of a picture: for text they are equal."
+        "Text positions. A family's three coordinates of a picture are equal for text."
         return self.rotary(self.mtp_layers[0].input_proj.weight, positions, length)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor: # [N, H] the verifier's stream before its final norm -> what step 0 reads
@@ -264,7 +264,8 @@ class MTPDraftModel(SpeculatorModel):
         mask = torch.ones_like(ids, dtype=torch.bool) if loss_mask is None else loss_mask[0].bool()
         supervised = mtp_supervision(mask, documents, steps, cross_document_targets)
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
-        length = self.rotary.length(positions[:max(0, upstream_rows(L, steps) if cross_document_targets else L - 1)])   # rows with a token behind them
+        rows = upstream_rows(L, steps) if cross_document_targets else L - 1     # with a token behind
+        length = self.rotary.length(positions[:max(0, rows)])
         if lean: hidden = self.hidden_rows(ids, hidden_states[0], documents, positions, supervised, as_served, impl, length)
         else:
             dense = self.dense_hidden(ids, hidden_states[0], documents, positions, steps, as_served, impl, length)
@@ -378,9 +379,10 @@ class MTPDrafter:
 
     def _read(self, tokens, features):
         "The verifier's new states into the cache, each beside the token that followed: the state [1, H] after the last token."
-        features, again = self.to_read(features, len(tokens) - 1 - len(features), len(tokens) - 1)
+        n = len(tokens)
+        features, again = self.to_read(features, n - 1 - len(features), n - 1)
         if again: self.cache = None
-        n, m = len(tokens), len(features)
+        m = len(features)
         return self._step(self.model.features(features), tokens[n - m:], n - 1 - m)[-1:]
 
     @torch.inference_mode()

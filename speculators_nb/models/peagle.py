@@ -327,7 +327,7 @@ class PEagleDrafter(Eagle3Drafter):
     "A chain of k tokens from one pass (the `tree.Drafter` protocol). The cache holds decided positions only."
     def _slots(self, tokens, features, k):
         "The new decided rows, then k-1 masks at the positions that follow: logits [k, Vd]."
-        model, length = self.model, len(tokens) + k - 2      # of a training row that ends with the last mask, whose positions count from 0
+        model, length = self.model, len(tokens) + k - 2   # of a training row, counted from 0
         features = self._unread(tokens, features, length)
         m = len(features)
         hidden = torch.cat([features.to(model.fc.weight.dtype), model.mask_hidden[0].expand(k - 1, -1)])

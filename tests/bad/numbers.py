@@ -140,7 +140,7 @@ CASES = [
                                                       torch.arange(3), torch.ones(3), {"ce": 1.0})(folder), "float16.*bf16=True"),
     Case("token_loss: float16", loss_of(token_loss, torch.arange(3), torch.ones(3)), "float16.*bf16=True"),
     Case("attention: flex with a gradient on a processor", flex, "attn_impl='flex' has no backward on a CPU"),
-    Case("block_attention: eager", impl("eager"), "attn_impl='eager' is unknown; choose from blocked, flex .*lean=False"),
+    Case("block_attention: eager", impl("eager"), "attn_impl='eager' is unknown; choose from blocked, flex .*lean=False from eager"),
     Case("target head: soft-cap of a verifier that is not here", far_head, "someone/gemma.*final_logit_softcapping.*load_verifier_weights"),
     Case("draft_layer_config: parameters of unknown kinds of layers",
          lambda folder: Rotary(draft_layer_config(Qwen3Config(num_hidden_layers=1, rope_parameters={"local": dict(rope_theta=1.0), "rope_type": "default"}))), "rope_parameters.*one set of parameters"),
