@@ -24,7 +24,8 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 SRC, SITE = DOCS / "_src", DOCS / "_site"
 LIB = "speculators_nb"
-PAGES = {"docs/architecture.md": "architecture.md", "CONTRIBUTING.md": "contributing.md"}  # beside the notebooks
+PAGES = {"docs/architecture.md": "architecture.md", "docs/differences.md": "differences.md",
+         "CONTRIBUTING.md": "contributing.md"}  # beside the notebooks
 FILES = "files"  # on the site: files of the repository that pages link to
 FOLD = 45  # an exported cell with more lines than this starts folded
 GIT_URL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["nbdev"]["git_url"]  # empty: the project has no address yet

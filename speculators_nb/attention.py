@@ -20,7 +20,7 @@ def _eager(q, k, v, mask, scale):
     allowed = mask.dense(q.shape[-2], k.shape[-2], device=q.device)
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = _wide(q @ k.transpose(-1, -2) * scale).masked_fill(~allowed, -math.inf)
+    scores = (_wide(q) @ _wide(k).transpose(-1, -2) * scale).masked_fill(~allowed, -math.inf)
     weights = torch.softmax(scores.masked_fill(~allowed.any(-1, keepdim=True), 0.), -1) * allowed
     return weights.to(v.dtype) @ v
 
@@ -45,8 +45,11 @@ def attention(
     scale: float | None = None, # on the scores; None: 1/sqrt(D)
 ) -> torch.Tensor: # [B, Hq, Q, D]; zeros for a query that sees nothing
     "Attention under a mask predicate. Errors: ValueError for an unknown back end."
-    if impl not in BACK_ENDS: raise ValueError(f"attention impl {impl!r} is unknown; choose from {', '.join(BACK_ENDS)}")
-    return BACK_ENDS[impl](q, k, v, mask, scale or q.shape[-1] ** -.5)
+    if impl not in BACK_ENDS:
+        raise ValueError(f"attn_impl={impl!r} is unknown; choose from {', '.join(BACK_ENDS)}")
+    scale, q, k = scale or q.shape[-1] ** -.5, q.to(v.dtype), k.to(v.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        return BACK_ENDS[impl](q, k, v, mask, scale)
 
 # %% ../nbs/core/10_attention.ipynb #61c94c41
 @lru_cache(None)
@@ -59,10 +62,12 @@ def flex_prefix(
     mask: Mask,      # predicate
     scale: float,    # on the scores
 ) -> tuple: # ([B, Hq, Q, D], log-sum-exp [B, Hq, Q] float32)
-    "flex_attention with its log-sum-exp, both differentiable on CUDA. Errors: NotImplementedError when a gradient is wanted on a CPU."
+    """flex_attention with its log-sum-exp, both differentiable on CUDA.
+    Errors: ValueError when a gradient is wanted on a CPU."""
     if not torch.is_grad_enabled(): q, k, v = q.detach(), k.detach(), v.detach()   # flex looks at requires_grad alone
     if q.device.type != "cuda" and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise NotImplementedError("attention impl 'flex' has no backward on a CPU; train with impl 'auto' there")
+        raise ValueError("attn_impl='flex' has no backward on a CPU; leave attn_impl out there, which "
+                         "is blocked (sdpa with lean=False)")
     block_mask = create_block_mask(mask, None, None, q.shape[-2], k.shape[-2], device=q.device)
     out, aux = _flex_on(q.device.type)(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True))
     return out, aux.lse
@@ -90,8 +95,8 @@ def prefix_blocks(
 
 # %% ../nbs/core/10_attention.ipynb #760e79de
 def _scores(q, k, lo, last, first, bias=None):
-    "Scores [Hkv, n, m] in float32 (float64 stays) of n queries with keys lo.., -inf outside first..last of the query; less `bias` [Hkv, n] where given."
-    s = _wide(q @ k.transpose(-1, -2) if bias is None else torch.baddbmm(bias[..., None].to(q.dtype), q, k.transpose(-1, -2), beta=-1))
+    "Scores [Hkv, n, m] of n queries with keys lo.., -inf outside first..last of the query; less `bias` [Hkv, n] where given."
+    s = q @ k.transpose(-1, -2) if bias is None else torch.baddbmm(bias[..., None], q, k.transpose(-1, -2), beta=-1)
     end, begin = int(last.min()) + 1 - lo, 0 if first is None else max(int(first.max()) - lo, 0)
     key = torch.arange(lo, lo + k.shape[1], device=q.device)       # only the fringes differ between queries
     if end < len(key): s[..., max(end, 0):].masked_fill_(key[max(end, 0):] > last[:, None], -math.inf)
@@ -99,11 +104,12 @@ def _scores(q, k, lo, last, first, bias=None):
     return s
 
 def _own_scores(q, own_k, seen): # [Hkv, A, R, D], [Hkv, A, S, D] -> [Hkv, A, R, S]
-    s = _wide(q @ own_k.transpose(-1, -2))
+    s = _wide(q) @ _wide(own_k).transpose(-1, -2)
     return s if seen is None else s.masked_fill_(~seen, -math.inf)
 
 class _PrefixOwn(torch.autograd.Function):
-    "q [Hkv, A, R, D] (scaled already), k and v [Hkv, L, D], own_k and own_v [Hkv, A, S, D], last and first [A, R]; blocks are of anchors."
+    """q [Hkv, A, R, D] (scaled already), k and v [Hkv, L, D], own_k and own_v [Hkv, A, S, D], all
+    float32 or all float64; last and first [A, R]; blocks are of anchors."""
     @staticmethod
     def forward(ctx, q, k, v, own_k, own_v, last, first, seen, blocks):
         own = _own_scores(q, own_k, seen)
@@ -116,10 +122,10 @@ class _PrefixOwn(torch.autograd.Function):
             best = best.masked_fill(best == -math.inf, 0)               # a query that sees nothing gets zeros
             p = s.sub_(best[..., None]).exp_()
             top[:, a:b], total[:, a:b] = best.unflatten(1, (b - a, -1)), p.sum(-1).unflatten(1, (b - a, -1))
-            out[:, a:b] = (p.to(v.dtype) @ v[:, lo:hi]).unflatten(1, (b - a, -1))
+            out[:, a:b] = (p @ v[:, lo:hi]).unflatten(1, (b - a, -1))
         own = own.sub_(top[..., None]).exp_()
         total = (total + own.sum(-1)).clamp_min(torch.finfo(total.dtype).tiny)
-        out = (out + own.to(v.dtype) @ own_v) / total[..., None].to(v.dtype)
+        out = (out + own @ own_v) / total[..., None]
         ctx.save_for_backward(q, k, v, own_k, own_v, last, first, out, top + total.log(), own / total[..., None])
         ctx.blocks = blocks
         return out
@@ -132,14 +138,14 @@ class _PrefixOwn(torch.autograd.Function):
         gq, gk, gv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for a, b, lo, hi in ctx.blocks:
             qb, kb, vb, dob = q[:, a:b].flatten(1, 2), k[:, lo:hi], v[:, lo:hi], do[:, a:b].flatten(1, 2)
-            p = _scores(qb, kb, lo, last[a:b].flatten(), None if first is None else first[a:b].flatten(), lse[:, a:b].flatten(1)).exp_().to(v.dtype)
+            p = _scores(qb, kb, lo, last[a:b].flatten(), None if first is None else first[a:b].flatten(), lse[:, a:b].flatten(1)).exp_()
             gv[:, lo:hi] += p.transpose(-1, -2) @ dob
             ds = torch.baddbmm(delta[:, a:b].flatten(1)[..., None], dob, vb.transpose(-1, -2), beta=-1).mul_(p)
             gq[:, a:b] = (ds @ kb).unflatten(1, (b - a, -1))
             gk[:, lo:hi] += ds.transpose(-1, -2) @ qb
-        ds = (own * (do @ own_v.transpose(-1, -2) - delta[..., None])).to(q.dtype)
+        ds = own * (do @ own_v.transpose(-1, -2) - delta[..., None])
         gq += ds @ own_k
-        return gq, gk, gv, ds.transpose(-1, -2) @ q, own.to(v.dtype).transpose(-1, -2) @ do, *[None] * 4
+        return gq, gk, gv, ds.transpose(-1, -2) @ q, own.transpose(-1, -2) @ do, *[None] * 4
 
 # %% ../nbs/core/10_attention.ipynb #b9d79d06
 def merge_own(
@@ -182,16 +188,24 @@ def block_attention(
     "Attention of blocks of queries over their anchor's past in its own document and over the anchor's own keys, exactly, without a mask of all queries by all keys."
     hkv, (hq, a, b, d) = k.shape[0], q.shape
     if not a: return q
-    groups = hq // hkv
-    rows = (q * d ** -.5).unflatten(0, (hkv, groups)).transpose(1, 2).flatten(2, 3)     # [Hkv, A, G·B, D]: one block of memory an anchor
+    groups, dtype = hq // hkv, v.dtype      # autocast may leave queries and keys wider
+    q, k, own_k, own_v = (t.to(dtype) for t in (q, k, own_k, own_v))
+    rows = (_wide(q) * d ** -.5).unflatten(0, (hkv, groups))
+    rows = rows.transpose(1, 2).flatten(2, 3)     # [Hkv, A, G·B, D]: an anchor's together
     last = (anchors - int(not inclusive))[:, None].expand(a, groups * b)
     first = None if window is None else last + 1 - window + (0 if offset is None else offset.expand(a, b).repeat(1, groups))
     seen = None if seen is None else seen.repeat(1, groups, 1)
-    if impl == "flex": out = _flex_own(rows, k, v, own_k, own_v, anchors, last, first, seen, document_ids.flatten())
-    elif impl == "blocked":
-        blocks = prefix_blocks(anchors, document_ids, window, max(1, 128 // b), inclusive)
-        out = _PrefixOwn.apply(rows, k, v, own_k, own_v, last, first, seen, blocks)
-    else: raise ValueError(f"prefix attention impl {impl!r} is unknown; choose from blocked, flex")
+    with torch.autocast(q.device.type, enabled=False):
+        if impl == "flex":
+            keys = rows.to(dtype), k, v, own_k, own_v
+            out = _flex_own(*keys, anchors, last, first, seen, document_ids.flatten())
+        elif impl == "blocked":         # in float32: the one rounding is that of the inputs
+            blocks = prefix_blocks(anchors, document_ids, window, max(1, 128 // b), inclusive)
+            keys = map(_wide, (k, v, own_k, own_v))
+            out = _PrefixOwn.apply(rows, *keys, last, first, seen, blocks).to(dtype)
+        else:
+            raise ValueError(f"attn_impl={impl!r} is unknown; choose from blocked, flex "
+                             f"(with lean=False from {', '.join(BACK_ENDS)})")
     return out.unflatten(2, (groups, b)).transpose(1, 2).flatten(0, 1)
 
 def prefix_attention(

@@ -101,8 +101,8 @@ def layer_config_from_dict(
                          "Write the decoder family into it, e.g. 'llama' or 'qwen3'.")
     try:
         return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
-    except StrictDataclassError as e:
-        raise ValueError(f"transformers refuses this {model_type} config: {e}") from e
+    except (StrictDataclassError, KeyError) as e:  # KeyError: a RoPE type without its parameters
+        raise ValueError(f"transformers refuses this {model_type} config: {' '.join(str(e).split())}") from e
 
 
 LayerConfig = Annotated[Any, PlainValidator(layer_config_from_dict)]  # Any: pydantic cannot read transformers' dataclasses

@@ -46,7 +46,8 @@ def rowdot(
     a: torch.Tensor, # [N, V]
     b: torch.Tensor, # [N, V]
 ) -> torch.Tensor: # [N], sum over v of a*b
-    return torch.linalg.vecdot(a, b)
+    with torch.autocast(a.device.type, enabled=False):   # it would make the sum bfloat16
+        return torch.linalg.vecdot(a, b)
 
 def overlap(
     target: Law, # the verifier's law p

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from .config import SpeculatorModelConfig, import_models
-from .head import TargetHead, load_verifier_tensors, norm_eps, text_config, verifier_config
+from .head import TargetHead, load_verifier_tensors, text_config, verifier_config
+from .head_loss import target_head_for
 from .options import REGISTERED
 from .utils import ClassRegistryMixin, checkpoint_index, load_tensors, resolve_checkpoint, save_tensors
 from .vocab import check_vocab_mapping, draft_to_verifier
@@ -26,8 +27,13 @@ def _adopt_upstream_names(model, state, prefix, *_):
     if norm is not None: state[prefix + "target_head.norm.weight"] = norm
     own = state.get(prefix + "lm_head.weight")
     if head is not None: model.target_head.set_rows(model.lm_head.weight if own is not None and torch.equal(own, head) else nn.Parameter(torch.empty_like(head), requires_grad=False))
-    rows = model.target_head.weight
-    if rows is not None: state[prefix + "target_head.weight"] = head if head is not None else own if rows is model.lm_head.weight and own is not None else rows
+    rows, stored = model.target_head.weight, state.get(prefix + "target_head.weight")
+    if rows is None and stored is not None:      # a whole state dict of ours
+        bias = state.get(prefix + "target_head.bias")
+        same = own is not None and torch.equal(own, stored)
+        rows = model.lm_head.weight if same else torch.empty_like(stored)
+        model.target_head.set_rows(rows, None if bias is None else torch.empty_like(bias))
+    if rows is not None and stored is None: state[prefix + "target_head.weight"] = head if head is not None else own if rows is model.lm_head.weight and own is not None else rows
     for name, value in model.target_head.state_dict(prefix=prefix + "target_head.").items(): state.setdefault(name, value)
 
 class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
@@ -61,7 +67,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
             self.lm_head.weight = _nan(vd, h)
         self.register_buffer("t2d", torch.zeros(v, dtype=torch.bool) if vd < v else None)
         self.register_buffer("d2t", torch.zeros(vd, dtype=torch.int64) if vd < v else None)
-        self.target_head = TargetHead(h, eps=norm_eps(config.sizes))
+        self.target_head = target_head_for(config)
         self.verifier_layers = None      # n; the verifier's last state is the stream entering "layer n"
         self.register_load_state_dict_pre_hook(_adopt_upstream_names)
 

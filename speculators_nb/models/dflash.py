@@ -21,7 +21,7 @@ from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..growth import product_law
 from ..head import text_config, verifier_config
 from ..head_loss import dense_head_loss, head_loss
-from ..layers import DecoderLayer, RMSNorm, Rotary
+from ..layers import DecoderLayer, RMSNorm, Rotary, ToRead, served_rope
 from ..losses import parse_loss
 from ..mask_token import resolve_mask_token
 from ..masks import Mask, anchored_blocks
@@ -76,6 +76,7 @@ class Blocks(NamedTuple):
     anchors: torch.Tensor     # [A] int64, ascending in the lean pass
     targets: torch.Tensor     # [A, B] int64: row of the verifier's state that each slot is scored against
     supervised: torch.Tensor  # [A, B] bool: slots that carry loss
+    drawn: torch.Tensor       # [N] int64: all anchors, also those that the lean pass leaves out
 
 @SpeculatorModel.register("dflash")
 class DFlashDraftModel(SpeculatorModel):
@@ -148,12 +149,15 @@ class DFlashDraftModel(SpeculatorModel):
         lean: bool = True,          # False: the definition, all blocks over all keys under `mask`
         impl: str = "blocked",      # of `block_attention`, or of `attention` where not lean
         serving_window: bool = False, # as in `forward`
+        drawn: torch.Tensor | None = None, # [N] all anchors of the row; None: these
     ) -> torch.Tensor: # [A, B, H], normed
         "Blocks through the layers. Keys and values of the context come from the same projections as those of the block, and the context itself stays as it is."
         A, B = tokens.shape
-        hidden, rope = self.embed_tokens(tokens), self.rotary(context, position_ids)
+        drawn = anchors if drawn is None else drawn
+        length = self.rotary.length(position_ids, position_ids[drawn] + B - 1)
+        hidden, rope = self.embed_tokens(tokens), self.rotary(context, position_ids, length)
         slot = torch.arange(B, device=anchors.device)
-        slots = self.rotary(context, position_ids[anchors][:, None] + slot)
+        slots = self.rotary(context, position_ids[anchors][:, None] + slot, length)
         for layer in self.layers:
             attn, (x, residual) = layer.self_attn, layer.inputs(hidden)
             keys, values = attn.key_value(context, rope)
@@ -188,11 +192,11 @@ class DFlashDraftModel(SpeculatorModel):
             raise ValueError(f"anchor_positions go from {int(anchor_positions.min())} to {int(anchor_positions.max())}, the row has {len(loss_mask)} positions")
         targets, supervised = block_supervision(anchor_positions, loss_mask, document_ids, B, shifted, cross_document)
         if anchor_valid is not None: supervised = supervised & anchor_valid.bool()[:, None]
-        found = Blocks(anchor_positions, targets, supervised)
+        found = Blocks(anchor_positions, targets, supervised, anchor_positions)
         if not lean: return found
         used = supervised.any(-1).nonzero()[:, 0]
         used = used[anchor_positions[used].argsort(stable=True)]
-        return Blocks(*(part[used] for part in found))
+        return Blocks(*(part[used] for part in found[:3]), anchor_positions)
 
     def slot_weight(self,
         supervised: torch.Tensor,  # [A, B] bool
@@ -269,7 +273,7 @@ class DFlashDraftModel(SpeculatorModel):
         positions = torch.arange(len(ids), device=ids.device) if position_ids is None else position_ids[0]
         blocks = self.blocks(loss_mask[0], documents, max_anchors, anchor_positions, anchor_valid, generator, seed, cross_document_targets, lean)
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
-        hidden = self.block_hidden(self.block_tokens(ids[blocks.anchors]), self.context(hidden_states[0]), blocks.anchors, documents, positions, lean, impl, serving_window)
+        hidden = self.block_hidden(self.block_tokens(ids[blocks.anchors]), self.context(hidden_states[0]), blocks.anchors, documents, positions, lean, impl, serving_window, blocks.drawn)
         weight = self.slot_weight(blocks.supervised, per_position_loss_weight, gamma, dpace_alpha)
         out, metrics = self.block_loss(hidden, blocks, verifier_last_hidden_states[0], mixture, weight, cross_document_targets, lean,
                                        gemm_dtype=gemm_dtype, want_accept=not self.training)
@@ -356,6 +360,10 @@ class DFlashDraftModel(SpeculatorModel):
             found.append("sliding_window_non_causal is False; vLLM then makes every layer causal in the block, and full_attention layers are trained bidirectional: set it to True")
         if raw.get("sample_from_anchor"): found.append("sample_from_anchor is True; vLLM's DFlash samples the masks alone, train with sample_from_anchor=False")
         if layer.get("hidden_act", "silu") != "silu": found.append(f"transformer_layer_config.hidden_act is {layer['hidden_act']!r}; vLLM's draft layers have silu alone")
+        found += served_rope(layer)[0]
+        if (layer.get("rope_parameters") or {}).get("rope_type") == "longrope":
+            found.append("transformer_layer_config.rope_parameters.rope_type is longrope; vLLM's "
+                         "DFlash has no table of its angles and fails at start, train with another")
         methods, B = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}], raw.get("block_size", 8)
         if isinstance(k := methods[0].get("speculative_tokens"), int) and k > B - 1: found.append(f"speculative_tokens is {k}, but a block of {B} was trained to draft {B - 1}")
         window = layer.get("sliding_window")
@@ -365,6 +373,21 @@ class DFlashDraftModel(SpeculatorModel):
             if ids and max(ids) > verifier.num_hidden_layers: found.append(f"aux_hidden_state_layer_ids={ids}, but the verifier has {verifier.num_hidden_layers} layers")
             if layer.get("max_position_embeddings", 0) < verifier.max_position_embeddings:
                 found.append(f"transformer_layer_config.max_position_embeddings is {layer.get('max_position_embeddings')}, the verifier's {verifier.max_position_embeddings}; vLLM stops drafting beyond it")
+        return found
+
+    @staticmethod
+    def serving_warnings(
+        raw: dict, # the config.json as it stands
+    ) -> list: # sentences with the remedy
+        "What vLLM does otherwise on one of its builds, or for some requests."
+        layer = raw.get("transformer_layer_config") or {}
+        n, found = layer.get("num_hidden_layers", 1), served_rope(layer)[1]
+        if n > 1:
+            found.append(f"transformer_layer_config.num_hidden_layers is {n}: vLLM 0.32 on "
+                         "processors norms the context keys of all layers with the first layer's "
+                         "k_norm, so its drafts differ there from what was trained (the text stays "
+                         "the verifier's); on CUDA each layer has its own. Measure acceptance on "
+                         "CUDA, or train one layer")
         return found
 
     def drafter(self) -> "DFlashDrafter":
@@ -382,7 +405,7 @@ class DFlashDrafter:
 
     def reset(self):
         "Start a new request."
-        self.cache = [None] * len(self.model.layers)
+        self.cache, self.to_read = [None] * len(self.model.layers), ToRead(self.model.rotary)
 
     def read_block(self,
         tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
@@ -391,10 +414,13 @@ class DFlashDrafter:
     ) -> torch.Tensor: # [size, H]: normed states of all slots; the last k predict
         "Add the new context to the cache, then run one block behind it: the last decided token and as many masks as tokens are wanted, as the serving engine does."
         model, n, config = self.model, len(tokens), self.model.config
-        context, size = model.context(features), k + (not config.sample_from_anchor)
-        start = n - 1 - len(features)
-        at = torch.arange(start, n - 1 + size, device=tokens.device)
-        rope, slots = (model.rotary(context, part) for part in at.split([n - 1 - start, size]))
+        size = k + (not config.sample_from_anchor)
+        length = n - 1 + size
+        features, again = self.to_read(features, n - 1 - len(features), length)
+        if again: self.cache = [None] * len(model.layers)
+        context, start = model.context(features), n - 1 - len(features)
+        at = torch.arange(start, length, device=tokens.device)
+        rope, slots = (model.rotary(context, part, length) for part in at.split([n - 1 - start, size]))
         hidden, keys_at, own = model.embed_tokens(model.block_tokens(tokens[-1:], size)[0]), torch.arange(n - 1 + size, device=tokens.device), at[-size:, None]
         for i, layer in enumerate(model.layers):
             new, (x, residual) = layer.self_attn.key_value(context, rope), layer.inputs(hidden)

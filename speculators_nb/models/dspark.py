@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 from ..config import SpeculatorModelConfig
+from ..layers import served_rope
 from ..losses import parse_loss
 from ..model import SpeculatorModel
 from .dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
@@ -146,7 +147,7 @@ class DSparkDraftModel(DFlashDraftModel):
         positions = torch.arange(len(ids), device=ids.device) if position_ids is None else position_ids[0]
         blocks = self.blocks(loss_mask[0], documents, max_anchors, anchor_positions, anchor_valid, generator, seed, cross_document_targets, lean)
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
-        hidden = self.block_hidden(self.block_tokens(ids[blocks.anchors]), self.context(hidden_states[0]), blocks.anchors, documents, positions, lean, impl, serving_window)
+        hidden = self.block_hidden(self.block_tokens(ids[blocks.anchors]), self.context(hidden_states[0]), blocks.anchors, documents, positions, lean, impl, serving_window, blocks.drawn)
         embeds, codes, bias, shared = None, None, None, lean and self.config.markov_head_type == "vanilla"
         if self.markov_head is not None:
             embeds = self.markov_head.markov_w1(self.previous(ids, blocks.anchors))
@@ -248,6 +249,13 @@ class DSparkDraftModel(DFlashDraftModel):
         methods, drafted = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}], B - (not raw.get("sample_from_anchor", True))
         if isinstance(k := methods[0].get("speculative_tokens"), int) and k > drafted: found.append(f"speculative_tokens is {k}, but a block of {B} was trained to draft {drafted}")
         return found
+
+    @staticmethod
+    def serving_warnings(
+        raw: dict, # the config.json as it stands
+    ) -> list: # sentences with the remedy
+        "What vLLM does otherwise for some requests. Its build for processors serves no DSpark."
+        return served_rope(raw.get("transformer_layer_config") or {})[1]
 
     def drafter(self,
         confidence_threshold: float | None = None, # as in `DSparkDrafter`

@@ -22,7 +22,7 @@ from ..data_generation.batch import shift_by_one
 from ..growth import dynamic_tree, recurrent_law
 from ..head import TargetHead, load_verifier_tensors, text_config
 from ..head_loss import dense_head_loss, head_loss
-from ..layers import DecoderLayer, RMSNorm, Rotary, layer_window
+from ..layers import DecoderLayer, RMSNorm, Rotary, ToRead, layer_window
 from ..losses import parse_loss
 from ..masks import ttt
 from ..model import SpeculatorModel
@@ -185,8 +185,8 @@ class EagleSpeculator(SpeculatorModel):
     ) -> list: # K tensors [N_t, H]: the guessed features of the needed rows
         "The lean path. From step 1 on a run reads its own last guess, detached: no gradient goes from step to step but through the weights."
         layer, own, outputs = self.transformer, [], []
-        x = self.fuse(input_ids, features)
-        rope = self.rotary(x, position_ids)
+        x, length = self.fuse(input_ids, features), self.rotary.length(position_ids)
+        rope = self.rotary(x, position_ids, length)
         inputs, residual = layer.inputs(x)
         keys, values = layer.self_attn.key_value(inputs, rope)
         for t, rows in enumerate(needed):
@@ -194,7 +194,7 @@ class EagleSpeculator(SpeculatorModel):
             else:
                 keep = torch.searchsorted(needed[t - 1], rows)
                 x = self.fuse(input_ids[rows + t], outputs[-1][keep].detach())
-                rope = self.rotary(x, position_ids[rows] + t)
+                rope = self.rotary(x, position_ids[rows] + t, length and length + t)
                 inputs, residual = layer.inputs(x)
                 own = [(k[:, keep], v[:, keep]) for k, v in own] + [layer.self_attn.key_value(inputs, rope)]
             heads = prefix_attention(layer.self_attn.query(inputs, rope), keys, values, own, rows, document_ids, layer.window, impl)
@@ -432,11 +432,14 @@ class EagleDrafter:
 
     def reset(self):
         "Start a new request."
-        self.cache = DynamicCache()
+        self.cache, self.to_read = DynamicCache(), ToRead(self.model.rotary)
 
     def _read(self, tokens, features):
         "The verifier's new features into the cache, each beside the token that followed: the guess [1, H] after the last token."
-        n, m = len(tokens), len(features)
+        n = len(tokens)
+        features, again = self.to_read(features, n - 1 - len(features), n)
+        if again: self.cache = DynamicCache()
+        m = len(features)
         crop_cache(self.cache, n - 1 - m)
         return self._feed(tokens[n - m:], self.model.target_head.norm(features), torch.arange(n - m, n, device=tokens.device))[-1:]
 

@@ -21,7 +21,7 @@ from ..data_generation.batch import shift_by_one
 from ..growth import recurrent_law
 from ..head import text_config, verifier_config
 from ..head_loss import dense_head_loss, head_loss
-from ..layers import LAYER_FAMILIES, DecoderLayer, RMSNorm, Rotary
+from ..layers import LAYER_FAMILIES, DecoderLayer, RMSNorm, Rotary, ToRead, served_rope
 from ..losses import parse_loss
 from ..masks import ttt
 from ..model import SpeculatorModel
@@ -98,7 +98,8 @@ class Eagle3DraftModel(SpeculatorModel):
     ) -> list: # K tensors [N_t, H]: the normed hidden states of the needed rows
         "The lean unrolling: only rows that a loss will look at, and the keys that these look at."
         hidden, everything, outputs, caches = self.fuse(features), torch.arange(len(input_ids), device=input_ids.device), [], []
-        embeds, rope = self.embed_tokens(input_ids), self.rotary(hidden, position_ids)
+        length = self.rotary.length(position_ids)         # of the whole row: steps see parts of it
+        embeds, rope = self.embed_tokens(input_ids), self.rotary(hidden, position_ids, length)
         for layer in self.layers:                                     # step 0
             rows = needed[0] if layer is self.layers[-1] else everything
             x, residual = layer.inputs(hidden, embeds)
@@ -110,7 +111,8 @@ class Eagle3DraftModel(SpeculatorModel):
         for t in range(len(needed)):
             if t:
                 rows, keep = needed[t], torch.searchsorted(needed[t - 1], needed[t])
-                hidden, embeds, rope = hidden[keep], self.embed_tokens(input_ids[rows + t]), self.rotary(hidden, position_ids[rows] + t)
+                hidden, embeds = hidden[keep], self.embed_tokens(input_ids[rows + t])
+                rope = self.rotary(hidden, position_ids[rows] + t, length and length + t)
                 for layer, (keys, values, own) in zip(self.layers, caches):
                     x, residual = layer.inputs(hidden, embeds)
                     own[:] = [(k[:, keep], v[:, keep]) for k, v in own] + [layer.self_attn.key_value(x, rope)]
@@ -276,12 +278,20 @@ class Eagle3DraftModel(SpeculatorModel):
             found.append(f"transformer_layer_config.num_aux_hidden_states is {width!r} (3 where absent), but {len(ids)} layers are tapped; vLLM sizes fc by it")
         if layer.get("hidden_act", "silu") != "silu": found.append(f"transformer_layer_config.hidden_act is {layer['hidden_act']!r}; vLLM's draft layers have silu alone")
         if len(set(layer.get("layer_types") or ())) > 1: found.append("transformer_layer_config.layer_types mixes kinds of attention; vLLM keeps one cache for all draft layers, use one kind")
+        found += served_rope(layer)[0]
         if layer.get("model_type") == "qwen3" and layer.get("attention_bias"): found.append("transformer_layer_config.attention_bias is True; vLLM's qwen3 drafter leaves o_proj's bias out")
         if verifier is not None:
             if ids and max(ids) > verifier.num_hidden_layers: found.append(f"eagle_aux_hidden_state_layer_ids={ids}, but the verifier has {verifier.num_hidden_layers} layers")
             if layer.get("max_position_embeddings", 0) < verifier.max_position_embeddings:
                 found.append(f"transformer_layer_config.max_position_embeddings is {layer.get('max_position_embeddings')}, the verifier's {verifier.max_position_embeddings}; vLLM stops drafting beyond it")
         return found
+
+    @staticmethod
+    def serving_warnings(
+        raw: dict, # the config.json as it stands
+    ) -> list: # sentences with the remedy
+        "What vLLM does otherwise for some requests."
+        return served_rope(raw.get("transformer_layer_config") or {})[1]
 
     def drafter(self) -> "Eagle3Drafter":
         "This model as a `tree.Drafter`."
@@ -298,14 +308,20 @@ class Eagle3Drafter:
 
     def reset(self):
         "Start a new request."
-        self.cache = [None] * len(self.model.layers)
+        self.cache, self.to_read = [None] * len(self.model.layers), ToRead(self.model.rotary)
 
-    def _step(self, hidden, ids, start, sees=None):
+    def _unread(self, tokens, features, length):
+        "The features to read, with an empty cache where these are all."
+        features, again = self.to_read(features, len(tokens) - 1 - len(features), length)
+        if again: self.cache = [None] * len(self.model.layers)
+        return features
+
+    def _step(self, hidden, ids, start, sees=None, length=None):
         """Run n tokens at positions start.. through the layers, adding to the cache: hidden [n, H] -> [n, H].
-        With sees [n, keys], bool: tokens of a tree, each at the position that follows from how many keys it sees."""
+        With sees [n, keys], bool: tokens of a tree, each at the position that follows from how many keys it sees. `length` as in `Rotary`."""
         model, n = self.model, len(ids)
         positions = torch.arange(start, start + n, device=ids.device) if sees is None else sees.sum(-1)
-        embeds, rope = model.embed_tokens(ids), model.rotary(hidden, positions)
+        embeds, rope = model.embed_tokens(ids), model.rotary(hidden, positions, length)
         for i, layer in enumerate(model.layers):
             x, residual = layer.inputs(hidden, embeds)
             new = layer.self_attn.key_value(x, rope)
@@ -325,6 +341,7 @@ class Eagle3Drafter:
 
     def _read(self, tokens, features):
         "The verifier's new features into the cache, each beside the token that followed: the state [1, H] after the last token."
+        features = self._unread(tokens, features, len(tokens))
         start = len(tokens) - len(features)
         return self._step(self.model.fuse(features.to(self.model.fc.weight.dtype)), tokens[start:], start)[-1:]
 

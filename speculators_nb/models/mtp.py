@@ -19,7 +19,7 @@ from ..config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..growth import recurrent_law
 from ..head import text_config, verifier_config
 from ..head_loss import dense_token_loss, token_loss
-from ..layers import head_dim, rotate
+from ..layers import Rotary, ToRead, head_dim, refuse_dropout, rotate
 from ..masks import ttt
 from ..model import SpeculatorModel
 from .mtp_native import extract_mtp
@@ -77,6 +77,7 @@ class MTPLayer(nn.Module):
     def __init__(self, config: PretrainedConfig):
         super().__init__()
         kinds, decoder_layer = getattr(config, "layer_types", None) or [], family_part(config, "DecoderLayer")
+        refuse_dropout(config)
         full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
         if config.model_type != "qwen3" and not full: raise ValueError(f"layer_types={kinds}: an MTP head needs a verifier with a full_attention layer")
         if getattr(config, "_experts_implementation", "") is None: config._experts_implementation = "eager"
@@ -97,8 +98,7 @@ class MTPLayer(nn.Module):
         return self.input_layernorm(x), x
 
     def _heads(self, x, norm, rope):
-        x, r = norm(x).transpose(-3, -2), rope[0].shape[-1]       # some families rotate the first part of a head only
-        return rotate(x, rope) if r == self.d else torch.cat([rotate(x[..., :r], rope), x[..., r:]], -1)
+        return rotate(norm(x).transpose(-3, -2), rope)
 
     def query(self, x: torch.Tensor, rope: tuple) -> tuple: # [N, H] -> (rotated queries [Hq, N, D], gate [N, Hq·D] or None)
         "Queries, and the gate on what they will find where the family has one."
@@ -160,7 +160,7 @@ class MTPDraftModel(SpeculatorModel):
         super().__init__(config)
         layer = config.transformer_layer_config
         self.mtp_layers = nn.ModuleList([MTPLayer(layer)])
-        self.rotary = family_part(layer, "TextRotaryEmbedding", "RotaryEmbedding")(layer)
+        self.rotary = Rotary(layer)
         self.post_init()
 
     def _init_weights(self, module):
@@ -173,11 +173,12 @@ class MTPDraftModel(SpeculatorModel):
     def layers(self) -> nn.ModuleList: # what distributed training shards by
         return self.mtp_layers
 
-    def rope(self, positions: torch.Tensor) -> tuple: # [N] -> cos, sin [N, R], R the rotated part of a head
-        "Text positions, also where the family counts three coordinates of a picture."
-        axes = 3 if "qwen3_5" in self.config.transformer_layer_config.model_type else 1
-        at = positions.expand(3, 1, -1) if axes == 3 else positions[None]
-        return tuple(t[0] for t in self.rotary(self.mtp_layers[0].input_proj.weight, at))
+    def rope(self,
+        positions: torch.Tensor,   # [N]
+        length: int | None = None, # as in `Rotary`
+    ) -> tuple: # cos, sin [N, R], R the rotated part of a head
+        "Text positions. A family's three coordinates of a picture are equal for text."
+        return self.rotary(self.mtp_layers[0].input_proj.weight, positions, length)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor: # [N, H] the verifier's stream before its final norm -> what step 0 reads
         "The verifier's state as the head was trained to read it."
@@ -191,14 +192,15 @@ class MTPDraftModel(SpeculatorModel):
         supervised: torch.Tensor,   # [K, L] bool
         as_served: bool = False,    # see `forward`
         impl: str = "blocked",      # of `prefix_attention`
+        length: int | None = None,  # as in `Rotary`; None: of all rows
     ) -> list: # K tensors [N_s, H]: the supervised rows of each step
         "The lean unrolling: no row that nothing looks at, and the last step's queries only where there is loss."
         layer, outputs, own, steps = self.mtp_layers[0], [], [], len(supervised)
         prefix, needed = prefix_rows(supervised, document_ids), needed_rows(supervised)
         first = rows = prefix[0].nonzero()[:, 0]
-        hidden = self.features(hidden[rows])
+        hidden, length = self.features(hidden[rows]), length or self.rotary.length(position_ids)
         for s in range(steps):
-            rope = self.rope(position_ids[rows] + s)
+            rope = self.rope(position_ids[rows] + s, length and length + s * as_served)
             x, residual = layer.inputs(hidden, self.embed_tokens(input_ids[rows + 1 + s]))
             new = layer.key_value(x, rope)
             if not as_served or s == 0: keys, values, own, documents = *new, [], document_ids[rows]
@@ -223,11 +225,13 @@ class MTPDraftModel(SpeculatorModel):
         steps: int,                 # K
         as_served: bool = False,    # see `forward`
         impl: str = "sdpa",         # of `attention`
+        length: int | None = None,  # as in `Rotary`; None: of all rows
     ) -> list: # K tensors [L, H]
         "The definition: every row at every step, attention under a mask."
         L, layer, outputs, cache, hidden = len(input_ids), self.mtp_layers[0], [], [], self.features(hidden)
+        length = length or self.rotary.length(position_ids)
         for s in range(steps):
-            rope, ahead = self.rope(position_ids + s), min(s + 1, L)
+            rope, ahead = self.rope(position_ids + s, length and length + s * as_served), min(s + 1, L)
             x, residual = layer.inputs(hidden, self.embed_tokens(F.pad(input_ids[ahead:], (0, ahead))))
             cache = (cache if as_served else []) + [layer.key_value(x, rope)]
             keys, values = (torch.cat(part, -2)[None] for part in zip(*cache))
@@ -260,9 +264,11 @@ class MTPDraftModel(SpeculatorModel):
         mask = torch.ones_like(ids, dtype=torch.bool) if loss_mask is None else loss_mask[0].bool()
         supervised = mtp_supervision(mask, documents, steps, cross_document_targets)
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
-        if lean: hidden = self.hidden_rows(ids, hidden_states[0], documents, positions, supervised, as_served, impl)
+        rows = upstream_rows(L, steps) if cross_document_targets else L - 1     # with a token behind
+        length = self.rotary.length(positions[:max(0, rows)])
+        if lean: hidden = self.hidden_rows(ids, hidden_states[0], documents, positions, supervised, as_served, impl, length)
         else:
-            dense = self.dense_hidden(ids, hidden_states[0], documents, positions, steps, as_served, impl)
+            dense = self.dense_hidden(ids, hidden_states[0], documents, positions, steps, as_served, impl, length)
             hidden = [h[rows] for h, rows in zip(dense, supervised)]
         at = supervised.nonzero()                                       # [N, 2] of (step, row), the order of `hidden`
         counts = supervised.sum(-1)
@@ -356,7 +362,7 @@ class MTPDrafter:
 
     def reset(self):
         "Start a new request."
-        self.cache = None
+        self.cache, self.to_read = None, ToRead(self.model.rotary)
 
     def _step(self, hidden, ids, start, sees=None):
         """Run n rows at positions start.. through the layer, adding to the cache: hidden [n, H], ids [n] the tokens that follow -> [n, H].
@@ -373,7 +379,10 @@ class MTPDrafter:
 
     def _read(self, tokens, features):
         "The verifier's new states into the cache, each beside the token that followed: the state [1, H] after the last token."
-        n, m = len(tokens), len(features)
+        n = len(tokens)
+        features, again = self.to_read(features, n - 1 - len(features), n - 1)
+        if again: self.cache = None
+        m = len(features)
         return self._step(self.model.features(features), tokens[n - m:], n - 1 - m)[-1:]
 
     @torch.inference_mode()

@@ -124,7 +124,7 @@ class PEagleDraftModel(Eagle3DraftModel):
         masked = self.mask_hidden.view(1, -1).to(features.dtype)
         hidden = torch.cat([self.fuse(features[plan.order]), self.fuse(masked)])
         embeds = self.embed_tokens(F.pad(input_ids[plan.order], (0, 1), value=self.config.mask_token_id or 0))
-        rope, source = self.rotary(hidden, plan.anchor + plan.depth), plan.source
+        rope, source = self.rotary(hidden, plan.anchor + plan.depth, len(input_ids)), plan.source
         for layer in self.layers:
             skip = plan.segments[0][1] if layer is self.layers[-1] else 0
             attn, (x, residual) = layer.self_attn, layer.inputs(hidden, embeds)
@@ -158,7 +158,7 @@ class PEagleDraftModel(Eagle3DraftModel):
         "The definition: every row through every layer, attention of all rows over all rows under the `rollouts` mask."
         at, known = anchor_pos + depth, depth == 0
         hidden = self.fuse(torch.where(known[:, None], features[at], self.mask_hidden.view(1, -1).to(features.dtype)))
-        embeds, rope = self.embed_tokens(torch.where(known, input_ids[at], self.config.mask_token_id or 0)), self.rotary(hidden, at)
+        embeds, rope = self.embed_tokens(torch.where(known, input_ids[at], self.config.mask_token_id or 0)), self.rotary(hidden, at, len(input_ids))
         for layer in self.layers:
             x, residual = layer.inputs(hidden, embeds)
             keys, values = layer.self_attn.key_value(x, rope)
@@ -327,10 +327,12 @@ class PEagleDrafter(Eagle3Drafter):
     "A chain of k tokens from one pass (the `tree.Drafter` protocol). The cache holds decided positions only."
     def _slots(self, tokens, features, k):
         "The new decided rows, then k-1 masks at the positions that follow: logits [k, Vd]."
-        model, m = self.model, len(features)
+        model, length = self.model, len(tokens) + k - 2   # of a training row, counted from 0
+        features = self._unread(tokens, features, length)
+        m = len(features)
         hidden = torch.cat([features.to(model.fc.weight.dtype), model.mask_hidden[0].expand(k - 1, -1)])
         ids = F.pad(tokens[len(tokens) - m:], (0, k - 1), value=model.config.mask_token_id)
-        hidden = self._step(model.fuse(hidden), ids, len(tokens) - m)[m - 1:]
+        hidden = self._step(model.fuse(hidden), ids, len(tokens) - m, length=length)[m - 1:]
         decided = self.cache[0][0].shape[-2] - (k - 1)
         self.cache = [(keys[..., :decided, :], values[..., :decided, :]) for keys, values in self.cache]
         return model.lm_head(model.norm(hidden))

@@ -11,6 +11,7 @@ AdamW step, and saves what it then has in a folder of its own. We load that fold
 hold upstream's tensors, bit for bit, under upstream's names, and say the same in its config.json.
 """
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -29,6 +30,17 @@ DOCUMENTS, PADDING = [13, 9, 17], 5
 QWEN3, LLAMA, MTP = "eagle3_verifier_qwen3", "eagle3_verifier_llama", "mtp_verifier_"
 WINDOW = dict(num_hidden_layers=2, layer_types=["sliding_attention"] * 2, sliding_window=6, use_sliding_window=True)
 MIXED = WINDOW | dict(layer_types=["full_attention", "sliding_attention"])
+
+def rope(kind, **given): return dict(max_position_embeddings=12, rope_parameters=dict(rope_type=kind, rope_theta=100.0) | given)
+
+
+# rows are longer than the 12 positions that these were "trained" for
+ROPES = {"linear": rope("linear", factor=2.0), "dynamic": rope("dynamic", factor=3.0), "yarn": rope("yarn", factor=4.0, original_max_position_embeddings=4),
+         "longrope": rope("longrope", factor=2.0, short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[3.0, 2.0, 4.0, 5.0], original_max_position_embeddings=12),
+         "llama3": rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8),
+         "proportional": rope("proportional", partial_rotary_factor=0.5),
+         "by layer type": dict(rope_parameters=dict(full_attention=dict(rope_type="default", rope_theta=100.0),
+                                                    sliding_attention=dict(rope_type="linear", rope_theta=7.0, factor=2.0)))}
 
 # `make`: arguments of `new_drafter`, and `layer`: entries of its layers' config; `train`: those of `get_trainer_kwargs`, the same on both
 # sides; `padded`: whether the row ends in padding (upstream's P-EAGLE with padding is left to its fixtures).
@@ -61,6 +73,12 @@ CASES = {
         verifier=QWEN3, train=dict(max_anchors=7, loss_fn="ce", per_position_loss_weight="dpace", confidence_head_alpha=0.5),
         make=dict(draft_arch="qwen3", block_size=4, mask_token_id=9, markov_rank=8, markov_head_type="rnn", sample_from_anchor=False,
                   confidence_head_with_markov=False)),
+    **{f"eagle3 rope {kind}": dict(verifier=LLAMA, layer=rope, make=dict(num_layers=2, draft_arch=arch), train=dict(ttt_steps=3, ttt_step_loss_decay=1.0, loss_fn="kl_div"))
+       for (kind, rope), arch in zip(ROPES.items(), ("llama", "qwen3") * 4)},
+    **{f"peagle rope {kind}": dict(verifier=QWEN3, padded=False, layer=ROPES[kind], make=dict(num_depths=4, mask_token_id=255), train=dict(num_depths=4, loss_fn="kl_div"))
+       for kind in ("dynamic", "longrope")},
+    **{f"dflash rope {kind}": dict(verifier=QWEN3, layer=rope, make=dict(draft_arch="qwen3", num_layers=2, block_size=4, mask_token_id=255),
+                                   train=dict(max_anchors=8, loss_fn="kl_div", per_position_loss_weight="fixed-exp-decay")) for kind, rope in ROPES.items()},
     **{f"mtp {kind}": dict(verifier=MTP + kind, make=dict(num_speculative_steps=steps), train=dict(num_speculative_steps=steps, step_weight_beta=beta))
        for kind, steps, beta in (("qwen3", 3, 0.6), ("qwen3_5", 2, 0.8), ("qwen3_5_moe", 3, 0.6), ("qwen3_next", 4, 0.5))},
 }
@@ -97,7 +115,9 @@ def there(job):
         if "cod_depth" in given:
             import_module("speculators.models.peagle.core").generate_cod_sample_indices = lambda *_, g=given, **__: (g["cod_anchor_pos"], g["cod_depth"])
         call, _ = type(model).get_trainer_kwargs(**case["train"] | dict(loss_implementation="eager"))
+        rotary = copy.deepcopy(model.rotary_emb)
         first = report(model, batch, call)
+        model.rotary_emb = rotary            # a dynamic one remembers the longest row that it saw: the same batch would give another loss
         torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2).step()
         with torch.no_grad():
             _, loss, _ = model(**batch, **call)

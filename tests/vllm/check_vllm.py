@@ -235,6 +235,7 @@ def eagle3_models(g, t2d, d2t, folder):
         "eagle3, 2 layers, window 16": variant(base, sliding(2), second),
         "eagle3, llama3 rope": variant(base, dict(rope_parameters=rope | dict(
             rope_type="llama3", factor=8., low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=32))),
+        "eagle3, half of each head rotated": variant(base, dict(rope_parameters=rope | dict(rope_type="default", partial_rotary_factor=0.5))),
         "eagle3, random qwen3, fc_norm": moved(new_drafter("eagle3", VERIFIER, "qwen3", fc_norm=True, norm_before_residual=False, ttt_steps=K), g),
     }
 
@@ -260,6 +261,7 @@ def dflash_models(g, t2d, d2t, folder):
     base = briefly("dflash", folder / "trained-dflash", num_layers=2)
     base = variant(base, tensors={"layers.1.self_attn.k_norm.weight": base.layers[0].self_attn.k_norm.weight.detach().clone()})
     return {"dflash": base, f"dflash, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
+            "dflash, half of each head rotated": variant(base, dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0, partial_rotary_factor=0.5))),
             "dflash, window 16": variant(base, sliding(2), sliding_window_non_causal=True),
             "dflash, window 16, causal": variant(base, sliding(2), sliding_window_non_causal=False)}
 
