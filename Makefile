@@ -84,7 +84,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square and greedy texts token for to
 	$(OFFLINE) $(BIN)/python tests/proofs/run.py
 
 bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own
-	for f in benchmarks/*/run.py; do echo "== $$f"; $(BIN)/python "$$f" || exit; done
+	for f in $(filter-out benchmarks/gpu/run.py,$(wildcard benchmarks/*/run.py)); do echo "== $$f"; $(BIN)/python "$$f" || exit; done
 
 .PHONY: gpu gpu-bundle gpu-toy
 # the machine with the device has its own torch; no environment is made there and nothing is installed
