@@ -10,7 +10,9 @@ from on_device import PretendCuda, on_cuda
 import speculators_nb.attention as attention_module
 from benchmarks.gpu.decode import prompts
 from benchmarks.gpu.equal import DRAFTERS, HEAD_WAYS, HEADS, VERIFIER, WAYS, batch, drafter
+from speculators_nb.decode.drive import TreeDrafter
 from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.tree import Sampling
 from speculators_nb.verifier import Verifier
 
 CPU = torch.device("cpu")
@@ -60,16 +62,20 @@ def test_forward_makes_every_tensor_on_its_device(name, way, training, monkeypat
 
 @every_drafter
 def test_decoding_makes_every_tensor_on_its_device(name):
+    "Greedily, by chains and by trees; and sampled, two requests at a time."
     model = copy.deepcopy(case(name)[0])
     proposer = model.drafter()
     verifier = Verifier.from_pretrained(str(VERIFIER), list(proposer.aux_layer_ids))
-    prompt = prompts(1)[0]
-    expected = generate(verifier, NoDrafter(), prompt, k=0, max_new_tokens=6).tokens
+    asked = prompts(2)
+    expected = generate(verifier, NoDrafter(), asked[0], k=0, max_new_tokens=6).tokens
     on_cuda(model), on_cuda(verifier.model)
+    drafters = [proposer, *([TreeDrafter(proposer, [(0,), (1,), (0, 0)])] if hasattr(proposer, "grow") else [])]
     with PretendCuda():
         assert verifier.device.type == "cuda"
-        found = generate(verifier, proposer, torch.tensor(prompt).to("cuda"), k=2, max_new_tokens=6)
-    assert found.tokens == expected
+        texts = [generate(verifier, d, torch.tensor(asked[0]).to("cuda"), k=2, max_new_tokens=6).tokens for d in drafters]
+        sampled = generate(verifier, proposer, asked, k=2, max_new_tokens=6, sampling=Sampling(temperature=0.8))
+    assert texts == [expected] * len(drafters)
+    assert [len(g.tokens) for g in sampled] == [6, 6]
 
 
 class MakesOnTheCPU(torch.autograd.Function):
