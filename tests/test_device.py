@@ -69,7 +69,7 @@ def test_decoding_makes_every_tensor_on_its_device(name):
     asked = prompts(2)
     expected = generate(verifier, NoDrafter(), asked[0], k=0, max_new_tokens=6).tokens
     on_cuda(model), on_cuda(verifier.model)
-    drafters = [proposer, *([TreeDrafter(proposer, [(0,), (1,), (0, 0)])] if hasattr(proposer, "grow") else [])]
+    drafters = [proposer, *([TreeDrafter(proposer, [(0,), (1,), (0, 0)])] if proposer.grow else [])]
     with PretendCuda():
         assert verifier.device.type == "cuda"
         texts = [generate(verifier, d, torch.tensor(asked[0]).to("cuda"), k=2, max_new_tokens=6).tokens for d in drafters]
