@@ -1,14 +1,16 @@
-"""Real tensors on a CPU that pretend to be on a CUDA device, so that a tensor made on the wrong device is found without one.
+"""Real tensors on a CPU that pretend to be on a CUDA device: a tensor made on the wrong device is found without one.
 
-Within `PretendCuda()` every function of torch is looked at: what is made with device="cuda" is marked, results of marked tensors are marked, and where
-CUDA would refuse to mix marked tensors with others an AssertionError says which function did. `tensor.device` and `tensor.is_cuda` answer by the mark.
-Values are those of the CPU, so data-dependent code (`nonzero`, `int(...)`, `tolist`) takes its real way. Gradients flow, but are not looked at.
+Within `PretendCuda()` every function of torch is looked at: what is made with device="cuda" is marked, results of
+marked tensors are marked, and where CUDA would refuse to mix marked tensors with others an AssertionError says which
+function did. `tensor.device` and `tensor.is_cuda` answer by the mark. Values are those of the CPU, so data-dependent
+code (`nonzero`, `int(...)`, `tolist`) takes its real way. Backward passes are not looked at.
 """
+
 import torch
 from torch.overrides import TorchFunctionMode
 
 CUDA = torch.device("cuda", 0)
-INDEXING = {torch.Tensor.__getitem__}                    # a tensor on CUDA may be indexed by one on the CPU
+INDEXING = {torch.Tensor.__getitem__}  # a tensor on CUDA may be indexed by one on the CPU
 MOVING = {torch.Tensor.copy_, torch.Tensor.__setitem__}  # these copy between devices
 
 
@@ -58,7 +60,9 @@ class PretendCuda(TorchFunctionMode):
         loose = [t for t in there if not marked(t) and t.dim() > 0]
         allowed = func in MOVING or func in INDEXING and marked(args[0]) or target is not None
         if some and loose and not allowed:
-            raise AssertionError(f"{name}: a tensor of shape {tuple(loose[0].shape)} is on the CPU, the others are on cuda:0")
+            raise AssertionError(
+                f"{name}: a tensor of shape {tuple(loose[0].shape)} is on the CPU, the others are on cuda:0"
+            )
         generator = kwargs.get("generator")
         if is_cuda(target):
             if generator is not None:
@@ -66,7 +70,7 @@ class PretendCuda(TorchFunctionMode):
             kwargs = kwargs | dict(device="cpu")
         result = func(*args, **kwargs)
         if func in MOVING or name.endswith("_") and not name.startswith("_"):
-            return result                                # in place: the tensor stays where it is
+            return result  # in place: the tensor stays where it is
         return mark(result, is_cuda(target) if target is not None else some)
 
     def move(self, func, name, args, kwargs):

@@ -1,4 +1,5 @@
-"Every drafter's forward pass and decoding make each tensor on the device of their inputs: shown on a CPU, by tensors that pretend to be on another device."
+"Forward passes and decoding make each tensor on the device of their inputs: shown on a CPU, by pretending."
+
 import copy
 from functools import lru_cache
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ def arguments(name, way):
 
 
 def by_definition(q, k, v, block_mask, scale, enable_gqa, return_aux):
-    "Flex attention in tensor operations: there is no device to compile it for. Its mask is evaluated where the queries are."
+    "Flex attention in tensor operations: there is no device to compile it for. Its mask is on the queries' device."
     zero = torch.zeros((), dtype=torch.long, device=q.device)
     rows, columns = (torch.arange(n, device=q.device) for n in (q.shape[-2], k.shape[-2]))
     allowed = block_mask.mask_mod(zero, zero, rows[:, None], columns)
@@ -50,7 +51,8 @@ def test_forward_makes_every_tensor_on_its_device(name, way, training, monkeypat
     monkeypatch.setattr(attention_module, "_flex_on", lambda device_type: by_definition)
     model = copy.deepcopy(model).train(training)
     torch.manual_seed(3)
-    with torch.no_grad(): expected = model(**row, **options)[1]
+    with torch.no_grad():
+        expected = model(**row, **options)[1]
     torch.manual_seed(3)
     with PretendCuda(), torch.no_grad():
         there = {k: v.to("cuda") for k, v in row.items()}
@@ -72,7 +74,9 @@ def test_decoding_makes_every_tensor_on_its_device(name):
     drafters = [proposer, *([TreeDrafter(proposer, [(0,), (1,), (0, 0)])] if proposer.grow else [])]
     with PretendCuda():
         assert verifier.device.type == "cuda"
-        texts = [generate(verifier, d, torch.tensor(asked[0]).to("cuda"), k=2, max_new_tokens=6).tokens for d in drafters]
+        texts = [
+            generate(verifier, d, torch.tensor(asked[0]).to("cuda"), k=2, max_new_tokens=6).tokens for d in drafters
+        ]
         sampled = generate(verifier, proposer, asked, k=2, max_new_tokens=6, sampling=Sampling(temperature=0.8))
     assert texts == [expected] * len(drafters)
     assert [len(g.tokens) for g in sampled] == [6, 6]
@@ -80,23 +84,45 @@ def test_decoding_makes_every_tensor_on_its_device(name):
 
 class MakesOnTheCPU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x): return x + torch.arange(len(x))
+    def forward(ctx, x):
+        return x + torch.arange(len(x))
 
     @staticmethod
-    def backward(ctx, g): return g
+    def backward(ctx, g):
+        return g
 
 
-@pytest.mark.parametrize("wrong", [
-    lambda x: x + torch.ones(3), lambda x: torch.cat([x, torch.zeros(1)]), lambda x: x.add_(torch.ones(3)), lambda x: torch.ones(3)[x.long()], MakesOnTheCPU.apply,
-    lambda x: torch.nn.Linear(3, 2)(x), lambda x: torch.rand(3, device=x.device, generator=torch.Generator()), lambda x: x.new_zeros(3) + torch.empty(3)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x + torch.ones(3),
+        lambda x: torch.cat([x, torch.zeros(1)]),
+        lambda x: x.add_(torch.ones(3)),
+        lambda x: torch.ones(3)[x.long()],
+        MakesOnTheCPU.apply,
+        lambda x: torch.nn.Linear(3, 2)(x),
+        lambda x: torch.rand(3, device=x.device, generator=torch.Generator()),
+        lambda x: x.new_zeros(3) + torch.empty(3),
+    ],
+)
 def test_what_cuda_refuses_is_found(wrong):
     with PretendCuda(), pytest.raises(AssertionError, match="CPU"):
         wrong(torch.zeros(3, device="cuda"))
 
 
-@pytest.mark.parametrize("right", [
-    lambda x: x + torch.ones(()), lambda x: x[torch.tensor([0, 1])], lambda x: x + torch.ones(3).to(x.device), lambda x: x + torch.ones(3).to(x), lambda x: x + torch.ones_like(x),
-    lambda x: torch.zeros(3, device="cpu").copy_(x).to("cuda") + x, lambda x: x.cpu().to("cuda") + x.new_ones(3), lambda x: x * torch.arange(3, device=x.device)])
+@pytest.mark.parametrize(
+    "right",
+    [
+        lambda x: x + torch.ones(()),
+        lambda x: x[torch.tensor([0, 1])],
+        lambda x: x + torch.ones(3).to(x.device),
+        lambda x: x + torch.ones(3).to(x),
+        lambda x: x + torch.ones_like(x),
+        lambda x: torch.zeros(3, device="cpu").copy_(x).to("cuda") + x,
+        lambda x: x.cpu().to("cuda") + x.new_ones(3),
+        lambda x: x * torch.arange(3, device=x.device),
+    ],
+)
 def test_what_cuda_does_is_let_through(right):
     with PretendCuda():
         assert right(torch.zeros(3, device="cuda")).is_cuda

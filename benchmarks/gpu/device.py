@@ -1,11 +1,27 @@
 """The device: what it is called, what it holds, and how many products a second it makes."""
+
 import time
 
 import torch
 
-PEAK = {   # dense bf16 FLOP/s by the vendors' data sheets; the longest name that fits counts
-    "A100": 312e12, "A10": 125e12, "A40": 150e12, "L4": 121e12, "L40": 181e12, "L40S": 362e12, "H100": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-    "H200": 989e12, "H200 NVL": 835e12, "GH200": 989e12, "H20": 148e12, "B200": 2250e12, "RTX 3090": 71e12, "RTX 4090": 165e12, "RTX 5090": 210e12,
+PEAK = {  # dense bf16 FLOP/s by the vendors' data sheets; the longest name that fits counts
+    "A100": 312e12,
+    "A10": 125e12,
+    "A40": 150e12,
+    "L4": 121e12,
+    "L40": 181e12,
+    "L40S": 362e12,
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "GH200": 989e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165e12,
+    "RTX 5090": 210e12,
 }
 
 
@@ -41,7 +57,7 @@ def table_peak(name):
 def gemm(device, size, dtype):
     """FLOP/s of a square product of random numbers."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size ** 3 / seconds(lambda: a @ b, device, 10)
+    return 2 * size**3 / seconds(lambda: a @ b, device, 10)
 
 
 def copy(device, size):
@@ -61,8 +77,18 @@ def run(cell, turn):
         moved = copy(device, 2**20 if toy else 2**32)
     known = table_peak(name)
     source = "data sheet" if known else "the measured product" if device.type == "cuda" else "not known"
-    facts = dict(device=name, gemm_flops=rate, copy_bytes=moved, peak_flops=known or (rate if device.type == "cuda" else None), peak_from=source)
+    facts = dict(
+        device=name,
+        gemm_flops=rate,
+        copy_bytes=moved,
+        peak_flops=known or (rate if device.type == "cuda" else None),
+        peak_from=source,
+    )
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
-        facts |= dict(memory_bytes=about.total_memory, multiprocessors=about.multi_processor_count, capability=f"{about.major}.{about.minor}")
+        facts |= dict(
+            memory_bytes=about.total_memory,
+            multiprocessors=about.multi_processor_count,
+            capability=f"{about.major}.{about.minor}",
+        )
     yield facts

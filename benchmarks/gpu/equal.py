@@ -5,9 +5,10 @@
     flex     the same with flex attention: what trains on CUDA
     masked   the definition with flex attention under the same mask
 
-Drafters without attention have `dense` and `lean` (only the rows that carry loss). In bf16 (autocast) each way is compared with the definition
-in bf16, and `flex` also with the definition in fp32.
+Drafters without attention have `dense` and `lean` (only the rows that carry loss). In bf16 (autocast) each way is
+compared with the definition in bf16, and `flex` also with the definition in fp32.
 """
+
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,33 +21,47 @@ from benchmarks.gpu.process import failure
 
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIER = ROOT / "data/tiny-verifier"
-LENGTH, DOCUMENTS = {"toy": 64, "device": 1024}, {"toy": [24, 18, 14], "device": [400, 250, 200, 120]}       # the rest of the row is padding
+LENGTH, DOCUMENTS = (
+    {"toy": 64, "device": 1024},
+    {"toy": [24, 18, 14], "device": [400, 250, 200, 120]},
+)  # the rest of the row is padding
 
-# algorithm, arguments of a new drafter, training arguments. `heads`: no attention. Noise is left out: its draws differ between devices.
+# Algorithm, arguments of a new drafter, training arguments. Noise is left out: its draws differ between devices.
 DRAFTERS = {
     "eagle": ("eagle", {}, dict(noise_std=0.0)),
     "hass": ("eagle", {}, dict(forward_num_total=3, noise_std=0.0)),
     "eagle3": ("eagle3", {}, dict(ttt_steps=3)),
     "peagle": ("peagle", dict(num_depths=4, mask_token_id=3), dict(num_depths=4, max_anchors=64)),
     "dflash": ("dflash", dict(draft_arch="qwen3", num_layers=2, block_size=8, mask_token_id=3), dict(max_anchors=24)),
-    "dspark": ("dspark", dict(draft_arch="qwen3", num_layers=2, block_size=7, markov_rank=16, mask_token_id=3), dict(max_anchors=24)),
+    "dspark": (
+        "dspark",
+        dict(draft_arch="qwen3", num_layers=2, block_size=7, markov_rank=16, mask_token_id=3),
+        dict(max_anchors=24),
+    ),
     "mtp": ("mtp", dict(num_speculative_steps=3, fresh_head=True), {}),
     "mlp": ("mlp", dict(num_heads=3), {}),
     "medusa": ("medusa", dict(num_heads=3), {}),
 }
 HEADS = ("mlp", "medusa")
-WAYS = dict(dense=dict(lean=False, attn_impl="sdpa"), blocked=dict(attn_impl="blocked"), flex=dict(attn_impl="flex"), masked=dict(lean=False, attn_impl="flex"))
+WAYS = dict(
+    dense=dict(lean=False, attn_impl="sdpa"),
+    blocked=dict(attn_impl="blocked"),
+    flex=dict(attn_impl="flex"),
+    masked=dict(lean=False, attn_impl="flex"),
+)
 HEAD_WAYS = dict(dense=dict(lean=False), lean={})
 DTYPES = dict(fp32=None, bf16=torch.bfloat16)
 
-# Largest that may be: the loss's relative difference, 1 - cosine of all gradients, and of any parameter the largest difference over its largest gradient.
+# Largest that may be: the loss's relative difference, 1 - cosine of all gradients, and of any parameter the largest
+# difference over its largest gradient.
 TOLERANCE = dict(fp32=dict(loss=1e-5, angle=1e-6, gradient=1e-3), bf16=dict(loss=1e-2, angle=1e-3, gradient=1e-1))
 
 
 @contextmanager
 def flex_trains(device):
-    """Torch refuses the backward pass of flex attention on a CPU, where it runs uncompiled; the operator itself has one."""
+    """Torch refuses the backward pass of flex attention on a CPU; the operator, uncompiled, has one."""
     from torch.nn.attention import flex_attention as flex
+
     with mock.patch.object(flex, "_validate_device", lambda *_: None) if device.type == "cpu" else nullcontext():
         yield
 
@@ -54,14 +69,16 @@ def flex_trains(device):
 def drafter(name, device):
     """A fresh drafter for the tiny verifier."""
     from speculators_nb.train.drafter import new_drafter
+
     algorithm, arguments, _ = DRAFTERS[name]
     return new_drafter(algorithm, VERIFIER, seed=5, **arguments).to(device).train()
 
 
 def batch(model, device, size):
-    """One packed row of random tokens with the verifier's own states; the first quarter of each document carries no loss."""
+    """One packed row: random tokens, the verifier's states; the first quarter of a document carries no loss."""
     from speculators_nb.data_generation.batch import collate
     from speculators_nb.verifier import Verifier
+
     g, samples = torch.Generator().manual_seed(11), []
     layers = list(model.drafter().aux_layer_ids)
     model.train()
@@ -69,8 +86,14 @@ def batch(model, device, size):
     for n in DOCUMENTS[size]:
         ids = torch.randint(4, verifier.vocab_size, (n,), generator=g).to(device)
         seen = verifier(ids[None])
-        samples.append(dict(input_ids=ids, loss_mask=torch.arange(n, device=device) >= n // 4, hidden_states=seen.hidden_states[0],
-                            verifier_last_hidden_states=seen.last_hidden_states[0]))
+        samples.append(
+            dict(
+                input_ids=ids,
+                loss_mask=torch.arange(n, device=device) >= n // 4,
+                hidden_states=seen.hidden_states[0],
+                verifier_last_hidden_states=seen.last_hidden_states[0],
+            )
+        )
     return {k: v.to(device) for k, v in collate(samples, LENGTH[size], getattr(model, "shift", None)).items()}
 
 
@@ -81,7 +104,9 @@ def step(model, row, arguments, dtype, device):
     with torch.autocast(device.type, dtype=dtype) if dtype else nullcontext():
         loss = model(**row, **arguments)[1]
     loss.backward()
-    return float(loss.detach()), {n: p.grad.detach().float().clone() for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        n: p.grad.detach().float().clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def timed(call, device, calls):
@@ -113,29 +138,41 @@ def within(found, dtype):
 
 def compare(name, dtype, left, right, results, times):
     """The row of two ways."""
-    labels = dict(drafter=name, dtype=dtype, pair=f"{left[1]} vs {right[1]}" + ("" if left[0] == right[0] else f" in {right[0]}"))
+    labels = dict(
+        drafter=name, dtype=dtype, pair=f"{left[1]} vs {right[1]}" + ("" if left[0] == right[0] else f" in {right[0]}")
+    )
     wrong = next((results[k] for k in (left, right) if isinstance(results[k], Exception)), None)
     if wrong is not None:
         return labels | failure(wrong)
     found = differences(results[left], results[right])
     first, *again = times[left]
-    return labels | found | dict(ok=within(found, dtype), seconds_first=first) | (dict(seconds=again[0]) if again else {})
+    return (
+        labels | found | dict(ok=within(found, dtype), seconds_first=first) | (dict(seconds=again[0]) if again else {})
+    )
 
 
 def run(cell, turn):
     """The rows of one drafter and dtype."""
     device, name, dtype = pick(), cell["drafter"], cell["dtype"]
     toy = cell["size"] == "toy"
-    model, ways = drafter(name, device), HEAD_WAYS if name in HEADS else {w: a for w, a in WAYS.items() if not (toy and dtype == "bf16" and w == "masked")}
+    model, ways = (
+        drafter(name, device),
+        HEAD_WAYS
+        if name in HEADS
+        else {w: a for w, a in WAYS.items() if not (toy and dtype == "bf16" and w == "masked")},
+    )
     row, (call, _) = batch(model, device, cell["size"]), type(model).get_trainer_kwargs(**DRAFTERS[name][2])
     results, times, calls = {}, {}, 1 if toy else 2
 
     def compute(dtype, way):
         try:
             with flex_trains(device):
-                results[dtype, way], times[dtype, way] = timed(lambda: step(model, row, call | ways[way], DTYPES[dtype], device), device, calls)
+                results[dtype, way], times[dtype, way] = timed(
+                    lambda: step(model, row, call | ways[way], DTYPES[dtype], device), device, calls
+                )
         except Exception as error:
             import traceback
+
             traceback.print_exc()
             results[dtype, way] = error
 

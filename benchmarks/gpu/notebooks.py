@@ -1,4 +1,5 @@
 """Run the cells of the notebooks that carry nbdev's flag `cuda`, each after the cells before it, as plain Python."""
+
 import json
 import re
 from pathlib import Path
@@ -17,14 +18,18 @@ def code_cells(path):
 
 def flagged(folder=ROOT / "nbs"):
     """Notebooks with at least one such cell."""
-    return [path for path in sorted(Path(folder).rglob("*.ipynb")) if any(FLAG.search(source) for source in code_cells(path))]
+    return [
+        path
+        for path in sorted(Path(folder).rglob("*.ipynb"))
+        if any(FLAG.search(source) for source in code_cells(path))
+    ]
 
 
 def run_notebook(path):
     """How many flagged cells ran. What a cell before them raises is raised."""
     sources = code_cells(path)
     last, space, ran = max(i for i, source in enumerate(sources) if FLAG.search(source)), {"__name__": "__main__"}, 0
-    for source in sources[:last + 1]:
+    for source in sources[: last + 1]:
         if SKIPPED.search(source):
             continue
         exec(compile(source, str(path), "exec"), space)

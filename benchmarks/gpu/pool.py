@@ -1,9 +1,11 @@
-"""Cells of work in processes of their own: each has a time limit, several run side by side, and one at a time may have the device to itself.
+"""Cells of work in processes with time limits, several side by side; one at a time may have the device to itself.
 
-A worker process (process.py) gets a list of cells and answers in lines of JSON: {"began": name}, {"row": {...}}, {"ended": name}, {"turn": "ask"},
-{"turn": "done"}. A cell that runs over its limit, or whose process dies, becomes a row with an `error`; the cells after it go on in a new process.
-While one worker has its turn, the process groups of all others are stopped (SIGSTOP), so that its clock measures it alone.
+A worker process (process.py) gets a list of cells and answers in lines of JSON: {"began": name}, {"row": {...}},
+{"ended": name}, {"turn": "ask"}, {"turn": "done"}. A cell that runs over its limit, or whose process dies, becomes a
+row with an `error`; the cells after it go on in a new process. While one worker has its turn, the process groups of all
+others are stopped (SIGSTOP), so that its clock measures it alone.
 """
+
 import json
 import os
 import queue
@@ -15,7 +17,7 @@ import threading
 import time
 
 COMMAND = (sys.executable, "-m", "benchmarks.gpu.process")
-TURN_SECONDS = 20                            # a turn that takes longer ends, and the others go on
+TURN_SECONDS = 20  # a turn that takes longer ends, and the others go on
 
 
 class Worker:
@@ -24,8 +26,15 @@ class Worker:
     def __init__(self, cells, inbox, environment, command):
         self.given, self.cells, self.now, self.began, self.stopped = cells, list(cells), None, time.monotonic(), False
         self.errors = tempfile.TemporaryFile("w+", errors="replace")
-        self.process = subprocess.Popen([*command, json.dumps(cells)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
-                                        env=environment, start_new_session=True)
+        self.process = subprocess.Popen(
+            [*command, json.dumps(cells)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
         threading.Thread(target=self.read, args=(inbox,), daemon=True).start()
 
     def read(self, inbox):
@@ -47,7 +56,10 @@ class Worker:
 
     def kill(self):
         self.signal(signal.SIGKILL)
-        self.process.wait()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            pass  # it is inside of the device's driver; the others go on
 
     def said(self):
         """What it wrote to stderr."""
@@ -56,7 +68,9 @@ class Worker:
 
 
 class Pool:
-    """Run jobs (lists of cells). `on_row(row)` is called for every result, `log` (a file) gets what the processes write to stderr; after `seconds`
+    """Run jobs (lists of cells).
+
+    `on_row(row)` is called for every result; `log` (a file) gets what the processes write to stderr. After `seconds`
     everything ends; `cell_seconds` is the limit of each cell."""
 
     def __init__(self, jobs, on_row, log, environment, workers=1, seconds=120.0, cell_seconds=60.0, command=COMMAND):
@@ -86,7 +100,7 @@ class Pool:
             return
         while self.waiting and len(self.running) < self.workers:
             self.running.append(Worker(self.waiting.pop(0), self.inbox, self.environment, self.command))
-        if self.alone and not self.running:      # what ran out of memory beside others is tried once more by itself
+        if self.alone and not self.running:  # what ran out of memory beside others is tried once more by itself
             self.running.append(Worker(self.alone.pop(0), self.inbox, self.environment, self.command))
 
     def receive(self):
@@ -95,7 +109,7 @@ class Pool:
         except queue.Empty:
             return
         if worker not in self.running:
-            return                               # its last words after it was killed
+            return  # its last words after it was killed
         if "began" in said:
             worker.now, worker.began = worker.cells[0], time.monotonic()
         elif "row" in said:
@@ -136,7 +150,7 @@ class Pool:
         for other in self.running:
             if other.stopped:
                 other.stop(False)
-                other.began += took              # its own clock stood still
+                other.began += took  # its own clock stood still
 
     def watch_limits(self):
         for worker in list(self.running):
@@ -145,7 +159,7 @@ class Pool:
                 self.gone(worker, f"killed after {self.cell_seconds:.0f} s")
 
     def gone(self, worker, why):
-        """A process has ended: its cell becomes a row if it did not finish, the cells after that go to a new process."""
+        """A process has ended: an unfinished cell becomes a row, the cells after it go to a new process."""
         self.end_turn(worker)
         self.running.remove(worker)
         self.keep_log(worker)
@@ -162,7 +176,9 @@ class Pool:
 
 def died(code):
     """What an exit code says."""
-    return f"the process ended with code {code}" if code > 0 else f"the process was ended by {signal.Signals(-code).name}"
+    return (
+        f"the process ended with code {code}" if code > 0 else f"the process was ended by {signal.Signals(-code).name}"
+    )
 
 
 def last_line(text):

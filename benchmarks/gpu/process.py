@@ -1,11 +1,15 @@
-"""A process that does cells of the benchmark, one after the other, and answers in lines of JSON (pool.py says which): python -m benchmarks.gpu.process CELLS_JSON"""
+"""A process that does cells of the benchmark and answers in lines of JSON (pool.py says which).
+
+python -m benchmarks.gpu.process CELLS_JSON
+"""
+
 import json
 import os
 import sys
 from contextlib import contextmanager
 from importlib import import_module
 
-KINDS = ("device", "equal", "decode", "notebooks", "step")      # of a cell: the module here that has run(cell, turn)
+KINDS = ("device", "equal", "decode", "notebooks", "step")  # of a cell: the module here that has run(cell, turn)
 
 
 class Line:
@@ -36,12 +40,14 @@ def first_line(error):
 def failure(error):
     """The row of an exception. `memory`: the device's was too small."""
     import torch
+
     return {"error": first_line(error), **({"kind": "memory"} if isinstance(error, torch.OutOfMemoryError) else {})}
 
 
 def device_is_broken():
     """After an illegal access or a failed assertion on the device, no later call in this process succeeds."""
     import torch
+
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -59,11 +65,12 @@ def main():
                 line.say(row=row)
         except Exception as error:
             import traceback
+
             traceback.print_exc()
             line.say(row={**cell.get("labels", {}), **failure(error)})
         line.say(ended=cell["name"])
         if device_is_broken():
-            os._exit(0)                          # the pool starts another process for the cells that are left
+            os._exit(0)  # the pool starts another process for the cells that are left
 
 
 if __name__ == "__main__":

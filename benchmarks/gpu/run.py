@@ -1,13 +1,15 @@
-"""Try speculators_nb on an NVIDIA device, in one command and five minutes: what flex attention computes there, and how fast a train step is beside upstream's.
+"""Try speculators_nb on an NVIDIA device: what flex attention computes there, and a train step beside upstream's.
 
     make gpu-bundle                          once, where there is a network
     make gpu                                 on the machine with the device; needs no network and installs nothing
     make gpu-toy                             the same at toy sizes on a CPU
     python3 benchmarks/gpu/run.py --help     all options
 
-The result is a folder (benchmarks/gpu/results/<device>): results.json, README.md, equality.png, speed.png, and log.txt with what the processes wrote
-to stderr. It is written anew after every result, so that a run which is cut short leaves what it has. Exit status: 0, or 1 where a cell failed.
+The result is a folder (benchmarks/gpu/results/<device>): results.json, README.md, equality.png, speed.png, and log.txt
+with what the processes wrote to stderr. It is written anew after every result, so that a run which is cut short leaves
+what it has. Exit status: 0, or 1 where a cell failed.
 """
+
 import argparse
 import importlib.util
 import os
@@ -26,18 +28,40 @@ from benchmarks.gpu.notebooks import flagged  # noqa: E402
 from benchmarks.gpu.pool import Pool  # noqa: E402
 from benchmarks.gpu.report import Report  # noqa: E402
 
-DRAFTERS = (("eagle3",), ("dflash",), ("peagle",), ("eagle", "hass"), ("dspark",), ("mtp",), ("mlp", "medusa"))      # jobs of stage 1
+DRAFTERS = (
+    ("eagle3",),
+    ("dflash",),
+    ("peagle",),
+    ("eagle", "hass"),
+    ("dspark",),
+    ("mtp",),
+    ("mlp", "medusa"),
+)  # jobs of stage 1
 LENGTHS = (8192, 32768, 2048)
-NEEDED = ("torch", "transformers", "accelerate", "safetensors", "pandas", "matplotlib", "pydantic", "datasets", "fastcore", "httpx", "typer")
+NEEDED = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "pandas",
+    "matplotlib",
+    "pydantic",
+    "datasets",
+    "fastcore",
+    "httpx",
+    "typer",
+)
 
 
-# --------------------------------------------------------------------------------------------------------------- the cells
+# ------------------------------------------------------------- the cells
 def equality_jobs(size):
     """Jobs of stage 1: lists of cells, each for one process."""
+
     def cell(kind, drafter, dtype):
         labels = dict(drafter=drafter, dtype=dtype)
         return dict(kind=kind, name=f"{kind} {drafter} {dtype}", size=size, labels=labels, **labels)
-    kinds = [("equal", "fp32"), ("equal", "bf16"), ("decode", "fp32"), ("decode", "bf16")][:3 if size == "toy" else 4]
+
+    kinds = [("equal", "fp32"), ("equal", "bf16"), ("decode", "fp32"), ("decode", "bf16")][: 3 if size == "toy" else 4]
     jobs = [[cell(kind, drafter, dtype) for drafter in drafters for kind, dtype in kinds] for drafters in DRAFTERS]
     for path in flagged() if size == "device" else ():
         name = str(path.relative_to(ROOT))
@@ -47,23 +71,37 @@ def equality_jobs(size):
 
 def step_cells(size, upstream):
     """Cells of stage 2, the most telling first; each in a process of its own on a device."""
+
     def cell(setting, length, side):
         labels = dict(setting=setting, length=length, side=side)
         return dict(kind="step", name=f"{setting}, {length} positions, {side}", size=size, labels=labels, **labels)
-    settings, sides = ("EAGLE-3 K=3", "DFlash 512x16", "P-EAGLE", "EAGLE-3 K=7", "MTP"), ("ours", "upstream") if upstream else ("ours",)
+
+    settings, sides = (
+        ("EAGLE-3 K=3", "DFlash 512x16", "P-EAGLE", "EAGLE-3 K=7", "MTP"),
+        ("ours", "upstream") if upstream else ("ours",),
+    )
     if size == "toy":
         return [cell(setting, 256, side) for setting in settings if setting != "EAGLE-3 K=7" for side in sides]
     compiled = [cell(setting, 8192, "ours-compiled") for setting in settings]
-    return [cell(setting, length, side) for length in LENGTHS[:2] for setting in settings for side in sides] + compiled[:1] + [
-        cell(setting, LENGTHS[2], side) for setting in settings for side in sides] + compiled[1:]
+    return (
+        [cell(setting, length, side) for length in LENGTHS[:2] for setting in settings for side in sides]
+        + compiled[:1]
+        + [cell(setting, LENGTHS[2], side) for setting in settings for side in sides]
+        + compiled[1:]
+    )
 
 
 def not_run(size, upstream, notebooks):
     """Sentences on what this run does not try."""
     found = []
     if size == "toy":
-        found += ["Flex attention ran uncompiled (its backward pass with torch's check of the device patched): on a CPU compiling it takes longer than all else here.",
-                  "torch.compile of a model (ours-compiled), the definition under flex attention in bf16, and decoding in bf16 were not run.", "Upstream's flex attention and fused losses need a device."]
+        found += [
+            "Flex attention ran uncompiled, its backward pass with torch's check of the device patched: compiling it "
+            "for a CPU takes longer than all else here.",
+            "torch.compile of a model (ours-compiled), the definition under flex attention in bf16, and decoding in "
+            "bf16 were not run.",
+            "Upstream's flex attention and fused losses need a device.",
+        ]
     if not upstream:
         found.append("Upstream was not run: the package speculators is not installed.")
     if not notebooks:
@@ -71,13 +109,22 @@ def not_run(size, upstream, notebooks):
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------------ the run
+# --------------------------------------------------------------- the run
 def environment(paths, workers):
     """Of the worker processes: where the packages are, no network, an even share of the processor's cores."""
     share = str(max(1, (os.cpu_count() or 1) // workers))
     path = os.pathsep.join(map(str, [*paths, ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]))
-    return os.environ | dict(PYTHONPATH=path, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1",
-                             OMP_NUM_THREADS=share, TORCHINDUCTOR_COMPILE_THREADS=share, MPLBACKEND="Agg", PYTHONWARNINGS="ignore")
+    return os.environ | dict(
+        PYTHONPATH=path,
+        HF_HUB_OFFLINE="1",
+        HF_DATASETS_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+        PYTHONUNBUFFERED="1",
+        OMP_NUM_THREADS=share,
+        TORCHINDUCTOR_COMPILE_THREADS=share,
+        MPLBACKEND="Agg",
+        PYTHONWARNINGS="ignore",
+    )
 
 
 class Run:
@@ -90,7 +137,15 @@ class Run:
         began, workers = time.monotonic(), max(1, min(workers, len(jobs)))
         kinds = {cell["name"]: cell["kind"] for job in jobs for cell in job}
         with open(self.report.folder / "log.txt", "a") as log:
-            pool = Pool(jobs, lambda row: self.report.add(kinds[row["cell"]], row), log, environment(self.paths, workers), workers, seconds, cell_seconds)
+            pool = Pool(
+                jobs,
+                lambda row: self.report.add(kinds[row["cell"]], row),
+                log,
+                environment(self.paths, workers),
+                workers,
+                seconds,
+                cell_seconds,
+            )
             left = pool.run()
         self.report.stage(name, time.monotonic() - began, seconds, [cell["name"] for cell in left])
 
@@ -107,10 +162,26 @@ def slug(device):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--toy", action="store_true", help="toy sizes, on a CPU too")
-    parser.add_argument("--bundle", type=Path, default=None, help=f"folder of wheels; by default {FOLDER.relative_to(ROOT)} where it is there, none with --toy")
-    parser.add_argument("--out", type=Path, help="folder of results; by default benchmarks/gpu/results/<device>, or output/gpu-toy")
-    parser.add_argument("--seconds", type=float, nargs=2, default=(120, 180), metavar=("EQUALITY", "STEPS"), help="limits of the two stages")
-    parser.add_argument("--workers", type=int, nargs=2, metavar=("EQUALITY", "STEPS"), help="processes side by side in the two stages")
+    parser.add_argument(
+        "--bundle",
+        type=Path,
+        default=None,
+        help=f"folder of wheels; by default {FOLDER.relative_to(ROOT)} where it is there, none with --toy",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder of results; by default benchmarks/gpu/results/<device>, or output/gpu-toy"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        nargs=2,
+        default=(120, 180),
+        metavar=("EQUALITY", "STEPS"),
+        help="limits of the two stages",
+    )
+    parser.add_argument(
+        "--workers", type=int, nargs=2, metavar=("EQUALITY", "STEPS"), help="processes side by side in the two stages"
+    )
     opt = parser.parse_args()
     bundle = opt.bundle or (FOLDER if FOLDER.is_dir() and not opt.toy else None)
     with tempfile.TemporaryDirectory(prefix="gpu-bundle-") as site:
@@ -118,8 +189,10 @@ def main():
             unpack(bundle, site)
             sys.path.insert(0, site)
         if lacking := missing():
-            raise SystemExit(f"missing packages: {', '.join(lacking)}; run `make gpu-bundle` where there is a network and bring the folder "
-                             f"{FOLDER.relative_to(ROOT)} along")
+            raise SystemExit(
+                f"missing packages: {', '.join(lacking)}; run `make gpu-bundle` where there is a network and bring "
+                f"{FOLDER.relative_to(ROOT)} along"
+            )
         raise SystemExit(run(opt, [site] if bundle else []))
 
 
@@ -131,16 +204,23 @@ def run(opt, paths):
         Run(report, paths, cores).stage("device", [[dict(kind="device", name="device", toy=opt.toy)]], 90, 1, 80)
         facts = report.device()
         if facts is None:
-            raise SystemExit(f"the device cannot be used: {report.rows['device'][0].get('error', 'nothing answered in 90 s')}\n"
-                             + (Path(first) / "log.txt").read_text()[-3000:])
+            raise SystemExit(
+                f"the device cannot be used: {report.rows['device'][0].get('error', 'nothing answered in 90 s')}\n"
+                + (Path(first) / "log.txt").read_text()[-3000:]
+            )
         if facts["device"] == "CPU" and not opt.toy:
             raise SystemExit("torch sees no CUDA device; on a CPU run `make gpu-toy`")
         report.move(opt.out or (ROOT / "output/gpu-toy" if opt.toy else HERE / "results" / slug(facts["device"])))
     going = Run(report, paths, cores)
     equality, steps = equality_jobs(size), step_cells(size, upstream)
-    if size == "toy":       # two processes: most of the time would go into imports, and into compiling the same masks in each
+    if (
+        size == "toy"
+    ):  # two processes: most of the time would go into imports, and into compiling the same masks in each
         cells = [cell for job in equality for cell in job]
-        alike = [[cell for cell in cells if cell["kind"] == "equal"], [cell for cell in cells if cell["kind"] != "equal"] + steps]
+        alike = [
+            [cell for cell in cells if cell["kind"] == "equal"],
+            [cell for cell in cells if cell["kind"] != "equal"] + steps,
+        ]
         going.stage("equality and train steps", alike, sum(opt.seconds), 2, 120)
     else:
         workers = opt.workers or (min(8, max(2, cores // 2)), min(5, max(2, cores // 3)))

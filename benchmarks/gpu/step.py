@@ -1,9 +1,11 @@
-"""One train step (forward, backward, clipping, AdamW) of ours or of the upstream library, timed while no other process uses the device.
+"""One train step (forward, backward, clipping, AdamW) of ours or of upstream's, timed while no other process runs.
 
-Weights, packed batch and random choices are those of benchmarks/train_step, drawn on the device from one seed, so that both sides compute the same
-loss. Both train in bf16 autocast over float32 weights. Upstream runs what it runs best on CUDA: compiled forward, flex attention, fused losses.
-`ours-compiled` is what the trainer's `torch_compile` does: torch.compile around the model.
+Weights, packed batch and random choices are those of benchmarks/train_step, drawn on the device from one seed, so that
+both sides compute the same loss. Both train in bf16 autocast over float32 weights. Upstream runs what it runs best on
+CUDA: compiled forward, flex attention, fused losses. `ours-compiled` is what the trainer's `torch_compile` does:
+torch.compile around the model.
 """
+
 import json
 import tempfile
 import time
@@ -19,9 +21,16 @@ from benchmarks.train_step import worker
 QWEN3_8B = dict(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936, window=None)
 TOY = dict(hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=512, window=None)
 DRAFT_VOCAB, ANCHORS = {"device": 32000, "toy": 256}, {"device": 512, "toy": 8}
-DOCUMENTS = {"device": (704, 512, 384, 256, 192), "toy": (1024, 512, 512)}      # of 2048 positions; other rows have as many, longer or shorter
-SETTINGS = {   # name -> algorithm, training arguments beside those of benchmarks/train_step
-    "EAGLE-3 K=3": ("eagle3", {}), "EAGLE-3 K=7": ("eagle3", dict(ttt_steps=7)), "P-EAGLE": ("peagle", {}), "DFlash 512x16": ("dflash", {}), "MTP": ("mtp", {}),
+DOCUMENTS = {
+    "device": (704, 512, 384, 256, 192),
+    "toy": (1024, 512, 512),
+}  # of 2048 positions; other rows have as many, longer or shorter
+SETTINGS = {  # name -> algorithm, training arguments beside those of benchmarks/train_step
+    "EAGLE-3 K=3": ("eagle3", {}),
+    "EAGLE-3 K=7": ("eagle3", dict(ttt_steps=7)),
+    "P-EAGLE": ("peagle", {}),
+    "DFlash 512x16": ("dflash", {}),
+    "MTP": ("mtp", {}),
 }
 WARM_UP, LEAST_STEPS, MOST_STEPS, SECONDS = {"device": 3, "toy": 1}, 3, 10, {"device": 1.0, "toy": 0.0}
 
@@ -30,8 +39,15 @@ def case(name, length, size):
     """A case of benchmarks/train_step."""
     algorithm, training = SETTINGS[name]
     shape = TOY if size == "toy" else QWEN3_8B
-    of = dict(algorithm=algorithm, shape=shape, layers=1, prompt=0.25, documents=[n * length // 2048 for n in DOCUMENTS[size]], training=training,
-              draft_vocab=shape["vocab"] if algorithm == "mtp" else DRAFT_VOCAB[size])
+    of = dict(
+        algorithm=algorithm,
+        shape=shape,
+        layers=1,
+        prompt=0.25,
+        documents=[n * length // 2048 for n in DOCUMENTS[size]],
+        training=training,
+        draft_vocab=shape["vocab"] if algorithm == "mtp" else DRAFT_VOCAB[size],
+    )
     return of | (dict(anchors=ANCHORS[size]) if algorithm == "dflash" else {})
 
 
@@ -53,15 +69,18 @@ def build(side, of, device):
 
 
 def model_flops(model, call, batch):
-    """FLOPs of the products of a step, forward and backward, as `evaluate.cost` counts them: those of our blocked attention, the same count for
-    every side, so that work which only one side does earns nothing."""
+    """FLOPs of the products of a step, forward and backward, as `evaluate.cost` counts them.
+
+    They are those of our blocked attention, the same for every side: work that only one side does earns nothing."""
     from speculators_nb.evaluate.cost import count_flops
+
     arguments = {**call, "attn_impl": "blocked"}
 
     def run():
         with torch.autocast(next(model.parameters()).device.type, dtype=torch.bfloat16):
             loss = model(**batch, **arguments)[1]
         loss.backward()
+
     flops = count_flops(run)
     model.zero_grad(set_to_none=True)
     return flops
@@ -90,7 +109,7 @@ def peak_memory(step, device):
 
 
 def measure(step, device, least):
-    """(median seconds, number) of steps, each with a synchronisation; `least` seconds of them, if that is not too many."""
+    """(median seconds, number) of steps, each synchronised; `least` seconds of them, if not too many."""
     times = []
     while len(times) < LEAST_STEPS or (sum(times) < least and len(times) < MOST_STEPS):
         began = time.perf_counter()
@@ -116,5 +135,15 @@ def run(cell, turn):
     held, peak = peak_memory(step, device)
     with turn():
         seconds, steps = measure(step, device, SECONDS[cell["size"]])
-    yield dict(cell["labels"], seconds=seconds, tokens_per_second=length / seconds, held_bytes=held, peak_bytes=peak, steps=steps,
-               first_seconds=first_seconds, first_loss=first["loss"], first_gradient_norm=first["grad_norm"], **flops)
+    yield dict(
+        cell["labels"],
+        seconds=seconds,
+        tokens_per_second=length / seconds,
+        held_bytes=held,
+        peak_bytes=peak,
+        steps=steps,
+        first_seconds=first_seconds,
+        first_loss=first["loss"],
+        first_gradient_norm=first["grad_norm"],
+        **flops,
+    )

@@ -24,7 +24,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, AUX, VOCAB, WINDOW = 256, 4, 2, 64, 704, 3, 32000, 2048
-SHAPE = dict(hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, intermediate=INTERMEDIATE, vocab=VOCAB, window=WINDOW)
+SHAPE = dict(
+    hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, intermediate=INTERMEDIATE, vocab=VOCAB, window=WINDOW)
 SEED = 7
 
 # What each algorithm trains with here: upstream's command-line defaults, but that the loss is the eager one. `config` and `layer` override
@@ -56,7 +57,7 @@ ALGORITHMS = {
 
 # ---------------------------------------------------------------------------------------------------------------- the case
 def shape(case):
-    """Sizes of verifier and draft layers: those above, or where the case says others. `window` None: draft layers see their whole document."""
+    """Sizes of verifier and draft layers, those above or the case's. `window` None: layers see their whole document."""
     return SimpleNamespace(**SHAPE | case.get("shape", {}))
 
 
@@ -80,10 +81,12 @@ def configuration(case):
                                   "verifier_accept_k": 1}],
             "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": None}},
         "transformer_layer_config": {
-            "attention_bias": False, "attention_dropout": 0.0, "head_dim": size.head_dim, "hidden_act": "silu", "hidden_size": size.hidden,
+            "attention_bias": False, "attention_dropout": 0.0, "head_dim": size.head_dim, "hidden_act": "silu",
+            "hidden_size": size.hidden,
             "intermediate_size": size.intermediate, "max_position_embeddings": 32768, "model_type": "qwen3",
-            "num_attention_heads": size.heads, "num_hidden_layers": layers, "num_key_value_heads": size.kv_heads, "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": False, "vocab_size": size.vocab,
+            "num_attention_heads": size.heads, "num_hidden_layers": layers, "num_key_value_heads": size.kv_heads,
+            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+            "tie_word_embeddings": False, "vocab_size": size.vocab,
         } | (sliding if size.window else full) | of.get("layer", {}),
     }
 
@@ -165,7 +168,8 @@ def packed_batch(case, config, g):
     first = 0 if name in ("mtp", "dflash", "dspark") else 1                   # these rows are not shifted
     wide = size.hidden if name == "mtp" else AUX * size.hidden
     batch = {
-        "input_ids": torch.randint(size.vocab, (1, length), generator=g, **on), "hidden_states": torch.randn(1, length, wide, generator=g, **on),
+        "input_ids": torch.randint(size.vocab, (1, length), generator=g, **on),
+        "hidden_states": torch.randn(1, length, wide, generator=g, **on),
         "loss_mask": torch.cat([torch.arange(n, **on) >= int(n * case["prompt"]) for n in docs])[None],
         "position_ids": torch.cat([torch.arange(first, n + first, **on) for n in docs])[None],
         "document_ids": torch.cat([torch.full((n,), i, **on) for i, n in enumerate(docs)])[None],
@@ -197,11 +201,12 @@ CHOICES = {"anchor_positions": "anchors", "anchor_valid": "anchors", "cod_anchor
 
 
 def training_of(case):
-    return ALGORITHMS[case["algorithm"]]["training"] | ({"max_anchors": case["anchors"]} if "anchors" in case else {}) | case.get("training", {})
+    anchors = {"max_anchors": case["anchors"]} if "anchors" in case else {}
+    return ALGORITHMS[case["algorithm"]]["training"] | anchors | case.get("training", {})
 
 
 def load_upstream(folder, case, batch, attention="sdpa", losses="eager"):
-    """Upstream's model, its forward arguments and its batch: the random choices are put in the place of the functions that make them.
+    """Upstream's model, its forward arguments and its batch; random choices replace the functions that make them.
     Its own defaults, flex attention (None) and fused losses, have no backward on a CPU."""
     name, prefix = case["algorithm"], ALGORITHMS[case["algorithm"]]["prefix"]
     core = import_module(f"speculators.models.{name}.core")
