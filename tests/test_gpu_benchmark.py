@@ -26,33 +26,37 @@ ROOT = Path(__file__).parents[1]
 # what a worker does with a cell, instead of benchmarks/gpu/process.py; `alone` is set where the pool tries a cell again
 WORKER = r"""
 import json, os, sys, time
+from pathlib import Path
+folder = Path(__file__).parent
 def say(**what): print(json.dumps(what), flush=True)
+def wait(name):
+    while not (folder / name).exists(): time.sleep(0.01)
 for cell in json.loads(sys.argv[1]):
     say(began=cell["name"])
     do = cell["do"]
     if do == "sleep": time.sleep(60)
     if do == "die": sys.stderr.write("first\nno such device\n"); os._exit(7)
     if do == "kill": os.kill(os.getpid(), 9)
-    if do == "memory" and not cell.get("alone"): time.sleep(0.5); say(row=dict(error="too large", kind="memory"))
+    if do == "memory" and not cell.get("alone"): wait("clock runs"); say(row=dict(error="too large", kind="memory"))
     elif do == "turn":
+        wait("clock runs"); time.sleep(0.3)
         say(turn="ask"); sys.stdin.readline()
         began = time.time(); time.sleep(0.6); ended = time.time()
-        say(turn="done"); say(row=dict(turn=[began, ended]))
-    elif do == "tick":
+        say(turn="done"); say(row=dict(turn=[began, ended])); time.sleep(0.3)
+    elif do == "clock":
         ticks = []
-        while time.time() < cell["until"]: ticks.append(time.time()); time.sleep(0.01)
+        (folder / "clock runs").touch()
+        while not (folder / "clock ends").exists(): ticks.append(time.time()); time.sleep(0.01)
         say(row=dict(ticks=ticks))
-    else: say(row=dict(done=do))
+    else:
+        if do == "end": (folder / "clock ends").touch()
+        say(row=dict(done=do))
     say(ended=cell["name"])
 """
 
 
 def cells(*what):
     return [dict(name=f"{i} {do}", do=do, labels=dict(number=i)) for i, do in enumerate(what)]
-
-
-def clock(until):
-    return [dict(name="clock", do="tick", until=until, labels={})]
 
 
 def pool_run(tmp_path, jobs, **options):
@@ -87,20 +91,19 @@ def test_the_stage_ends_at_its_limit_and_names_what_is_left(tmp_path):
 
 
 def test_while_one_has_its_turn_the_others_stand_still(tmp_path):
-    until = time.time() + 5
-    rows, left, _, _ = pool_run(tmp_path, [clock(until), cells("turn", "turn")], workers=2, seconds=60)
+    rows, left, _, _ = pool_run(tmp_path, [cells("clock"), cells("turn", "turn", "end")], workers=2, seconds=60)
     assert not left
     ticks = next(row["ticks"] for row in rows if "ticks" in row)
-    turns = [row["turn"] for row in rows if "turn" in row and row["turn"][1] < until]
-    assert turns
+    turns = [row["turn"] for row in rows if "turn" in row]
+    assert len(turns) == 2
     for began, ended in turns:
         assert not [t for t in ticks if began + 0.05 < t < ended - 0.05]
         assert any(t < began for t in ticks) and any(t > ended for t in ticks)
 
 
 def test_what_runs_out_of_memory_beside_others_is_tried_again_alone(tmp_path):
-    rows, left, _, _ = pool_run(tmp_path, [cells("memory"), clock(time.time() + 4)], workers=2, seconds=60)
-    assert not left and [row["done"] for row in rows if "done" in row] == ["memory"]
+    rows, left, _, _ = pool_run(tmp_path, [cells("clock"), cells("memory", "end")], workers=2, seconds=60)
+    assert not left and [row["done"] for row in rows if "done" in row] == ["end", "memory"]
     assert not any("error" in row for row in rows)
 
 
