@@ -71,21 +71,21 @@ def pool_run(tmp_path, jobs, **options):
 # ------------------------------------------------------------- processes
 def test_a_cell_that_hangs_or_dies_is_a_row_and_the_next_ones_are_done(tmp_path):
     rows, left, log, _ = pool_run(
-        tmp_path, [cells("row", "sleep", "row", "die", "kill", "row")], cell_seconds=2.0, seconds=60
+        tmp_path, [cells("row", "sleep", "row", "die", "kill", "row")], cell_seconds=5.0, seconds=60
     )
     assert not left
     assert [row.get("done") for row in rows] == ["row", None, "row", None, None, "row"]
-    assert rows[1] == {"cell": "1 sleep", "number": 1, "error": "killed after 2 s"}
+    assert rows[1] == {"cell": "1 sleep", "number": 1, "error": "killed after 5 s"}
     assert rows[3] == {"cell": "3 die", "number": 3, "error": "the process ended with code 7: no such device"}
     assert rows[4]["error"].startswith("the process was ended by SIGKILL")
     assert "first\nno such device" in log
 
 
 def test_the_stage_ends_at_its_limit_and_names_what_is_left(tmp_path):
-    rows, left, _, seconds = pool_run(tmp_path, [cells("row", "sleep", "row"), cells("sleep")], workers=1, seconds=2.0)
+    rows, left, _, seconds = pool_run(tmp_path, [cells("row", "sleep", "row"), cells("sleep")], workers=1, seconds=4.0)
     assert [row["cell"] for row in rows] == ["0 row"]
     assert [cell["name"] for cell in left] == ["1 sleep", "2 row", "0 sleep"]
-    assert seconds < 10
+    assert seconds < 15
     commands = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
     assert not [c for c in commands if str(tmp_path).encode() in c], "a process is left"
 
