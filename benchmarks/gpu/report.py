@@ -334,7 +334,7 @@ def equality_picture(report):
     ax.set(
         yscale="log", ylabel="largest relative difference of a gradient", xticks=range(len(names)), xticklabels=names
     )
-    ax.legend(fontsize=7, ncols=2, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.legend(*ax.get_legend_handles_labels(), fontsize=7, ncols=1, loc="outside right upper")
     return figure
 
 
@@ -364,5 +364,5 @@ def speed_picture(report):
             yticklabels=[f"{setting}, {length:,}" for setting, length in groups],
         )
     axes[0].invert_yaxis()
-    axes[1].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(sides))
     return figure
