@@ -19,6 +19,7 @@ from benchmarks.gpu.device import table_peak
 from benchmarks.gpu.notebooks import flagged, run_notebook
 from benchmarks.gpu.pool import Pool
 from benchmarks.gpu.report import Report
+from speculators_nb.config import SpeculatorModelConfig, import_models
 from speculators_nb.evaluate.cost import training_flops
 
 ROOT = Path(__file__).parents[1]
@@ -190,7 +191,7 @@ def test_flagged_cells_of_a_notebook_are_run(tmp_path):
         "%matplotlib inline\nx += 1",
         "#| eval: false\nraise SystemExit",
         "#| slow\nx = 100",
-        "#| cuda\nassert x == 2",
+        "#| cuda\nimport os\nassert x == 2 and os.path.exists('a.ipynb')",
         "#| cuda\nx += 1\nassert x == 3",
         "raise SystemExit",
     ]
@@ -260,6 +261,15 @@ def test_cases_are_of_the_shapes_that_the_page_names(length):
         step.case("MTP", length, "device")["draft_vocab"] == 151936
         and step.case("DFlash 512x16", length, "device")["anchors"] == 512
     )
+
+
+def test_every_drafter_has_its_cells():
+    named = {
+        cell["drafter"] for job in benchmark.equality_jobs("device") for cell in job if cell["kind"] != "notebooks"
+    }
+    assert named == set(equal.DRAFTERS)
+    import_models()
+    assert {algorithm for algorithm, _, _ in equal.DRAFTERS.values()} == set(SpeculatorModelConfig.registry)
 
 
 def test_the_most_telling_cells_come_first():

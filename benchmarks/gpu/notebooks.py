@@ -1,7 +1,11 @@
-"""Run the cells of the notebooks that carry nbdev's flag `cuda`, each after the cells before it, as plain Python."""
+"""Run the cells of the notebooks that carry nbdev's flag `cuda`, each after the cells before it, as plain Python.
+
+A notebook runs in its own folder, as nbdev runs it. There is no IPython: magics are left out, `display` shows nothing.
+"""
 
 import json
 import re
+from contextlib import chdir
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,13 +31,14 @@ def flagged(folder=ROOT / "nbs"):
 
 def run_notebook(path):
     """How many flagged cells ran. What a cell before them raises is raised."""
-    sources = code_cells(path)
-    last, space, ran = max(i for i, source in enumerate(sources) if FLAG.search(source)), {"__name__": "__main__"}, 0
-    for source in sources[: last + 1]:
-        if SKIPPED.search(source):
-            continue
-        exec(compile(source, str(path), "exec"), space)
-        ran += bool(FLAG.search(source))
+    sources, ran = code_cells(path), 0
+    last = max(i for i, source in enumerate(sources) if FLAG.search(source))
+    space = {"__name__": "__main__", "display": lambda *_, **__: None}
+    with chdir(path.parent):
+        for source in sources[: last + 1]:
+            if not SKIPPED.search(source):
+                exec(compile(source, str(path), "exec"), space)
+                ran += bool(FLAG.search(source))
     return ran
 
 
