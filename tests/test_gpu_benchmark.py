@@ -183,6 +183,21 @@ def test_wheels_are_read_and_unpacked(tmp_path):
     assert (tmp_path / "site/some_thing/__init__.py").read_text() == "x = 1"
 
 
+def test_a_bundle_for_another_python_is_not_used(tmp_path, monkeypatch):
+    mine = f"{sys.version_info[0]}{sys.version_info[1]}"
+    (tmp_path / "pure-1-py3-none-any.whl").touch()
+    assert bundle.python_of(tmp_path) is None and benchmark.bundle_fits(tmp_path)
+    (tmp_path / f"mine-1-cp{mine}-cp{mine}-manylinux2014_x86_64.whl").touch()
+    assert benchmark.bundle_fits(tmp_path)
+    (tmp_path / f"mine-1-cp{mine}-cp{mine}-manylinux2014_x86_64.whl").rename(
+        tmp_path / "its-1-cp39-cp39-manylinux2014_x86_64.whl"
+    )
+    assert bundle.python_of(tmp_path) == "3.9" and not benchmark.bundle_fits(tmp_path)
+    monkeypatch.setattr(benchmark, "missing", lambda: ["pydantic"])
+    with pytest.raises(SystemExit, match="wheels for Python 3.9, this is 3.*bundle.py fetch"):
+        benchmark.bundle_fits(tmp_path)
+
+
 # ------------------------------------------------------------- notebooks
 def test_flagged_cells_of_a_notebook_are_run(tmp_path):
     sources = [

@@ -117,6 +117,12 @@ def fetch(folder, python="3.12"):
     print(f"{folder}: {len(wheels)} wheels, {size / 1e6:.1f} MB")
 
 
+def python_of(folder):
+    """The Python that compiled wheels of a folder are for, as "3.12"; None where there is none."""
+    found = {m[1] for wheel in Path(folder).glob("*.whl") if (m := re.search(r"-cp3(\d+)-", wheel.name))}
+    return f"3.{found.pop()}" if found else None
+
+
 def unpack(folder, target):
     """Unpack the wheels side by side into `target`."""
     for wheel in sorted(Path(folder).glob("*.whl")):

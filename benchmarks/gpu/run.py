@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.gpu.bundle import FOLDER, unpack  # noqa: E402
+from benchmarks.gpu.bundle import FOLDER, python_of, unpack  # noqa: E402
 from benchmarks.gpu.notebooks import flagged  # noqa: E402
 from benchmarks.gpu.pool import Pool  # noqa: E402
 from benchmarks.gpu.report import Report  # noqa: E402
@@ -185,7 +185,8 @@ def main():
     opt = parser.parse_args()
     bundle = opt.bundle or (FOLDER if FOLDER.is_dir() and not opt.toy else None)
     with tempfile.TemporaryDirectory(prefix="gpu-bundle-") as site:
-        if bundle:
+        paths = [site] if bundle and bundle_fits(bundle) else []
+        if paths:
             unpack(bundle, site)
             sys.path.insert(0, site)
         if lacking := missing():
@@ -193,7 +194,20 @@ def main():
                 f"missing packages: {', '.join(lacking)}; run `make gpu-bundle` where there is a network and bring "
                 f"{FOLDER.relative_to(ROOT)} along"
             )
-        raise SystemExit(run(opt, [site] if bundle else []))
+        raise SystemExit(run(opt, paths))
+
+
+def bundle_fits(folder):
+    """Whether the wheels are for this Python. Others are of no use; an error where something is missing without them."""
+    made, mine = python_of(folder), ".".join(map(str, sys.version_info[:2]))
+    if made in (None, mine):
+        return True
+    if missing():
+        raise SystemExit(
+            f"{folder} holds wheels for Python {made}, this is {mine}: make them anew with "
+            f"`python benchmarks/gpu/bundle.py fetch {folder} {mine}`"
+        )
+    return False
 
 
 def run(opt, paths):
