@@ -198,7 +198,7 @@ def main():
 
 
 def bundle_fits(folder):
-    """Whether the wheels are for this Python. Others are of no use; an error where something is missing without them."""
+    """Whether the wheels are for this Python; an error if they are not and something is missing without them."""
     made, mine = python_of(folder), ".".join(map(str, sys.version_info[:2]))
     if made in (None, mine):
         return True
