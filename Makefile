@@ -87,7 +87,19 @@ proofs: .venv/.dev  ## sampled texts by chi-square and greedy texts token for to
 nightly: .venv/.dev upstream-test proofs  ## what takes longer than CI may: upstream's checkpoints both ways, the proofs (hours; they continue where they stopped)
 
 bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own
-	for f in benchmarks/*/run.py; do echo "== $$f"; $(BIN)/python "$$f" || exit; done
+	for f in $(filter-out benchmarks/gpu/run.py,$(wildcard benchmarks/*/run.py)); do echo "== $$f"; $(BIN)/python "$$f" || exit; done
+
+.PHONY: gpu gpu-bundle gpu-toy
+# the machine with the device has its own torch; no environment is made there and nothing is installed
+GPU_PYTHON ?= python3
+gpu:  ## on a machine with an NVIDIA device: what agrees there, and how fast a train step is beside upstream's; five minutes, no network
+	$(GPU_PYTHON) benchmarks/gpu/run.py $(if $(OUT),--out "$(OUT)")
+
+gpu-bundle: .venv/.run  ## where there is a network: the wheels that `make gpu` needs beside torch and transformers, into output/gpu-bundle
+	$(BIN)/python benchmarks/gpu/bundle.py fetch
+
+gpu-toy: .venv/.run  ## `make gpu` at toy sizes on the CPU
+	$(BIN)/python benchmarks/gpu/run.py --toy
 
 compare: .venv/.dev  ## every family of drafters on one training budget; results in benchmarks/drafters/results
 	$(OFFLINE) $(BIN)/python benchmarks/drafters/run.py

@@ -65,11 +65,13 @@ def flex_prefix(
     """flex_attention with its log-sum-exp, both differentiable on CUDA.
     Errors: ValueError when a gradient is wanted on a CPU."""
     if not torch.is_grad_enabled(): q, k, v = q.detach(), k.detach(), v.detach()   # flex looks at requires_grad alone
-    if q.device.type != "cuda" and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError("attn_impl='flex' has no backward on a CPU; leave attn_impl out there, which "
-                         "is blocked (sdpa with lean=False)")
     block_mask = create_block_mask(mask, None, None, q.shape[-2], k.shape[-2], device=q.device)
-    out, aux = _flex_on(q.device.type)(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True))
+    options = dict(block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    try: out, aux = _flex_on(q.device.type)(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    except NotImplementedError as error:                           # torch knows what it has no backward for
+        if "backward" not in str(error): raise
+        raise ValueError("attn_impl='flex' has no backward on a CPU; leave attn_impl out there, which "
+                         "is blocked (sdpa with lean=False)") from error
     return out, aux.lse
 
 # %% ../nbs/core/10_attention.ipynb #d43790f5

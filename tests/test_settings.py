@@ -106,7 +106,7 @@ def third_party(path):
     tree = ast.parse(path.read_text())
     names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level}
-    return {n.split(".")[0] for n in names} - set(sys.stdlib_module_names) - {"speculators_nb"}
+    return {n.split(".")[0] for n in names} - set(sys.stdlib_module_names) - {"speculators_nb", "benchmarks"}
 
 
 @pytest.mark.parametrize("files,extras", [("speculators_nb/**/*.py", []), ("tests/*.py", ["dev", "docs"]), ("docs/*.py", ["dev", "docs"])])

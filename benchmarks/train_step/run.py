@@ -26,12 +26,11 @@ from statistics import median
 
 import torch
 from safetensors.torch import load_file
-from worker import ALGORITHMS, AUX, HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, VOCAB, configuration, prepare, training_of
+from worker import ALGORITHMS, AUX, HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, VOCAB, WINDOW, configuration, prepare, training_of
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from upstream import upstream_python  # noqa: E402
-WINDOW = 2048
 DOCUMENTS = {2048: [704, 512, 384, 256, 192], 4096: [1024, 768, 640, 512, 448, 320, 256, 128]}
 
 

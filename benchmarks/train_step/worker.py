@@ -15,13 +15,17 @@ import re
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, AUX, VOCAB = 256, 4, 2, 64, 704, 3, 32000
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, AUX, VOCAB, WINDOW = 256, 4, 2, 64, 704, 3, 32000, 2048
+SHAPE = dict(
+    hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, intermediate=INTERMEDIATE, vocab=VOCAB, window=WINDOW)
 SEED = 7
 
 # What each algorithm trains with here: upstream's command-line defaults, but that the loss is the eager one. `config` and `layer` override
@@ -34,15 +38,14 @@ ALGORITHMS = {
     "peagle": dict(
         prefix="PEagle", layers=1, tokens=8,
         training=dict(num_depths=8, down_sample_ratio=0.7, down_sample_ratio_min=0.2, max_anchors=512, loss_fn="kl_div"),
-        config=dict(fc_norm=False, norm_before_fc=False, norm_before_residual=True, norm_output=False, embed_requires_grad=True,
-                    mask_token_id=VOCAB - 1)),
+        config=dict(fc_norm=False, norm_before_fc=False, norm_before_residual=True, norm_output=False, embed_requires_grad=True)),
     "dflash": dict(
         prefix="DFlash", layers=5, tokens=15, training=dict(loss_fn="ce", per_position_loss_weight="dpace", dpace_alpha=0.5),
-        config=dict(block_size=16, mask_token_id=VOCAB - 1, sample_from_anchor=False, sliding_window_non_causal=False)),
+        config=dict(block_size=16, sample_from_anchor=False, sliding_window_non_causal=False)),
     "dspark": dict(
         prefix="DSpark", layers=5, tokens=8,
         training=dict(loss_fn="kl_div", per_position_loss_weight="fixed-exp-decay", dflash_decay_gamma=4.0, confidence_head_alpha=1.0),
-        config=dict(block_size=8, mask_token_id=VOCAB - 1, sample_from_anchor=True, sliding_window_non_causal=False, markov_rank=256,
+        config=dict(block_size=8, sample_from_anchor=True, sliding_window_non_causal=False, markov_rank=256,
                     markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True)),
     "mtp": dict(
         prefix="MTP", layers=1, tokens=3, training=dict(num_speculative_steps=3, step_weight_beta=0.6),
@@ -53,14 +56,23 @@ ALGORITHMS = {
 
 
 # ---------------------------------------------------------------------------------------------------------------- the case
+def shape(case):
+    """Sizes of verifier and draft layers, those above or the case's. `window` None: layers see their whole document."""
+    return SimpleNamespace(**SHAPE | case.get("shape", {}))
+
+
 def configuration(case):
     """config.json as a checkpoint holds it."""
-    name = case["algorithm"]
+    name, size = case["algorithm"], shape(case)
     of = ALGORITHMS[name]
+    layers = case.get("layers", of["layers"])
     aux = {"mtp": {}, "eagle3": dict(eagle_aux_hidden_state_layer_ids=[1, 2, 3])}
     aux["peagle"] = aux["eagle3"]
     vocabulary = {} if name == "mtp" else dict(draft_vocab_size=case["draft_vocab"], target_hidden_size=None)
-    return vocabulary | aux.get(name, dict(aux_hidden_state_layer_ids=[1, 2, 3])) | of["config"] | {
+    mask = dict(mask_token_id=size.vocab - 1) if name in ("peagle", "dflash", "dspark") else {}
+    sliding = dict(layer_types=["sliding_attention"] * layers, sliding_window=size.window, use_sliding_window=True)
+    full = dict(layer_types=["full_attention"] * layers, sliding_window=None, use_sliding_window=False)
+    return vocabulary | aux.get(name, dict(aux_hidden_state_layer_ids=[1, 2, 3])) | mask | of["config"] | {
         "architectures": [of["prefix"] + "DraftModel"], "speculators_model_type": name, "speculators_version": "0.9.0",
         "tie_word_embeddings": False,
         "speculators_config": {
@@ -69,103 +81,114 @@ def configuration(case):
                                   "verifier_accept_k": 1}],
             "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": None}},
         "transformer_layer_config": {
-            "attention_bias": False, "attention_dropout": 0.0, "head_dim": HEAD_DIM, "hidden_act": "silu", "hidden_size": HIDDEN,
-            "intermediate_size": INTERMEDIATE, "layer_types": ["sliding_attention"] * of["layers"], "max_position_embeddings": 32768,
-            "model_type": "qwen3", "num_attention_heads": HEADS, "num_hidden_layers": of["layers"],
-            "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-            "sliding_window": 2048, "tie_word_embeddings": False, "use_sliding_window": True, "vocab_size": VOCAB} | of.get("layer", {}),
+            "attention_bias": False, "attention_dropout": 0.0, "head_dim": size.head_dim, "hidden_act": "silu",
+            "hidden_size": size.hidden,
+            "intermediate_size": size.intermediate, "max_position_embeddings": 32768, "model_type": "qwen3",
+            "num_attention_heads": size.heads, "num_hidden_layers": layers, "num_key_value_heads": size.kv_heads,
+            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+            "tie_word_embeddings": False, "vocab_size": size.vocab,
+        } | (sliding if size.window else full) | of.get("layer", {}),
     }
 
 
 def weights(case, config, g):
-    """Random weights under their checkpoint names."""
-    name, draft, layer = case["algorithm"], case["draft_vocab"], config["transformer_layer_config"]
+    """Random weights under their checkpoint names, on the device of the generator."""
+    name, draft, layer, size = case["algorithm"], case["draft_vocab"], config["transformer_layer_config"], shape(case)
+    hidden, dim = size.hidden, size.head_dim
 
     def w(*shape, std=None):
-        return torch.randn(*shape, generator=g) * (shape[-1] ** -0.5 if std is None else std)
+        return torch.randn(*shape, generator=g, device=g.device) * (shape[-1] ** -0.5 if std is None else std)
 
     def gain(n):
-        return 1 + 0.1 * torch.randn(n, generator=g)
+        return 1 + 0.1 * torch.randn(n, generator=g, device=g.device)
 
-    def decoder(prefix, wide=HIDDEN):
+    def decoder(prefix, wide=hidden):
         attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        qk_norms = {f"{attn}.{n}_norm.weight": gain(HEAD_DIM) for n in "qk"} if layer["model_type"] == "qwen3" else {}
+        qk_norms = {f"{attn}.{n}_norm.weight": gain(dim) for n in "qk"} if layer["model_type"] == "qwen3" else {}
         return qk_norms | {
-            f"{prefix}.input_layernorm.weight": gain(HIDDEN), f"{prefix}.post_attention_layernorm.weight": gain(HIDDEN),
-            f"{attn}.q_proj.weight": w(HEADS * HEAD_DIM, wide), f"{attn}.k_proj.weight": w(KV_HEADS * HEAD_DIM, wide),
-            f"{attn}.v_proj.weight": w(KV_HEADS * HEAD_DIM, wide), f"{attn}.o_proj.weight": w(HIDDEN, HEADS * HEAD_DIM),
-            f"{mlp}.gate_proj.weight": w(INTERMEDIATE, HIDDEN), f"{mlp}.up_proj.weight": w(INTERMEDIATE, HIDDEN),
-            f"{mlp}.down_proj.weight": w(HIDDEN, INTERMEDIATE)}
+            f"{prefix}.input_layernorm.weight": gain(hidden), f"{prefix}.post_attention_layernorm.weight": gain(hidden),
+            f"{attn}.q_proj.weight": w(size.heads * dim, wide), f"{attn}.k_proj.weight": w(size.kv_heads * dim, wide),
+            f"{attn}.v_proj.weight": w(size.kv_heads * dim, wide), f"{attn}.o_proj.weight": w(hidden, size.heads * dim),
+            f"{mlp}.gate_proj.weight": w(size.intermediate, hidden), f"{mlp}.up_proj.weight": w(size.intermediate, hidden),
+            f"{mlp}.down_proj.weight": w(hidden, size.intermediate)}
 
-    head = w(draft, HIDDEN, std=0.15)
-    state = {"embed_tokens.weight": w(VOCAB, HIDDEN, std=0.3), "lm_head.weight": head}
+    head = w(draft, hidden, std=0.15)
+    state = {"embed_tokens.weight": w(size.vocab, hidden, std=0.3), "lm_head.weight": head}
     if name == "mtp":
         prefix = "mtp_layers.0"
-        return state | decoder(prefix) | {f"{prefix}.input_proj.weight": w(HIDDEN, 2 * HIDDEN)} | {
-            f"{prefix}.{n}_layernorm.weight": gain(HIDDEN) for n in ("hidden", "token", "final")}
-    state |= {"verifier_lm_head.weight": head.clone(), "verifier_norm.weight": gain(HIDDEN), "norm.weight": gain(HIDDEN),
-              "fc.weight": w(HIDDEN, AUX * HIDDEN)}
+        return state | decoder(prefix) | {f"{prefix}.input_proj.weight": w(hidden, 2 * hidden)} | {
+            f"{prefix}.{n}_layernorm.weight": gain(hidden) for n in ("hidden", "token", "final")}
+    state |= {"verifier_lm_head.weight": head.clone(), "verifier_norm.weight": gain(hidden), "norm.weight": gain(hidden),
+              "fc.weight": w(hidden, AUX * hidden)}
     if name in ("eagle3", "peagle"):
-        state |= decoder("layers.0", 2 * HIDDEN) | {"layers.0.hidden_norm.weight": gain(HIDDEN)}
-        state |= {"input_norm.weight": gain(AUX * HIDDEN)} if config["norm_before_fc"] else {}
-        state |= {"mask_hidden": w(1, 1, AUX * HIDDEN, std=1.0)} if name == "peagle" else {}
+        state |= decoder("layers.0", 2 * hidden) | {"layers.0.hidden_norm.weight": gain(hidden)}
+        state |= {"input_norm.weight": gain(AUX * hidden)} if config["norm_before_fc"] else {}
+        state |= {"mask_hidden": w(1, 1, AUX * hidden, std=1.0)} if name == "peagle" else {}
     else:
-        state |= {"hidden_norm.weight": gain(HIDDEN)}
+        state |= {"hidden_norm.weight": gain(hidden)}
         for i in range(layer["num_hidden_layers"]):
             state |= decoder(f"layers.{i}")
     if name == "dspark":
         rank = config["markov_rank"]
-        state |= {"markov_head.markov_w1.weight": w(VOCAB, rank, std=0.1), "markov_head.markov_w2.weight": w(draft, rank, std=0.1),
-                  "confidence_head.proj.weight": w(1, HIDDEN + rank), "confidence_head.proj.bias": w(1, std=0.1)}
-    if draft < VOCAB:
-        ids = torch.randperm(VOCAB, generator=g)[:draft].sort().values
-        state |= {"t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True), "d2t": ids - torch.arange(draft)}
+        state |= {"markov_head.markov_w1.weight": w(size.vocab, rank, std=0.1), "markov_head.markov_w2.weight": w(draft, rank, std=0.1),
+                  "confidence_head.proj.weight": w(1, hidden + rank), "confidence_head.proj.bias": w(1, std=0.1)}
+    if draft < size.vocab:
+        ids = torch.randperm(size.vocab, generator=g, device=g.device)[:draft].sort().values
+        known = torch.zeros(size.vocab, dtype=torch.bool, device=g.device)
+        state |= {"t2d": known.index_fill_(0, ids, True), "d2t": ids - torch.arange(draft, device=g.device)}
     return state
 
 
 def anchors(loss_mask, count, block, g):
     """DFlash: `count` positions of the loss mask, not among the last `block` of the row, ascending; and which of them are real."""
-    valid = loss_mask[:-block].nonzero().flatten()
-    chosen = valid[torch.randperm(len(valid), generator=g)[:count]].sort().values
-    filler = torch.zeros(count - len(chosen), dtype=torch.int64)
-    return {"anchor_positions": torch.cat([chosen, filler]), "anchor_valid": torch.arange(count) < len(chosen)}
+    valid, on = loss_mask[:-block].nonzero().flatten(), dict(device=g.device)
+    chosen = valid[torch.randperm(len(valid), generator=g, **on)[:count]].sort().values
+    filler = torch.zeros(count - len(chosen), dtype=torch.int64, **on)
+    return {"anchor_positions": torch.cat([chosen, filler]), "anchor_valid": torch.arange(count, **on) < len(chosen)}
 
 
 def rollouts(loss_mask, training, g):
     """P-EAGLE: every position at depth 0, then nested chains within the loss mask, thinned out by `down_sample_ratio` a depth."""
-    length, valid = len(loss_mask), loss_mask.nonzero().flatten()
-    pool = seeds = valid[torch.randperm(len(valid), generator=g)[:training["max_anchors"]]].sort().values
-    anchor, depth = [torch.arange(length)], [torch.zeros(length, dtype=torch.int64)]
+    length, valid, on = len(loss_mask), loss_mask.nonzero().flatten(), dict(device=g.device)
+    pool = seeds = valid[torch.randperm(len(valid), generator=g, **on)[:training["max_anchors"]]].sort().values
+    anchor, depth = [torch.arange(length, **on)], [torch.zeros(length, dtype=torch.int64, **on)]
     for d in range(1, training["num_depths"]):
         count = int((len(seeds) - d) * max(training["down_sample_ratio"] ** d, training["down_sample_ratio_min"]))
-        pool = pool[torch.randperm(len(pool), generator=g)[:count]].sort().values
+        pool = pool[torch.randperm(len(pool), generator=g, **on)[:count]].sort().values
         anchor, depth = anchor + [pool - d], depth + [torch.full_like(pool, d)]
         pool = pool[pool + 1 < length] + 1
         pool = pool[loss_mask[pool]]
     return {"cod_anchor_pos": torch.cat(anchor), "cod_depth": torch.cat(depth)}
 
 
-def prepare(case, folder):
-    """Random weights, a packed batch as training hands it over with all random choices made, and the configuration."""
-    g = torch.Generator().manual_seed(SEED)
-    name, docs = case["algorithm"], case["documents"]
-    length, training = sum(docs), ALGORITHMS[name]["training"]
-    config = configuration(case)
-    state = weights(case, config, g)
+def packed_batch(case, config, g):
+    """A packed batch as training hands it over, with all random choices made, on the device of the generator."""
+    name, docs, size, on = case["algorithm"], case["documents"], shape(case), dict(device=g.device)
+    length, training = sum(docs), training_of(case)
     first = 0 if name in ("mtp", "dflash", "dspark") else 1                   # these rows are not shifted
-    wide = HIDDEN if name == "mtp" else AUX * HIDDEN
+    wide = size.hidden if name == "mtp" else AUX * size.hidden
     batch = {
-        "input_ids": torch.randint(VOCAB, (1, length), generator=g), "hidden_states": torch.randn(1, length, wide, generator=g),
-        "loss_mask": torch.cat([torch.arange(n) >= int(n * case["prompt"]) for n in docs])[None],
-        "position_ids": torch.cat([torch.arange(first, n + first) for n in docs])[None],
-        "document_ids": torch.cat([torch.full((n,), i) for i, n in enumerate(docs)])[None],
+        "input_ids": torch.randint(size.vocab, (1, length), generator=g, **on),
+        "hidden_states": torch.randn(1, length, wide, generator=g, **on),
+        "loss_mask": torch.cat([torch.arange(n, **on) >= int(n * case["prompt"]) for n in docs])[None],
+        "position_ids": torch.cat([torch.arange(first, n + first, **on) for n in docs])[None],
+        "document_ids": torch.cat([torch.full((n,), i, **on) for i, n in enumerate(docs)])[None],
     }
     if name != "mtp":
-        batch["verifier_last_hidden_states"] = torch.randn(1, length, HIDDEN, generator=g)
+        batch["verifier_last_hidden_states"] = torch.randn(1, length, size.hidden, generator=g, **on)
     if name == "peagle":
         batch |= rollouts(batch["loss_mask"][0], training, g)
     if "anchors" in case:
         batch |= anchors(batch["loss_mask"][0], case["anchors"], config["block_size"], g)
+    return batch
+
+
+def prepare(case, folder):
+    """Random weights, a packed batch and the configuration as files."""
+    g = torch.Generator().manual_seed(SEED)
+    config = configuration(case)
+    state = weights(case, config, g)
+    batch = packed_batch(case, config, g)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(state, folder / "model.safetensors")
     save_file(batch, folder / "batch.safetensors")
@@ -178,20 +201,22 @@ CHOICES = {"anchor_positions": "anchors", "anchor_valid": "anchors", "cod_anchor
 
 
 def training_of(case):
-    return ALGORITHMS[case["algorithm"]]["training"] | ({"max_anchors": case["anchors"]} if "anchors" in case else {})
+    anchors = {"max_anchors": case["anchors"]} if "anchors" in case else {}
+    return ALGORITHMS[case["algorithm"]]["training"] | anchors | case.get("training", {})
 
 
-def load_upstream(folder, case, batch):
-    """Upstream's model, its forward arguments and its batch: the random choices are put in the place of the functions that make them."""
+def load_upstream(folder, case, batch, attention="sdpa", losses="eager"):
+    """Upstream's model, its forward arguments and its batch; random choices replace the functions that make them.
+    Its own defaults, flex attention (None) and fused losses, have no backward on a CPU."""
     name, prefix = case["algorithm"], ALGORITHMS[case["algorithm"]]["prefix"]
     core = import_module(f"speculators.models.{name}.core")
     model_class = getattr(core, prefix + "DraftModel")
     config = model_class.config_class.from_pretrained(folder)
-    config.transformer_layer_config._attn_implementation = "sdpa"            # its default, flex attention, has no backward on CPU
+    config.transformer_layer_config._attn_implementation = attention
     model = model_class(config=config)
     if name == "mtp":
         del model.verifier_lm_head                                           # as loading a verifier does there
-    call, _ = model_class.get_trainer_kwargs(**training_of(case), loss_implementation="eager")   # the fused loss needs Triton
+    call, _ = model_class.get_trainer_kwargs(**training_of(case), loss_implementation=losses)
     given = {k: batch.pop(k) for k in CHOICES if k in batch}
     if "cod_depth" in given:
         core.generate_cod_sample_indices = lambda *_, **__: (given["cod_anchor_pos"], given["cod_depth"])
@@ -217,21 +242,27 @@ def load_ours_bf16(folder, case, batch):
 SIDES = {"upstream": load_upstream, "ours": load_ours, "ours-bf16": load_ours_bf16}
 
 
-def trainer(side, folder):
-    """A function that makes one train step: forward, backward, clip, AdamW."""
-    model, call, batch = SIDES[side](folder, json.loads((folder / "case.json").read_text()), load_file(folder / "batch.safetensors"))
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+def stepper(model, call, batch, run=None, autocast=None, **adamw):
+    """A function that makes one train step: forward (by `run`, if it is not the model itself), backward, clip, AdamW."""
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.01, **adamw)
 
     def step():
         optimizer.zero_grad()
-        _, loss, _ = model(**batch, **call)
+        with torch.autocast(params[0].device.type, dtype=autocast) if autocast else nullcontext():
+            _, loss, _ = (run or model)(**batch, **call)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         return dict(loss=loss.item(), grad_norm=norm.item())
     return step
+
+
+def trainer(side, folder):
+    """The step of a prepared case."""
+    model, call, batch = SIDES[side](folder, json.loads((folder / "case.json").read_text()), load_file(folder / "batch.safetensors"))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return stepper(model, call, batch)
 
 
 # -------------------------------------------------------------------------------------------------------------- the memory

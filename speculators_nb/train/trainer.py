@@ -176,7 +176,7 @@ class SpeculatorTrainer(WholeCheckpoints):
         self.train_kwargs, self.eval_kwargs = type(model).get_trainer_kwargs(**(training_args or {}))
         self.training_args, self.shift = training_args or {}, getattr(model, "shift", None)
         self.tally, self.step_tokens = Tally(), 0
-        autocast, config = args.bf16 or args.fp16, getattr(model, "config", None)
+        autocast, config = args.bf16, getattr(model, "config", None)
         for p in model.parameters():
             if p.is_floating_point() and (p.requires_grad or not autocast):
                 p.data = p.data.float()

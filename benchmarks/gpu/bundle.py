@@ -1,0 +1,140 @@
+"""What a bare machine with PyTorch lacks, as wheels in one folder: the benchmark runs there without a network.
+
+    python benchmarks/gpu/bundle.py fetch [FOLDER] [PYTHON]    where there is a network: output/gpu-bundle, for 3.12
+    python benchmarks/gpu/bundle.py unpack FOLDER TARGET       a folder for PYTHONPATH
+
+bundle.txt names the versions. After fetching, every requirement of every wheel must be met by another wheel of the
+bundle or by EXPECTED.
+"""
+
+import re
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FOLDER = HERE.parents[1] / "output/gpu-bundle"
+LIMIT = 15e6  # bytes of the bundle
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+
+# What the machine brings; a version where it is known that this one is enough.
+EXPECTED = {
+    "torch": "2.11.0",
+    "transformers": "5.17.0",
+    "triton": "3.6.0",
+    "accelerate": "1.15.0",
+    "safetensors": "0.8.0",
+    "tokenizers": "0.23.2",
+    "huggingface-hub": "1.33.0",
+    "numpy": "2.5.2",
+    **dict.fromkeys("aiohttp anyio click filelock httpx matplotlib packaging pandas pillow protobuf psutil".split()),
+    **dict.fromkeys("pyarrow pyyaml rich tqdm typer".split()),
+}
+# Requirements of upstream's that its models do not import: its command line's settings, pictures and sound.
+LEFT_OUT = {"pydantic-settings", "torchaudio", "torchvision"}
+
+
+def name_of(requirement):
+    """A package's name as the registry compares names."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
+
+
+def pins(text):
+    """{name: version} of a list of requirements."""
+    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+    return {name_of(line): line.split("==")[1] for line in lines if line}
+
+
+def metadata(wheel):
+    """(name, version, requirements without those of extras) of a wheel."""
+    with zipfile.ZipFile(wheel) as z:
+        file = next(n for n in z.namelist() if n.endswith(".dist-info/METADATA"))
+        said = Parser().parsestr(z.read(file).decode())
+    wanted = [r for r in said.get_all("Requires-Dist") or [] if "extra ==" not in r]
+    return name_of(said["Name"]), said["Version"], wanted
+
+
+def unmet(wheels):
+    """Sentences on what neither wheels nor machine meet. wheels: of (name, version, requirements)."""
+    from packaging.requirements import Requirement
+
+    there = {name: version for name, version, _ in wheels} | {
+        n: v for n, v in EXPECTED.items() if n not in {w[0] for w in wheels}
+    }
+    wrong = []
+    for name, _, wanted in wheels:
+        for r in map(Requirement, wanted):
+            key = name_of(r.name)
+            if key in LEFT_OUT or (
+                r.marker and not r.marker.evaluate({"python_version": "3.12", "sys_platform": "linux"})
+            ):
+                continue
+            if key not in there:
+                wrong.append(f"{name} needs {r}: neither in bundle.txt nor expected on the machine")
+            elif there[key] and not r.specifier.contains(there[key], prereleases=True):
+                wrong.append(f"{name} needs {r}: there is {there[key]}")
+    return wrong
+
+
+def fetch(folder, python="3.12"):
+    """Download the wheels. Errors: one is not there, a requirement is not met, the bundle is too large."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.whl"):
+        old.unlink()
+    platforms = [part for p in PLATFORMS for part in ("--platform", p)]
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--python-version",
+            python,
+            "--implementation",
+            "cp",
+            *platforms,
+            "-d",
+            folder,
+            "-r",
+            HERE / "bundle.txt",
+        ],
+        check=True,
+    )
+    wheels = [metadata(w) for w in sorted(folder.glob("*.whl"))]
+    if wrong := unmet(wheels):
+        raise SystemExit("\n".join(wrong))
+    size = sum(w.stat().st_size for w in folder.glob("*.whl"))
+    if size > LIMIT:
+        raise SystemExit(
+            f"{folder} has {size / 1e6:.1f} MB, more than {LIMIT / 1e6:.0f}; take a package out of bundle.txt"
+        )
+    print(f"{folder}: {len(wheels)} wheels, {size / 1e6:.1f} MB")
+
+
+def python_of(folder):
+    """The Python that compiled wheels of a folder are for, as "3.12"; None where there is none."""
+    found = {m[1] for wheel in Path(folder).glob("*.whl") if (m := re.search(r"-cp3(\d+)-", wheel.name))}
+    return f"3.{found.pop()}" if found else None
+
+
+def unpack(folder, target):
+    """Unpack the wheels side by side into `target`."""
+    for wheel in sorted(Path(folder).glob("*.whl")):
+        with zipfile.ZipFile(wheel) as z:
+            z.extractall(target)
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:] or ["help"]
+    if what == "fetch":
+        fetch(Path(rest[0]) if rest else FOLDER, *rest[1:])
+    elif what == "unpack" and len(rest) == 2:
+        unpack(*rest)
+    else:
+        raise SystemExit(__doc__)

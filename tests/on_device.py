@@ -1,0 +1,89 @@
+"""Real tensors on a CPU that pretend to be on a CUDA device: a tensor made on the wrong device is found without one.
+
+Within `PretendCuda()` every function of torch is looked at: what is made with device="cuda" is marked, results of
+marked tensors are marked, and where CUDA would refuse to mix marked tensors with others an AssertionError says which
+function did. `tensor.device` and `tensor.is_cuda` answer by the mark. Values are those of the CPU, so data-dependent
+code (`nonzero`, `int(...)`, `tolist`) takes its real way. Backward passes are not looked at.
+"""
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CUDA = torch.device("cuda", 0)
+INDEXING = {torch.Tensor.__getitem__}  # a tensor on CUDA may be indexed by one on the CPU
+MOVING = {torch.Tensor.copy_, torch.Tensor.__setitem__}  # these copy between devices
+
+
+def marked(x):
+    return getattr(x, "on_cuda", False)
+
+
+def tensors_in(x):
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for part in x:
+            yield from tensors_in(part)
+    elif isinstance(x, dict):
+        for part in x.values():
+            yield from tensors_in(part)
+
+
+def is_cuda(device):
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def mark(x, on):
+    for tensor in tensors_in(x):
+        tensor.on_cuda = on
+    return x
+
+
+def on_cuda(module):
+    """Mark a module's parameters and buffers, as `module.to("cuda")` would move them."""
+    mark([*module.parameters(), *module.buffers()], True)
+    return module
+
+
+class PretendCuda(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func == torch.Tensor.device.__get__:
+            return CUDA if marked(args[0]) else func(*args)
+        if func == torch.Tensor.is_cuda.__get__:
+            return marked(args[0])
+        name = getattr(func, "__name__", str(func))
+        if name in ("to", "cpu", "cuda"):
+            return self.move(func, name, args, kwargs)
+        there = list(tensors_in((args, kwargs)))
+        target, some = kwargs.get("device"), any(map(marked, there))
+        loose = [t for t in there if not marked(t) and t.dim() > 0]
+        allowed = func in MOVING or func in INDEXING and marked(args[0]) or target is not None
+        if some and loose and not allowed:
+            raise AssertionError(
+                f"{name}: a tensor of shape {tuple(loose[0].shape)} is on the CPU, the others are on cuda:0"
+            )
+        generator = kwargs.get("generator")
+        if is_cuda(target):
+            if generator is not None:
+                raise AssertionError(f"{name}: a generator on the CPU draws for a tensor on cuda:0")
+            kwargs = kwargs | dict(device="cpu")
+        result = func(*args, **kwargs)
+        if func in MOVING or name.endswith("_") and not name.startswith("_"):
+            return result  # in place: the tensor stays where it is
+        return mark(result, is_cuda(target) if target is not None else some)
+
+    def move(self, func, name, args, kwargs):
+        """`to`, `cpu` and `cuda`, by device, dtype or another tensor."""
+        first, *rest = args
+        target = kwargs.get("device", next((a for a in rest if isinstance(a, (str, torch.device, torch.Tensor))), None))
+        rest = [a for a in rest if not isinstance(a, (str, torch.device))]
+        kwargs = {k: v for k, v in kwargs.items() if k != "device"}
+        if isinstance(target, torch.Tensor):
+            on = marked(target)
+        else:
+            on = name == "cuda" or is_cuda(target) if target is not None or name != "to" else marked(first)
+        result = first.to(*rest, **kwargs) if rest or kwargs else first
+        if result is first and on != marked(first):
+            result = first.view_as(first) if first.requires_grad else first.detach()
+        return mark(result, on) if result is not first else result
