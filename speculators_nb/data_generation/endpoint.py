@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'LARGEST', 'EndpointError', 'worth_retrying', 'pause', 'time_limit', 'LimitedBackend', 'limited_transport',
-           'ReplyTooLarge', 'read_reply', 'Endpoint', 'TooManyFailures', 'Breaker', 'concurrently']
+           'ReplyTooLarge', 'read_reply', 'proxy_for', 'Endpoint', 'TooManyFailures', 'Breaker', 'concurrently']
 
 # %% ../../nbs/data/00_endpoint.ipynb #68e475fc
 import contextlib
@@ -172,8 +172,10 @@ def _is_local(host):
         return host == "localhost"
 
 
-def _proxy(url):
-    "The proxy that the environment names for an address; none for this machine."
+def proxy_for(
+    url: httpx.URL,  # that is asked
+) -> str | None:  # the proxy's address; None: there is none, as for this machine
+    "What the environment says (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY)."
     found = urllib.request.getproxies()
     if _is_local(url.host) or urllib.request.proxy_bypass(url.host):
         return None
@@ -215,7 +217,7 @@ class Endpoint:
         self.url, self.api_key_env = str(parsed).rstrip("/").removesuffix("/v1"), api_key_env
         self.timeout, self.tries = timeout, tries
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # as many as threads
-        transport = limited_transport(proxy=_proxy(parsed), trust_env=not _is_local(parsed.host), limits=limits)
+        transport = limited_transport(proxy=proxy_for(parsed), trust_env=not _is_local(parsed.host), limits=limits)
         self._client = httpx.Client(timeout=httpx.Timeout(timeout, connect=min(timeout, 10)),
                                     auth=_Bearer(api_key_env), transport=transport, trust_env=False)
         self._process = os.getpid()

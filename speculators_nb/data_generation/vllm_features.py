@@ -9,9 +9,7 @@ __all__ = ['log', 'more_than_text', 'extract_from_server', 'ServerFeatures']
 import base64
 import json
 import logging
-import mimetypes
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import torch
 from datasets import Dataset
@@ -21,6 +19,7 @@ from .endpoint import Breaker, EndpointError, concurrently
 from .extraction import HiddenStatesClient, Room
 from .feature_file import FeatureError
 from .feature_folder import FeatureFolder, FeatureRows, origin, shard, split_of, table_of
+from .images import FORMATS, open_picture, picture_file
 from ..utils import DiskError
 
 # %% ../../nbs/data/04f_vllm_features.ipynb #c462acd0
@@ -39,13 +38,13 @@ def more_than_text(
 
 
 def _inline(part):
-    "A picture in a file becomes a data: address."
-    url = (part.get("image_url") or {}).get("url", "")
-    if not url.startswith("file:"):
+    "A picture in a file becomes a data: address. What is no picture is not sent: a prepared table may be a stranger's, and could name any file of this machine."
+    path = picture_file(part)
+    if path is None:
         return part
-    path = Path(unquote(urlsplit(url).path))
-    kind = mimetypes.guess_type(path.name)[0] or "image/png"
-    return part | {"image_url": {"url": f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"}}
+    with open_picture(path, str(path)) as picture:
+        kind = picture.format.lower() if picture.format in FORMATS else "jpeg"
+    return part | {"image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"}}
 
 
 def extract_from_server(
