@@ -16,6 +16,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
 
 from .utils import atomic_write
@@ -127,11 +128,11 @@ def versions(
 
 def git_commit() -> str | None:  # "1f2e3d4…", with "-dirty" where tracked files differ; None outside a clone
     "The commit of the clone that this library runs from."
-    root = Path(__file__).resolve().parents[1] if "__file__" in globals() else Path.cwd()
-    if not any((parent / ".git").exists() for parent in (root, *root.parents)):
+    root = Path(str(files("speculators_nb"))).resolve().parent
+    if not (root / ".git").exists():  # a repository above it is another project's
         return None
     try:
-        said = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=root, capture_output=True, text=True, timeout=10)
+        said = subprocess.run(["git", "-c", "core.fsmonitor=false", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=root, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return said.stdout.strip() or None

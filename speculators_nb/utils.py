@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['REMEDIES', 'DiskError', 'disk_errors', 'follow_umask', 'writable_folder', 'atomic_write', 'atomic_folder',
            'save_tensors', 'tensor_names', 'load_tensors', 'load_pickle', 'resolve_checkpoint', 'inside', 'read_index',
-           'checkpoint_index', 'read_checkpoint_tensors', 'remote_code', 'remote_code_allowed', 'ClassRegistryMixin',
-           'ReloadableBaseModel', 'PydanticClassRegistryMixin']
+           'checkpoint_index', 'read_checkpoint_tensors', 'not_only_ours', 'remote_code', 'remote_code_allowed',
+           'ClassRegistryMixin', 'ReloadableBaseModel', 'PydanticClassRegistryMixin']
 
 # %% ../nbs/core/01_utils.ipynb #132663a8
 import contextlib
@@ -386,6 +386,19 @@ def read_checkpoint_tensors(
               if any(name == s or name.endswith(f".{s}") for s in suffixes)}
     return {name: t for file in sorted(set(wanted.values()))
             for name, t in load_tensors(file, [n for n, f in wanted.items() if f == file]).items()}
+
+# %% ../nbs/core/01_utils.ipynb #util0002
+def not_only_ours(
+    *paths: str | os.PathLike,  # files and folders that exist; links count, and what they lead to
+) -> str | None:  # who else, in words; None: nobody
+    "Whether somebody else than this user (and root) can have made these, or can change them."
+    for path in map(Path, paths):
+        for found in (path.lstat(), path.stat()):
+            if found.st_uid not in (os.geteuid(), 0):
+                return f"{path} belongs to another user (uid {found.st_uid})"
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"{path} can be changed by other users (mode {stat.S_IMODE(found.st_mode):o}; chmod go-w)"
+    return None
 
 # %% ../nbs/core/01_utils.ipynb #84a536ff
 _REMOTE_CODE = ContextVar("remote_code", default=False)

@@ -81,7 +81,7 @@ def check(folder, rows, n=None):
     return found
 
 
-def wait_for(condition, process=None, seconds=60):
+def wait_for(condition, process=None, seconds=240):
     end = time.time() + seconds
     while not condition():
         assert time.time() < end and (process is None or process.poll() is None), "it ended before it could be killed"
@@ -100,7 +100,7 @@ def test_server_killed_and_started_anew(tmp_path):
         torn = [p for p in fake.storage.glob("*.safetensors")]
         time.sleep(0.5)
         fake.__enter__()
-        client.join(60)
+        client.join(240)
         assert result == [{"written": 40, "kept": 0, "failed": 0}]
         check(out, rows, 40)
         assert torn and fake.left() == []
@@ -155,7 +155,7 @@ def test_two_clients_share_a_folder(tmp_path):
     rows, log = make_rows(), tmp_path / "log"
     with Fake(tmp_path / "storage", "--slow", "0.02", "--log", str(log)) as fake:
         children = [client(fake, tmp_path / "features", rank, 2) for rank in (0, 1)]
-        told = [c.communicate(timeout=100)[0].strip() for c in children]
+        told = [c.communicate(timeout=240)[0].strip() for c in children]
         assert told == ["{'written': 20, 'kept': 0, 'failed': 0}"] * 2
         check(tmp_path / "features", rows, 40)
         assert fake.left() == []
@@ -188,7 +188,7 @@ def test_trainer_killed_then_resumed(tmp_path):
         (fake.storage / "extraction.json").write_text(json.dumps({"model": str(tmp_path / "verifier"), "layer_ids": LAYERS, "dtype": "float32"}))
         where = dict(here=str(HERE), rows=str(tmp_path / "rows"), verifier=str(tmp_path / "verifier"), url=fake.url, storage=str(fake.storage))
         child = subprocess.Popen([sys.executable, "-c", TRAINER.format(out=str(tmp_path / "killed"), **where)])
-        try: wait_for(lambda: list((tmp_path / "killed").glob("checkpoint-4")) and len(fake.left()) > 1, child, 100)
+        try: wait_for(lambda: list((tmp_path / "killed").glob("checkpoint-4")) and len(fake.left()) > 1, child)
         finally: child.send_signal(signal.SIGKILL); child.wait()
         assert len(fake.left()) > 1
         time.sleep(0.2)
