@@ -1,5 +1,5 @@
 # Each target prepares what it needs: a bare machine with Python 3.11 or newer, git and make is enough.
-#   make demo                                        train two drafters on the CPU and compare them
+#   make demo                                        train a drafter on the CPU and measure it
 #   make demo TORCH="torch==2.11.0 --index-url ..."  the same on another torch build (remembered in .venv)
 #   make help                                        every target in a line
 

@@ -25,8 +25,9 @@ ROOT = DOCS.parent
 SRC, SITE = DOCS / "_src", DOCS / "_site"
 LIB = "speculators_nb"
 PAGES = {"docs/architecture.md": "architecture.md", "CONTRIBUTING.md": "contributing.md"}  # beside the notebooks
+FILES = "files"  # on the site: files of the repository that pages link to
 FOLD = 45  # an exported cell with more lines than this starts folded
-BLOB = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["nbdev"]["git_url"] + "/blob/main/"
+GIT_URL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["nbdev"]["git_url"]  # empty: the project has no address yet
 
 
 # ---- the reference: objects of an exported module
@@ -141,13 +142,24 @@ def directives(cell):
 
 
 def relink(text, here, where):
-    "Relative links of a page that lies at `here` in the repository, as links from its place on the site"
+    """Relative links of a page that lies at `here` in the repository, as links from its place on the site. A file that is no page is linked at the
+    project's address; where it has none, the file is put on the site, and the link to a folder becomes plain text."""
     def link(m):
         target, _, anchor = m[2].partition("#")
         if not target or re.match(r"[a-z]+:", target):
             return m[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
-        new = posixpath.relpath(where[path], posixpath.dirname(where[here]) or ".") if path in where else BLOB + path
+        if path in where:
+            new = posixpath.relpath(where[path], posixpath.dirname(where[here]) or ".")
+        elif GIT_URL:
+            new = f"{GIT_URL}/blob/main/{path}"
+        elif (ROOT / path).is_dir():
+            return m[1][1:-1]
+        else:
+            copy = SRC / FILES / path
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / path, copy)
+            return f"{m[1]}(path:{posixpath.relpath(f'{FILES}/{path}', posixpath.dirname(where[here]) or '.')})"
         return f"{m[1]}({new}{'#' + anchor if anchor else ''})"
     return re.sub(r"(\[[^\]]*\])\(([^)\s]+)\)", link, text)
 

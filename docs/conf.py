@@ -8,6 +8,8 @@ project, author = _project["name"], _project["authors"][0]["name"]
 copyright = "2026, " + author
 html_title = project
 
+exclude_patterns = ["files/**"]  # downloads, not pages
+
 extensions = ["myst_nb", "sphinx.ext.mathjax", "sphinx_copybutton"]
 html_theme = "furo"
 html_static_path = ["_static"]

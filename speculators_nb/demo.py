@@ -28,7 +28,8 @@ from .experiment import heldout_prompts, settings, with_interval
 from .head import text_config
 from .model import SpeculatorModel
 from .train.drafter import train_drafter
-from .train.trainer import last_checkpoint, log_table
+from .train.checkpoint import is_trained
+from .train.trainer import log_table
 from .utils import atomic_write
 from .verifier import Verifier
 
@@ -116,7 +117,7 @@ def demo(
 
     stage(3, f"training a drafter ({algorithm}, to draft {k} tokens)")
     given = settings(algorithm, k) | dict(num_train_epochs=epochs)
-    trainer = train_drafter(folder / "features", folder / "drafter", verifier, algorithm, seed=seed, resume_from_checkpoint=last_checkpoint(folder / "drafter"), **given)
+    trainer = train_drafter(folder / "features", folder / "drafter", verifier, algorithm, seed=seed, resume_from_checkpoint=is_trained(folder / "drafter"), **given)
 
     stage(4, "checking that vLLM could serve the checkpoint")
     problems = check_vllm_contract(folder / "drafter")

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from .config import SpeculatorModelConfig
 from .data_generation.extraction import extraction_options
+from .data_generation.feature_folder import read_data_config
 from .data_generation.messages import normalize
 from .data_generation.regenerate import eos_ids_of
 from .data_generation.replay import questions_of
@@ -72,26 +73,32 @@ def train(
     bf16: bool = False,  # compute in bfloat16 above float32 weights
     save_dtype: str | None = None,  # of the saved drafter, e.g. bfloat16; default: float32
     early_stopping_patience: int | None = None,  # stop after so many evaluations without progress; default: never
-    resume: bool = False,  # go on from the newest complete checkpoint in output_dir
+    resume: bool = False,  # continue the run in output_dir from its newest complete checkpoint
+    overwrite: bool = False,  # train anew in a folder that holds a drafter
+    trust_features: bool = False,  # take features whose record does not fit the verifier
     seed: int = 0,  # of the initial weights and of everything random in training
     trust_remote_code: bool = False,  # run code that comes with the verifier
     extra: list[str] | None = None,  # name=value, for any other training argument, e.g. warmup_steps=100; repeat the option
 ) -> SpeculatorTrainer:  # has run; its model is the best one, and is saved
     "Train a drafter on features, and keep the best checkpoint."
-    origin = Path(data_dir) / "data_config.json"
     if not Path(data_dir).is_dir():
         raise FileNotFoundError(f"{data_dir}: no such folder. Make one: speculators-nb features VERIFIER DATA {data_dir}")
-    verifier = verifier or origin.is_file() and json.loads(origin.read_text(encoding="utf-8")).get("model", {}).get("target_model_path")
+    verifier = verifier or read_data_config(data_dir).get("model", {}).get("target_model_path")
     if not verifier:
         raise ValueError(f"verifier is missing: {data_dir} does not say which one made it")
     given = dict(num_train_epochs=num_train_epochs, total_seq_len=total_seq_len, gradient_accumulation_steps=gradient_accumulation_steps,
                  learning_rate=learning_rate, optimizer=optimizer, bf16=bf16, save_dtype=save_dtype, early_stopping_patience=early_stopping_patience)
+    more = _pairs(extra)
+    resume = more.pop("resume_from_checkpoint", resume)
     kept = "checkpoints that are complete are kept, --resume continues from the newest"
     with disk_errors(output_dir, kept), remote_code(trust_remote_code):
         trainer = train_drafter(data_dir, output_dir, verifier, algorithm, draft_arch or settings(algorithm).get("draft_arch", "llama"), num_layers, draft_vocab_size,
-                                from_pretrained, seed, eval_share, on_bad, server, storage, aux_layer_ids or None, resume_from_checkpoint=resume, **given, **_pairs(extra))
+                                from_pretrained, seed, eval_share, on_bad, server, storage, aux_layer_ids or None, trust_features,
+                                resume_from_checkpoint=resume, overwrite=overwrite, **given, **more)
+    if trainer.done:
+        return trainer
     write_provenance(output_dir, "train", dict(algorithm=algorithm, num_layers=num_layers, draft_vocab_size=draft_vocab_size, server=server, eval_share=eval_share,
-                     seed=seed, resume=resume, **given, extra=_pairs(extra)), {"features": data_dir, "verifier": verifier, "from_pretrained": from_pretrained}, steps=trainer.state.global_step)
+                     seed=seed, resume=resume, **given, extra=more), {"features": data_dir, "verifier": verifier, "from_pretrained": from_pretrained}, steps=trainer.state.global_step)
     return trainer
 
 # %% ../nbs/68_drafter_steps.ipynb #489697f2

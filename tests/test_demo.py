@@ -2,6 +2,7 @@
 from pathlib import Path
 
 import pytest
+from test_experiment import names_taken
 
 from speculators_nb.demo import demo
 from speculators_nb.experiment import SETTINGS, settings
@@ -27,4 +28,4 @@ def test_every_family_drafts_as_many_tokens_as_it_is_asked_for(algorithm):
     for k in (2, 4):
         model = new_drafter(algorithm, ROOT / "data/tiny-verifier", **settings(algorithm, k))
         assert model.drafter().trained_tokens == k
-        type(model).get_trainer_kwargs(**settings(algorithm, k))
+        assert settings(algorithm, k).keys() <= names_taken(type(model))

@@ -1,6 +1,7 @@
 """One project, two configurations: pyproject.toml (pip, nbdev 3) and settings.ini (nbdev 2.4) must say the same."""
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from configparser import ConfigParser
@@ -36,9 +37,23 @@ def test_project_agrees():
     assert INI["description"] == PROJECT["description"]
     assert INI["keywords"].split() == PROJECT["keywords"]
     assert f">={INI['min_python']}" == PROJECT["requires-python"]
-    assert INI["git_url"] == PROJECT["urls"]["Repository"]
-    assert [{"name": INI["author"], "email": INI["author_email"]}] == PROJECT["authors"]
+    author = {"name": INI["author"]} | ({"email": INI["author_email"]} if INI["author_email"] else {})
+    assert [author] == PROJECT["authors"]
     assert INI["version"] == speculators_nb.__version__
+
+
+def test_the_address_is_in_three_files_and_the_same():
+    "settings.ini, pyproject.toml and nbs/nbdev.yml; the rest of the repository does not spell it, and no address of a stranger stands in for it."
+    url = INI["git_url"]
+    assert NBDEV["git_url"] == PROJECT.get("urls", {}).get("Repository", "") == url
+    assert re.findall(r"repo-url: *[\"']?([^\"'\s]*)", (ROOT / "nbs/nbdev.yml").read_text()) == [url]
+    holds = {"settings.ini", "pyproject.toml", "nbs/nbdev.yml", "speculators_nb/_modidx.py"}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    words = [re.escape(url)] if url else [r"github\.com[/:][\w-]*/speculators[_-]nb", r"users\.noreply"]
+    for name in set(tracked) - holds - {"tests/test_settings.py"}:
+        if (ROOT / name).suffix in (".py", ".md", ".ipynb", ".toml", ".ini", ".yml", ".yaml", ".json", ".txt", ".cfg", ""):
+            text = (ROOT / name).read_text(errors="replace") if (ROOT / name).is_file() else ""
+            assert not re.search("|".join(words), text), name
 
 
 def test_requirements_agree():
@@ -48,7 +63,7 @@ def test_requirements_agree():
 
 def test_exports_stay_byte_identical():
     """What nbdev 2 and 3 would otherwise write differently into the package."""
-    assert "Documentation" not in PROJECT["urls"], "nbdev 3 would add a Docs: line to every module docstring"
+    assert "Documentation" not in PROJECT.get("urls", {}), "nbdev 3 would add a Docs: line to every module docstring"
     assert INI["doc_host"] == "" and INI["doc_baseurl"] == "/" and not INI.getboolean("update_pyproject")
     assert PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == ["speculators_nb*"], "subpackages must be in the wheel"
 
@@ -100,6 +115,6 @@ def test_imports_are_declared(files, extras):
     declared = PROJECT["dependencies"] + sum((PROJECT["optional-dependencies"][x] for x in extras), [])
     declared = {Requirement(r).name.replace("-", "_") for r in declared} | OPTIONAL
     files = list(ROOT.glob(files))
-    local = {p.stem for p in [*files, *ROOT.glob("docs/*.py"), *ROOT.glob("tests/*/*.py")]}
+    local = {p.stem for p in [*files, *ROOT.glob("docs/*.py"), *ROOT.glob("tests/*/*.py")]} | {p.name for p in (ROOT / "tests").iterdir() if p.is_dir()}
     unknown = {COMES_WITH.get(name, name): path.name for path in files for name in third_party(path) - local}
     assert files and {name: path for name, path in unknown.items() if name not in declared} == {}

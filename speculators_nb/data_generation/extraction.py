@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HOST', 'extraction_options', 'ReplyError', 'file_of_reply', 'collect', 'Room', 'request_name', 'sweep',
-           'checkpoint_fingerprint', 'HiddenStatesClient']
+           'HiddenStatesClient']
 
 # %% ../../nbs/data/04e_extraction.ipynb #7baea586
 import contextlib
@@ -23,11 +23,10 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from .endpoint import Endpoint, EndpointError
 from .feature_file import FeatureError, read_features
-from ..utils import checkpoint_index
+from ..verifier_check import checkpoint_fingerprint
 
 # %% ../../nbs/data/04e_extraction.ipynb #50e385f3
 def extraction_options(
@@ -201,22 +200,6 @@ def sweep(
     return gone
 
 # %% ../../nbs/data/04e_extraction.ipynb #457c8117
-def checkpoint_fingerprint(
-    folder,  # local model folder
-) -> str:  # 16 hex digits
-    "A hash over the config and the name, shape and first values of every tensor on disk."
-    h, files = hashlib.sha256((Path(folder) / "config.json").read_bytes()), {}
-    for name, file in sorted(checkpoint_index(folder).items()):
-        files.setdefault(file, []).append(name)
-    for file, names in files.items():
-        with safe_open(file, "pt") as f:
-            for name in names:
-                piece = f.get_slice(name)
-                head = piece[:1].flatten()[:64].float() if piece.get_shape() else f.get_tensor(name).float()
-                h.update(f"{name}{piece.get_shape()}".encode() + head.contiguous().numpy().tobytes())
-    return h.hexdigest()[:16]
-
-
 class HiddenStatesClient:
     "Hidden states of rows, from a vLLM that was started with `extraction_options`. May be shared by threads and sent to other processes."
 

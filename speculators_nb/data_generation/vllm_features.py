@@ -113,6 +113,7 @@ class ServerFeatures(FeatureRows):
         super().__init__([int(n) for n in self.rows["seq_len"][:]], self.client.layer_ids, layers, on_bad)
         self.shape = tuple(self._states(min(range(len(self)), key=self.lengths.__getitem__)).shape[1:])  # a server that is not up to it is found now
         self.split = split_of(self.rows).get("split")
+        self.made_by = self.client.about()
 
     def _states(self, i):
         row = self.table[i]

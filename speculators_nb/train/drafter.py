@@ -19,6 +19,9 @@ from ..data_generation.vllm_features import ServerFeatures
 from ..head import text_config, verifier_config
 from ..layers import draft_layer_config
 from ..model import SpeculatorModel
+from ..options import check_options
+from .checkpoint import check_output_dir
+from .feature_check import check_features
 from .trainer import SpeculatorTrainer, train
 from ..verifier import Verifier, default_aux_layer_ids
 from ..vocab import check_vocab_mapping, load_vocab_mapping, save_vocab_mapping, vocab_mapping_from_frequencies
@@ -116,9 +119,14 @@ def train_drafter(
     url: str | None = None,                # of a vLLM that makes the features while training
     storage: str | os.PathLike | None = None, # the folder that this vLLM writes to, as it is mounted here
     target_layer_ids: list[int] | None = None, # verifier layers that the drafter reads; None: those that the features are of, else the default three
+    trust_features: bool = False,          # take features whose record does not fit the verifier
     **training_args,                       # fields of SpeculatorTrainingArguments, arguments of the class's `from_training_args` and `get_trainer_kwargs`
 ) -> SpeculatorTrainer: # has run; its model is the best one and is saved in `output_dir`
-    "Train a drafter on features. Errors: ValueError for a name that nothing takes, or where features and drafter disagree on the layers."
+    """Train a drafter on features. Errors: ValueError for a name that nothing takes, a folder that holds a drafter already (`overwrite`, `resume_from_checkpoint`),
+    features of another verifier or of other layers; FloatingPointError for a loss or weights that are not finite."""
+    check_options(dict(algorithm=algorithm, draft_arch=draft_arch, num_layers=num_layers, draft_vocab_size=draft_vocab_size, seed=seed, eval_share=eval_share,
+                       on_bad=on_bad, target_layer_ids=target_layer_ids, trust_features=trust_features) | training_args)
+    check_output_dir(output_dir, training_args.get("overwrite", False), training_args.get("resume_from_checkpoint"))
     model = SpeculatorModel.from_pretrained(from_pretrained, verifier=verifier) if from_pretrained is not None else None
     wanted = target_layer_ids if model is None else list(model.drafter().aux_layer_ids) or None
     data = open_features(data_dir, verifier, url, storage, wanted, on_bad)
@@ -128,8 +136,10 @@ def train_drafter(
         mapping = draft_vocabulary(data, data_dir, draft_vocab_size, text_config(verifier_config(verifier)).vocab_size)
         layers = target_layer_ids or (data.layer_ids and data.layer_ids[:-1])
         model = new_drafter(algorithm, verifier, draft_arch, num_layers, draft_vocab_size, mapping, layers, seed, **training_args)
-        if model.t2d is not None: save_vocab_mapping(output_dir, model.t2d, model.d2t)
+    check_features(data, verifier, trust_features)
     data.choose(list(model.drafter().aux_layer_ids))
     split = data.split if eval_share is None else None
     rows, held = (range(split["train"]), range(split["train"], len(data))) if split and split["val"] else split_rows(len(data), 0.05 if eval_share is None else eval_share, seed)
-    return train(model, Subset(data, rows), Subset(data, held) if held else None, output_dir=str(output_dir), seed=seed, **training_args)
+    trainer = train(model, Subset(data, rows), Subset(data, held) if held else None, output_dir=str(output_dir), seed=seed, **training_args)
+    if model.t2d is not None and trainer.args.should_save and not trainer.done: save_vocab_mapping(output_dir, model.t2d, model.d2t)
+    return trainer

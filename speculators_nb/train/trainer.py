@@ -24,19 +24,33 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from ..data_generation.batch import PackedBatchSampler, collate
+from ..options import check_options
 from .checkpoint import WholeCheckpoints, last_checkpoint
-from .optim import OPTIMIZERS, build_optimizer
+from .optim import build_optimizer
 from .rows import clip_gradients
+from .run import data_fingerprint, run_record
 from ..utils import atomic_write
 
 # %% ../../nbs/train/02_trainer.ipynb #00e46128
 _all_ = ["last_checkpoint"]   # to be had from here too: it answers whether there is a run to go on with
 
 # %% ../../nbs/train/02_trainer.ipynb #d13cf52f
-_WITHOUT_EFFECT = {"optim": "optimizer", "optim_args": "optimizer", "adam_epsilon": "optimizer", "label_smoothing_factor": "the model's loss",
-                   "train_sampling_strategy": "packing", "dataloader_drop_last": "packing", "per_device_train_batch_size": "total_seq_len",
-                   "per_device_eval_batch_size": "total_seq_len"}   # field -> what decides instead
-
+_WITHOUT_EFFECT = {   # field -> what decides instead
+    "optim": "optimizer", "optim_args": "optimizer", "optim_target_modules": "optimizer", "adam_epsilon": "optimizer",
+    "label_smoothing_factor": "the model's loss", "average_tokens_across_devices": "the model's loss", "neftune_noise_alpha": "the model's noise",
+    "use_liger_kernel": "the model's loss", "liger_kernel_config": "the model's loss",
+    "train_sampling_strategy": "packing", "dataloader_drop_last": "packing", "length_column_name": "packing",
+    "per_device_train_batch_size": "total_seq_len", "per_device_eval_batch_size": "total_seq_len", "auto_find_batch_size": "total_seq_len",
+    "logging_nan_inf_filter": "the check of every loss",
+    "bf16_full_eval": "bf16", "fp16_full_eval": "fp16", "prediction_loss_only": "the model's metrics",
+    "batch_eval_metrics": "the model's metrics", "eval_do_concat_batches": "the model's metrics", "eval_accumulation_steps": "the model's metrics",
+    "label_names": "the model's forward", "remove_unused_columns": "the model's forward"}
+_NOT_SUPPORTED = {   # field -> why, and what to do
+    "fsdp": "drafters are not sharded yet; leave it out, several devices train with DDP (torchrun)",
+    "fsdp_config": "drafters are not sharded yet; leave it out, several devices train with DDP (torchrun)",
+    "deepspeed": "it was never tried with these models; leave it out, several devices train with DDP (torchrun)",
+    "gradient_checkpointing": "the draft layers do not recompute; leave it out, and take a smaller total_seq_len if memory is short",
+    "save_only_model": "such a checkpoint cannot be resumed; leave it out, the drafter itself is saved at the end"}
 @dataclass
 class SpeculatorTrainingArguments(TrainingArguments):
     "transformers' TrainingArguments: other defaults, and the fields above the line are new."
@@ -45,6 +59,7 @@ class SpeculatorTrainingArguments(TrainingArguments):
     muon_learning_rate: float | None = None # Muon's own learning rate; None: learning_rate
     early_stopping_patience: int | None = None # stop after so many evaluations without a better metric_for_best_model; None: never
     save_dtype: str | None = None # of the drafter that is saved at the end, e.g. "bfloat16"; None: float32, as trained
+    overwrite: bool = False # train anew in a folder that holds a drafter or checkpoints
     # ---
     learning_rate: float = 1e-4
     warmup_steps: float = 0.01 # a share of all steps, or a number of steps if >= 1
@@ -52,7 +67,7 @@ class SpeculatorTrainingArguments(TrainingArguments):
     per_device_train_batch_size: int = 1
     per_device_eval_batch_size: int = 1
     logging_steps: float = 10
-    logging_nan_inf_filter: bool = False # a loss that is not a number is shown, and stops the run
+    logging_nan_inf_filter: bool = False
     eval_strategy: str = "epoch"
     save_strategy: str = "epoch"
     save_total_limit: int | None = 2 # the best checkpoint and the last one
@@ -63,15 +78,13 @@ class SpeculatorTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         defaults = {f.name: f.default for f in fields(type(self))}
+        check_options({name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default})
         for name, instead in _WITHOUT_EFFECT.items():
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect here: {instead} decides. Leave it out.")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer={self.optimizer!r} is not known. Choose one of: {', '.join(OPTIMIZERS)}.")
-        if not isinstance(getattr(torch, self.save_dtype or "float32", None), torch.dtype):
-            raise ValueError(f"save_dtype={self.save_dtype!r} is not a dtype of torch. Try 'bfloat16' or 'float32'.")
-        if self.total_seq_len < 2:
-            raise ValueError(f"total_seq_len={self.total_seq_len}: a row needs at least two positions.")
+        for name, why in _NOT_SUPPORTED.items():
+            if getattr(self, name) not in (None, False, "", [], {}):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not supported: {why}.")
         if self.early_stopping_patience is not None and self.eval_strategy in ("no", None):
             raise ValueError("early_stopping_patience needs evaluations: set eval_strategy to 'epoch' or 'steps'.")
         if not torch.accelerator.is_available():
@@ -171,6 +184,10 @@ class SpeculatorTrainer(WholeCheckpoints):
             callbacks = [*(callbacks or []), EarlyStoppingCallback(args.early_stopping_patience)]
         has_use_cache = "use_cache" in vars(config) if config else True
         super().__init__(model, args, train_dataset=train_dataset, eval_dataset=eval_dataset, callbacks=[*(callbacks or []), _Steps(self)])
+        for name, enabled in (("fsdp", self.is_fsdp_enabled), ("deepspeed", self.is_deepspeed_enabled)):
+            if enabled:   # by accelerate's own configuration
+                raise ValueError(f"{name} is switched on by accelerate's configuration: {_NOT_SUPPORTED[name]}.")
+        self.finite = torch.ones((), dtype=torch.bool, device=args.device)   # every training loss since the start; read at each log and save
         if not has_use_cache:
             del config.use_cache   # Trainer's note to generating models; it has no place in a drafter's config.json
         if args.disable_tqdm:
@@ -246,19 +263,59 @@ class SpeculatorTrainer(WholeCheckpoints):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         "The model's loss, weighted by its share of the step's loss tokens."
         tokens_out, loss, metrics = model(**inputs, **self.train_kwargs)
+        self.finite = self.finite & loss.detach().isfinite()
         self.tally.add(metrics)
         if num_items_in_batch is not None:
             loss = loss * inputs["loss_mask"].sum() / num_items_in_batch.clamp_min(1e-6)
         return (loss, (tokens_out, metrics)) if return_outputs else loss
 
     def log(self, logs, start_time=None):
-        "Add the model's metrics to the training loss; stop where the loss is not a number."
+        "Add the model's metrics to the training loss; stop where a loss was not finite."
         if "loss" in logs:
-            if not math.isfinite(logs["loss"]):
-                raise FloatingPointError(f"the training loss is {logs['loss']} at step {self.state.global_step}. Look at the features for non-finite values, "
-                                         f"or lower learning_rate={self.args.learning_rate} (max_grad_norm={self.args.max_grad_norm}).")
+            self._require_finite_loss()
             logs = {**logs, **{k: v for k, v in self.tally.rates(self._add_up).items() if k not in logs}}
         super().log(logs, start_time)
+
+    def _require_finite_loss(self):
+        "On every rank: stop if any rank has seen a training loss that was not finite."
+        if self._add_up((~self.finite).float()).item():
+            self._diverged("the training loss")
+
+    def _require_finite_weights(self):
+        "Stop before weights that are not finite are saved."
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        finite = torch.stack([p.detach().isfinite().all() for _, p in trained]).tolist() if trained else []
+        if bad := [name for (name, _), ok in zip(trained, finite) if not ok]:
+            self._diverged(f"{bad[0]}{f' (and {len(bad) - 1} more of {len(trained)} tensors)' if bad[1:] else ''}")
+
+    def _diverged(self, what):
+        args = self.args
+        raise FloatingPointError(f"{what} is not finite, at step {self.state.global_step} or before, and is not saved. Look at the features for values that are not finite, "
+                                 f"or lower learning_rate={args.learning_rate:g} (max_grad_norm={args.max_grad_norm:g}).")
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        "Save the drafter, unless a loss or a weight is not finite. On every rank."
+        self._require_finite_loss()
+        self._require_finite_weights()
+        super().save_model(output_dir, _internal_call)
+
+    def run_record(self) -> dict:
+        "The settings, the model's training arguments, the data and the verifier that made them."
+        return run_record(self.args, self._data_record(), self._verifier(), self.train_kwargs)
+
+    def _data_record(self):
+        if not self.train_dataset:
+            return {}
+        dataset, index = self.train_dataset, lambda i: i
+        if isinstance(dataset, Subset):
+            dataset, index = dataset.dataset, dataset.indices.__getitem__
+        tokens = getattr(dataset, "tokens", None) or (lambda i: (dataset[i]["input_ids"], dataset[i]["loss_mask"]))
+        lengths = lengths_of(self.train_dataset)
+        return {"rows": len(lengths), "fingerprint": data_fingerprint(lengths, lambda i: tokens(index(i)))}
+
+    def _verifier(self):
+        dataset = getattr(self.train_dataset, "dataset", self.train_dataset)
+        return getattr(dataset, "verifier_fingerprint", None)
 
     def _add_up(self, tensor):
         return self.accelerator.reduce(tensor, "sum")
@@ -278,6 +335,8 @@ class SpeculatorTrainer(WholeCheckpoints):
                 tally.add({**metrics, "loss_sum": loss * tokens, "loss_total": tokens}, weight=index < self.n_eval_rows)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         rates = tally.rates(self._add_up)
+        if not math.isfinite(rates.get("loss", 0.0)):
+            self._diverged("the evaluation loss")
         if "loss" not in rates:
             raise ValueError("no position of the evaluation samples has loss_mask=True, so there is nothing to evaluate.")
         rates = {"loss": rates.pop("loss"), **rates}
@@ -335,8 +394,11 @@ def train(
     _check_names(model, training_args)
     trainer = SpeculatorTrainer(model, args, train_dataset, eval_dataset, training_args, callbacks)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if trainer.done:
+        return trainer
     trainer.save_model()
     if args.should_save:
         with atomic_write(Path(args.output_dir) / "training_log.csv") as file:
             log_table(trainer).to_csv(file)
+    trainer.finish()
     return trainer
