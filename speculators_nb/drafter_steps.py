@@ -28,6 +28,7 @@ from .data_steps import device_of, open_verifier
 from .head import text_config
 from .model import SpeculatorModel
 from .provenance import write_provenance
+from .redact import without_secrets
 from .serve import Server, find_verifier, serve_command, serve_environment
 from .train.drafter import train_drafter
 from .train.trainer import SpeculatorTrainer
@@ -213,10 +214,13 @@ def serve(
         return command, environment
     find_verifier(checkpoint, verifier)
     with Server(command, environment, vllm=vllm) as server, server.log.open(errors="replace") as said:
-        print(f"serving {checkpoint} at {server.url}; Ctrl-C ends it", flush=True)
+        print(without_secrets(f"serving {checkpoint} at {server.url}; Ctrl-C ends it"), flush=True)
         try:
+            rest = ""
             while server.process.poll() is None:
-                print(said.read(), end="", flush=True)
+                *lines, rest = (rest + said.read()).split("\n")  # whole lines: half of a secret is not known as one
+                for line in lines:
+                    print(without_secrets(line), flush=True)
                 time.sleep(0.2)
             server.check()
         except KeyboardInterrupt:

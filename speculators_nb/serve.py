@@ -33,7 +33,7 @@ from .data_generation.endpoint import Endpoint, EndpointError
 from .decode.methods import METHODS, SERVED_AS, own_head
 from .decode.speculative_config import SpeculativeConfig
 from .model import SpeculatorModel
-from .provenance import SECRET_NAME, without_secrets
+from .redact import SECRET_NAME, without_secrets
 from .utils import not_only_ours, resolve_checkpoint
 
 # %% ../nbs/decode/08_serve.ipynb #51de96e5
@@ -285,7 +285,8 @@ class Server:
                 except EndpointError: pass
                 if time.monotonic() - start > self.timeout:
                     raise ServerError(f"{self._what()} did not answer within {self.timeout:g} s; give it a longer timeout, or see why:\n{self.tail()}")
-                bar.set_description(("starting the server: " + (self._lines() or [""])[-1])[:100])
+                last = without_secrets((self._lines() or [""])[-1])
+                bar.set_description(f"starting the server: {last}"[:100])
                 time.sleep(0.25)
 
     def _what(self): return shlex.join(self.command[:3])

@@ -24,7 +24,7 @@ from typing import Any
 import httpcore
 import httpx
 
-from ..provenance import without_secrets
+from ..redact import without_secrets
 
 # %% ../../nbs/data/00_endpoint.ipynb #2fb7cd70
 log = logging.getLogger(__name__)

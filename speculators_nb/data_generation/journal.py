@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from .language import language_of_row, wanted_languages
 from .replay import Replay
 from .sources import read_conversations
+from ..redact import without_secrets
 from ..utils import disk_errors
 
 # %% ../../nbs/data/02f_journal.ipynb #0c22f3fb
@@ -182,7 +183,7 @@ class Journal:
         error: Exception,  # why
     ) -> None:
         "Name a conversation that cannot be done."
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()))
         self.report["failed"][reason[:120]] += 1
         with self._disk(), open(self.errors, "a", encoding="utf-8") as file:
             file.write(json.dumps({"id": key, "error": reason, "status": getattr(error, "status", None)}, ensure_ascii=False) + "\n")
