@@ -121,10 +121,10 @@ def failure(
     e: Exception,  # that ended a command
 ) -> tuple[str, int]:  # one line, exit code
     "What is said about an exception."
-    from speculators_nb.provenance import without_secrets  # an argument may be an address with a password
+    from speculators_nb.redact import without_secrets  # an argument may be an address with a password
 
     bare = isinstance(e, OSError) and isinstance(e.filename, (str, bytes)) and str(e).startswith("[Errno")
-    said = " ".join((_system(e) if bare else str(e)).split())[:1000] or type(e).__name__
+    said = " ".join(without_secrets(_system(e) if bare else str(e)).split())[:1000] or type(e).__name__
     ours = type(e).__module__.partition(".")[0] == "speculators_nb"
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError":
         said, code = f"not enough memory ({said}); lower max_length, max_tokens, total_seq_len or concurrency", 2
@@ -190,7 +190,8 @@ class Program(TyperGroup):
             if type(e).__name__ == "NoArgsIsHelpError":
                 e.show()
             else:
-                typer.echo(f"Error: {' '.join(usage(e).split())[:1000]}", err=True)
+                from speculators_nb.redact import without_secrets
+                typer.echo(f"Error: {' '.join(without_secrets(usage(e)).split())[:1000]}", err=True)
         if standalone_mode:
             sys.exit(code or 0)
         return code
@@ -215,6 +216,8 @@ def new_app(
         ours = logging.getLogger("speculators_nb")
         ours.handlers, ours.level = [Echo()], logging.INFO
         os.environ["SPECULATORS_NB_TRACEBACK"] = "1" if traceback else ""
+        from speculators_nb.redact import hide_secrets
+        hide_secrets()
 
     app.functions = {}
     return app
@@ -311,7 +314,8 @@ def command(
             result = function(**values)
             text = report(result)
             if text:
-                typer.echo(text)
+                from speculators_nb.redact import without_secrets
+                typer.echo(without_secrets(text))
             if output in values and values[output] is not None and Path(values[output]).exists():
                 from speculators_nb.recipe import write_recipe
                 write_recipe(values[output], name, values)

@@ -28,10 +28,11 @@ from .data_steps import device_of, open_verifier
 from .head import text_config
 from .model import SpeculatorModel
 from .provenance import write_provenance
+from .redact import without_secrets
 from .serve import Server, find_verifier, serve_command, serve_environment
 from .train.drafter import train_drafter
 from .train.trainer import SpeculatorTrainer
-from .utils import atomic_write, remote_code
+from .utils import atomic_write, disk_errors, remote_code, writable_folder
 from .verifier import check_aux_layer_ids, default_aux_layer_ids
 
 # %% ../nbs/68_drafter_steps.ipynb #4cfea66f
@@ -90,7 +91,8 @@ def train(
                  learning_rate=learning_rate, optimizer=optimizer, bf16=bf16, save_dtype=save_dtype, early_stopping_patience=early_stopping_patience)
     more = _pairs(extra)
     resume = more.pop("resume_from_checkpoint", resume)
-    with remote_code(trust_remote_code):
+    kept = "checkpoints that are complete are kept, --resume continues from the newest"
+    with disk_errors(output_dir, kept), remote_code(trust_remote_code):
         trainer = train_drafter(data_dir, output_dir, verifier, algorithm, draft_arch or settings(algorithm).get("draft_arch", "llama"), num_layers, draft_vocab_size,
                                 from_pretrained, seed, eval_share, on_bad, server, storage, aux_layer_ids or None, trust_features,
                                 resume_from_checkpoint=resume, overwrite=overwrite, **given, **more)
@@ -139,6 +141,8 @@ def evaluate(
     "Measure how many drafted tokens the verifier accepts, at each position."
     if engine not in ("reference", "vllm"):
         raise ValueError(f"engine={engine!r}: choose reference or vllm")
+    if output_dir is not None:
+        writable_folder(output_dir)
     lengths, temperatures = [k] if isinstance(k, int) else list(k or ()), tuple(temperatures or (0.0,))
     if engine == "vllm":
         rows = list(read_conversations(data, max_samples))
@@ -203,17 +207,20 @@ def serve(
     else:
         n = text_config(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)).num_hidden_layers
         layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
-        Path(hidden_states).mkdir(parents=True, exist_ok=True)
+        writable_folder(hidden_states)
         arguments, added = extraction_options(layers, hidden_states)
         command, environment = serve_command(checkpoint, k=0, **options) + arguments, environment | added
     if not run:
         return command, environment
     find_verifier(checkpoint, verifier)
     with Server(command, environment, vllm=vllm) as server, server.log.open(errors="replace") as said:
-        print(f"serving {checkpoint} at {server.url}; Ctrl-C ends it", flush=True)
+        print(without_secrets(f"serving {checkpoint} at {server.url}; Ctrl-C ends it"), flush=True)
         try:
+            rest = ""
             while server.process.poll() is None:
-                print(said.read(), end="", flush=True)
+                *lines, rest = (rest + said.read()).split("\n")  # whole lines: half of a secret is not known as one
+                for line in lines:
+                    print(without_secrets(line), flush=True)
                 time.sleep(0.2)
             server.check()
         except KeyboardInterrupt:

@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 import time
+from importlib.resources import files
 from pathlib import Path
 import pandas as pd
 import torch
@@ -30,15 +31,20 @@ from .evaluate.cost import draft_cost, expected_speedup, training_flops, verifie
 from .model import SpeculatorModel
 from .train.drafter import new_drafter, train_drafter
 from .train.trainer import SpeculatorTrainer
-from .utils import atomic_write
+from .utils import atomic_write, not_only_ours
 from .verifier import Verifier, default_aux_layer_ids, fingerprint
 
 # %% ../nbs/61_experiment.ipynb #deed1023
 def shipped_data() -> Path: # the folder `data` of the clone
-    "Where the shipped verifier, corpus and answers are: upwards from the working folder. Errors: FileNotFoundError outside a clone."
+    "Where the shipped verifier, corpus and answers are: upwards from the working folder, in this package's clone or a folder that nobody else can write to. Errors: FileNotFoundError outside a clone."
+    clone, doubts = Path(str(files("speculators_nb"))).parent, []
     for folder in (Path.cwd(), *Path.cwd().parents):
-        if (folder / "data/tiny-verifier").is_dir(): return folder / "data"
-    raise FileNotFoundError(f"{Path.cwd()}: neither here nor above is a folder data/tiny-verifier. The verifier and its answers come with the repository: work in a clone of it.")
+        data = folder / "data"
+        if not (data / "tiny-verifier").is_dir(): continue
+        doubt = None if data.resolve() == (clone / "data").resolve() else not_only_ours(data, data / "tiny-verifier")
+        if doubt is None: return data
+        doubts.append(doubt)
+    raise FileNotFoundError(f"{Path.cwd()}: neither here nor above is a folder data/tiny-verifier{' that is only yours: ' + '; '.join(doubts) if doubts else ''}. The verifier and its answers come with the repository: work in a clone of it.")
 
 @call_parse
 def write_answers(

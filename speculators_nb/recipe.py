@@ -18,7 +18,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from .options import check_options, near, shown
-from .provenance import SECRET_NAME, NOT_SECRET, without_secrets
+from .redact import NOT_SECRET, SECRET_NAME, without_secrets
 
 # %% ../nbs/core/01c_recipe.ipynb #2ddfa564
 class _Strict(yaml.SafeLoader):

@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from urllib.parse import urlsplit
 import torch
@@ -32,7 +33,8 @@ from .data_generation.endpoint import Endpoint, EndpointError
 from .decode.methods import METHODS, SERVED_AS, own_head
 from .decode.speculative_config import SpeculativeConfig
 from .model import SpeculatorModel
-from .utils import resolve_checkpoint
+from .redact import SECRET_NAME, without_secrets
+from .utils import not_only_ours, resolve_checkpoint
 
 # %% ../nbs/decode/08_serve.ipynb #51de96e5
 log = logging.getLogger(__name__)
@@ -45,9 +47,28 @@ def read_config(
     except Exception as e:
         raise FileNotFoundError(f"{model}: neither a folder nor a model that could be looked up on the hub ({type(e).__name__}); check the spelling") from None
     if not file.is_file(): raise FileNotFoundError(f"{model}: has no config.json; is it a model's folder?")
-    return json.loads(file.read_text(encoding="utf-8"))
+    try: config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{file}: not JSON ({type(e).__name__}); fetch or make the file again") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file}: holds a {type(config).__name__}, expected an object; fetch or make the file again")
+    return config
 
-def _place(model): return os.path.abspath(model) if Path(model).is_dir() else str(model)
+def _place(model):
+    "What the engine is told: it must not read a name as one of its options."
+    if Path(model).is_dir(): return os.path.abspath(model)
+    if str(model).startswith("-") or not str(model).isprintable():
+        raise ValueError(f"the model {str(model)[:80]!r}: neither a folder nor the name of a model")
+    return str(model)
+
+def _named_verifier(config, checkpoint):
+    "The verifier that a drafter's config names, or None."
+    named = config.get("speculators_config") or {}
+    named = named.get("verifier") or {} if isinstance(named, dict) else None
+    name = named.get("name_or_path") if isinstance(named, dict) else 0
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"{checkpoint}: speculators_config.verifier.name_or_path in config.json is no name; give verifier=")
+    return name
 
 def _own_layout(folder, config, native) -> Path: # of the engine's own layout, made where it is missing
     klass = SpeculatorModel.registered_model_class_from_config(SpeculatorModelConfig.from_dict(config))
@@ -74,7 +95,7 @@ def what_to_serve(
     if k is not None and k < 0: raise ValueError(f"k={k}: give the number of tokens to draft, or 0 to serve the verifier alone")
     fields |= {name: value for name, value in dict(num_speculative_tokens=k or None, method=method).items() if value is not None}
     kind = config.get("speculators_model_type")
-    own = kind and ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    own = kind and not verifier and _named_verifier(config, checkpoint)
     target = verifier or own or (None if kind else checkpoint)
     if target is None: raise ValueError(f"{checkpoint}: names no verifier in speculators_config.verifier.name_or_path; give verifier=")
     if k == 0: return _place(target), None
@@ -132,8 +153,11 @@ def serve_command(
     vllm: str = "vllm",             # the executable; the bare name is looked up by `Server`
 ) -> list[str]: # arguments, the executable first
     "The command that serves a checkpoint. Errors: as of `what_to_serve`; ValueError for a key among the arguments, where everybody on the machine can read it."
-    if any(str(a).split("=")[0] == "--api-key" for a in extra):
-        raise ValueError("extra holds --api-key: everybody on the machine can read the arguments of a command; set the environment variable VLLM_API_KEY instead")
+    for name in (str(a).split("=")[0] for a in extra):
+        if name.startswith("--") and SECRET_NAME.search(name.lstrip("-")):
+            variable = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}.get(name, "that vLLM has for it")
+            raise ValueError(f"extra holds {name}: everybody on the machine can read the arguments of a command; "
+                             f"set the environment variable {variable} instead")
     model, speculation = what_to_serve(checkpoint, k, verifier, method, speculative_config, native)
     if host not in ("127.0.0.1", "localhost", "::1") and not os.environ.get("VLLM_API_KEY"):
         warnings.warn(f"host={host!r} lets everybody who reaches this machine use the server; set VLLM_API_KEY", stacklevel=2)
@@ -180,10 +204,18 @@ def find_executable(
     if told:
         if not os.access(told, os.X_OK) or Path(told).is_dir(): raise FileNotFoundError(f"{told}: no program; it was named as {name} by {'the caller' if told == given else variable}")
         return os.path.abspath(told)
-    clones = (str(folder / f".venv-{name}/bin/{name}") for folder in (Path.cwd(), *Path.cwd().parents))
-    for place in (str(Path(sys.executable).parent / name), shutil.which(given or name), *clones):
+    for place in (str(Path(sys.executable).parent / name), shutil.which(given or name)):
         if place and os.access(place, os.X_OK): return place
-    raise FileNotFoundError(f"{name} was not found. " + RECIPE.format(name=name, variable=variable, how=INSTALL.get(name, f"  pip install {name}")))
+    clone, doubts = Path(str(files("speculators_nb"))).parent, []
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        place = folder / f".venv-{name}/bin/{name}"
+        if not os.access(place, os.X_OK): continue
+        own = place.parents[1].resolve() == (clone / f".venv-{name}").resolve()
+        doubt = None if own else not_only_ours(place.parents[1], place.parent, place)
+        if doubt is None: return str(place)
+        doubts.append(doubt)
+    passed = f" (not started: {'; '.join(doubts)})" if doubts else ""
+    raise FileNotFoundError(f"{name} was not found{passed}. " + RECIPE.format(name=name, variable=variable, how=INSTALL.get(name, f"  pip install {name}")))
 
 # %% ../nbs/decode/08_serve.ipynb #a042de25
 GUARD = """
@@ -232,7 +264,7 @@ class Server:
                 raise ServerError(f"port {self.port} is taken: something answers on it already; choose another one, or leave it out")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
-            self.process = subprocess.Popen([sys.executable, "-c", GUARD, *self.command], stdin=subprocess.PIPE, stdout=out, stderr=out,
+            self.process = subprocess.Popen([sys.executable, "-I", "-c", GUARD, *self.command], stdin=subprocess.PIPE, stdout=out, stderr=out,
                                             env=os.environ | self.env, start_new_session=True)
         try: self._wait()
         except BaseException:
@@ -253,7 +285,8 @@ class Server:
                 except EndpointError: pass
                 if time.monotonic() - start > self.timeout:
                     raise ServerError(f"{self._what()} did not answer within {self.timeout:g} s; give it a longer timeout, or see why:\n{self.tail()}")
-                bar.set_description(("starting the server: " + (self._lines() or [""])[-1])[:100])
+                last = without_secrets((self._lines() or [""])[-1])
+                bar.set_description(f"starting the server: {last}"[:100])
                 time.sleep(0.25)
 
     def _what(self): return shlex.join(self.command[:3])
@@ -268,8 +301,8 @@ class Server:
     def tail(self,
         n: int = 20, # lines
     ) -> str: # exceptions first, then the end
-        "What the log says, for a person who wants to know why."
-        lines = self._lines() if self.log.exists() else []
+        "What the log says, for a person who wants to know why; without secrets."
+        lines = without_secrets(self._lines()) if self.log.exists() else []
         raised = dict.fromkeys(m[1] for line in lines[:-n] if (m := re.search(r"((?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b: .*)", line)))
         return "\n".join([*list(raised)[:5], *(["…"] if raised else []), *lines[-n:]])
 

@@ -147,7 +147,7 @@ def test_a_text_model_refuses_pictures_and_says_so(folder, tmp_path):
     ({"type": "image", "path": "../secret.png"}, "lies outside"), ({"type": "image", "path": "/etc/hostname"}, "lies outside"), ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "lies outside"),
     ({"type": "image", "path": "link.png"}, "lies outside"), ({"type": "image", "path": "none.png"}, "no picture 'none.png'"), ({"type": "image", "url": "http://127.0.0.1:9/x.png"}, "fetched from the network"),
     ({"type": "image"}, "none left in 'images'"), ({"type": "video", "path": "a.mp4"}, "type 'video'"), ({"type": "image", "base64": "%%%"}, "base64 is damaged"),
-    ({"type": "image", "base64": base64.b64encode(b"no picture").decode()}, "identify|no folder"),
+    ({"type": "image", "base64": base64.b64encode(b"no picture").decode()}, "no picture in a format that is known"),
 ])
 def test_what_a_data_set_may_not_do(tmp_path, part, words):
     (tmp_path / "data").mkdir()

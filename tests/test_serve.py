@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from speculators_nb import drafter_steps, serve
+from speculators_nb import drafter_steps, experiment, serve
 from speculators_nb.data_generation.endpoint import Endpoint
 from speculators_nb.serve import Server, ServerError, find_executable, serve_command, serve_environment, what_to_serve
 from speculators_nb.train.drafter import new_drafter
@@ -166,6 +166,7 @@ def test_where_the_engine_is(engine, tmp_path, monkeypatch):
     clone = tmp_path / ".venv-vllm/bin/vllm"
     clone.parent.mkdir(parents=True)
     clone.symlink_to(engine)
+    for folder in (clone.parent, clone.parents[1]): folder.chmod(0o755)  # also under umask 002
     assert find_executable("vllm") == str(clone)
     monkeypatch.setenv("PATH", str(engine.parent))
     assert find_executable("vllm") == str(engine)
@@ -174,6 +175,92 @@ def test_where_the_engine_is(engine, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECULATORS_NB_VLLM", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="SPECULATORS_NB_VLLM"):
         find_executable("vllm")
+
+
+@pytest.fixture
+def planted(engine, tmp_path, monkeypatch):
+    "A program called vllm, three folders above the one that is worked in."
+    shared = tmp_path / "shared"
+    place = shared / ".venv-vllm/bin/vllm"
+    place.parent.mkdir(parents=True)
+    shutil.copy(engine, place)
+    for path in (place, place.parent, place.parents[1]): path.chmod(0o755)
+    (shared / "a/b/c").mkdir(parents=True)
+    monkeypatch.chdir(shared / "a/b/c")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(serve.sys, "executable", str(tmp_path / "other/python"))
+    monkeypatch.delenv("SPECULATORS_NB_VLLM", raising=False)
+    return place
+
+
+def test_a_program_of_the_users_own_is_started(planted): assert find_executable("vllm") == str(planted)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+def test_a_program_that_others_can_change_is_not(planted, level, mode):
+    [planted, *planted.parents][level].chmod(mode)
+    with pytest.raises(FileNotFoundError, match=f"not started: .*mode {mode:o}; chmod go-w.*SPECULATORS_NB_VLLM"): find_executable("vllm")
+
+
+def test_a_program_of_another_user_is_not(planted, monkeypatch):
+    "Also as root, and where a link of one's own leads to it."
+    mine, real = os.geteuid(), os.stat
+    def theirs(path, *args, **kwargs):
+        found = list(real(path, *args, **kwargs))
+        if str(path).endswith("bin/vllm"): found[4] = mine + 1000
+        return os.stat_result(found)
+    monkeypatch.setattr(os, "stat", theirs)
+    with pytest.raises(FileNotFoundError, match=f"belongs to another user .uid {mine + 1000}."): find_executable("vllm")
+
+
+def test_the_clone_of_this_package_needs_no_such_check(planted, monkeypatch):
+    planted.chmod(0o777)
+    package = planted.parents[2] / "speculators_nb"
+    monkeypatch.setattr(serve, "files", lambda name: package)
+    assert find_executable("vllm") == str(planted)
+
+
+def test_modules_in_the_working_folder_are_not_run(engine, tmp_path, monkeypatch):
+    "The guard is Python code, and `python -c` imports from the working folder first."
+    monkeypatch.chdir(tmp_path)
+    for name in ("subprocess", "signal", "threading"): (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(7)")
+    with Server(["vllm", "serve", "m"], vllm=engine): pass
+    assert not (tmp_path / "ran").exists()
+
+
+def test_shipped_data_of_somebody_else(tmp_path, monkeypatch):
+    (tmp_path / "data/tiny-verifier").mkdir(parents=True)
+    (tmp_path / "work").mkdir()
+    for folder in (tmp_path / "data", tmp_path / "data/tiny-verifier"): folder.chmod(0o755)
+    monkeypatch.chdir(tmp_path / "work")
+    assert experiment.shipped_data() == tmp_path / "data"
+    (tmp_path / "data").chmod(0o777)
+    with pytest.raises(FileNotFoundError, match="only yours: .*mode 777"): experiment.shipped_data()
+
+
+@pytest.mark.parametrize("name", ["-rf", "--config=/tmp/x.yaml", "--trust-remote-code", "a\nb"])
+def test_a_models_name_is_no_option(drafters, tmp_path, name):
+    "It comes from a checkpoint's config, and goes into a command."
+    config = json.loads((drafters / "eagle3/config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = name
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(drafters / "eagle3/model.safetensors", tmp_path)
+    with pytest.raises(ValueError, match="neither a folder nor the name of a model"): serve_command(tmp_path, k=0)
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--hf-token", "--ssl-keyfile-password", "--my-secret"])
+@pytest.mark.parametrize("spelling", ["{} x", "{}=x"])
+def test_no_secret_among_the_arguments(option, spelling):
+    with pytest.raises(ValueError, match=f"extra holds {option}: everybody on the machine"): serve_command(VERIFIER, extra=spelling.format(option).split())
+
+
+@pytest.mark.parametrize("content, words", [("", "not JSON"), ("[" * 100_000, "not JSON"), ("null", "NoneType"), ("[]", "holds a list"), ('{"speculators_model_type": "eagle3", "speculators_config": [1]}', "name_or_path"),
+                                            ('{"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": 5}}}', "name_or_path")])
+def test_a_config_that_is_none(tmp_path, content, words):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=words) as e: what_to_serve(tmp_path)
+    assert str(tmp_path) in str(e.value)
 
 
 # ------------------------------------------------------------------------------------------------------------------- the server

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.decode.suffix import SuffixDrafter, SuffixIndex, first_of_equals
+from speculators_nb.decode.suffix import Followers, SuffixDrafter, SuffixIndex, _Part, first_of_equals
 from speculators_nb.tree import Sampling
 
 
@@ -50,6 +50,7 @@ def test_guesses_are_those_of_the_counted_tree(data):
     k, factor, min_prob = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.5])), data.draw(st.sampled_from([0.0, 0.1, 0.5]))
     text = st.lists(st.integers(0, words - 1), max_size=20)
     index, log, kept = SuffixIndex(depth), [], []
+    index.many = data.draw(st.sampled_from([1, 2, 5, 64]))                          # parts are told apart early, or never
     for _ in range(data.draw(st.integers(1, 4))):
         grown = {index.start(): iter(data.draw(text)) for _ in range(data.draw(st.integers(1, 3)))}
         kept += grown
@@ -66,6 +67,50 @@ def test_guesses_are_those_of_the_counted_tree(data):
             got = index.guess(context, k, factor, min_prob)
             tokens, score, match = Counted(kept, log, depth).guess(context, k, factor, min_prob, depth)
             assert (got.tokens, got.score, got.match) == (tokens, score, match)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 5), max_size=60))
+def test_followers_are_sorted_as_first_of_equals_sorts_them(nexts):
+    followers = Followers()
+    for n, t in enumerate(nexts, 1):
+        followers.add(t)
+        assert followers.first() == first_of_equals(nexts[:n])
+
+
+TEXTS = {"one token": [7], "two by turns": [7, 8], "equals by turns": [7, 8, 7, 9], "a table": [1, 5, 1, 6, 1, 5, 1, 6, 2]}
+
+
+@pytest.mark.parametrize("period", TEXTS)
+def test_a_proposal_looks_at_few_places_however_often_a_text_repeats_itself(period, monkeypatch):
+    text, k = (TEXTS[period] * 20_000)[:20_000], 8
+    index, most, steps = SuffixIndex(), 0, 0
+    index.extend(sequence := index.start(), text[:-1])
+    def places(self, places, m):
+        nonlocal most
+        most = max(most, len(places))
+        return starts(self, places, m)
+    def first(self, part):
+        nonlocal steps
+        steps += 1
+        return firsts(self, part)
+    starts, firsts = SuffixIndex._starts, SuffixIndex.first
+    monkeypatch.setattr(SuffixIndex, "_starts", places)
+    monkeypatch.setattr(SuffixIndex, "first", first)
+    monkeypatch.setattr(SuffixIndex, "_all", None)       # all places are looked through only after something was forgotten
+    guess = index.guess(text[:-1], k)
+    assert guess.tokens[0] == text[-1] and most <= index.many and 0 < steps <= 24 * k
+    touched = []
+    monkeypatch.setattr(Followers, "add", lambda self, t: touched.append(t))
+    index.extend(sequence, text[-1:])
+    assert 0 < len(touched) < 24
+    stored, parts = 0, list(index.parts.values())
+    while parts:
+        part = parts.pop()
+        assert isinstance(part, _Part) and part.n
+        stored += len(part.places)
+        parts += (part.longer or {}).values()
+    assert stored == len(text) == len(index)             # a place is in one part only
 
 
 def test_forgetting_frees_memory():

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, os.path.dirname(__file__))
 from fake_extraction import states_for  # noqa: E402
 from speculators_nb.data_generation.chat import save_prepared  # noqa: E402
-from speculators_nb.data_generation.extraction import extraction_options, inside, request_name, sweep  # noqa: E402
+from speculators_nb.data_generation.extraction import HOST, HiddenStatesClient, collect, extraction_options, file_of_reply, request_name, sweep  # noqa: E402
 from speculators_nb.data_generation.feature_file import FeatureError, feature_path, read_features  # noqa: E402
 from speculators_nb.data_generation.vllm_features import ServerFeatures, extract_from_server  # noqa: E402
 from speculators_nb.train.drafter import train_drafter  # noqa: E402
@@ -55,6 +57,13 @@ class Fake:
         self.process.wait()
         self.process.stdout.close()
 
+    def writing(self):
+        "Hold the server; whether it is in the middle of a file. If not, it goes on."
+        self.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.05)  # what was whole is read and deleted by now
+        if any(self.storage.glob("*.safetensors")): return True
+        self.process.send_signal(signal.SIGCONT)
+
     def __exit__(self, *_):
         if self.process.poll() is None: self.kill()
 
@@ -72,7 +81,7 @@ def check(folder, rows, n=None):
     return found
 
 
-def wait_for(condition, process=None, seconds=60):
+def wait_for(condition, process=None, seconds=240):
     end = time.time() + seconds
     while not condition():
         assert time.time() < end and (process is None or process.poll() is None), "it ended before it could be killed"
@@ -84,14 +93,14 @@ def test_server_killed_and_started_anew(tmp_path):
     rows, out = make_rows(), tmp_path / "features"
     with Fake(tmp_path / "storage", "--slow", "0.1") as fake:
         result = []
-        client = threading.Thread(target=lambda: result.append(extract_from_server(fake.url, rows, out, fake.storage, LAYERS, concurrency=4, dtype="float32")))
+        client = threading.Thread(target=lambda: result.append(extract_from_server(fake.url, rows, out, fake.storage, LAYERS, concurrency=4, dtype="float32")), daemon=True)
         client.start()
-        wait_for(lambda: len(list(out.glob("hs_*"))) >= 5 and any(fake.storage.glob("*.safetensors")))
+        wait_for(lambda: len(list(out.glob("hs_*"))) >= 5 and fake.writing())
         fake.kill()
         torn = [p for p in fake.storage.glob("*.safetensors")]
         time.sleep(0.5)
         fake.__enter__()
-        client.join(60)
+        client.join(240)
         assert result == [{"written": 40, "kept": 0, "failed": 0}]
         check(out, rows, 40)
         assert torn and fake.left() == []
@@ -146,7 +155,7 @@ def test_two_clients_share_a_folder(tmp_path):
     rows, log = make_rows(), tmp_path / "log"
     with Fake(tmp_path / "storage", "--slow", "0.02", "--log", str(log)) as fake:
         children = [client(fake, tmp_path / "features", rank, 2) for rank in (0, 1)]
-        told = [c.communicate(timeout=100)[0].strip() for c in children]
+        told = [c.communicate(timeout=240)[0].strip() for c in children]
         assert told == ["{'written': 20, 'kept': 0, 'failed': 0}"] * 2
         check(tmp_path / "features", rows, 40)
         assert fake.left() == []
@@ -179,7 +188,7 @@ def test_trainer_killed_then_resumed(tmp_path):
         (fake.storage / "extraction.json").write_text(json.dumps({"model": str(tmp_path / "verifier"), "layer_ids": LAYERS, "dtype": "float32"}))
         where = dict(here=str(HERE), rows=str(tmp_path / "rows"), verifier=str(tmp_path / "verifier"), url=fake.url, storage=str(fake.storage))
         child = subprocess.Popen([sys.executable, "-c", TRAINER.format(out=str(tmp_path / "killed"), **where)])
-        try: wait_for(lambda: list((tmp_path / "killed").glob("checkpoint-4")) and len(fake.left()) > 1, child, 100)
+        try: wait_for(lambda: list((tmp_path / "killed").glob("checkpoint-4")) and len(fake.left()) > 1, child)
         finally: child.send_signal(signal.SIGKILL); child.wait()
         assert len(fake.left()) > 1
         time.sleep(0.2)
@@ -203,20 +212,100 @@ def test_loader_workers_fetch_ahead(tmp_path):
         assert np.abs(sample["hidden_states"].numpy() - states_for(ids)[:, [1, 3]].reshape(len(ids), -1)).max() < 1e-6
 
 
-def test_a_server_that_lies_about_paths(tmp_path):
-    secret = tmp_path / "secret.safetensors"
-    secret.write_bytes(b"x")
-    (tmp_path / "storage").mkdir()
-    (tmp_path / "storage" / "link").symlink_to(tmp_path)
-    for handle in (str(secret), "../secret.safetensors", "link/secret.safetensors", "/etc/passwd", "", "..", "link"):
-        with pytest.raises(FeatureError, match="outside of"): inside(tmp_path / "storage", handle)
-    assert secret.read_bytes() == b"x"
+SECRET = b"this belongs to somebody else"
+
+
+@pytest.mark.parametrize("handle", ["/etc/passwd", "../secret-r7.safetensors", "link/secret-r7.safetensors", "", "..", "link", ".", "/", "model-r7.safetensors/../../secret-r7.safetensors", "extraction.json", "other.safetensors",
+                                    "cmpl-r70-0.safetensors.lock", "r7", "r7.safetensors\0", "r7\n.safetensors", "r7" + "x" * 300 + ".safetensors", "x/" * 3000 + "r7.safetensors", "\ud800r7.safetensors", None, 3, True,
+                                    ["r7.safetensors"], {"a": "r7.safetensors"}])
+def test_a_server_that_lies_about_paths(tmp_path, handle):
+    """Nothing but this request's file, directly in the folder, is read or deleted."""
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    (storage / "link").symlink_to(tmp_path)
+    for path in (tmp_path / "secret-r7.safetensors", storage / "other.safetensors", storage / "extraction.json"): path.write_bytes(SECRET)
+    with pytest.raises(FeatureError, match="nothing is read") as e: file_of_reply(storage, handle, "r7")
+    assert "\n" not in str(e.value) and len(str(e.value)) < 900
+    assert all(p.read_bytes() == SECRET for p in (tmp_path / "secret-r7.safetensors", storage / "other.safetensors", storage / "extraction.json"))
+
+
+def test_names_that_are_the_requests_own(tmp_path):
+    for handle in ("cmpl-r7-0-ab.safetensors", str(tmp_path / "chatcmpl-r7-0.safetensors"), f"{tmp_path}/x/../r7.safetensors"):
+        assert file_of_reply(tmp_path, handle, "r7").parent == tmp_path.resolve()
+
+
+@pytest.mark.parametrize("what", ["link", "folder", "pipe", "link as lock", "pipe as lock", "dangling link"])
+def test_what_is_no_file_is_not_opened(tmp_path, what):
+    """A pipe would be waited for without end; a link leads to what is not the server's."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    path = tmp_path / "r7.safetensors"
+    place = Path(f"{path}.lock") if what.endswith("lock") else path
+    {"link": lambda: place.symlink_to(tmp_path / "secret"), "folder": place.mkdir, "pipe": lambda: os.mkfifo(place), "dangling": lambda: place.symlink_to("nowhere")}[what.split()[0]]()
+    start = time.monotonic()
+    with pytest.raises(FeatureError, match="is not read"): collect(path, [1, 2], timeout=20)
+    assert time.monotonic() - start < 5 and (tmp_path / "secret").read_bytes() == SECRET and os.path.lexists(place)
+
+
+class Lying(BaseHTTPRequestHandler):
+    "Answers as vLLM does, but names the file that the test chooses."
+    def log_message(self, *args): pass
+
+    def do_GET(self): self.reply({"data": [{"id": "fake", "root": "a verifier"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.reply({"choices": [{"prompt_token_ids": body["prompt"]}], "kv_transfer_params": {"hidden_states_path": self.server.lie(body["request_id"])}})
+
+    def reply(self, answer):
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def lying(lie):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Lying) as server:
+        server.lie = lie
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try: yield f"http://127.0.0.1:{server.server_port}"
+        finally: server.shutdown()
+
+
+def test_a_client_deletes_nothing_that_it_did_not_ask_for(tmp_path):
+    """Over HTTP: the server names other files of the folder, links out of it, and folders; they are all still there, and each reply is refused at once."""
+    storage, home = tmp_path / "storage", tmp_path / "home"
+    storage.mkdir(), home.mkdir()
+    (home / "thesis.safetensors").write_bytes(SECRET)
+    for name in ("hs_0.safetensors", "cmpl-somebody.safetensors"): (storage / name).write_bytes(SECRET)
+
+    def linked(name):
+        (storage / f"{name}.safetensors").symlink_to(home / "thesis.safetensors")
+        return f"{name}.safetensors"
+
+    def folder(name):
+        (storage / f"{name}.safetensors").mkdir()
+        return f"{name}.safetensors"
+
+    for lie in (lambda name: "hs_0.safetensors", lambda name: str(storage / "cmpl-somebody.safetensors"), lambda name: str(home / "thesis.safetensors"), lambda name: f"../home/thesis.safetensors?{name}.safetensors", linked, folder):
+        with lying(lie) as url:
+            client = HiddenStatesClient(url, storage, LAYERS, tries=1)
+            with pytest.raises(FeatureError): client.states([1, 2, 3])
+        assert (home / "thesis.safetensors").read_bytes() == SECRET
+        assert (storage / "hs_0.safetensors").read_bytes() == (storage / "cmpl-somebody.safetensors").read_bytes() == SECRET
 
 
 def test_sweep_touches_only_requests_of_the_dead(tmp_path):
     keep = [f"cmpl-{request_name()}-0-a.safetensors", "hs_0.safetensors", "model.safetensors", "extraction.json"]
     for name in [*keep, f"cmpl-{request_name()}-0-a.safetensors".replace(f"-{os.getpid()}-", f"-{2**22 + 7}-")]: (tmp_path / name).touch()
-    assert sweep(tmp_path) == 1 and sorted(p.name for p in tmp_path.iterdir()) == sorted(keep)
+    dead = f"hs-{HOST}-{2**22 + 7}-0a"
+    odd = [f"hs-{HOST}-{10**40}-0a.safetensors", f"x{dead}.safetensors", f"{dead}.txt", f"hs-{HOST}-²-0a.safetensors"]
+    for name in odd: (tmp_path / name).touch()
+    (tmp_path / f"{dead}.safetensors").mkdir()
+    (tmp_path / f"{dead}-1.safetensors").symlink_to(tmp_path / "model.safetensors")
+    assert sweep(tmp_path) == 1 and {p.name for p in tmp_path.iterdir()} == {*keep, *odd, f"{dead}.safetensors", f"{dead}-1.safetensors"}
 
 
 def test_the_storage_is_an_absolute_path(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ from .prepared import Prepared, changes, load_prepared
 from .sources import content_hash, files_of, located
 from .template import ChatTemplate, fingerprint_template
 from ..provenance import provenance
-from ..utils import atomic_folder
+from ..utils import DiskError, atomic_folder, disk_errors
 
 # %% ../../nbs/data/02d_prepare.ipynb #bd6d9fa6
 log = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ def _work(batch, template, settings, pictures):
         try:
             tools = tools_of(batch[i])
             rows = [(*row, tools) for row in encode_images(resolve_images(batch[i], **pictures), template, tools, settings["rows"])]
+        except DiskError:  # pictures that cannot be stored: no row's fault
+            raise
         except Exception as e:  # as in encode_batch
             rows = e
         made.insert(i, rows)
@@ -200,8 +202,9 @@ def prepare_data(
     settings = dict(max_length=max_length, max_samples=max_samples, rows=rows, too_long=too_long, min_trained=min_trained, dedup=dedup, shuffle=shuffle,
                     val_fraction=val_fraction, seed=seed, template_kwargs=template_kwargs)
     origin = {"data": data_hash, "tokenizer": fingerprint_template(template), **settings}
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.absolute().with_name(f".{folder.name}.lock")):
+    with disk_errors(folder):
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors(folder), FileLock(folder.absolute().with_name(f".{folder.name}.lock")):
         prepared = _existing(folder, origin, overwrite)
         if prepared is None:
             for left in folder.absolute().parent.glob(f".{folder.stem}.*"):  # what killed runs left

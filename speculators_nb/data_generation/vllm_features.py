@@ -9,9 +9,7 @@ __all__ = ['log', 'more_than_text', 'extract_from_server', 'ServerFeatures']
 import base64
 import json
 import logging
-import mimetypes
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import torch
 from datasets import Dataset
@@ -21,6 +19,8 @@ from .endpoint import Breaker, EndpointError, concurrently
 from .extraction import HiddenStatesClient, Room
 from .feature_file import FeatureError
 from .feature_folder import FeatureFolder, FeatureRows, origin, shard, split_of, table_of
+from .images import FORMATS, open_picture, picture_file
+from ..utils import DiskError
 
 # %% ../../nbs/data/04f_vllm_features.ipynb #c462acd0
 log = logging.getLogger(__name__)
@@ -38,13 +38,13 @@ def more_than_text(
 
 
 def _inline(part):
-    "A picture in a file becomes a data: address."
-    url = (part.get("image_url") or {}).get("url", "")
-    if not url.startswith("file:"):
+    "A picture in a file becomes a data: address. What is no picture is not sent: a prepared table may be a stranger's, and could name any file of this machine."
+    path = picture_file(part)
+    if path is None:
         return part
-    path = Path(unquote(urlsplit(url).path))
-    kind = mimetypes.guess_type(path.name)[0] or "image/png"
-    return part | {"image_url": {"url": f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"}}
+    with open_picture(path, str(path)) as picture:
+        kind = picture.format.lower() if picture.format in FORMATS else "jpeg"
+    return part | {"image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"}}
 
 
 def extract_from_server(
@@ -63,7 +63,7 @@ def extract_from_server(
     timeout: float = 600.0,  # seconds that one answer may take
     tries: int = 8,  # requests for one answer, with back-off
 ) -> dict:  # counts: written, kept, failed
-    "Write the features of rows that have no valid file. ValueError: another origin; TooManyFailures: server down; OSError: disk, rest kept."
+    "Write the features of rows that have no valid file. ValueError: another origin; TooManyFailures: server down; DiskError: the rest is kept."
     dataset, client = table_of(rows), HiddenStatesClient(url, storage, layer_ids, model, timeout, tries)
     folder = FeatureFolder(output_dir, dataset, origin(client.about(), client.layer_ids, dataset, dtype), shard(len(dataset), rank, world_size))
     order, room, breaker, size = sorted(folder.todo, key=lambda i: -folder.lengths[i]), Room(max_bytes), Breaker(max_failures), [0, 0]
@@ -79,7 +79,7 @@ def extract_from_server(
     with tqdm(total=sum(folder.lengths[i] for i in order), desc="features", unit="tok", unit_scale=True, delay=1) as bar:
         for part, n in ((order[:1], 1), (order[1:], concurrency)):
             for i, result in concurrently(one, part, n):
-                if isinstance(result, OSError):
+                if isinstance(result, DiskError):
                     raise folder.no_room(result, size[1]) from result
                 if isinstance(result, Exception) and not isinstance(result, (FeatureError, EndpointError)):
                     raise result

@@ -28,6 +28,7 @@ from ..plot import new_axes, plot_acceptance
 from ..provenance import write_provenance
 from ..serve import Server, as_shell, find_verifier, read_config, serve_command, serve_environment, what_to_serve
 from ..tree import Sampling
+from ..redact import without_secrets
 from ..utils import atomic_write
 
 # %% ../../nbs/evaluate/06_engine.ipynb #69a11289
@@ -79,7 +80,7 @@ class EngineEvaluation:
         for name in TABLES:
             with atomic_write(folder / f"{name}.csv") as tmp: getattr(self, name).to_csv(tmp, index=False)
         with atomic_write(folder / "requests.jsonl") as tmp: self.requests.to_json(tmp, orient="records", lines=True)
-        with atomic_write(folder / "settings.json") as tmp: tmp.write_text(json.dumps(self.settings, indent=1, default=str) + "\n", encoding="utf-8")
+        with atomic_write(folder / "settings.json") as tmp: tmp.write_text(json.dumps(without_secrets(self.settings), indent=1) + "\n", encoding="utf-8")
         for name, draw in (("acceptance", self.plot if len(self.positions) else None), ("speed", self.plot_speed if len(self.performance) else None)):
             if draw:
                 with atomic_write(folder / f"{name}.png") as tmp: draw().savefig(tmp, format="png", dpi=110)

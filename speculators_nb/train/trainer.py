@@ -29,6 +29,7 @@ from .checkpoint import WholeCheckpoints, last_checkpoint
 from .optim import build_optimizer
 from .rows import clip_gradients
 from .run import data_fingerprint, run_record
+from ..redact import without_secrets
 from ..utils import atomic_write
 
 # %% ../../nbs/train/02_trainer.ipynb #00e46128
@@ -353,7 +354,7 @@ class SpeculatorTrainer(WholeCheckpoints):
             super()._save(str(folder), state_dict)
         (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)   # a pickle; the same as text:
         with atomic_write(folder / "training_args.json") as file:
-            file.write_text(json.dumps({**self.args.to_dict(), "model": self.training_args}, indent=2, default=str))
+            file.write_text(json.dumps(without_secrets({**self.args.to_dict(), "model": self.training_args}), indent=2))
 
 # %% ../../nbs/train/02_trainer.ipynb #d45bbdc1
 def log_table(
