@@ -13,7 +13,6 @@ error, no progress bars, no memory addresses.
 import argparse
 import asyncio
 import base64
-import hashlib
 import io
 import multiprocessing
 import os
@@ -117,17 +116,19 @@ class Manager(AsyncKernelManager):
 
 def stable(outputs):
     "Outputs as they are stored: without what differs from run to run"
-    kept = []
-    for out in outputs:
-        out = nbformat.from_dict(out)
+    joined, kept = [], []
+    for out in map(nbformat.from_dict, outputs):
+        if out.get("name") == "stderr":
+            continue
+        if out.output_type == "stream" and joined and joined[-1].get("name") == out.name:
+            joined[-1].text += out.text
+        else:
+            joined.append(out)
+    for out in joined:
         if out.output_type == "stream":
-            text = BAR.sub("", re.sub(r"[^\n]*\r(?!\n)", "", out.text))
-            if out.name == "stderr" or not text:
+            out.text = BAR.sub("", re.sub(r"[^\n]*\r(?!\n)", "", out.text))
+            if not out.text:
                 continue
-            if kept and kept[-1].get("name") == out.name:
-                kept[-1].text += text
-                continue
-            out.text = text
         elif out.output_type in ("display_data", "execute_result"):
             out.metadata = {}
             if "application/vnd.jupyter.widget-view+json" in out.data or "<progress" in out.data.get("text/html", ""):
@@ -176,8 +177,12 @@ def faults_of(shown, stored, saving):
     for i, picture in enumerate(now):
         if is_blank(*picture):
             yield f"picture {i} is blank"
-        if picture in now[:i]:
-            yield f"picture {i} is shown twice"
+    named = [(out.output_type, out["data"].get("text/plain", ""), bool(pictures([out]))) for out in shown if "data" in out]
+    for kind, name, drawn in named:
+        if name.startswith("<Axes") or name.startswith("<Figure") and not drawn:
+            yield f"shows {name} and no picture"
+        if kind == "execute_result" and name.startswith("<Figure") and ("display_data", name, drawn) in named:
+            yield f"shows {name} twice: as the cell's result, and because it is open"
 
 
 # ---- a notebook
@@ -211,7 +216,7 @@ async def run_notebook(path, skip_flags, run_flags, seconds, save, log_file):
         except CellTimeoutError:
             result.faults.append(f"cell {i} ({cell.id}) was running when the notebook's {seconds / 60:g} minutes were over")
         except (DeadKernelError, RuntimeError) as error:
-            result.faults.append(f"the kernel died: {error}\n{log_file.read_text(errors='replace')[-4000:] if log_file.exists() else ''}")
+            result.faults.append(f"{f'cell {i} ({cell.id}): ' if client.code_cells_executed else ''}the kernel died: {error}\n{log_file.read_text(errors='replace')[-4000:] if log_file.exists() else ''}")
         finally:
             await end(client, manager)
     if save and outputs and not result.faults:
