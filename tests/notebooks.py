@@ -1,14 +1,16 @@
 #!/usr/bin/env python
-"""Run the notebooks as JupyterLab runs them: each in a kernel and a working folder of its own. One run checks the assertions, the figures and the stored outputs.
+"""Run the notebooks as JupyterLab runs them: each in a kernel and a working folder of its own.
+One run checks the assertions and the figures, and can store the outputs.
 
     python tests/notebooks.py                                      all notebooks below nbs/; stores nothing
     python tests/notebooks.py nbs/core/06_masks.ipynb nbs/train    these
     python tests/notebooks.py --save                               store what the notebooks that passed have shown
     python tests/notebooks.py --flags "slow vllm"                  run cells with these test flags too
 
-nbdev decides which cells run (`#| eval`, the test flags, `skip_exec` in the front matter), so `nbdev-test` runs the same cells. What is asked besides: every cell shows at
-least as many pictures as it has stored, each with more than one colour, and none twice. Stored outputs are the same bytes in every run: no execution counts, no standard
-error, no progress bars, no memory addresses.
+nbdev decides which cells run (`#| eval`, the test flags, `skip_exec` in the front matter), so `nbdev-test` runs the
+same cells. Beyond that, every cell must show at least as many pictures as it has stored, none of them blank and no
+figure twice. Stored outputs are the same bytes in every run: without execution counts, standard error, progress bars
+and memory addresses.
 """
 import argparse
 import asyncio
@@ -21,8 +23,8 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import nbformat
 from fastcore.nbio import read_nb, write_nb
@@ -37,14 +39,15 @@ from nbdev.test import nb_test_cells
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-# A kernel is forked from a process that has imported these: they take longer than most notebooks. Where fork is not safe, every kernel imports them itself.
-WARM = ["ipykernel.kernelapp", "matplotlib.pyplot", "nbclient", "nbdev.test", "pandas", "torch.utils.data", "torch.nn.attention.flex_attention", "datasets", "transformers.trainer",
-        "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
+# What takes long to import: kernels are forked from a process that has it; where fork is not safe, each imports its own
+WARM = ["ipykernel.kernelapp", "matplotlib.pyplot", "datasets", "transformers.trainer",
+        "transformers.models.qwen3.modeling_qwen3", "nbclient", "nbdev.test"]
 PROCESSES = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-INLINE = "module://matplotlib_inline.backend_inline"  # Jupyter's back end of matplotlib
+KERNEL = ["--InlineBackend.figure_formats={'retina'}", "--HistoryManager.enabled=False"]
 PICTURES = ("image/png", "image/jpeg", "image/svg+xml")
 BAR = re.compile(r".*\d+%\|.*\|.*\[.*\].*\n?")  # a progress bar of tqdm as text
 ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in the traceback of a kernel
 
 
 # ---- a kernel
@@ -116,7 +119,12 @@ class Manager(AsyncKernelManager):
 
 def stable(outputs):
     "Outputs as they are stored: without what differs from run to run"
-    joined, kept = [], []
+    return [out for out in map(stable_output, joined_streams(outputs)) if out]
+
+
+def joined_streams(outputs):
+    "Outputs without standard error; what was printed in pieces is in one"
+    joined = []
     for out in map(nbformat.from_dict, outputs):
         if out.get("name") == "stderr":
             continue
@@ -124,24 +132,28 @@ def stable(outputs):
             joined[-1].text += out.text
         else:
             joined.append(out)
-    for out in joined:
-        if out.output_type == "stream":
-            out.text = BAR.sub("", re.sub(r"[^\n]*\r(?!\n)", "", out.text))
-            if not out.text:
-                continue
-        elif out.output_type in ("display_data", "execute_result"):
-            out.metadata = {}
-            if "application/vnd.jupyter.widget-view+json" in out.data or "<progress" in out.data.get("text/html", ""):
-                continue
-            for kind, value in out.data.items():
-                if kind == "image/png":
-                    out.data[kind] = plain_png(value)
-                elif kind.startswith("text/"):
-                    out.data[kind] = ADDRESS.sub("", value)
-            if out.output_type == "execute_result":
-                out.execution_count = None
-        kept.append(out)
-    return kept
+    return joined
+
+
+def stable_output(out):
+    "One output as it is stored, or None"
+    if out.output_type == "stream":
+        overwritten = re.compile(r"[^\n]*\r(?!\n)")
+        out.text = BAR.sub("", overwritten.sub("", out.text))
+        return out if out.text else None
+    if "data" not in out:
+        return out
+    if "widget" in " ".join(out.data) or "<progress" in out.data.get("text/html", ""):
+        return None
+    out.metadata = {}
+    if "execution_count" in out:
+        out.execution_count = None
+    for kind, value in out.data.items():
+        if kind == "image/png":
+            out.data[kind] = plain_png(value)
+        elif kind.startswith("text/"):
+            out.data[kind] = ADDRESS.sub("", value)
+    return out
 
 
 def plain_png(text):
@@ -169,6 +181,12 @@ def is_blank(kind, data):
     return picture.width * picture.height == 0 or len(picture.getcolors(2) or "many") == 1
 
 
+def named(outputs, output_type):
+    "[(text, is there a picture too?)] of the outputs of this type"
+    some = [out for out in outputs if out["output_type"] == output_type]
+    return [(out["data"].get("text/plain", ""), bool(pictures([out]))) for out in some]
+
+
 def faults_of(shown, stored, saving):
     "What is wrong with the pictures of a cell"
     now, before = pictures(shown), pictures(stored)
@@ -177,48 +195,59 @@ def faults_of(shown, stored, saving):
     for i, picture in enumerate(now):
         if is_blank(*picture):
             yield f"picture {i} is blank"
-    named = [(out.output_type, out["data"].get("text/plain", ""), bool(pictures([out]))) for out in shown if "data" in out]
-    for kind, name, drawn in named:
+    displayed, results = named(shown, "display_data"), named(shown, "execute_result")
+    for name, drawn in displayed + results:
         if name.startswith("<Axes") or name.startswith("<Figure") and not drawn:
             yield f"shows {name} and no picture"
-        if kind == "execute_result" and name.startswith("<Figure") and ("display_data", name, drawn) in named:
+    for name, drawn in results:
+        if drawn and name.startswith("<Figure") and (name, drawn) in displayed:
             yield f"shows {name} twice: as the cell's result, and because it is open"
 
 
 # ---- a notebook
 
-async def run_notebook(path, skip_flags, run_flags, seconds, save, log_file):
-    "Run one notebook; what came of it"
-    began, nb = time.monotonic(), nbformat.read(path, as_version=4)
-    result = SimpleNamespace(path=path, cells=0, pictures=0, faults=[], notes=[], seconds=0.0)
+@dataclass
+class Result:
+    "What came of a notebook"
+    path: Path
+    cells: int = 0
+    pictures: int = 0
+    seconds: float = 0.0
+    faults: list[str] = field(default_factory=list)
+
+
+async def run_notebook(path, skip_flags, run_flags, seconds, save, log):
+    "Run one notebook, and store its outputs if that is wanted and nothing is wrong"
+    began, nb, result, outputs = time.monotonic(), nbformat.read(path, as_version=4), Result(path), {}
     chosen = {cell.id for cell in nb_test_cells(path, skip_flags, run_flags)}
-    outputs = {}
-    if chosen:
-        manager = Manager()
-        manager.log_file = str(log_file)
-        client = NotebookClient(nb, km=manager, store_widget_state=False, record_timing=False,
-                                extra_arguments=["--InlineBackend.figure_formats={'retina'}", "--HistoryManager.enabled=False"])
-        try:
+    cells = [(i, cell) for i, cell in enumerate(nb.cells) if cell.id in chosen and cell.source.strip()]
+    manager = Manager()
+    manager.log_file = str(log)
+    client = NotebookClient(nb, km=manager, store_widget_state=False, record_timing=False, startup_timeout=300,
+                            extra_arguments=KERNEL)
+    where = "before the first cell"
+    try:
+        if cells:
             await client.async_start_new_kernel(cwd=str(path.parent))
             await client.async_start_new_kernel_client()
-            for i, cell in enumerate(nb.cells):
-                if cell.id not in chosen or not cell.source.strip():
-                    continue
-                stored = cell.outputs
-                client.timeout = max(1, int(seconds - (time.monotonic() - began)))
-                await client.async_execute_cell(cell, i)
-                outputs[cell.id] = stable(cell.outputs)
-                result.cells += 1
-                result.pictures += len(pictures(cell.outputs))
-                result.faults += [f"cell {i} ({cell.id}) {fault}" for fault in faults_of(cell.outputs, stored, save)]
-        except CellExecutionError as error:
-            result.faults.append(f"cell {i} ({cell.id}) failed\n{re.sub(chr(27) + r'[[][0-9;]*m', '', error.traceback)}")
-        except CellTimeoutError:
-            result.faults.append(f"cell {i} ({cell.id}) was running when the notebook's {seconds / 60:g} minutes were over")
-        except (DeadKernelError, RuntimeError) as error:
-            result.faults.append(f"{f'cell {i} ({cell.id}): ' if client.code_cells_executed else ''}the kernel died: {error}\n{log_file.read_text(errors='replace')[-4000:] if log_file.exists() else ''}")
-        finally:
-            await end(client, manager)
+        deadline = time.monotonic() + seconds
+        for i, cell in cells:
+            where, stored = f"cell {i} ({cell.id})", cell.outputs
+            client.timeout = max(1, int(deadline - time.monotonic()))
+            await client.async_execute_cell(cell, i)
+            outputs[cell.id] = stable(cell.outputs)
+            result.cells += 1
+            result.pictures += len(pictures(cell.outputs))
+            result.faults += [f"{where} {fault}" for fault in faults_of(cell.outputs, stored, save)]
+    except CellExecutionError as error:
+        result.faults.append(f"{where} failed\n{COLOUR.sub('', error.traceback)}")
+    except CellTimeoutError:
+        result.faults.append(f"{where} was running when the notebook's {seconds / 60:g} minutes were over")
+    except (DeadKernelError, RuntimeError) as error:
+        said = log.read_text(errors="replace")[-4000:] if log.exists() else ""
+        result.faults.append(f"{where}: the kernel died: {error}\n{said}")
+    finally:
+        await end(client, manager)
     if save and outputs and not result.faults:
         store(path, outputs)
     result.seconds = time.monotonic() - began
@@ -230,15 +259,13 @@ async def end(client, manager):
     if not manager.has_kernel:
         return
     group = manager.provisioner.pgid
+    await manager.shutdown_kernel(now=client.kc is None)
     if client.kc:
-        await manager.shutdown_kernel()
         client.kc.stop_channels()
-    else:
-        await manager.shutdown_kernel(now=True)
     try:
         os.killpg(group, signal.SIGKILL)
     except (AttributeError, OSError):
-        pass  # nothing was left
+        pass  # nothing was left, or the platform has no groups
 
 
 def store(path, outputs):
@@ -255,17 +282,19 @@ def store(path, outputs):
 
 async def run_all(files, args, folder):
     "Run the notebooks, as many at a time as there are workers; their results in the order of `files`"
-    config = get_config(files[0])
-    skip = config.tst_flags.split() if isinstance(config.tst_flags, str) else list(config.tst_flags)
+    skip = get_config(files[0]).tst_flags
+    skip = skip.split() if isinstance(skip, str) else list(skip)
     places = asyncio.Semaphore(args.workers)
 
     async def one(i, path):
         async with places:
-            result = await run_notebook(path, skip, args.flags.split(), args.minutes * 60, args.save, folder / f"{i}.log")
-        print(f"{'FAILED' if result.faults else 'passed'}  {result.seconds:6.1f} s  {result.cells:3} cells  {result.pictures:2} pictures  {shown(path)}", flush=True)
-        for fault in result.faults:
+            log = folder / f"{i}.log"
+            r = await run_notebook(path, skip, args.flags.split(), args.minutes * 60, args.save, log)
+        verdict = "FAILED" if r.faults else "passed"
+        print(f"{verdict}  {r.seconds:6.1f} s  {r.cells:3} cells  {r.pictures:2} pictures  {shown(path)}", flush=True)
+        for fault in r.faults:
             print("    " + fault.strip().replace("\n", "\n    "), flush=True)
-        return result
+        return r
 
     return await asyncio.gather(*(one(i, path) for i, path in enumerate(files)))
 
@@ -280,28 +309,35 @@ def find(paths):
     return sorted((f for f in files if not (f.parent / ".notest").exists()), reverse=True)
 
 
+def prepare(folder):
+    "The environment that the kernels inherit"
+    os.environ |= {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "IN_TEST": "1",
+                   "IPYTHONDIR": f"{folder}/ipython", "JUPYTER_RUNTIME_DIR": f"{folder}/runtime"}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the order of sums depends on it
+    sys.path.insert(0, str(ROOT))
+    if sys.platform == "linux":
+        PROCESSES.set_forkserver_preload(WARM)
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("paths", nargs="*", help="notebooks or folders; all notebooks by default")
     parser.add_argument("--save", action="store_true", help="store the outputs of the notebooks that pass")
-    parser.add_argument("--workers", type=int, default=2, help="notebooks at a time")
+    parser.add_argument("--workers", type=int, default=2, help="notebooks at a time (2)")
     parser.add_argument("--flags", default="", help="test flags whose cells run too")
-    parser.add_argument("--minutes", type=float, default=10, help="time limit of a notebook")
+    parser.add_argument("--minutes", type=float, default=15, help="time limit of a notebook (15)")
     args = parser.parse_args()
     files = find(args.paths)
     if not files:
-        parser.error(f"no notebooks in {args.paths}")
+        parser.error(f"no notebooks in {', '.join(args.paths)}: name notebooks, or folders that hold some")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(MPLBACKEND=INLINE, IN_TEST="1", IPYTHONDIR=f"{folder}/ipython", JUPYTER_RUNTIME_DIR=f"{folder}/runtime")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # the order of sums depends on it
-        sys.path.insert(0, str(ROOT))
-        if sys.platform == "linux":
-            PROCESSES.set_forkserver_preload(WARM)
+        prepare(folder)
         results = asyncio.run(run_all(files, args, Path(folder)))
-    failed = [r for r in results if r.faults]
-    print(f"{len(results)} notebooks, {sum(r.cells for r in results)} cells, {sum(r.pictures for r in results)} pictures in {time.monotonic() - began:.0f} s: "
-          + (f"{len(failed)} FAILED: {', '.join(str(shown(r.path)) for r in failed)}" if failed else "all passed"))
+    failed = [str(shown(r.path)) for r in results if r.faults]
+    cells, drawn = sum(r.cells for r in results), sum(r.pictures for r in results)
+    print(f"{len(results)} notebooks, {cells} cells, {drawn} pictures in {time.monotonic() - began:.0f} s: "
+          + (f"{len(failed)} FAILED: {', '.join(failed)}" if failed else "all passed"))
     return bool(failed)
 
 
