@@ -35,8 +35,8 @@ test: lint notebooks-test nbdev2 pytest  ## everything that must hold: lint, all
 lint: .venv/.dev
 	$(BIN)/ruff check speculators_nb tests docs benchmarks
 
-notebooks-test: .venv/.dev
-	$(OFFLINE) $(BIN)/nbdev-test --n-workers $(WORKERS) --do-print
+notebooks-test: .venv/.dev  ## every notebook in a kernel of its own: assertions hold, every stored figure is shown
+	$(OFFLINE) $(BIN)/python tests/notebooks.py --workers $(WORKERS)
 
 pytest: .venv/.dev
 	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS)
@@ -113,9 +113,8 @@ verifier: .venv/.run  ## train data/tiny-verifier again
 answers: .venv/.run  ## write data/answers again: what the verifier says to the training prompts
 	$(OFFLINE) $(BIN)/python -m speculators_nb.experiment
 
-notebooks: .venv/.dev  ## run every notebook, store its outputs, clean, README
-	$(OFFLINE) $(BIN)/nbdev-test --save --n-workers $(WORKERS) --do-print
-	$(BIN)/nbdev-clean
+notebooks: .venv/.dev  ## run every notebook as notebooks-test does, store its outputs, README
+	$(OFFLINE) $(BIN)/python tests/notebooks.py --save --workers $(WORKERS)
 	$(BIN)/python docs/readme.py
 
 export: .venv/.dev  ## notebooks to package, README from nbs/index.ipynb

@@ -98,7 +98,8 @@ def test_makefile_default_torch_is_supported():
 
 
 OPTIONAL = {Requirement(r).name for extra in ("vllm", "loggers") for r in PROJECT["optional-dependencies"][extra]}
-COMES_WITH = {"pydantic_core": "pydantic", "IPython": "nbdev", "yaml": "pyyaml", "PIL": "pillow", "pyarrow": "datasets"}
+COMES_WITH = {"pydantic_core": "pydantic", "IPython": "nbdev", "yaml": "pyyaml", "PIL": "pillow", "pyarrow": "datasets", "ipykernel": "jupyterlab",
+              "nbformat": "nbclient", "jupyter_client": "nbclient"}
 
 
 def third_party(path):
