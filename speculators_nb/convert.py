@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 import torch
 from .config import SpeculatorModelConfig, SpeculatorsConfig
-from .model import SpeculatorModel
+from .model import SpeculatorModel, read_state
 from .native import NativeCheckpoint, formats, verifier_target
 from .provenance import write_provenance
-from .utils import atomic_folder, checkpoint_index, load_tensors, resolve_checkpoint
+from .utils import atomic_folder, load_tensors, resolve_checkpoint
 
 # %% ../nbs/train/04_convert.ipynb #4009f06b
 def detect(
@@ -106,7 +106,7 @@ def export_native(
     entry = known[0] if format is None else _named(format, known, f"a drafter of type {config.speculators_model_type!r} can be written as")
     named = verifier or (config.speculators_config and config.speculators_config.verifier.name_or_path)
     target = verifier_target(named, trust_remote_code or None) if named and (verifier or (Path(named) / "config.json").is_file()) else None
-    state = {n: w for file in sorted(set(checkpoint_index(folder).values())) for n, w in load_tensors(file).items()}
+    state = read_state(folder)
     klass = SpeculatorModel.registered_model_class_from_config(config)
     with torch.device("meta"): model = klass(config)
     model.check_state(state, checkpoint)

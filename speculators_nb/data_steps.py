@@ -24,6 +24,7 @@ from .data_generation.regenerate_server import regenerate_from_server
 from .data_generation.sources import read_conversations
 from .data_generation.vllm_features import extract_from_server, table_of
 from .head import text_config
+from .options import check_options
 from .provenance import write_provenance
 from .utils import resolve_checkpoint
 from .verifier import Verifier
@@ -66,8 +67,7 @@ def regenerate(
     device: str | None = None,  # without a server; default: the accelerator if there is one
 ) -> Report:  # counts; what failed and why
     "Let the verifier answer the questions itself."
-    if verifier is None and server is None:
-        raise ValueError("who shall answer? Give verifier (in this process) or server (its address)")
+    check_options(locals(), "regenerate")
     given = dict(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, max_length=max_length, sampling=sampling, languages=languages or None, limit=max_samples)
     if server is not None:
         report = regenerate_from_server(server, data, output, model=model, tokenizer=verifier, concurrency=concurrency, **given)
@@ -104,11 +104,8 @@ def features(
     trust_remote_code: bool = False,  # run code that comes with the verifier
 ) -> dict:  # counts, and output_dir
     "Write the verifier's hidden states on every row."
-    if source not in ("hf", "vllm"):
-        raise ValueError(f"source={source!r}: choose hf or vllm")
+    check_options(locals(), "features")
     if source == "vllm":
-        if storage is None:
-            raise ValueError("storage is missing: name the folder that the server writes to, as in: speculators-nb serve VERIFIER --hidden-states FOLDER")
         rows = _rows(data, AutoTokenizer.from_pretrained(verifier, trust_remote_code=trust_remote_code), max_length, max_samples)
         counts = extract_from_server(server, rows, output_dir, storage, aux_layer_ids or None, concurrency, dtype, rank, world_size)
     else:
@@ -127,6 +124,7 @@ def vocab(
     vocab_size: int | None = None,  # of the verifier; default: as the folder says
 ) -> dict:  # draft_vocab_size, vocab_size, output_dir, covered: share of the trained tokens that the drafter knows
     "Choose the tokens of a drafter: the most frequent ones of the training answers."
+    check_options(locals(), "vocab")
     data_dir = Path(data_dir)
     prepared, origin = load_prepared(data_dir / "rows" if (data_dir / "rows").is_dir() else data_dir), data_dir / "data_config.json"
     model = json.loads(origin.read_text(encoding="utf-8")).get("model", {}) if origin.is_file() else {}

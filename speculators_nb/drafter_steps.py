@@ -27,6 +27,7 @@ from .experiment import settings
 from .data_steps import device_of, open_verifier
 from .head import text_config
 from .model import SpeculatorModel
+from .options import check_options, pairs as _pairs
 from .provenance import write_provenance
 from .serve import Server, find_verifier, serve_command, serve_environment
 from .train.drafter import train_drafter
@@ -35,22 +36,6 @@ from .utils import atomic_write, remote_code
 from .verifier import check_aux_layer_ids, default_aux_layer_ids
 
 # %% ../nbs/68_drafter_steps.ipynb #4cfea66f
-def _pairs(extra):
-    "A mapping, or name=value strings -> dictionary; values are JSON where they can be, else text."
-    if isinstance(extra, Mapping):
-        return dict(extra)
-    pairs = {}
-    for item in extra or ():
-        name, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"--extra {item}: write name=value.")
-        try:
-            pairs[name.strip().replace("-", "_")] = json.loads(value)
-        except ValueError:
-            pairs[name.strip().replace("-", "_")] = value
-    return pairs
-
-
 def train(
     data_dir: Path,  # folder made by `speculators-nb features`, or of upstream's features; or a prepared folder: then the features are made while training
     output_dir: Path,  # where the drafter, its history and its checkpoints go
@@ -137,8 +122,7 @@ def evaluate(
     device: str | None = None,  # with reference; default: the accelerator if there is one
 ) -> Evaluation | EngineEvaluation:  # tables, pictures
     "Measure how many drafted tokens the verifier accepts, at each position."
-    if engine not in ("reference", "vllm"):
-        raise ValueError(f"engine={engine!r}: choose reference or vllm")
+    check_options(locals(), "evaluate")
     lengths, temperatures = [k] if isinstance(k, int) else list(k or ()), tuple(temperatures or (0.0,))
     if engine == "vllm":
         rows = list(read_conversations(data, max_samples))
@@ -146,8 +130,6 @@ def evaluate(
         return evaluate_engine(server or drafter, rows, k=lengths or None, concurrency=concurrency or 1, baseline=baseline, temperatures=temperatures,
                                max_new_tokens=max_new_tokens, name=SpeculatorModelConfig.from_pretrained(drafter).speculators_model_type if server else None,
                                load=load, seed=seed, output_dir=output_dir, vllm=vllm, **started)
-    if len(lengths) > 1:
-        raise ValueError(f"k={lengths}: the reference decoder measures one draft length at a time; give one, or --engine vllm")
     model = SpeculatorModel.from_pretrained(drafter, verifier=verifier).to(device_of(device))
     trained = model.drafter()
     verifier = verifier or model.config.speculators_config.verifier.name_or_path
@@ -168,6 +150,7 @@ def compare(
     output_dir: Path | None = None,  # gets comparison.csv and comparison.png; default: the table is only printed
 ) -> Comparison:  # `table()`, `plot()`
     "Put evaluations side by side: acceptance at each position, length, throughput and latency."
+    check_options(locals(), "compare")
     named = [run.partition("=") for run in runs]
     found = compare_runs({name if equals else Path(name).name: folder if equals else name for name, equals, folder in named})
     if output_dir is not None:
@@ -196,6 +179,7 @@ def serve(
     run: bool = False,  # start it and wait; default: the command is printed
 ) -> tuple[list[str], dict] | None:  # command and environment; None where it ran
     "Serve a drafter with vLLM."
+    check_options(locals(), "serve")
     options = dict(host=host, port=port, dtype=dtype, max_model_len=max_model_len, enforce_eager=enforce_eager, extra=extra or (), vllm=vllm or "vllm")
     environment = serve_environment()
     if hidden_states is None:

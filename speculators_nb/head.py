@@ -9,10 +9,12 @@ __all__ = ['NORM_KINDS', 'OFFSET_NORM', 'LAYER_NORM', 'EPS_NAMES', 'NORM_NAMES',
 
 # %% ../nbs/core/09_head.ipynb #d2a4ba93
 import os
+from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
-from .utils import checkpoint_index, load_tensors, remote_code_allowed, resolve_checkpoint
+from .config import check_layers
+from .utils import checkpoint_index, load_tensors, read_object, remote_code_allowed, resolve_checkpoint
 
 # %% ../nbs/core/09_head.ipynb #6c6ba6df
 class FinalNorm(nn.Module):
@@ -56,9 +58,20 @@ def verifier_config(
     verifier: str | os.PathLike,            # folder or hub id
     trust_remote_code: bool | None = None,  # run configuration code that comes with it; None: as `utils.remote_code` says, which is no
 ) -> PretrainedConfig:
-    "A verifier's configuration. Errors: ValueError for one that needs its own code, unless that is trusted."
-    trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
-    return AutoConfig.from_pretrained(resolve_checkpoint(verifier), trust_remote_code=trusted)
+    "A verifier's configuration. Errors: FileNotFoundError; ValueError for one that needs its own code, unless that is trusted, one that cannot be, or a drafter's."
+    trusted, folder = remote_code_allowed() if trust_remote_code is None else trust_remote_code, resolve_checkpoint(verifier)
+    file = Path(folder) / "config.json"
+    if not file.is_file(): raise FileNotFoundError(f"{folder}: has no config.json; is it a verifier's folder?")
+    said = read_object(file)
+    if "speculators_model_type" in said:
+        raise ValueError(f"{folder}: is a drafter (speculators_model_type={said['speculators_model_type']!r}); name the verifier that it was trained for")
+    for part, prefix in ((said, ""), (said.get("text_config"), "text_config.")):
+        if isinstance(part, dict): check_layers(part, f"{file}: {prefix}")
+    try: config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+    except ValueError as e: raise ValueError(f"{file}: {' '.join(str(e).split())}") from e
+    except Exception as e:     # whatever a class of transformers raises for a field of another type
+        raise ValueError(f"{file}: transformers cannot read it: {' '.join(f'{type(e).__name__}: {e}'.split())}") from e
+    return config
 
 def norm_kind(config) -> str: # PretrainedConfig -> "rms" | "rms+1" | "layer"
     "The final norm's convention of a verifier family."

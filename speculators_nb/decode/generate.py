@@ -150,7 +150,12 @@ class Request:
     ) -> tuple[int, TokenTree]: # how deep the drafter could go, and what it proposes
         "None for the prompt; one place is the verifier's."
         asked = min(k(self.steps) if callable(k) else k, self.room - 1) if self.read else 0
-        draft = self.drafter.propose(self.tokens, self.features, asked, self.sampling) if asked else TokenTree.chain(self.tokens[:0])
+        if not asked:
+            return asked, TokenTree.chain(self.tokens[:0])
+        try:
+            draft = self.drafter.propose(self.tokens, self.features, asked, self.sampling)
+        except ValueError as e:
+            raise ValueError(f"{type(self.drafter).__name__}: {e}") from e
         return asked, check_proposal(draft, asked, vocab_size, self.tokens.device)
 
     def decide(self,
