@@ -6,7 +6,6 @@
 __all__ = ['check_vllm_contract']
 
 # %% ../nbs/core/20_contract.ipynb #bce5c504
-import json
 import os
 from pathlib import Path
 import torch

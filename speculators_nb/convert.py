@@ -14,7 +14,7 @@ from .config import SpeculatorModelConfig, SpeculatorsConfig
 from .model import SpeculatorModel, read_state
 from .native import NativeCheckpoint, formats, verifier_target
 from .provenance import write_provenance
-from .utils import atomic_folder, load_tensors, resolve_checkpoint
+from .utils import atomic_folder, resolve_checkpoint
 
 # %% ../nbs/train/04_convert.ipynb #4009f06b
 def detect(

@@ -8,10 +8,7 @@ __all__ = ['train', 'prompts_of', 'evaluate', 'compare', 'serve']
 # %% ../nbs/68_drafter_steps.ipynb #b05a1f9a
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
-
-from transformers import AutoConfig
 
 from .config import SpeculatorModelConfig
 from .data_generation.extraction import extraction_options
@@ -21,11 +18,11 @@ from .data_generation.regenerate import eos_ids_of
 from .data_generation.replay import questions_of
 from .data_generation.sources import read_conversations
 from .decode.ngram import NgramDrafter
-from .evaluate.acceptance import Evaluation, evaluate as measure
+from .evaluate.acceptance import RESULTS, Evaluation, evaluate as measure
 from .evaluate.engine import Comparison, EngineEvaluation, compare_runs, evaluate_as_engine, evaluate_engine
 from .experiment import settings
 from .data_steps import device_of, open_verifier
-from .head import text_config
+from .head import text_config, verifier_config
 from .model import SpeculatorModel
 from .options import check_options, pairs as _pairs
 from .provenance import write_provenance
@@ -97,6 +94,13 @@ def prompts_of(
     return prompts, [row.get("domain") for row in rows]
 
 
+def _room(output_dir, overwrite, *names):
+    "Refuse, before any work, to put a result over an older one. Errors: FileExistsError."
+    there = [] if output_dir is None or overwrite else [name for name in names if (Path(output_dir) / name).exists()]
+    if there:
+        raise FileExistsError(f"output_dir={str(output_dir)!r}: holds a result already ({', '.join(there[:3])}); name another folder, or pass overwrite=True")
+
+
 def evaluate(
     drafter: str,  # folder or hub id of a trained drafter
     data: str,  # conversations; the questions before the first answer are the prompt
@@ -120,9 +124,11 @@ def evaluate(
     extra: list[str] | None = None,  # with vllm: a further argument of vllm serve; repeat the option
     seed: int = 0,  # of sampling and of the intervals
     device: str | None = None,  # with reference; default: the accelerator if there is one
+    overwrite: bool = False,  # replace the evaluation in output_dir
 ) -> Evaluation | EngineEvaluation:  # tables, pictures
     "Measure how many drafted tokens the verifier accepts, at each position."
     check_options(locals(), "evaluate")
+    _room(output_dir, overwrite, *RESULTS)
     lengths, temperatures = [k] if isinstance(k, int) else list(k or ()), tuple(temperatures or (0.0,))
     if engine == "vllm":
         rows = list(read_conversations(data, max_samples))
@@ -148,11 +154,19 @@ def evaluate(
 def compare(
     runs: list[str],  # folders of evaluations that were made with --engine vllm or --as-engine, or name=folder
     output_dir: Path | None = None,  # gets comparison.csv and comparison.png; default: the table is only printed
+    overwrite: bool = False,  # replace the comparison in output_dir
 ) -> Comparison:  # `table()`, `plot()`
     "Put evaluations side by side: acceptance at each position, length, throughput and latency."
     check_options(locals(), "compare")
+    _room(output_dir, overwrite, "comparison.csv", "comparison.png")
     named = [run.partition("=") for run in runs]
-    found = compare_runs({name if equals else Path(name).name: folder if equals else name for name, equals, folder in named})
+    folders = {}
+    for name, equals, folder in named:
+        name, folder = (name, folder) if equals else (Path(name).name, name)
+        if name in folders:
+            raise ValueError(f"runs={folder!r}: another run is called {name!r}, too; write name=folder for each")
+        folders[name] = folder
+    found = compare_runs(folders)
     if output_dir is not None:
         for name, write in (("comparison.csv", lambda f: found.table().to_csv(f, index=False)), ("comparison.png", lambda f: found.plot().savefig(f, format="png", dpi=110))):
             with atomic_write(Path(output_dir) / name) as temporary:
@@ -185,7 +199,7 @@ def serve(
     if hidden_states is None:
         command = serve_command(checkpoint, k, method, verifier, native=native, **options)
     else:
-        n = text_config(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)).num_hidden_layers
+        n = text_config(verifier_config(checkpoint, False)).num_hidden_layers
         layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
         Path(hidden_states).mkdir(parents=True, exist_ok=True)
         arguments, added = extraction_options(layers, hidden_states)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
-from .config import check_layers
+from .config import check_layers, check_said
 from .utils import checkpoint_index, load_tensors, read_object, remote_code_allowed, resolve_checkpoint
 
 # %% ../nbs/core/09_head.ipynb #6c6ba6df
@@ -65,6 +65,7 @@ def verifier_config(
     said = read_object(file)
     if "speculators_model_type" in said:
         raise ValueError(f"{folder}: is a drafter (speculators_model_type={said['speculators_model_type']!r}); name the verifier that it was trained for")
+    check_said(said, f"{file}: ")
     for part, prefix in ((said, ""), (said.get("text_config"), "text_config.")):
         if isinstance(part, dict): check_layers(part, f"{file}: {prefix}")
     try: config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)

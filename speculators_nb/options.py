@@ -465,7 +465,7 @@ def _of_loss(rule, value):
 
 KINDS["loss"] = _of_loss
 
-# %% ../nbs/core/01d_options.ipynb #c0407cda
+# %% ../nbs/core/01d_options.ipynb #dc9631af
 RULES |= {
     "k": several(whole(4, 0, MOST_DRAFTED), 4, none=True, alone=True, objects=True),
     "temperature": number(0.7, **TEMPERATURE),
@@ -477,6 +477,15 @@ RULES |= {
     "rule": word("standard", "greedy", "strict", "block", "typical", objects=True),
     "load": word("requests", "guidellm"),
     "method": word(*METHODS, none=True),
+    "context": whole(128, 1, MOST_TOKENS),
+    "repeats": whole(15, 1, 10**6),
+    "rounds": whole(40, 1, 10**6),
+    "budget": number(2.5e11, above=0),
+    "streams": whole(1, 1, 65536, none=True),
+    "rate": number(1.0, above=0, none=True),
+    "max_requests": whole(100, 1, none=True),
+    "max_seconds": number(60, above=0, none=True),
+    "prompt_tokens": whole(256, 1, MOST_TOKENS),
 }
 ARGUMENTS = several(text("--max-num-seqs=8"), "--max-num-seqs=8", none=True)
 IN = {
@@ -490,7 +499,6 @@ IN = {
     "evaluate.extra": ARGUMENTS,
     "serve.extra": ARGUMENTS,
     "serve.k": whole(4, 0, MOST_DRAFTED, none=True),
-    "serve.port": whole(8000, 1, 65535),
     "demo.k": whole(4, 1, MOST_DRAFTED),
     **{f"{command}.verifier": path("Qwen/Qwen3-8B", objects=True)
        for command in ("prepare", "features", "convert", "stitch-mtp", "demo")},
