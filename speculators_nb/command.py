@@ -219,7 +219,7 @@ def new_app(
     app.functions = {}
     return app
 
-# %% ../nbs/69_command.ipynb #3afa8085
+# %% ../nbs/69_command.ipynb #724d2927
 def _object(text):
     "JSON of an object."
     value = json.loads(text)
@@ -228,7 +228,14 @@ def _object(text):
     return value
 
 
-READERS = {int: ("INTEGER", int), float: ("FLOAT", float), dict: ("JSON", _object)}
+def _place(text):
+    "A path; no text is none, though `Path` takes it for this folder."
+    if not text.strip():
+        raise ValueError
+    return Path(text)
+
+
+READERS = {int: ("INTEGER", int), float: ("FLOAT", float), dict: ("JSON", _object), Path: ("PATH", _place)}
 
 
 def _reader(name, annotation, command):
@@ -244,7 +251,7 @@ def _reader(name, annotation, command):
             return READERS[kind][1](text)
         except (ValueError, RecursionError):
             rule = rule_of(name, command)
-            wrong = rule and rule.problem(text) or f"is no {READERS[kind][0].lower()}"
+            wrong = rule and (rule.of or rule).problem(text) or f"is no {READERS[kind][0].lower()}"
             raise typer.BadParameter(f"{name}={shown(text)}: {wrong}") from None
 
     return dict(parser=read, metavar=READERS[kind][0])

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from .config import SpeculatorModelConfig, import_models
+from .config import SpeculatorModelConfig, check_folder, import_models
 from .head import TargetHead, load_verifier_tensors, norm_eps, text_config, verifier_config
 from .options import REGISTERED
 from .utils import ClassRegistryMixin, checkpoint_index, load_tensors, resolve_checkpoint, save_tensors
@@ -192,6 +192,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     ) -> "SpeculatorModel": # of the class that the config names, in eval mode
         """Load a drafter. Its class is found by the config's `speculators_model_type`. The verifier's folder is needed to train and for weights that the
         checkpoint leaves to it; without it the drafter can still draft. Errors: ValueError naming missing, unexpected or misshapen tensors."""
+        if config is None and path is not None and os.path.exists(path): check_folder(path)
         folder = None if path is None else resolve_checkpoint(path)
         if config is None:
             if folder is None: raise ValueError("from_pretrained needs a path or a config")
