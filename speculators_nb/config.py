@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 
 import speculators_nb
-from .options import Rule, number, several, shown, whole
+from .options import RULES, Rule, number, several, shown, whole
 from .proposals import GreedyTokenProposalConfig, TokenProposalConfig
 from .utils import ClassRegistryMixin, ReloadableBaseModel, atomic_write, explain, read_object, resolve_checkpoint
 
@@ -96,7 +96,7 @@ class SpeculatorsConfig(ReloadableBaseModel):
 LAYER_RULES = {  # what a decoder's config may say, of what is looked at here
     "hidden_size": whole(4096, 1, 2**20),
     "num_hidden_layers": whole(1, 1, 2**14),
-    "vocab_size": whole(32000, 2, 2**26),
+    "vocab_size": whole(32000, 1, 2**26),
     "max_position_embeddings": whole(4096, 1, 2**40),
     "num_attention_heads": several(whole(32, 1, 2**16), 32, alone=True),
     "num_key_value_heads": several(whole(8, 1, 2**16), 8, alone=True, none=True),
@@ -276,6 +276,9 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
                 value = field_type.validate_python(value)
             except ValidationError as e:
                 raise ValueError(explain(e, type(self).__name__, name)) from None
+            rule = LAYER_RULES.get(name) or RULES.get(name)
+            if rule and value is not None and (wrong := rule.problem(value)):
+                raise ValueError(f"{type(self).__name__}.{name}={shown(value)}: {wrong}")
         super().__setattr__(name, value)
 
     def __eq__(self, other):

@@ -27,6 +27,7 @@ def _general(config: dict) -> list:
     if not isinstance(methods[0].get("speculative_tokens"), int) or methods[0]["speculative_tokens"] < 1:
         found.append(f"speculators_config.proposal_methods[0].speculative_tokens is {methods[0].get('speculative_tokens')!r}; give the number of tokens to draft")
     verifier = block["verifier"].get("name_or_path") if isinstance(block.get("verifier"), dict) else None
+    verifier = verifier if isinstance(verifier, str) else None
     if not verifier: found.append("speculators_config.verifier.name_or_path is missing; vLLM serves the verifier from there")
     elif Path(verifier).is_dir() and not Path(verifier).is_absolute():
         found.append(f"speculators_config.verifier.name_or_path is the relative path {verifier!r}; vLLM looks for it where it is started, write the absolute path")

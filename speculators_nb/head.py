@@ -147,6 +147,16 @@ def _find(names, suffixes: tuple) -> "str | None":
     "The tensor that the first matching suffix names; of several the shortest name, which is the language model's own rather than an attached head's."
     return next((min(hits, key=len) for s in suffixes if (hits := [n for n in names if n == s or n.endswith("." + s)])), None)
 
+def _check_tie(path, own_head, found):
+    "Config and weights agree on whether the head is the embedding table. ValueError otherwise; a folder without config.json is believed."
+    try: config = verifier_config(path)
+    except FileNotFoundError: return
+    said = {getattr(part, "tie_word_embeddings", None) for part in (config, text_config(config))}
+    if said == {False} and not own_head:
+        raise ValueError(f"verifier {str(path)!r}: its weights hold no head ({', '.join(HEAD_NAMES)}), and by its config it has one of its own (tie_word_embeddings is false); take both from one checkpoint")
+    if said == {True} and own_head and not torch.equal(found["head"], found["embeddings"]):
+        raise ValueError(f"verifier {str(path)!r}: its head differs from its embeddings, and by its config (tie_word_embeddings) they are one; take both from one checkpoint")
+
 def load_verifier_tensors(
     path: str,                            # the verifier's folder, or a hub id
     rows: torch.Tensor | None = None,     # bool [V]: the head rows of the draft vocabulary; None: all
@@ -156,10 +166,12 @@ def load_verifier_tensors(
     wanted = {part: _find(index, tuple(f"{stem}.{leaf}" for stem in stems)) for part, stems, leaf in (
         ("norm_weight", NORM_NAMES, "weight"), ("norm_bias", NORM_NAMES, "bias"), ("head", HEAD_NAMES, "weight"), ("head_bias", HEAD_NAMES, "bias"),
         ("embeddings", EMBEDDING_NAMES, "weight"))}
+    own_head = wanted["head"] is not None
     wanted["head"] = wanted["head"] or wanted["embeddings"]
     for part in ("norm_weight", "head", "embeddings"):
         if wanted[part] is None: raise ValueError(f"verifier {str(path)!r}: found no tensor for its {part}; is this the checkpoint of a causal language model?")
     found = {part: load_tensors(index[name], [name])[name] if name else None for part, name in wanted.items()}
+    _check_tie(path, own_head, found)
     if rows is not None:
         if len(rows) != len(found["head"]): raise ValueError(f"verifier {str(path)!r}: its head has {len(found['head'])} rows, but t2d has {len(rows)}; they belong to different verifiers")
         found |= {part: found[part][rows] for part in ("head", "head_bias") if found[part] is not None}

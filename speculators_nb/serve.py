@@ -98,7 +98,7 @@ def what_to_serve(
             draft, problems = _own_layout(resolve_checkpoint(checkpoint), config, native), []
             served = dict(method=SERVED_AS[kind][0], num_speculative_tokens=(config["speculators_config"]["proposal_methods"] or [{}])[0].get("speculative_tokens"))
             fields = served | fields
-        if problems: raise ValueError("\n".join([f"{checkpoint}: vLLM cannot serve it as it is", *(f"- {p}" for p in [*problems, *_way_out(config)])]))
+        if problems: raise ValueError(f"{checkpoint}: vLLM cannot serve it as it is: {'; '.join([*problems, *_way_out(config)])}")
     elif not fields and not draft:
         if not own_head(config): return _place(target), None
         fields = dict(method=own_head(config))

@@ -14,6 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from .options import check_options
 from .plot import plot_tree
 
 # %% ../nbs/core/05_tree.ipynb #94b82636
@@ -61,11 +62,7 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self):
-        for name, ok, want in (("temperature", 0 <= self.temperature < float("inf"), "a number >= 0 (0 is greedy decoding)"),
-                               ("top_k", self.top_k >= 0, "a number of tokens (0 keeps all)"),
-                               ("top_p", 0 < self.top_p <= 1, "in (0, 1] (1 keeps all)"), ("min_p", 0 <= self.min_p <= 1, "in [0, 1] (0 keeps all)")):
-            if not ok:
-                raise ValueError(f"{name}={getattr(self, name)} must be {want}")
+        check_options(dict(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p))
 
     def probabilities(
         self,
@@ -95,8 +92,9 @@ class TokenTree:
 
     def __post_init__(self):
         n = len(self.tokens)
-        if self.tokens.ndim != 1 or self.tokens.is_floating_point():
-            raise ValueError(f"tokens must be a row of integers, got {self.tokens.dtype} of shape {tuple(self.tokens.shape)}")
+        for name, row in (("tokens", self.tokens), ("parents", self.parents)):
+            if row.ndim != 1 or row.is_floating_point() or row.dtype == torch.bool:
+                raise ValueError(f"{name} must be a row of integers, got {row.dtype} of shape {tuple(row.shape)}")
         if self.parents.shape != self.tokens.shape:
             raise ValueError(f"parents has shape {tuple(self.parents.shape)}, but there are {n} tokens: give one parent for each")
         index = torch.arange(n, device=self.parents.device)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['atomic_write', 'atomic_folder', 'save_tensors', 'tensor_names', 'load_tensors', 'load_pickle', 'read_object',
            'resolve_checkpoint', 'inside', 'read_index', 'checkpoint_index', 'read_checkpoint_tensors', 'remote_code',
-           'remote_code_allowed', 'ClassRegistryMixin', 'explain', 'ReloadableBaseModel', 'PydanticClassRegistryMixin']
+           'remote_code_allowed', 'ClassRegistryMixin', 'explain', 'no_truth_for_a_number', 'ReloadableBaseModel',
+           'PydanticClassRegistryMixin']
 
 # %% ../nbs/core/01_utils.ipynb #132663a8
 import contextlib
@@ -331,6 +332,18 @@ def explain(
     return "; ".join(map(say, error.errors()))
 
 
+def no_truth_for_a_number(
+    cls: type[BaseModel],  # whose fields are given
+    fields,  # name -> value, before they are checked
+):  # the same
+    "Python takes True for 1, and pydantic with it. Errors: ValueError naming the field."
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        kinds = get_args(kind := getattr(cls.model_fields.get(name), "annotation", None)) or (kind,)
+        if isinstance(value, bool) and {int, float} & {*kinds} and bool not in kinds:
+            raise ValueError(f"{name}={value}: is a truth value, and must be a number")
+    return fields
+
+
 class ReloadableBaseModel(BaseModel):
     """A pydantic model whose schema can be compiled anew after new classes have registered. Errors: ValueError naming the field and its value, in one line;
     a truth value is no number, and infinity neither."""
@@ -345,11 +358,7 @@ class ReloadableBaseModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_truth_for_a_number(cls, fields):
-        for name, value in fields.items() if isinstance(fields, dict) else ():
-            kinds = get_args(kind := getattr(cls.model_fields.get(name), "annotation", None)) or (kind,)
-            if isinstance(value, bool) and {int, float} & {*kinds} and bool not in kinds:
-                raise ValueError(f"{name}={value}: is a truth value, and must be a number")
-        return fields
+        return no_truth_for_a_number(cls, fields)
 
     @classmethod
     def reload_schema(cls):

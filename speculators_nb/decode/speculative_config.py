@@ -34,7 +34,7 @@ from ..growth import parse_tree
 from ..model import SpeculatorModel
 from ..options import MOST_DRAFTED, shown
 from ..tree import Drafter, Sampling, TokenTree
-from ..utils import read_object
+from ..utils import no_truth_for_a_number, read_object
 from ..verifier import Verifier
 
 # %% ../../nbs/decode/06_speculative_config.ipynb #4035064a
@@ -142,7 +142,7 @@ class SpeculativeConfig(BaseModel):
 
     def __init__(self, **fields):
         try: super().__init__(**fields)
-        except ValidationError as e: raise ValueError("\n".join(map(self._explain, e.errors()))) from None
+        except ValidationError as e: raise ValueError("; ".join(map(self._explain, e.errors()))) from None
 
     @classmethod
     def _explain(cls, e):
@@ -159,6 +159,10 @@ class SpeculativeConfig(BaseModel):
     def spec(self) -> Method: # the row of METHODS
         "What the method needs."
         return METHODS[self.method]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers(cls, fields): return no_truth_for_a_number(cls, fields)
 
     @model_validator(mode="after")
     def _settle(self):

@@ -43,6 +43,7 @@ def bootstrap(
     seed: int = 0, # of the resampling
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # [M] ratios, lower and upper end of the 95 % interval
     "Percentile bootstrap over requests. With fewer than two requests the interval is NaN: one text says nothing about the next."
+    check_options(dict(draws=draws, seed=seed))
     n = len(counts)
     with np.errstate(divide="ignore", invalid="ignore"):   # a position never reached has no conditional rate: NaN
         value = ratios(counts.sum(0))
