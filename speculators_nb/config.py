@@ -150,6 +150,9 @@ def check_layers(
         if name in config and (wrong := rule.problem(config[name])):
             raise ValueError(f"{where}{name}={shown(config[name])}: {wrong}")
     heads, keys, size = (config.get(n) for n in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    pad, words = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(pad, int) and isinstance(words, int) and not -words <= pad < words:
+        raise ValueError(f"{where}pad_token_id={pad}: must be less than vocab_size={words}")
     if isinstance(heads, int) and isinstance(keys, int) and heads % keys:
         raise ValueError(f"{where}num_key_value_heads={keys}: must divide num_attention_heads={heads}")
     if isinstance(heads, int) and isinstance(size, int) and not config.get("head_dim") and size % heads:

@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from .data_generation.chat import prepare
-from .data_generation.feature_folder import shard
+from .data_generation.feature_folder import read_data_config, shard
 from .data_generation.features import extract_features
 from .data_generation.journal import Report
 from .data_generation.prepared import load_prepared
@@ -23,9 +23,9 @@ from .data_generation.regenerate_server import regenerate_from_server
 from .data_generation.sources import read_conversations
 from .data_generation.vllm_features import extract_from_server, table_of
 from .head import text_config, verifier_config
-from .options import check_options, shown
+from .options import check_options
 from .provenance import write_provenance
-from .utils import read_object, resolve_checkpoint
+from .utils import resolve_checkpoint
 from .verifier import Verifier
 from .vocab import load_vocab_mapping, save_vocab_mapping, vocab_mapping_from_frequencies
 
@@ -167,10 +167,8 @@ def vocab(
     "Choose the tokens of a drafter: the most frequent ones of the training answers."
     check_options(locals(), "vocab")
     data_dir = Path(data_dir)
-    prepared, origin = load_prepared(data_dir / "rows" if (data_dir / "rows").is_dir() else data_dir), data_dir / "data_config.json"
-    model = read_object(origin).get("model") if origin.is_file() else {}
-    if not isinstance(model, dict):
-        raise ValueError(f"{origin}: model={shown(model)}: must be an object that names the verifier; make the folder again")
+    prepared = load_prepared(data_dir / "rows" if (data_dir / "rows").is_dir() else data_dir)
+    model = read_data_config(data_dir).get("model", {})
     vocab_size = vocab_size or model.get("vocab_size")
     if not vocab_size and model.get("target_model_path"):
         vocab_size = text_config(verifier_config(model["target_model_path"], False)).vocab_size

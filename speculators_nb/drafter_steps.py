@@ -6,7 +6,6 @@
 __all__ = ['train', 'prompts_of', 'evaluate', 'compare', 'serve']
 
 # %% ../nbs/68_drafter_steps.ipynb #b05a1f9a
-import json
 import time
 from pathlib import Path
 
@@ -29,10 +28,23 @@ from .provenance import write_provenance
 from .serve import Server, find_verifier, serve_command, serve_environment
 from .train.drafter import train_drafter
 from .train.trainer import SpeculatorTrainer
-from .utils import atomic_write, remote_code
+from .utils import atomic_write, read_object, remote_code
 from .verifier import check_aux_layer_ids, default_aux_layer_ids
 
 # %% ../nbs/68_drafter_steps.ipynb #4cfea66f
+def _features_there(data_dir, verifier):
+    "Say what is named where features are wanted. Errors: FileNotFoundError; ValueError."
+    path, model = Path(data_dir), verifier or "VERIFIER"
+    if path.is_file():
+        raise ValueError(f"data_dir={str(path)!r}: is a file, and a drafter is trained on features. Make them: speculators-nb features {model} {path} FEATURES; "
+                         "then speculators-nb train FEATURES DRAFTER")
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such folder. Make one: speculators-nb features {model} DATA {path}")
+    if (path / "config.json").is_file():
+        kind = "a drafter" if "speculators_model_type" in read_object(path / "config.json") else "a model"
+        raise ValueError(f"data_dir={str(path)!r}: is {kind}, and features are wanted. Make them: speculators-nb features {model} DATA FEATURES")
+
+
 def train(
     data_dir: Path,  # folder made by `speculators-nb features`, or of upstream's features; or a prepared folder: then the features are made while training
     output_dir: Path,  # where the drafter, its history and its checkpoints go
@@ -63,8 +75,7 @@ def train(
     extra: list[str] | None = None,  # name=value, for any other training argument, e.g. warmup_steps=100; repeat the option
 ) -> SpeculatorTrainer:  # has run; its model is the best one, and is saved
     "Train a drafter on features, and keep the best checkpoint."
-    if not Path(data_dir).is_dir():
-        raise FileNotFoundError(f"{data_dir}: no such folder. Make one: speculators-nb features VERIFIER DATA {data_dir}")
+    _features_there(data_dir, verifier)
     verifier = verifier or read_data_config(data_dir).get("model", {}).get("target_model_path")
     if not verifier:
         raise ValueError(f"verifier is missing: {data_dir} does not say which one made it")

@@ -1,7 +1,6 @@
 """Drafters and verifiers on the disk whose files are torn, of two models, or hold what no model can hold: each is refused by file and tensor, by whatever opens it."""
 import json
 import shutil
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -163,7 +162,7 @@ VERIFIERS = {
     "an epsilon of NaN": (dict(config=lambda c: c.update(rms_norm_eps=float("nan"))), "config.json: rms_norm_eps=nan: must be finite"),
     "positions that are text": (dict(config=lambda c: c.update(max_position_embeddings="long")), "config.json: max_position_embeddings='long': must be a whole number"),
     "a rope of nothing": (dict(config=lambda c: c.update(rope_parameters=3)), "config.json: .*rope"),
-    "a vocabulary of one": (dict(config=lambda c: c.update(vocab_size=1)), "config.json: vocab_size=1: must be at least 2"),
+    "a vocabulary of one": (dict(config=lambda c: c.update(vocab_size=1)), "config.json: pad_token_id=2: must be less than vocab_size=1"),
     "a drafter": (dict(config=lambda c: c.update(speculators_model_type="eagle3")), "is a drafter \\(speculators_model_type='eagle3'\\); name the verifier"),
 }
 BORROWED = {  # a verifier that a drafter borrows from

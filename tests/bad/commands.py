@@ -75,7 +75,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "config": OBJECT,
     "aux_layer_ids": LAYERS,
     "languages": [("''", "{}=\\[''\\]: is empty"), ("en {option} ''", "{}=\\['en', ''\\]: is empty; write something like en")],
-    "runs": [("''", "{}=\\[''.*\\]: is empty"), ("x ''", None)],
+    "runs": [("''", "{}=\\[''.*\\]: is empty"), ("' '", "{}=\\[' '.*\\]: is empty")],
     "model": [("''", "{}='': is empty; write something like"), ("'  '", "{}=' *': is empty")],
     "format": [("''", "{}='': is empty"), ("' '", "{}=' ': is empty")],
     "train.extra": [("warmup_steps", "extra='warmup_steps': write name=value"), ("seed=1", "extra='seed=1': has an option of its own; use --seed"), ("=3", "extra='=3': write name=value"),
@@ -193,6 +193,10 @@ RECIPES = [  # (name, file, content, what must be answered)
 ]
 WRONG = [  # arguments that name something else than is wanted
     ("features are missing", "train {here}/none {here}/d", "none: no such folder.*features"),
+    ("conversations for features", "train {corpus} {here}/d", "data_dir=.*heldout.jsonl': is a file, and a drafter is trained on features. Make them: speculators-nb features VERIFIER .*heldout.jsonl"),
+    ("a verifier for features", "train {verifier} {here}/d", "data_dir=.*verifier': is a model, and features are wanted. Make them"),
+    ("a drafter for features", "train {drafter} {here}/d --verifier {verifier}", "data_dir=.*eagle3': is a drafter, and features are wanted. Make them: speculators-nb features .*verifier DATA"),
+    ("an empty folder for features", "train {here} {here}/d --verifier {verifier}", "no folder 'rows' with the prepared dataset, no Arrow table|no features"),
     ("a verifier for a drafter", "evaluate {tiny} {corpus}", "tiny-verifier: is no drafter of this library: .*A verifier goes into --verifier"),
     ("features for a drafter", "evaluate {features} {corpus}", "features: has no config.json, so it is no drafter, but features; train a drafter on them first"),
     ("a file for a drafter", "evaluate {drafter}/model.safetensors {corpus}", "model.safetensors: is a file, and a drafter is a folder"),
@@ -251,4 +255,6 @@ CASES = [
     *(Case(f"spelling: {line}", line, expect) for line, expect in SPELLING),
     *(Case(f"recipe: {name}", f"train --recipe {{here}}/{'recipe.yaml' if '/' in file else file}", expect, {} if content is None else {file: content}) for name, file, content, expect in RECIPES),
     *(Case(name, line, expect) for name, line, expect in WRONG),
+    Case("a demo over another one", "demo --output-dir {here} --prompts {corpus} --heldout {corpus} --verifier {tiny} --algorithm medusa",
+         "algorithm='medusa': .* was begun with algorithm='eagle3'; name another output_dir", {"demo.json": {"algorithm": "eagle3"}}),
 ]

@@ -8,7 +8,7 @@ from speculators_nb.anchors import select_anchors
 from speculators_nb.convert import convert, detect, export_native
 from speculators_nb.data_steps import device_of
 from speculators_nb.decode.accept import lenient, synthetic, tolerant
-from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.generate import generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.drafter_steps import compare, evaluate as evaluate_step, serve
