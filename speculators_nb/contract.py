@@ -6,7 +6,6 @@
 __all__ = ['log', 'check_vllm_contract']
 
 # %% ../nbs/core/20_contract.ipynb #bce5c504
-import json
 import logging
 import os
 from pathlib import Path
@@ -14,8 +13,8 @@ import torch
 from transformers import PretrainedConfig
 from .config import SpeculatorModelConfig
 from .head import text_config, verifier_config
-from .model import SpeculatorModel
-from .utils import checkpoint_index, load_tensors, resolve_checkpoint
+from .model import SpeculatorModel, tensor_problem
+from .utils import checkpoint_index, load_tensors, read_object, resolve_checkpoint
 from .vocab import check_vocab_mapping
 
 # %% ../nbs/core/20_contract.ipynb #1e90cd78
@@ -26,10 +25,12 @@ def _general(config: dict) -> list:
     found, block = [], config.get("speculators_config")
     if "model_type" in config: found.append(f"config.json has a top-level model_type ({config['model_type']!r}): vLLM then takes the folder for an ordinary model; remove it")
     if not isinstance(block, dict): return found + ["speculators_config is missing; vLLM finds verifier and number of draft tokens there"]
-    methods = block.get("proposal_methods") or [{}]
+    methods = block.get("proposal_methods")
+    methods = methods if isinstance(methods, list) and methods and isinstance(methods[0], dict) else [{}]
     if not isinstance(methods[0].get("speculative_tokens"), int) or methods[0]["speculative_tokens"] < 1:
         found.append(f"speculators_config.proposal_methods[0].speculative_tokens is {methods[0].get('speculative_tokens')!r}; give the number of tokens to draft")
-    verifier = (block.get("verifier") or {}).get("name_or_path")
+    verifier = block["verifier"].get("name_or_path") if isinstance(block.get("verifier"), dict) else None
+    verifier = verifier if isinstance(verifier, str) else None
     if not verifier: found.append("speculators_config.verifier.name_or_path is missing; vLLM serves the verifier from there")
     elif Path(verifier).is_dir() and not Path(verifier).is_absolute():
         found.append(f"speculators_config.verifier.name_or_path is the relative path {verifier!r}; vLLM looks for it where it is started, write the absolute path")
@@ -47,8 +48,7 @@ def _tensors(folder, model) -> list:
     for n in sorted(set(want) & set(index)):
         try: w = load_tensors(index[n], [n])[n]
         except ValueError as e: return found + [str(e)]
-        if w.shape != want[n].shape: found.append(f"tensor {n} has shape {tuple(w.shape)}, the config describes {tuple(want[n].shape)}")
-        elif w.is_floating_point() and not w.isfinite().all(): found.append(f"tensor {n} holds NaN or infinity")
+        if problem := tensor_problem(n, w, want[n]): found.append(problem)
         if n in ("t2d", "d2t"): mapping[n] = w
     if model.t2d is not None and len(mapping) == 2:
         try: check_vocab_mapping(mapping["t2d"], mapping["d2t"], model.target_vocab_size, model.config.draft_vocab_size)
@@ -69,11 +69,11 @@ def check_vllm_contract(
     folder = resolve_checkpoint(folder)
     file = folder / "config.json"
     if not file.is_file(): return [f"{file.name} is missing; the folder is not a complete checkpoint"]
-    try: raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e: return [f"config.json is not valid JSON ({e})"]
+    try: raw = read_object(file)
+    except ValueError as e: return [str(e)]
     found = _general(raw)
     try: config = SpeculatorModelConfig.from_dict(raw)
-    except ValueError as e: return found + [str(e)]
+    except ValueError as e: return found + [str(e)]       # from here on the fields are of the right types
     if config.sizes is not config and "transformer_layer_config" not in raw: found.append("transformer_layer_config is missing; it must describe the draft layers")
     klass = SpeculatorModel.registered_model_class_from_config(config)
     try:

@@ -11,10 +11,12 @@ import os
 from pathlib import Path
 import torch
 from .config import SpeculatorModelConfig, SpeculatorsConfig
-from .model import SpeculatorModel
+from .model import SpeculatorModel, read_state
 from .native import NativeCheckpoint, formats, verifier_target
+from .options import check_options, shown
 from .provenance import write_provenance
-from .utils import atomic_folder, checkpoint_index, disk_errors, load_tensors, resolve_checkpoint
+from .utils import atomic_folder, disk_errors, resolve_checkpoint
+
 
 # %% ../nbs/train/04_convert.ipynb #4009f06b
 def detect(
@@ -31,8 +33,8 @@ def _format(native):
     found = [f for f in formats() if f.recognises(native.config, names)]
     if len(found) == 1: return found[0]
     if found: raise ValueError(f"{native.name} fits several formats: {', '.join(f.name for f in found)}; say which with format=")
-    looked = "".join(f"\n  {f.name} ({f.about}): {f.looks_for}" for f in formats())
-    raise ValueError(f"{native.name} is a drafter of no known format. Looked for{looked}\nThe checkpoint has {', '.join(sorted(names)[:6])}{' …' if len(names) > 6 else ''} "
+    looked = "; ".join(f"{f.name} ({f.about}): {f.looks_for}" for f in formats())
+    raise ValueError(f"{native.name} is a drafter of no known format. Looked for {looked}. The checkpoint has {', '.join(sorted(names)[:6])}{' …' if len(names) > 6 else ''} "
                      f"({len(names)} tensors), architectures {native.config.get('architectures')}, model_type {native.config.get('model_type')!r}.")
 
 def _named(name, known, what):
@@ -60,6 +62,7 @@ def convert(
 ) -> str: # the new folder
     """Convert a foreign drafter to this library's checkpoint. Tensors are renamed and keep values and dtype; names and shapes are checked against the model that the new config describes, and its sizes against the verifier.
     Errors: FileExistsError; ValueError for an unknown format, missing, unexpected or misshapen tensors, another verifier, or a pickle that holds more than tensors."""
+    check_options(dict(source=source, output_dir=output_dir, verifier=verifier, format=format, speculative_tokens=speculative_tokens) | ({} if isinstance(config, str) else dict(config=config)), "convert")
     output, native, target = _empty(output_dir), NativeCheckpoint(source), verifier_target(verifier, trust_remote_code or None)
     entry = _format(native) if format is None else _named(format, formats(), "known are")
     fields, state = entry.read(native, target)
@@ -79,9 +82,10 @@ def convert(
 
 def _fields(config):
     "A dictionary, or JSON of one."
-    if not isinstance(config, str): return dict(config or {})
-    try: return dict(json.loads(config))
-    except (ValueError, TypeError) as e: raise ValueError(f"config={config!r} is not a JSON object ({e}); write for instance {{\"norm_before_residual\": true}}") from e
+    try: said = json.loads(config) if isinstance(config, str) else dict(config or {})
+    except (ValueError, RecursionError) as e: raise ValueError(f"config={shown(config)} is not a JSON object ({e}); write for instance {{\"norm_before_residual\": true}}") from e
+    if not isinstance(said, dict): raise ValueError(f"config={shown(config)} is not a JSON object; write for instance {{\"norm_before_residual\": true}}")
+    return said
 
 def _fits(config, target, source):
     "ValueError for a verifier of other sizes."
@@ -100,6 +104,7 @@ def export_native(
 ) -> str: # the new folder
     """The inverse of `convert`: write a drafter as other projects keep it. Errors: FileExistsError; ValueError for a type without foreign format, one that belongs to another type,
     or a drafter that the format has no place for."""
+    check_options(dict(checkpoint=checkpoint, output_dir=output_dir, format=format, verifier=verifier), "export")
     output, folder = _empty(output_dir), resolve_checkpoint(checkpoint)
     config = SpeculatorModelConfig.from_pretrained(folder)
     known = formats(config.speculators_model_type)
@@ -107,7 +112,7 @@ def export_native(
     entry = known[0] if format is None else _named(format, known, f"a drafter of type {config.speculators_model_type!r} can be written as")
     named = verifier or (config.speculators_config and config.speculators_config.verifier.name_or_path)
     target = verifier_target(named, trust_remote_code or None) if named and (verifier or (Path(named) / "config.json").is_file()) else None
-    state = {n: w for file in sorted(set(checkpoint_index(folder).values())) for n, w in load_tensors(file).items()}
+    state = read_state(folder)
     klass = SpeculatorModel.registered_model_class_from_config(config)
     with torch.device("meta"): model = klass(config)
     model.check_state(state, checkpoint)

@@ -6,12 +6,8 @@
 __all__ = ['train', 'prompts_of', 'evaluate', 'compare', 'serve']
 
 # %% ../nbs/68_drafter_steps.ipynb #b05a1f9a
-import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
-
-from transformers import AutoConfig
 
 from .config import SpeculatorModelConfig
 from .data_generation.extraction import extraction_options
@@ -21,35 +17,33 @@ from .data_generation.regenerate import eos_ids_of
 from .data_generation.replay import questions_of
 from .data_generation.sources import read_conversations
 from .decode.ngram import NgramDrafter
-from .evaluate.acceptance import Evaluation, evaluate as measure
+from .evaluate.acceptance import RESULTS, Evaluation, evaluate as measure
 from .evaluate.engine import Comparison, EngineEvaluation, compare_runs, evaluate_as_engine, evaluate_engine
 from .experiment import settings
 from .data_steps import device_of, open_verifier
-from .head import text_config
+from .head import text_config, verifier_config
 from .model import SpeculatorModel
+from .options import check_options, pairs as _pairs
 from .provenance import write_provenance
 from .redact import without_secrets
 from .serve import Server, find_verifier, serve_command, serve_environment
 from .train.drafter import train_drafter
 from .train.trainer import SpeculatorTrainer
-from .utils import atomic_write, disk_errors, remote_code, writable_folder
+from .utils import atomic_write, disk_errors, read_object, remote_code, writable_folder
 from .verifier import check_aux_layer_ids, default_aux_layer_ids
 
 # %% ../nbs/68_drafter_steps.ipynb #4cfea66f
-def _pairs(extra):
-    "A mapping, or name=value strings -> dictionary; values are JSON where they can be, else text."
-    if isinstance(extra, Mapping):
-        return dict(extra)
-    pairs = {}
-    for item in extra or ():
-        name, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"--extra {item}: write name=value.")
-        try:
-            pairs[name.strip().replace("-", "_")] = json.loads(value)
-        except ValueError:
-            pairs[name.strip().replace("-", "_")] = value
-    return pairs
+def _features_there(data_dir, verifier):
+    "Say what is named where features are wanted. Errors: FileNotFoundError; ValueError."
+    path, model = Path(data_dir), verifier or "VERIFIER"
+    if path.is_file():
+        raise ValueError(f"data_dir={str(path)!r}: is a file, and a drafter is trained on features. Make them: speculators-nb features {model} {path} FEATURES; "
+                         "then speculators-nb train FEATURES DRAFTER")
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such folder. Make one: speculators-nb features {model} DATA {path}")
+    if (path / "config.json").is_file():
+        kind = "a drafter" if "speculators_model_type" in read_object(path / "config.json") else "a model"
+        raise ValueError(f"data_dir={str(path)!r}: is {kind}, and features are wanted. Make them: speculators-nb features {model} DATA FEATURES")
 
 
 def train(
@@ -82,8 +76,7 @@ def train(
     extra: list[str] | None = None,  # name=value, for any other training argument, e.g. warmup_steps=100; repeat the option
 ) -> SpeculatorTrainer:  # has run; its model is the best one, and is saved
     "Train a drafter on features, and keep the best checkpoint."
-    if not Path(data_dir).is_dir():
-        raise FileNotFoundError(f"{data_dir}: no such folder. Make one: speculators-nb features VERIFIER DATA {data_dir}")
+    _features_there(data_dir, verifier)
     verifier = verifier or read_data_config(data_dir).get("model", {}).get("target_model_path")
     if not verifier:
         raise ValueError(f"verifier is missing: {data_dir} does not say which one made it")
@@ -114,6 +107,13 @@ def prompts_of(
     return prompts, [row.get("domain") for row in rows]
 
 
+def _room(output_dir, overwrite, *names):
+    "Refuse, before any work, to put a result over an older one. Errors: FileExistsError."
+    there = [] if output_dir is None or overwrite else [name for name in names if (Path(output_dir) / name).exists()]
+    if there:
+        raise FileExistsError(f"output_dir={str(output_dir)!r}: holds a result already ({', '.join(there[:3])}); name another folder, or pass overwrite=True")
+
+
 def evaluate(
     drafter: str,  # folder or hub id of a trained drafter
     data: str,  # conversations; the questions before the first answer are the prompt
@@ -137,12 +137,13 @@ def evaluate(
     extra: list[str] | None = None,  # with vllm: a further argument of vllm serve; repeat the option
     seed: int = 0,  # of sampling and of the intervals
     device: str | None = None,  # with reference; default: the accelerator if there is one
+    overwrite: bool = False,  # replace the evaluation in output_dir
 ) -> Evaluation | EngineEvaluation:  # tables, pictures
     "Measure how many drafted tokens the verifier accepts, at each position."
-    if engine not in ("reference", "vllm"):
-        raise ValueError(f"engine={engine!r}: choose reference or vllm")
+    check_options(locals(), "evaluate")
     if output_dir is not None:
         writable_folder(output_dir)
+    _room(output_dir, overwrite, *RESULTS)
     lengths, temperatures = [k] if isinstance(k, int) else list(k or ()), tuple(temperatures or (0.0,))
     if engine == "vllm":
         rows = list(read_conversations(data, max_samples))
@@ -150,8 +151,6 @@ def evaluate(
         return evaluate_engine(server or drafter, rows, k=lengths or None, concurrency=concurrency or 1, baseline=baseline, temperatures=temperatures,
                                max_new_tokens=max_new_tokens, name=SpeculatorModelConfig.from_pretrained(drafter).speculators_model_type if server else None,
                                load=load, seed=seed, output_dir=output_dir, vllm=vllm, **started)
-    if len(lengths) > 1:
-        raise ValueError(f"k={lengths}: the reference decoder measures one draft length at a time; give one, or --engine vllm")
     model = SpeculatorModel.from_pretrained(drafter, verifier=verifier).to(device_of(device))
     trained = model.drafter()
     verifier = verifier or model.config.speculators_config.verifier.name_or_path
@@ -170,10 +169,19 @@ def evaluate(
 def compare(
     runs: list[str],  # folders of evaluations that were made with --engine vllm or --as-engine, or name=folder
     output_dir: Path | None = None,  # gets comparison.csv and comparison.png; default: the table is only printed
+    overwrite: bool = False,  # replace the comparison in output_dir
 ) -> Comparison:  # `table()`, `plot()`
     "Put evaluations side by side: acceptance at each position, length, throughput and latency."
+    check_options(locals(), "compare")
+    _room(output_dir, overwrite, "comparison.csv", "comparison.png")
     named = [run.partition("=") for run in runs]
-    found = compare_runs({name if equals else Path(name).name: folder if equals else name for name, equals, folder in named})
+    folders = {}
+    for name, equals, folder in named:
+        name, folder = (name, folder) if equals else (Path(name).name, name)
+        if name in folders:
+            raise ValueError(f"runs={folder!r}: another run is called {name!r}, too; write name=folder for each")
+        folders[name] = folder
+    found = compare_runs(folders)
     if output_dir is not None:
         for name, write in (("comparison.csv", lambda f: found.table().to_csv(f, index=False)), ("comparison.png", lambda f: found.plot().savefig(f, format="png", dpi=110))):
             with atomic_write(Path(output_dir) / name) as temporary:
@@ -200,12 +208,13 @@ def serve(
     run: bool = False,  # start it and wait; default: the command is printed
 ) -> tuple[list[str], dict] | None:  # command and environment; None where it ran
     "Serve a drafter with vLLM."
+    check_options(locals(), "serve")
     options = dict(host=host, port=port, dtype=dtype, max_model_len=max_model_len, enforce_eager=enforce_eager, extra=extra or (), vllm=vllm or "vllm")
     environment = serve_environment()
     if hidden_states is None:
         command = serve_command(checkpoint, k, method, verifier, native=native, **options)
     else:
-        n = text_config(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)).num_hidden_layers
+        n = text_config(verifier_config(checkpoint, False)).num_hidden_layers
         layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
         writable_folder(hidden_states)
         arguments, added = extraction_options(layers, hidden_states)

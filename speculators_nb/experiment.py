@@ -29,6 +29,7 @@ from .decode.ngram import NgramDrafter
 from .evaluate.acceptance import Evaluation, evaluate
 from .evaluate.cost import draft_cost, expected_speedup, training_flops, verifier_cost
 from .model import SpeculatorModel
+from .options import check_options, near, shown
 from .train.drafter import new_drafter, train_drafter
 from .train.trainer import SpeculatorTrainer
 from .utils import atomic_write, not_only_ours
@@ -55,6 +56,7 @@ def write_answers(
     seed: int = 0,              # of the sampling
 ):
     "Let the shipped verifier answer the training prompts; the same machine writes the same bytes."
+    check_options(dict(max_samples=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed))
     data = shipped_data()
     verifier, tokenizer = Verifier.from_pretrained(data / "tiny-verifier"), AutoTokenizer.from_pretrained(data / "tiny-verifier")
     questions = read_corpus(data / "corpus/train.jsonl")[:n]
@@ -75,6 +77,7 @@ def shipped_features(
     n: int | None = None,            # of the answers, from the first on; None: all 1000
 ) -> Path: # a feature folder below output/
     "The features of the verifier's shipped answers, made at the first call. A call that was interrupted is gone on with."
+    check_options(dict(aux_layer_ids=layers, max_samples=n))
     data = shipped_data()
     layers = layers or default_aux_layer_ids(AutoConfig.from_pretrained(data / "tiny-verifier").num_hidden_layers)
     verifier = Verifier.from_pretrained(data / "tiny-verifier", layers)
@@ -107,6 +110,7 @@ def settings(
     k: int = 4,     # tokens that it will draft
 ) -> dict: # arguments of `train_drafter`
     "What this project trains an algorithm with on the shipped answers."
+    check_options(dict(k=k))
     return COMMON | SETTINGS.get(algorithm, lambda k: {})(k)
 
 def train_on_shipped(
@@ -146,11 +150,15 @@ def heldout_setting(
     n_prompts: int | None,       # the first so many; None: all
     domains: tuple | None = None,# prompts of these only; None: all six
 ) -> tuple: # (the shipped verifier, tapped where the drafters read; prompts' token ids; their domains; ids that end an answer)
-    "What is decoded when drafters are measured."
+    "What is decoded when drafters are measured. Errors: ValueError for a domain that the corpus does not have."
+    check_options(dict(n_prompts=n_prompts))
     data = shipped_data()
     layers = sorted({i for drafter in drafters.values() for i in drafter.aux_layer_ids})
     verifier, tokenizer = Verifier.from_pretrained(data / "tiny-verifier", layers or None), AutoTokenizer.from_pretrained(data / "tiny-verifier")
-    rows = [row for row in read_corpus(data / "corpus/heldout.jsonl") if domains is None or row["domain"] in domains]
+    corpus = read_corpus(data / "corpus/heldout.jsonl")
+    known = dict.fromkeys(row["domain"] for row in corpus)
+    if unknown := [d for d in domains or () if d not in known]: raise ValueError(f"domains={shown(domains)}: {unknown[0]!r} is none of the corpus's. {near(unknown[0], known)}")
+    rows = [row for row in corpus if domains is None or row["domain"] in domains]
     return verifier, *heldout_prompts(rows, tokenizer, n_prompts), eos_ids_of(verifier, tokenizer)
 
 def measure_heldout(
@@ -211,6 +219,7 @@ def train_equally(
     **args,             # of `train_drafter`, for all
 ) -> pd.DataFrame: # drafter -> parameters, mflops_per_token, steps, epochs, seconds
     "Train every contender for the same number of FLOPs. One that a run with the same arguments has finished is kept."
+    check_options(dict(budget=budget, k=k) | args)
     features, rows = features or shipped_features(), []
     lengths = FeatureDataset(features).lengths
     for name, (algorithm, own) in contenders.items():

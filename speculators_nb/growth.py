@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from .options import MOST_DRAFTED
 from .tree import Sampling, TokenTree
 
 # %% ../nbs/core/17_growth.ipynb #024401f5
@@ -39,7 +40,10 @@ def static_shape(
     for name, value in dict(initial_branching_factor=initial_branching_factor, branching_factor=branching_factor, depth=depth).items():
         if value < 1: raise ValueError(f"{name}={value} must be at least 1")
     levels = [[(c,) for c in range(initial_branching_factor)]]
-    while len(levels) < depth: levels.append([(*path, c) for path in levels[-1] for c in range(branching_factor)])
+    while len(levels) < depth:
+        levels.append([(*path, c) for path in levels[-1] for c in range(branching_factor)])
+        if sum(map(len, levels)) > MOST_DRAFTED:
+            raise ValueError(f"depth={depth}: with branching_factor={branching_factor} the tree has more than {MOST_DRAFTED} tokens; lower one of them")
     return [path for level in levels for path in level]
 
 # %% ../nbs/core/17_growth.ipynb #f28a53ba

@@ -9,10 +9,12 @@ __all__ = ['NORM_KINDS', 'OFFSET_NORM', 'LAYER_NORM', 'EPS_NAMES', 'NORM_NAMES',
 
 # %% ../nbs/core/09_head.ipynb #d2a4ba93
 import os
+from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
-from .utils import checkpoint_index, load_tensors, remote_code_allowed, resolve_checkpoint
+from .config import check_layers, check_said
+from .utils import checkpoint_index, load_tensors, read_object, remote_code_allowed, resolve_checkpoint
 
 # %% ../nbs/core/09_head.ipynb #6c6ba6df
 class FinalNorm(nn.Module):
@@ -56,9 +58,21 @@ def verifier_config(
     verifier: str | os.PathLike,            # folder or hub id
     trust_remote_code: bool | None = None,  # run configuration code that comes with it; None: as `utils.remote_code` says, which is no
 ) -> PretrainedConfig:
-    "A verifier's configuration. Errors: ValueError for one that needs its own code, unless that is trusted."
-    trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
-    return AutoConfig.from_pretrained(resolve_checkpoint(verifier), trust_remote_code=trusted)
+    "A verifier's configuration. Errors: FileNotFoundError; ValueError for one that needs its own code, unless that is trusted, one that cannot be, or a drafter's."
+    trusted, folder = remote_code_allowed() if trust_remote_code is None else trust_remote_code, resolve_checkpoint(verifier)
+    file = Path(folder) / "config.json"
+    if not file.is_file(): raise FileNotFoundError(f"{folder}: has no config.json; is it a verifier's folder?")
+    said = read_object(file)
+    if "speculators_model_type" in said:
+        raise ValueError(f"{folder}: is a drafter (speculators_model_type={said['speculators_model_type']!r}); name the verifier that it was trained for")
+    check_said(said, f"{file}: ")
+    for part, prefix in ((said, ""), (said.get("text_config"), "text_config.")):
+        if isinstance(part, dict): check_layers(part, f"{file}: {prefix}")
+    try: config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+    except ValueError as e: raise ValueError(f"{file}: {' '.join(str(e).split())}") from e
+    except Exception as e:     # whatever a class of transformers raises for a field of another type
+        raise ValueError(f"{file}: transformers cannot read it: {' '.join(f'{type(e).__name__}: {e}'.split())}") from e
+    return config
 
 def norm_kind(config) -> str: # PretrainedConfig -> "rms" | "rms+1" | "layer"
     "The final norm's convention of a verifier family."
@@ -133,6 +147,16 @@ def _find(names, suffixes: tuple) -> "str | None":
     "The tensor that the first matching suffix names; of several the shortest name, which is the language model's own rather than an attached head's."
     return next((min(hits, key=len) for s in suffixes if (hits := [n for n in names if n == s or n.endswith("." + s)])), None)
 
+def _check_tie(path, own_head, found):
+    "Config and weights agree on whether the head is the embedding table. ValueError otherwise; a folder without config.json is believed."
+    try: config = verifier_config(path)
+    except FileNotFoundError: return
+    said = {getattr(part, "tie_word_embeddings", None) for part in (config, text_config(config))}
+    if said == {False} and not own_head:
+        raise ValueError(f"verifier {str(path)!r}: its weights hold no head ({', '.join(HEAD_NAMES)}), and by its config it has one of its own (tie_word_embeddings is false); take both from one checkpoint")
+    if said == {True} and own_head and not torch.equal(found["head"], found["embeddings"]):
+        raise ValueError(f"verifier {str(path)!r}: its head differs from its embeddings, and by its config (tie_word_embeddings) they are one; take both from one checkpoint")
+
 def load_verifier_tensors(
     path: str,                            # the verifier's folder, or a hub id
     rows: torch.Tensor | None = None,     # bool [V]: the head rows of the draft vocabulary; None: all
@@ -142,10 +166,12 @@ def load_verifier_tensors(
     wanted = {part: _find(index, tuple(f"{stem}.{leaf}" for stem in stems)) for part, stems, leaf in (
         ("norm_weight", NORM_NAMES, "weight"), ("norm_bias", NORM_NAMES, "bias"), ("head", HEAD_NAMES, "weight"), ("head_bias", HEAD_NAMES, "bias"),
         ("embeddings", EMBEDDING_NAMES, "weight"))}
+    own_head = wanted["head"] is not None
     wanted["head"] = wanted["head"] or wanted["embeddings"]
     for part in ("norm_weight", "head", "embeddings"):
         if wanted[part] is None: raise ValueError(f"verifier {str(path)!r}: found no tensor for its {part}; is this the checkpoint of a causal language model?")
     found = {part: load_tensors(index[name], [name])[name] if name else None for part, name in wanted.items()}
+    _check_tie(path, own_head, found)
     if rows is not None:
         if len(rows) != len(found["head"]): raise ValueError(f"verifier {str(path)!r}: its head has {len(found['head'])} rows, but t2d has {len(rows)}; they belong to different verifiers")
         found |= {part: found[part][rows] for part in ("head", "head_bias") if found[part] is not None}

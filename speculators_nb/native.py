@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from .config import import_models
 from .head import load_verifier_tensors, text_config, verifier_config
 from .layers import LAYER_FAMILIES
-from .utils import atomic_write, inside, load_pickle, load_tensors, read_index, resolve_checkpoint, save_tensors, tensor_names
+from .utils import atomic_write, inside, load_pickle, load_tensors, read_index, read_object, resolve_checkpoint, save_tensors, tensor_names
 
 # %% ../nbs/core/18_native.ipynb #aa8ed6a4
 class Target(NamedTuple):
@@ -52,9 +52,9 @@ def register_format(
 def formats(
     model_type: str | None = None, # only those of one algorithm
 ) -> list: # of NativeFormat
-    "All formats; the package's own are imported first."
+    "All formats, algorithm by algorithm, whatever was imported first."
     import_models()
-    return [f for f in FORMATS.values() if model_type in (None, f.model_type)]
+    return sorted((f for f in FORMATS.values() if model_type in (None, f.model_type)), key=lambda f: f.model_type)
 
 def verifier_target(
     verifier: str | os.PathLike,            # folder or hub id
@@ -83,9 +83,7 @@ class NativeCheckpoint:
             if found is None: raise FileNotFoundError(f"{self.name}: no weights found; looked for {', '.join(known)}. If they have another name, give that file instead of the folder")
             self.file = inside(self.folder, found)
         file = self.folder / "config.json"
-        try: self.config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        except ValueError as e: raise ValueError(f"{file}: not valid JSON ({e})") from e
-        if not isinstance(self.config, dict): raise ValueError(f"{file}: holds a {type(self.config).__name__}, a configuration is an object")
+        self.config = read_object(file) if file.is_file() else {}
         self._pickles = {}
 
     def _pickle(self, file: Path) -> dict:

@@ -307,7 +307,7 @@ RULES = {
     "device": text("cuda:0", none=True, objects=True, test=_device),
 }
 
-# %% ../nbs/core/01d_options.ipynb #367126ff
+# %% ../nbs/core/01d_options.ipynb #7233d038
 LAYERS = several(whole(2, 0, 10_000), "2 18 33", none=True, test=_ascending)
 RULES |= {
     "source": word("hf", "vllm"),
@@ -330,8 +330,8 @@ RULES |= {
     "template_kwargs": mapping({"enable_thinking": False}, none=True),
     "sampling": mapping({"top_p": 0.9}, none=True, objects=True),
     "val_fraction": number(0.05, low=0, below=1),
-    "vocab_size": whole(151936, 2, none=True),
-    "draft_vocab_size": whole(32000, 2, none=True),
+    "vocab_size": whole(151936, 1, none=True),
+    "draft_vocab_size": whole(32000, 1, none=True),
     "aux_layer_ids": LAYERS,
     "target_layer_ids": LAYERS,
     "dtype": word(*STORED),
@@ -465,7 +465,7 @@ def _of_loss(rule, value):
 
 KINDS["loss"] = _of_loss
 
-# %% ../nbs/core/01d_options.ipynb #c0407cda
+# %% ../nbs/core/01d_options.ipynb #d8f1750c
 RULES |= {
     "k": several(whole(4, 0, MOST_DRAFTED), 4, none=True, alone=True, objects=True),
     "temperature": number(0.7, **TEMPERATURE),
@@ -477,11 +477,21 @@ RULES |= {
     "rule": word("standard", "greedy", "strict", "block", "typical", objects=True),
     "load": word("requests", "guidellm"),
     "method": word(*METHODS, none=True),
+    "context": whole(128, 1, MOST_TOKENS),
+    "repeats": whole(15, 1, 10**6),
+    "rounds": whole(40, 1, 10**6),
+    "draws": whole(1000, 1, 10**7),
+    "budget": number(2.5e11, above=0),
+    "streams": whole(1, 1, 65536, none=True),
+    "rate": number(1.0, above=0, none=True),
+    "max_requests": whole(100, 1, none=True),
+    "max_seconds": number(60, above=0, none=True),
+    "prompt_tokens": whole(256, 1, MOST_TOKENS),
 }
 ARGUMENTS = several(text("--max-num-seqs=8"), "--max-num-seqs=8", none=True)
 IN = {
     "convert.source": path("downloads/eagle"),
-    "vocab.draft_vocab_size": whole(32000, 2),
+    "vocab.draft_vocab_size": whole(32000, 1),
     "regenerate.concurrency": whole(16, 1, 65536),
     "features.concurrency": whole(8, 1, 65536),
     "features.server": text("http://127.0.0.1:8000", test=_address),
@@ -490,7 +500,6 @@ IN = {
     "evaluate.extra": ARGUMENTS,
     "serve.extra": ARGUMENTS,
     "serve.k": whole(4, 0, MOST_DRAFTED, none=True),
-    "serve.port": whole(8000, 1, 65535),
     "demo.k": whole(4, 1, MOST_DRAFTED),
     **{f"{command}.verifier": path("Qwen/Qwen3-8B", objects=True)
        for command in ("prepare", "features", "convert", "stitch-mtp", "demo")},

@@ -48,6 +48,15 @@ def _count(content, depth=0, seen=0) -> int:
     return seen
 
 
+def _brackets(text) -> int:
+    "How many stand open at once; PyYAML takes minutes for some thousands."
+    depth = deepest = 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def _read(path: Path):
     "What the file says, in YAML or JSON."
     if not path.is_file():
@@ -57,6 +66,8 @@ def _read(path: Path):
         raise ValueError(f"{path}: has {path.stat().st_size:,} bytes, a recipe at most {MOST_TEXT:,}; is this the file?")
     try:
         text = path.read_text(encoding="utf-8")
+        if _brackets(text) > 10 * DEEPEST:
+            raise RecursionError
         content = json.loads(text) if kind == "JSON" else yaml.load(text, _Strict)
         _count(content)
     except UnicodeDecodeError as e:

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['REMEDIES', 'DiskError', 'disk_errors', 'follow_umask', 'writable_folder', 'atomic_write', 'atomic_folder',
-           'save_tensors', 'tensor_names', 'load_tensors', 'load_pickle', 'resolve_checkpoint', 'inside', 'read_index',
-           'checkpoint_index', 'read_checkpoint_tensors', 'not_only_ours', 'remote_code', 'remote_code_allowed',
-           'ClassRegistryMixin', 'ReloadableBaseModel', 'PydanticClassRegistryMixin']
+           'save_tensors', 'tensor_names', 'load_tensors', 'load_pickle', 'read_object', 'resolve_checkpoint', 'inside',
+           'read_index', 'checkpoint_index', 'read_checkpoint_tensors', 'not_only_ours', 'remote_code',
+           'remote_code_allowed', 'ClassRegistryMixin', 'explain', 'no_truth_for_a_number', 'ReloadableBaseModel',
+           'PydanticClassRegistryMixin']
 
 # %% ../nbs/core/01_utils.ipynb #132663a8
 import contextlib
@@ -22,14 +23,16 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import core_schema
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from .options import shown
 
 # %% ../nbs/core/01_utils.ipynb #disk0001
 REMEDIES = {  # errno -> what helps
@@ -314,6 +317,24 @@ def load_pickle(
         raise ValueError(f"{path}: refused, this is not a pickle of plain tensors ({what}). Nothing in it was run. Ask for the same weights as safetensors, "
                          "or write them again where you trust the file") from None
 
+# %% ../nbs/core/01_utils.ipynb #f3243251
+def read_object(
+    path: str | os.PathLike,  # a JSON file
+) -> dict:  # what it says
+    "Read a JSON file that holds an object: a config, an index, a record. Errors: FileNotFoundError; ValueError naming the file for anything else than an object."
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:  # not text, not JSON, numbers of thousands of digits, ten thousand brackets
+        why = "nested too deeply" if isinstance(e, RecursionError) else e
+        raise ValueError(f"{path}: not JSON ({why}). It was probably cut off or overwritten: make or fetch it again") from None
+    if not isinstance(content, dict):
+        kind = {list: "a list", type(None): "null", str: "text", bool: "a truth value"}.get(type(content), "a number")
+        raise ValueError(f"{path}: holds {kind}, and must hold an object, {{...}}: make or fetch it again")
+    return content
+
 # %% ../nbs/core/01_utils.ipynb #31d2b9b5
 def resolve_checkpoint(
     name_or_path: str | os.PathLike,  # a local folder, or a hub id such as "Qwen/Qwen3-8B"
@@ -473,8 +494,48 @@ class ClassRegistryMixin:
         return cls.registry[name]
 
 # %% ../nbs/core/01_utils.ipynb #55daddbe
+def explain(
+    error: ValidationError,  # of pydantic
+    *where: str,  # names that come before the field's
+) -> str:  # one line
+    "What is wrong, where, and what was given there."
+    def say(e):
+        place = ".".join(map(str, (*where, *e["loc"])))
+        if e["type"] == "value_error":  # a rule of ours, which names the field and the value
+            said = str(e["ctx"]["error"])
+            joint = "." if re.match(r"[\w.]+=", said) else ": "
+            return f"{place}{joint}{said}" if place else said
+        return f"{place}={shown(e['input'])}: {e['msg'][0].lower()}{e['msg'][1:]}"
+    return "; ".join(map(say, error.errors()))
+
+
+def no_truth_for_a_number(
+    cls: type[BaseModel],  # whose fields are given
+    fields,  # name -> value, before they are checked
+):  # the same
+    "Python takes True for 1, and pydantic with it. Errors: ValueError naming the field."
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        kinds = get_args(kind := getattr(cls.model_fields.get(name), "annotation", None)) or (kind,)
+        if isinstance(value, bool) and {int, float} & {*kinds} and bool not in kinds:
+            raise ValueError(f"{name}={value}: is a truth value, and must be a number")
+    return fields
+
+
 class ReloadableBaseModel(BaseModel):
-    "A pydantic model whose schema can be compiled anew after new classes have registered."
+    """A pydantic model whose schema can be compiled anew after new classes have registered. Errors: ValueError naming the field and its value, in one line;
+    a truth value is no number, and infinity neither."""
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    def __init__(self, /, **fields):
+        try:
+            super().__init__(**fields)
+        except ValidationError as e:
+            raise ValueError(explain(e)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, fields):
+        return no_truth_for_a_number(cls, fields)
 
     @classmethod
     def reload_schema(cls):

@@ -92,7 +92,7 @@ def test_heavy_imports_are_inside():
     for module in (cli, sys.modules["speculators_nb.command"]):
         tree = ast.parse(Path(module.__file__).read_text())
         tops = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))}
-        assert tops <= {"ast", "command", "errno", "importlib", "inspect", "io", "json", "logging", "options", "os", "collections", "pathlib", "sys", "textwrap", "tokenize", "typing", "typer"}
+        assert tops <= {"ast", "command", "contextlib", "errno", "importlib", "inspect", "io", "json", "logging", "options", "os", "collections", "pathlib", "signal", "sys", "textwrap", "threading", "tokenize", "typing", "typer"}
 
 
 @pytest.mark.parametrize("algorithm,given,arch", [("eagle3", (), "llama"), ("dflash", (), "qwen3"), ("dflash", ("--draft-arch", "llama"), "llama"), ("medusa", (), "llama")])
@@ -203,6 +203,26 @@ from speculators_nb.cli import app
 try: app({args!r})
 except SystemExit as e: print(e.code, sorted({{'torch', 'transformers', 'datasets', 'numpy'}} & set(sys.modules)))""")
         assert got.stdout.strip() == "2 []" and got.stderr.startswith("Error: ") and got.stderr.count("\n") == 1
+
+
+def test_ctrl_c_is_quiet():
+    "Also where it cuts an import off, which then fails for another reason."
+    def cut():
+        "Be interrupted."
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("cannot import name 'x' from partially initialized module 'y'") from None
+
+    def stopped():
+        "Be interrupted."
+        signal.raise_signal(signal.SIGINT)
+    app = new_app("x", "x")
+    for function in (cut, stopped):
+        command(function, str, app)
+        result = CliRunner().invoke(app, [function.__name__])
+        assert result.exit_code == 130 and result.output == ""
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_reader_that_goes_away_is_no_error():

@@ -222,3 +222,10 @@ def test_options_that_depend_on_each_other(where, values, words):
 def test_pairs():
     assert pairs(["warmup-steps=100", "loss_fn={\"ce\": 0.1}", "family=qwen3", "a=b=c"]) == {"warmup_steps": 100, "loss_fn": {"ce": 0.1}, "family": "qwen3", "a": "b=c"}
     assert pairs({"a": 1}) == {"a": 1} and pairs(None) == {}
+
+
+@pytest.mark.parametrize("command,parameter", OPTIONS, ids=[f"{c}.{p.name}" for c, p in OPTIONS])
+def test_every_option_is_tried_with_bad_values(command, parameter):
+    "At least two of them stand in tests/bad/commands.py."
+    from bad.commands import CASES
+    assert len([c for c in CASES if c.name.startswith(f"{command}: {parameter.name} ")]) >= 2

@@ -100,7 +100,7 @@ def test_methods_without_a_checkpoint():
     assert words == {"num_speculative_tokens": 3, "model": str(VERIFIER), "method": "draft_model"}
     with pytest.raises(ValueError, match="num_speculative_tokens"):
         serve_command(VERIFIER, method="ngram")
-    with pytest.raises(ValueError, match="is unknown"):
+    with pytest.raises(ValueError, match="method='magic': is not known"):
         serve_command(VERIFIER, k=2, method="magic")
     with pytest.raises(ValueError, match="k=-1"):
         serve_command(VERIFIER, k=-1)

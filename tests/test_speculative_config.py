@@ -13,10 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculators_nb.decode import accept
 from speculators_nb.decode.generate import HiddenStates, NoDrafter, generate
-from speculators_nb.decode.methods import METHODS, MTP_FAMILIES, mtp_family
+from speculators_nb.config import import_models
+from speculators_nb.decode.methods import METHODS, MTP_FAMILIES, SERVED_AS, mtp_family
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.speculative_config import ENGINES, WORDS, ArgmaxDrafter, SpeculativeConfig, conditional_rates, length_to_rates, parse_token_tree, speculate
 from speculators_nb.decode.suffix import SuffixDrafter
+from speculators_nb.model import SpeculatorModel
 from speculators_nb.tree import Sampling, TokenTree
 from speculators_nb.verifier import Verifier
 
@@ -133,6 +135,31 @@ def test_a_checkpoint_of_ours_says_what_it_is(models):
         SpeculativeConfig(model=str(models / "EAGLE-neutral"), method="medusa")
 
 
+def test_every_type_of_ours_is_served_as_something():
+    "A key of SERVED_AS that no checkpoint carries is a checkpoint that is taken for an ordinary model."
+    import_models()
+    assert SERVED_AS.keys() == SpeculatorModel.registry.keys() and {method for method, _ in SERVED_AS.values()} <= METHODS.keys()
+
+
+def test_an_mlp_speculator_of_ours(tmp_path):
+    "Its type is `mlp`: recognised, run by our decoder, and refused for vLLM with the reason that it has no such model."
+    from speculators_nb.serve import serve_command
+    from speculators_nb.train.drafter import new_drafter
+    home = ROOT / "data/tiny-verifier"
+    new_drafter("mlp", home, num_heads=2).save_pretrained(tmp_path / "heads")
+    config = SpeculativeConfig(model=str(tmp_path / "heads"))
+    assert (config.method, config.num_speculative_tokens, config.parallel_drafting) == ("mlp_speculator", 2, False)
+    target, prompt = Verifier.from_pretrained(str(home), [6]), torch.tensor([5, 6, 7, 8])
+    done = speculate(target, dict(model=str(tmp_path / "heads")), prompt, max_new_tokens=9)
+    assert done.tokens == generate(target, NoDrafter(), prompt, k=0, max_new_tokens=9).tokens and max(len(s.draft) for s in done.steps) == 2
+    with pytest.raises(ValueError, match="(?s)vLLM cannot serve it as it is.*vLLM 0.32 drafts with no MLP speculator"):
+        serve_command(tmp_path / "heads")
+    with pytest.raises(ValueError, match="method='mlp_speculator' is not served by the vllm-0.32 line"):
+        config.to_json("vllm-0.32")
+    with pytest.raises(ValueError, match="method='medusa' does not fit .*served as 'mlp_speculator'"):
+        SpeculativeConfig(model=str(tmp_path / "heads"), method="medusa")
+
+
 def test_a_path_that_vllm_reads_otherwise(models):
     with pytest.warns(UserWarning, match="vLLM reads 'eagle3' out of this path and will not use method='draft_model'"):
         SpeculativeConfig(model=str(models / "small_eagle3"), method="draft_model", num_speculative_tokens=3)
@@ -201,7 +228,7 @@ def test_token_tree_malformed(text):
     ([0.4, 0.8, 0.1], r"synthetic_acceptance_rates=\[0.4, 0.8, 0.1\] must lie in \[0, 1\] and not increase"),
     ([0.8, 0.4], r"synthetic_acceptance_rates=\[0.8, 0.4\] must have one rate for each of num_speculative_tokens=3"),
     ([0.8, 0.4, 0.2, 0.1], "must have one rate for each of num_speculative_tokens=3"), ([], "must have one rate for each"),
-    ([1.1, 0.4, 0.2], "must lie in"), ([0.5, float("nan"), 0.1], "must lie in"), ([0.5, 0.2, -0.1], "must lie in")])
+    ([1.1, 0.4, 0.2], "must lie in"), ([0.5, float("nan"), 0.1], "should be a finite number"), ([0.5, 0.2, -0.1], "must lie in")])
 def test_bad_rates_are_named(rates, message):
     with pytest.raises(ValueError, match=message):
         SpeculativeConfig(**NGRAM, rejection_sample_method="synthetic", synthetic_acceptance_rates=rates)

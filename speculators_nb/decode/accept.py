@@ -142,7 +142,7 @@ def tolerant(
     tolerance: float = 0.0,  # or whose log-probability is within this of the best
 ) -> Rule:
     "Greedy acceptance with slack; the next token is the verifier's argmax. Errors: ValueError for k < 1 or a negative tolerance."
-    if accept_k < 1 or tolerance < 0: raise ValueError(f"verifier_accept_k={accept_k} must be at least 1 and accept_tolerance={tolerance} not negative")
+    if accept_k < 1 or not tolerance >= 0: raise ValueError(f"verifier_accept_k={accept_k} must be at least 1 and accept_tolerance={tolerance} not negative")
     def step(p, children, tree, generator):
         floor = torch.minimum(p.topk(min(accept_k, len(p))).values[-1], p.max() * torch.exp(torch.tensor(-tolerance, dtype=p.dtype)))
         fine = [i for i in children if p[tree.tokens[i]] >= floor]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from .verify import Context
-from ..tree import Sampling, TokenTree
+from ..tree import Sampling, TokenTree, likeliest
 from ..verifier import Verifier
 
 # %% ../../nbs/decode/04_draft_model.ipynb #2b6d3846
@@ -66,7 +66,7 @@ class DraftModel:
             if sampling.temperature:
                 laws.append(sampling.probabilities(logits))
                 token = sampling.draw(laws[-1][None])
-            else: token = logits.argmax(-1, keepdim=True)
+            else: token = likeliest(logits[None])
             drafted = torch.cat([drafted, token])
         return TokenTree.chain(drafted[len(tokens):], torch.stack(laws) if sampling.temperature and laws else None)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from .accept import RULES, Rule
 from .verify import Context
+from ..options import check_options
 from ..tree import Drafter, Sampling, TokenTree
 from ..verifier import Verifier
 
@@ -66,10 +67,6 @@ def check_request(
     if len(prompt) >= context:
         raise ValueError(f"the prompt has {len(prompt)} tokens and the verifier's context {context}: no room is left for an answer; "
                          "shorten it")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if not callable(k) and k < 0:
-        raise ValueError(f"k={k} must be 0 (no drafting) or the number of tokens to draft")
     if recurrent:
         raise ValueError(f"the verifier has {', '.join(recurrent)} layers: their state cannot be taken back to before a rejected draft; "
                          "use one with attention layers only")
@@ -150,7 +147,12 @@ class Request:
     ) -> tuple[int, TokenTree]: # how deep the drafter could go, and what it proposes
         "None for the prompt; one place is the verifier's."
         asked = min(k(self.steps) if callable(k) else k, self.room - 1) if self.read else 0
-        draft = self.drafter.propose(self.tokens, self.features, asked, self.sampling) if asked else TokenTree.chain(self.tokens[:0])
+        if not asked:
+            return asked, TokenTree.chain(self.tokens[:0])
+        try:
+            draft = self.drafter.propose(self.tokens, self.features, asked, self.sampling)
+        except ValueError as e:
+            raise ValueError(f"{type(self.drafter).__name__}: {e}") from e
         return asked, check_proposal(draft, asked, vocab_size, self.tokens.device)
 
     def decide(self,
@@ -194,9 +196,8 @@ def generate(
 ) -> Generation | list[Generation]: # tokens and steps; a list for a list of requests
     """Speculative decoding (2211.17192, algorithm 1). Under a lossless rule the output has the verifier's law.
     Requests of a list are read by the verifier together; each has a shallow copy of the drafter, which shares its weights."""
+    check_options(dict(max_new_tokens=max_new_tokens, k=k, rule=rule))
     if isinstance(rule, str):
-        if rule not in RULES:
-            raise ValueError(f"rule={rule!r} is not an acceptance rule; there are {', '.join(RULES)}")
         rule = RULES[rule]
     many = isinstance(prompt_ids, (list, tuple)) and bool(prompt_ids) and not isinstance(prompt_ids[0], int)
     columns, requests = feature_columns(verifier, drafter), []

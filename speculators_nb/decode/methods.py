@@ -32,7 +32,7 @@ METHODS = {
 }
 # what a checkpoint of this library is served as: (method, parallel_drafting)
 SERVED_AS = {"eagle": ("eagle", False), "eagle3": ("eagle3", False), "peagle": ("eagle3", True), "dflash": ("dflash", True), "dspark": ("dspark", True),
-             "medusa": ("medusa", False), "mlp_speculator": ("mlp_speculator", False), "mtp": ("mtp", False)}
+             "medusa": ("medusa", False), "mlp": ("mlp_speculator", False), "mtp": ("mtp", False)}
 NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}   # part of a foreign draft's name -> method, in this order
 # parts of the model_type of targets that can hand out auxiliary hidden states
 AUX_FAMILIES = ("llama", "qwen", "minicpm", "gpt_oss", "hunyuan_vl", "hunyuan_v1_dense", "afmoe", "nemotron_h", "deepseek_v2", "deepseek_v3",

@@ -11,6 +11,7 @@ import copy
 import difflib
 import hashlib
 import json
+import os
 import re
 import tempfile
 import warnings
@@ -28,9 +29,12 @@ from .generate import Generation, HiddenStates, generate
 from .methods import AUX_FAMILIES, METHODS, MTP_FAMILIES, NAMED, SERVED_AS, Method, entry, mtp_family
 from .ngram import NgramDrafter
 from .suffix import SuffixDrafter
+from ..config import check_said
 from ..growth import parse_tree
 from ..model import SpeculatorModel
+from ..options import MOST_DRAFTED, shown
 from ..tree import Drafter, Sampling, TokenTree
+from ..utils import no_truth_for_a_number, read_object
 from ..verifier import Verifier
 
 # %% ../../nbs/decode/06_speculative_config.ipynb #4035064a
@@ -84,10 +88,14 @@ def config_of(
     model: Any, # a model's folder, the content of its config.json, or a transformers config
 ) -> dict | None: # None: no folder of this machine
     "What is written about a model."
-    if model is None or isinstance(model, dict): return model
     if isinstance(model, PretrainedConfig): return model.to_dict()
-    file = Path(model) / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if model is None: return None
+    if not isinstance(model, (dict, str, os.PathLike)):
+        raise ValueError(f"target_model_config={shown(model)}: must be a model's folder, the content of its config.json, or its config")
+    file = None if isinstance(model, dict) else Path(model) / "config.json"
+    said = model if file is None else read_object(file) if file.is_file() else None
+    if said is not None: check_said(said, "" if file is None else f"{file}: ")
+    return said
 
 # %% ../../nbs/decode/06_speculative_config.ipynb #10b596a3
 def named(model: str) -> str | None: # the method that a word in a model's name stands for
@@ -96,9 +104,9 @@ def named(model: str) -> str | None: # the method that a word in a model's name 
 
 class SpeculativeConfig(BaseModel):
     "How to speculate: the dictionary of `vllm serve --speculative-config`. Errors: ValueError naming the field, its value and what to write."
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    num_speculative_tokens: int | None = Field(None, gt=0, description="Tokens to draft in a step. None: what the draft's config says.")
+    num_speculative_tokens: int | None = Field(None, gt=0, le=MOST_DRAFTED, description="Tokens to draft in a step. None: what the draft's config says.")
     model: str | None = Field(None, description="Folder or hub id of the draft. None with mtp: the target itself.")
     method: str | None = Field(None, description="A key of METHODS. None: found by the draft's config and name.")
     enforce_eager: bool | None = Field(None, description="No graphs for the drafter. None: as for the target.")
@@ -115,9 +123,9 @@ class SpeculativeConfig(BaseModel):
     use_local_argmax_reduction: bool = Field(False, description="Each device sends its best token instead of all logits. Greedy chains only.")
     parallel_drafting: bool = Field(False, description="All tokens in one pass, by a draft that was trained for it.")
     speculative_token_tree: str | list[tuple] | None = Field(None, description="Paths of a tree of drafts. None: a chain.")
-    prompt_lookup_max: int | None = Field(None, ge=1, description="n-gram: longest suffix that is looked up.")
-    prompt_lookup_min: int | None = Field(None, ge=1, description="n-gram: shortest one. One of both set: the other is the same. None set: 5.")
-    suffix_decoding_max_tree_depth: int = Field(24, ge=1, description="Suffix: match and continuation together are at most so long.")
+    prompt_lookup_max: int | None = Field(None, ge=1, le=2**20, description="n-gram: longest suffix that is looked up.")
+    prompt_lookup_min: int | None = Field(None, ge=1, le=2**20, description="n-gram: shortest one. One of both set: the other is the same. None set: 5.")
+    suffix_decoding_max_tree_depth: int = Field(24, ge=1, le=MOST_DRAFTED, description="Suffix: match and continuation together are at most so long.")
     suffix_decoding_max_cached_requests: int = Field(10_000, ge=0, description="Suffix: finished answers kept, first in, first out; 0: none.")
     suffix_decoding_max_spec_factor: float = Field(1.0, ge=0, description="Suffix: tokens drafted for each token of the match.")
     suffix_decoding_min_token_prob: float = Field(0.1, ge=0, le=1, description="Suffix: drafts end where they are less likely.")
@@ -134,14 +142,14 @@ class SpeculativeConfig(BaseModel):
 
     def __init__(self, **fields):
         try: super().__init__(**fields)
-        except ValidationError as e: raise ValueError("\n".join(map(self._explain, e.errors()))) from None
+        except ValidationError as e: raise ValueError("; ".join(map(self._explain, e.errors()))) from None
 
     @classmethod
     def _explain(cls, e):
         "A line for one of pydantic's findings."
         name = ".".join(map(str, e["loc"]))
         if e["type"] == "value_error": return str(e["ctx"]["error"])
-        if e["type"] != "extra_forbidden": return f"{name}={e['input']!r}: {e['msg'][0].lower()}{e['msg'][1:]}"
+        if e["type"] != "extra_forbidden": return f"{name}={shown(e['input'])}: {e['msg'][0].lower()}{e['msg'][1:]}"
         near = difflib.get_close_matches(name, cls.model_fields, 1)
         return f"{name}={e['input']!r} is no field of SpeculativeConfig; " + (f"did you mean {near[0]}?" if near else "leave it out")
 
@@ -151,6 +159,10 @@ class SpeculativeConfig(BaseModel):
     def spec(self) -> Method: # the row of METHODS
         "What the method needs."
         return METHODS[self.method]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers(cls, fields): return no_truth_for_a_number(cls, fields)
 
     @model_validator(mode="after")
     def _settle(self):

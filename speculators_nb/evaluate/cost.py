@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 from transformers import DynamicCache
 from ..decode.generate import generate
+from ..options import check_options
 from ..tree import Drafter
 from ..verifier import Verifier, crop_cache
 
@@ -101,6 +102,7 @@ def verifier_cost(
     repeats: int = 15,   # timings; their median counts
 ) -> dict: # flops, weights, time (seconds) of one pass
     "What one pass over a few new tokens costs."
+    check_options(dict(context=context, max_tokens=tokens, repeats=repeats))
     ids, cache = torch.ones(1, context + tokens, dtype=torch.long, device=verifier.device), DynamicCache()
     verifier(ids[:, :context], past_key_values=cache)
     def run():
@@ -117,6 +119,8 @@ def draft_cost(
     max_new_tokens: int = 32, # of each answer
 ) -> dict: # flops, weights, time: of one block, as a share of the verifier's pass over one token
     "What a block of k guesses costs while real prompts are decoded greedily."
+    check_options(dict(k=k, max_new_tokens=max_new_tokens))
+    if not prompts: raise ValueError("prompts is empty: there is nothing to decode; give at least one")
     one, model = verifier_cost(verifier), getattr(drafter, "model", None) or nn.Module()
     measures = dict(flops=count_flops, weights=partial(weights_read, model), time=seconds)
     found = {}

@@ -21,15 +21,17 @@ from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 from ..data_generation.endpoint import Endpoint
 from ..decode.generate import Generation, generate
-from .acceptance import COUNTS, Evaluation, acceptance_summary, acceptance_table
+from .acceptance import COUNTS, Evaluation, acceptance_summary, acceptance_table, forget
 from .guidellm import guidellm_command, replies_of, run_guidellm, write_dataset
 from .load import Load, Meter, performance, read_prompts, rows_of, run_load
+from ..options import check_options
 from ..plot import new_axes, plot_acceptance
 from ..provenance import write_provenance
 from ..serve import Server, as_shell, find_verifier, read_config, serve_command, serve_environment, what_to_serve
 from ..tree import Sampling
 from ..redact import without_secrets
-from ..utils import atomic_write
+from ..utils import atomic_write, read_object
+
 
 # %% ../../nbs/evaluate/06_engine.ipynb #69a11289
 @dataclass
@@ -77,6 +79,7 @@ class EngineEvaluation:
     ) -> Path: # the folder
         "Write summary.csv, positions.csv, performance.csv, requests.jsonl, settings.json, acceptance.png and speed.png."
         folder = Path(folder)
+        forget(folder)
         for name in TABLES:
             with atomic_write(folder / f"{name}.csv") as tmp: getattr(self, name).to_csv(tmp, index=False)
         with atomic_write(folder / "requests.jsonl") as tmp: self.requests.to_json(tmp, orient="records", lines=True)
@@ -92,10 +95,14 @@ class EngineEvaluation:
     ) -> "EngineEvaluation": # as it was
         "Read a run again. Errors: FileNotFoundError."
         folder = Path(folder)
-        if not (folder / "settings.json").is_file(): raise FileNotFoundError(f"{folder}: no settings.json; is it the output of an evaluation by an engine?")
+        if not (folder / "settings.json").is_file():
+            if (folder / "summary.csv").is_file():
+                raise ValueError(f"{folder}: is an evaluation by our own decoder, which counts otherwise than an engine; evaluate again as_engine=True (--as-engine), and compare that")
+            raise FileNotFoundError(f"{folder}: no settings.json; is it the output of an evaluation by an engine?")
+        settings = read_object(folder / "settings.json")
         def table(file): return pd.read_csv(file) if file.stat().st_size > 1 else pd.DataFrame()
         requests = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-        return cls(*(table(folder / f"{name}.csv") for name in TABLES), pd.DataFrame(map(json.loads, requests)), json.loads((folder / "settings.json").read_text(encoding="utf-8")))
+        return cls(*(table(folder / f"{name}.csv") for name in TABLES), pd.DataFrame(map(json.loads, requests)), settings)
 
 TABLES = ("summary", "positions", "performance")
 
@@ -159,8 +166,8 @@ def evaluate_engine(
     **serve, # arguments of `serve_command`: verifier, method, speculative_config, native, dtype, max_model_len, extra
 ) -> EngineEvaluation: # tables, `plot()`, `plot_speed()`, `save(folder)`
     "Start a server for each K, or use one that runs; ask it; read its counters. Errors: those of `serve`, `load` and `endpoint`; ValueError."
+    check_options(dict(k=k, concurrency=concurrency, baseline=baseline, temperatures=temperatures, max_new_tokens=max_new_tokens, max_samples=max_samples, load=load, seed=seed, timeout=timeout))
     loads, settings, running = [], dict(checkpoint=str(checkpoint), max_new_tokens=max_new_tokens, seed=seed, load=load, commands=[]), str(checkpoint).startswith(("http://", "https://"))
-    if load not in GENERATORS: raise ValueError(f"load={load!r} is unknown; write one of {', '.join(GENERATORS)}")
     if running and (serve or k is not None): raise ValueError(f"k and {sorted(serve) or 'other arguments of serve_command'} are decided when a server starts, {checkpoint} runs already: leave them out")
     concurrency = sorted([concurrency] if isinstance(concurrency, int) else concurrency)
     lengths = [None] if running else list(dict.fromkeys([*([0] if baseline else []), *([k] if k is None or isinstance(k, int) else k)]))
@@ -248,6 +255,8 @@ def evaluate_as_engine(
     seed: int = 0, # of sampling and of the bootstrap
 ) -> EngineEvaluation: # without performance; `requests` has the counts of each
     "Decode with our own decoder and count as vLLM counts."
+    check_options(dict(k=k, temperatures=temperatures, max_new_tokens=max_new_tokens, rule=rule, seed=seed))
+    if k < 1: raise ValueError(f"k={k}: acceptance needs at least one drafted token")
     summary, positions, requests = [], [], []
     with tqdm(total=len(drafters) * len(temperatures) * len(prompts), unit="request") as bar:
         for name, drafter in drafters.items():

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 import pandas as pd
 from .load import Reply, performance
+from ..options import check_options
 from ..serve import find_executable
 from ..utils import atomic_write
 
@@ -46,6 +47,8 @@ def guidellm_command(
     guidellm: str | os.PathLike | None = None, # the executable; None: the bare name
 ) -> list[str]: # arguments
     "The command for one load. Errors: ValueError for a load that never ends or is said twice."
+    check_options(dict(url=url, prompt_tokens=prompt_tokens, max_new_tokens=max_tokens, streams=streams, rate=rate, max_requests=max_requests, max_seconds=max_seconds,
+                       temperature=temperature, seed=seed))
     if (streams is None) == (rate is None): raise ValueError(f"streams={streams}, rate={rate}: give one of them, and None for the other")
     if max_requests is None and max_seconds is None and dataset is None: raise ValueError("max_requests and max_seconds are None, and synthetic prompts never end: give one of them")
     def said(**fields): return json.dumps(fields)

@@ -20,6 +20,7 @@ from ..data_generation.endpoint import Endpoint, concurrently
 from ..data_generation.messages import normalize
 from ..data_generation.regenerate import questions_of
 from ..data_generation.sources import files_of, read_conversations
+from ..options import check_options
 
 # %% ../../nbs/evaluate/04_load.ipynb #ca6229a0
 @dataclass
@@ -51,6 +52,7 @@ def read_prompts(
     limit: int | None = None, # of each domain
 ) -> list[Prompt]: # in the order of the source
     "Collect prompts. Errors: ValueError where there is none, or a row asks nothing."
+    check_options(dict(max_samples=limit))
     if isinstance(data, Mapping): sources = list(data.items())
     elif isinstance(data, (str, Path)): sources = [(f.name.split(".")[0], f) for f in files_of(data) or []] or [("all", data)]
     else: sources = [("all", data)]

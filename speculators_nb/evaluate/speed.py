@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 from ..decode.generate import NoDrafter, generate
 from .cost import seconds
+from ..options import check_options
 from ..tree import Drafter, Sampling
 from ..verifier import Verifier, crop_cache
 
@@ -50,6 +51,7 @@ def verify_costs(
     rounds: int = 40,    # of all widths in turn
 ) -> list[float]: # of a pass over 1, 2, … k+1 tokens, in plain passes; the first is 1
     "What it costs to read guesses."
+    check_options(dict(k=k, context=context, rounds=rounds))
     ids, cache = torch.ones(1, context + k + 1, dtype=torch.long, device=verifier.device), DynamicCache()
     verifier(ids[:, :context], past_key_values=cache)
     def read(n):
@@ -73,6 +75,8 @@ def measured_speedup(
     seed: int = 0,       # of the answers at a temperature
 ) -> dict: # speedup: the median over prompts; low, high: quartiles
     "How many times faster answers come, per token."
+    check_options(dict(k=k, temperature=temperature, max_new_tokens=max_new_tokens, rounds=rounds, seed=seed))
+    if not prompts: raise ValueError("prompts is empty: there is nothing to decode; give at least one")
     def time_per_token(who, i):
         made, sampling = [], Sampling(temperature, torch.Generator(verifier.device).manual_seed(seed + i))
         took = seconds(lambda: made.append(generate(verifier, who, prompts[i], k=k, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, sampling=sampling)))

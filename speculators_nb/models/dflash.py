@@ -28,7 +28,7 @@ from ..masks import Mask, anchored_blocks
 from ..model import SpeculatorModel
 from ..native import NativeCheckpoint, NativeFormat, Target, count_layers, flat, layer_config, register_format, vocab_mapping, without_borrowed, write_native
 from ..supervision import block_metrics
-from ..tree import Sampling, TokenTree
+from ..tree import Sampling, TokenTree, likeliest
 from ..verifier import check_aux_layer_ids, default_aux_layer_ids
 from ..vocab import scatter_probs
 from ..weights import block_decay, dpace
@@ -444,7 +444,7 @@ class DFlashDrafter:
     ) -> TokenTree: # a chain of k
         "Draft k tokens at once; sampled ones are independent of each other, each from its own slot's law."
         logits = self.model.lm_head(self.read_block(tokens, features, k)[-k:])
-        if not sampling.temperature: return TokenTree.chain(self.model.to_verifier(logits.argmax(-1)))
+        if not sampling.temperature: return TokenTree.chain(self.model.to_verifier(likeliest(logits)))
         laws = sampling.probabilities(logits)
         return TokenTree.chain(self.model.to_verifier(sampling.draw(laws)), scatter_probs(laws, self.model.d2t, self.model.target_vocab_size))
 

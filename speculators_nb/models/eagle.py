@@ -28,7 +28,7 @@ from ..masks import ttt
 from ..model import SpeculatorModel
 from ..native import NativeCheckpoint, NativeFormat, Target, flat, inverse, layer_config, register_format, rename, without_borrowed, write_native
 from ..supervision import chain_metrics, needed_rows, ttt_supervision
-from ..tree import Sampling, TokenTree
+from ..tree import Sampling, TokenTree, likeliest
 from ..utils import resolve_checkpoint
 from ..verifier import crop_cache, find_taps
 
@@ -460,7 +460,7 @@ class EagleDrafter:
             if sampling.temperature:
                 laws.append(sampling.probabilities(logits))
                 drafted.append(sampling.draw(laws[-1]))
-            else: drafted.append(logits.argmax(-1))
+            else: drafted.append(likeliest(logits))
             if j + 1 < k: guess = self._feed(drafted[-1], guess, torch.tensor([len(tokens) + j], device=tokens.device))
         return TokenTree.chain(torch.cat(drafted), torch.cat(laws) if laws else None)
 

@@ -27,7 +27,7 @@ from ..masks import ttt
 from ..model import SpeculatorModel
 from ..native import NativeCheckpoint, NativeFormat, Target, count_layers, flat, layer_config, register_format, rename, vocab_mapping, write_native
 from ..supervision import chain_metrics, needed_rows, ttt_supervision
-from ..tree import Sampling, TokenTree
+from ..tree import Sampling, TokenTree, likeliest
 from ..verifier import check_aux_layer_ids, default_aux_layer_ids
 from ..vocab import scatter_probs
 
@@ -362,7 +362,7 @@ class Eagle3Drafter:
                 q = sampling.probabilities(logits)
                 guess = sampling.draw(q[None])
                 laws.append(q)
-            else: guess = logits.argmax(-1, keepdim=True)
+            else: guess = likeliest(logits[None])
             drafted.append(model.to_verifier(guess))
             if j + 1 < k: hidden = self._step(normed if model.config.norm_output else hidden, drafted[-1], n + j)
         self.cache = decided

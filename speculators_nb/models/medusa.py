@@ -19,7 +19,7 @@ from ..growth import product_law
 from ..model import SpeculatorModel
 from .mlp_speculator import TokenHeads
 from ..native import NativeCheckpoint, NativeFormat, Target, register_format, rename, write_native
-from ..tree import Sampling, TokenTree
+from ..tree import Sampling, TokenTree, likeliest
 
 # %% ../../nbs/models/09_medusa.ipynb #ddaf33f8
 @SpeculatorModelConfig.register("medusa")
@@ -142,7 +142,7 @@ class MedusaDrafter:
     ) -> TokenTree: # a chain of k, or of as many as there are heads
         "Each head's token. The law of a place does not depend on what was drawn before it."
         logits = self._slots(features, k)
-        if not sampling.temperature: return TokenTree.chain(logits.argmax(-1))
+        if not sampling.temperature: return TokenTree.chain(likeliest(logits))
         laws = sampling.probabilities(logits)
         return TokenTree.chain(sampling.draw(laws), laws)
 

@@ -20,7 +20,7 @@ from ..head_loss import dense_token_loss, token_loss
 from ..model import SpeculatorModel
 from ..native import NativeCheckpoint, NativeFormat, Target, register_format, rename, write_native
 from ..supervision import block_metrics, needed_rows, ttt_supervision
-from ..tree import Sampling, TokenTree
+from ..tree import Sampling, TokenTree, likeliest
 
 # %% ../../nbs/models/08_mlp_speculator.ipynb #52a15c42
 AHEAD = 2   # the verifier's own head says token t+1; the first drafted token after its state t is t+2
@@ -311,7 +311,7 @@ class MLPDrafter:
             state = model.advance(i, state, drafted[-1])
             logits = state @ head.T
             if sampling.temperature: laws.append(sampling.probabilities(logits))
-            drafted.append(sampling.draw(laws[-1]) if laws else logits.argmax(-1))
+            drafted.append(sampling.draw(laws[-1]) if laws else likeliest(logits))
         return TokenTree.chain(torch.cat(drafted[1:]), torch.cat(laws) if laws else None)
 
     @contextmanager

@@ -23,7 +23,7 @@ from ..mask_token import resolve_mask_token
 from ..masks import rollouts
 from ..model import SpeculatorModel
 from .eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
-from ..tree import Sampling, TokenTree
+from ..tree import Sampling, TokenTree, likeliest
 from ..verifier import default_aux_layer_ids
 from ..vocab import scatter_probs
 
@@ -346,7 +346,7 @@ class PEagleDrafter(Eagle3Drafter):
     ) -> TokenTree: # a chain of k
         "Draft k tokens at once."
         model, logits = self.model, self._slots(tokens, features, k)
-        if not sampling.temperature: return TokenTree.chain(model.to_verifier(logits.argmax(-1)), None)
+        if not sampling.temperature: return TokenTree.chain(model.to_verifier(likeliest(logits)), None)
         laws = sampling.probabilities(logits)
         return TokenTree.chain(model.to_verifier(sampling.draw(laws)), scatter_probs(laws, model.d2t, model.target_vocab_size))
 

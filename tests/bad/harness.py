@@ -3,6 +3,7 @@
 A case runs in a process of its own, forked after the imports, with a limit on memory and on time. It passes if the input is refused in one line that
 matches `expect` (exit code 2 in the shell), or, where `counted` is set, if the run succeeds and its report matches `expect`."""
 import contextlib
+import functools
 import json
 import os
 import re
@@ -86,14 +87,22 @@ def error_line(text):
     return errors[0] if len(errors) == 1 and lines[-1] == errors[0] and "Traceback (most recent call last)" not in text else None
 
 
-def _type(line, folder):
-    "Run a command in this process. Returns all that it printed."
+@functools.cache
+def program():
+    "The commands, made once and not anew for each case."
+    import typer
+
     from speculators_nb import cli
 
+    return typer.main.get_command(cli.app)
+
+
+def _type(line, folder):
+    "Run a command in this process. Returns all that it printed."
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                code = cli.app(shlex.split(_fill(line, folder)))
+                code = program()(shlex.split(_fill(line, folder)))
             except SystemExit as e:
                 code = e.code
         out.seek(0), err.seek(0)
@@ -129,6 +138,8 @@ def run(case: Case) -> Outcome:
         folder.mkdir()
         write_files(case, folder)
         began, before = time.monotonic(), _kilobytes("VmRSS") // 1024
+        if isinstance(case.what, str):
+            program()
         sys.stdout.flush(), sys.stderr.flush()
         pid = os.fork()
         if not pid:
