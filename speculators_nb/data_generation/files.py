@@ -16,10 +16,10 @@ from pathlib import Path
 
 from .messages import BadRow, brief
 
-# %% ../../nbs/data/01a_files.ipynb #55b0767a
+# %% ../../nbs/data/01a_files.ipynb #f9d1e50c
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 LINE = 32 << 20  # bytes of a line, or characters of an item of a list, that are read at most
-TOO_LONG = f"longer than {LINE >> 20} MiB"
+TOO_LONG = f"longer than {LINE >> 20} MiB; split the conversation"
 
 
 class _Decoder(json.JSONDecoder):
@@ -53,9 +53,9 @@ def as_row(
     value = {"messages": value} if isinstance(value, list) else value
     if isinstance(value, (dict, BadRow)):
         return value
-    reason = (f"holds a {type(value).__name__}, expected a conversation: an object with 'messages' or "
-              "'conversations', or with 'input_ids' and 'loss_mask', or a list of messages")
-    return BadRow(reason, detail=brief(value))
+    return BadRow(f"holds a {type(value).__name__}, expected a conversation: an object with "
+                  "'messages' or 'conversations', or with 'input_ids' and 'loss_mask', or a list of messages",
+                  detail=brief(value))
 
 # %% ../../nbs/data/01a_files.ipynb #5b2068a4
 def _odd(error):
@@ -78,7 +78,7 @@ def _parse(text, decoder):
         return BadRow("not JSON", detail=f"more after its end, at column {end + 1}")
     return as_row(value)
 
-# %% ../../nbs/data/01a_files.ipynb #9660895c
+# %% ../../nbs/data/01a_files.ipynb #b59283db
 def read_lines(
     file,  # open for reading bytes
 ) -> Iterator[tuple[bytes, bool]]:  # (line with its end, whether it is whole)
@@ -95,8 +95,8 @@ _DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)  # what a damaged gzip file 
 
 
 def _damaged(path, n, error):
-    return ValueError(f"{path}, after line {n}: the compressed file is cut off or damaged ({error}). "
-                      "Copy it again.")
+    return ValueError(f"{path}, after line {n}: the compressed file is cut off or damaged "
+                      f"({error}). Copy it again.")
 
 
 def _open(path):
@@ -127,12 +127,12 @@ def _lines(path):
             for n, (raw, whole) in enumerate(read_lines(file), 1):
                 if n == 1:
                     _check_start(path, raw)
-                yield n, _decode(raw) if whole else BadRow(f"{TOO_LONG}; split the conversation")
+                yield n, _decode(raw) if whole else BadRow(TOO_LONG)
                 del raw
     except _DAMAGED as e:
         raise _damaged(path, n, e) from None
 
-# %% ../../nbs/data/01a_files.ipynb #2bfa73f9
+# %% ../../nbs/data/01a_files.ipynb #bbf3d6ca
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
@@ -178,7 +178,7 @@ class _Text:
             except json.JSONDecodeError as e:
                 wrong = self.error(f"not JSON ({e.msg})", e.pos)
                 if len(self.text) - self.at > LINE:
-                    wrong = self.error(f"an item is {TOO_LONG}, or has no end", self.at)
+                    wrong = self.error(f"an item has no end, or is {TOO_LONG}", self.at)
                 elif self.more():
                     continue
                 raise wrong from None
@@ -190,8 +190,8 @@ class _Text:
 
     def error(self, what, at):
         line = self.line + self.text.count("\n", 0, at)
-        return ValueError(f"{self.path}, line {line}: {what}. Expected one list of conversations. In a "
-                          "file of one conversation a line (.jsonl) only this one would be passed over.")
+        return ValueError(f"{self.path}, line {line}: {what}. Expected one list of conversations. "
+                          "In a file of one conversation a line (.jsonl), only one would be lost.")
 
 # %% ../../nbs/data/01a_files.ipynb #e9313b0a
 def _read_list(path, text):
@@ -243,7 +243,7 @@ def _read_json(path):
     except _DAMAGED as e:
         raise _damaged(path, text.line if text else 0, e) from None
 
-# %% ../../nbs/data/01a_files.ipynb #1b157173
+# %% ../../nbs/data/01a_files.ipynb #f9dadccc
 def _read_parquet(path):
     "(where, row) of a Parquet file."
     import pyarrow.parquet as pq
@@ -292,5 +292,5 @@ def read_file(
             bad, first = bad + 1, first or f"{where}: {row}"
         yield where, row
     if bad and (bad == n or bad > max(10, n / 10)):
-        raise ValueError(f"{path}: {bad} of {n} conversations cannot be read, so this is no file of "
-                         f"conversations. The first is {first}")
+        raise ValueError(f"{path}: {bad} of {n} conversations cannot be read, so this is no file "
+                         f"of conversations. The first is {first}")

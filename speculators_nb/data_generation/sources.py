@@ -166,8 +166,9 @@ def _turn(turn, m):
     if "tool_calls" in turn:
         turn["tool_calls"] = as_json(m["tool_calls"], "tool_calls")
     if isinstance(turn.get("content"), list):  # pictures; tables fill in None
-        parts = [{"type": "text", "text": p} if isinstance(p, str) else p for p in turn["content"]]
-        turn["content"] = [{k: v for k, v in p.items() if v is not None} for p in parts]
+        turn["content"] = [{"type": "text", "text": p} if isinstance(p, str)
+                           else {k: v for k, v in p.items() if v is not None}
+                           for p in turn["content"]]
     return turn
 
 
