@@ -96,7 +96,7 @@ def test_prepare_counts_what_it_drops(caplog):
     data = prepare([good, {"messages": long}, talk("nobody answers"), [{"role": "x", "content": ""}], {"id": 1}], tok, 64)
     assert len(data) == 1 and data[0]["seq_len"] == len(data[0]["input_ids"]) == len(data[0]["loss_mask"])
     text = data.info.description
-    assert "5 conversations, 1 rows" in text and "1 × no trained token in the first 64" in text and "1 × ValueError: no assistant message" in text and "'x' is unknown" in text and "no messages" in text
+    assert "5 conversations, 1 rows" in text and "1 × no trained token in the first 64" in text and "1 × no assistant message that answers another (first: conversation 2)" in text and "'x' is unknown" in text and "no messages" in text
     assert text in caplog.text
     with pytest.raises(ValueError, match="no row left of 1 conversations"): prepare([long], tok, 64)
     with pytest.raises(ValueError, match="there were none"): prepare([], tok, 64)

@@ -18,8 +18,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from speculators_nb.data_generation.chat import encode, to_dataset
 from speculators_nb.data_generation.corpus import corpus
+from speculators_nb.data_generation.intake import filter_rows
 from speculators_nb.data_generation.messages import normalize
-from speculators_nb.data_generation.prepare import filter_rows, fingerprint_data, prepare_data
+from speculators_nb.data_generation.prepare import fingerprint_data, prepare_data
 from speculators_nb.data_generation.prepared import changes, load_prepared, read_token_freq
 from speculators_nb.vocab import load_vocab_mapping
 
@@ -145,7 +146,7 @@ def test_the_report_counts_all_that_went(chats, tmp_path):
     assert sorted(rows_in(prepared)) == sorted(kept)
     assert prepared.table.loc["cut", "tokens"] == sum(len(i) - 64 for i, m in made if sum(m[:64]) >= 2 and len(i) > 64) and prepared.table.loc["cut", "rows"] == sum(len(i) > 64 for i, m in made if sum(m[:64]) >= 2)
     reasons = prepared.dropped
-    assert reasons.loc["ValueError: no assistant message that answers another", "first"] == "conversation 129"
+    assert reasons.loc["no assistant message that answers another", "first"] == "conversation 129"
     assert reasons["count"].sum() == 126 - len(kept) and any("narrator" in r for r in reasons.index) and any("tools: not JSON" in r for r in reasons.index)
     assert prepared.table.loc["train", "tokens"] == sum(len(i) for i, _ in kept)
     html = prepared._repr_html_()
@@ -161,16 +162,28 @@ def test_too_long_is_dropped_or_cut():
 
 
 def test_nothing_left_says_why(tmp_path):
-    with pytest.raises(ValueError, match=r"no row left of 2 conversations \(1 × .*narrator.* \(first: conversation 0\)"):
+    with pytest.raises(ValueError, match=r"no row left of 2 conversations \(1 × .*narrator.* \(first: conversation 0, message 0\)"):
         prepare_data([[{"role": "narrator", "content": "x"}], {"input_ids": [1], "loss_mask": [0]}], VERIFIER, tmp_path / "p")
     with pytest.raises(ValueError, match="there were none"): prepare_data([], VERIFIER, tmp_path / "p")
     assert not (tmp_path / "p").exists()
 
 
-def test_a_broken_line_stops_and_is_named(chats, tmp_path):
+def test_a_broken_line_is_counted_and_named(chats, tmp_path):
     (tmp_path / "c.jsonl").write_text(json.dumps(chats[0]) + "\n" + json.dumps(chats[1])[:30])
-    with pytest.raises(ValueError, match="c.jsonl, line 2: not JSON"): prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")
-    assert not (tmp_path / "p").exists()
+    prepared = prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")
+    assert len(prepared) == 1 and prepared.table.loc["without a row", "conversations"] == 1
+    assert prepared.dropped.loc["not JSON", "first"].startswith(f"{tmp_path}/c.jsonl, line 2, ") and prepared.dropped.loc["not JSON", "count"] == 1
+
+
+@pytest.mark.parametrize("good, bad, refused", [(9, 1, False), (0, 1, True), (0, 20, True), (100, 10, False), (100, 11, False), (98, 11, True), (2, 9, False)])
+def test_a_file_of_which_much_is_broken_is_refused(chats, tmp_path, good, bad, refused):
+    (tmp_path / "c.jsonl").write_text("\n".join([*map(json.dumps, chats[:good]), *["{"] * bad]))
+    if refused:
+        with pytest.raises(ValueError, match=rf"c.jsonl: {bad} of {good + bad} conversations cannot be read.*first is .*c.jsonl, line {good + 1}: not JSON"):
+            prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")
+        assert not (tmp_path / "p").exists()
+    else:
+        assert len(prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")) == good
 
 
 def test_max_samples_is_a_fair_lot(tmp_path):
@@ -206,7 +219,7 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
 def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
     from speculators_nb.data_generation import prepare
     monkeypatch.setattr(prepare, "encode_batch", lambda *a: os.kill(os.getpid(), signal.SIGKILL))  # as if memory had run out
-    with pytest.raises(RuntimeError, match="smaller num_proc"): prepare_data(corpus(700), VERIFIER, tmp_path / "p", num_proc=2)
+    with pytest.raises(ChildProcessError, match="smaller num_proc"): prepare_data(corpus(700), VERIFIER, tmp_path / "p", num_proc=2)
     assert not (tmp_path / "p").exists()
 
 

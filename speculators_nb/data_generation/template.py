@@ -183,7 +183,7 @@ def turns_of(
         heard += len(str(m["content"] or "").rpartition("</think>")[2])  # what stays in history
     return turns
 
-# %% ../../nbs/data/01d_template.ipynb #2d70feea
+# %% ../../nbs/data/01d_template.ipynb #2024918d
 def _border(messages, j, template, tools, full):
     "The character of `full` at which the assistant's turn j begins."
     prompt = template(messages[:j], tools, prompt=True)[0]
@@ -195,7 +195,7 @@ def _border(messages, j, template, tools, full):
     k = common_prefix(a.ids, b.ids)
     start = skip + b.offsets[k][0] if k < len(b.ids) else len(full)
     if start < len(history) or not full.startswith(history):
-        raise ValueError(_unmarked(template, j))
+        raise _unmarked(template, j)
     return start
 
 
@@ -209,12 +209,12 @@ def _same(a, b):
 
 
 def _unmarked(template, j):
-    return (
-        f"tokenizer {template.name!r}: message {j} (assistant) does not continue the rendering of the messages before it, so its "
-        "tokens cannot be told apart. Mark them in the chat template: {% generation %} before what the assistant says, "
-        "{% endgeneration %} after its end token. "
-        f"The template is:\n{template._text(None)[:1500]}"
-    )
+    return BadRow(
+        "an answer does not continue the rendering of the messages before it, so its tokens cannot be "
+        "told apart. Mark them in the chat template: {% generation %} before what the assistant says, "
+        "{% endgeneration %} after its end token",
+        detail=f"tokenizer {template.name!r}: message {j} (assistant) does not continue what is before "
+        f"it. The template is:\n{template._text(None)[:1500]}")
 
 # %% ../../nbs/data/01d_template.ipynb #0693fbe2
 ROWS = ("conversation", "turn")
