@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from .config import SpeculatorModelConfig, import_models
 from .head import TargetHead, load_verifier_tensors, norm_eps, text_config, verifier_config
+from .options import REGISTERED
 from .utils import ClassRegistryMixin, checkpoint_index, load_tensors, resolve_checkpoint, save_tensors
 from .vocab import check_vocab_mapping, draft_to_verifier
 
@@ -40,6 +41,12 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     not_saved = ("target_head.",)       # prefixes of what a checkpoint leaves out
     from_verifier = ("embed_tokens.weight", "lm_head.weight")   # needed to draft; may be absent from a checkpoint: the verifier has them
     own_heads = False                   # True: trains heads of its own, and borrows the verifier's final norm alone
+
+    @classmethod
+    def register_decorator(cls, klass: type, name: str) -> type:
+        "Enter a drafter; its name is a word of the option `algorithm` from then on."
+        REGISTERED.add(name)
+        return super().register_decorator(klass, name)
 
     def __init__(self, config: SpeculatorModelConfig):
         super().__init__(config)

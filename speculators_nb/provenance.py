@@ -18,8 +18,6 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from .utils import atomic_write
-
 # %% ../nbs/core/01b_provenance.ipynb #f1357ca5
 SECRET_NAME = re.compile(r"(?i)(^|[_-])(api[_-]?key|key|secret|passw(or)?d|passphrase|credentials?|authorization|bearer|cookie|"
                          r"(hf|hub|auth|access|api|bearer|refresh)?[_-]?token)$")
@@ -184,6 +182,8 @@ def write_provenance(
             record["earlier"] = [*old.pop("earlier", []), old][-10:]
         except (ValueError, AttributeError, TypeError):  # not ours, or broken: it is replaced
             pass
+    from speculators_nb.utils import atomic_write  # imports torch; what stands above is asked before that
+
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
     return path

@@ -110,7 +110,7 @@ def test_a_wrong_import_is_seen(source, user, wrong):
 
 # `plot` gives every drafter one colour everywhere, so its palette must spell their names; the engine's method words, which
 # `decode.methods` and `decode.speculative_config` read and write, are such names, and so is a key of its extraction; on the top floor a person chooses one
-SPELLS_NAMES = {"plot", "data_generation.connector", "data_generation.extraction", "decode.methods", "decode.speculative_config"}
+SPELLS_NAMES = {"plot", "options", "data_generation.connector", "data_generation.extraction", "decode.methods", "decode.speculative_config"}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("models.") and m not in SPELLS_NAMES and FLOOR.get(m, (0,))[0] < 5])

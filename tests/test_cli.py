@@ -3,6 +3,7 @@ import ast
 import inspect
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -91,7 +92,7 @@ def test_heavy_imports_are_inside():
     for module in (cli, sys.modules["speculators_nb.command"]):
         tree = ast.parse(Path(module.__file__).read_text())
         tops = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))}
-        assert tops <= {"ast", "command", "importlib", "inspect", "io", "json", "logging", "os", "collections", "pathlib", "textwrap", "tokenize", "typing", "typer"}
+        assert tops <= {"ast", "command", "errno", "importlib", "inspect", "io", "json", "logging", "options", "os", "collections", "pathlib", "sys", "textwrap", "tokenize", "typing", "typer"}
 
 
 @pytest.mark.parametrize("algorithm,given,arch", [("eagle3", (), "llama"), ("dflash", (), "qwen3"), ("dflash", ("--draft-arch", "llama"), "llama"), ("medusa", (), "llama")])
@@ -142,12 +143,75 @@ def test_traceback_on_request(tmp_path):
 
 
 def test_a_bug_is_not_hidden():
+    "It is no mistake of the caller: another exit code, and the line says whose fault it is; `--traceback` shows it."
     def broken():
         "Raise what no caller can mend."
         raise RuntimeError("a bug")
     app = new_app("x", "x")
     command(broken, str, app)
-    assert isinstance(CliRunner().invoke(app, ["broken"]).exception, RuntimeError)
+    result = CliRunner().invoke(app, ["broken"])
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1
+    assert re.fullmatch(r"Error: RuntimeError: a bug\. This is a fault of speculators-nb.* --traceback`", result.stderr.strip())
+    assert isinstance(CliRunner().invoke(app, ["--traceback", "broken"]).exception, RuntimeError)
+
+
+@pytest.mark.parametrize("error,words", [
+    (MemoryError("could not allocate 10 GiB"), ("not enough memory (could not allocate 10 GiB)", "lower")),
+    (PermissionError(13, "Permission denied", "/some/where"), ("/some/where: permission denied; change its permissions",)),
+    (OSError(28, "No space left on device", "/full/disk"), ("/full/disk: no space left on device; make room",)),
+    (OSError(30, "Read-only file system", b"/read/only"), ("/read/only: read-only file system; the disk is read-only",)),
+    (OSError("with words of its own"), ("Error: with words of its own",)),
+    (ValueError(), ("Error: ValueError",)),
+])
+def test_failures_of_the_machine_have_a_remedy(error, words):
+    def fail():
+        "Raise."
+        raise error
+    app = new_app("x", "x")
+    command(fail, str, app)
+    one_line(CliRunner().invoke(app, ["fail"]), *words)
+
+
+@pytest.mark.parametrize("line,words", [
+    ("trian x y", ("'trian': there is no such command.", "Did you mean train?")),
+    ("train --lerning-rate 1", ("--lerning-rate: train has no such option", "Did you mean --learning-rate?")),
+    ("train d o --ttt-steps 4", ("--ttt-steps", "write --extra ttt_steps=3")),
+    ("serve x --max-num-seqs 4", ("--max-num-seqs", "--extra=--max-num-seqs=8")),
+    ("check a --xyzzy", ("--xyzzy: check has no such option; `check --help`",)),
+    ("train d o --seed x", ("seed='x': is text, and must be a whole number, e.g. 0",)),
+    ("train d o --seed", ("'--seed' requires an argument", "--seed 0")),
+    ("train d o --learning-rate nan", ("learning_rate=nan: must be finite",)),
+    ("train d o --learning-rate 1e-4x", ("learning_rate='1e-4x': is text",)),
+    ("features v d o --aux-layer-ids 1 --aux-layer-ids a", ("aux_layer_ids='a'",)),
+    ("regenerate d o --sampling [[1,2]]", ("sampling='[[1,2]]': must be a mapping",)),
+    ("regenerate d o --sampling " + "[" * 5000, ("sampling=",)),
+    ("check a b", ("Got unexpected extra argument", "check takes FOLDER")),
+    ("check a --folder b", ("folder='a': stands there as an argument and as an option; leave one out",)),
+    ("train d o --bf16=1", ("'--bf16' does not take a value",)),
+    ("--tracebak check a", ("--tracebak",)),
+])
+def test_a_line_that_cannot_be_read(line, words):
+    one_line(run(*line.split()), *words)
+
+
+def test_options_are_checked_before_anything_heavy(tmp_path):
+    "Neither torch nor a model is needed to say that a number makes no sense; nor is one for a recipe."
+    (tmp_path / "r.yaml").write_text("train: {data_dir: d, output_dir: o, seed: -1}")
+    for args in (["train", "d", "o", "--num-train-epochs", "-1"], ["train", "--recipe", str(tmp_path / "r.yaml")], ["serve", "nope", "--port", "0"]):
+        got = python(f"""import sys
+from speculators_nb.cli import app
+try: app({args!r})
+except SystemExit as e: print(e.code, sorted({{'torch', 'transformers', 'datasets', 'numpy'}} & set(sys.modules)))""")
+        assert got.stdout.strip() == "2 []" and got.stderr.startswith("Error: ") and got.stderr.count("\n") == 1
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    "`speculators-nb … | head -1`"
+    program = Path(sys.executable).with_name("speculators-nb")
+    for _ in range(3):
+        process = subprocess.Popen([program, "check", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() in (0, 1)
 
 
 def test_what_a_shell_cannot_type():
@@ -155,13 +219,6 @@ def test_what_a_shell_cannot_type():
         library("vocab", "nothing")
     with pytest.raises(ValueError, match="verifier has no default, and a type"):
         library("data_generation.features", "extract_features")
-
-
-def test_extra_pairs():
-    assert drafter_steps._pairs(["warmup-steps=100", "loss_fn={\"ce\": 0.1}", "family=qwen3", "a=b=c"]) == {
-        "warmup_steps": 100, "loss_fn": {"ce": 0.1}, "family": "qwen3", "a": "b=c"}
-    with pytest.raises(ValueError, match="write name=value"):
-        drafter_steps._pairs(["warmup_steps"])
 
 
 # --- recipes -----------------------------------------------------------------------------------------------------------------
@@ -306,7 +363,7 @@ def test_misspelt_extra(features, tmp_path):
     one_line(run("train", features, tmp_path, "--extra", "ttt_step=3"), "ttt_step=3", "Did you mean ttt_steps?")
     one_line(run("train", features, tmp_path, "--algorithm", "eagel"), "eagel")
     one_line(run("train", features, tmp_path, "--eval-share", "1.5"), "eval_share=1.5")
-    one_line(run("train", features, tmp_path, "--optimizer", "sgd"), "adamw, muon")
+    one_line(run("train", features, tmp_path, "--optimizer", "sgd"), "optimizer='sgd'", "adamw or muon")
 
 
 def test_regenerated_answers_are_prepared(tmp_path):
@@ -404,7 +461,7 @@ def test_a_server_lives_as_long_as_its_command(drafter, tmp_path):
 
 
 def test_features_from_a_server_that_is_not_there(tmp_path):
-    one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "f", "--source", "vllm"), "storage is missing")
+    one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "f", "--source", "vllm"), "storage=None: is missing; name the folder")
     one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "f", "--source", "tgi"), "choose hf or vllm")
 
 
