@@ -14,7 +14,7 @@ from .config import SpeculatorModelConfig, SpeculatorsConfig
 from .model import SpeculatorModel
 from .native import NativeCheckpoint, formats, verifier_target
 from .provenance import write_provenance
-from .utils import atomic_folder, checkpoint_index, load_tensors, resolve_checkpoint
+from .utils import atomic_folder, checkpoint_index, disk_errors, load_tensors, resolve_checkpoint
 
 # %% ../nbs/train/04_convert.ipynb #4009f06b
 def detect(
@@ -44,7 +44,8 @@ def _named(name, known, what):
 def _empty(path):
     "An output folder that takes nothing's place."
     path = Path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())): raise FileExistsError(f"{path} exists already; choose another output folder, or remove it")
+    with disk_errors(path): taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if taken: raise FileExistsError(f"{path} exists already; choose another output folder, or remove it")
     return path
 
 # %% ../nbs/train/04_convert.ipynb #c797aa61

@@ -30,7 +30,7 @@ from .provenance import write_provenance
 from .serve import Server, find_verifier, serve_command, serve_environment
 from .train.drafter import train_drafter
 from .train.trainer import SpeculatorTrainer
-from .utils import atomic_write, remote_code
+from .utils import atomic_write, disk_errors, remote_code, writable_folder
 from .verifier import check_aux_layer_ids, default_aux_layer_ids
 
 # %% ../nbs/68_drafter_steps.ipynb #4cfea66f
@@ -86,7 +86,8 @@ def train(
         raise ValueError(f"verifier is missing: {data_dir} does not say which one made it")
     given = dict(num_train_epochs=num_train_epochs, total_seq_len=total_seq_len, gradient_accumulation_steps=gradient_accumulation_steps,
                  learning_rate=learning_rate, optimizer=optimizer, bf16=bf16, save_dtype=save_dtype, early_stopping_patience=early_stopping_patience)
-    with remote_code(trust_remote_code):
+    kept = "checkpoints that are complete are kept, --resume continues from the newest"
+    with disk_errors(output_dir, kept), remote_code(trust_remote_code):
         trainer = train_drafter(data_dir, output_dir, verifier, algorithm, draft_arch or settings(algorithm).get("draft_arch", "llama"), num_layers, draft_vocab_size,
                                 from_pretrained, seed, eval_share, on_bad, server, storage, aux_layer_ids or None, resume_from_checkpoint=resume, **given, **_pairs(extra))
     write_provenance(output_dir, "train", dict(algorithm=algorithm, num_layers=num_layers, draft_vocab_size=draft_vocab_size, server=server, eval_share=eval_share,
@@ -132,6 +133,8 @@ def evaluate(
     "Measure how many drafted tokens the verifier accepts, at each position."
     if engine not in ("reference", "vllm"):
         raise ValueError(f"engine={engine!r}: choose reference or vllm")
+    if output_dir is not None:
+        writable_folder(output_dir)
     lengths, temperatures = [k] if isinstance(k, int) else list(k or ()), tuple(temperatures or (0.0,))
     if engine == "vllm":
         rows = list(read_conversations(data, max_samples))
@@ -196,7 +199,7 @@ def serve(
     else:
         n = text_config(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)).num_hidden_layers
         layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
-        Path(hidden_states).mkdir(parents=True, exist_ok=True)
+        writable_folder(hidden_states)
         arguments, added = extraction_options(layers, hidden_states)
         command, environment = serve_command(checkpoint, k=0, **options) + arguments, environment | added
     if not run:

@@ -212,7 +212,6 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     ):
         "Write model.safetensors, then config.json, each atomically, and nothing else."
         folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
         state = {n: (w.to(dtype) if dtype and w.is_floating_point() else w).detach().cpu().contiguous() for n, w in self.saved_state(state_dict).items()}
         if type(self).__name__ not in (self.config.architectures or ()): self.config.architectures = [type(self).__name__]
         self.config.dtype = dtype or self.dtype

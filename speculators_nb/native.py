@@ -214,7 +214,6 @@ def write_native(
 ):
     "Write a checkpoint of another project's format: the weights, then config.json, each atomically."
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, folder / file, metadata={"format": "pt"})
     dtype = next((str(w.dtype).removeprefix("torch.") for w in tensors.values() if w.is_floating_point()), None)
     with atomic_write(folder / "config.json") as temporary:

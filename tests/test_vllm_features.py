@@ -55,6 +55,13 @@ class Fake:
         self.process.wait()
         self.process.stdout.close()
 
+    def writing(self):
+        "Hold the server; whether it is in the middle of a file. If not, it goes on."
+        self.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.05)  # what was whole is read and deleted by now
+        if any(self.storage.glob("*.safetensors")): return True
+        self.process.send_signal(signal.SIGCONT)
+
     def __exit__(self, *_):
         if self.process.poll() is None: self.kill()
 
@@ -84,9 +91,9 @@ def test_server_killed_and_started_anew(tmp_path):
     rows, out = make_rows(), tmp_path / "features"
     with Fake(tmp_path / "storage", "--slow", "0.1") as fake:
         result = []
-        client = threading.Thread(target=lambda: result.append(extract_from_server(fake.url, rows, out, fake.storage, LAYERS, concurrency=4, dtype="float32")))
+        client = threading.Thread(target=lambda: result.append(extract_from_server(fake.url, rows, out, fake.storage, LAYERS, concurrency=4, dtype="float32")), daemon=True)
         client.start()
-        wait_for(lambda: len(list(out.glob("hs_*"))) >= 5 and any(fake.storage.glob("*.safetensors")))
+        wait_for(lambda: len(list(out.glob("hs_*"))) >= 5 and fake.writing())
         fake.kill()
         torn = [p for p in fake.storage.glob("*.safetensors")]
         time.sleep(0.5)

@@ -24,7 +24,7 @@ from datasets import Dataset
 from .chat import save_prepared
 from .feature_file import FeatureError, feature_path, legacy_layer_ids, read_features, read_legacy, stored_dtype, write_features
 from .sources import load_table
-from ..utils import atomic_write
+from ..utils import DiskError, atomic_write, disk_errors
 
 # %% ../../nbs/data/04b_feature_folder.ipynb #9a59e9b6
 log = logging.getLogger(__name__)
@@ -134,11 +134,12 @@ class FeatureFolder:
     @contextlib.contextmanager
     def _alone(self):
         "One process at a time sets the folder up."
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".setup.lock", "w") as f:
-            with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(f, fcntl.LOCK_EX)
-            yield
+        with disk_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            with open(self.path / ".setup.lock", "w") as f:
+                with contextlib.suppress(OSError):  # some network file systems have no locks
+                    fcntl.flock(f, fcntl.LOCK_EX)
+                yield
 
     def has(
         self,
@@ -155,22 +156,21 @@ class FeatureFolder:
         i: int,  # row
         states: torch.Tensor,  # [seq, A+1, H]
     ) -> None:
-        "Write the features of row i."
-        write_features(feature_path(self.path, i), states, self.tokens[i], self.dtype)
+        "Write the features of row i. DiskError: the disk is full, read-only or gone."
+        with disk_errors(self.path):
+            write_features(feature_path(self.path, i), states, self.tokens[i], self.dtype)
 
     def no_room(
         self,
-        e: OSError,  # what a write raised
+        e: DiskError,  # what a write raised
         hidden_size: int,  # H
-    ) -> OSError:  # the same with what is done, what is needed and what to do
-        "A full disk, told so that one can act on it."
+    ) -> DiskError:  # the same, with what is done and what is needed
+        "A disk that refused, told so that one can act on it."
         done = sum(feature_path(self.path, i).exists() for i in self.wanted)
         size = sum(self.lengths[i] for i in self.wanted) * len(self.config["hidden_states"]["layer_ids"]) * hidden_size * self.dtype.itemsize
-        return OSError(
-            e.errno,
-            f"{self.path}: {e.strerror or e}. {done} of {len(self.wanted)} rows are complete and kept; all of them need {size / 1e9:.3g} GB. "
-            "Make room and run the same call again",
-        )
+        error = DiskError(e.errno, e.strerror, str(self.path))
+        error.kept = f"{done} of {len(self.wanted)} rows are complete and kept; all of them need {size / 1e9:.3g} GB"
+        return error
 
 # %% ../../nbs/data/04b_feature_folder.ipynb #04f03c32
 def sample_of(

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from .feature_file import FP8, FeatureError, feature_path, read_features, stored_dtype
 from .feature_folder import FeatureDataset, FeatureFolder, FeatureRows, origin, sample_of, split_of, table_of
 from .images import row_inputs
+from ..utils import DiskError
 from ..verifier import Verifier, fingerprint
 
 # %% ../../nbs/data/04c_features.ipynb #bf5c525f
@@ -87,7 +88,7 @@ def extract_features(
     writers: int = 4,  # threads that write
     processor=None,  # of a verifier that sees, for rows with pictures; None: from the verifier's folder
 ) -> dict:  # counts: written, kept
-    "Write the features of rows that have no valid file. ValueError: another origin; FeatureError: not finite; OSError: disk, rest kept."
+    "Write the features of rows that have no valid file. ValueError: another origin; FeatureError: not finite; DiskError: the rest is kept."
     dtype, dataset = stored_dtype(dtype), table_of(dataset)
     folder = FeatureFolder(out_dir, dataset, origin(model_of(verifier), [*verifier.aux_layer_ids, verifier.num_layers], dataset, dtype), indices)
     todo, lengths, computed = folder.todo, folder.lengths, verifier.dtype if dtype is FP8 else dtype
@@ -104,7 +105,7 @@ def extract_features(
                     future.result()  # at most one batch waits in memory
                 pending = [pool.submit(folder.write, i, s) for i, s in zip(batch, states)]
                 bar.update(sum(lengths[i] for i in batch))
-        except OSError as e:
+        except DiskError as e:
             pool.shutdown(cancel_futures=True)
             raise folder.no_room(e, verifier.hidden_size) from e
     return {"written": len(todo), "kept": len(folder.wanted) - len(todo)}

@@ -6,6 +6,7 @@
 __all__ = ['log', 'read_regenerated', 'Report', 'Journal', 'still_to_do']
 
 # %% ../../nbs/data/02f_journal.ipynb #d13316f5
+import contextlib
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from filelock import FileLock, Timeout
 from .language import language_of_row, wanted_languages
 from .replay import Replay
 from .sources import read_conversations
+from ..utils import disk_errors
 
 # %% ../../nbs/data/02f_journal.ipynb #0c22f3fb
 log = logging.getLogger(__name__)
@@ -86,7 +88,14 @@ class Journal:
         self.errors = self.path.with_suffix(".errors.jsonl")
         self.report, self.done, self._seen = Report(), {}, {}
 
+    def _disk(self):
+        return disk_errors(self.path, "conversations that are complete are kept")
+
     def __enter__(self):
+        with self._disk():
+            return self._open()
+
+    def _open(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(f"{self.path}.lock")
         try:
@@ -102,12 +111,21 @@ class Journal:
         self._file, self._start = open(self.path, "ab"), time.perf_counter()
         return self
 
-    def __exit__(self, *_):
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self.report["seconds"] = time.perf_counter() - self._start
-        self._lock.release()
-        Path(self._lock.lock_file).unlink(missing_ok=True)
+    def __exit__(self, kind, *_):
+        try:
+            with self._disk():
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        except OSError:  # what a full disk did not take is cut off by the next run
+            if kind is None:
+                raise
+        finally:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self.report["seconds"] = time.perf_counter() - self._start
+            self._lock.release()
+            with contextlib.suppress(OSError):
+                Path(self._lock.lock_file).unlink(missing_ok=True)
         if failed := self.report["failed"]:
             log.warning("%d conversations failed, see %s: %s", failed.total(), self.errors, "; ".join(f"{n} × {why}" for why, n in failed.most_common(10)))
 
@@ -147,8 +165,9 @@ class Journal:
     ) -> None:
         "Keep a conversation."
         lines = replay.lines(self.settings | metadata)
-        self._file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "surrogatepass"))
-        self._file.flush()
+        with self._disk():
+            self._file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "surrogatepass"))
+            self._file.flush()
         r = self.report
         r["written"] += 1
         r["cut"] += replay.finish[-1] == "length"
@@ -165,7 +184,7 @@ class Journal:
         "Name a conversation that cannot be done."
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         self.report["failed"][reason[:120]] += 1
-        with open(self.errors, "a", encoding="utf-8") as file:
+        with self._disk(), open(self.errors, "a", encoding="utf-8") as file:
             file.write(json.dumps({"id": key, "error": reason, "status": getattr(error, "status", None)}, ensure_ascii=False) + "\n")
 
 # %% ../../nbs/data/02f_journal.ipynb #aff0cd49

@@ -37,7 +37,7 @@ from .prepared import Prepared, changes, load_prepared
 from .sources import content_hash, files_of, located
 from .template import ChatTemplate, fingerprint_template
 from ..provenance import provenance
-from ..utils import atomic_folder
+from ..utils import DiskError, atomic_folder, disk_errors
 
 # %% ../../nbs/data/02d_prepare.ipynb #bd6d9fa6
 log = logging.getLogger(__name__)
@@ -66,6 +66,8 @@ def _with_pictures(row, template, settings, pictures):
         for made_row in made:
             check_ids(made_row[0], size)
         return [(*made_row, tools) for made_row in made]
+    except DiskError:  # pictures that cannot be stored: no row's fault
+        raise
     except Exception as e:  # as in encode_batch
         return e
 
@@ -222,8 +224,9 @@ def prepare_data(
     settings = dict(max_length=max_length, max_samples=max_samples, rows=rows, too_long=too_long, min_trained=min_trained, dedup=dedup, shuffle=shuffle,
                     val_fraction=val_fraction, seed=seed, template_kwargs=template_kwargs)
     origin = {"data": data_hash, "tokenizer": fingerprint_template(template), **settings}
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.absolute().with_name(f".{folder.name}.lock")):
+    with disk_errors(folder):
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors(folder), FileLock(folder.absolute().with_name(f".{folder.name}.lock")):
         prepared = _existing(folder, origin, overwrite)
         if prepared is None:
             for left in folder.absolute().parent.glob(f".{folder.stem}.*"):  # what killed runs left

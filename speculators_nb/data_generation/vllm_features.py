@@ -21,6 +21,7 @@ from .endpoint import Breaker, EndpointError, concurrently
 from .extraction import HiddenStatesClient, Room
 from .feature_file import FeatureError
 from .feature_folder import FeatureFolder, FeatureRows, origin, shard, split_of, table_of
+from ..utils import DiskError
 
 # %% ../../nbs/data/04f_vllm_features.ipynb #c462acd0
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def extract_from_server(
     timeout: float = 600.0,  # seconds that one answer may take
     tries: int = 8,  # requests for one answer, with back-off
 ) -> dict:  # counts: written, kept, failed
-    "Write the features of rows that have no valid file. ValueError: another origin; TooManyFailures: server down; OSError: disk, rest kept."
+    "Write the features of rows that have no valid file. ValueError: another origin; TooManyFailures: server down; DiskError: the rest is kept."
     dataset, client = table_of(rows), HiddenStatesClient(url, storage, layer_ids, model, timeout, tries)
     folder = FeatureFolder(output_dir, dataset, origin(client.about(), client.layer_ids, dataset, dtype), shard(len(dataset), rank, world_size))
     order, room, breaker, size = sorted(folder.todo, key=lambda i: -folder.lengths[i]), Room(max_bytes), Breaker(max_failures), [0, 0]
@@ -79,7 +80,7 @@ def extract_from_server(
     with tqdm(total=sum(folder.lengths[i] for i in order), desc="features", unit="tok", unit_scale=True, delay=1) as bar:
         for part, n in ((order[:1], 1), (order[1:], concurrency)):
             for i, result in concurrently(one, part, n):
-                if isinstance(result, OSError):
+                if isinstance(result, DiskError):
                     raise folder.no_room(result, size[1]) from result
                 if isinstance(result, Exception) and not isinstance(result, (FeatureError, EndpointError)):
                     raise result

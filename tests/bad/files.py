@@ -1,0 +1,32 @@
+"Files and folders that cannot be written or read: each command says which, why, and what helps."
+from pathlib import Path
+
+from .disk import closed, full, read_only, small_files
+from .harness import GOOD, ROOT, Case, _type
+
+WRITERS = {  # command -> its line; {out} is a place that cannot be written
+    "prepare": "prepare {corpus} {tiny} {out} --max-samples 40 --num-proc 1",
+    "features": "features {tiny} {corpus} {out} --max-samples 4 --max-length 64",
+    "train": "train {features} {out} --verifier {verifier} --extra max_steps=1 --extra save_steps=1 --extra disable_tqdm=true",
+    "regenerate": "regenerate {corpus} {out}/answers.jsonl --verifier {tiny} --max-samples 2 --max-new-tokens 4",
+    "convert": "convert {native} {out} {verifier}",
+    "export": "export {drafter} {out} --verifier {verifier}",
+    "evaluate": "evaluate {shipped} {corpus} --verifier {tiny} --output-dir {out} --max-new-tokens 4 --k 1 --max-samples 1 --no-ngram",
+}
+
+
+def on(disk, name):
+    "Type the command of that name with an output on `disk`."
+
+    def what(folder: Path):
+        from speculators_nb.convert import export_native
+        line = WRITERS[name].replace("{shipped}", str(ROOT / "data/tiny-drafter"))
+        if "{native}" in line:
+            line = line.replace("{native}", export_native(GOOD["drafter"], folder / "native", verifier=GOOD["verifier"]))
+        out = disk(folder / "disk")
+        return _type(line.replace("{out}", str(out or folder / "disk/out")), folder)
+
+    return what
+
+
+CASES = [Case(f"{kind}: {name}", on(disk, name), ".") for kind, disk in dict(full=full, small=small_files, read_only=read_only, closed=closed).items() for name in WRITERS]
