@@ -57,11 +57,11 @@ def without_return(
     return tokens, laws
 
 def shaped_tree(
-    law: Callable,    # as above
+    law: Callable,    # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
     shape: Sequence,  # from `parse_tree` or `static_shape`
     sampling: Sampling | None = None, # where its temperature is above 0, siblings are drawn without putting back, as many as the shape has; else they are the likeliest
 ) -> TokenTree:  # no more nodes than the shape; on the device of the law
-    "A tree of this shape; nodes of probability 0 are left out, with all that would follow them."
+    "A tree of this shape. `law` says what follows each of `nodes`. Nodes of probability 0 are left out, with all that would follow them."
     drawn = sampling is not None and sampling.temperature > 0
     at, tokens, parents, laws = {(): -1}, [], [], []
     for _, level in itertools.groupby(shape, len):
@@ -94,7 +94,7 @@ def static_tree(
 
 # %% ../nbs/core/17_growth.ipynb #402a2092
 def dynamic_tree(
-    law: Callable,            # as above
+    law: Callable,            # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
     top_k: int = 10,          # nodes expanded in a level, and children tried for each
     depth: int = 8,           # drafted tokens on the longest path
     total_tokens: int = 59,   # nodes kept at the end
@@ -120,8 +120,8 @@ def dynamic_tree(
 # %% ../nbs/core/17_growth.ipynb #0075744d
 def product_law(
     laws: Tensor,  # [K, V] log-probabilities of each depth
-) -> Callable:  # as above; beyond K nothing follows
-    "The law of a drafter whose slots do not depend on each other."
+) -> Callable:  # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
+    "The law of a drafter whose slots do not depend on each other; beyond depth K all log-probabilities are -inf."
     laws = F.pad(laws, (0, 0, 0, 1), value=-torch.inf)
     def law(nodes, tokens, parents):
         depth, parents = [0], parents.tolist()         # of node i, at i + 1
@@ -142,7 +142,7 @@ def recurrent_law(
     logits: Callable,  # states [F, ...] -> [F, V] over the verifier's vocabulary
     root: Tensor,      # state after the last decided token
     keys: int,         # in the cache now, all decided
-) -> Callable:  # as above
+) -> Callable:  # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
     "The law of a drafter with a key-value cache. `sees` shows a token the decided keys, its ancestors and itself: how many it sees says its position."
     states, seen, past = {-1: root}, {-1: torch.ones(keys, dtype=torch.bool)}, keys
     def law(nodes, tokens, parents):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from .plot import plot_mask
@@ -81,7 +81,7 @@ class Mask:
         kv_len: int | None = None,  # number of keys; None: as many as queries
         documents: Sequence[int] | Tensor | None = None,  # document of each query, drawn as lines; -1 is shaded
         **kwargs,  # passed on to `plot_mask`: title, xlabel, ylabel, ax, ...
-    ) -> Axes:  # the axes drawn on
+    ) -> Figure:  # the figure drawn on
         "Draw the mask: allowed filled, query rows down, document borders as lines."
         documents = None if documents is None else torch.as_tensor(documents).flatten().tolist()
         return plot_mask(self.dense(q_len, kv_len or q_len), documents, **kwargs)

@@ -3,11 +3,13 @@
 import io
 
 import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 
-from speculators_nb.plot import COLOURS, colour, look, plot_acceptance, plot_loss, plot_mask, plot_step_weights
+from speculators_nb.masks import causal
+from speculators_nb.plot import COLOURS, STYLE, colour, look, new_axes, plot_acceptance, plot_loss, plot_mask, plot_step_weights, plot_tree, styled
 
 matplotlib.use("Agg")
 
@@ -50,8 +52,35 @@ def test_one_colour_per_drafter_and_none_twice():
 
 def test_a_mask_keeps_its_pixels():
     dense = np.array([[1, 0, 0], [1, 1, 0]], dtype=bool)
-    pixels = plot_mask(dense).images[0].get_array()
+    pixels = plot_mask(dense).axes[0].images[0].get_array()
     assert np.array_equal((pixels < 0.99).any(-1), dense)
+
+
+def drawings(ax):
+    "Every function that draws, on axes of the caller or (None) on a figure of its own"
+    log, square = pd.DataFrame({"step": [1, 2], "loss": [3.0, 2.0]}), np.eye(3, dtype=bool)
+    given = [plot_loss(log, ax=ax), plot_step_weights({"a": [1, 0.5]}, ax=ax), plot_mask(square, ax=ax), causal().draw(4, documents=[0, 0, 1, -1], ax=ax)]
+    return given if ax else [*given, plot_acceptance(table()), plot_tree([-1, 0])]
+
+
+def test_what_draws_returns_a_figure():
+    "In a notebook a figure shows itself and Axes print `<Axes: ...>`. A figure of the function's own is closed, or it would be shown twice."
+    open_before = plt.get_fignums()
+    assert all(isinstance(f, matplotlib.figure.Figure) for f in drawings(None))
+    assert plt.get_fignums() == open_before
+    fig, ax = new_axes()
+    assert all(f is fig for f in drawings(ax))
+    plt.close(fig)
+
+
+def test_the_style_is_gone_afterwards_and_nothing_else():
+    "The back end that a first figure loads changes parameters of its own, above all `interactive`; without that no figure is shown."
+    before = dict(plt.rcParams)
+    with styled():
+        assert all(plt.rcParams[key] == value for key, value in STYLE.items())
+        plt.rcParams["interactive"] = not before["interactive"]
+    assert {key for key, value in plt.rcParams.items() if value != before[key]} == {"interactive"}
+    plt.rcParams["interactive"] = before["interactive"]
 
 
 def test_a_trainer_log_with_gaps():
@@ -64,7 +93,7 @@ def test_stored_pictures_are_small():
     for figure in (
         plot_acceptance(table(conditional=0.5)),
         plot_step_weights({"a": [1, 0.5], "b": [1, 0.2]}),
-        plot_mask(np.eye(40, dtype=bool)).figure,
+        plot_mask(np.eye(40, dtype=bool)),
     ):
         stored = io.BytesIO()
         figure.savefig(stored, format="png", dpi=144)

@@ -44,6 +44,14 @@ def test_export_and_clean_change_nothing(copy):
     assert changed(before, snapshot(copy)) == [], "run `make export` and commit what it writes"
 
 
+def test_update_changes_nothing(copy):
+    """`nbdev-update` carries edits of the package back into the notebooks; where there are none, it must write what is there. (It turns `from .. import x`, which is what the
+    export makes of `from speculators_nb import x` in a module of a subpackage, into an import from that subpackage.)"""
+    before = snapshot(copy)
+    nbdev("update", copy)
+    assert changed(before, snapshot(copy)) == [], "import from the module that defines the name, not from speculators_nb"
+
+
 def test_hand_edit_of_the_package_is_seen(copy):
     """The check above can fail: a hand edit of an exported module does not survive the export."""
     module = next(p for p in sorted((copy / "speculators_nb").glob("*.py")) if p.name[0] != "_")

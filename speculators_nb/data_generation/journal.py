@@ -72,7 +72,7 @@ class Report(dict):
     def _repr_html_(self):
         return self.table().to_html(index=False)
 
-    def __str__(self):
+    def __repr__(self):
         return self.table().to_string(index=False)
 
 # %% ../../nbs/data/02f_journal.ipynb #4c1d4f70

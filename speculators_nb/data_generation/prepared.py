@@ -15,9 +15,9 @@ import pandas as pd
 import torch
 from datasets import Dataset
 
-from .. import plot
 from .chat import token_frequencies
 from .sources import load_table
+from ..plot import new_axes
 from ..utils import load_pickle
 from ..vocab import save_vocab_mapping, vocab_mapping_from_frequencies
 
@@ -118,7 +118,7 @@ class Prepared:
     def plot(self):  # -> a figure: lengths, and where the tokens go
         "Two panels: how long the rows are, and what their tokens are used for."
         tokens, trained = int(self.lengths.sum()), int(self.trained.sum())
-        fig, (left, right) = plot.new_axes(4.6, 2.8, 2)
+        fig, (left, right) = new_axes(4.6, 2.8, 2)
         edges = np.linspace(0, max(int(self.lengths.max(initial=1)), 1), 31)
         middle, width = (edges[1:] + edges[:-1]) / 2, edges[1]
         for counts, colour, name in ((self.lengths, "#c9c9c9", "context"), (self.trained, "#e69f00", "trained")):

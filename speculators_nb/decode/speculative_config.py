@@ -124,7 +124,7 @@ class SpeculativeConfig(BaseModel):
     rejection_sample_method: Literal["strict", "probabilistic", "synthetic", "standard", "block"] = Field(
         "strict", description="Verification, in the words of either line.")
     draft_sample_method: Literal["greedy", "probabilistic"] | None = Field(
-        None, description="The draft's tokens: its argmax, or drawn. None: as the word above says, else greedy.")
+        None, description="The draft's tokens: its argmax, or drawn. None: as rejection_sample_method says, else greedy.")
     synthetic_acceptance_rates: list[float] | None = Field(None, description="Unconditional rate of each position.")
     synthetic_acceptance_length: float | None = Field(None, description="Instead of rates: mean tokens a step; it becomes the rates.")
     target_model_config: Any = Field(None, exclude=True, description="The verifier's folder, config.json or config. None: checks against it are left out.")

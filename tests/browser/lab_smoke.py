@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Work in JupyterLab as a reader would: open a notebook whose outputs were cleared, run all cells, see numbers at the prompts and a picture.
+"""Work in JupyterLab as a reader would: open a notebook whose outputs were cleared, run all cells, see numbers at the prompts and every picture that it had.
 
     python tests/browser/lab_smoke.py [notebook below nbs/] [screenshot.png]
 
@@ -30,7 +30,7 @@ HARMLESS = re.compile(r"404 .*/(lab/api/(workspaces|translations)|api/(contents|
 
 
 def copy_repository(home, notebook):
-    "The repository without outputs in `notebook`; number of its code cells that will show a prompt"
+    "The repository without outputs in `notebook`; number of its code cells that will show a prompt, and of the pictures that it had stored"
     for name in NEEDED:
         source = ROOT / name
         if source.is_dir():
@@ -39,11 +39,12 @@ def copy_repository(home, notebook):
             shutil.copy(source, home / "work" / name)
     path = home / "work/nbs" / notebook
     nb = json.loads(path.read_text())
-    for c in nb["cells"]:
-        if c["cell_type"] == "code":
-            c["outputs"], c["execution_count"] = [], None
+    code = [c for c in nb["cells"] if c["cell_type"] == "code"]
+    stored = sum("image/png" in out.get("data", {}) for c in code for out in c["outputs"])
+    for c in code:
+        c["outputs"], c["execution_count"] = [], None
     path.write_text(json.dumps(nb))
-    return sum(c["cell_type"] == "code" and bool("".join(c["source"]).strip()) for c in nb["cells"])
+    return sum(bool("".join(c["source"]).strip()) for c in code), stored
 
 
 def free_port():
@@ -91,7 +92,7 @@ def main(notebook=None, shot=None):
     with tempfile.TemporaryDirectory() as tmp:
         home, problems = Path(tmp), []
         (home / "work").mkdir()
-        n_code, port = copy_repository(home, notebook), free_port()
+        (n_code, n_stored), port = copy_repository(home, notebook), free_port()
         server = start_lab(home, port)
         try:
             with browser() as b:
@@ -117,16 +118,16 @@ def main(notebook=None, shot=None):
                 assert not page.locator(ERROR).count()
                 pictures = page.locator(".jp-OutputArea-output img")
                 n_pictures = pictures.count()
-                assert n_pictures, f"{notebook} drew no picture"
+                assert n_stored and n_pictures >= n_stored, f"{notebook} drew {n_pictures} pictures in JupyterLab, and {n_stored} are stored"
+                sizes = pictures.evaluate_all("all => all.map(i => [i.naturalWidth, i.naturalHeight])")
+                assert min(map(min, sizes)) > 50, f"{notebook}: pictures of {sizes} pixels"
                 pictures.last.scroll_into_view_if_needed()
-                assert pictures.last.evaluate("i => i.naturalWidth") > 50
                 if shot:
                     page.screenshot(path=shot)
                 page.unroute_all(behavior="ignoreErrors")
         finally:
             server.terminate()
             server.wait(30)
-    print("DBG", problems[:10])
     real = [p for p in problems if not HARMLESS.search(p)]
     assert not real, "\n".join(real)
     print(f"Lab: {notebook} ran all {n_code} cells from a cleared copy and drew {n_pictures} pictures; nothing left this machine")
