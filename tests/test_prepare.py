@@ -128,7 +128,7 @@ def test_only_prepared_folders_are_ever_replaced(chats, tmp_path):
 
 
 @pytest.mark.parametrize("wrong, words", [
-    (dict(rows="all"), "rows='all': choose 'conversation' or 'turn'"), (dict(too_long="split"), "too_long='split'"), (dict(max_length=0), "max_length=0"), (dict(max_samples=0), "max_samples=0"),
+    (dict(rows="all"), "rows='all': is not known; choose conversation or turn"), (dict(too_long="split"), "too_long='split'"), (dict(max_length=0), "max_length=0"), (dict(max_samples=0), "max_samples=0"),
     (dict(val_fraction=1.0), "val_fraction=1.0"), (dict(min_trained=0), "min_trained=0"), (dict(draft_vocab_size=5000), "draft_vocab_size=5000 must lie between 1 and the verifier's vocabulary, 2048")])
 def test_settings_are_checked(chats, tmp_path, wrong, words):
     with pytest.raises(ValueError) as e: prepare_data(chats, VERIFIER, tmp_path / "p", **wrong)

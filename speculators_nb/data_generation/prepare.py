@@ -36,6 +36,7 @@ from .messages import brief
 from .prepared import Prepared, changes, load_prepared
 from .sources import content_hash, files_of, located
 from .template import ChatTemplate, fingerprint_template
+from ..options import check_options
 from ..provenance import provenance
 from ..utils import DiskError, atomic_folder, disk_errors
 
@@ -210,14 +211,10 @@ def prepare_data(
     """Tokenise, mask, filter, shuffle, split and store conversations. The same call again does nothing. Pictures that come as bytes or from the network go to `{output_dir}-images`.
     Conversations that cannot be used are counted in the report, with file and line of the first. ValueError: a setting, a file that is not what it claims
     to be (by file and line), a folder that was made from something else, or nothing left. OSError: no room, or no right to write, with the path."""
-    for name, value, allowed in (("rows", rows, ("conversation", "turn")), ("too_long", too_long, ("cut", "drop"))):
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r}: choose {' or '.join(map(repr, allowed))}")
-    for name, value in (("max_length", max_length), ("min_trained", min_trained), ("max_samples", max_samples), ("num_proc", num_proc)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    if not 0 <= val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction} must be at least 0 and less than 1")
+    check_options({
+        "max_length": max_length, "max_samples": max_samples, "rows": rows, "too_long": too_long, "min_trained": min_trained,
+        "dedup": dedup, "shuffle": shuffle, "val_fraction": val_fraction, "seed": seed, "draft_vocab_size": draft_vocab_size,
+        "template_kwargs": template_kwargs, "num_proc": num_proc, "output_dir": output_dir}, "prepare")
     folder, template_kwargs = Path(output_dir), template_kwargs or {}
     template, vocab_size = _template(verifier, trust_remote_code, template_kwargs)
     data_hash, readable = fingerprint_data(data)
