@@ -258,8 +258,9 @@ def _read_parquet(path):
     except Exception as e:  # pyarrow has many kinds; its OSError for damage has no number
         if isinstance(e, OSError) and e.errno:
             raise
-        raise ValueError(f"{path}, after row {n}: damaged, or no Parquet file "
-                         f"({type(e).__name__}: {e}). Copy it again.") from None
+        why = " ".join(f"{type(e).__name__}: {e}".split())
+        raise ValueError(f"{path}, after row {n}: damaged, or no Parquet file ({why}). "
+                         "Copy it again.") from None
 
 
 def _rows_of(path):

@@ -87,10 +87,8 @@ def messages_of(
     if not turns:
         there = sorted(map(str, row)) if isinstance(row, dict) else row
         raise BadRow(f"no messages: expected 'messages' or 'conversations' in {brief(there)}")
-    wrong = turns
-    if isinstance(turns, list):
-        wrong = next((m for m in turns if not isinstance(m, dict)), None)
-    if wrong is not None:
+    wrong = turns if not isinstance(turns, list) else [m for m in turns if not isinstance(m, dict)]
+    if wrong:
         raise BadRow("messages must be a list of objects with 'role' and 'content'",
                      detail=f"not {brief(wrong)}")
     return turns

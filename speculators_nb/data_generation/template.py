@@ -54,8 +54,8 @@ class ControlTokens:
 
 # %% ../../nbs/data/01d_template.ipynb #f61c46b2
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-WHOLE = 1 << 18  # characters of a text that is tokenised whole, whatever is needed of it
-PER_TOKEN = 64  # characters that a token has at most, on average over the beginning of a text
+WHOLE = 1 << 17  # characters of a text that is tokenised whole, whatever is needed of it
+PER_TOKEN = 32  # characters that a token has at most, on average over the beginning of a text
 
 
 def reach(
