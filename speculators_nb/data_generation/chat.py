@@ -60,11 +60,12 @@ def encode_batch(
             if isinstance(row, dict) and row.get("input_ids") is not None:
                 out.append(Rows([ready_row(row, vocab_size)]))
                 continue
-            parts = _render(row, template, rows, first)
+            parts, partial = _render(row, template, rows, first)
         except Exception as e:  # a template may raise anything
             out.append(e)
             continue
         out.append(Rows((len(texts) + i, spans) for i, (_, spans) in enumerate(parts)))
+        out[-1].partial = partial
         texts += [text for text, _ in parts]
     tokens = _tokens(template, texts, first)
     for i, made in enumerate(out):
@@ -74,17 +75,17 @@ def encode_batch(
 
 
 def _render(row, template, rows, first):
-    "(text, trained characters) per row of a conversation."
+    "(text, trained characters) per row of a conversation; whether it goes on behind them."
     messages = normalize(row)
     if more := [i for i, m in enumerate(messages) if isinstance(m["content"], list)]:
         raise BadRow("holds more than text: prepare it with the processor of a vision-language verifier",
                      f"message {more[0]}")
-    parts = merge_turns(turns_of(messages, template, tools_of(row), first), rows)
-    if not parts:
+    turns = turns_of(messages, template, tools_of(row), first)
+    if not (parts := merge_turns(turns, rows)):
         raise BadRow("no assistant message that answers another")
     for text, _ in parts:
         check_text(text)
-    return parts
+    return parts, turns.partial
 
 
 def _tokens(template, texts, first):
@@ -100,6 +101,7 @@ def _tokens(template, texts, first):
 def _masked(made, texts, tokens, first, vocab_size):
     "The rows of a conversation, or the error."
     out = Rows()
+    out.partial = made.partial
     for i, spans in made:
         if isinstance(tokens[i], Exception):
             return tokens[i]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MARK', 'WHOLE', 'PER_TOKEN', 'WORK', 'ROWS', 'ControlTokens', 'reach', 'ChatTemplate', 'common_prefix',
-           'fingerprint_template', 'turns_of', 'merge_turns']
+           'fingerprint_template', 'Turns', 'turns_of', 'merge_turns']
 
 # %% ../../nbs/data/01d_template.ipynb #ae344024
 import hashlib
@@ -154,6 +154,11 @@ def fingerprint_template(
 WORK = 1 << 27  # characters that are rendered for one conversation at most
 
 
+class Turns(list):
+    "Assistant turns. `partial`: later ones were left out."
+    partial = False
+
+
 def turns_of(
     messages: list[dict],  # as from `normalize`
     template: ChatTemplate,  # renders them
@@ -162,10 +167,11 @@ def turns_of(
 ) -> list[tuple[str, list[tuple[int, int]]]]:  # (text through the turn, its trained characters) per assistant turn
     """Render what the verifier saw and said at each assistant turn; with `first`, but for turns that
     lie behind these tokens. ValueError if no border is sure; BadRow: too many turns."""
-    turns, said, heard, work = [], 0, 0, 0
+    turns, said, heard, work, far = Turns(), 0, 0, 0, first and reach(first)
+    last = max((j for j, m in enumerate(messages) if m["role"] == "assistant"), default=0)
     for j, m in enumerate(messages):
         if m["role"] == "assistant":
-            if first and turns and (j > first or min(heard, len(turns[-1][0])) > reach(first)):
+            if turns.partial:
                 break
             full, marks = template(messages[: j + 1], tools)
             work += len(full) + PER_TOKEN * j
@@ -180,8 +186,24 @@ def turns_of(
             elif j:
                 turns.append((full, [(_border(messages, j, template, tools, full), len(full))]))
             said += 1
-        heard += len(str(m["content"] or "").rpartition("</think>")[2])  # what stays in history
+        heard += len(_kept(m))
+        if first and turns and m["role"] == "assistant" and j < last:
+            turns.partial = j >= first
+            if heard > far and not turns.partial:
+                far, whole = 2 * heard, heard <= len(turns[-1][0])  # the template shows what was said
+                turns.partial = whole and _is_beyond(messages[: j + 1], template, first)
     return turns
+
+
+def _kept(message):
+    "What stays of a message in the history of every later turn: not what was thought."
+    return str(message["content"] or "").rpartition("</think>")[2]
+
+
+def _is_beyond(messages, template, first):
+    "Whether what comes after messages has none of the first tokens, whatever a template does between them."
+    (tokens,) = template.tokens(["\n".join(map(_kept, messages))], 2 * first)
+    return len(tokens.ids) > 2 * first
 
 # %% ../../nbs/data/01d_template.ipynb #2024918d
 def _border(messages, j, template, tools, full):
