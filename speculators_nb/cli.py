@@ -20,8 +20,8 @@ def _table(frame, **options):
 
 # %% ../nbs/70_cli.ipynb #74954639
 def _prepared(p):
-    dropped = f"\n\n{_table(p.dropped)}" if len(p.dropped) else ""
-    return f"{_table(p.table)}{dropped}\n\n{p!r}\nNext: speculators-nb features VERIFIER {p.folder} FEATURES"
+    more = "".join(f"\n\n{_table(t)}" for t in (p.dropped, p.control_tokens) if len(t))
+    return f"{_table(p.table)}{more}\n\n{p!r}\nNext: speculators-nb features VERIFIER {p.folder} FEATURES"
 
 
 def _regenerated(report):

@@ -14,13 +14,12 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from .data_generation.chat import prepare
-from .data_generation.feature_folder import read_data_config, shard
+from .data_generation.feature_folder import shard
 from .data_generation.features import extract_features
 from .data_generation.journal import Report
-from .data_generation.prepared import load_prepared
+from .data_generation.prepared import load_prepared, read_data_config
 from .data_generation.regenerate import regenerate as answer_here
 from .data_generation.regenerate_server import regenerate_from_server
-from .data_generation.sources import read_conversations
 from .data_generation.vllm_features import extract_from_server, table_of
 from .head import text_config, verifier_config
 from .options import check_options
@@ -106,12 +105,12 @@ def regenerate(
     return report
 
 # %% ../nbs/67_data_steps.ipynb #dcec356b
-def _rows(data, tokenizer, max_length, max_samples) -> Dataset:
+def _rows(data, tokenizer, max_length, max_samples, vocab_size=None) -> Dataset:
     "A prepared folder as it is, or conversations tokenised now."
     if Path(data).is_dir() and any((Path(data) / f / "dataset_info.json").is_file() for f in (".", "rows")):
         rows = table_of(data)
         return rows if max_samples is None else rows.select(range(min(max_samples, len(rows))))
-    return prepare(read_conversations(data, max_samples), tokenizer, max_length)
+    return prepare(data, tokenizer, max_length, limit=max_samples, vocab_size=vocab_size)
 
 
 def features(
@@ -139,7 +138,7 @@ def features(
         counts = extract_from_server(server, rows, output_dir, storage, aux_layer_ids or None, concurrency, dtype, rank, world_size)
     else:
         model, tokenizer = open_verifier(verifier, aux_layer_ids, device, trust_remote_code)
-        rows = _rows(data, tokenizer, max_length, max_samples)
+        rows = _rows(data, tokenizer, max_length, max_samples, model.model.get_input_embeddings().weight.shape[0])
         counts = extract_features(model, rows, output_dir, dtype=dtype, max_tokens=max_tokens, indices=shard(len(rows), rank, world_size))
     write_provenance(output_dir, "features", dict(source=source, server=server if source == "vllm" else None, max_length=max_length, max_samples=max_samples,
                      dtype=dtype, rank=rank, world_size=world_size), {"verifier": verifier, "data": data}, **counts)

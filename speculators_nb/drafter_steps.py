@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .config import SpeculatorModelConfig
 from .data_generation.extraction import extraction_options
-from .data_generation.feature_folder import read_data_config
+from .data_generation.prepared import read_data_config
 from .data_generation.messages import normalize
 from .data_generation.regenerate import eos_ids_of
 from .data_generation.replay import questions_of

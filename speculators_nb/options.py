@@ -317,6 +317,8 @@ RULES |= {
     "max_new_tokens": whole(256, 1, MOST_TOKENS),
     "max_length": whole(2048, 2, MOST_TOKENS),
     "max_tokens": whole(8192, 1, MOST_TOKENS),
+    "batch_size": whole(96, 1, 65536),
+    "max_failures": whole(50, 1),
     "max_model_len": whole(4096, 1, none=True),
     "min_trained": whole(1, 1, MOST_TOKENS),
     "concurrency": several(whole(8, 1, 65536), 8, none=True, alone=True),

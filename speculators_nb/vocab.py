@@ -22,15 +22,31 @@ def count_tokens(
     samples: Iterable[tuple[Tensor, Tensor]],  # pairs (input_ids [n] int64, loss_mask [n] bool or 0/1)
     vocab_size: int,  # V, the verifier's
 ) -> Tensor:  # [V] int64
-    "How often each token occurs inside the loss mask."
+    "How often each token occurs inside the loss mask. ValueError: what is no id, or no mask."
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for input_ids, loss_mask in samples:
-        kept = torch.as_tensor(input_ids).reshape(-1)[torch.as_tensor(loss_mask).reshape(-1).bool()]
+        ids, mask = (torch.as_tensor(x).reshape(-1) for x in (input_ids, loss_mask))
+        if len(ids) != len(mask):
+            raise ValueError(f"input_ids has {len(ids)} tokens, but loss_mask {len(mask)}")
+        _check_whole("input_ids", ids)
+        _check_whole("loss_mask", mask, flags=True)
+        kept = ids[mask.bool()].long()
         if len(kept) and not 0 <= int(kept.min()) <= int(kept.max()) < vocab_size:
             raise ValueError(f"input_ids go from {int(kept.min())} to {int(kept.max())}, but vocab_size={vocab_size}. "
                              "Were they made by another tokenizer?")
         counts += kept.bincount(minlength=vocab_size)
     return counts
+
+
+def _check_whole(name, values, flags=False):
+    "ValueError unless a tensor holds whole numbers; with `flags`, 0 and 1."
+    if flags:
+        wrong = (values != 0) & (values != 1)
+    else:
+        wrong = values != values.floor() if values.is_floating_point() else values.isnan()
+    if wrong.any() or values.dtype == torch.bool and not flags:
+        first = values[wrong][0].item() if wrong.any() else values.dtype
+        raise ValueError(f"{name} holds {first}, expected {'0 and 1' if flags else 'whole numbers'}")
 
 # %% ../nbs/core/08_vocab.ipynb #1fc1a5c8
 def vocab_mapping_from_frequencies(
@@ -40,12 +56,17 @@ def vocab_mapping_from_frequencies(
 ) -> tuple[Tensor, Tensor]:  # t2d [V] bool, d2t [Vd] int64
     "Keep the `draft_vocab_size` most frequent tokens (lower id first where equal)."
     if isinstance(counts, Mapping):
+        for t, n in counts.items():
+            if not all(isinstance(x, (int, np.integer)) and x >= 0 for x in (t, n)):
+                raise ValueError(f"counts has {n!r} for token {t!r}, expected whole numbers from 0 on")
         ids = torch.tensor(list(counts), dtype=torch.int64)
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             raise ValueError(f"counts has token ids from {int(ids.min())} to {int(ids.max())}, but vocab_size={vocab_size}")
         counts = torch.zeros(vocab_size, dtype=torch.int64).index_put((ids,), torch.tensor(list(counts.values()), dtype=torch.int64))
-    if len(counts) != vocab_size:
-        raise ValueError(f"counts has {len(counts)} entries, but vocab_size={vocab_size}")
+    if tuple(counts.shape) != (vocab_size,):
+        raise ValueError(f"counts has {len(counts)} entries in {counts.ndim} dimensions, but "
+                         f"vocab_size={vocab_size}")
+    _check_whole("counts", counts)
     _check_sizes(vocab_size, draft_vocab_size)
     kept = counts.argsort(descending=True, stable=True)[:draft_vocab_size].sort().values
     t2d = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, kept, True)
@@ -78,6 +99,8 @@ def check_vocab_mapping(
     if tuple(d2t.shape) != (draft_vocab_size,):
         raise ValueError(f"d2t has shape {tuple(d2t.shape)}, but draft_vocab_size={draft_vocab_size}. "
                          "Was the mapping made for another drafter?")
+    _check_whole("t2d", t2d, flags=True)
+    _check_whole("d2t", d2t)
     kept = t2d.bool().nonzero().flatten()
     if len(kept) != draft_vocab_size:
         raise ValueError(f"t2d keeps {len(kept)} tokens, but draft_vocab_size={draft_vocab_size}: the two arrays do not belong together")
@@ -141,6 +164,10 @@ def load_vocab_mapping(
             there = ", ".join(sorted(p.name for p in Path(folder).glob(f"{name}-*.npy"))) or "none"
             raise FileNotFoundError(f"{path}: no draft vocabulary of this size (found: {there}). "
                                     "Make one with vocab_mapping_from_frequencies and save_vocab_mapping.")
-        arrays[name] = torch.from_numpy(np.load(path, allow_pickle=False))
+        try:  # mapped first: a header may promise more than the file holds
+            arrays[name] = torch.from_numpy(np.array(np.load(path, mmap_mode="r", allow_pickle=False)))
+        except Exception as e:  # NumPy has no error of its own for damage
+            raise ValueError(f"{path}: no array of numbers ({type(e).__name__}: {e}). Make it again with: "
+                             "speculators-nb vocab") from None
     check_vocab_mapping(arrays["t2d"], arrays["d2t"], vocab_size, draft_vocab_size)
     return arrays["t2d"], arrays["d2t"]

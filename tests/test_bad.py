@@ -11,7 +11,8 @@ import speculators_nb.demo
 import speculators_nb.drafter_steps  # noqa: F401  imported before the first fork, so that a case does not pay for it
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-TABLES = {p.stem: importlib.import_module(f"bad.{p.stem}").CASES for p in sorted((Path(__file__).parent / "bad").glob("*.py")) if p.stem not in ("harness", "draw")}
+MODULES = {p.stem: importlib.import_module(f"bad.{p.stem}") for p in sorted((Path(__file__).parent / "bad").glob("*.py"))}
+TABLES = {name: module.CASES for name, module in MODULES.items() if hasattr(module, "CASES")}
 ALL = [(table, case) for table, cases in TABLES.items() for case in cases]
 COMMANDS = [case for _, case in ALL if isinstance(case.what, str)]
 PROCESSES = COMMANDS[:: max(1, len(COMMANDS) // 25)][:25]

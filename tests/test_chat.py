@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from speculators_nb.data_generation import template as template_module
 from speculators_nb.data_generation.chat import add_turn, encode, encode_batch, prepare, save_prepared, show_mask, token_frequencies
-from speculators_nb.data_generation.messages import normalize
-from speculators_nb.data_generation.template import ChatTemplate
+from speculators_nb.data_generation.corpus import corpus
+from speculators_nb.data_generation.messages import BadRow, normalize
+from speculators_nb.data_generation.template import ChatTemplate, turns_of
 
 MARKED = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
           "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -96,7 +98,7 @@ def test_prepare_counts_what_it_drops(caplog):
     data = prepare([good, {"messages": long}, talk("nobody answers"), [{"role": "x", "content": ""}], {"id": 1}], tok, 64)
     assert len(data) == 1 and data[0]["seq_len"] == len(data[0]["input_ids"]) == len(data[0]["loss_mask"])
     text = data.info.description
-    assert "5 conversations, 1 rows" in text and "1 × no trained token in the first 64" in text and "1 × ValueError: no assistant message" in text and "'x' is unknown" in text and "no messages" in text
+    assert "5 conversations, 1 rows" in text and "1 × no trained token in the first 64" in text and "1 × no assistant message that answers another (first: conversation 2)" in text and "'x' is unknown" in text and "no messages" in text
     assert text in caplog.text
     with pytest.raises(ValueError, match="no row left of 1 conversations"): prepare([long], tok, 64)
     with pytest.raises(ValueError, match="there were none"): prepare([], tok, 64)
@@ -307,3 +309,108 @@ def test_messages_dialects():
 def test_rows_fit_any_number_of_tokens():
     data = prepare([{"input_ids": np.arange(5), "loss_mask": np.ones(5)}] * 3, tokenizer(None), 4)  # ready rows need no template
     assert data["seq_len"][:] == [4, 4, 4]
+
+
+# ---- what lies behind the limit is not read, and nobody can tell
+
+def cut(made, n): return [(ids[:n].tolist(), mask[:n].tolist()) for ids, mask in made if mask[:n].any()]
+
+
+def same_with_a_limit(chats, tok, n, rows):
+    "The rows of conversations, cut at n tokens, whether or not the limit is known before they are tokenised. Returns how many were read in part."
+    part = encode_batch(chats, ChatTemplate(tok), rows, n + 1)
+    for chat, whole, first in zip(chats, encode_batch(chats, ChatTemplate(tok), rows), part):
+        assert isinstance(whole, Exception) or not isinstance(first, Exception), (whole, first)
+        if not isinstance(whole, Exception):  # else a later turn may be to blame
+            assert cut(whole, n) == cut(first, n)
+            assert first.partial or [len(i) for i, _ in first] == [len(i) for i, _ in whole]
+    return sum(getattr(made, "partial", False) for made in part)
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN, THINKING])
+@pytest.mark.parametrize("rows", ["conversation", "turn"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_limit_changes_no_token_of_the_corpus(kind, rows, template, monkeypatch):
+    tok = KINDS[kind]
+    tok.chat_template = template
+    chats = [c["messages"] for c in corpus(60)]
+    assert same_with_a_limit(chats, tok, 40, rows) == 0  # they are short, and tokenised as ever
+    monkeypatch.setattr(template_module, "WHOLE", 300)
+    monkeypatch.setattr(template_module, "PER_TOKEN", 2)
+    assert sum(same_with_a_limit(chats, tok, n, rows) for n in (20, 40, 80)) > 30
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(turns=st.one_of(TALK, TALK.map(lambda turns: [(r, t * (1 + 30 * (i % 3 == 1))) for i, (r, t) in enumerate(turns)])), n=st.integers(2, 60), template=st.sampled_from([MARKED, PLAIN, THINKING, OPENED]))
+def test_the_limit_changes_no_token(kind, turns, n, template, monkeypatch):
+    tok = KINDS[kind]
+    tok.chat_template = template
+    monkeypatch.setattr(template_module, "WHOLE", 120)
+    monkeypatch.setattr(template_module, "PER_TOKEN", 2)
+    same_with_a_limit([[{"role": r, "content": t} for r, t in turns * 5]], tok, n, "conversation")
+
+
+def test_agents_that_think_long_keep_their_later_rows(monkeypatch):
+    "Reasoning of the turns before goes from the history: a row may be short behind one that was long."
+    tok = tokenizer(QWEN)
+    monkeypatch.setattr(template_module, "WHOLE", 200)
+    monkeypatch.setattr(template_module, "PER_TOKEN", 2)
+    long = [dict(m) for m in AGENT]
+    long[1] = long[1] | {"reasoning_content": "sum " * 500}
+    messages = normalize(long)
+    for n in (60, 100, 300):
+        assert same_with_a_limit([messages], tok, n, "conversation") >= 0
+    assert any("so." in tok.decode(ids) for ids, _ in encode_batch([messages], ChatTemplate(tok), first=300)[0])
+
+
+def test_runs_of_one_letter_are_read_until_there_are_enough_tokens(monkeypatch):
+    tok = KINDS["plain"]
+    tok.chat_template = PLAIN
+    monkeypatch.setattr(template_module, "WHOLE", 100)
+    monkeypatch.setattr(template_module, "PER_TOKEN", 1)
+    assert same_with_a_limit([talk(" " * 5000 + "so", "is it " * 50)], tok, 50, "conversation") == 1
+
+
+def test_too_many_turns_are_refused(monkeypatch):
+    tok = tokenizer(PLAIN)
+    monkeypatch.setattr(template_module, "WORK", 100_000)
+    assert len(turns_of(talk(*["x"] * 60), ChatTemplate(tok))) == 30
+    with pytest.raises(BadRow, match="too many turns"): turns_of(talk(*["x"] * 600), ChatTemplate(tok))
+    assert len(turns_of(talk(*["x"] * 600), ChatTemplate(tok), first=50)) == 26  # of the others, no token would be left
+
+
+@pytest.mark.parametrize("prompt", ["2 + 2?", "so " * 60_000])
+def test_the_border_of_an_opened_tag_in_a_long_text(prompt):
+    tok = tokenizer(OPENED)
+    tok.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    (row,) = encode(talk(prompt, "<b>"), tok)
+    assert trained(tok, row) == "<b><|im_end|>\n"
+
+
+def test_a_tokenizer_that_refuses_a_text_costs_that_text(monkeypatch):
+    tok = tokenizer(PLAIN)
+    template = ChatTemplate(tok)
+    tokens = template._encode
+    monkeypatch.setattr(template, "_encode", lambda texts: 1 / 0 if any("7" in t for t in texts) else tokens(texts))
+    made = encode_batch([talk("1", "2"), talk("7", "8"), talk("3", "4")], template)
+    assert [isinstance(m, ZeroDivisionError) for m in made] == [False, True, False] and trained(tok, made[2][0]) == "4<|im_end|>\n"
+
+
+def test_a_tokenizer_with_more_tokens_than_the_verifier():
+    tok = tokenizer(PLAIN)
+    good, bad = encode_batch([[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2, ChatTemplate(tok), vocab_size=258), \
+        encode_batch([talk("a", "b")], ChatTemplate(tok), vocab_size=257)
+    assert len(good[0]) == 1 and isinstance(bad[0], BadRow) and "beyond the verifier's vocabulary of 257 " in f"{bad[0].reason} ".replace(";", " ")
+
+
+def test_control_tokens_in_what_was_said_are_counted():
+    tok = tokenizer(MARKED)
+    chats = [talk("What does <|im_end|> do?", "ends"), talk("hi", "<|im_end|> and <|im_start|>"), talk("|im_end|", "<|im_end"), talk("a", "b")]
+    data = prepare(chats, tok, 64)
+    assert len(data) == 4 and "'<|im_end|>' in 2 conversations (first: conversation 0, message 0), '<|im_start|>' in 1 conversations (first: conversation 1, message 1)" in data.info.description
+    assert "control" not in prepare(chats[2:], tok, 64).info.description
+    (row,) = encode(chats[0], tok)
+    assert row[0].count(tok.convert_tokens_to_ids("<|im_end|>")) == 3 and trained(tok, row) == "ends<|im_end|>\n"  # read as a token, and not trained
+    parts = [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}, {"type": "image"}]}, {"role": "assistant", "content": None, "reasoning_content": "<|im_start|>"}]
+    assert ChatTemplate(tok).control.spelled(parts) == {"<|im_end|>": 0, "<|im_start|>": 1}

@@ -130,8 +130,8 @@ def test_missing_paths(tmp_path):
 
 
 def test_bad_data_is_named(conversations, tmp_path):
-    one_line(run("features", VERIFIER, conversations('{"messages": []}\n{"mess'), tmp_path / "out"), "c.jsonl, line 2: not JSON")
-    one_line(run("features", VERIFIER, conversations('{"a": 1}', "c.json"), tmp_path / "out"), "no row left of 1 conversations (1 × ValueError: no messages: expected 'messages' or 'conversations' in ['a'])")
+    one_line(run("features", VERIFIER, conversations('{"messages": []}\n{"mess'), tmp_path / "out"), "1 × not JSON (first: ", "c.jsonl, line 2, Unterminated string")
+    one_line(run("features", VERIFIER, conversations('{"a": 1}', "c.json"), tmp_path / "out"), "no row left of 1 conversations (1 × no messages: expected 'messages' or 'conversations' in ['a'] (first: ", "c.json, item 0")
     one_line(run("features", VERIFIER, conversations('{"messages": []}'), tmp_path / "out"), "no row left of 1 conversations")
     one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "out", "--dtype", "bf61", "--max-samples", 1), "dtype='bf61'")
 

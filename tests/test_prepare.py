@@ -1,8 +1,12 @@
 """From chats to a folder: what goes, what stays, what is refused, what a kill costs, and what the upstream library's folders hold."""
+import gzip
 import json
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -16,10 +20,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from speculators_nb.data_generation.chat import encode, to_dataset
+from bad import data as bad
+from speculators_nb.data_generation.chat import encode, prepare, to_dataset
 from speculators_nb.data_generation.corpus import corpus
+from speculators_nb.data_generation.intake import filter_rows
 from speculators_nb.data_generation.messages import normalize
-from speculators_nb.data_generation.prepare import filter_rows, fingerprint_data, prepare_data
+from speculators_nb.data_generation.prepare import fingerprint_data, prepare_data
 from speculators_nb.data_generation.prepared import changes, load_prepared, read_token_freq
 from speculators_nb.vocab import load_vocab_mapping
 
@@ -127,7 +133,7 @@ def test_only_prepared_folders_are_ever_replaced(chats, tmp_path):
 
 
 @pytest.mark.parametrize("wrong, words", [
-    (dict(rows="all"), "rows='all': choose 'conversation' or 'turn'"), (dict(too_long="split"), "too_long='split'"), (dict(max_length=0), "max_length=0"), (dict(max_samples=0), "max_samples=0"),
+    (dict(rows="all"), "rows='all': is not known; choose conversation or turn"), (dict(too_long="split"), "too_long='split'"), (dict(max_length=0), "max_length=0"), (dict(max_samples=0), "max_samples=0"),
     (dict(val_fraction=1.0), "val_fraction=1.0"), (dict(min_trained=0), "min_trained=0"), (dict(draft_vocab_size=5000), "draft_vocab_size=5000 must lie between 1 and the verifier's vocabulary, 2048")])
 def test_settings_are_checked(chats, tmp_path, wrong, words):
     with pytest.raises(ValueError) as e: prepare_data(chats, VERIFIER, tmp_path / "p", **wrong)
@@ -145,7 +151,7 @@ def test_the_report_counts_all_that_went(chats, tmp_path):
     assert sorted(rows_in(prepared)) == sorted(kept)
     assert prepared.table.loc["cut", "tokens"] == sum(len(i) - 64 for i, m in made if sum(m[:64]) >= 2 and len(i) > 64) and prepared.table.loc["cut", "rows"] == sum(len(i) > 64 for i, m in made if sum(m[:64]) >= 2)
     reasons = prepared.dropped
-    assert reasons.loc["ValueError: no assistant message that answers another", "first"] == "conversation 129"
+    assert reasons.loc["no assistant message that answers another", "first"] == "conversation 129"
     assert reasons["count"].sum() == 126 - len(kept) and any("narrator" in r for r in reasons.index) and any("tools: not JSON" in r for r in reasons.index)
     assert prepared.table.loc["train", "tokens"] == sum(len(i) for i, _ in kept)
     html = prepared._repr_html_()
@@ -161,16 +167,28 @@ def test_too_long_is_dropped_or_cut():
 
 
 def test_nothing_left_says_why(tmp_path):
-    with pytest.raises(ValueError, match=r"no row left of 2 conversations \(1 × .*narrator.* \(first: conversation 0\)"):
+    with pytest.raises(ValueError, match=r"no row left of 2 conversations \(1 × .*narrator.* \(first: conversation 0, message 0\)"):
         prepare_data([[{"role": "narrator", "content": "x"}], {"input_ids": [1], "loss_mask": [0]}], VERIFIER, tmp_path / "p")
     with pytest.raises(ValueError, match="there were none"): prepare_data([], VERIFIER, tmp_path / "p")
     assert not (tmp_path / "p").exists()
 
 
-def test_a_broken_line_stops_and_is_named(chats, tmp_path):
+def test_a_broken_line_is_counted_and_named(chats, tmp_path):
     (tmp_path / "c.jsonl").write_text(json.dumps(chats[0]) + "\n" + json.dumps(chats[1])[:30])
-    with pytest.raises(ValueError, match="c.jsonl, line 2: not JSON"): prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")
-    assert not (tmp_path / "p").exists()
+    prepared = prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")
+    assert len(prepared) == 1 and prepared.table.loc["without a row", "conversations"] == 1
+    assert prepared.dropped.loc["not JSON", "first"].startswith(f"{tmp_path}/c.jsonl, line 2, ") and prepared.dropped.loc["not JSON", "count"] == 1
+
+
+@pytest.mark.parametrize("good, bad, refused", [(9, 1, False), (0, 1, True), (0, 20, True), (100, 10, False), (100, 11, False), (98, 11, True), (2, 9, False)])
+def test_a_file_of_which_much_is_broken_is_refused(chats, tmp_path, good, bad, refused):
+    (tmp_path / "c.jsonl").write_text("\n".join([*map(json.dumps, chats[:good]), *["{"] * bad]))
+    if refused:
+        with pytest.raises(ValueError, match=rf"c.jsonl: {bad} of {good + bad} conversations cannot be read.*first is .*c.jsonl, line {good + 1}: not JSON"):
+            prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")
+        assert not (tmp_path / "p").exists()
+    else:
+        assert len(prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")) == good
 
 
 def test_max_samples_is_a_fair_lot(tmp_path):
@@ -206,7 +224,7 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
 def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
     from speculators_nb.data_generation import prepare
     monkeypatch.setattr(prepare, "encode_batch", lambda *a: os.kill(os.getpid(), signal.SIGKILL))  # as if memory had run out
-    with pytest.raises(RuntimeError, match="smaller num_proc"): prepare_data(corpus(700), VERIFIER, tmp_path / "p", num_proc=2)
+    with pytest.raises(ChildProcessError, match="smaller num_proc"): prepare_data(corpus(700), VERIFIER, tmp_path / "p", num_proc=2)
     assert not (tmp_path / "p").exists()
 
 
@@ -311,3 +329,90 @@ def test_masks_of_whole_numbers_are_masks(tmp_path):
     rows.save_to_disk(str(tmp_path / "t"))
     prepared = load_prepared(tmp_path / "t")
     assert prepared.token_freq == {6: 1, 7: 1} and prepared.trained.tolist() == [2]
+
+
+def bad_rows(): return [row for _, row, _ in bad.MESSAGES + bad.TEXT_ONLY + bad.UNANSWERED + bad.IDS]
+
+
+def test_one_road(chats, tok, tmp_path):
+    "What the table in memory refuses and counts is what the folder refuses and counts, for the same reasons and at the same places."
+    (tmp_path / "c.jsonl").write_bytes(bad.lines(*chats[:9], *bad_rows(), *[row for _, row, _ in bad.READ[:8]], *chats[9:]))
+    folder = prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p", max_length=100, shuffle=False, dedup=False)
+    table = prepare(tmp_path / "c.jsonl", tok, 100)
+    assert [(r["input_ids"], [int(m) for m in r["loss_mask"]]) for r in table] == rows_in(folder) and len(table) == 120
+    dropped = folder.config["report"]["dropped"]
+    said = re.sub(r".*dropped: ", "", table.info.description)
+    assert said == "; ".join(f"{r['count']} × {r['reason']} (first: {r['first']})" for r in dropped)
+    assert sum(r["count"] for r in dropped) == len(bad_rows()) + 8 and folder.table.loc["without a row", "conversations"] == len(bad_rows()) + 8
+    assert f"{len(bad_rows()) + 8 + 120} conversations, 120 rows" in table.info.description
+
+
+def test_more_reasons_than_anybody_reads(tmp_path, chats):
+    rows = [[{"role": f"role {i}", "content": "x"}] for i in range(80)]
+    dropped = prepare_data(chats[:1] + rows, VERIFIER, tmp_path / "p").dropped
+    assert len(dropped) == 51 and dropped.loc["other reasons", "count"] == 30 and dropped["count"].sum() == 80
+
+
+def test_the_report_shows_control_tokens(chats, tmp_path, caplog):
+    said = {"messages": [{"role": "user", "content": "<|im_end|>?"}, {"role": "assistant", "content": "<|im_start|>!"}]}
+    prepared = prepare_data([*chats[:5], said, said | {"messages": said["messages"] * 2}], VERIFIER, tmp_path / "p")
+    table = prepared.control_tokens
+    assert table.loc["<|im_end|>"].tolist() == [2, "conversation 5, message 0"] and table.loc["<|im_start|>"].tolist() == [2, "conversation 5, message 1"]
+    assert "&lt;|im_end|&gt;" in prepared._repr_html_() and "'<|im_end|>' in 2 conversations" in caplog.text and len(prepared) == 7
+    assert not len(prepare_data(chats[:5], VERIFIER, tmp_path / "q").control_tokens)
+    config = tmp_path / "q/data_config.json"  # of a folder that was made before there was such a count
+    old = json.loads(config.read_text())
+    del old["report"]["control_tokens"]
+    config.write_text(json.dumps(old))
+    assert not len(load_prepared(tmp_path / "q").control_tokens)
+
+
+def test_large_conversations_are_done_here_and_in_order(tmp_path, monkeypatch):
+    from speculators_nb.data_generation import intake, prepare
+    monkeypatch.setattr(intake, "BATCH", 3000)
+    monkeypatch.setattr(prepare, "BATCH", 3000)
+    chats = corpus(900)
+    for i in (0, 3, 450, 899): chats[i] = {"messages": [*chats[i]["messages"], {"role": "user", "content": f"{i} " * 4000}, {"role": "assistant", "content": "so"}]}
+    here, work = [], prepare._work
+    monkeypatch.setattr(prepare, "_work", lambda batch, *rest: here.append(len(batch)) or work(batch, *rest))
+    one = prepare_data(chats, VERIFIER, tmp_path / "1", num_proc=1, shuffle=False, max_length=64)
+    assert len(here) > 100 and here.count(1) >= 4
+    here.clear()
+    two = prepare_data(chats, VERIFIER, tmp_path / "2", num_proc=2, shuffle=False, max_length=64)
+    assert 4 <= len(here) < 20  # those before the eighth batch, and the large ones
+    assert rows_in(one) == rows_in(two) and one.config["report"] == two.config["report"]
+
+
+PEAK = """
+import resource, sys
+from speculators_nb.data_generation.prepare import prepare_data
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+made = prepare_data(sys.argv[1], tokenizer, sys.argv[1] + ".out", num_proc=1)
+print(len(made), list(made.dropped.index), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.parametrize("kind, most", [("a line", 300), ("one word", 700), ("an emoji and a text", 1100), ("empty objects", 1500)])
+def test_memory_is_bounded_whatever_a_line_holds(tmp_path, kind, most):
+    "Peak memory of a process, in MB, beyond what its imports take. The first took 22 GB."
+    good, path = bad.lines(bad.TALK), tmp_path / "c.jsonl.gz"
+    million = b"x" * (1 << 20)
+    bomb = {"a line": (b'{"messages": [{"role": "user", "content": "', million, 300, b'"}, {"role": "assistant", "content": "x"}]}'),
+            "one word": (b'{"messages": [{"role": "user", "content": "', million, 31, b'"}, {"role": "assistant", "content": "x"}]}'),
+            "an emoji and a text": ('{"messages": [{"role": "user", "content": "😀'.encode(), b"word " * (1 << 18), 24, b'"}, {"role": "assistant", "content": "x"}]}'),
+            "empty objects": (b'{"messages": [{}', b",{}" * (1 << 18), 40, b"]}")}[kind]
+    path.write_bytes(gzip.compress(good + bomb[0]) + gzip.compress(bomb[1]) * bomb[2] + gzip.compress(bomb[3] + b"\n"))
+    assert path.stat().st_size < 1 << 20
+    done = subprocess.run([sys.executable, "-c", PEAK, path, VERIFIER], capture_output=True, text=True, check=True)
+    rows, rest = done.stdout.split(maxsplit=1)
+    assert rows == "1" and int(rest.split()[-1]) < most, done.stdout
+
+
+@pytest.mark.parametrize("name, rows", [("a\udcff.jsonl", [{"messages": [{"role": "user", "content": "x"}]}])])
+def test_a_name_that_is_no_text(tmp_path, chats, name, rows):
+    "Linux lets a file be named by any bytes; the report names it all the same."
+    (tmp_path / name).write_bytes(bad.lines(*chats[:2], *rows))
+    prepared = prepare_data(tmp_path / name, VERIFIER, tmp_path / "p")
+    assert prepared.dropped["first"].tolist() == [f"{tmp_path / name}, line 3"]

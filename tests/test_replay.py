@@ -181,7 +181,7 @@ def test_one_writer(tmp_path):
     other = context.Process(target=hold, args=(path, held, go))
     other.start()
     assert held.wait(30)
-    with pytest.raises(RuntimeError, match="another process is writing it"): Journal(path, {}).__enter__()
+    with pytest.raises(BlockingIOError, match="another process is writing it"): Journal(path, {}).__enter__()
     other.kill(); other.join()  # SIGKILL leaves no lock behind
     with Journal(path, {}): pass
 

@@ -1,6 +1,8 @@
 """Where conversations come from: every kind of source, every kind of damage, and who is who."""
 import gzip
 import json
+import os
+import random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +11,8 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from speculators_nb.data_generation import files
+from speculators_nb.data_generation.messages import ROLES, BadRow
 from speculators_nb.data_generation.sources import content_hash, files_of, identity, load_table, located, read_conversations
 
 CHAT = {"id": "a", "messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
@@ -157,3 +161,96 @@ def test_hash_ignores_the_order_of_keys(turns):
     a = {"messages": [{"role": r, "content": t} for r, t in turns]}
     b = {"messages": [{"content": t, "role": r} for r, t in turns], "id": 1}
     assert content_hash(a) == content_hash(b)
+
+
+def test_a_chat_has_one_hash_in_every_spelling():
+    talk = [("system", "Be brief."), ("user", "2 + 2?"), ("assistant", "4"), ("tool", "seen")]
+    plain = content_hash({"messages": [{"role": r, "content": t} for r, t in talk]})
+    for word, role in ROLES.items():  # bot, model, chatgpt, human, developer, observation, …
+        words = [word if r == role else r for r, _ in talk]
+        for who, what in (("role", "content"), ("from", "value")):
+            for spell in (str, lambda t: [{"type": "text", "text": t}], lambda t: [t], lambda t: [{"type": "text", "text": t[:2], "image": None}, t[2:]]):
+                turns = [{who: w, what: spell(t)} for w, (_, t) in zip(words, talk)]
+                for row in ({"messages": turns}, {"conversations": turns, "id": 7}, {"messages": json.dumps(turns)}, turns, {"messages": None, "conversations": [t | {"weight": None} for t in turns]}):
+                    assert content_hash(row) == plain, row
+    assert content_hash({"messages": [{"role": "assistant" if r == "tool" else r, "content": t} for r, t in talk]}) != plain
+    thought = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+    for name in ("reasoning", "thinking"):
+        assert content_hash({"messages": [thought["messages"][0], thought["messages"][1] | {name: "hm"}]}) == \
+            content_hash({"messages": [thought["messages"][0], thought["messages"][1] | {"reasoning_content": "hm"}]}) != content_hash(thought)
+    tools = [{"name": "f"}]
+    assert content_hash(thought | {"tools": tools}) == content_hash(thought | {"tools": json.dumps(tools)}) == content_hash(thought | {"tools": [json.dumps(tools[0])]})
+
+
+def test_hashes_of_the_first_release():
+    "A run of `regenerate` that was begun with 0.1.0 finds what it has done."
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}
+    rows = [CHAT, SHAREGPT, {"messages": [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "x", "tool_call_id": "c", "name": "f"}], "tools": [{"name": "f"}]},
+            {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}]}, {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}], "images": ["a"]},
+            {"input_ids": [1, 2], "loss_mask": [0, 1]}, {"input_ids": [1, 2], "loss_mask": [False, True]}, {"messages": []}]
+    assert [content_hash(r) for r in rows] == HASHES
+
+
+HASHES = ["350217b1061c7242a52eafee2e1a2d78",
+          "350217b1061c7242a52eafee2e1a2d78",
+          "621ea0904698b4d00223500418f489ed",
+          "7b9219871aee1452409a9e58061d3c71",
+          "9b081a2c86639cdeb0894e6f87e9a483",
+          "e184dc5b0565f2c8f66e72149fe9dd54",
+          "e184dc5b0565f2c8f66e72149fe9dd54",
+          "b4848660d62b08b3c9acbc73afa64564"]
+
+
+def test_a_long_line_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LINE", 100)
+    rows = [{"id": n, "x": "y" * n} for n in (10, 200, 20, 80, 81, 82, 400)]
+    path = write(tmp_path / "a.jsonl.gz", *rows)
+    lengths = [len(json.dumps(r)) for r in rows]
+    assert 100 in lengths and 101 in lengths  # the limit itself
+    read = list(located(path))
+    assert [w.rpartition(" ")[2] for w, _ in read] == list("1234567")
+    assert [r if isinstance(r, dict) else "" for _, r in read] == [r if n <= 100 else "" for r, n in zip(rows, lengths)]
+    assert {r.reason for _, r in read if isinstance(r, BadRow)} == {files.TOO_LONG}
+
+
+@given(st.lists(st.one_of(st.integers(), st.text(max_size=30), st.lists(st.integers(-9, 9), max_size=5), st.dictionaries(st.text(max_size=3), st.text(max_size=20), max_size=3)), max_size=9),
+       st.sampled_from([None, 0, 1]), st.integers(1, 40))
+def test_lists_are_read_piece_by_piece(tmp_path_factory, rows, indent, piece):
+    path = tmp_path_factory.mktemp("list") / "a.json"
+    path.write_text(json.dumps(rows, indent=indent, ensure_ascii=piece % 2 == 0), encoding="utf-8", errors="surrogatepass")
+    expected = [r if isinstance(r, dict) else {"messages": r} if isinstance(r, list) else None for r in rows]
+    with open(path, "rb") as file:
+        text = files._Text(path, file)
+        read = text.file.read
+        text.file = type("File", (), {"read": lambda self, n: read(piece)})()  # so many characters at a time
+        assert text.peek() == "["
+        text.at += 1
+        found = [None if isinstance(r, BadRow) else r for _, r in files._read_list(path, text)]
+    assert found == expected or rows and isinstance(rows[0], dict) and {"role", "from"} & rows[0].keys()
+
+
+def test_an_item_without_end_is_no_reason_to_read_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LINE", 1000)
+    path = tmp_path / "a.json"
+    path.write_text('[{"id": 1},\n{"x": "' + "y" * 10**7)
+    with pytest.raises(ValueError, match="a.json, line 2: an item has no end, or is longer than"): list(located(path))
+    path.write_text(json.dumps([{"role": "user", "content": "y" * 99}] * 50))
+    with pytest.raises(ValueError, match="a.json, line 1: one conversation is longer than"): list(located(path))
+
+
+def test_flipped_bits_in_a_table_end_no_process(tmp_path):
+    "One of seven in the offsets ended the process before the offsets were looked at."
+    Dataset.from_list([{"messages": [{"role": "user", "content": "x" * i}], "input_ids": list(range(i)), "loss_mask": [True] * i} for i in range(30)]).save_to_disk(str(tmp_path / "t"))
+    (file,) = (tmp_path / "t").glob("*.arrow")
+    whole, rng, ends = file.read_bytes(), random.Random(0), []
+    for _ in range(60):
+        data = bytearray(whole)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        file.write_bytes(data)
+        if not (pid := os.fork()):
+            code = 3
+            try: code = len(list(located(tmp_path / "t"))) < 0
+            except ValueError: code = 2
+            finally: os._exit(code)
+        ends.append(os.waitpid(pid, 0)[1])
+    assert {os.waitstatus_to_exitcode(e) for e in ends} == {0, 2}

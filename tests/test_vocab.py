@@ -116,7 +116,7 @@ def test_files(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="another verifier"):
         load_vocab_mapping(tmp_path, 2, 5)
     np.save(tmp_path / "d2t-2.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(ValueError, match="allow_pickle=False"):
+    with pytest.raises(ValueError, match="d2t-2.npy: no array of numbers .*Python objects"):
         load_vocab_mapping(tmp_path, 2, 4)
     with pytest.raises(ValueError, match="d2t holds offsets"):
         save_vocab_mapping(tmp_path, T2D, torch.tensor([0, 2]))

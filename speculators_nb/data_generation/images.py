@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoToke
 
 from .chat import mask_of
 from .fetch import fetch_picture, shown_address
-from .messages import normalize, tools_of
+from .messages import check_text, normalize, tools_of
 from .template import ChatTemplate, merge_turns, turns_of
 from ..utils import atomic_write
 
@@ -146,12 +146,8 @@ def _part(part, i, beside, folder, store, allow_urls):
     if not isinstance(part, dict):
         raise ValueError(f"message {i}: a part of content is {type(part).__name__}, expected an object with a type")
     part = {k: v for k, v in part.items() if v is not None}
-    if part.get("type") == "text":
-        if not isinstance(part.get("text"), str):
-            raise ValueError(f"message {i}: a part of type text has no text")
+    if part["type"] == "text":  # `normalize` knows the kinds
         return {"type": "text", "text": part["text"]}
-    if part.get("type") not in ("image", "image_url"):
-        raise ValueError(f"message {i}: a part of type {part.get('type')!r}; known are text, image and image_url")
     source = next((part[k] for k in ("image_url", "path", "url", "base64", "image") if k in part), None)
     source = source.get("url") if isinstance(source, dict) and "url" in source else source
     if source is None:
@@ -253,14 +249,18 @@ def encode_images(
     template: ChatTemplate,  # of a processor
     tools: list[dict] | None = None,  # as from `tools_of`
     rows: str = "conversation",  # as in `merge_turns`
+    first: int | None = None,  # tokens beyond which a row is of no use; None: all are
 ) -> list[tuple]:  # (input_ids int32 [n], loss_mask bool [n], messages of the row) per row
-    "`chat.encode_batch` for one conversation with pictures."
+    "`chat.encode_batch` for one conversation with pictures. A row beyond `first` comes without them."
     turns = turns_of(for_template(messages), template, tools)
     ends = [j + 1 for j, m in enumerate(messages) if m["role"] == "assistant"][-len(turns) :] if turns else []
     end_of, out = dict(zip((text for text, _ in turns), ends)), []
     for text, spans in merge_turns(turns, rows):
-        (short,) = template.tokens([text])
+        (short,) = template.tokens([check_text(text)], first)
         seen = messages[: end_of[text]]
+        if first and len(short.ids) >= first:
+            out.append((np.array(short.ids, np.int32), np.zeros(len(short.ids), bool), seen))
+            continue
         ids = process(text, seen, template.owner)["input_ids"][0].tolist()
         out.append((np.array(ids, np.int32), carry_mask(mask_of(np.array(short.offsets).reshape(-1, 2), spans), short.ids, ids), seen))
     return out

@@ -7,15 +7,19 @@ __all__ = ['IN_PROCESS', 'pick', 'answer', 'regenerate', 'eos_ids_of', 'Replay',
 
 # %% ../../nbs/data/03_regenerate.ipynb #b8c15f34
 from collections.abc import Iterable
-from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
+from .intake import BATCH, check_ids
 from .journal import Journal, Report, read_regenerated, still_to_do
+from .messages import BadRow
 from .replay import Replay, check_sampling, questions_of
+from .template import ControlTokens
+from ..options import check_options
 from ..verifier import Verifier, fingerprint
 
 # %% ../../nbs/data/03_regenerate.ipynb #33955c22
@@ -91,14 +95,19 @@ _all_ = ["Replay", "questions_of", "read_regenerated"]  # what callers need besi
 IN_PROCESS = ("temperature", "top_p", "reasoning_effort", "chat_template_kwargs")
 
 
-def _due(replay, tokenizer, max_length, journal):
+def _due(replay, tokenizer, max_length, journal, vocab_size):
     "Whether a question is to be answered now; its tokens are then in `replay.prompt`."
     try:
         if unknown := sorted(set(replay.sampling) - set(IN_PROCESS)):
             raise ValueError(f"{', '.join(unknown)}: only a server knows these sampling parameters; see regenerate_from_server")
         if not (history := replay.ask()):
             return False
-        replay.prompt = replay.render(history, tokenizer)
+        if more := [i for i, m in enumerate(history) if isinstance(m["content"], list)]:
+            raise BadRow("holds more than text: ask a server for its answer", f"message {more[0]}")
+        replay.prompt = replay.render(history, tokenizer, limit=max_length)
+        check_ids(np.asarray(replay.prompt), vocab_size)
+        if not replay.prompt:
+            raise BadRow("the chat template makes nothing of it")
         if len(replay.prompt) < max_length:
             return True
         replay.end(f"prompt of {max_length} tokens or more")
@@ -106,8 +115,21 @@ def _due(replay, tokenizer, max_length, journal):
             raise ValueError(replay.about["truncated"])
     except Exception as e:
         replay.rows = []
-        journal.fail(replay.key, e)
+        journal.fail(replay.key, e, replay.where)
     return False
+
+
+def _windows(todo, n):
+    "Conversations in lists of n, or of as many as have `BATCH` characters for each 64 of n; at least one."
+    window, size = [], 0
+    for replay in todo:
+        window.append(replay)
+        size += sum(len(str(m["content"])) for m in replay.original)
+        if len(window) == n or size > BATCH * max(1, n // 64):
+            yield window
+            window, size = [], 0
+    if window:
+        yield window
 
 
 def _message(ids, replay, tokenizer):
@@ -117,6 +139,18 @@ def _message(ids, replay, tokenizer):
     return {"content": None} | tokenizer.parse_response(ids, prefix=replay.prompt, tools=replay.tools) | {"role": "assistant"}
 
 
+def _heard(replay, ids, tokenizer, eos, journal):
+    "Take an answer into its conversation. False: it cannot be read, which is noted."
+    try:
+        message = _message(ids, replay, tokenizer)
+        finish = "length" if ids[-1] not in eos else "tool_calls" if message.get("tool_calls") else "stop"
+        replay.hear(replay.prompt, ids, message, finish)
+        return True
+    except Exception as e:  # a parser of answers may raise anything
+        journal.fail(replay.key, e, replay.where)
+        return False
+
+# %% ../../nbs/data/03_regenerate.ipynb #1821986b
 def regenerate(
     verifier: Verifier,  # whose answers are wanted
     tokenizer,  # with a chat template
@@ -131,24 +165,26 @@ def regenerate(
     languages=None,  # only conversations in these, as in `language.wanted_languages`
     limit: int | None = None,  # stop after so many conversations of the input
 ) -> Report:  # counts; also what failed and why
-    "Let the verifier answer every question. ValueError if `out_path` was made by another verifier or with other settings."
-    eos = eos_ids_of(verifier, tokenizer)
+    """Let the verifier answer every question. What cannot be read or asked is counted in the report and named in `NAME.errors.jsonl`.
+    ValueError: an option, or `out_path` was made by another verifier or with other settings; BlockingIOError: another process is writing it."""
+    check_options({"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "batch_size": batch_size,
+                   "max_length": max_length, "languages": languages, "max_samples": limit}, "regenerate")
+    eos, size = eos_ids_of(verifier, tokenizer), verifier.model.get_input_embeddings().weight.shape[0]
     sampling = check_sampling({"temperature": temperature} | (sampling or {}), IN_PROCESS)
     settings = {"verifier": fingerprint(verifier.model), "sampling": sampling, "seed": seed, "max_new_tokens": max_new_tokens}
     with Journal(out_path, settings) as journal, tqdm(desc="regenerate", unit="conversation", delay=1) as bar:
-        todo = still_to_do(conversations, journal, sampling, seed, languages, bool(getattr(tokenizer, "response_template", None)), limit)
-        while part := list(islice(todo, 4 * batch_size)):
-            asking = [r for r in part if _due(r, tokenizer, max_length, journal)]
+        todo = still_to_do(conversations, journal, sampling, seed, languages, bool(getattr(tokenizer, "response_template", None)), limit, ControlTokens(tokenizer))
+        for part in _windows(todo, 4 * batch_size):
+            asking = [r for r in part if _due(r, tokenizer, max_length, journal, size)]
             while asking:
                 asking, queue = [], sorted(asking, key=lambda r: len(r.prompt))  # little padding
                 for batch in (queue[i : i + batch_size] for i in range(0, len(queue), batch_size)):
                     t, top_p = ([r.sampling.get(name, default) for r in batch] for name, default in (("temperature", 0.0), ("top_p", 1.0)))
                     heard = answer(verifier, [r.prompt for r in batch], max_new_tokens, eos, t, [r.seed_now() for r in batch], top_p)
                     for replay, ids in zip(batch, heard):
-                        message = _message(ids, replay, tokenizer)
-                        finish = "length" if ids[-1] not in eos else "tool_calls" if message.get("tool_calls") else "stop"
-                        replay.hear(replay.prompt, ids, message, finish)
-                        if _due(replay, tokenizer, max_length, journal):
+                        if not _heard(replay, ids, tokenizer, eos, journal):
+                            continue
+                        if _due(replay, tokenizer, max_length, journal, size):
                             asking.append(replay)
                         elif replay.rows:
                             journal.write(replay)

@@ -17,9 +17,11 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from .endpoint import Breaker, Endpoint, EndpointError, concurrently
+from .intake import ready_row
 from .journal import Journal, Report, still_to_do
 from .messages import normalize
 from .replay import Replay, check_sampling
+from .template import ControlTokens
 
 # %% ../../nbs/data/03b_regenerate_server.ipynb #b4cfdfd3
 def retokenise(
@@ -40,6 +42,13 @@ def retokenise(
     return prompt, said if end is None else said[: end + (finish != "length")]
 
 # %% ../../nbs/data/03b_regenerate_server.ipynb #987a51a9
+def _token_ids(ids):
+    "Token ids of a server, checked."
+    mask = [0] * len(ids) if isinstance(ids, list) else []
+    checked, _ = ready_row({"input_ids": ids, "loss_mask": mask})
+    return checked.tolist()
+
+
 _TOO_LONG = re.compile("context length|max_model_len|maximum.{0,20}length|too long", re.I)
 
 
@@ -50,7 +59,7 @@ class Interview:
         self,
         endpoint: Endpoint,  # the server
         model: str,  # served name
-        tokenizer,  # the verifier's, or a path or hub id of it; None: the server must give token ids
+        tokenizer,  # the verifier's; None: the server must give token ids
         max_new_tokens: int,  # per answer
         max_length: int | None,  # a prompt of this length ends its conversation; None: the server's limit
     ):
@@ -111,13 +120,11 @@ class Interview:
             message["content"] = ""
         prompt, ids = told.get("prompt_token_ids") or choice.get("prompt_token_ids"), choice.get("token_ids")
         if prompt and ids is not None:
-            return prompt, ids, message, finish
+            return _token_ids(prompt), _token_ids(ids), message, finish
         with self._lock:  # a fast tokenizer is not made for threads
             if self.tokenizer is None:
                 raise ValueError("the server gives no token ids (vLLM does, asked by return_token_ids), and without the verifier's tokenizer they cannot be made from the "
                                  "text; name it: tokenizer=<folder or hub id>")
-            if isinstance(self.tokenizer, (str, Path)):
-                self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
             prompt, ids = retokenise(replay, history, message, finish, self.tokenizer)
         replay.about["token_ids"] = "from text"
         replay.usage["retokenised"] += 1
@@ -151,14 +158,17 @@ def regenerate_from_server(
         model = served[0]
     sampling = check_sampling(({} if temperature is None else {"temperature": temperature}) | (sampling or {}))
     settings = {"model": model, "sampling": sampling, "seed": seed, "max_new_tokens": max_new_tokens}
+    if isinstance(tokenizer, (str, Path)):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     interview, breaker = Interview(endpoint, model, tokenizer, max_new_tokens, max_length), Breaker(max_failures)
     with Journal(out_path, settings) as journal, tqdm(desc="regenerate", unit="conversation", delay=1) as bar:
         journal.report |= {"retokenised": 0, "other_tokens": 0}
-        todo = still_to_do(conversations, journal, sampling, seed, languages, limit=limit)
+        control = tokenizer and ControlTokens(tokenizer)  # without it, nobody here knows them
+        todo = still_to_do(conversations, journal, sampling, seed, languages, limit=limit, control=control)
         with closing(concurrently(interview, todo, concurrency)) as results:
             for replay, result in results:
                 if isinstance(result, Exception):
-                    journal.fail(replay.key, result)
+                    journal.fail(replay.key, result, replay.where)
                 else:
                     journal.write(replay, endpoint=endpoint.url)
                     for name in ("retokenised", "other_tokens"):

@@ -13,8 +13,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from .chat import add_turn
-from .messages import normalize, tools_of
+from .messages import brief, normalize, tools_of
 from .sources import content_hash, identity
+from .template import reach
 
 # %% ../../nbs/data/02e_replay.ipynb #2d8d0f51
 @dataclass
@@ -99,13 +100,15 @@ def check_sampling(
 
 def _is_distribution(value):
     return isinstance(value, (list, tuple)) and bool(value) and all(
-        isinstance(p, (list, tuple)) and len(p) == 2 and isinstance(p[1], (int, float)) for p in value)
+        isinstance(p, (list, tuple)) and len(p) == 2 and isinstance(p[1], (int, float)) and abs(p[1]) < 1e6 for p in value)
 
 
 def _check(name, value):
     wanted = dict if name == "chat_template_kwargs" else str if name == "reasoning_effort" else (int, float)
     if not isinstance(value, wanted) or isinstance(value, bool):
-        raise ValueError(f"{name}: {value!r} is no {'number' if isinstance(wanted, tuple) else 'object' if wanted is dict else 'text'}")
+        raise ValueError(f"{name}: {brief(value)} is no {'number' if isinstance(wanted, tuple) else 'object' if wanted is dict else 'text'}")
+    if wanted == (int, float) and not abs(value) < 1e6:
+        raise ValueError(f"{name}: {brief(value)} is no finite number of a usual size")
     if name == "temperature" and value < 0 or name == "top_p" and not 0 < value <= 1:
         raise ValueError(f"{name}: {value} is out of range; {'0 is greedy' if name == 'temperature' else '1 keeps every token'}")
 
@@ -140,9 +143,10 @@ class Replay:
         sampling: dict | None = None,  # of the call, as from `check_sampling`
         seed: int = 0,  # of everything random
         tools: bool = True,  # whether the assistant can call tools
+        where: str = "",  # where it comes from: file and line
     ):
         row = row if isinstance(row, dict) else {"messages": row}
-        self.row, self.original, self.seed = row, normalize(row), seed
+        self.original, self.seed, self.where = normalize(row), seed, where
         self.key, self.content = identity(row), content_hash(row)
         self.tools = [t if "function" in t else {"type": "function", "function": t} for t in tools_of(row) or []] or None
         self.sampling = draw_sampling(row, self.key, sampling or {}, seed)
@@ -165,9 +169,18 @@ class Replay:
         messages: list[dict],  # a history
         tokenizer,  # with a chat template
         prompt: bool = True,  # end with what makes the assistant speak
-    ) -> list[int]:  # token ids
+        limit: int | None = None,  # tokens beyond which it is of no use; None: there is no such number
+    ) -> list[int]:  # token ids; of a history beyond the limit, more than the limit, but not all
         "A history as the verifier reads it."
-        return tokenizer.apply_chat_template(messages, tools=self.tools, add_generation_prompt=prompt, return_dict=True, **self.template_kwargs)["input_ids"]
+        kwargs = dict(tools=self.tools, add_generation_prompt=prompt, **self.template_kwargs)
+        if limit and sum(len(str(m["content"])) for m in messages) > reach(limit):
+            text, end = tokenizer.apply_chat_template(messages, tokenize=False, **kwargs), reach(limit)
+            while end < len(text):
+                ids = tokenizer(text[:end], add_special_tokens=False)["input_ids"]
+                if len(ids) > limit + 100:  # the cut changes few tokens
+                    return ids
+                end *= 4
+        return tokenizer.apply_chat_template(messages, return_dict=True, **kwargs)["input_ids"]
 
     def seed_now(self) -> int:  # 60 bits
         "The seed of the answer that is due."
