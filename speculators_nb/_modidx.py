@@ -2054,8 +2054,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                'speculators_nb/models/medusa.py'),
                                               'speculators_nb.models.medusa.MedusaSpeculatorConfig': ( 'models/medusa.html#medusaspeculatorconfig',
                                                                                                        'speculators_nb/models/medusa.py'),
-                                              'speculators_nb.models.medusa.MedusaSpeculatorConfig.check': ( 'models/medusa.html#medusaspeculatorconfig.check',
-                                                                                                             'speculators_nb/models/medusa.py'),
                                               'speculators_nb.models.medusa.ResidualBlocks': ( 'models/medusa.html#residualblocks',
                                                                                                'speculators_nb/models/medusa.py'),
                                               'speculators_nb.models.medusa.ResidualBlocks.__init__': ( 'models/medusa.html#residualblocks.__init__',

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from .config import check_layers
 from .head import norm_eps, text_config
 
 # %% ../nbs/core/11_layers.ipynb #e44791cb
@@ -248,12 +249,7 @@ def check_layer_config(config): # of Llama or Qwen3 layers
         families = ", ".join(LAYER_FAMILIES)
         _refuse(config, "model_type", f" is not a draft layer family; choose from {families}")
     refuse_dropout(config)
-    heads, kv = config.num_attention_heads, config.num_key_value_heads
-    if config.hidden_act not in ACT2FN:
-        _refuse(config, "hidden_act", " is unknown to transformers; choose silu, as vLLM does")
-    if heads % kv:
-        _refuse(config, "num_key_value_heads",
-                f" does not divide num_attention_heads={heads}; choose a divisor")
+    check_layers(vars(config), "transformer_layer_config.")
     for field, values in _neutral(config).items():
         if getattr(config, field, None) not in values:
             _refuse(config, field, f": {config.model_type} draft layers have no such thing; "

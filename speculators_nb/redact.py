@@ -39,13 +39,14 @@ SECRET_TEXT = [(re.compile(p), r) for p, r in (
 
 
 def _known_secrets() -> list[str]:
-    "Values of environment variables that are named like secrets, and passwords of addresses in others; as they are spelt in texts, longest first."
+    """Values of environment variables that are named like secrets, and passwords of addresses in others; as they are spelt
+    in texts, longest first. A path is no secret, whatever its variable is called (PWD, GOOGLE_APPLICATION_CREDENTIALS)."""
     found = set()
     for name, value in os.environ.items():
-        if SECRET_NAME.search(name) or re.search(r"(?i)[_-](pass|pat)$", name):
+        if name != "PWD" and (SECRET_NAME.search(name) or re.search(r"(?i)[_-](pass|pat)$", name)):
             found.update((value, value.strip()))
         found.update(re.findall(r"://[^/\s@:]*:([^/\s@]+)@", value))
-    found = {s for s in found if len(s) >= 6}
+    found = {s for s in found if len(s) >= 6 and not os.path.exists(s)}
     spelt = (f(s) for s in found for f in (str, quote, lambda s: quote(s, safe=""), lambda s: json.dumps(s)[1:-1], lambda s: repr(s)[1:-1]))
     return sorted(set(spelt), key=len, reverse=True)
 

@@ -97,7 +97,9 @@ def unfit(
     if others := sorted(set(info["unexpected_keys"]) - set(above)):
         log.warning("%d tensors of the verifier are no part of a %s and are left out: %s%s", len(others), type(model).__name__, ", ".join(others[:3]), " …" if others[3:] else "")
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if config.tie_word_embeddings and model.config.tie_word_embeddings and head is not None and head.weight is not words.weight:
+    whole, text = (getattr(c, "tie_word_embeddings", None) for c in (model.config, config))
+    tied = whole and text is not False  # the text's config may say nothing
+    if tied and head is not None and head.weight is not words.weight:
         bad.append("the head differs from the embeddings, and by the config (tie_word_embeddings) they are one")
     return bad
 

@@ -105,7 +105,7 @@ def test_input_dictionary_is_left_alone():
 @settings(max_examples=12, deadline=None)
 @given(
     vocab=st.integers(1, 10**6),
-    ids=st.none() | st.lists(st.integers(0, 99), max_size=4),
+    ids=st.none() | st.lists(st.integers(0, 99), min_size=1, max_size=4, unique=True).map(sorted),
     norm=st.booleans(),
     extra=st.dictionaries(
         st.sampled_from(["later_a", "later_b"]), st.integers() | st.text(max_size=5) | st.lists(st.booleans(), max_size=3)

@@ -220,7 +220,7 @@ def test_bad_input():
     layer = Qwen3Config(hidden_size=32, vocab_size=60, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=40)
     good = dict(transformer_layer_config=layer, draft_vocab_size=60, aux_hidden_state_layer_ids=[1], mask_token_id=59)
     for change, text in (
-            (dict(block_size=1), "block_size=1: a block is an anchor and at least one mask"), (dict(mask_token_id=60), "mask_token_id=60 lies outside"),
+            (dict(block_size=1), "block_size=1: must be at least 2"), (dict(mask_token_id=60), "mask_token_id=60 lies outside"),
             (dict(mask_token_id=-1), "mask_token_id=-1"), (dict(aux_hidden_state_layer_ids=[2, 1]), "must be distinct, ascending"), (dict(draft_vocab_size=61), "draft_vocab_size=61"),
             (dict(transformer_layer_config=LlamaConfig(vocab_size=60)), "model_type is 'llama'"),
             (dict(transformer_layer_config=layer.to_dict() | dict(layer_types=["linear_attention"])), "linear_attention")):

@@ -127,7 +127,7 @@ def test_suffix_decoding_starts_anew_for_every_load(engine):
 
 def test_a_wrong_setting_is_said_before_any_server_starts(engine, tmp_path):
     with pytest.raises(ValueError, match="load='wrk'"): evaluate_engine(VERIFIER, PROMPTS, load="wrk")
-    with pytest.raises(ValueError, match="is unknown"): evaluate_engine(VERIFIER, PROMPTS, k=2, method="magic", output_dir=tmp_path / "run")
+    with pytest.raises(ValueError, match="is not known"): evaluate_engine(VERIFIER, PROMPTS, k=2, method="magic", output_dir=tmp_path / "run")
     with pytest.raises(ValueError, match="no prompts"): evaluate_engine(VERIFIER, [], k=2, method="ngram")
     assert not (tmp_path / "run").exists()
 

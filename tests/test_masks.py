@@ -127,6 +127,7 @@ def test_errors_and_drawing():
         sliding_window(0)
     with pytest.raises(ValueError, match=r"shape \(2, 3\)"):
         same_document(torch.zeros(2, 3))
-    axes = Mask(lambda b, h, q, kv: kv <= q).draw(4, documents=torch.tensor([[0, 0, 1, -1]]), title="t", xlabel="x", ylabel="y")
+    figure = Mask(lambda b, h, q, kv: kv <= q).draw(4, documents=torch.tensor([[0, 0, 1, -1]]), title="t", xlabel="x", ylabel="y")
+    axes = figure.axes[0]
     assert (axes.get_title("left"), axes.get_xlabel(), axes.get_ylabel()) == ("t", "x", "y")
     assert len(axes.lines) == 4  # two borders, each a row line and a column line

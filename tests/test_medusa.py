@@ -208,7 +208,7 @@ def test_sampled_text_has_the_verifiers_law(verifier):
 
 @pytest.mark.parametrize("change", [dict(num_heads=0), dict(num_hidden_layers=0), dict(vocab_size=0), dict(hidden_size=0)])
 def test_bad_configs(change):
-    with pytest.raises(ValueError, match=f"{next(iter(change))}=0 must be at least 1"):
+    with pytest.raises(ValueError, match=f"{next(iter(change))}=0: must be at least 1"):
         MedusaSpeculatorConfig(**change)
 
 

@@ -415,4 +415,4 @@ def test_a_name_that_is_no_text(tmp_path, chats, name, rows):
     "Linux lets a file be named by any bytes; the report names it all the same."
     (tmp_path / name).write_bytes(bad.lines(*chats[:2], *rows))
     prepared = prepare_data(tmp_path / name, VERIFIER, tmp_path / "p")
-    assert prepared.dropped["first"].tolist() == [f"{tmp_path / name}, line 3"]
+    assert prepared.dropped["first"].tolist() == [f"{tmp_path}/a\\udcff.jsonl, line 3"]

@@ -151,7 +151,7 @@ def test_data_of_old_versions(trap, tmp_path):
 def test_vocabulary_files(trap, tmp_path):
     np.save(tmp_path / "t2d-4.npy", np.array([trap], dtype=object), allow_pickle=True)
     np.save(tmp_path / "d2t-4.npy", np.zeros(4, dtype=np.int64))
-    with pytest.raises(ValueError, match="allow_pickle=False"): load_vocab_mapping(tmp_path, 4, 8)
+    with pytest.raises(ValueError, match="no array of numbers"): load_vocab_mapping(tmp_path, 4, 8)
 
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])

@@ -255,7 +255,7 @@ def test_no_secret_among_the_arguments(option, spelling):
     with pytest.raises(ValueError, match=f"extra holds {option}: everybody on the machine"): serve_command(VERIFIER, extra=spelling.format(option).split())
 
 
-@pytest.mark.parametrize("content, words", [("", "not JSON"), ("[" * 100_000, "not JSON"), ("null", "NoneType"), ("[]", "holds a list"), ('{"speculators_model_type": "eagle3", "speculators_config": [1]}', "name_or_path"),
+@pytest.mark.parametrize("content, words", [("", "not JSON"), ("[" * 100_000, "not JSON"), ("null", "holds null"), ("[]", "holds a list"), ('{"speculators_model_type": "eagle3", "speculators_config": [1]}', "speculators_config=.1.: must be an object"),
                                             ('{"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": 5}}}', "name_or_path")])
 def test_a_config_that_is_none(tmp_path, content, words):
     (tmp_path / "config.json").write_text(content)

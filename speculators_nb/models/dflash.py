@@ -57,7 +57,6 @@ class DFlashSpeculatorConfig(SpeculatorModelConfig):
         if layer.model_type != "qwen3": raise ValueError(f"transformer_layer_config.model_type is {layer.model_type!r}; the draft layers of {self.speculators_model_type} are qwen3 (draft_arch='qwen3')")
         if unknown := set(getattr(layer, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
             raise ValueError(f"transformer_layer_config.layer_types has {sorted(unknown)}; choose from full_attention, sliding_attention")
-        if self.block_size < 2: raise ValueError(f"block_size={self.block_size}: a block is an anchor and at least one mask, choose 2 or more")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.target_vocab_size:
             raise ValueError(f"mask_token_id={self.mask_token_id} lies outside the verifier's vocabulary of {self.target_vocab_size}; choose an id from 0 to {self.target_vocab_size - 1}")
         if ids is not None and (not ids or sorted(set(ids)) != ids or ids[0] < 0):

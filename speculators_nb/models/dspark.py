@@ -35,7 +35,6 @@ class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
     def check(self):
         super().check()
         if self.markov_head_type not in MARKOV_HEADS: raise ValueError(f"markov_head_type={self.markov_head_type!r} is unknown; choose from {', '.join(MARKOV_HEADS)}")
-        if self.markov_rank < 0: raise ValueError(f"markov_rank={self.markov_rank} must be positive, or 0 for no Markov head")
         if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
             raise ValueError("confidence_head_with_markov=True reads the Markov head's embedding, but markov_rank=0; set confidence_head_with_markov=False")
 

@@ -33,10 +33,6 @@ class MedusaSpeculatorConfig(SpeculatorModelConfig):
     num_hidden_layers: int = 1        # residual blocks of a head
     medusa_fc_bias: bool = False      # biases in the blocks
 
-    def check(self):
-        for name in ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers"):
-            if getattr(self, name) < 1: raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-
 # %% ../../nbs/models/09_medusa.ipynb #88b7a9a2
 class ResidualBlocks(nn.Module):
     "x + SiLU(W x), one or more times; W starts at zero, and so the block as the identity."

@@ -133,8 +133,6 @@ class MLPSpeculatorConfig(SpeculatorModelConfig):
     def check(self):
         if self.inputs != ["input_embeddings", "hidden_states[-1]"]:
             raise ValueError(f"inputs={self.inputs}: the heads read ['input_embeddings', 'hidden_states[-1]'], the last token and the verifier's last state")
-        for name in ("hidden_size", "intermediate_size", "vocab_size", "num_layers"):
-            if getattr(self, name) < 1: raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.tie_weights and self.num_layers == 1: raise ValueError("tie_weights=True with num_layers=1 ties nothing, and engines refuse it; set tie_weights=False")
 
 # %% ../../nbs/models/08_mlp_speculator.ipynb #0054098e

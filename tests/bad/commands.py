@@ -31,7 +31,7 @@ SHARE = [("1", "{}=1.0: must be at least 0 and less than 1"), ("-0.1", "{}=-0.1:
 ABOVE = [("0", "{}=0.0: must be greater than 0"), ("-1", "{}=-1.0: must be greater than 0"), ("nan", "{}=nan: must be finite"), ("inf", "{}=inf: must be finite")]
 WARM = [("-1", "{}=-1.0: must be at least 0"), ("nan", "{}=nan: must be finite"), ("1000", "{}=1000.0: must be at least 0 and at most 100"), ("hot", "{}='hot': is text, and must be a number")]
 SERVER = [("localhost:8000", "{}='localhost:8000': is no address of a server; write something like http"), ("http://", "{}='http://': is no address of a server"),
-          ("http://me:password@host:80", "{}='http://\\*\\*\\*@host:80': holds a password"), ("http://host:99999", "{}='http://host:99999': is no address"),
+          ("http://me:password@host:80", "{}='http://\\*\\*\\*@host:80': holds a (password|\\*+) or a query"), ("http://host:99999", "{}='http://host:99999': is no address"),
           ("ftp://host", "{}='ftp://host': is no address of a server")]
 OBJECT = [("[1,2]", "{}='\\[1,2\\]': must be a mapping of names and values"), ("text", "{}='text': must be a mapping"), ("{'a':1}", "{}='.a:1.': must be a mapping")]
 LAYERS = [("-1", "{}=\\[-1\\]: must be at least 0"), ("two", "{}='two': is text"), ("3 {option} 2", "{}=\\[3, 2\\]: must ascend, each id once, e.g. \\[2, 3\\]")]
