@@ -2707,6 +2707,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'speculators_nb.utils.ReloadableBaseModel.reload_schema': ( 'core/utils.html#reloadablebasemodel.reload_schema',
                                                                                                   'speculators_nb/utils.py'),
                                       'speculators_nb.utils._concerned': ('core/utils.html#_concerned', 'speculators_nb/utils.py'),
+                                      'speculators_nb.utils._file_size_limited': ( 'core/utils.html#_file_size_limited',
+                                                                                   'speculators_nb/utils.py'),
                                       'speculators_nb.utils._neighbour': ('core/utils.html#_neighbour', 'speculators_nb/utils.py'),
                                       'speculators_nb.utils._new_mode': ('core/utils.html#_new_mode', 'speculators_nb/utils.py'),
                                       'speculators_nb.utils._open_tensors': ('core/utils.html#_open_tensors', 'speculators_nb/utils.py'),
