@@ -250,7 +250,7 @@ FILES = [  # (name, file, content, error)
     ("no file", "d.jsonl", "", r"c\.jsonl: no such file or folder"),
     ("an empty file", "c.jsonl", "", "no row left of 0 conversations.*there were none"),
     ("blank lines only", "c.jsonl", "\n \n\r\n", "no row left of 0 conversations.*there were none"),
-    ("a text", "c.txt", "hello", r"c\.txt: cannot read this kind of file; the name must end in .*\.jsonl"),
+    ("a file of text", "c.txt", "hello", r"c\.txt: cannot read this kind of file; the name must end in .*\.jsonl"),
     ("an empty list file", "c.json", "", r"c\.json: is empty, expected one list of conversations"),
     ("list cut off", "c.json", json.dumps([TALK, TALK])[:-5], r"c\.json, line 1: not JSON.*Expected one list"),
     ("list without its end", "c.json", json.dumps([TALK, TALK])[:-1], r"c\.json, line 1: not JSON \(a comma or the end of the list is missing\)"),
