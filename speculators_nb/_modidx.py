@@ -963,6 +963,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                   'speculators_nb/data_generation/template.py'),
                                                          'speculators_nb.data_generation.template.reach': ( 'data/template.html#reach',
                                                                                                             'speculators_nb/data_generation/template.py'),
+                                                         'speculators_nb.data_generation.template.texts_in': ( 'data/template.html#texts_in',
+                                                                                                               'speculators_nb/data_generation/template.py'),
                                                          'speculators_nb.data_generation.template.turns_of': ( 'data/template.html#turns_of',
                                                                                                                'speculators_nb/data_generation/template.py')},
             'speculators_nb.data_generation.tiny_verifier': { 'speculators_nb.data_generation.tiny_verifier.add_copying_heads': ( 'data/tiny_verifier.html#add_copying_heads',
