@@ -117,3 +117,14 @@ def test_a_convention_that_is_read_wrongly_is_seen_where_features_are_made_and_w
     with pytest.raises(ValueError, match="final norm of 'gemma2' is read as 'rms'"):
         train_drafter(tmp_path / "good", tmp_path / "drafter", folder, "eagle3", max_steps=1, total_seq_len=64, disable_tqdm=True, trust_features=True)
     assert not (tmp_path / "drafter/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_finish_keeps_its_input_and_its_dtype(dtype):
+    head = TargetHead(8, scale=0.5, softcap=3.0)
+    head.set_rows(torch.zeros(4, 8), torch.arange(4, dtype=dtype))
+    raw = torch.randn(2, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    before = raw.clone()
+    logits = head.finish(raw)
+    assert logits.dtype == dtype and torch.equal(raw, before)
+    torch.testing.assert_close(logits, 3 * torch.tanh((before + torch.arange(4, dtype=dtype)) * 0.5 / 3))
