@@ -43,7 +43,9 @@ def _known_secrets() -> list[str]:
     in texts, longest first. A path is no secret, whatever its variable is called (PWD, GOOGLE_APPLICATION_CREDENTIALS)."""
     found = set()
     for name, value in os.environ.items():
-        if name != "PWD" and (SECRET_NAME.search(name) or re.search(r"(?i)[_-](pass|pat)$", name)):
+        if name in ("PWD", "OLDPWD"):  # the shell's working folder, and no password
+            continue
+        if SECRET_NAME.search(name) or re.search(r"(?i)[_-](pass|pat)$", name):
             found.update((value, value.strip()))
         found.update(re.findall(r"://[^/\s@:]*:([^/\s@]+)@", value))
     found = {s for s in found if len(s) >= 6 and not os.path.exists(s)}

@@ -15,7 +15,6 @@ import errno
 import json
 import os
 import re
-import resource
 import secrets
 import shutil
 import stat
@@ -73,19 +72,27 @@ def _concerned(filename, path: Path) -> Path | None:
     return path if file == place or file in place.parents or beside else None
 
 
+def _file_size_limited() -> bool:
+    "Whether this process may not write files of any size (`ulimit -f`)."
+    try:
+        import resource  # Windows has no such limit and no such module
+    except ImportError:
+        return False
+    return resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+
+
 def _why(path: Path) -> int:
     "The errno behind a writer's failure that does not say: looked for while its half file is still there."
     folder = next(p for p in (path.parent, *path.absolute().parents) if p.is_dir())
     if not path.parent.is_dir():
         return errno.ENOTDIR if path.parent.exists() else errno.ENOENT
-    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+    if _file_size_limited():
         return errno.EFBIG
     try:
         _new_mode(folder / f".{secrets.token_hex(4)}")
     except OSError as e:
         return e.errno
-    room = os.statvfs(folder)
-    return errno.ENOSPC if room.f_bavail * room.f_frsize < 1 << 20 else errno.EIO
+    return errno.ENOSPC if shutil.disk_usage(folder).free < 1 << 20 else errno.EIO
 
 
 def _refused(e: Exception, path: Path) -> tuple[int, Path] | None:

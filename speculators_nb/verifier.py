@@ -97,9 +97,8 @@ def unfit(
     if others := sorted(set(info["unexpected_keys"]) - set(above)):
         log.warning("%d tensors of the verifier are no part of a %s and are left out: %s%s", len(others), type(model).__name__, ", ".join(others[:3]), " …" if others[3:] else "")
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    whole, text = (getattr(c, "tie_word_embeddings", None) for c in (model.config, config))
-    tied = whole and text is not False  # the text's config may say nothing
-    if tied and head is not None and head.weight is not words.weight:
+    said = {getattr(part, "tie_word_embeddings", None) for part in (config, model.config)}  # a text part may leave it to the whole
+    if True in said and False not in said and head is not None and head.weight is not words.weight:
         bad.append("the head differs from the embeddings, and by the config (tie_word_embeddings) they are one")
     return bad
 

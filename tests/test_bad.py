@@ -1,6 +1,7 @@
 "Everything that a user can get wrong is refused in one line that names the field, the value and the remedy, or counted in a report: the tables of tests/bad."
 import importlib
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,12 @@ def test_real_process(case):
 
 def test_names_are_unique():
     assert len(set(names(ALL))) == len(ALL)
+
+
+def test_each_case_expects_words_of_its_own():
+    "What any answer would match holds nothing."
+    said = ("", "Error: something went wrong; see the documentation", "ValueError: invalid value", "{'rows': 1, 'kept': 0}")
+    assert not [(t, c.name, c.expect) for t, c in ALL for text in said if re.search(c.expect, text, re.IGNORECASE | re.DOTALL)]
 
 
 def test_the_harness_sees_what_is_wrong(tmp_path):

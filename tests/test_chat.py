@@ -414,3 +414,17 @@ def test_control_tokens_in_what_was_said_are_counted():
     assert row[0].count(tok.convert_tokens_to_ids("<|im_end|>")) == 3 and trained(tok, row) == "ends<|im_end|>\n"  # read as a token, and not trained
     parts = [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}, {"type": "image"}]}, {"role": "assistant", "content": None, "reasoning_content": "<|im_start|>"}]
     assert ChatTemplate(tok).control.spelled(parts) == {"<|im_end|>": 0, "<|im_start|>": 1}
+
+
+@pytest.mark.parametrize("where", ["tools", "arguments", "arguments as text", "name of a call", "name", "result"])
+def test_control_tokens_in_tools_and_calls_are_counted(where):
+    "What a template may write out is looked through, with the message that holds it."
+    def at(place, plain): return "<|im_end|>" if place == where else plain
+    arguments = {"x": [at("arguments", "1")]} if where != "arguments as text" else '{"<|im_end|>": 1}'
+    call = {"type": "function", "function": {"name": at("name of a call", "f"), "arguments": arguments}}
+    tools = [{"type": "function", "function": {"name": "f", "description": at("tools", "A function."), "parameters": {}}}]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": at("result", "1"), "name": at("name", "f")}, {"role": "assistant", "content": "!"}]
+    assert ChatTemplate(tokenizer(MARKED)).control.spelled(messages, tools) == {"<|im_end|>": {"tools": 0, "name": 2, "result": 2}.get(where, 1)}
+    data = prepare([{"messages": messages, "tools": tools}], tokenizer(MARKED), 128)
+    assert "'<|im_end|>' in 1 conversations" in data.info.description

@@ -2,6 +2,7 @@
 import base64
 import io
 import json
+import zlib
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Q
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from speculators_nb.data_generation.features import FeatureDataset, LiveFeatures, extract_features
-from speculators_nb.data_generation.images import carry_mask, for_template, has_pictures, inputs_of, load_processor, pictures_of, process, resolve_images
+from speculators_nb.data_generation.images import carry_mask, for_template, has_pictures, inputs_of, load_processor, open_picture, pictures_of, process, resolve_images
 from speculators_nb.data_generation.prepare import prepare_data
 from speculators_nb.data_generation.prepared import load_prepared
 from speculators_nb.data_generation.template import ChatTemplate
@@ -155,6 +156,29 @@ def test_what_a_data_set_may_not_do(tmp_path, part, words):
     (tmp_path / "data/link.png").symlink_to(tmp_path / "secret.png")
     with pytest.raises(Exception, match=words):
         resolve_images({"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x"}]}, tmp_path / "data", store=tmp_path / "store")
+    assert not list(tmp_path.glob("store/*"))
+
+
+def picture(kind, size=(8, 8)):
+    with io.BytesIO() as f:
+        Image.new("RGB", size).save(f, kind)
+        return f.getvalue()
+
+
+def test_formats_and_sizes_of_pictures(tmp_path):
+    "Five formats of some forty that Pillow opens, whatever the name says, and no more pixels than fit into memory; seen in the header, in a data set's bytes and in its files."
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
+        assert open_picture(picture(kind)).format == kind
+    huge = bytearray(picture("PNG"))
+    huge[16:24] = (20_000).to_bytes(4, "big") * 2
+    huge[29:33] = zlib.crc32(huge[12:29]).to_bytes(4, "big")
+    refused = {kind: (picture(kind), "no picture in a format that is known; convert it to one of PNG") for kind in ("TIFF", "PPM", "EPS", "ICO", "PDF", "TGA", "PCX", "ICNS")}
+    refused["pixels"] = (bytes(huge), "pixels; make it smaller")
+    for name, (content, words) in refused.items():
+        (tmp_path / f"{name}.png").write_bytes(content)
+        for part in ({"type": "image", "path": f"{name}.png"}, {"type": "image", "base64": base64.b64encode(content).decode()}):
+            with pytest.raises(ValueError, match=words):
+                resolve_images({"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x"}]}, tmp_path, store=tmp_path / "store")
     assert not list(tmp_path.glob("store/*"))
 
 

@@ -335,12 +335,44 @@ def test_no_secret_in_output_logs_or_files(verifiers, tmp_path):
     run = lambda *words: subprocess.run([Path(sys.executable).with_name("speculators-nb"), *map(str, words)], env=env, cwd=tmp_path, capture_output=True, text=True)
     good = run("convert", native, tmp_path / "made", verifiers / "llama")
     assert good.returncode == 0, good.stderr[-2000:]
-    bad = [run("convert", native, tmp_path / "no", "somebody/private-model"), run("convert", f"https://user:{secrets['HF_TOKEN']}@host/x", tmp_path / "no", verifiers / "llama")]
+    bad = [run("convert", native, tmp_path / "no", "somebody/private-model"), run("--traceback", "convert", f"https://user:{secrets['HF_TOKEN']}@host/x", tmp_path / "no", verifiers / "llama"),
+           run("convert", f"https://user:{secrets['HF_TOKEN']}@host/x", tmp_path / "no", verifiers / "llama")]
     assert all(p.returncode for p in bad)
     said = "".join(p.stdout + p.stderr for p in (good, *bad))
-    assert "://***@host/x" in bad[1].stderr
+    assert "Traceback" in bad[1].stderr and all("://***@host/x" in p.stderr for p in bad[1:])
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     for secret in secrets.values():
         assert secret not in said
         assert not [p for p in files if secret.encode() in p.read_bytes()]
     assert load_file(tmp_path / "made/model.safetensors").keys() == load_file(tmp_path / "drafter/model.safetensors").keys()
+
+
+def test_the_working_folder_is_no_password(tmp_path):
+    "A shell keeps it in PWD, and it begins the path of most files."
+    done = subprocess.run([Path(sys.executable).with_name("speculators-nb"), "train", tmp_path / "features", tmp_path / "drafter"], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "PWD": str(tmp_path), "OLDPWD": str(tmp_path), "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and str(tmp_path / "features") in done.stderr and "***" not in done.stderr
+
+
+# --- who may read ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
+def test_what_is_written_follows_the_umask(tmp_path, umask):
+    "safetensors writes 0600 whatever the umask says; another user's server must be able to read features, checkpoints and drafters."
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [5, 6, 7, 8, 9, 10], "loss_mask": [0, 0, 1, 1, 1, 1]}\n' * 3)
+    code = f"""import os; os.umask({umask})
+from speculators_nb.cli import app
+import speculators_nb.utils as utils, torch
+for line in (["features", {str(ROOT / "data/tiny-verifier")!r}, {str(rows)!r}, "features"],
+             ["train", "features", "drafter", "--verifier", {str(ROOT / "data/tiny-verifier")!r}, "--total-seq-len", "32", "--eval-share", "0", "--extra", "max_steps=1", "--extra", "save_steps=1",
+              "--extra", "save_strategy=steps", "--extra", "disable_tqdm=true"], ["export", "drafter", "native", "--verifier", {str(ROOT / "data/tiny-verifier")!r}]):
+    try: app(line)
+    except SystemExit as e: assert not e.code, line
+utils.save_tensors({{"x": torch.zeros(3)}}, "one.safetensors")"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    rows.unlink()
+    modes = {str(p.relative_to(tmp_path)): p.stat().st_mode & 0o777 for p in tmp_path.rglob("*") if p.is_file()}
+    assert {"one.safetensors", "features/hs_0.safetensors", "drafter/model.safetensors", "drafter/checkpoint-1/model.safetensors", "native/model.safetensors"} <= modes.keys()
+    assert {name: oct(mode) for name, mode in modes.items() if mode != 0o666 & ~umask} == {}

@@ -6,8 +6,12 @@ import pytest
 import torch
 from matrix import DRAFTERS, batch_for, drafter, train_step, verifier
 
+from speculators_nb import head as head_module
+from speculators_nb.data_generation.chat import to_dataset
+from speculators_nb.data_generation.features import LiveFeatures, extract_features
 from speculators_nb.head import TargetHead, check_target_head
 from speculators_nb.model import SpeculatorModel
+from speculators_nb.train.drafter import train_drafter
 
 VERIFIERS_OF = ("llama", "qwen3", "gemma2", "cohere", "gpt_neox", "qwen3_next", "qwen3_5")
 NAMES = [name for name in DRAFTERS if DRAFTERS[name][0] not in ("eagle", "mtp")]  # EAGLE attaches a verifier, or says that it must; MTP is below
@@ -99,6 +103,20 @@ def test_a_folder_that_moved(tmp_path):
     shutil.copytree(folder, tmp_path / "verifier")
     moved = SpeculatorModel.from_pretrained(tmp_path / "draft", verifier=tmp_path / "verifier")
     assert train_step(moved, batch, "dflash")[0] == pytest.approx(train_step(model, batch, "dflash")[0], rel=1e-6)
+
+
+def test_a_convention_that_is_read_wrongly_is_seen_where_features_are_made_and_where_they_are_trained_on(tmp_path, monkeypatch):
+    "As for a family that nobody has put into the list of those whose norm is stored as an offset."
+    folder, target, samples = verifier("gemma2")
+    rows = to_dataset([(s["input_ids"].numpy(), s["loss_mask"].numpy()) for s in samples])
+    extract_features(target, rows, tmp_path / "good")
+    monkeypatch.setattr(head_module, "OFFSET_NORM", head_module.OFFSET_NORM - {"gemma2"})
+    with pytest.raises(ValueError, match="target head of 'gemma2'"): extract_features(target, rows, tmp_path / "features")
+    assert not list((tmp_path / "features").glob("hs_*"))
+    with pytest.raises(ValueError, match="target head of 'gemma2'"): LiveFeatures(target, rows)
+    with pytest.raises(ValueError, match="final norm of 'gemma2' is read as 'rms'"):
+        train_drafter(tmp_path / "good", tmp_path / "drafter", folder, "eagle3", max_steps=1, total_seq_len=64, disable_tqdm=True, trust_features=True)
+    assert not (tmp_path / "drafter/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,6 @@ __all__ = ['HOST', 'extraction_options', 'ReplyError', 'file_of_reply', 'collect
 # %% ../../nbs/data/04e_extraction.ipynb #7baea586
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -112,6 +111,8 @@ def collect(
 
 def _written(lock, end):
     "Whether the writer's lock was waited for; False where the file system has none, or the lock is gone. ReplyError: it is still held at the end, or not ours to read."
+    import fcntl  # Unix alone has it, as it alone has vLLM; training is imported everywhere
+
     try:
         fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -192,7 +192,7 @@ def made_of(
         return Made(error=BadRow(reason_of(encoded)))
     rows, dropped, cut = filter_rows(encoded, max_length, too_long, min_trained)
     partial = getattr(encoded, "partial", False)
-    said = control.spelled(row["messages"]) if "messages" in row else {}
+    said = control.spelled(row["messages"], row.get("tools")) if "messages" in row else {}
     return Made(rows, dropped, 0 if partial else cut, partial, None, said)
 
 # %% ../../nbs/data/01e_intake.ipynb #d2ebe897

@@ -232,7 +232,6 @@ class Journal:
         with self._disk(), open(self.errors, "ab") as file:
             file.write(line.encode("utf-8", "backslashreplace"))
 
-
 # %% ../../nbs/data/02f_journal.ipynb #aff0cd49
 def still_to_do(
     conversations: str | Path | Iterable,  # as `sources.read_conversations` takes them
@@ -261,7 +260,8 @@ def still_to_do(
         if not good:
             journal.report["skipped"][language] += 1
         elif new:
-            for token, i in (control.spelled(replay.original) if control else {}).items():
+            said = control.spelled(replay.original, replay.tools) if control else {}
+            for token, i in said.items():
                 journal.report.add("control_tokens", token, f"{where}, message {i}")
             yield replay
 

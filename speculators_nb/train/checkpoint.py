@@ -109,8 +109,8 @@ class WholeCheckpoints(Trainer):
         try:
             return super().train(resume_from_checkpoint=checkpoint, **kwargs)
         finally:
-            for callback in self.callback_handler.callbacks:   # an error begins on a line of its own
-                for bar in (getattr(callback, "training_bar", None), getattr(callback, "prediction_bar", None)):
+            for callback in self.callback_handler.callbacks:   # an error begins on a line of its own; the lower bar first
+                for bar in (getattr(callback, "prediction_bar", None), getattr(callback, "training_bar", None)):
                     if hasattr(bar, "close"):
                         bar.close()
 

@@ -79,11 +79,11 @@ TREES = {
     "a parent too few": (lambda: TokenTree(long(1, 2), long(-1)), "parents has shape \\(1,\\), but there are 2 tokens: give one parent for each"), "a parent behind its child": (lambda: TokenTree(long(1, 2), long(1, -1)), "parents\\[0\\]=1 must be -1 or smaller than 0: list every parent"),
     "its own parent": (lambda: TokenTree(long(1, 2), long(-1, 1)), "parents\\[1\\]=1 must be -1 or smaller than 1"), "a parent below -1": (lambda: TokenTree(long(1), long(-2)), "parents\\[0\\]=-2 must be -1 or smaller"),
     "parents of fractions": (lambda: TokenTree(long(1, 2), torch.tensor([-1.0, 0.0])), "parents must be a row of integers, got torch.float32"), "laws for another number": (lambda: TokenTree(long(1, 2), long(-1, 0), torch.ones(1, 8)), "probs has shape \\(1, 8\\), but there are 2 tokens"),
-    "a law that is a row": (lambda: TokenTree(long(1), long(-1), torch.ones(8)), "probs has shape \\(8,\\)"), "a token beyond its law": (lambda: TokenTree.chain([9], torch.ones(1, 8)), "9.*8"), "a negative token": (lambda: TokenTree.chain([-1]).check_vocabulary(8), "-1.*8"),
-    "a token beyond the vocabulary": (lambda: TokenTree.chain([3, 8]).check_vocabulary(8), "8"),
+    "a law that is a row": (lambda: TokenTree(long(1), long(-1), torch.ones(8)), "probs has shape \\(8,\\)"), "a token beyond its law": (lambda: TokenTree.chain([9], torch.ones(1, 8)), "tokens.0.=9 is outside the vocabulary of 8.*never mapped"), "a negative token": (lambda: TokenTree.chain([-1]).check_vocabulary(8), "tokens.0.=-1 is outside the vocabulary of 8.*never mapped"),
+    "a token beyond the vocabulary": (lambda: TokenTree.chain([3, 8]).check_vocabulary(8), "tokens.1.=8 is outside the vocabulary of 8.*never mapped"),
 }
 PROPOSALS = {
-    "a token beyond the vocabulary": (lambda: TokenTree.chain([64]), "64"), "a negative token": (lambda: TokenTree.chain([-1]), "-1"), "laws over another vocabulary": (lambda: TokenTree.chain([1], torch.full((1, 8), 1 / 8)), "probabilities over 8 tokens, the verifier has 64"),
+    "a token beyond the vocabulary": (lambda: TokenTree.chain([64]), "tokens.0.=64 is outside the vocabulary of 64.*never mapped"), "a negative token": (lambda: TokenTree.chain([-1]), "tokens.0.=-1 is outside the vocabulary of 64.*never mapped"), "laws over another vocabulary": (lambda: TokenTree.chain([1], torch.full((1, 8), 1 / 8)), "probabilities over 8 tokens, the verifier has 64"),
     "a list": (lambda: [1, 2], "TypeError: the drafter proposed a list: `propose` must return a TokenTree"), "nothing": (lambda: None, "TypeError: the drafter proposed a NoneType: `propose` must return"),
 }
 OF_NAN = {"eagle": "fusion_fc.weight", "eagle3": "fc.weight", "peagle": "fc.weight", "dflash": "norm.weight", "dspark": "norm.weight", "medusa": "lm_heads.0.weight", "mlp": "head.0.weight",

@@ -153,9 +153,9 @@ RECORDS = [
     train_case("another fingerprint", "fingerprint of its weights is recorded as 0123456789abcdef.*--trust-features", recorded(model__fingerprint="0123456789abcdef")),
     train_case("fingerprint is a number", "model.fingerprint=7, expected a string", recorded(model__fingerprint=7)),
     train_case("path is a number", "model.target_model_path=7, expected a string", recorded(model__target_model_path=7)),
-    train_case("split of other words", "split=", recorded(data__split={"a": 1})),
-    train_case("split is negative", "split=", recorded(data__split={"train": -1, "val": 9})),
-    train_case("split is a list", "split=", recorded(data__split=[7, 1])),
+    train_case("split of other words", "data_config.json: data.split={'a': 1}, expected numbers of rows.*Make the folder again", recorded(data__split={"a": 1})),
+    train_case("split is negative", "data_config.json: data.split={'train': -1, 'val': 9}, expected numbers of rows.*Make the folder again", recorded(data__split={"train": -1, "val": 9})),
+    train_case("split is a list", "data_config.json: data.split=\\[7, 1\\], expected numbers of rows.*Make the folder again", recorded(data__split=[7, 1])),
     train_case("features are of another verifier", "hidden_size is recorded as 16, the verifier has 128|states of size 16, the verifier .*hidden_size", lambda path: shutil.copytree(GOOD["features"], path))._replace(
         what="train {here}/features {here}/d --verifier {tiny} --total-seq-len 32"),
 ]

@@ -29,4 +29,12 @@ def on(disk, name):
     return what
 
 
-CASES = [Case(f"{kind}: {name}", on(disk, name), ".") for kind, disk in dict(full=full, small=small_files, read_only=read_only, closed=closed).items() for name in WRITERS]
+ANSWERS = {  # what the line must say after the path: the reason and the remedy. Where nothing can be mounted, `full` and `read_only` are made otherwise
+    full: "(No space left on device. Make room and run the same call again|File too large. Raise the limit .*ulimit)",
+    small_files: "File too large. Raise the limit .*ulimit",
+    read_only: "(Read-only file system. Choose a folder on a disk that can be written|Permission denied. Choose a folder .*chmod)",
+    closed: "Permission denied. Choose a folder .*chmod",
+}
+KEPT = {"train": "; checkpoints that are complete are kept, --resume", "regenerate": "; conversations that are complete are kept"}  # if any work was done
+CASES = [Case(f"{disk.__name__}: {name}", on(disk, name), f"^Error: /.*/disk/out.*: {answer}") for disk, answer in ANSWERS.items() for name in WRITERS]
+CASES += [Case(f"{name} says what is kept", on(small_files, name), kept) for name, kept in KEPT.items()]

@@ -62,4 +62,6 @@ CASES = [
       for name, size in (("optimizer.pt", 100), ("scheduler.pt", 10), ("model.safetensors", 200), ("trainer_state.json", 20))),
     Case("a loss that is not finite", "train {features} {here}/d --verifier {verifier} --total-seq-len 32 --eval-share 0 --learning-rate 1e9 --extra max_steps=3 --extra lr_scheduler_type=constant --extra warmup_steps=0",
          "not finite.*learning_rate=1e\\+09"),
+    Case("an evaluation that is not finite, with both bars on the screen", "train {features} {here}/d --verifier {verifier} --learning-rate 1e9 --extra max_steps=3 --extra lr_scheduler_type=constant --extra warmup_steps=0",
+         "^Error: the evaluation loss is not finite.*learning_rate=1e\\+09"),
 ]
