@@ -10,6 +10,7 @@ __all__ = ['KINDS', 'number', 'switch', 'text', 'path', 'mapping', 'MOST_DRAFTED
 
 # %% ../nbs/core/01d_options.ipynb #0dbf456f
 import difflib
+import ipaddress
 import json
 import math
 import numbers
@@ -201,7 +202,14 @@ def _address(value):
 
 def _host(value):
     "What is wrong with an address to listen on."
-    if re.fullmatch(r"[\w.:%-]+", value):
+    plain = value.partition("%")[0]  # an address of IPv6 may name its interface
+    if re.fullmatch(r"[\d.]+|.*:.*", plain):
+        try:
+            ipaddress.ip_address(plain)
+            return None
+        except ValueError:
+            pass
+    elif re.fullmatch(r"[\w.-]+", value):
         return None
     return "is no address to listen on; write something like 127.0.0.1"
 
@@ -662,9 +670,14 @@ DECIDED = {  # words of `vllm serve` -> the option that decides them
 
 def _arguments(extra):
     "Further arguments of `vllm serve`."
+    takes = False  # whether the item before is an option that may want a value
     for item in extra:
         if option := DECIDED.get(item.partition("=")[0]):
             raise ValueError(f"extra={shown(item)}: has an option of its own; use {option}")
+        if not item.startswith("-") and not takes:
+            raise ValueError(f"extra={shown(item)}: is no argument of vllm serve; "
+                             "write --name=value, e.g. --extra=--max-num-seqs=8")
+        takes = item.startswith("-") and "=" not in item
 
 # %% ../nbs/core/01d_options.ipynb #4b832918
 def check_options(

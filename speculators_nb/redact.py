@@ -42,6 +42,8 @@ def _known_secrets() -> list[str]:
     "Values of environment variables that are named like secrets, and passwords of addresses in others; as they are spelt in texts, longest first."
     found = set()
     for name, value in os.environ.items():
+        if name == "PWD":  # the working directory, which every path of a report begins with
+            continue
         if SECRET_NAME.search(name) or re.search(r"(?i)[_-](pass|pat)$", name):
             found.update((value, value.strip()))
         found.update(re.findall(r"://[^/\s@:]*:([^/\s@]+)@", value))

@@ -139,6 +139,9 @@ def read_features(
 
 def _check(path, shape, tokens, token_ids):
     "Shape and tokens are those of the row."
+    if tokens.ndim != 1 or tokens.dtype.is_floating_point or tokens.dtype.is_complex:
+        raise FeatureError(path, f"token_ids {list(tokens.shape)} of {tokens.dtype}, "
+                                 "expected whole numbers [seq]")
     if len(shape) != 3 or shape[0] != len(tokens):
         raise FeatureError(path, f"hidden_states {list(shape)} for {len(tokens)} tokens, expected [seq, A+1, H]")
     if token_ids is not None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import zipfile
 from pathlib import Path
+import torch
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_checkpoints
@@ -113,6 +114,14 @@ class WholeCheckpoints(Trainer):
                 for bar in (getattr(callback, "training_bar", None), getattr(callback, "prediction_bar", None)):
                     if hasattr(bar, "close"):
                         bar.close()
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        state = self.optimizer.state_dict()["state"] if checkpoint else {}
+        tensors = (t for part in state.values() for t in part.values() if torch.is_tensor(t))
+        if not all(bool(t.isfinite().all()) for t in tensors):
+            raise ValueError(f"cannot resume from {checkpoint}: optimizer.pt holds values that are not finite; "
+                             "resume from an older checkpoint, by its folder")
 
     def _find(self, wanted, record):
         "The checkpoint to continue from, checked; None: there is none, and nothing that could be lost."

@@ -18,14 +18,13 @@ import shlex
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 
 from bad.harness import GOOD, MEMORY, RELEASE, Case, Outcome, error_line, run, typed
-from bad.mutate import Spoilt, apply, copy_of, said, spoil, spoil_tree
+from bad.mutate import apply, copy_of, said, spoil, spoil_tree
 
 SMALL = "--total-seq-len 32 --eval-share 0 --seed 3 --extra disable_tqdm=true --extra logging_steps=1"
 RUNS = {"eagle": "speculative_tokens=3", "eagle3": "ttt_steps=2", "peagle": "num_depths=3 mask_token_id=63", "dflash": "block_size=4 max_anchors=4 mask_token_id=63",
@@ -257,7 +256,7 @@ def _spoil_option(rng, scene, drawn):
         words += [f"{flag}={value}"] if rng.random() < 0.5 or value.startswith("-") else [flag, value]
     fine = allowed(option, value)
     name = value.partition("=")[0]
-    names = (option, flag, *said(value), *([name] if option == "extra" and name else []))
+    names = (option, flag, *said(value), *([name] if option == "extra" and name else []), *([str(Path(value))] if "Path" in options[option] else []))
     return drawn._replace(words=words, names=drawn.names + tuple(names), story=f"{drawn.story} {option}={value[:60]!r};", excuse=drawn.excuse or ("the option allows it" if fine else ""),
                           output=value if option in OUTPUTS else drawn.output)
 
@@ -311,6 +310,10 @@ def _spoil_recipe(rng, scene, drawn):
         changed = (tree.get(command) or {}) if isinstance(tree, dict) else {}
         field = names[1] if len(names) > 1 else ""
         excuse = "the option allows it" if field in options and isinstance(changed, dict) and (field not in changed or allowed(field, changed[field])) else ""
+        if not changed:  # then each argument is missing
+            names = (*names, *options)
+        if field in OUTPUTS and isinstance(changed, dict):
+            drawn = drawn._replace(output=str(changed.get(field, "")))
     return drawn._replace(words=[command, "--recipe", "recipe.yaml"], recipe=content, names=(*drawn.names, "recipe.yaml", *names), story=f"{drawn.story} the recipe: {story};", excuse=drawn.excuse or excuse)
 
 
@@ -321,6 +324,8 @@ def _spoil_file(rng, scene, drawn):
     inner = sorted(p for p in source.rglob("*") if p.is_file() and p.suffix not in (".md", ".png") and "training_log" not in p.name) if source.is_dir() else [source]
     file = rng.choice(inner)
     spoilt = spoil(rng, file, [p for p in inner if p != file])
+    if scene.line.startswith("stitch") and at == "vrf" and re.search(r": -?(inf|nan)$", spoilt.story):
+        spoilt = spoilt._replace(excuse="the verifier's own tensors are copied as they are")
     path = f"{at}/{file.relative_to(source)}" if source.is_dir() else at
     folders = {part for part in path.split("/") if part != "out"}
     return drawn._replace(files=(*drawn.files, (path, spoilt)), names=(*drawn.names, *sorted(folders), *spoilt.names), story=f"{drawn.story} {path}: {spoilt.story};", excuse=drawn.excuse or spoilt.excuse)
@@ -358,8 +363,7 @@ def _stage(folder: Path, drawn: Drawn, sources: dict):
     for at, source in sources.items():
         copy_of(source, folder / at)
     for at, spoilt in drawn.files:
-        if (folder / at).is_file():
-            apply(spoilt, folder / at)
+        apply(spoilt, folder / at)
     if drawn.recipe is not None:
         (folder / "recipe.yaml").write_bytes(drawn.recipe)
 
@@ -384,7 +388,7 @@ def play(drawn: Drawn) -> tuple[Outcome, dict]:
         before = [_fingerprint(path) for path in inputs]
         code, printed, wrong = typed(drawn.words)
         after = [_fingerprint(path) for path in inputs]
-        changed = [name for b, a in zip(before, after) for name in b if a.get(name) != b[name]]
+        changed = [name for b, a in zip(before, after) for name in b if a.get(name) != b[name] and Path(name).name != "provenance.json"]  # it keeps the record that was there
         return json.dumps(dict(code=code, printed=printed, wrong=wrong, changed=changed, owned=(folder / "OWNED").exists(), result=_result(folder, scene, printed),
                                there=bool(drawn.output.strip()) and os.path.exists(os.path.join(folder, drawn.output))))
 

@@ -99,7 +99,7 @@ def program():
 
 def typed(words):
     "Run a command in this process, without a limit. Returns (exit code, stdout, stderr)."
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="backslashreplace") as err:  # as of a real process
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 code = program()(words)

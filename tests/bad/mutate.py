@@ -128,6 +128,8 @@ def whole(rng: random.Random, source: Path, others: list) -> Spoilt:
             "may not be read": unreadable, "is a link to the memory": memory, "is a link to /dev/zero": endless, "is 6 GB of nothing": huge, "is empty": b"",
             "is noise": rng.randbytes(rng.choice((1, 7, 300, 70000))), "is one zero byte": b"\0", "is zeros": bytes(size), "is a picture": b"\x89PNG\r\n\x1a\n" + rng.randbytes(200),
             "is a pickle with code": pickle.dumps(Owned()), "is HTML": b"<!doctype html><title>404</title>Not found"}
+    if source.suffix in (".safetensors", ".arrow"):  # these are mapped into memory, as large as they are
+        del ways["is 6 GB of nothing"]
     if size > 1:
         cut = rng.choice((1, size // 2, size - 1, min(size - 1, 8), rng.randrange(1, size)))
         ways[f"is cut to {cut} bytes"] = content[:cut]
@@ -185,7 +187,7 @@ def safetensors_file(rng: random.Random, source: Path) -> Spoilt:
         at, bit = rng.randrange(8 + size), rng.randrange(8)
         flipped = bytearray(raw)
         flipped[at] ^= 1 << bit
-        return Spoilt(f"bit {bit} of byte {at} of the header is flipped", bytes(flipped))
+        return Spoilt(f"bit {bit} of byte {at} of the header is flipped", bytes(flipped), tuple(sorted(tensors)))
     if act == "length":
         length = rng.choice((0, 1, 2**63 - 1, 2**40, size - 1, size + 1, len(raw)))
         return Spoilt(f"its header claims {length} bytes", struct.pack("<Q", length) + raw[8:])
@@ -194,7 +196,7 @@ def safetensors_file(rng: random.Random, source: Path) -> Spoilt:
         text = json.dumps(header).encode()
         return Spoilt(f"header: {story}", struct.pack("<Q", len(text)) + text + body, names)
     if act == "none":
-        return Spoilt("holds no tensor", save({}))
+        return Spoilt("holds no tensor", save({}), tuple(sorted(tensors)))
     if act == "remove":
         del tensors[name]
     elif act == "rename":
@@ -314,7 +316,9 @@ def spoil(rng: random.Random, source: Path, others: list) -> Spoilt:
 
 
 def apply(spoilt: Spoilt, path: Path):
-    "Spoil the file at a path."
+    "Spoil the file at a path, which may be spoilt already."
+    if path.is_symlink() or not path.is_file():
+        return
     if callable(spoilt.content):
         spoilt.content(path)
     else:
