@@ -132,8 +132,8 @@ class TargetHead(nn.Module):
         self.load_norm(parts)
         self.set_rows(parts["head"], parts["head_bias"])
 
-    def finish(self, logits: torch.Tensor) -> torch.Tensor: # raw [..., Vd] -> float32 logits, in place where nothing needs a gradient
-        "Bias, scale and soft-cap on the raw products."
+    def finish(self, logits: torch.Tensor) -> torch.Tensor: # raw products [..., Vd] -> logits, same shape and dtype
+        "Bias, scale and soft-cap on the raw products. What it is given is not changed."
         if self.bias is not None: logits = logits + self.bias
         if self.scale != 1: logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

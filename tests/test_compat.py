@@ -51,9 +51,9 @@ def test_run_is_resumed(run, tmp_path):
     trainer = train_drafter(run.parent / "features", out, run.parent / "verifier", told["algorithm"], resume_from_checkpoint=True, **told["args"])
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert trainer.state.global_step == 4
-    assert losses == pytest.approx(told["losses"], rel=1e-4)
     want, got = load_file(run / "model.safetensors"), load_file(out / "model.safetensors")
     assert want.keys() == got.keys()
-    tolerance = 3e-3 if told["args"].get("bf16") else 1e-4
+    tolerance = 3e-3 if told["args"].get("bf16") else 1e-4  # release 0.1.0 formed more of the loss in bfloat16
+    assert losses == pytest.approx(told["losses"], rel=tolerance)
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")

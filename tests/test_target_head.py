@@ -99,3 +99,14 @@ def test_a_folder_that_moved(tmp_path):
     shutil.copytree(folder, tmp_path / "verifier")
     moved = SpeculatorModel.from_pretrained(tmp_path / "draft", verifier=tmp_path / "verifier")
     assert train_step(moved, batch, "dflash")[0] == pytest.approx(train_step(model, batch, "dflash")[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_finish_keeps_its_input_and_its_dtype(dtype):
+    head = TargetHead(8, scale=0.5, softcap=3.0)
+    head.set_rows(torch.zeros(4, 8), torch.arange(4, dtype=dtype))
+    raw = torch.randn(2, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    before = raw.clone()
+    logits = head.finish(raw)
+    assert logits.dtype == dtype and torch.equal(raw, before)
+    torch.testing.assert_close(logits, 3 * torch.tanh((before + torch.arange(4, dtype=dtype)) * 0.5 / 3))

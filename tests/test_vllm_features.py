@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -60,9 +61,18 @@ class Fake:
     def writing(self):
         "Hold the server; whether it is in the middle of a file. If not, it goes on."
         self.process.send_signal(signal.SIGSTOP)
-        time.sleep(0.05)  # what was whole is read and deleted by now
-        if any(self.storage.glob("*.safetensors")): return True
+        if self.torn(): return True
         self.process.send_signal(signal.SIGCONT)
+        return False
+
+    def torn(self):
+        "Files that were begun; a whole one the client reads and deletes in its own time."
+        begun = []
+        for path in self.storage.glob("*.safetensors"):
+            try: load_file(path)
+            except SafetensorError: begun.append(path)
+            except FileNotFoundError: pass
+        return begun
 
     def __exit__(self, *_):
         if self.process.poll() is None: self.kill()
@@ -97,7 +107,7 @@ def test_server_killed_and_started_anew(tmp_path):
         client.start()
         wait_for(lambda: len(list(out.glob("hs_*"))) >= 5 and fake.writing())
         fake.kill()
-        torn = [p for p in fake.storage.glob("*.safetensors")]
+        torn = fake.torn()
         time.sleep(0.5)
         fake.__enter__()
         client.join(240)
