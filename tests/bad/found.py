@@ -1,0 +1,116 @@
+"What bad input drawn by lot (draw.py) has found, one case for each fault and its siblings."
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from speculators_nb.data_generation.feature_file import read_features
+
+from .harness import GOOD, RELEASE, Case
+
+TALK = json.dumps({"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}) + "\n"
+HTML = "<!doctype html><title>404</title>Not found\n"
+DEMO = "demo --output-dir {here}/out --verifier {here}/new --prompts {here}/talks.jsonl --heldout {here}/held.jsonl --n-prompts 1 --n-heldout 1 --epochs 1"
+SUMMARY = "drafter,temperature,domain,mean_length,k,concurrency,steps\neagle3,0.0,all,3.0,2,1,3\n"
+POSITIONS = "drafter,temperature,position,unconditional,conditional,k,concurrency\neagle3,0.0,1,0.7,0.7,2,1\neagle3,0.0,2,0.5,0.7,2,1\n"
+
+
+def memory(path):
+    "Any read of it fails, as of a failing disk."
+    path.symlink_to("/proc/self/mem")
+
+
+def zeros(size):
+    def write(path):
+        path.touch()
+        os.truncate(path, size)
+    return write
+
+
+def copied(source, **files):
+    "A copy of a folder; names of files (`__` for a dot) get another content."
+    def copy(path):
+        shutil.copytree(source, path)
+        for name, content in files.items():
+            file = path / name.replace("__", ".")
+            file.unlink(missing_ok=True)
+            if callable(content):
+                content(file)
+            else:
+                file.write_text(content)
+    return copy
+
+
+def config(source, **fields):
+    return json.dumps(json.loads((source / "config.json").read_text()) | fields)
+
+
+def evaluation(**tables):
+    return {"run/settings.json": "{}", "run/requests.jsonl": "", "run/performance.csv": "\n", "run/summary.csv": SUMMARY, "run/positions.csv": POSITIONS} | {
+        f"run/{name}.csv": text for name, text in tables.items()}
+
+
+def feature(**tensors):
+    def write(path):
+        save_file({"hidden_states": torch.zeros(3, 4, 16), "token_ids": torch.arange(3)} | tensors, path)
+    return write
+
+
+def resumed(folder):
+    "Continue a run whose optimizer's state is damaged."
+    from speculators_nb.train.drafter import train_drafter
+
+    told = json.loads((RELEASE / "eagle3/run.json").read_text())
+    shutil.copytree(RELEASE / "eagle3/checkpoint-2", folder / "out/checkpoint-2")
+    file = Path(folder) / "out/checkpoint-2/optimizer.pt"
+    state = torch.load(file, weights_only=True)
+    next(iter(state["state"].values()))["exp_avg"].view(-1)[0] = float("nan")
+    torch.save(state, file)
+    train_drafter(GOOD["features"], folder / "out", GOOD["verifier"], "eagle3", resume_from_checkpoint=True, **told["args"])
+
+
+TEMPLATES = {"not closed": ("{% for m in messages %}", "TemplateSyntaxError: Unexpected end"), "what is not there": ("{{ nobody(messages) }}", "UndefinedError: 'nobody' is undefined"),
+             "a class": ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"), "a division": ("{{ 1 // 0 }}", "ZeroDivisionError")}
+TALKS = {"talks.jsonl": TALK, "held.jsonl": TALK}
+CASES = [
+    *(Case(f"a chat template: {name}", "prepare {here}/talks.jsonl {here}/new {here}/out", f"no row left of 1 conversations .*the chat template of .*new fails: {said}",
+           TALKS | {"new": copied(GOOD["tiny"], chat_template__jinja=text)}) for name, (text, said) in TEMPLATES.items()),
+    Case("demo: a chat template", DEMO, "verifier='.*new': answered no conversation of .*talks.jsonl .*ZeroDivisionError", TALKS | {"new": copied(GOOD["tiny"], chat_template__jinja="{{ 1 // 0 }}")}),
+    *(Case(f"{name}: a tokenizer of another kind", line, "new: its tokenizer cannot be read: .*", TALKS | {"new": copied(GOOD["tiny"], tokenizer__json='{"model": []}')})
+      for name, line in {"prepare": "prepare {here}/talks.jsonl {here}/new {here}/out", "demo": DEMO}.items()),
+    Case("prepare: 100,000 brackets for a tokenizer", "prepare {here}/talks.jsonl {here}/new {here}/out", "new: its tokenizer cannot be read: RecursionError",
+         TALKS | {"new": copied(GOOD["tiny"], tokenizer__json='{"a":' * 100_000)}),
+    Case("demo: a web page for conversations", DEMO, "held.jsonl.* not JSON", {"talks.jsonl": TALK, "held.jsonl": HTML, "new": copied(GOOD["tiny"])}),
+    *(Case(f"{line.split()[0]}: a read fails", line, "talks.jsonl: input/output error", {"talks.jsonl": memory})
+      for line in ("prepare {here}/talks.jsonl {tiny} {here}/out", "features {tiny} {here}/talks.jsonl {here}/out", "regenerate {here}/talks.jsonl {here}/out.jsonl --verifier {tiny}")),
+    Case("export: a read of the verifier fails", "export {drafter} {here}/out --verifier {here}/new", "new/generation_config.json: input/output error",
+         {"new": copied(GOOD["verifier"], generation_config__json=memory)}),
+    *(Case(f"{line.split()[0]}: begins with zeros", line, "talks.jsonl, line 1: begins with zero bytes, expected text", {"talks.jsonl": zeros(100 << 20)})
+      for line in ("prepare {here}/talks.jsonl {tiny} {here}/out", "regenerate {here}/talks.jsonl {here}/out.jsonl --verifier {tiny}")),
+    Case("regenerate: no conversation", "regenerate {here}/talks.jsonl {here}/out.jsonl --verifier {tiny}", "data='.*talks.jsonl': holds no conversation; name a file", {"talks.jsonl": "\n"}),
+    *(Case(f"{line.split()[0]}: no conversation", line, "no row left of 0 conversations \\(there were none in '.*talks.jsonl'", {"talks.jsonl": ""})
+      for line in ("prepare {here}/talks.jsonl {tiny} {here}/out", "features {tiny} {here}/talks.jsonl {here}/out")),
+    Case("evaluate: a huge config", "evaluate {here}/new {corpus}", "new/config.json: has 6,442,450,944 bytes, and a file of this kind at most", {"new": copied(GOOD["drafter"], config__json=zeros(6 << 30))}),
+    Case("regenerate: a field of another type", "regenerate {here}/talks.jsonl {here}/out.jsonl --verifier {here}/new", "verifier '.*new': transformers cannot build it from its config.json .*TypeError",
+         TALKS | {"new": copied(GOOD["tiny"], config__json=config(GOOD["tiny"], rope_parameters={"rope_type": "default", "rope_theta": {}}))}),
+    *(Case(f"read_features: {name}", lambda folder: read_features(folder / "hs_0.safetensors"), expect, {"hs_0.safetensors": feature(token_ids=ids)}) for name, ids, expect in (
+        ("one number for the tokens", torch.tensor(3), "hs_0.safetensors: token_ids \\[\\] of torch.int64, expected whole numbers"),
+        ("tokens in two axes", torch.zeros(3, 1, dtype=torch.long), "hs_0.safetensors: token_ids \\[3, 1\\]"),
+        ("tokens in halves", torch.full((3,), 0.5), "hs_0.safetensors: token_ids \\[3\\] of torch.float32, expected whole numbers"))),
+    Case("resume: an optimizer's state that is not finite", resumed, "cannot resume from .*checkpoint-2: optimizer.pt holds values that are not finite; resume from an older"),
+    *(Case(f"compare: {name}", "compare {here}/run", expect, evaluation(**tables)) for name, tables, expect in (
+        ("no row", {"summary": SUMMARY.splitlines()[0] + "\n"}, "run/summary.csv: has no row; evaluate again"),
+        ("a short row", {"positions": POSITIONS.replace("0.5,0.7,2,1\n", "\n")}, "run/positions.csv, row 2: (unconditional|k)=nan is no number"),
+        ("a word for a number", {"summary": SUMMARY.replace("3.0", "abc")}, "run/summary.csv, row 1: mean_length=abc is no number of at least 0"),
+        ("a negative length", {"summary": SUMMARY.replace("3.0", "-1")}, "run/summary.csv, row 1: mean_length=-1"),
+        ("an infinite length", {"summary": SUMMARY.replace("3.0", "1e999")}, "run/summary.csv, row 1: mean_length=inf"),
+        ("no column", {"positions": POSITIONS.replace("unconditional,", "x,")}, "run/positions.csv: has no column unconditional"),
+        ("a table of nothing", {"summary": "\n\n\n"}, "run/summary.csv: is no table"))),
+    *(Case(f"serve: {line}", "serve {drafter} " + line, expect) for line, expect in (
+        ("--host 1.5", "host='1.5': is no address to listen on; write something like 127.0.0.1"), ("--host 300.1.1.1", "host='300.1.1.1': is no address"),
+        ("--host ::g", "host='::g': is no address"), ("--extra max_num_seqs=8", "extra='max_num_seqs=8': is no argument of vllm serve; write --name=value"),
+        ("--extra=--max-num-seqs=8 --extra 9", "extra='9': is no argument of vllm serve"))),
+]
