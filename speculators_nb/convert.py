@@ -17,7 +17,6 @@ from .options import check_options, shown
 from .provenance import write_provenance
 from .utils import atomic_folder, disk_errors, resolve_checkpoint
 
-
 # %% ../nbs/train/04_convert.ipynb #4009f06b
 def detect(
     source: str | os.PathLike, # folder, hub id, or the file with the weights
@@ -65,7 +64,10 @@ def convert(
     check_options(dict(source=source, output_dir=output_dir, verifier=verifier, format=format, speculative_tokens=speculative_tokens) | ({} if isinstance(config, str) else dict(config=config)), "convert")
     output, native, target = _empty(output_dir), NativeCheckpoint(source), verifier_target(verifier, trust_remote_code or None)
     entry = _format(native) if format is None else _named(format, formats(), "known are")
-    fields, state = entry.read(native, target)
+    try: fields, state = entry.read(native, target)
+    except (IndexError, TypeError, KeyError, AttributeError, RuntimeError) as e:  # what a reader meets in a tensor or a field of another kind
+        raise ValueError(f"{native.name}: a tensor or a field has another shape or type than in the format {entry.name} "
+                         f"({type(e).__name__}: {' '.join(str(e).split())[:200]}); fetch the checkpoint again, or name its format") from e
     fields |= _fields(config)
     tokens = speculative_tokens or fields.pop("speculative_tokens")
     fields.pop("speculative_tokens", None)

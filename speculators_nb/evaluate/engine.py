@@ -99,8 +99,9 @@ class EngineEvaluation:
                 raise ValueError(f"{folder}: is an evaluation by our own decoder, which counts otherwise than an engine; evaluate again as_engine=True (--as-engine), and compare that")
             raise FileNotFoundError(f"{folder}: no settings.json; is it the output of an evaluation by an engine?")
         settings = read_object(folder / "settings.json")
-        requests = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-        return cls(*(read_table(folder / f"{name}.csv") for name in TABLES), pd.DataFrame(map(json.loads, requests)), settings)
+        try: requests = pd.DataFrame(map(json.loads, (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()))
+        except (ValueError, TypeError, RecursionError) as e: raise ValueError(f"{folder / 'requests.jsonl'}: not one request a line ({e}); evaluate again") from e
+        return cls(*(read_table(folder / f"{name}.csv") for name in TABLES), requests, settings)
 
 TABLES = ("summary", "positions", "performance")
 MEASURED = {  # columns of each that are numbers in every row

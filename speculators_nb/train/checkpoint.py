@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_checkpoints
 from .run import differences, read_record, run_changes, run_record, write_record
-from ..utils import atomic_write, checkpoint_index, load_tensors
+from ..utils import atomic_write, checkpoint_index, load_tensors, read_object
 
 # %% ../../nbs/train/01b_checkpoint.ipynb #3ea12fe0
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class WholeCheckpoints(Trainer):
         config, file = getattr(self.model, "config", None), Path(checkpoint) / "config.json"
         if config is None or not file.is_file():
             return []
-        old, new = json.loads(file.read_text(encoding="utf-8")), config.to_diff_dict()
+        old, new = read_object(file), config.to_diff_dict()
         for side in (old, new):
             side.get("speculators_config", {}).get("verifier", {}).pop("name_or_path", None)   # a folder may move
             for name in ("speculators_version", "transformers_version", "dtype", "torch_dtype"):

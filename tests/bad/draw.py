@@ -132,7 +132,7 @@ MANY = 2**31
 WHOLE = {"max_length": 2, "max_samples": 1, "min_trained": 1, "seed": 0, "draft_vocab_size": 1, "num_proc": 1, "max_new_tokens": 1, "concurrency": 1, "rank": 0, "world_size": 1,
          "max_tokens": 1, "vocab_size": 1, "num_layers": 1, "total_seq_len": 2, "gradient_accumulation_steps": 1, "early_stopping_patience": 1, "k": 0, "max_model_len": 1, "port": 1,
          "speculative_tokens": 1, "n_prompts": 1, "n_heldout": 1}
-REAL = {"val_fraction": (0, 0.999), "temperature": (0, 100), "temperatures": (0, 100), "eval_share": (0, 0.999), "num_train_epochs": (1e-9, 1e6), "learning_rate": (1e-30, 10), "epochs": (1e-9, 1e6)}
+REAL = {"val_fraction": (0, 0.999), "temperature": (0, 100), "temperatures": (0, 100), "eval_share": (0, 0.999), "num_train_epochs": (1e-9, 1e6), "learning_rate": (1e-300, 1e300), "epochs": (1e-9, 1e6)}
 WORDS = {"rows": ("conversation", "turn"), "too_long": ("cut", "drop"), "source": ("hf",), "algorithm": tuple(RUNS), "draft_arch": ("llama", "qwen3"), "on_bad": ("raise", "skip"),
          "optimizer": ("adamw", "muon"), "engine": ("reference",), "rule": ("standard", "greedy", "strict", "block", "typical"), "load": ("requests",), "host": ("0.0.0.0", "::1", "localhost"),
          "save_dtype": ("float32", "bfloat16", "float16", "float64"), "dtype": ("bfloat16", "float16", "float32", "float8_e4m3fn", "auto", "half", "float"), "method": ("ngram",), "device": ("cpu",)}
@@ -297,7 +297,7 @@ def _spoil_recipe(rng, scene, drawn):
     act = rng.random()
     if act < 0.3:
         story = rng.choice(list(odd))
-        content = odd[story]
+        content, names = odd[story], tuple(options)  # an argument that it does not give is missing
     elif act < 0.6:
         field = rng.choice([n for n in options if n != "extra"])
         value = rng.choice((hostile(rng, field, options[field], []), -1, 1.5, True, None, [], {}, [[1]], math.inf, 10**30, {"a": 1}, [None], "", 0))

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from speculators_nb.data_generation.feature_file import read_features
 
@@ -72,6 +72,40 @@ def resumed(folder):
     train_drafter(GOOD["features"], folder / "out", GOOD["verifier"], "eagle3", resume_from_checkpoint=True, **told["args"])
 
 
+def resumed_config(text):
+    "Continue a run whose checkpoint's config.json is damaged."
+    def resume(folder):
+        from speculators_nb.train.drafter import train_drafter
+
+        told = json.loads((RELEASE / "eagle3/run.json").read_text())
+        shutil.copytree(RELEASE / "eagle3/checkpoint-2", folder / "out/checkpoint-2")
+        (folder / "out/checkpoint-2/config.json").write_bytes(text)
+        train_drafter(GOOD["features"], folder / "out", GOOD["verifier"], "eagle3", resume_from_checkpoint=True, **told["args"])
+    return resume
+
+
+def converted(name):
+    "Convert a foreign drafter with one number in the place of a tensor."
+    def convert(folder):
+        from speculators_nb.convert import convert, export_native
+
+        export_native(GOOD["drafter"], folder / "native", verifier=GOOD["verifier"])
+        file = folder / "native/model.safetensors"
+        save_file(load_file(file) | {name: torch.tensor(1.0)}, file)
+        convert(folder / "native", folder / "new", GOOD["verifier"])
+    return convert
+
+
+def infinite(path):
+    "A verifier with one infinite weight, where only every second is looked at."
+    shutil.copytree(GOOD["tiny"], path)
+    file = path / "model.safetensors"
+    state = load_file(file)
+    name = next(n for n, w in sorted(state.items()) if n.endswith("k_proj.weight") and w.numel() >= 8192)
+    state[name].view(-1)[1] = float("inf")
+    save_file(state, file, {"format": "pt"})
+
+
 TEMPLATES = {"not closed": ("{% for m in messages %}", "TemplateSyntaxError: Unexpected end"), "what is not there": ("{{ nobody(messages) }}", "UndefinedError: 'nobody' is undefined"),
              "a class": ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"), "a division": ("{{ 1 // 0 }}", "ZeroDivisionError")}
 TALKS = {"talks.jsonl": TALK, "held.jsonl": TALK}
@@ -109,6 +143,14 @@ CASES = [
         ("an infinite length", {"summary": SUMMARY.replace("3.0", "1e999")}, "run/summary.csv, row 1: mean_length=inf"),
         ("no column", {"positions": POSITIONS.replace("unconditional,", "x,")}, "run/positions.csv: has no column unconditional"),
         ("a table of nothing", {"summary": "\n\n\n"}, "run/summary.csv: is no table"))),
+    Case("compare: requests that are cut off", "compare {here}/run", "run/requests.jsonl: not one request a line .*evaluate again", evaluation() | {"run/requests.jsonl": '{"a": 1'}),
+    *(Case(f"evaluate: a chat template {name}", "evaluate {here}/drafter {here}/talks.jsonl --verifier {here}/new --max-new-tokens 2", "verifier '.*new': its chat template fails .*give it one",
+           TALKS | {"drafter": copied(GOOD["tiny"].parent / "tiny-drafter"), "new": copied(GOOD["tiny"], chat_template__jinja=put)}) for name, put in
+      (("that is a folder", Path.mkdir), ("that divides", "{{ 1 // 0 }}"))),
+    *(Case(f"resume: a config {name}", resumed_config(text), "checkpoint-2/config.json: ") for name, text in (("that is empty", b""), ("that is cut off", b'{"a": 1'), ("of no text", b"\xff"), ("of a list", b"[]"))),
+    *(Case(f"convert: one number for {name}", converted(name), "a tensor or a field has another shape or type than in the format eagle3.*fetch the checkpoint again") for name in ("fc.weight", "t2d", "d2t")),
+    Case("features: an infinite weight between the sampled ones", "features {here}/new {here}/talks.jsonl {here}/out", "hs_0.safetensors: the verifier's states are not finite .*; look for damaged weights in .*new, or",
+         TALKS | {"new": infinite}),
     *(Case(f"serve: {line}", "serve {drafter} " + line, expect) for line, expect in (
         ("--host 1.5", "host='1.5': is no address to listen on; write something like 127.0.0.1"), ("--host 300.1.1.1", "host='300.1.1.1': is no address"),
         ("--host ::g", "host='::g': is no address"), ("--extra max_num_seqs=8", "extra='max_num_seqs=8': is no argument of vllm serve; write --name=value"),
