@@ -6,6 +6,7 @@
 __all__ = ['detect', 'convert', 'export_native']
 
 # %% ../nbs/train/04_convert.ipynb #ab9b5650
+import inspect
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from .config import SpeculatorModelConfig, SpeculatorsConfig
 from .model import SpeculatorModel, read_state
 from .native import NativeCheckpoint, formats, verifier_target
-from .options import check_options, shown
+from .options import check_options, near, shown
 from .provenance import write_provenance
 from .utils import atomic_folder, disk_errors, resolve_checkpoint
 
@@ -68,10 +69,10 @@ def convert(
     except (IndexError, TypeError, KeyError, AttributeError, RuntimeError) as e:  # what a reader meets in a tensor or a field of another kind
         raise ValueError(f"{native.name}: a tensor or a field has another shape or type than in the format {entry.name} "
                          f"({type(e).__name__}: {' '.join(str(e).split())[:200]}); fetch the checkpoint again, or name its format") from e
-    fields |= _fields(config)
+    klass = SpeculatorModel.registered_class(entry.model_type)
+    fields |= _known(_fields(config), klass)
     tokens = speculative_tokens or fields.pop("speculative_tokens")
     fields.pop("speculative_tokens", None)
-    klass = SpeculatorModel.registered_class(entry.model_type)
     made = klass.config_class(**fields, speculators_config=SpeculatorsConfig.greedy(entry.model_type, tokens, target.path))
     _fits(made, target, native.name)
     with torch.device("meta"): model = klass(made)
@@ -87,6 +88,13 @@ def _fields(config):
     try: said = json.loads(config) if isinstance(config, str) else dict(config or {})
     except (ValueError, RecursionError) as e: raise ValueError(f"config={shown(config)} is not a JSON object ({e}); write for instance {{\"norm_before_residual\": true}}") from e
     if not isinstance(said, dict): raise ValueError(f"config={shown(config)} is not a JSON object; write for instance {{\"norm_before_residual\": true}}")
+    return said
+
+def _known(said, klass):
+    "The fields, if the drafter's config has them; transformers would keep any other, and nothing would read it."
+    known = [*inspect.signature(klass.config_class).parameters, "speculative_tokens"]
+    if unknown := [name for name in said if name not in known]:
+        raise ValueError(f"config={shown(said)}: {klass.config_class.speculators_model_type} has no field {unknown[0]!r}. {near(unknown[0], known)}")
     return said
 
 def _fits(config, target, source):

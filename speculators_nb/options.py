@@ -231,6 +231,15 @@ def _ascending(value):
     return None if fine else f"must ascend, each id once, e.g. {sorted(set(ids))}"
 
 
+def _recorded(value):
+    "What is wrong with the name of an output, which its records hold."
+    try:
+        os.fspath(value).encode()
+    except UnicodeEncodeError:
+        return "is no UTF-8, in which the records of a run are written; name another place"
+    return None
+
+
 def _steps(value):
     "What is wrong with an interval of steps."
     fine = value <= 1 or value == int(value)
@@ -290,18 +299,18 @@ def _loss(value):
 RULES = {
     "data": path("chats.jsonl", objects=True),
     "data_dir": path("features"),
-    "output": path("answers.jsonl"),
-    "output_dir": path("output/run", none=True),
-    "out": path("output/stitched"),
+    "output": path("answers.jsonl", test=_recorded),
+    "output_dir": path("output/run", none=True, test=_recorded),
+    "out": path("output/stitched", test=_recorded),
     "folder": path("output/drafter"),
     "verifier": path("Qwen/Qwen3-8B", none=True, objects=True),
     "drafter": path("output/drafter", objects=True),
     "checkpoint": path("output/drafter"),
     "from_pretrained": path("output/drafter", none=True),
     "resume_from_checkpoint": Rule("resume", "output/drafter/checkpoint-100", none=True),
-    "native": path("output/native", none=True),
+    "native": path("output/native", none=True, test=_recorded),
     "storage": path("/dev/shm/states", none=True),
-    "hidden_states": path("/dev/shm/states", none=True),
+    "hidden_states": path("/dev/shm/states", none=True, test=_recorded),
     "image_folder": path("pictures", none=True),
     "prompts": path("data/corpus/train.jsonl", objects=True),
     "heldout": path("data/corpus/heldout.jsonl"),
@@ -513,7 +522,7 @@ IN = {
     "demo.k": whole(4, 1, MOST_DRAFTED),
     **{f"{command}.verifier": path("Qwen/Qwen3-8B", objects=True)
        for command in ("prepare", "features", "convert", "stitch-mtp", "demo")},
-    **{f"{command}.output_dir": path("output/run")
+    **{f"{command}.output_dir": path("output/run", test=_recorded)
        for command in ("prepare", "features", "train", "convert", "export", "demo")},
 }
 

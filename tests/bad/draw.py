@@ -210,6 +210,7 @@ class Drawn(NamedTuple):
     story: str = ""
     excuse: str = ""  # why a success is right, whatever its result
     output: str = ""  # a result that lies here is right, too
+    printed: str = ""  # a command that is printed with it is right, too
 
 
 def _options(scene):
@@ -238,6 +239,11 @@ def _said(scene):
     return given
 
 
+def _elsewhere(scene, option, value):
+    "What `serve` prints for another machine: a program and a verifier there."
+    return shlex.quote(str(value)) if scene.line.startswith("serve") and option in ("vllm", "verifier") and str(value).strip() else ""
+
+
 def _spoil_option(rng, scene, drawn):
     options, words = _options(scene), list(drawn.words)
     option = rng.choice(list(options))
@@ -258,7 +264,7 @@ def _spoil_option(rng, scene, drawn):
     name = value.partition("=")[0]
     names = (option, flag, *said(value), *([name] if option == "extra" and name else []), *([str(Path(value))] if "Path" in options[option] else []))
     return drawn._replace(words=words, names=drawn.names + tuple(names), story=f"{drawn.story} {option}={value[:60]!r};", excuse=drawn.excuse or ("the option allows it" if fine else ""),
-                          output=value if option in OUTPUTS else drawn.output)
+                          output=value if option in OUTPUTS else drawn.output, printed=_elsewhere(scene, option, value))
 
 
 def _spoil_line(rng, scene, drawn):
@@ -304,6 +310,7 @@ def _spoil_recipe(rng, scene, drawn):
         fields[field] = value
         content, story, names = yaml.safe_dump(tree).encode(errors="surrogatepass"), f"{field} is {value!r}"[:80], (field, *said(value))
         excuse = "the option allows it" if allowed(field, value) or value == [] and "list" in options[field] else ""
+        drawn = drawn._replace(printed=_elsewhere(scene, field, value))
     else:
         story, tree, names, _ = spoil_tree(rng, tree)
         content = yaml.safe_dump(tree).encode(errors="surrogatepass")
@@ -312,6 +319,8 @@ def _spoil_recipe(rng, scene, drawn):
         excuse = "the option allows it" if field in options and isinstance(changed, dict) and (field not in changed or allowed(field, changed[field])) else ""
         if not changed:  # then each argument is missing
             names = (*names, *options)
+        if isinstance(changed, dict):
+            drawn = drawn._replace(printed=_elsewhere(scene, field, changed.get(field, "")))
         if field in OUTPUTS and isinstance(changed, dict):
             drawn = drawn._replace(output=str(changed.get(field, "")))
     return drawn._replace(words=[command, "--recipe", "recipe.yaml"], recipe=content, names=(*drawn.names, "recipe.yaml", *names), story=f"{drawn.story} the recipe: {story};", excuse=drawn.excuse or excuse)
@@ -324,7 +333,7 @@ def _spoil_file(rng, scene, drawn):
     inner = sorted(p for p in source.rglob("*") if p.is_file() and p.suffix not in (".md", ".png") and "training_log" not in p.name) if source.is_dir() else [source]
     file = rng.choice(inner)
     spoilt = spoil(rng, file, [p for p in inner if p != file])
-    if scene.line.startswith("stitch") and at == "vrf" and re.search(r": -?(inf|nan)$", spoilt.story):
+    if scene.line.startswith("stitch") and at == "vrf" and any(spoilt.story.startswith(f"{name}: ") for name in spoilt.names):
         spoilt = spoilt._replace(excuse="the verifier's own tensors are copied as they are")
     path = f"{at}/{file.relative_to(source)}" if source.is_dir() else at
     folders = {part for part in path.split("/") if part != "out"}
@@ -445,6 +454,8 @@ def judge(drawn: Drawn, outcome: Outcome, told: dict) -> tuple[str, str]:
         return "harmless", "help was asked for"
     if told["result"] == good(drawn.scene)["result"]:
         return "harmless", "the same result"
+    if drawn.printed and drawn.printed in said_all:
+        return "harmless", "the printed command names it, which need not be on this machine"
     if drawn.excuse:
         return "harmless", drawn.excuse
     if drawn.output and told["there"]:

@@ -59,29 +59,29 @@ def feature(**tensors):
     return write
 
 
-def resumed(folder):
-    "Continue a run whose optimizer's state is damaged."
-    from speculators_nb.train.drafter import train_drafter
-
-    told = json.loads((RELEASE / "eagle3/run.json").read_text())
-    shutil.copytree(RELEASE / "eagle3/checkpoint-2", folder / "out/checkpoint-2")
-    file = Path(folder) / "out/checkpoint-2/optimizer.pt"
-    state = torch.load(file, weights_only=True)
-    next(iter(state["state"].values()))["exp_avg"].view(-1)[0] = float("nan")
-    torch.save(state, file)
-    train_drafter(GOOD["features"], folder / "out", GOOD["verifier"], "eagle3", resume_from_checkpoint=True, **told["args"])
-
-
-def resumed_config(text):
-    "Continue a run whose checkpoint's config.json is damaged."
+def resumed(spoil):
+    "Continue a run whose checkpoint is damaged by `spoil`."
     def resume(folder):
         from speculators_nb.train.drafter import train_drafter
 
         told = json.loads((RELEASE / "eagle3/run.json").read_text())
         shutil.copytree(RELEASE / "eagle3/checkpoint-2", folder / "out/checkpoint-2")
-        (folder / "out/checkpoint-2/config.json").write_bytes(text)
+        spoil(folder / "out/checkpoint-2")
         train_drafter(GOOD["features"], folder / "out", GOOD["verifier"], "eagle3", resume_from_checkpoint=True, **told["args"])
     return resume
+
+
+def state(name, change):
+    "Change what a file of a checkpoint holds."
+    def spoil(checkpoint):
+        held = torch.load(checkpoint / name, weights_only=False)
+        change(held)
+        torch.save(held, checkpoint / name)
+    return spoil
+
+
+def not_finite(held):
+    next(iter(held["state"].values()))["exp_avg"].view(-1)[0] = float("nan")
 
 
 def converted(name):
@@ -94,6 +94,13 @@ def converted(name):
         save_file(load_file(file) | {name: torch.tensor(1.0)}, file)
         convert(folder / "native", folder / "new", GOOD["verifier"])
     return convert
+
+
+def unknown(folder):
+    from speculators_nb.convert import convert, export_native
+
+    export_native(GOOD["drafter"], folder / "native", verifier=GOOD["verifier"])
+    convert(folder / "native", folder / "new", GOOD["verifier"], config={"norm_before_residul": True})
 
 
 def infinite(path):
@@ -134,7 +141,11 @@ CASES = [
         ("one number for the tokens", torch.tensor(3), "hs_0.safetensors: token_ids \\[\\] of torch.int64, expected whole numbers"),
         ("tokens in two axes", torch.zeros(3, 1, dtype=torch.long), "hs_0.safetensors: token_ids \\[3, 1\\]"),
         ("tokens in halves", torch.full((3,), 0.5), "hs_0.safetensors: token_ids \\[3\\] of torch.float32, expected whole numbers"))),
-    Case("resume: an optimizer's state that is not finite", resumed, "cannot resume from .*checkpoint-2: optimizer.pt holds values that are not finite; resume from an older"),
+    *(Case(f"resume: {name} without {key}", resumed(state(name, lambda held, key=key: held.pop(key))), f"cannot resume from .*checkpoint-2: .*{name.split('_')[0].split('.')[0]}.* cannot be read, or is of another run .*resume from an older")
+      for name, key in (("optimizer.pt", "param_groups"), ("rng_state.pth", "numpy"))),
+    Case("resume: weights that are something else", resumed(lambda c: (c / "model.safetensors").write_text("{}")), "holds a drafter and no complete checkpoint .*model.safetensors: not a complete safetensors file"),
+    Case("train: an output that is no UTF-8", "train {features} {here}/'bad\udcff' --verifier {verifier}", "output_dir='.*bad.udcff': is no UTF-8, .*name another place"),
+    Case("resume: an optimizer's state that is not finite", resumed(state("optimizer.pt", not_finite)), "cannot resume from .*checkpoint-2: optimizer.pt holds values that are not finite; resume from an older"),
     *(Case(f"compare: {name}", "compare {here}/run", expect, evaluation(**tables)) for name, tables, expect in (
         ("no row", {"summary": SUMMARY.splitlines()[0] + "\n"}, "run/summary.csv: has no row; evaluate again"),
         ("a short row", {"positions": POSITIONS.replace("0.5,0.7,2,1\n", "\n")}, "run/positions.csv, row 2: (unconditional|k)=nan is no number"),
@@ -147,7 +158,8 @@ CASES = [
     *(Case(f"evaluate: a chat template {name}", "evaluate {here}/drafter {here}/talks.jsonl --verifier {here}/new --max-new-tokens 2", "verifier '.*new': its chat template fails .*give it one",
            TALKS | {"drafter": copied(GOOD["tiny"].parent / "tiny-drafter"), "new": copied(GOOD["tiny"], chat_template__jinja=put)}) for name, put in
       (("that is a folder", Path.mkdir), ("that divides", "{{ 1 // 0 }}"))),
-    *(Case(f"resume: a config {name}", resumed_config(text), "checkpoint-2/config.json: ") for name, text in (("that is empty", b""), ("that is cut off", b'{"a": 1'), ("of no text", b"\xff"), ("of a list", b"[]"))),
+    *(Case(f"resume: a config {name}", resumed(lambda c, text=text: (c / "config.json").write_bytes(text)), "checkpoint-2/config.json: ") for name, text in (("that is empty", b""), ("that is cut off", b'{"a": 1'), ("of no text", b"\xff"), ("of a list", b"[]"))),
+    Case("convert: a misspelt field", unknown, "config=.*: eagle3 has no field 'norm_before_residul'. Did you mean norm_before_residual"),
     *(Case(f"convert: one number for {name}", converted(name), "a tensor or a field has another shape or type than in the format eagle3.*fetch the checkpoint again") for name in ("fc.weight", "t2d", "d2t")),
     Case("features: an infinite weight between the sampled ones", "features {here}/new {here}/talks.jsonl {here}/out", "hs_0.safetensors: the verifier's states are not finite .*; look for damaged weights in .*new, or",
          TALKS | {"new": infinite}),
