@@ -84,7 +84,12 @@ proofs: .venv/.dev  ## sampled texts by chi-square and greedy texts token for to
 	$(OFFLINE) $(BIN)/python tests/proofs/run.py
 
 .PHONY: nightly
-nightly: .venv/.dev upstream-test proofs  ## what takes longer than CI may: upstream's checkpoints both ways, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev bad-input upstream-test proofs  ## what takes longer than CI may: bad input by lot, upstream's checkpoints both ways, the proofs (hours; they continue where they stopped)
+
+.PHONY: bad-input
+BAD_SEED ?= $(shell date +%Y%m%d)
+bad-input: .venv/.dev  ## 300 bad inputs drawn by lot, from BAD_SEED (today's date); says where an answer is wrong
+	cd tests && $(OFFLINE) PYTHONPATH="$(CURDIR)" ../$(BIN)/python -m bad.draw --seed $(BAD_SEED) --n 300
 
 bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own
 	for f in $(filter-out benchmarks/gpu/run.py,$(wildcard benchmarks/*/run.py)); do echo "== $$f"; $(BIN)/python "$$f" || exit; done

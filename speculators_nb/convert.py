@@ -6,6 +6,7 @@
 __all__ = ['detect', 'convert', 'export_native']
 
 # %% ../nbs/train/04_convert.ipynb #ab9b5650
+import inspect
 import json
 import os
 from pathlib import Path
@@ -13,10 +14,9 @@ import torch
 from .config import SpeculatorModelConfig, SpeculatorsConfig
 from .model import SpeculatorModel, read_state
 from .native import NativeCheckpoint, formats, verifier_target
-from .options import check_options, shown
+from .options import check_options, near, shown
 from .provenance import write_provenance
 from .utils import atomic_folder, disk_errors, resolve_checkpoint
-
 
 # %% ../nbs/train/04_convert.ipynb #4009f06b
 def detect(
@@ -65,11 +65,14 @@ def convert(
     check_options(dict(source=source, output_dir=output_dir, verifier=verifier, format=format, speculative_tokens=speculative_tokens) | ({} if isinstance(config, str) else dict(config=config)), "convert")
     output, native, target = _empty(output_dir), NativeCheckpoint(source), verifier_target(verifier, trust_remote_code or None)
     entry = _format(native) if format is None else _named(format, formats(), "known are")
-    fields, state = entry.read(native, target)
-    fields |= _fields(config)
+    try: fields, state = entry.read(native, target)
+    except (IndexError, TypeError, KeyError, AttributeError, RuntimeError) as e:  # what a reader meets in a tensor or a field of another kind
+        raise ValueError(f"{native.name}: a tensor or a field has another shape or type than in the format {entry.name} "
+                         f"({type(e).__name__}: {' '.join(str(e).split())[:200]}); fetch the checkpoint again, or name its format") from e
+    klass = SpeculatorModel.registered_class(entry.model_type)
+    fields |= _known(_fields(config), klass)
     tokens = speculative_tokens or fields.pop("speculative_tokens")
     fields.pop("speculative_tokens", None)
-    klass = SpeculatorModel.registered_class(entry.model_type)
     made = klass.config_class(**fields, speculators_config=SpeculatorsConfig.greedy(entry.model_type, tokens, target.path))
     _fits(made, target, native.name)
     with torch.device("meta"): model = klass(made)
@@ -85,6 +88,13 @@ def _fields(config):
     try: said = json.loads(config) if isinstance(config, str) else dict(config or {})
     except (ValueError, RecursionError) as e: raise ValueError(f"config={shown(config)} is not a JSON object ({e}); write for instance {{\"norm_before_residual\": true}}") from e
     if not isinstance(said, dict): raise ValueError(f"config={shown(config)} is not a JSON object; write for instance {{\"norm_before_residual\": true}}")
+    return said
+
+def _known(said, klass):
+    "The fields, if the drafter's config has them; transformers would keep any other, and nothing would read it."
+    known = [*inspect.signature(klass.config_class).parameters, "speculative_tokens"]
+    if unknown := [name for name in said if name not in known]:
+        raise ValueError(f"config={shown(said)}: {klass.config_class.speculators_model_type} has no field {unknown[0]!r}. {near(unknown[0], known)}")
     return said
 
 def _fits(config, target, source):

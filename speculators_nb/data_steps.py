@@ -20,6 +20,7 @@ from .data_generation.journal import Report
 from .data_generation.prepared import load_prepared, read_data_config
 from .data_generation.regenerate import regenerate as answer_here
 from .data_generation.regenerate_server import regenerate_from_server
+from .data_generation.template import tokenizer_errors
 from .data_generation.vllm_features import extract_from_server, table_of
 from .head import text_config, verifier_config
 from .options import check_options
@@ -57,12 +58,8 @@ def open_tokenizer(
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER):
         raise FileNotFoundError(f"{folder}: has no tokenizer (none of {', '.join(TOKENIZER)}); save the verifier's there: "
                                 "AutoTokenizer.from_pretrained(…).save_pretrained(folder)")
-    try:
+    with tokenizer_errors(verifier):
         return AutoTokenizer.from_pretrained(verifier, **({"trust_remote_code": True} if trust_remote_code else {}))
-    except OSError as e:
-        raise FileNotFoundError(f"{verifier}: its tokenizer cannot be read: {' '.join(str(e).split())[:300]}") from e
-    except Exception as e:  # of the library behind it, which raises what comes
-        raise ValueError(f"{verifier}: its tokenizer cannot be read: {type(e).__name__}: {' '.join(str(e).split())[:300]}") from e
 
 
 def open_verifier(
@@ -101,6 +98,8 @@ def regenerate(
         report = regenerate_from_server(server, data, output, model=model, tokenizer=verifier, concurrency=concurrency, **given)
     else:
         report = answer_here(*open_verifier(verifier, None, device), data, output, **given)
+    if not any(report[name] for name in ("written", "kept", "duplicates", "skipped", "failed")):
+        raise ValueError(f"data={str(data)!r}: holds no conversation; name a file that has some")
     write_provenance(output, "regenerate", given | dict(model=model), {"data": data, "verifier": verifier, "server": server}, **report)
     return report
 

@@ -13,17 +13,17 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
-from transformers import AutoTokenizer
 from .contract import check_vllm_contract
 from .data_generation.batch import collate
 from .data_generation.chat import prepare
-from .data_generation.corpus import read_corpus
 from .data_generation.features import FeatureDataset, extract_features
 from .data_generation.regenerate import eos_ids_of, regenerate
+from .data_steps import open_tokenizer
 from .decode.generate import NoDrafter
 from .decode.ngram import NgramDrafter
+from .drafter_steps import prompts_of
 from .evaluate.acceptance import Evaluation, evaluate
-from .experiment import heldout_prompts, settings, with_interval
+from .experiment import settings, with_interval
 from .head import text_config
 from .model import SpeculatorModel
 from .options import check_options
@@ -137,10 +137,14 @@ def demo(
                                        temperature=temperature, seed=seed))
     def stage(i, text): print(f"[{i}/6] {time.time() - start:4.0f} s  {text}", flush=True)
 
-    tokenizer, model = AutoTokenizer.from_pretrained(verifier), Verifier.from_pretrained(verifier)
+    tokenizer, model = open_tokenizer(verifier), Verifier.from_pretrained(str(verifier))
     stage(1, "the verifier answers the training prompts")
-    regenerate(model, tokenizer, list(read_corpus(prompts))[:n_prompts], folder / "answers.jsonl", max_new_tokens=160, temperature=temperature, seed=seed)
-    rows = prepare(map(json.loads, (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()), tokenizer, max_length=text_config(model.model.config).max_position_embeddings)
+    report = regenerate(model, tokenizer, prompts, folder / "answers.jsonl", max_new_tokens=160, temperature=temperature, seed=seed, limit=n_prompts)
+    answers = (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+    if not answers:
+        why = next(iter(report["failed"]), "there were none")
+        raise ValueError(f"verifier={str(verifier)!r}: answered no conversation of {prompts} ({why})")
+    rows = prepare(map(json.loads, answers), tokenizer, max_length=text_config(model.model.config).max_position_embeddings)
 
     stage(2, f"hidden states of {len(rows)} conversations")
     extract_features(model, rows, folder / "features")
@@ -153,7 +157,8 @@ def demo(
     problems = check_vllm_contract(folder / "drafter")
     for problem in problems: print(f"           {problem}")
 
-    ids, domains = heldout_prompts(list(read_corpus(heldout)), tokenizer, n_heldout)
+    ids, domains = prompts_of(heldout, tokenizer, n_heldout)
+    domains = [domain or "unnamed" for domain in domains]
     stage(5, f"decoding {len(ids)} held-out prompts, greedily and at temperature 1")
     drafter = SpeculatorModel.from_pretrained(folder / "drafter").drafter()
     drafters = {"no drafter": NoDrafter(), "n-gram": NgramDrafter(), algorithm: drafter}

@@ -103,7 +103,12 @@ def prompts_of(
 ) -> tuple[list[list[int]], list[str | None]]:  # token ids, and the domain of each conversation
     "The questions before the first answer, rendered for generation."
     rows = list(read_conversations(data, max_samples))
-    prompts = [tokenizer.apply_chat_template(questions_of(normalize(row))[0], add_generation_prompt=True, return_dict=True)["input_ids"] for row in rows]
+    questions = [questions_of(normalize(row))[0] for row in rows]
+    try:
+        prompts = [tokenizer.apply_chat_template(q, add_generation_prompt=True, return_dict=True)["input_ids"] for q in questions]
+    except Exception as e:  # a template may raise anything
+        what = " ".join(f"{type(e).__name__}: {e}".split())[:200]
+        raise ValueError(f"verifier {tokenizer.name_or_path!r}: its chat template fails ({what}); give it one, as chat_template.jinja beside the model") from e
     return prompts, [row.get("domain") for row in rows]
 
 

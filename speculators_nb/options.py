@@ -10,6 +10,7 @@ __all__ = ['KINDS', 'number', 'switch', 'text', 'path', 'mapping', 'MOST_DRAFTED
 
 # %% ../nbs/core/01d_options.ipynb #0dbf456f
 import difflib
+import ipaddress
 import json
 import math
 import numbers
@@ -201,7 +202,14 @@ def _address(value):
 
 def _host(value):
     "What is wrong with an address to listen on."
-    if re.fullmatch(r"[\w.:%-]+", value):
+    plain = value.partition("%")[0]  # an address of IPv6 may name its interface
+    if re.fullmatch(r"[\d.]+|.*:.*", plain):
+        try:
+            ipaddress.ip_address(plain)
+            return None
+        except ValueError:
+            pass
+    elif re.fullmatch(r"[\w.-]+", value):
         return None
     return "is no address to listen on; write something like 127.0.0.1"
 
@@ -221,6 +229,15 @@ def _ascending(value):
     ids = list(value)
     fine = all(a < b for a, b in zip(ids, ids[1:]))
     return None if fine else f"must ascend, each id once, e.g. {sorted(set(ids))}"
+
+
+def _recorded(value):
+    "What is wrong with the name of an output, which its records hold."
+    try:
+        os.fspath(value).encode()
+    except UnicodeEncodeError:
+        return "is no UTF-8, in which the records of a run are written; name another place"
+    return None
 
 
 def _steps(value):
@@ -282,18 +299,18 @@ def _loss(value):
 RULES = {
     "data": path("chats.jsonl", objects=True),
     "data_dir": path("features"),
-    "output": path("answers.jsonl"),
-    "output_dir": path("output/run", none=True),
-    "out": path("output/stitched"),
+    "output": path("answers.jsonl", test=_recorded),
+    "output_dir": path("output/run", none=True, test=_recorded),
+    "out": path("output/stitched", test=_recorded),
     "folder": path("output/drafter"),
     "verifier": path("Qwen/Qwen3-8B", none=True, objects=True),
     "drafter": path("output/drafter", objects=True),
     "checkpoint": path("output/drafter"),
     "from_pretrained": path("output/drafter", none=True),
     "resume_from_checkpoint": Rule("resume", "output/drafter/checkpoint-100", none=True),
-    "native": path("output/native", none=True),
+    "native": path("output/native", none=True, test=_recorded),
     "storage": path("/dev/shm/states", none=True),
-    "hidden_states": path("/dev/shm/states", none=True),
+    "hidden_states": path("/dev/shm/states", none=True, test=_recorded),
     "image_folder": path("pictures", none=True),
     "prompts": path("data/corpus/train.jsonl", objects=True),
     "heldout": path("data/corpus/heldout.jsonl"),
@@ -505,7 +522,7 @@ IN = {
     "demo.k": whole(4, 1, MOST_DRAFTED),
     **{f"{command}.verifier": path("Qwen/Qwen3-8B", objects=True)
        for command in ("prepare", "features", "convert", "stitch-mtp", "demo")},
-    **{f"{command}.output_dir": path("output/run")
+    **{f"{command}.output_dir": path("output/run", test=_recorded)
        for command in ("prepare", "features", "train", "convert", "export", "demo")},
 }
 
@@ -662,9 +679,14 @@ DECIDED = {  # words of `vllm serve` -> the option that decides them
 
 def _arguments(extra):
     "Further arguments of `vllm serve`."
+    takes = False  # whether the item before is an option that may want a value
     for item in extra:
         if option := DECIDED.get(item.partition("=")[0]):
             raise ValueError(f"extra={shown(item)}: has an option of its own; use {option}")
+        if not item.startswith("-") and not takes:
+            raise ValueError(f"extra={shown(item)}: is no argument of vllm serve; "
+                             "write --name=value, e.g. --extra=--max-num-seqs=8")
+        takes = item.startswith("-") and "=" not in item
 
 # %% ../nbs/core/01d_options.ipynb #4b832918
 def check_options(

@@ -28,8 +28,10 @@ RECORDS = ("provenance.json", "data_config.json")
 
 def _digest(path: Path, whole: int = WHOLE) -> "hashlib._Hash":
     "sha256 over size and content (of a long file: its ends)."
+    from speculators_nb.utils import read_errors  # imports torch; what stands above is asked before that
+
     size, h = path.stat().st_size, hashlib.sha256()
-    with path.open("rb") as f:
+    with read_errors(path), path.open("rb") as f:
         if size <= whole:
             while block := f.read(END):
                 h.update(block)
@@ -147,7 +149,7 @@ def write_provenance(
             record["earlier"] = [*old.pop("earlier", []), old][-10:]
         except (ValueError, AttributeError, TypeError):  # not ours, or broken: it is replaced
             pass
-    from speculators_nb.utils import atomic_write  # imports torch; what stands above is asked before that
+    from speculators_nb.utils import atomic_write
 
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")

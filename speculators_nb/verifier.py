@@ -153,6 +153,12 @@ class Verifier:
             )
         except SafetensorError as e:
             raise ValueError(f"verifier {path!r}: its weights cannot be read ({e}); they were probably cut off: fetch or save them again") from e
+        except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as e:  # whatever a model of transformers raises for a field of another type
+            what = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+            raise ValueError(f"verifier {path!r}: transformers cannot build it from its config.json ({what}); "
+                             "fetch or save both files again") from e
         if bad := unfit(model, info):
             raise ValueError(
                 f"verifier {path!r}: config.json and weights do not belong together: {'; '.join(bad[:3])}{' …' if bad[3:] else ''} "

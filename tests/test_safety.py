@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_trainer import Toy, arguments, samples, toy
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from speculators_nb.redact import without_secrets
 from speculators_nb.config import SpeculatorModelConfig
 from speculators_nb.contract import check_vllm_contract
 from speculators_nb.convert import convert, detect, export_native
@@ -325,6 +326,13 @@ def test_servers_listen_to_this_machine_alone():
 
 
 # --- secrets ----------------------------------------------------------------------------------------------------------
+
+def test_the_working_directory_is_no_secret(monkeypatch):
+    "A shell names it PWD, as others name a password; a printed command must still name its folders."
+    monkeypatch.setenv("PWD", "/home/me/project")
+    monkeypatch.setenv("DB_PWD", "letmein-letmein")
+    assert without_secrets("vllm serve /home/me/project/drafter letmein-letmein") == "vllm serve /home/me/project/drafter ***"
+
 
 def test_no_secret_in_output_logs_or_files(verifiers, tmp_path):
     "A conversion through the command line, one that succeeds and two that fail, with keys in the environment and in an argument."

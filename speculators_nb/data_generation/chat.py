@@ -19,7 +19,9 @@ import pyarrow as pa
 from datasets import Dataset, DatasetInfo, Features, Sequence, Value
 from tqdm.auto import tqdm
 
-from .intake import Counts, batches, check_ids, made_of, read_rows, ready_row
+from speculators_nb.data_generation.intake import (
+    Counts, batches, check_ids, in_data, made_of, read_rows, ready_row,
+)
 from .messages import BadRow, check_text, normalize, tools_of
 from .template import ChatTemplate, merge_turns, reach, turns_of
 from ..options import check_options
@@ -218,7 +220,7 @@ def prepare(
             counts.add(where, made)
             kept += made.rows
     if not kept:
-        raise ValueError(f"no row left of {n} conversations ({counts.why() or 'there were none'})")
+        raise ValueError(f"no row left of {n} conversations ({counts.why() or f'there were none{in_data(conversations)}'})")
     text = (
         f"{n} conversations, {len(kept)} rows, {sum(len(ids) for ids, _ in kept)} tokens, "
         f"{sum(int(mask.sum()) for _, mask in kept)} trained; "

@@ -23,12 +23,13 @@ class FeatureError(ValueError):
         self,
         path,  # the file
         reason: str,  # what is wrong with it
+        remedy: str = "delete the file and extract the features again",
     ):
-        super().__init__(f"{path}: {reason}; delete the file and extract the features again")
-        self.path, self.reason = Path(path), reason
+        super().__init__(f"{path}: {reason}; {remedy}")
+        self.path, self.reason, self.remedy = Path(path), reason, remedy
 
     def __reduce__(self):  # it has to cross from a loader's worker
-        return FeatureError, (self.path, self.reason)
+        return FeatureError, (self.path, self.reason, self.remedy)
 
 
 def feature_path(
@@ -94,7 +95,8 @@ def write_features(
     else:
         checked = tensors["hidden_states"] = states.detach().to("cpu", dtype)
     if not _usable(checked):
-        raise FeatureError(path, f"the verifier's states are not finite in {dtype}, or larger than {LARGEST:g}")
+        raise FeatureError(path, f"the verifier's states are not finite in {dtype}, or larger than {LARGEST:g}",
+                           "look for damaged weights of the verifier, or store another dtype")
     save_tensors(tensors, path, {"crc32": _crc(tensors)})
 
 
@@ -139,6 +141,9 @@ def read_features(
 
 def _check(path, shape, tokens, token_ids):
     "Shape and tokens are those of the row."
+    if tokens.ndim != 1 or tokens.dtype.is_floating_point or tokens.dtype.is_complex:
+        raise FeatureError(path, f"token_ids {list(tokens.shape)} of {tokens.dtype}, "
+                                 "expected whole numbers [seq]")
     if len(shape) != 3 or shape[0] != len(tokens):
         raise FeatureError(path, f"hidden_states {list(shape)} for {len(tokens)} tokens, expected [seq, A+1, H]")
     if token_ids is not None:

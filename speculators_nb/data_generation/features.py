@@ -128,6 +128,9 @@ def extract_features(
                     future.result()  # at most one batch waits in memory
                 pending = [pool.submit(folder.write, i, s) for i, s in zip(batch, states)]
                 bar.update(sum(lengths[i] for i in batch))
+        except FeatureError as e:  # only here is it known whose states they are
+            remedy = f"look for damaged weights in {verifier.model.name_or_path}, or store another dtype"
+            raise FeatureError(e.path, e.reason, remedy) from e
         except DiskError as e:
             pool.shutdown(cancel_futures=True)
             raise folder.no_room(e, verifier.hidden_size) from e

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .messages import BadRow, brief
+from ..utils import read_errors
 
 # %% ../../nbs/data/01a_files.ipynb #f9d1e50c
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
@@ -108,6 +109,8 @@ def _check_start(path, raw):
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise ValueError(f"{path}, line 1: begins like UTF-16, expected UTF-8. "
                          "Convert it: iconv -f UTF-16 -t UTF-8")
+    if len(raw) >= 64 and not raw[:64].strip(b"\0"):
+        raise ValueError(f"{path}, line 1: begins with zero bytes, expected text. Copy the file again.")
     if raw[:2] == b"\x1f\x8b":
         raise ValueError(f"{path}: is compressed by gzip; give it a name that ends in .gz")
 
@@ -123,7 +126,7 @@ def _lines(path):
     "(number, text or BadRow) of each line."
     n = 0
     try:
-        with _open(path) as file:
+        with read_errors(path), _open(path) as file:
             for n, (raw, whole) in enumerate(read_lines(file), 1):
                 if n == 1:
                     _check_start(path, raw)
@@ -226,8 +229,8 @@ def _read_json(path):
     "(where, row) of a list, or of one conversation. `_Lines`: the file holds lines."
     text = None
     try:
-        with _open(path) as file:
-            _check_start(path, file.peek(2))
+        with read_errors(path), _open(path) as file:
+            _check_start(path, file.peek(64))
             text = _Text(path, file)
             first = text.peek()
             if not first:

@@ -30,7 +30,9 @@ from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoToke
 from .chat import mask_of
 from .fetch import fetch_picture, shown_address
 from .messages import check_text, normalize, tools_of
-from .template import ChatTemplate, merge_turns, turns_of
+from speculators_nb.data_generation.template import (
+    ChatTemplate, merge_turns, tokenizer_errors, turns_of,
+)
 from ..utils import atomic_write
 
 # %% ../../nbs/data/02c_images.ipynb #9a89ecc2
@@ -39,6 +41,11 @@ def load_processor(
     trust_remote_code: bool = False,  # run code that comes with it
 ):  # -> a processor where the verifier sees, else its tokenizer
     "What turns conversations into this verifier's inputs. Videos need torchvision, pictures do not."
+    with tokenizer_errors(path):
+        return _processor(path, trust_remote_code)
+
+
+def _processor(path, trust_remote_code):
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if getattr(config, "vision_config", None) is None:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

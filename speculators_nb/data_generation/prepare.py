@@ -25,20 +25,20 @@ import torch
 from datasets import Dataset, Features, concatenate_datasets
 from filelock import FileLock
 from tqdm.auto import tqdm
-from transformers import AutoConfig
 
 from .chat import encode_batch, spelled_out, to_dataset, token_frequencies
 from .images import encode_images, has_pictures, load_processor, resolve_images
 from speculators_nb.data_generation.intake import (
-    BATCH, Counts, Located, batches, check_ids, made_of, read_rows, size_of,
+    BATCH, Counts, Located, batches, check_ids, in_data, made_of, read_rows, size_of,
 )
 from .messages import brief
 from .prepared import Prepared, changes, load_prepared
 from .sources import content_hash, files_of, located
 from .template import ChatTemplate, fingerprint_template
+from ..head import verifier_config
 from ..options import check_options
 from ..provenance import provenance
-from ..utils import DiskError, atomic_folder, disk_errors
+from ..utils import DiskError, atomic_folder, disk_errors, read_errors
 
 # %% ../../nbs/data/02d_prepare.ipynb #bd6d9fa6
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def fingerprint_data(
     h, several = hashlib.sha256(), data if isinstance(data, (list, tuple)) else [data]
     if all(isinstance(d, (str, Path)) and not str(d).startswith("hf:") for d in several):
         for file in (f for d in several for f in files_of(d)):
-            with open(file, "rb") as f:
+            with read_errors(file), open(file, "rb") as f:
                 h.update(hashlib.file_digest(f, "sha256").digest())
         return h.hexdigest()[:16], data
     data = Located(located(data))
@@ -168,7 +168,7 @@ def _template(verifier, trust_remote_code, template_kwargs):
     "The chat template, the vocabulary size if known, the verifier's name."
     if not isinstance(verifier, (str, Path)):
         return ChatTemplate(verifier, **template_kwargs), None
-    config = AutoConfig.from_pretrained(verifier, trust_remote_code=trust_remote_code)
+    config = verifier_config(verifier, trust_remote_code)
     return ChatTemplate(load_processor(verifier, trust_remote_code), **template_kwargs), config.get_text_config().vocab_size
 
 
@@ -264,7 +264,7 @@ def _make(data, work, num_proc):
                 lengths = [len(ids) for ids, *_ in done.rows]
                 counts.n["rows cut"] += lengths.count(settings["max_length"])
     if not made:
-        why = counts.why() or "there were none"
+        why = counts.why() or f"there were none{in_data(data)}"
         raise ValueError(f"no row left of {counts.n['read']} conversations ({why})")
     order = np.arange(len(made))
     if settings["shuffle"]:

@@ -6,17 +6,20 @@
 __all__ = ['log', 'checkpoint_problem', 'last_checkpoint', 'is_trained', 'check_output_dir', 'WholeCheckpoints']
 
 # %% ../../nbs/train/01b_checkpoint.ipynb #15822634
+import contextlib
 import json
 import logging
 import os
+import pickle
 import shutil
 import zipfile
 from pathlib import Path
+import torch
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_checkpoints
 from .run import differences, read_record, run_changes, run_record, write_record
-from ..utils import atomic_write, checkpoint_index, load_tensors
+from ..utils import atomic_write, checkpoint_index, load_tensors, read_object
 
 # %% ../../nbs/train/01b_checkpoint.ipynb #3ea12fe0
 log = logging.getLogger(__name__)
@@ -70,6 +73,16 @@ def check_output_dir(
                          "or give overwrite (--overwrite) to replace them, or resume (--resume) to continue that run")
 
 # %% ../../nbs/train/01b_checkpoint.ipynb #95266803
+@contextlib.contextmanager
+def _fitting(checkpoint, what):
+    "Name the checkpoint whose state a loader cannot read."
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError, pickle.UnpicklingError) as e:
+        said = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        raise ValueError(f"cannot resume from {checkpoint}: {what} cannot be read, or is of another run ({said}); "
+                         "resume from an older checkpoint, by its folder") from e
+
 class WholeCheckpoints(Trainer):
     "transformers' Trainer whose checkpoint folders are complete or absent, and which continues a run only with what the run was begun with."
     saving = False    # a checkpoint is being written
@@ -114,6 +127,19 @@ class WholeCheckpoints(Trainer):
                     if hasattr(bar, "close"):
                         bar.close()
 
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        with _fitting(checkpoint, "optimizer.pt or scheduler.pt"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        state = self.optimizer.state_dict()["state"] if checkpoint else {}
+        tensors = (t for part in state.values() for t in part.values() if torch.is_tensor(t))
+        if not all(bool(t.isfinite().all()) for t in tensors):
+            raise ValueError(f"cannot resume from {checkpoint}: optimizer.pt holds values that are not finite; "
+                             "resume from an older checkpoint, by its folder")
+
+    def _load_rng_state(self, checkpoint):
+        with _fitting(checkpoint, "its random state (rng_state*.pth)"):
+            super()._load_rng_state(checkpoint)
+
     def _find(self, wanted, record):
         "The checkpoint to continue from, checked; None: there is none, and nothing that could be lost."
         folder = self.args.output_dir
@@ -121,7 +147,9 @@ class WholeCheckpoints(Trainer):
             checkpoint = last_checkpoint(folder)
             if checkpoint is None:
                 if is_trained(folder) and not read_record(folder):
-                    raise ValueError(f"output_dir={str(folder)!r} holds a drafter and no complete checkpoint: there is nothing to resume. "
+                    newest = next(iter(reversed(sort_checkpoints(str(folder)))), None)
+                    why = f" ({checkpoint_problem(newest)})" if newest else ""
+                    raise ValueError(f"output_dir={str(folder)!r} holds a drafter and no complete checkpoint{why}: there is nothing to resume. "
                                      "Choose another folder, or give overwrite (--overwrite) to train anew")
                 log.warning(f"No complete checkpoint in {folder}: training starts at step 0.")
                 return None
@@ -144,7 +172,7 @@ class WholeCheckpoints(Trainer):
         config, file = getattr(self.model, "config", None), Path(checkpoint) / "config.json"
         if config is None or not file.is_file():
             return []
-        old, new = json.loads(file.read_text(encoding="utf-8")), config.to_diff_dict()
+        old, new = read_object(file), config.to_diff_dict()
         for side in (old, new):
             side.get("speculators_config", {}).get("verifier", {}).pop("name_or_path", None)   # a folder may move
             for name in ("speculators_version", "transformers_version", "dtype", "torch_dtype"):

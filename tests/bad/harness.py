@@ -97,17 +97,22 @@ def program():
     return typer.main.get_command(cli.app)
 
 
-def _type(line, folder):
-    "Run a command in this process. Returns all that it printed."
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+def typed(words):
+    "Run a command in this process, without a limit. Returns (exit code, stdout, stderr)."
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="backslashreplace") as err:  # as of a real process
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                code = program()(shlex.split(_fill(line, folder)))
+                code = program()(words)
             except SystemExit as e:
                 code = e.code
         out.seek(0), err.seek(0)
-        printed, wrong = out.read(), err.read()
-    if code not in (0, 2, None):
+        return code or 0, out.read(), err.read()
+
+
+def _type(line, folder):
+    "Run a command in this process. Returns all that it printed."
+    code, printed, wrong = typed(shlex.split(_fill(line, folder)))
+    if code not in (0, 2):
         raise RuntimeError(f"exit code {code}: {wrong}")
     if code == 2:
         raise _Refused(wrong)
