@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 
 import speculators_nb
-from .options import RULES, Rule, number, several, shown, whole
+from .options import RULES, OptionRule, number, several, shown, whole
 from .proposals import GreedyTokenProposalConfig, TokenProposalConfig
 from .utils import ClassRegistryMixin, ReloadableBaseModel, atomic_write, explain, read_object, resolve_checkpoint
 
@@ -137,7 +137,7 @@ LAYER_RULES = {  # what a decoder's config may say, of what is looked at here
     "rope_theta": number(10000.0, above=0, none=True),
     "initializer_range": number(0.02, low=0, none=True),
     "attention_dropout": number(0.0, low=0, below=1, none=True),
-    "hidden_act": Rule("word", "silu", words=tuple(ACT2FN), none=True),
+    "hidden_act": OptionRule("word", "silu", words=tuple(ACT2FN), none=True),
 }
 
 

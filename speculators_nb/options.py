@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['KINDS', 'number', 'switch', 'text', 'path', 'mapping', 'MOST_DRAFTED', 'MOST_TOKENS', 'SEED', 'TEMPERATURE',
            'DEVICES', 'REGISTERED', 'STORED', 'FLOATS', 'SERVED', 'LOSSES', 'METHODS', 'SCHEDULES', 'RULES', 'LAYERS',
-           'ARGUMENTS', 'IN', 'FOLDER', 'RELATIONS', 'DECIDED', 'near', 'shown', 'Rule', 'whole', 'word', 'several',
-           'algorithms', 'rule_of', 'pairs', 'check_options']
+           'ARGUMENTS', 'IN', 'FOLDER', 'RELATIONS', 'DECIDED', 'near', 'shown', 'OptionRule', 'whole', 'word',
+           'several', 'algorithms', 'rule_of', 'pairs', 'check_options']
 
 # %% ../nbs/core/01d_options.ipynb #0dbf456f
 import difflib
@@ -43,7 +43,7 @@ def shown(
 
 
 @dataclass(frozen=True)
-class Rule:
+class OptionRule:
     "What one option may be."
 
     kind: str  # a key of KINDS
@@ -54,7 +54,7 @@ class Rule:
     above: float | None = None  # it must be greater
     below: float | None = None  # it must be less
     words: tuple | Callable = ()  # of a word: the only ones, or a function that gives them
-    of: "Rule | None" = None  # of a list: the rule of each item
+    of: "OptionRule | None" = None  # of a list: the rule of each item
     alone: bool = False  # of a list: one value stands for a list of it
     objects: bool = False  # also what only Python can give: a function, a tokenizer
     test: Callable | None = None  # value -> what else is wrong with it, or None
@@ -161,22 +161,22 @@ KINDS = {"resume": _resume, "number": _number, "whole": _whole, "switch": _switc
 
 # %% ../nbs/core/01d_options.ipynb #61d9e803
 number, switch, text, path, mapping = (
-    partial(Rule, kind) for kind in ("number", "switch", "text", "path", "mapping"))
+    partial(OptionRule, kind) for kind in ("number", "switch", "text", "path", "mapping"))
 
 
-def whole(example, low=None, high=2**31, **more) -> Rule:
+def whole(example, low=None, high=2**31, **more) -> OptionRule:
     "A whole number from `low` to `high`."
-    return Rule("whole", example, low=low, high=high, **more)
+    return OptionRule("whole", example, low=low, high=high, **more)
 
 
-def word(*words, **more) -> Rule:
+def word(*words, **more) -> OptionRule:
     "One of some words."
-    return Rule("word", words[0], words=words, **more)
+    return OptionRule("word", words[0], words=words, **more)
 
 
-def several(of: Rule, example, **more) -> Rule:
+def several(of: OptionRule, example, **more) -> OptionRule:
     "A list whose items keep a rule."
-    return Rule("list", example, of=of, **more)
+    return OptionRule("list", example, of=of, **more)
 
 
 MOST_DRAFTED = 4096  # tokens in a step
@@ -291,7 +291,7 @@ def _loss(value):
     for name, weight in mixture.items():
         if name not in LOSSES:
             return f"{name!r} is no loss; choose from {', '.join(LOSSES)}"
-        if wrong := Rule("number", 1.0, low=0).problem(weight):
+        if wrong := OptionRule("number", 1.0, low=0).problem(weight):
             return f"the weight of {name} {wrong}"
     return None if any(mixture.values()) else "all weights are 0; give one that is greater"
 
@@ -307,7 +307,7 @@ RULES = {
     "drafter": path("output/drafter", objects=True),
     "checkpoint": path("output/drafter"),
     "from_pretrained": path("output/drafter", none=True),
-    "resume_from_checkpoint": Rule("resume", "output/drafter/checkpoint-100", none=True),
+    "resume_from_checkpoint": OptionRule("resume", "output/drafter/checkpoint-100", none=True),
     "native": path("output/native", none=True, test=_recorded),
     "storage": path("/dev/shm/states", none=True),
     "hidden_states": path("/dev/shm/states", none=True, test=_recorded),
@@ -366,7 +366,7 @@ RULES |= {
 
 # %% ../nbs/core/01d_options.ipynb #890a5a60
 RULES |= {
-    "algorithm": Rule("word", "eagle3", words=algorithms),
+    "algorithm": OptionRule("word", "eagle3", words=algorithms),
     "draft_arch": word("llama", "qwen3", none=True),
     "num_layers": whole(1, 1, 1000),
     "eval_share": number(0.05, low=0, below=1, none=True),
@@ -451,7 +451,7 @@ RULES |= {
     "mask_token_id": whole(0, 0, none=True),
     "max_anchors": whole(512, 1, none=True),
     "transformer_layer_architecture": text("auto"),
-    "loss_fn": Rule("loss", "kl_div", none=True),
+    "loss_fn": OptionRule("loss", "kl_div", none=True),
     "per_position_loss_weight": word("fixed-exp-decay", "dpace", none=True),
     "ttt_step_loss_decay": number(1.0, above=0, high=10),
     "head_loss_decay": number(0.8, above=0, high=10, none=True),
@@ -530,7 +530,7 @@ IN = {
 def rule_of(
     name: str,  # of an option
     where: str = "",  # command that takes it
-) -> Rule | None:  # None: there is none
+) -> OptionRule | None:  # None: there is none
     "The rule of an option."
     return IN.get(f"{where}.{name}") or RULES.get(name)
 
