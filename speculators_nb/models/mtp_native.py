@@ -129,7 +129,9 @@ def _stitch(config: SpeculatorModelConfig, head: dict, verifier, folder: Path, l
     head = {to_native(n): w for n, w in (split_experts(head) if by_expert else head).items()}
     if have: _fits(head, have, drafter, verifier)
     home = Path("model-mtp.safetensors" if (source / "model.safetensors.index.json").is_file() else "model.safetensors")    # of a head that the verifier had not
-    dtype = load_tensors(*next((f, [n]) for n, f in index.items() if n.endswith("norm.weight"))).popitem()[1].dtype
+    norm = next((n for n in index if n.endswith("norm.weight")), None)
+    if norm is None: raise ValueError(f"{source}: its weights hold no norm.weight, so this is no language model; fetch or save the verifier again")
+    dtype = load_tensors(index[norm], [norm])[norm].dtype
     files = {}
     for n, w in head.items(): files.setdefault(index.get(n, source / home), {})[n] = w.to(have[n].dtype if have else dtype)
     for entry in source.iterdir():

@@ -159,6 +159,8 @@ CASES = [
            TALKS | {"drafter": copied(GOOD["tiny"].parent / "tiny-drafter"), "new": copied(GOOD["tiny"], chat_template__jinja=put)}) for name, put in
       (("that is a folder", Path.mkdir), ("that divides", "{{ 1 // 0 }}"))),
     *(Case(f"resume: a config {name}", resumed(lambda c, text=text: (c / "config.json").write_bytes(text)), "checkpoint-2/config.json: ") for name, text in (("that is empty", b""), ("that is cut off", b'{"a": 1'), ("of no text", b"\xff"), ("of a list", b"[]"))),
+    Case("stitch-mtp: a verifier without tensors", "stitch-mtp {here}/drafter {here}/new {here}/out", "new: its weights hold no norm.weight, so this is no language model",
+         {"drafter": copied(RELEASE / "mtp"), "new": lambda path: (copied(GOOD["verifier"])(path), save_file({}, path / "model.safetensors"))}),
     Case("convert: a misspelt field", unknown, "config=.*: eagle3 has no field 'norm_before_residul'. Did you mean norm_before_residual"),
     *(Case(f"convert: one number for {name}", converted(name), "a tensor or a field has another shape or type than in the format eagle3.*fetch the checkpoint again") for name in ("fc.weight", "t2d", "d2t")),
     Case("features: an infinite weight between the sampled ones", "features {here}/new {here}/talks.jsonl {here}/out", "hs_0.safetensors: the verifier's states are not finite .*; look for damaged weights in .*new, or",
