@@ -25,7 +25,7 @@ ROOT = DOCS.parent
 SRC, SITE = DOCS / "_src", DOCS / "_site"
 LIB = "speculators_nb"
 PAGES = {"docs/architecture.md": "architecture.md", "docs/differences.md": "differences.md",
-         "CONTRIBUTING.md": "contributing.md"}  # beside the notebooks
+         "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # beside the notebooks
 FILES = "files"  # on the site: files of the repository that pages link to
 FOLD = 45  # an exported cell with more lines than this starts folded
 GIT_URL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["nbdev"]["git_url"]  # empty: the project has no address yet

@@ -21,7 +21,7 @@ def test_readme_is_the_index_notebook():
         assert (ROOT / path).read_bytes() == png, f"{path}: run `make export`"
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
 def test_relative_links_lead_somewhere(page):
     targets = re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", (ROOT / page).read_text())
     assert [t for t in targets if not ((ROOT / page).parent / t).exists()] == []
