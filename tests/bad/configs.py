@@ -148,7 +148,7 @@ CASES = [
     *(Case(f"config.json: {name}", lambda folder: SpeculatorModelConfig.from_pretrained(folder / "new"), expect, {"new": changed(how)}) for name, (how, expect) in (FILES | FIELDS).items()),
     *(Case(f"config.json of DFlash: {name}", lambda folder: SpeculatorModelConfig.from_pretrained(folder / "new"), expect, {"new": changed(how, "dflash")}) for name, (how, expect) in OF_BLOCKS.items()),
     *(Case(f"check reports: {name}", lambda folder: "\n".join(check_vllm_contract(folder / "new")), expect, {"new": changed(how)}, counted=True) for name, (how, expect) in (FILES | FIELDS).items()),
-    *(Case(f"{user.__name__}: a family that drafts nothing", lambda folder, user=user: user(folder / "new"), "transformer_layer_config.model_type: 'gpt2' is not a draft layer family; choose from llama",
+    *(Case(f"{user.__name__}: a family that drafts nothing", lambda folder, user=user: user(folder / "new"), "transformer_layer_config.model_type='gpt2' is not a draft layer family; choose from llama",
            {"new": changed(layer(model_type="gpt2"))}, counted=user is check_vllm_contract) for user in (SpeculatorModel.from_pretrained, check_vllm_contract)),
     *(Case(f"layers: {name}", lambda folder, given=given: layer_config_from_dict(given), expect) for name, (given, expect) in LAYERS.items()),
     *(Case(name, lambda folder, make=make: make(), expect) for name, (make, expect) in PROPOSALS.items() if expect),
