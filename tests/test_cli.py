@@ -372,7 +372,7 @@ def test_evaluate(drafter, tmp_path):
 
 def test_resume_goes_on(features, drafter):
     before = set(os.listdir(drafter))
-    result = run("train", features, drafter, "--total-seq-len", 256, "--num-train-epochs", 2, "--draft-vocab-size", 512, "--resume",
+    result = run("train", features, drafter, "--total-seq-len", 256, "--num-train-epochs", 2, "--draft-vocab-size", 512, "--learning-rate", "1e-3", "--resume",
                  "--extra", "disable_tqdm=true", "--extra", "ttt_steps=2")
     assert result.exit_code == 0, result.output
     first = min(int(n.split("-")[1]) for n in before if n.startswith("checkpoint-"))
