@@ -27,7 +27,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo: .venv/.run  ## train drafters for the shipped tiny verifier, measure them, write pictures and tables to output/demo
+demo: .venv/.run  ## train a drafter for the shipped tiny verifier, measure it, write pictures and tables to output/demo
 	$(OFFLINE) $(BIN)/speculators-nb demo
 
 test: lint notebooks-test nbdev2 pytest  ## everything that must hold: lint, all notebooks, nbdev 2, pytest (sync included)
