@@ -262,7 +262,7 @@ def _spoil_option(rng, scene, drawn):
         words += [f"{flag}={value}"] if rng.random() < 0.5 or value.startswith("-") else [flag, value]
     fine = allowed(option, value)
     name = value.partition("=")[0]
-    names = (option, flag, *said(value), *([name] if option == "extra" and name else []), *([str(Path(value))] if "Path" in options[option] else []))
+    names = (option, flag, *said(value), *([name] if option == "extra" and name else []), *([str(Path(value))] if "Path" in options[option] or option == "runs" else []))
     return drawn._replace(words=words, names=drawn.names + tuple(names), story=f"{drawn.story} {option}={value[:60]!r};", excuse=drawn.excuse or ("the option allows it" if fine else ""),
                           output=value if option in OUTPUTS else drawn.output, printed=_elsewhere(scene, option, value))
 

@@ -273,7 +273,7 @@ def template_file(rng: random.Random, source: Path) -> Spoilt:
             "asks for a class": "{{ ''.__class__.__mro__ }}", "raises": "{{ raise_exception('no') }}", "divides by zero": "{{ 1 // 0 }}", "multiplies text": "{{ 'x' * 10**10 }}",
             "calls itself": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "includes a file": "{% include '/etc/passwd' %}", "says the same of all": "hello", "powers": "{{ 9**9**9 }}"}
     story = rng.choice(list(ways))
-    return Spoilt(story, ways[story].encode(), excuse="a template may say what it likes" if story == "says the same of all" else "")
+    return Spoilt(story, ways[story].encode(), excuse="a template may say what it likes" if story in ("says the same of all", "powers") else "")
 
 
 def pytorch_file(rng: random.Random, source: Path) -> Spoilt:
