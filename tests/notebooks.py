@@ -119,7 +119,8 @@ class Manager(AsyncKernelManager):
 
 def stable(outputs):
     "Outputs as they are stored: without what differs from run to run"
-    return [out for out in map(stable_output, joined_streams(outputs)) if out]
+    kept = [out for out in map(stable_output, joined_streams(outputs)) if out]
+    return joined_streams(kept)  # a bar that stood between two prints is gone
 
 
 def joined_streams(outputs):

@@ -45,7 +45,8 @@ NOTEBOOKS = {
         "for _ in text_bar(range(3), file=sys.stdout): time.sleep(.01)\nprint('after the bar')",
         "warnings.warn('noise')\nprint('noise', file=sys.stderr)",
         "bar = display(HTML('<progress value=1>'), display_id=True)\nbar.update(HTML('<progress value=2>'))",
-        "object()", "print(object())", "print('a\\rb')\nsys.stdout.flush()\nprint('c')", IMPORT, DRAW],
+        "object()", "print(object())", "print('a\\rb')\nsys.stdout.flush()\nprint('c')", IMPORT, DRAW,
+        "print('a')\ndisplay(HTML('<progress value=1>'))\nprint('b')"],
     "place": ["from pathlib import Path",
               "Path.cwd().name, Path('place.ipynb').exists(), __name__, get_ipython().__class__.__name__"],
 }
@@ -176,7 +177,7 @@ def test_what_differs_from_run_to_run_is_not_stored(project):
     assert stored["c2"] == stored["c4"] == stored["c5"] == []
     assert texts(stored["c3"]) == ["after the bar\n"]
     assert texts(stored["c6"]) == ["<object>"] and texts(stored["c7"]) == ["<object object>\n"]
-    assert texts(stored["c8"]) == ["b\nc\n"]
+    assert texts(stored["c8"]) == ["b\nc\n"] and texts(stored["c11"]) == ["a\nb\n"]
     raw = (project[0] / "unstable.ipynb").read_text()
     assert "widget" not in raw and not re.search(r'"execution_count": \d', raw)
 
