@@ -1,5 +1,6 @@
 """What every notebook in its final form has in common. `tests/notebooks.py` runs them."""
 import ast
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -127,3 +128,15 @@ def test_the_package_does_not_speak_of_the_page(path):
     "A module has no prose around its definitions: its comments and docstrings stand alone."
     found = re.search(r"\b(as|see|described|given) (above|below)\b|\bthe (rule|text|formula|figure|table|word|section|cell|example)s? (above|below)\b", path.read_text())
     assert not found, f"{found[0]!r}: say it"
+
+
+@every_notebook
+def test_what_is_imported_is_there(path):
+    "Seen here in a second, and not after the minutes that a notebook runs."
+    for c in cells(path):
+        for node in ast.walk(ast.parse(re.sub(r"^\s*[%!].*", "", c["source"], flags=re.M))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("speculators_nb"):
+                module = importlib.import_module(node.module)
+                for name in (a.name for a in node.names):
+                    there = hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}")
+                    assert there, f"cell {c['id']}: {node.module} has no {name}"

@@ -24,7 +24,8 @@ NEEDED = ("nbs", "speculators_nb", "data", "pyproject.toml", "settings.ini")
 MINUTES = 10
 # every cell in the page, not only those near the window; no question about news
 SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"}, "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
-ERROR = '[data-mime-type="application/vnd.jupyter.error"]'
+# Lab shows an error as it shows standard error; the words tell them apart
+ERROR = '[data-mime-type="application/vnd.jupyter.stderr"]:has-text("Traceback (most recent call last)")'
 # what Lab asks for and does not get in every installation, without harm to anybody
 HARMLESS = re.compile(r"404 .*/(lab/api/(workspaces|translations)|api/(contents|me|lsp|sessions)|static/lab/|lsp/|kernelspecs/)|Failed to load resource|the server responded with a status of 404")
 
