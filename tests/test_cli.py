@@ -504,3 +504,10 @@ def test_as_functions_in_a_notebook(features, tmp_path):
     assert cli.check(tmp_path / "out") == []
     with pytest.raises(FileNotFoundError):
         cli.train(tmp_path / "none", tmp_path / "out")
+
+
+def test_a_recipe_does_not_decide_what_becomes_of_the_output(tmp_path):
+    "To repeat a recipe must not train over the run that it stands beside."
+    from speculators_nb.recipe import write_recipe
+    text = write_recipe(tmp_path, "train", {"data_dir": "f", "overwrite": True, "resume": True, "seed": 0}).read_text()
+    assert "seed: 0" in text and "overwrite" not in text and "resume" not in text
