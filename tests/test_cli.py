@@ -206,7 +206,7 @@ except SystemExit as e: print(e.code, sorted({{'torch', 'transformers', 'dataset
 
 
 def test_ctrl_c_is_quiet():
-    "Also where it cuts an import off, which then fails for another reason."
+    "Also where it cuts an import off, which then fails for another reason. A shell's background job ignores Ctrl-C; here nobody does."
     def cut():
         "Be interrupted."
         try:
@@ -217,12 +217,15 @@ def test_ctrl_c_is_quiet():
     def stopped():
         "Be interrupted."
         signal.raise_signal(signal.SIGINT)
-    app = new_app("x", "x")
-    for function in (cut, stopped):
-        command(function, str, app)
-        result = CliRunner().invoke(app, [function.__name__])
-        assert result.exit_code == 130 and result.output == ""
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    app, before = new_app("x", "x"), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for function in (cut, stopped):
+            command(function, str, app)
+            result = CliRunner().invoke(app, [function.__name__])
+            assert result.exit_code == 130 and result.output == ""
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_reader_that_goes_away_is_no_error():
