@@ -12,6 +12,7 @@ from pathlib import Path
 from .config import SpeculatorModelConfig
 from .data_generation.extraction import extraction_options
 from .data_generation.prepared import read_data_config
+from .data_generation.template import check_template
 from .data_generation.messages import normalize
 from .data_generation.regenerate import eos_ids_of
 from .data_generation.replay import questions_of
@@ -104,6 +105,7 @@ def prompts_of(
     "The questions before the first answer, rendered for generation."
     rows = list(read_conversations(data, max_samples))
     questions = [questions_of(normalize(row))[0] for row in rows]
+    check_template(tokenizer)
     try:
         prompts = [tokenizer.apply_chat_template(q, add_generation_prompt=True, return_dict=True)["input_ids"] for q in questions]
     except Exception as e:  # a template may raise anything

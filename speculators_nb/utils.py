@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['REMEDIES', 'MOST_JSON', 'DiskError', 'disk_errors', 'follow_umask', 'writable_folder', 'atomic_write',
-           'atomic_folder', 'save_tensors', 'tensor_names', 'load_tensors', 'load_pickle', 'read_errors', 'read_object',
-           'resolve_checkpoint', 'inside', 'read_index', 'checkpoint_index', 'read_checkpoint_tensors', 'not_only_ours',
-           'remote_code', 'remote_code_allowed', 'ClassRegistryMixin', 'explain', 'no_truth_for_a_number',
-           'ReloadableBaseModel', 'PydanticClassRegistryMixin']
+           'atomic_folder', 'save_tensors', 'tensor_names', 'load_tensors', 'load_pickle', 'check_length',
+           'read_errors', 'read_object', 'resolve_checkpoint', 'inside', 'read_index', 'checkpoint_index',
+           'read_checkpoint_tensors', 'not_only_ours', 'remote_code', 'remote_code_allowed', 'ClassRegistryMixin',
+           'explain', 'no_truth_for_a_number', 'ReloadableBaseModel', 'PydanticClassRegistryMixin']
 
 # %% ../nbs/core/01_utils.ipynb #132663a8
 import contextlib
@@ -328,6 +328,14 @@ def load_pickle(
 MOST_JSON = 1 << 28  # bytes of a config, an index or a record
 
 
+def check_length(
+    path: Path,  # a JSON file
+) -> None:
+    "ValueError for one that is longer than any config, before it is read into memory."
+    if (size := path.stat().st_size) > MOST_JSON:
+        raise ValueError(f"{path}: has {size:,} bytes, and a file of this kind at most {MOST_JSON:,}; is this the file?")
+
+
 @contextlib.contextmanager
 def read_errors(
     path: str | os.PathLike,  # the file that is read
@@ -348,8 +356,7 @@ def read_object(
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    if (size := path.stat().st_size) > MOST_JSON:
-        raise ValueError(f"{path}: has {size:,} bytes, and a file of this kind at most {MOST_JSON:,}; is this the file?")
+    check_length(path)
     try:
         with read_errors(path):
             content = json.loads(path.read_text(encoding="utf-8"))

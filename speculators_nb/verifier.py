@@ -20,7 +20,7 @@ from torch import nn
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 from .head import verifier_config
-from .utils import remote_code_allowed
+from .utils import check_length, remote_code_allowed
 
 # %% ../nbs/core/12_verifier.ipynb #12733a9c
 def default_aux_layer_ids(
@@ -144,6 +144,8 @@ class Verifier:
             for pattern, what in (("config.json", "config.json"), ("*.safetensors", "weights (*.safetensors)")):
                 if not any(folder.glob(pattern)):
                     raise FileNotFoundError(f"verifier {path!r}: the folder has no {what}; save the model there with save_pretrained")
+            for file in folder.glob("*.json"):
+                check_length(file)
         trust_remote_code = remote_code_allowed() if trust_remote_code is None else trust_remote_code
         config = verifier_config(path, trust_remote_code)
         auto = next((a for a in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in a._model_mapping), AutoModelForCausalLM)

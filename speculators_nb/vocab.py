@@ -169,5 +169,8 @@ def load_vocab_mapping(
         except Exception as e:  # NumPy has no error of its own for damage
             raise ValueError(f"{path}: no array of numbers ({type(e).__name__}: {e}). Make it again with: "
                              "speculators-nb vocab") from None
-    check_vocab_mapping(arrays["t2d"], arrays["d2t"], vocab_size, draft_vocab_size)
+    try:
+        check_vocab_mapping(arrays["t2d"], arrays["d2t"], vocab_size, draft_vocab_size)
+    except ValueError as e:
+        raise ValueError(f"{folder} (t2d-{draft_vocab_size}.npy, d2t-{draft_vocab_size}.npy): {e}") from None
     return arrays["t2d"], arrays["d2t"]

@@ -18,7 +18,7 @@ from .intake import BATCH, check_ids
 from .journal import Journal, Report, read_regenerated, still_to_do
 from .messages import BadRow
 from .replay import Replay, check_sampling, questions_of
-from .template import ControlTokens
+from .template import ControlTokens, check_template
 from ..options import check_options
 from ..verifier import Verifier, fingerprint
 
@@ -169,6 +169,7 @@ def regenerate(
     ValueError: an option, or `out_path` was made by another verifier or with other settings; BlockingIOError: another process is writing it."""
     check_options({"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "batch_size": batch_size,
                    "max_length": max_length, "languages": languages, "max_samples": limit}, "regenerate")
+    check_template(tokenizer)
     eos, size = eos_ids_of(verifier, tokenizer), verifier.model.get_input_embeddings().weight.shape[0]
     sampling = check_sampling({"temperature": temperature} | (sampling or {}), IN_PROCESS)
     settings = {"verifier": fingerprint(verifier.model), "sampling": sampling, "seed": seed, "max_new_tokens": max_new_tokens}

@@ -4,10 +4,12 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from speculators_nb.data_generation.feature_file import read_features
+from speculators_nb.vocab import load_vocab_mapping
 
 from .harness import GOOD, RELEASE, Case
 
@@ -119,6 +121,15 @@ TALKS = {"talks.jsonl": TALK, "held.jsonl": TALK}
 CASES = [
     *(Case(f"a chat template: {name}", "prepare {here}/talks.jsonl {here}/new {here}/out", f"no row left of 1 conversations .*the chat template of .*new fails: {said}",
            TALKS | {"new": copied(GOOD["tiny"], chat_template__jinja=text)}) for name, (text, said) in TEMPLATES.items()),
+    *(Case(f"{line.split()[0]}: a chat template that says nothing of the question", line,
+           "verifier '.*new': its chat template leaves out what a person says, it renders '{}'; take the chat_template.jinja",
+           TALKS | {"drafter": copied(GOOD["tiny"].parent / "tiny-drafter"), "new": copied(GOOD["tiny"], chat_template__jinja="{}")})
+      for line in ("prepare {here}/talks.jsonl {here}/new {here}/out", "regenerate {here}/talks.jsonl {here}/a.jsonl --verifier {here}/new",
+                   "evaluate {here}/drafter {here}/talks.jsonl --verifier {here}/new --max-new-tokens 2")),
+    Case("vocab mapping of another verifier", lambda folder: load_vocab_mapping(folder, 2, 4), r"\(t2d-2.npy, d2t-2.npy\): t2d has shape \(3,\)",
+         {"t2d-2.npy": lambda path: np.save(path, np.ones(3, bool)), "d2t-2.npy": lambda path: np.save(path, np.zeros(2, np.int64))}),
+    Case("verifier: a config of 6 GB", "regenerate {here}/talks.jsonl {here}/a.jsonl --verifier {here}/new", "new/generation_config.json: has 6,442,450,944 bytes",
+         TALKS | {"new": copied(GOOD["tiny"], generation_config__json=zeros(6 << 30))}),
     Case("demo: a chat template", DEMO, "verifier='.*new': answered no conversation of .*talks.jsonl .*ZeroDivisionError", TALKS | {"new": copied(GOOD["tiny"], chat_template__jinja="{{ 1 // 0 }}")}),
     *(Case(f"{name}: a tokenizer of another kind", line, "new: its tokenizer cannot be read: .*", TALKS | {"new": copied(GOOD["tiny"], tokenizer__json='{"model": []}')})
       for name, line in {"prepare": "prepare {here}/talks.jsonl {here}/new {here}/out", "demo": DEMO}.items()),
