@@ -16,7 +16,8 @@ from .harness import GOOD, RELEASE, Case
 TALK = json.dumps({"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}) + "\n"
 HTML = "<!doctype html><title>404</title>Not found\n"
 DEMO = "demo --output-dir {here}/out --verifier {here}/new --prompts {here}/talks.jsonl --heldout {here}/held.jsonl --n-prompts 1 --n-heldout 1 --epochs 1"
-SUMMARY = "drafter,temperature,domain,mean_length,k,concurrency,steps\neagle3,0.0,all,3.0,2,1,3\n"
+SUMMARY = ("drafter,temperature,domain,mean_length,mean_length_low,mean_length_high,draft_acceptance,k,concurrency,steps\n"
+           "eagle3,0.0,all,3.0,2.5,3.5,0.5,2,1,3\n")
 POSITIONS = "drafter,temperature,position,unconditional,conditional,k,concurrency\neagle3,0.0,1,0.7,0.7,2,1\neagle3,0.0,2,0.5,0.7,2,1\n"
 
 
@@ -166,6 +167,13 @@ CASES = [
         ("no column", {"positions": POSITIONS.replace("unconditional,", "x,")}, "run/positions.csv: has no column unconditional"),
         ("a table of nothing", {"summary": "\n\n\n"}, "run/summary.csv: is no table"))),
     Case("compare: requests that are cut off", "compare {here}/run", "run/requests.jsonl: not one request a line .*evaluate again", evaluation() | {"run/requests.jsonl": '{"a": 1'}),
+    Case("compare: a table without counts", "compare {here}/run", "run/summary.csv: has no column steps; evaluate again",
+         evaluation(summary=SUMMARY.replace(",steps", "").replace(",3\n", "\n"))),
+    *(Case(f"serve: a dtype {name}", "serve {here}/drafter --verifier {here}/new", said,
+           {"new": copied(GOOD["tiny"]), "drafter": copied(GOOD["drafter"], config__json=lambda file, value=value: file.write_text(
+               json.dumps(json.loads((Path(GOOD["drafter"]) / "config.json").read_text()) | {"dtype": value})))})
+      for name, value, said in (("that is a list", [], "config.json: dtype=\\[\\]: must be text"),
+                                ("that torch does not know", "float33", "config.json: dtype='float33': is no dtype of torch"))),
     *(Case(f"evaluate: a chat template {name}", "evaluate {here}/drafter {here}/talks.jsonl --verifier {here}/new --max-new-tokens 2", "verifier '.*new': its chat template fails .*give it one",
            TALKS | {"drafter": copied(GOOD["tiny"].parent / "tiny-drafter"), "new": copied(GOOD["tiny"], chat_template__jinja=put)}) for name, put in
       (("that is a folder", Path.mkdir), ("that divides", "{{ 1 // 0 }}"))),
