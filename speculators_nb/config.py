@@ -141,6 +141,8 @@ LAYER_RULES = {  # what a decoder's config may say, of what is looked at here
     "rope_theta": number(10000.0, above=0, none=True),
     "initializer_range": number(0.02, low=0, none=True),
     "attention_dropout": number(0.0, low=0, below=1, none=True),
+    "bos_token_id": several(whole(1, -1, 2**26), 1, alone=True, none=True),
+    "eos_token_id": several(whole(2, -1, 2**26), 2, alone=True, none=True),
     "hidden_act": OptionRule("word", "silu", words=tuple(ACT2FN), none=True),
 }
 

@@ -104,6 +104,8 @@ def prompts_of(
 ) -> tuple[list[list[int]], list[str | None]]:  # token ids, and the domain of each conversation
     "The questions before the first answer, rendered for generation."
     rows = list(read_conversations(data, max_samples))
+    if not rows:
+        raise ValueError(f"{data}: no conversations; is the source empty?")
     questions = [questions_of(normalize(row))[0] for row in rows]
     check_template(tokenizer)
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
-from .config import import_models
+from .config import import_models, layer_config_from_dict
 from .head import load_verifier_tensors, text_config, verifier_config
 from .layers import LAYER_FAMILIES
 from .utils import atomic_write, inside, load_pickle, load_tensors, read_index, read_object, resolve_checkpoint, save_tensors, tensor_names
@@ -152,7 +152,7 @@ def layer_config(
     fields = {k: v for k, v in native.config.items() if k in known} | fields
     fields["layer_types"] = fields.get("layer_types") or ["full_attention"] * fields["num_hidden_layers"]
     fields["max_position_embeddings"] = max(fields.get("max_position_embeddings", 0), target.config.max_position_embeddings)
-    return CONFIG_MAPPING[family].from_dict(fields | dict(tie_word_embeddings=False))
+    return layer_config_from_dict(fields | dict(model_type=family, tie_word_embeddings=False))
 
 def flat(
     config: PretrainedConfig, # of draft layers

@@ -597,6 +597,15 @@ def _no_evaluations(values):
                 ", and eval_share=0 holds no row out; raise eval_share, or leave this out")
 
 
+def _best_is_kept(values):
+    saves, evaluates = values["save_strategy"], values.get("eval_strategy", "epoch")
+    keeps = values["eval_share"] != 0 and values.get("load_best_model_at_end", True)
+    if keeps and saves not in (evaluates, "best"):
+        return (f"save_strategy={shown(saves)}: the checkpoint of the best evaluation is kept, "
+                f"with eval_share={shown(values['eval_share'])} and eval_strategy={shown(evaluates)}"
+                "; save as often as you evaluate, or set load_best_model_at_end=false")
+
+
 def _one_length(values):
     k = [values["k"]] if isinstance(values["k"], numbers.Integral) else values["k"] or ()
     if values["engine"] == "reference" and (len(k) > 1 or 0 in k):
@@ -617,6 +626,7 @@ RELATIONS = [  # (command or None: all, names, function: values -> what is wrong
     (None, ("down_sample_ratio_min", "down_sample_ratio"),
      _ordered("down_sample_ratio_min", "down_sample_ratio")),
     (None, ("early_stopping_patience", "eval_share"), _no_evaluations),
+    (None, ("save_strategy", "eval_share"), _best_is_kept),
     ("regenerate", ("verifier", "server"), _who_answers),
     ("features", ("source", "storage"), _stored("source")),
     ("train", ("server", "storage"), _stored("server")),

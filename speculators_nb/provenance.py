@@ -163,4 +163,6 @@ def read_provenance(
     path = provenance_path(output)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file, so it is unknown what made {output}")
-    return json.loads(path.read_text(encoding="utf-8"))
+    from speculators_nb.utils import read_object
+
+    return read_object(path)

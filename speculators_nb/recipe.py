@@ -125,9 +125,11 @@ def checked(
             raise TypeError
         if isinstance(value, (int, float)) and not isinstance(value, bool) and kinds & {str, Path} and not kinds & {int, float}:
             value = str(value)  # a folder may be called 2026
+        if value == "" and Path in kinds:
+            raise TypeError  # Path("") would be the working folder
         return TypeAdapter(kind).validate_python(value)
     except (ValidationError, TypeError):
-        raise ValueError(f"{where}={shown(value)}: is {type(value).__name__}, expected {named}. Change it in the recipe") from None
+        raise ValueError(f"{where}={shown(value)}: is {'empty' if value == '' else type(value).__name__}, expected {named}. Change it in the recipe") from None
 
 
 def _section(values: dict, kinds: Mapping, command: str, where: str) -> dict:

@@ -391,12 +391,13 @@ def inside(
 ) -> Path:  # folder / name
     """A file of a foreign folder. Errors: ValueError for a name, or a link behind it, that leads out of the folder. (The hub's cache keeps a snapshot as
     links to the blobs of the same repository, which counts as inside.)"""
-    folder, home = Path(folder), Path(folder).resolve()
+    folder, home = Path(folder), Path(os.path.realpath(folder))
     if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
         raise ValueError(f"{folder}: the file name {name!r} leads out of the folder. Files of a model must lie beside each other.")
     home = next((p.parent for p in home.parents if p.name == "snapshots" and (p.parent / "blobs").is_dir()), home)
-    if not (folder / name).resolve().is_relative_to(home):
-        raise ValueError(f"{folder / name}: a link that leads out of the folder, to {(folder / name).resolve()}. If that is what you want, copy the file here.")
+    place = os.path.realpath(folder / name)  # unlike Path.resolve it takes a link to itself, which reading refuses
+    if not Path(place).is_relative_to(home):
+        raise ValueError(f"{folder / name}: a link that leads out of the folder, to {place}. If that is what you want, copy the file here.")
     return folder / name
 
 
@@ -406,9 +407,9 @@ def read_index(
     "Where a sharded checkpoint keeps its tensors. Errors: ValueError for a file that is no index, or a shard outside of its folder."
     file = Path(file)
     try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_object(file)["weight_map"]
         shards = {shard: inside(file.parent, shard) for shard in set(weight_map.values())}
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
+    except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{file}: not an index of shards ({type(e).__name__}); it must hold an object weight_map, tensor name -> file name") from e
     return {name: shards[shard] for name, shard in weight_map.items()}
 

@@ -420,6 +420,13 @@ def test_a_foreign_head_is_refused(tmp_path):
         with pytest.raises(ValueError, match="trained for another verifier"):
             stitch_mtp(tmp_path / name, folder, tmp_path / "out")
         assert not (tmp_path / "out").exists()
+    MTPDraftModel.from_training_args(verifier_name_or_path=str(folder)).save_pretrained(tmp_path / "d")
+    state = load_file(tmp_path / "d/model.safetensors")
+    name = next(n for n in state if n.endswith("k_norm.weight"))
+    for weight, said in ((state[name].to(torch.int8), "holds torch.int8"), (state[name] * torch.nan, "holds NaN or infinity")):
+        save_file(state | {name: weight}, tmp_path / "d/model.safetensors")
+        with pytest.raises(ValueError, match=f"tensor {name} {said}"):
+            stitch_mtp(tmp_path / "d", folder, tmp_path / "out")
     shutil.copytree(FIXTURES / "eagle3/saved_pretrained", tmp_path / "e")
     save_file(load_file(FIXTURES / "eagle3/state_dict.safetensors"), tmp_path / "e/model.safetensors")
     with pytest.raises(ValueError, match="type 'eagle3'"):

@@ -26,6 +26,7 @@ import torch
 from .endpoint import Endpoint, EndpointError
 from .feature_file import FeatureError, read_features
 from ..verifier_check import checkpoint_fingerprint
+from ..utils import read_object
 
 # %% ../../nbs/data/04e_extraction.ipynb #50e385f3
 def extraction_options(
@@ -319,10 +320,7 @@ def _what_is_served(file: Path) -> dict | None:
     "The content of extraction.json, None where there is none. ValueError: it says something else than `say_what_is_served`."
     if not file.is_file():
         return None
-    try:
-        told = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{file}: not JSON ({type(e).__name__}). Start the server again: it writes the file") from None
+    told = read_object(file)
     ids, model = _at(told, "layer_ids"), _at(told, "model")
     whole = isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
     if not whole or not isinstance(model, str):

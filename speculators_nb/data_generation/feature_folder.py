@@ -24,7 +24,7 @@ from .chat import save_prepared
 from .feature_file import FeatureError, feature_path, legacy_layer_ids, read_features, read_legacy, stored_dtype, write_features
 from .prepared import read_data_config
 from .sources import load_table
-from ..utils import DiskError, atomic_write, disk_errors
+from ..utils import DiskError, atomic_write, disk_errors, read_object
 
 # %% ../../nbs/data/04b_feature_folder.ipynb #9a59e9b6
 log = logging.getLogger(__name__)
@@ -366,7 +366,7 @@ class FeatureDataset(FeatureRows):
     def _legacy_lengths(self):
         "From sample_lengths.json where it is complete, else each sample is read once."
         file = self.data_dir / "sample_lengths.json"
-        told = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        told = read_object(file) if file.is_file() else {}
         numbers = [p.stem[5:] for p in self.legacy]
         return [int(told[n]) if n in told else len(read_legacy(p)[0]) for n, p in zip(numbers, self.legacy)]
 

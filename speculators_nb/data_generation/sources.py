@@ -19,7 +19,7 @@ from .files import SUFFIXES, as_row, read_file
 from speculators_nb.data_generation.messages import (
     BadRow, as_json, brief, messages_of, normalize, tools_of,
 )
-from ..utils import inside
+from ..utils import inside, read_object
 
 # %% ../../nbs/data/01b_sources.ipynb #20610b24
 RECORDS = ("data_config.json", "provenance.json", "dataset_info.json", "dataset_infos.json", "state.json", "sample_lengths.json", "token_freq.json",
@@ -34,8 +34,8 @@ def load_table(
     if not state.is_file():
         raise FileNotFoundError(f"{folder}: no state.json, so this is no table of `datasets`. Make one with prepare_data, or save_to_disk.")
     try:
-        names = [f["filename"] for f in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        names = [f["filename"] for f in read_object(state)["_data_files"]]
+    except (KeyError, TypeError) as e:
         raise ValueError(f"{state}: does not list the table's files ({type(e).__name__}: {e}). Make the folder again.") from None
     for name in names:
         inside(folder, name)

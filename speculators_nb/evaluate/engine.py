@@ -118,13 +118,13 @@ def read_table(
 ) -> pd.DataFrame: # empty where nothing was measured
     "Read a table of an evaluation. Errors: FileNotFoundError; ValueError naming file, row and column."
     if not file.is_file(): raise FileNotFoundError(f"{file}: no such file; evaluate again")
-    if file.stat().st_size <= 1: return pd.DataFrame()
+    if file.stem == "performance" and file.stat().st_size <= 1: return pd.DataFrame()  # our own decoder is not timed
     try: table = pd.read_csv(file)
     except ValueError as e: raise ValueError(f"{file}: is no table ({' '.join(str(e).split())}); evaluate again") from e
     full = MEASURED[file.stem]
     if absent := [name for name in (*full, *(SHOWN[file.stem] if len(table) else ())) if name not in table]:
         raise ValueError(f"{file}: has no column {', '.join(absent)}; evaluate again")
-    if file.stem == "summary" and not len(table): raise ValueError(f"{file}: has no row; evaluate again")
+    if file.stem != "performance" and not len(table): raise ValueError(f"{file}: has no row; evaluate again")
     for name in table.columns.difference(["drafter", "domain"], sort=False):
         values = pd.to_numeric(table[name], errors="coerce").to_numpy(float)
         fine = np.isfinite(values) & (values >= 0)
@@ -284,6 +284,7 @@ def evaluate_as_engine(
 ) -> EngineEvaluation: # without performance; `requests` has the counts of each
     "Decode with our own decoder and count as vLLM counts."
     check_options(dict(k=k, temperatures=temperatures, max_new_tokens=max_new_tokens, rule=rule, seed=seed))
+    if not prompts: raise ValueError("prompts is empty: there is nothing to measure; give at least one")
     if k < 1: raise ValueError(f"k={k}: acceptance needs at least one drafted token")
     summary, positions, requests = [], [], []
     with tqdm(total=len(drafters) * len(temperatures) * len(prompts), unit="request") as bar:

@@ -15,7 +15,7 @@ import pandas as pd
 from .load import Reply, performance
 from ..options import check_options
 from ..serve import find_executable
-from ..utils import atomic_write
+from ..utils import atomic_write, read_object
 
 # %% ../../nbs/evaluate/05_guidellm.ipynb #5273b48c
 def write_dataset(
@@ -65,9 +65,8 @@ def read_report(
     path: str | os.PathLike, # of guidellm run, JSON
 ) -> pd.DataFrame: # one row for each load: concurrency or rate, errors, and the columns of `load.performance`
     "Read what GuideLLM measured. Errors: ValueError for another file, or a load in which nothing was answered."
-    try: report = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as e: raise ValueError(f"{path}: not JSON ({e}); was the run cut off?") from None
-    if not isinstance(report, dict) or "benchmarks" not in report: raise ValueError(f"{path}: has no benchmarks; give the JSON report of guidellm run, version 0.8")
+    report = read_object(path)
+    if "benchmarks" not in report: raise ValueError(f"{path}: has no benchmarks; give the JSON report of guidellm run, version 0.8")
     rows = []
     for load in report["benchmarks"]:
         replies, strategy = replies_of(load), load["config"]["strategy"]

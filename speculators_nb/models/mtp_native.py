@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from ..config import SpeculatorModelConfig, layer_config_from_dict
 from ..head import text_config, verifier_config
-from ..model import SpeculatorModel
+from ..model import SpeculatorModel, tensor_problem
 from ..native import NativeCheckpoint, NativeFormat, Target, register_format
 from ..provenance import write_provenance
 from ..utils import atomic_folder, atomic_write, checkpoint_index, inside, load_tensors, resolve_checkpoint, save_tensors
@@ -99,6 +99,7 @@ def _fits(head: dict, want: dict, drafter, verifier):
     shapes = [f"{n} {tuple(head[n].shape)} instead of {tuple(want[n].shape)}" for n in sorted(set(head) & set(want)) if head[n].shape != want[n].shape]
     for what, names in (("lacks", missing), ("has in addition", extra), ("has misshapen", shapes)):
         if names: raise ValueError(f"drafter {str(drafter)!r} {what} {', '.join(names[:4])}{' …' if names[4:] else ''}: it was trained for another verifier than {str(verifier)!r}")
+    if wrong := [p for n in sorted(want) if (p := tensor_problem(n, head[n], want[n]))]: raise ValueError(f"drafter {str(drafter)!r}: {'; '.join(wrong[:3])}{' …' if wrong[3:] else ''}; train it anew, or take an earlier checkpoint")
 
 def stitch_mtp(
     drafter: str | os.PathLike,  # an MTP checkpoint of ours or upstream's

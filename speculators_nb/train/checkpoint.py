@@ -7,7 +7,6 @@ __all__ = ['log', 'checkpoint_problem', 'last_checkpoint', 'is_trained', 'check_
 
 # %% ../../nbs/train/01b_checkpoint.ipynb #15822634
 import contextlib
-import json
 import logging
 import os
 import pickle
@@ -18,6 +17,7 @@ import torch
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_checkpoints
+from ..model import SpeculatorModel, read_state
 from .run import differences, read_record, run_changes, run_record, write_record
 from ..utils import atomic_write, checkpoint_index, load_tensors, read_object
 
@@ -30,10 +30,12 @@ def checkpoint_problem(
     "Check that a checkpoint is complete, without reading its tensors."
     folder = Path(folder)
     try:
-        json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
+        read_object(folder / TRAINER_STATE_NAME)["global_step"]
         for file in set(checkpoint_index(folder).values()):
             load_tensors(file, [])
-    except (OSError, ValueError, KeyError) as e:
+    except KeyError as e:
+        return f"{folder / TRAINER_STATE_NAME}: has no {e}"
+    except (OSError, ValueError) as e:
         return str(e)
     for name in ("optimizer.pt", "scheduler.pt"):
         if not zipfile.is_zipfile(folder / name):
@@ -126,6 +128,12 @@ class WholeCheckpoints(Trainer):
                 for bar in (getattr(callback, "prediction_bar", None), getattr(callback, "training_bar", None)):
                     if hasattr(bar, "close"):
                         bar.close()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        "transformers loads what is there, and leaves what is absent as it was drawn."
+        if isinstance(self.model, SpeculatorModel):
+            self.model.check_state(read_state(resume_from_checkpoint), resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         with _fitting(checkpoint, "optimizer.pt or scheduler.pt"):

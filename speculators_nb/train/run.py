@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from transformers import TrainingArguments
 
-from ..utils import atomic_write
+from ..utils import atomic_write, read_object
 
 # %% ../../nbs/train/01c_run.ipynb #f41e4ccf
 SAMPLED_ROWS = 256  # rows whose tokens are hashed
@@ -132,12 +132,7 @@ def read_record(
         file = Path(folder) / name
         if not file.is_file():
             continue
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-            if not isinstance(record, dict):
-                raise ValueError(f"holds a {type(record).__name__}, not an object")
-        except ValueError as e:
-            raise ValueError(f"{file}: not the record of a run ({e}); take another checkpoint") from None
+        record = read_object(file)
         if name == RECORD:
             return record
         return {"settings": {n: record[n] for n in SETTINGS if n in record}, "model": record.get("model") or {}}

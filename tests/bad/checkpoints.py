@@ -114,8 +114,8 @@ DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
     "an index of other names": (dict(index=lambda p, s: shards(p, s, {"extra.weight": "model-00001-of-00002.safetensors"})), "no tensor named extra.weight|unknown tensors: extra.weight"),
     "an index out of the folder": (dict(index=lambda p, s: shards(p, s, foreign="../x.safetensors")), "'../x.safetensors' leads out of the folder"),
     "an index of numbers": (dict(files={"model.safetensors": None, "model.safetensors.index.json": '{"weight_map": {"a": 3}}'}), "index.json|leads out of the folder|file name 3"),
-    "an index that is a list": (dict(files={"model.safetensors": None, "model.safetensors.index.json": "[]"}), "model.safetensors.index.json: not an index of shards"),
-    "an index cut off": (dict(files={"model.safetensors": None, "model.safetensors.index.json": '{"weight_map": {"a'}), "model.safetensors.index.json: not an index of shards"),
+    "an index that is a list": (dict(files={"model.safetensors": None, "model.safetensors.index.json": "[]"}), "model.safetensors.index.json: holds a list"),
+    "an index cut off": (dict(files={"model.safetensors": None, "model.safetensors.index.json": '{"weight_map": {"a'}), "model.safetensors.index.json: not JSON"),
     "an index of another time": (dict(index=beside), "holds model.safetensors and model.safetensors.index.json, which names other files; remove whichever is the older"),
 }
 USERS = {  # who opens it: a command each, and the function

@@ -131,10 +131,10 @@ def source_of(source) -> Path:
 MANY = 2**31
 WHOLE = {"max_length": 2, "max_samples": 1, "min_trained": 1, "seed": 0, "draft_vocab_size": 1, "num_proc": 1, "max_new_tokens": 1, "concurrency": 1, "rank": 0, "world_size": 1,
          "max_tokens": 1, "vocab_size": 1, "num_layers": 1, "total_seq_len": 2, "gradient_accumulation_steps": 1, "early_stopping_patience": 1, "k": 0, "max_model_len": 1, "port": 1,
-         "speculative_tokens": 1, "n_prompts": 1, "n_heldout": 1}
+         "speculative_tokens": 1, "n_prompts": 1, "n_heldout": 1, "aux_layer_ids": 0}
 REAL = {"val_fraction": (0, 0.999), "temperature": (0, 100), "temperatures": (0, 100), "eval_share": (0, 0.999), "num_train_epochs": (1e-9, 1e6), "learning_rate": (1e-300, 1e300), "epochs": (1e-9, 1e6)}
 WORDS = {"rows": ("conversation", "turn"), "too_long": ("cut", "drop"), "source": ("hf",), "algorithm": tuple(RUNS), "draft_arch": ("llama", "qwen3"), "on_bad": ("raise", "skip"),
-         "optimizer": ("adamw", "muon"), "engine": ("reference",), "rule": ("standard", "greedy", "strict", "block", "typical"), "load": ("requests",), "host": ("0.0.0.0", "::1", "localhost"),
+         "optimizer": ("adamw", "muon"), "engine": ("reference",), "rule": ("standard", "greedy", "strict", "block", "typical"), "load": ("requests",), "host": ("0.0.0.0", "::1", "localhost", "null", "None", "x"),
          "save_dtype": ("float32", "bfloat16", "float16", "float64"), "dtype": ("bfloat16", "float16", "float32", "float8_e4m3fn", "auto", "half", "float"), "method": ("ngram",), "device": ("cpu",)}
 OUTPUTS = ("output", "output_dir", "out", "native", "hidden_states")
 INPUTS = ("data", "verifier", "data_dir", "from_pretrained", "storage", "drafter", "checkpoint", "folder", "source", "image_folder", "prompts", "heldout", "vllm", "runs")
@@ -309,7 +309,9 @@ def _spoil_recipe(rng, scene, drawn):
         value = rng.choice((hostile(rng, field, options[field], []), -1, 1.5, True, None, [], {}, [[1]], math.inf, 10**30, {"a": 1}, [None], "", 0))
         fields[field] = value
         content, story, names = yaml.safe_dump(tree).encode(errors="surrogatepass"), f"{field} is {value!r}"[:80], (field, *said(value))
-        excuse = "the option allows it" if allowed(field, value) or value == [] and "list" in options[field] else ""
+        fine = allowed(field, value) or value == [] and "list" in options[field]
+        fine = fine or field in OUTPUTS and isinstance(value, int) and not isinstance(value, bool)  # a folder may be called 2026
+        excuse = "the option allows it" if fine else ""
         drawn = drawn._replace(printed=_elsewhere(scene, field, value))
     else:
         story, tree, names, _ = spoil_tree(rng, tree)

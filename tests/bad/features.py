@@ -192,7 +192,7 @@ EXTRACTION = [
     Case("an empty folder", "train {here}/features {here}/d --verifier {verifier}", "no folder 'rows'", {"features/x.txt": "nothing"}),
     Case("a file of the folder is missing", "train {here}/features {here}/d --verifier {verifier} --total-seq-len 32", "hs_3.safetensors: missing", {"features": replaced("hs_3.safetensors", None)}),
     Case("the table is cut off", "train {here}/features {here}/d --verifier {verifier}", "rows: the table cannot be read", {"features": replaced("rows/data-00000-of-00001.arrow", b"")}),
-    Case("the table's state is no JSON", "train {here}/features {here}/d --verifier {verifier}", "state.json: does not list the table's files", {"features": replaced("rows/state.json", b"{")}),
+    Case("the table's state is no JSON", "train {here}/features {here}/d --verifier {verifier}", "state.json: not JSON", {"features": replaced("rows/state.json", b"{")}),
 ]
 
 CASES = FILES + TORN + FLIPS + RECORDS + EXTRACTION

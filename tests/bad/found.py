@@ -106,14 +106,16 @@ def unknown(folder):
     convert(folder / "native", folder / "new", GOOD["verifier"], config={"norm_before_residul": True})
 
 
-def infinite(path):
-    "A verifier with one infinite weight, where only every second is looked at."
-    shutil.copytree(GOOD["tiny"], path)
-    file = path / "model.safetensors"
-    state = load_file(file)
-    name = next(n for n, w in sorted(state.items()) if n.endswith("k_proj.weight") and w.numel() >= 8192)
-    state[name].view(-1)[1] = float("inf")
-    save_file(state, file, {"format": "pt"})
+def with_weight(value):
+    "A verifier with one weight of another value."
+    def write(path):
+        shutil.copytree(GOOD["tiny"], path)
+        file = path / "model.safetensors"
+        state = load_file(file)
+        name = next(n for n, w in sorted(state.items()) if n.endswith("k_proj.weight") and w.numel() >= 8192)
+        state[name].view(-1)[1] = value
+        save_file(state, file, {"format": "pt"})
+    return write
 
 
 TEMPLATES = {"not closed": ("{% for m in messages %}", "TemplateSyntaxError: Unexpected end"), "what is not there": ("{{ nobody(messages) }}", "UndefinedError: 'nobody' is undefined"),
@@ -155,6 +157,12 @@ CASES = [
         ("tokens in halves", torch.full((3,), 0.5), "hs_0.safetensors: token_ids \\[3\\] of torch.float32, expected whole numbers"))),
     *(Case(f"resume: {name} without {key}", resumed(state(name, lambda held, key=key: held.pop(key))), f"cannot resume from .*checkpoint-2: .*{name.split('_')[0].split('.')[0]}.* cannot be read, or is of another run .*resume from an older")
       for name, key in (("optimizer.pt", "param_groups"), ("rng_state.pth", "numpy"))),
+    Case("resume: weights of no tensor", resumed(lambda c: save_file({}, c / "model.safetensors")), "checkpoint '.*checkpoint-2' misses tensors: d2t, fc.weight"),
+    Case("resume: weights with one tensor less", resumed(lambda c: save_file({n: w for n, w in load_file(c / "model.safetensors").items() if n != "norm.weight"}, c / "model.safetensors")),
+         "checkpoint '.*checkpoint-2' misses tensors: norm.weight"),
+    Case("resume: a weight that is not finite", resumed(lambda c: save_file(load_file(c / "model.safetensors") | {"norm.weight": torch.full((16,), torch.nan)}, c / "model.safetensors")),
+         "checkpoint '.*checkpoint-2': tensor norm.weight holds NaN or infinity"),
+    Case("resume: a state that is cut off", resumed(lambda c: (c / "trainer_state.json").write_text("{")), "checkpoint-2/trainer_state.json: not JSON"),
     Case("resume: weights that are something else", resumed(lambda c: (c / "model.safetensors").write_text("{}")), "holds a drafter and no complete checkpoint .*model.safetensors: not a complete safetensors file"),
     Case("train: an output that is no UTF-8", "train {features} {here}/'bad\udcff' --verifier {verifier}", "output_dir='.*bad.udcff': is no UTF-8, .*name another place"),
     Case("resume: an optimizer's state that is not finite", resumed(state("optimizer.pt", not_finite)), "cannot resume from .*checkpoint-2: optimizer.pt holds values that are not finite; resume from an older"),
@@ -165,6 +173,8 @@ CASES = [
         ("a negative length", {"summary": SUMMARY.replace("3.0", "-1")}, "run/summary.csv, row 1: mean_length=-1"),
         ("an infinite length", {"summary": SUMMARY.replace("3.0", "1e999")}, "run/summary.csv, row 1: mean_length=inf"),
         ("no column", {"positions": POSITIONS.replace("unconditional,", "x,")}, "run/positions.csv: has no column unconditional"),
+        ("no position", {"positions": POSITIONS.splitlines()[0] + "\n"}, "run/positions.csv: has no row; evaluate again"),
+        ("an empty table of positions", {"positions": ""}, "run/positions.csv: is no table"),
         ("a table of nothing", {"summary": "\n\n\n"}, "run/summary.csv: is no table"))),
     Case("compare: requests that are cut off", "compare {here}/run", "run/requests.jsonl: not one request a line .*evaluate again", evaluation() | {"run/requests.jsonl": '{"a": 1'}),
     Case("compare: a table without counts", "compare {here}/run", "run/summary.csv: has no column steps; evaluate again",
@@ -174,6 +184,19 @@ CASES = [
                json.dumps(json.loads((Path(GOOD["drafter"]) / "config.json").read_text()) | {"dtype": value})))})
       for name, value, said in (("that is a list", [], "config.json: dtype=\\[\\]: must be text"),
                                 ("that torch does not know", "float33", "config.json: dtype='float33': is no dtype of torch"))),
+    *(Case(f"train: {name}", "train {here}/features {here}/d --verifier {verifier}", expect, {"features": copied(GOOD["features"], **{f"rows/{file}": content})})
+      for name, file, content, expect in (
+        ("a table that links to itself", "data-00000-of-00001__arrow", lambda file: file.symlink_to(file.name), "features/rows: the table cannot be read .*data-00000-of-00001.arrow"),
+        ("a list of the table's files that fails when read", "state__json", memory, "features/rows/state.json: input/output error"))),
+    Case("train: nothing is saved, and the best is kept", "train {features} {here}/d --verifier {verifier} --eval-share 0.5 --extra save_strategy=no",
+         "save_strategy='no': the checkpoint of the best evaluation is kept, with eval_share=0.5 .*save as often as you evaluate"),
+    Case("evaluate: no conversation, counted as an engine counts", "evaluate {here}/drafter {here}/talks.jsonl --verifier {tiny} --as-engine", "talks.jsonl: no conversations; is the source empty",
+         {"talks.jsonl": "", "drafter": copied(GOOD["tiny"].parent / "tiny-drafter")}),
+    Case("features: weights that cannot be mapped", "features {here}/new {here}/talks.jsonl {here}/out", "verifier '.*new': its weights cannot be read", TALKS | {"new": copied(GOOD["tiny"], model__safetensors=memory)}),
+    Case("train: a recipe without a name for the features", "train --recipe {here}/r.yaml", "r.yaml: train.data_dir='': is empty, expected Path",
+         {"r.yaml": "train: {data_dir: '', output_dir: out, verifier: v}"}),
+    Case("evaluate: an end that is no token", "evaluate {drafter} {corpus} --verifier {here}/new", "config.json: eos_token_id=-10+: must be",
+         {"new": copied(GOOD["tiny"], config__json=config(GOOD["tiny"], eos_token_id=-10**30))}),
     *(Case(f"evaluate: a chat template {name}", "evaluate {here}/drafter {here}/talks.jsonl --verifier {here}/new --max-new-tokens 2", "verifier '.*new': its chat template fails .*give it one",
            TALKS | {"drafter": copied(GOOD["tiny"].parent / "tiny-drafter"), "new": copied(GOOD["tiny"], chat_template__jinja=put)}) for name, put in
       (("that is a folder", Path.mkdir), ("that divides", "{{ 1 // 0 }}"))),
@@ -182,8 +205,10 @@ CASES = [
          {"drafter": copied(RELEASE / "mtp"), "new": lambda path: (copied(GOOD["verifier"])(path), save_file({}, path / "model.safetensors"))}),
     Case("convert: a misspelt field", unknown, "config=.*: eagle3 has no field 'norm_before_residul'. Did you mean norm_before_residual"),
     *(Case(f"convert: one number for {name}", converted(name), "a tensor or a field has another shape or type than in the format eagle3.*fetch the checkpoint again") for name in ("fc.weight", "t2d", "d2t")),
-    Case("features: an infinite weight between the sampled ones", "features {here}/new {here}/talks.jsonl {here}/out", "hs_0.safetensors: the verifier's states are not finite .*; look for damaged weights in .*new, or",
-         TALKS | {"new": infinite}),
+    *(Case(f"features: one weight of {value}", "features {here}/new {here}/talks.jsonl {here}/out", "verifier '.*new': NaN or infinity in model.layers.0.self_attn.k_proj.weight", TALKS | {"new": with_weight(value)})
+      for value in (torch.nan, -torch.inf)),
+    Case("features: a weight that is too great", "features {here}/new {here}/talks.jsonl {here}/out", "hs_0.safetensors: the verifier's states are not finite .*; look for damaged weights in .*new, or",
+         TALKS | {"new": with_weight(3e38)}),
     *(Case(f"serve: {line}", "serve {drafter} " + line, expect) for line, expect in (
         ("--host 1.5", "host='1.5': is no address to listen on; write something like 127.0.0.1"), ("--host 300.1.1.1", "host='300.1.1.1': is no address"),
         ("--host ::g", "host='::g': is no address"), ("--extra max_num_seqs=8", "extra='max_num_seqs=8': is no argument of vllm serve; write --name=value"),

@@ -55,8 +55,8 @@ CASES = [
     resume("other rows", "training rows was 7, is 8", RUN, with_record({"run": "x", "data": {"rows": 7, "fingerprint": "0"}})),
     resume("other data", "training data was '0', is", RUN, with_record({"run": "x", "data": {"rows": 8, "fingerprint": "0"}})),
     resume("another verifier", "verifier was '0', is", RUN, with_record({"run": "x", "verifier": "0"})),
-    resume("run.json is no JSON", "run.json: not the record of a run", RUN, with_record("{")),
-    resume("run.json is a list", "run.json: not the record of a run", RUN, with_record([1])),
+    resume("run.json is no JSON", "run.json: not JSON", RUN, with_record("{")),
+    resume("run.json is a list", "run.json: holds a list, and must hold an object", RUN, with_record([1])),
     resume("fsdp", "fsdp=.*not supported.*DDP", RUN + " --extra fsdp=full_shard"),
     *(Case(f"resume from a torn {name}", f"train {{features}} {{here}}/d {RUN} --extra resume_from_checkpoint={{here}}/d/checkpoint-2", "(cannot resume|resume_from_checkpoint).*", {"d": torn(name, size)})
       for name, size in (("optimizer.pt", 100), ("scheduler.pt", 10), ("model.safetensors", 200), ("trainer_state.json", 20))),
