@@ -38,7 +38,8 @@ def load_table(
     except (KeyError, TypeError) as e:
         raise ValueError(f"{state}: does not list the table's files ({type(e).__name__}: {e}). Make the folder again.") from None
     for name in names:
-        inside(folder, name)
+        if not inside(folder, name).is_file():
+            raise FileNotFoundError(f"{folder / name}: no such file, and state.json names it. Make or copy the folder again.")
     try:
         table = load_from_disk(str(folder))
         table.data.table.validate(full=True)  # damaged offsets lead out of its memory

@@ -156,10 +156,8 @@ class ChatTemplate:
         try:
             out, marks = render_jinja_template(conversations=[messages], tools=tools, chat_template=text, return_assistant_tokens_mask=marked,
                                                add_generation_prompt=prompt, **(self.special | self.kwargs))
-        except MemoryError:
-            raise
-        except RecursionError as e:
-            raise BadRow(f"the chat template of {self.name} calls itself without end, or a message is nested too deep") from e
+        except (RecursionError, MemoryError) as e:
+            raise BadRow(f"the chat template of {self.name} calls itself without end or makes a text without end, or a message is nested too deep ({type(e).__name__})") from e
         except Exception as e:  # a template may raise anything
             why = (str(e).splitlines() or [""])[0][:160]
             raise BadRow(f"the chat template of {self.name} fails: {type(e).__name__}: {why}") from e

@@ -278,7 +278,7 @@ FILES = [  # (name, file, content, error)
     ("table: its record is empty", "c", table(ROWS, state("")), r"state\.json: not JSON"),
     ("table: its record is nested too deep", "c", table(ROWS, state("[" * 3000)), r"state\.json: not JSON \(nested too deeply\)"),
     ("table: its files are elsewhere", "c", table(ROWS, state('{"_data_files": [{"filename": "../x.arrow"}]}')), "leads out of the folder"),
-    ("table: its file is missing", "c", table(ROWS, arrow(lambda f: f.unlink())), r"c: the table cannot be read.*make or copy it again"),
+    ("table: its file is missing", "c", table(ROWS, arrow(lambda f: f.unlink())), r"data-00000-of-00001\.arrow: no such file, and state\.json names it.*Make or copy the folder again"),
     ("table: its file is empty", "c", table(ROWS, arrow(lambda f: f.write_bytes(b""))), r"c: the table cannot be read"),
     ("table: its file is cut off", "c", table(ROWS, arrow(lambda f: f.write_bytes(f.read_bytes()[:400]))), r"c: the table cannot be read"),
     ("table: its offsets lead out of it", "c", table(ROWS, arrow(flip_offsets)), r"c: the table cannot be read"),

@@ -184,9 +184,13 @@ CASES = [
                json.dumps(json.loads((Path(GOOD["drafter"]) / "config.json").read_text()) | {"dtype": value})))})
       for name, value, said in (("that is a list", [], "config.json: dtype=\\[\\]: must be text"),
                                 ("that torch does not know", "float33", "config.json: dtype='float33': is no dtype of torch"))),
+    *(Case(f"prepare: a template that {name}", "prepare {here}/talks.jsonl {here}/new {here}/out", f"the chat template of .*new calls itself without end or makes a text without end.*{error}",
+           TALKS | {"new": copied(GOOD["tiny"], chat_template__jinja=template)}) for name, template, error in (
+        ("calls itself", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"), ("multiplies text", "{{ 'x' * 10**15 }}", "MemoryError"))),
     *(Case(f"train: {name}", "train {here}/features {here}/d --verifier {verifier}", expect, {"features": copied(GOOD["features"], **{f"rows/{file}": content})})
       for name, file, content, expect in (
-        ("a table that links to itself", "data-00000-of-00001__arrow", lambda file: file.symlink_to(file.name), "features/rows: the table cannot be read .*data-00000-of-00001.arrow"),
+        ("a table that links to itself", "data-00000-of-00001__arrow", lambda file: file.symlink_to(file.name), "features/rows/data-00000-of-00001.arrow: no such file, and state.json names it"),
+        ("a table that is a pipe", "data-00000-of-00001__arrow", os.mkfifo, "features/rows/data-00000-of-00001.arrow: no such file, and state.json names it"),
         ("a list of the table's files that fails when read", "state__json", memory, "features/rows/state.json: input/output error"))),
     Case("train: nothing is saved, and the best is kept", "train {features} {here}/d --verifier {verifier} --eval-share 0.5 --extra save_strategy=no",
          "save_strategy='no': the checkpoint of the best evaluation is kept, with eval_share=0.5 .*save as often as you evaluate"),
@@ -195,6 +199,8 @@ CASES = [
     Case("features: weights that cannot be mapped", "features {here}/new {here}/talks.jsonl {here}/out", "verifier '.*new': its weights cannot be read", TALKS | {"new": copied(GOOD["tiny"], model__safetensors=memory)}),
     Case("train: a recipe without a name for the features", "train --recipe {here}/r.yaml", "r.yaml: train.data_dir='': is empty, expected Path",
          {"r.yaml": "train: {data_dir: '', output_dir: out, verifier: v}"}),
+    Case("serve: a drafter of no algorithm", "serve {here}/drafter --verifier {verifier}", "config.json: speculators_model_type='': must name a kind of model",
+         {"drafter": copied(GOOD["drafter"], config__json=config(GOOD["drafter"], speculators_model_type=""))}),
     Case("evaluate: an end that is no token", "evaluate {drafter} {corpus} --verifier {here}/new", "config.json: eos_token_id=-10+: must be",
          {"new": copied(GOOD["tiny"], config__json=config(GOOD["tiny"], eos_token_id=-10**30))}),
     *(Case(f"evaluate: a chat template {name}", "evaluate {here}/drafter {here}/talks.jsonl --verifier {here}/new --max-new-tokens 2", "verifier '.*new': its chat template fails .*give it one",
