@@ -50,7 +50,7 @@ def check_said(
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"{where}{name}={shown(value)}: must be {WORDS[kind]}")
         if name.endswith("model_type") and not value:
-            raise ValueError(f"{where}{name}='': must name a kind of model, e.g. 'eagle3' for a drafter, 'qwen3' for a verifier")
+            raise ValueError(f"{where}{name}='': must name a kind of model; fetch or make the file again")
         if name in DTYPES and value != "auto" and not isinstance(getattr(torch, value, None), torch.dtype):
             raise ValueError(f"{where}{name}={shown(value)}: is no dtype of torch, e.g. 'bfloat16'")
         if name == "architectures" and not all(isinstance(word, str) for word in value):
