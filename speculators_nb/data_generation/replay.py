@@ -94,7 +94,10 @@ def check_sampling(
         if _is_distribution(value) and not (min(w for _, w in value) >= 0 < sum(w for _, w in value)):
             raise ValueError(f"sampling: the weights of {name} must not be negative, and one must be positive: {value}")
         for one in [v for v, _ in value] if _is_distribution(value) else [value]:
-            _check(name, one)
+            try:
+                _check(name, one)
+            except ValueError as e:
+                raise ValueError(f"sampling: {e}") from None
     return dict(sampling or {})
 
 
@@ -105,8 +108,9 @@ def _is_distribution(value):
 
 def _check(name, value):
     wanted = dict if name == "chat_template_kwargs" else str if name == "reasoning_effort" else (int, float)
+    kind, example = {dict: ("object", '{"enable_thinking": false}'), str: ("text", '"low"')}.get(wanted, ("number", "0.7"))
     if not isinstance(value, wanted) or isinstance(value, bool):
-        raise ValueError(f"{name}: {brief(value)} is no {'number' if isinstance(wanted, tuple) else 'object' if wanted is dict else 'text'}")
+        raise ValueError(f"{name}: {brief(value)} is no {kind}; write for instance {example}")
     if wanted == (int, float) and not abs(value) < 1e6:
         raise ValueError(f"{name}: {brief(value)} is no finite number of a usual size")
     if name == "temperature" and value < 0 or name == "top_p" and not 0 < value <= 1:
