@@ -87,7 +87,8 @@ OF_BLOCKS = {  # of a DFlash drafter
 }
 LAYERS = {
     "nothing": (None, "is NoneType, and must be an object"), "a list": ([], "is list, and must be an object"), "no family": ({}, "model_type=None is missing"), "a negative size": ({"model_type": "llama", "hidden_size": -1}, "hidden_size=-1: must be"),
-    "no heads": ({"model_type": "qwen3", "num_attention_heads": 0}, "num_attention_heads=0: must be"), "a rope of nothing": ({"model_type": "llama", "rope_parameters": 3}, "refuses this llama config"), "layer types of another number": (
+    "no heads": ({"model_type": "qwen3", "num_attention_heads": 0}, "num_attention_heads=0: must be"), "a misspelt rope_type": ({"model_type": "llama", "rope_parameters": {"rope_typ": "yarn", "factor": 4.0}}, "rope_parameters=.*: has factor and no rope_type.*give it, e.g. 'yarn'"),
+    "a rope of nothing": ({"model_type": "llama", "rope_parameters": 3}, "refuses this llama config"), "layer types of another number": (
         {"model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"]}, "refuses this qwen3 config.*layer_types"), "an unknown layer type": ({"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["magic"]}, "refuses this qwen3 config.*layer_types"),
 }
 PROPOSALS = {
