@@ -152,9 +152,9 @@ def _check_tie(path, own_head, found):
     try: config = verifier_config(path)
     except FileNotFoundError: return
     said = {getattr(part, "tie_word_embeddings", None) for part in (config, text_config(config))}
-    if said == {False} and not own_head:
+    if said - {None} == {False} and not own_head:
         raise ValueError(f"verifier {str(path)!r}: its weights hold no head ({', '.join(HEAD_NAMES)}), and by its config it has one of its own (tie_word_embeddings is false); take both from one checkpoint")
-    if said == {True} and own_head and not torch.equal(found["head"], found["embeddings"]):
+    if said - {None} == {True} and own_head and not torch.equal(found["head"], found["embeddings"]):
         raise ValueError(f"verifier {str(path)!r}: its head differs from its embeddings, and by its config (tie_word_embeddings) they are one; take both from one checkpoint")
 
 def load_verifier_tensors(

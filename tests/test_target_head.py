@@ -1,6 +1,8 @@
 """A drafter built from its config alone scores by its verifier's conventions: norm, scale, soft-cap; where the config does not tell them, training is refused."""
+import contextlib
 import copy
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,3 +130,13 @@ def test_finish_keeps_its_input_and_its_dtype(dtype):
     logits = head.finish(raw)
     assert logits.dtype == dtype and torch.equal(raw, before)
     torch.testing.assert_close(logits, 3 * torch.tanh((before + torch.arange(4, dtype=dtype)) * 0.5 / 3))
+
+
+@pytest.mark.parametrize("text", [None, "the same"])
+@pytest.mark.parametrize("tied, own_head, words", [(True, True, "its head differs from its embeddings"), (False, False, "its weights hold no head"), (True, False, None), (False, True, None), (None, True, None)])
+def test_a_text_part_that_is_silent_leaves_the_tie_to_the_whole(monkeypatch, tied, own_head, words, text):
+    monkeypatch.setattr(head_module, "verifier_config", lambda path: SimpleNamespace(tie_word_embeddings=tied))
+    monkeypatch.setattr(head_module, "text_config", lambda config: SimpleNamespace(tie_word_embeddings=tied) if text else SimpleNamespace())
+    found = {"head": torch.ones(4, 2), "embeddings": torch.zeros(4, 2)}
+    with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
+        head_module._check_tie("v", own_head, found)
