@@ -138,7 +138,7 @@ def make_model(case, seed):
     config, t2d, d2t = AutoConfig.from_pretrained(verifier), None, None
     v, vd = text_config(config).vocab_size, make.pop("draft_vocab", None)
     if vd:
-        t2d, d2t = vocab_mapping_from_frequencies(torch.rand(v, generator=g), vd, v)
+        t2d, d2t = vocab_mapping_from_frequencies(torch.randperm(v, generator=g), vd, v)
     layer = draft_layer_config(config, make.pop("draft_arch", "llama"), make.pop("num_layers", 1))
     for key, value in case.get("layer", {}).items():
         setattr(layer, key, value)
