@@ -2526,6 +2526,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                              'speculators_nb/train/checkpoint.py'),
                                                  'speculators_nb.train.checkpoint._fitting': ( 'train/checkpoint.html#_fitting',
                                                                                                'speculators_nb/train/checkpoint.py'),
+                                                 'speculators_nb.train.checkpoint._state_problem': ( 'train/checkpoint.html#_state_problem',
+                                                                                                     'speculators_nb/train/checkpoint.py'),
                                                  'speculators_nb.train.checkpoint.check_output_dir': ( 'train/checkpoint.html#check_output_dir',
                                                                                                        'speculators_nb/train/checkpoint.py'),
                                                  'speculators_nb.train.checkpoint.checkpoint_problem': ( 'train/checkpoint.html#checkpoint_problem',

@@ -123,6 +123,8 @@ def what_to_serve(
         fields |= dict(method=own_head(config))
     try: about = read_config(target) | {"_name_or_path": _place(target)}
     except FileNotFoundError: about = None           # the command is for another machine: what depends on the verifier is not checked
+    if about and (of := about.get("speculators_model_type")):
+        raise ValueError(f"verifier={str(target)!r}: is a drafter (speculators_model_type={of!r}); name the verifier that it was trained for")
     said = SpeculativeConfig(**({"model": _place(draft)} if draft else {}) | fields, target_model_config=about)
     words = json.loads(said.to_json("vllm-0.32"))    # refuses what that engine has no words for
     if kind and draft is checkpoint and not verifier:

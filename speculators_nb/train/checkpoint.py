@@ -18,11 +18,26 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_checkpoints
 from ..model import SpeculatorModel, read_state
+from ..options import shown
 from .run import differences, read_record, run_changes, run_record, write_record
 from ..utils import atomic_write, checkpoint_index, load_tensors, read_object
 
 # %% ../../nbs/train/01b_checkpoint.ipynb #3ea12fe0
 log = logging.getLogger(__name__)
+
+def _state_problem(
+    folder: Path, # a checkpoint-N folder
+) -> str | None: # which field of the trainer's state has another type than transformers writes
+    "Look at the fields of trainer_state.json. Errors: OSError, ValueError."
+    file, fresh = folder / TRAINER_STATE_NAME, vars(TrainerState())
+    state = read_object(file)
+    if "global_step" not in state:
+        return f"{file}: has no global_step"
+    for name, value in state.items():
+        kind = type(fresh.get(name))
+        wanted = (int, float) if kind is int else kind
+        if kind is not type(None) and value is not None and (not isinstance(value, wanted) or kind is not bool and isinstance(value, bool)):
+            return f"{file}: {name}={shown(value)} is of another type; take an older checkpoint"
 
 def checkpoint_problem(
     folder: str | os.PathLike, # a checkpoint-N folder
@@ -30,11 +45,10 @@ def checkpoint_problem(
     "Check that a checkpoint is complete, without reading its tensors."
     folder = Path(folder)
     try:
-        read_object(folder / TRAINER_STATE_NAME)["global_step"]
+        if problem := _state_problem(folder):
+            return problem
         for file in set(checkpoint_index(folder).values()):
             load_tensors(file, [])
-    except KeyError as e:
-        return f"{folder / TRAINER_STATE_NAME}: has no {e}"
     except (OSError, ValueError) as e:
         return str(e)
     for name in ("optimizer.pt", "scheduler.pt"):
