@@ -319,12 +319,16 @@ def draft_layer_config(
     for name in ("type", "mrope_interleaved", "mrope_section", *part): rope.pop(name, None)
     types = ["full_attention" if i in full_attention else "sliding_attention" for i in range(num_layers)]
     dense = None if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) else getattr(text, "intermediate_size", None)
-    return CONFIG_MAPPING[family](
-        vocab_size=text.vocab_size, hidden_size=text.hidden_size, num_hidden_layers=num_layers, num_attention_heads=heads, num_key_value_heads=kv, head_dim=head_dim(text),
-        intermediate_size=intermediate_size or dense or 3 * text.hidden_size, hidden_act="silu", rms_norm_eps=norm_eps(text),
-        max_position_embeddings=text.max_position_embeddings, initializer_range=getattr(text, "initializer_range", 0.02), rope_parameters=rope, layer_types=types,
-        sliding_window=DRAFT_SLIDING_WINDOW, use_sliding_window="sliding_attention" in types, tie_word_embeddings=False,
-        bos_token_id=text.bos_token_id, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id)
+    try:
+        return CONFIG_MAPPING[family](
+            vocab_size=text.vocab_size, hidden_size=text.hidden_size, num_hidden_layers=num_layers, num_attention_heads=heads, num_key_value_heads=kv, head_dim=head_dim(text),
+            intermediate_size=intermediate_size or dense or 3 * text.hidden_size, hidden_act="silu", rms_norm_eps=norm_eps(text),
+            max_position_embeddings=text.max_position_embeddings, initializer_range=getattr(text, "initializer_range", 0.02), rope_parameters=rope, layer_types=types,
+            sliding_window=DRAFT_SLIDING_WINDOW, use_sliding_window="sliding_attention" in types, tie_word_embeddings=False,
+            bos_token_id=text.bos_token_id, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id)
+    except Exception as e:  # transformers' own classes of errors are no ValueError
+        raise ValueError(f"no {family} layers fit a verifier of hidden_size={text.hidden_size} and num_attention_heads={heads}, as its config.json says "
+                         f"({' '.join(str(e).split())}); take config.json and weights from one checkpoint") from e
 
 # %% ../nbs/core/11_layers.ipynb #4dcc2e5e
 def served_rope(

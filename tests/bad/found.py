@@ -202,6 +202,8 @@ CASES = [
     Case("features: weights that cannot be mapped", "features {here}/new {here}/talks.jsonl {here}/out", "verifier '.*new': its weights cannot be read", TALKS | {"new": copied(GOOD["tiny"], model__safetensors=memory)}),
     Case("train: a recipe without a name for the features", "train --recipe {here}/r.yaml", "r.yaml: train.data_dir='': is empty, expected Path",
          {"r.yaml": "train: {data_dir: '', output_dir: out, verifier: v}"}),
+    Case("train: heads that no layer has", "train {features} {here}/d --verifier {here}/new", "no llama layers fit a verifier of hidden_size=16 and num_attention_heads=32, as its config.json says",
+         {"new": copied(GOOD["verifier"], config__json=config(GOOD["verifier"], num_attention_heads=32, num_key_value_heads=1))}),
     Case("serve: a drafter for a verifier", "serve {drafter} --verifier {drafter}", "verifier='.*eagle3': is a drafter .speculators_model_type='eagle3'.; name the verifier that it was trained for"),
     Case("serve: a drafter of no algorithm", "serve {here}/drafter --verifier {verifier}", "config.json: speculators_model_type='': must name a kind of model",
          {"drafter": copied(GOOD["drafter"], config__json=config(GOOD["drafter"], speculators_model_type=""))}),
