@@ -29,7 +29,7 @@ RECORDS = ("data_config.json", "provenance.json", "dataset_info.json", "dataset_
 def load_table(
     folder: str | Path,  # a table that `Dataset.save_to_disk` wrote
 ) -> Dataset:  # memory-mapped
-    "Open an Arrow table. FileNotFoundError: there is none; ValueError: its list of files leads out of the folder, or a file is damaged."
+    "Open an Arrow table. FileNotFoundError: there is none, or a file of its list is missing; ValueError: its list of files leads out of the folder, or a file is damaged."
     folder, state = Path(folder), Path(folder) / "state.json"
     if not state.is_file():
         raise FileNotFoundError(f"{folder}: no state.json, so this is no table of `datasets`. Make one with prepare_data, or save_to_disk.")

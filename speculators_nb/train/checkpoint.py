@@ -34,9 +34,8 @@ def _state_problem(
     if "global_step" not in state:
         return f"{file}: has no global_step"
     for name, value in state.items():
-        kind = type(fresh.get(name))
-        wanted = (int, float) if kind is int else kind
-        if kind is not type(None) and value is not None and (not isinstance(value, wanted) or kind is not bool and isinstance(value, bool)):
+        kinds = {type(fresh.get(name)), type(value)}
+        if len(kinds) > 1 and type(None) not in kinds and kinds != {int, float}:
             return f"{file}: {name}={shown(value)} is of another type; take an older checkpoint"
 
 def checkpoint_problem(
@@ -144,7 +143,7 @@ class WholeCheckpoints(Trainer):
                         bar.close()
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        "transformers loads what is there, and leaves what is absent as it was drawn."
+        "Load the weights, all of them: transformers leaves what is absent as it was drawn. Errors: ValueError naming the tensors."
         if isinstance(self.model, SpeculatorModel):
             self.model.check_state(read_state(resume_from_checkpoint), resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
