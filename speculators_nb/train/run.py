@@ -133,6 +133,9 @@ def read_record(
         if not file.is_file():
             continue
         record = read_object(file)
+        for part in ("settings", "data", "model"):
+            if not isinstance(record.get(part) or {}, dict):
+                raise ValueError(f"{file}: {part}={record[part]!r} must be an object; take another checkpoint")
         if name == RECORD:
             return record
         return {"settings": {n: record[n] for n in SETTINGS if n in record}, "model": record.get("model") or {}}

@@ -57,6 +57,7 @@ CASES = [
     resume("another verifier", "verifier was '0', is", RUN, with_record({"run": "x", "verifier": "0"})),
     resume("run.json is no JSON", "run.json: not JSON", RUN, with_record("{")),
     resume("run.json is a list", "run.json: holds a list, and must hold an object", RUN, with_record([1])),
+    resume("run.json has a number for its settings", "run.json: settings=7 must be an object", RUN, with_record({"run": "x", "settings": 7})),
     resume("fsdp", "fsdp=.*not supported.*DDP", RUN + " --extra fsdp=full_shard"),
     *(Case(f"resume from a torn {name}", f"train {{features}} {{here}}/d {RUN} --extra resume_from_checkpoint={{here}}/d/checkpoint-2", "(cannot resume|resume_from_checkpoint).*", {"d": torn(name, size)})
       for name, size in (("optimizer.pt", 100), ("scheduler.pt", 10), ("model.safetensors", 200), ("trainer_state.json", 20))),
