@@ -1,12 +1,14 @@
 # Each target prepares what it needs: a bare machine with Python 3.11 or newer, git and make is enough.
 #   make demo                                        train a drafter on the CPU and measure it
 #   make demo TORCH="torch==2.11.0 --index-url ..."  the same on another torch build (remembered in .venv)
+#   make pytest PINS="transformers==5.16.0 ..."      other versions than constraints.txt has (remembered; PINS= ends it)
 #   make help                                        every target in a line
 
 SHELL := bash
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell \
 	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 TORCH ?= $(or $(shell cat .venv/.torch 2>/dev/null),torch==2.13.0)
+PINS ?= $(shell cat .venv/.pins 2>/dev/null)
 BIN := .venv/bin
 WORKERS ?= 2
 
@@ -20,8 +22,8 @@ QUIET := > >(grep --line-buffered -E '^ *Downloading .* MB\)|^Installing' | cut 
 	2> >(grep --line-buffered -v -E '^WARNING: Location .* is ignored' >&2)
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 
-.PHONY: help demo test lint sync notebooks-test pytest nbdev2 lab docs browser-test vllm-test proofs upstream-test bench compare verifier answers corpus notebooks export \
-	readme format hooks env env-dev clean force
+.PHONY: help demo test quick lint types newest notebooks-test pytest nbdev2 lab docs browser-test vllm-test proofs upstream-test \
+	bench compare verifier answers corpus notebooks export format hooks env env-dev wheel release-check clean force
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -32,13 +34,29 @@ demo: .venv/.run  ## train a drafter for the shipped tiny verifier, measure it, 
 
 test: lint notebooks-test nbdev2 pytest  ## everything that must hold: lint, all notebooks, nbdev 2, pytest (sync included)
 
+# one shell, so that the last step knows what is left of the three minutes
+quick: .venv/.dev  ## lint, types, export in sync, tests of what changed since HEAD (BASE=main: since main); within three minutes
+	@set -e; began=$$(date +%s); $(MAKE) --no-print-directory lint types; \
+	$(OFFLINE) $(BIN)/python -m pytest tests/test_sync.py; \
+	$(OFFLINE) $(BIN)/python tests/changed.py $(if $(BASE),--base '$(BASE)') --workers $(WORKERS) \
+		--without tests/test_sync.py --seconds $$((170 - $$(date +%s) + began))
+
 lint: .venv/.dev
-	$(BIN)/ruff check speculators_nb tests docs benchmarks
+	$(BIN)/ruff check speculators_nb tests docs benchmarks .ci
+
+types: .venv/.dev  ## what the annotations say
+	$(BIN)/python tests/types.py
 
 notebooks-test: .venv/.dev  ## every notebook in a kernel of its own: assertions hold, every stored figure is shown
 	$(OFFLINE) $(BIN)/python tests/notebooks.py --workers $(WORKERS)
 
 pytest: .venv/.dev
+	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS)
+
+newest: .venv/.dev  ## pytest with the newest release of every requirement, our upper bounds lifted; says what will break
+	rm -f .venv/.run  # the next make installs the tested versions again
+	$(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > .venv/.constraints
+	$(BIN)/python $(PIP) --upgrade --upgrade-strategy eager -c .venv/.constraints $$($(BIN)/python .ci/pins.py --newest)
 	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS)
 
 nbdev2: .venv/.dev .venv-nbdev2/.stamp  ## nbdev 2.4 exports the same bytes from settings.ini
@@ -80,14 +98,16 @@ upstream-test: .venv/.run  ## checkpoints of ours in speculators 0.9.0 and its i
 	$(OFFLINE) $(BIN)/python tests/parity/check_converters.py
 	$(OFFLINE) $(BIN)/python tests/parity/check_features.py
 
-proofs: .venv/.dev  ## sampled texts by chi-square and greedy texts token for token, every proposer and rule; hours on two cores, goes on where it stopped
-	$(OFFLINE) $(BIN)/python tests/proofs/run.py
+proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token: hours; goes on where it stopped (AGAIN=yes: anew)
+	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
 nightly: .venv/.dev bad-input upstream-test proofs  ## what takes longer than CI may: bad input by lot, upstream's checkpoints both ways, the proofs (hours; they continue where they stopped)
 
 .PHONY: bad-input
-BAD_SEED ?= $(shell date +%Y%m%d)
+SEED ?= $(shell date +%Y%m%d)
+BAD_SEED ?= $(SEED)
+MINUTES ?= 300
 bad-input: .venv/.dev  ## 300 bad inputs drawn by lot, from BAD_SEED (today's date); says where an answer is wrong
 	cd tests && $(OFFLINE) PYTHONPATH="$(CURDIR)" ../$(BIN)/python -m bad.draw --seed $(BAD_SEED) --n 300
 
@@ -110,13 +130,13 @@ compare: .venv/.dev  ## every family of drafters on one training budget; results
 	$(OFFLINE) $(BIN)/python benchmarks/drafters/run.py
 
 corpus: .venv/.run  ## write data/corpus again (the same bytes)
-	$(BIN)/python -m speculators_nb.data_generation.corpus
+	$(BIN)/python -m speculators_nb.lab.corpus
 
 verifier: .venv/.run  ## train data/tiny-verifier again
-	$(OFFLINE) $(BIN)/python -m speculators_nb.data_generation.tiny_verifier
+	$(OFFLINE) $(BIN)/python -m speculators_nb.lab.tiny_verifier
 
 answers: .venv/.run  ## write data/answers again: what the verifier says to the training prompts
-	$(OFFLINE) $(BIN)/python -m speculators_nb.experiment
+	$(OFFLINE) $(BIN)/python -m speculators_nb.lab.experiment
 
 notebooks: .venv/.dev  ## run every notebook as notebooks-test does, store its outputs, README
 	$(OFFLINE) $(BIN)/python tests/notebooks.py --save --workers $(WORKERS)
@@ -131,8 +151,16 @@ format: .venv/.dev  ## mend what ruff can mend, clean the notebooks, export
 	$(BIN)/ruff check --fix tests docs benchmarks
 	$(MAKE) export
 
-hooks: .venv/.dev  ## git hooks of this clone: notebook-aware merge and diff
+hooks: .venv/.dev  ## git hooks of this clone: notebook-aware merge and diff, and what a commit must pass (pre-commit)
 	$(BIN)/nbdev-install-hooks
+	@if [ -x $(BIN)/pre-commit ]; then $(BIN)/pre-commit install; \
+		else echo "no pre-commit in .venv: commits are not checked"; fi
+
+wheel: .venv/.dev  ## the wheel of this tree, in dist/; the same commit gives the same bytes
+	$(BIN)/python .ci/release.py build
+
+release-check: wheel  ## dist/ against docs/release.md: versions, changelog, content, installation (TAG=v0.2.0: the tag too)
+	$(BIN)/python .ci/release.py check $(if $(TAG),--tag '$(TAG)')
 
 env: .venv/.run  ## only the environment that the demo needs
 env-dev: .venv/.dev  ## the environment for tests, Lab and docs
@@ -144,18 +172,22 @@ env-dev: .venv/.dev  ## the environment for tests, Lab and docs
 
 # torch first and alone: its own index need not carry the pinned versions of the rest
 .venv/.run: constraints.txt pyproject.toml | .venv/bin/python
-	@echo "== installing $(TORCH) and the runtime requirements"
+	@echo "== installing $(TORCH) and the runtime requirements$(if $(PINS), with $(PINS))"
+	@$(BIN)/python .ci/pins.py $(foreach w,$(PINS),'$(w)') > .venv/.constraints
 	@$(BIN)/python $(PIP) $(foreach w,$(TORCH),'$(w)') $(QUIET)
-	@PYTHONWARNINGS=ignore $(BIN)/python $(PIP) -c constraints.txt -e . $(QUIET)
-	@echo "$(TORCH)" > .venv/.torch && touch $@
+	@PYTHONWARNINGS=ignore $(BIN)/python $(PIP) -c .venv/.constraints -e . $(QUIET)
+	@echo "$(TORCH)" > .venv/.torch && echo "$(PINS)" > .venv/.pins && touch $@
 
 ifneq ($(TORCH),$(shell cat .venv/.torch 2>/dev/null))
+.venv/.run: force
+endif
+ifneq ($(strip $(PINS)),$(shell cat .venv/.pins 2>/dev/null))
 .venv/.run: force
 endif
 
 .venv/.dev: .venv/.run
 	@echo "== installing the requirements of tests, Lab and docs"
-	@PYTHONWARNINGS=ignore $(BIN)/python $(PIP) -c constraints.txt -e ".[dev,docs]" $(QUIET)
+	@PYTHONWARNINGS=ignore $(BIN)/python $(PIP) -c .venv/.constraints -e ".[dev,docs]" $(QUIET)
 	@touch $@
 
 # nbdev 2.4.14 runs with these two bounds only, and never beside nbdev 3

@@ -2,16 +2,18 @@
 
 The package is exported from the notebooks in `nbs/`. Importing it costs nothing: public names are resolved on first use.
 """
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from importlib import import_module
 
+from speculators_nb import _aliases
+
 # public name -> the module that defines it (the names that a user of the upstream library expects at the top level)
 _PUBLIC = {
-    "SpeculatorModelConfig": "config", "SpeculatorsConfig": "config", "VerifierConfig": "config", "reload_schemas": "config",
-    "TokenProposalConfig": "proposals", "GreedyTokenProposalConfig": "proposals", "SamplingTokenProposalConfig": "proposals",
-    "StaticTreeTokenProposalConfig": "proposals", "DynamicTreeTokenProposalConfig": "proposals",
-    "SpeculatorModel": "model", "SpeculativeConfig": "decode.speculative_config",
+    "SpeculatorModelConfig": "core.config", "SpeculatorsConfig": "core.config", "VerifierConfig": "core.config", "reload_schemas": "core.config",
+    "TokenProposalConfig": "core.proposals", "GreedyTokenProposalConfig": "core.proposals", "SamplingTokenProposalConfig": "core.proposals",
+    "StaticTreeTokenProposalConfig": "core.proposals", "DynamicTreeTokenProposalConfig": "core.proposals",
+    "SpeculatorModel": "models.base", "SpeculativeConfig": "serve.speculative_config",
     "EagleSpeculator": "models.eagle", "EagleSpeculatorConfig": "models.eagle",
     "Eagle3DraftModel": "models.eagle3", "Eagle3SpeculatorConfig": "models.eagle3",
     "DFlashDraftModel": "models.dflash", "DFlashSpeculatorConfig": "models.dflash",
@@ -21,6 +23,8 @@ _PUBLIC = {
     "MedusaModel": "models.medusa", "MedusaSpeculatorConfig": "models.medusa",
     "MTPDraftModel": "models.mtp", "MTPSpeculatorConfig": "models.mtp",
 }
+
+_aliases.install()
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPTNeoXConfig, LlamaConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig
 
-from speculators_nb.data_generation.batch import collate
-from speculators_nb.layers import draft_layer_config
-from speculators_nb.losses import LOSSES
-from speculators_nb.model import SpeculatorModel
-from speculators_nb.verifier import Verifier
+from speculators_nb.data.packing import collate
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.nn.losses import LOSSES
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.verifier.tapped_model import Verifier
 
 V, H = 96, 32
 PLAIN = dict(vocab_size=V, hidden_size=H, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64, initializer_range=.2)

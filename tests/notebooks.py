@@ -3,7 +3,7 @@
 One run checks the assertions and the figures, and can store the outputs.
 
     python tests/notebooks.py                                      all notebooks below nbs/; stores nothing
-    python tests/notebooks.py nbs/core/06_masks.ipynb nbs/train    these
+    python tests/notebooks.py nbs/nn/01_masks.ipynb nbs/train    these
     python tests/notebooks.py --save                               store what the notebooks that passed have shown
     python tests/notebooks.py --flags "slow vllm"                  run cells with these test flags too
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from speculators_nb.config import SpeculatorModelConfig
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.core.config import SpeculatorModelConfig
+from speculators_nb.models.base import SpeculatorModel
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

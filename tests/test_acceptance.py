@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from speculators_nb.decode.generate import Generation, NoDrafter, Step, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.evaluate.acceptance import acceptance_summary, acceptance_table, count, evaluate, expected_length
-from speculators_nb.verifier import Verifier
+from speculators_nb.verifier.tapped_model import Verifier
 
 K = 3
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.anchors import block_supervision, select_anchors
+from speculators_nb.nn.anchors import block_supervision, select_anchors
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""The floors of docs/architecture.md, held to the code: the table is read from that page, the imports by `ast`."""
+"""The packages of docs/architecture.md, held to the code: the table is read from that page, the imports by `ast`."""
 import ast
 import re
 from pathlib import Path
@@ -8,29 +8,33 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "speculators_nb"
 PAGE = (ROOT / "docs/architecture.md").read_text()
+BY_HAND = {"_aliases"}  # the only module without a notebook
 
 
-def expand(word):
-    "`train/{optim,trainer}` -> train.optim, train.trainer"
-    m = re.fullmatch(r"(?:(\w+)/)?(?:\{([\w, ]+)\}|(\w+))", word)
-    assert m, f"docs/architecture.md: cannot read the module list {word!r}"
-    return [f"{m[1]}.{x.strip()}" if m[1] else x.strip() for x in (m[2] or m[3]).split(",")]
-
-
-def floors(page=PAGE):
-    "module -> (floor, place on it), as the table of the page lists them"
-    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", page, flags=re.M)
-    return {m: (int(floor), i) for floor, cell in rows
-            for i, m in enumerate(m for word in re.findall(r"`([^`]+)`", cell) for m in expand(word))}
+def packages(page=PAGE):
+    "package -> packages that the table says it imports, in the table's order"
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]*)\|$", page.split("\n## Three walks")[0], flags=re.M)
+    found = {}
+    for package, cell in rows:
+        named = re.findall(r"`(\w+)`", cell)
+        found[package] = set(found) - set(named) if cell.startswith("all above") else set(named)
+    return found
 
 
 def name_of(path):
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-FLOOR = floors()
-MODULES = {name_of(p): p for p in sorted(PACKAGE.rglob("*.py")) if p.name not in ("__init__.py", "_modidx.py")}
-ALGORITHMS = sorted(m.split(".")[1] for m in FLOOR if m.startswith("models."))
+def numbered():
+    "module -> number of its notebook"
+    books = (re.fullmatch(r"nbs/(\w+)/(\d\d)_(\w+)\.ipynb", p.relative_to(ROOT).as_posix()) for p in (ROOT / "nbs").glob("*/*.ipynb"))
+    return {f"{m[1]}.{m[3]}": int(m[2]) for m in books if m and m[1] != "tutorials"}
+
+
+TABLE = packages()
+NUMBER = numbered()
+MODULES = {name_of(p): p for p in sorted(PACKAGE.rglob("*.py")) if p.name not in ("__init__.py", "_modidx.py") and name_of(p) not in BY_HAND}
+ALGORITHMS = sorted(m.split(".")[1] for m in MODULES if m.startswith("models.") and m.split(".")[1] not in ("base", "formats", "convert"))
 
 
 def internal_imports(source, module):
@@ -44,14 +48,13 @@ def internal_imports(source, module):
             base = ".".join([*base, *filter(None, [node.module])])
             found |= {base} | {f"{base}.{a.name}" for a in node.names}
     found = {m.removeprefix("speculators_nb.") for m in found if m.startswith("speculators_nb.")}
-    return {m for m in found if m in FLOOR or m in MODULES}
+    return {m for m in found if m in MODULES}
 
 
 def may_import(user, used):
-    "Lower floor, or further left on the same floor; training and decoding stay apart"
-    if {user.split(".")[0], used.split(".")[0]} == {"train", "decode"}:
-        return False
-    return FLOOR[used][0] < FLOOR[user][0] or (FLOOR[used][0] == FLOOR[user][0] and FLOOR[used][1] < FLOOR[user][1])
+    "A package that the table names, or a lower number in the same package"
+    a, b = user.split(".")[0], used.split(".")[0]
+    return NUMBER[used] < NUMBER[user] if a == b else b in TABLE[a]
 
 
 def code_words(source):
@@ -79,48 +82,85 @@ def code_words(source):
 
 
 def test_table_is_read():
-    assert set(n for n, _ in FLOOR.values()) == {1, 2, 3, 4, 5}
-    assert floors("| 2 | `a`, `b/{c,d}` | x |\n| 1 | `e` | y |") == {"a": (2, 0), "b.c": (2, 1), "b.d": (2, 2), "e": (1, 0)}
+    assert packages("| `a` | x | |\n| `b` | y | `a` |\n| `c` | z | all above but `a` |\n| `d` | z | all above |\n") == {
+        "a": set(), "b": {"a"}, "c": {"b"}, "d": {"a", "b", "c"}}
+    assert list(TABLE)[0] == "core" and list(TABLE)[-1] == "cli"
 
 
-def test_every_module_has_a_floor():
-    assert sorted(set(MODULES) - set(FLOOR)) == [], "name it in the table of docs/architecture.md"
+def test_every_notebook_is_the_source_of_the_module_of_its_name():
+    said = {f"{p.parent.name}.{p.stem.partition('_')[2]}": re.search(r"#\| default_exp ([\w.]+)", p.read_text())[1]
+            for p in (ROOT / "nbs").glob("*/*.ipynb") if p.parent.name != "tutorials"}
+    assert said == {m: m for m in said}
+    assert sorted(said) == sorted(MODULES)
+    assert not any("default_exp" in p.read_text() for p in (ROOT / "nbs").glob("tutorials/*.ipynb"))
 
 
-def test_every_listed_module_exists():
-    assert sorted(set(FLOOR) - set(MODULES)) == [], "listed in docs/architecture.md, but not in the package"
+def test_numbers_have_no_gaps_and_no_repeats():
+    folders = {p.parent.name for p in (ROOT / "nbs").glob("*/*.ipynb")}
+    for folder in folders:
+        numbers = sorted(int(p.name[:2]) for p in (ROOT / "nbs" / folder).glob("*.ipynb"))
+        assert numbers == list(range(1, len(numbers) + 1)), folder
+
+
+def test_packages_are_few_and_small():
+    sizes = {package: sum(m.startswith(package + ".") for m in MODULES) for package in TABLE}
+    assert set(sizes) == {m.split(".")[0] for m in MODULES}, "a package without a row in the table of docs/architecture.md, or the reverse"
+    assert len(sizes) + len(BY_HAND) <= 15
+    assert {package: n for package, n in sizes.items() if n > 12} == {}
+
+
+def test_the_table_has_one_direction():
+    above = set()
+    for package, used in TABLE.items():
+        assert used <= above, package
+        above.add(package)
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_point_downwards(module):
+def test_imports_have_one_direction(module):
     used = internal_imports(MODULES[module].read_text(), module)
     assert sorted(m for m in used if not may_import(module, m)) == []
 
 
+def test_the_table_names_no_import_that_is_not_there():
+    used = {package: set() for package in TABLE}
+    for module, path in MODULES.items():
+        package = module.split(".")[0]
+        used[package] |= {m.split(".")[0] for m in internal_imports(path.read_text(), module)} - {package}
+    assert used == TABLE
+
+
 @pytest.mark.parametrize("source,user,wrong", [
-    ("from ..utils import seed", "models.eagle3", set()),
-    ("def f():\n    from speculators_nb.demo import x", "models.eagle3", {"demo"}),
-    ("from .. import demo", "models.eagle3", {"demo"}),
-    ("import speculators_nb.decode.accept as a", "train.trainer", {"decode.accept"}),
-    ("from .trainer import Trainer", "train.optim", {"train.trainer"}),
+    ("from ..core.files import atomic_write", "models.eagle3", set()),
+    ("def f():\n    from speculators_nb.cli.demo import x", "models.eagle3", {"cli.demo"}),
+    ("from ..cli import demo", "models.eagle3", {"cli.demo"}),
+    ("import speculators_nb.decode.generate as g", "train.trainer", {"decode.generate"}),
+    ("from .trainer import Trainer", "train.optimizers", {"train.trainer"}),
 ])
 def test_a_wrong_import_is_seen(source, user, wrong):
     assert {m for m in internal_imports(source, user) if not may_import(user, m)} == wrong
 
 
+def test_every_path_on_the_page_exists():
+    words = re.findall(r"`([a-z_]+\.[a-z_]+)(?:\.\w+)?`", PAGE)
+    named = {w for w in words if w.split(".")[0] in TABLE}
+    assert sorted(named - set(MODULES)) == []
+    assert len(named) > 15
+
+
 # `plot` gives every drafter one colour everywhere, so its palette must spell their names; the engine's method words, which
-# `decode.methods` and `decode.speculative_config` read and write, are such names, and so is a key of its extraction; on the top floor a person chooses one
-SPELLS_NAMES = {"plot", "options", "data_generation.connector", "data_generation.extraction", "decode.methods", "decode.speculative_config"}
+# `serve.vllm_methods` and `serve.speculative_config` read and write, are such names, and so is a key of its extraction; in `cli` and `lab` a person chooses one
+SPELLS_NAMES = {"core.plot", "core.options", "features.vllm_connector", "features.extraction_client", "serve.vllm_methods", "serve.speculative_config"}
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("models.") and m not in SPELLS_NAMES and FLOOR.get(m, (0,))[0] < 5])
+@pytest.mark.parametrize("module", [m for m in MODULES if m.split(".")[0] not in ("cli", "lab") and m not in SPELLS_NAMES and m.split(".")[1] not in ALGORITHMS])
 def test_algorithms_are_named_in_their_own_modules_only(module):
     names = re.compile("|".join(ALGORITHMS), re.I)
     assert sorted({w[:60] for w in code_words(MODULES[module].read_text()) if names.search(w)}) == []
 
 
 def test_an_algorithm_does_not_name_another():
-    for module in (m for m in MODULES if m.startswith("models.")):
+    for module in (f"models.{a}" for a in ALGORITHMS):
         own = module.split(".")[1]
         bases = {m.split(".")[1] for m in internal_imports(MODULES[module].read_text(), module) if m.startswith("models.")}
         others = [a for a in ALGORITHMS if a not in {own, *bases} and a not in own]

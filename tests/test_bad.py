@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from bad.harness import Case, complaint, run, run_process
 
-import speculators_nb.data_steps
-import speculators_nb.demo
-import speculators_nb.drafter_steps  # noqa: F401  imported before the first fork, so that a case does not pay for it
+import speculators_nb.cli.data_commands
+import speculators_nb.cli.demo
+import speculators_nb.cli.drafter_commands  # noqa: F401  imported before the first fork, so that a case does not pay for it
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 MODULES = {p.stem: importlib.import_module(f"bad.{p.stem}") for p in sorted((Path(__file__).parent / "bad").glob("*.py"))}

@@ -5,9 +5,9 @@ import pytest
 from bad.draw import Drawn, draw, good, judge, play
 from bad.harness import Outcome
 
-import speculators_nb.data_steps
-import speculators_nb.demo
-import speculators_nb.drafter_steps  # noqa: F401  imported before the first fork, so that a case does not pay for it
+import speculators_nb.cli.data_commands
+import speculators_nb.cli.demo
+import speculators_nb.cli.drafter_commands  # noqa: F401  imported before the first fork, so that a case does not pay for it
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from speculators_nb.data_generation.batch import PackedBatchSampler, collate, pack, shift_by_one
+from speculators_nb.data.packing import PackedBatchSampler, collate, pack
+from speculators_nb.nn.supervision import shift_by_one
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=80)
 

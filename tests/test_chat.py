@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from speculators_nb.data_generation import template as template_module
-from speculators_nb.data_generation.chat import add_turn, encode, encode_batch, prepare, save_prepared, show_mask, token_frequencies
-from speculators_nb.data_generation.corpus import corpus
-from speculators_nb.data_generation.messages import BadRow, normalize
-from speculators_nb.data_generation.template import ChatTemplate, turns_of
+from speculators_nb.data import chat_template as template_module
+from speculators_nb.data.chat_encoding import add_turn, encode, encode_batch, prepare, save_prepared, show_mask, token_frequencies
+from speculators_nb.lab.corpus import corpus
+from speculators_nb.data.messages import BadRow, normalize
+from speculators_nb.data.chat_template import ChatTemplate, turns_of
 
 MARKED = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
           "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")

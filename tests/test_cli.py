@@ -17,12 +17,13 @@ import yaml
 from fastcore.docments import docments
 from typer.testing import CliRunner
 
-from speculators_nb import cli, drafter_steps
-from speculators_nb.command import command, library, new_app
-from speculators_nb.data_generation.sources import read_conversations
-from speculators_nb.provenance import read_provenance
-from speculators_nb.recipe import read_recipe, resolve
-from speculators_nb.serve import free_port
+from speculators_nb.cli import main as cli
+from speculators_nb.cli import drafter_commands as drafter_steps
+from speculators_nb.cli.command import command, library, new_app
+from speculators_nb.data.sources import read_conversations
+from speculators_nb.core.provenance import read_provenance
+from speculators_nb.cli.recipe import read_recipe, resolve
+from speculators_nb.serve.server import free_port
 
 ROOT = Path(__file__).parents[1]
 VERIFIER, CORPUS = ROOT / "data/tiny-verifier", ROOT / "data/corpus"
@@ -40,7 +41,7 @@ def python(code):
 # --- light and helpful ------------------------------------------------------------------------------------------------
 
 def test_help_needs_no_heavy_module():
-    got = python("import sys, speculators_nb.cli; print([m for m in ('torch', 'transformers', 'pandas', 'matplotlib', 'datasets', 'numpy') if m in sys.modules])")
+    got = python("import sys, speculators_nb.cli.main; print([m for m in ('torch', 'transformers', 'pandas', 'matplotlib', 'datasets', 'numpy') if m in sys.modules])")
     assert got.stdout.strip() == "[]", got.stdout + got.stderr
 
 
@@ -48,7 +49,7 @@ def test_help_waits_for_nothing_heavy():
     """What makes a command slow to answer is what it imports."""
     got = python("""import sys
 sys.argv = ['speculators-nb', '--help']
-from speculators_nb.cli import app
+from speculators_nb.cli.main import app
 try: app()
 except SystemExit: pass
 print(sorted({'torch', 'transformers', 'datasets', 'matplotlib', 'pandas'} & set(sys.modules)))""")
@@ -58,7 +59,7 @@ print(sorted({'torch', 'transformers', 'datasets', 'matplotlib', 'pandas'} & set
 
 def test_the_installed_command_is_this_one():
     from importlib.metadata import entry_points
-    assert {e.value for e in entry_points(group="console_scripts", name="speculators-nb")} == {"speculators_nb.cli:app"}
+    assert {e.value for e in entry_points(group="console_scripts", name="speculators-nb")} == {"speculators_nb.cli.main:app"}
 
 
 def test_no_arguments_shows_help():
@@ -89,10 +90,10 @@ def test_a_command_is_the_library_s_function(name):
 
 
 def test_heavy_imports_are_inside():
-    for module in (cli, sys.modules["speculators_nb.command"]):
+    for module in (cli, sys.modules["speculators_nb.cli.command"]):
         tree = ast.parse(Path(module.__file__).read_text())
         tops = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))}
-        assert tops <= {"ast", "command", "contextlib", "errno", "importlib", "inspect", "io", "json", "logging", "options", "os", "collections", "pathlib", "signal", "sys", "textwrap", "threading", "tokenize", "typing", "typer"}
+        assert tops <= {"ast", "command", "core", "contextlib", "errno", "importlib", "inspect", "io", "json", "logging", "os", "collections", "pathlib", "signal", "sys", "textwrap", "threading", "tokenize", "typing", "typer"}
 
 
 @pytest.mark.parametrize("algorithm,given,arch", [("eagle3", (), "llama"), ("dflash", (), "qwen3"), ("dflash", ("--draft-arch", "llama"), "llama"), ("medusa", (), "llama")])
@@ -199,7 +200,7 @@ def test_options_are_checked_before_anything_heavy(tmp_path):
     (tmp_path / "r.yaml").write_text("train: {data_dir: d, output_dir: o, seed: -1}")
     for args in (["train", "d", "o", "--num-train-epochs", "-1"], ["train", "--recipe", str(tmp_path / "r.yaml")], ["serve", "nope", "--port", "0"]):
         got = python(f"""import sys
-from speculators_nb.cli import app
+from speculators_nb.cli.main import app
 try: app({args!r})
 except SystemExit as e: print(e.code, sorted({{'torch', 'transformers', 'datasets', 'numpy'}} & set(sys.modules)))""")
         assert got.stdout.strip() == "2 []" and got.stderr.startswith("Error: ") and got.stderr.count("\n") == 1
@@ -239,9 +240,9 @@ def test_a_reader_that_goes_away_is_no_error():
 
 def test_what_a_shell_cannot_type():
     with pytest.raises(ValueError, match="no function nothing"):
-        library("vocab", "nothing")
+        library("nn.draft_vocabulary", "nothing")
     with pytest.raises(ValueError, match="verifier has no default, and a type"):
-        library("data_generation.features", "extract_features")
+        library("features.in_process", "extract_features")
 
 
 # --- recipes -----------------------------------------------------------------------------------------------------------------
@@ -303,7 +304,7 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
 
 
 def test_a_recipe_names_no_secret(tmp_path):
-    from speculators_nb.recipe import write_recipe
+    from speculators_nb.cli.recipe import write_recipe
     text = write_recipe(tmp_path, "x", {"api_key": "secret-word", "api_key_env": "KEY", "url": "http://u:secret-word@h/?token=secret-word"}).read_text()
     assert "secret-word" not in text and "api_key_env: KEY" in text
 
@@ -511,6 +512,6 @@ def test_as_functions_in_a_notebook(features, tmp_path):
 
 def test_a_recipe_does_not_decide_what_becomes_of_the_output(tmp_path):
     "To repeat a recipe must not train over the run that it stands beside."
-    from speculators_nb.recipe import write_recipe
+    from speculators_nb.cli.recipe import write_recipe
     text = write_recipe(tmp_path, "train", {"data_dir": "f", "overwrite": True, "resume": True, "seed": 0}).read_text()
     assert "seed: 0" in text and "overwrite" not in text and "resume" not in text

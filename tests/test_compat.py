@@ -7,16 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from speculators_nb.data_generation.features import FeatureDataset
-from speculators_nb.model import SpeculatorModel
-from speculators_nb.train.drafter import train_drafter
+from speculators_nb.features.in_process import FeatureDataset
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.train.train_drafter import train_drafter
 
 RUNS = sorted(p.parent for p in (Path(__file__).parent / "fixtures/compat").glob("*/*/run.json"))
 IDS = [f"{p.parent.name}-{p.name}" for p in RUNS]
 
 
 def test_all_drafters_have_a_run():
-    from speculators_nb.config import SpeculatorModelConfig, import_models
+    from speculators_nb.core.config import SpeculatorModelConfig, import_models
     import_models()
     releases = {p.parent.name for p in RUNS}
     assert releases

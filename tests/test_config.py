@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from speculators_nb.config import (
+from speculators_nb.core.config import (
     LayerConfig,
     SpeculatorModelConfig,
     SpeculatorsConfig,
@@ -22,7 +22,7 @@ from speculators_nb.config import (
     layer_config_from_dict,
     reload_schemas,
 )
-from speculators_nb.proposals import GreedyTokenProposalConfig, TokenProposalConfig
+from speculators_nb.core.proposals import GreedyTokenProposalConfig, TokenProposalConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = {
@@ -242,7 +242,7 @@ def test_transformers_model_round_trip(tmp_path):
 
 def test_a_failed_write_keeps_the_old_config(tmp_path, monkeypatch):
     Toy(draft_vocab_size=5).save_pretrained(tmp_path)
-    monkeypatch.setattr("speculators_nb.utils.os.replace", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr("speculators_nb.core.files.os.replace", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         Toy(draft_vocab_size=6).save_pretrained(tmp_path)
     monkeypatch.undo()

@@ -9,7 +9,7 @@ import pytest
 from matrix import drafter
 from test_rope import HALF, NESTED, ROPES
 
-from speculators_nb.contract import check_vllm_contract
+from speculators_nb.serve.vllm_contract import check_vllm_contract
 
 
 def checkpoint(folder, name, **layer):

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3NextConfig
 
-from speculators_nb.config import SpeculatorModelConfig, SpeculatorsConfig
-from speculators_nb.convert import convert, detect, export_native
+from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig
+from speculators_nb.models.convert import convert, detect, export_native
 from speculators_nb.decode.generate import generate
-from speculators_nb.layers import draft_layer_config
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.mtp_native import stitch_mtp
-from speculators_nb.native import NativeCheckpoint, formats
-from speculators_nb.verifier import Verifier
-from speculators_nb.vocab import vocab_mapping_from_frequencies
+from speculators_nb.models.formats import NativeCheckpoint, formats
+from speculators_nb.verifier.tapped_model import Verifier
+from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
 
 V, H, LAYERS = 48, 16, 8
 SHAPE = dict(vocab_size=V, hidden_size=H, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=False)
@@ -409,6 +409,6 @@ def test_types_without_a_foreign_format(home, tmp_path):
 
 def test_names_without_weights_are_read(home, monkeypatch):
     "Of a sharded verifier detection reads the index alone."
-    monkeypatch.setattr("speculators_nb.native.load_tensors", lambda *a: pytest.fail("read a tensor"))
+    monkeypatch.setattr("speculators_nb.models.formats.load_tensors", lambda *a: pytest.fail("read a tensor"))
     native = NativeCheckpoint(home / "moe")
     assert native.file.name == "model.safetensors.index.json" and len(native.index) > 10

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from speculators_nb.data_generation.corpus import DOMAINS, conversation, corpus, is_heldout, is_right, main, read_corpus, spin, topics
+from speculators_nb.lab.corpus import DOMAINS, conversation, corpus, is_heldout, is_right, main, read_corpus, spin, topics
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ROOT / "data" / "corpus"

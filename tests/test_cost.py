@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.evaluate.cost import count_flops, draft_cost, expected_speedup, training_flops, verifier_cost, weights_read
-from speculators_nb.tree import TokenTree
-from speculators_nb.verifier import Verifier
+from speculators_nb.core.tree import TokenTree
+from speculators_nb.verifier.tapped_model import Verifier
 from transformers import LlamaConfig, LlamaForCausalLM
 
 

@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 from test_experiment import names_taken
 
-from speculators_nb.demo import demo, trained_step_weights, training_figures
-from speculators_nb.experiment import SETTINGS, settings
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.cli.demo import demo, trained_step_weights, training_figures
+from speculators_nb.lab.experiment import SETTINGS, settings
+from speculators_nb.models.base import SpeculatorModel
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,7 +27,7 @@ def test_a_family_without_mask_and_without_vllm(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("algorithm", SETTINGS)
 def test_every_family_drafts_as_many_tokens_as_it_is_asked_for(algorithm):
     "The number of tokens has another name in each family's arguments."
-    from speculators_nb.train.drafter import new_drafter
+    from speculators_nb.train.train_drafter import new_drafter
     for k in (2, 4):
         model = new_drafter(algorithm, ROOT / "data/tiny-verifier", **settings(algorithm, k))
         assert model.drafter().trained_tokens == k
@@ -45,7 +45,7 @@ def test_every_family_drafts_as_many_tokens_as_it_is_asked_for(algorithm):
 ], ids=str)
 def test_the_report_draws_the_weights_of_the_run(algorithm, given, weights, tmp_path):
     "From the arguments of the command line to the line in the figure."
-    from speculators_nb.model import SpeculatorModel
+    from speculators_nb.models.base import SpeculatorModel
     kwargs, _ = SpeculatorModel.registered_class(algorithm).get_trainer_kwargs(**given)
     assert trained_step_weights(kwargs) == (weights and pytest.approx(weights))
     model = SimpleNamespace(config=SimpleNamespace(speculators_model_type=algorithm))

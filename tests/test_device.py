@@ -8,13 +8,13 @@ import pytest
 import torch
 from on_device import PretendCuda, on_cuda
 
-import speculators_nb.attention as attention_module
+import speculators_nb.nn.attention as attention_module
 from benchmarks.gpu.decode import prompts
 from benchmarks.gpu.equal import DRAFTERS, HEAD_WAYS, HEADS, VERIFIER, WAYS, batch, drafter
-from speculators_nb.decode.drive import TreeDrafter
+from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.generate import NoDrafter, generate
-from speculators_nb.tree import Sampling
-from speculators_nb.verifier import Verifier
+from speculators_nb.core.tree import Sampling
+from speculators_nb.verifier.tapped_model import Verifier
 
 CPU = torch.device("cpu")
 CASES = [(name, way) for name in DRAFTERS for way in (HEAD_WAYS if name in HEADS else WAYS)]

@@ -7,16 +7,16 @@ from recorded import FIXTURES, cases, load_case
 from safetensors.torch import load_file
 from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.anchors import block_supervision
-from speculators_nb.contract import check_vllm_contract
+from speculators_nb.nn.anchors import block_supervision
+from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.decode.generate import NoDrafter, generate
-from speculators_nb.layers import draft_layer_config
-from speculators_nb.masks import anchored_blocks
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.nn.masks import anchored_blocks
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
-from speculators_nb.tree import Sampling
-from speculators_nb.verifier import Verifier
-from speculators_nb.weights import dpace
+from speculators_nb.core.tree import Sampling
+from speculators_nb.verifier.tapped_model import Verifier
+from speculators_nb.nn.step_weights import dpace
 
 CASES = cases("dflash")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from matrix import V, batch_for, drafter, verifier
 
-from speculators_nb.layers import draft_layer_config
-from speculators_nb.model import SpeculatorModel
-from speculators_nb.supervision import chain_metrics
-from speculators_nb.train.drafter import train_drafter
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.nn.supervision import chain_metrics
+from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.train.trainer import SpeculatorTrainingArguments
 
 ROOT = Path(__file__).parents[1]

@@ -7,18 +7,18 @@ import torch
 from test_generate import NEW, PROMPT, DraftTable, chi_square_p, exact_law, language
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.decode.accept import RULES
+from speculators_nb.decode.acceptance_rules import RULES
 from speculators_nb.decode.draft_model import DraftModel
-from speculators_nb.decode.drive import TreeDrafter, drive
+from speculators_nb.decode.proposal_setup import TreeDrafter, drive
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.growth import dynamic_tree, parse_tree, static_tree
-from speculators_nb.proposals import (DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig, SamplingTokenProposalConfig, StaticTreeTokenProposalConfig,
+from speculators_nb.core.tree_growth import dynamic_tree, parse_tree, static_tree
+from speculators_nb.core.proposals import (DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig, SamplingTokenProposalConfig, StaticTreeTokenProposalConfig,
                                       TokenProposalConfig)
-from speculators_nb.train.drafter import new_drafter
-from speculators_nb.tree import Drafter, Sampling, TokenTree, probabilities
-from speculators_nb.verifier import Verifier
-from speculators_nb.vocab import vocab_mapping_from_frequencies
+from speculators_nb.train.train_drafter import new_drafter
+from speculators_nb.core.tree import Drafter, Sampling, TokenTree, probabilities
+from speculators_nb.verifier.tapped_model import Verifier
+from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
 
 V, H = 24, 16
 SHAPE = dict(vocab_size=V, hidden_size=H, intermediate_size=20, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=256,

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from speculators_nb.decode.generate import generate
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig, MarkovHead
-from speculators_nb.tree import Sampling
-from speculators_nb.verifier import Verifier
+from speculators_nb.core.tree import Sampling
+from speculators_nb.verifier.tapped_model import Verifier
 
 CASES = cases("dspark")
 

@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.config import SpeculatorModelConfig
-from speculators_nb.contract import check_vllm_contract
+from speculators_nb.core.config import SpeculatorModelConfig
+from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.decode.generate import NoDrafter, generate
-from speculators_nb.layers import draft_layer_config
-from speculators_nb.model import SpeculatorModel
-from speculators_nb.growth import dynamic_tree
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.core.tree_growth import dynamic_tree
 from speculators_nb.models.eagle import EagleSpeculator, EagleSpeculatorConfig, feature_noise
-from speculators_nb.tree import Drafter, Sampling
-from speculators_nb.verifier import Verifier
+from speculators_nb.core.tree import Drafter, Sampling
+from speculators_nb.verifier.tapped_model import Verifier
 
 H, V, L = 16, 24, 22
 SHAPE = dict(vocab_size=V, hidden_size=H, intermediate_size=20, num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=256)

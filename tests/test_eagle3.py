@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, Qwen3Config
 
 from speculators_nb.models.eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
-from speculators_nb.supervision import ttt_supervision
-from speculators_nb.tree import Sampling
+from speculators_nb.nn.supervision import ttt_supervision
+from speculators_nb.core.tree import Sampling
 
 CASES = cases("eagle3")
 

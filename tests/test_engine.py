@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import speculators_nb.evaluate.load as load_module
-from speculators_nb.data_generation.endpoint import Endpoint, EndpointError
+from speculators_nb.core.http_client import Endpoint, EndpointError
 from speculators_nb.decode.generate import Generation, Step
 from speculators_nb.evaluate.acceptance import COUNTS, acceptance_table, evaluate
 from speculators_nb.evaluate.engine import EngineEvaluation, as_engine_counts, compare_runs, evaluate_as_engine, evaluate_engine
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report, replies_of
-from speculators_nb.evaluate.load import Meter, MetricsError, Prompt, ask, read_prompts, run_load
-from speculators_nb.serve import Server
+from speculators_nb.evaluate.load import Prompt, ask, read_prompts, run_load
+from speculators_nb.evaluate.vllm_metrics import Meter, MetricsError
+from speculators_nb.serve.server import Server
 
 HERE, VERIFIER, HELDOUT = Path(__file__).parent, Path(__file__).parents[1] / "data/tiny-verifier", Path(__file__).parents[1] / "data/corpus/heldout.jsonl"
 PROMPTS = [dict(prompt=f"question {i}", domain="ab"[i % 2]) for i in range(6)]
@@ -148,7 +149,7 @@ def test_steps_are_counted_that_begin_before_the_limit(k, limit, data):
 
 def test_both_evaluations_have_the_same_columns_and_agree_where_no_limit_is_near(tmp_path):
     from speculators_nb.decode.ngram import NgramDrafter
-    from speculators_nb.experiment import heldout_setting
+    from speculators_nb.lab.experiment import heldout_setting
     verifier, prompts, domains, eos = heldout_setting({}, 6)
     there = evaluate(verifier, {"n-gram": NgramDrafter()}, prompts, k=2, max_new_tokens=200, eos_token_ids=eos, domains=domains)
     here = evaluate_as_engine(verifier, {"n-gram": NgramDrafter()}, prompts, k=2, max_new_tokens=200, eos_token_ids=eos, domains=domains)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from speculators_nb import experiment
-from speculators_nb.data_generation.corpus import read_corpus
-from speculators_nb.data_generation.features import FeatureDataset
+from speculators_nb.lab import experiment
+from speculators_nb.lab.corpus import read_corpus
+from speculators_nb.features.in_process import FeatureDataset
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.model import SpeculatorModel
-from speculators_nb.train.drafter import train_drafter
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.train.trainer import SpeculatorTrainingArguments
 from transformers import AutoTokenizer
 

@@ -14,14 +14,14 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from speculators_nb.data_generation import feature_file
-from speculators_nb.data_generation.feature_file import FP8, from_fp8, read_legacy, to_fp8, write_features
-from speculators_nb.data_generation.feature_folder import layout_of, table_of
-from speculators_nb.data_generation.features import (FeatureDataset, FeatureError, LiveFeatures, extract_features, feature_path, read_features,
+from speculators_nb.features import feature_file
+from speculators_nb.features.feature_file import FP8, from_fp8, read_legacy, to_fp8, write_features
+from speculators_nb.features.feature_folder import layout_of, table_of
+from speculators_nb.features.in_process import (FeatureDataset, FeatureError, LiveFeatures, extract_features, feature_path, read_features,
                                                      states_of, token_batches)
-from speculators_nb.train.drafter import open_features, train_drafter
-from speculators_nb.utils import save_tensors
-from speculators_nb.verifier import Verifier
+from speculators_nb.train.train_drafter import open_features, train_drafter
+from speculators_nb.core.checkpoints import save_tensors
+from speculators_nb.verifier.tapped_model import Verifier
 
 N = 24
 
@@ -158,7 +158,8 @@ SLOW_EXTRACTION = """
 import sys, time, torch
 sys.path.insert(0, {here!r})
 from test_features import make_rows, make_verifier
-from speculators_nb.data_generation import feature_file, features
+from speculators_nb.features import feature_file
+from speculators_nb.features import in_process as features
 save = feature_file.save_tensors
 def slow(*args): time.sleep(.05); save(*args)
 feature_file.save_tensors = slow

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM,
                           Qwen3Config, Qwen3ForCausalLM)
 
-from speculators_nb.config import SpeculatorsConfig, VerifierConfig
-from speculators_nb.decode import accept
+from speculators_nb.core.config import SpeculatorsConfig, VerifierConfig
+from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.draft_model import DraftModel
-from speculators_nb.decode.drive import TreeDrafter
+from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.generate import NoDrafter, Trace, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-from speculators_nb.proposals import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig
-from speculators_nb.tree import Sampling, TokenTree, probabilities
-from speculators_nb.verifier import Verifier
+from speculators_nb.core.proposals import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig
+from speculators_nb.core.tree import Sampling, TokenTree, probabilities
+from speculators_nb.verifier.tapped_model import Verifier
 
 EOS, VOCAB = 1, 40
 SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_accept import PAIRS, exact, outcomes, scripted, verifier_law  # noqa: F401
 
-from speculators_nb.decode.accept import RULES
-from speculators_nb.growth import dynamic_tree, parse_tree, product_law, product_tree, recurrent_law, shaped_tree, static_shape, static_tree, without_return
-from speculators_nb.tree import Sampling
+from speculators_nb.decode.acceptance_rules import RULES
+from speculators_nb.core.tree_growth import dynamic_tree, parse_tree, product_law, product_tree, recurrent_law, shaped_tree, static_shape, static_tree, without_return
+from speculators_nb.core.tree import Sampling
 
 
 def path_law(path, vocab):

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.head import TargetHead
-from speculators_nb.head_loss import dense_head_loss, dense_token_loss, head_loss, target_slots, token_loss
-from speculators_nb.losses import LOSSES
+from speculators_nb.nn.target_head import TargetHead
+from speculators_nb.nn.head_loss import dense_head_loss, dense_token_loss, head_loss, target_slots, token_loss
+from speculators_nb.nn.losses import LOSSES
 
 
 def case(seed, n=23, targets=9, vocab=40, hidden=12, softcap=None, shared=True):
@@ -81,7 +81,7 @@ def test_low_rank_term_and_weights_from_losses(chunk, by_loss):
 @pytest.mark.parametrize("by_loss", [False, True])
 def test_low_rank_term_of_targets(chunk, tile, by_loss, monkeypatch):
     "One row of the low-rank term for each target: what rows that share it give it back is added up; targets that nothing asks for get no gradient."
-    monkeypatch.setattr("speculators_nb.head_loss.TILE_BYTES", 4 * 40 * tile)
+    monkeypatch.setattr("speculators_nb.nn.head_loss.TILE_BYTES", 4 * 40 * tile)
     c, g = case(3, n=31), torch.Generator().manual_seed(4)
     bias = [torch.randn(len(c["target_hidden"]), 5, generator=g, requires_grad=True), torch.randn(40, 5, generator=g, requires_grad=True)]
     if by_loss:
@@ -111,7 +111,7 @@ def test_tiles_do_not_change_token_loss(monkeypatch):
     g = torch.Generator().manual_seed(9)
     case = torch.randn(23, 12, generator=g), torch.randn(40, 12, generator=g), torch.randint(40, (23,), generator=g), torch.rand(23, generator=g)
     whole = token_loss(*case, chunk=10)
-    monkeypatch.setattr("speculators_nb.head_loss.TILE_BYTES", 4 * 40 * 3)   # three rows at a time
+    monkeypatch.setattr("speculators_nb.nn.head_loss.TILE_BYTES", 4 * 40 * 3)   # three rows at a time
     assert torch.equal(token_loss(*case, chunk=10).rows["ce"], whole.rows["ce"])
 
 

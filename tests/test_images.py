@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from speculators_nb.data_generation.features import FeatureDataset, LiveFeatures, extract_features
-from speculators_nb.data_generation.images import carry_mask, for_template, has_pictures, inputs_of, load_processor, open_picture, pictures_of, process, resolve_images
-from speculators_nb.data_generation.prepare import prepare_data
-from speculators_nb.data_generation.prepared import load_prepared
-from speculators_nb.data_generation.template import ChatTemplate
-from speculators_nb.verifier import Verifier
+from speculators_nb.features.in_process import FeatureDataset, LiveFeatures, extract_features
+from speculators_nb.data.images import carry_mask, for_template, has_pictures, inputs_of, load_processor, open_picture, pictures_of, process, resolve_images
+from speculators_nb.data.prepare import prepare_data
+from speculators_nb.data.prepared_folder import load_prepared
+from speculators_nb.data.chat_template import ChatTemplate
+from speculators_nb.verifier.tapped_model import Verifier
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
           "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculators_nb.data_generation.batch import collate
-from speculators_nb.data_generation.features import FeatureDataset
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.data.packing import collate
+from speculators_nb.features.in_process import FeatureDataset
+from speculators_nb.models.base import SpeculatorModel
 
 RELEASE = Path(__file__).parent / "fixtures/compat/0.1.0"
 DRAFTERS = ["eagle", "hass", "eagle3", "peagle", "dflash", "dspark", "mtp", "mlp", "medusa"]

@@ -41,8 +41,8 @@ def test_public_name_resolves(name):
 
 
 def test_submodules_are_attributes():
-    code = "import speculators_nb, json; print(json.dumps(speculators_nb.masks.__name__))"
-    assert probe(code) == "speculators_nb.masks"
+    code = "import speculators_nb, json; print(json.dumps(speculators_nb.models.__name__))"
+    assert probe(code) == "speculators_nb.models"
 
 
 def test_unknown_name_is_an_attribute_error():
@@ -72,4 +72,4 @@ print(json.dumps(wrong))
 
 def test_imports_need_no_module_that_windows_lacks():
     "All but the connector, which runs inside of vLLM. (Other packages' own imports of such modules stand behind a look at the platform.)"
-    assert probe(WINDOWS) == {"speculators_nb.data_generation.connector": "No module named 'fcntl'"}
+    assert probe(WINDOWS) == {"speculators_nb.features.vllm_connector": "No module named 'fcntl'"}

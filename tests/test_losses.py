@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from speculators_nb.losses import LOSSES, Law, loss_and_grad, overlap, parse_loss, row_loss
+from speculators_nb.nn.losses import LOSSES, Law, loss_and_grad, overlap, parse_loss, row_loss
 
 RECORDED = load_file(Path(__file__).parent / "fixtures/losses/losses.safetensors")
 

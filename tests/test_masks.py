@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from speculators_nb.masks import Mask, anchored_blocks, causal, itself, repeated_diagonal, rollouts, same_document, sliding_window, ttt
+from speculators_nb.nn.masks import Mask, anchored_blocks, causal, itself, repeated_diagonal, rollouts, same_document, sliding_window, ttt
 
 packings = st.tuples(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 4)).map(
     lambda p: [d for d, n in enumerate(p[0]) for _ in range(n)] + [-1] * p[1]

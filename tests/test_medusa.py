@@ -6,14 +6,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.contract import check_vllm_contract
-from speculators_nb.decode.accept import RULES
+from speculators_nb.serve.vllm_contract import check_vllm_contract
+from speculators_nb.decode.acceptance_rules import RULES
 from speculators_nb.decode.generate import NoDrafter, generate
-from speculators_nb.layers import draft_layer_config
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.medusa import MedusaModel, MedusaSpeculatorConfig
-from speculators_nb.tree import Sampling
-from speculators_nb.verifier import Verifier
+from speculators_nb.core.tree import Sampling
+from speculators_nb.verifier.tapped_model import Verifier
 
 V, H, LAYERS = 40, 16, 3
 
@@ -122,7 +122,7 @@ def test_no_row_no_nan(verifier):
 
 def test_no_logits_of_all_rows(verifier, monkeypatch):
     "The only [.., V] buffer of a head is one chunk, here 16 of 200 rows."
-    import speculators_nb.head_loss as module
+    import speculators_nb.nn.head_loss as module
     model, batch, buffers = fresh(verifier), row(0, lengths=(200,)), []
     monkeypatch.setattr(module, "chunk_rows", lambda *_: 16)
     empty = torch.Tensor.new_empty

@@ -7,14 +7,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.contract import check_vllm_contract
-from speculators_nb.decode.accept import RULES
+from speculators_nb.serve.vllm_contract import check_vllm_contract
+from speculators_nb.decode.acceptance_rules import RULES
 from speculators_nb.decode.generate import NoDrafter, generate
-from speculators_nb.layers import draft_layer_config
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from speculators_nb.tree import Sampling
-from speculators_nb.verifier import Verifier
+from speculators_nb.core.tree import Sampling
+from speculators_nb.verifier.tapped_model import Verifier
 
 V, H, D, LAYERS = 40, 16, 24, 3
 
@@ -146,7 +146,7 @@ def test_no_row_no_nan(verifier):
 @pytest.mark.parametrize("tied", [True, False])
 def test_no_logits_of_all_rows(verifier, tied, monkeypatch):
     "The largest tensor that the heads make is one chunk of logits: no matrix of [rows, V] for 200 rows."
-    import speculators_nb.head_loss as module
+    import speculators_nb.nn.head_loss as module
     model, batch, largest = fresh(verifier, tie_weights=tied), row(0, lengths=(200,)), []
     monkeypatch.setattr(module, "chunk_rows", lambda *_: 16)
     empty = torch.Tensor.new_empty

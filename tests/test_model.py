@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.contract import check_vllm_contract
-from speculators_nb.layers import draft_layer_config
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.serve.vllm_contract import check_vllm_contract
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.eagle3 import Eagle3DraftModel
 
 SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
@@ -145,7 +145,7 @@ def test_kill_during_save_leaves_a_whole_checkpoint(checkpoint):
     "SIGKILL at a random moment of a save over an old checkpoint: it loads, and is wholly the old or the new one."
     script = textwrap.dedent(f"""
         import sys, torch
-        from speculators_nb.model import SpeculatorModel
+        from speculators_nb.models.base import SpeculatorModel
         model = SpeculatorModel.from_pretrained({str(checkpoint)!r})
         state = {{n: torch.ones_like(w) if w.is_floating_point() else w for n, w in model.saved_state().items()}}
         print("ready", flush=True)

@@ -10,15 +10,15 @@ from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3NextConfig
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
-from speculators_nb.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
-from speculators_nb.contract import check_vllm_contract
+from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
+from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.decode.generate import NoDrafter, generate
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.mtp import MTPDraftModel, MTPSpeculatorConfig, documents_of, mtp_supervision, prefix_rows
 from speculators_nb.models.mtp_native import extract_mtp, fuse_experts, split_experts, stitch_mtp
-from speculators_nb.proposals import GreedyTokenProposalConfig
-from speculators_nb.tree import Sampling
-from speculators_nb.verifier import Verifier
+from speculators_nb.core.proposals import GreedyTokenProposalConfig
+from speculators_nb.core.tree import Sampling
+from speculators_nb.verifier.tapped_model import Verifier
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CASES = sorted(p.name for p in FIXTURES.glob("mtp*") if (p / "inputs.safetensors").exists())

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from speculators_nb.train import rows
-from speculators_nb.train.optim import build_optimizer, parameter_groups, parameter_kinds
+from speculators_nb.train import row_gradients as rows
+from speculators_nb.train.optimizers import build_optimizer, parameter_groups, parameter_kinds
 
 
 class Net(nn.Module):

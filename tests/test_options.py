@@ -13,20 +13,21 @@ import torch
 import yaml
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
-from speculators_nb import cli, options
-from speculators_nb.attention import BACK_ENDS
-from speculators_nb.config import import_models
-from speculators_nb.data_generation.feature_file import stored_dtype
-from speculators_nb.decode.accept import RULES as ACCEPTANCE
-from speculators_nb.decode.methods import METHODS
+from speculators_nb.cli import main as cli
+from speculators_nb.core import options
+from speculators_nb.nn.attention import BACK_ENDS
+from speculators_nb.core.config import import_models
+from speculators_nb.features.feature_file import stored_dtype
+from speculators_nb.decode.acceptance_rules import RULES as ACCEPTANCE
+from speculators_nb.serve.vllm_methods import METHODS
 from speculators_nb.evaluate.engine import GENERATORS
-from speculators_nb.layers import LAYER_FAMILIES
-from speculators_nb.losses import LOSSES
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.nn.layers import LAYER_FAMILIES
+from speculators_nb.nn.losses import LOSSES
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dspark import MARKOV_HEADS
-from speculators_nb.options import IN, RELATIONS, RULES, algorithms, check_options, pairs, rule_of
-from speculators_nb.recipe import read_recipe, resolve
-from speculators_nb.train.optim import OPTIMIZERS
+from speculators_nb.core.options import IN, RELATIONS, RULES, algorithms, check_options, pairs, rule_of
+from speculators_nb.cli.recipe import read_recipe, resolve
+from speculators_nb.train.optimizers import OPTIMIZERS
 from speculators_nb.train.trainer import SpeculatorTrainingArguments
 
 ROOT = Path(__file__).parents[1]

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from speculators_nb.decode.generate import NoDrafter, generate
-from speculators_nb.layers import draft_layer_config
-from speculators_nb.masks import rollouts
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.nn.masks import rollouts
 from speculators_nb.models.peagle import PEagleDrafter, PEagleDraftModel, PEagleSpeculatorConfig, cod_sample
 from speculators_nb.train.trainer import train
-from speculators_nb.tree import Sampling
-from speculators_nb.verifier import Verifier
+from speculators_nb.core.tree import Sampling
+from speculators_nb.verifier.tapped_model import Verifier
 
 CASES = cases("peagle")
 

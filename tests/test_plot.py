@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from speculators_nb.masks import causal
-from speculators_nb.plot import COLOURS, STYLE, colour, look, new_axes, plot_acceptance, plot_loss, plot_mask, plot_step_weights, plot_tree, styled
+from speculators_nb.nn.masks import causal
+from speculators_nb.core.plot import COLOURS, STYLE, colour, look, new_axes, plot_acceptance, plot_loss, plot_mask, plot_step_weights, plot_tree, styled
 
 matplotlib.use("Agg")
 

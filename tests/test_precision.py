@@ -4,9 +4,9 @@ import torch
 from matrix import DRAFTERS, batch_for, drafter, losses_of, train_step, verifier
 from torch.nn.functional import cosine_similarity
 
-from speculators_nb.attention import block_attention
-from speculators_nb.head_loss import dense_head_loss, head_loss, token_loss
-from speculators_nb.losses import LOSSES, Law, rowdot
+from speculators_nb.nn.attention import block_attention
+from speculators_nb.nn.head_loss import dense_head_loss, head_loss, token_loss
+from speculators_nb.nn.losses import LOSSES, Law, rowdot
 from test_head_loss import case
 
 FAMILIES = ("llama", "qwen3", "gemma2", "cohere", "gpt_neox")
@@ -136,7 +136,7 @@ def test_float16_is_refused_by_name():
 
 def test_the_matrix_has_every_drafter():
     "A drafter that registers gets a row here."
-    from speculators_nb.config import SpeculatorModelConfig, import_models
+    from speculators_nb.core.config import SpeculatorModelConfig, import_models
     import_models()
     own = {name for name, cls in SpeculatorModelConfig.registry.items() if cls.__module__.startswith("speculators_nb.models.")}
     assert own == {algorithm for algorithm, *_ in DRAFTERS.values()} and verifier("llama")[0].is_dir()

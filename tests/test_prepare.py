@@ -21,13 +21,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from bad import data as bad
-from speculators_nb.data_generation.chat import encode, prepare, to_dataset
-from speculators_nb.data_generation.corpus import corpus
-from speculators_nb.data_generation.intake import filter_rows
-from speculators_nb.data_generation.messages import normalize
-from speculators_nb.data_generation.prepare import fingerprint_data, prepare_data
-from speculators_nb.data_generation.prepared import changes, load_prepared, read_token_freq
-from speculators_nb.vocab import load_vocab_mapping
+from speculators_nb.data.chat_encoding import encode, prepare, to_dataset
+from speculators_nb.lab.corpus import corpus
+from speculators_nb.data.row_filter import filter_rows
+from speculators_nb.data.messages import normalize
+from speculators_nb.data.prepare import fingerprint_data, prepare_data
+from speculators_nb.data.prepared_folder import changes, load_prepared, read_token_freq
+from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
 
 VERIFIER = Path(__file__).parents[1] / "data/tiny-verifier"
 PLAIN = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -222,7 +222,7 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
 
 
 def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
-    from speculators_nb.data_generation import prepare
+    from speculators_nb.data import prepare
     monkeypatch.setattr(prepare, "encode_batch", lambda *a: os.kill(os.getpid(), signal.SIGKILL))  # as if memory had run out
     with pytest.raises(ChildProcessError, match="smaller num_proc"): prepare_data(corpus(700), VERIFIER, tmp_path / "p", num_proc=2)
     assert not (tmp_path / "p").exists()
@@ -241,8 +241,8 @@ def stop_after(module, name, pipe, first=False):
 
 
 def run_until(where, data, folder, pipe):
-    from speculators_nb import utils
-    from speculators_nb.data_generation import prepare
+    from speculators_nb.core import files as utils
+    from speculators_nb.data import prepare
     if where == "tokenise": stop_after(prepare, "encode_batch", pipe)
     if where == "write": stop_after(prepare.torch, "save", pipe)  # the table is there, the record is not
     if where == "rename": stop_after(utils.os, "rename", pipe, first=True)  # complete, under its temporary name
@@ -368,7 +368,8 @@ def test_the_report_shows_control_tokens(chats, tmp_path, caplog):
 
 
 def test_large_conversations_are_done_here_and_in_order(tmp_path, monkeypatch):
-    from speculators_nb.data_generation import intake, prepare
+    from speculators_nb.data import row_filter as intake
+    from speculators_nb.data import prepare
     monkeypatch.setattr(intake, "BATCH", 3000)
     monkeypatch.setattr(prepare, "BATCH", 3000)
     chats = corpus(900)
@@ -385,7 +386,7 @@ def test_large_conversations_are_done_here_and_in_order(tmp_path, monkeypatch):
 
 PEAK = """
 import resource, sys
-from speculators_nb.data_generation.prepare import prepare_data
+from speculators_nb.data.prepare import prepare_data
 from transformers import AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -16,12 +16,12 @@ from memo import inverse  # noqa: E402
 from run import CHAINS, GROWERS, WRONG, combinations  # noqa: E402
 from setting import LEARNED, SHIPPED, Sampler, chi_square, exact_law, make, remembered, shipped  # noqa: E402
 
-from speculators_nb.decode.accept import lenient  # noqa: E402
+from speculators_nb.decode.acceptance_rules import lenient  # noqa: E402
 from speculators_nb.decode.generate import NoDrafter, generate  # noqa: E402
-from speculators_nb.experiment import CONTENDERS  # noqa: E402
-from speculators_nb.train.drafter import new_drafter  # noqa: E402
-from speculators_nb.tree import Sampling  # noqa: E402
-from speculators_nb.verifier import Verifier  # noqa: E402
+from speculators_nb.lab.experiment import CONTENDERS  # noqa: E402
+from speculators_nb.train.train_drafter import new_drafter  # noqa: E402
+from speculators_nb.core.tree import Sampling  # noqa: E402
+from speculators_nb.verifier.tapped_model import Verifier  # noqa: E402
 
 V, PROMPT, NEW, FILTERS = 8, (2, 3, 4, 5, 2, 3, 4), 4, dict(top_p=0.9)
 OWN = dict(dflash=dict(draft_arch="qwen3", block_size=5), dspark=dict(draft_arch="qwen3", block_size=4, markov_rank=4), peagle=dict(num_depths=4), mtp=dict(fresh_head=True, num_speculative_steps=4),

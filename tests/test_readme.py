@@ -40,7 +40,7 @@ def test_make_targets_exist(page):
 
 def test_shell_commands_exist():
     """Every `speculators-nb` line of the README names a command with these options."""
-    from speculators_nb.cli import app
+    from speculators_nb.cli.main import app
     from typer.main import get_command
     commands = get_command(app).commands
     lines = re.findall(r"^speculators-nb (\w+)(.*)$", TEXT, flags=re.M)

@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.data_generation.chat import prepare
-from speculators_nb.data_generation.regenerate import Replay, answer, eos_ids_of, pick, read_regenerated, regenerate
-from speculators_nb.verifier import Verifier
+from speculators_nb.data.chat_encoding import prepare
+from speculators_nb.regenerate.in_process import Replay, answer, eos_ids_of, pick, read_regenerated, regenerate
+from speculators_nb.verifier.tapped_model import Verifier
 
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
             "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")

@@ -12,11 +12,11 @@ import pytest
 from fake_openai import MODEL, FakeServer, reply
 from transformers import AutoTokenizer
 
-from speculators_nb.data_generation import endpoint as module
-from speculators_nb.data_generation.chat import prepare
-from speculators_nb.data_generation.endpoint import Endpoint, TooManyFailures
-from speculators_nb.data_generation.journal import read_regenerated
-from speculators_nb.data_generation.regenerate_server import regenerate_from_server
+from speculators_nb.core import http_client as module
+from speculators_nb.data.chat_encoding import prepare
+from speculators_nb.core.http_client import Endpoint, TooManyFailures
+from speculators_nb.regenerate.journal import read_regenerated
+from speculators_nb.regenerate.from_server import regenerate_from_server
 
 FOLDER = Path(__file__).parents[1] / "data/tiny-verifier"
 KEY = "sk-0123456789abcdef"

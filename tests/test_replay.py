@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.data_generation.journal import Journal, read_regenerated, still_to_do
-from speculators_nb.data_generation.language import code_of, language_of, language_of_row, wanted_languages
-from speculators_nb.data_generation.replay import Replay, check_sampling, draw_sampling, questions_of, turns_to_ask
+from speculators_nb.regenerate.journal import Journal, read_regenerated, still_to_do
+from speculators_nb.regenerate.language import code_of, language_of, language_of_row, wanted_languages
+from speculators_nb.regenerate.replay import Replay, check_sampling, draw_sampling, questions_of, turns_to_ask
 
 
 def say(role, content="x", **more): return {"role": role, "content": content} | more

@@ -12,10 +12,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
-from speculators_nb.attention import attention
-from speculators_nb.layers import DecoderLayer, Rotary, draft_layer_config, rotate
-from speculators_nb.masks import causal
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.nn.attention import attention
+from speculators_nb.nn.layers import DecoderLayer, Rotary, draft_layer_config, rotate
+from speculators_nb.nn.masks import causal
+from speculators_nb.models.base import SpeculatorModel
 
 D, SHORT = 8, 16  # channels of a head; what the models were trained for: rows and documents here are longer
 BASE = dict(rope_theta=100.0)

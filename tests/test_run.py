@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from test_trainer import Stop, Toy, arguments, samples, toy, weights
 
 from speculators_nb.train.checkpoint import last_checkpoint
-from speculators_nb.train.drafter import train_drafter
+from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.train.trainer import SpeculatorTrainer, log_table, train
 
 RELEASE = Path(__file__).parent / "fixtures/compat/0.1.0"

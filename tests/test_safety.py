@@ -17,21 +17,21 @@ from safetensors.torch import load_file, save_file
 from test_trainer import Toy, arguments, samples, toy
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from speculators_nb.redact import without_secrets
-from speculators_nb.config import SpeculatorModelConfig
-from speculators_nb.contract import check_vllm_contract
-from speculators_nb.convert import convert, detect, export_native
-from speculators_nb.data_generation.feature_file import read_legacy
-from speculators_nb.data_generation.prepared import read_token_freq
-from speculators_nb.head import load_verifier_tensors, verifier_config
-from speculators_nb.mask_token import resolve_mask_token
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.core.redact import without_secrets
+from speculators_nb.core.config import SpeculatorModelConfig
+from speculators_nb.serve.vllm_contract import check_vllm_contract
+from speculators_nb.models.convert import convert, detect, export_native
+from speculators_nb.features.feature_file import read_legacy
+from speculators_nb.data.prepared_folder import read_token_freq
+from speculators_nb.nn.target_head import load_verifier_tensors, verifier_config
+from speculators_nb.nn.mask_token import resolve_mask_token
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.mtp_native import extract_mtp, stitch_mtp
-from speculators_nb.train.drafter import new_drafter
+from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.train.trainer import train
-from speculators_nb.utils import checkpoint_index, inside, load_pickle, read_index, remote_code
-from speculators_nb.verifier import Verifier
-from speculators_nb.vocab import load_vocab_mapping
+from speculators_nb.core.checkpoints import checkpoint_index, inside, load_pickle, read_index, remote_code
+from speculators_nb.verifier.tapped_model import Verifier
+from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
 
 ROOT = Path(__file__).parents[1]
 SHAPE = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=64, tie_word_embeddings=False)
@@ -289,7 +289,7 @@ def test_a_drafters_config_runs_nothing(tmp_path):
 
 # --- the source itself ------------------------------------------------------------------------------------------------
 
-OWN = {"demo", "experiment", "data_generation.tiny_verifier", "data_generation.corpus"}     # read what this repository ships
+OWN = {"cli.demo", "lab.experiment", "lab.tiny_verifier", "lab.corpus"}     # read what this repository ships
 
 
 def calls():
@@ -370,14 +370,14 @@ def test_what_is_written_follows_the_umask(tmp_path, umask):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input_ids": [5, 6, 7, 8, 9, 10], "loss_mask": [0, 0, 1, 1, 1, 1]}\n' * 3)
     code = f"""import os; os.umask({umask})
-from speculators_nb.cli import app
-import speculators_nb.utils as utils, torch
+from speculators_nb.cli.main import app
+import speculators_nb.core.checkpoints as checkpoints, torch
 for line in (["features", {str(ROOT / "data/tiny-verifier")!r}, {str(rows)!r}, "features"],
              ["train", "features", "drafter", "--verifier", {str(ROOT / "data/tiny-verifier")!r}, "--total-seq-len", "32", "--eval-share", "0", "--extra", "max_steps=1", "--extra", "save_steps=1",
               "--extra", "save_strategy=steps", "--extra", "disable_tqdm=true"], ["export", "drafter", "native", "--verifier", {str(ROOT / "data/tiny-verifier")!r}]):
     try: app(line)
     except SystemExit as e: assert not e.code, line
-utils.save_tensors({{"x": torch.zeros(3)}}, "one.safetensors")"""
+checkpoints.save_tensors({{"x": torch.zeros(3)}}, "one.safetensors")"""
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
     rows.unlink()

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from speculators_nb import drafter_steps, experiment, serve
-from speculators_nb.data_generation.endpoint import Endpoint
-from speculators_nb.serve import Server, ServerError, find_executable, serve_command, serve_environment, what_to_serve
-from speculators_nb.train.drafter import new_drafter
+from speculators_nb.cli import drafter_commands as drafter_steps
+from speculators_nb.lab import experiment
+from speculators_nb.serve import server as serve
+from speculators_nb.core.http_client import Endpoint
+from speculators_nb.serve.server import Server, ServerError, find_executable, serve_command, serve_environment, what_to_serve
+from speculators_nb.train.train_drafter import new_drafter
 
 HERE, VERIFIER = Path(__file__).parent, Path(__file__).parents[1] / "data/tiny-verifier"
 

@@ -11,9 +11,9 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculators_nb.data_generation import files
-from speculators_nb.data_generation.messages import ROLES, BadRow
-from speculators_nb.data_generation.sources import content_hash, files_of, identity, load_table, located, read_conversations
+from speculators_nb.data import file_reader as files
+from speculators_nb.data.messages import ROLES, BadRow
+from speculators_nb.data.sources import content_hash, files_of, identity, load_table, located, read_conversations
 
 CHAT = {"id": "a", "messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}

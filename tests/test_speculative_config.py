@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speculators_nb.decode import accept
+from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.generate import HiddenStates, NoDrafter, generate
-from speculators_nb.config import import_models
-from speculators_nb.decode.methods import METHODS, MTP_FAMILIES, SERVED_AS, mtp_family
+from speculators_nb.core.config import import_models
+from speculators_nb.serve.vllm_methods import METHODS, MTP_FAMILIES, SERVED_AS, mtp_family
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.decode.speculative_config import ENGINES, WORDS, ArgmaxDrafter, SpeculativeConfig, conditional_rates, length_to_rates, parse_token_tree, speculate
+from speculators_nb.serve.speculative_config import ENGINES, WORDS, ArgmaxDrafter, SpeculativeConfig, conditional_rates, length_to_rates, parse_token_tree, speculate
 from speculators_nb.decode.suffix import SuffixDrafter
-from speculators_nb.model import SpeculatorModel
-from speculators_nb.tree import Sampling, TokenTree
-from speculators_nb.verifier import Verifier
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.core.tree import Sampling, TokenTree
+from speculators_nb.verifier.tapped_model import Verifier
 
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("check_speculative_config", ROOT / "tests/vllm/check_speculative_config.py")
@@ -143,8 +143,8 @@ def test_every_type_of_ours_is_served_as_something():
 
 def test_an_mlp_speculator_of_ours(tmp_path):
     "Its type is `mlp`: recognised, run by our decoder, and refused for vLLM with the reason that it has no such model."
-    from speculators_nb.serve import serve_command
-    from speculators_nb.train.drafter import new_drafter
+    from speculators_nb.serve.server import serve_command
+    from speculators_nb.train.train_drafter import new_drafter
     home = ROOT / "data/tiny-verifier"
     new_drafter("mlp", home, num_heads=2).save_pretrained(tmp_path / "heads")
     config = SpeculativeConfig(model=str(tmp_path / "heads"))
@@ -236,7 +236,7 @@ def test_bad_rates_are_named(rates, message):
 
 def test_drafting_beyond_the_trained_depth(tmp_path):
     """A head that predicts two tokens drafts two, or a multiple; heads drafted beyond their number propose what they have, and say so."""
-    from speculators_nb.train.drafter import new_drafter
+    from speculators_nb.train.train_drafter import new_drafter
     (tmp_path / "mlp").mkdir()
     (tmp_path / "mlp/config.json").write_text('{"model_type": "mlp_speculator", "n_predict": 2}')
     with pytest.raises(ValueError, match=r"num_speculative_tokens=3 must be at most the 2 tokens that the draft predicts"):
@@ -273,8 +273,8 @@ def test_a_tree_by_config(verifier, tmp_path, word):
 
 
 def test_a_draft_in_the_engines_own_format(tmp_path):
-    from speculators_nb.convert import export_native
-    from speculators_nb.train.drafter import new_drafter
+    from speculators_nb.models.convert import export_native
+    from speculators_nb.train.train_drafter import new_drafter
     home = ROOT / "data/tiny-verifier"
     new_drafter("medusa", home).save_pretrained(tmp_path / "heads")
     export_native(tmp_path / "heads", tmp_path / "native", "medusa")
@@ -330,7 +330,7 @@ def test_drafters(verifier, tmp_path):
 
 
 def test_a_trained_checkpoint_by_config(tmp_path):
-    from speculators_nb.train.drafter import new_drafter
+    from speculators_nb.train.train_drafter import new_drafter
     home = ROOT / "data/tiny-verifier"
     new_drafter("medusa", home).save_pretrained(tmp_path / "heads")
     config = SpeculativeConfig(model=str(tmp_path / "heads"), target_model_config=home)

@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speculators_nb.decode.accept import synthetic
+from speculators_nb.decode.acceptance_rules import synthetic
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.evaluate import cost
 from speculators_nb.evaluate.acceptance import acceptance_summary, expected_length
 from speculators_nb.evaluate.speed import best_gamma, lengths, measured_speedup, speedups, verify_costs
-from speculators_nb.tree import TokenTree
-from speculators_nb.verifier import Verifier
+from speculators_nb.core.tree import TokenTree
+from speculators_nb.verifier.tapped_model import Verifier
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculators_nb.decode.suffix import Followers, SuffixDrafter, SuffixIndex, _Part, first_of_equals
-from speculators_nb.tree import Sampling
+from speculators_nb.core.tree import Sampling
 
 
 class Counted:

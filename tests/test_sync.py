@@ -54,7 +54,7 @@ def test_update_changes_nothing(copy):
 
 def test_hand_edit_of_the_package_is_seen(copy):
     """The check above can fail: a hand edit of an exported module does not survive the export."""
-    module = next(p for p in sorted((copy / "speculators_nb").glob("*.py")) if p.name[0] != "_")
+    module = next(p for p in sorted((copy / "speculators_nb/core").glob("*.py")) if p.name[0] != "_")
     module.write_text(module.read_text() + "\nHAND_EDIT = True\n")
     edited = snapshot(copy)
     nbdev("export", copy)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from matrix import DRAFTERS, batch_for, drafter, train_step, verifier
 
-from speculators_nb import head as head_module
-from speculators_nb.data_generation.chat import to_dataset
-from speculators_nb.data_generation.features import LiveFeatures, extract_features
-from speculators_nb.head import TargetHead, check_target_head
-from speculators_nb.model import SpeculatorModel
-from speculators_nb.train.drafter import train_drafter
+from speculators_nb.nn import target_head as head_module
+from speculators_nb.data.chat_encoding import to_dataset
+from speculators_nb.features.in_process import LiveFeatures, extract_features
+from speculators_nb.nn.target_head import TargetHead, check_target_head
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.train.train_drafter import train_drafter
 
 VERIFIERS_OF = ("llama", "qwen3", "gemma2", "cohere", "gpt_neox", "qwen3_next", "qwen3_5")
 NAMES = [name for name in DRAFTERS if DRAFTERS[name][0] not in ("eagle", "mtp")]  # EAGLE attaches a verifier, or says that it must; MTP is below

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
-from speculators_nb.data_generation import tiny_verifier as tv
-from speculators_nb.data_generation.corpus import corpus, topics
+from speculators_nb.lab import tiny_verifier as tv
+from speculators_nb.lab.corpus import corpus, topics
 
 FOLDER = Path(__file__).parent.parent / "data" / "tiny-verifier"
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from speculators_nb.data_generation.batch import shift_by_one
-from speculators_nb.data_generation.features import sample_of, states_of
-from speculators_nb.layers import draft_layer_config
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.nn.supervision import shift_by_one
+from speculators_nb.features.in_process import sample_of, states_of
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.train.checkpoint import WholeCheckpoints, checkpoint_problem, last_checkpoint
 from speculators_nb.train.trainer import SpeculatorTrainer, SpeculatorTrainingArguments, Tally, lengths_of, log_table, train
-from speculators_nb.verifier import Verifier
+from speculators_nb.verifier.tapped_model import Verifier
 
 HIDDEN, VOCAB = 8, 16
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.plot import plot_tree
-from speculators_nb.tree import Drafter, Sampling, TokenTree, probabilities
+from speculators_nb.core.plot import plot_tree
+from speculators_nb.core.tree import Drafter, Sampling, TokenTree, probabilities
 
 trees = st.lists(st.integers(0, 10**6), max_size=12).map(lambda draws: [d % (i + 1) - 1 for i, d in enumerate(draws)])
 quick = settings(max_examples=80, deadline=None)

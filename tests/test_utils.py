@@ -15,19 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from speculators_nb import utils
-from speculators_nb.utils import (
-    ClassRegistryMixin,
-    PydanticClassRegistryMixin,
-    ReloadableBaseModel,
-    atomic_folder,
-    atomic_write,
-    checkpoint_index,
-    load_tensors,
-    read_checkpoint_tensors,
-    resolve_checkpoint,
-    save_tensors,
-)
+from speculators_nb.core import files as utils
+from speculators_nb.core.checkpoints import checkpoint_index, load_tensors, read_checkpoint_tensors, resolve_checkpoint, save_tensors
+from speculators_nb.core.files import atomic_folder, atomic_write
+from speculators_nb.core.registry import ClassRegistryMixin, PydanticClassRegistryMixin, ReloadableBaseModel
 
 
 def names(folder):

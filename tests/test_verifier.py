@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (AutoModelForCausalLM, CTRLConfig, DynamicCache, Gemma2Config, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, LlamaConfig,
                           MistralConfig, MixtralConfig, OPTConfig, PhiConfig, Qwen3Config)
 
-from speculators_nb.verifier import Verifier, check_aux_layer_ids, crop_cache, default_aux_layer_ids, find_taps, fingerprint
+from speculators_nb.verifier.tapped_model import Verifier, check_aux_layer_ids, crop_cache, default_aux_layer_ids, find_taps, fingerprint
 
 SIZES = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
              max_position_embeddings=64, initializer_range=.2)

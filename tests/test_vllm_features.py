@@ -22,11 +22,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, os.path.dirname(__file__))
 from fake_extraction import states_for  # noqa: E402
-from speculators_nb.data_generation.chat import save_prepared  # noqa: E402
-from speculators_nb.data_generation.extraction import HOST, HiddenStatesClient, collect, extraction_options, file_of_reply, request_name, sweep  # noqa: E402
-from speculators_nb.data_generation.feature_file import FeatureError, feature_path, read_features  # noqa: E402
-from speculators_nb.data_generation.vllm_features import ServerFeatures, extract_from_server  # noqa: E402
-from speculators_nb.train.drafter import train_drafter  # noqa: E402
+from speculators_nb.data.chat_encoding import save_prepared  # noqa: E402
+from speculators_nb.features.extraction_client import HOST, HiddenStatesClient, collect, extraction_options, file_of_reply, request_name, sweep  # noqa: E402
+from speculators_nb.features.feature_file import FeatureError, feature_path, read_features  # noqa: E402
+from speculators_nb.features.from_server import ServerFeatures, extract_from_server  # noqa: E402
+from speculators_nb.train.train_drafter import train_drafter  # noqa: E402
 
 HERE, LAYERS = Path(__file__).parent, [1, 2, 3, 4]
 
@@ -137,7 +137,7 @@ CLIENT = """
 import sys
 sys.path.insert(0, {here!r})
 from test_vllm_features import LAYERS, make_rows
-from speculators_nb.data_generation.vllm_features import extract_from_server
+from speculators_nb.features.from_server import extract_from_server
 print(extract_from_server({url!r}, make_rows(), {out!r}, {storage!r}, LAYERS, concurrency=4, dtype="float32", rank={rank}, world_size={world}))
 """
 
@@ -186,7 +186,7 @@ TRAINER = """
 import sys
 sys.path.insert(0, {here!r})
 from test_vllm_features import TRAIN
-from speculators_nb.train.drafter import train_drafter
+from speculators_nb.train.train_drafter import train_drafter
 train_drafter({rows!r}, {out!r}, {verifier!r}, url={url!r}, storage={storage!r}, **TRAIN)
 """
 

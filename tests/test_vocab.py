@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.vocab import (
+from speculators_nb.nn.draft_vocabulary import (
     check_vocab_mapping,
     count_tokens,
     draft_to_verifier,

@@ -51,7 +51,7 @@ def test_metadata(wheel):
     info = {n.split(".dist-info/")[1]: z.read(n).decode() for n in z.namelist() if ".dist-info/" in n}
     assert "licenses/LICENSE" in info
     assert "Requires-Dist: torch>=" in info["METADATA"] and "Requires-Python: >=3.11" in info["METADATA"]
-    assert "speculators-nb = speculators_nb.cli:app" in info["entry_points.txt"]
+    assert "speculators-nb = speculators_nb.cli.main:app" in info["entry_points.txt"]
     assert "speculators_nb = speculators_nb._modidx:d" in info["entry_points.txt"], "nbdev of other projects links to our docs by it"
 
 
@@ -76,7 +76,7 @@ def test_demo_without_the_clone_says_what_it_needs(installed):
     """data/ is no part of the wheel."""
     message = installed("""
 import json
-from speculators_nb.demo import demo
+from speculators_nb.cli.demo import demo
 try: demo(output_dir="out")
 except FileNotFoundError as e: print(json.dumps(str(e)))""")
     assert message.startswith("data/corpus/train.jsonl") and "clone" in message

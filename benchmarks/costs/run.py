@@ -23,8 +23,8 @@ from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.evaluate.cost import draft_cost
 from speculators_nb.evaluate.speed import measured_speedup, verify_costs
-from speculators_nb.experiment import heldout_setting, shipped_data, train_equally
-from speculators_nb.model import SpeculatorModel
+from speculators_nb.lab.experiment import heldout_setting, shipped_data, train_equally
+from speculators_nb.models.base import SpeculatorModel
 
 RESULTS = Path(__file__).resolve().parent / "results"
 K = 6

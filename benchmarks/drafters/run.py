@@ -21,7 +21,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 import pandas as pd
 from transformers.utils.logging import disable_progress_bar
 
-from speculators_nb.experiment import BUDGET, CONTENDERS, compare, settings, train_equally
+from speculators_nb.lab.experiment import BUDGET, CONTENDERS, compare, settings, train_equally
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -4,7 +4,7 @@
     python benchmarks/engine/run.py --ks 1 3 --prompts 6  less of it
     python benchmarks/engine/run.py --out output/engine   elsewhere than benchmarks/engine/results
 
-vLLM is found as `serve.find_executable` says (SPECULATORS_NB_VLLM, or .venv-vllm, which `make vllm-test` makes). Without an accelerator it is the build for
+vLLM is found as `server.find_executable` says (SPECULATORS_NB_VLLM, or .venv-vllm, which `make vllm-test` makes). Without an accelerator it is the build for
 processors, one thread, float32. Prompts are the first turns of the held-out corpus, domains in equal shares; greedy. Each K is a server of its own, and 0 is the server without drafting.
 Counts do not depend on the machine; the clock does, and on a shared one it is noisy: compare rows of one run, and read medians. A verifier this small (2 M parameters) spends its time on everything but
 the model, so speed here says what the engine around it costs, not what a drafter brings to a large verifier.
@@ -20,11 +20,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from speculators_nb.data_generation.corpus import read_corpus
+from speculators_nb.lab.corpus import read_corpus
 from speculators_nb.evaluate.engine import evaluate_engine
-from speculators_nb.experiment import shipped_drafter
-from speculators_nb.serve import accelerated, serve_environment
-from speculators_nb.utils import atomic_write
+from speculators_nb.lab.experiment import shipped_drafter
+from speculators_nb.serve.server import accelerated, serve_environment
+from speculators_nb.core.files import atomic_write
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -28,10 +28,10 @@ import datasets  # noqa: E402
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from speculators_nb.data_generation.batch import PackedBatchSampler, collate  # noqa: E402
-from speculators_nb.data_generation.features import FeatureDataset, extract_features, feature_path, read_features, states_of, token_batches  # noqa: E402
-from speculators_nb.train.drafter import new_drafter  # noqa: E402
-from speculators_nb.verifier import Verifier  # noqa: E402
+from speculators_nb.data.packing import PackedBatchSampler, collate  # noqa: E402
+from speculators_nb.features.in_process import FeatureDataset, extract_features, feature_path, read_features, states_of, token_batches  # noqa: E402
+from speculators_nb.train.train_drafter import new_drafter  # noqa: E402
+from speculators_nb.verifier.tapped_model import Verifier  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 DATA, MAX_TOKENS, PACKED = HERE.parents[1] / "data", 4096, 2048

@@ -43,8 +43,8 @@ def first_difference(a, b):
 def run(cell, turn):
     """One row: texts compared, those that part at a near tie, those that differ otherwise."""
     from speculators_nb.decode.generate import NoDrafter, generate
-    from speculators_nb.model import SpeculatorModel
-    from speculators_nb.verifier import Verifier
+    from speculators_nb.models.base import SpeculatorModel
+    from speculators_nb.verifier.tapped_model import Verifier
 
     device, name, dtype = pick(), cell["drafter"], DTYPES[cell["dtype"]] or torch.float32
     model = (

@@ -68,7 +68,7 @@ def flex_trains(device):
 
 def drafter(name, device):
     """A fresh drafter for the tiny verifier."""
-    from speculators_nb.train.drafter import new_drafter
+    from speculators_nb.train.train_drafter import new_drafter
 
     algorithm, arguments, _ = DRAFTERS[name]
     return new_drafter(algorithm, VERIFIER, seed=5, **arguments).to(device).train()
@@ -76,8 +76,8 @@ def drafter(name, device):
 
 def batch(model, device, size):
     """One packed row: random tokens, the verifier's states; the first quarter of a document carries no loss."""
-    from speculators_nb.data_generation.batch import collate
-    from speculators_nb.verifier import Verifier
+    from speculators_nb.data.packing import collate
+    from speculators_nb.verifier.tapped_model import Verifier
 
     g, samples = torch.Generator().manual_seed(11), []
     layers = list(model.drafter().aux_layer_ids)

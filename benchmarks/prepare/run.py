@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from transformers import AutoTokenizer
 
-from speculators_nb.data_generation.prepare import prepare_data
+from speculators_nb.data.prepare import prepare_data
 
 ROOT = Path(__file__).resolve().parents[2]
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"

@@ -226,8 +226,8 @@ def load_upstream(folder, case, batch, attention="sdpa", losses="eager"):
 
 
 def load_ours(folder, case, batch):
-    from speculators_nb.config import SpeculatorModelConfig
-    from speculators_nb.model import SpeculatorModel
+    from speculators_nb.core.config import SpeculatorModelConfig
+    from speculators_nb.models.base import SpeculatorModel
     config = SpeculatorModelConfig.from_pretrained(folder)
     model_class = SpeculatorModel.registered_model_class_from_config(config)
     call, _ = model_class.get_trainer_kwargs(**training_of(case))

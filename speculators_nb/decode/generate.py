@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 import torch
 from torch import Tensor
-from .accept import RULES, Rule
-from .verify import Context
-from ..options import check_options
-from ..tree import Drafter, Sampling, TokenTree
-from ..verifier import Verifier
+from .acceptance_rules import RULES, Rule
+from .verification import Context
+from ..core.options import check_options
+from ..core.tree import Drafter, Sampling, TokenTree
+from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/decode/03_generate.ipynb #91bc5532
 @dataclass

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 import numpy as np
 from torch import Tensor
-from ..tree import Sampling, TokenTree
+from ..core.tree import Sampling, TokenTree
 
 # %% ../../nbs/decode/05_suffix.ipynb #5b0ff1a1
 def first_of_equals(

@@ -15,11 +15,11 @@ import torch
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 from ..decode.generate import Generation, generate
-from ..options import check_options
-from ..plot import plot_acceptance
-from ..tree import Drafter, Sampling
-from ..utils import atomic_write
-from ..verifier import Verifier
+from ..core.options import check_options
+from ..core.plot import plot_acceptance
+from ..core.tree import Drafter, Sampling
+from ..core.files import atomic_write
+from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/evaluate/01_acceptance.ipynb #6faf9519
 COUNTS = ["steps", "steps_drafted", "proposed", "accepted"]

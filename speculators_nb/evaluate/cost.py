@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 from transformers import DynamicCache
 from ..decode.generate import generate
-from ..options import check_options
-from ..tree import Drafter
-from ..verifier import Verifier, crop_cache
+from ..core.options import check_options
+from ..core.tree import Drafter
+from ..verifier.tapped_model import Verifier, crop_cache
 
 # %% ../../nbs/evaluate/02_cost.ipynb #8d3d3574
 _ALSO = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1],      # from the operands' shapes

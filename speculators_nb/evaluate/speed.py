@@ -13,9 +13,9 @@ import torch
 from transformers import DynamicCache
 from ..decode.generate import NoDrafter, generate
 from .cost import seconds
-from ..options import check_options
-from ..tree import Drafter, Sampling
-from ..verifier import Verifier, crop_cache
+from ..core.options import check_options
+from ..core.tree import Drafter, Sampling
+from ..verifier.tapped_model import Verifier, crop_cache
 
 # %% ../../nbs/evaluate/03_speed.ipynb #2cb0a93f
 def lengths(

@@ -3,7 +3,7 @@ takes which option; `tests/test_options.py` sees that every option is in it. Eve
 say together, recipes, and arguments that name the wrong thing."""
 import inspect
 
-from speculators_nb import cli
+from speculators_nb.cli import main as cli
 
 from .harness import ROOT, Case
 

@@ -3,15 +3,16 @@ drafter is also given to `check`, which reports it instead."""
 import json
 import shutil
 
-from speculators_nb.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig, layer_config_from_dict
-from speculators_nb.contract import check_vllm_contract
-from speculators_nb.decode.speculative_config import SpeculativeConfig, parse_token_tree
-from speculators_nb.growth import static_shape
-from speculators_nb.model import SpeculatorModel
-from speculators_nb.models import dflash, eagle3  # noqa: F401  so that a case does not pay for the import
-from speculators_nb.proposals import (DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig, SamplingTokenProposalConfig, StaticTreeTokenProposalConfig,
+from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig, layer_config_from_dict
+from speculators_nb.serve.vllm_contract import check_vllm_contract
+from speculators_nb.serve.speculative_config import SpeculativeConfig, parse_token_tree
+from speculators_nb.core.tree_growth import static_shape
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models import dflash
+from speculators_nb.models import eagle3  # noqa: F401  so that a case does not pay for the import
+from speculators_nb.core.proposals import (DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig, SamplingTokenProposalConfig, StaticTreeTokenProposalConfig,
                                       TokenProposalConfig)
-from speculators_nb.serve import what_to_serve
+from speculators_nb.serve.server import what_to_serve
 
 from .harness import GOOD, RELEASE, Case
 

@@ -14,15 +14,15 @@ import torch
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoTokenizer
 
-from speculators_nb.data_generation import chat
-from speculators_nb.data_generation.intake import ready_row
-from speculators_nb.data_generation.journal import Journal, read_regenerated
-from speculators_nb.data_generation.prepare import prepare_data
-from speculators_nb.data_generation.prepared import load_prepared
-from speculators_nb.data_generation.regenerate import regenerate
-from speculators_nb.data_generation.sources import read_conversations
-from speculators_nb.verifier import Verifier
-from speculators_nb.vocab import count_tokens, load_vocab_mapping, save_vocab_mapping, vocab_mapping_from_frequencies
+from speculators_nb.data import chat_encoding as chat
+from speculators_nb.data.row_filter import ready_row
+from speculators_nb.regenerate.journal import Journal, read_regenerated
+from speculators_nb.data.prepare import prepare_data
+from speculators_nb.data.prepared_folder import load_prepared
+from speculators_nb.regenerate.in_process import regenerate
+from speculators_nb.data.sources import read_conversations
+from speculators_nb.verifier.tapped_model import Verifier
+from speculators_nb.nn.draft_vocabulary import count_tokens, load_vocab_mapping, save_vocab_mapping, vocab_mapping_from_frequencies
 
 from .harness import GOOD, Case
 

@@ -4,26 +4,26 @@ import os
 
 import torch
 
-from speculators_nb.anchors import select_anchors
-from speculators_nb.convert import convert, detect, export_native
-from speculators_nb.data_steps import device_of
-from speculators_nb.decode.accept import lenient, synthetic, tolerant
+from speculators_nb.nn.anchors import select_anchors
+from speculators_nb.models.convert import convert, detect, export_native
+from speculators_nb.cli.data_commands import device_of
+from speculators_nb.decode.acceptance_rules import lenient, synthetic, tolerant
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
-from speculators_nb.drafter_steps import compare, evaluate as evaluate_step, serve
+from speculators_nb.cli.drafter_commands import compare, evaluate as evaluate_step, serve
 from speculators_nb.evaluate.acceptance import acceptance_table, bootstrap, evaluate
 from speculators_nb.evaluate.cost import draft_cost, verifier_cost
 from speculators_nb.evaluate.engine import EngineEvaluation, compare_runs, evaluate_as_engine, evaluate_engine
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report
 from speculators_nb.evaluate.load import read_prompts
 from speculators_nb.evaluate.speed import measured_speedup, speedups, verify_costs
-from speculators_nb.experiment import measure_heldout, settings, train_equally
-from speculators_nb.model import SpeculatorModel
-from speculators_nb.native import NativeCheckpoint
-from speculators_nb.serve import serve_command
-from speculators_nb.tree import Sampling, TokenTree
-from speculators_nb.verifier import Verifier, check_aux_layer_ids, default_aux_layer_ids
+from speculators_nb.lab.experiment import measure_heldout, settings, train_equally
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.formats import NativeCheckpoint
+from speculators_nb.serve.server import serve_command
+from speculators_nb.core.tree import Sampling, TokenTree
+from speculators_nb.verifier.tapped_model import Verifier, check_aux_layer_ids, default_aux_layer_ids
 
 from .harness import GOOD, RELEASE, ROOT, Case
 

@@ -215,7 +215,7 @@ class Drawn(NamedTuple):
 
 def _options(scene):
     "Option -> declared type, of the scene's command."
-    from speculators_nb import cli
+    from speculators_nb.cli import main as cli
 
     return {p.name: str(p.annotation) for p in inspect.signature(cli.app.functions[scene.line.split()[0]]).parameters.values()}
 
@@ -491,9 +491,9 @@ def main():
 
 
 if __name__ == "__main__":
-    import speculators_nb.data_steps
-    import speculators_nb.demo
-    import speculators_nb.drafter_steps  # noqa: F401  imported before the first fork, so that a case does not pay for it
+    import speculators_nb.cli.data_commands
+    import speculators_nb.cli.demo
+    import speculators_nb.cli.drafter_commands  # noqa: F401  imported before the first fork, so that a case does not pay for it
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     main()

@@ -6,10 +6,10 @@ import shutil
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculators_nb.data_generation.feature_file import FP8
-from speculators_nb.data_generation.features import FeatureDataset, extract_features
-from speculators_nb.data_generation.chat import to_dataset
-from speculators_nb.verifier import Verifier
+from speculators_nb.features.feature_file import FP8
+from speculators_nb.features.in_process import FeatureDataset, extract_features
+from speculators_nb.data.chat_encoding import to_dataset
+from speculators_nb.verifier.tapped_model import Verifier
 
 from .harness import GOOD, Case
 

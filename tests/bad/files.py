@@ -19,7 +19,7 @@ def on(disk, name):
     "Type the command of that name with an output on `disk`."
 
     def what(folder: Path):
-        from speculators_nb.convert import export_native
+        from speculators_nb.models.convert import export_native
         line = WRITERS[name].replace("{shipped}", str(ROOT / "data/tiny-drafter"))
         if "{native}" in line:
             line = line.replace("{native}", export_native(GOOD["drafter"], folder / "native", verifier=GOOD["verifier"]))

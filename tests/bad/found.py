@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculators_nb.data_generation.feature_file import read_features
-from speculators_nb.vocab import load_vocab_mapping
+from speculators_nb.features.feature_file import read_features
+from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
 
 from .harness import GOOD, RELEASE, Case
 
@@ -65,7 +65,7 @@ def feature(**tensors):
 def resumed(spoil):
     "Continue a run whose checkpoint is damaged by `spoil`."
     def resume(folder):
-        from speculators_nb.train.drafter import train_drafter
+        from speculators_nb.train.train_drafter import train_drafter
 
         told = json.loads((RELEASE / "eagle3/run.json").read_text())
         shutil.copytree(RELEASE / "eagle3/checkpoint-2", folder / "out/checkpoint-2")
@@ -90,7 +90,7 @@ def not_finite(held):
 def converted(name):
     "Convert a foreign drafter with one number in the place of a tensor."
     def convert(folder):
-        from speculators_nb.convert import convert, export_native
+        from speculators_nb.models.convert import convert, export_native
 
         export_native(GOOD["drafter"], folder / "native", verifier=GOOD["verifier"])
         file = folder / "native/model.safetensors"
@@ -100,7 +100,7 @@ def converted(name):
 
 
 def unknown(folder):
-    from speculators_nb.convert import convert, export_native
+    from speculators_nb.models.convert import convert, export_native
 
     export_native(GOOD["drafter"], folder / "native", verifier=GOOD["verifier"])
     convert(folder / "native", folder / "new", GOOD["verifier"], config={"norm_before_residul": True})

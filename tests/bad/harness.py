@@ -92,7 +92,7 @@ def program():
     "The commands, made once and not anew for each case."
     import typer
 
-    from speculators_nb import cli
+    from speculators_nb.cli import main as cli
 
     return typer.main.get_command(cli.app)
 

@@ -11,10 +11,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import speculators_nb
-from speculators_nb.data_generation.chat import to_dataset
-from speculators_nb.data_generation.features import extract_features
-from speculators_nb.train.drafter import train_drafter
-from speculators_nb.verifier import Verifier
+from speculators_nb.data.chat_encoding import to_dataset
+from speculators_nb.features.in_process import extract_features
+from speculators_nb.train.train_drafter import train_drafter
+from speculators_nb.verifier.tapped_model import Verifier
 
 FOLDER = Path(__file__).parents[1] / "fixtures/compat" / speculators_nb.__version__
 VOCAB = 64

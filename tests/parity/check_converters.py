@@ -109,7 +109,7 @@ def source(case, folder):
 
 def here(name, folder):
     """Our conversion of a case, digested."""
-    from speculators_nb.convert import convert, detect
+    from speculators_nb.models.convert import convert, detect
     case = CASES[name]
     native = source(case, folder / "native")
     assert detect(native) == case["algorithm"], (name, detect(native))

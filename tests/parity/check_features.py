@@ -54,10 +54,10 @@ def main(python):
     from datasets import Dataset, disable_progress_bars
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from speculators_nb.data_generation.feature_file import from_fp8, to_fp8
-    from speculators_nb.data_generation.features import FeatureDataset, extract_features, states_of
-    from speculators_nb.train.drafter import open_features
-    from speculators_nb.verifier import Verifier
+    from speculators_nb.features.feature_file import from_fp8, to_fp8
+    from speculators_nb.features.in_process import FeatureDataset, extract_features, states_of
+    from speculators_nb.train.train_drafter import open_features
+    from speculators_nb.verifier.tapped_model import Verifier
     disable_progress_bars()
     torch.manual_seed(0)
     verifier = Verifier(LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)))

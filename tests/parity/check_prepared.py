@@ -69,11 +69,11 @@ def main(python):
     from datasets import disable_progress_bars
     from transformers import AutoTokenizer
 
-    from speculators_nb.data_generation.chat import encode, token_frequencies
-    from speculators_nb.data_generation.corpus import corpus
-    from speculators_nb.data_generation.messages import normalize, tools_of
-    from speculators_nb.data_generation.prepare import prepare_data
-    from speculators_nb.data_generation.prepared import load_prepared
+    from speculators_nb.data.chat_encoding import encode, token_frequencies
+    from speculators_nb.lab.corpus import corpus
+    from speculators_nb.data.messages import normalize, tools_of
+    from speculators_nb.data.prepare import prepare_data
+    from speculators_nb.data.prepared_folder import load_prepared
 
     disable_progress_bars()
     with tempfile.TemporaryDirectory() as d:

@@ -130,10 +130,10 @@ def there(job):
 def make_model(case, seed):
     """A drafter of ours, every trained weight off its initial zeros and ones."""
     from transformers import AutoConfig
-    from speculators_nb.layers import draft_layer_config
-    from speculators_nb.head import text_config
-    from speculators_nb.model import SpeculatorModel
-    from speculators_nb.vocab import vocab_mapping_from_frequencies
+    from speculators_nb.nn.layers import draft_layer_config
+    from speculators_nb.nn.target_head import text_config
+    from speculators_nb.models.base import SpeculatorModel
+    from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
     verifier, make, g = FIXTURES / case["verifier"], dict(case["make"]), torch.Generator().manual_seed(seed)
     config, t2d, d2t = AutoConfig.from_pretrained(verifier), None, None
     v, vd = text_config(config).vocab_size, make.pop("draft_vocab", None)
@@ -155,7 +155,7 @@ def make_model(case, seed):
 
 def make_batch(case, model, seed):
     """A packed row as training hands it over, with all random choices made."""
-    from speculators_nb.anchors import select_anchors
+    from speculators_nb.nn.anchors import select_anchors
     from speculators_nb.models.peagle import cod_sample
     g, h = torch.Generator().manual_seed(seed), model.lm_head.in_features
     pad = PADDING if case.get("padded", True) else 0
@@ -199,7 +199,7 @@ def unlike(folder, again):
 
 
 def main(names, python):
-    from speculators_nb.model import SpeculatorModel
+    from speculators_nb.models.base import SpeculatorModel
     torch.set_num_threads(1)
     cases = {n: c | dict(algorithm=n.split()[0]) for n, c in CASES.items() if n.startswith(tuple(names or [""]))}
     problems, rows = [], []

@@ -79,8 +79,8 @@ def trained(model, batch, train, **kwargs):
 def main(python):
     from matrix import V, batch_for, drafter
 
-    from speculators_nb.layers import draft_layer_config
-    from speculators_nb.model import SpeculatorModel
+    from speculators_nb.nn.layers import draft_layer_config
+    from speculators_nb.models.base import SpeculatorModel
     from matrix import verifier
     from speculators_nb.models.peagle import cod_sample
     ttt = dict(ttt_steps=3, ttt_step_loss_decay=0.8, loss_fn="kl_div")

@@ -7,8 +7,8 @@ import copy
 
 import torch
 
-from speculators_nb.decode.verify import Context
-from speculators_nb.tree import Sampling, TokenTree
+from speculators_nb.decode.verification import Context
+from speculators_nb.core.tree import Sampling, TokenTree
 
 def inverse(weights, n, generator=None):
     "`torch.multinomial` for one token a row, by the cumulated law in float64: the same law, a tenth of the time at 2048 tokens."
@@ -58,7 +58,7 @@ class Memory:
         return self.states[text][:, [c for i in layers for c in range(have.index(i) * h, (have.index(i) + 1) * h)]]
 
     def context_class(memory):
-        "A `decode.verify.Context` that looks its passes up."
+        "A `decode.verification.Context` that looks its passes up."
         class Remembered:
             def __init__(self, verifier, requests=1): self.texts = [()] * requests
             def read(self, unread, trees):

@@ -31,7 +31,7 @@ from filelock import FileLock
 from setting import LEARNED, LOOKUPS, ROOT, Sampler, chi_square, exact_law, learned, make, remembered, shipped, stories
 from transformers.utils.logging import disable_progress_bar
 
-from speculators_nb.decode import accept
+from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.generate import NoDrafter, generate
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -7,18 +7,18 @@ from memo import Deterministic, Grown, Independent, Memory, Sequential, inverse
 from transformers import AutoTokenizer
 
 import speculators_nb.decode.generate as decoder
-from speculators_nb.data_generation.corpus import read_corpus
+from speculators_nb.lab.corpus import read_corpus
 from speculators_nb.decode.draft_model import DraftModel
-from speculators_nb.decode.drive import TreeDrafter
+from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.decode.speculative_config import ArgmaxDrafter
+from speculators_nb.serve.speculative_config import ArgmaxDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
-from speculators_nb.experiment import CONTENDERS, heldout_prompts, train_equally
-from speculators_nb.growth import parse_tree
-from speculators_nb.model import SpeculatorModel
-from speculators_nb.proposals import DynamicTreeTokenProposalConfig, StaticTreeTokenProposalConfig
-from speculators_nb.tree import probabilities
-from speculators_nb.verifier import Verifier
+from speculators_nb.lab.experiment import CONTENDERS, heldout_prompts, train_equally
+from speculators_nb.core.tree_growth import parse_tree
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.core.proposals import DynamicTreeTokenProposalConfig, StaticTreeTokenProposalConfig
+from speculators_nb.core.tree import probabilities
+from speculators_nb.verifier.tapped_model import Verifier
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED, TRAINED = ROOT / "data/tiny-verifier", ROOT / "output/drafters"

@@ -28,9 +28,9 @@ COMMON = dict(dtype="float32", max_model_len=512, extra=["--max-num-seqs", "8"])
 
 def cases(folder, only):
     """{name: (arguments of evaluate_engine, our drafter for a verifier)}"""
-    from speculators_nb.decode.speculative_config import SpeculativeConfig
-    from speculators_nb.experiment import shipped_drafter
-    from speculators_nb.model import SpeculatorModel
+    from speculators_nb.serve.speculative_config import SpeculativeConfig
+    from speculators_nb.lab.experiment import shipped_drafter
+    from speculators_nb.models.base import SpeculatorModel
     found = {}
     def wanted(name): return not only or name.startswith(tuple(only))
     if wanted("eagle3"):
@@ -65,12 +65,12 @@ def compare(name, theirs, mine, plain):
 def main(only):
     import pandas as pd
     import torch
-    from speculators_nb.data_generation.corpus import read_corpus
-    from speculators_nb.data_generation.regenerate import eos_ids_of
+    from speculators_nb.lab.corpus import read_corpus
+    from speculators_nb.regenerate.in_process import eos_ids_of
     from speculators_nb.evaluate.engine import compare_runs, evaluate_as_engine, evaluate_engine
-    from speculators_nb.experiment import heldout_prompts
-    from speculators_nb.serve import serve_environment
-    from speculators_nb.verifier import Verifier
+    from speculators_nb.lab.experiment import heldout_prompts
+    from speculators_nb.serve.server import serve_environment
+    from speculators_nb.verifier.tapped_model import Verifier
     from transformers import AutoTokenizer
     torch.set_num_threads(1)
     install()

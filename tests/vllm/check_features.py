@@ -55,8 +55,8 @@ def make_moe(folder):
 
 def start(storage, layer_ids, log, model=VERIFIER):
     """The server, as a context."""
-    from speculators_nb.data_generation.extraction import extraction_options
-    from speculators_nb.serve import Server, free_port, serve_environment
+    from speculators_nb.features.extraction_client import extraction_options
+    from speculators_nb.serve.server import Server, free_port, serve_environment
     vllm = Path(install()).parent / "vllm"
     arguments, environment = extraction_options(layer_ids, storage)
     return Server([vllm, "serve", model, *arguments, *OPTIONS, "--port", free_port()], serve_environment() | environment | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}, log=log)
@@ -65,7 +65,7 @@ def start(storage, layer_ids, log, model=VERIFIER):
 def compare(folder, verifier, rows):
     """The largest difference of each layer slot, relative to the slot's largest state."""
     import torch
-    from speculators_nb.data_generation.features import feature_path, read_features, states_of
+    from speculators_nb.features.in_process import feature_path, read_features, states_of
     worst, largest = torch.zeros(2, len(verifier.aux_layer_ids) + 1)
     for i, ids in enumerate(rows["input_ids"]):
         ours, = states_of(verifier, [ids], torch.float32)
@@ -86,8 +86,8 @@ def kill_in_the_middle(server, folder):
 
 def check_moe(layer_ids=(2, 3, 4, 6)):
     """The largest relative difference on a mixture of experts."""
-    from speculators_nb.data_generation.vllm_features import extract_from_server
-    from speculators_nb.verifier import Verifier
+    from speculators_nb.features.from_server import extract_from_server
+    from speculators_nb.verifier.tapped_model import Verifier
     rows = make_rows(12)
     with tempfile.TemporaryDirectory() as place:
         place = Path(place)
@@ -104,11 +104,11 @@ def check_moe(layer_ids=(2, 3, 4, 6)):
 
 def main(layer_ids=(2, 3, 4, 6), rows=ROWS):
     import torch
-    from speculators_nb.data_generation.endpoint import TooManyFailures
-    from speculators_nb.data_generation.extraction import HiddenStatesClient
-    from speculators_nb.data_generation.features import FeatureDataset
-    from speculators_nb.data_generation.vllm_features import ServerFeatures, extract_from_server
-    from speculators_nb.verifier import Verifier
+    from speculators_nb.core.http_client import TooManyFailures
+    from speculators_nb.features.extraction_client import HiddenStatesClient
+    from speculators_nb.features.in_process import FeatureDataset
+    from speculators_nb.features.from_server import ServerFeatures, extract_from_server
+    from speculators_nb.verifier.tapped_model import Verifier
     torch.set_num_threads(1)
     rows, verifier, began = make_rows(rows), Verifier.from_pretrained(str(VERIFIER), list(layer_ids[:-1])), time.time()
     with tempfile.TemporaryDirectory() as place:

@@ -36,8 +36,8 @@ import pandas as pd
 from check_vllm import ROOT, VENV, VERIFIER, install
 from safetensors import safe_open
 
-from speculators_nb.data_generation.endpoint import Endpoint, EndpointError
-from speculators_nb.serve import free_port
+from speculators_nb.core.http_client import Endpoint, EndpointError
+from speculators_nb.serve.server import free_port
 
 COMMAND, CORPUS = Path(sys.executable).parent / "speculators-nb", ROOT / "data/corpus"
 CHATS, PROMPTS, TOKENS, K = 160, 16, 48, 3

@@ -26,11 +26,11 @@ CORPUS, N, LIMIT = VERIFIER.parent / "corpus/train.jsonl", 80, 96
 
 
 def main():
-    from speculators_nb.data_generation import regenerate_server as module
-    from speculators_nb.data_generation.journal import read_regenerated
-    from speculators_nb.data_generation.regenerate import regenerate
-    from speculators_nb.serve import Server, serve_command
-    from speculators_nb.verifier import Verifier
+    from speculators_nb.regenerate import from_server as module
+    from speculators_nb.regenerate.journal import read_regenerated
+    from speculators_nb.regenerate.in_process import regenerate
+    from speculators_nb.serve.server import Server, serve_command
+    from speculators_nb.verifier.tapped_model import Verifier
     from transformers import AutoTokenizer
     ask, problems, start = module.regenerate_from_server, [], time.time()
 

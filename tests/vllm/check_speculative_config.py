@@ -162,7 +162,7 @@ def place(case, folder):
 def emit(folder):
     """Runs inside .venv: {case: what our class writes for vLLM 0.32}, of those it has words for."""
     sys.path.insert(0, str(ROOT))
-    from speculators_nb.decode.speculative_config import SpeculativeConfig
+    from speculators_nb.serve.speculative_config import SpeculativeConfig
     written = {}
     for name, case in CASES.items():
         fields, target, devices = place(case, folder)
@@ -218,7 +218,7 @@ def mtp_words():
     """All words of our table, read from the module's source: this interpreter has none of our requirements."""
     import ast
     import re
-    source = (ROOT / "speculators_nb/decode/methods.py").read_text()
+    source = (ROOT / "speculators_nb/serve/vllm_methods.py").read_text()
     rows = re.search(r"^MTP_FAMILIES = (\[.*?^\])", source, re.M | re.S)[1]
     return [w for row in ast.parse(rows, mode="eval").body.elts for w in ast.literal_eval(row.args[1])]
 

@@ -189,8 +189,8 @@ def moved(model, g):
 
 def variant(base, layer=None, tensors=None, **config):
     """A model like `base` with some entries of its config, of its layers' config, and some tensors replaced."""
-    from speculators_nb.config import SpeculatorModelConfig
-    from speculators_nb.model import SpeculatorModel
+    from speculators_nb.core.config import SpeculatorModelConfig
+    from speculators_nb.models.base import SpeculatorModel
     raw = base.config.to_dict()
     raw |= config | dict(transformer_layer_config=raw["transformer_layer_config"] | (layer or {}))
     return SpeculatorModel.from_pretrained(config=SpeculatorModelConfig.from_dict(raw), state_dict=base.saved_state() | (tensors or {}),
@@ -210,9 +210,9 @@ def sliding(n, window=16):
 def eagle3_models(g, t2d, d2t, folder):
     """The shipped drafter and variants; {name: model}, the trained one first."""
     import torch
-    from speculators_nb.experiment import shipped_drafter
-    from speculators_nb.model import SpeculatorModel
-    from speculators_nb.train.drafter import new_drafter
+    from speculators_nb.lab.experiment import shipped_drafter
+    from speculators_nb.models.base import SpeculatorModel
+    from speculators_nb.train.train_drafter import new_drafter
     common = dict(ttt_steps=K, norm_before_fc=True, norm_output=True)
     base = SpeculatorModel.from_pretrained(shipped_drafter(folder / "shipped"), verifier=VERIFIER)
     base.config.speculators_config.proposal_methods[0].speculative_tokens = K
@@ -242,13 +242,13 @@ def eagle3_models(g, t2d, d2t, folder):
 
 def briefly(algorithm, folder, **args):
     """A drafter with some steps of training behind it, enough to be right now and then."""
-    from speculators_nb.experiment import shipped_features, train_on_shipped
+    from speculators_nb.lab.experiment import shipped_features, train_on_shipped
     return train_on_shipped(algorithm, folder, K, shipped_features(n=200), max_steps=60, report_to="none", **args).model.eval()
 
 
 def peagle_models(g, t2d, d2t, folder):
     """P-EAGLE: vLLM drafts in parallel with its EAGLE-3."""
-    from speculators_nb.train.drafter import new_drafter
+    from speculators_nb.train.train_drafter import new_drafter
     base = briefly("peagle", folder / "trained-peagle")
     return {"peagle": base, f"peagle, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
             "peagle, window 16": variant(base, sliding(1)),
@@ -307,13 +307,13 @@ def first_layers(folder, n=4):
 def make_cases(folder, prompts):
     """Checkpoints in `folder`, saved by our library, as cases; {name: case}, and the families that were trained."""
     import torch
-    from speculators_nb.convert import export_native
-    from speculators_nb.data_generation.regenerate import eos_ids_of
+    from speculators_nb.models.convert import export_native
+    from speculators_nb.regenerate.in_process import eos_ids_of
     from speculators_nb.decode.generate import NoDrafter, generate
     from speculators_nb.models.mtp_native import stitch_mtp
-    from speculators_nb.train.drafter import new_drafter
-    from speculators_nb.verifier import Verifier
-    from speculators_nb.vocab import vocab_mapping_from_frequencies
+    from speculators_nb.train.train_drafter import new_drafter
+    from speculators_nb.verifier.tapped_model import Verifier
+    from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
     from transformers import AutoTokenizer
     g = torch.Generator().manual_seed(0)
     verifier = Verifier.from_pretrained(VERIFIER)
@@ -386,11 +386,11 @@ def ours(case, prompts):
     """Our own decoding: texts, reasons, and of the steps up to the end of the text the chains and what was accepted."""
     import copy
     import torch
-    from speculators_nb.data_generation.regenerate import eos_ids_of
+    from speculators_nb.regenerate.in_process import eos_ids_of
     from speculators_nb.decode.generate import generate
-    from speculators_nb.decode.speculative_config import SpeculativeConfig
-    from speculators_nb.model import SpeculatorModel
-    from speculators_nb.verifier import Verifier
+    from speculators_nb.serve.speculative_config import SpeculativeConfig
+    from speculators_nb.models.base import SpeculatorModel
+    from speculators_nb.verifier.tapped_model import Verifier
     from transformers import AutoTokenizer
     if isinstance(case.draft, dict):
         verifier = Verifier.from_pretrained(case.verifier, dtype=torch.float32)
@@ -468,9 +468,9 @@ def answers(python, cases, prompts, folder, meanwhile):
 
 def main(only):
     import torch
-    from speculators_nb.contract import check_vllm_contract
-    from speculators_nb.data_generation.corpus import read_corpus
-    from speculators_nb.experiment import heldout_prompts
+    from speculators_nb.serve.vllm_contract import check_vllm_contract
+    from speculators_nb.lab.corpus import read_corpus
+    from speculators_nb.lab.experiment import heldout_prompts
     from transformers import AutoTokenizer
     from transformers.utils import logging
     torch.set_num_threads(1)

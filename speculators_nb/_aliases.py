@@ -1,0 +1,188 @@
+"""Import paths that differ from the layout: those of the public documentation, kept for good, and those of version 0.1.
+
+Written by hand, as `__init__.py` is; everything else in this package is exported from a notebook. The type checker's
+view of the documented paths is in the `.pyi` files.
+"""
+import sys
+import warnings
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+
+PACKAGE = __name__.rpartition(".")[0]
+
+# documented path -> the modules that have its names
+DOCUMENTED = {
+    "config": ("core.config",),
+    "model": ("models.base",),
+    "proposals": ("core.proposals",),
+    "proposals.greedy": ("core.proposals",),
+    "convert": ("models.convert",),
+    "utils": ("core.registry", "core.checkpoints", "core.files"),
+    "data_generation": ("data.prepare", "data.prepared_folder"),
+    "models.dflash.config": ("models.dflash",),
+    "models.dflash.core": ("models.dflash",),
+    "models.eagle3.config": ("models.eagle3",),
+    "models.eagle3.core": ("models.eagle3",),
+    "models.mtp.core": ("models.mtp",),
+    "models.peagle.core": ("models.peagle",),
+}
+
+# path of version 0.1 -> where its names are now; gone with version 0.3
+MOVED = {
+    "anchors": ("nn.anchors",),
+    "attention": ("nn.attention",),
+    "command": ("cli.command",),
+    "contract": ("serve.vllm_contract",),
+    "data_generation.batch": ("data.packing", "nn.supervision"),
+    "data_generation.chat": ("data.chat_encoding",),
+    "data_generation.connector": ("features.vllm_connector",),
+    "data_generation.corpus": ("lab.corpus",),
+    "data_generation.endpoint": ("core.http_client",),
+    "data_generation.extraction": ("features.extraction_client",),
+    "data_generation.feature_file": ("features.feature_file",),
+    "data_generation.feature_folder": ("features.feature_folder",),
+    "data_generation.features": ("features.in_process", "features.feature_folder"),
+    "data_generation.fetch": ("data.fetch_images",),
+    "data_generation.files": ("data.file_reader",),
+    "data_generation.images": ("data.images",),
+    "data_generation.intake": ("data.row_filter",),
+    "data_generation.journal": ("regenerate.journal",),
+    "data_generation.language": ("regenerate.language",),
+    "data_generation.messages": ("data.messages",),
+    "data_generation.prepare": ("data.prepare",),
+    "data_generation.prepared": ("data.prepared_folder",),
+    "data_generation.regenerate": ("regenerate.in_process", "regenerate.replay"),
+    "data_generation.regenerate_server": ("regenerate.from_server",),
+    "data_generation.replay": ("regenerate.replay",),
+    "data_generation.sources": ("data.sources",),
+    "data_generation.template": ("data.chat_template",),
+    "data_generation.tiny_verifier": ("lab.tiny_verifier",),
+    "data_generation.vllm_features": ("features.from_server", "features.feature_folder"),
+    "data_steps": ("cli.data_commands",),
+    "decode.accept": ("decode.acceptance_rules",),
+    "decode.drive": ("decode.proposal_setup",),
+    "decode.methods": ("serve.vllm_methods",),
+    "decode.speculative_config": ("serve.speculative_config",),
+    "decode.verify": ("decode.verification",),
+    "demo": ("cli.demo",),
+    "drafter_steps": ("cli.drafter_commands",),
+    "experiment": ("lab.experiment",),
+    "growth": ("core.tree_growth",),
+    "head": ("nn.target_head",),
+    "head_loss": ("nn.head_loss",),
+    "layers": ("nn.layers",),
+    "losses": ("nn.losses",),
+    "mask_token": ("nn.mask_token",),
+    "masks": ("nn.masks",),
+    "native": ("models.formats",),
+    "options": ("core.options",),
+    "plot": ("core.plot",),
+    "provenance": ("core.provenance",),
+    "recipe": ("cli.recipe",),
+    "redact": ("core.redact",),
+    "supervision": ("nn.supervision",),
+    "train.drafter": ("train.train_drafter",),
+    "train.feature_check": ("features.checks",),
+    "train.optim": ("train.optimizers",),
+    "train.rows": ("train.row_gradients",),
+    "train.run": ("train.run_record",),
+    "tree": ("core.tree",),
+    "verifier_check": ("verifier.checks",),
+    "vocab": ("nn.draft_vocabulary",),
+    "weights": ("nn.step_weights",),
+}
+
+# module or package of today that had further names in version 0.1 -> where these are now
+FORMER_NAMES = {
+    "cli": ("cli.main",),
+    "evaluate.load": ("evaluate.vllm_metrics",),
+    "serve": ("serve.server",),
+    "verifier": ("verifier.tapped_model",),
+}
+
+# modules of today with documented paths below them
+PARENTS = {path.rpartition(".")[0] for path in DOCUMENTED if path.startswith("models.")}
+
+
+def _warn(old, new):
+    text = f"{PACKAGE}.{old} is now {PACKAGE}.{new}; the old path goes with version 0.3"
+    warnings.warn(text, FutureWarning, stacklevel=3)
+
+
+def _lookup(path, targets, moved):
+    "A module's `__getattr__`: the name in the first of the target modules that has it."
+    def find(name):
+        for target in () if name.startswith("__") else targets:
+            module = import_module(f"{PACKAGE}.{target}")
+            if hasattr(module, name):
+                if moved:
+                    _warn(f"{path}.{name}", f"{target}.{name}")
+                return getattr(module, name)
+        raise AttributeError(f"module '{PACKAGE}.{path}' has no attribute {name!r}")
+    return find
+
+
+class _Alias:
+    "Loads an old path: the module of today itself where there is one, else a module that looks names up in several."
+
+    def __init__(self, path):
+        self.path = path
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        path = self.path
+        targets = DOCUMENTED.get(path) or MOVED[path]
+        if path in MOVED:
+            _warn(path, " and ".join(targets))
+        if len(targets) == 1 and path != "proposals":
+            sys.modules[module.__name__] = import_module(f"{PACKAGE}.{targets[0]}")
+        else:
+            module.__path__ = []  # has paths below it
+            module.__getattr__ = _lookup(path, targets, moved=False)
+            names = {name for target in targets for name in import_module(f"{PACKAGE}.{target}").__all__}
+            module.__all__ = sorted(names)
+
+
+class _Extended(SourceFileLoader):
+    "Loads a module of today, and lets documented paths be below it, or names of version 0.1 be in it."
+
+    def exec_module(self, module):
+        super().exec_module(module)
+        path = module.__name__.removeprefix(f"{PACKAGE}.")
+        if path in PARENTS:
+            module.__path__ = []
+        if path in FORMER_NAMES:
+            module.__getattr__ = _lookup(path, FORMER_NAMES[path], moved=True)
+        if path == "models":
+            module.__getattr__ = lambda name: getattr(import_module(f"{PACKAGE}.{_model_of(name)}"), name)
+
+
+def _model_of(name):
+    "The module that defines a public class of `models`."
+    module = sys.modules[PACKAGE]._PUBLIC.get(name, "")
+    if not module.startswith("models."):
+        raise AttributeError(f"module '{PACKAGE}.models' has no attribute {name!r}")
+    return module
+
+
+class _Finder:
+    @staticmethod
+    def find_spec(fullname, path=None, target=None):
+        if not fullname.startswith(f"{PACKAGE}."):
+            return None
+        name = fullname[len(PACKAGE) + 1:]
+        if name in DOCUMENTED or name in MOVED:
+            return ModuleSpec(fullname, _Alias(name))
+        if name in PARENTS or name in FORMER_NAMES or name == "models":
+            spec = PathFinder.find_spec(fullname, path, target)
+            spec.loader = _Extended(fullname, spec.origin)
+            return spec
+        return None
+
+
+def install():
+    "Let imports find the old paths. Done once, by the package's `__init__`."
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
