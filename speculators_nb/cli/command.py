@@ -67,8 +67,8 @@ def comments_of(
 def library(
     module: str,  # within speculators_nb, e.g. "data_generation.prepare"
     name: str,  # of a function there
-    **given,  # parameter -> its comment, where the function's own is not for a shell; None: leave the parameter out
-) -> Callable:  # stands for the function: calls it, has its signature (as far as a shell can give it), docstring and `comments`
+    **given,  # parameter -> comment to replace the function's own; None: omit the parameter
+) -> Callable:  # calls the function; has its docstring, `comments` and signature for a shell
     "A function of the library that is imported when it is called. What a shell cannot give (and has a default) is left out of the signature."
     source = Path(importlib.util.find_spec(f"speculators_nb.{module}").origin).read_text(encoding="utf-8")
     node = next((n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == name), None)
@@ -176,7 +176,7 @@ def usage(
     return f"{said}; `{command} --help` says what there is"
 
 # %% ../../nbs/cli/02_command.ipynb #1e934a9c
-INTERRUPTED = []  # Ctrl-C was pressed; an import that it cuts off ends in an ImportError about something else
+INTERRUPTED = []  # Ctrl-C was pressed; an interrupted import raises an unrelated ImportError
 
 
 @contextlib.contextmanager

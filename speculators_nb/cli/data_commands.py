@@ -78,14 +78,14 @@ def open_verifier(
 def regenerate(
     data: str,  # conversations: a .jsonl or .json file, a folder of them, or hf:<id>
     output: Path,  # .jsonl with the answers; an interrupted run is continued there
-    verifier: str | None = None,  # folder or hub id: it answers in this process; with a server only its tokenizer is used, where the server gives no token ids
+    verifier: str | None = None,  # folder or hub id, run here; with a server: tokenizer if it sends no ids
     server: str | None = None,  # address of an OpenAI-compatible server that answers instead, e.g. http://127.0.0.1:8000
     model: str | None = None,  # its name there; default: the only one
     max_samples: int | None = None,  # use the first so many conversations; default: all
     max_new_tokens: int = 256,  # of each answer
     max_length: int = 2048,  # a conversation ends where its prompt is this long
     temperature: float = 0.0,  # 0: greedy
-    sampling: dict | None = None,  # more parameters, e.g. {"top_p": 0.9}, or of values and weights to draw from, e.g. {"temperature": [[0, 1], [0.7, 3]]}
+    sampling: dict | None = None,  # more, e.g. {"top_p": 0.9}; weighted: {"temperature": [[0, 1], [0.7, 3]]}
     languages: list[str] | None = None,  # only conversations in these, e.g. en (repeat the option); default: all
     concurrency: int = 16,  # conversations in work at once, with a server
     seed: int = 0,  # of the sampling
@@ -114,14 +114,14 @@ def _rows(data, tokenizer, max_length, max_samples, vocab_size=None) -> Dataset:
 
 def features(
     verifier: str,  # folder or hub id
-    data: str,  # a prepared folder, or conversations: a .jsonl or .json file, a folder of them, hf:<id>
+    data: str,  # prepared folder or conversations: .jsonl, .json, a folder of them, hf:<id>
     output_dir: Path,  # where the features go; an interrupted run is continued there
     source: str = "hf",  # who computes them: hf, the verifier in this process; vllm, a server
-    server: str = "http://127.0.0.1:8000",  # with vllm: the address of what `serve VERIFIER --hidden-states FOLDER` started
+    server: str = "http://127.0.0.1:8000",  # address of `serve VERIFIER --hidden-states FOLDER`
     storage: Path | None = None,  # with vllm: that FOLDER, as it is mounted here
     max_length: int = 2048,  # rows longer than this are cut, where `data` is not prepared yet
     max_samples: int | None = None,  # use the first so many; default: all
-    aux_layer_ids: list[int] | None = None,  # verifier layers to keep (repeat the option), ascending; default: three of them; a server has its own
+    aux_layer_ids: list[int] | None = None,  # layers to keep, ascending (repeat the option); default: three, or server's
     dtype: str = "bfloat16",  # of the stored features; float8_e4m3fn halves the disk
     max_tokens: int = 8192,  # padded tokens in one forward pass, with hf
     concurrency: int = 8,  # requests in flight, with vllm
@@ -158,10 +158,10 @@ def _another(folder, t2d, d2t) -> bool:
 def vocab(
     data_dir: Path,  # prepared folder or feature folder
     draft_vocab_size: int,  # N, tokens that the drafter knows
-    output_dir: Path | None = None,  # gets d2t-N.npy and t2d-N.npy; default: beside the rows, where train finds them
+    output_dir: Path | None = None,  # gets d2t-N.npy and t2d-N.npy; default: beside the rows, where train looks
     vocab_size: int | None = None,  # of the verifier; default: as the folder says
     overwrite: bool = False,  # replace another vocabulary of this size
-) -> dict:  # draft_vocab_size, vocab_size, output_dir, covered: share of the trained tokens that the drafter knows
+) -> dict:  # draft_vocab_size, vocab_size, output_dir, covered: share of trained tokens known
     "Choose the tokens of a drafter: the most frequent ones of the training answers."
     check_options(locals(), "vocab")
     data_dir = Path(data_dir)

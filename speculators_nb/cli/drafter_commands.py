@@ -49,18 +49,18 @@ def _features_there(data_dir, verifier):
 
 
 def train(
-    data_dir: Path,  # folder made by `speculators-nb features`, or of upstream's features; or a prepared folder: then the features are made while training
+    data_dir: Path,  # features from `speculators-nb features` or upstream, or a prepared folder
     output_dir: Path,  # where the drafter, its history and its checkpoints go
-    algorithm: str = "eagle3",  # the kind of drafter: eagle, eagle3, peagle, dflash, dspark, mtp, mlp, medusa
+    algorithm: str = "eagle3",  # eagle, eagle3, peagle, dflash, dspark, mtp, mlp or medusa
     verifier: str | None = None,  # folder or hub id; default: the one that made the features
-    draft_arch: str | None = None,  # what the drafter's layers are like, llama or qwen3; default: llama, or what the algorithm needs
+    draft_arch: str | None = None,  # layer type, llama or qwen3; default: llama, or what the algorithm needs
     num_layers: int = 1,  # how many it has
-    draft_vocab_size: int | None = None,  # tokens that it knows, the most frequent ones; default: all of the verifier's
+    draft_vocab_size: int | None = None,  # tokens it knows, the most frequent ones; default: all of the verifier's
     from_pretrained: Path | None = None,  # go on from this drafter's weights instead of fresh ones
-    server: str | None = None,  # with a prepared folder: address of a vLLM that makes the features; default: the verifier makes them in this process
-    storage: Path | None = None,  # with a server: the folder that it writes to (serve VERIFIER --hidden-states FOLDER), as it is mounted here
-    aux_layer_ids: list[int] | None = None,  # verifier layers that the drafter reads (repeat the option); default: those of the features
-    eval_share: float | None = None,  # share of the rows that is held out, 0: no evaluation; default: what `prepare` held out, else 0.05
+    server: str | None = None,  # address of a vLLM for a prepared folder's features; default: in-process
+    storage: Path | None = None,  # server's FOLDER (serve VERIFIER --hidden-states FOLDER), as mounted here
+    aux_layer_ids: list[int] | None = None,  # verifier layers it reads (repeat the option); default: the features'
+    eval_share: float | None = None,  # held-out share of rows, 0: no evaluation; default: as `prepare`, else 0.05
     on_bad: str = "raise",  # a sample whose features do not check: raise, or skip it
     num_train_epochs: float = 3.0,  # passes over the data
     total_seq_len: int = 2048,  # positions in a packed row; one row is one step on one device
@@ -75,7 +75,7 @@ def train(
     trust_features: bool = False,  # take features whose record does not fit the verifier
     seed: int = 0,  # of the initial weights and of everything random in training
     trust_remote_code: bool = False,  # run code that comes with the verifier
-    extra: list[str] | None = None,  # name=value, for any other training argument, e.g. warmup_steps=100; repeat the option
+    extra: list[str] | None = None,  # other arguments as name=value, e.g. warmup_steps=100; repeat the option
 ) -> SpeculatorTrainer:  # has run; its model is the best one, and is saved
     "Train a drafter on features, and keep the best checkpoint."
     _features_there(data_dir, verifier)
@@ -129,19 +129,19 @@ def evaluate(
     data: str,  # conversations; the questions before the first answer are the prompt
     verifier: str | None = None,  # folder or hub id; default: the one that the drafter was trained for
     output_dir: Path | None = None,  # where tables and pictures go; default: they are only printed
-    engine: str = "reference",  # who decodes: reference, the decoder of this library; vllm, which also measures throughput and latency
+    engine: str = "reference",  # reference, this library; vllm, with throughput and latency
     server: str | None = None,  # with vllm: address of one that runs; default: one is started for each k
-    k: list[int] | None = None,  # tokens drafted in each step (with vllm, repeat the option for several); default: as many as the drafter was trained for
+    k: list[int] | None = None,  # tokens drafted per step (vllm: repeat the option); default: as trained
     concurrency: list[int] | None = None,  # with vllm: requests at once (repeat the option for several); default: 1
     temperatures: list[float] | None = None,  # sampling temperatures (repeat the option); default: 0, greedy
     max_samples: int | None = 32,  # prompts to use
     max_new_tokens: int = 64,  # tokens to write for each prompt
-    ngram: bool = True,  # with reference: compare with looking the last tokens up in the text so far
-    as_engine: bool = False,  # with reference: count as vLLM counts, so that both can be compared to the digit
+    ngram: bool = True,  # with reference: compare with n-gram lookup in the text so far
+    as_engine: bool = False,  # with reference: count as vLLM does, comparable to the digit
     rule: str = "standard",  # with reference: acceptance rule
     baseline: bool = True,  # with vllm: measure without drafting too
     load: str = "requests",  # with vllm: who asks, requests or guidellm
-    dtype: str = "auto",  # with vllm: of weights and arithmetic; on processors auto means bfloat16
+    dtype: str = "auto",  # with vllm: dtype of weights and arithmetic; auto on a CPU: bfloat16
     max_model_len: int | None = None,  # with vllm: longest text, prompt included; default: what the model allows
     vllm: str | None = None,  # the program; default: it is looked for, also in .venv-vllm
     extra: list[str] | None = None,  # with vllm: a further argument of vllm serve; repeat the option
@@ -177,7 +177,7 @@ def evaluate(
 
 # %% ../../nbs/cli/04_drafter_commands.ipynb #a666e7c6
 def compare(
-    runs: list[str],  # folders of evaluations that were made with --engine vllm or --as-engine, or name=folder
+    runs: list[str],  # folders of evaluations made with --engine vllm or --as-engine, or name=folder
     output_dir: Path | None = None,  # gets comparison.csv and comparison.png; default: the table is only printed
     overwrite: bool = False,  # replace the comparison in output_dir
 ) -> Comparison:  # `table()`, `plot()`
@@ -202,19 +202,19 @@ def compare(
 # %% ../../nbs/cli/04_drafter_commands.ipynb #4c67862d
 def serve(
     checkpoint: str,  # a drafter, or a verifier alone: folder or hub id
-    k: int | None = None,  # tokens to draft; default: what the checkpoint says; 0: none, the verifier alone
+    k: int | None = None,  # tokens to draft; default: what the checkpoint says; 0: the verifier alone
     method: str | None = None,  # of drafting, e.g. ngram; default: what the checkpoint says
     verifier: str | None = None,  # folder or hub id; default: the one that the checkpoint names
-    native: Path | None = None,  # folder for the engine's own layout of a drafter that vLLM reads in that alone
-    hidden_states: Path | None = None,  # write the verifier's hidden states into this folder, for features --source vllm
-    aux_layer_ids: list[int] | None = None,  # with hidden_states: layers to write (repeat the option), ascending; default: three of them
+    native: Path | None = None,  # folder for the drafter in the engine's own layout, if vLLM needs that
+    hidden_states: Path | None = None,  # folder for the verifier's hidden states, for features --source vllm
+    aux_layer_ids: list[int] | None = None,  # with hidden_states: layers, ascending (repeat the option); default: three
     host: str = "127.0.0.1",  # address to listen on; 0.0.0.0 lets other machines in
     port: int = 8000,  # to listen on
     dtype: str = "auto",  # of weights and arithmetic; on processors auto means bfloat16
     max_model_len: int | None = None,  # longest text, prompt included; default: what the model allows
-    enforce_eager: bool | None = None,  # no compilation: starts faster, runs slower; default: where there is no accelerator
+    enforce_eager: bool | None = None,  # no compilation: starts faster, runs slower; default: if no accelerator
     vllm: str | None = None,  # the program; default: it is looked for, also in .venv-vllm
-    extra: list[str] | None = None,  # a further argument of vllm serve, e.g. --extra=--max-num-seqs=8; repeat the option
+    extra: list[str] | None = None,  # vllm serve argument, e.g. --extra=--max-num-seqs=8; repeat the option
     run: bool = False,  # start it and wait; default: the command is printed
 ) -> tuple[list[str], dict] | None:  # command and environment; None where it ran
     "Serve a drafter with vLLM."

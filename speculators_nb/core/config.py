@@ -76,7 +76,7 @@ class VerifierConfig(ReloadableBaseModel):
     def from_config(
         cls,
         config: PretrainedConfig,  # the verifier's config
-        name_or_path: str | None = "UNSET",  # the name to write down; "UNSET": the one that `config` records (a loaded model's does)
+        name_or_path: str | None = "UNSET",  # name to record; "UNSET": the one in `config`, as of a loaded model
     ) -> "VerifierConfig":  # what the drafter's config will say
         "Describe a verifier by its loaded config."
         name = (getattr(config, "_name_or_path", "") or None) if name_or_path == "UNSET" else name_or_path

@@ -207,7 +207,7 @@ class Endpoint:
     def __init__(
         self,
         url: str = "http://127.0.0.1:8000",  # with or without a final /v1
-        api_key_env: str | None = "OPENAI_API_KEY",  # the environment variable that holds the key; it may be unset
+        api_key_env: str | None = "OPENAI_API_KEY",  # environment variable holding the key; it may be unset
         timeout: float = 600.0,  # seconds that an answer may take; of a stream, each piece
         tries: int = 4,  # requests made before giving up
     ):
@@ -407,7 +407,7 @@ class Breaker:
 
     def __init__(
         self,
-        limit: int = 20,  # failures in a row that stop the job; more than run at once is sensible
+        limit: int = 20,  # failures in a row that stop the job; set it above the concurrency
     ):
         self.limit, self.failures = limit, 0
 

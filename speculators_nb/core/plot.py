@@ -88,7 +88,7 @@ def _finish(ax: Axes, title: str | None, xlabel: str, ylabel: str) -> Figure:
 
 # %% ../../nbs/core/08_plot.ipynb #7615e940
 def plot_acceptance(
-    table: pd.DataFrame,  # columns drafter, position, unconditional; optional unconditional_low/_high, conditional, temperature
+    table: pd.DataFrame,  # drafter, position, unconditional; optional _low/_high, conditional
     title: str | None = None,  # the finding
 ) -> Figure:  # one panel per temperature
     "Acceptance per draft position: bars unconditional, line conditional, whiskers the 95 % interval."
@@ -123,7 +123,7 @@ def plot_acceptance(
 def plot_mask(
     dense: Any,  # [Q, KV] bool, True where the query (row) may see the key (column)
     documents: Sequence[int] | None = None,  # the document of each query row; -1 is padding
-    key_documents: Sequence[int] | None = None,  # the document of each key; default: `documents`, repeated to KV where that fits
+    key_documents: Sequence[int] | None = None,  # document of each key; default: `documents`, repeated to KV where it fits
     title: str | None = None,  # the finding
     xlabel: str = "key position",  # what a column is
     ylabel: str = "query position",  # what a row is
@@ -162,7 +162,7 @@ def plot_mask(
 
 # %% ../../nbs/core/08_plot.ipynb #34a2f069
 def plot_loss(
-    log: pd.DataFrame,  # columns step and loss; optional eval_loss, drafter (a Trainer's log history fits, gaps and all)
+    log: pd.DataFrame,  # step, loss; optional eval_loss, drafter; gaps as in a Trainer's log
     title: str | None = None,  # the finding
     ax: Axes | None = None,  # where to draw; None: a figure of its own
 ) -> Figure:  # the figure drawn on

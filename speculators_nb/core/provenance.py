@@ -105,7 +105,7 @@ def git_commit() -> str | None:  # "1f2e3d4…", with "-dirty" where tracked fil
 def provenance(
     command: str,  # what ran: the name of the command or of the function
     arguments: Mapping | None = None,  # its arguments; secrets are removed
-    inputs: Mapping | Iterable = (),  # files, folders, hub ids, addresses that it read: {role: path}, or paths alone
+    inputs: Mapping | Iterable = (),  # files, folders, hub ids, addresses read: {role: path}, or paths alone
 ) -> dict:  # JSON: generated_at, command, arguments, inputs, reproducibility
     "What ran, with what, on what, in which versions."
     named = inputs.items() if isinstance(inputs, Mapping) else ((Path(p).name, p) for p in inputs)

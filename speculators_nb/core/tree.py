@@ -31,7 +31,7 @@ def likeliest(
 def probabilities(
     logits: Tensor,  # [..., V]
     temperature: float,  # 0: all mass on the argmax (the first one, where several are equal)
-    top_k: int = 0,  # keep the k likeliest tokens, and those that tie with the last of them; 0: all
+    top_k: int = 0,  # keep the k likeliest tokens and ties with the last of them; 0: all
     top_p: float = 1.0,  # keep the likeliest tokens until they hold this mass
     min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest
 ) -> Tensor:  # [..., V] float32, each row sums to 1
@@ -87,8 +87,8 @@ class Sampling:
 class TokenTree:
     "Drafted tokens and how they hang together. Depth 1 follows the last decided token directly."
     tokens: Tensor  # [N] int64 verifier token ids
-    parents: Tensor  # [N] int64 parent of each node, -1 under the last decided token; parents come before children
-    probs: Tensor | None = None  # [N, V] the law that each token was drawn from; None: a deterministic proposal (one-hot)
+    parents: Tensor  # [N] int64 parent, before its children; -1: under the last decided token
+    probs: Tensor | None = None  # [N, V] distribution each token is drawn from; None: deterministic (one-hot)
 
     def __post_init__(self):
         n = len(self.tokens)
@@ -206,7 +206,7 @@ class Drafter(Protocol):
     def propose(
         self,
         tokens: Tensor,  # [n] all decided tokens; the verifier has not yet seen the last one
-        features: Tensor | None,  # [m, A·H] the verifier's rows that are new since the last call (positions n-1-m … n-2), or None
+        features: Tensor | None,  # [m, A·H] verifier rows since the last call (positions n-1-m … n-2), or None
         k: int,  # the deepest node wanted, >= 1
         sampling: Sampling,  # temperature and random numbers of this request
     ) -> TokenTree:  # may be shallower than k, or empty

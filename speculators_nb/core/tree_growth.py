@@ -63,7 +63,7 @@ def without_return(
 def shaped_tree(
     law: Callable,    # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
     shape: Sequence,  # from `parse_tree` or `static_shape`
-    sampling: Sampling | None = None, # where its temperature is above 0, siblings are drawn without putting back, as many as the shape has; else they are the likeliest
+    sampling: Sampling | None = None, # temperature > 0: siblings sampled without replacement; else the likeliest
 ) -> TokenTree:  # no more nodes than the shape; on the device of the law
     "A tree of this shape. `law` says what follows each of `nodes`. Nodes of probability 0 are left out, with all that would follow them."
     drawn = sampling is not None and sampling.temperature > 0
@@ -142,7 +142,7 @@ def product_tree(
 
 # %% ../../nbs/core/12_tree_growth.ipynb #4dde2c80
 def recurrent_law(
-    step: Callable,    # (tokens [F], states [F, ...] of their parents, sees [F, C+F] bool) -> states [F, ...]; C keys are in the cache, and F are added to it
+    step: Callable,    # (tokens [F], parent states [F, ...], sees [F, C+F]) -> states [F, ...]
     logits: Callable,  # states [F, ...] -> [F, V] over the verifier's vocabulary
     root: Tensor,      # state after the last decided token
     keys: int,         # in the cache now, all decided

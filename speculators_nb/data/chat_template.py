@@ -300,7 +300,7 @@ ROWS = ("conversation", "turn")
 
 def merge_turns(
     turns: list[tuple],  # from `turns_of`
-    rows: str = "conversation",  # "turn": a row per assistant turn, in which it alone is trained
+    rows: str = "conversation",  # "turn": a row per assistant turn, only that turn trained
 ) -> list[tuple[str, list[tuple[int, int]]]]:  # (text, trained characters) per row
     "One row for as many turns as continue each other: every token is computed once, and every answer stands behind what the verifier saw."
     if rows not in ROWS:

@@ -21,7 +21,7 @@ NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are a
 
 def is_public(
     address: str,  # IPv4 or IPv6
-) -> bool:  # False: private, loopback, link-local, multicast, reserved, unspecified, or a tunnel to such
+) -> bool:  # False: private, loopback, link-local, multicast, reserved, unspecified or tunnel
     "Whether anybody on the Internet can reach an address. ValueError: it is none."
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip.version == 6:

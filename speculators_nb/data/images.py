@@ -78,7 +78,7 @@ PIXELS = Image.MAX_IMAGE_PIXELS  # 89 million, 270 MB as RGB
 def open_picture(
     source: bytes | Path,  # the content, or the file
     where: str = "a picture",  # for the message
-) -> Image.Image:  # not yet decoded; its `format` is one of FORMATS, or MPO, which is a JPEG with others behind it
+) -> Image.Image:  # not yet decoded; its `format` is one of FORMATS, or MPO (several JPEGs)
     "Look at a picture's header. ValueError: another format, too many pixels, or damaged."
     try:
         picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
@@ -103,7 +103,7 @@ def _decoded(file: Path) -> Image.Image:
 
 
 def picture_file(
-    part: dict,  # {"type": "image_url", "image_url": {"url": "file:///…"}}, from `resolve_images`
+    part: dict,  # {"type": "image_url", "image_url": {"url": "file:///…"}} of `resolve_images`
 ) -> Path | None:  # None: a part that is no picture
     "Where a picture of a prepared row lies. ValueError: elsewhere than in a file."
     if part.get("type") != "image_url":
@@ -290,7 +290,7 @@ def inputs_of(
 # %% ../../nbs/data/08_images.ipynb #bd590ce1
 def row_inputs(
     dataset: Dataset,  # a prepared table
-    processor,  # from `load_processor`, or the folder that it is loaded from when the first picture comes
+    processor,  # from `load_processor`, or its folder, loaded when the first picture comes
 ) -> Callable[[int], dict]:  # row -> what the verifier takes beside its ids, {} for text
     "The pictures of a prepared table, as tensors, when they are asked for."
     if "messages" not in dataset.column_names:

@@ -57,7 +57,7 @@ def pack(
 TRADES, REACH = (
     4,
     64,
-)  # offers per sample, and how far down the list of lengths they go: row mates then meet again about as often as chance has it
+)  # offers per sample, reach in the list of lengths: row mates meet about as often as by chance
 
 # %% ../../nbs/data/11_packing.ipynb #1c048ab8
 class PackedBatchSampler:
@@ -91,7 +91,7 @@ def collate(
     total_seq_len: int,  # L, positions in the row
     shift=None,  # the model's per-sample shift; None: samples as they are
     dtype: torch.dtype | None = None,  # of the features; None: as they come
-) -> dict[str, torch.Tensor]:  # the Batch: input_ids, hidden_states, verifier_last_hidden_states, loss_mask, position_ids, document_ids
+) -> dict[str, torch.Tensor]:  # input_ids, loss_mask, position_ids/document_ids, hidden_states/verifier_last_hidden_states
     "Lay samples end to end into one row [1, L, …]: zero padded, document_ids -1 at padding, positions restart with each document."
     if not samples:
         raise ValueError("collate got no samples: a row needs at least one")

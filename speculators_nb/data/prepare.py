@@ -193,11 +193,11 @@ def prepare_data(
     output_dir: str | Path,  # the folder to make
     max_length: int = 2048,  # tokens in a row
     max_samples: int | None = None,  # so many conversations, chosen by lot; None: all
-    rows: str = "conversation",  # or "turn": a row per assistant turn, in which it alone is trained
+    rows: str = "conversation",  # or "turn": a row per assistant turn, only that turn trained
     too_long: str = "cut",  # or "drop": what happens to a row that is longer
     min_trained: int = 1,  # trained tokens that a row must have
     dedup: bool = True,  # pass over conversations that say what another said
-    shuffle: bool = True,  # False: conversations stay in their order, and max_samples takes the first
+    shuffle: bool = True,  # False: keep the order of conversations, max_samples takes the first
     val_fraction: float = 0.0,  # share of the conversations whose rows are for validation
     seed: int = 0,  # of the lot and the order
     draft_vocab_size: int | None = None,  # also cut a draft vocabulary of this size

@@ -127,9 +127,9 @@ def located(
 
 
 def read_conversations(
-    data: str | Path | Iterable,  # a file, a folder, hf:<id>[:<subset>[:<split>]], conversations, or a list of these
+    data: str | Path | Iterable,  # file, folder, hf:<id>[:<subset>[:<split>]], conversations, or a list of these
     limit: int | None = None,  # stop after so many
-) -> Iterator[dict]:  # as they are written: with "messages" or "conversations", or with "input_ids" and "loss_mask"
+) -> Iterator[dict]:  # as written: with "messages" or "conversations", or with "input_ids" and "loss_mask"
     "Stream conversations. Whatever is wrong is a ValueError that names the file and the line."
     for where, row in islice(located(data), limit):
         if isinstance(row, BadRow):

@@ -31,16 +31,16 @@ def draw(
 # %% ../../nbs/decode/01_acceptance_rules.ipynb #2f0f1a16
 class Rule(NamedTuple):
     "An acceptance rule."
-    decide: Callable      # (tree, target [N+1, V] laws, generator) -> (path: nodes from depth 1 on, the next token)
+    decide: Callable      # (tree, target [N+1, V], generator) -> (path from depth 1 on, next token)
     lossless: bool        # the output has the verifier's law
     about: str            # in a few words
     raw: bool = False     # weighs likelihoods: in a greedy request it is given the law at temperature 1
 
 
 def walk(
-    step: Callable,        # (p [V] float64, children, tree, generator) -> (kept child or None, the law to draw from where none was kept)
+    step: Callable,        # (p [V] float64, children, tree, generator) -> (child or None, residual)
     tree: TokenTree,       # the proposal
-    target: torch.Tensor,  # [N+1, V] the verifier's laws: after the last decided token, then after each node
+    target: torch.Tensor,  # [N+1, V] verifier's laws: after last decided token, then each node
     generator: torch.Generator | None = None, # on the device of `target`
 ) -> tuple[list[int], int]: # kept nodes, the next token
     "Go down as long as a child is kept; then draw."

@@ -24,10 +24,10 @@ from ..verifier.tapped_model import Verifier
 @dataclass
 class Step:
     "One pass of the verifier over a proposal."
-    asked: int # how many tokens the drafter could propose: k, or less where the length limit was near
+    asked: int # tokens the drafter could propose: k, or less where the length limit was near
     draft: list[int] # the proposed tokens, at most `asked` deep
     accepted: int # how many of them the rule kept
-    tokens: list[int] # what the step added to the output: the kept tokens and the verifier's own, cut behind a stop token
+    tokens: list[int] # what the step added: kept tokens and the verifier's own, cut after a stop token
     parents: list[int] | None = None # of each proposed token, where the proposal had branches
     path: list[int] | None = None # the kept ones, likewise
 
@@ -38,8 +38,8 @@ class Generation:
     prompt: list[int] # token ids
     tokens: list[int] # the output, a stop token included; tokens[0] came with the pass over the prompt
     steps: list[Step] # in order
-    finish_reason: str # "stop": ended with a stop token; "length": at max_new_tokens or at the end of the context
-    hidden_states: Tensor | None = None # [n, A·H] of all tokens but the last, which nobody has read; only where the drafter is `HiddenStates`
+    finish_reason: str # "stop": at a stop token; "length": at max_new_tokens or context end
+    hidden_states: Tensor | None = None # [n, A·H] of all tokens but the unread last; only if drafter is `HiddenStates`
 
 # %% ../../nbs/decode/03_generate.ipynb #549767be
 # layers whose cache is a list of positions, so that a rejected draft can be taken back
@@ -122,7 +122,7 @@ class HiddenStates(NoDrafter):
     keeps_states = True
 
     def __init__(self,
-        aux_layer_ids, # layers that the verifier taps; as many as it has layers is the stream before its final norm
+        aux_layer_ids, # verifier layers to tap; the number of layers: state before final norm
     ):
         self.aux_layer_ids = tuple(aux_layer_ids)
 
@@ -189,7 +189,7 @@ def generate(
     prompt_ids: Tensor | list, # [n] token ids of one request, or a list of these
     *,
     max_new_tokens: int = 64, # output limit
-    k: int | Callable[[list[Step]], int] = 3, # how deep to draft in each step, or a function of the steps so far; 0: plain decoding
+    k: int | Callable[[list[Step]], int] = 3, # depth to draft in each step, or a function of the steps so far; 0: plain decoding
     sampling: Sampling | None = None, # temperature, filters and generator; None: greedy
     eos_token_ids=(), # token ids that end the output
     rule: str | Rule = "standard", # a row of `RULES`, or a rule

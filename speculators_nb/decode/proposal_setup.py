@@ -49,7 +49,7 @@ class TreeDrafter:
         tokens: Tensor,          # as in `tree.Drafter`
         features: Tensor | None, # likewise
         k: int,                  # the deepest node wanted
-        sampling: Sampling,      # a tree of fixed shape draws with it; a dynamic one is the same at every temperature
+        sampling: Sampling,      # for drawing a fixed-shape tree; a dynamic one ignores temperature
     ) -> TokenTree:
         "Grow a tree."
         depth = min(k, self.depth)

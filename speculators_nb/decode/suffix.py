@@ -128,7 +128,7 @@ class _Part:
 
     def __init__(self):
         self.n = 0                  # how often it occurs
-        self.places = array("q")    # where it ends, in the order of time; told apart, only where nothing is in front of it
+        self.places = array("q")    # end positions, oldest first; when told apart, only those with nothing in front
         self.longer = None          # token in front -> the part that is longer by it; None: not told apart
         self.followers = None       # what follows, where it is told apart
 
@@ -361,7 +361,7 @@ class SuffixDrafter:
 
     def __init__(self,
         depth: int = 24,            # match and continuation together are at most so long
-        max_requests: int = 10_000, # answers that are kept, the oldest forgotten first; 0: none
+        max_requests: int = 10_000, # answers kept, the oldest forgotten first; 0: none
         factor: float = 1.0,        # tokens proposed for each token of the match
         min_prob: float = 0.1,      # of being still right, for the last token proposed
     ):

@@ -63,7 +63,7 @@ class Context:
     def read(self,
         unread: list[Tensor],   # B rows [m_b], decided tokens that are not in the cache
         trees: list[TokenTree], # B proposals
-    ) -> tuple: # B pairs: logits [N_b+1, V] after the last decided token and after each node; hidden states [m_b+N_b, A·H]
+    ) -> tuple: # B pairs: logits [N_b+1, V] (last token, nodes); hidden states [m_b+N_b, A·H]
         "One pass of the verifier over all requests."
         starts = self.lengths() if len(unread) > 1 or self.at.numel() else [0] * len(unread)
         rows = [layout(u, t, s) for u, t, s in zip(unread, trees, starts)]

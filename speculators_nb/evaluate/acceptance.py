@@ -76,7 +76,7 @@ def acceptance_summary(
     k: int, # draft length that was asked for
     draws: int = 1000, # bootstrap resamplings
     seed: int = 0, # of the resampling
-    sizes: np.ndarray | None = None, # with rows: [requests, tokens, tokens that came with steps, steps], all summed, counted or not
+    sizes: np.ndarray | None = None, # with rows: [requests, tokens, step tokens, steps], summed, counted or not
 ) -> dict: # one row of a table
     "Mean acceptance length (vLLM's 1 + accepted/steps) with its 95 % interval, and what else is worth a column."
     counts = _counts(generations, k)

@@ -39,7 +39,7 @@ class EngineEvaluation:
     "What `evaluate_engine` measured."
     summary: pd.DataFrame # as `Evaluation.summary`, with k and concurrency
     positions: pd.DataFrame # as `Evaluation.positions`, with k and concurrency
-    performance: pd.DataFrame # one row for each k (0: no drafting), concurrency, temperature and domain ("all" first): throughput, latency, speedup
+    performance: pd.DataFrame # speed by k (0: no drafting), concurrency, temperature, domain
     requests: pd.DataFrame = field(default_factory=pd.DataFrame) # one row for each answer; its own counts where requests came one at a time
     settings: dict = field(default_factory=dict) # how it was measured: commands, prompts
 
@@ -174,7 +174,7 @@ def gather(
 
 # %% ../../nbs/evaluate/07_engine.ipynb #a720287a
 def evaluate_engine(
-    checkpoint: str | os.PathLike, # what is served, as in `serve_command`; or the address http://… of a server that runs
+    checkpoint: str | os.PathLike, # what to serve, as in `serve_command`; or http://… of a running server
     data: str | os.PathLike | Mapping | Iterable, # prompts, as in `load.read_prompts`
     *,
     k: int | Sequence | None = None, # tokens to draft, or several; None: what the checkpoint says
@@ -192,7 +192,7 @@ def evaluate_engine(
     timeout: float = 900, # seconds until a server must answer
     vllm: str | os.PathLike | None = None, # the executable; None: looked up by `server.find_executable`
     env: Mapping | None = None, # variables for the server; None: `serve_environment()`
-    **serve, # arguments of `serve_command`: verifier, method, speculative_config, native, dtype, max_model_len, extra
+    **serve, # of `serve_command`: verifier, method, native, dtype, max_model_len, extra, …
 ) -> EngineEvaluation: # tables, `plot()`, `plot_speed()`, `save(folder)`
     "Start a server for each K, or use one that runs; ask it; read its counters. Errors: those of `serve`, `load` and `endpoint`; ValueError."
     check_options(dict(k=k, concurrency=concurrency, baseline=baseline, temperatures=temperatures, max_new_tokens=max_new_tokens, max_samples=max_samples, load=load, seed=seed, timeout=timeout))
@@ -320,7 +320,7 @@ class Comparison:
 
     def table(self,
         domain: str = "all", # one of the domains
-    ) -> pd.DataFrame: # a row for each run and drafter: length with interval, acceptance at each position, tokens per second
+    ) -> pd.DataFrame: # by run, drafter: length, interval, acceptance per position, tokens/s
         "What one looks at first."
         place = ["run", "drafter", "temperature", "k", "concurrency"]
         rows = self.summary[self.summary.domain == domain].set_index(place)[["mean_length", "mean_length_low", "mean_length_high", "draft_acceptance", "steps"]]

@@ -31,7 +31,7 @@ class Prompt:
     tools: list | None = None # functions that the model may call
 
 def prompt_of(
-    row: dict, # messages or conversations; input_ids with a loss_mask; prompt (text or token ids); turns
+    row: dict, # messages/conversations; input_ids with loss_mask; prompt (text or ids); turns
     domain: str = "all", # where the row names none
 ) -> Prompt: # its first question
     "Read one row. Errors: ValueError naming the fields that are known."
@@ -119,7 +119,7 @@ class Load:
     "What a number of requests took."
     concurrency: int # requests at once
     replies: list # of `Reply`, in the order of the prompts
-    seconds: dict # domain -> the clock for all its requests; with one at a time the reading of counters is left out
+    seconds: dict # domain -> time of all its requests; one at a time: without counter reads
     counts: dict # domain -> what the server counted
     k: int # tokens that the server drafts; 0: none
 
@@ -163,7 +163,7 @@ def _settle(meter):
 def rows_of(
     load: Load, # with one request at a time a row for each, else one for the domain
     domain: str | None = None, # None: all together
-) -> tuple[np.ndarray, list]: # ([R, 4 + k] as `acceptance.count` makes them, [requests, tokens, tokens that came with steps, steps])
+) -> tuple[np.ndarray, list]: # ([R, 4 + k] as from `acceptance.count`, [requests, tokens, tokens from steps, steps])
     "Counts for `acceptance_table` and `acceptance_summary`. Where the stream merged pieces, steps without a draft are lost."
     replies = [r for r in load.replies if domain in (None, r.domain)]
     if all(r.counts for r in replies): parts = [(r.counts, [r]) for r in replies]

@@ -28,8 +28,8 @@ def lengths(
 
 def speedups(
     lengths: Sequence[float],    # tokens a step with 0, 1, 2, … guesses
-    cost: float,                 # of one guess, in plain passes of the verifier; of the whole block where `parallel`
-    verify: Sequence[float] | None = None, # of a pass over 1, 2, 3, … tokens, in plain passes; None: a pass costs the same whatever it reads
+    cost: float,                 # of one guess, in plain verifier passes; of the whole block where `parallel`
+    verify: Sequence[float] | None = None, # of a pass over 1, 2, 3, … tokens, in plain passes; None: all cost the same
     parallel: bool = False,      # one pass makes all guesses
 ) -> list[float]: # with 0, 1, 2, … guesses
     "Expected speed-up over plain decoding (2211.17192, theorem 3.8, with a measured verifier). Errors: ValueError where `verify` is shorter than `lengths`."
@@ -71,7 +71,7 @@ def measured_speedup(
     temperature: float = 0.0,  # of the answers
     max_new_tokens: int = 48,  # of each
     eos_token_ids=(),    # token ids that end an answer
-    rounds: int = 2,     # each answer is written so often with the drafter and so often without, in turn
+    rounds: int = 2,     # each answer is written this often with and without the drafter, in turn
     seed: int = 0,       # of the answers at a temperature
 ) -> dict: # speedup: the median over prompts; low, high: quartiles
     "How many times faster answers come, per token."

@@ -22,7 +22,7 @@ class MetricsError(RuntimeError):
 
 def read_counters(
     text: str, # of /metrics
-) -> dict[str, float | list]: # the keys of COUNTERS, all engines together, and `positions`: accepted at each draft position, [] without speculation
+) -> dict[str, float | list]: # keys of COUNTERS, all engines; `positions`: accepted by position, [] without speculation
     "Parse what is counted about speculation."
     found, positions = dict.fromkeys(COUNTERS, 0.0), {}
     names = {name: key for key, name in COUNTERS.items()}

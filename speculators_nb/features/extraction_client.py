@@ -187,7 +187,7 @@ _OURS = re.compile(r"\bhs-([0-9a-f]{8})-(\d{1,9})-[0-9a-f]+\b.*\.safetensors(\.l
 
 def sweep(
     storage,  # the shared folder
-    older_than: float = 3600.0,  # seconds; files of other hosts' clients that nobody has fetched since
+    older_than: float = 3600.0,  # seconds; for other hosts' files that nobody has fetched since
 ) -> int:  # files deleted
     "Delete what killed clients have left: requests of dead processes of this host, and very old ones of others."
     gone = 0
@@ -209,10 +209,10 @@ class HiddenStatesClient:
         self,
         url: str,  # e.g. http://127.0.0.1:8000
         storage,  # the server's shared_storage_path, as it is mounted here
-        layer_ids: list[int] | None = None,  # of the slots, last included; None: what extraction.json in `storage` says
+        layer_ids: list[int] | None = None,  # of the slots, last included; None: from extraction.json in `storage`
         model: str | None = None,  # served name; None: the only one
         timeout: float = 600.0,  # seconds that one answer may take
-        tries: int = 8,  # requests for one answer, with back-off: long enough for a server to be restarted
+        tries: int = 8,  # requests for one answer, with back-off that outlasts a server restart
     ):
         self.endpoint, self.storage, self.timeout = Endpoint(url, timeout=timeout, tries=tries), Path(storage).resolve(), timeout
         if not self.storage.is_dir():
@@ -280,7 +280,7 @@ class HiddenStatesClient:
         body = {"model": self.model, "max_tokens": 1, "temperature": 0, "return_token_ids": True, "request_id": name}
         if messages is None:
             answer, read = self._ask("/v1/completions", body | {"prompt": ids})
-        else:  # some templates close the last turn with a token that the row has not: then the turn is left open
+        else:  # some templates end the last turn with a token missing in the row: leave it open
             answer, read = self._ask("/v1/chat/completions", body | {"messages": messages, "add_generation_prompt": False})
             if read != ids and isinstance(read, list) and read[: len(ids)] == ids:
                 answer, read = self._ask("/v1/chat/completions", body | {"messages": messages, "add_generation_prompt": False, "continue_final_message": True})

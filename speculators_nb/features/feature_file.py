@@ -104,7 +104,7 @@ def read_features(
     path,  # hs_{i}.safetensors
     token_ids=None,  # [seq] what the file must be about; None: not compared
     load: bool = True,  # False: check keys, shape and tokens, leave the states unread
-) -> torch.Tensor | list[int]:  # hidden_states [seq, A+1, H], bfloat16 where the file has fp8; with load=False only that shape
+) -> torch.Tensor | list[int]:  # hidden_states [seq, A+1, H], bfloat16 where the file has fp8; load=False: only that shape
     "Read one feature file and check all of it. FeatureError: missing, cut off, keys, tokens, length, checksum, not finite."
     if not Path(path).is_file():
         raise FeatureError(path, "missing")

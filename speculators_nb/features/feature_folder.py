@@ -188,8 +188,8 @@ class FeatureRows(torch.utils.data.Dataset):
         self,
         lengths: list[int],  # tokens of each row
         layer_ids: list[int] | None = None,  # verifier layers of the slots; None: not known
-        layers: list[int] | None = None,  # verifier layers that `hidden_states` shall hold; None: all but the last slot
-        on_bad: str = "raise",  # "raise": FeatureError; "skip": the sample trains nothing, and is named and counted
+        layers: list[int] | None = None,  # verifier layers in `hidden_states`; None: all but the last slot
+        on_bad: str = "raise",  # "raise": FeatureError; "skip": not trained, named and counted
     ):
         if on_bad not in ("raise", "skip"):
             raise ValueError(f"on_bad={on_bad!r}: choose 'raise' or 'skip'")
@@ -219,7 +219,7 @@ class FeatureRows(torch.utils.data.Dataset):
 
     where = "the source of features"
     rows = None  # the prepared table, where the source has one
-    made_by = {}  # what is recorded of the verifier: fingerprint, hidden_size, num_hidden_layers, …
+    made_by = {}  # recorded about the verifier: fingerprint, hidden_size, num_hidden_layers, …
 
     @property
     def verifier_fingerprint(self) -> str | None:  # None: not recorded
@@ -313,10 +313,10 @@ class FeatureDataset(FeatureRows):
     def __init__(
         self,
         data_dir,  # a folder of feature files: ours, or upstream's of either kind
-        on_bad: str = "raise",  # "raise": FeatureError; "skip": the sample trains nothing, and is named and counted
+        on_bad: str = "raise",  # "raise": FeatureError; "skip": not trained, named and counted
         rows: Dataset | None = None,  # input_ids, loss_mask, seq_len; None: the folder's own
-        layers: list[int] | None = None,  # verifier layers that `hidden_states` shall hold, of those stored; None: all but the last state
-        layer_ids: list[int] | None = None,  # verifier layers of the stored slots, last included; None: what data_config.json says
+        layers: list[int] | None = None,  # stored verifier layers for `hidden_states`; None: all but the last
+        layer_ids: list[int] | None = None,  # verifier layers stored, last included; None: from data_config.json
     ):
         self.data_dir = self.files_dir = Path(data_dir)
         kind, self.rows = "ours" if rows is not None else layout_of(data_dir), rows

@@ -57,7 +57,7 @@ def extract_from_server(
     dtype: torch.dtype | str = torch.bfloat16,  # of the stored states
     rank: int = 0,  # of this process
     world_size: int = 1,  # processes that share the rows
-    max_bytes: int | None = None,  # of hidden states in flight, in the shared folder and in memory; None: no bound but `concurrency`
+    max_bytes: int | None = None,  # of hidden states in flight (folder and memory); None: only `concurrency`
     max_failures: int = 20,  # in a row, then the job stops
     model: str | None = None,  # served name; None: the only one
     timeout: float = 600.0,  # seconds that one answer may take
@@ -100,8 +100,8 @@ class ServerFeatures(FeatureRows):
         rows: Dataset | str | Path,  # a prepared table, or its folder
         storage,  # the server's shared_storage_path, as it is mounted here
         layer_ids: list[int] | None = None,  # of the slots, last included; None: what the server's connector says
-        layers: list[int] | None = None,  # verifier layers that `hidden_states` shall hold, of those sent; None: all but the last
-        on_bad: str = "raise",  # "raise": FeatureError; "skip": the sample trains nothing, and is named and counted
+        layers: list[int] | None = None,  # sent verifier layers for `hidden_states`; None: all but the last
+        on_bad: str = "raise",  # "raise": FeatureError; "skip": not trained, named and counted
         concurrency: int = 8,  # requests in flight, in each of the loader's processes
         dtype: torch.dtype = torch.bfloat16,  # of the features
         max_failures: int = 20,  # in a row, then training stops even with "skip"

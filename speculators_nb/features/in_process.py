@@ -46,7 +46,7 @@ def states_of(
     verifier: Verifier,  # the tapped model
     rows: list,  # token ids of each row
     dtype: torch.dtype = torch.bfloat16,  # of the result
-    inputs: list[dict] | None = None,  # per row, what came of its pictures, from `images.row_inputs`; {}: it has none
+    inputs: list[dict] | None = None,  # per row, inputs for its pictures, from `images.row_inputs`; {}: none
 ) -> list[torch.Tensor]:  # [seq, A+1, H] per row, on the CPU
     "One forward pass over right-padded rows, without the head; a row with pictures has a pass of its own."
     if inputs and any(inputs):
@@ -106,7 +106,7 @@ def extract_features(
     max_tokens: int = 8192,  # padded tokens in one forward pass
     indices: Iterable[int] | None = None,  # rows to make, e.g. `shard(len(dataset), rank, world_size)`; None: all
     writers: int = 4,  # threads that write
-    processor=None,  # of a verifier that sees, for rows with pictures; None: from the verifier's folder
+    processor=None,  # of a vision verifier, for rows with pictures; None: from its folder
 ) -> dict:  # counts: written, kept
     "Write the features of rows that have no valid file. ValueError: another origin; FeatureError: not finite; DiskError: the rest is kept."
     dtype, dataset = stored_dtype(dtype), table_of(dataset)
@@ -146,7 +146,7 @@ class LiveFeatures(FeatureRows):
         rows: Dataset,  # from `prepare`
         dtype: torch.dtype = torch.bfloat16,  # of the features
         max_tokens: int = 8192,  # padded tokens in one forward pass
-        processor=None,  # of a verifier that sees, for rows with pictures; None: from the verifier's folder
+        processor=None,  # of a vision verifier, for rows with pictures; None: from its folder
         **kwargs,  # layers, on_bad: as in `FeatureRows`
     ):
         self.inputs = row_inputs(rows, processor or verifier.model.name_or_path)

@@ -274,7 +274,7 @@ def is_heldout(
 def corpus(
     n:int, # number of conversations
     seed:int=0, # the same seed gives the same conversations; a smaller n gives a prefix
-    domains:list[str]=tuple(DOMAINS), # each comes once in every len(domains) rows, in shuffled order: no stride picks a domain
+    domains:list[str]=tuple(DOMAINS), # each comes once in every len(domains) rows, in shuffled order: no stride picks one
     heldout:bool=False, # which part: see `is_heldout`
 ) -> list[dict]: # {"id", "domain", "messages"}
     "`n` conversations of one part."

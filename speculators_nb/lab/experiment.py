@@ -73,7 +73,7 @@ def write_answers(
 
 # %% ../../nbs/lab/03_experiment.ipynb #e7a91762
 def shipped_features(
-    layers: list[int] | None = None, # verifier layers; None: `default_aux_layer_ids`. The last state is always stored
+    layers: list[int] | None = None, # verifier layers (last state always stored); None: `default_aux_layer_ids`
     n: int | None = None,            # of the answers, from the first on; None: all 1000
 ) -> Path: # a feature folder below output/
     "The features of the verifier's shipped answers, made at the first call. A call that was interrupted is gone on with."
@@ -94,7 +94,7 @@ def shipped_features(
 
 # %% ../../nbs/lab/03_experiment.ipynb #7c6fc6b2
 COMMON = dict(total_seq_len=1024, num_train_epochs=1, optimizer="muon", learning_rate=3e-3, lr_scheduler_type="cosine", logging_steps=20)
-SETTINGS = {   # algorithm -> arguments of `train_drafter` that go with it; k is the number of tokens that it will draft
+SETTINGS = {   # algorithm -> its arguments of `train_drafter`; k: tokens that it will draft
     "eagle": lambda k: dict(speculative_tokens=k),
     "eagle3": lambda k: dict(ttt_steps=k, norm_before_fc=True, norm_output=True),
     "peagle": lambda k: dict(num_depths=k, norm_before_fc=True, norm_output=True),
@@ -149,7 +149,7 @@ def heldout_setting(
     drafters: dict,              # name -> drafter
     n_prompts: int | None,       # the first so many; None: all
     domains: tuple | None = None,# prompts of these only; None: all six
-) -> tuple: # (the shipped verifier, tapped where the drafters read; prompts' token ids; their domains; ids that end an answer)
+) -> tuple: # (tapped shipped verifier; prompts' token ids; domains; ids that end an answer)
     "What is decoded when drafters are measured. Errors: ValueError for a domain that the corpus does not have."
     check_options(dict(n_prompts=n_prompts))
     data = shipped_data()
@@ -186,7 +186,7 @@ def with_interval(
 def standing(
     evaluation: Evaluation, # from `measure_heldout`
     temperature: float = 0, # which of its temperatures
-) -> pd.DataFrame: # drafter -> mean acceptance length, the same on free-choice turns, acceptance of the first position; best first
+) -> pd.DataFrame: # drafter -> mean length, on free-choice turns, first acceptance; best first
     "Who stands where: estimates with their intervals."
     summary, positions = (t[t.temperature == temperature] for t in (evaluation.summary, evaluation.positions))
     order = summary[summary.domain == "all"].sort_values("mean_length", ascending=False).drafter
@@ -240,7 +240,7 @@ def price(
     drafters: dict,    # name -> drafter
     k: int = 4,        # tokens drafted in a step
     n_prompts: int = 3,# decoded for it
-) -> pd.DataFrame: # drafter -> flops, weights, time of a block in plain passes of the verifier; verify: time of the pass over k+1 tokens, likewise; deep: weights, were the verifier 36 layers deep
+) -> pd.DataFrame: # in plain passes: flops, weights, time; verify: k+1 tokens; deep: 36 layers
     "What a block of k guesses costs with the shipped verifier, as in `cost.draft_cost`."
     verifier, prompts, *_ = heldout_setting(drafters, n_prompts)
     one, several = (verifier_cost(verifier, tokens=t)["time"] for t in (1, k + 1))
@@ -251,7 +251,7 @@ def price(
     return table.assign(verify=several / one, deep=table.weights * deep).rename_axis("drafter")
 
 def compare(
-    folder: Path,            # gets the drafters, comparison.csv, summary.csv, positions.csv, acceptance.png
+    folder: Path,            # gets drafters, comparison.csv, summary.csv, positions.csv, acceptance.png
     budget: float = BUDGET,  # training FLOPs of each drafter
     contenders: dict = CONTENDERS, # as there
     k: int = 4,              # tokens drafted in a step

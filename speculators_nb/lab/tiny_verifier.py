@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+" # words, single digits, signs, line ends, blanks
+SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+" # words, digits, signs, …
 
 
 def train_tokenizer(
@@ -249,7 +249,7 @@ def report(
     model:Qwen3ForCausalLM, # the verifier
     tokenizer:PreTrainedTokenizerFast, # its tokenizer
     conversations:list[dict], # held out
-) -> tuple[pd.DataFrame, pd.DataFrame]: # a row a domain; a row a greedy answer (domain, prompt, answer, right, ended, tokens, distinct)
+) -> tuple[pd.DataFrame, pd.DataFrame]: # rows by domain; by greedy answer (domain, prompt, answer, right, ended, tokens, distinct)
     "How good the greedy answers are: right by `is_right`, ended by themselves, no loops."
     turns = [(row["domain"], row["messages"][:i]) for row in conversations for i in range(1, len(row["messages"]), 2)]
     records = []

@@ -188,7 +188,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls,
-        path: str | os.PathLike | None = None,       # a checkpoint folder or hub id; None: weights come from `state_dict` or stay initial
+        path: str | os.PathLike | None = None,       # checkpoint folder or hub id; None: `state_dict` or initial weights
         *,
         config: SpeculatorModelConfig | None = None, # instead of the folder's config.json
         state_dict: dict | None = None,              # instead of the folder's safetensors

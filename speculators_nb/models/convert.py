@@ -57,8 +57,8 @@ def convert(
     output_dir: str | os.PathLike,           # the new checkpoint; must not exist
     verifier: str | os.PathLike,             # folder or hub id of the verifier that it was trained for
     format: str | None = None,               # a name that `detect` gives; None: look
-    speculative_tokens: int | None = None,   # that a serving engine drafts; None: as the source says, or its format's default
-    config: dict | str | None = None,        # fields of the new config.json that the source leaves open or has wrong, e.g. {"norm_before_residual": true}; a string is JSON
+    speculative_tokens: int | None = None,   # that a serving engine drafts; None: the source's, or its format's default
+    config: dict | str | None = None,        # fields of config.json that the source lacks or has wrong; a string is JSON
     trust_remote_code: bool = False,         # run configuration code that comes with the verifier
 ) -> str: # the new folder
     """Convert a foreign drafter to this library's checkpoint. Tensors are renamed and keep values and dtype; names and shapes are checked against the model that the new config describes, and its sizes against the verifier.
@@ -110,7 +110,7 @@ def export_native(
     checkpoint: str | os.PathLike,              # a drafter of this library or of upstream's
     output_dir: str | os.PathLike,              # the foreign checkpoint; must not exist
     format: str | None = None,                  # a name as `detect` gives it; None: the first of the drafter's type
-    verifier: str | os.PathLike | None = None,  # folder or hub id; None: the one that the drafter's config names, where it is here
+    verifier: str | os.PathLike | None = None,  # folder or hub id; None: the one the drafter's config names, if local
     trust_remote_code: bool = False,            # run configuration code that comes with the verifier
 ) -> str: # the new folder
     """The inverse of `convert`: write a drafter as other projects keep it. Errors: FileExistsError; ValueError for a type without foreign format, one that belongs to another type,

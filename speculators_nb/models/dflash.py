@@ -44,7 +44,7 @@ class DFlashSpeculatorConfig(SpeculatorModelConfig):
     target_hidden_size: int | None = None                 # of one feature; None: the draft's hidden_size
     aux_hidden_state_layer_ids: list[int] | None = None   # verifier layers read, ascending
     mask_token_id: int | None = None                      # fills the slots that are asked for; see `mask_token.resolve_mask_token`
-    sliding_window_non_causal: bool = False               # slots of a sliding layer see the whole block, as those of a full layer do; False: only slots up to their own
+    sliding_window_non_causal: bool = False               # sliding layers see the whole block; False: causal
     sample_from_anchor: bool = False                      # the anchor's slot predicts too, and every slot the token after its own
 
     def __post_init__(self, **kwargs):
@@ -194,7 +194,7 @@ class DFlashDraftModel(SpeculatorModel):
         scheme: str,               # "fixed-exp-decay" or "dpace"
         gamma: float = 4.0,        # of the decay
         dpace_alpha: float = 0.5,  # of D-PACE
-    ): # [N] weights of the slots with loss, or a function from their losses to them; both before division by their number
+    ): # [N] weights of the slots with loss, or a function of their losses; before averaging
         "How much each slot counts. Errors: ValueError for an unknown scheme."
         if scheme == "fixed-exp-decay":
             slot = torch.arange(supervised.shape[1], device=supervised.device)
@@ -241,7 +241,7 @@ class DFlashDraftModel(SpeculatorModel):
         hidden_states: torch.Tensor,                # [1, L, A·H] features g_i
         document_ids: torch.Tensor,                 # [1, L], -1 padding
         loss_mask: torch.Tensor,                    # [1, L]
-        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] the verifier's stream after x_i, before its final norm
+        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_i, before the final norm
         position_ids: torch.Tensor | None = None,   # [1, L]; None: counted along the row
         max_anchors: int = 512,                     # blocks drawn
         anchor_positions: torch.Tensor | None = None, # [N] blocks to train instead of drawn ones
@@ -252,8 +252,8 @@ class DFlashDraftModel(SpeculatorModel):
         gamma: float = 4.0,                         # the next three as in `slot_weight`
         per_position_loss_weight: str = "fixed-exp-decay",
         dpace_alpha: float = 0.5,
-        cross_document_targets: bool = False,       # True: upstream's behaviour, a block may run into the next document
-        serving_window: bool = False,               # True: a sliding window moves on with the slots, as vLLM's does; False: it stays at the anchor, as upstream trains
+        cross_document_targets: bool = False,       # True: a block may cross documents, as upstream
+        serving_window: bool = False,               # window follows slots (vLLM); False: anchored (upstream)
         lean: bool = True,                          # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
@@ -286,7 +286,7 @@ class DFlashDraftModel(SpeculatorModel):
 
     @classmethod
     def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # of the draft layers; see `layers.draft_layer_config`
+        transformer_layer_config: PretrainedConfig,       # draft layers, `layers.draft_layer_config`
         t2d: torch.Tensor | None = None,                  # [V] bool, for a reduced draft vocabulary
         d2t: torch.Tensor | None = None,                  # [Vd]
         *,
@@ -295,7 +295,7 @@ class DFlashDraftModel(SpeculatorModel):
         block_size: int = 8,                              # B
         mask_token_id: int | None = None,                 # None: `mask_token.resolve_mask_token`
         sample_from_anchor: bool | None = None,           # None: the config's default
-        sliding_window_non_causal: bool | None = None,    # None: False where a layer slides. Where none does it changes nothing here, and True tells vLLM that blocks are bidirectional
+        sliding_window_non_causal: bool | None = None,    # None: False if a layer slides; else True, to tell vLLM: bidirectional
         target_layer_ids: list[int] | None = None,        # None: `tapped_model.default_aux_layer_ids`
         **others,                                         # training arguments that are not about the model
     ) -> "DFlashDraftModel": # with the verifier's weights, ready to train

@@ -123,7 +123,7 @@ class DSparkDraftModel(DFlashDraftModel):
         hidden_states: torch.Tensor,                # [1, L, A·H] features g_i
         document_ids: torch.Tensor,                 # [1, L], -1 padding
         loss_mask: torch.Tensor,                    # [1, L]
-        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] the verifier's stream after x_i, before its final norm
+        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_i, before the final norm
         position_ids: torch.Tensor | None = None,   # [1, L]; None: counted along the row
         max_anchors: int = 512,                     # blocks drawn
         anchor_positions: torch.Tensor | None = None, # [N] blocks to train instead of drawn ones
@@ -135,8 +135,8 @@ class DSparkDraftModel(DFlashDraftModel):
         per_position_loss_weight: str = "fixed-exp-decay",
         dpace_alpha: float = 0.5,
         confidence_head_alpha: float = 1.0,         # weight of the confidence loss
-        cross_document_targets: bool = False,       # True: upstream's behaviour, a block may run into the next document
-        serving_window: bool = False,               # True: a sliding window moves on with the slots, as vLLM's does; False: it stays at the anchor, as upstream trains
+        cross_document_targets: bool = False,       # True: a block may cross documents, as upstream
+        serving_window: bool = False,               # window follows slots (vLLM); False: anchored (upstream)
         lean: bool = True,                          # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
@@ -185,7 +185,7 @@ class DSparkDraftModel(DFlashDraftModel):
 
     @classmethod
     def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # of the draft layers; see `layers.draft_layer_config`
+        transformer_layer_config: PretrainedConfig,       # draft layers, `layers.draft_layer_config`
         t2d: torch.Tensor | None = None,                  # [V] bool, for a reduced draft vocabulary
         d2t: torch.Tensor | None = None,                  # [Vd]
         *,
@@ -268,7 +268,7 @@ class DSparkDrafter(DFlashDrafter):
     Errors: ValueError for a threshold outside [0, 1] or without a confidence head."""
     def __init__(self,
         model: DSparkDraftModel,
-        confidence_threshold: float | None = None, # stop before the slot at which the product of confidences falls below it; None: never
+        confidence_threshold: float | None = None, # stop before the product of confidences falls below it; None: never
     ):
         if confidence_threshold is not None:
             if not 0 <= confidence_threshold <= 1: raise ValueError(f"confidence_threshold={confidence_threshold} must lie in [0, 1]")

@@ -103,8 +103,8 @@ class EagleSpeculator(SpeculatorModel):
     def from_pretrained(cls,
         path: str | os.PathLike | None = None,       # a checkpoint folder or hub id
         *,
-        verifier: "str | os.PathLike | PreTrainedModel | None" = None, # None: the one that the config names, if it is there
-        verifier_attachment_mode: str | None = None, # "detached", "full" or "train_only"; None: "train_only" where the verifier is a folder, "full" where it is a model
+        verifier: "str | os.PathLike | PreTrainedModel | None" = None, # None: from the config
+        verifier_attachment_mode: str | None = None, # "detached", "full" (None for a model), "train_only" (None for folder)
         **others,                                    # as in `SpeculatorModel.from_pretrained`
     ) -> "EagleSpeculator": # in eval mode
         "Load a drafter and attach its verifier."
@@ -122,8 +122,8 @@ class EagleSpeculator(SpeculatorModel):
         raise TypeError(f"verifier is a {type(verifier).__name__}; give a folder, a hub id or a PreTrainedModel")
 
     def attach_verifier(self,
-        verifier: "str | os.PathLike | PreTrainedModel",  # folder, hub id, or the model itself, whose tensors are then shared where dtype and device agree
-        mode: str | None = None,                          # "full" (and None): hold the verifier; "train_only": only what a forward pass needs
+        verifier: "str | os.PathLike | PreTrainedModel",  # folder, hub id, or model to share
+        mode: str | None = None,                          # "full" (and None): hold it; "train_only": only what forward needs
     ) -> "PreTrainedModel | None": # the verifier, where it is held
         "Borrow from a verifier. Errors: RuntimeError where one is attached already; ValueError for an unknown mode or a verifier of another shape."
         if self.verifier_attachment_mode != "detached": raise RuntimeError("a verifier is attached already; call detach_verifier() first")
@@ -245,7 +245,7 @@ class EagleSpeculator(SpeculatorModel):
 
     def forward(self,
         input_ids: torch.Tensor,                    # [B, N] tokens x_{i+1}
-        hidden_states: torch.Tensor,                # [B, N, H] features f_i, after the verifier's final norm; in a training Batch the stream before it
+        hidden_states: torch.Tensor,                # [B, N, H] features f_i after final norm; Batch: before
         attention_mask: torch.Tensor | None = None, # [B, past + N], 1 where a token is real, or 4-D; None: all are
         position_ids: torch.Tensor | None = None,   # [B, N]; None: counted on from the cache
         past_key_values: DynamicCache | None = None,# cache, extended in place
@@ -279,17 +279,17 @@ class EagleSpeculator(SpeculatorModel):
 
     def training_step(self,
         input_ids: torch.Tensor,                    # [1, L] token x_{i+1}
-        hidden_states: torch.Tensor,                # [1, L, H] the verifier's stream after x_i, before its final norm
+        hidden_states: torch.Tensor,                # [1, L, H] verifier's stream after x_i, before final norm
         document_ids: torch.Tensor,                 # [1, L], -1 padding
         loss_mask: torch.Tensor,                    # [1, L]
         verifier_last_hidden_states: torch.Tensor,  # [1, L, H] the same stream after x_{i+1}
         position_ids: torch.Tensor | None = None,   # [1, L]; None: counted along the row
         forward_num_total: int = 1,                 # K: 1 is EAGLE, HASS takes 3
-        feature_weight: float = 1.0,                # of the smooth L1 distance between guessed and true feature
-        loss_config: "dict | str | None" = None,    # distances between the laws, see `losses.parse_loss`; None: EAGLE's, or HASS's where K > 1
+        feature_weight: float = 1.0,                # of the smooth L1 distance of guessed and true features
+        loss_config: "dict | str | None" = None,    # `losses.parse_loss`; None: EAGLE's or HASS's
         noise_std: float = 0.2,                     # of the noise on the features in training, see `feature_noise`
         noise: torch.Tensor | None = None,          # [1, L, H] this noise instead
-        generator: torch.Generator | None = None,   # of the noise; None: torch's global one, which a trainer seeds and keeps in its checkpoints
+        generator: torch.Generator | None = None,   # of the noise; None: torch's global, seeded and saved by a trainer
         lean: bool = True,                          # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
@@ -343,7 +343,7 @@ class EagleSpeculator(SpeculatorModel):
 
     @classmethod
     def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # of the draft layer; see `layers.draft_layer_config`
+        transformer_layer_config: PretrainedConfig,       # draft layer, `layers.draft_layer_config`
         t2d: torch.Tensor | None = None,                  # must be None: EAGLE drafts from the verifier's whole vocabulary
         d2t: torch.Tensor | None = None,                  # likewise
         *,
@@ -370,7 +370,7 @@ class EagleSpeculator(SpeculatorModel):
     def get_trainer_kwargs(
         forward_num_total: int = 1,                        # K: 1 trains EAGLE, 3 HASS
         feature_weight: float = 1.0,                       # see `training_step`
-        loss_fn: "dict | str | None" = None,               # a loss or a mixture between the laws; None: the paper's
+        loss_fn: "dict | str | None" = None,               # loss name or weighted mixture; None: the paper's
         noise_std: float = 0.2,                            # see `feature_noise`
         gemm_dtype: torch.dtype | None = None,             # the last two as in `training_step`, passed on where given
         attn_impl: str | None = None,
@@ -449,7 +449,7 @@ class EagleDrafter:
     @torch.inference_mode()
     def propose(self,
         tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
-        features: torch.Tensor,  # [m, H] the verifier's stream before its final norm at positions n-1-m .. n-2
+        features: torch.Tensor,  # [m, H] verifier's stream before final norm, at n-1-m .. n-2
         k: int,                  # tokens wanted
         sampling: Sampling,      # temperature and generator
     ) -> TokenTree: # a chain of k

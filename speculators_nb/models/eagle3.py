@@ -151,12 +151,12 @@ class Eagle3DraftModel(SpeculatorModel):
         hidden_states: torch.Tensor,                # [1, L, A·H] features g_i
         document_ids: torch.Tensor,                 # [1, L], -1 padding
         loss_mask: torch.Tensor,                    # [1, L]
-        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] the verifier's stream after x_{i+1}, before its final norm
+        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_{i+1}, before final norm
         position_ids: torch.Tensor | None = None,   # [1, L]; None: counted along the row
         ttt_steps: int = 3,                         # K
         ttt_step_loss_decay: float = 1.0,           # weight of step t is its t-th power
         loss_config: dict | str = "kl_div",         # see `losses.parse_loss`
-        cross_document_targets: bool = False,       # True: upstream's behaviour, targets may lie in the next document
+        cross_document_targets: bool = False,       # True: targets may cross documents, as upstream
         lean: bool = True,                          # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
@@ -223,7 +223,7 @@ class Eagle3DraftModel(SpeculatorModel):
 
     @classmethod
     def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # of the draft layers; see `layers.draft_layer_config`
+        transformer_layer_config: PretrainedConfig,       # draft layers, `layers.draft_layer_config`
         t2d: torch.Tensor | None = None,                  # [V] bool, for a reduced draft vocabulary
         d2t: torch.Tensor | None = None,                  # [Vd]
         *,

@@ -38,7 +38,7 @@ class NativeFormat:
     about: str              # whose it is
     looks_for: str          # what `recognises` asks for, in words
     recognises: Callable    # (config.json as a dict, set of tensor names) -> bool
-    read: Callable          # (NativeCheckpoint, Target) -> (fields of our config and `speculative_tokens`, our names -> tensors)
+    read: Callable          # (NativeCheckpoint, Target) -> (fields and `speculative_tokens`, tensors)
     write: Callable         # (our config, our names -> tensors, empty folder, Target or None)
     files: tuple = ()       # names of weight files that no other format has
 
@@ -173,7 +173,7 @@ def without_borrowed(
     tensors: dict,           # our names -> tensors
     target: Target,          # the verifier
     source: str,             # of the tensors, for messages
-    tolerance: float = 0.01, # on the largest difference, relative to the largest entry: the copy may have been rounded to another dtype
+    tolerance: float = 0.01, # largest difference over largest entry; allows for rounded copies
 ) -> dict: # without embed_tokens.weight and lm_head.weight
     "Leave out copies of the verifier's tensors. Errors: ValueError for what is no copy. A verifier without weights here is believed."
     for name, part in (("embed_tokens.weight", "embeddings"), ("lm_head.weight", "head")):

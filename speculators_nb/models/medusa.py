@@ -83,7 +83,7 @@ class MedusaModel(TokenHeads):
 
     @classmethod
     def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # only its vocab_size and hidden_size count, the verifier's
+        transformer_layer_config: PretrainedConfig,       # only vocab_size, hidden_size (verifier's)
         t2d: torch.Tensor | None = None,                  # must be None: the whole vocabulary
         d2t: torch.Tensor | None = None,                  # likewise
         *,

@@ -23,7 +23,7 @@ from ..nn.supervision import block_metrics, needed_rows, ttt_supervision
 from ..core.tree import Sampling, TokenTree, likeliest
 
 # %% ../../nbs/models/11_mlp_speculator.ipynb #52a15c42
-AHEAD = 2   # the verifier's own head says token t+1; the first drafted token after its state t is t+2
+AHEAD = 2   # the verifier's head gives token t+1; the first drafted after its state t is t+2
 
 class TokenHeads(SpeculatorModel):
     """A drafter of K heads of its own. All read the verifier's last state after its final norm, and head k (from 0) says token t+2+k of state t.
@@ -56,12 +56,12 @@ class TokenHeads(SpeculatorModel):
         input_ids: torch.Tensor,                    # [1, L] token x_i
         document_ids: torch.Tensor,                 # [1, L], -1 padding
         loss_mask: torch.Tensor,                    # [1, L]
-        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] the verifier's stream after x_i, before its final norm
+        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_i, before the final norm
         hidden_states: torch.Tensor | None = None,  # not read: the last states are all there is to see
         position_ids: torch.Tensor | None = None,   # not read: there is no attention
         head_loss_decay: float | None = None,       # None: the class's
         cross_document_targets: bool = False,       # True: targets may lie in the next document
-        lean: bool = True,                          # False: every row at every head, by whole tensors; also returns draft tokens
+        lean: bool = True,                          # False: dense, every row at every head; also returns draft tokens
         gemm_dtype: torch.dtype | None = None,      # of the heads' products, e.g. torch.bfloat16
     ) -> tuple: # (draft tokens: list of K [1, L], or None where lean; loss, scalar; metrics)
         "One packed row. The loss is the sum over heads of decay^(k+1) times the mean cross-entropy of that head's rows."
@@ -205,7 +205,7 @@ class MLPSpeculator(TokenHeads):
 
     @classmethod
     def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # only its vocab_size and hidden_size count, the verifier's
+        transformer_layer_config: PretrainedConfig,       # only vocab_size, hidden_size (verifier's)
         t2d: torch.Tensor | None = None,                  # must be None: the whole vocabulary
         d2t: torch.Tensor | None = None,                  # likewise
         *,

@@ -35,7 +35,7 @@ class MTPSpeculatorConfig(SpeculatorModelConfig):
     architectures: list[str] | None = field(default_factory=lambda: ["MTPDraftModel"])
     transformer_layer_config: LayerConfig = field(default_factory=Qwen2Config)  # the verifier's own language model: the head's layer is one of its kind
     num_nextn_predict_layers: int = 1                     # layers of the head; the one layer drafts all tokens
-    verifier_norm: bool = False                           # read the verifier's state after its final norm, as a serving engine hands it over; written only where True
+    verifier_norm: bool = False                           # read states after final norm, as engines do; written if True
 
     def __post_init__(self, **kwargs):
         draft = kwargs.pop("draft_vocab_size", None)
@@ -127,7 +127,7 @@ def mtp_supervision(
     loss_mask: torch.Tensor,     # [L] bool
     document_ids: torch.Tensor,  # [L], -1 padding
     steps: int,                  # K
-    cross_document: bool = False,# True: upstream's rows, which leave out the row's last ones and look into the next document
+    cross_document: bool = False,# True: as upstream, across documents, without the last rows
 ) -> torch.Tensor: # [K, L] bool: row t carries loss at step s, where its target is token t+2+s
     "Rows that carry loss at each step."
     supervised = ttt_supervision(loss_mask, document_ids, steps + 2, cross_document)[2:]
@@ -242,14 +242,14 @@ class MTPDraftModel(SpeculatorModel):
 
     def forward(self,
         input_ids: torch.Tensor,                    # [1, L] token x_t, not shifted
-        hidden_states: torch.Tensor,                # [1, L, H] the verifier's stream after x_t, before its final norm
+        hidden_states: torch.Tensor,                # [1, L, H] verifier's stream after x_t, before final norm
         loss_mask: torch.Tensor | None = None,      # [1, L] tokens worth predicting; None: all
         position_ids: torch.Tensor | None = None,   # [1, L]; None: counted along the row
-        document_ids: torch.Tensor | None = None,   # [1, L], -1 padding; None: a document begins where position_ids do not go on
-        step_weights: list | None = None,           # K weights of the steps' mean losses; None: 1 each, or as the next argument says
+        document_ids: torch.Tensor | None = None,   # [1, L], -1 padding; None: split where position_ids do not continue
+        step_weights: list | None = None,           # K weights of the steps' mean losses; None: 1 each, or step_weight_beta
         step_weight_beta: float | None = None,      # weights beta^k that sum to 1, for as many steps as the config says
-        as_served: bool = False,                    # True: a step sees the past as the first step saw it, as a key-value cache has it; False: as this step sees it (upstream)
-        cross_document_targets: bool = False,       # True: upstream's rows and metrics, to compare; the trainer takes metrics in pairs only
+        as_served: bool = False,                    # True: first step's past (cache); False: own past (upstream)
+        cross_document_targets: bool = False,       # True: upstream's rows, metrics; not for trainer
         lean: bool = True,                          # False: the dense definition, which also returns logits
         gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
@@ -302,7 +302,7 @@ class MTPDraftModel(SpeculatorModel):
         d2t: torch.Tensor | None = None,
         *,
         verifier_name_or_path: str,                       # its folder or hub id
-        num_speculative_steps: int = 3,                   # K, also the number of tokens that a serving engine drafts
+        num_speculative_steps: int = 3,                   # K, also the number of tokens that an engine drafts
         fresh_head: bool = False,                         # True: random weights instead of the verifier's own MTP head
         verifier_norm: bool = False,                      # as in the config
         draft_vocab_size: int | None = None,              # None or the verifier's

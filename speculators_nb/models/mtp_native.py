@@ -106,7 +106,7 @@ def stitch_mtp(
     drafter: str | os.PathLike,  # an MTP checkpoint of ours or upstream's
     verifier: str | os.PathLike, # folder or hub id of the verifier that it was trained for
     out: str | os.PathLike,      # the new folder; must not exist
-    link: bool = False,          # hard links to the verifier's untouched files instead of copies: no room needed, but do not edit either folder then
+    link: bool = False,          # hard-link untouched files to save space; then edit neither folder
 ) -> Path: # `out`: the verifier with this head, for vLLM's method "mtp"
     """The inverse of `extract_mtp`: a copy of the verifier whose mtp.* tensors are the drafter's, in the verifier's own layout and dtype. All other files stay as they are, but
     where the verifier had no head its config.json learns that it has one. Errors: FileExistsError; ValueError for a drafter that does not fit."""

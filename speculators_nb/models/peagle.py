@@ -50,7 +50,7 @@ def cod_sample(
     max_anchors: int | None = None,       # trained positions that depths above 0 start from; None: all
     generator: torch.Generator | None = None, # of the choices, on the CPU; None: torch's own
     cross_document: bool = False,         # True: as upstream, a rollout may run into the next document
-) -> tuple: # anchor_pos [T], depth [T] int64: the prediction at position anchor_pos + depth, made when nothing after anchor_pos was known
+) -> tuple: # anchor_pos [T], depth [T] int64: predict anchor_pos + depth, seeing to anchor_pos
     """Conditional drop of tokens ([2602.01469](https://arxiv.org/abs/2602.01469)). All positions at depth 0, then at each depth a random subset of those that the depth before allows to go on:
     whoever is at depth d was at all depths before. Errors: ValueError for a ratio outside (0, 1] and for counts below 1."""
     if num_depths < 1: raise ValueError(f"num_depths={num_depths}: at least one depth is needed")
@@ -78,7 +78,7 @@ class RolloutPlan(NamedTuple):
     "Rows of a training step, rollouts of equal length side by side."
     anchor: torch.Tensor   # [T] position that a row's rollout starts from
     depth: torch.Tensor    # [T]
-    segments: list         # of (a, b, m): rows a:b are rollouts of m depths, one after the other, anchors ascending. The first segment only gives keys
+    segments: list         # (a, b, m): rows a:b, rollouts of m depths by anchor; the first: only keys
     order: torch.Tensor    # [N] anchors in row order, each once
     source: torch.Tensor   # [T] index into `order`, N where the row reads the mask
     base: torch.Tensor     # [N] the rows of depth 0, anchors ascending
@@ -171,8 +171,8 @@ class PEagleDraftModel(Eagle3DraftModel):
         hidden_states: torch.Tensor,                # [1, L, A·H] features g_i
         document_ids: torch.Tensor,                 # [1, L], -1 padding
         loss_mask: torch.Tensor,                    # [1, L]
-        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] the verifier's stream after x_{i+1}, before its final norm
-        position_ids: torch.Tensor | None = None,   # not used: rotary positions are those of the row, and only differences matter
+        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_{i+1}, before final norm
+        position_ids: torch.Tensor | None = None,   # unused: rotary positions are the row's; only differences matter
         num_depths: int = 8,                        # the next four as in `cod_sample`
         down_sample_ratio: float = 0.7,
         down_sample_ratio_min: float = 0.2,
@@ -182,7 +182,7 @@ class PEagleDraftModel(Eagle3DraftModel):
         cod_depth: torch.Tensor | None = None,      # [T]
         generator: torch.Generator | None = None,   # of the sample, on the CPU; None: see `_generator`
         seed: int = 0,                              # of the sample in evaluation
-        cross_document_targets: bool = False,       # True: upstream's behaviour, a rollout may run into the next document
+        cross_document_targets: bool = False,       # True: rollouts may cross documents, as upstream
         lean: bool = True,                          # False: the dense definition
         gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
@@ -200,7 +200,7 @@ class PEagleDraftModel(Eagle3DraftModel):
         if not cross_document_targets:
             inside = (anchor >= 0) & (documents[anchor] == documents[anchor + depth]) & (documents[anchor] >= 0)
             anchor, depth = anchor[inside], depth[inside]
-        elif bool((anchor < 0).any()): lean = False     # upstream lets a rollout begin before the row; the definition follows it there
+        elif bool((anchor < 0).any()): lean = False     # upstream rollouts may start before the row; the dense form follows
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
         if lean:
             plan = self._plan(anchor, depth, documents, mask)
@@ -259,7 +259,7 @@ class PEagleDraftModel(Eagle3DraftModel):
 
     @classmethod
     def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # of the draft layers; see `layers.draft_layer_config`
+        transformer_layer_config: PretrainedConfig,       # draft layers, `layers.draft_layer_config`
         t2d: torch.Tensor | None = None,                  # [V] bool, for a reduced draft vocabulary
         d2t: torch.Tensor | None = None,                  # [Vd]
         *,
@@ -272,7 +272,7 @@ class PEagleDraftModel(Eagle3DraftModel):
         mask_token_id: int | None = None,                 # None: `mask_token.resolve_mask_token`
         target_layer_ids: list[int] | None = None,        # None: `tapped_model.default_aux_layer_ids`
         num_depths: int = 8,                              # also the number of tokens that a serving engine drafts
-        **others,                                         # training arguments that are not about the model; embed_requires_grad is not taken, as upstream
+        **others,                                         # training arguments not about the model; embed_requires_grad is ignored
     ) -> "PEagleDraftModel": # with the verifier's weights, ready to train
         "A fresh drafter for a verifier. Errors: ValueError for a draft vocabulary without its mapping or larger than the verifier's, or a mask token outside the vocabulary."
         verifier = verifier_config(verifier_name_or_path)

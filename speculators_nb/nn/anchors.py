@@ -16,9 +16,9 @@ def block_supervision(
     loss_mask: torch.Tensor,           # [L] or [1, L] bool
     document_ids: torch.Tensor,        # the same shape; -1 is padding
     block_size: int,                   # B
-    sample_from_anchor: bool = False,  # slot 0 predicts too, and every slot the token after its own
+    sample_from_anchor: bool = False,  # slot 0 predicts too; each slot the token after its own
     cross_document: bool = False,      # True: only the loss mask decides, as upstream
-) -> tuple: # targets [A, B] int64: the row whose verifier state each slot is scored against; supervised [A, B] bool: slots that carry loss
+) -> tuple: # targets [A, B] int64 (verifier state's row), supervised [A, B] bool (has loss)
     "What the slots of blocks are scored on. Targets of slots without loss point anywhere in the row."
     mask, documents = loss_mask.flatten().bool(), document_ids.flatten()
     slot = torch.arange(block_size, device=mask.device)
@@ -36,7 +36,7 @@ def select_anchors(
     max_anchors: int,                  # N
     generator: torch.Generator | None = None, # of the draw, on the CPU; None: torch's own
     sample_from_anchor: bool = False,  # as in `block_supervision`
-    cross_document: bool = False,      # True: as upstream, any trained position but the last B of the row
+    cross_document: bool = False,      # True: as upstream, any trained position but the last B
 ) -> tuple: # anchor_positions [N] int64, ascending where valid, 0 elsewhere; anchor_valid [N] bool
     "Draw the positions of a row at which blocks start. Errors: ValueError for a block that is longer than the row, and for max_anchors below 1."
     mask = loss_mask.flatten().bool()

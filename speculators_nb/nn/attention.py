@@ -185,7 +185,7 @@ def block_attention(
     seen: torch.Tensor | None = None,   # [1 or A, B, S] bool: which own keys each query sees; None: all
     window: int | None = None,  # of a sliding layer: as many prefix keys, counted back from the last one
     offset: torch.Tensor | None = None, # [B] or [A, B]: how many positions the window has moved on at each query
-    impl: str = "blocked",      # "blocked" (any device, float64 too) or "flex" (CUDA; forward only on a CPU)
+    impl: str = "blocked",      # "blocked" (any device, float64) or "flex" (CUDA; CPU forward only)
 ) -> torch.Tensor: # [Hq, A, B, D]; zeros for a query that sees nothing
     "Attention of blocks of queries over their anchor's past in its own document and over the anchor's own keys, exactly, without a mask of all queries by all keys."
     hkv, (hq, a, b, d) = k.shape[0], q.shape
@@ -214,7 +214,7 @@ def prefix_attention(
     q: torch.Tensor,            # [Hq, N, D] queries of the selected rows
     k: torch.Tensor,            # [Hkv, L, D] step-0 keys of the packed row
     v: torch.Tensor,            # [Hkv, L, D]
-    diagonal: list,             # of (k [Hkv, N, D], v [Hkv, N, D]): what each selected row itself added at later steps
+    diagonal: list,             # of (k [Hkv, N, D], v [Hkv, N, D]) that the rows added at later steps
     rows: torch.Tensor,         # [N] int64 ascending: packed positions of the queries; none is padding
     document_ids: torch.Tensor, # [L]
     window: int | None = None,  # of a sliding layer

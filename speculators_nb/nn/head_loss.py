@@ -20,7 +20,7 @@ from .target_head import TargetHead, norm_eps, norm_kind, text_config, verifier_
 def target_slots(
     target_of_row: torch.Tensor, # [N] int64: which target each row is scored against
     n_targets: int,              # T
-) -> tuple: # (order [T'] of the wanted targets, most wanted first; slots: list of [T_s] row indices aligned with order[:T_s])
+) -> tuple: # (order [T'], most wanted target first; slots: list of [T_s] rows for order[:T_s])
     "Arrange rows so that the rows sharing a target line up with it, slot by slot."
     wanted = torch.bincount(target_of_row, minlength=n_targets)
     order = torch.argsort(wanted, descending=True, stable=True)[: int((wanted > 0).sum())]
@@ -74,11 +74,11 @@ class HeadLoss(NamedTuple):
     loss: torch.Tensor             # scalar: sum over rows of weight * sum over terms of (mixture weight * row loss)
     rows: dict                     # term name -> [N] unweighted row losses
     correct: torch.Tensor          # [N] bool: the draft's most likely token is the verifier's
-    accept: "torch.Tensor | None"  # [N] alpha = sum min(p, q) over the draft vocabulary, where asked for
+    accept: "torch.Tensor | None"  # [N] alpha = sum min(p, q) over draft vocabulary, if wanted
 
 CHUNK_ROWS, CHUNK_BYTES = 512, 64 << 20    # of logits in one product on a CPU: enough rows for the GEMM to pay for packing the head
 CUDA_CHUNK_BYTES = 256 << 20
-TILE_BYTES = 1 << 20                       # of logits between two products: softmax, loss and gradient are taken while they are in cache
+TILE_BYTES = 1 << 20                       # of logits between two products: softmax, loss, gradient are taken while they are in cache
 
 def chunk_rows(vocab_size: int, device) -> int: # -> rows of logits a chunk, targets and drafts together
     "How many rows a chunk holds, from their size."
@@ -195,18 +195,18 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         return *(_times(g, grad_loss) for g in ctx.saved_tensors), *[None] * 10
 
 def head_loss(
-    hidden: torch.Tensor,            # [N, H] rows of the drafter that carry loss, after its own final norm; gradients flow
+    hidden: torch.Tensor,            # [N, H] drafter's loss rows after its final norm; gradients flow
     head: torch.Tensor,              # [Vd, H] the drafter's frozen head
     target_head: TargetHead,         # the verifier's
     target_hidden: torch.Tensor,     # [T, H] the verifier's states before its final norm
     target_of_row: torch.Tensor,     # [N] int64 into T: the state whose law row n should match
-    weight,                          # [N] float32 of each row in the summed loss; or a function from row losses {name: [N]} to it
+    weight,                          # [N] float32 per row of the summed loss; or a function of row losses {name: [N]}
     mixture: dict,                   # loss name -> weight, from `losses.parse_loss`
-    bias: tuple | None = None,       # (e [N, r], w [Vd, r]): e @ w.T is added to the drafter's logits; both get gradients
-    gemm_dtype: torch.dtype | None = None, # of the products with the drafter's head, as in `head_dtype`; the verifier's logits stay float32
+    bias: tuple | None = None,       # (e [N, r], w [Vd, r]): adds e @ w.T to drafter logits; both get gradients
+    gemm_dtype: torch.dtype | None = None, # of drafter-head products, as `head_dtype`; verifier logits stay float32
     chunk: int | None = None,        # rows of logits a chunk; None: `chunk_rows`
     want_accept: bool = False,       # also return the acceptance probability of each row
-    bias_by_target: bool = False,    # e is [T, r], one row for each target: rows that share a target share its bias, which is then multiplied out once
+    bias_by_target: bool = False,    # e is [T, r]: rows of a target share its bias, computed once
 ) -> HeadLoss:
     """Weighted sum of distribution losses between the drafter's rows and the verifier's, never holding more than one [chunk, Vd] buffer.
     The gradient in `hidden` is formed on the way forward; head and targets get none."""
@@ -268,7 +268,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
 def token_loss(
     hidden: torch.Tensor,  # [N, H] rows of the drafter that carry loss; gradients flow
     head: torch.Tensor,    # [V, H]; gets a gradient where it requires one
-    tokens: torch.Tensor,  # [N] int64: the token that each row should say, an id of the head's rows
+    tokens: torch.Tensor,  # [N] int64: the token each row should say, an id of the head's rows
     weight: torch.Tensor,  # [N] float32 of each row in the summed loss
     gemm_dtype: torch.dtype | None = None, # of the products, as in `head_dtype`
     chunk: int | None = None, # rows of logits a chunk; None: `chunk_rows`

@@ -263,7 +263,7 @@ class DecoderLayer(nn.Module):
         config,                            # LlamaConfig or Qwen3Config
         index: int = 0,                    # of the layer: its entry in config.layer_types says whether it slides
         with_embeds: bool = False,         # the first layer of an EAGLE-3 style drafter
-        norm_before_residual: bool = False,# its residual is the normed hidden state rather than the raw one
+        norm_before_residual: bool = False,# residual is the normed state, not the raw one
     ):
         super().__init__()
         check_layer_config(config)
@@ -302,7 +302,7 @@ def draft_layer_config(
     verifier,                        # the verifier's PretrainedConfig, multimodal or not
     family: str = "llama",           # "llama" or "qwen3": what the draft layers are
     num_layers: int = 1,             # how many
-    full_attention: tuple | None = None, # indices of layers that see their whole document, the others slide; None: all (vLLM serves no mixture)
+    full_attention: tuple | None = None, # indices of full-attention layers, others slide; None: all (vLLM: no mix)
     intermediate_size: int | None = None, # of the MLP; None: the verifier's
 ) -> PretrainedConfig: # LlamaConfig or Qwen3Config
     "The configuration of draft layers that fit a verifier. Errors: ValueError for an unknown family or an index that is no layer."

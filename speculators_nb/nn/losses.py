@@ -109,7 +109,7 @@ LOSSES = dict(
 
 # %% ../../nbs/nn/05_losses.ipynb #b267b69a
 def parse_loss(
-    spec: "str | dict[str, float]", # a loss name, a dict name -> weight, or the dict as JSON text
+    spec: "str | dict[str, float]", # loss name, dict name -> weight, or that dict as JSON text
 ) -> dict: # name -> weight
     "The mixture that `spec` names. Errors: ValueError naming an unknown loss, a weight that is not a number, or an empty mixture."
     if isinstance(spec, str): spec = json.loads(spec) if spec.lstrip().startswith("{") else {spec: 1.0}
@@ -125,7 +125,7 @@ def loss_and_grad(
     draft: Law,               # the drafter's law q, rows [N, V]
     mixture: dict,            # name -> weight, from `parse_loss`
     want_grad: bool = True,   # False: the gradient is not formed
-) -> tuple: # (terms: dict name -> [N] unweighted values, grad [N, V] of the weighted sum in the draft logits, or None)
+) -> tuple: # (terms: name -> [N] unweighted; grad [N, V] of weighted sum by logits, or None)
     "The closed-form row losses of a mixture and the gradient of their weighted sum."
     terms = {name: LOSSES[name].value(target, draft) for name in mixture}
     if not want_grad: return terms, None

@@ -19,7 +19,7 @@ MASK_TOKEN = "<|MASK|>"
 
 
 def resolve_mask_token(
-    verifier_name_or_path: str | os.PathLike,  # the verifier's folder or hub id; its tokenizer is read only if no id is given
+    verifier_name_or_path: str | os.PathLike,  # the verifier's folder or hub id; tokenizer read only if no id is given
     vocab_size: int,                           # V, rows of the verifier's embedding table
     mask_token_id: int | None = None,          # the id to use; None: mask token, free row, pad, eos or unk, in this order
 ) -> int:  # in [0, V)

@@ -43,7 +43,7 @@ class Mask:
         self,
         q_len: int,  # number of queries
         kv_len: int,  # number of keys
-        device: torch.device | str | None = None,  # where to evaluate: the device of the mask's document ids; None: the CPU
+        device: torch.device | str | None = None,  # where to evaluate: device of the mask's document ids; None: the CPU
         first: int = 0,  # the first query, to evaluate a band of rows
     ) -> Tensor:  # [q_len, kv_len] bool
         "Evaluate the mask for queries first … first+q_len-1 and all keys."
@@ -58,7 +58,7 @@ class Mask:
         kv_len: int,  # number of keys
         block: int = 128,  # side of a block, in positions
         device: torch.device | str | None = None,  # as in `dense`
-    ) -> dict[str, int | float]:  # allowed entries; full, partial and empty blocks; the allowed share of the touched blocks' entries
+    ) -> dict[str, int | float]:  # allowed entries; full, partial, empty blocks; allowed share of the touched blocks
         "What the mask costs a kernel that skips empty blocks. One band of rows is evaluated at a time, so long rows fit into memory."
         counts = dict(allowed=0, full=0, partial=0, empty=0)
         touched = 0

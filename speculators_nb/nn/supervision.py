@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 # %% ../../nbs/nn/08_supervision.ipynb #a0d22691
 def shift_by_one(
-    sample: dict,  # input_ids [n], loss_mask [n], hidden_states [n, A·H], verifier_last_hidden_states [n, H]
+    sample: dict,  # input_ids, loss_mask, hidden_states [n, A·H], verifier_last_hidden_states
 ) -> dict:  # the same keys over n-1 indices, and position_ids 1 … n-1
     "Index i pairs token, mask and last state i+1 with aux state i (EAGLE, arXiv 2401.15077): the drafter reads (x_{i+1}, g_i)."
     return {
@@ -41,7 +41,7 @@ def needed_rows(
 
 # %% ../../nbs/nn/08_supervision.ipynb #c1300326
 def chain_metrics(
-    correct: torch.Tensor,    # [K, L] bool: step t's most likely token is the verifier's (False where not counted)
+    correct: torch.Tensor,    # [K, L] bool: step t's token is the verifier's (False if uncounted)
     supervised: torch.Tensor, # [K, L] bool
     upstream: bool = False,   # count as upstream does
 ) -> dict: # full_acc_t and cond_acc_t as _sum and _total
@@ -73,8 +73,8 @@ def position_metrics(
 def block_metrics(
     correct: torch.Tensor,    # [A, B] bool
     supervised: torch.Tensor, # [A, B] bool: slots that carry loss
-    first: int = 0,           # the first slot that is drafted; 1 where slot 0 holds a token that is known
-) -> dict: # those of `position_metrics`, and eal: the mean accepted run of a block plus the verifier's token
+    first: int = 0,           # first drafted slot; 1 where slot 0 holds a known token
+) -> dict: # those of `position_metrics`, and eal: mean accepted run plus the verifier's token
     "Accuracy by slot and by block. A block counts where any of its slots carries loss; its run ends with the first slot that is wrong or carries none."
     A, B = correct.shape
     slot = torch.arange(B, device=correct.device).expand(A, B)

@@ -22,7 +22,7 @@ class FinalNorm(nn.Module):
     "A verifier's final norm, frozen. Computed in float32, as the Hugging Face models do."
     def __init__(self,
         hidden_size: int,    # H
-        kind: str = "rms",   # "rms", "rms+1" (weight stored as offset from 1) or "layer" (centred)
+        kind: str = "rms",   # "rms", "rms+1" (stored as offset from 1) or "layer" (centred)
         eps: float = 1e-6,   # added to the variance
     ):
         super().__init__()
@@ -57,7 +57,7 @@ def text_config(config): # a PretrainedConfig, multimodal or not
 
 def verifier_config(
     verifier: str | os.PathLike,            # folder or hub id
-    trust_remote_code: bool | None = None,  # run configuration code that comes with it; None: as `checkpoints.remote_code` says, which is no
+    trust_remote_code: bool | None = None,  # run its configuration code; None: as `checkpoints.remote_code` says (no)
 ) -> PretrainedConfig:
     "A verifier's configuration. Errors: FileNotFoundError; ValueError for one that needs its own code, unless that is trusted, one that cannot be, or a drafter's."
     trusted, folder = remote_code_allowed() if trust_remote_code is None else trust_remote_code, resolve_checkpoint(verifier)
@@ -104,7 +104,7 @@ class TargetHead(nn.Module):
     ):
         super().__init__()
         self.norm, self.scale, self.softcap = FinalNorm(hidden_size, kind, eps), scale, softcap
-        self.weight = self.bias = None   # [Vd, H] and [Vd], set by `set_rows`; the weight is usually the drafter's own frozen head
+        self.weight = self.bias = None   # [Vd, H] and [Vd], from `set_rows`; weight: usually the drafter's frozen head
 
     @classmethod
     def from_config(cls, config) -> "TargetHead": # the verifier's PretrainedConfig
@@ -161,7 +161,7 @@ def _check_tie(path, own_head, found):
 def load_verifier_tensors(
     path: str,                            # the verifier's folder, or a hub id
     rows: torch.Tensor | None = None,     # bool [V]: the head rows of the draft vocabulary; None: all
-) -> dict: # norm_weight [H], norm_bias [H] | None, head [Vd, H], head_bias [Vd] | None, embeddings [V, H]
+) -> dict: # norm_weight [H], head [Vd, H], embeddings [V, H], norm_bias, head_bias or None
     "The verifier's final norm, head rows and embedding table. A head that the checkpoint does not hold is tied to the embeddings. Errors: ValueError naming what is missing."
     index = checkpoint_index(path)
     wanted = {part: _find(index, tuple(f"{stem}.{leaf}" for stem in stems)) for part, stems, leaf in (

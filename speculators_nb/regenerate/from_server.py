@@ -133,11 +133,11 @@ class Interview:
 
 # %% ../../nbs/regenerate/05_from_server.ipynb #c80bb8ce
 def regenerate_from_server(
-    url: str | Endpoint,  # an OpenAI-compatible server that serves the verifier, with the key, if it needs one, in OPENAI_API_KEY
+    url: str | Endpoint,  # OpenAI-compatible server of the verifier; its key, if any, in OPENAI_API_KEY
     conversations: str | Path | Iterable,  # as `sources.read_conversations` takes them
     out_path,  # JSONL; continued if it exists
     model: str | None = None,  # served name; None: the only one
-    tokenizer=None,  # the verifier's, or a path or hub id of it: for servers that give no token ids
+    tokenizer=None,  # the verifier's, or its path or hub id: for servers that give no token ids
     max_new_tokens: int = 2048,  # per answer
     temperature: float | None = None,  # 0: greedy; None: the server's
     seed: int = 0,  # of the sampling

@@ -37,7 +37,7 @@ def _calls(message):
 
 def turns_to_ask(
     messages: list[dict],  # as from `messages.normalize`
-    tools: bool = True,  # whether the new assistant can call tools; if not, what followed the first call is not asked
+    tools: bool = True,  # can call tools; False: what followed the first call is not asked
 ) -> list[Turn]:  # one per answer to a user
     "What is replayed. ValueError if there is no user message."
     turns, answered, calls = [Turn()], False, []

@@ -94,11 +94,11 @@ def _way_out(config):
 
 def what_to_serve(
     checkpoint: str | os.PathLike,  # a drafter, or a verifier that needs none: folder or hub id
-    k: int | None = None,           # tokens to draft; None: what the checkpoint says; 0: none, the verifier alone
-    verifier: str | os.PathLike | None = None, # folder or hub id; None: the one that the checkpoint names, or it is one itself
+    k: int | None = None,           # tokens to draft; None: what the checkpoint says; 0: the verifier alone
+    verifier: str | os.PathLike | None = None, # folder or hub id; None: named by the checkpoint, or the checkpoint itself
     method: str | None = None,      # a key of `vllm_methods.METHODS`; None: what the checkpoint says
     speculative_config: dict | None = None, # further fields of `SpeculativeConfig`
-    native: str | os.PathLike | None = None,# folder for the engine's own layout of a drafter that vLLM reads in that alone
+    native: str | os.PathLike | None = None,# folder for the drafter in the engine's own layout, if vLLM needs that
 ) -> tuple[str, dict | None]: # the model to name, and what --speculative-config must say; None: nothing
     "How vLLM is told. Errors: ValueError with the reasons why it would refuse; FileNotFoundError."
     check_options(dict(k=k, method=method), "serve")
@@ -123,7 +123,7 @@ def what_to_serve(
     elif not draft and not fields.keys() & {"method", "model"} and own_head(config):
         fields |= dict(method=own_head(config))
     try: about = read_config(target) | {"_name_or_path": _place(target)}
-    except FileNotFoundError: about = None           # the command is for another machine: what depends on the verifier is not checked
+    except FileNotFoundError: about = None           # for another machine: what depends on the verifier is not checked
     if about and (of := about.get("speculators_model_type")):
         raise ValueError(f"verifier={str(target)!r}: is a drafter (speculators_model_type={of!r}); name the verifier that it was trained for")
     said = SpeculativeConfig(**({"model": _place(draft)} if draft else {}) | fields, target_model_config=about)
@@ -151,16 +151,16 @@ def accelerated() -> bool: # an accelerator that torch can use
 
 def serve_command(
     checkpoint: str | os.PathLike,  # a drafter, or a verifier that needs none: folder or hub id
-    k: int | None = None,           # tokens to draft; None: what the checkpoint says; 0: none, the verifier alone
-    method: str | None = None,      # a key of `vllm_methods.METHODS`, such as ngram; None: what the checkpoint says
-    verifier: str | os.PathLike | None = None, # folder or hub id; None: the one that the checkpoint names, or it is one itself
+    k: int | None = None,           # tokens to draft; None: what the checkpoint says; 0: the verifier alone
+    method: str | None = None,      # key of `vllm_methods.METHODS`, e.g. ngram; None: what the checkpoint says
+    verifier: str | os.PathLike | None = None, # folder or hub id; None: named by the checkpoint, or the checkpoint itself
     speculative_config: dict | None = None, # further fields of `SpeculativeConfig`
-    native: str | os.PathLike | None = None,# folder for the engine's own layout of a drafter that vLLM reads in that alone
+    native: str | os.PathLike | None = None,# folder for the drafter in the engine's own layout, if vLLM needs that
     host: str = "127.0.0.1",        # address to listen on; 0.0.0.0 lets other machines in
     port: int | None = None,        # None: vLLM's 8000; a `Server` then takes a free one
     dtype: str = "auto",            # of weights and arithmetic; on processors auto means bfloat16
     max_model_len: int | None = None, # longest text, prompt included; None: what the model allows
-    enforce_eager: bool | None = None,# no compilation: starts faster, runs slower; None: where there is no accelerator
+    enforce_eager: bool | None = None,# no compilation: starts faster, runs slower; None: if no accelerator
     extra: Sequence[str] = (),      # further arguments of vllm serve
     vllm: str = "vllm",             # the executable; the bare name is looked up by `Server`
 ) -> list[str]: # arguments, the executable first
@@ -182,7 +182,7 @@ def serve_command(
 
 # %% ../../nbs/serve/04_server.ipynb #92d4101c
 def serve_environment(
-    kv_cache_gib: int | None = None, # memory for keys and values on a processor; None: an eighth of the machine's, at most 8
+    kv_cache_gib: int | None = None, # for keys and values on a CPU; None: an eighth of the memory, at most 8
     env: Mapping | None = None,      # what is there already, and goes first; None: this process's environment
 ) -> dict[str, str]: # variables to add
     "What vLLM should find in its environment: no usage reports, and settings for processors where there is no accelerator."

@@ -254,7 +254,7 @@ class SpeculativeConfig(BaseModel):
 
     def _check_verification(self):
         if self.draft_sample_method == "probabilistic" and "rejection_sample_method" not in self.model_fields_set:
-            self.rejection_sample_method = "probabilistic"        # the default is strict in one vocabulary, standard in the other
+            self.rejection_sample_method = "probabilistic"        # the vocabularies' defaults differ
         how, draft = WORDS.get(self.rejection_sample_method, (self.rejection_sample_method, "greedy"))
         if self.rejection_sample_method in ("strict", "probabilistic") and self.draft_sample_method not in (None, draft):
             self._no("draft_sample_method", f"contradicts rejection_sample_method={self.rejection_sample_method!r}; write 'standard' there, or leave this out")

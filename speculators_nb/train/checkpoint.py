@@ -103,7 +103,7 @@ class WholeCheckpoints(Trainer):
     "transformers' Trainer whose checkpoint folders are complete or absent, and which continues a run only with what the run was begun with."
     saving = False    # a checkpoint is being written
     done = False      # the run had finished before, and nothing was left to do
-    outdated = ()     # checkpoints of the run that is being replaced; they go when this one first saves
+    outdated = ()     # checkpoints of the run being replaced; they go when this one first saves
 
     def run_record(self) -> dict: # as from `run_record.run_record`
         "What this run is; a subclass that knows its data says more."

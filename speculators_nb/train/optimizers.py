@@ -41,7 +41,7 @@ def _rules(optimizer):
 def parameter_groups(
     model: nn.Module, # any module
     optimizer: str = "muon", # "muon" or "adamw"
-) -> pd.DataFrame: # one row a parameter: kind, shape, size, who updates it ("-": nobody), whether it is decayed
+) -> pd.DataFrame: # per parameter: kind, shape, size, who updates it ("-": nobody), if decayed
     "Which parameter goes where, as a table to read before a run."
     rules, parameters = _rules(optimizer), dict(model.named_parameters())
     rows = [(name, kind, tuple(parameters[name].shape), parameters[name].numel(), *rules.get(kind, ("-", False)))
@@ -52,7 +52,7 @@ def parameter_groups(
 class MuonAdamW(torch.optim.Optimizer):
     "torch's Muon on hidden matrices, AdamW on the rest and on tables by rows, behind the interface of one optimizer; a group's `kind` says which."
     def __init__(self,
-        groups: list[dict], # parameter groups; each names its `kind` ("muon", "adamw" or "rows") and may set `lr` and `weight_decay`
+        groups: list[dict], # groups with `kind` ("muon", "adamw" or "rows"), optional `lr` and `weight_decay`
         lr: float = 1e-4, # for groups that set none
         weight_decay: float = 0.01, # decoupled; for groups that set none
     ):
@@ -75,12 +75,12 @@ class MuonAdamW(torch.optim.Optimizer):
 # %% ../../nbs/train/02_optimizers.ipynb #a6bfff8f
 def build_optimizer(
     model: nn.Module, # its trainable parameters are used; names decide who gets which
-    optimizer: str = "adamw", # "adamw", or "muon" for Muon on hidden matrices and AdamW on the rest
+    optimizer: str = "adamw", # "adamw", or "muon": hidden matrices by Muon, the rest by AdamW
     lr: float = 1e-4, # learning rate
     muon_lr: float | None = None, # learning rate of Muon's matrices; None: the same (see match_rms_adamw)
     weight_decay: float = 0.01, # decoupled weight decay; vectors are never decayed
     betas: tuple[float, float] = (0.9, 0.999), # AdamW's
-    row_gradients: bool = False, # True: trainable embedding tables get gradients by rows, from now on
+    row_gradients: bool = False, # True: trainable embeddings get gradients by rows from now on
 ) -> torch.optim.Optimizer: # torch's AdamW, or a MuonAdamW
     "An optimizer over a model's trainable parameters. `ValueError` where the name is unknown or nothing is trainable."
     parameters, groups, rules = dict(model.named_parameters()), {}, _rules(optimizer)

@@ -71,7 +71,7 @@ def use_row_gradients(
 
 def clip_gradients(
     parameters,        # an iterable of parameters
-    max_norm: float,   # the norm of all gradients together is brought down to this; inf: only measured
+    max_norm: float,   # norm of all gradients together is reduced to this; inf: only measured
 ) -> torch.Tensor: # the norm before
     "`torch.nn.utils.clip_grad_norm_`, for row gradients too."
     parameters = [p for p in parameters if p.grad is not None]

@@ -33,7 +33,7 @@ def new_drafter(
     draft_arch: str = "llama",             # family of the draft layers
     num_layers: int = 1,                   # how many
     draft_vocab_size: int | None = None,   # None: the verifier's whole vocabulary
-    mapping: tuple | None = None,          # (t2d [V] bool, d2t [Vd] int64), as from `draft_vocabulary`; needed for a reduced vocabulary
+    mapping: tuple | None = None,          # (t2d [V] bool, d2t [Vd] int64) from `draft_vocabulary`; needed if reduced
     target_layer_ids: list[int] | None = None, # verifier layers that are read; None: the default three
     seed: int = 0,                         # of the initial weights
     **model_args,                          # other arguments of the class's `from_training_args`
@@ -63,9 +63,9 @@ def split_rows(
 def open_features(
     data_dir: str | os.PathLike,           # a feature folder of any layout, or a prepared folder
     verifier: str | os.PathLike,           # folder or hub id
-    url: str | None = None,                # of a vLLM that makes the features while training; then `data_dir` is a prepared folder
+    url: str | None = None,                # of a vLLM making features while training; then `data_dir` is prepared
     storage: str | os.PathLike | None = None, # the folder that this vLLM writes to, as it is mounted here
-    layers: list[int] | None = None,       # verifier layers that are read; None: those that are stored, else the default three
+    layers: list[int] | None = None,       # verifier layers to read; None: the stored ones, else the default three
     on_bad: str = "raise",                 # a sample that cannot be had: "raise" or "skip"
 ) -> FeatureRows: # samples; `layer_ids` says of which layers, the last one included
     "The features of a folder; else, of prepared rows, a running vLLM's; else those of the verifier itself, which then runs beside the training."
@@ -105,7 +105,7 @@ def draft_vocabulary(
     return vocab_mapping_from_frequencies(token_counts(data, data_dir), draft_vocab_size, vocab_size)
 
 def train_drafter(
-    data_dir: str | os.PathLike,           # a feature folder, from `extract_features` or upstream; or a prepared folder: then the features are made while training
+    data_dir: str | os.PathLike,           # features (`extract_features`, upstream), or prepared: made while training
     output_dir: str | os.PathLike,         # gets the checkpoint, training_log.csv, and checkpoints on the way
     verifier: str | os.PathLike,           # folder or hub id of the model that made the features
     algorithm: str,                        # a registered `speculators_model_type`
@@ -118,9 +118,9 @@ def train_drafter(
     on_bad: str = "raise",                 # a feature file that does not check: "raise" or "skip"
     url: str | None = None,                # of a vLLM that makes the features while training
     storage: str | os.PathLike | None = None, # the folder that this vLLM writes to, as it is mounted here
-    target_layer_ids: list[int] | None = None, # verifier layers that the drafter reads; None: those that the features are of, else the default three
+    target_layer_ids: list[int] | None = None, # verifier layers to read; None: the features' own, else the default three
     trust_features: bool = False,          # take features whose record does not fit the verifier
-    **training_args,                       # fields of SpeculatorTrainingArguments, arguments of the class's `from_training_args` and `get_trainer_kwargs`
+    **training_args,                       # SpeculatorTrainingArguments, `from_training_args`, `get_trainer_kwargs`
 ) -> SpeculatorTrainer: # has run; its model is the best one and is saved in `output_dir`
     """Train a drafter on features. Errors: ValueError for a name that nothing takes, a folder that holds a drafter already (`overwrite`, `resume_from_checkpoint`),
     features of another verifier or of other layers; FloatingPointError for a loss or weights that are not finite."""

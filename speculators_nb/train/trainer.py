@@ -59,8 +59,8 @@ class SpeculatorTrainingArguments(TrainingArguments):
     total_seq_len: int = 2048 # positions in a packed row; a step takes one row per device and accumulation step
     optimizer: str = "adamw" # "adamw", or "muon": Muon for hidden matrices, AdamW for the rest
     muon_learning_rate: float | None = None # Muon's own learning rate; None: learning_rate
-    early_stopping_patience: int | None = None # stop after so many evaluations without a better metric_for_best_model; None: never
-    save_dtype: str | None = None # of the drafter that is saved at the end, e.g. "bfloat16"; None: float32, as trained
+    early_stopping_patience: int | None = None # evaluations without a better metric_for_best_model before stopping; None: never
+    save_dtype: str | None = None # of the drafter saved at the end, e.g. "bfloat16"; None: float32, as trained
     overwrite: bool = False # train anew in a folder that holds a drafter or checkpoints
     # ---
     learning_rate: float = 1e-4
@@ -165,9 +165,9 @@ class _Steps(TrainerCallback):
 class SpeculatorTrainer(WholeCheckpoints):
     "transformers' Trainer for any model that keeps the training contract: `model(**batch, **kwargs) -> (draft tokens or None, loss, metrics)`."
     def __init__(self,
-        model: nn.Module, # a drafter with `get_trainer_kwargs` and, where it needs one, a `shift`
+        model: nn.Module, # a drafter with `get_trainer_kwargs` and, where needed, a `shift`
         args: SpeculatorTrainingArguments, # how to train
-        train_dataset=None, # a sequence of samples {input_ids, loss_mask, hidden_states, verifier_last_hidden_states}, or None to evaluate only
+        train_dataset=None, # {input_ids, loss_mask, hidden_states, …}; None: only evaluate
         eval_dataset=None, # the same, or a dictionary of them
         training_args: dict | None = None, # given to the model class's get_trainer_kwargs
         callbacks: list | None = None, # more TrainerCallbacks
@@ -359,7 +359,7 @@ class SpeculatorTrainer(WholeCheckpoints):
 # %% ../../nbs/train/05_trainer.ipynb #d45bbdc1
 def log_table(
     trainer: Trainer, # any Trainer that has run
-) -> pd.DataFrame: # one row a step that was logged or evaluated: epoch, loss, grad_norm, learning_rate, the model's metrics, eval_*
+) -> pd.DataFrame: # per logged step: epoch, loss, grad_norm, learning_rate, metrics, eval_*
     "A run's history as a table."
     rows = [row for row in trainer.state.log_history if "train_runtime" not in row]
     if not rows:
@@ -384,7 +384,7 @@ def train(
     eval_dataset=None, # the same, held out; None: no evaluation, no best checkpoint
     args: SpeculatorTrainingArguments | None = None, # how to train; or give its fields by name below
     callbacks: list | None = None, # more TrainerCallbacks
-    **training_args, # fields of SpeculatorTrainingArguments; every other name goes to the model's get_trainer_kwargs
+    **training_args, # SpeculatorTrainingArguments fields; others go to get_trainer_kwargs
 ) -> SpeculatorTrainer: # has run; its model is the best one evaluated, saved in output_dir with training_log.csv
     "Train a drafter, keep the best checkpoint, save it."
     names = {f.name for f in fields(SpeculatorTrainingArguments) if f.init}

@@ -106,7 +106,7 @@ def check_final_norm(
 # %% ../../nbs/verifier/02_checks.ipynb #666a1ca6
 def stored_fingerprint(
     verifier: str | os.PathLike,  # folder or hub id
-) -> str | None:  # 16 hex digits, as from `tapped_model.fingerprint`; None: its files name tensors in another way
+) -> str | None:  # 16 hex digits, as from `tapped_model.fingerprint`; None: its files name tensors otherwise
     "The fingerprint of the model that a checkpoint would load as."
     config = verifier_config(verifier)
     model = meta_model(config)

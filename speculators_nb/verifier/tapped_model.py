@@ -136,7 +136,7 @@ class Verifier:
         aux_layer_ids=None,  # ascending ids within [0, n]; None: `default_aux_layer_ids`
         dtype="auto",  # torch dtype; "auto": the checkpoint's
         device="cpu",  # torch device
-        trust_remote_code: bool | None = None,  # run code that comes with the checkpoint; None: as `checkpoints.remote_code` says, which is no
+        trust_remote_code: bool | None = None,  # run the model's code; None: as `checkpoints.remote_code` says (no)
     ) -> "Verifier":  # ready for use
         "Load from safetensors. FileNotFoundError: no config or no weights in the folder; ValueError: config and weights do not belong together, or NaN in them."
         folder = Path(path)
@@ -184,12 +184,12 @@ class Verifier:
     def __call__(
         self,
         input_ids: torch.Tensor,  # [B, L] int64
-        attention_mask: torch.Tensor | None = None,  # [B, past + L], 1 where a token is real; or whatever else the model takes: 4-D, or one of those for each kind of layer
+        attention_mask: torch.Tensor | None = None,  # [B, past + L], 1: real token; or 4-D; or one for each kind of layer
         past_key_values: DynamicCache | None = None,  # cache to extend in place
-        want_logits: bool | int = True,  # False skips the head's [H, V] product; a number: only for so many last positions
+        want_logits: bool | int = True,  # False: no [H, V] product of the head; n: only for the last n positions
         position_ids: torch.Tensor | None = None,  # [B, L]; None: from the attention mask and the cache
         use_cache: bool = True,  # False: no cache is made (one-shot feature extraction)
-        inputs: dict | None = None,  # what a processor made of pictures, for a vision-language model: pixel_values, image_grid_thw, mm_token_type_ids, …
+        inputs: dict | None = None,  # processed pictures: pixel_values, image_grid_thw, mm_token_type_ids, …
     ) -> VerifierOutput:  # logits, aux states, last states, cache
         "Run the model over `input_ids` and keep the tapped rows. Rows at padding hold numbers without meaning."
         if use_cache and past_key_values is None:
@@ -209,7 +209,7 @@ class Verifier:
             if want_logits is not True and want_logits:
                 kwargs["logits_to_keep"] = want_logits
             out = (self.model if want_logits else self.model.base_model if inputs else self.decoder)(input_ids=input_ids, **kwargs, **(inputs or {}))
-        if inputs and past_key_values is not None:  # a picture takes fewer positions than tokens: text that follows in this cache starts earlier
+        if inputs and past_key_values is not None:  # pictures take fewer positions than tokens: later text in the cache starts earlier
             past_key_values.position_shift = getattr(self.model.base_model, "rope_deltas", None)
         return VerifierOutput(
             logits=out.logits if want_logits else None,
