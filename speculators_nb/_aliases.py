@@ -41,7 +41,7 @@ MOVED = {
     "data_generation.extraction": ("features.extraction_client",),
     "data_generation.feature_file": ("features.feature_file",),
     "data_generation.feature_folder": ("features.feature_folder",),
-    "data_generation.features": ("features.in_process", "features.feature_folder"),
+    "data_generation.features": ("features.in_process", "features.feature_folder", "features.feature_file"),
     "data_generation.fetch": ("data.fetch_images",),
     "data_generation.files": ("data.file_reader",),
     "data_generation.images": ("data.images",),
@@ -51,7 +51,7 @@ MOVED = {
     "data_generation.messages": ("data.messages",),
     "data_generation.prepare": ("data.prepare",),
     "data_generation.prepared": ("data.prepared_folder",),
-    "data_generation.regenerate": ("regenerate.in_process", "regenerate.replay"),
+    "data_generation.regenerate": ("regenerate.in_process", "regenerate.replay", "regenerate.journal"),
     "data_generation.regenerate_server": ("regenerate.from_server",),
     "data_generation.replay": ("regenerate.replay",),
     "data_generation.sources": ("data.sources",),
@@ -97,6 +97,7 @@ FORMER_NAMES = {
     "cli": ("cli.main",),
     "evaluate.load": ("evaluate.vllm_metrics",),
     "serve": ("serve.server",),
+    "train.trainer": ("train.checkpoint",),
     "verifier": ("verifier.tapped_model",),
 }
 

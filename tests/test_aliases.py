@@ -100,7 +100,7 @@ from speculators_nb.evaluate.load import read_counters
     assert [line.split("FutureWarning: ")[1] for line in lines] == [
         "speculators_nb.masks is now speculators_nb.nn.masks; the old path goes with version 0.3",
         "speculators_nb.decode.accept is now speculators_nb.decode.acceptance_rules; the old path goes with version 0.3",
-        "speculators_nb.data_generation.features is now speculators_nb.features.in_process and features.feature_folder; "
+        "speculators_nb.data_generation.features is now speculators_nb.features.in_process and features.feature_folder and features.feature_file; "
         "the old path goes with version 0.3",
         "speculators_nb.verifier.Verifier is now speculators_nb.verifier.tapped_model.Verifier; the old path goes with version 0.3",
         "speculators_nb.cli.app is now speculators_nb.cli.main.app; the old path goes with version 0.3",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from speculators_nb.features.in_process import FeatureDataset
+from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.train.train_drafter import train_drafter
 

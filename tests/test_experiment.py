@@ -12,7 +12,7 @@ import pytest
 
 from speculators_nb.lab import experiment
 from speculators_nb.lab.corpus import read_corpus
-from speculators_nb.features.in_process import FeatureDataset
+from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.train.train_drafter import train_drafter

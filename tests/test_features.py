@@ -17,8 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from speculators_nb.features import feature_file
 from speculators_nb.features.feature_file import FP8, from_fp8, read_legacy, to_fp8, write_features
 from speculators_nb.features.feature_folder import layout_of, table_of
-from speculators_nb.features.in_process import (FeatureDataset, FeatureError, LiveFeatures, extract_features, feature_path, read_features,
-                                                     states_of, token_batches)
+from speculators_nb.features.in_process import LiveFeatures, extract_features, states_of, token_batches
+from speculators_nb.features.feature_folder import FeatureDataset
+from speculators_nb.features.feature_file import FeatureError
+from speculators_nb.features.feature_file import feature_path
+from speculators_nb.features.feature_file import read_features
 from speculators_nb.train.train_drafter import open_features, train_drafter
 from speculators_nb.core.checkpoints import save_tensors
 from speculators_nb.verifier.tapped_model import Verifier

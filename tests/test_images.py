@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from speculators_nb.features.in_process import FeatureDataset, LiveFeatures, extract_features
+from speculators_nb.features.in_process import LiveFeatures, extract_features
+from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.data.images import carry_mask, for_template, has_pictures, inputs_of, load_processor, open_picture, pictures_of, process, resolve_images
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from speculators_nb.data.packing import collate
-from speculators_nb.features.in_process import FeatureDataset
+from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.models.base import SpeculatorModel
 
 RELEASE = Path(__file__).parent / "fixtures/compat/0.1.0"

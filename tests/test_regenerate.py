@@ -12,7 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from speculators_nb.data.chat_encoding import prepare
-from speculators_nb.regenerate.in_process import Replay, answer, eos_ids_of, pick, read_regenerated, regenerate
+from speculators_nb.regenerate.in_process import answer, eos_ids_of, pick, regenerate
+from speculators_nb.regenerate.replay import Replay
+from speculators_nb.regenerate.journal import read_regenerated
 from speculators_nb.verifier.tapped_model import Verifier
 
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from speculators_nb.nn.supervision import shift_by_one
-from speculators_nb.features.in_process import sample_of, states_of
+from speculators_nb.features.in_process import states_of
+from speculators_nb.features.feature_folder import sample_of
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.train.checkpoint import WholeCheckpoints, checkpoint_problem, last_checkpoint

@@ -29,7 +29,10 @@ import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from speculators_nb.data.packing import PackedBatchSampler, collate  # noqa: E402
-from speculators_nb.features.in_process import FeatureDataset, extract_features, feature_path, read_features, states_of, token_batches  # noqa: E402
+from speculators_nb.features.in_process import extract_features, states_of, token_batches
+from speculators_nb.features.feature_folder import FeatureDataset
+from speculators_nb.features.feature_file import feature_path
+from speculators_nb.features.feature_file import read_features  # noqa: E402
 from speculators_nb.train.train_drafter import new_drafter  # noqa: E402
 from speculators_nb.verifier.tapped_model import Verifier  # noqa: E402
 

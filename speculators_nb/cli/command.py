@@ -32,8 +32,21 @@ from typer.core import TyperGroup
 from ..core.options import RULES, check_options, near, rule_of, shown
 
 # %% ../../nbs/cli/02_command.ipynb #e65513bd
-SHELL = {"str": str, "int": int, "float": float, "bool": bool, "Path": Path, "os.PathLike": str, "list": list[str],
-         "dict": dict, **{f"{kind}[{of.__name__}]": list[of] for kind in ("list", "Iterable", "Sequence") for of in (str, int, float)}}
+SHELL = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "Path": Path,
+    "os.PathLike": str,
+    "list": list[str],
+    "dict": dict,
+    **{
+        f"{kind}[{of.__name__}]": list[of]
+        for kind in ("list", "Iterable", "Sequence")
+        for of in (str, int, float)
+    },
+}
 
 
 def shell_type(
@@ -57,10 +70,21 @@ def comments_of(
     node: ast.FunctionDef,  # a function in it
 ) -> dict[str, str]:  # parameter -> the comment beside it
     "One comment a parameter, on the line where the parameter ends."
-    lines = io.StringIO("\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno]) + "\n").readline
-    found = {t.start[0] + node.lineno - 1: t.string.lstrip("# ") for t in tokenize.generate_tokens(lines) if t.type == tokenize.COMMENT}
-    args, defaults = [*node.args.args, *node.args.kwonlyargs], [*node.args.defaults, *node.args.kw_defaults]
-    ends = [a.end_lineno for a in node.args.args[: len(node.args.args) - len(node.args.defaults)]] + [d.end_lineno if d else 0 for d in defaults]
+    lines = io.StringIO(
+        "\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno]) + "\n"
+    ).readline
+    found = {
+        t.start[0] + node.lineno - 1: t.string.lstrip("# ")
+        for t in tokenize.generate_tokens(lines)
+        if t.type == tokenize.COMMENT
+    }
+    args, defaults = (
+        [*node.args.args, *node.args.kwonlyargs],
+        [*node.args.defaults, *node.args.kw_defaults],
+    )
+    ends = [
+        a.end_lineno for a in node.args.args[: len(node.args.args) - len(node.args.defaults)]
+    ] + [d.end_lineno if d else 0 for d in defaults]
     return {a.arg: found.get(max(a.end_lineno, end), "") for a, end in zip(args, ends)}
 
 
@@ -69,13 +93,26 @@ def library(
     name: str,  # of a function there
     **given,  # parameter -> comment to replace the function's own; None: omit the parameter
 ) -> Callable:  # calls the function; has its docstring, `comments` and signature for a shell
-    "A function of the library that is imported when it is called. What a shell cannot give (and has a default) is left out of the signature."
-    source = Path(importlib.util.find_spec(f"speculators_nb.{module}").origin).read_text(encoding="utf-8")
-    node = next((n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == name), None)
+    """A function of the library that is imported when it is called. What a shell cannot give
+    (and has a default) is left out of the signature."""
+    source = Path(importlib.util.find_spec(f"speculators_nb.{module}").origin).read_text(
+        encoding="utf-8"
+    )
+    node = next(
+        (
+            n
+            for n in ast.parse(source).body
+            if isinstance(n, ast.FunctionDef) and n.name == name
+        ),
+        None,
+    )
     if node is None:
         raise ValueError(f"speculators_nb.{module} has no function {name}")
     comments, a, parameters = comments_of(source, node), node.args, []
-    for arg, default in [*zip(a.args, [None] * (len(a.args) - len(a.defaults)) + a.defaults), *zip(a.kwonlyargs, a.kw_defaults)]:
+    for arg, default in [
+        *zip(a.args, [None] * (len(a.args) - len(a.defaults)) + a.defaults),
+        *zip(a.kwonlyargs, a.kw_defaults),
+    ]:
         kind = shell_type(arg.annotation)
         try:
             value = inspect.Parameter.empty if default is None else ast.literal_eval(default)
@@ -84,20 +121,36 @@ def library(
         except (ValueError, IndexError):
             kind = None
         if kind and given.get(arg.arg, "") is not None:
-            place = inspect.Parameter.POSITIONAL_OR_KEYWORD if arg in a.args else inspect.Parameter.KEYWORD_ONLY
+            place = (
+                inspect.Parameter.POSITIONAL_OR_KEYWORD
+                if arg in a.args
+                else inspect.Parameter.KEYWORD_ONLY
+            )
             parameters.append(inspect.Parameter(arg.arg, place, default=value, annotation=kind))
         elif default is None:
-            raise ValueError(f"speculators_nb.{module}.{name}: {arg.arg} has no default, and a type that cannot be typed in a shell")
+            raise ValueError(
+                f"speculators_nb.{module}.{name}: {arg.arg} has no default, and a type that "
+                "cannot be typed in a shell"
+            )
 
     def call(*args, **kwargs):
         return getattr(import_module(f"speculators_nb.{module}"), name)(*args, **kwargs)
 
-    call.__name__, call.__doc__, call.__module__ = name, ast.get_docstring(node), f"speculators_nb.{module}"
+    call.__name__, call.__doc__, call.__module__ = (
+        name,
+        ast.get_docstring(node),
+        f"speculators_nb.{module}",
+    )
     call.__signature__, call.comments = inspect.Signature(parameters), comments | given
     return call
 
 # %% ../../nbs/cli/02_command.ipynb #7312e378
-EXPECTED = (ValueError, OSError, ImportError, FloatingPointError)  # mistakes of the caller or of the data; so are the library's own
+EXPECTED = (
+    ValueError,
+    OSError,
+    ImportError,
+    FloatingPointError,
+)  # mistakes of the caller or of the data; so are the library's own
 REMEDIES = {
     errno.ENOSPC: "make room on the disk, and run the same command again",
     errno.EDQUOT: "make room, and run the same command again",
@@ -124,19 +177,36 @@ def failure(
     e: Exception,  # that ended a command
 ) -> tuple[str, int]:  # one line, exit code
     "What is said about an exception."
-    from speculators_nb.core.redact import without_secrets  # an argument may be an address with a password
+    from speculators_nb.core.redact import (
+        without_secrets,
+    )  # an argument may be an address with a password
 
-    bare = isinstance(e, OSError) and isinstance(e.filename, (str, bytes)) and str(e).startswith("[Errno")
-    said = " ".join(without_secrets(_system(e) if bare else str(e)).split())[:1000] or type(e).__name__
+    bare = (
+        isinstance(e, OSError)
+        and isinstance(e.filename, (str, bytes))
+        and str(e).startswith("[Errno")
+    )
+    said = (
+        " ".join(without_secrets(_system(e) if bare else str(e)).split())[:1000]
+        or type(e).__name__
+    )
     ours = type(e).__module__.partition(".")[0] == "speculators_nb"
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError":
-        said, code = f"not enough memory ({said}); lower max_length, max_tokens, total_seq_len or concurrency", 2
+        said, code = (
+            (
+                f"not enough memory ({said}); lower max_length, max_tokens, total_seq_len or "
+                "concurrency"
+            ),
+            2,
+        )
     elif ours or isinstance(e, EXPECTED):
         code = 2
     else:
         code = 1
-        said = (f"{type(e).__name__}: {said}. This is a fault of speculators-nb: please report it, with "
-                "what the same command says after `speculators-nb --traceback`")
+        said = (
+            f"{type(e).__name__}: {said}. This is a fault of speculators-nb: please report it, "
+            "with what the same command says after `speculators-nb --traceback`"
+        )
     return without_secrets(said), code
 
 # %% ../../nbs/cli/02_command.ipynb #1e934a9b
@@ -148,7 +218,10 @@ def _unknown_option(option, command, takes):
         return f"write --extra {name}={RULES[name].example}"
     meant = near(option, known)
     if "extra" in takes and not meant.startswith("Did"):
-        return f"another argument is given by --extra, e.g. --extra={rule_of('extra', command).example}"
+        return (
+            "another argument is given by --extra, e.g. "
+            f"--extra={rule_of('extra', command).example}"
+        )
     return meant if meant.startswith("Did") else f"`{command} --help` lists the options"
 
 
@@ -164,7 +237,11 @@ def usage(
         return f"{e.option_name}: {command} has no such option; {remedy}"
     if kind == "BadOptionUsage":
         rule = rule_of(e.option_name.lstrip("-").replace("-", "_"), command)
-        return f"{said}; write {e.option_name} {rule.example}" if rule and "requires" in said else said
+        return (
+            f"{said}; write {e.option_name} {rule.example}"
+            if rule and "requires" in said
+            else said
+        )
     if kind == "BadParameter":
         return said if "=" in said else f"{getattr(e.param, 'name', command)}: {said}"
     if said.startswith("No such command"):
@@ -183,7 +260,10 @@ INTERRUPTED = []  # Ctrl-C was pressed; an interrupted import raises an unrelate
 def _listening():
     "Note Ctrl-C, where nobody else has taken it over."
     INTERRUPTED.clear()
-    alone = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    alone = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
 
     def stop(number, frame):
         INTERRUPTED.append(number)
@@ -217,7 +297,10 @@ class Program(TyperGroup):
                 e.show()
             else:
                 from speculators_nb.core.redact import without_secrets
-                typer.echo(f"Error: {' '.join(without_secrets(usage(e)).split())[:1000]}", err=True)
+
+                typer.echo(
+                    f"Error: {' '.join(without_secrets(usage(e)).split())[:1000]}", err=True
+                )
         if standalone_mode:
             sys.exit(code or 0)
         return code
@@ -234,15 +317,28 @@ def new_app(
     name: str,  # of the program
     help: str,  # what it is for
 ) -> typer.Typer:  # without commands
-    "A program: `--traceback` shows where an error was raised; `app.functions` are its commands' functions."
-    app = typer.Typer(name=name, cls=Program, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=help)
+    """A program: `--traceback` shows where an error was raised; `app.functions` are its
+    commands' functions."""
+    app = typer.Typer(
+        name=name,
+        cls=Program,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help=help,
+    )
 
     @app.callback()
-    def options(traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False):
+    def options(
+        traceback: Annotated[
+            bool, typer.Option("--traceback", help="Show where an error was raised.")
+        ] = False,
+    ):
         ours = logging.getLogger("speculators_nb")
         ours.handlers, ours.level = [Echo()], logging.INFO
         os.environ["SPECULATORS_NB_TRACEBACK"] = "1" if traceback else ""
         from speculators_nb.core.redact import hide_secrets
+
         hide_secrets()
 
     app.functions = {}
@@ -264,7 +360,12 @@ def _place(text):
     return Path(text)
 
 
-READERS = {int: ("INTEGER", int), float: ("FLOAT", float), dict: ("JSON", _object), Path: ("PATH", _place)}
+READERS = {
+    int: ("INTEGER", int),
+    float: ("FLOAT", float),
+    dict: ("JSON", _object),
+    Path: ("PATH", _place),
+}
 
 
 def _reader(name, annotation, command):
@@ -280,44 +381,93 @@ def _reader(name, annotation, command):
             return READERS[kind][1](text)
         except (ValueError, RecursionError):
             rule = rule_of(name, command)
-            wrong = rule and (rule.of or rule).problem(text) or f"is no {READERS[kind][0].lower()}"
+            wrong = (
+                rule and (rule.of or rule).problem(text)
+            ) or f"is no {READERS[kind][0].lower()}"
             raise typer.BadParameter(f"{name}={shown(text)}: {wrong}") from None
 
     return dict(parser=read, metavar=READERS[kind][0])
 
 
 def _shell_parameters(function, command):
-    "The function's parameters as Typer takes them; an argument may be left to an option or a recipe, so that none is required here."
+    """The function's parameters as Typer takes them; an argument may be left to an option or a
+    recipe, so that none is required here."""
     comments = getattr(function, "comments", None)
     if comments is None:
-        comments = comments_of(source := textwrap.dedent(inspect.getsource(function)), ast.parse(source).body[0])
+        comments = comments_of(
+            source := textwrap.dedent(inspect.getsource(function)), ast.parse(source).body[0]
+        )
     shown = []
     for p in inspect.signature(function).parameters.values():
         reader = _reader(p.name, p.annotation, command)
         if p.default is p.empty:
             kind = p.annotation | None
             place = dict(reader, metavar=p.name.upper())
-            shown.append((p.name, kind, typer.Argument(help=comments.get(p.name), show_default=False, **place)))
-            shown.append((f"{p.name}_", kind, typer.Option(f"--{p.name.replace('_', '-')}", hidden=True, **reader)))
+            shown.append(
+                (
+                    p.name,
+                    kind,
+                    typer.Argument(help=comments.get(p.name), show_default=False, **place),
+                )
+            )
+            shown.append(
+                (
+                    f"{p.name}_",
+                    kind,
+                    typer.Option(f"--{p.name.replace('_', '-')}", hidden=True, **reader),
+                )
+            )
         else:
-            shown.append((p.name, p.annotation, typer.Option(help=comments.get(p.name), show_default=p.default not in (None, []), **reader)))
-    shown.append(("recipe", Path | None, typer.Option("--recipe", metavar="FILE", show_default=False,
-                                                      help="YAML or JSON file with arguments; what is typed here goes before it.")))
-    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.default is not p.empty}
+            shown.append(
+                (
+                    p.name,
+                    p.annotation,
+                    typer.Option(
+                        help=comments.get(p.name),
+                        show_default=p.default not in (None, []),
+                        **reader,
+                    ),
+                )
+            )
+    shown.append(
+        (
+            "recipe",
+            Path | None,
+            typer.Option(
+                "--recipe",
+                metavar="FILE",
+                show_default=False,
+                help="YAML or JSON file with arguments; what is typed here goes before it.",
+            ),
+        )
+    )
+    defaults = {
+        p.name: p.default
+        for p in inspect.signature(function).parameters.values()
+        if p.default is not p.empty
+    }
     K = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(n, K, default=defaults.get(n), annotation=Annotated[kind, info]) for n, kind, info in shown] + [
-        inspect.Parameter("context", K, annotation=typer.Context)]
+    return [
+        inspect.Parameter(n, K, default=defaults.get(n), annotation=Annotated[kind, info])
+        for n, kind, info in shown
+    ] + [inspect.Parameter("context", K, annotation=typer.Context)]
 
 # %% ../../nbs/cli/02_command.ipynb #560b1519
 def _values(function, name, app, context, recipe, typed):
-    "Every argument of the function, checked: from the command line, the recipe, or its default."
+    """Every argument of the function, checked: from the command line, the recipe, or its
+    default."""
     from speculators_nb.cli.recipe import read_recipe, resolve
 
     said = {n for n in typed if context.get_parameter_source(n).name == "COMMANDLINE"}
     if twice := [n for n in said if f"{n}_" in said]:
-        raise ValueError(f"{twice[0]}={shown(typed[twice[0]])}: stands there as an argument and as an option; leave one out")
+        raise ValueError(
+            f"{twice[0]}={shown(typed[twice[0]])}: stands there as an argument and as an "
+            "option; leave one out"
+        )
     flags = {n.removesuffix("_"): typed[n] for n in sorted(said)}
-    values = resolve(function, flags, read_recipe(recipe, name, app.functions) if recipe else None)
+    values = resolve(
+        function, flags, read_recipe(recipe, name, app.functions) if recipe else None
+    )
     check_options(values, name)
     return values
 
@@ -335,7 +485,8 @@ def command(
     app: typer.Typer,  # where the command is entered
     name: str | None = None,  # of the command; None: the function's
     group: str | None = None,  # heading under which `--help` lists it
-    output: str | None = "output_dir",  # the parameter that names what is made; its recipe is left there
+    output: str
+    | None = "output_dir",  # the parameter that names what is made; its recipe is left there
 ) -> Callable:  # the function itself
     "Enter a function as a command."
     name = name or function.__name__
@@ -348,9 +499,15 @@ def command(
             text = report(result)
             if text:
                 from speculators_nb.core.redact import without_secrets
+
                 typer.echo(without_secrets(text))
-            if output in values and values[output] is not None and Path(values[output]).exists():
+            if (
+                output in values
+                and values[output] is not None
+                and Path(values[output]).exists()
+            ):
                 from speculators_nb.cli.recipe import write_recipe
+
                 write_recipe(values[output], name, values)
         except (typer.Exit, BrokenPipeError):
             raise
@@ -366,6 +523,8 @@ def command(
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     said = " ".join((function.__doc__ or "").split())
-    app.command(name=name, help=said, short_help=said.split(". ")[0].rstrip("."), rich_help_panel=group)(run)
+    app.command(
+        name=name, help=said, short_help=said.split(". ")[0].rstrip("."), rich_help_panel=group
+    )(run)
     app.functions[name] = function
     return function

@@ -13,53 +13,79 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from ..data.chat_encoding import prepare
-from ..features.feature_folder import shard
-from ..features.in_process import extract_features
-from ..regenerate.journal import Report
-from ..data.prepared_folder import load_prepared, read_data_config
-from ..regenerate.in_process import regenerate as answer_here
-from ..regenerate.from_server import regenerate_from_server
-from ..data.chat_template import tokenizer_errors
-from ..features.from_server import extract_from_server, table_of
-from ..nn.target_head import text_config, verifier_config
+from ..core.checkpoints import resolve_checkpoint
 from ..core.options import check_options
 from ..core.provenance import write_provenance
-from ..core.checkpoints import resolve_checkpoint
+from ..data.chat_encoding import prepare
+from ..data.chat_template import tokenizer_errors
+from ..data.prepared_folder import load_prepared, read_data_config
+from ..features.feature_folder import shard, table_of
+from ..features.from_server import extract_from_server
+from ..features.in_process import extract_features
+from speculators_nb.nn.draft_vocabulary import (
+    load_vocab_mapping,
+    save_vocab_mapping,
+    vocab_mapping_from_frequencies,
+)
+from ..nn.target_head import text_config, verifier_config
+from ..regenerate.from_server import regenerate_from_server
+from ..regenerate.in_process import regenerate as answer_here
+from ..regenerate.journal import Report
 from ..verifier.tapped_model import Verifier
-from ..nn.draft_vocabulary import load_vocab_mapping, save_vocab_mapping, vocab_mapping_from_frequencies
 
 # %% ../../nbs/cli/03_data_commands.ipynb #324b4eb8
 def device_of(
     name: str | None,  # as torch spells it; None: the accelerator if there is one
 ) -> torch.device:
-    "Where to compute. Errors: ValueError for a device that torch does not know, or that this machine does not have."
+    """Where to compute. Errors: ValueError for a device that torch does not know, or that this
+    machine does not have."""
     check_options(dict(device=name))
     if not name:
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     device = torch.device(name)
     module = None if device.type == "cpu" else getattr(torch, device.type, None)
-    n = 1 if device.type == "cpu" else module.device_count() if module and module.is_available() else 0
+    n = (
+        1
+        if device.type == "cpu"
+        else module.device_count()
+        if module and module.is_available()
+        else 0
+    )
     if (device.index or 0) >= n:
-        raise ValueError(f"device={str(name)!r}: torch finds {n or 'no'} such device{'s' * (n > 1)} on this machine; leave it out for "
-                         f"{torch.accelerator.current_accelerator() or 'cpu'}")
+        raise ValueError(
+            f"device={str(name)!r}: torch finds {n or 'no'} such device{'s' * (n > 1)} on this "
+            f"machine; leave it out for {torch.accelerator.current_accelerator() or 'cpu'}"
+        )
     return device
 
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")  # one of them is there
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)  # one of them is there
 
 
 def open_tokenizer(
     verifier: str | os.PathLike,  # folder or hub id
     trust_remote_code: bool = False,  # run code that comes with it
 ):  # a transformers tokenizer
-    "A verifier's tokenizer. Errors: FileNotFoundError where the folder has none; ValueError for one that cannot be read."
+    """A verifier's tokenizer. Errors: FileNotFoundError where the folder has none; ValueError
+    for one that cannot be read."""
     folder = Path(verifier)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER):
-        raise FileNotFoundError(f"{folder}: has no tokenizer (none of {', '.join(TOKENIZER)}); save the verifier's there: "
-                                "AutoTokenizer.from_pretrained(…).save_pretrained(folder)")
+        raise FileNotFoundError(
+            f"{folder}: has no tokenizer (none of {', '.join(TOKENIZER)}); save the verifier's "
+            "there: AutoTokenizer.from_pretrained(…).save_pretrained(folder)"
+        )
     with tokenizer_errors(verifier):
-        return AutoTokenizer.from_pretrained(verifier, **({"trust_remote_code": True} if trust_remote_code else {}))
+        return AutoTokenizer.from_pretrained(
+            verifier, **({"trust_remote_code": True} if trust_remote_code else {})
+        )
 
 
 def open_verifier(
@@ -71,42 +97,77 @@ def open_verifier(
     "A verifier and its tokenizer. FileNotFoundError: neither a folder nor on the hub."
     remote = {"trust_remote_code": True} if trust_remote_code else {}
     resolve_checkpoint(verifier)  # says what is wrong with the name, in words
-    place, tokenizer = device_of(device), open_tokenizer(verifier, trust_remote_code)  # before the weights are read
-    return Verifier.from_pretrained(str(verifier), aux_layer_ids or None, device=place, **remote), tokenizer
+    place, tokenizer = (
+        device_of(device),
+        open_tokenizer(verifier, trust_remote_code),
+    )  # before the weights are read
+    return Verifier.from_pretrained(
+        str(verifier), aux_layer_ids or None, device=place, **remote
+    ), tokenizer
 
 # %% ../../nbs/cli/03_data_commands.ipynb #850f71e3
 def regenerate(
     data: str,  # conversations: a .jsonl or .json file, a folder of them, or hf:<id>
     output: Path,  # .jsonl with the answers; an interrupted run is continued there
-    verifier: str | None = None,  # folder or hub id, run here; with a server: tokenizer if it sends no ids
-    server: str | None = None,  # address of an OpenAI-compatible server that answers instead, e.g. http://127.0.0.1:8000
+    verifier: str
+    | None = None,  # folder or hub id, run here; with a server: tokenizer if it sends no ids
+    server: str
+    | None = None,  # address of an OpenAI-compatible server that answers instead, e.g. http://127.0.0.1:8000
     model: str | None = None,  # its name there; default: the only one
     max_samples: int | None = None,  # use the first so many conversations; default: all
     max_new_tokens: int = 256,  # of each answer
     max_length: int = 2048,  # a conversation ends where its prompt is this long
     temperature: float = 0.0,  # 0: greedy
-    sampling: dict | None = None,  # more, e.g. {"top_p": 0.9}; weighted: {"temperature": [[0, 1], [0.7, 3]]}
-    languages: list[str] | None = None,  # only conversations in these, e.g. en (repeat the option); default: all
+    sampling: dict
+    | None = None,  # more, e.g. {"top_p": 0.9}; weighted: {"temperature": [[0, 1], [0.7, 3]]}
+    languages: list[str]
+    | None = None,  # only conversations in these, e.g. en (repeat the option); default: all
     concurrency: int = 16,  # conversations in work at once, with a server
     seed: int = 0,  # of the sampling
     device: str | None = None,  # without a server; default: the accelerator if there is one
 ) -> Report:  # counts; what failed and why
     "Let the verifier answer the questions itself."
     check_options(locals(), "regenerate")
-    given = dict(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, max_length=max_length, sampling=sampling, languages=languages or None, limit=max_samples)
+    given = dict(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        max_length=max_length,
+        sampling=sampling,
+        languages=languages or None,
+        limit=max_samples,
+    )
     if server is not None:
-        report = regenerate_from_server(server, data, output, model=model, tokenizer=verifier, concurrency=concurrency, **given)
+        report = regenerate_from_server(
+            server,
+            data,
+            output,
+            model=model,
+            tokenizer=verifier,
+            concurrency=concurrency,
+            **given,
+        )
     else:
         report = answer_here(*open_verifier(verifier, None, device), data, output, **given)
     if not any(report[name] for name in ("written", "kept", "duplicates", "skipped", "failed")):
-        raise ValueError(f"data={str(data)!r}: holds no conversation; name a file that has some")
-    write_provenance(output, "regenerate", given | dict(model=model), {"data": data, "verifier": verifier, "server": server}, **report)
+        raise ValueError(
+            f"data={str(data)!r}: holds no conversation; name a file that has some"
+        )
+    write_provenance(
+        output,
+        "regenerate",
+        given | dict(model=model),
+        {"data": data, "verifier": verifier, "server": server},
+        **report,
+    )
     return report
 
 # %% ../../nbs/cli/03_data_commands.ipynb #dcec356b
 def _rows(data, tokenizer, max_length, max_samples, vocab_size=None) -> Dataset:
     "A prepared folder as it is, or conversations tokenised now."
-    if Path(data).is_dir() and any((Path(data) / f / "dataset_info.json").is_file() for f in (".", "rows")):
+    if Path(data).is_dir() and any(
+        (Path(data) / f / "dataset_info.json").is_file() for f in (".", "rows")
+    ):
         rows = table_of(data)
         return rows if max_samples is None else rows.select(range(min(max_samples, len(rows))))
     return prepare(data, tokenizer, max_length, limit=max_samples, vocab_size=vocab_size)
@@ -121,7 +182,8 @@ def features(
     storage: Path | None = None,  # with vllm: that FOLDER, as it is mounted here
     max_length: int = 2048,  # rows longer than this are cut, where `data` is not prepared yet
     max_samples: int | None = None,  # use the first so many; default: all
-    aux_layer_ids: list[int] | None = None,  # layers to keep, ascending (repeat the option); default: three, or server's
+    aux_layer_ids: list[int]
+    | None = None,  # layers to keep, ascending (repeat the option); default: three, or server's
     dtype: str = "bfloat16",  # of the stored features; float8_e4m3fn halves the disk
     max_tokens: int = 8192,  # padded tokens in one forward pass, with hf
     concurrency: int = 8,  # requests in flight, with vllm
@@ -134,14 +196,55 @@ def features(
     check_options(locals(), "features")
     if source == "vllm":
         rows = _rows(data, open_tokenizer(verifier, trust_remote_code), max_length, max_samples)
-        counts = extract_from_server(server, rows, output_dir, storage, aux_layer_ids or None, concurrency, dtype, rank, world_size)
+        counts = extract_from_server(
+            server,
+            rows,
+            output_dir,
+            storage,
+            aux_layer_ids or None,
+            concurrency,
+            dtype,
+            rank,
+            world_size,
+        )
     else:
         model, tokenizer = open_verifier(verifier, aux_layer_ids, device, trust_remote_code)
-        rows = _rows(data, tokenizer, max_length, max_samples, model.model.get_input_embeddings().weight.shape[0])
-        counts = extract_features(model, rows, output_dir, dtype=dtype, max_tokens=max_tokens, indices=shard(len(rows), rank, world_size))
-    write_provenance(output_dir, "features", dict(source=source, server=server if source == "vllm" else None, max_length=max_length, max_samples=max_samples,
-                     dtype=dtype, rank=rank, world_size=world_size), {"verifier": verifier, "data": data}, **counts)
-    return {**counts, "rows": len(rows), "tokens": sum(rows["seq_len"]), "output_dir": output_dir}
+        rows = _rows(
+            data,
+            tokenizer,
+            max_length,
+            max_samples,
+            model.model.get_input_embeddings().weight.shape[0],
+        )
+        counts = extract_features(
+            model,
+            rows,
+            output_dir,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            indices=shard(len(rows), rank, world_size),
+        )
+    write_provenance(
+        output_dir,
+        "features",
+        dict(
+            source=source,
+            server=server if source == "vllm" else None,
+            max_length=max_length,
+            max_samples=max_samples,
+            dtype=dtype,
+            rank=rank,
+            world_size=world_size,
+        ),
+        {"verifier": verifier, "data": data},
+        **counts,
+    )
+    return {
+        **counts,
+        "rows": len(rows),
+        "tokens": sum(rows["seq_len"]),
+        "output_dir": output_dir,
+    }
 
 # %% ../../nbs/cli/03_data_commands.ipynb #8d8fb3fc
 def _another(folder, t2d, d2t) -> bool:
@@ -158,7 +261,8 @@ def _another(folder, t2d, d2t) -> bool:
 def vocab(
     data_dir: Path,  # prepared folder or feature folder
     draft_vocab_size: int,  # N, tokens that the drafter knows
-    output_dir: Path | None = None,  # gets d2t-N.npy and t2d-N.npy; default: beside the rows, where train looks
+    output_dir: Path
+    | None = None,  # gets d2t-N.npy and t2d-N.npy; default: beside the rows, where train looks
     vocab_size: int | None = None,  # of the verifier; default: as the folder says
     overwrite: bool = False,  # replace another vocabulary of this size
 ) -> dict:  # draft_vocab_size, vocab_size, output_dir, covered: share of trained tokens known
@@ -171,11 +275,31 @@ def vocab(
     if not vocab_size and model.get("target_model_path"):
         vocab_size = text_config(verifier_config(model["target_model_path"], False)).vocab_size
     place = Path(output_dir or prepared.folder)
-    if vocab_size and not overwrite and _another(place, *vocab_mapping_from_frequencies(prepared.token_freq, draft_vocab_size, vocab_size)):
-        raise FileExistsError(f"{place}: holds another draft vocabulary of {draft_vocab_size} tokens; name another output_dir, or pass overwrite=True")
+    if (
+        vocab_size
+        and not overwrite
+        and _another(
+            place,
+            *vocab_mapping_from_frequencies(prepared.token_freq, draft_vocab_size, vocab_size),
+        )
+    ):
+        raise FileExistsError(
+            f"{place}: holds another draft vocabulary of {draft_vocab_size} tokens; name "
+            "another output_dir, or pass overwrite=True"
+        )
     t2d, d2t = prepared.add_vocab_mapping(draft_vocab_size, vocab_size)
     if output_dir is not None:
         save_vocab_mapping(output_dir, t2d, d2t)
-        write_provenance(output_dir, "vocab", dict(draft_vocab_size=draft_vocab_size, vocab_size=vocab_size), {"data": data_dir})
+        write_provenance(
+            output_dir,
+            "vocab",
+            dict(draft_vocab_size=draft_vocab_size, vocab_size=vocab_size),
+            {"data": data_dir},
+        )
     known = sum(n for t, n in prepared.token_freq.items() if t2d[t])
-    return {"draft_vocab_size": draft_vocab_size, "vocab_size": len(t2d), "covered": known / max(1, sum(prepared.token_freq.values())), "output_dir": output_dir or prepared.folder}
+    return {
+        "draft_vocab_size": draft_vocab_size,
+        "vocab_size": len(t2d),
+        "covered": known / max(1, sum(prepared.token_freq.values())),
+        "output_dir": output_dir or prepared.folder,
+    }

@@ -10,152 +10,271 @@ import json
 import os
 import time
 from pathlib import Path
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
-from ..serve.vllm_contract import check_vllm_contract
-from ..data.packing import collate
-from ..data.chat_encoding import prepare
-from ..features.in_process import FeatureDataset, extract_features
-from ..regenerate.in_process import eos_ids_of, regenerate
+
 from .data_commands import open_tokenizer
-from ..decode.generate import NoDrafter
-from ..decode.ngram import NgramDrafter
 from .drafter_commands import prompts_of
-from ..evaluate.acceptance import Evaluation, evaluate
-from ..lab.experiment import settings, with_interval
-from ..nn.target_head import text_config
-from ..models.base import SpeculatorModel
+from ..core.files import atomic_write, read_object
 from ..core.options import check_options
 from ..core.plot import plot_loss, plot_step_weights
-from ..train.train_drafter import train_drafter
-from ..train.checkpoint import is_trained
-from ..train.trainer import log_table
-from ..core.files import atomic_write, read_object
-from ..verifier.tapped_model import Verifier
+from ..data.chat_encoding import prepare
+from ..data.packing import collate
+from ..decode.generate import NoDrafter
+from ..decode.ngram import NgramDrafter
+from ..evaluate.acceptance import Evaluation, evaluate
+from ..features.feature_folder import FeatureDataset
+from ..features.in_process import extract_features
+from ..lab.experiment import settings, with_interval
+from ..models.base import SpeculatorModel
 from ..nn.step_weights import exponential
+from ..nn.target_head import text_config
+from ..regenerate.in_process import eos_ids_of, regenerate
+from ..serve.vllm_contract import check_vllm_contract
+from ..train.checkpoint import is_trained
+from ..train.train_drafter import train_drafter
+from ..train.trainer import log_table
+from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/cli/05_demo.ipynb #07e4832b
 def trained_step_weights(
-    kwargs: dict, # of the model's forward pass in training
-) -> list[float] | None: # weight of each step, the first one at 0; None where no weight is a fixed number
+    kwargs: dict,  # of the model's forward pass in training
+) -> list[float] | None:  # weight of each step, from step 0; None: no weight is a fixed number
     "The loss weights that a run trained with, read from the arguments of its forward pass."
     if "step_weights" in kwargs:
         return list(kwargs["step_weights"])
     if "ttt_step_loss_decay" in kwargs:
-        return exponential(kwargs["ttt_step_loss_decay"], torch.arange(kwargs["ttt_steps"])).tolist()
+        return exponential(
+            kwargs["ttt_step_loss_decay"], torch.arange(kwargs["ttt_steps"])
+        ).tolist()
     return None
 
+
 def training_figures(
-    folder: Path,      # gets mask.png, step_weights.png, loss.png: those that there are
-    model,             # the drafter that was trained
+    folder: Path,  # gets mask.png, step_weights.png, loss.png: those that there are
+    model,  # the drafter that was trained
     sample_row: dict,  # one packed Batch
-    log: pd.DataFrame, # from `log_table`
-    **kwargs,          # of the model's forward pass in training
-) -> dict: # name -> Figure
-    "What training looked at: the mask of one packed row where the drafter has attention, the weight of each step where it unrolls steps, the loss curve."
+    log: pd.DataFrame,  # from `log_table`
+    **kwargs,  # of the model's forward pass in training
+) -> dict:  # name -> Figure
+    """What training looked at: the mask of one packed row where the drafter has attention, the
+    weight of each step where it unrolls steps, the loss curve."""
     figures = {"loss": plot_loss(log.reset_index())}
     if hasattr(model, "training_mask"):
-        few = kwargs | ({"max_anchors": 12} if "max_anchors" in kwargs else {})      # enough to see
+        few = kwargs | ({"max_anchors": 12} if "max_anchors" in kwargs else {})  # enough to see
         mask, queries, keys = model.training_mask(sample_row, **few)
         documents = sample_row["document_ids"][0]
-        figures["mask"] = mask.draw(queries, keys, documents=documents if queries == len(documents) else None, title="Who sees whom in training", xlabel="key", ylabel="query")
+        figures["mask"] = mask.draw(
+            queries,
+            keys,
+            documents=documents if queries == len(documents) else None,
+            title="Who sees whom in training",
+            xlabel="key",
+            ylabel="query",
+        )
     if weights := trained_step_weights(kwargs):
         same = max(weights) == min(weights)
-        finding = "Every step weighs the same" if same else f"Step {len(weights) - 1} weighs {weights[-1] / weights[0]:.2g} of step 0"
-        figures["step_weights"] = plot_step_weights({model.config.speculators_model_type: weights}, finding)
+        finding = (
+            "Every step weighs the same"
+            if same
+            else f"Step {len(weights) - 1} weighs {weights[-1] / weights[0]:.2g} of step 0"
+        )
+        figures["step_weights"] = plot_step_weights(
+            {model.config.speculators_model_type: weights}, finding
+        )
     for name, fig in figures.items():
-        with atomic_write(folder / f"{name}.png") as tmp: fig.savefig(tmp, format="png", dpi=110, bbox_inches="tight")
+        with atomic_write(folder / f"{name}.png") as tmp:
+            fig.savefig(tmp, format="png", dpi=110, bbox_inches="tight")
         plt.close(fig)
     return figures
 
+
 def readable_tables(
-    evaluation: Evaluation, # what was measured
-) -> dict: # title -> table
+    evaluation: Evaluation,  # what was measured
+) -> dict:  # title -> table
     "The tables of an evaluation as a person reads them: estimates with their intervals."
-    total, by_domain = (evaluation.summary[(evaluation.summary.domain == "all") == whole] for whole in (True, False))
+    total, by_domain = (
+        evaluation.summary[(evaluation.summary.domain == "all") == whole]
+        for whole in (True, False)
+    )
     positions = evaluation.positions[evaluation.positions.unconditional > 0]
-    def per_position(name): return positions.assign(rate=with_interval(positions, name)).pivot(index=["drafter", "temperature"], columns="position", values="rate")
+
+    def per_position(name):
+        return positions.assign(rate=with_interval(positions, name)).pivot(
+            index=["drafter", "temperature"], columns="position", values="rate"
+        )
+
     return {
-        "Mean acceptance length": total.assign(**{"mean acceptance length": with_interval(total, "mean_length")})[["drafter", "temperature", "mean acceptance length", "tokens", "steps"]].set_index(["drafter", "temperature"]),
+        "Mean acceptance length": total.assign(
+            **{"mean acceptance length": with_interval(total, "mean_length")}
+        )[["drafter", "temperature", "mean acceptance length", "tokens", "steps"]].set_index(
+            ["drafter", "temperature"]
+        ),
         "Acceptance at each position": per_position("unconditional"),
         "Acceptance at each position, the ones before it accepted": per_position("conditional"),
-        "Mean acceptance length by domain": by_domain.pivot_table(index=["temperature", "domain"], columns="drafter", values="mean_length").round(2)}
+        "Mean acceptance length by domain": by_domain.pivot_table(
+            index=["temperature", "domain"], columns="drafter", values="mean_length"
+        ).round(2),
+    }
 
-STYLE = ("body{font:15px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem}table{border-collapse:collapse}"
-         "td,th{padding:.15rem .7rem;text-align:right;border:0;border-bottom:1px solid #ccc;white-space:nowrap}img{max-width:100%;display:block}")
+
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 "
+    "1rem}table{border-collapse:collapse}"
+    "td,th{padding:.15rem .7rem;text-align:right;border:0;border-bottom:1px solid "
+    "#ccc;white-space:nowrap}img{max-width:100%;display:block}"
+)
+
 
 def write_report(
-    folder: Path,            # of the demo; gets report.html
+    folder: Path,  # of the demo; gets report.html
     evaluation: Evaluation,  # what was measured
-    facts: dict,             # what was run: name -> text
-) -> Path: # the report
+    facts: dict,  # what was run: name -> text
+) -> Path:  # the report
     "One page with the tables and the figures beside it."
-    tables = [f"<h2>{title}</h2>{table.to_html(border=0)}" for title, table in readable_tables(evaluation).items()]
-    images = [f'<img src="{name}.png" alt="{name.replace("_", " ")}">' for name in ("acceptance", "loss", "step_weights", "mask") if (folder / f"{name}.png").exists()]
+    tables = [
+        f"<h2>{title}</h2>{table.to_html(border=0)}"
+        for title, table in readable_tables(evaluation).items()
+    ]
+    images = [
+        f'<img src="{name}.png" alt="{name.replace("_", " ")}">'
+        for name in ("acceptance", "loss", "step_weights", "mask")
+        if (folder / f"{name}.png").exists()
+    ]
     page = "".join([tables[0], images[0], *tables[1:], "<h2>Training</h2>", *images[1:]])
     with atomic_write(folder / "report.html") as tmp:
-        tmp.write_text(f"<!doctype html><meta charset=utf-8><title>A drafter and its acceptance</title><style>{STYLE}</style><h1>A drafter and its acceptance</h1>"
-                       f"<ul>{''.join(f'<li>{k}: {v}</li>' for k, v in facts.items())}</ul>{page}", encoding="utf-8")
+        tmp.write_text(
+            "<!doctype html><meta charset=utf-8><title>A drafter and its "
+            f"acceptance</title><style>{STYLE}</style><h1>A drafter and its acceptance</h1>"
+            f"<ul>{''.join(f'<li>{k}: {v}</li>' for k, v in facts.items())}</ul>{page}",
+            encoding="utf-8",
+        )
     return folder / "report.html"
 
 # %% ../../nbs/cli/05_demo.ipynb #96b25ed3
 def keep_to(
-    record: Path,   # of the settings of a folder; written where there is none
-    settings: dict, # of this call
+    record: Path,  # of the settings of a folder; written where there is none
+    settings: dict,  # of this call
 ):
-    "A folder is gone on with by the call that began it, and by no other. Errors: FileExistsError naming the setting that differs."
+    """A folder is gone on with by the call that began it, and by no other. Errors:
+    FileExistsError naming the setting that differs."""
     before = read_object(record) if record.is_file() else settings
     changed = [name for name, value in settings.items() if before.get(name, value) != value]
     if changed:
         name = changed[0]
-        raise FileExistsError(f"{name}={settings[name]!r}: {record.parent} was begun with {name}={before.get(name)!r}; name another output_dir, or remove that folder")
-    with atomic_write(record) as tmp: tmp.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        raise FileExistsError(
+            f"{name}={settings[name]!r}: {record.parent} was begun with "
+            f"{name}={before.get(name)!r}; name another output_dir, or remove that folder"
+        )
+    with atomic_write(record) as tmp:
+        tmp.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+
 
 def demo(
-    output_dir: str | os.PathLike = "output/demo",           # everything is left here
-    verifier: str | os.PathLike = "data/tiny-verifier",      # folder or hub id
-    prompts: str | os.PathLike = "data/corpus/train.jsonl",  # conversations; questions answered for training
-    heldout: str | os.PathLike = "data/corpus/heldout.jsonl",# conversations to measure: first questions
-    algorithm: str = "eagle3",                               # a name of `experiment.SETTINGS`, or another registered one
-    n_prompts: int | None = 1000,                            # of the prompts; None: all
-    n_heldout: int | None = 48,                              # of the held-out ones; None: all
-    k: int = 4,                                              # tokens drafted in a step, and trained to be
-    epochs: float = 3,                                       # passes over the training answers
-    temperature: float = 0.7,                                # of the verifier's training answers
-    seed: int = 0,                                           # of everything
-) -> Evaluation: # what was measured; also in `output_dir`
-    "Answers, features, training, contract check, decoding, report. Rerun it after an interruption: finished work is kept."
-    check_options(dict(output_dir=output_dir, verifier=verifier, prompts=prompts, heldout=heldout, algorithm=algorithm, n_prompts=n_prompts, n_heldout=n_heldout, k=k, epochs=epochs,
-                       temperature=temperature, seed=seed), "demo")
+    output_dir: str | os.PathLike = "output/demo",  # everything is left here
+    verifier: str | os.PathLike = "data/tiny-verifier",  # folder or hub id
+    prompts: str
+    | os.PathLike = "data/corpus/train.jsonl",  # conversations; questions answered for training
+    heldout: str
+    | os.PathLike = "data/corpus/heldout.jsonl",  # conversations to measure: first questions
+    algorithm: str = "eagle3",  # a name of `experiment.SETTINGS`, or another registered one
+    n_prompts: int | None = 1000,  # of the prompts; None: all
+    n_heldout: int | None = 48,  # of the held-out ones; None: all
+    k: int = 4,  # tokens drafted in a step, and trained to be
+    epochs: float = 3,  # passes over the training answers
+    temperature: float = 0.7,  # of the verifier's training answers
+    seed: int = 0,  # of everything
+) -> Evaluation:  # what was measured; also in `output_dir`
+    """Answers, features, training, contract check, decoding, report. Rerun it after an
+    interruption: finished work is kept."""
+    check_options(
+        dict(
+            output_dir=output_dir,
+            verifier=verifier,
+            prompts=prompts,
+            heldout=heldout,
+            algorithm=algorithm,
+            n_prompts=n_prompts,
+            n_heldout=n_heldout,
+            k=k,
+            epochs=epochs,
+            temperature=temperature,
+            seed=seed,
+        ),
+        "demo",
+    )
     folder, start = Path(output_dir), time.time()
     for path in (prompts, heldout):
         if not Path(path).is_file():
-            raise FileNotFoundError(f"{path}: no such file. The demo reads the corpus and the verifier in data/ of the repository: run it in a clone, or name files of your own.")
+            raise FileNotFoundError(
+                f"{path}: no such file. The demo reads the corpus and the verifier in data/ of "
+                "the repository: run it in a clone, or name files of your own."
+            )
     folder.mkdir(parents=True, exist_ok=True)
-    keep_to(folder / "demo.json", dict(verifier=str(verifier), prompts=str(prompts), heldout=str(heldout), algorithm=algorithm, n_prompts=n_prompts, n_heldout=n_heldout, k=k, epochs=epochs,
-                                       temperature=temperature, seed=seed))
-    def stage(i, text): print(f"[{i}/6] {time.time() - start:4.0f} s  {text}", flush=True)
+    keep_to(
+        folder / "demo.json",
+        dict(
+            verifier=str(verifier),
+            prompts=str(prompts),
+            heldout=str(heldout),
+            algorithm=algorithm,
+            n_prompts=n_prompts,
+            n_heldout=n_heldout,
+            k=k,
+            epochs=epochs,
+            temperature=temperature,
+            seed=seed,
+        ),
+    )
+
+    def stage(i, text):
+        print(f"[{i}/6] {time.time() - start:4.0f} s  {text}", flush=True)
 
     tokenizer, model = open_tokenizer(verifier), Verifier.from_pretrained(str(verifier))
     stage(1, "the verifier answers the training prompts")
-    report = regenerate(model, tokenizer, prompts, folder / "answers.jsonl", max_new_tokens=160, temperature=temperature, seed=seed, limit=n_prompts)
+    report = regenerate(
+        model,
+        tokenizer,
+        prompts,
+        folder / "answers.jsonl",
+        max_new_tokens=160,
+        temperature=temperature,
+        seed=seed,
+        limit=n_prompts,
+    )
     answers = (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()
     if not answers:
         why = next(iter(report["failed"]), "there were none")
-        raise ValueError(f"verifier={str(verifier)!r}: answered no conversation of {prompts} ({why})")
-    rows = prepare(map(json.loads, answers), tokenizer, max_length=text_config(model.model.config).max_position_embeddings)
+        raise ValueError(
+            f"verifier={str(verifier)!r}: answered no conversation of {prompts} ({why})"
+        )
+    rows = prepare(
+        map(json.loads, answers),
+        tokenizer,
+        max_length=text_config(model.model.config).max_position_embeddings,
+    )
 
     stage(2, f"hidden states of {len(rows)} conversations")
     extract_features(model, rows, folder / "features")
 
     stage(3, f"training a drafter ({algorithm}, to draft {k} tokens)")
     given = settings(algorithm, k) | dict(num_train_epochs=epochs)
-    trainer = train_drafter(folder / "features", folder / "drafter", verifier, algorithm, seed=seed, resume_from_checkpoint=is_trained(folder / "drafter"), **given)
+    trainer = train_drafter(
+        folder / "features",
+        folder / "drafter",
+        verifier,
+        algorithm,
+        seed=seed,
+        resume_from_checkpoint=is_trained(folder / "drafter"),
+        **given,
+    )
 
     stage(4, "checking that vLLM could serve the checkpoint")
     problems = check_vllm_contract(folder / "drafter")
-    for problem in problems: print(f"           {problem}")
+    for problem in problems:
+        print(f"           {problem}")
 
     ids, domains = prompts_of(heldout, tokenizer, n_heldout)
     domains = [domain or "unnamed" for domain in domains]
@@ -163,17 +282,44 @@ def demo(
     drafter = SpeculatorModel.from_pretrained(folder / "drafter").drafter()
     drafters = {"no drafter": NoDrafter(), "n-gram": NgramDrafter(), algorithm: drafter}
     model = Verifier.from_pretrained(verifier, drafter.aux_layer_ids)
-    measured = evaluate(model, drafters, ids, k=k, temperatures=(0.0, 1.0), max_new_tokens=160, eos_token_ids=eos_ids_of(model, tokenizer), domains=domains, seed=seed)
+    measured = evaluate(
+        model,
+        drafters,
+        ids,
+        k=k,
+        temperatures=(0.0, 1.0),
+        max_new_tokens=160,
+        eos_token_ids=eos_ids_of(model, tokenizer),
+        domains=domains,
+        seed=seed,
+    )
     measured.save(folder)
 
     stage(6, "figures and report")
     data = FeatureDataset(folder / "features", layers=list(drafter.aux_layer_ids))
     shortest = sorted(range(len(data)), key=lambda i: data.lengths[i])[:3]
-    row = collate([data[i] for i in shortest], sum(data.lengths[i] for i in shortest), trainer.model.shift)
+    row = collate(
+        [data[i] for i in shortest], sum(data.lengths[i] for i in shortest), trainer.model.shift
+    )
     training_figures(folder, trainer.model, row, log_table(trainer), **trainer.train_kwargs)
-    report = write_report(folder, measured, {"verifier": verifier, "drafter": f"{algorithm}, {sum(p.numel() for p in trainer.model.parameters() if p.requires_grad):,} trained parameters",
-                                             "training answers": f"{len(rows)} conversations, {sum(rows['seq_len']):,} tokens", "decoding": f"{len(ids)} held-out prompts, {k} draft tokens a step",
-                                             "vLLM": "; ".join(problems) or "could serve the checkpoint"})
+    report = write_report(
+        folder,
+        measured,
+        {
+            "verifier": verifier,
+            "drafter": (
+                f"{algorithm}, "
+                f"{sum(p.numel() for p in trainer.model.parameters() if p.requires_grad):,} "
+                "trained parameters"
+            ),
+            "training answers": f"{len(rows)} conversations, {sum(rows['seq_len']):,} tokens",
+            "decoding": f"{len(ids)} held-out prompts, {k} draft tokens a step",
+            "vLLM": "; ".join(problems) or "could serve the checkpoint",
+        },
+    )
     print(readable_tables(measured)["Mean acceptance length"].to_string())
-    print(f"Done in {time.time() - start:.0f} s. Open {report} in a browser; then `make lab` shows how it came about.")
+    print(
+        f"Done in {time.time() - start:.0f} s. Open {report} in a browser; then `make lab` "
+        "shows how it came about."
+    )
     return measured

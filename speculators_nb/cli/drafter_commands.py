@@ -9,29 +9,37 @@ __all__ = ['train', 'prompts_of', 'evaluate', 'compare', 'serve']
 import time
 from pathlib import Path
 
-from ..core.config import SpeculatorModelConfig
-from ..features.extraction_client import extraction_options
-from ..data.prepared_folder import read_data_config
-from ..data.chat_template import check_template
-from ..data.messages import normalize
-from ..regenerate.in_process import eos_ids_of
-from ..regenerate.replay import questions_of
-from ..data.sources import read_conversations
-from ..decode.ngram import NgramDrafter
-from ..evaluate.acceptance import RESULTS, Evaluation, evaluate as measure
-from ..evaluate.engine import Comparison, EngineEvaluation, compare_runs, evaluate_as_engine, evaluate_engine
-from ..lab.experiment import settings
 from .data_commands import device_of, open_verifier
-from ..nn.target_head import text_config, verifier_config
-from ..models.base import SpeculatorModel
-from ..core.options import check_options, pairs as _pairs
+from ..core.checkpoints import remote_code
+from ..core.config import SpeculatorModelConfig
+from ..core.files import atomic_write, disk_errors, read_object, writable_folder
+from ..core.options import check_options
+from ..core.options import pairs as _pairs
 from ..core.provenance import write_provenance
 from ..core.redact import without_secrets
+from ..data.chat_template import check_template
+from ..data.messages import normalize
+from ..data.prepared_folder import read_data_config
+from ..data.sources import read_conversations
+from ..decode.ngram import NgramDrafter
+from ..evaluate.acceptance import RESULTS, Evaluation
+from ..evaluate.acceptance import evaluate as measure
+from speculators_nb.evaluate.engine import (
+    Comparison,
+    EngineEvaluation,
+    compare_runs,
+    evaluate_as_engine,
+    evaluate_engine,
+)
+from ..features.extraction_client import extraction_options
+from ..lab.experiment import settings
+from ..models.base import SpeculatorModel
+from ..nn.target_head import text_config, verifier_config
+from ..regenerate.in_process import eos_ids_of
+from ..regenerate.replay import questions_of
 from ..serve.server import Server, find_verifier, serve_command, serve_environment
 from ..train.train_drafter import train_drafter
 from ..train.trainer import SpeculatorTrainer
-from ..core.checkpoints import remote_code
-from ..core.files import atomic_write, disk_errors, read_object, writable_folder
 from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids
 
 # %% ../../nbs/cli/04_drafter_commands.ipynb #4cfea66f
@@ -39,13 +47,25 @@ def _features_there(data_dir, verifier):
     "Say what is named where features are wanted. Errors: FileNotFoundError; ValueError."
     path, model = Path(data_dir), verifier or "VERIFIER"
     if path.is_file():
-        raise ValueError(f"data_dir={str(path)!r}: is a file, and a drafter is trained on features. Make them: speculators-nb features {model} {path} FEATURES; "
-                         "then speculators-nb train FEATURES DRAFTER")
+        raise ValueError(
+            f"data_dir={str(path)!r}: is a file, and a drafter is trained on features. Make "
+            f"them: speculators-nb features {model} {path} FEATURES; "
+            "then speculators-nb train FEATURES DRAFTER"
+        )
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such folder. Make one: speculators-nb features {model} DATA {path}")
+        raise FileNotFoundError(
+            f"{path}: no such folder. Make one: speculators-nb features {model} DATA {path}"
+        )
     if (path / "config.json").is_file():
-        kind = "a drafter" if "speculators_model_type" in read_object(path / "config.json") else "a model"
-        raise ValueError(f"data_dir={str(path)!r}: is {kind}, and features are wanted. Make them: speculators-nb features {model} DATA FEATURES")
+        kind = (
+            "a drafter"
+            if "speculators_model_type" in read_object(path / "config.json")
+            else "a model"
+        )
+        raise ValueError(
+            f"data_dir={str(path)!r}: is {kind}, and features are wanted. Make them: "
+            f"speculators-nb features {model} DATA FEATURES"
+        )
 
 
 def train(
@@ -53,14 +73,21 @@ def train(
     output_dir: Path,  # where the drafter, its history and its checkpoints go
     algorithm: str = "eagle3",  # eagle, eagle3, peagle, dflash, dspark, mtp, mlp or medusa
     verifier: str | None = None,  # folder or hub id; default: the one that made the features
-    draft_arch: str | None = None,  # layer type, llama or qwen3; default: llama, or what the algorithm needs
+    draft_arch: str
+    | None = None,  # layer type, llama or qwen3; default: llama, or what the algorithm needs
     num_layers: int = 1,  # how many it has
-    draft_vocab_size: int | None = None,  # tokens it knows, the most frequent ones; default: all of the verifier's
-    from_pretrained: Path | None = None,  # go on from this drafter's weights instead of fresh ones
-    server: str | None = None,  # address of a vLLM for a prepared folder's features; default: in-process
-    storage: Path | None = None,  # server's FOLDER (serve VERIFIER --hidden-states FOLDER), as mounted here
-    aux_layer_ids: list[int] | None = None,  # verifier layers it reads (repeat the option); default: the features'
-    eval_share: float | None = None,  # held-out share of rows, 0: no evaluation; default: as `prepare`, else 0.05
+    draft_vocab_size: int
+    | None = None,  # tokens it knows, the most frequent ones; default: all of the verifier's
+    from_pretrained: Path
+    | None = None,  # go on from this drafter's weights instead of fresh ones
+    server: str
+    | None = None,  # address of a vLLM for a prepared folder's features; default: in-process
+    storage: Path
+    | None = None,  # server's FOLDER (serve VERIFIER --hidden-states FOLDER), as mounted here
+    aux_layer_ids: list[int]
+    | None = None,  # verifier layers it reads (repeat the option); default: the features'
+    eval_share: float
+    | None = None,  # held-out share of rows, 0: no evaluation; default: as `prepare`, else 0.05
     on_bad: str = "raise",  # a sample whose features do not check: raise, or skip it
     num_train_epochs: float = 3.0,  # passes over the data
     total_seq_len: int = 2048,  # positions in a packed row; one row is one step on one device
@@ -69,32 +96,75 @@ def train(
     optimizer: str = "adamw",  # adamw, or muon for hidden matrices and adamw for the rest
     bf16: bool = False,  # compute in bfloat16 above float32 weights
     save_dtype: str | None = None,  # of the saved drafter, e.g. bfloat16; default: float32
-    early_stopping_patience: int | None = None,  # stop after so many evaluations without progress; default: never
+    early_stopping_patience: int
+    | None = None,  # stop after so many evaluations without progress; default: never
     resume: bool = False,  # continue the run in output_dir from its newest complete checkpoint
     overwrite: bool = False,  # train anew in a folder that holds a drafter
     trust_features: bool = False,  # take features whose record does not fit the verifier
     seed: int = 0,  # of the initial weights and of everything random in training
     trust_remote_code: bool = False,  # run code that comes with the verifier
-    extra: list[str] | None = None,  # other arguments as name=value, e.g. warmup_steps=100; repeat the option
+    extra: list[str]
+    | None = None,  # other arguments as name=value, e.g. warmup_steps=100; repeat the option
 ) -> SpeculatorTrainer:  # has run; its model is the best one, and is saved
     "Train a drafter on features, and keep the best checkpoint."
     _features_there(data_dir, verifier)
     verifier = verifier or read_data_config(data_dir).get("model", {}).get("target_model_path")
     if not verifier:
         raise ValueError(f"verifier is missing: {data_dir} does not say which one made it")
-    given = dict(num_train_epochs=num_train_epochs, total_seq_len=total_seq_len, gradient_accumulation_steps=gradient_accumulation_steps,
-                 learning_rate=learning_rate, optimizer=optimizer, bf16=bf16, save_dtype=save_dtype, early_stopping_patience=early_stopping_patience)
+    given = dict(
+        num_train_epochs=num_train_epochs,
+        total_seq_len=total_seq_len,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        learning_rate=learning_rate,
+        optimizer=optimizer,
+        bf16=bf16,
+        save_dtype=save_dtype,
+        early_stopping_patience=early_stopping_patience,
+    )
     more = _pairs(extra)
     resume = more.pop("resume_from_checkpoint", resume)
     kept = "checkpoints that are complete are kept, --resume continues from the newest"
     with disk_errors(output_dir, kept), remote_code(trust_remote_code):
-        trainer = train_drafter(data_dir, output_dir, verifier, algorithm, draft_arch or settings(algorithm).get("draft_arch", "llama"), num_layers, draft_vocab_size,
-                                from_pretrained, seed, eval_share, on_bad, server, storage, aux_layer_ids or None, trust_features,
-                                resume_from_checkpoint=resume, overwrite=overwrite, **given, **more)
+        trainer = train_drafter(
+            data_dir,
+            output_dir,
+            verifier,
+            algorithm,
+            draft_arch or settings(algorithm).get("draft_arch", "llama"),
+            num_layers,
+            draft_vocab_size,
+            from_pretrained,
+            seed,
+            eval_share,
+            on_bad,
+            server,
+            storage,
+            aux_layer_ids or None,
+            trust_features,
+            resume_from_checkpoint=resume,
+            overwrite=overwrite,
+            **given,
+            **more,
+        )
     if trainer.done:
         return trainer
-    write_provenance(output_dir, "train", dict(algorithm=algorithm, num_layers=num_layers, draft_vocab_size=draft_vocab_size, server=server, eval_share=eval_share,
-                     seed=seed, resume=resume, **given, extra=more), {"features": data_dir, "verifier": verifier, "from_pretrained": from_pretrained}, steps=trainer.state.global_step)
+    write_provenance(
+        output_dir,
+        "train",
+        dict(
+            algorithm=algorithm,
+            num_layers=num_layers,
+            draft_vocab_size=draft_vocab_size,
+            server=server,
+            eval_share=eval_share,
+            seed=seed,
+            resume=resume,
+            **given,
+            extra=more,
+        ),
+        {"features": data_dir, "verifier": verifier, "from_pretrained": from_pretrained},
+        steps=trainer.state.global_step,
+    )
     return trainer
 
 # %% ../../nbs/cli/04_drafter_commands.ipynb #489697f2
@@ -110,30 +180,51 @@ def prompts_of(
     questions = [questions_of(normalize(row))[0] for row in rows]
     check_template(tokenizer)
     try:
-        prompts = [tokenizer.apply_chat_template(q, add_generation_prompt=True, return_dict=True)["input_ids"] for q in questions]
+        prompts = [
+            tokenizer.apply_chat_template(q, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
+            for q in questions
+        ]
     except Exception as e:  # a template may raise anything
         what = " ".join(f"{type(e).__name__}: {e}".split())[:200]
-        raise ValueError(f"verifier {tokenizer.name_or_path!r}: its chat template fails ({what}); give it one, as chat_template.jinja beside the model") from e
+        raise ValueError(
+            f"verifier {tokenizer.name_or_path!r}: its chat template fails ({what}); give it "
+            "one, as chat_template.jinja beside the model"
+        ) from e
     return prompts, [row.get("domain") for row in rows]
 
 
 def _room(output_dir, overwrite, *names):
     "Refuse, before any work, to put a result over an older one. Errors: FileExistsError."
-    there = [] if output_dir is None or overwrite else [name for name in names if (Path(output_dir) / name).exists()]
+    there = (
+        []
+        if output_dir is None or overwrite
+        else [name for name in names if (Path(output_dir) / name).exists()]
+    )
     if there:
-        raise FileExistsError(f"output_dir={str(output_dir)!r}: holds a result already ({', '.join(there[:3])}); name another folder, or pass overwrite=True")
+        raise FileExistsError(
+            f"output_dir={str(output_dir)!r}: holds a result already ({', '.join(there[:3])}); "
+            "name another folder, or pass overwrite=True"
+        )
 
 
 def evaluate(
     drafter: str,  # folder or hub id of a trained drafter
     data: str,  # conversations; the questions before the first answer are the prompt
-    verifier: str | None = None,  # folder or hub id; default: the one that the drafter was trained for
-    output_dir: Path | None = None,  # where tables and pictures go; default: they are only printed
+    verifier: str
+    | None = None,  # folder or hub id; default: the one that the drafter was trained for
+    output_dir: Path
+    | None = None,  # where tables and pictures go; default: they are only printed
     engine: str = "reference",  # reference, this library; vllm, with throughput and latency
-    server: str | None = None,  # with vllm: address of one that runs; default: one is started for each k
-    k: list[int] | None = None,  # tokens drafted per step (vllm: repeat the option); default: as trained
-    concurrency: list[int] | None = None,  # with vllm: requests at once (repeat the option for several); default: 1
-    temperatures: list[float] | None = None,  # sampling temperatures (repeat the option); default: 0, greedy
+    server: str
+    | None = None,  # with vllm: address of one that runs; default: one is started for each k
+    k: list[int]
+    | None = None,  # tokens drafted per step (vllm: repeat the option); default: as trained
+    concurrency: list[int]
+    | None = None,  # with vllm: requests at once (repeat the option for several); default: 1
+    temperatures: list[float]
+    | None = None,  # sampling temperatures (repeat the option); default: 0, greedy
     max_samples: int | None = 32,  # prompts to use
     max_new_tokens: int = 64,  # tokens to write for each prompt
     ngram: bool = True,  # with reference: compare with n-gram lookup in the text so far
@@ -142,9 +233,11 @@ def evaluate(
     baseline: bool = True,  # with vllm: measure without drafting too
     load: str = "requests",  # with vllm: who asks, requests or guidellm
     dtype: str = "auto",  # with vllm: dtype of weights and arithmetic; auto on a CPU: bfloat16
-    max_model_len: int | None = None,  # with vllm: longest text, prompt included; default: what the model allows
+    max_model_len: int
+    | None = None,  # with vllm: longest text, prompt included; default: what the model allows
     vllm: str | None = None,  # the program; default: it is looked for, also in .venv-vllm
-    extra: list[str] | None = None,  # with vllm: a further argument of vllm serve; repeat the option
+    extra: list[str]
+    | None = None,  # with vllm: a further argument of vllm serve; repeat the option
     seed: int = 0,  # of sampling and of the intervals
     device: str | None = None,  # with reference; default: the accelerator if there is one
     overwrite: bool = False,  # replace the evaluation in output_dir
@@ -154,31 +247,78 @@ def evaluate(
     if output_dir is not None:
         writable_folder(output_dir)
     _room(output_dir, overwrite, *RESULTS)
-    lengths, temperatures = [k] if isinstance(k, int) else list(k or ()), tuple(temperatures or (0.0,))
+    lengths, temperatures = (
+        [k] if isinstance(k, int) else list(k or ()),
+        tuple(temperatures or (0.0,)),
+    )
     if engine == "vllm":
         rows = list(read_conversations(data, max_samples))
-        started = {} if server else dict(verifier=verifier, dtype=dtype, max_model_len=max_model_len, extra=extra or ())
-        return evaluate_engine(server or drafter, rows, k=lengths or None, concurrency=concurrency or 1, baseline=baseline, temperatures=temperatures,
-                               max_new_tokens=max_new_tokens, name=SpeculatorModelConfig.from_pretrained(drafter).speculators_model_type if server else None,
-                               load=load, seed=seed, output_dir=output_dir, vllm=vllm, **started)
+        started = (
+            {}
+            if server
+            else dict(
+                verifier=verifier, dtype=dtype, max_model_len=max_model_len, extra=extra or ()
+            )
+        )
+        return evaluate_engine(
+            server or drafter,
+            rows,
+            k=lengths or None,
+            concurrency=concurrency or 1,
+            baseline=baseline,
+            temperatures=temperatures,
+            max_new_tokens=max_new_tokens,
+            name=SpeculatorModelConfig.from_pretrained(drafter).speculators_model_type
+            if server
+            else None,
+            load=load,
+            seed=seed,
+            output_dir=output_dir,
+            vllm=vllm,
+            **started,
+        )
     model = SpeculatorModel.from_pretrained(drafter, verifier=verifier).to(device_of(device))
     trained = model.drafter()
     verifier = verifier or model.config.speculators_config.verifier.name_or_path
     target, tokenizer = open_verifier(verifier, trained.aux_layer_ids, device)
     prompts, domains = prompts_of(data, tokenizer, max_samples)
-    drafters = {model.config.speculators_model_type: trained} | ({"n-gram": NgramDrafter()} if ngram else {})
-    given = dict(k=lengths[0] if lengths else getattr(trained, "trained_tokens", 3), temperatures=temperatures, max_new_tokens=max_new_tokens, rule=rule, seed=seed)
+    drafters = {model.config.speculators_model_type: trained} | (
+        {"n-gram": NgramDrafter()} if ngram else {}
+    )
+    given = dict(
+        k=lengths[0] if lengths else getattr(trained, "trained_tokens", 3),
+        temperatures=temperatures,
+        max_new_tokens=max_new_tokens,
+        rule=rule,
+        seed=seed,
+    )
     run = evaluate_as_engine if as_engine else measure
-    evaluation = run(target, drafters, prompts, eos_token_ids=eos_ids_of(target, tokenizer), domains=None if None in domains else domains, **given)
+    evaluation = run(
+        target,
+        drafters,
+        prompts,
+        eos_token_ids=eos_ids_of(target, tokenizer),
+        domains=None if None in domains else domains,
+        **given,
+    )
     if output_dir is not None:
         evaluation.save(output_dir)
-        write_provenance(output_dir, "evaluate", given | dict(as_engine=as_engine), {"drafter": drafter, "verifier": verifier, "data": data}, requests=len(prompts))
+        write_provenance(
+            output_dir,
+            "evaluate",
+            given | dict(as_engine=as_engine),
+            {"drafter": drafter, "verifier": verifier, "data": data},
+            requests=len(prompts),
+        )
     return evaluation
 
 # %% ../../nbs/cli/04_drafter_commands.ipynb #a666e7c6
 def compare(
-    runs: list[str],  # folders of evaluations made with --engine vllm or --as-engine, or name=folder
-    output_dir: Path | None = None,  # gets comparison.csv and comparison.png; default: the table is only printed
+    runs: list[
+        str
+    ],  # folders of evaluations made with --engine vllm or --as-engine, or name=folder
+    output_dir: Path
+    | None = None,  # gets comparison.csv and comparison.png; default: the table is only printed
     overwrite: bool = False,  # replace the comparison in output_dir
 ) -> Comparison:  # `table()`, `plot()`
     "Put evaluations side by side: acceptance at each position, length, throughput and latency."
@@ -189,37 +329,63 @@ def compare(
     for name, equals, folder in named:
         name, folder = (name, folder) if equals else (Path(name).name, name)
         if name in folders:
-            raise ValueError(f"runs={folder!r}: another run is called {name!r}, too; write name=folder for each")
+            raise ValueError(
+                f"runs={folder!r}: another run is called {name!r}, too; write name=folder for "
+                "each"
+            )
         folders[name] = folder
     found = compare_runs(folders)
     if output_dir is not None:
-        for name, write in (("comparison.csv", lambda f: found.table().to_csv(f, index=False)), ("comparison.png", lambda f: found.plot().savefig(f, format="png", dpi=110))):
+        for name, write in (
+            ("comparison.csv", lambda f: found.table().to_csv(f, index=False)),
+            ("comparison.png", lambda f: found.plot().savefig(f, format="png", dpi=110)),
+        ):
             with atomic_write(Path(output_dir) / name) as temporary:
                 write(temporary)
-        write_provenance(output_dir, "compare", dict(runs=runs), {run: folder if equals else run for run, equals, folder in named})
+        write_provenance(
+            output_dir,
+            "compare",
+            dict(runs=runs),
+            {run: folder if equals else run for run, equals, folder in named},
+        )
     return found
 
 # %% ../../nbs/cli/04_drafter_commands.ipynb #4c67862d
 def serve(
     checkpoint: str,  # a drafter, or a verifier alone: folder or hub id
-    k: int | None = None,  # tokens to draft; default: what the checkpoint says; 0: the verifier alone
+    k: int
+    | None = None,  # tokens to draft; default: what the checkpoint says; 0: the verifier alone
     method: str | None = None,  # of drafting, e.g. ngram; default: what the checkpoint says
     verifier: str | None = None,  # folder or hub id; default: the one that the checkpoint names
-    native: Path | None = None,  # folder for the drafter in the engine's own layout, if vLLM needs that
-    hidden_states: Path | None = None,  # folder for the verifier's hidden states, for features --source vllm
-    aux_layer_ids: list[int] | None = None,  # with hidden_states: layers, ascending (repeat the option); default: three
+    native: Path
+    | None = None,  # folder for the drafter in the engine's own layout, if vLLM needs that
+    hidden_states: Path
+    | None = None,  # folder for the verifier's hidden states, for features --source vllm
+    aux_layer_ids: list[int]
+    | None = None,  # with hidden_states: layers, ascending (repeat the option); default: three
     host: str = "127.0.0.1",  # address to listen on; 0.0.0.0 lets other machines in
     port: int = 8000,  # to listen on
     dtype: str = "auto",  # of weights and arithmetic; on processors auto means bfloat16
-    max_model_len: int | None = None,  # longest text, prompt included; default: what the model allows
-    enforce_eager: bool | None = None,  # no compilation: starts faster, runs slower; default: if no accelerator
+    max_model_len: int
+    | None = None,  # longest text, prompt included; default: what the model allows
+    enforce_eager: bool
+    | None = None,  # no compilation: starts faster, runs slower; default: if no accelerator
     vllm: str | None = None,  # the program; default: it is looked for, also in .venv-vllm
-    extra: list[str] | None = None,  # vllm serve argument, e.g. --extra=--max-num-seqs=8; repeat the option
+    extra: list[str]
+    | None = None,  # vllm serve argument, e.g. --extra=--max-num-seqs=8; repeat the option
     run: bool = False,  # start it and wait; default: the command is printed
 ) -> tuple[list[str], dict] | None:  # command and environment; None where it ran
     "Serve a drafter with vLLM."
     check_options(locals(), "serve")
-    options = dict(host=host, port=port, dtype=dtype, max_model_len=max_model_len, enforce_eager=enforce_eager, extra=extra or (), vllm=vllm or "vllm")
+    options = dict(
+        host=host,
+        port=port,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        enforce_eager=enforce_eager,
+        extra=extra or (),
+        vllm=vllm or "vllm",
+    )
     environment = serve_environment()
     if hidden_states is None:
         command = serve_command(checkpoint, k, method, verifier, native=native, **options)
@@ -228,16 +394,26 @@ def serve(
         layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
         writable_folder(hidden_states)
         arguments, added = extraction_options(layers, hidden_states)
-        command, environment = serve_command(checkpoint, k=0, **options) + arguments, environment | added
+        command, environment = (
+            serve_command(checkpoint, k=0, **options) + arguments,
+            environment | added,
+        )
     if not run:
         return command, environment
     find_verifier(checkpoint, verifier)
-    with Server(command, environment, vllm=vllm) as server, server.log.open(errors="replace") as said:
-        print(without_secrets(f"serving {checkpoint} at {server.url}; Ctrl-C ends it"), flush=True)
+    with (
+        Server(command, environment, vllm=vllm) as server,
+        server.log.open(errors="replace") as said,
+    ):
+        print(
+            without_secrets(f"serving {checkpoint} at {server.url}; Ctrl-C ends it"), flush=True
+        )
         try:
             rest = ""
             while server.process.poll() is None:
-                *lines, rest = (rest + said.read()).split("\n")  # whole lines: half of a secret is not known as one
+                *lines, rest = (rest + said.read()).split(
+                    "\n"
+                )  # whole lines: half of a secret is not known as one
                 for line in lines:
                     print(without_secrets(line), flush=True)
                 time.sleep(0.2)

@@ -8,20 +8,32 @@ __all__ = ['app', 'regenerate', 'prepare', 'features', 'vocab', 'train', 'evalua
 
 # %% ../../nbs/cli/06_main.ipynb #7abb180d
 import typer
+
 from .command import command, library, new_app
 
 # %% ../../nbs/cli/06_main.ipynb #0d59d4a6
-app = new_app("speculators-nb", "Speculative decoding: make features, train a drafter, measure it, serve it with vLLM. The commands stand in working order; "
-              "any of them takes --recipe FILE. Start with: speculators-nb demo")
+app = new_app(
+    "speculators-nb",
+    "Speculative decoding: make features, train a drafter, measure it, serve it with vLLM. The "
+    "commands stand in working order; "
+    "any of them takes --recipe FILE. Start with: speculators-nb demo",
+)
 
 
 def _table(frame, **options):
-    return frame.astype(object).where(frame.notna(), "").to_string(float_format="{:.3f}".format, **options)
+    return (
+        frame.astype(object)
+        .where(frame.notna(), "")
+        .to_string(float_format="{:.3f}".format, **options)
+    )
 
 # %% ../../nbs/cli/06_main.ipynb #74954639
 def _prepared(p):
     more = "".join(f"\n\n{_table(t)}" for t in (p.dropped, p.control_tokens) if len(t))
-    return f"{_table(p.table)}{more}\n\n{p!r}\nNext: speculators-nb features VERIFIER {p.folder} FEATURES"
+    return (
+        f"{_table(p.table)}{more}\n\n{p!r}\nNext: speculators-nb features VERIFIER {p.folder} "
+        "FEATURES"
+    )
 
 
 def _regenerated(report):
@@ -30,34 +42,81 @@ def _regenerated(report):
 
 def _extracted(n):
     failed = f", {n['failed']} FAILED (run the command again)" if n.get("failed") else ""
-    return (f"{n['rows']} rows, {n['tokens']} tokens: {n['written']} feature files written, {n['kept']} kept{failed}.\n"
-            f"Next: speculators-nb train {n['output_dir']} DRAFTER")
+    return (
+        f"{n['rows']} rows, {n['tokens']} tokens: {n['written']} feature files written, "
+        f"{n['kept']} kept{failed}.\n"
+        f"Next: speculators-nb train {n['output_dir']} DRAFTER"
+    )
 
 
 def _chosen(n):
-    return f"{n['draft_vocab_size']} of {n['vocab_size']} tokens are {n['covered']:.2%} of the training answers. They are named in {n['output_dir']}."
+    return (
+        f"{n['draft_vocab_size']} of {n['vocab_size']} tokens are {n['covered']:.2%} of the "
+        f"training answers. They are named in {n['output_dir']}."
+    )
 
 
-regenerate = command(library("cli.data_commands", "regenerate"), _regenerated, app, group="Data", output="output")
-prepare = command(library("data.prepare", "prepare_data"), _prepared, app, name="prepare", group="Data")
+regenerate = command(
+    library("cli.data_commands", "regenerate"), _regenerated, app, group="Data", output="output"
+)
+prepare = command(
+    library("data.prepare", "prepare_data"), _prepared, app, name="prepare", group="Data"
+)
 features = command(library("cli.data_commands", "features"), _extracted, app, group="Data")
 vocab = command(library("cli.data_commands", "vocab"), _chosen, app, group="Data")
 
 # %% ../../nbs/cli/06_main.ipynb #6f70a533
 def _trained(trainer):
     from speculators_nb.train.trainer import log_table
+
     table, out = log_table(trainer), trainer.args.output_dir
     evals = table.filter(like="eval_").dropna(how="all")
-    last = evals.loc[evals["eval_loss"].idxmin()].to_string(float_format="{:.4f}".format) + "\n" if len(evals) else ""
-    return f"{last}Drafter, history and checkpoints are in {out}\nNext: speculators-nb evaluate {out} PROMPTS.jsonl; speculators-nb serve {out}"
+    last = (
+        evals.loc[evals["eval_loss"].idxmin()].to_string(float_format="{:.4f}".format) + "\n"
+        if len(evals)
+        else ""
+    )
+    return (
+        f"{last}Drafter, history and checkpoints are in {out}\nNext: speculators-nb evaluate "
+        f"{out} PROMPTS.jsonl; speculators-nb serve {out}"
+    )
 
 
 def _measured(evaluation):
-    columns = ["drafter", "temperature", "k", "concurrency", "domain", "mean_length", "mean_length_low", "mean_length_high", "draft_acceptance", "requests", "tokens"]
-    speed = ["k", "concurrency", "temperature", "domain", "tokens_per_second", "first_token_ms", "between_tokens_ms", "speedup"]
-    tables = [(evaluation.summary, columns), (evaluation.positions, ["drafter", "temperature", "k", "position", "unconditional", "conditional"]),
-              (getattr(evaluation, "performance", ()), speed)]
-    return "\n\n".join(_table(t[[c for c in names if c in t]], index=False) for t, names in tables if len(t))
+    columns = [
+        "drafter",
+        "temperature",
+        "k",
+        "concurrency",
+        "domain",
+        "mean_length",
+        "mean_length_low",
+        "mean_length_high",
+        "draft_acceptance",
+        "requests",
+        "tokens",
+    ]
+    speed = [
+        "k",
+        "concurrency",
+        "temperature",
+        "domain",
+        "tokens_per_second",
+        "first_token_ms",
+        "between_tokens_ms",
+        "speedup",
+    ]
+    tables = [
+        (evaluation.summary, columns),
+        (
+            evaluation.positions,
+            ["drafter", "temperature", "k", "position", "unconditional", "conditional"],
+        ),
+        (getattr(evaluation, "performance", ()), speed),
+    ]
+    return "\n\n".join(
+        _table(t[[c for c in names if c in t]], index=False) for t, names in tables if len(t)
+    )
 
 
 def _verdict(violations):
@@ -68,22 +127,54 @@ def _verdict(violations):
 
 
 train = command(library("cli.drafter_commands", "train"), _trained, app, group="Drafters")
-evaluate = command(library("cli.drafter_commands", "evaluate"), _measured, app, group="Drafters")
-compare = command(library("cli.drafter_commands", "compare"), lambda runs: _table(runs.table(), index=False), app, group="Drafters")
-check = command(library("serve.vllm_contract", "check_vllm_contract"), _verdict, app, name="check", group="Drafters")
+evaluate = command(
+    library("cli.drafter_commands", "evaluate"), _measured, app, group="Drafters"
+)
+compare = command(
+    library("cli.drafter_commands", "compare"),
+    lambda runs: _table(runs.table(), index=False),
+    app,
+    group="Drafters",
+)
+check = command(
+    library("serve.vllm_contract", "check_vllm_contract"),
+    _verdict,
+    app,
+    name="check",
+    group="Drafters",
+)
 
 # %% ../../nbs/cli/06_main.ipynb #0abef388
 def _served(words):
     from speculators_nb.serve.server import as_shell
+
     return words and as_shell(*words)
 
 
-serve = command(library("cli.drafter_commands", "serve"), _served, app, group="Serving", output=None)
+serve = command(
+    library("cli.drafter_commands", "serve"), _served, app, group="Serving", output=None
+)
 
 # %% ../../nbs/cli/06_main.ipynb #2e854ef2
-convert = command(library("models.convert", "convert"), lambda folder: f"{folder}\nNext: speculators-nb evaluate {folder} PROMPTS.jsonl", app, group="Checkpoints")
-export = command(library("models.convert", "export_native"), str, app, name="export", group="Checkpoints")
-stitch_mtp = command(library("models.mtp_native", "stitch_mtp"), str, app, name="stitch-mtp", group="Checkpoints", output=None)
+convert = command(
+    library("models.convert", "convert"),
+    lambda folder: f"{folder}\nNext: speculators-nb evaluate {folder} PROMPTS.jsonl",
+    app,
+    group="Checkpoints",
+)
+export = command(
+    library("models.convert", "export_native"), str, app, name="export", group="Checkpoints"
+)
+stitch_mtp = command(
+    library("models.mtp_native", "stitch_mtp"),
+    str,
+    app,
+    name="stitch-mtp",
+    group="Checkpoints",
+    output=None,
+)
 
 # %% ../../nbs/cli/06_main.ipynb #ab2e8148
-demo = command(library("cli.demo", "demo"), lambda evaluation: None, app, group="All of it", output=None)  # it reports while it runs
+demo = command(
+    library("cli.demo", "demo"), lambda evaluation: None, app, group="All of it", output=None
+)  # it reports while it runs

@@ -29,7 +29,9 @@ class _Strict(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands there twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value!r} stands there twice", problem_mark=key.start_mark
+                )
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return super().construct_mapping(node, deep)
 
@@ -38,10 +40,17 @@ MOST_TEXT, MOST_VALUES, DEEPEST = 2**20, 10_000, 8  # characters, values, levels
 
 
 def _count(content, depth=0, seen=0) -> int:
-    "Values in the file, repeated ones as often as they stand there. Errors: ValueError for too many, or too deep."
+    """Values in the file, repeated ones as often as they stand there. Errors: ValueError for
+    too many, or too deep."""
     if depth > DEEPEST:
         raise ValueError(f"more than {DEEPEST} levels deep")
-    inner = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    inner = (
+        content.values()
+        if isinstance(content, dict)
+        else content
+        if isinstance(content, list)
+        else ()
+    )
     for value in inner:
         seen = _count(value, depth + 1, seen + 1)
     if seen > MOST_VALUES:
@@ -61,10 +70,16 @@ def _brackets(text) -> int:
 def _read(path: Path):
     "What the file says, in YAML or JSON."
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such recipe. A recipe is a YAML or JSON file with a section for each command")
+        raise FileNotFoundError(
+            f"{path}: no such recipe. A recipe is a YAML or JSON file with a section for each "
+            "command"
+        )
     kind = "JSON" if path.suffix == ".json" else "YAML"
     if path.stat().st_size > MOST_TEXT:
-        raise ValueError(f"{path}: has {path.stat().st_size:,} bytes, a recipe at most {MOST_TEXT:,}; is this the file?")
+        raise ValueError(
+            f"{path}: has {path.stat().st_size:,} bytes, a recipe at most {MOST_TEXT:,}; is "
+            "this the file?"
+        )
     try:
         text = path.read_text(encoding="utf-8")
         if _brackets(text) > 10 * DEEPEST:
@@ -72,12 +87,19 @@ def _read(path: Path):
         content = json.loads(text) if kind == "JSON" else yaml.load(text, _Strict)
         _count(content)
     except UnicodeDecodeError as e:
-        raise ValueError(f"{path}: not text in UTF-8 (byte {e.start}); is this a recipe?") from None
+        raise ValueError(
+            f"{path}: not text in UTF-8 (byte {e.start}); is this a recipe?"
+        ) from None
     except RecursionError:
-        raise ValueError(f"{path}: more than {DEEPEST} levels deep; a recipe has sections and values") from None
+        raise ValueError(
+            f"{path}: more than {DEEPEST} levels deep; a recipe has sections and values"
+        ) from None
     except yaml.YAMLError as e:
         line = f", line {mark.line + 1}" if (mark := getattr(e, "problem_mark", None)) else ""
-        raise ValueError(f"{path}{line}: not YAML ({getattr(e, 'problem', None) or ' '.join(str(e).split())})") from None
+        raise ValueError(
+            f"{path}{line}: not YAML "
+            f"({getattr(e, 'problem', None) or ' '.join(str(e).split())})"
+        ) from None
     except ValueError as e:
         raise ValueError(f"{path}: not {kind} of a recipe ({e})") from None
     return content
@@ -88,11 +110,19 @@ def _load(path: Path) -> dict:
     content = _read(path)
     if not isinstance(content, dict):
         what = "is empty" if content is None else f"holds a {type(content).__name__}"
-        raise ValueError(f"{path}: {what}, expected a mapping: shared values, and a section for each command")
+        raise ValueError(
+            f"{path}: {what}, expected a mapping: shared values, and a section for each command"
+        )
 
     def spelt(d):
         return {str(k).replace("-", "_"): v for k, v in d.items()}
-    return {k.replace("_", "-") if isinstance(v, dict) else k: spelt(v) if isinstance(v, dict) else v for k, v in spelt(content).items()}
+
+    return {
+        k.replace("_", "-") if isinstance(v, dict) else k: spelt(v)
+        if isinstance(v, dict)
+        else v
+        for k, v in spelt(content).items()
+    }
 
 # %% ../../nbs/cli/01_recipe.ipynb #9e2aeb9d
 def fields_of(
@@ -100,12 +130,20 @@ def fields_of(
 ) -> dict[str, object]:  # field -> type
     "The fields that a recipe may set, from the function's signature."
     hints = typing.get_type_hints(function) if not hasattr(function, "__signature__") else {}
-    return {p.name: hints.get(p.name, p.annotation) for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD}
+    return {
+        p.name: hints.get(p.name, p.annotation)
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is not p.VAR_KEYWORD
+    }
 
 
 def _alternatives(kind) -> set:
     "The types of a union, or the one type."
-    return set(typing.get_args(kind)) if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union else {kind}
+    return (
+        set(typing.get_args(kind))
+        if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+        else {kind}
+    )
 
 
 def checked(
@@ -113,28 +151,51 @@ def checked(
     kind,  # the declared type
     where: str,  # file and field, for the message
 ):  # -> the value in that type
-    "Bring a value to its type. A mapping stands for a list of name=value texts. ValueError: another type."
+    """Bring a value to its type. A mapping stands for a list of name=value texts. ValueError:
+    another type."""
     if kind in (inspect.Parameter.empty, typing.Any):
         return value
     kinds = _alternatives(kind)
     if isinstance(value, dict) and list[str] in kinds:
         return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in value.items()]
-    named = " or ".join(sorted("nothing" if k is type(None) else getattr(k, "__name__", str(k)) if not typing.get_args(k) else str(k) for k in kinds))
+    named = " or ".join(
+        sorted(
+            "nothing"
+            if k is type(None)
+            else getattr(k, "__name__", str(k))
+            if not typing.get_args(k)
+            else str(k)
+            for k in kinds
+        )
+    )
     try:
-        if isinstance(value, bool) and bool not in kinds or bool in kinds and not isinstance(value, bool) and value is not None:
+        if (isinstance(value, bool) and bool not in kinds) or (
+            bool in kinds and not isinstance(value, bool) and value is not None
+        ):
             raise TypeError
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and kinds & {str, Path} and not kinds & {int, float}:
+        if (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and kinds & {str, Path}
+            and not kinds & {int, float}
+        ):
             value = str(value)  # a folder may be called 2026
         if value == "" and Path in kinds:
             raise TypeError  # Path("") would be the working folder
         return TypeAdapter(kind).validate_python(value)
     except (ValidationError, TypeError):
-        raise ValueError(f"{where}={shown(value)}: is {'empty' if value == '' else type(value).__name__}, expected {named}. Change it in the recipe") from None
+        raise ValueError(
+            f"{where}={shown(value)}: is {'empty' if value == '' else type(value).__name__}, "
+            f"expected {named}. Change it in the recipe"
+        ) from None
 
 
 def _section(values: dict, kinds: Mapping, command: str, where: str) -> dict:
     "The values of one command, each in its type and by its rule."
-    values = {field: checked(value, kinds[field], f"{where}{field}") for field, value in values.items()}
+    values = {
+        field: checked(value, kinds[field], f"{where}{field}")
+        for field, value in values.items()
+    }
     try:
         check_options(values, command)
     except ValueError as e:
@@ -145,9 +206,11 @@ def _section(values: dict, kinds: Mapping, command: str, where: str) -> dict:
 def read_recipe(
     path: str | os.PathLike,  # .yaml, .yml or .json
     command: str,  # whose values are wanted
-    commands: Mapping[str, Callable] | None = None,  # every command's function, to check the file against; None: unchecked
+    commands: Mapping[str, Callable]
+    | None = None,  # every command's function, to check the file against; None: unchecked
 ) -> dict:  # field -> value for this command: its section over the shared values
-    "Read and check a recipe. ValueError: a section, a field, a type or a value that no command takes, with the nearest one that exists."
+    """Read and check a recipe. ValueError: a section, a field, a type or a value that no
+    command takes, with the nearest one that exists."""
     path = Path(path)
     content = _load(path)
     sections = {k: v for k, v in content.items() if isinstance(v, dict)}
@@ -157,17 +220,25 @@ def read_recipe(
     known = {name: fields_of(f) for name, f in commands.items()}
     for name, section in sections.items():
         if name not in known:
-            raise ValueError(f"{path}: section {name!r}: there is no such command. {near(name, known)}")
+            raise ValueError(
+                f"{path}: section {name!r}: there is no such command. {near(name, known)}"
+            )
         for field, value in section.items():
             if field not in known[name]:
-                raise ValueError(f"{path}: {name}.{field}={shown(value)}: the command {name} has no such field. {near(field, known[name])}")
+                raise ValueError(
+                    f"{path}: {name}.{field}={shown(value)}: the command {name} has no such "
+                    f"field. {near(field, known[name])}"
+                )
         sections[name] = _section(section, known[name], name, f"{path}: {name}.")
     every = {field for fields in known.values() for field in fields}
     for field, value in list(shared.items()):
         if value is None and field.replace("_", "-") in known:  # a section without content
             del shared[field]
         elif field not in every:
-            raise ValueError(f"{path}: {field}={shown(value)}: no command has such a field. {near(field, every)}")
+            raise ValueError(
+                f"{path}: {field}={shown(value)}: no command has such a field. "
+                f"{near(field, every)}"
+            )
     mine = {f: v for f, v in shared.items() if f in known[command]}
     return _section(mine, known[command], command, f"{path}: ") | sections.get(command, {})
 
@@ -178,11 +249,17 @@ def resolve(
     recipe: Mapping | None = None,  # from `read_recipe`
 ) -> dict:  # every argument of the function
     "Flag before file before default. ValueError names the argument that none of them gives."
-    given, parameters = dict(recipe or {}) | dict(flags), inspect.signature(function).parameters.values()
+    given, parameters = (
+        dict(recipe or {}) | dict(flags),
+        inspect.signature(function).parameters.values(),
+    )
     defaults = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
     for name, default in defaults.items():
         if default is inspect.Parameter.empty and name not in given:
-            raise ValueError(f"{name} is missing: give it on the command line, or as {name}: in a recipe (--recipe FILE)")
+            raise ValueError(
+                f"{name} is missing: give it on the command line, or as {name}: in a recipe "
+                "(--recipe FILE)"
+            )
     return {name: given.get(name, default) for name, default in defaults.items()}
 
 # %% ../../nbs/cli/01_recipe.ipynb #7a708919
@@ -192,10 +269,17 @@ def recipe_path(
 ) -> Path:  # folder/command.recipe.yaml, or file.recipe.yaml
     "Where the recipe of an output lies. A folder may hold those of several commands."
     output = Path(output)
-    return output.with_name(f"{output.name}.recipe.yaml") if output.is_file() else output / f"{command}.recipe.yaml"
+    return (
+        output.with_name(f"{output.name}.recipe.yaml")
+        if output.is_file()
+        else output / f"{command}.recipe.yaml"
+    )
 
 
-DECIDED_ANEW = ("overwrite", "resume")  # what becomes of an output that is there: no part of how it is made
+DECIDED_ANEW = (
+    "overwrite",
+    "resume",
+)  # what becomes of an output that is there: no part of how it is made
 
 
 def write_recipe(
@@ -204,12 +288,17 @@ def write_recipe(
     values: Mapping,  # every argument, from `resolve`
 ) -> Path:  # the file that was written
     "Write the resolved recipe beside an output, for `speculators-nb COMMAND --recipe`."
-    from speculators_nb.core.files import atomic_write  # a recipe is read before torch is imported
+    from speculators_nb.core.files import (
+        atomic_write,
+    )  # a recipe is read before torch is imported
 
     path = recipe_path(output, command)
     kept = {k: v for k, v in values.items() if k in NOT_SECRET or not SECRET_NAME.search(k)}
     section = {k: without_secrets(v, k) for k, v in kept.items() if k not in DECIDED_ANEW}
     text = yaml.safe_dump({command: section}, sort_keys=False, allow_unicode=True, width=120)
     with atomic_write(path) as temporary:
-        temporary.write_text(f"# to repeat it: speculators-nb {command} --recipe {path.name}\n{text}", encoding="utf-8")
+        temporary.write_text(
+            f"# to repeat it: speculators-nb {command} --recipe {path.name}\n{text}",
+            encoding="utf-8",
+        )
     return path

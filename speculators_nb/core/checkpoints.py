@@ -23,7 +23,6 @@ from torch import Tensor
 
 from .files import atomic_write, read_object
 
-
 # %% ../../nbs/core/04_checkpoints.ipynb #a591dbaf
 @contextlib.contextmanager
 def _open_tensors(path: str | os.PathLike) -> Iterator[Any]:
@@ -34,8 +33,10 @@ def _open_tensors(path: str | os.PathLike) -> Iterator[Any]:
     try:
         handle = safe_open(path, "pt")
     except SafetensorError as e:
-        raise ValueError(f"{path}: not a complete safetensors file ({e}). It was probably cut off while it was written or copied: "
-                         "make or fetch it again.") from e
+        raise ValueError(
+            f"{path}: not a complete safetensors file ({e}). It was probably cut off while it "
+            "was written or copied: make or fetch it again."
+        ) from e
     with handle:
         yield handle
 
@@ -47,7 +48,11 @@ def save_tensors(
 ) -> None:
     "Write tensors to a safetensors file, atomically."
     with atomic_write(path) as temporary:
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata)
+        save_file(
+            {name: t.detach().cpu().contiguous() for name, t in tensors.items()},
+            temporary,
+            metadata,
+        )
 
 
 def tensor_names(
@@ -62,82 +67,125 @@ def load_tensors(
     path: str | os.PathLike,  # a safetensors file
     names: Iterable[str] | None = None,  # the tensors wanted; None: all of them
 ) -> dict[str, Tensor]:  # name -> tensor on the CPU; only what was asked for is read
-    "Read tensors from a safetensors file. A truncated file or a missing name raises `ValueError`."
+    """Read tensors from a safetensors file. A truncated file or a missing name raises
+    `ValueError`."""
     with _open_tensors(path) as handle:
         present = list(handle.keys())
         names = present if names is None else list(names)
         missing = sorted(set(names) - set(present))
         if missing:
-            raise ValueError(f"{path}: no tensor named {', '.join(missing)}. The file holds: {', '.join(sorted(present))}")
+            raise ValueError(
+                f"{path}: no tensor named {', '.join(missing)}. The file holds: "
+                f"{', '.join(sorted(present))}"
+            )
         return {name: handle.get_tensor(name) for name in names}
 
 
 def load_pickle(
     path: str | os.PathLike,  # a file that `torch.save` wrote: .bin, .pt, .pth
 ) -> Any:  # tensors and plain containers, on the CPU
-    """Read a pickle as data: torch's `weights_only` reader knows tensors, numbers, strings and containers, and calls nothing that the file names.
-    Errors: FileNotFoundError; ValueError saying what else the file asks for, or that it is damaged."""
+    """Read a pickle as data: torch's `weights_only` reader knows tensors, numbers, strings and
+    containers, and calls nothing that the file names.
+    Errors: FileNotFoundError; ValueError saying what else the file asks for, or that it is
+    damaged."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
     except Exception as e:  # the reader has no error of its own for what it refuses
         asked = re.search(r"(?:GLOBAL |class |function |global )`?([\w.]+\.[\w.]+)", str(e))
-        what = f"it asks for {asked[1]}, which could be anything" if asked else f"{type(e).__name__}: {str(e).splitlines()[0][:160] if str(e) else 'empty'}"
-        raise ValueError(f"{path}: refused, this is not a pickle of plain tensors ({what}). Nothing in it was run. Ask for the same weights as safetensors, "
-                         "or write them again where you trust the file") from None
+        what = (
+            f"it asks for {asked[1]}, which could be anything"
+            if asked
+            else f"{type(e).__name__}: {str(e).splitlines()[0][:160] if str(e) else 'empty'}"
+        )
+        raise ValueError(
+            f"{path}: refused, this is not a pickle of plain tensors ({what}). Nothing in it "
+            "was run. Ask for the same weights as safetensors, "
+            "or write them again where you trust the file"
+        ) from None
 
 # %% ../../nbs/core/04_checkpoints.ipynb #31d2b9b5
 def resolve_checkpoint(
     name_or_path: str | os.PathLike,  # a local folder, or a hub id such as "Qwen/Qwen3-8B"
-    patterns: tuple[str, ...] = ("*.json", "*.safetensors"),  # of the files that a hub id is fetched for
+    patterns: tuple[str, ...] = (
+        "*.json",
+        "*.safetensors",
+    ),  # of the files that a hub id is fetched for
 ) -> Path:  # the folder that holds the model's config and safetensors files
-    "Find a model's folder. A hub id is looked up in the local cache first, and fetched where the network allows."
+    """Find a model's folder. A hub id is looked up in the local cache first, and fetched where
+    the network allows."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
     from huggingface_hub import snapshot_download  # only a hub id needs the hub's client
+
     try:
         return Path(snapshot_download(str(name_or_path), allow_patterns=list(patterns)))
     except Exception as e:
-        raise FileNotFoundError(f"{name_or_path}: neither a local folder nor a model that could be fetched from the hub "
-                                f"({type(e).__name__}). Check the spelling, or fetch it where there is a network: "
-                                f"hf download {name_or_path}") from e
+        raise FileNotFoundError(
+            f"{name_or_path}: neither a local folder nor a model that could be fetched from "
+            f"the hub ({type(e).__name__}). Check the spelling, or fetch it where there is a "
+            f"network: hf download {name_or_path}"
+        ) from e
 
 
 def inside(
     folder: str | os.PathLike,  # of a model that came from elsewhere
     name: str,  # of a file in it, as the model's own files or a listing say
 ) -> Path:  # folder / name
-    """A file of a foreign folder. Errors: ValueError for a name, or a link behind it, that leads out of the folder. (The hub's cache keeps a snapshot as
+    """A file of a foreign folder. Errors: ValueError for a name, or a link behind it, that
+    leads out of the folder. (The hub's cache keeps a snapshot as
     links to the blobs of the same repository, which counts as inside.)"""
     folder, home = Path(folder), Path(os.path.realpath(folder))
     if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
-        raise ValueError(f"{folder}: the file name {name!r} leads out of the folder. Files of a model must lie beside each other.")
-    home = next((p.parent for p in home.parents if p.name == "snapshots" and (p.parent / "blobs").is_dir()), home)
-    place = os.path.realpath(folder / name)  # unlike Path.resolve it takes a link to itself, which reading refuses
+        raise ValueError(
+            f"{folder}: the file name {name!r} leads out of the folder. Files of a model must "
+            "lie beside each other."
+        )
+    home = next(
+        (
+            p.parent
+            for p in home.parents
+            if p.name == "snapshots" and (p.parent / "blobs").is_dir()
+        ),
+        home,
+    )
+    place = os.path.realpath(
+        folder / name
+    )  # unlike Path.resolve it takes a link to itself, which reading refuses
     if not Path(place).is_relative_to(home):
-        raise ValueError(f"{folder / name}: a link that leads out of the folder, to {place}. If that is what you want, copy the file here.")
+        raise ValueError(
+            f"{folder / name}: a link that leads out of the folder, to {place}. If that is "
+            "what you want, copy the file here."
+        )
     return folder / name
 
 
 def read_index(
     file: str | os.PathLike,  # a `*.index.json`
 ) -> dict[str, Path]:  # tensor name -> the shard that holds it
-    "Where a sharded checkpoint keeps its tensors. Errors: ValueError for a file that is no index, or a shard outside of its folder."
+    """Where a sharded checkpoint keeps its tensors. Errors: ValueError for a file that is no
+    index, or a shard outside of its folder."""
     file = Path(file)
     try:
         weight_map = read_object(file)["weight_map"]
         shards = {shard: inside(file.parent, shard) for shard in set(weight_map.values())}
     except (KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{file}: not an index of shards ({type(e).__name__}); it must hold an object weight_map, tensor name -> file name") from e
+        raise ValueError(
+            f"{file}: not an index of shards ({type(e).__name__}); it must hold an object "
+            "weight_map, tensor name -> file name"
+        ) from e
     return {name: shards[shard] for name, shard in weight_map.items()}
 
 
 def checkpoint_index(
     name_or_path: str | os.PathLike,  # a local folder or a hub id
 ) -> dict[str, Path]:  # tensor name -> the safetensors file that holds it
-    "List a checkpoint's tensors, for a single-file or an index-sharded model folder, without reading any of them."
+    """List a checkpoint's tensors, for a single-file or an index-sharded model folder, without
+    reading any of them."""
     folder = resolve_checkpoint(name_or_path)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
@@ -146,10 +194,19 @@ def checkpoint_index(
         inside(folder, single.name)
         return dict.fromkeys(tensor_names(single), single)
     pickles = sorted(f.name for f in folder.glob("*.bin"))
-    remedy = (f"It holds {', '.join(pickles[:3])}: pickles can run code when read, so they are refused. "
-              "A drafter's are read as data by speculators-nb convert; convert a verifier's once, where you trust them: "
-              "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)") if pickles else "Is this a model folder?"
-    raise FileNotFoundError(f"{folder}: no model.safetensors and no model.safetensors.index.json. {remedy}")
+    remedy = (
+        (
+            f"It holds {', '.join(pickles[:3])}: pickles can run code when read, so they are "
+            "refused. A drafter's are read as data by speculators-nb convert; convert a "
+            "verifier's once, where you trust them: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+        if pickles
+        else "Is this a model folder?"
+    )
+    raise FileNotFoundError(
+        f"{folder}: no model.safetensors and no model.safetensors.index.json. {remedy}"
+    )
 
 
 def read_checkpoint_tensors(
@@ -157,10 +214,16 @@ def read_checkpoint_tensors(
     *suffixes: str,  # name endings wanted, e.g. "embed_tokens.weight"; they match at a dot
 ) -> dict[str, Tensor]:  # full name -> tensor; empty where nothing matches
     "Read only the tensors whose name is, or ends with, one of `suffixes` (matched at a dot)."
-    wanted = {name: file for name, file in checkpoint_index(name_or_path).items()
-              if any(name == s or name.endswith(f".{s}") for s in suffixes)}
-    return {name: t for file in sorted(set(wanted.values()))
-            for name, t in load_tensors(file, [n for n, f in wanted.items() if f == file]).items()}
+    wanted = {
+        name: file
+        for name, file in checkpoint_index(name_or_path).items()
+        if any(name == s or name.endswith(f".{s}") for s in suffixes)
+    }
+    return {
+        name: t
+        for file in sorted(set(wanted.values()))
+        for name, t in load_tensors(file, [n for n, f in wanted.items() if f == file]).items()
+    }
 
 # %% ../../nbs/core/04_checkpoints.ipynb #84a536ff
 _REMOTE_CODE = ContextVar("remote_code", default=False)
@@ -170,7 +233,8 @@ _REMOTE_CODE = ContextVar("remote_code", default=False)
 def remote_code(
     allowed: bool,  # may configurations and tokenizers run code that comes with a verifier?
 ) -> Iterator[None]:
-    "Inside, a verifier may bring code of its own. Nothing outside asks for it, and transformers' own question (\"run this code? y/N\") is never put."
+    """Inside, a verifier may bring code of its own. Nothing outside asks for it, and
+    transformers' own question ("run this code? y/N") is never put."""
     token = _REMOTE_CODE.set(bool(allowed))
     try:
         yield

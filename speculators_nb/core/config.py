@@ -18,23 +18,47 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 import torch
-from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 
 import speculators_nb
-from .options import RULES, OptionRule, number, several, shown, whole
-from .proposals import GreedyTokenProposalConfig, TokenProposalConfig
 from .checkpoints import resolve_checkpoint
 from .files import atomic_write, read_object
+from .options import RULES, OptionRule, number, several, shown, whole
+from .proposals import GreedyTokenProposalConfig, TokenProposalConfig
 from .registry import ClassRegistryMixin, ReloadableBaseModel, explain
 
 # %% ../../nbs/core/10_config.ipynb #f13ddc26
 SAID = {  # field of a config.json that is looked at -> its type
-    "model_type": str, "speculators_model_type": str, "architectures": list, "text_config": dict, "transformer_layer_config": dict,
-    "speculators_config": dict, "quantization_config": dict, "vocab_size": int, "max_position_embeddings": int, "n_predict": int,
-    "num_nextn_predict_layers": int, "draft_vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "proposal_methods": list, "verifier": dict,
-    "speculative_tokens": int, "name_or_path": str, "proposal_type": str, "dtype": str, "torch_dtype": str,
+    "model_type": str,
+    "speculators_model_type": str,
+    "architectures": list,
+    "text_config": dict,
+    "transformer_layer_config": dict,
+    "speculators_config": dict,
+    "quantization_config": dict,
+    "vocab_size": int,
+    "max_position_embeddings": int,
+    "n_predict": int,
+    "num_nextn_predict_layers": int,
+    "draft_vocab_size": int,
+    "hidden_size": int,
+    "num_hidden_layers": int,
+    "proposal_methods": list,
+    "verifier": dict,
+    "speculative_tokens": int,
+    "name_or_path": str,
+    "proposal_type": str,
+    "dtype": str,
+    "torch_dtype": str,
 }
 WORDS = {str: "text", list: "a list", dict: "an object", int: "a whole number"}
 
@@ -43,7 +67,8 @@ def check_said(
     config: dict[str, Any],  # of a config.json, of whatever model
     where: str = "",  # what stands before a field's name in the message
 ) -> None:
-    "The fields that are looked at have their types, in the blocks within as well. Errors: ValueError naming the field and its value."
+    """The fields that are looked at have their types, in the blocks within as well. Errors:
+    ValueError naming the field and its value."""
     for name, value in config.items():
         kind = SAID.get(name)
         if kind is None or value is None:
@@ -51,36 +76,62 @@ def check_said(
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"{where}{name}={shown(value)}: must be {WORDS[kind]}")
         if name.endswith("model_type") and not value:
-            raise ValueError(f"{where}{name}='': must name a kind of model; fetch or make the file again")
-        if name.endswith("dtype") and value != "auto" and not isinstance(getattr(torch, value, None), torch.dtype):
-            raise ValueError(f"{where}{name}={shown(value)}: is no dtype of torch, e.g. 'bfloat16'")
+            raise ValueError(
+                f"{where}{name}='': must name a kind of model; fetch or make the file again"
+            )
+        if (
+            name.endswith("dtype")
+            and value != "auto"
+            and not isinstance(getattr(torch, value, None), torch.dtype)
+        ):
+            raise ValueError(
+                f"{where}{name}={shown(value)}: is no dtype of torch, e.g. 'bfloat16'"
+            )
         if name == "architectures" and not all(isinstance(word, str) for word in value):
-            raise ValueError(f"{where}{name}={shown(value)}: must be a list of names, e.g. ['LlamaForCausalLM']")
+            raise ValueError(
+                f"{where}{name}={shown(value)}: must be a list of names, e.g. "
+                "['LlamaForCausalLM']"
+            )
         inner = value if isinstance(value, list) and name == "proposal_methods" else [value]
         for i, block in enumerate(inner):
             place = f"{where}{name}.{i}." if inner is value else f"{where}{name}."
             if isinstance(block, dict):
                 check_said(block, place)
             elif inner is value:
-                raise ValueError(f"{place[:-1]}={shown(block)}: must be an object, e.g. {{'proposal_type': 'greedy', 'speculative_tokens': 3}}")
+                raise ValueError(
+                    f"{place[:-1]}={shown(block)}: must be an object, e.g. {{'proposal_type': "
+                    f"'greedy', 'speculative_tokens': 3}}"
+                )
 
 # %% ../../nbs/core/10_config.ipynb #61523bc4
 class VerifierConfig(ReloadableBaseModel):
     "Which model the drafter was trained for."
+
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
-    name_or_path: str | None = Field(description="Folder or hub id of the verifier; None: to be given when the drafter is served.")
-    architectures: list[str] = Field(description="The verifier's model classes, as its own config.json names them.")
+    name_or_path: str | None = Field(
+        description="Folder or hub id of the verifier; None: given when the drafter is served."
+    )
+    architectures: list[str] = Field(
+        description="The verifier's model classes, as its own config.json names them."
+    )
 
     @classmethod
     def from_config(
         cls,
         config: PretrainedConfig,  # the verifier's config
-        name_or_path: str | None = "UNSET",  # name to record; "UNSET": the one in `config`, as of a loaded model
+        name_or_path: str
+        | None = "UNSET",  # name to record; "UNSET": the one in `config`, as of a loaded model
     ) -> "VerifierConfig":  # what the drafter's config will say
         "Describe a verifier by its loaded config."
-        name = (getattr(config, "_name_or_path", "") or None) if name_or_path == "UNSET" else name_or_path
-        return cls(name_or_path=name, architectures=list(getattr(config, "architectures", None) or []))
+        name = (
+            (getattr(config, "_name_or_path", "") or None)
+            if name_or_path == "UNSET"
+            else name_or_path
+        )
+        return cls(
+            name_or_path=name, architectures=list(getattr(config, "architectures", None) or [])
+        )
 
     @classmethod
     def from_pretrained(
@@ -90,28 +141,42 @@ class VerifierConfig(ReloadableBaseModel):
         "Describe a verifier by its raw config.json."
         file = resolve_checkpoint(name_or_path) / "config.json"
         if not file.is_file():
-            raise FileNotFoundError(f"{file}: no such file, so the verifier's architectures are unknown. "
-                                    f"Is {name_or_path!r} a model folder?")
+            raise FileNotFoundError(
+                f"{file}: no such file, so the verifier's architectures are unknown. "
+                f"Is {name_or_path!r} a model folder?"
+            )
         said = read_object(file)
         check_said(said, f"{file}: ")
-        return cls(name_or_path=str(name_or_path), architectures=said.get("architectures") or [])
+        return cls(
+            name_or_path=str(name_or_path), architectures=said.get("architectures") or []
+        )
 
 # %% ../../nbs/core/10_config.ipynb #79616cc2
 class SpeculatorsConfig(ReloadableBaseModel):
-    "The part of the config that is the same for every drafter: algorithm, proposal methods, verifier."
+    """The part of the config that is the same for every drafter: algorithm, proposal methods,
+    verifier."""
+
     model_config = ConfigDict(extra="allow", validate_assignment=True)
 
-    algorithm: str = Field(description="The drafting algorithm; the same word as `speculators_model_type`.")
-    proposal_methods: list[TokenProposalConfig] = Field(min_length=1, description="The ways in which this drafter can be run.")
-    default_proposal_method: str = Field(description="The `proposal_type` to use when none is asked for.")
+    algorithm: str = Field(
+        description="The drafting algorithm; the same word as `speculators_model_type`."
+    )
+    proposal_methods: list[TokenProposalConfig] = Field(
+        min_length=1, description="The ways in which this drafter can be run."
+    )
+    default_proposal_method: str = Field(
+        description="The `proposal_type` to use when none is asked for."
+    )
     verifier: VerifierConfig = Field(description="The model that the drafter was trained for.")
 
     @model_validator(mode="after")
     def _default_is_listed(self):
         known = [method.proposal_type for method in self.proposal_methods]
         if self.default_proposal_method not in known:
-            raise ValueError(f"default_proposal_method={self.default_proposal_method!r} is not among proposal_methods "
-                             f"({', '.join(known)}). Add that method, or name one of these.")
+            raise ValueError(
+                f"default_proposal_method={self.default_proposal_method!r} is not among "
+                f"proposal_methods ({', '.join(known)}). Add that method, or name one of these."
+            )
         return self
 
     @classmethod
@@ -122,13 +187,24 @@ class SpeculatorsConfig(ReloadableBaseModel):
         verifier_name_or_path: str | os.PathLike,  # its folder or hub id
     ) -> "SpeculatorsConfig":  # with one proposal method
         "What a freshly trained drafter says: a greedy proposal of so many tokens."
-        return cls(algorithm=algorithm, proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=speculative_tokens)],
-                   default_proposal_method="greedy", verifier=VerifierConfig.from_pretrained(verifier_name_or_path))
+        return cls(
+            algorithm=algorithm,
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=speculative_tokens)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig.from_pretrained(verifier_name_or_path),
+        )
 
     @property
     def speculative_tokens(self) -> int | None:  # None: no method says
         "How many tokens the first proposal method drafts in a step."
-        return next((m.speculative_tokens for m in self.proposal_methods if hasattr(m, "speculative_tokens")), None)
+        return next(
+            (
+                m.speculative_tokens
+                for m in self.proposal_methods
+                if hasattr(m, "speculative_tokens")
+            ),
+            None,
+        )
 
 # %% ../../nbs/core/10_config.ipynb #bad11fb8
 LAYER_RULES = {  # what a decoder's config may say, of what is looked at here
@@ -149,8 +225,14 @@ LAYER_RULES = {  # what a decoder's config may say, of what is looked at here
     "hidden_act": OptionRule("word", "silu", words=tuple(ACT2FN), none=True),
 }
 ROPE_SCALES = {  # parameters of RoPE that mean nothing without a rope_type
-    "factor", "attention_factor", "short_factor", "long_factor",
-    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+    "factor",
+    "attention_factor",
+    "short_factor",
+    "long_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
 }
 
 
@@ -158,45 +240,79 @@ def check_layers(
     config: dict[str, Any],  # of a decoder
     where: str = "",  # what stands before a field's name in the message
 ) -> None:
-    "Refuse sizes that no layer can have. Errors: ValueError naming the field, its value and what it may be."
+    """Refuse sizes that no layer can have. Errors: ValueError naming the field, its value and
+    what it may be."""
     for name, rule in LAYER_RULES.items():
         if name in config and (wrong := rule.problem(config[name])):
             raise ValueError(f"{where}{name}={shown(config[name])}: {wrong}")
-    heads, keys, size = (config.get(n) for n in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    heads, keys, size = (
+        config.get(n) for n in ("num_attention_heads", "num_key_value_heads", "hidden_size")
+    )
     pad, words = config.get("pad_token_id"), config.get("vocab_size")
     if isinstance(pad, int) and isinstance(words, int) and not -words <= pad < words:
         raise ValueError(f"{where}pad_token_id={pad}: must be less than vocab_size={words}")
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
-        if isinstance(rope, dict) and not {"rope_type", "type"} & rope.keys() and (scaled := sorted(ROPE_SCALES & rope.keys())):
-            raise ValueError(f"{where}{name}={shown(rope)}: has {', '.join(scaled)} and no rope_type, so that nothing would be scaled; give it, e.g. 'yarn'")
+        if (
+            isinstance(rope, dict)
+            and not {"rope_type", "type"} & rope.keys()
+            and (scaled := sorted(ROPE_SCALES & rope.keys()))
+        ):
+            raise ValueError(
+                f"{where}{name}={shown(rope)}: has {', '.join(scaled)} and no rope_type, so "
+                "that nothing would be scaled; give it, e.g. 'yarn'"
+            )
     if isinstance(heads, int) and isinstance(keys, int) and heads % keys:
-        raise ValueError(f"{where}num_key_value_heads={keys}: must divide num_attention_heads={heads}")
-    if isinstance(heads, int) and isinstance(size, int) and not config.get("head_dim") and size % heads:
-        raise ValueError(f"{where}num_attention_heads={heads}: must divide hidden_size={size}, or give head_dim")
+        raise ValueError(
+            f"{where}num_key_value_heads={keys}: must divide num_attention_heads={heads}"
+        )
+    if (
+        isinstance(heads, int)
+        and isinstance(size, int)
+        and not config.get("head_dim")
+        and size % heads
+    ):
+        raise ValueError(
+            f"{where}num_attention_heads={heads}: must divide hidden_size={size}, or give "
+            "head_dim"
+        )
 
 
 def layer_config_from_dict(
-    config: PretrainedConfig | dict[str, Any],  # a decoder's config: an object, or a dictionary with `model_type`
+    config: PretrainedConfig
+    | dict[str, Any],  # a decoder's config: an object, or a dictionary with `model_type`
 ) -> PretrainedConfig:  # LlamaConfig, Qwen3Config, ...
-    "Make a transformers config from a dictionary by its `model_type`; an object is passed through. Errors: ValueError naming the field."
+    """Make a transformers config from a dictionary by its `model_type`; an object is passed
+    through. Errors: ValueError naming the field."""
     if isinstance(config, PretrainedConfig):
         check_layers(vars(config))
         return config
     if not isinstance(config, dict):
-        raise ValueError(f"is {type(config).__name__}, and must be an object with the decoder's model_type, e.g. llama or qwen3")
+        raise ValueError(
+            f"is {type(config).__name__}, and must be an object with the decoder's model_type, "
+            "e.g. llama or qwen3"
+        )
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise ValueError(f"model_type={shown(model_type)} is missing or names no transformers config. "
-                         "Write the decoder family into it, e.g. 'llama' or 'qwen3'.")
+        raise ValueError(
+            f"model_type={shown(model_type)} is missing or names no transformers config. "
+            "Write the decoder family into it, e.g. 'llama' or 'qwen3'."
+        )
     check_layers(config)
     try:
         return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
-    except Exception as e:  # whatever a class of transformers raises for a field of another type
-        raise ValueError(f"transformers refuses this {model_type} config: {' '.join(f'{type(e).__name__}: {e}'.split())}") from e
+    except (
+        Exception
+    ) as e:  # whatever a class of transformers raises for a field of another type
+        raise ValueError(
+            f"transformers refuses this {model_type} config: "
+            f"{' '.join(f'{type(e).__name__}: {e}'.split())}"
+        ) from e
 
 
-LayerConfig = Annotated[Any, PlainValidator(layer_config_from_dict)]  # Any: pydantic cannot read transformers' dataclasses
+LayerConfig = Annotated[
+    Any, PlainValidator(layer_config_from_dict)
+]  # Any: pydantic cannot read transformers' dataclasses
 
 # %% ../../nbs/core/10_config.ipynb #bcde08a4
 SIGNS = {  # file in a folder -> what the folder is, and what to name instead
@@ -204,32 +320,49 @@ SIGNS = {  # file in a folder -> what the folder is, and what to name instead
     "data_config.json": "training data; make features of it, and train a drafter on them",
     "dataset_info.json": "a data set; name the output of speculators-nb train",
     "summary.csv": "an evaluation; name the drafter that it is of",
-    "trainer_state.json": "a training checkpoint without a drafter; name the output of speculators-nb train",
+    "trainer_state.json": (
+        "a training checkpoint without a drafter; name the output of speculators-nb train"
+    ),
 }
 
 
 def check_folder(
     path: str | os.PathLike,  # that should be a drafter's
 ) -> dict[str, Any]:  # its config.json
-    "Read a drafter's config.json. Errors: FileNotFoundError or ValueError saying what is there instead."
+    """Read a drafter's config.json. Errors: FileNotFoundError or ValueError saying what is
+    there instead."""
     folder = Path(path)
     if folder.is_file():
-        raise ValueError(f"{folder}: is a file, and a drafter is a folder with config.json and model.safetensors; name that")
+        raise ValueError(
+            f"{folder}: is a file, and a drafter is a folder with config.json and "
+            "model.safetensors; name that"
+        )
     if not (folder / "config.json").is_file():
         there = next((what for name, what in SIGNS.items() if (folder / name).is_file()), None)
-        raise FileNotFoundError(f"{folder}: has no config.json, so it is no drafter" + (f", but {there}" if there else
-                                "; name the output of speculators-nb train"))
+        raise FileNotFoundError(
+            f"{folder}: has no config.json, so it is no drafter"
+            + (f", but {there}" if there else "; name the output of speculators-nb train")
+        )
     said = read_object(folder / "config.json")
     if "speculators_model_type" not in said:
-        raise ValueError(f"{folder}: is no drafter of this library: speculators_model_type is missing in its config.json (its model_type is "
-                         f"{shown(said.get('model_type'))}). A verifier goes into --verifier; a foreign drafter is read by speculators-nb convert")
+        raise ValueError(
+            f"{folder}: is no drafter of this library: speculators_model_type is missing in "
+            "its config.json (its model_type is "
+            f"{shown(said.get('model_type'))}). A verifier goes into --verifier; a foreign "
+            "drafter is read by speculators-nb convert"
+        )
     return said
 
 # %% ../../nbs/core/10_config.ipynb #388c4885
 def _hints(cls: type) -> dict[str, Any]:
     "The type of each field that `cls` and its bases down from SpeculatorModelConfig declare."
-    return {name: hint for base in reversed(cls.__mro__) if issubclass(base, SpeculatorModelConfig)
-            for name, hint in inspect.get_annotations(base, eval_str=True).items() if get_origin(hint) is not ClassVar}
+    return {
+        name: hint
+        for base in reversed(cls.__mro__)
+        if issubclass(base, SpeculatorModelConfig)
+        for name, hint in inspect.get_annotations(base, eval_str=True).items()
+        if get_origin(hint) is not ClassVar
+    }
 
 
 @functools.cache
@@ -241,32 +374,48 @@ def _field_types(cls: type) -> dict[str, TypeAdapter]:
 @functools.cache
 def _numbers(cls: type) -> set[str]:
     "Fields that hold numbers, and no truth values, which Python takes for 0 and 1."
+
     def kinds(hint):
-        return {kind for inner in get_args(hint) for kind in kinds(inner)} if get_args(hint) else {hint}
-    return {name for name, hint in _hints(cls).items() if {int, float} & kinds(hint) and bool not in kinds(hint)}
+        return (
+            {kind for inner in get_args(hint) for kind in kinds(inner)}
+            if get_args(hint)
+            else {hint}
+        )
+
+    return {
+        name
+        for name, hint in _hints(cls).items()
+        if {int, float} & kinds(hint) and bool not in kinds(hint)
+    }
 
 
 def import_models():
     "Import the package's model modules, so that each registers its config."
-    for module in pkgutil.iter_modules([f"{folder}/models" for folder in speculators_nb.__path__]):
+    for module in pkgutil.iter_modules(
+        [f"{folder}/models" for folder in speculators_nb.__path__]
+    ):
         importlib.import_module(f"speculators_nb.models.{module.name}")
 
 
 class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
-    """Base of all drafters' configs: a transformers config whose declared fields pydantic checks whenever they are set.
+    """Base of all drafters' configs: a transformers config whose declared fields pydantic
+    checks whenever they are set.
 
-    Keys of a file that no field declares are kept. Two configs are equal when they would write the same file."""
+    Keys of a file that no field declares are kept. Two configs are equal when they would write
+    the same file."""
 
     speculators_model_type: str = ""
     speculators_version: str = speculators_nb.__version__
     speculators_config: SpeculatorsConfig | None = None
     tie_word_embeddings: bool = False
 
-    has_no_defaults_at_init: ClassVar[bool] = True  # every field is written out; nothing is left to a reader's default
+    has_no_defaults_at_init: ClassVar[bool] = True  # every field is written to the file
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        cls.__eq__ = SpeculatorModelConfig.__eq__  # the dataclass decorator gives each subclass one that forgets undeclared keys
+        cls.__eq__ = (
+            SpeculatorModelConfig.__eq__
+        )  # the dataclass decorator gives each subclass one that forgets undeclared keys
 
     def __post_init__(self, **kwargs):
         kwargs.pop("auto_map", None)  # names Python files to run; this library runs none
@@ -275,11 +424,13 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         self.check()
 
     def check(self):
-        "Rules between fields: subclasses raise `ValueError` that names the fields, the values and the remedy."
+        """Rules between fields: subclasses raise `ValueError` that names the fields, the values
+        and the remedy."""
 
     @property
     def sizes(self) -> PretrainedConfig:  # has vocab_size and hidden_size, the verifier's
-        "Where the sizes that a drafter shares with its verifier are written: in the draft layers' config, or in this one where there is none."
+        """Where the sizes that a drafter shares with its verifier are written: in the draft
+        layers' config, or in this one where there is none."""
         return getattr(self, "transformer_layer_config", self)
 
     @property
@@ -291,7 +442,10 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         field_type = _field_types(type(self)).get(name)
         if field_type is not None:
             if isinstance(value, bool) and name in _numbers(type(self)):
-                raise ValueError(f"{type(self).__name__}.{name}={value}: is a truth value, and must be a number")
+                raise ValueError(
+                    f"{type(self).__name__}.{name}={value}: is a truth value, and must be a "
+                    "number"
+                )
             try:
                 value = field_type.validate_python(value)
             except ValidationError as e:
@@ -310,7 +464,8 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         path: str | os.PathLike,  # a drafter's folder or hub id
         **kwargs,  # as in transformers
     ) -> "SpeculatorModelConfig":  # an object of the class that `speculators_model_type` names
-        "Read a drafter's config.json. Errors: FileNotFoundError; ValueError saying what the folder holds instead of a drafter."
+        """Read a drafter's config.json. Errors: FileNotFoundError; ValueError saying what the
+        folder holds instead of a drafter."""
         if os.path.exists(path):
             check_folder(path)
         return super().from_pretrained(path, **kwargs)
@@ -321,32 +476,45 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         config_dict: dict[str, Any],  # the content of a config.json
         **kwargs,  # as in transformers: overrides for fields, and return_unused_kwargs
     ) -> "SpeculatorModelConfig":  # an object of the class that `speculators_model_type` names
-        "Make the config that a dictionary describes. Without a known `speculators_model_type` it raises `ValueError`."
+        """Make the config that a dictionary describes. Without a known `speculators_model_type`
+        it raises `ValueError`."""
         name = config_dict.get("speculators_model_type")
         name = name if isinstance(name, str | None) else shown(name)
         if name not in SpeculatorModelConfig.registry:
             import_models()
         known = ", ".join(sorted(SpeculatorModelConfig.registry))
         if "speculators_model_type" not in config_dict:
-            raise ValueError("speculators_model_type is missing, so this is not a drafter's config "
-                             f"(its model_type is {config_dict.get('model_type')!r}). "
-                             f"Known types: {known}. Convert a foreign checkpoint first.")
+            raise ValueError(
+                "speculators_model_type is missing, so this is not a drafter's config "
+                f"(its model_type is {config_dict.get('model_type')!r}). "
+                f"Known types: {known}. Convert a foreign checkpoint first."
+            )
         if name not in SpeculatorModelConfig.registry:
-            raise ValueError(f"speculators_model_type={name!r} is not known. Known types: {known}. "
-                             "Check the spelling, or import the module that registers it.")
+            raise ValueError(
+                f"speculators_model_type={name!r} is not known. Known types: {known}. "
+                "Check the spelling, or import the module that registers it."
+            )
         target = SpeculatorModelConfig.registry[name]
         if not issubclass(target, cls):
-            raise ValueError(f"speculators_model_type={name!r} makes a {target.__name__}, which is not a {cls.__name__}. "
-                             f"Use {target.__name__}.from_dict, or SpeculatorModelConfig.from_dict for any type.")
-        return super(SpeculatorModelConfig, target).from_dict(copy.deepcopy(config_dict), **kwargs)
+            raise ValueError(
+                f"speculators_model_type={name!r} makes a {target.__name__}, which is not a "
+                f"{cls.__name__}. Use {target.__name__}.from_dict, or "
+                "SpeculatorModelConfig.from_dict for any type."
+            )
+        return super(SpeculatorModelConfig, target).from_dict(
+            copy.deepcopy(config_dict), **kwargs
+        )
 
     def _plain(self, output: dict[str, Any]) -> dict[str, Any]:
-        "The parts that transformers does not serialize: our pydantic block, and the layers' own class defaults left out."
+        """The parts that transformers does not serialize: our pydantic block, and the layers'
+        own class defaults left out."""
         output.pop("model_type", None)
         output.pop("_name_or_path", None)
         for name, value in self.__dict__.items():
             if isinstance(value, PretrainedConfig):
-                output[name] = {k: v for k, v in value.to_diff_dict().items() if k != "transformers_version"}
+                output[name] = {
+                    k: v for k, v in value.to_diff_dict().items() if k != "transformers_version"
+                }
         if self.speculators_config is not None:
             output["speculators_config"] = self.speculators_config.model_dump(mode="json")
         return output
@@ -356,7 +524,8 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         return self._plain(super().to_dict())
 
     def to_diff_dict(self) -> dict[str, Any]:  # plain JSON values, keys as in config.json
-        "What config.json holds: all declared and all extra fields, and of transformers' own fields those that differ from their default."
+        """What config.json holds: all declared and all extra fields, and of transformers' own
+        fields those that differ from their default."""
         return self._plain(super().to_diff_dict())
 
     def to_json_file(
@@ -370,7 +539,8 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
 
 
 def reload_schemas():
-    "Have the containing models accept proposal methods that registered after this module was imported."
+    """Have the containing models accept proposal methods that registered after this module was
+    imported."""
     TokenProposalConfig.reload_schema()
     SpeculatorsConfig.reload_schema()
     _field_types.cache_clear()

@@ -23,24 +23,42 @@ from safetensors import SafetensorError
 # %% ../../nbs/core/03_files.ipynb #disk0001
 REMEDIES = {  # errno -> what helps
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room and run the same call again"),
-    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f) and run the same call again",
+    errno.EFBIG: "Raise the limit of a file's size (ulimit -f) and run the same call again",
     errno.EROFS: "Choose a folder on a disk that can be written",
-    **dict.fromkeys((errno.EACCES, errno.EPERM),
-                    "Choose a folder that you may write to, or change its permissions (chmod, chown)"),
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "A file is in the place of a folder: choose another name, or remove it"),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM),
+        "Choose a folder that you may write to, or change its permissions (chmod, chown)",
+    ),
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EEXIST),
+        "A file is in the place of a folder: choose another name, or remove it",
+    ),
     errno.EISDIR: "A folder is in the place of a file: choose another name, or remove it",
     errno.ENOTEMPTY: "Something else has written there at the same time: choose another name",
     errno.ENAMETOOLONG: "Choose a shorter name",
     errno.ELOOP: "Remove the link that leads to itself",
-    errno.ENOENT: "The folder was removed or its disk is no longer mounted: bring it back and run the same call again",
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN),
-                    "See whether the disk is sound and mounted, and run the same call again"),
+    errno.ENOENT: (
+        "The folder was removed or its disk is no longer mounted: bring it back and run the "
+        "same call again"
+    ),
+    **dict.fromkeys(
+        (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN),
+        "See whether the disk is sound and mounted, and run the same call again",
+    ),
 }
-_UNNAMED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE}  # `write` names no file
+_UNNAMED = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.ESTALE,
+}  # `write` names no file
 
 
 class DiskError(OSError):
-    """What could not be written: `errno`, `strerror` and `filename` as of any OSError, `kept` says what is not lost.
+    """What could not be written: `errno`, `strerror` and `filename` as of any OSError, `kept`
+    says what is not lost.
     The text is one line: path, reason, remedy."""
 
     kept = ""
@@ -51,7 +69,8 @@ class DiskError(OSError):
 
 
 def _concerned(filename, path: Path) -> Path | None:
-    "What to name in an error about `filename` while `path` is written: a file in it, or `path` for itself, its temporary neighbours and the folders above."
+    """What to name in an error about `filename` while `path` is written: a file in it, or
+    `path` for itself, its temporary neighbours and the folders above."""
     file, place = (Path(os.path.abspath(os.fsdecode(p))) for p in (filename, path))
     if place in file.parents:
         return Path(os.fsdecode(filename))
@@ -69,7 +88,8 @@ def _file_size_limited() -> bool:
 
 
 def _why(path: Path) -> int:
-    "The errno behind a writer's failure that does not say: looked for while its half file is still there."
+    """The errno behind a writer's failure that does not say: looked for while its half file is
+    still there."""
     folder = next(p for p in (path.parent, *path.absolute().parents) if p.is_dir())
     if not path.parent.is_dir():
         return errno.ENOTDIR if path.parent.exists() else errno.ENOENT
@@ -85,7 +105,9 @@ def _why(path: Path) -> int:
 def _refused(e: Exception, path: Path) -> tuple[int, Path] | None:
     "(errno, file) where it is the disk that stopped the writing of `path`."
     if isinstance(e, OSError) and isinstance(e.filename, (str, bytes, os.PathLike)):
-        gone = e.errno != errno.ENOENT or not Path(os.fsdecode(e.filename)).parent.is_dir()  # else it is a file to read that is missing
+        gone = (
+            e.errno != errno.ENOENT or not Path(os.fsdecode(e.filename)).parent.is_dir()
+        )  # else it is a file to read that is missing
         file = _concerned(e.filename, path) if e.errno in REMEDIES and gone else None
         return file and (e.errno, file)
     if isinstance(e, OSError) and e.errno is not None:
@@ -93,9 +115,20 @@ def _refused(e: Exception, path: Path) -> tuple[int, Path] | None:
     if isinstance(e, SafetensorError):
         said = re.search(r"while serializing.*os error (\d+)", str(e))
         return said and (int(said[1]), path)
-    writers = r"PytorchStreamWriter|unexpected pos \d+ vs|iostream error|Parent directory .* does not exist"
-    numpy_pandas = r"^\d+ requested and \d+ written|^Cannot save file into a non-existent directory"
-    silent = writers if isinstance(e, RuntimeError) else numpy_pandas if isinstance(e, OSError) else None
+    writers = (
+        r"PytorchStreamWriter|unexpected pos \d+ vs|iostream error|Parent directory .* does "
+        r"not exist"
+    )
+    numpy_pandas = (
+        r"^\d+ requested and \d+ written|^Cannot save file into a non-existent directory"
+    )
+    silent = (
+        writers
+        if isinstance(e, RuntimeError)
+        else numpy_pandas
+        if isinstance(e, OSError)
+        else None
+    )
     return (_why(path), path) if silent and re.search(silent, str(e)) else None
 
 
@@ -104,7 +137,8 @@ def disk_errors(
     path: str | os.PathLike,  # the file or folder that is written, for the message
     kept: str = "",  # what is not lost, for the message: "3 of 10 rows are complete and kept"
 ) -> Iterator[None]:
-    "Raise `DiskError` for what Python's, safetensors', torch's, NumPy's and Arrow's writers raise when the disk refuses. Everything else passes as it is."
+    """Raise `DiskError` for what Python's, safetensors', torch's, NumPy's and Arrow's writers
+    raise when the disk refuses. Everything else passes as it is."""
     try:
         yield
     except DiskError as e:
@@ -120,7 +154,8 @@ def disk_errors(
 
 # %% ../../nbs/core/03_files.ipynb #f55543b5
 def _neighbour(path: Path) -> Path:
-    "A fresh hidden name beside `path` that keeps its suffix (`numpy.save` insists on one), and is no longer than a name may be."
+    """A fresh hidden name beside `path` that keeps its suffix (`numpy.save` insists on one),
+    and is no longer than a name may be."""
     stem = path.stem
     while stem and len(os.fsencode(f".{stem}.01234567{path.suffix}")) > 255:
         stem = stem[:-1]
@@ -145,7 +180,8 @@ def _set_mode(path: Path, mode: int):
 def follow_umask(
     folder: str | os.PathLike,  # just written
 ) -> None:
-    "Give every file of a folder the permissions that a new one has. Links, also hard ones, are other people's files and stay as they are."
+    """Give every file of a folder the permissions that a new one has. Links, also hard ones,
+    are other people's files and stay as they are."""
     folder = Path(folder)
     mode = _new_mode(folder / f".{secrets.token_hex(4)}")
     for file in folder.rglob("*"):
@@ -156,7 +192,8 @@ def follow_umask(
 def writable_folder(
     folder: str | os.PathLike,  # made where there is none
 ) -> Path:  # the same
-    "See, before hours of work, that their results can be written to a folder. DiskError otherwise."
+    """See, before hours of work, that their results can be written to a folder. DiskError
+    otherwise."""
     folder = Path(folder)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +211,8 @@ def _sync(path: Path):
 
 
 def _sync_name(folder: Path):
-    "The same for names in a folder; some file systems cannot, and a folder may be writable without being readable."
+    """The same for names in a folder; some file systems cannot, and a folder may be writable
+    without being readable."""
     try:
         _sync(folder)
     except OSError as e:
@@ -186,8 +224,10 @@ def _sync_name(folder: Path):
 def atomic_write(
     path: str | os.PathLike,  # the file to make or replace; missing parent folders are made
 ) -> Iterator[Path]:  # a temporary path in the same folder: write the new content there
-    """Write a file as a whole or not at all: on an exception the old file stays and nothing else is left behind. The permissions are
-    those of any new file. DiskError: the disk is full, read-only or gone, the path is a folder or cannot be made."""
+    """Write a file as a whole or not at all: on an exception the old file stays and nothing
+    else is left behind. The permissions are
+    those of any new file. DiskError: the disk is full, read-only or gone, the path is a folder
+    or cannot be made."""
     path = Path(path)
     temporary = _neighbour(path)
     try:
@@ -211,9 +251,13 @@ def atomic_write(
 def atomic_folder(
     path: str | os.PathLike,  # the folder to make or replace as a whole
 ) -> Iterator[Path]:  # an empty temporary folder beside it: write the new content there
-    """Fill a folder as a whole or not at all: on an exception the old folder stays as it was. A link to a folder stays one: what it
+    """Fill a folder as a whole or not at all: on an exception the old folder stays as it was. A
+    link to a folder stays one: what it
     leads to is replaced. Permissions and DiskError: as of `atomic_write`."""
-    named, path = Path(path), Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
+    named, path = (
+        Path(path),
+        Path(os.path.realpath(path)) if os.path.islink(path) else Path(path),
+    )
     temporary, aside = _neighbour(path), _neighbour(path)
     try:
         with disk_errors(named):
@@ -256,14 +300,18 @@ def check_length(
 ) -> None:
     "ValueError for one that is longer than any config, before it is read into memory."
     if (size := path.stat().st_size) > MOST_JSON:
-        raise ValueError(f"{path}: has {size:,} bytes, and a file of this kind at most {MOST_JSON:,}; is this the file?")
+        raise ValueError(
+            f"{path}: has {size:,} bytes, and a file of this kind at most {MOST_JSON:,}; is "
+            "this the file?"
+        )
 
 
 @contextlib.contextmanager
 def read_errors(
     path: str | os.PathLike,  # the file that is read
 ) -> Iterator[None]:
-    "Name the file in an OSError of a read, which has none where a disk fails in the midst of it."
+    """Name the file in an OSError of a read, which has none where a disk fails in the midst of
+    it."""
     try:
         yield
     except OSError as e:
@@ -275,7 +323,8 @@ def read_errors(
 def read_object(
     path: str | os.PathLike,  # a JSON file
 ) -> dict:  # what it says
-    "Read a JSON file that holds an object: a config, an index, a record. Errors: FileNotFoundError; ValueError naming the file for anything else than an object."
+    """Read a JSON file that holds an object: a config, an index, a record. Errors:
+    FileNotFoundError; ValueError naming the file for anything else than an object."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -283,17 +332,28 @@ def read_object(
     try:
         with read_errors(path):
             content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:  # not text, not JSON, numbers of thousands of digits, ten thousand brackets
+    except (
+        ValueError,
+        RecursionError,
+    ) as e:  # not text, not JSON, numbers of thousands of digits, ten thousand brackets
         why = "nested too deeply" if isinstance(e, RecursionError) else e
-        raise ValueError(f"{path}: not JSON ({why}). It was probably cut off or overwritten: make or fetch it again") from None
+        raise ValueError(
+            f"{path}: not JSON ({why}). It was probably cut off or overwritten: make or fetch "
+            "it again"
+        ) from None
     if not isinstance(content, dict):
-        kind = {list: "a list", type(None): "null", str: "text", bool: "a truth value"}.get(type(content), "a number")
-        raise ValueError(f"{path}: holds {kind}, and must hold an object, {{...}}: make or fetch it again")
+        kind = {list: "a list", type(None): "null", str: "text", bool: "a truth value"}.get(
+            type(content), "a number"
+        )
+        raise ValueError(
+            f"{path}: holds {kind}, and must hold an object, {{...}}: make or fetch it again"
+        )
     return content
 
 # %% ../../nbs/core/03_files.ipynb #util0002
 def not_only_ours(
-    *paths: str | os.PathLike,  # files and folders that exist; links count, and what they lead to
+    *paths: str
+    | os.PathLike,  # files and folders that exist; links count, and what they lead to
 ) -> str | None:  # who else, in words; None: nobody
     "Whether somebody else than this user (and root) can have made these, or can change them."
     for path in map(Path, paths):
@@ -301,5 +361,8 @@ def not_only_ours(
             if found.st_uid not in (os.geteuid(), 0):
                 return f"{path} belongs to another user (uid {found.st_uid})"
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return f"{path} can be changed by other users (mode {stat.S_IMODE(found.st_mode):o}; chmod go-w)"
+            return (
+                f"{path} can be changed by other users (mode {stat.S_IMODE(found.st_mode):o}; "
+                "chmod go-w)"
+            )
     return None

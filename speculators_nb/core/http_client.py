@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class EndpointError(RuntimeError):
-    "A request that was not answered; `status` is the HTTP status, or None where there was none."
+    """A request that was not answered; `status` is the HTTP status, or None where there was
+    none."""
 
     def __init__(
         self,
@@ -67,14 +68,17 @@ def pause(
 
 # %% ../../nbs/core/07_http_client.ipynb #endp0002
 LARGEST = 256 << 20  # bytes of one reply
-_END = ContextVar("end", default=None)  # of the exchange that this thread is in, by time.monotonic
+_END = ContextVar(
+    "end", default=None
+)  # of the exchange that this thread is in, by time.monotonic
 
 
 @contextlib.contextmanager
 def time_limit(
     seconds: float,  # for everything that is sent and received inside
 ) -> Iterator[None]:
-    "Inside, connections of `limited_transport` raise a timeout when the time is over, however it was spent."
+    """Inside, connections of `limited_transport` raise a timeout when the time is over, however
+    it was spent."""
     token = _END.set(time.monotonic() + seconds)
     try:
         yield
@@ -108,7 +112,9 @@ class _LimitedStream(httpcore.NetworkStream):
         self.stream.close()
 
     def start_tls(self, ssl_context, server_hostname=None, timeout=None):
-        return _LimitedStream(self.stream.start_tls(ssl_context, server_hostname, _left(timeout)))
+        return _LimitedStream(
+            self.stream.start_tls(ssl_context, server_hostname, _left(timeout))
+        )
 
     def get_extra_info(self, info):
         return self.stream.get_extra_info(info)
@@ -118,11 +124,14 @@ class LimitedBackend(httpcore.SyncBackend):
     "Connects, and hands out connections that keep to `time_limit`."
 
     def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
-        return _LimitedStream(super().connect_tcp(host, port, _left(timeout), local_address, socket_options))
+        return _LimitedStream(
+            super().connect_tcp(host, port, _left(timeout), local_address, socket_options)
+        )
 
 
 def limited_transport(
-    backend: httpcore.NetworkBackend | None = None,  # makes the connections; None: `LimitedBackend()`
+    backend: httpcore.NetworkBackend
+    | None = None,  # makes the connections; None: `LimitedBackend()`
     **given,  # arguments of httpx.HTTPTransport, such as proxy
 ) -> httpx.HTTPTransport:  # for httpx.Client(transport=…)
     "A transport whose exchanges keep to `time_limit`."
@@ -140,7 +149,8 @@ def read_reply(
     response: httpx.Response,  # opened by `client.stream`
     largest: int = LARGEST,  # bytes
 ) -> bytes:  # the body, decompressed
-    "Read a body to its end. ReplyTooLarge: it is larger than `largest`; what is over is not read."
+    """Read a body to its end. ReplyTooLarge: it is larger than `largest`; what is over is not
+    read."""
     parts, size = [], 0
     for part in response.iter_bytes():
         parts.append(part)
@@ -183,7 +193,8 @@ def proxy_for(
 
 
 def _address(url, variable):
-    "The parsed address of a server. ValueError, without repeating it: no address, or one with a secret in it."
+    """The parsed address of a server. ValueError, without repeating it: no address, or one with
+    a secret in it."""
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError):
@@ -191,13 +202,23 @@ def _address(url, variable):
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError("url: not an http address; it should look like http://127.0.0.1:8000")
     if parsed.userinfo or parsed.query:
-        raise ValueError(f"url: the address of {parsed.host} has a password or a query in it, which would end up in logs. "
-                         f"Put the key into the environment variable {variable or 'OPENAI_API_KEY'}.")
+        raise ValueError(
+            f"url: the address of {parsed.host} has a password or a query in it, which would "
+            "end up in logs. Put the key into the environment variable "
+            f"{variable or 'OPENAI_API_KEY'}."
+        )
     key = _key(variable)
     if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"{variable}: the key holds characters that no HTTP header can carry; set it to the key alone, in one line")
+        raise ValueError(
+            f"{variable}: the key holds characters that no HTTP header can carry; set it to "
+            "the key alone, in one line"
+        )
     if key and parsed.scheme == "http" and not _is_local(parsed.host):
-        log.warning("%s is neither https nor this machine: the key in %s travels in the clear", parsed.host, variable)
+        log.warning(
+            "%s is neither https nor this machine: the key in %s travels in the clear",
+            parsed.host,
+            variable,
+        )
     return parsed
 
 # %% ../../nbs/core/07_http_client.ipynb #endp0003
@@ -207,7 +228,8 @@ class Endpoint:
     def __init__(
         self,
         url: str = "http://127.0.0.1:8000",  # with or without a final /v1
-        api_key_env: str | None = "OPENAI_API_KEY",  # environment variable holding the key; it may be unset
+        api_key_env: str
+        | None = "OPENAI_API_KEY",  # environment variable holding the key; it may be unset
         timeout: float = 600.0,  # seconds that an answer may take; of a stream, each piece
         tries: int = 4,  # requests made before giving up
     ):
@@ -216,10 +238,18 @@ class Endpoint:
             raise ValueError(f"tries: {tries}; it must be 1 or more")
         self.url, self.api_key_env = str(parsed).rstrip("/").removesuffix("/v1"), api_key_env
         self.timeout, self.tries = timeout, tries
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # as many as threads
-        transport = limited_transport(proxy=proxy_for(parsed), trust_env=not _is_local(parsed.host), limits=limits)
-        self._client = httpx.Client(timeout=httpx.Timeout(timeout, connect=min(timeout, 10)),
-                                    auth=_Bearer(api_key_env), transport=transport, trust_env=False)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=None
+        )  # as many as threads
+        transport = limited_transport(
+            proxy=proxy_for(parsed), trust_env=not _is_local(parsed.host), limits=limits
+        )
+        self._client = httpx.Client(
+            timeout=httpx.Timeout(timeout, connect=min(timeout, 10)),
+            auth=_Bearer(api_key_env),
+            transport=transport,
+            trust_env=False,
+        )
         self._process = os.getpid()
 
     def __repr__(self):
@@ -248,21 +278,30 @@ class Endpoint:
         path: str,  # e.g. /v1/completions
         body: dict,  # becomes JSON; it should ask for a stream
     ) -> Iterator[dict]:  # pieces of the answer, as the server writes them
-        "Ask for work and listen (server-sent events). One try: what was said cannot be unsaid. EndpointError: the server refused, or broke off."
+        """Ask for work and listen (server-sent events). One try: what was said cannot be
+        unsaid. EndpointError: the server refused, or broke off."""
         what, whole = f"POST {self.url}{path}", False
         try:
             with contextlib.ExitStack() as stack:
                 with time_limit(self.timeout):
-                    r = stack.enter_context(self._client.stream("POST", self.url + path, **_json(body)))
+                    r = stack.enter_context(
+                        self._client.stream("POST", self.url + path, **_json(body))
+                    )
                     if not r.is_success:
-                        message = self._clean(f"{what}: status {r.status_code}: {_message(r, read_reply(r))}")
+                        message = self._clean(
+                            f"{what}: status {r.status_code}: {_message(r, read_reply(r))}"
+                        )
                         raise EndpointError(message, r.status_code)
                 for line in _lines(r, self.timeout):
                     piece = _piece(line)
                     whole = whole or piece is _DONE or _is_last(piece)
                     if piece and piece is not _DONE:
-                        if piece.get("error"):  # failures after the first piece have no status of their own
-                            raise EndpointError(self._clean(f"{what}: {str(piece['error'])[:500]}"))
+                        if piece.get(
+                            "error"
+                        ):  # failures after the first piece have no status of their own
+                            raise EndpointError(
+                                self._clean(f"{what}: {str(piece['error'])[:500]}")
+                            )
                         yield piece
         except httpx.TimeoutException as e:
             raise EndpointError(f"{what}: no answer in time ({type(e).__name__})") from None
@@ -271,7 +310,9 @@ class Endpoint:
         except (_NotAPiece, ReplyTooLarge) as e:
             raise EndpointError(self._clean(f"{what}: {e}")) from None
         if not whole:
-            raise EndpointError(f"{what}: the server broke off: the stream ended before the answer did")
+            raise EndpointError(
+                f"{what}: the server broke off: the stream ended before the answer did"
+            )
 
     def served(self) -> list[dict]:  # as the server lists them: {"id": name, …}
         "What the server serves. EndpointError: its list is none."
@@ -279,9 +320,15 @@ class Endpoint:
         with contextlib.suppress(ValueError, RecursionError):  # JSON that is not called so
             answer = json.loads(answer) if isinstance(answer, str) else answer
         listed = answer.get("data") if isinstance(answer, dict) else None
-        if not isinstance(listed, list) or any(not isinstance(m, dict) or not isinstance(m.get("id"), str) for m in listed):
-            raise EndpointError(self._clean(f"GET {self.url}/v1/models: no list of models ({str(answer)[:100]!r}); "
-                                            "is this the address of an OpenAI-compatible server?"))
+        if not isinstance(listed, list) or any(
+            not isinstance(m, dict) or not isinstance(m.get("id"), str) for m in listed
+        ):
+            raise EndpointError(
+                self._clean(
+                    f"GET {self.url}/v1/models: no list of models ({str(answer)[:100]!r}); "
+                    "is this the address of an OpenAI-compatible server?"
+                )
+            )
         return listed
 
     def models(self) -> list[str]:  # names
@@ -302,12 +349,18 @@ class Endpoint:
             if failures < self.tries:
                 log.info("%s; try %d of %d", what, failures, self.tries)
                 time.sleep(pause(failures, asked))
-        raise EndpointError(f"{what} ({self.tries} {'try' if self.tries == 1 else 'tries'})", status)
+        raise EndpointError(
+            f"{what} ({self.tries} {'try' if self.tries == 1 else 'tries'})", status
+        )
 
     def _once(self, method, path, given):
-        "(answer, trouble, HTTP status, Retry-After); httpx's exceptions end here, because they hold the request's headers."
+        """(answer, trouble, HTTP status, Retry-After); httpx's exceptions end here, because
+        they hold the request's headers."""
         try:
-            with time_limit(self.timeout), self._client.stream(method, self.url + path, **given) as r:
+            with (
+                time_limit(self.timeout),
+                self._client.stream(method, self.url + path, **given) as r,
+            ):
                 data = read_reply(r)
         except httpx.TimeoutException as e:
             return None, f"no answer in time ({type(e).__name__})", None, None
@@ -323,9 +376,24 @@ class Endpoint:
         try:
             answer = json.loads(data)
         except (ValueError, RecursionError):
-            return None, self._clean(f"the answer is not JSON: {data[:100].decode('utf-8', 'replace')!r}"), None, None
+            return (
+                None,
+                self._clean(
+                    f"the answer is not JSON: {data[:100].decode('utf-8', 'replace')!r}"
+                ),
+                None,
+                None,
+            )
         if method == "POST" and not isinstance(answer, dict):
-            return None, self._clean(f"status {r.status_code}: the answer is no JSON object: {str(answer)[:100]!r}"), r.status_code, None
+            return (
+                None,
+                self._clean(
+                    f"status {r.status_code}: the answer is no JSON object: "
+                    f"{str(answer)[:100]!r}"
+                ),
+                r.status_code,
+                None,
+            )
         return answer, None, r.status_code, None
 
     def _clean(self, text):
@@ -344,8 +412,12 @@ def _json(body):
     "A request's body. ValueError: something in it has no JSON, such as NaN."
     if body is None:
         return {}
-    return {"content": json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"),
-            "headers": {"Content-Type": "application/json"}}
+    return {
+        "content": json.dumps(body, ensure_ascii=False, allow_nan=False).encode(
+            "utf-8", "replace"
+        ),
+        "headers": {"Content-Type": "application/json"},
+    }
 
 
 def _lines(response, timeout):
@@ -373,26 +445,39 @@ def _piece(line):
     try:
         piece = json.loads(text)
     except (ValueError, RecursionError):
-        raise _NotAPiece(f"a piece is not JSON: {line[:100].decode('utf-8', 'replace')!r}") from None
+        raise _NotAPiece(
+            f"a piece is not JSON: {line[:100].decode('utf-8', 'replace')!r}"
+        ) from None
     if not isinstance(piece, dict):
-        raise _NotAPiece(f"a piece is no JSON object: {text[:100].decode('utf-8', 'replace')!r}")
+        raise _NotAPiece(
+            f"a piece is no JSON object: {text[:100].decode('utf-8', 'replace')!r}"
+        )
     return piece
 
 
 def _is_last(piece):
     "Whether a piece says why the answer ended."
     choices = piece.get("choices") if piece else None
-    return isinstance(choices, list) and any(isinstance(c, dict) and c.get("finish_reason") for c in choices)
+    return isinstance(choices, list) and any(
+        isinstance(c, dict) and c.get("finish_reason") for c in choices
+    )
 
 
 def _message(response, data):
     "What a server says about its refusal: OpenAI's, vLLM's and FastAPI's ways of saying it."
     if response.has_redirect_location:
-        return f"it redirects to {response.headers['location'][:200]!r}, which is not followed; give that address"
+        return (
+            f"it redirects to {response.headers['location'][:200]!r}, which is not followed; "
+            "give that address"
+        )
     try:
         told = json.loads(data)
         told = told.get("error", told) if isinstance(told, dict) else told
-        told = told.get("message") or told.get("detail") or told if isinstance(told, dict) else told
+        told = (
+            told.get("message") or told.get("detail") or told
+            if isinstance(told, dict)
+            else told
+        )
     except (ValueError, RecursionError):
         told = data.decode("utf-8", "replace")
     return " ".join(str(told).split())[:500] or response.reason_phrase
@@ -421,8 +506,11 @@ class Breaker:
             return True
         self.failures += 1
         if self.failures >= self.limit:
-            raise TooManyFailures(f"{self.failures} failures in a row, so the job was stopped; what was finished is kept, and the same call goes "
-                                  f"on from there. The last reason: {type(result).__name__}: {result}")
+            raise TooManyFailures(
+                f"{self.failures} failures in a row, so the job was stopped; what was finished "
+                "is kept, and the same call goes "
+                f"on from there. The last reason: {type(result).__name__}: {result}"
+            )
         return False
 
 # %% ../../nbs/core/07_http_client.ipynb #936cb277
@@ -430,11 +518,19 @@ def concurrently(
     function: Callable,  # of one item; runs in `concurrency` threads
     items: Iterable,  # read as work proceeds
     concurrency: int,  # items in work at once
-) -> Iterator[tuple]:  # (item, result or the exception that `function` raised), in the order of completion
+) -> Iterator[
+    tuple
+]:  # (item, result or the exception that `function` raised), in the order of completion
     "Map in threads. An error of `items` itself is raised after what was begun has come out."
     if concurrency < 1:
         raise ValueError(f"concurrency: {concurrency}; it must be 1 or more")
-    asked, answered, items, ahead, broken = queue.SimpleQueue(), queue.SimpleQueue(), iter(items), 0, None
+    asked, answered, items, ahead, broken = (
+        queue.SimpleQueue(),
+        queue.SimpleQueue(),
+        iter(items),
+        0,
+        None,
+    )
     stopped = threading.Event()
 
     def work():

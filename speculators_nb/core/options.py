@@ -11,6 +11,7 @@ __all__ = ['KINDS', 'number', 'switch', 'text', 'path', 'mapping', 'MOST_DRAFTED
 # %% ../../nbs/core/01_options.ipynb #0dbf456f
 import difflib
 import ipaddress
+import itertools
 import json
 import math
 import numbers
@@ -74,8 +75,12 @@ class OptionRule:
 # %% ../../nbs/core/01_options.ipynb #01d71e42
 def _ends(rule):
     "The range of a rule, in words."
-    ends = [(rule.above, "greater than"), (rule.low, "at least"),
-            (rule.below, "less than"), (rule.high, "at most")]
+    ends = [
+        (rule.above, "greater than"),
+        (rule.low, "at least"),
+        (rule.below, "less than"),
+        (rule.high, "at most"),
+    ]
     return " and ".join(f"{words} {end}" for end, words in ends if end is not None)
 
 
@@ -156,12 +161,22 @@ def _resume(rule, value):
     return None if isinstance(value, bool) else _path(rule, value)
 
 
-KINDS = {"resume": _resume, "number": _number, "whole": _whole, "switch": _switch, "word": _word, "text": _text,
-         "path": _path, "list": _list, "mapping": _mapping}
+KINDS = {
+    "resume": _resume,
+    "number": _number,
+    "whole": _whole,
+    "switch": _switch,
+    "word": _word,
+    "text": _text,
+    "path": _path,
+    "list": _list,
+    "mapping": _mapping,
+}
 
 # %% ../../nbs/core/01_options.ipynb #61d9e803
 number, switch, text, path, mapping = (
-    partial(OptionRule, kind) for kind in ("number", "switch", "text", "path", "mapping"))
+    partial(OptionRule, kind) for kind in ("number", "switch", "text", "path", "mapping")
+)
 
 
 def whole(example, low=None, high=2**31, **more) -> OptionRule:
@@ -195,8 +210,10 @@ def _address(value):
     if not fine or re.search(r"\s", value):
         return "is no address of a server; write something like http://127.0.0.1:8000"
     if parts.username or parts.password or parts.query:
-        return ("holds a password or a query, which would end up in logs; "
-                "put the key into the environment variable OPENAI_API_KEY or VLLM_API_KEY")
+        return (
+            "holds a password or a query, which would end up in logs; "
+            "put the key into the environment variable OPENAI_API_KEY or VLLM_API_KEY"
+        )
     return None
 
 
@@ -227,7 +244,7 @@ def _device(value):
 def _ascending(value):
     "What is wrong with layer ids beyond their range."
     ids = list(value)
-    fine = all(a < b for a, b in zip(ids, ids[1:]))
+    fine = all(a < b for a, b in itertools.pairwise(ids))
     return None if fine else f"must ascend, each id once, e.g. {sorted(set(ids))}"
 
 
@@ -271,11 +288,34 @@ STORED = ("bfloat16", "float16", "float32", "float8_e4m3fn", "fp8")  # of a feat
 FLOATS = ("bfloat16", "float16", "float32", "float64")  # of weights
 SERVED = ("auto", "half", "float16", "bfloat16", "float", "float32")  # as vLLM spells them
 LOSSES = ("kl_div", "rkl", "jsd", "ce", "soft_ce", "topk_ce", "tv", "nla", "lk_hybrid")
-METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "dflash", "dspark",
-           "medusa", "mlp_speculator", "mtp", "extract_hidden_states")
-SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant",
-             "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau",
-             "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
+METHODS = (
+    "ngram",
+    "ngram_gpu",
+    "suffix",
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "dflash",
+    "dspark",
+    "medusa",
+    "mlp_speculator",
+    "mtp",
+    "extract_hidden_states",
+)
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+)
 
 # %% ../../nbs/core/01_options.ipynb #27b0042b
 def _loss(value):
@@ -357,10 +397,23 @@ RULES |= {
     "seed": whole(0, **SEED),
     "config": mapping({"norm_before_residual": True}, none=True),
     "format": text("eagle3", none=True),
-    **{name: switch(False) for name in (
-        "dedup", "shuffle", "allow_urls", "overwrite", "resume", "trust_remote_code", "trust_features",
-        "link",
-        "run", "ngram", "as_engine", "baseline")},
+    **{
+        name: switch(False)
+        for name in (
+            "dedup",
+            "shuffle",
+            "allow_urls",
+            "overwrite",
+            "resume",
+            "trust_remote_code",
+            "trust_features",
+            "link",
+            "run",
+            "ngram",
+            "as_engine",
+            "baseline",
+        )
+    },
     "enforce_eager": switch(False, none=True),
 }
 
@@ -418,21 +471,58 @@ RULES |= {
     "ddp_timeout": whole(1800, 1),
     "ddp_bucket_cap_mb": whole(25, 1, none=True),
     "gradient_checkpointing_kwargs": mapping({"use_reentrant": False}, none=True),
-    **{name: switch(False) for name in (
-        "fp16", "logging_first_step", "load_best_model_at_end", "eval_on_start",
-        "save_only_model",
-        "ignore_data_skip", "full_determinism", "use_cpu", "gradient_checkpointing",
-        "torch_compile", "dataloader_pin_memory", "dataloader_persistent_workers",
-        "dataloader_drop_last",
-        "dataloader_in_order", "bf16_full_eval", "fp16_full_eval", "logging_nan_inf_filter",
-        "push_to_hub", "skip_memory_metrics", "remove_unused_columns", "auto_find_batch_size",
-        "average_tokens_across_devices", "prediction_loss_only", "save_on_each_node",
-        "restore_callback_states_from_checkpoint", "log_on_each_node", "enable_jit_checkpoint",
-        "use_liger_kernel", "eval_do_concat_batches", "batch_eval_metrics", "hub_always_push",
-        "eval_use_gather_object", "do_train", "do_eval", "do_predict")},
-    **{name: switch(False, none=True) for name in (
-        "disable_tqdm", "greater_is_better", "tf32", "ddp_find_unused_parameters",
-        "ddp_broadcast_buffers", "ddp_static_graph", "hub_private_repo")},
+    **{
+        name: switch(False)
+        for name in (
+            "fp16",
+            "logging_first_step",
+            "load_best_model_at_end",
+            "eval_on_start",
+            "save_only_model",
+            "ignore_data_skip",
+            "full_determinism",
+            "use_cpu",
+            "gradient_checkpointing",
+            "torch_compile",
+            "dataloader_pin_memory",
+            "dataloader_persistent_workers",
+            "dataloader_drop_last",
+            "dataloader_in_order",
+            "bf16_full_eval",
+            "fp16_full_eval",
+            "logging_nan_inf_filter",
+            "push_to_hub",
+            "skip_memory_metrics",
+            "remove_unused_columns",
+            "auto_find_batch_size",
+            "average_tokens_across_devices",
+            "prediction_loss_only",
+            "save_on_each_node",
+            "restore_callback_states_from_checkpoint",
+            "log_on_each_node",
+            "enable_jit_checkpoint",
+            "use_liger_kernel",
+            "eval_do_concat_batches",
+            "batch_eval_metrics",
+            "hub_always_push",
+            "eval_use_gather_object",
+            "do_train",
+            "do_eval",
+            "do_predict",
+        )
+    },
+    **{
+        name: switch(False, none=True)
+        for name in (
+            "disable_tqdm",
+            "greater_is_better",
+            "tf32",
+            "ddp_find_unused_parameters",
+            "ddp_broadcast_buffers",
+            "ddp_static_graph",
+            "hub_private_repo",
+        )
+    },
 }
 
 # %% ../../nbs/core/01_options.ipynb #78e0e95c
@@ -466,13 +556,34 @@ RULES |= {
     "noise_std": number(0.2, low=0),
     "attn_impl": word("blocked", "sdpa", "flex", "eager", none=True),
     "gemm_dtype": word(*FLOATS, none=True),
-    **{name: switch(False) for name in (
-        "layernorms", "fusion_bias", "embed_requires_grad", "norm_before_residual", "fc_norm",
-        "norm_before_fc", "norm_output", "fresh_head", "verifier_norm", "tie_weights",
-        "inputs_hidden_states_normalized")},
-    **{name: switch(False, none=True) for name in (
-        "cross_document_targets", "serving_window", "sample_from_anchor", "as_served",
-        "sliding_window_non_causal", "enable_confidence_head", "confidence_head_with_markov")},
+    **{
+        name: switch(False)
+        for name in (
+            "layernorms",
+            "fusion_bias",
+            "embed_requires_grad",
+            "norm_before_residual",
+            "fc_norm",
+            "norm_before_fc",
+            "norm_output",
+            "fresh_head",
+            "verifier_norm",
+            "tie_weights",
+            "inputs_hidden_states_normalized",
+        )
+    },
+    **{
+        name: switch(False, none=True)
+        for name in (
+            "cross_document_targets",
+            "serving_window",
+            "sample_from_anchor",
+            "as_served",
+            "sliding_window_non_causal",
+            "enable_confidence_head",
+            "confidence_head_with_markov",
+        )
+    },
 }
 
 
@@ -520,10 +631,14 @@ IN = {
     "serve.extra": ARGUMENTS,
     "serve.k": whole(4, 0, MOST_DRAFTED, none=True),
     "demo.k": whole(4, 1, MOST_DRAFTED),
-    **{f"{command}.verifier": path("Qwen/Qwen3-8B", objects=True)
-       for command in ("prepare", "features", "convert", "stitch-mtp", "demo")},
-    **{f"{command}.output_dir": path("output/run", test=_recorded)
-       for command in ("prepare", "features", "train", "convert", "export", "demo")},
+    **{
+        f"{command}.verifier": path("Qwen/Qwen3-8B", objects=True)
+        for command in ("prepare", "features", "convert", "stitch-mtp", "demo")
+    },
+    **{
+        f"{command}.output_dir": path("output/run", test=_recorded)
+        for command in ("prepare", "features", "train", "convert", "export", "demo")
+    },
 }
 
 
@@ -542,31 +657,39 @@ def _said(value, idle=None):
 
 def _idle(name, decider, wanted, idle=None):
     "`name` counts only where `decider` has the value `wanted`."
+
     def fails(values):
         if values[decider] == wanted or not _said(values[name], idle):
             return None
-        return (f"{name}={shown(values[name])}: has no effect with {decider}={values[decider]}"
-                f"; leave it out, or set {decider}={wanted}")
+        return (
+            f"{name}={shown(values[name])}: has no effect with {decider}={values[decider]}"
+            f"; leave it out, or set {decider}={wanted}"
+        )
+
     return fails
 
 
 def _alone(name, other, why, both):
     "`name` counts only together with `other` (`both`), or only without it."
+
     def fails(values):
         if not _said(values[name], 0) or _said(values[other]) == both:
             return None
         remedy = f"; leave it out, or give {other}" if both else "; leave it out"
         return f"{name}={shown(values[name])}: {why}{remedy}"
+
     return fails
 
 
 def _apart(a, b):
     "What is made must not be what it is made from."
+
     def fails(values):
         paths = [values[n] for n in (a, b) if isinstance(values[n], (str, os.PathLike))]
         if len(paths) < 2 or len(set(map(os.path.realpath, paths))) == 2:
             return None
         return f"{b}={shown(os.fspath(values[b]))}: is {a} itself; name another place"
+
     return fails
 
 
@@ -577,54 +700,74 @@ def _ordered(low, high, strictly=False):
             return None
         want = "less than" if strictly else "at most"
         return f"{low}={a}: must be {want} {high}={b}; lower it, or raise the other"
+
     return fails
 
 # %% ../../nbs/core/01_options.ipynb #6897ba31
-FOLDER = ("name the folder that the server writes to, as in: "
-          "speculators-nb serve VERIFIER --hidden-states FOLDER")
+FOLDER = (
+    "name the folder that the server writes to, as in: "
+    "speculators-nb serve VERIFIER --hidden-states FOLDER"
+)
 
 
 def _who_answers(values):
     if values["verifier"] is None and values["server"] is None:
-        return ("verifier=None: who shall answer? Give verifier (in this process) "
-                "or server (its address)")
+        return (
+            "verifier=None: who shall answer? Give verifier (in this process) "
+            "or server (its address)"
+        )
 
 
 def _no_evaluations(values):
     if values["early_stopping_patience"] is not None and values["eval_share"] == 0:
         patience = values["early_stopping_patience"]
-        return (f"early_stopping_patience={patience}: needs evaluations"
-                ", and eval_share=0 holds no row out; raise eval_share, or leave this out")
+        return (
+            f"early_stopping_patience={patience}: needs evaluations"
+            ", and eval_share=0 holds no row out; raise eval_share, or leave this out"
+        )
 
 
 def _best_is_kept(values):
     saves, evaluates = values["save_strategy"], values.get("eval_strategy", "epoch")
     keeps = values["eval_share"] != 0 and values.get("load_best_model_at_end", True)
     if keeps and saves not in (evaluates, "best"):
-        return (f"save_strategy={shown(saves)}: the checkpoint of the best evaluation is kept, "
-                f"with eval_share={shown(values['eval_share'])} and eval_strategy={shown(evaluates)}"
-                "; save as often as you evaluate, or set load_best_model_at_end=false")
+        return (
+            f"save_strategy={shown(saves)}: the checkpoint of the best evaluation is kept, "
+            f"with eval_share={shown(values['eval_share'])} and "
+            f"eval_strategy={shown(evaluates)}"
+            "; save as often as you evaluate, or set load_best_model_at_end=false"
+        )
 
 
 def _one_length(values):
     k = [values["k"]] if isinstance(values["k"], numbers.Integral) else values["k"] or ()
     if values["engine"] == "reference" and (len(k) > 1 or 0 in k):
-        return (f"k={shown(values['k'])}: the reference decoder measures one draft length at a "
-                "time, of at least 1; give one, e.g. 4, or set engine=vllm")
+        return (
+            f"k={shown(values['k'])}: the reference decoder measures one draft length at a "
+            "time, of at least 1; give one, e.g. 4, or set engine=vllm"
+        )
 
 
 def _stored(decider):
     def fails(values):
         source, server = values.get("source"), values.get("server")
         asked = source == "vllm" if decider == "source" else server is not None
-        return f"storage=None: is missing; {FOLDER}" if asked and values["storage"] is None else None
+        return (
+            f"storage=None: is missing; {FOLDER}"
+            if asked and values["storage"] is None
+            else None
+        )
+
     return fails
 
 
 RELATIONS = [  # (command or None: all, names, function: values -> what is wrong, or None)
     (None, ("rank", "world_size"), _ordered("rank", "world_size", strictly=True)),
-    (None, ("down_sample_ratio_min", "down_sample_ratio"),
-     _ordered("down_sample_ratio_min", "down_sample_ratio")),
+    (
+        None,
+        ("down_sample_ratio_min", "down_sample_ratio"),
+        _ordered("down_sample_ratio_min", "down_sample_ratio"),
+    ),
     (None, ("early_stopping_patience", "eval_share"), _no_evaluations),
     (None, ("save_strategy", "eval_share"), _best_is_kept),
     ("regenerate", ("verifier", "server"), _who_answers),
@@ -638,27 +781,63 @@ def _relate(where, fails, *names):
     RELATIONS.append((where, names, fails(*names)))
 
 
-for where, a, b in (("regenerate", "data", "output"), ("prepare", "data", "output_dir"),
-                    ("prepare", "verifier", "output_dir"), ("features", "data", "output_dir"),
-                    ("features", "verifier", "output_dir"), ("train", "data_dir", "output_dir"),
-                    ("train", "verifier", "output_dir"), ("evaluate", "data", "output_dir")):
+for where, a, b in (
+    ("regenerate", "data", "output"),
+    ("prepare", "data", "output_dir"),
+    ("prepare", "verifier", "output_dir"),
+    ("features", "data", "output_dir"),
+    ("features", "verifier", "output_dir"),
+    ("train", "data_dir", "output_dir"),
+    ("train", "verifier", "output_dir"),
+    ("evaluate", "data", "output_dir"),
+):
     _relate(where, _apart, a, b)
-for name, idle in dict(server=None, concurrency=None, max_model_len=None, vllm=None, extra=None,
-                       dtype="auto", load="requests", baseline=True).items():
+for name, idle in dict(
+    server=None,
+    concurrency=None,
+    max_model_len=None,
+    vllm=None,
+    extra=None,
+    dtype="auto",
+    load="requests",
+    baseline=True,
+).items():
     RELATIONS.append(("evaluate", (name, "engine"), _idle(name, "engine", "vllm", idle)))
 for name, idle in dict(rule="standard", as_engine=False, device=None).items():
     RELATIONS.append(("evaluate", (name, "engine"), _idle(name, "engine", "reference", idle)))
-RELATIONS.append(("evaluate", ("k", "server"), _alone(
-    "k", "server", "is decided when a server starts, and this one runs already", False)))
+RELATIONS.append(
+    (
+        "evaluate",
+        ("k", "server"),
+        _alone(
+            "k", "server", "is decided when a server starts, and this one runs already", False
+        ),
+    )
+)
 RELATIONS.append(("features", ("storage", "source"), _idle("storage", "source", "vllm")))
 RELATIONS.append(("features", ("device", "source"), _idle("device", "source", "hf")))
-RELATIONS.append(("train", ("storage", "server"), _alone(
-    "storage", "server", "has no effect without a server", True)))
-RELATIONS.append(("serve", ("aux_layer_ids", "hidden_states"), _alone(
-    "aux_layer_ids", "hidden_states", "has no effect without hidden_states", True)))
+RELATIONS.append(
+    (
+        "train",
+        ("storage", "server"),
+        _alone("storage", "server", "has no effect without a server", True),
+    )
+)
+RELATIONS.append(
+    (
+        "serve",
+        ("aux_layer_ids", "hidden_states"),
+        _alone("aux_layer_ids", "hidden_states", "has no effect without hidden_states", True),
+    )
+)
 for name in ("k", "method", "native", "verifier"):
-    RELATIONS.append(("serve", (name, "hidden_states"), _alone(
-        name, "hidden_states", "hidden_states serves the verifier alone", False)))
+    RELATIONS.append(
+        (
+            "serve",
+            (name, "hidden_states"),
+            _alone(name, "hidden_states", "hidden_states serves the verifier alone", False),
+        )
+    )
 
 # %% ../../nbs/core/01_options.ipynb #70c6396a
 def pairs(
@@ -683,8 +862,13 @@ def pairs(
 
 
 DECIDED = {  # words of `vllm serve` -> the option that decides them
-    "--host": "host", "--port": "port", "--dtype": "dtype", "--max-model-len": "max_model_len",
-    "--enforce-eager": "enforce_eager", "--speculative-config": "k and method"}
+    "--host": "host",
+    "--port": "port",
+    "--dtype": "dtype",
+    "--max-model-len": "max_model_len",
+    "--enforce-eager": "enforce_eager",
+    "--speculative-config": "k and method",
+}
 
 
 def _arguments(extra):
@@ -694,8 +878,10 @@ def _arguments(extra):
         if option := DECIDED.get(item.partition("=")[0]):
             raise ValueError(f"extra={shown(item)}: has an option of its own; use {option}")
         if not item.startswith("-") and not takes:
-            raise ValueError(f"extra={shown(item)}: is no argument of vllm serve; "
-                             "write --name=value, e.g. --extra=--max-num-seqs=8")
+            raise ValueError(
+                f"extra={shown(item)}: is no argument of vllm serve; "
+                "write --name=value, e.g. --extra=--max-num-seqs=8"
+            )
         takes = item.startswith("-") and "=" not in item
 
 # %% ../../nbs/core/01_options.ipynb #4b832918

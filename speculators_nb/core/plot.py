@@ -21,27 +21,52 @@ from matplotlib.patches import Patch
 
 # %% ../../nbs/core/08_plot.ipynb #738773c1
 COLOURS = {
-    "no drafter": "#bbbbbb", "n-gram": "#e69f00", "eagle3": "#0072b2", "peagle": "#56b4e9", "dflash": "#d55e00", "mtp": "#009e73",
-    "eagle": "#332288", "hass": "#882255", "medusa": "#cc79a7", "mlp": "#999933", "dspark": "#f0c800", "suffix": "#8c564b",
+    "no drafter": "#bbbbbb",
+    "n-gram": "#e69f00",
+    "eagle3": "#0072b2",
+    "peagle": "#56b4e9",
+    "dflash": "#d55e00",
+    "mtp": "#009e73",
+    "eagle": "#332288",
+    "hass": "#882255",
+    "medusa": "#cc79a7",
+    "mlp": "#999933",
+    "dspark": "#f0c800",
+    "suffix": "#8c564b",
     "draft model": "#000000",
 }
 MARKERS = dict(zip(COLOURS, ["x", "s", "o", "v", "D", "^", "<", ">", "P", "h", "*", "p", "X"]))
 # colour and marker of names that are not in the palette
 _SPARE = list(zip(["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc"], "dH8123"))
 STYLE = {
-    "figure.facecolor": "white", "axes.facecolor": "white", "savefig.facecolor": "white", "figure.dpi": 72, "savefig.dpi": 144,
-    "figure.constrained_layout.use": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11,
-    "axes.labelsize": 10, "font.size": 10, "text.color": "#222222", "axes.labelcolor": "#222222",
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "savefig.facecolor": "white",
+    "figure.dpi": 72,
+    "savefig.dpi": 144,
+    "figure.constrained_layout.use": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.labelsize": 10,
+    "font.size": 10,
+    "text.color": "#222222",
+    "axes.labelcolor": "#222222",
 }
 
 
 def look(
-    names: Sequence[str],  # drafters that share a figure; "eagle3 (3 steps)" takes the look of its first word
+    names: Sequence[
+        str
+    ],  # drafters that share a figure; "eagle3 (3 steps)" takes the look of its first word
 ) -> dict[str, tuple[str, str]]:  # name -> (hex colour, matplotlib marker)
-    "How to draw each drafter. A name not in the palette gets a spare look by its letters, and another one only where two collide."
+    """How to draw each drafter. A name not in the palette gets a spare look by its letters, and
+    another one only where two collide."""
     looks, free = {}, list(_SPARE)
     for name in names:
-        known = max((k for k in COLOURS if name == k or name.startswith(f"{k} ")), key=len, default=None)
+        known = max(
+            (k for k in COLOURS if name == k or name.startswith(f"{k} ")), key=len, default=None
+        )
         if known:
             looks[name] = COLOURS[known], MARKERS[known]
         elif name not in looks:
@@ -65,8 +90,8 @@ def styled() -> Iterator[None]:
     try:
         yield
     finally:
-        # these only: plt.rc_context would also undo the interactive mode, which Jupyter's back end
-        # turns on when the first figure loads it, and no figure would be shown any more
+        # these only: plt.rc_context would also undo the interactive mode, which Jupyter turns
+        # on when the first figure loads its back end, and no figure would be shown any more
         plt.rcParams.update(before)
 
 
@@ -76,7 +101,8 @@ def new_axes(
     columns: int = 1,  # panels side by side
     **kwargs,  # passed on to `plt.subplots`
 ) -> tuple[Figure, Any]:  # the figure, and one Axes or an array of them
-    "A figure in the workbench's style: white ground (readable on a dark page), title at the left, no box."
+    """A figure in the workbench's style: white ground (readable on a dark page), title at the
+    left, no box."""
     with styled():
         return plt.subplots(1, columns, figsize=(width * columns, height), **kwargs)
 
@@ -91,14 +117,24 @@ def plot_acceptance(
     table: pd.DataFrame,  # drafter, position, unconditional; optional _low/_high, conditional
     title: str | None = None,  # the finding
 ) -> Figure:  # one panel per temperature
-    "Acceptance per draft position: bars unconditional, line conditional, whiskers the 95 % interval."
+    """Acceptance per draft position: bars unconditional, line conditional, whiskers the 95 %
+    interval."""
     missing = {"drafter", "position", "unconditional"} - set(table.columns)
     if missing:
-        raise ValueError(f"the acceptance table lacks the columns {sorted(missing)}; it has {list(table.columns)}")
-    panels = list(table.groupby("temperature", sort=True)) if "temperature" in table else [(None, table)]
+        raise ValueError(
+            f"the acceptance table lacks the columns {sorted(missing)}; it has "
+            f"{list(table.columns)}"
+        )
+    panels = (
+        list(table.groupby("temperature", sort=True))
+        if "temperature" in table
+        else [(None, table)]
+    )
     drafters = look(list(dict.fromkeys(table["drafter"])))
     width = 0.8 / len(drafters)
-    lines = math.ceil(sum(0.58 + 0.072 * len(name) for name in drafters) / (5.5 * len(panels)))  # of the legend: a key and its letters, in inches
+    lines = math.ceil(
+        sum(0.58 + 0.072 * len(name) for name in drafters) / (5.5 * len(panels))
+    )  # of the legend: a key and its letters, in inches
     fig, axes = new_axes(5.5, 3.35 + 0.25 * lines, len(panels), sharey=True, squeeze=False)
     for ax, (temperature, rows) in zip(axes[0], panels):
         for i, (name, (colour, marker)) in enumerate(drafters.items()):
@@ -106,15 +142,48 @@ def plot_acceptance(
             x = r["position"].to_numpy() + (i - (len(drafters) - 1) / 2) * width
             ax.bar(x, r["unconditional"], width * 0.92, color=colour, alpha=0.85)
             if {"unconditional_low", "unconditional_high"} <= set(r.columns):
-                whiskers = np.stack([r["unconditional"] - r["unconditional_low"], r["unconditional_high"] - r["unconditional"]])
-                ax.errorbar(x, r["unconditional"], np.clip(whiskers, 0, None), fmt="none", ecolor="#222222", elinewidth=1, capsize=2)
+                whiskers = np.stack(
+                    [
+                        r["unconditional"] - r["unconditional_low"],
+                        r["unconditional_high"] - r["unconditional"],
+                    ]
+                )
+                ax.errorbar(
+                    x,
+                    r["unconditional"],
+                    np.clip(whiskers, 0, None),
+                    fmt="none",
+                    ecolor="#222222",
+                    elinewidth=1,
+                    capsize=2,
+                )
             if "conditional" in r.columns:
-                ax.plot(x, r["conditional"], color=colour, marker=marker, markersize=6, markeredgecolor="white", linewidth=1.5)
-        ax.set(ylim=(0, 1.02), xticks=sorted(table["position"].unique()), xlabel="draft position k")
-        ax.set_title("" if temperature is None else f"temperature {temperature:g}", loc="left", fontsize=10)
+                ax.plot(
+                    x,
+                    r["conditional"],
+                    color=colour,
+                    marker=marker,
+                    markersize=6,
+                    markeredgecolor="white",
+                    linewidth=1.5,
+                )
+        ax.set(
+            ylim=(0, 1.02), xticks=sorted(table["position"].unique()), xlabel="draft position k"
+        )
+        ax.set_title(
+            "" if temperature is None else f"temperature {temperature:g}",
+            loc="left",
+            fontsize=10,
+        )
     axes[0][0].set_ylabel("acceptance rate\n(bar: unconditional, line: conditional)")
     patches = [Patch(color=c) for c, _ in drafters.values()]
-    fig.legend(patches, drafters, loc="outside lower center", ncols=min(math.ceil(len(drafters) / lines), 6), frameon=False)
+    fig.legend(
+        patches,
+        drafters,
+        loc="outside lower center",
+        ncols=min(math.ceil(len(drafters) / lines), 6),
+        frameon=False,
+    )
     fig.suptitle(title or "", x=0.01, ha="left", fontsize=11)
     plt.close(fig)
     return fig
@@ -123,14 +192,16 @@ def plot_acceptance(
 def plot_mask(
     dense: Any,  # [Q, KV] bool, True where the query (row) may see the key (column)
     documents: Sequence[int] | None = None,  # the document of each query row; -1 is padding
-    key_documents: Sequence[int] | None = None,  # document of each key; default: `documents`, repeated to KV where it fits
+    key_documents: Sequence[int]
+    | None = None,  # document of each key; default: `documents`, repeated to KV where it fits
     title: str | None = None,  # the finding
     xlabel: str = "key position",  # what a column is
     ylabel: str = "query position",  # what a row is
     fill: str = COLOURS["eagle3"],  # the colour of an allowed entry
     ax: Axes | None = None,  # where to draw; None: a figure of its own
 ) -> Figure:  # the figure drawn on
-    "Draw an attention mask: allowed entries filled, document borders as lines, padding rows and columns shaded."
+    """Draw an attention mask: allowed entries filled, document borders as lines, padding rows
+    and columns shaded."""
     dense = np.asarray(dense, dtype=bool)
     rows, columns = dense.shape
     if ax is None:
@@ -139,10 +210,13 @@ def plot_mask(
         plt.close(fig)
     with styled():
         image = np.full((rows, columns, 3), 1.0)
-        image[dense] = [int(fill[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+        image[dense] = [int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         if key_documents is None and documents is not None and columns % rows == 0:
             key_documents = list(documents) * (columns // rows)
-        for ids, stripe, line in ((documents, lambda i: np.s_[i, :], ax.axhline), (key_documents, lambda i: np.s_[:, i], ax.axvline)):
+        for ids, stripe, line in (
+            (documents, lambda i: np.s_[i, :], ax.axhline),
+            (key_documents, lambda i: np.s_[:, i], ax.axvline),
+        ):
             if ids is None:
                 continue
             ids = np.asarray(ids)
@@ -171,19 +245,35 @@ def plot_loss(
         fig, ax = new_axes()
         plt.close(fig)
     groups = list(log.groupby("drafter", sort=False)) if "drafter" in log else [("", log)]
-    looks = look([name for name, _ in groups]) if "drafter" in log else {"": (COLOURS["eagle3"], MARKERS["eagle3"])}
+    looks = (
+        look([name for name, _ in groups])
+        if "drafter" in log
+        else {"": (COLOURS["eagle3"], MARKERS["eagle3"])}
+    )
     for name, rows in groups:
         colour, marker = looks[name]
-        for column, label, style in (("loss", "training", "-"), ("eval_loss", "validation", "--")):
+        for column, label, style in (
+            ("loss", "training", "-"),
+            ("eval_loss", "validation", "--"),
+        ):
             if column in rows and (kept := rows.dropna(subset=[column])).size:
-                ax.plot(kept["step"], kept[column], style, color=colour, label=f"{name} {label}".strip(),
-                        marker=marker if len(kept) < 15 else None, markersize=4)
+                ax.plot(
+                    kept["step"],
+                    kept[column],
+                    style,
+                    color=colour,
+                    label=f"{name} {label}".strip(),
+                    marker=marker if len(kept) < 15 else None,
+                    markersize=4,
+                )
     ax.legend(frameon=False)
     return _finish(ax, title, "step", "loss (nats per row)")
 
 
 def plot_step_weights(
-    weights: Mapping[str, Sequence[float]],  # label -> weight of each step or slot, the first one at 0
+    weights: Mapping[
+        str, Sequence[float]
+    ],  # label -> weight of each step or slot, the first one at 0
     title: str | None = None,  # the finding
     xlabel: str = "step k",  # what is counted
     ax: Axes | None = None,  # where to draw; None: a figure of its own
@@ -202,7 +292,9 @@ def plot_step_weights(
 
 # %% ../../nbs/core/08_plot.ipynb #d939778f
 def plot_tree(
-    parents: Sequence[int],  # [N] parent of each node, -1 under the last decided token; parents come before children
+    parents: Sequence[
+        int
+    ],  # [N] parent of each node, -1 under the last decided token; parents come before children
     labels: Sequence[str] | None = None,  # [N] text in each node; default: its index
     weights: Sequence[float] | None = None,  # [N] probability of each node, written on its edge
     accepted: Sequence[int] = (),  # nodes on the accepted path
@@ -210,10 +302,13 @@ def plot_tree(
     title: str | None = None,  # the finding
     fill: str = COLOURS["eagle3"],  # the colour of an accepted node
 ) -> Figure:  # depth goes to the right
-    "Draw a draft tree from left to right, leaves evenly spread, every parent centred on its children."
+    """Draw a draft tree from left to right, leaves evenly spread, every parent centred on its
+    children."""
     parents = [int(p) for p in parents]
     labels = [str(i) for i in range(len(parents))] if labels is None else list(labels)
-    children = {i: [c for c, p in enumerate(parents) if p == i] for i in range(-1, len(parents))}
+    children = {
+        i: [c for c, p in enumerate(parents) if p == i] for i in range(-1, len(parents))
+    }
     depth = {-1: 0}
     for i, p in enumerate(parents):
         depth[i] = depth[p] + 1
@@ -235,15 +330,45 @@ def plot_tree(
         kept = node in accepted
         if node >= 0:
             parent = parents[node]
-            x, y = np.array([depth[parent], depth[node]]), np.array([height[parent], height[node]])
-            ax.plot(x, y, color=fill if kept else "#aaaaaa", linewidth=2.5 if kept else 1, zorder=1)
+            x, y = (
+                np.array([depth[parent], depth[node]]),
+                np.array([height[parent], height[node]]),
+            )
+            ax.plot(
+                x, y, color=fill if kept else "#aaaaaa", linewidth=2.5 if kept else 1, zorder=1
+            )
             if weights is not None:
-                ax.text(x @ [1 / 3, 2 / 3], y @ [1 / 3, 2 / 3], f"{float(weights[node]):.2f}", fontsize=7,
-                        ha="center", va="center", zorder=2, bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
-        ax.text(depth[node], height[node], root if node < 0 else labels[node], ha="center", va="center", zorder=3, fontsize=9,
-                color="white" if kept else "#222222",
-                bbox=dict(boxstyle="round,pad=0.3", facecolor=fill if kept else "#eeeeee", edgecolor="none"))
-    ax.set(xticks=range(max(depth.values()) + 1), yticks=[], ylim=(leaves - 0.4, -0.6), xlim=(-0.4, max(depth.values()) + 0.5))
+                ax.text(
+                    x @ [1 / 3, 2 / 3],
+                    y @ [1 / 3, 2 / 3],
+                    f"{float(weights[node]):.2f}",
+                    fontsize=7,
+                    ha="center",
+                    va="center",
+                    zorder=2,
+                    bbox=dict(facecolor="white", edgecolor="none", pad=0.5),
+                )
+        ax.text(
+            depth[node],
+            height[node],
+            root if node < 0 else labels[node],
+            ha="center",
+            va="center",
+            zorder=3,
+            fontsize=9,
+            color="white" if kept else "#222222",
+            bbox=dict(
+                boxstyle="round,pad=0.3",
+                facecolor=fill if kept else "#eeeeee",
+                edgecolor="none",
+            ),
+        )
+    ax.set(
+        xticks=range(max(depth.values()) + 1),
+        yticks=[],
+        ylim=(leaves - 0.4, -0.6),
+        xlim=(-0.4, max(depth.values()) + 0.5),
+    )
     ax.spines["left"].set_visible(False)
     _finish(ax, title, "depth (0: the last decided token)", "")
     plt.close(fig)

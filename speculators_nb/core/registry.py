@@ -14,10 +14,10 @@ from pydantic_core import core_schema
 
 from .options import shown
 
-
 # %% ../../nbs/core/05_registry.ipynb #7a226e3c
 class ClassRegistryMixin:
     "A base class that keeps a table `name -> class` of those that registered with it."
+
     registry: ClassVar[dict[str, type]]  # made new for each base class that mixes this in
 
     def __init_subclass__(cls, **kwargs):
@@ -30,7 +30,8 @@ class ClassRegistryMixin:
         cls,
         name: str,  # the word that configs carry
     ):  # -> a class decorator that returns the class unchanged
-        "Decorator: enter a class in this base's table. A name that another class has taken raises `ValueError`."
+        """Decorator: enter a class in this base's table. A name that another class has taken
+        raises `ValueError`."""
         return lambda klass: cls.register_decorator(klass, name)
 
     @classmethod
@@ -39,20 +40,36 @@ class ClassRegistryMixin:
         klass: type,  # the class to enter
         name: str,  # the word that configs carry
     ) -> type:  # `klass`
-        """Enter `klass` as `name`. The same class (by its qualified name) may come again, as when a notebook cell is run twice; where both a notebook
+        """Enter `klass` as `name`. The same class (by its qualified name) may come again, as
+        when a notebook cell is run twice; where both a notebook
         and the module exported from it define it, the module's stands."""
         taken = cls.registry.get(name)
-        if taken is not None and taken.__qualname__ == klass.__qualname__ and "__main__" in (taken.__module__, klass.__module__):
-            cls.registry[name] = taken if klass.__module__ == "__main__" != taken.__module__ else klass
+        if (
+            taken is not None
+            and taken.__qualname__ == klass.__qualname__
+            and "__main__" in (taken.__module__, klass.__module__)
+        ):
+            cls.registry[name] = (
+                taken if klass.__module__ == "__main__" != taken.__module__ else klass
+            )
             return klass
-        if taken is not None and (taken.__module__, taken.__qualname__) != (klass.__module__, klass.__qualname__):
-            raise ValueError(f"{cls.__name__}: the name {name!r} is taken by {taken.__module__}.{taken.__qualname__}, so "
-                             f"{klass.__module__}.{klass.__qualname__} cannot have it. Register it under another name.")
+        if taken is not None and (taken.__module__, taken.__qualname__) != (
+            klass.__module__,
+            klass.__qualname__,
+        ):
+            raise ValueError(
+                f"{cls.__name__}: the name {name!r} is taken by "
+                f"{taken.__module__}.{taken.__qualname__}, so "
+                f"{klass.__module__}.{klass.__qualname__} cannot have it. Register it under "
+                "another name."
+            )
         cls.registry[name] = klass
         return klass
 
     @classmethod
-    def registered_classes(cls) -> dict[str, type]:  # name -> class, in the order of registration
+    def registered_classes(
+        cls,
+    ) -> dict[str, type]:  # name -> class, in the order of registration
         "What has registered so far."
         return dict(cls.registry)
 
@@ -63,8 +80,11 @@ class ClassRegistryMixin:
     ) -> type:  # the class that registered as `name`
         "Look a name up; an unknown one raises `ValueError` with the known ones."
         if name not in cls.registry:
-            raise ValueError(f"{cls.__name__}: {name!r} is not registered. Known: {', '.join(sorted(cls.registry)) or 'none'}. "
-                             "If it is yours, import the module that registers it first.")
+            raise ValueError(
+                f"{cls.__name__}: {name!r} is not registered. Known: "
+                f"{', '.join(sorted(cls.registry)) or 'none'}. "
+                "If it is yours, import the module that registers it first."
+            )
         return cls.registry[name]
 
 # %% ../../nbs/core/05_registry.ipynb #55daddbe
@@ -73,6 +93,7 @@ def explain(
     *where: str,  # names that come before the field's
 ) -> str:  # one line
     "What is wrong, where, and what was given there."
+
     def say(e):
         place = ".".join(map(str, (*where, *e["loc"])))
         if e["type"] == "value_error":  # a rule of ours, which names the field and the value
@@ -80,6 +101,7 @@ def explain(
             joint = "." if re.match(r"[\w.]+=", said) else ": "
             return f"{place}{joint}{said}" if place else said
         return f"{place}={shown(e['input'])}: {e['msg'][0].lower()}{e['msg'][1:]}"
+
     return "; ".join(map(say, error.errors()))
 
 
@@ -89,15 +111,19 @@ def no_truth_for_a_number(
 ):  # the same
     "Python takes True for 1, and pydantic with it. Errors: ValueError naming the field."
     for name, value in fields.items() if isinstance(fields, dict) else ():
-        kinds = get_args(kind := getattr(cls.model_fields.get(name), "annotation", None)) or (kind,)
+        kinds = get_args(kind := getattr(cls.model_fields.get(name), "annotation", None)) or (
+            kind,
+        )
         if isinstance(value, bool) and {int, float} & {*kinds} and bool not in kinds:
             raise ValueError(f"{name}={value}: is a truth value, and must be a number")
     return fields
 
 
 class ReloadableBaseModel(BaseModel):
-    """A pydantic model whose schema can be compiled anew after new classes have registered. Errors: ValueError naming the field and its value, in one line;
+    """A pydantic model whose schema can be compiled anew after new classes have registered.
+    Errors: ValueError naming the field and its value, in one line;
     a truth value is no number, and infinity neither."""
+
     model_config = ConfigDict(allow_inf_nan=False)
 
     def __init__(self, /, **fields):
@@ -118,7 +144,9 @@ class ReloadableBaseModel(BaseModel):
 
 
 class PydanticClassRegistryMixin(ReloadableBaseModel, ClassRegistryMixin):
-    "A pydantic base class that validates to whichever registered class its field `schema_discriminator` names."
+    """A pydantic base class that validates to whichever registered class its field
+    `schema_discriminator` names."""
+
     schema_discriminator: ClassVar[str]  # the field that carries the name
 
     def __init_subclass__(cls, **kwargs):
@@ -137,4 +165,7 @@ class PydanticClassRegistryMixin(ReloadableBaseModel, ClassRegistryMixin):
     def __get_pydantic_core_schema__(cls, source, handler):
         if "registry" not in cls.__dict__ or not cls.registry:
             return handler(source)
-        return core_schema.tagged_union_schema({n: handler(c) for n, c in cls.registry.items()}, discriminator=cls.schema_discriminator)
+        return core_schema.tagged_union_schema(
+            {n: handler(c) for n, c in cls.registry.items()},
+            discriminator=cls.schema_discriminator,
+        )

@@ -21,10 +21,14 @@ from .plot import plot_tree
 def likeliest(
     logits: Tensor,  # [..., V]
 ) -> Tensor:  # [...] int64
-    "The best token of each row, the first one where several are equal. Errors: ValueError for NaN or infinity."
+    """The best token of each row, the first one where several are equal. Errors: ValueError for
+    NaN or infinity."""
     best, tokens = logits.max(-1)
     if not best.isfinite().all():
-        raise ValueError(f"the logits to choose a token from are NaN or infinite: check weights and dtype {logits.dtype} of the model that gave them")
+        raise ValueError(
+            "the logits to choose a token from are NaN or infinite: check weights and dtype "
+            f"{logits.dtype} of the model that gave them"
+        )
     return tokens
 
 
@@ -54,7 +58,9 @@ def probabilities(
 
 @dataclass
 class Sampling:
-    "How tokens are drawn in one request: temperature and filters, and where the random numbers come from."
+    """How tokens are drawn in one request: temperature and filters, and where the random
+    numbers come from."""
+
     temperature: float = 0.0  # 0: greedy
     generator: torch.Generator | None = None  # None: torch's global one
     top_k: int = 0  # the filters as in `probabilities`
@@ -62,7 +68,14 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self):
-        check_options(dict(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p))
+        check_options(
+            dict(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+            )
+        )
 
     def probabilities(
         self,
@@ -75,35 +88,55 @@ class Sampling:
         self,
         probs: Tensor,  # [..., V] each row a law
     ) -> Tensor:  # [...] int64, one token a row
-        "Draw one token from each law; a point mass gives its token without using up a random number. Errors: ValueError for a law of NaN."
+        """Draw one token from each law; a point mass gives its token without using up a random
+        number. Errors: ValueError for a law of NaN."""
         if self.temperature == 0:
             return probs.argmax(-1)
         if probs.isnan().any():
-            raise ValueError(f"the law to draw a token from is NaN at temperature={self.temperature}: check weights and dtype {probs.dtype} of the model that gave it")
-        return torch.multinomial(probs.reshape(-1, probs.shape[-1]), 1, generator=self.generator).view(probs.shape[:-1])
+            raise ValueError(
+                f"the law to draw a token from is NaN at temperature={self.temperature}: check "
+                f"weights and dtype {probs.dtype} of the model that gave it"
+            )
+        return torch.multinomial(
+            probs.reshape(-1, probs.shape[-1]), 1, generator=self.generator
+        ).view(probs.shape[:-1])
 
 # %% ../../nbs/core/11_tree.ipynb #c7015e1c
 @dataclass
 class TokenTree:
-    "Drafted tokens and how they hang together. Depth 1 follows the last decided token directly."
+    """Drafted tokens and how they hang together. Depth 1 follows the last decided token
+    directly."""
+
     tokens: Tensor  # [N] int64 verifier token ids
     parents: Tensor  # [N] int64 parent, before its children; -1: under the last decided token
-    probs: Tensor | None = None  # [N, V] distribution each token is drawn from; None: deterministic (one-hot)
+    probs: Tensor | None = None  # [N, V] distribution of each token; None: deterministic
 
     def __post_init__(self):
         n = len(self.tokens)
         for name, row in (("tokens", self.tokens), ("parents", self.parents)):
             if row.ndim != 1 or row.is_floating_point() or row.dtype == torch.bool:
-                raise ValueError(f"{name} must be a row of integers, got {row.dtype} of shape {tuple(row.shape)}")
+                raise ValueError(
+                    f"{name} must be a row of integers, got {row.dtype} of shape "
+                    f"{tuple(row.shape)}"
+                )
         if self.parents.shape != self.tokens.shape:
-            raise ValueError(f"parents has shape {tuple(self.parents.shape)}, but there are {n} tokens: give one parent for each")
+            raise ValueError(
+                f"parents has shape {tuple(self.parents.shape)}, but there are {n} tokens: "
+                "give one parent for each"
+            )
         index = torch.arange(n, device=self.parents.device)
         wrong = ((self.parents >= index) | (self.parents < -1)).nonzero().flatten().tolist()
         if wrong:
             i = wrong[0]
-            raise ValueError(f"parents[{i}]={int(self.parents[i])} must be -1 or smaller than {i}: list every parent before its children")
+            raise ValueError(
+                f"parents[{i}]={int(self.parents[i])} must be -1 or smaller than {i}: list "
+                "every parent before its children"
+            )
         if self.probs is not None and (self.probs.ndim != 2 or len(self.probs) != n):
-            raise ValueError(f"probs has shape {tuple(self.probs.shape)}, but there are {n} tokens: give one row [V] for each, or None")
+            raise ValueError(
+                f"probs has shape {tuple(self.probs.shape)}, but there are {n} tokens: give "
+                "one row [V] for each, or None"
+            )
         if self.probs is not None:
             self.check_vocabulary(self.probs.shape[1])
 
@@ -124,11 +157,14 @@ class TokenTree:
         self,
         vocab_size: int,  # the verifier's
     ):
-        "Refuse tokens that the verifier does not have: its embedding would raise, or worse, not raise."
+        """Refuse tokens that the verifier does not have: its embedding would raise, or worse,
+        not raise."""
         wrong = ((self.tokens < 0) | (self.tokens >= vocab_size)).nonzero().flatten().tolist()
         if wrong:
-            raise ValueError(f"tokens[{wrong[0]}]={int(self.tokens[wrong[0]])} is outside the vocabulary of {vocab_size}. "
-                             "Are these draft ids that were never mapped to verifier ids?")
+            raise ValueError(
+                f"tokens[{wrong[0]}]={int(self.tokens[wrong[0]])} is outside the vocabulary of "
+                f"{vocab_size}. Are these draft ids that were never mapped to verifier ids?"
+            )
 
     def to(
         self,
@@ -137,7 +173,11 @@ class TokenTree:
         "The tree on another device."
         if self.tokens.device == torch.device(device):
             return self
-        return TokenTree(self.tokens.to(device), self.parents.to(device), None if self.probs is None else self.probs.to(device))
+        return TokenTree(
+            self.tokens.to(device),
+            self.parents.to(device),
+            None if self.probs is None else self.probs.to(device),
+        )
 
     @property
     def is_chain(self) -> bool:
@@ -149,22 +189,29 @@ class TokenTree:
         depth: int,  # the deepest nodes to keep
     ) -> "TokenTree":  # itself where nothing is deeper
         "Leave out what lies deeper."
-        if len(self) <= depth: return self          # it cannot be deeper than it has nodes
+        if len(self) <= depth:
+            return self  # it cannot be deeper than it has nodes
         keep = self.depth <= depth
         if keep.all():
             return self
         place = keep.cumsum(0) - 1
         parents = self.parents[keep]
-        return TokenTree(self.tokens[keep], torch.where(parents >= 0, place[parents], parents), None if self.probs is None else self.probs[keep])
+        return TokenTree(
+            self.tokens[keep],
+            torch.where(parents >= 0, place[parents], parents),
+            None if self.probs is None else self.probs[keep],
+        )
 
     @property
     def depth(self) -> Tensor:  # [N] int64
-        "How many drafted tokens lie on the way to each node, itself included: its position is that of the last decided token plus this."
+        """How many drafted tokens lie on the way to each node, itself included: its position is
+        that of the last decided token plus this."""
         return self.ancestors.sum(-1)
 
     @property
     def ancestors(self) -> Tensor:  # [N, N] bool
-        "Row i marks node i and all its ancestors: what the node's query may see of the tree when the verifier scores it in one pass."
+        """Row i marks node i and all its ancestors: what the node's query may see of the tree
+        when the verifier scores it in one pass."""
         seen = torch.eye(len(self), dtype=torch.bool)
         for i, p in enumerate(self.parents.tolist()):
             if p >= 0:
@@ -181,7 +228,11 @@ class TokenTree:
     def paths(self) -> list[list[int]]:  # node indices from depth 1 to a leaf
         "All ways from the last decided token to a leaf."
         inner = set(self.parents.tolist())
-        return [row.nonzero().flatten().tolist() for i, row in enumerate(self.ancestors) if i not in inner]
+        return [
+            row.nonzero().flatten().tolist()
+            for i, row in enumerate(self.ancestors)
+            if i not in inner
+        ]
 
     def draw(
         self,
@@ -191,14 +242,29 @@ class TokenTree:
         root: str = "…",  # text of the last decided token
     ) -> Figure:  # depth goes to the right; the drafter's probability stands on each edge
         "Draw the tree."
-        weights = None if self.probs is None else self.probs.gather(1, self.tokens[:, None]).flatten().tolist()
-        return plot_tree(self.parents.tolist(), [decode(t) for t in self.tokens.tolist()], weights, accepted, root, title)
+        weights = (
+            None
+            if self.probs is None
+            else self.probs.gather(1, self.tokens[:, None]).flatten().tolist()
+        )
+        return plot_tree(
+            self.parents.tolist(),
+            [decode(t) for t in self.tokens.tolist()],
+            weights,
+            accepted,
+            root,
+            title,
+        )
 
 # %% ../../nbs/core/11_tree.ipynb #0a549014
 @runtime_checkable
 class Drafter(Protocol):
-    "Something that proposes tokens. It never sees the verifier; only decided tokens, and the verifier's features where it asks for them."
-    aux_layer_ids: Sequence[int]  # verifier layers whose features it reads, ascending; empty: none
+    """Something that proposes tokens. It never sees the verifier; only decided tokens, and the
+    verifier's features where it asks for them."""
+
+    aux_layer_ids: Sequence[
+        int
+    ]  # verifier layers whose features it reads, ascending; empty: none
 
     def reset(self) -> None:
         "Start a new request: forget all state."
@@ -206,10 +272,12 @@ class Drafter(Protocol):
     def propose(
         self,
         tokens: Tensor,  # [n] all decided tokens; the verifier has not yet seen the last one
-        features: Tensor | None,  # [m, A·H] verifier rows since the last call (positions n-1-m … n-2), or None
+        features: Tensor
+        | None,  # [m, A·H] verifier rows since the last call (positions n-1-m … n-2), or None
         k: int,  # the deepest node wanted, >= 1
         sampling: Sampling,  # temperature and random numbers of this request
     ) -> TokenTree:  # may be shallower than k, or empty
         "Propose what may come after `tokens`."
 
-    # A drafter that learns from finished texts has `finish(tokens)` too; it is called with the whole text of each request.
+    # A drafter that learns from finished texts has `finish(tokens)` too, which is called with
+    # the whole text of each request.

@@ -10,9 +10,11 @@ __all__ = ['parse_tree', 'static_shape', 'without_return', 'shaped_tree', 'stati
 import ast
 import itertools
 from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
 from .options import MOST_DRAFTED
 from .tree import Sampling, TokenTree
 
@@ -20,36 +22,62 @@ from .tree import Sampling, TokenTree
 def parse_tree(
     text: str,  # e.g. "[(0,), (1,), (0, 0)]"
 ) -> list:  # the paths, shortest first
-    "The shape of a tree as paths of choices. Errors: ValueError for anything but a list of paths, each listed once and after a listed parent."
-    def refuse(why): raise ValueError(f"tree {text!r}: {why}; write paths of choices such as \"[(0,), (1,), (0, 0)]\", (0, 1) being the second choice after the first one")
-    try: shape = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError): refuse("this is not a list of tuples of numbers")
-    if not isinstance(shape, list) or not shape: refuse("a non-empty list is needed")
+    """The shape of a tree as paths of choices. Errors: ValueError for anything but a list of
+    paths, each listed once and after a listed parent."""
+
+    def refuse(why):
+        raise ValueError(
+            f'tree {text!r}: {why}; write paths of choices such as "[(0,), (1,), (0, 0)]", (0, '
+            "1) being the second choice after the first one"
+        )
+
+    try:
+        shape = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        refuse("this is not a list of tuples of numbers")
+    if not isinstance(shape, list) or not shape:
+        refuse("a non-empty list is needed")
     for path in shape:
-        if not isinstance(path, tuple) or not path or any(type(c) is not int or c < 0 for c in path): refuse(f"{path!r} is not a tuple of numbers from 0 on")
-        if path[:-1] and path[:-1] not in shape: refuse(f"{path} has no parent, {path[:-1]} is missing")
-        if shape.count(path) > 1: refuse(f"{path} is there twice")
+        if (
+            not isinstance(path, tuple)
+            or not path
+            or any(type(c) is not int or c < 0 for c in path)
+        ):
+            refuse(f"{path!r} is not a tuple of numbers from 0 on")
+        if path[:-1] and path[:-1] not in shape:
+            refuse(f"{path} has no parent, {path[:-1]} is missing")
+        if shape.count(path) > 1:
+            refuse(f"{path} is there twice")
     return sorted(shape, key=lambda path: (len(path), path))
+
 
 def static_shape(
     initial_branching_factor: int,  # children of the last decided token
-    branching_factor: int,          # children of every other inner node
-    depth: int,                     # drafted tokens on the longest path
+    branching_factor: int,  # children of every other inner node
+    depth: int,  # drafted tokens on the longest path
 ) -> list:  # as from `parse_tree`
     "The full tree. Errors: ValueError for a number below 1."
-    for name, value in dict(initial_branching_factor=initial_branching_factor, branching_factor=branching_factor, depth=depth).items():
-        if value < 1: raise ValueError(f"{name}={value} must be at least 1")
+    for name, value in dict(
+        initial_branching_factor=initial_branching_factor,
+        branching_factor=branching_factor,
+        depth=depth,
+    ).items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
     levels = [[(c,) for c in range(initial_branching_factor)]]
     while len(levels) < depth:
         levels.append([(*path, c) for path in levels[-1] for c in range(branching_factor)])
         if sum(map(len, levels)) > MOST_DRAFTED:
-            raise ValueError(f"depth={depth}: with branching_factor={branching_factor} the tree has more than {MOST_DRAFTED} tokens; lower one of them")
+            raise ValueError(
+                f"depth={depth}: with branching_factor={branching_factor} the tree has more "
+                f"than {MOST_DRAFTED} tokens; lower one of them"
+            )
     return [path for level in levels for path in level]
 
 # %% ../../nbs/core/12_tree_growth.ipynb #f28a53ba
 def without_return(
-    law: Tensor,         # [V]
-    n: int,              # tokens wanted
+    law: Tensor,  # [V]
+    n: int,  # tokens wanted
     sampling: Sampling,  # draws
 ) -> tuple:  # (list of at most n tokens, list of the laws [V] that each was drawn from)
     "Draw tokens one after the other, none twice; fewer where nothing is left."
@@ -60,63 +88,99 @@ def without_return(
         law = law.index_fill(0, torch.tensor(tokens[-1], device=law.device), 0)
     return tokens, laws
 
+
 def shaped_tree(
-    law: Callable,    # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
+    law: Callable,  # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
     shape: Sequence,  # from `parse_tree` or `static_shape`
-    sampling: Sampling | None = None, # temperature > 0: siblings sampled without replacement; else the likeliest
+    sampling: Sampling
+    | None = None,  # temperature > 0: siblings sampled without replacement; else the likeliest
 ) -> TokenTree:  # no more nodes than the shape; on the device of the law
-    "A tree of this shape. `law` says what follows each of `nodes`. Nodes of probability 0 are left out, with all that would follow them."
+    """A tree of this shape. `law` says what follows each of `nodes`. Nodes of probability 0 are
+    left out, with all that would follow them."""
     drawn = sampling is not None and sampling.temperature > 0
     at, tokens, parents, laws = {(): -1}, [], [], []
     for _, level in itertools.groupby(shape, len):
-        families = {up: list(paths) for up, paths in itertools.groupby(level, lambda path: path[:-1]) if up in at}
-        if not families: break
-        rows = law(torch.tensor([at[up] for up in families]), torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long))
+        families = {
+            up: list(paths)
+            for up, paths in itertools.groupby(level, lambda path: path[:-1])
+            if up in at
+        }
+        if not families:
+            break
+        rows = law(
+            torch.tensor([at[up] for up in families]),
+            torch.tensor(tokens, dtype=torch.long),
+            torch.tensor(parents, dtype=torch.long),
+        )
         for (up, paths), row in zip(families.items(), rows):
-            if row.max() == -torch.inf: continue
+            if row.max() == -torch.inf:
+                continue
             if drawn:
-                words, from_laws = without_return(sampling.probabilities(row), len(paths), sampling)
+                words, from_laws = without_return(
+                    sampling.probabilities(row), len(paths), sampling
+                )
                 chosen, laws = zip(paths, words), laws + from_laws
             else:
                 best = row.topk(min(paths[-1][-1] + 1, len(row)))
-                chosen = [(path, int(best.indices[c])) for path in paths if (c := path[-1]) < len(row) and best.values[c] > -torch.inf]
+                chosen = [
+                    (path, int(best.indices[c]))
+                    for path in paths
+                    if (c := path[-1]) < len(row) and best.values[c] > -torch.inf
+                ]
             for path, word in chosen:
                 at[path] = len(tokens)
                 tokens.append(word)
                 parents.append(at[up])
-    return TokenTree(*(torch.tensor(x, dtype=torch.long, device=rows.device) for x in (tokens, parents)), torch.stack(laws) if laws else None)
+    return TokenTree(
+        *(torch.tensor(x, dtype=torch.long, device=rows.device) for x in (tokens, parents)),
+        torch.stack(laws) if laws else None,
+    )
+
 
 def static_tree(
-    law: Callable,                  # the rest as in `static_shape` and `shaped_tree`
+    law: Callable,  # the rest as in `static_shape` and `shaped_tree`
     initial_branching_factor: int,
     branching_factor: int,
     depth: int,
     sampling: Sampling | None = None,
 ) -> TokenTree:
     "The full tree: every inner node has the same number of children."
-    return shaped_tree(law, static_shape(initial_branching_factor, branching_factor, depth), sampling)
+    return shaped_tree(
+        law, static_shape(initial_branching_factor, branching_factor, depth), sampling
+    )
 
 # %% ../../nbs/core/12_tree_growth.ipynb #402a2092
 def dynamic_tree(
-    law: Callable,            # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
-    top_k: int = 10,          # nodes expanded in a level, and children tried for each
-    depth: int = 8,           # drafted tokens on the longest path
-    total_tokens: int = 59,   # nodes kept at the end
-) -> tuple:  # (TokenTree, on the device of the law; cumulative log-probability of each node [N])
+    law: Callable,  # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
+    top_k: int = 10,  # nodes expanded in a level, and children tried for each
+    depth: int = 8,  # drafted tokens on the longest path
+    total_tokens: int = 59,  # nodes kept at the end
+) -> tuple:  # (TokenTree on the device of the law, cumulative log-probability of nodes [N])
     "EAGLE-2's tree. Errors: ValueError for a number below 1."
     for name, value in dict(top_k=top_k, depth=depth, total_tokens=total_tokens).items():
-        if value < 1: raise ValueError(f"{name}={value} must be at least 1")
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
     frontier = torch.tensor([-1])
     tokens = parents = frontier[:0]
     reached, scores = torch.zeros(1), torch.zeros(0)
     for _ in range(depth):
         rows = law(frontier, tokens, parents)
         best = rows.topk(min(top_k, rows.shape[1]))
-        words, new = best.indices.flatten().cpu(), (reached[:, None] + best.values.cpu()).flatten()
-        first, tokens, parents, scores = len(tokens), torch.cat([tokens, words]), torch.cat([parents, frontier.repeat_interleave(best.indices.shape[1])]), torch.cat([scores, new])
+        words, new = (
+            best.indices.flatten().cpu(),
+            (reached[:, None] + best.values.cpu()).flatten(),
+        )
+        first, tokens, parents, scores = (
+            len(tokens),
+            torch.cat([tokens, words]),
+            torch.cat([parents, frontier.repeat_interleave(best.indices.shape[1])]),
+            torch.cat([scores, new]),
+        )
         chosen = new.argsort(descending=True, stable=True)[:top_k].sort().values
         frontier, reached = first + chosen, new[chosen]
-    kept = scores.argsort(descending=True, stable=True)[:total_tokens].sort().values         # stable: among equals a parent stands before its children
+    kept = (
+        scores.argsort(descending=True, stable=True)[:total_tokens].sort().values
+    )  # stable: among equals a parent stands before its children
     kept = kept[scores[kept] > -torch.inf]
     parents = torch.where(parents[kept] < 0, -1, torch.searchsorted(kept, parents[kept]))
     return TokenTree(tokens[kept].to(rows.device), parents.to(rows.device)), scores[kept]
@@ -125,39 +189,59 @@ def dynamic_tree(
 def product_law(
     laws: Tensor,  # [K, V] log-probabilities of each depth
 ) -> Callable:  # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
-    "The law of a drafter whose slots do not depend on each other; beyond depth K all log-probabilities are -inf."
+    """The law of a drafter whose slots do not depend on each other; beyond depth K all
+    log-probabilities are -inf."""
     laws = F.pad(laws, (0, 0, 0, 1), value=-torch.inf)
+
     def law(nodes, tokens, parents):
-        depth, parents = [0], parents.tolist()         # of node i, at i + 1
-        for parent in parents: depth.append(depth[parent + 1] + 1)
-        return laws[torch.tensor([min(depth[i + 1], len(laws) - 1) for i in nodes.tolist()], device=laws.device)]
+        depth, parents = [0], parents.tolist()  # of node i, at i + 1
+        for parent in parents:
+            depth.append(depth[parent + 1] + 1)
+        return laws[
+            torch.tensor(
+                [min(depth[i + 1], len(laws) - 1) for i in nodes.tolist()], device=laws.device
+            )
+        ]
+
     return law
 
+
 def product_tree(
-    laws: Tensor,       # [K, V] log-probabilities of each depth
+    laws: Tensor,  # [K, V] log-probabilities of each depth
     total_tokens: int,  # nodes
 ) -> TokenTree:  # at most total_tokens nodes
-    "The likeliest nodes of all: under a product law no other tree of this size has a higher expected number of accepted tokens, as far as the drafter knows."
+    """The likeliest nodes of all: under a product law no other tree of this size has a higher
+    expected number of accepted tokens, as far as the drafter knows."""
     return dynamic_tree(product_law(laws), total_tokens, len(laws), total_tokens)[0]
 
 # %% ../../nbs/core/12_tree_growth.ipynb #4dde2c80
 def recurrent_law(
-    step: Callable,    # (tokens [F], parent states [F, ...], sees [F, C+F]) -> states [F, ...]
+    step: Callable,  # (tokens [F], parent states [F, ...], sees [F, C+F]) -> states [F, ...]
     logits: Callable,  # states [F, ...] -> [F, V] over the verifier's vocabulary
-    root: Tensor,      # state after the last decided token
-    keys: int,         # in the cache now, all decided
+    root: Tensor,  # state after the last decided token
+    keys: int,  # in the cache now, all decided
 ) -> Callable:  # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
-    "The law of a drafter with a key-value cache. `sees` shows a token the decided keys, its ancestors and itself: how many it sees says its position."
+    """The law of a drafter with a key-value cache. `sees` shows a token the decided keys, its
+    ancestors and itself: how many it sees says its position."""
     states, seen, past = {-1: root}, {-1: torch.ones(keys, dtype=torch.bool)}, keys
+
     def law(nodes, tokens, parents):
         nonlocal past
         nodes = nodes.tolist()
         if nodes != [-1]:
             up = [int(parents[i]) for i in nodes]
-            sees = torch.stack([F.pad(seen[p], (0, past + len(nodes) - len(seen[p]))) for p in up])
+            sees = torch.stack(
+                [F.pad(seen[p], (0, past + len(nodes) - len(seen[p]))) for p in up]
+            )
             sees[:, past:] = torch.eye(len(nodes), dtype=torch.bool)
-            out = step(tokens[nodes].to(root.device), torch.stack([states[p] for p in up]), sees.to(root.device))
-            for i, row, state in zip(nodes, sees, out): seen[i], states[i] = row, state
+            out = step(
+                tokens[nodes].to(root.device),
+                torch.stack([states[p] for p in up]),
+                sees.to(root.device),
+            )
+            for i, row, state in zip(nodes, sees, out):
+                seen[i], states[i] = row, state
             past += len(nodes)
         return logits(torch.stack([states[i] for i in nodes])).float().log_softmax(-1)
+
     return law

@@ -19,13 +19,19 @@ import pyarrow as pa
 from datasets import Dataset, DatasetInfo, Features, Sequence, Value
 from tqdm.auto import tqdm
 
-from speculators_nb.data.row_filter import (
-    Counts, batches, check_ids, in_data, made_of, read_rows, ready_row,
-)
-from .messages import BadRow, check_text, normalize, tools_of
-from .chat_template import ChatTemplate, merge_turns, reach, turns_of
-from ..core.options import check_options
 from ..core.files import atomic_folder
+from ..core.options import check_options
+from .chat_template import ChatTemplate, merge_turns, reach, turns_of
+from .messages import BadRow, check_text, normalize, tools_of
+from speculators_nb.data.row_filter import (
+    Counts,
+    batches,
+    check_ids,
+    in_data,
+    made_of,
+    read_rows,
+    ready_row,
+)
 
 # %% ../../nbs/data/06_chat_encoding.ipynb #2f9f8aae
 log = logging.getLogger(__name__)
@@ -45,6 +51,7 @@ def mask_of(
 
 class Rows(list):
     "The rows of one conversation. `partial`: of one of them, only the beginning was tokenised."
+
     partial = False
 
 
@@ -54,8 +61,11 @@ def encode_batch(
     rows: str = "conversation",  # as in `merge_turns`
     first: int | None = None,  # tokens of a row that are needed; None: all
     vocab_size: int | None = None,  # the verifier's; None: unknown
-) -> list[Rows | Exception]:  # per conversation: (input_ids int32 [n], loss_mask bool [n]) per row, or what went wrong
-    "Token ids and loss masks, tokenised together. The error of a bad conversation is in its place."
+) -> list[
+    Rows | Exception
+]:  # per conversation: (input_ids int32 [n], loss_mask bool [n]) per row, or what went wrong
+    """Token ids and loss masks, tokenised together. The error of a bad conversation is in its
+    place."""
     out, texts = [], []
     for row in conversations:
         try:
@@ -80,8 +90,10 @@ def _render(row, template, rows, first):
     "(text, trained characters) per row of a conversation; whether it goes on behind them."
     messages = normalize(row)
     if more := [i for i, m in enumerate(messages) if isinstance(m["content"], list)]:
-        raise BadRow("holds more than text: prepare it with the processor of a vision-language verifier",
-                     f"message {more[0]}")
+        raise BadRow(
+            "holds more than text: prepare it with the processor of a vision-language verifier",
+            f"message {more[0]}",
+        )
     turns = turns_of(messages, template, tools_of(row), first)
     if not (parts := merge_turns(turns, rows)):
         raise BadRow("no assistant message that answers another")
@@ -125,9 +137,16 @@ def encode(
     tools: list[dict] | None = None,  # as from `tools_of`
     rows: str = "conversation",  # as in `merge_turns`
     **template_kwargs,  # for the template
-) -> list[tuple[list[int], list[int]]]:  # (input_ids, loss_mask) per row: one row, or several where the template rewrites history
-    "Token ids and loss mask (1: the assistant's) by the template's marks, or by rendering prefixes. ValueError if no border is sure."
-    (made,) = encode_batch([{"messages": messages, "tools": tools}], ChatTemplate(tokenizer, **template_kwargs), rows)
+) -> list[
+    tuple[list[int], list[int]]
+]:  # (input_ids, loss_mask) per row: one row, or several where the template rewrites history
+    """Token ids and loss mask (1: the assistant's) by the template's marks, or by rendering
+    prefixes. ValueError if no border is sure."""
+    (made,) = encode_batch(
+        [{"messages": messages, "tools": tools}],
+        ChatTemplate(tokenizer, **template_kwargs),
+        rows,
+    )
     if isinstance(made, Exception):
         raise made
     return [(ids.tolist(), mask.astype(int).tolist()) for ids, mask in made]
@@ -154,23 +173,40 @@ class show_mask:
         loss_mask,  # [n]
         tokenizer,  # gives the text of each token
     ):
-        self.tokens, self.mask = [tokenizer.decode([int(i)]) for i in input_ids], [bool(m) for m in loss_mask]
+        self.tokens, self.mask = (
+            [tokenizer.decode([int(i)]) for i in input_ids],
+            [bool(m) for m in loss_mask],
+        )
 
     def _repr_html_(self):
-        span = '<span style="background:{};color:#111;border-left:1px solid #fff;padding:1px 0">{}</span>{}'
+        span = (
+            '<span style="background:{};color:#111;border-left:1px solid #fff;padding:1px '
+            '0">{}</span>{}'
+        )
         body = "".join(
             span.format(
-                "#f6c667" if m else "#e4e4e4", html.escape(t).replace("\n", "⏎").replace(" ", "&nbsp;"), "<wbr>" + "<br>" * t.count("\n")
+                "#f6c667" if m else "#e4e4e4",
+                html.escape(t).replace("\n", "⏎").replace(" ", "&nbsp;"),
+                "<wbr>" + "<br>" * t.count("\n"),
             )
             for t, m in zip(self.tokens, self.mask)
         )
-        return f'<div style="font-family:monospace;line-height:1.7">{body}<br>trained: {sum(self.mask)} of {len(self.mask)} tokens</div>'
+        return (
+            f'<div style="font-family:monospace;line-height:1.7">{body}<br>trained: '
+            f"{sum(self.mask)} of {len(self.mask)} tokens</div>"
+        )
 
     def __repr__(self):
         return "".join(f"[{t}]" if m else t for t, m in zip(self.tokens, self.mask))
 
 # %% ../../nbs/data/06_chat_encoding.ipynb #2da93571
-FEATURES = Features({"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("bool")), "seq_len": Value("int32")})
+FEATURES = Features(
+    {
+        "input_ids": Sequence(Value("int32")),
+        "loss_mask": Sequence(Value("bool")),
+        "seq_len": Value("int32"),
+    }
+)
 
 
 def to_dataset(
@@ -179,19 +215,33 @@ def to_dataset(
 ) -> Dataset:  # input_ids, loss_mask, seq_len
     "An Arrow table of rows."
     lengths = np.array([len(ids) for ids, _ in rows], np.int32)
-    offsets = pa.array(np.concatenate([[0], lengths.cumsum(dtype=np.int64)]).astype(np.int32)) if lengths.sum(dtype=np.int64) < 2**31 else None
-    if offsets is None:  # beyond two thousand million tokens the offsets of one list array overflow
+    offsets = (
+        pa.array(np.concatenate([[0], lengths.cumsum(dtype=np.int64)]).astype(np.int32))
+        if lengths.sum(dtype=np.int64) < 2**31
+        else None
+    )
+    if (
+        offsets is None
+    ):  # beyond two thousand million tokens the offsets of one list array overflow
         half = len(rows) // 2
         tables = [to_dataset(part).data.table for part in (rows[:half], rows[half:])]
-        return Dataset(pa.concat_tables(tables), info=DatasetInfo(features=FEATURES, description=description))
+        return Dataset(
+            pa.concat_tables(tables),
+            info=DatasetInfo(features=FEATURES, description=description),
+        )
     flat = [np.concatenate([r[k] for r in rows]) if rows else np.zeros(0) for k in (0, 1)]
-    columns = [pa.ListArray.from_arrays(offsets, pa.array(flat[0].astype(np.int32, copy=False))), pa.ListArray.from_arrays(offsets, pa.array(flat[1].astype(bool, copy=False)))]
+    columns = [
+        pa.ListArray.from_arrays(offsets, pa.array(flat[0].astype(np.int32, copy=False))),
+        pa.ListArray.from_arrays(offsets, pa.array(flat[1].astype(bool, copy=False))),
+    ]
     table = pa.table([*columns, pa.array(lengths)], schema=FEATURES.arrow_schema)
     return Dataset(table, info=DatasetInfo(features=FEATURES, description=description))
 
 
 def prepare(
-    conversations: str | Path | Iterable,  # as in `sources.located`; also rows with input_ids and loss_mask
+    conversations: str
+    | Path
+    | Iterable,  # as in `sources.located`; also rows with input_ids and loss_mask
     tokenizer,  # a fast HF tokenizer with a chat template
     max_length: int,  # longer rows are cut
     rows: str = "conversation",  # as in `merge_turns`
@@ -199,7 +249,8 @@ def prepare(
     vocab_size: int | None = None,  # the verifier's; None: as many as the tokenizer has
     **template_kwargs,  # for the template
 ) -> Dataset:  # input_ids, loss_mask, seq_len; `info.description` says what was dropped
-    "Tokenise in memory. What cannot be used is dropped and counted; ValueError if no row is left."
+    """Tokenise in memory. What cannot be used is dropped and counted; ValueError if no row is
+    left."""
     check_options({"max_length": max_length, "rows": rows, "max_samples": limit})
     template, kept, counts, n = ChatTemplate(tokenizer, **template_kwargs), [], Counts(), 0
     vocab_size = vocab_size or len(template.tokenizer)
@@ -207,20 +258,27 @@ def prepare(
     def usable():
         nonlocal n
         stream = islice(read_rows(conversations, vocab_size), limit)
-        for n, (where, row) in enumerate(tqdm(stream, desc="tokenise", leave=False, delay=1), 1):
+        for _n, (where, row) in enumerate(
+            tqdm(stream, desc="tokenise", leave=False, delay=1), 1
+        ):
             if isinstance(row, Exception):
                 counts.refuse(where, row)
             else:
                 yield where, row
 
     for batch in batches(usable()):
-        encoded = encode_batch([row for _, row in batch], template, rows, max_length + 1, vocab_size)
+        encoded = encode_batch(
+            [row for _, row in batch], template, rows, max_length + 1, vocab_size
+        )
         for (where, row), made in zip(batch, encoded):
             made = made_of(row, made, template.control, max_length)
             counts.add(where, made)
             kept += made.rows
     if not kept:
-        raise ValueError(f"no row left of {n} conversations ({counts.why() or f'there were none{in_data(conversations)}'})")
+        raise ValueError(
+            f"no row left of {n} conversations "
+            f"({counts.why() or f'there were none{in_data(conversations)}'})"
+        )
     text = (
         f"{n} conversations, {len(kept)} rows, {sum(len(ids) for ids, _ in kept)} tokens, "
         f"{sum(int(mask.sum()) for _, mask in kept)} trained; "
@@ -234,7 +292,10 @@ def spelled_out(
     control: list[dict],  # as from `Counts.control`
 ) -> str:  # empty, or half a sentence
     "Control tokens in what was said, for a message."
-    what = (f"{c['token']!r} in {c['conversations']} conversations (first: {c['first']})" for c in control)
+    what = (
+        f"{c['token']!r} in {c['conversations']} conversations (first: {c['first']})"
+        for c in control
+    )
     return "; text is read as control tokens: " + ", ".join(what) if control else ""
 
 # %% ../../nbs/data/06_chat_encoding.ipynb #41c4d4cd
@@ -246,11 +307,17 @@ def token_frequencies(
 ) -> dict[int, int]:  # token id -> number of trained occurrences, ascending ids; absent: none
     "Count the trained tokens."
     counts = np.zeros(0, np.int64)
-    for batch in dataset.select_columns(["input_ids", "loss_mask"]).with_format("numpy").iter(1000):
-        ids = np.concatenate([i[m.astype(bool)] for i, m in zip(batch["input_ids"], batch["loss_mask"])])
+    for batch in (
+        dataset.select_columns(["input_ids", "loss_mask"]).with_format("numpy").iter(1000)
+    ):
+        ids = np.concatenate(
+            [i[m.astype(bool)] for i, m in zip(batch["input_ids"], batch["loss_mask"])]
+        )
         if len(ids) and not 0 <= ids.min() <= ids.max() < LARGEST:
-            raise ValueError(f"input_ids go from {ids.min()} to {ids.max()}, expected token ids from 0 "
-                             "on. Prepare the data again.")
+            raise ValueError(
+                f"input_ids go from {ids.min()} to {ids.max()}, expected token ids from 0 "
+                "on. Prepare the data again."
+            )
         new = np.bincount(ids, minlength=len(counts))
         new[: len(counts)] += counts
         counts = new
@@ -264,4 +331,6 @@ def save_prepared(
     "Write the Arrow table and `token_freq.json`; the folder appears complete or not at all."
     with atomic_folder(folder) as tmp:
         dataset.save_to_disk(tmp)
-        (tmp / "token_freq.json").write_text(json.dumps(token_frequencies(dataset)), encoding="utf-8")
+        (tmp / "token_freq.json").write_text(
+            json.dumps(token_frequencies(dataset)), encoding="utf-8"
+        )

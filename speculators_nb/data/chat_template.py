@@ -59,7 +59,8 @@ class ControlTokens:
     def spelled(
         self,
         messages: list[dict],  # as from `normalize`
-        tools: list[dict] | None = None,  # as from `tools_of`; they stand in front of the first message
+        tools: list[dict]
+        | None = None,  # as from `tools_of`; they stand in front of the first message
     ) -> dict[str, int]:  # control token -> first message that spells it
         "Control tokens in what was said and called, and in the tools that could be."
         found = {}
@@ -93,49 +94,76 @@ def tokenizer_errors(
     try:
         yield
     except OSError as e:
-        raise FileNotFoundError(f"{verifier}: its tokenizer cannot be read: {' '.join(str(e).split())[:300]}") from e
+        raise FileNotFoundError(
+            f"{verifier}: its tokenizer cannot be read: {' '.join(str(e).split())[:300]}"
+        ) from e
     except ImportError:
         raise
     except Exception as e:  # of the library behind it, which raises what comes
-        raise ValueError(f"{verifier}: its tokenizer cannot be read: {type(e).__name__}: {' '.join(str(e).split())[:300]}") from e
+        raise ValueError(
+            f"{verifier}: its tokenizer cannot be read: {type(e).__name__}: "
+            f"{' '.join(str(e).split())[:300]}"
+        ) from e
 
 
 def check_template(
     tokenizer,  # with a chat template
 ) -> None:
-    "ValueError where the template leaves out what a person says: every question would be the same text."
+    """ValueError where the template leaves out what a person says: every question would be the
+    same text."""
     probe = "Is this read?"
     try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": probe}], tokenize=False)
-    except Exception:  # it asks for more than a question, or fails: whoever renders a conversation says so
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": probe}], tokenize=False
+        )
+    except (
+        Exception
+    ):  # it asks for more than a question, or fails: whoever renders a conversation says so
         return
     if probe.lower() not in text.lower():
-        raise ValueError(f"verifier {tokenizer.name_or_path!r}: its chat template leaves out what a person says, it renders "
-                         f"{text[:60]!r}; take the chat_template.jinja that belongs to the model")
+        raise ValueError(
+            f"verifier {tokenizer.name_or_path!r}: its chat template leaves out what a person "
+            f"says, it renders {text[:60]!r}; take the chat_template.jinja that belongs to the "
+            "model"
+        )
 
 
 class ChatTemplate:
-    "A tokenizer's chat template: `template(messages)` gives the text, and where in it the marks are."
+    """A tokenizer's chat template: `template(messages)` gives the text, and where in it the
+    marks are."""
 
     def __init__(
         self,
         tokenizer,  # a fast HF tokenizer or a processor, with a chat template
         **kwargs,  # for the template, e.g. enable_thinking=False
     ):
-        self.owner, self.tokenizer, self.kwargs = tokenizer, getattr(tokenizer, "tokenizer", tokenizer), kwargs
+        self.owner, self.tokenizer, self.kwargs = (
+            tokenizer,
+            getattr(tokenizer, "tokenizer", tokenizer),
+            kwargs,
+        )
         self.multimodal = self.owner is not self.tokenizer
         self.name = self.tokenizer.name_or_path
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None and backend.post_processor is not None and b'"trim_offsets":true' in backend.post_processor.__getstate__().replace(b" ", b""):
+        if (
+            backend is not None
+            and backend.post_processor is not None
+            and b'"trim_offsets":true'
+            in backend.post_processor.__getstate__().replace(b" ", b"")
+        ):
             backend = Tokenizer.from_str(backend.to_str())
-            backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+            backend.post_processor = processors.TemplateProcessing(
+                single="$A", pair="$A $B", special_tokens=[]
+            )
         self.backend, self.special = backend, dict(self.tokenizer.special_tokens_map)
         self.control = ControlTokens(self.tokenizer)
         check_template(self.tokenizer)
 
     def _text(self, tools):
         "The template's text; some tokenizers have one of their own for tools."
-        own = getattr(self.owner, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
+        own = getattr(self.owner, "chat_template", None) or getattr(
+            self.tokenizer, "chat_template", None
+        )
         if isinstance(own, dict):
             return own["tool_use"] if tools and "tool_use" in own else own.get("default")
         return own
@@ -145,22 +173,41 @@ class ChatTemplate:
         messages: list[dict],  # as from `normalize`
         tools: list[dict] | None = None,  # as from `tools_of`
         prompt: bool = False,  # end with what makes the assistant speak
-    ) -> tuple[str, list[tuple[int, int]] | None]:  # the text; the marked characters, None: the template has no marks
+    ) -> tuple[
+        str, list[tuple[int, int]] | None
+    ]:  # the text; the marked characters, None: the template has no marks
         "Render a conversation. BadRow: what the template raises."
         text = self._text(tools)
         if not text:
-            raise ValueError(f"tokenizer {self.name!r} has no chat_template; set tokenizer.chat_template (chat_template.jinja beside the model)")
+            raise ValueError(
+                f"tokenizer {self.name!r} has no chat_template; set tokenizer.chat_template "
+                "(chat_template.jinja beside the model)"
+            )
         if self.backend is None:
-            raise ValueError(f"tokenizer {self.name!r} is a {type(self.tokenizer).__name__}, which cannot say where its tokens begin; load the fast one (tokenizer.json)")
+            raise ValueError(
+                f"tokenizer {self.name!r} is a {type(self.tokenizer).__name__}, which cannot "
+                "say where its tokens begin; load the fast one (tokenizer.json)"
+            )
         marked = bool(MARK.search(text))
         try:
-            out, marks = render_jinja_template(conversations=[messages], tools=tools, chat_template=text, return_assistant_tokens_mask=marked,
-                                               add_generation_prompt=prompt, **(self.special | self.kwargs))
+            out, marks = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=text,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=prompt,
+                **(self.special | self.kwargs),
+            )
         except (RecursionError, MemoryError) as e:
-            raise BadRow(f"the chat template of {self.name} calls itself without end or makes a text without end, or a message is nested too deep ({type(e).__name__})") from e
+            raise BadRow(
+                f"the chat template of {self.name} calls itself without end or makes a text "
+                f"without end, or a message is nested too deep ({type(e).__name__})"
+            ) from e
         except Exception as e:  # a template may raise anything
             why = (str(e).splitlines() or [""])[0][:160]
-            raise BadRow(f"the chat template of {self.name} fails: {type(e).__name__}: {why}") from e
+            raise BadRow(
+                f"the chat template of {self.name} fails: {type(e).__name__}: {why}"
+            ) from e
         return out[0], marks[0] if marked else None
 
     def tokens(
@@ -168,7 +215,8 @@ class ChatTemplate:
         texts: list[str],  # rendered conversations
         first: int | None = None,  # so many tokens are needed of each; None: all
     ) -> list:  # an Encoding each: ids, offsets
-        "Tokenise rendered text: nothing is added or padded. A longer text may be cut behind `first`."
+        """Tokenise rendered text: nothing is added or padded. A longer text may be cut behind
+        `first`."""
         if not texts:
             return []
         self.backend.no_padding()
@@ -202,8 +250,18 @@ def fingerprint_template(
     template: ChatTemplate,  # tokenizer and chat template
 ) -> str:  # 16 hex digits
     "Hash everything that turns a conversation into token ids."
-    h = hashlib.sha256(template.backend.to_str().encode() if template.backend is not None else template.name.encode())
-    h.update(json.dumps([template._text(None), template._text([{}]), template.special], sort_keys=True, default=str).encode())
+    h = hashlib.sha256(
+        template.backend.to_str().encode()
+        if template.backend is not None
+        else template.name.encode()
+    )
+    h.update(
+        json.dumps(
+            [template._text(None), template._text([{}]), template.special],
+            sort_keys=True,
+            default=str,
+        ).encode()
+    )
     return h.hexdigest()[:16]
 
 # %% ../../nbs/data/05_chat_template.ipynb #179e3904
@@ -212,6 +270,7 @@ WORK = 1 << 27  # characters that are rendered for one conversation at most
 
 class Turns(list):
     "Assistant turns. `partial`: later ones were left out."
+
     partial = False
 
 
@@ -220,8 +279,11 @@ def turns_of(
     template: ChatTemplate,  # renders them
     tools: list[dict] | None = None,  # as from `tools_of`
     first: int | None = None,  # tokens of a row that are needed; None: all
-) -> list[tuple[str, list[tuple[int, int]]]]:  # (text through the turn, its trained characters) per assistant turn
-    """Render what the verifier saw and said at each assistant turn; with `first`, but for turns that
+) -> list[
+    tuple[str, list[tuple[int, int]]]
+]:  # (text through the turn, its trained characters) per assistant turn
+    """Render what the verifier saw and said at each assistant turn; with `first`, but for turns
+    that
     lie behind these tokens. ValueError if no border is sure; BadRow: too many turns."""
     turns, said, heard, work, far = Turns(), 0, 0, 0, first and reach(first)
     last = max((j for j, m in enumerate(messages) if m["role"] == "assistant"), default=0)
@@ -246,7 +308,10 @@ def turns_of(
         if first and turns and m["role"] == "assistant" and j < last:
             turns.partial = j >= first
             if heard > far and not turns.partial:
-                far, whole = 2 * heard, heard <= len(turns[-1][0])  # the template shows what was said
+                far, whole = (
+                    2 * heard,
+                    heard <= len(turns[-1][0]),
+                )  # the template shows what was said
                 turns.partial = whole and _is_beyond(messages[: j + 1], template, first)
     return turns
 
@@ -257,7 +322,8 @@ def _kept(message):
 
 
 def _is_beyond(messages, template, first):
-    "Whether what comes after messages has none of the first tokens, whatever a template does between them."
+    """Whether what comes after messages has none of the first tokens, whatever a template does
+    between them."""
     (tokens,) = template.tokens(["\n".join(map(_kept, messages))], 2 * first)
     return len(tokens.ids) > 2 * first
 
@@ -288,11 +354,13 @@ def _same(a, b):
 
 def _unmarked(template, j):
     return BadRow(
-        "an answer does not continue the rendering of the messages before it, so its tokens cannot be "
-        "told apart. Mark them in the chat template: {% generation %} before what the assistant says, "
-        "{% endgeneration %} after its end token",
-        detail=f"tokenizer {template.name!r}: message {j} (assistant) does not continue what is before "
-        f"it. The template is:\n{template._text(None)[:1500]}")
+        "an answer does not continue the rendering of the messages before it, so its tokens "
+        "cannot be told apart. Mark them in the chat template: {% generation %} before what "
+        "the assistant says, {% endgeneration %} after its end token",
+        detail=f"tokenizer {template.name!r}: message {j} (assistant) does not continue what "
+        "is before it. The template is:\n"
+        f"{template._text(None)[:1500]}",
+    )
 
 # %% ../../nbs/data/05_chat_template.ipynb #0693fbe2
 ROWS = ("conversation", "turn")
@@ -302,7 +370,8 @@ def merge_turns(
     turns: list[tuple],  # from `turns_of`
     rows: str = "conversation",  # "turn": a row per assistant turn, only that turn trained
 ) -> list[tuple[str, list[tuple[int, int]]]]:  # (text, trained characters) per row
-    "One row for as many turns as continue each other: every token is computed once, and every answer stands behind what the verifier saw."
+    """One row for as many turns as continue each other: every token is computed once, and every
+    answer stands behind what the verifier saw."""
     if rows not in ROWS:
         raise ValueError(f"rows={rows!r}: choose 'conversation' or 'turn'")
     out = []

@@ -13,7 +13,13 @@ from urllib.parse import urlsplit
 import httpcore
 import httpx
 
-from ..core.http_client import LimitedBackend, limited_transport, proxy_for, read_reply, time_limit
+from speculators_nb.core.http_client import (
+    LimitedBackend,
+    limited_transport,
+    proxy_for,
+    read_reply,
+    time_limit,
+)
 
 # %% ../../nbs/data/07_fetch_images.ipynb #5025e5f5
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
@@ -49,7 +55,10 @@ def public_addresses(
     addresses = list(dict.fromkeys(entry[4][0] for entry in found))
     for address in addresses:
         if not is_public(address):
-            raise ValueError(f"the host {host[:80]!r} is {address}, an address inside of this network: nothing is fetched there")
+            raise ValueError(
+                f"the host {host[:80]!r} is {address}, an address inside of this network: "
+                "nothing is fetched there"
+            )
     return addresses
 
 # %% ../../nbs/data/07_fetch_images.ipynb #412473dc
@@ -62,7 +71,9 @@ class _PublicBackend(LimitedBackend):
     def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
         for address in public_addresses(host, port):
             try:
-                return super().connect_tcp(address, port, timeout, local_address, socket_options)
+                return super().connect_tcp(
+                    address, port, timeout, local_address, socket_options
+                )
             except httpcore.ConnectError as e:
                 error = e
         raise error
@@ -75,7 +86,9 @@ def _checked(address) -> httpx.URL:
     except (httpx.InvalidURL, UnicodeError):
         raise ValueError("not an address") from None
     if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError(f"the scheme {url.scheme[:20]!r} is not fetched: only http and https are")
+        raise ValueError(
+            f"the scheme {url.scheme[:20]!r} is not fetched: only http and https are"
+        )
     if url.userinfo:
         raise ValueError("an address with a password in it is not fetched")
     return url
@@ -92,8 +105,12 @@ def _client(url) -> httpx.Client:
         else:
             public_addresses(url.host, url.port or 443)
     transport = limited_transport(None if proxy else _PublicBackend(), proxy=proxy)
-    return httpx.Client(transport=transport, trust_env=False, timeout=PICTURE_SECONDS,
-                        headers={"Accept": "image/*", "Accept-Encoding": "identity"})
+    return httpx.Client(
+        transport=transport,
+        trust_env=False,
+        timeout=PICTURE_SECONDS,
+        headers={"Accept": "image/*", "Accept-Encoding": "identity"},
+    )
 
 
 def shown_address(
@@ -112,7 +129,8 @@ def fetch_picture(
     largest: int = PICTURE_BYTES,  # bytes
     seconds: float = PICTURE_SECONDS,  # for all hops together
 ) -> bytes:  # what is there
-    "Fetch from the public network. ValueError naming the address: one that is not public, a redirection that leads there or does not end, a status, the size, the time."
+    """Fetch from the public network. ValueError naming the address: one that is not public, a
+    redirection that leads there or does not end, a status, the size, the time."""
     where = shown_address(address)
     try:
         with time_limit(seconds):

@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from .messages import BadRow, brief
 from ..core.files import read_errors
+from .messages import BadRow, brief
 
 # %% ../../nbs/data/02_file_reader.ipynb #f9d1e50c
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
@@ -42,8 +42,9 @@ class _Decoder(json.JSONDecoder):
         self.twice = None
         value, end = self.raw_decode(text, at)
         if self.twice is not None:
-            value = BadRow("a key is there twice, so one value would be lost",
-                           detail=brief(self.twice))
+            value = BadRow(
+                "a key is there twice, so one value would be lost", detail=brief(self.twice)
+            )
         return value, end
 
 
@@ -54,9 +55,12 @@ def as_row(
     value = {"messages": value} if isinstance(value, list) else value
     if isinstance(value, (dict, BadRow)):
         return value
-    return BadRow(f"holds a {type(value).__name__}, expected a conversation: an object with "
-                  "'messages' or 'conversations', or with 'input_ids' and 'loss_mask', or a list of messages",
-                  detail=brief(value))
+    return BadRow(
+        f"holds a {type(value).__name__}, expected a conversation: an object with "
+        "'messages' or 'conversations', or with 'input_ids' and 'loss_mask', or a list of "
+        "messages",
+        detail=brief(value),
+    )
 
 # %% ../../nbs/data/02_file_reader.ipynb #5b2068a4
 def _odd(error):
@@ -96,8 +100,10 @@ _DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)  # what a damaged gzip file 
 
 
 def _damaged(path, n, error):
-    return ValueError(f"{path}, after line {n}: the compressed file is cut off or damaged "
-                      f"({error}). Copy it again.")
+    return ValueError(
+        f"{path}, after line {n}: the compressed file is cut off or damaged "
+        f"({error}). Copy it again."
+    )
 
 
 def _open(path):
@@ -107,10 +113,14 @@ def _open(path):
 def _check_start(path, raw):
     "ValueError for a text that is something else."
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"{path}, line 1: begins like UTF-16, expected UTF-8. "
-                         "Convert it: iconv -f UTF-16 -t UTF-8")
+        raise ValueError(
+            f"{path}, line 1: begins like UTF-16, expected UTF-8. "
+            "Convert it: iconv -f UTF-16 -t UTF-8"
+        )
     if len(raw) >= 64 and not raw[:64].strip(b"\0"):
-        raise ValueError(f"{path}, line 1: begins with zero bytes, expected text. Copy the file again.")
+        raise ValueError(
+            f"{path}, line 1: begins with zero bytes, expected text. Copy the file again."
+        )
     if raw[:2] == b"\x1f\x8b":
         raise ValueError(f"{path}: is compressed by gzip; give it a name that ends in .gz")
 
@@ -193,8 +203,10 @@ class _Text:
 
     def error(self, what, at):
         line = self.line + self.text.count("\n", 0, at)
-        return ValueError(f"{self.path}, line {line}: {what}. Expected one list of conversations. "
-                          "In a file of one conversation a line (.jsonl), only one would be lost.")
+        return ValueError(
+            f"{self.path}, line {line}: {what}. Expected one list of conversations. "
+            "In a file of one conversation a line (.jsonl), only one would be lost."
+        )
 
 # %% ../../nbs/data/02_file_reader.ipynb #e9313b0a
 def _read_list(path, text):
@@ -250,6 +262,7 @@ def _read_json(path):
 def _read_parquet(path):
     "(where, row) of a Parquet file."
     import pyarrow.parquet as pq
+
     n = 0
     try:
         with pq.ParquetFile(path) as file:
@@ -262,8 +275,9 @@ def _read_parquet(path):
         if isinstance(e, OSError) and e.errno:
             raise
         why = " ".join(f"{type(e).__name__}: {e}".split())
-        raise ValueError(f"{path}, after row {n}: damaged, or no Parquet file ({why}). "
-                         "Copy it again.") from None
+        raise ValueError(
+            f"{path}, after row {n}: damaged, or no Parquet file ({why}). Copy it again."
+        ) from None
 
 
 def _rows_of(path):
@@ -291,11 +305,15 @@ def read_file(
     "The conversations of one file. ValueError: the file is not what it claims to be."
     n, bad, first = 0, 0, None
     for where, row in _rows_of(path):
-        where = where.encode("utf-8", "backslashreplace").decode()  # a file name may be any bytes
+        where = where.encode(
+            "utf-8", "backslashreplace"
+        ).decode()  # a file name may be any bytes
         n += 1
         if isinstance(row, BadRow):
             bad, first = bad + 1, first or f"{where}: {row}"
         yield where, row
     if bad and (bad == n or bad > max(10, n / 10)):
-        raise ValueError(f"{path}: {bad} of {n} conversations cannot be read, so this is no file "
-                         f"of conversations. The first is {first}")
+        raise ValueError(
+            f"{path}: {bad} of {n} conversations cannot be read, so this is no file "
+            f"of conversations. The first is {first}"
+        )

@@ -27,20 +27,24 @@ from datasets import Dataset
 from PIL import Image, UnidentifiedImageError
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
+from ..core.files import atomic_write
 from .chat_encoding import mask_of
+from speculators_nb.data.chat_template import (
+    ChatTemplate,
+    merge_turns,
+    tokenizer_errors,
+    turns_of,
+)
 from .fetch_images import fetch_picture, shown_address
 from .messages import check_text, normalize, tools_of
-from speculators_nb.data.chat_template import (
-    ChatTemplate, merge_turns, tokenizer_errors, turns_of,
-)
-from ..core.files import atomic_write
 
 # %% ../../nbs/data/08_images.ipynb #9a89ecc2
 def load_processor(
     path: str | Path,  # folder or hub id of the verifier
     trust_remote_code: bool = False,  # run code that comes with it
 ):  # -> a processor where the verifier sees, else its tokenizer
-    "What turns conversations into this verifier's inputs. Videos need torchvision, pictures do not."
+    """What turns conversations into this verifier's inputs. Videos need torchvision, pictures
+    do not."""
     with tokenizer_errors(path):
         return _processor(path, trust_remote_code)
 
@@ -57,7 +61,12 @@ def _processor(path, trust_remote_code):
         if kind is None:
             raise
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        return without_video(kind)(AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code), tokenizer, None, chat_template=tokenizer.chat_template)
+        return without_video(kind)(
+            AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code),
+            tokenizer,
+            None,
+            chat_template=tokenizer.chat_template,
+        )
 
 
 def without_video(
@@ -68,7 +77,11 @@ def without_video(
     def check(self, name, part):
         return None if part is None else kind.check_argument_for_proper_class(self, name, part)
 
-    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check, "__module__": kind.__module__})
+    return type(
+        kind.__name__,
+        (kind,),
+        {"check_argument_for_proper_class": check, "__module__": kind.__module__},
+    )
 
 # %% ../../nbs/data/08_images.ipynb #imgs0001
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -81,15 +94,23 @@ def open_picture(
 ) -> Image.Image:  # not yet decoded; its `format` is one of FORMATS, or MPO (several JPEGs)
     "Look at a picture's header. ValueError: another format, too many pixels, or damaged."
     try:
-        picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+        picture = Image.open(
+            io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS
+        )
     except UnidentifiedImageError:
-        raise ValueError(f"{where}: no picture in a format that is known; convert it to one of {', '.join(FORMATS)}") from None
+        raise ValueError(
+            f"{where}: no picture in a format that is known; convert it to one of "
+            f"{', '.join(FORMATS)}"
+        ) from None
     except Image.DecompressionBombError:
         raise ValueError(f"{where}: more than {PIXELS} pixels; make it smaller") from None
     except (OSError, ValueError, SyntaxError) as e:
         raise ValueError(f"{where}: cannot be read ({e}); save it again") from None
     if picture.width * picture.height > PIXELS:
-        raise ValueError(f"{where}: {picture.width} x {picture.height} are more than {PIXELS} pixels; make it smaller")
+        raise ValueError(
+            f"{where}: {picture.width} x {picture.height} are more than {PIXELS} pixels; make "
+            "it smaller"
+        )
     return picture
 
 
@@ -108,30 +129,63 @@ def picture_file(
     "Where a picture of a prepared row lies. ValueError: elsewhere than in a file."
     if part.get("type") != "image_url":
         return None
-    url = (part.get("image_url") or {}).get("url") if isinstance(part.get("image_url"), dict) else None
+    url = (
+        (part.get("image_url") or {}).get("url")
+        if isinstance(part.get("image_url"), dict)
+        else None
+    )
     if not isinstance(url, str) or not url.startswith("file:///"):
-        raise ValueError(f"a picture of a prepared row at {shown_address(str(url))!r}, expected a file:// address; prepare the data again")
+        raise ValueError(
+            f"a picture of a prepared row at {shown_address(str(url))!r}, expected a file:// "
+            "address; prepare the data again"
+        )
     return Path(unquote(urlsplit(url).path))
 
 # %% ../../nbs/data/08_images.ipynb #e5f0dcda
 def resolve_images(
     row: dict,  # a conversation in any dialect
     folder: str | Path = ".",  # pictures' paths start here, and may not leave it
-    store: str | Path | None = None,  # where pictures that come as bytes are written; None: they are refused
+    store: str
+    | Path
+    | None = None,  # where pictures that come as bytes are written; None: they are refused
     allow_urls: bool = False,  # fetch http(s) addresses into `store`
-) -> list[dict]:  # messages; pictures are {"type": "image_url", "image_url": {"url": "file:///…"}}
-    "Normalise messages, and find every picture. ValueError: a path that leads out, an address that is not allowed, a kind of part that is not known."
+) -> list[
+    dict
+]:  # messages; pictures are {"type": "image_url", "image_url": {"url": "file:///…"}}
+    """Normalise messages, and find every picture. ValueError: a path that leads out, an address
+    that is not allowed, a kind of part that is not known."""
     beside = row.get("images") if row.get("images") is not None else row.get("image")
-    beside = list(beside) if isinstance(beside, (list, tuple)) else [beside] if beside is not None else []
+    beside = (
+        list(beside)
+        if isinstance(beside, (list, tuple))
+        else [beside]
+        if beside is not None
+        else []
+    )
     messages = copy.deepcopy(normalize(row))
     for i, m in enumerate(messages):
-        if isinstance(m["content"], str) and beside and "<image>" in m["content"] and m["role"] == "user":
+        if (
+            isinstance(m["content"], str)
+            and beside
+            and "<image>" in m["content"]
+            and m["role"] == "user"
+        ):
             texts = re.split(r"\n?<image>\n?", m["content"])
-            m["content"] = [part for k, text in enumerate(texts) for part in [{"type": "image"}] * (k > 0) + [{"type": "text", "text": text}] * bool(text)]
+            m["content"] = [
+                part
+                for k, text in enumerate(texts)
+                for part in [{"type": "image"}] * (k > 0)
+                + [{"type": "text", "text": text}] * bool(text)
+            ]
         if isinstance(m["content"], list):
-            m["content"] = [_part(p, i, beside, Path(folder), store, allow_urls) for p in m["content"]]
+            m["content"] = [
+                _part(p, i, beside, Path(folder), store, allow_urls) for p in m["content"]
+            ]
     if beside:
-        raise ValueError(f"{len(beside)} pictures more than the messages have places for ('<image>', or parts of type image)")
+        raise ValueError(
+            f"{len(beside)} pictures more than the messages have places for ('<image>', or "
+            "parts of type image)"
+        )
     return messages
 
 
@@ -142,8 +196,15 @@ def has_pictures(
     if not isinstance(row, dict) or row.get("input_ids") is not None:
         return False
     turns = row.get("messages") or row.get("conversations") or []
-    parts = [p for m in turns if isinstance(m, dict) and isinstance(m.get("content"), list) for p in m["content"]]
-    return any(isinstance(p, dict) and p.get("type") != "text" for p in parts) or any(row.get(k) not in (None, "", []) for k in ("image", "images"))
+    parts = [
+        p
+        for m in turns
+        if isinstance(m, dict) and isinstance(m.get("content"), list)
+        for p in m["content"]
+    ]
+    return any(isinstance(p, dict) and p.get("type") != "text" for p in parts) or any(
+        row.get(k) not in (None, "", []) for k in ("image", "images")
+    )
 
 
 def _part(part, i, beside, folder, store, allow_urls):
@@ -151,17 +212,31 @@ def _part(part, i, beside, folder, store, allow_urls):
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
-        raise ValueError(f"message {i}: a part of content is {type(part).__name__}, expected an object with a type")
+        raise ValueError(
+            f"message {i}: a part of content is {type(part).__name__}, expected an object with "
+            "a type"
+        )
     part = {k: v for k, v in part.items() if v is not None}
     if part["type"] == "text":  # `normalize` knows the kinds
         return {"type": "text", "text": part["text"]}
-    source = next((part[k] for k in ("image_url", "path", "url", "base64", "image") if k in part), None)
+    source = next(
+        (part[k] for k in ("image_url", "path", "url", "base64", "image") if k in part), None
+    )
     source = source.get("url") if isinstance(source, dict) and "url" in source else source
     if source is None:
         if not beside:
-            raise ValueError(f"message {i}: a picture without path, url or base64, and none left in 'images'")
+            raise ValueError(
+                f"message {i}: a picture without path, url or base64, and none left in 'images'"
+            )
         source = beside.pop(0)
-    return {"type": "image_url", "image_url": {"url": _file(source, i, folder, store, allow_urls, "base64" in part).absolute().as_uri()}}
+    return {
+        "type": "image_url",
+        "image_url": {
+            "url": _file(source, i, folder, store, allow_urls, "base64" in part)
+            .absolute()
+            .as_uri()
+        },
+    }
 
 
 def _file(source, i, folder, store, allow_urls, is_base64):
@@ -179,11 +254,17 @@ def _file(source, i, folder, store, allow_urls, is_base64):
             raise ValueError(f"message {i}: a picture's base64 is damaged ({e})") from None
     if isinstance(source, str) and re.match(r"https?://", source):
         if not allow_urls:
-            raise ValueError(f"message {i}: the picture {shown_address(source)!r} would be fetched from the network; save it beside the data, or pass allow_urls=True")
+            raise ValueError(
+                f"message {i}: the picture {shown_address(source)!r} would be fetched from the "
+                "network; save it beside the data, or pass allow_urls=True"
+            )
         source = fetch_picture(source)
     if isinstance(source, bytes):
         if store is None:
-            raise ValueError(f"message {i}: a picture of {len(source)} bytes inside the message, and no folder to store it in")
+            raise ValueError(
+                f"message {i}: a picture of {len(source)} bytes inside the message, and no "
+                "folder to store it in"
+            )
         with open_picture(source, f"message {i}: a picture of {len(source)} bytes") as picture:
             suffix = picture.format.lower()
         path = Path(store) / f"{hashlib.sha256(source).hexdigest()[:20]}.{suffix}"
@@ -196,18 +277,36 @@ def _file(source, i, folder, store, allow_urls, is_base64):
 
 def _local(source, i, folder):
     "A picture's file inside of the folder."
-    if not isinstance(source, (str, Path)) or not str(source) or "\0" in str(source) or len(str(source)) > 4000:
-        raise ValueError(f"message {i}: a picture named {str(source)[:40]!r}, expected a path, an address or base64")
+    if (
+        not isinstance(source, (str, Path))
+        or not str(source)
+        or "\0" in str(source)
+        or len(str(source)) > 4000
+    ):
+        raise ValueError(
+            f"message {i}: a picture named {str(source)[:40]!r}, expected a path, an address "
+            "or base64"
+        )
     name = unquote(urlsplit(source).path) if str(source).startswith("file:") else str(source)
     try:
         path = (folder / name).resolve()
         inside, there = path.is_relative_to(Path(folder).resolve()), path.is_file()
-    except (OSError, ValueError, RuntimeError):  # a name too long, with a zero byte, a link to itself
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # a name too long, with a zero byte, a link to itself
         inside, there = True, False
     if not inside:
-        raise ValueError(f"message {i}: the picture {name[:80]!r} lies outside of {str(folder)!r}; pass the folder that holds all pictures as image_folder")
+        raise ValueError(
+            f"message {i}: the picture {name[:80]!r} lies outside of {str(folder)!r}; pass the "
+            "folder that holds all pictures as image_folder"
+        )
     if not there:
-        raise ValueError(f"message {i}: no picture {name[:80]!r} in {str(folder)!r}; pass the folder that the paths start from as image_folder")
+        raise ValueError(
+            f"message {i}: no picture {name[:80]!r} in {str(folder)!r}; pass the folder that "
+            "the paths start from as image_folder"
+        )
     open_picture(path, f"message {i}: the picture {name[:80]!r}").close()
     return path
 
@@ -215,8 +314,13 @@ def _local(source, i, folder):
 def pictures_of(
     messages: list[dict],  # from `resolve_images`
 ) -> list[Image.Image]:  # RGB, in the order of their places
-    "Open the pictures. ValueError: one is not there, damaged, too large, or in a format that is not known."
-    parts = [part for m in messages for part in (m["content"] if isinstance(m["content"], list) else ())]
+    """Open the pictures. ValueError: one is not there, damaged, too large, or in a format that
+    is not known."""
+    parts = [
+        part
+        for m in messages
+        for part in (m["content"] if isinstance(m["content"], list) else ())
+    ]
     return [_decoded(file) for part in parts if (file := picture_file(part))]
 
 # %% ../../nbs/data/08_images.ipynb #8d29aa7c
@@ -224,7 +328,17 @@ def for_template(
     messages: list[dict],  # from `resolve_images`
 ) -> list[dict]:  # pictures are {"type": "image"}, which templates look for
     "What is handed to the chat template."
-    return [m | {"content": [{"type": "image"} if p["type"] == "image_url" else p for p in m["content"]]} if isinstance(m["content"], list) else m for m in messages]
+    return [
+        m
+        | {
+            "content": [
+                {"type": "image"} if p["type"] == "image_url" else p for p in m["content"]
+            ]
+        }
+        if isinstance(m["content"], list)
+        else m
+        for m in messages
+    ]
 
 
 def process(
@@ -234,7 +348,11 @@ def process(
 ) -> dict[str, torch.Tensor]:  # input_ids [1, n], pixel_values, … : the arguments of the model
     "Run the processor."
     pictures = pictures_of(messages)
-    return dict(processor(text=[text], images=pictures or None, return_tensors="pt", add_special_tokens=False))
+    return dict(
+        processor(
+            text=[text], images=pictures or None, return_tensors="pt", add_special_tokens=False
+        )
+    )
 
 
 def carry_mask(
@@ -247,7 +365,10 @@ def carry_mask(
     for a, b, n in SequenceMatcher(None, short, full, autojunk=False).get_matching_blocks():
         out[b : b + n] = mask[a : a + n]
     if out.sum() != mask.sum():
-        raise ValueError(f"{int(mask.sum() - out.sum())} of {int(mask.sum())} trained tokens are not in what the processor made of the text, so the mask cannot be carried over")
+        raise ValueError(
+            f"{int(mask.sum() - out.sum())} of {int(mask.sum())} trained tokens are not in "
+            "what the processor made of the text, so the mask cannot be carried over"
+        )
     return out
 
 
@@ -258,9 +379,14 @@ def encode_images(
     rows: str = "conversation",  # as in `merge_turns`
     first: int | None = None,  # tokens beyond which a row is of no use; None: all are
 ) -> list[tuple]:  # (input_ids int32 [n], loss_mask bool [n], messages of the row) per row
-    "`chat_encoding.encode_batch` for one conversation with pictures. A row beyond `first` comes without them."
+    """`chat_encoding.encode_batch` for one conversation with pictures. A row beyond `first`
+    comes without them."""
     turns = turns_of(for_template(messages), template, tools)
-    ends = [j + 1 for j, m in enumerate(messages) if m["role"] == "assistant"][-len(turns) :] if turns else []
+    ends = (
+        [j + 1 for j, m in enumerate(messages) if m["role"] == "assistant"][-len(turns) :]
+        if turns
+        else []
+    )
     end_of, out = dict(zip((text for text, _ in turns), ends)), []
     for text, spans in merge_turns(turns, rows):
         (short,) = template.tokens([check_text(text)], first)
@@ -269,7 +395,15 @@ def encode_images(
             out.append((np.array(short.ids, np.int32), np.zeros(len(short.ids), bool), seen))
             continue
         ids = process(text, seen, template.owner)["input_ids"][0].tolist()
-        out.append((np.array(ids, np.int32), carry_mask(mask_of(np.array(short.offsets).reshape(-1, 2), spans), short.ids, ids), seen))
+        out.append(
+            (
+                np.array(ids, np.int32),
+                carry_mask(
+                    mask_of(np.array(short.offsets).reshape(-1, 2), spans), short.ids, ids
+                ),
+                seen,
+            )
+        )
     return out
 
 
@@ -277,15 +411,23 @@ def inputs_of(
     row: dict,  # of a prepared table: input_ids, messages
     template: ChatTemplate,  # as the table was made with
 ) -> dict[str, torch.Tensor]:  # what the verifier takes beside the ids; empty: the row is text
-    "A row's pictures, as tensors. ValueError if messages and ids do not belong together (other pictures, other processor)."
+    """A row's pictures, as tensors. ValueError if messages and ids do not belong together
+    (other pictures, other processor)."""
     messages = row.get("messages")
     if not messages or not any(isinstance(m["content"], list) for m in messages):
         return {}
     made = process(template(for_template(messages), tools_of(row))[0], messages, template.owner)
     ids = [int(t) for t in row["input_ids"]]
     if made["input_ids"][0].tolist() != ids:
-        raise ValueError(f"the row has {len(ids)} tokens, its messages give {made['input_ids'].shape[1]} or others: pictures, processor or template have changed. Prepare the data again.")
-    return {k: v for k, v in made.items() if k not in ("input_ids", "attention_mask") and isinstance(v, torch.Tensor)}
+        raise ValueError(
+            f"the row has {len(ids)} tokens, its messages give {made['input_ids'].shape[1]} or "
+            "others: pictures, processor or template have changed. Prepare the data again."
+        )
+    return {
+        k: v
+        for k, v in made.items()
+        if k not in ("input_ids", "attention_mask") and isinstance(v, torch.Tensor)
+    }
 
 # %% ../../nbs/data/08_images.ipynb #bd590ce1
 def row_inputs(
@@ -299,10 +441,14 @@ def row_inputs(
 
     def inputs(i):
         row = table[i]
-        if not row["messages"] or not any(isinstance(m["content"], list) for m in row["messages"]):
+        if not row["messages"] or not any(
+            isinstance(m["content"], list) for m in row["messages"]
+        ):
             return {}
         if not made:
-            loaded = load_processor(processor) if isinstance(processor, (str, Path)) else processor
+            loaded = (
+                load_processor(processor) if isinstance(processor, (str, Path)) else processor
+            )
             made.append(ChatTemplate(loaded, **_recorded(dataset).get("template_kwargs", {})))
         return inputs_of(row, made[0])
 
@@ -312,4 +458,11 @@ def row_inputs(
 def _recorded(dataset):
     "`origin` of the prepared folder that a table was opened from."
     files = {Path(f["filename"]).parent / "data_config.json" for f in dataset.cache_files}
-    return next((json.loads(f.read_text(encoding="utf-8")).get("origin", {}) for f in files if f.is_file()), {})
+    return next(
+        (
+            json.loads(f.read_text(encoding="utf-8")).get("origin", {})
+            for f in files
+            if f.is_file()
+        ),
+        {},
+    )

@@ -57,13 +57,20 @@ def check_text(
     return text
 
 # %% ../../nbs/data/01_messages.ipynb #978f044b
-ROLES = {role: name for name, roles in {
-    "user": "user human",
-    "assistant": "assistant gpt model chatgpt bot function_call",
-    "system": "system developer",
-    "tool": "tool function observation ipython environment",
-}.items() for role in roles.split()}
-KEPT = ("tool_call_id", "name")  # what templates read besides role, content, tool calls and reasoning
+ROLES = {
+    role: name
+    for name, roles in {
+        "user": "user human",
+        "assistant": "assistant gpt model chatgpt bot function_call",
+        "system": "system developer",
+        "tool": "tool function observation ipython environment",
+    }.items()
+    for role in roles.split()
+}
+KEPT = (
+    "tool_call_id",
+    "name",
+)  # what templates read besides role, content, tool calls and reasoning
 THOUGHT = ("reasoning_content", "thinking", "reasoning")
 PARTS = ("text", "image", "image_url")  # kinds of parts that a message may hold
 
@@ -87,10 +94,14 @@ def messages_of(
     if not turns:
         there = sorted(map(str, row)) if isinstance(row, dict) else row
         raise BadRow(f"no messages: expected 'messages' or 'conversations' in {brief(there)}")
-    wrong = turns if not isinstance(turns, list) else [m for m in turns if not isinstance(m, dict)]
+    wrong = (
+        turns if not isinstance(turns, list) else [m for m in turns if not isinstance(m, dict)]
+    )
     if wrong:
-        raise BadRow("messages must be a list of objects with 'role' and 'content'",
-                     detail=f"not {brief(wrong)}")
+        raise BadRow(
+            "messages must be a list of objects with 'role' and 'content'",
+            detail=f"not {brief(wrong)}",
+        )
     return turns
 
 
@@ -132,7 +143,7 @@ def _first(m, *names):
 # %% ../../nbs/data/01_messages.ipynb #f0d98c6c
 def _text(content, at, role):
     "A message's text; a list that holds more than text is left to `images`."
-    if isinstance(content, dict) or role == "tool" and isinstance(content, (int, float)):
+    if isinstance(content, dict) or (role == "tool" and isinstance(content, (int, float))):
         content = json.dumps(content, ensure_ascii=False)  # what a tool gave back
     if content is None or isinstance(content, str):
         return content and check_text(content, at)
@@ -159,8 +170,11 @@ def _part(part, at):
 def _call(call, at):
     "A tool call whose arguments are an object."
     if not isinstance(call, dict):
-        raise BadRow("a tool call must be an object with 'name' and 'arguments'", at,
-                     f"not {brief(call)}")
+        raise BadRow(
+            "a tool call must be an object with 'name' and 'arguments'",
+            at,
+            f"not {brief(call)}",
+        )
     call = {k: v for k, v in call.items() if v is not None}
     if isinstance(call.get("function"), dict):
         return call | {"function": _call(call["function"], at)}

@@ -18,7 +18,8 @@ def pack(
     seed: int = 0,  # of the shuffle
     epoch: int = 0,  # another epoch, another shuffle
 ) -> list[list[int]]:  # rows of sample indices; every index in exactly one row
-    "LPT, then random trades. Deterministic in (seed, epoch); the number of rows depends on the lengths alone. ValueError: empty samples."
+    """LPT, then random trades. Deterministic in (seed, epoch); the number of rows depends on
+    the lengths alone. ValueError: empty samples."""
     if capacity < 1:
         raise ValueError(f"capacity={capacity}: a row needs at least one position")
     lengths = [min(int(n), capacity) for n in lengths]
@@ -61,7 +62,8 @@ TRADES, REACH = (
 
 # %% ../../nbs/data/11_packing.ipynb #1c048ab8
 class PackedBatchSampler:
-    "Rows of sample indices for `DataLoader(batch_sampler=...)`; `len` is the same in every epoch."
+    """Rows of sample indices for `DataLoader(batch_sampler=...)`; `len` is the same in every
+    epoch."""
 
     def __init__(
         self,
@@ -91,21 +93,33 @@ def collate(
     total_seq_len: int,  # L, positions in the row
     shift=None,  # the model's per-sample shift; None: samples as they are
     dtype: torch.dtype | None = None,  # of the features; None: as they come
-) -> dict[str, torch.Tensor]:  # input_ids, loss_mask, position_ids/document_ids, hidden_states/verifier_last_hidden_states
-    "Lay samples end to end into one row [1, L, …]: zero padded, document_ids -1 at padding, positions restart with each document."
+) -> dict[
+    str, torch.Tensor
+]:  # input_ids, loss_mask, position_ids/document_ids, hidden_states/verifier_last_hidden_states
+    """Lay samples end to end into one row [1, L, …]: zero padded, document_ids -1 at padding,
+    positions restart with each document."""
     if not samples:
         raise ValueError("collate got no samples: a row needs at least one")
     row, start = {"document_ids": torch.full((1, total_seq_len), -1)}, 0
     for doc, sample in enumerate(samples):
         sample = shift(sample) if shift else sample
         n = len(sample["input_ids"])
-        sample = {"position_ids": torch.arange(n), **sample, "loss_mask": sample["loss_mask"].bool()}
+        sample = {
+            "position_ids": torch.arange(n),
+            **sample,
+            "loss_mask": sample["loss_mask"].bool(),
+        }
         if odd := {k: len(v) for k, v in sample.items() if len(v) != n}:
             raise ValueError(f"sample {doc}: {odd} rows beside {n} input_ids")
         end = min(start + n, total_seq_len)
         for key, x in sample.items():
             if key not in row:
-                row[key] = x.new_zeros(1, total_seq_len, *x.shape[1:], dtype=dtype if x.is_floating_point() else None)
+                row[key] = x.new_zeros(
+                    1,
+                    total_seq_len,
+                    *x.shape[1:],
+                    dtype=dtype if x.is_floating_point() else None,
+                )
             row[key][0, start:end] = x[: end - start]
         row["document_ids"][0, start:end] = doc
         start = end

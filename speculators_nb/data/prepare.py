@@ -26,19 +26,37 @@ from datasets import Dataset, Features, concatenate_datasets
 from filelock import FileLock
 from tqdm.auto import tqdm
 
-from .chat_encoding import encode_batch, spelled_out, to_dataset, token_frequencies
-from .images import encode_images, has_pictures, load_processor, resolve_images
-from speculators_nb.data.row_filter import (
-    BATCH, Counts, Located, batches, check_ids, in_data, made_of, read_rows, size_of,
+from ..core.files import DiskError, atomic_folder, disk_errors, read_errors
+from ..core.options import check_options
+from ..core.provenance import provenance
+from speculators_nb.data.chat_encoding import (
+    encode_batch,
+    spelled_out,
+    to_dataset,
+    token_frequencies,
+)
+from .chat_template import ChatTemplate, fingerprint_template
+from speculators_nb.data.images import (
+    encode_images,
+    has_pictures,
+    load_processor,
+    resolve_images,
 )
 from .messages import brief
 from .prepared_folder import Prepared, changes, load_prepared
+from speculators_nb.data.row_filter import (
+    BATCH,
+    Counts,
+    Located,
+    batches,
+    check_ids,
+    in_data,
+    made_of,
+    read_rows,
+    size_of,
+)
 from .sources import content_hash, files_of, located
-from .chat_template import ChatTemplate, fingerprint_template
 from ..nn.target_head import verifier_config
-from ..core.options import check_options
-from ..core.provenance import provenance
-from ..core.files import DiskError, atomic_folder, disk_errors, read_errors
 
 # %% ../../nbs/data/10_prepare.ipynb #bd6d9fa6
 log = logging.getLogger(__name__)
@@ -89,7 +107,8 @@ def _is_large(batch):
 
 
 def _over(stream, work, num_proc):
-    "`_work` over a stream of (where, conversation), in order; in processes where there is much to do."
+    """`_work` over a stream of (where, conversation), in order; in processes where there is
+    much to do."""
     stream = batches(stream)
     alone = num_proc == 1 or "fork" not in multiprocessing.get_all_start_methods()
     head = []
@@ -110,17 +129,24 @@ def _in_processes(stream, work, num_proc):
     "`_work` over batches, in order."
     _STATE["work"] = work  # children inherit it: neither a tokenizer nor a template is copied
     try:
-        with ProcessPoolExecutor(num_proc, mp_context=multiprocessing.get_context("fork"), initializer=_child) as pool:
+        with ProcessPoolExecutor(
+            num_proc, mp_context=multiprocessing.get_context("fork"), initializer=_child
+        ) as pool:
             waiting = deque()
             for batch in stream:
                 large = _is_large(batch)
-                waiting.append(_work(batch, *work) if large else pool.submit(_work_in_child, batch))
+                waiting.append(
+                    _work(batch, *work) if large else pool.submit(_work_in_child, batch)
+                )
                 if len(waiting) > 8:
                     yield from _done(waiting.popleft())
             while waiting:
                 yield from _done(waiting.popleft())
     except BrokenProcessPool as e:
-        raise ChildProcessError("a process that tokenises died, most likely because memory ran out; pass a smaller num_proc, or num_proc=1") from e
+        raise ChildProcessError(
+            "a process that tokenises died, most likely because memory ran out; pass a smaller "
+            "num_proc, or num_proc=1"
+        ) from e
     finally:
         _STATE.clear()
 
@@ -132,7 +158,8 @@ def _done(work):
 def fingerprint_data(
     data,  # a source, as `located` takes it
 ) -> tuple[str, object]:  # a hash; the data, which can be read (again)
-    "Hash a source: the bytes of its files, or what its conversations say, which are kept in memory."
+    """Hash a source: the bytes of its files, or what its conversations say, which are kept in
+    memory."""
     h, several = hashlib.sha256(), data if isinstance(data, (list, tuple)) else [data]
     if all(isinstance(d, (str, Path)) and not str(d).startswith("hf:") for d in several):
         for file in (f for d in several for f in files_of(d)):
@@ -154,7 +181,8 @@ def _words(row):
 
 # %% ../../nbs/data/10_prepare.ipynb #c4cd7d92
 def _choose(stream, n, seed):
-    "n items of a stream, each subset as likely as any other (Vitter 1985, algorithm R), in the order in which they came."
+    """n items of a stream, each subset as likely as any other (Vitter 1985, algorithm R), in
+    the order in which they came."""
     rng, chosen = np.random.default_rng(seed), []
     for i, item in enumerate(stream):
         if i < n:
@@ -169,20 +197,27 @@ def _template(verifier, trust_remote_code, template_kwargs):
     if not isinstance(verifier, (str, Path)):
         return ChatTemplate(verifier, **template_kwargs), None
     config = verifier_config(verifier, trust_remote_code)
-    return ChatTemplate(load_processor(verifier, trust_remote_code), **template_kwargs), config.get_text_config().vocab_size
+    return ChatTemplate(
+        load_processor(verifier, trust_remote_code), **template_kwargs
+    ), config.get_text_config().vocab_size
 
 
 def _existing(folder, origin, overwrite):
     "The folder if it was made from the same; None if it is to be made."
-    if not folder.exists() or folder.is_dir() and not any(folder.iterdir()):
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     try:
         old = json.loads((folder / "data_config.json").read_text(encoding="utf-8"))["origin"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"output_dir {str(folder)!r} exists and is not a prepared folder; choose a new one.") from None
+        raise ValueError(
+            f"output_dir {str(folder)!r} exists and is not a prepared folder; choose a new one."
+        ) from None
     if changed := changes(old, origin):
         if not overwrite:
-            raise ValueError(f"output_dir {str(folder)!r} was prepared from something else: {'; '.join(changed)}. Choose a new folder, or pass overwrite=True.")
+            raise ValueError(
+                f"output_dir {str(folder)!r} was prepared from something else: "
+                f"{'; '.join(changed)}. Choose a new folder, or pass overwrite=True."
+            )
         return None
     return load_prepared(folder)
 
@@ -201,48 +236,129 @@ def prepare_data(
     val_fraction: float = 0.0,  # share of the conversations whose rows are for validation
     seed: int = 0,  # of the lot and the order
     draft_vocab_size: int | None = None,  # also cut a draft vocabulary of this size
-    template_kwargs: dict | None = None,  # for the chat template, e.g. {"enable_thinking": False}
-    image_folder: str | Path | None = None,  # pictures' paths start here and stay here; None: where the data lies
+    template_kwargs: dict
+    | None = None,  # for the chat template, e.g. {"enable_thinking": False}
+    image_folder: str
+    | Path
+    | None = None,  # pictures' paths start here and stay here; None: where the data lies
     allow_urls: bool = False,  # fetch pictures from the network
     num_proc: int | None = None,  # processes; None: as many as there are processors, up to 8
     overwrite: bool = False,  # replace a prepared folder that was made from something else
     trust_remote_code: bool = False,  # run code that comes with the verifier's tokenizer
 ) -> Prepared:  # the folder, open; displays its report
-    """Tokenise, mask, filter, shuffle, split and store conversations. The same call again does nothing. Pictures that come as bytes or from the network go to `{output_dir}-images`.
-    Conversations that cannot be used are counted in the report, with file and line of the first. ValueError: a setting, a file that is not what it claims
-    to be (by file and line), a folder that was made from something else, or nothing left. OSError: no room, or no right to write, with the path."""
-    check_options({
-        "max_length": max_length, "max_samples": max_samples, "rows": rows, "too_long": too_long, "min_trained": min_trained,
-        "dedup": dedup, "shuffle": shuffle, "val_fraction": val_fraction, "seed": seed, "draft_vocab_size": draft_vocab_size,
-        "template_kwargs": template_kwargs, "num_proc": num_proc, "output_dir": output_dir}, "prepare")
+    """Tokenise, mask, filter, shuffle, split and store conversations. The same call again does
+    nothing. Pictures that come as bytes or from the network go to `{output_dir}-images`.
+    Conversations that cannot be used are counted in the report, with file and line of the
+    first. ValueError: a setting, a file that is not what it claims
+    to be (by file and line), a folder that was made from something else, or nothing left.
+    OSError: no room, or no right to write, with the path."""
+    check_options(
+        {
+            "max_length": max_length,
+            "max_samples": max_samples,
+            "rows": rows,
+            "too_long": too_long,
+            "min_trained": min_trained,
+            "dedup": dedup,
+            "shuffle": shuffle,
+            "val_fraction": val_fraction,
+            "seed": seed,
+            "draft_vocab_size": draft_vocab_size,
+            "template_kwargs": template_kwargs,
+            "num_proc": num_proc,
+            "output_dir": output_dir,
+        },
+        "prepare",
+    )
     folder, template_kwargs = Path(output_dir), template_kwargs or {}
     template, vocab_size = _template(verifier, trust_remote_code, template_kwargs)
     data_hash, readable = fingerprint_data(data)
-    settings = dict(max_length=max_length, max_samples=max_samples, rows=rows, too_long=too_long, min_trained=min_trained, dedup=dedup, shuffle=shuffle,
-                    val_fraction=val_fraction, seed=seed, template_kwargs=template_kwargs)
+    settings = dict(
+        max_length=max_length,
+        max_samples=max_samples,
+        rows=rows,
+        too_long=too_long,
+        min_trained=min_trained,
+        dedup=dedup,
+        shuffle=shuffle,
+        val_fraction=val_fraction,
+        seed=seed,
+        template_kwargs=template_kwargs,
+    )
     origin = {"data": data_hash, "tokenizer": fingerprint_template(template), **settings}
     with disk_errors(folder):
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     with disk_errors(folder), FileLock(folder.absolute().with_name(f".{folder.name}.lock")):
         prepared = _existing(folder, origin, overwrite)
         if prepared is None:
-            for left in folder.absolute().parent.glob(f".{folder.stem}.*"):  # what killed runs left
-                if re.fullmatch(rf"\.{re.escape(folder.stem)}\.[0-9a-f]{{8}}{re.escape(folder.suffix)}", left.name) and left.is_dir():
+            for left in folder.absolute().parent.glob(
+                f".{folder.stem}.*"
+            ):  # what killed runs left
+                if (
+                    re.fullmatch(
+                        rf"\.{re.escape(folder.stem)}\.[0-9a-f]{{8}}{re.escape(folder.suffix)}",
+                        left.name,
+                    )
+                    and left.is_dir()
+                ):
                     shutil.rmtree(left)
             several = data if isinstance(data, (list, tuple)) else [data]
             paths = [str(d) for d in several if isinstance(d, (str, Path))]
-            beside = next((Path(p).parent if Path(p).is_file() else Path(p) for p in paths if Path(p).exists()), Path("."))
-            pictures = {"folder": image_folder or beside, "store": folder.absolute().with_name(f"{folder.name}-images"), "allow_urls": allow_urls}
-            processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            beside = next(
+                (
+                    Path(p).parent if Path(p).is_file() else Path(p)
+                    for p in paths
+                    if Path(p).exists()
+                ),
+                Path("."),
+            )
+            pictures = {
+                "folder": image_folder or beside,
+                "store": folder.absolute().with_name(f"{folder.name}-images"),
+                "allow_urls": allow_urls,
+            }
+            processors = (
+                len(os.sched_getaffinity(0))
+                if hasattr(os, "sched_getaffinity")
+                else os.cpu_count() or 1
+            )
             known = vocab_size or len(template.tokenizer)
-            table, split, report = _make(readable, (template, settings | {"vocab_size": known}, pictures), num_proc or min(processors, 8))
+            table, split, report = _make(
+                readable,
+                (template, settings | {"vocab_size": known}, pictures),
+                num_proc or min(processors, 8),
+            )
             name = str(verifier) if isinstance(verifier, (str, Path)) else template.name
-            record = provenance("prepare_data", {"data": paths or f"{report['stages'][0]['conversations']} conversations in memory", "verifier": name, "output_dir": str(folder), **settings},
-                                {f"data {i}" if i else "data": p for i, p in enumerate(paths)} | ({"verifier": verifier} if isinstance(verifier, (str, Path)) else {}))
+            record = provenance(
+                "prepare_data",
+                {
+                    "data": paths
+                    or f"{report['stages'][0]['conversations']} conversations in memory",
+                    "verifier": name,
+                    "output_dir": str(folder),
+                    **settings,
+                },
+                {f"data {i}" if i else "data": p for i, p in enumerate(paths)}
+                | ({"verifier": verifier} if isinstance(verifier, (str, Path)) else {}),
+            )
             tokens = int(np.sum(table.with_format("numpy")["seq_len"][:], dtype=np.int64))
-            config = {"version": "3.0", **record, "model": {"target_model_path": name, "vocab_size": vocab_size},
-                      "data": {"num_samples": len(table), "num_tokens": tokens, "seq_length": max_length, "seed": seed}, "split": split, "origin": origin, "report": report,
-                      "format": {"schema": {"input_ids": ["seq"], "loss_mask": ["seq"], "seq_len": []}}}
+            config = {
+                "version": "3.0",
+                **record,
+                "model": {"target_model_path": name, "vocab_size": vocab_size},
+                "data": {
+                    "num_samples": len(table),
+                    "num_tokens": tokens,
+                    "seq_length": max_length,
+                    "seed": seed,
+                },
+                "split": split,
+                "origin": origin,
+                "report": report,
+                "format": {
+                    "schema": {"input_ids": ["seq"], "loss_mask": ["seq"], "seq_len": []}
+                },
+            }
             _write(folder, table, config)
             prepared = load_prepared(folder)
             log.info("%r", prepared)
@@ -312,28 +428,46 @@ def _chosen(stream, counts, settings):
 
 def _report(counts, kept):
     "What the folder's record says of the run."
-    names = (("read", "read"), ("duplicates", "duplicates"), ("not chosen", "not chosen"),
-             ("without a row", "without rows"), ("tokenised in part", "read in part"))
-    stages = [{"what": name, "conversations": counts.n[key]} for name, key in names
-              if key == "read" or counts.n[key]]
+    names = (
+        ("read", "read"),
+        ("duplicates", "duplicates"),
+        ("not chosen", "not chosen"),
+        ("without a row", "without rows"),
+        ("tokenised in part", "read in part"),
+    )
+    stages = [
+        {"what": name, "conversations": counts.n[key]}
+        for name, key in names
+        if key == "read" or counts.n[key]
+    ]
     if counts.n["rows cut"]:
-        stages.append({"what": "cut", "rows": counts.n["rows cut"], "tokens": counts.n["tokens cut"]})
+        stages.append(
+            {"what": "cut", "rows": counts.n["rows cut"], "tokens": counts.n["tokens cut"]}
+        )
     else:
         stages.append({"what": "kept", "conversations": kept})
-    return {"stages": stages, "tokens_cut": counts.n["tokens cut"], "dropped": counts.dropped,
-            "control_tokens": counts.control}
+    return {
+        "stages": stages,
+        "tokens_cut": counts.n["tokens cut"],
+        "dropped": counts.dropped,
+        "control_tokens": counts.control,
+    }
 
 
 def _table(rows):
-    "Rows as a table; where some have pictures, also with what was said, so that the pictures are found again."
+    """Rows as a table; where some have pictures, also with what was said, so that the pictures
+    are found again."""
     table = to_dataset([row[:2] for row in rows])
     if all(len(row) == 2 for row in rows):
         return table
     from datasets import Json
+
     said = {"messages": [row[2] if len(row) > 2 else [] for row in rows]}
     if any(len(row) > 2 and row[3] for row in rows):
         said["tools"] = [row[3] if len(row) > 2 else None for row in rows]
-    return concatenate_datasets([table, Dataset.from_dict(said, features=Features({k: Json() for k in said}))], axis=1)
+    return concatenate_datasets(
+        [table, Dataset.from_dict(said, features=Features({k: Json() for k in said}))], axis=1
+    )
 
 
 def _write(folder, table: Dataset, config):
@@ -341,7 +475,13 @@ def _write(folder, table: Dataset, config):
     freq, lengths = token_frequencies(table), table.with_format(None)["seq_len"][:]
     with atomic_folder(folder) as tmp:
         table.with_format("torch").save_to_disk(tmp)
-        (tmp / "sample_lengths.json").write_text(json.dumps(dict(enumerate(lengths))), encoding="utf-8")
+        (tmp / "sample_lengths.json").write_text(
+            json.dumps(dict(enumerate(lengths))), encoding="utf-8"
+        )
         (tmp / "token_freq.json").write_text(json.dumps(freq), encoding="utf-8")
         torch.save(freq, tmp / "token_freq.pt")  # numbers; for the upstream library
-        (tmp / "data_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False), encoding="utf-8", errors="backslashreplace")
+        (tmp / "data_config.json").write_text(
+            json.dumps(config, indent=1, ensure_ascii=False),
+            encoding="utf-8",
+            errors="backslashreplace",
+        )

@@ -18,23 +18,30 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 
+from ..core.checkpoints import load_pickle
+from ..core.files import read_object
+from ..core.options import check_options
+from ..core.plot import new_axes
 from .chat_encoding import token_frequencies
 from .messages import brief
 from .sources import load_table
-from ..core.options import check_options
-from ..core.plot import new_axes
-from ..core.checkpoints import load_pickle
-from ..core.files import read_object
-from ..nn.draft_vocabulary import save_vocab_mapping, vocab_mapping_from_frequencies
+from speculators_nb.nn.draft_vocabulary import (
+    save_vocab_mapping,
+    vocab_mapping_from_frequencies,
+)
 
 # %% ../../nbs/data/09_prepared_folder.ipynb #a898b389
 def read_token_freq(
     folder: str | Path,  # a prepared folder, ours or upstream's
     trained: int | None = None,  # what the counts must add up to; None: not checked
-) -> dict[int, int] | None:  # token id -> trained occurrences; None: there are none, or of another table
-    "Read `token_freq.json`, else `token_freq.pt` (as data: ValueError for a pickle of anything but numbers)."
+) -> dict[int, int] | None:  # token id -> trained occurrences; None: none, or of another table
+    """Read `token_freq.json`, else `token_freq.pt` (as data: ValueError for a pickle of
+    anything but numbers)."""
     folder = Path(folder)
-    file = next((folder / n for n in ("token_freq.json", "token_freq.pt") if (folder / n).is_file()), None)
+    file = next(
+        (folder / n for n in ("token_freq.json", "token_freq.pt") if (folder / n).is_file()),
+        None,
+    )
     if file is None:
         return None
     freq = load_pickle(file) if file.suffix == ".pt" else None
@@ -46,15 +53,18 @@ def read_token_freq(
         if wrong := [t for t, n in freq.items() if t < 0 or n < 0]:
             raise ValueError(f"{brief(freq[wrong[0]])} for token {wrong[0]}")
     except (ValueError, TypeError, RecursionError) as e:
-        raise ValueError(f"{file}: holds {e}; expected token id -> count. Delete it: it can be "
-                         "counted again.") from None
+        raise ValueError(
+            f"{file}: holds {e}; expected token id -> count. Delete it: it can be "
+            "counted again."
+        ) from None
     return freq if trained is None or sum(freq.values()) == trained else None
 
 
 def read_data_config(
     folder: str | Path,  # a prepared folder or a feature folder, ours or upstream's
 ) -> dict:  # its data_config.json; empty: there is none
-    "What a folder was made from. ValueError names the file and the field that is not as it was written."
+    """What a folder was made from. ValueError names the file and the field that is not as it
+    was written."""
     file = Path(folder) / "data_config.json"
     if not file.is_file():
         return {}
@@ -62,8 +72,10 @@ def read_data_config(
 
     def check(fine, field, value, wanted):
         if not fine:
-            raise ValueError(f"{file}: {field}={brief(value)}, expected {wanted}. Make the folder again, or copy "
-                             "the file again.")
+            raise ValueError(
+                f"{file}: {field}={brief(value)}, expected {wanted}. Make the folder again, or "
+                "copy the file again."
+            )
 
     for name in ("model", "origin", "report", "split", "data", "hidden_states"):
         check(isinstance(config.get(name, {}), dict), name, config.get(name), "an object")
@@ -77,7 +89,9 @@ def read_data_config(
     for name, part in (("split", config), ("data.split", config.get("data", {}))):
         split = part.get("split", {"train": 0, "val": 0})
         counts = isinstance(split, dict)
-        counts = counts and all(type(split.get(n)) is int and split[n] >= 0 for n in ("train", "val"))
+        counts = counts and all(
+            type(split.get(n)) is int and split[n] >= 0 for n in ("train", "val")
+        )
         check(counts, name, split, "numbers of rows, train and val")
     for name in ("target_model_path", "fingerprint"):
         value = config.get("model", {}).get(name)
@@ -88,28 +102,37 @@ def read_data_config(
 def _check_columns(folder, rows):
     "ValueError unless the rows are lists of whole numbers, and of one length each."
     if missing := {"input_ids", "loss_mask"} - set(rows.column_names):
-        raise ValueError(f"{folder}: the table has no column {', '.join(sorted(missing))}, only "
-                         f"{', '.join(rows.column_names)}. Is this a prepared folder?")
+        raise ValueError(
+            f"{folder}: the table has no column {', '.join(sorted(missing))}, only "
+            f"{', '.join(rows.column_names)}. Is this a prepared folder?"
+        )
     table, lengths = rows.data.table, {}
     for name, kinds in (("input_ids", "integers"), ("loss_mask", "booleans or integers")):
         column = table.column(name)
         kind = getattr(column.type, "value_type", None)
-        fine = kind is not None and (pa.types.is_integer(kind) or name == "loss_mask" and pa.types.is_boolean(kind))
+        fine = kind is not None and (
+            pa.types.is_integer(kind) or (name == "loss_mask" and pa.types.is_boolean(kind))
+        )
         if not fine or column.null_count:
-            raise ValueError(f"{folder}: column {name} holds {column.type}, or nothing in some rows; expected "
-                             f"lists of {kinds}. Prepare the data again.")
+            raise ValueError(
+                f"{folder}: column {name} holds {column.type}, or nothing in some rows; "
+                f"expected lists of {kinds}. Prepare the data again."
+            )
         lengths[name] = pc.list_value_length(column).to_numpy()
     if "seq_len" in rows.column_names:
         lengths["seq_len"] = table.column("seq_len").to_numpy()
     for name, values in lengths.items():
         if len(wrong := np.flatnonzero(values != lengths["input_ids"])):
             i = int(wrong[0])
-            raise ValueError(f"{folder}: row {i} has {lengths['input_ids'][i]} tokens in input_ids, {values[i]} by "
-                             f"{name}. Prepare the data again.")
+            raise ValueError(
+                f"{folder}: row {i} has {lengths['input_ids'][i]} tokens in input_ids, "
+                f"{values[i]} by {name}. Prepare the data again."
+            )
 
 
 class Prepared:
-    "A prepared folder, open: `rows`, `train`, `val`, `token_freq`, `config`; `table`, `dropped` and `plot()` say what is in it."
+    """A prepared folder, open: `rows`, `train`, `val`, `token_freq`, `config`; `table`,
+    `dropped` and `plot()` say what is in it."""
 
     def __init__(
         self,
@@ -120,12 +143,20 @@ class Prepared:
         _check_columns(folder, rows)
         self.config = read_data_config(folder)
         if "seq_len" not in rows.column_names:
-            rows = rows.add_column("seq_len", [len(i) for i in rows.with_format("numpy")["input_ids"]])
+            rows = rows.add_column(
+                "seq_len", [len(i) for i in rows.with_format("numpy")["input_ids"]]
+            )
         self.rows: Dataset = rows.with_format("torch")
         split = self.config.get("split", {"train": len(rows), "val": 0})
         if sum(split.values()) != len(rows):
-            raise ValueError(f"{folder}: data_config.json counts {sum(split.values())} rows, the table has {len(rows)}. One of them is of another run: prepare again.")
-        self.train, self.val = (self.rows.select(range(a, b) if a < b else []) for a, b in ((0, split["train"]), (split["train"], len(rows))))
+            raise ValueError(
+                f"{folder}: data_config.json counts {sum(split.values())} rows, the table has "
+                f"{len(rows)}. One of them is of another run: prepare again."
+            )
+        self.train, self.val = (
+            self.rows.select(range(a, b) if a < b else [])
+            for a, b in ((0, split["train"]), (split["train"], len(rows)))
+        )
 
     def __len__(self):
         return len(self.rows)
@@ -139,12 +170,23 @@ class Prepared:
     def trained(self) -> np.ndarray:  # [rows] tokens inside the mask
         "Trained tokens of each row."
         masks = self.rows.with_format("arrow")["loss_mask"]
-        return np.concatenate([np.array([int(np.count_nonzero(m.values.to_numpy(zero_copy_only=False))) for m in c]) for c in masks.chunks] or [np.zeros(0, int)])
+        return np.concatenate(
+            [
+                np.array(
+                    [int(np.count_nonzero(m.values.to_numpy(zero_copy_only=False))) for m in c]
+                )
+                for c in masks.chunks
+            ]
+            or [np.zeros(0, int)]
+        )
 
     @cached_property
     def token_freq(self) -> dict[int, int]:
-        "Token id -> trained occurrences: the folder's, or counted where it has none of this table."
-        return read_token_freq(self.folder, int(self.trained.sum())) or token_frequencies(self.rows)
+        """Token id -> trained occurrences: the folder's, or counted where it has none of this
+        table."""
+        return read_token_freq(self.folder, int(self.trained.sum())) or token_frequencies(
+            self.rows
+        )
 
     def add_vocab_mapping(
         self,
@@ -155,10 +197,16 @@ class Prepared:
         check_options({"draft_vocab_size": draft_vocab_size, "vocab_size": vocab_size})
         recorded = self.config.get("model", {}).get("vocab_size")
         if vocab_size and recorded and vocab_size != recorded:
-            raise ValueError(f"vocab_size={vocab_size}: {self.folder} was prepared for a verifier of {recorded} tokens; leave it out")
+            raise ValueError(
+                f"vocab_size={vocab_size}: {self.folder} was prepared for a verifier of "
+                f"{recorded} tokens; leave it out"
+            )
         vocab_size = vocab_size or recorded
         if not vocab_size:
-            raise ValueError(f"{self.folder}: the verifier's vocabulary size is not recorded; pass vocab_size (vocab_size in the verifier's config.json)")
+            raise ValueError(
+                f"{self.folder}: the verifier's vocabulary size is not recorded; pass "
+                "vocab_size (vocab_size in the verifier's config.json)"
+            )
         mapping = vocab_mapping_from_frequencies(self.token_freq, draft_vocab_size, vocab_size)
         save_vocab_mapping(self.folder, *mapping)
         return mapping
@@ -166,30 +214,61 @@ class Prepared:
     @property
     def table(self) -> pd.DataFrame:  # one line a stage: conversations, rows, tokens, trained
         "What came in, what went, what is left."
-        left = [{"what": name, "rows": len(part), "tokens": int(self.lengths[s].sum()), "trained": int(self.trained[s].sum())}
-                for name, part, s in (("train", self.train, slice(0, len(self.train))), ("val", self.val, slice(len(self.train), None))) if len(part)]
+        left = [
+            {
+                "what": name,
+                "rows": len(part),
+                "tokens": int(self.lengths[s].sum()),
+                "trained": int(self.trained[s].sum()),
+            }
+            for name, part, s in (
+                ("train", self.train, slice(0, len(self.train))),
+                ("val", self.val, slice(len(self.train), None)),
+            )
+            if len(part)
+        ]
         lines = [*self.config.get("report", {}).get("stages", []), *left]
-        frame = pd.DataFrame(lines).set_index("what").reindex(columns=["conversations", "rows", "tokens", "trained"]).astype("Int64")
+        frame = (
+            pd.DataFrame(lines)
+            .set_index("what")
+            .reindex(columns=["conversations", "rows", "tokens", "trained"])
+            .astype("Int64")
+        )
         frame["mask"] = (frame["trained"] / frame["tokens"]).astype("Float64").round(3)
         return frame
 
     @property
     def dropped(self) -> pd.DataFrame:  # reason -> count, unit, the place of the first
         "Why conversations and rows are not in the table."
-        return pd.DataFrame(self.config.get("report", {}).get("dropped", []), columns=["reason", "count", "unit", "first"]).set_index("reason")
+        return pd.DataFrame(
+            self.config.get("report", {}).get("dropped", []),
+            columns=["reason", "count", "unit", "first"],
+        ).set_index("reason")
 
     @property
-    def control_tokens(self) -> pd.DataFrame:  # token -> conversations that spell it, the place of the first
-        "Control tokens in what was said: the tokenizer reads their names as tokens, whoever wrote them."
+    def control_tokens(
+        self,
+    ) -> pd.DataFrame:  # token -> conversations that spell it, the place of the first
+        """Control tokens in what was said: the tokenizer reads their names as tokens, whoever
+        wrote them."""
         found = self.config.get("report", {}).get("control_tokens", [])
-        return pd.DataFrame(found, columns=["token", "conversations", "first"]).set_index("token")
+        return pd.DataFrame(found, columns=["token", "conversations", "first"]).set_index(
+            "token"
+        )
 
     def __repr__(self):
         n, t = int(self.lengths.sum()), int(self.trained.sum())
-        return f"{self.folder.name}: {len(self.train)} training and {len(self.val)} validation rows, {n} tokens, {t} of them ({t / max(n, 1):.0%}) trained"
+        return (
+            f"{self.folder.name}: {len(self.train)} training and {len(self.val)} validation "
+            f"rows, {n} tokens, {t} of them ({t / max(n, 1):.0%}) trained"
+        )
 
     def _repr_html_(self):
-        return f"<p>{self!r}</p>" + self.table.to_html(na_rep="") + "".join(t.to_html() for t in (self.dropped, self.control_tokens) if len(t))
+        return (
+            f"<p>{self!r}</p>"
+            + self.table.to_html(na_rep="")
+            + "".join(t.to_html() for t in (self.dropped, self.control_tokens) if len(t))
+        )
 
     def plot(self):  # -> a figure: lengths, and where the tokens go
         "Two panels: how long the rows are, and what their tokens are used for."
@@ -197,23 +276,53 @@ class Prepared:
         fig, (left, right) = new_axes(4.6, 2.8, 2)
         edges = np.linspace(0, max(int(self.lengths.max(initial=1)), 1), 31)
         middle, width = (edges[1:] + edges[:-1]) / 2, edges[1]
-        for counts, colour, name in ((self.lengths, "#c9c9c9", "context"), (self.trained, "#e69f00", "trained")):
-            left.bar(middle, np.histogram(self.lengths, edges, weights=counts)[0], width * 0.92, color=colour, label=name)
+        for counts, colour, name in (
+            (self.lengths, "#c9c9c9", "context"),
+            (self.trained, "#e69f00", "trained"),
+        ):
+            left.bar(
+                middle,
+                np.histogram(self.lengths, edges, weights=counts)[0],
+                width * 0.92,
+                color=colour,
+                label=name,
+            )
         if limit := self.config.get("origin", {}).get("max_length"):
-            left.axvline(min(limit, edges[-1]), ls=":", color="#555555", label=f"max_length {limit}")
+            left.axvline(
+                min(limit, edges[-1]), ls=":", color="#555555", label=f"max_length {limit}"
+            )
         left.set(xlabel="length of the row, tokens", ylabel="tokens in such rows")
-        left.set_title(f"{len(self)} rows; the median has {int(np.median(self.lengths)) if len(self) else 0} tokens", loc="left")
+        left.set_title(
+            (
+                f"{len(self)} rows; the median has "
+                f"{int(np.median(self.lengths)) if len(self) else 0} tokens"
+            ),
+            loc="left",
+        )
         left.legend(frameon=False)
         cut = self.config.get("report", {}).get("tokens_cut", 0)
         start, whole = 0, max(tokens + cut, 1)
-        for count, colour, name in ((trained, "#e69f00", "trained"), (tokens - trained, "#c9c9c9", "context"), (cut, "#d55e00", "cut off")):
+        for count, colour, name in (
+            (trained, "#e69f00", "trained"),
+            (tokens - trained, "#c9c9c9", "context"),
+            (cut, "#d55e00", "cut off"),
+        ):
             right.barh(0, count / whole, left=start / whole, color=colour, height=0.5)
             if count:
-                right.text((start + count / 2) / whole, 0.34, f"{name}\n{count / whole:.0%}", ha="center", va="bottom", fontsize=9)
+                right.text(
+                    (start + count / 2) / whole,
+                    0.34,
+                    f"{name}\n{count / whole:.0%}",
+                    ha="center",
+                    va="bottom",
+                    fontsize=9,
+                )
             start += count
         right.set(xlim=(0, 1), ylim=(-0.5, 1), xlabel=f"share of {whole} tokens", yticks=[])
         right.spines["left"].set_visible(False)
-        right.set_title(f"{trained / max(tokens, 1):.0%} of what is computed is trained", loc="left")
+        right.set_title(
+            f"{trained / max(tokens, 1):.0%} of what is computed is trained", loc="left"
+        )
         return fig
 
 
@@ -222,11 +331,16 @@ def changes(
     new: dict,  # of the call at hand
 ) -> list[str]:  # "max_length was 2048, is 1024" for each difference
     "What differs between two origins."
-    return [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in [*new, *(old.keys() - new.keys())] if old.get(k) != new.get(k)]
+    return [
+        f"{k} was {old.get(k)!r}, is {new.get(k)!r}"
+        for k in [*new, *(old.keys() - new.keys())]
+        if old.get(k) != new.get(k)
+    ]
 
 
 def load_prepared(
     folder: str | Path,  # ours, or the upstream library's
 ) -> Prepared:  # open and checked
-    "Open a prepared folder. FileNotFoundError: no table; ValueError: damaged, or its parts are of different runs."
+    """Open a prepared folder. FileNotFoundError: no table; ValueError: damaged, or its parts
+    are of different runs."""
     return Prepared(folder)

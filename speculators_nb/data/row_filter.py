@@ -27,12 +27,16 @@ def ready_row(
     ids, mask = row["input_ids"], row.get("loss_mask")
     array = np.asarray(ids) if _whole_numbers(ids) else np.zeros((0, 0))
     if array.ndim != 1:
-        raise BadRow("input_ids must be one list of token ids, whole numbers from 0 on",
-                     detail=brief(ids))
+        raise BadRow(
+            "input_ids must be one list of token ids, whole numbers from 0 on",
+            detail=brief(ids),
+        )
     low, high = (array.min(), array.max()) if len(array) else (0, 0)
     if not 0 <= low <= high < 2**31:
-        raise BadRow("input_ids must be whole numbers from 0 on, and below 2**31",
-                     detail=f"they go from {brief(int(low))} to {brief(int(high))}")
+        raise BadRow(
+            "input_ids must be whole numbers from 0 on, and below 2**31",
+            detail=f"they go from {brief(int(low))} to {brief(int(high))}",
+        )
     check_ids(array, vocab_size)
     return array.astype(np.int32), _ready_mask(mask, len(array))
 
@@ -43,8 +47,11 @@ def check_ids(
 ) -> None:
     "BadRow if an id is beyond the vocabulary."
     if vocab_size and len(ids) and (high := int(ids.max())) >= vocab_size:
-        raise BadRow(f"a token id beyond the verifier's vocabulary of {vocab_size}; tokenise it for "
-                     "this verifier", detail=f"input_ids has {high}")
+        raise BadRow(
+            f"a token id beyond the verifier's vocabulary of {vocab_size}; tokenise it for "
+            "this verifier",
+            detail=f"input_ids has {high}",
+        )
 
 
 def _whole_numbers(ids):
@@ -62,9 +69,13 @@ def _ready_mask(mask, n):
     except ValueError:  # lists of different lengths
         array = np.zeros((n, 0))
     if array.ndim == 1 and len(array) != n:
-        raise BadRow("loss_mask has another length than input_ids",
-                     detail=f"input_ids has {n} tokens, loss_mask {len(array)}")
-    if array.ndim != 1 or n and not (array.dtype.kind in "biuf" and np.isin(array, (0, 1)).all()):
+        raise BadRow(
+            "loss_mask has another length than input_ids",
+            detail=f"input_ids has {n} tokens, loss_mask {len(array)}",
+        )
+    if array.ndim != 1 or (
+        n and not (array.dtype.kind in "biuf" and np.isin(array, (0, 1)).all())
+    ):
         raise BadRow("loss_mask must be one list of 0 and 1", detail=brief(mask))
     return array.astype(bool)
 
@@ -83,7 +94,9 @@ def used(
 def read_rows(
     data: str | Path | Iterable,  # as in `located`
     vocab_size: int | None = None,  # the verifier's; None: unknown
-) -> Iterator[tuple[str, dict | Exception]]:  # (where it is, as from `used`, or why it cannot be used)
+) -> Iterator[
+    tuple[str, dict | Exception]
+]:  # (where it is, as from `used`, or why it cannot be used)
     "The conversations of a source, checked."
     for where, row in data if isinstance(data, Located) else located(data):
         try:
@@ -115,7 +128,9 @@ def size_of(
 
 
 def _part_size(part):
-    texts = [part] if isinstance(part, str) else [v for v in part.values() if isinstance(v, str)]
+    texts = (
+        [part] if isinstance(part, str) else [v for v in part.values() if isinstance(v, str)]
+    )
     return 100 + sum(map(len, texts))
 
 
@@ -125,7 +140,9 @@ BATCH = 1 << 20  # characters of the conversations that are tokenised together
 def batches(
     stream: Iterable,  # (where, conversation as from `used`)
     n: int = 64,  # conversations
-) -> Iterator[list]:  # up to n of them, or as many as there are in `BATCH` characters; at least one
+) -> Iterator[
+    list
+]:  # up to n of them, or as many as there are in `BATCH` characters; at least one
     "A stream in batches of a bounded size."
     batch, size = [], 0
     for item in stream:
@@ -144,7 +161,9 @@ def filter_rows(
     max_length: int,  # tokens
     too_long: str = "cut",  # or "drop"
     min_trained: int = 1,  # tokens
-) -> tuple[list[tuple], list[str], int]:  # rows that stay, why others do not, tokens that were cut off
+) -> tuple[
+    list[tuple], list[str], int
+]:  # rows that stay, why others do not, tokens that were cut off
     "Apply the limits to the rows of one conversation."
     if isinstance(made, Exception):
         return [], [reason_of(made)], 0
@@ -154,7 +173,10 @@ def filter_rows(
         if len(ids) > max_length and (too_long == "drop" or len(row) > 2):
             why.append(f"longer than {max_length} tokens")
         elif (n := int(np.count_nonzero(mask[:max_length]))) < min_trained:
-            why.append(f"{'no' if n == 0 else 'fewer than ' + str(min_trained)} trained token{'s' * (n > 0)} in the first {max_length}")
+            why.append(
+                f"{'no' if n == 0 else 'fewer than ' + str(min_trained)} trained "
+                f"token{'s' * (n > 0)} in the first {max_length}"
+            )
         else:
             cut += max(len(ids) - max_length, 0)
             kept.append((ids[:max_length], mask[:max_length], *row[2:]))
@@ -195,7 +217,9 @@ def made_of(
     "Apply the limits, and look for control tokens in what was said."
     if isinstance(encoded, BadRow):
         return Made(error=encoded)
-    if isinstance(encoded, Exception):  # of a template or a tokenizer; not all of them can be pickled
+    if isinstance(
+        encoded, Exception
+    ):  # of a template or a tokenizer; not all of them can be pickled
         return Made(error=BadRow(reason_of(encoded)))
     rows, dropped, cut = filter_rows(encoded, max_length, too_long, min_trained)
     partial = getattr(encoded, "partial", False)
@@ -259,4 +283,6 @@ class Counts:
 
     def why(self) -> str:  # on one line
         "The reasons, for a message."
-        return "; ".join(f"{r['count']} × {r['reason']} (first: {r['first']})" for r in self.dropped)
+        return "; ".join(
+            f"{r['count']} × {r['reason']} (first: {r['first']})" for r in self.dropped
+        )

@@ -15,38 +15,64 @@ from pathlib import Path
 
 from datasets import Dataset, load_from_disk
 
-from .file_reader import SUFFIXES, as_row, read_file
-from speculators_nb.data.messages import (
-    BadRow, as_json, brief, messages_of, normalize, tools_of,
-)
 from ..core.checkpoints import inside
 from ..core.files import read_object
+from .file_reader import SUFFIXES, as_row, read_file
+from speculators_nb.data.messages import (
+    BadRow,
+    as_json,
+    brief,
+    messages_of,
+    normalize,
+    tools_of,
+)
 
 # %% ../../nbs/data/03_sources.ipynb #20610b24
-RECORDS = ("data_config.json", "provenance.json", "dataset_info.json", "dataset_infos.json", "state.json", "sample_lengths.json", "token_freq.json",
-           "errors.jsonl")  # what tools write beside conversations; in a folder, names that end so are passed over
+RECORDS = (
+    "data_config.json",
+    "provenance.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "state.json",
+    "sample_lengths.json",
+    "token_freq.json",
+    "errors.jsonl",
+)  # what tools write beside conversations; in a folder, names that end so are passed over
 
 
 def load_table(
     folder: str | Path,  # a table that `Dataset.save_to_disk` wrote
 ) -> Dataset:  # memory-mapped
-    "Open an Arrow table. FileNotFoundError: there is none, or a file of its list is missing; ValueError: its list of files leads out of the folder, or a file is damaged."
+    """Open an Arrow table. FileNotFoundError: there is none, or a file of its list is missing;
+    ValueError: its list of files leads out of the folder, or a file is damaged."""
     folder, state = Path(folder), Path(folder) / "state.json"
     if not state.is_file():
-        raise FileNotFoundError(f"{folder}: no state.json, so this is no table of `datasets`. Make one with prepare_data, or save_to_disk.")
+        raise FileNotFoundError(
+            f"{folder}: no state.json, so this is no table of `datasets`. Make one with "
+            "prepare_data, or save_to_disk."
+        )
     try:
         names = [f["filename"] for f in read_object(state)["_data_files"]]
     except (KeyError, TypeError) as e:
-        raise ValueError(f"{state}: does not list the table's files ({type(e).__name__}: {e}). Make the folder again.") from None
+        raise ValueError(
+            f"{state}: does not list the table's files ({type(e).__name__}: {e}). Make the "
+            "folder again."
+        ) from None
     for name in names:
         if not inside(folder, name).is_file():
-            raise FileNotFoundError(f"{folder / name}: no such file, and state.json names it. Make or copy the folder again.")
+            raise FileNotFoundError(
+                f"{folder / name}: no such file, and state.json names it. Make or copy the "
+                "folder again."
+            )
     try:
         table = load_from_disk(str(folder))
         table.data.table.validate(full=True)  # damaged offsets lead out of its memory
         return table
     except Exception as e:
-        raise ValueError(f"{folder}: the table cannot be read ({type(e).__name__}: {e}). It was probably cut off: make or copy it again.") from e
+        raise ValueError(
+            f"{folder}: the table cannot be read ({type(e).__name__}: {e}). It was probably "
+            "cut off: make or copy it again."
+        ) from e
 
 # %% ../../nbs/data/03_sources.ipynb #9e925e34
 _SPLIT = re.compile(r"(train|test|val|dev|eval)")
@@ -61,17 +87,28 @@ def files_of(
     path = Path(data).expanduser()
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
-            raise ValueError(f"{path}: cannot read this kind of file; the name must end in one of {', '.join(SUFFIXES)}.")
+            raise ValueError(
+                f"{path}: cannot read this kind of file; the name must end in one of "
+                f"{', '.join(SUFFIXES)}."
+            )
         return [path]
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such file or folder. A dataset of the hub is written hf:{data}")
+        raise FileNotFoundError(
+            f"{path}: no such file or folder. A dataset of the hub is written hf:{data}"
+        )
     if (path / "state.json").is_file():
         return sorted(path.glob("*.arrow"))
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(p.parent.name for p in path.glob("*/state.json")))
         raise ValueError(f"{path}: holds several tables ({splits}); name the folder of one")
-    rest = [p.relative_to(path) for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES) and not p.name.endswith(RECORDS)]
-    files = [path / p for p in sorted(rest) if not any(part.startswith(".") for part in p.parts)]
+    rest = [
+        p.relative_to(path)
+        for p in path.rglob("*")
+        if p.is_file() and p.name.endswith(SUFFIXES) and not p.name.endswith(RECORDS)
+    ]
+    files = [
+        path / p for p in sorted(rest) if not any(part.startswith(".") for part in p.parts)
+    ]
     if not files:
         raise FileNotFoundError(f"{path}: holds no file that ends in {', '.join(SUFFIXES)}.")
     return files
@@ -80,8 +117,10 @@ def files_of(
 def _hub(spec):
     "The rows of `hf:…`, streamed."
     from datasets import load_dataset
+
     if spec.startswith("hf://"):
         from huggingface_hub import hf_hub_download
+
         match = re.fullmatch(r"hf://datasets/([^/]+/[^/]+)/(.+)", spec)
         if not match:
             raise ValueError(f"{spec!r}: expected hf://datasets/<org>/<name>/<file>.")
@@ -99,8 +138,10 @@ def _hub(spec):
             yield f"{spec}, row {n}", row
     except Exception as e:
         after = f" after row {n}" if n >= 0 else ""
-        raise ValueError(f"{spec}: subset {subset!r}, split {split!r} cannot be loaded{after} "
-                         f"({type(e).__name__}: {e}).") from e
+        raise ValueError(
+            f"{spec}: subset {subset!r}, split {split!r} cannot be loaded{after} "
+            f"({type(e).__name__}: {e})."
+        ) from e
 
 # %% ../../nbs/data/03_sources.ipynb #bc928edd
 def located(
@@ -108,13 +149,18 @@ def located(
 ) -> Iterator[tuple[str, dict | BadRow]]:  # (where it is, conversation)
     "The conversations of a source, and their places. A BadRow: one that cannot be read."
     if isinstance(data, (dict, bytes)) or not isinstance(data, (str, Path, Iterable)):
-        raise ValueError(f"data={brief(data)} is a {type(data).__name__}; expected a file, "
-                         "a folder, hf:<id>, or a list of conversations")
+        raise ValueError(
+            f"data={brief(data)} is a {type(data).__name__}; expected a file, "
+            "a folder, hf:<id>, or a list of conversations"
+        )
     if isinstance(data, (str, Path)):
         if str(data).startswith("hf:"):
             yield from _hub(str(data))
         elif (Path(data) / "state.json").is_file():
-            yield from ((f"{data}, row {n}", row) for n, row in enumerate(load_table(data).with_format(None)))
+            yield from (
+                (f"{data}, row {n}", row)
+                for n, row in enumerate(load_table(data).with_format(None))
+            )
         else:
             for path in files_of(data):
                 yield from read_file(path)
@@ -127,9 +173,13 @@ def located(
 
 
 def read_conversations(
-    data: str | Path | Iterable,  # file, folder, hf:<id>[:<subset>[:<split>]], conversations, or a list of these
+    data: str
+    | Path
+    | Iterable,  # file, folder, hf:<id>[:<subset>[:<split>]], conversations, or a list of these
     limit: int | None = None,  # stop after so many
-) -> Iterator[dict]:  # as written: with "messages" or "conversations", or with "input_ids" and "loss_mask"
+) -> Iterator[
+    dict
+]:  # as written: with "messages" or "conversations", or with "input_ids" and "loss_mask"
     "Stream conversations. Whatever is wrong is a ValueError that names the file and the line."
     for where, row in islice(located(data), limit):
         if isinstance(row, BadRow):
@@ -140,7 +190,8 @@ def read_conversations(
 def content_hash(
     row: dict | list,  # a conversation, in any spelling, or a row with input_ids
 ) -> str:  # 32 hex digits
-    "A hash of what is said: roles, contents, tools and their calls, reasoning, images; or the token ids and the mask. Ids and metadata do not count."
+    """A hash of what is said: roles, contents, tools and their calls, reasoning, images; or the
+    token ids and the mask. Ids and metadata do not count."""
     row = row if isinstance(row, dict) else {"messages": row}
     if row.get("input_ids") is not None:
         columns = (row["input_ids"], row.get("loss_mask"))
@@ -168,15 +219,24 @@ def _turn(turn, m):
     if "tool_calls" in turn:
         turn["tool_calls"] = as_json(m["tool_calls"], "tool_calls")
     if isinstance(turn.get("content"), list):  # pictures; tables fill in None
-        turn["content"] = [{"type": "text", "text": p} if isinstance(p, str)
-                           else {k: v for k, v in p.items() if v is not None}
-                           for p in turn["content"]]
+        turn["content"] = [
+            {"type": "text", "text": p}
+            if isinstance(p, str)
+            else {k: v for k, v in p.items() if v is not None}
+            for p in turn["content"]
+        ]
     return turn
 
 
 def _raw(value):
     "What JSON does not know (bytes, an image): its bytes, hashed."
-    data = value if isinstance(value, bytes) else value.tobytes() if hasattr(value, "tobytes") else str(value).encode()
+    data = (
+        value
+        if isinstance(value, bytes)
+        else value.tobytes()
+        if hasattr(value, "tobytes")
+        else str(value).encode()
+    )
     return hashlib.sha256(data).hexdigest()
 
 

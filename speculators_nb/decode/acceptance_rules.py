@@ -7,59 +7,72 @@ __all__ = ['RULES', 'flip', 'draw', 'Rule', 'walk', 'guessed', 'only', 'block', 
 
 # %% ../../nbs/decode/01_acceptance_rules.ipynb #d7bbf3d4
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
 import torch
+
 from ..core.tree import TokenTree
 
 # %% ../../nbs/decode/01_acceptance_rules.ipynb #6d7b2a04
 def flip(
-    chance: torch.Tensor, # probability of heads; 1 and above always, 0 and below never
-    generator: torch.Generator | None = None, # on the device of `chance`
-) -> torch.Tensor: # bool, the same shape
+    chance: torch.Tensor,  # probability of heads; 1 and above always, 0 and below never
+    generator: torch.Generator | None = None,  # on the device of `chance`
+) -> torch.Tensor:  # bool, the same shape
     "Independent coins."
-    return torch.rand(chance.shape, dtype=torch.float64, device=chance.device, generator=generator) < chance
+    return (
+        torch.rand(chance.shape, dtype=torch.float64, device=chance.device, generator=generator)
+        < chance
+    )
 
 
 def draw(
-    weights: torch.Tensor, # [V], not negative, not all zero; need not sum to one
-    generator: torch.Generator | None = None, # on the device of `weights`
-) -> int: # an index
+    weights: torch.Tensor,  # [V], not negative, not all zero; need not sum to one
+    generator: torch.Generator | None = None,  # on the device of `weights`
+) -> int:  # an index
     "One token in proportion to its weight."
     return int(torch.multinomial(weights, 1, generator=generator))
 
 # %% ../../nbs/decode/01_acceptance_rules.ipynb #2f0f1a16
 class Rule(NamedTuple):
     "An acceptance rule."
-    decide: Callable      # (tree, target [N+1, V], generator) -> (path from depth 1 on, next token)
-    lossless: bool        # the output has the verifier's law
-    about: str            # in a few words
-    raw: bool = False     # weighs likelihoods: in a greedy request it is given the law at temperature 1
+
+    decide: Callable  # (tree, target [N+1, V], generator) -> (path from depth 1 on, next token)
+    lossless: bool  # the output has the verifier's law
+    about: str  # in a few words
+    raw: bool = False  # in a greedy request it is given the law at temperature 1
 
 
 def walk(
-    step: Callable,        # (p [V] float64, children, tree, generator) -> (child or None, residual)
-    tree: TokenTree,       # the proposal
+    step: Callable,  # (p [V] float64, children, tree, generator) -> (child or None, residual)
+    tree: TokenTree,  # the proposal
     target: torch.Tensor,  # [N+1, V] verifier's laws: after last decided token, then each node
-    generator: torch.Generator | None = None, # on the device of `target`
-) -> tuple[list[int], int]: # kept nodes, the next token
+    generator: torch.Generator | None = None,  # on the device of `target`
+) -> tuple[list[int], int]:  # kept nodes, the next token
     "Go down as long as a child is kept; then draw."
     node, path = -1, []
     while True:
         child, law = step(target[node + 1].double(), tree.children(node), tree, generator)
-        if child is None: return path, draw(law, generator)
+        if child is None:
+            return path, draw(law, generator)
         path.append(node := child)
 
 
-def guessed(token: int, children: Sequence[int], tree: TokenTree) -> int | None: # the child that carries `token`
+def guessed(
+    token: int, children: Sequence[int], tree: TokenTree
+) -> int | None:  # the child that carries `token`
     return next((i for i in children if tree.tokens[i] == token), None)
 
-def only(token: int, like: torch.Tensor) -> torch.Tensor: # [V], all mass on one token
+
+def only(token: int, like: torch.Tensor) -> torch.Tensor:  # [V], all mass on one token
     return torch.zeros_like(like).index_fill(0, torch.as_tensor(token, device=like.device), 1)
+
 
 def _greedy(p, children, tree, generator):
     best = int(p.argmax())
     return guessed(best, children, tree), only(best, p)
+
 
 def _strict(p, children, tree, generator):
     own = draw(p, generator)
@@ -70,90 +83,170 @@ def _ratio(p, children, tree, generator, lenience=1.0):
     for i in children:
         x = tree.tokens[i]
         q = only(x, p) if tree.probs is None else tree.probs[i].double()
-        if flip(p[x] / (lenience * q[x]), generator): return i, p
+        if flip(p[x] / (lenience * q[x]), generator):
+            return i, p
         residual = (p - q).clamp(min=0)
-        # p = q up to rounding can reject with probability 1e-8 and leave nothing: then p itself is the answer to the same precision
-        if residual.sum() > 0: p = residual / residual.sum()
+        # p = q up to rounding can reject with probability 1e-8 and leave nothing: then p itself
+        # is the answer to the same precision
+        if residual.sum() > 0:
+            p = residual / residual.sum()
     return None, p
 
 # %% ../../nbs/decode/01_acceptance_rules.ipynb #2f0f1a18
 def block(
-    tree: TokenTree,       # a chain
+    tree: TokenTree,  # a chain
     target: torch.Tensor,  # [k+1, V] the verifier's laws
-    generator: torch.Generator | None = None, # on the device of `target`
-) -> tuple[list[int], int]: # kept nodes, the next token
+    generator: torch.Generator | None = None,  # on the device of `target`
+) -> tuple[list[int], int]:  # kept nodes, the next token
     "Block verification (2403.10444, algorithm 2). Errors: ValueError for a tree with branches."
-    if not tree.is_chain: raise ValueError(f"parents={tree.parents.tolist()}: block verification is defined for chains; use the standard rule for trees")
+    if not tree.is_chain:
+        raise ValueError(
+            f"parents={tree.parents.tolist()}: block verification is defined for chains; use "
+            "the standard rule for trees"
+        )
     k, p = len(tree), target.double()
-    if not k: return [], draw(p[0], generator)
-    q = torch.nn.functional.one_hot(tree.tokens, p.shape[1]).double() if tree.probs is None else tree.probs.double()
+    if not k:
+        return [], draw(p[0], generator)
+    q = (
+        torch.nn.functional.one_hot(tree.tokens, p.shape[1]).double()
+        if tree.probs is None
+        else tree.probs.double()
+    )
     joint, carry = [], torch.ones((), dtype=p.dtype, device=p.device)
-    for i, x in enumerate(tree.tokens): joint.append(carry := (carry * p[i, x] / q[i, x]).clamp(max=1))
+    for i, x in enumerate(tree.tokens):
+        joint.append(carry := (carry * p[i, x] / q[i, x]).clamp(max=1))
     excess = [(P * p[i + 1] - q[i + 1]).clamp(min=0) for i, P in enumerate(joint[:-1])]
-    keep = [1 if (rest := e.sum() + 1 - P) == 0 else e.sum() / rest for P, e in zip(joint, excess)] + [joint[-1]]
-    kept = [i + 1 for i, h in enumerate(flip(torch.stack([torch.as_tensor(h, dtype=p.dtype, device=p.device) for h in keep]), generator)) if h]
+    keep = [
+        1 if (rest := e.sum() + 1 - P) == 0 else e.sum() / rest for P, e in zip(joint, excess)
+    ] + [joint[-1]]
+    kept = [
+        i + 1
+        for i, h in enumerate(
+            flip(
+                torch.stack([torch.as_tensor(h, dtype=p.dtype, device=p.device) for h in keep]),
+                generator,
+            )
+        )
+        if h
+    ]
     n = kept[-1] if kept else 0
     law = p[k] if n == k else (p[0] - q[0]).clamp(min=0) if n == 0 else excess[n - 1]
     return list(range(n)), draw(law if law.sum() > 0 else p[n], generator)
 
 # %% ../../nbs/decode/01_acceptance_rules.ipynb #2f0f1a20
 def typical(
-    epsilon: float = 0.3, # a token at least this likely is always kept
+    epsilon: float = 0.3,  # a token at least this likely is always kept
     delta: float = 0.09,  # share of exp(-entropy) that suffices
 ) -> Rule:
-    "Typical acceptance (2401.10774, section 2.3.1). Where no token is kept the verifier's likeliest one is written, as greedily."
+    """Typical acceptance (2401.10774, section 2.3.1). Where no token is kept the verifier's
+    likeliest one is written, as greedily."""
+
     def decide(tree, target, generator=None):
         p = target.double()
         entropy = -torch.special.xlogy(p, p).sum(-1)
         parent_law = tree.parents + 1
         likely = p[parent_law, tree.tokens]
-        fine = likely > torch.minimum(torch.full_like(entropy, epsilon), delta * torch.exp(-entropy))[parent_law]
-        best = max(([i for i in path if bool(fine[path[:path.index(i) + 1]].all())] for path in tree.paths()),
-                   key=lambda path: (len(path), float(likely[path].log().sum())), default=[])
+        fine = (
+            likely
+            > torch.minimum(torch.full_like(entropy, epsilon), delta * torch.exp(-entropy))[
+                parent_law
+            ]
+        )
+        best = max(
+            (
+                [i for i in path if bool(fine[path[: path.index(i) + 1]].all())]
+                for path in tree.paths()
+            ),
+            key=lambda path: (len(path), float(likely[path].log().sum())),
+            default=[],
+        )
         return best, int(p[best[-1] + 1 if best else 0].argmax())
+
     return Rule(decide, False, f"p(x) > min({epsilon}, {delta} exp(-H(p)))", raw=True)
 
+
 def synthetic(
-    rates: Sequence[float], # unconditional rate of each position, not increasing
+    rates: Sequence[float],  # unconditional rate of each position, not increasing
 ) -> Rule:
-    "Keep first children at given rates, whatever they are. Errors: ValueError for rates outside [0, 1] or increasing."
+    """Keep first children at given rates, whatever they are. Errors: ValueError for rates
+    outside [0, 1] or increasing."""
     rates = [float(r) for r in rates]
-    if any(not 0 <= r <= 1 for r in rates) or any(a < b for a, b in zip(rates, rates[1:])):
-        raise ValueError(f"synthetic acceptance rates {rates} must lie in [0, 1] and not increase: a position counts only where all before it were accepted")
-    conditional = [b / a if a else 0. for a, b in zip([1., *rates], rates)]
+    if any(not 0 <= r <= 1 for r in rates) or any(a < b for a, b in itertools.pairwise(rates)):
+        raise ValueError(
+            f"synthetic acceptance rates {rates} must lie in [0, 1] and not increase: a "
+            "position counts only where all before it were accepted"
+        )
+    conditional = [b / a if a else 0.0 for a, b in zip([1.0, *rates], rates)]
+
     def decide(tree, target, generator=None):
         path, node = [], -1
         for chance in conditional:
             children = tree.children(node)
-            if not children or not flip(target.new_tensor(chance, dtype=torch.float64), generator): break
+            if not children or not flip(
+                target.new_tensor(chance, dtype=torch.float64), generator
+            ):
+                break
             path.append(node := children[0])
         return path, draw(target[node + 1].double(), generator)
+
     return Rule(decide, False, f"positions kept at rates {rates}")
 
+
 def lenient(
-    lenience: float = 1.0, # 1: standard; smaller accepts more
+    lenience: float = 1.0,  # 1: standard; smaller accepts more
 ) -> Rule:
-    "The standard rule with the ratio p / (lenience * q). Errors: ValueError for a lenience outside (0, 1]."
-    if not 0 < lenience <= 1: raise ValueError(f"accept_lenience={lenience} must lie in (0, 1]; 1 keeps the verifier's law")
-    return Rule(functools.partial(walk, functools.partial(_ratio, lenience=lenience)), lenience == 1, f"ratio p / ({lenience} q)")
+    """The standard rule with the ratio p / (lenience * q). Errors: ValueError for a lenience
+    outside (0, 1]."""
+    if not 0 < lenience <= 1:
+        raise ValueError(
+            f"accept_lenience={lenience} must lie in (0, 1]; 1 keeps the verifier's law"
+        )
+    return Rule(
+        functools.partial(walk, functools.partial(_ratio, lenience=lenience)),
+        lenience == 1,
+        f"ratio p / ({lenience} q)",
+    )
+
 
 def tolerant(
-    accept_k: int = 1,       # keep a token that is among the verifier's k likeliest
+    accept_k: int = 1,  # keep a token that is among the verifier's k likeliest
     tolerance: float = 0.0,  # or whose log-probability is within this of the best
 ) -> Rule:
-    "Greedy acceptance with slack; the next token is the verifier's argmax. Errors: ValueError for k < 1 or a negative tolerance."
-    if accept_k < 1 or not tolerance >= 0: raise ValueError(f"verifier_accept_k={accept_k} must be at least 1 and accept_tolerance={tolerance} not negative")
+    """Greedy acceptance with slack; the next token is the verifier's argmax. Errors: ValueError
+    for k < 1 or a negative tolerance."""
+    if accept_k < 1 or not tolerance >= 0:
+        raise ValueError(
+            f"verifier_accept_k={accept_k} must be at least 1 and accept_tolerance={tolerance} "
+            "not negative"
+        )
+
     def step(p, children, tree, generator):
-        floor = torch.minimum(p.topk(min(accept_k, len(p))).values[-1], p.max() * torch.exp(torch.tensor(-tolerance, dtype=p.dtype)))
+        floor = torch.minimum(
+            p.topk(min(accept_k, len(p))).values[-1],
+            p.max() * torch.exp(torch.tensor(-tolerance, dtype=p.dtype)),
+        )
         fine = [i for i in children if p[tree.tokens[i]] >= floor]
         best = max(fine, key=lambda i: float(p[tree.tokens[i]]), default=None)
         return best, only(int(p.argmax()), p)
-    return Rule(functools.partial(walk, step), accept_k == 1 and tolerance == 0, f"among the {accept_k} likeliest, or within {tolerance} of the best", raw=True)
+
+    return Rule(
+        functools.partial(walk, step),
+        accept_k == 1 and tolerance == 0,
+        f"among the {accept_k} likeliest, or within {tolerance} of the best",
+        raw=True,
+    )
+
 
 RULES = {
-    "greedy": Rule(functools.partial(walk, _greedy), True, "the verifier's argmax; for temperature 0"),
-    "strict": Rule(functools.partial(walk, _strict), True, "the verifier draws, and a child has guessed it"),
-    "standard": Rule(functools.partial(walk, _ratio), True, "ratio test, siblings in turn, residual"),
+    "greedy": Rule(
+        functools.partial(walk, _greedy), True, "the verifier's argmax; for temperature 0"
+    ),
+    "strict": Rule(
+        functools.partial(walk, _strict), True, "the verifier draws, and a child has guessed it"
+    ),
+    "standard": Rule(
+        functools.partial(walk, _ratio), True, "ratio test, siblings in turn, residual"
+    ),
     "block": Rule(block, True, "the longest prefix whose joint ratio passes; chains"),
     "typical": typical(),
 }

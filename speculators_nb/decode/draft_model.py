@@ -7,58 +7,78 @@ __all__ = ['DraftModel']
 
 # %% ../../nbs/decode/06_draft_model.ipynb #a0bcd800
 from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
-from .verification import Context
+
 from ..core.tree import Sampling, TokenTree, likeliest
+from .verification import Context
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/decode/06_draft_model.ipynb #2b6d3846
 class DraftModel:
-    "A causal language model as a drafter (the `tree.Drafter` protocol). It reads nothing of the verifier."
+    """A causal language model as a drafter (the `tree.Drafter` protocol). It reads nothing of
+    the verifier."""
+
     aux_layer_ids = ()
 
-    def __init__(self,
-        model: nn.Module, # a Hugging Face causal LM
-        verifier: Verifier, # whose tokens it shall propose
+    def __init__(
+        self,
+        model: nn.Module,  # a Hugging Face causal LM
+        verifier: Verifier,  # whose tokens it shall propose
     ):
         "Errors: ValueError for another vocabulary size than the verifier's."
-        self.model = Verifier(model, [0])                       # its tapped states are not looked at
+        self.model = Verifier(model, [0])  # its tapped states are not looked at
         if self.model.vocab_size != verifier.vocab_size:
-            raise ValueError(f"the draft model has vocab_size {self.model.vocab_size}, the verifier {verifier.vocab_size}: their tokens are different words. "
-                             "Choose a draft model of the verifier's family, with the same tokenizer")
-        self.context_length = getattr(self.model.config, "max_position_embeddings", None) or float("inf")
+            raise ValueError(
+                f"the draft model has vocab_size {self.model.vocab_size}, the verifier "
+                f"{verifier.vocab_size}: their tokens are different words. "
+                "Choose a draft model of the verifier's family, with the same tokenizer"
+            )
+        self.context_length = getattr(
+            self.model.config, "max_position_embeddings", None
+        ) or float("inf")
         self.reset()
 
     @classmethod
-    def from_pretrained(cls,
-        path: str, # folder or hub id of the draft model
+    def from_pretrained(
+        cls,
+        path: str,  # folder or hub id of the draft model
         verifier: Verifier,
-    ) -> "DraftModel": # on the verifier's device, in its dtype
+    ) -> "DraftModel":  # on the verifier's device, in its dtype
         "Load from safetensors. Errors as in `Verifier.from_pretrained`."
-        return cls(Verifier.from_pretrained(path, [0], dtype=verifier.dtype, device=verifier.device).model, verifier)
+        return cls(
+            Verifier.from_pretrained(
+                path, [0], dtype=verifier.dtype, device=verifier.device
+            ).model,
+            verifier,
+        )
 
     def reset(self):
         "Start a new request."
-        self.context, self.seen = Context(self.model), torch.empty(0, dtype=torch.long, device=self.model.device)
+        self.context, self.seen = (
+            Context(self.model),
+            torch.empty(0, dtype=torch.long, device=self.model.device),
+        )
 
     def _read(self, tokens):
         "Read what is new, having forgotten what was not kept: logits [V] after the last token."
         n = min(len(tokens) - 1, len(self.seen))
         same = int((tokens[:n] == self.seen[:n]).long().cumprod(0).sum())
         self.context.forget(same)
-        (logits, _), = self.context.read([tokens[same:]], [TokenTree.chain(tokens[:0])])
+        ((logits, _),) = self.context.read([tokens[same:]], [TokenTree.chain(tokens[:0])])
         self.context.keep([[]])
         self.seen = tokens
         return logits[-1]
 
     @torch.inference_mode()
-    def propose(self,
-        tokens: Tensor, # [n] all decided tokens
-        features: Tensor | None, # not used
-        k: int, # tokens wanted
-        sampling: Sampling, # of this request: the model draws as the verifier does
-    ) -> TokenTree: # a chain of k; shorter, and at last empty, where the model's own context ends
+    def propose(
+        self,
+        tokens: Tensor,  # [n] all decided tokens
+        features: Tensor | None,  # not used
+        k: int,  # tokens wanted
+        sampling: Sampling,  # of this request: the model draws as the verifier does
+    ) -> TokenTree:  # a chain of k; shorter or empty where the model's own context ends
         "Write k tokens."
         drafted, laws, room = tokens, [], self.context_length - len(tokens)
         for _ in range(min(k, room + 1)):
@@ -66,29 +86,43 @@ class DraftModel:
             if sampling.temperature:
                 laws.append(sampling.probabilities(logits))
                 token = sampling.draw(laws[-1][None])
-            else: token = likeliest(logits[None])
+            else:
+                token = likeliest(logits[None])
             drafted = torch.cat([drafted, token])
-        return TokenTree.chain(drafted[len(tokens):], torch.stack(laws) if sampling.temperature and laws else None)
+        return TokenTree.chain(
+            drafted[len(tokens) :], torch.stack(laws) if sampling.temperature and laws else None
+        )
 
     @contextmanager
-    def grow(self,
-        tokens: Tensor, # [n] all decided tokens
-        features: Tensor | None, # not used
-        depth: int, # of the deepest node; not needed here
-    ): # yields the law, as in `growth`
-        "Laws for the nodes of a tree. A level is one pass over its nodes and their ancestors, as the verifier's own; nothing of them stays in the cache."
+    def grow(
+        self,
+        tokens: Tensor,  # [n] all decided tokens
+        features: Tensor | None,  # not used
+        depth: int,  # of the deepest node; not needed here
+    ):  # yields the law, as in `growth`
+        """Laws for the nodes of a tree. A level is one pass over its nodes and their ancestors,
+        as the verifier's own; nothing of them stays in the cache."""
         room = self.context_length - len(tokens)
         root = self._read(tokens) if room >= 0 else None
+
         def law(nodes, drafted, parents):
             depth = TokenTree(drafted, parents).depth
-            if any((int(depth[i]) if i >= 0 else 0) > room for i in nodes.tolist()):       # nothing follows the end of the model's context
-                return torch.full((len(nodes), self.model.vocab_size), -torch.inf, device=tokens.device)
-            if nodes.tolist() == [-1]: return root[None].float().log_softmax(-1)
+            if any(
+                (int(depth[i]) if i >= 0 else 0) > room for i in nodes.tolist()
+            ):  # nothing follows the end of the model's context
+                return torch.full(
+                    (len(nodes), self.model.vocab_size), -torch.inf, device=tokens.device
+                )
+            if nodes.tolist() == [-1]:
+                return root[None].float().log_softmax(-1)
             above = TokenTree(drafted, parents).ancestors[nodes].any(0)
             place = torch.cat([torch.tensor([-1]), above.cumsum(0) - 1])
             self.context.forget(len(tokens) - 1)
-            tree = TokenTree(drafted[above].to(tokens.device), place[parents[above] + 1].to(tokens.device))
-            (logits, _), = self.context.read([tokens[-1:]], [tree])
+            tree = TokenTree(
+                drafted[above].to(tokens.device), place[parents[above] + 1].to(tokens.device)
+            )
+            ((logits, _),) = self.context.read([tokens[-1:]], [tree])
             self.context.keep([[]])
             return logits[place[nodes + 1] + 1].float().log_softmax(-1)
+
         yield law

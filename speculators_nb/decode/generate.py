@@ -12,34 +12,42 @@ import html
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
-from .acceptance_rules import RULES, Rule
-from .verification import Context
+
 from ..core.options import check_options
 from ..core.tree import Drafter, Sampling, TokenTree
+from .acceptance_rules import RULES, Rule
+from .verification import Context
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/decode/03_generate.ipynb #91bc5532
 @dataclass
 class Step:
     "One pass of the verifier over a proposal."
-    asked: int # tokens the drafter could propose: k, or less where the length limit was near
-    draft: list[int] # the proposed tokens, at most `asked` deep
-    accepted: int # how many of them the rule kept
-    tokens: list[int] # what the step added: kept tokens and the verifier's own, cut after a stop token
-    parents: list[int] | None = None # of each proposed token, where the proposal had branches
-    path: list[int] | None = None # the kept ones, likewise
+
+    asked: int  # tokens the drafter could propose: k, or less where the length limit was near
+    draft: list[int]  # the proposed tokens, at most `asked` deep
+    accepted: int  # how many of them the rule kept
+    tokens: list[
+        int
+    ]  # what the step added: kept tokens and the verifier's own, cut after a stop token
+    parents: list[int] | None = None  # of each proposed token, where the proposal had branches
+    path: list[int] | None = None  # the kept ones, likewise
 
 
 @dataclass
 class Generation:
     "The output of one request and how it came about."
-    prompt: list[int] # token ids
-    tokens: list[int] # the output, a stop token included; tokens[0] came with the pass over the prompt
-    steps: list[Step] # in order
-    finish_reason: str # "stop": at a stop token; "length": at max_new_tokens or context end
-    hidden_states: Tensor | None = None # [n, A·H] of all tokens but the unread last; only if drafter is `HiddenStates`
+
+    prompt: list[int]  # token ids
+    tokens: list[
+        int
+    ]  # the output, a stop token included; tokens[0] came with the pass over the prompt
+    steps: list[Step]  # in order
+    finish_reason: str  # "stop": at a stop token; "length": at max_new_tokens or context end
+    hidden_states: Tensor | None = None  # [n, A·H] of all but the last token, by `HiddenStates`
 
 # %% ../../nbs/decode/03_generate.ipynb #549767be
 # layers whose cache is a list of positions, so that a rejected draft can be taken back
@@ -47,67 +55,101 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def check_request(
-    verifier: Verifier, # whose text is wanted
-    prompt: Tensor, # [n] int64
-    max_new_tokens: int, # output limit
-    k: int | Callable, # draft length, or a function that gives it
-    drafter: Drafter, # who guesses
-) -> int: # how many tokens there is room for
-    "ValueError where no answer is possible, a warning where the drafter is used beyond its training."
-    context = getattr(verifier.config, "max_position_embeddings", None) or len(prompt) + max_new_tokens
+    verifier: Verifier,  # whose text is wanted
+    prompt: Tensor,  # [n] int64
+    max_new_tokens: int,  # output limit
+    k: int | Callable,  # draft length, or a function that gives it
+    drafter: Drafter,  # who guesses
+) -> int:  # how many tokens there is room for
+    """ValueError where no answer is possible, a warning where the drafter is used beyond its
+    training."""
+    context = (
+        getattr(verifier.config, "max_position_embeddings", None)
+        or len(prompt) + max_new_tokens
+    )
     recurrent = sorted({*(getattr(verifier.config, "layer_types", None) or ())} - ATTENTION)
     trained = getattr(drafter, "trained_tokens", None)
     if prompt.ndim != 1:
-        raise ValueError(f"prompt_ids has shape {tuple(prompt.shape)}: pass the ids of one request, e.g. prompt_ids[0]")
+        raise ValueError(
+            f"prompt_ids has shape {tuple(prompt.shape)}: pass the ids of one request, e.g. "
+            "prompt_ids[0]"
+        )
     if not len(prompt):
-        raise ValueError("prompt_ids is empty: the verifier needs at least one token, e.g. its bos token")
+        raise ValueError(
+            "prompt_ids is empty: the verifier needs at least one token, e.g. its bos token"
+        )
     if not 0 <= int(prompt.min()) <= int(prompt.max()) < verifier.vocab_size:
-        raise ValueError(f"prompt_ids holds {int(prompt.min())}…{int(prompt.max())}, but the verifier has {verifier.vocab_size} tokens: "
-                         "is this its tokenizer?")
+        raise ValueError(
+            f"prompt_ids holds {int(prompt.min())}…{int(prompt.max())}, but the verifier has "
+            f"{verifier.vocab_size} tokens: "
+            "is this its tokenizer?"
+        )
     if len(prompt) >= context:
-        raise ValueError(f"the prompt has {len(prompt)} tokens and the verifier's context {context}: no room is left for an answer; "
-                         "shorten it")
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens and the verifier's context {context}: no "
+            "room is left for an answer; shorten it"
+        )
     if recurrent:
-        raise ValueError(f"the verifier has {', '.join(recurrent)} layers: their state cannot be taken back to before a rejected draft; "
-                         "use one with attention layers only")
+        raise ValueError(
+            f"the verifier has {', '.join(recurrent)} layers: their state cannot be taken back "
+            "to before a rejected draft; use one with attention layers only"
+        )
     if trained is not None and not callable(k) and k > trained:
-        warnings.warn(f"k={k} drafts more than the {trained} tokens {type(drafter).__name__} was trained for: expect little beyond them",
-                      stacklevel=4)
+        warnings.warn(
+            (
+                f"k={k} drafts more than the {trained} tokens {type(drafter).__name__} was "
+                "trained for: expect little beyond them"
+            ),
+            stacklevel=4,
+        )
     return min(max_new_tokens, context - len(prompt))
 
 
 def check_proposal(
-    draft: TokenTree, # what the drafter returned
-    asked: int, # how much room there is
-    vocab_size: int, # the verifier's
-    device="cpu", # likewise
-) -> TokenTree: # at most `asked` deep
-    "A tree of the verifier's tokens, cut to the room left. TypeError for anything but a tree, ValueError for tokens that the verifier does not have."
+    draft: TokenTree,  # what the drafter returned
+    asked: int,  # how much room there is
+    vocab_size: int,  # the verifier's
+    device="cpu",  # likewise
+) -> TokenTree:  # at most `asked` deep
+    """A tree of the verifier's tokens, cut to the room left. TypeError for anything but a tree,
+    ValueError for tokens that the verifier does not have."""
     if not hasattr(draft, "parents"):
-        raise TypeError(f"the drafter proposed a {type(draft).__name__}: `propose` must return a TokenTree, for example TokenTree.chain(tokens)")
+        raise TypeError(
+            f"the drafter proposed a {type(draft).__name__}: `propose` must return a "
+            "TokenTree, for example TokenTree.chain(tokens)"
+        )
     draft.check_vocabulary(vocab_size)
     if draft.probs is not None and draft.probs.shape[1] != vocab_size:
-        raise ValueError(f"the proposal has probabilities over {draft.probs.shape[1]} tokens, the verifier has {vocab_size}: "
-                         "map draft ids to verifier ids first")
+        raise ValueError(
+            f"the proposal has probabilities over {draft.probs.shape[1]} tokens, the verifier "
+            f"has {vocab_size}: map draft ids to verifier ids first"
+        )
     return draft.cut(asked).to(device)
 
 
 def feature_columns(
-    verifier: Verifier, # taps `aux_layer_ids`
-    drafter: Drafter, # reads some of them
-) -> list[int] | slice: # columns of the verifier's hidden_states that the drafter reads
+    verifier: Verifier,  # taps `aux_layer_ids`
+    drafter: Drafter,  # reads some of them
+) -> list[int] | slice:  # columns of the verifier's hidden_states that the drafter reads
     "ValueError where the drafter reads a layer that the verifier does not tap."
-    have, want, h = list(verifier.aux_layer_ids), list(drafter.aux_layer_ids), verifier.hidden_size
+    have, want, h = (
+        list(verifier.aux_layer_ids),
+        list(drafter.aux_layer_ids),
+        verifier.hidden_size,
+    )
     if have == want:
         return slice(None)
     if not {*want} <= {*have}:
-        raise ValueError(f"{type(drafter).__name__} reads layers {want}, the verifier taps {have}: "
-                         f"build it with Verifier(model, aux_layer_ids={want})")
+        raise ValueError(
+            f"{type(drafter).__name__} reads layers {want}, the verifier taps {have}: "
+            f"build it with Verifier(model, aux_layer_ids={want})"
+        )
     return [c for i in want for c in range(have.index(i) * h, (have.index(i) + 1) * h)]
 
 # %% ../../nbs/decode/03_generate.ipynb #0bca5d95
 class NoDrafter:
     "Proposes nothing: plain decoding."
+
     aux_layer_ids = ()
 
     def reset(self):
@@ -117,12 +159,16 @@ class NoDrafter:
         "An empty chain."
         return TokenTree.chain(tokens[:0])
 
+
 class HiddenStates(NoDrafter):
-    "Hidden-state extraction as a drafter: proposes nothing, and each `Generation` carries what the verifier computed in these layers."
+    """Hidden-state extraction as a drafter: proposes nothing, and each `Generation` carries
+    what the verifier computed in these layers."""
+
     keeps_states = True
 
-    def __init__(self,
-        aux_layer_ids, # verifier layers to tap; the number of layers: state before final norm
+    def __init__(
+        self,
+        aux_layer_ids,  # verifier layers to tap; the number of layers: state before final norm
     ):
         self.aux_layer_ids = tuple(aux_layer_ids)
 
@@ -130,21 +176,25 @@ class HiddenStates(NoDrafter):
 @dataclass
 class Request:
     "One text in the making."
-    prompt: list[int] # token ids
-    tokens: Tensor # [n] decided; the verifier has read the first `read`
-    room: int # tokens that may still be written
-    drafter: Drafter # its own, with its own state
+
+    prompt: list[int]  # token ids
+    tokens: Tensor  # [n] decided; the verifier has read the first `read`
+    room: int  # tokens that may still be written
+    drafter: Drafter  # its own, with its own state
     sampling: Sampling
     read: int = 0
-    features: Tensor | None = None # rows that are new to the drafter
+    features: Tensor | None = None  # rows that are new to the drafter
     steps: list[Step] = field(default_factory=list)
-    finish_reason: str | None = None # None: goes on
-    states: list[Tensor] = field(default_factory=list) # all rows so far, for a drafter that asks to keep them
+    finish_reason: str | None = None  # None: goes on
+    states: list[Tensor] = field(
+        default_factory=list
+    )  # all rows so far, for a drafter that asks to keep them
 
-    def propose(self,
-        k, # tokens to draft, or a function of the steps so far
-        vocab_size: int, # the verifier's
-    ) -> tuple[int, TokenTree]: # how deep the drafter could go, and what it proposes
+    def propose(
+        self,
+        k,  # tokens to draft, or a function of the steps so far
+        vocab_size: int,  # the verifier's
+    ) -> tuple[int, TokenTree]:  # how deep the drafter could go, and what it proposes
         "None for the prompt; one place is the verifier's."
         asked = min(k(self.steps) if callable(k) else k, self.room - 1) if self.read else 0
         if not asked:
@@ -155,28 +205,44 @@ class Request:
             raise ValueError(f"{type(self.drafter).__name__}: {e}") from e
         return asked, check_proposal(draft, asked, vocab_size, self.tokens.device)
 
-    def decide(self,
+    def decide(
+        self,
         rule: Rule,
-        asked: int, # what `propose` returned
+        asked: int,  # what `propose` returned
         draft: TokenTree,
-        logits: Tensor, # [N+1, V]
-        hidden: Tensor, # [m+N, A·H] columns that the drafter reads
-        stop, # token ids that end the text
-    ) -> list[int]: # kept nodes
+        logits: Tensor,  # [N+1, V]
+        hidden: Tensor,  # [m+N, A·H] columns that the drafter reads
+        stop,  # token ids that end the text
+    ) -> list[int]:  # kept nodes
         "Apply the rule, and take what it keeps."
         if not logits.amax(-1).isfinite().all():
-            raise ValueError(f"the verifier's logits are NaN or infinite after token {len(self.tokens)}: check weights and dtype {logits.dtype}")
-        laws = logits.float().softmax(-1) if rule.raw and self.sampling.temperature == 0 else self.sampling.probabilities(logits)
+            raise ValueError(
+                f"the verifier's logits are NaN or infinite after token {len(self.tokens)}: "
+                f"check weights and dtype {logits.dtype}"
+            )
+        laws = (
+            logits.float().softmax(-1)
+            if rule.raw and self.sampling.temperature == 0
+            else self.sampling.probabilities(logits)
+        )
         path, token = rule.decide(draft, laws, self.sampling.generator)
         unread = len(self.tokens) - self.read
-        self.features = torch.cat([hidden[:unread], hidden[unread:][path]]) if len(self.drafter.aux_layer_ids) else None
-        if getattr(self.drafter, "keeps_states", False): self.states.append(self.features)
+        self.features = (
+            torch.cat([hidden[:unread], hidden[unread:][path]])
+            if len(self.drafter.aux_layer_ids)
+            else None
+        )
+        if getattr(self.drafter, "keeps_states", False):
+            self.states.append(self.features)
         new = [*draft.tokens[path].tolist(), token]
         end = next((i + 1 for i, t in enumerate(new) if t in stop), None)
         if self.read:
             shape = {} if draft.is_chain else dict(parents=draft.parents.tolist(), path=path)
             self.steps.append(Step(asked, draft.tokens.tolist(), len(path), new[:end], **shape))
-        self.read, self.tokens = len(self.tokens) + len(path), torch.cat([self.tokens, self.tokens.new_tensor(new[:end])])
+        self.read, self.tokens = (
+            len(self.tokens) + len(path),
+            torch.cat([self.tokens, self.tokens.new_tensor(new[:end])]),
+        )
         self.room -= len(new[:end])
         self.finish_reason = "stop" if end else None if self.room else "length"
         return path
@@ -184,43 +250,76 @@ class Request:
 
 @torch.inference_mode()
 def generate(
-    verifier: Verifier, # whose text is written
-    drafter: Drafter, # who guesses
-    prompt_ids: Tensor | list, # [n] token ids of one request, or a list of these
+    verifier: Verifier,  # whose text is written
+    drafter: Drafter,  # who guesses
+    prompt_ids: Tensor | list,  # [n] token ids of one request, or a list of these
     *,
-    max_new_tokens: int = 64, # output limit
-    k: int | Callable[[list[Step]], int] = 3, # depth to draft in each step, or a function of the steps so far; 0: plain decoding
-    sampling: Sampling | None = None, # temperature, filters and generator; None: greedy
-    eos_token_ids=(), # token ids that end the output
-    rule: str | Rule = "standard", # a row of `RULES`, or a rule
-) -> Generation | list[Generation]: # tokens and steps; a list for a list of requests
-    """Speculative decoding (2211.17192, algorithm 1). Under a lossless rule the output has the verifier's law.
-    Requests of a list are read by the verifier together; each has a shallow copy of the drafter, which shares its weights."""
+    max_new_tokens: int = 64,  # output limit
+    k: int
+    | Callable[
+        [list[Step]], int
+    ] = 3,  # depth to draft in each step, or a function of the steps so far; 0: plain decoding
+    sampling: Sampling | None = None,  # temperature, filters and generator; None: greedy
+    eos_token_ids=(),  # token ids that end the output
+    rule: str | Rule = "standard",  # a row of `RULES`, or a rule
+) -> Generation | list[Generation]:  # tokens and steps; a list for a list of requests
+    """Speculative decoding (2211.17192, algorithm 1). Under a lossless rule the output has the
+    verifier's law.
+    Requests of a list are read by the verifier together; each has a shallow copy of the
+    drafter, which shares its weights."""
     check_options(dict(max_new_tokens=max_new_tokens, k=k, rule=rule))
     if isinstance(rule, str):
         rule = RULES[rule]
-    many = isinstance(prompt_ids, (list, tuple)) and bool(prompt_ids) and not isinstance(prompt_ids[0], int)
+    many = (
+        isinstance(prompt_ids, (list, tuple))
+        and bool(prompt_ids)
+        and not isinstance(prompt_ids[0], int)
+    )
     columns, requests = feature_columns(verifier, drafter), []
     for prompt in prompt_ids if many else [prompt_ids]:
         tokens = torch.as_tensor(prompt, dtype=torch.long, device=verifier.device)
         room = check_request(verifier, tokens, max_new_tokens, k, drafter)
-        requests.append(Request(tokens.tolist(), tokens, room, copy.copy(drafter) if many else drafter, sampling or Sampling()))
+        requests.append(
+            Request(
+                tokens.tolist(),
+                tokens,
+                room,
+                copy.copy(drafter) if many else drafter,
+                sampling or Sampling(),
+            )
+        )
         requests[-1].drafter.reset()
     active, context = list(requests), Context(verifier, len(requests))
     while active:
         drafts = [r.propose(k, verifier.vocab_size) for r in active]
-        read = context.read([r.tokens[r.read:] for r in active], [draft for _, draft in drafts])
-        paths = [r.decide(rule, asked, draft, logits, hidden[:, columns], eos_token_ids) for r, (asked, draft), (logits, hidden) in zip(active, drafts, read)]
+        read = context.read(
+            [r.tokens[r.read :] for r in active], [draft for _, draft in drafts]
+        )
+        paths = [
+            r.decide(rule, asked, draft, logits, hidden[:, columns], eos_token_ids)
+            for r, (asked, draft), (logits, hidden) in zip(active, drafts, read)
+        ]
         going = [i for i, r in enumerate(active) if r.finish_reason is None]
         for r in active:
-            if r.finish_reason and hasattr(r.drafter, "finish"): r.drafter.finish(r.tokens)
+            if r.finish_reason and hasattr(r.drafter, "finish"):
+                r.drafter.finish(r.tokens)
         active = [active[i] for i in going]
-        if active: context.keep(paths, going)
-    done = [Generation(r.prompt, r.tokens.tolist()[len(r.prompt):], r.steps, r.finish_reason, torch.cat(r.states) if r.states else None) for r in requests]
+        if active:
+            context.keep(paths, going)
+    done = [
+        Generation(
+            r.prompt,
+            r.tokens.tolist()[len(r.prompt) :],
+            r.steps,
+            r.finish_reason,
+            torch.cat(r.states) if r.states else None,
+        )
+        for r in requests
+    ]
     return done if many else done[0]
 
 # %% ../../nbs/decode/03_generate.ipynb #d4de2376
-MARKS = {   # kind -> how it looks on a page, and in plain text
+MARKS = {  # kind -> how it looks on a page, and in plain text
     "accepted": ('<span style="color:#009e73">{}</span>', "{}"),
     "rejected": ('<s style="color:#d55e00">{}</s>', "~~{}~~"),
     "verifier": ("<b>{}</b>", "**{}**"),
@@ -228,17 +327,29 @@ MARKS = {   # kind -> how it looks on a page, and in plain text
 
 
 class Trace:
-    "A generation token by token: accepted drafts green, rejected ones struck out, the verifier's own tokens bold; a bar begins each step."
-    def __init__(self,
-        generation: Generation, # what to show
-        decode=str, # token id -> text
+    """A generation token by token: accepted drafts green, rejected ones struck out, the
+    verifier's own tokens bold; a bar begins each step."""
+
+    def __init__(
+        self,
+        generation: Generation,  # what to show
+        decode=str,  # token id -> text
     ):
         self.decode, steps = decode, [[(t, "verifier") for t in generation.tokens[:1]]]
         for s in generation.steps:
-            kept, path = s.tokens[:s.accepted], range(s.accepted) if s.path is None else s.path
-            fell, own = [t for i, t in enumerate(s.draft) if i not in path[:len(kept)]], s.tokens[s.accepted:]
-            steps.append([*((t, "accepted") for t in kept), *((t, "rejected") for t in fell), *((t, "verifier") for t in own)])
-        self.steps = steps # one list of (token, kind) for each pass, the pass over the prompt first
+            kept, path = s.tokens[: s.accepted], range(s.accepted) if s.path is None else s.path
+            fell, own = (
+                [t for i, t in enumerate(s.draft) if i not in path[: len(kept)]],
+                s.tokens[s.accepted :],
+            )
+            steps.append(
+                [
+                    *((t, "accepted") for t in kept),
+                    *((t, "rejected") for t in fell),
+                    *((t, "verifier") for t in own),
+                ]
+            )
+        self.steps = steps  # one list of (token, kind) for each pass, the prompt's first
 
     @property
     def pieces(self) -> list[tuple[int, str]]:
@@ -246,7 +357,10 @@ class Trace:
         return [piece for step in self.steps for piece in step]
 
     def _render(self, form, text, bar):
-        return bar.join("".join(MARKS[kind][form].format(text(self.decode(t))) for t, kind in step) for step in self.steps)
+        return bar.join(
+            "".join(MARKS[kind][form].format(text(self.decode(t))) for t, kind in step)
+            for step in self.steps
+        )
 
     def __repr__(self):
         return self._render(1, str, "|")

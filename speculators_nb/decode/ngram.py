@@ -8,40 +8,50 @@ __all__ = ['lookup', 'FirstPlaces', 'NgramDrafter']
 # %% ../../nbs/decode/04_ngram.ipynb #00644e8f
 import torch
 from torch import Tensor
+
 from ..core.tree import Sampling, TokenTree
 
 # %% ../../nbs/decode/04_ngram.ipynb #caadaa44
 def lookup(
-    tokens: Tensor, # [n] int64
-    min_n: int, # shortest suffix to look for
-    max_n: int, # longest suffix to look for
-    k: int, # copy at most so many tokens
-) -> Tensor: # [<= k] int64, empty where no suffix occurred before
-    "What followed the earliest occurrence of the longest suffix of `tokens` that occurred before; O(n · max_n)."
+    tokens: Tensor,  # [n] int64
+    min_n: int,  # shortest suffix to look for
+    max_n: int,  # longest suffix to look for
+    k: int,  # copy at most so many tokens
+) -> Tensor:  # [<= k] int64, empty where no suffix occurred before
+    """What followed the earliest occurrence of the longest suffix of `tokens` that occurred
+    before; O(n · max_n)."""
     for n in range(min(max_n, len(tokens) - 1), min_n - 1, -1):
-        windows = tokens[:-1].unfold(0, n, 1)                  # every run of n tokens that has a token after it
+        windows = tokens[:-1].unfold(0, n, 1)  # every run of n tokens that has a token after it
         found = (windows == tokens[-n:]).all(1).nonzero()
         if len(found):
-            return tokens[found[0, 0] + n:][:k]
+            return tokens[found[0, 0] + n :][:k]
     return tokens[:0]
 
 # %% ../../nbs/decode/04_ngram.ipynb #ngra0002
 class FirstPlaces:
-    "Where each run of `min_n` to `max_n` tokens of a growing text was first followed by another token."
+    """Where each run of `min_n` to `max_n` tokens of a growing text was first followed by
+    another token."""
 
-    def __init__(self,
-        min_n: int, # shortest run
-        max_n: int, # longest run
+    def __init__(
+        self,
+        min_n: int,  # shortest run
+        max_n: int,  # longest run
     ):
         self.min_n, self.max_n = min_n, max_n
         self._clear()
 
     def _clear(self):
-        self.tokens, self.text = [], torch.empty(0, dtype=torch.long)   # the same twice: as a list, and with room at the end
-        self.first = [{} for _ in range(self.min_n, self.max_n + 1)]    # of each length: run -> place after it
+        self.tokens, self.text = (
+            [],
+            torch.empty(0, dtype=torch.long),
+        )  # the same twice: as a list, and with room at the end
+        self.first = [
+            {} for _ in range(self.min_n, self.max_n + 1)
+        ]  # of each length: run -> place after it
 
-    def read(self,
-        text: Tensor, # [n] int64, mostly the text of the last call and more
+    def read(
+        self,
+        text: Tensor,  # [n] int64, mostly the text of the last call and more
     ):
         "Take note of the new tokens; of all of them, if the text is another one."
         known = len(self.tokens)
@@ -52,7 +62,9 @@ class FirstPlaces:
         end = len(text)
         self.tokens += text[known:].tolist()
         if end > len(self.text):
-            self.text = torch.cat([self.text[:known], torch.empty(2 * end - known, dtype=torch.long)])
+            self.text = torch.cat(
+                [self.text[:known], torch.empty(2 * end - known, dtype=torch.long)]
+            )
         self.text[known:end] = text[known:]
         for n, first in enumerate(self.first, self.min_n):
             begin = max(known, n)
@@ -60,8 +72,9 @@ class FirstPlaces:
             for place, run in enumerate(runs, begin):
                 first.setdefault(run, place)
 
-    def place(self) -> int | None: # None: no run at the end occurred before
-        "Where the continuation begins: after the earliest occurrence of the longest run at the end of the text."
+    def place(self) -> int | None:  # None: no run at the end occurred before
+        """Where the continuation begins: after the earliest occurrence of the longest run at
+        the end of the text."""
         for n in range(min(self.max_n, len(self.tokens) - 1), self.min_n - 1, -1):
             place = self.first[n - self.min_n].get(tuple(self.tokens[-n:]))
             if place is not None:
@@ -70,12 +83,15 @@ class FirstPlaces:
 
 # %% ../../nbs/decode/04_ngram.ipynb #a412021e
 class NgramDrafter:
-    "Proposes what followed the longest earlier occurrence of the text's last tokens (prompt lookup, vLLM's rule)."
-    aux_layer_ids = ()   # reads nothing of the verifier
+    """Proposes what followed the longest earlier occurrence of the text's last tokens (prompt
+    lookup, vLLM's rule)."""
 
-    def __init__(self,
-        min_n: int = 1, # shortest suffix to look for, >= 1
-        max_n: int = 5, # longest suffix to look for
+    aux_layer_ids = ()  # reads nothing of the verifier
+
+    def __init__(
+        self,
+        min_n: int = 1,  # shortest suffix to look for, >= 1
+        max_n: int = 5,  # longest suffix to look for
     ):
         if not 1 <= min_n <= max_n:
             raise ValueError(f"min_n={min_n}, max_n={max_n}: need 1 <= min_n <= max_n")
@@ -86,12 +102,13 @@ class NgramDrafter:
         "Start a new request."
         self.places = FirstPlaces(self.min_n, self.max_n)
 
-    def propose(self,
-        tokens: Tensor, # [n] all decided tokens
-        features: Tensor | None, # not used
-        k: int, # longest proposal
-        sampling: Sampling, # not used: the proposal is the same at every temperature
-    ) -> TokenTree: # a chain of at most k tokens; empty where nothing was found
+    def propose(
+        self,
+        tokens: Tensor,  # [n] all decided tokens
+        features: Tensor | None,  # not used
+        k: int,  # longest proposal
+        sampling: Sampling,  # not used: the proposal is the same at every temperature
+    ) -> TokenTree:  # a chain of at most k tokens; empty where nothing was found
         "Look the last tokens up; the same as `lookup`."
         self.places.read(tokens)
         place = self.places.place()

@@ -9,55 +9,96 @@ __all__ = ['TREES', 'METHODS', 'TreeDrafter', 'Driven', 'drive']
 import copy
 from collections.abc import Callable
 from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from .acceptance_rules import RULES, Rule, lenient, tolerant
-from ..core.tree_growth import dynamic_tree, shaped_tree, static_tree
-from ..core.proposals import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig, SamplingTokenProposalConfig, StaticTreeTokenProposalConfig, TokenProposalConfig
+
+from speculators_nb.core.proposals import (
+    DynamicTreeTokenProposalConfig,
+    GreedyTokenProposalConfig,
+    SamplingTokenProposalConfig,
+    StaticTreeTokenProposalConfig,
+    TokenProposalConfig,
+)
 from ..core.tree import Drafter, Sampling, TokenTree
+from ..core.tree_growth import dynamic_tree, shaped_tree, static_tree
+from .acceptance_rules import RULES, Rule, lenient, tolerant
 
 # %% ../../nbs/decode/07_proposal_setup.ipynb #f7567cb8
-TREES = {   # proposal_type -> (method, law, depth, sampling) -> TokenTree
-    "shape": lambda paths, law, depth, sampling: shaped_tree(law, [path for path in paths if len(path) <= depth], sampling),
-    "static_tree": lambda m, law, depth, sampling: static_tree(law, m.initial_branching_factor, m.branching_factor, depth, sampling),
-    "dynamic_tree": lambda m, law, depth, sampling: dynamic_tree(law, m.expansion_factor, depth, m.speculative_tokens)[0],
+TREES = {  # proposal_type -> (method, law, depth, sampling) -> TokenTree
+    "shape": lambda paths, law, depth, sampling: shaped_tree(
+        law, [path for path in paths if len(path) <= depth], sampling
+    ),
+    "static_tree": lambda m, law, depth, sampling: static_tree(
+        law, m.initial_branching_factor, m.branching_factor, depth, sampling
+    ),
+    "dynamic_tree": lambda m, law, depth, sampling: dynamic_tree(
+        law, m.expansion_factor, depth, m.speculative_tokens
+    )[0],
 }
 
-class TreeDrafter:
-    "Any drafter that has `grow`, proposing trees (the `tree.Drafter` protocol). The tree is no deeper than the method says."
-    def __init__(self,
-        drafter: Drafter, # with `grow`
-        method: StaticTreeTokenProposalConfig | DynamicTreeTokenProposalConfig | list, # the tree, or its shape as from `tree_growth.parse_tree`
-    ):
-        "Errors: TypeError for a drafter that cannot grow trees, ValueError for a method that is not one."
-        if not callable(getattr(drafter, "grow", None)):
-            raise TypeError(f"{type(drafter).__name__} drafts chains only: it has no `grow`; use proposal_type 'greedy' or 'sampling', or a drafter whose next token can be asked for at any node")
-        kind = "shape" if isinstance(method, list) else method.proposal_type
-        if kind not in TREES: raise ValueError(f"proposal_type={kind!r} grows no tree; static_tree and dynamic_tree do, and the paths of a shape")
-        self.drafter, self.method, self.kind, self.aux_layer_ids = drafter, method, kind, drafter.aux_layer_ids
-        self.depth = max(map(len, method)) if kind == "shape" else method.depth
-        if hasattr(drafter, "trained_tokens"): self.trained_tokens = drafter.trained_tokens
 
-    def __copy__(self): return TreeDrafter(copy.copy(self.drafter), self.method)     # requests of a batch share weights, not state
+class TreeDrafter:
+    """Any drafter that has `grow`, proposing trees (the `tree.Drafter` protocol). The tree is
+    no deeper than the method says."""
+
+    def __init__(
+        self,
+        drafter: Drafter,  # with `grow`
+        method: StaticTreeTokenProposalConfig
+        | DynamicTreeTokenProposalConfig
+        | list,  # the tree, or its shape as from `tree_growth.parse_tree`
+    ):
+        """Errors: TypeError for a drafter that cannot grow trees, ValueError for a method that
+        is not one."""
+        if not callable(getattr(drafter, "grow", None)):
+            raise TypeError(
+                f"{type(drafter).__name__} drafts chains only: it has no `grow`; use "
+                "proposal_type 'greedy' or 'sampling', or a drafter whose next token can be "
+                "asked for at any node"
+            )
+        kind = "shape" if isinstance(method, list) else method.proposal_type
+        if kind not in TREES:
+            raise ValueError(
+                f"proposal_type={kind!r} grows no tree; static_tree and dynamic_tree do, and "
+                "the paths of a shape"
+            )
+        self.drafter, self.method, self.kind, self.aux_layer_ids = (
+            drafter,
+            method,
+            kind,
+            drafter.aux_layer_ids,
+        )
+        self.depth = max(map(len, method)) if kind == "shape" else method.depth
+        if hasattr(drafter, "trained_tokens"):
+            self.trained_tokens = drafter.trained_tokens
+
+    def __copy__(self):
+        return TreeDrafter(
+            copy.copy(self.drafter), self.method
+        )  # requests of a batch share weights, not state
 
     def reset(self):
         "Start a new request."
         self.drafter.reset()
 
     @torch.inference_mode()
-    def propose(self,
-        tokens: Tensor,          # as in `tree.Drafter`
-        features: Tensor | None, # likewise
-        k: int,                  # the deepest node wanted
-        sampling: Sampling,      # for drawing a fixed-shape tree; a dynamic one ignores temperature
+    def propose(
+        self,
+        tokens: Tensor,  # as in `tree.Drafter`
+        features: Tensor | None,  # likewise
+        k: int,  # the deepest node wanted
+        sampling: Sampling,  # for drawing a fixed-shape tree; a dynamic one ignores temperature
     ) -> TokenTree:
         "Grow a tree."
         depth = min(k, self.depth)
-        with self.drafter.grow(tokens, features, depth) as law: return self.grown(law, depth, sampling)
+        with self.drafter.grow(tokens, features, depth) as law:
+            return self.grown(law, depth, sampling)
 
-    def grown(self,
-        law: Callable,       # as in `growth`
-        depth: int,          # of the deepest node
+    def grown(
+        self,
+        law: Callable,  # as in `growth`
+        depth: int,  # of the deepest node
         sampling: Sampling,
     ) -> TokenTree:
         "The method's tree over a law."
@@ -66,21 +107,38 @@ class TreeDrafter:
 # %% ../../nbs/decode/07_proposal_setup.ipynb #f4eb4fe7
 class Driven(NamedTuple):
     "What `generate` needs to know of a proposal method, under the names that it takes."
+
     drafter: Drafter
     rule: Rule
-    k: int    # the deepest node
+    k: int  # the deepest node
 
-METHODS = {   # config -> (drafter, method) -> Driven
-    GreedyTokenProposalConfig: lambda drafter, m: Driven(drafter, tolerant(m.verifier_accept_k, m.accept_tolerance), m.speculative_tokens),
-    SamplingTokenProposalConfig: lambda drafter, m: Driven(drafter, lenient(m.accept_lenience), m.speculative_tokens),
-    StaticTreeTokenProposalConfig: lambda drafter, m: Driven(TreeDrafter(drafter, m), RULES["standard"], m.depth),
-    DynamicTreeTokenProposalConfig: lambda drafter, m: Driven(TreeDrafter(drafter, m), RULES["standard"], m.depth),
+
+METHODS = {  # config -> (drafter, method) -> Driven
+    GreedyTokenProposalConfig: lambda drafter, m: Driven(
+        drafter, tolerant(m.verifier_accept_k, m.accept_tolerance), m.speculative_tokens
+    ),
+    SamplingTokenProposalConfig: lambda drafter, m: Driven(
+        drafter, lenient(m.accept_lenience), m.speculative_tokens
+    ),
+    StaticTreeTokenProposalConfig: lambda drafter, m: Driven(
+        TreeDrafter(drafter, m), RULES["standard"], m.depth
+    ),
+    DynamicTreeTokenProposalConfig: lambda drafter, m: Driven(
+        TreeDrafter(drafter, m), RULES["standard"], m.depth
+    ),
 }
 
+
 def drive(
-    drafter: Drafter,            # who guesses
-    method: TokenProposalConfig, # e.g. from config.speculators_config.proposal_methods
+    drafter: Drafter,  # who guesses
+    method: TokenProposalConfig,  # e.g. from config.speculators_config.proposal_methods
 ) -> Driven:
-    "A drafter used as a proposal method says: `generate(verifier, prompt_ids=..., **drive(drafter, method)._asdict())`. Errors: as in `TreeDrafter`, `tolerant` and `lenient`; ValueError for a method of another kind."
-    if type(method) not in METHODS: raise ValueError(f"proposal_type={method.proposal_type!r} is not known to the decoder; it knows {', '.join(m.model_fields['proposal_type'].default for m in METHODS)}")
+    """A drafter used as a proposal method says: `generate(verifier, prompt_ids=...,
+    **drive(drafter, method)._asdict())`. Errors: as in `TreeDrafter`, `tolerant` and
+    `lenient`; ValueError for a method of another kind."""
+    if type(method) not in METHODS:
+        raise ValueError(
+            f"proposal_type={method.proposal_type!r} is not known to the decoder; it knows "
+            f"{', '.join(m.model_fields['proposal_type'].default for m in METHODS)}"
+        )
     return METHODS[type(method)](drafter, method)

@@ -10,42 +10,56 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
+
 import numpy as np
 from torch import Tensor
+
 from ..core.tree import Sampling, TokenTree
 
 # %% ../../nbs/decode/05_suffix.ipynb #5b0ff1a1
 def first_of_equals(
-    nexts: Sequence[int], # what followed, in the order of time
-) -> int: # one of the most frequent
-    "The head of a list sorted by count, in which a token moves as little as Arctic Inference moves it."
-    order, count, more = [], Counter(), Counter()              # more[c]: how many tokens were counted more than c times
+    nexts: Sequence[int],  # what followed, in the order of time
+) -> int:  # one of the most frequent
+    """The head of a list sorted by count, in which a token moves as little as Arctic Inference
+    moves it."""
+    order, count, more = (
+        [],
+        Counter(),
+        Counter(),
+    )  # more[c]: how many tokens were counted more than c times
     for t in nexts:
         c = count[t]
         if c:
             at = order.index(t, more[c])
             order.insert(more[c + (at == more[c])], order.pop(at))
-        else: order.append(t)
+        else:
+            order.append(t)
         count[t] += 1
         more[c] += 1
     return order[0]
 
 # %% ../../nbs/decode/05_suffix.ipynb #suff0001
 class Followers:
-    "What followed, with counts, and which of the most frequent leads: `first_of_equals`, one token at a time."
+    """What followed, with counts, and which of the most frequent leads: `first_of_equals`, one
+    token at a time."""
 
-    def __init__(self,
-        tokens: Sequence[int] = (), # in the order of time
+    def __init__(
+        self,
+        tokens: Sequence[int] = (),  # in the order of time
     ):
-        self.count, self.lead = {}, {}      # token -> how often; count -> the first token that has it
-        self.ahead, self.after = {}, {}     # token -> its neighbour in the order, or None
+        self.count, self.lead = (
+            {},
+            {},
+        )  # token -> how often; count -> the first token that has it
+        self.ahead, self.after = {}, {}  # token -> its neighbour in the order, or None
         self.head = self.tail = self.best = None
-        self.ordered = True                 # False: a token was taken back
+        self.ordered = True  # False: a token was taken back
         for t in tokens:
             self.add(t)
 
-    def add(self,
-        t: int, # what followed now
+    def add(
+        self,
+        t: int,  # what followed now
     ):
         "Count a token, in constant time."
         c = self.count.get(t, 0)
@@ -53,10 +67,11 @@ class Followers:
         if self.ordered:
             self._rise(t, c)
         elif self.best not in (None, t) and c + 1 >= self.count[self.best]:
-            self.best = t if c + 1 > self.count[self.best] else None    # alone, or equals
+            self.best = t if c + 1 > self.count[self.best] else None  # alone, or equals
 
-    def take_back(self,
-        t: int, # what is forgotten
+    def take_back(
+        self,
+        t: int,  # what is forgotten
     ):
         "Count a token once less."
         self.count[t] -= 1
@@ -64,7 +79,7 @@ class Followers:
             del self.count[t]
         self.ordered, self.best = False, None
 
-    def first(self) -> int | None: # None: nothing followed, or equals whose order is not known
+    def first(self) -> int | None:  # None: nothing followed, or equals whose order is not known
         "The token that followed most often; of equals, the one that leads."
         if self.ordered:
             return self.head
@@ -81,7 +96,7 @@ class Followers:
             self.lead.setdefault(1, t)
             return
         leads, following = self.lead[c] == t, self.after[t]
-        place = self.lead.get(c + 1) if leads else self.lead[c]     # in front of which it goes
+        place = self.lead.get(c + 1) if leads else self.lead[c]  # in front of which it goes
         if leads and following is not None and self.count[following] == c:
             self.lead[c] = following
         elif leads:
@@ -117,52 +132,73 @@ class Followers:
 # %% ../../nbs/decode/05_suffix.ipynb #adfc654b
 class Guess(NamedTuple):
     "A continuation, and how sure it is."
+
     tokens: list[int]
-    score: float      # sum of the probabilities that each token is still right
-    match: int        # how many tokens of context it rests on
+    score: float  # sum of the probabilities that each token is still right
+    match: int  # how many tokens of context it rests on
 
 
 class _Part:
     "A part of the texts."
-    __slots__ = ("n", "places", "longer", "followers")
+
+    __slots__ = ("followers", "longer", "n", "places")
 
     def __init__(self):
-        self.n = 0                  # how often it occurs
-        self.places = array("q")    # end positions, oldest first; when told apart, only those with nothing in front
-        self.longer = None          # token in front -> the part that is longer by it; None: not told apart
-        self.followers = None       # what follows, where it is told apart
+        self.n = 0  # how often it occurs
+        self.places = array(
+            "q"
+        )  # end positions, oldest first; when told apart, only those with nothing in front
+        self.longer = None  # token in front -> the part longer by it; None: not split
+        self.followers = None  # what follows, where it is told apart
 
 
 class PartIndex:
-    "Sequences of tokens, and where any of their parts occur. Sequences grow side by side; the oldest can be forgotten."
-    many = 64                       # places of a part that is not told apart, at most
+    """Sequences of tokens, and where any of their parts occur. Sequences grow side by side; the
+    oldest can be forgotten."""
 
-    def __init__(self,
-        depth: int = 24, # match and continuation together are at most so long
+    many = 64  # places of a part that is not told apart, at most
+
+    def __init__(
+        self,
+        depth: int = 24,  # match and continuation together are at most so long
     ):
-        if depth < 2: raise ValueError(f"max_tree_depth={depth} must be at least 2: a match and a token after it")
-        self.depth, self.started, self.ends = depth, 0, {}              # ends: sequence -> place of its last token, the oldest first; -1: empty
+        if depth < 2:
+            raise ValueError(
+                f"max_tree_depth={depth} must be at least 2: a match and a token after it"
+            )
+        self.depth, self.started, self.ends = (
+            depth,
+            0,
+            {},
+        )  # ends: sequence -> place of its last token, the oldest first; -1: empty
         self._clear()
 
     def _clear(self):
-        self.tokens, self.before, self.behind = array("q"), array("q"), array("q")  # in order of time, with the places of the neighbours; -1: none
-        self.parts, self.size = {}, 0   # parts: token -> the part that is this token alone
+        self.tokens, self.before, self.behind = (
+            array("q"),
+            array("q"),
+            array("q"),
+        )  # in order of time, with the places of the neighbours; -1: none
+        self.parts, self.size = {}, 0  # parts: token -> the part that is this token alone
 
-    def __len__(self): return self.size
+    def __len__(self):
+        return self.size
 
-    def start(self) -> int: # its number
+    def start(self) -> int:  # its number
         "Begin a sequence."
         self.ends[self.started] = -1
         self.started += 1
         return self.started - 1
 
-    def extend(self,
-        sequence: int, # its number
+    def extend(
+        self,
+        sequence: int,  # its number
         tokens: Sequence[int],
     ):
         "Add tokens to a sequence; to a forgotten one, nothing."
         if sequence in self.ends:
-            for t in tokens: self._append(sequence, t)
+            for t in tokens:
+                self._append(sequence, t)
 
     def _append(self, sequence, t):
         last, here = self.ends[sequence], len(self.tokens)
@@ -173,18 +209,22 @@ class PartIndex:
         if last >= 0:
             self.behind[last] = here
             for _, _, part in self._ending(last):
-                if part.longer is not None: part.followers.add(t)
+                if part.longer is not None:
+                    part.followers.add(t)
         parts, i, m = self.parts, here, 0
         while i >= 0 and m < self.depth - 1 and parts is not None:
             part = parts.get(self.tokens[i])
-            if part is None: part = parts[self.tokens[i]] = _Part()
+            if part is None:
+                part = parts[self.tokens[i]] = _Part()
             part.n += 1
             parts, i, m = part.longer, self.before[i], m + 1
         part.places.append(here)
-        if part.longer is None and part.n > self.many: self._tell_apart(part, m)
+        if part.longer is None and part.n > self.many:
+            self._tell_apart(part, m)
 
     def _ending(self, i):
-        "The parts that end in a place, the shortest first: (the dictionary that has it, its key, the part)."
+        """The parts that end in a place, the shortest first: (the dictionary that has it, its
+        key, the part)."""
         parts, found = self.parts, []
         while i >= 0 and len(found) < self.depth - 1 and parts is not None:
             key = self.tokens[i]
@@ -196,7 +236,8 @@ class PartIndex:
         "Divide a part of length m by the tokens in front of it, whose places are `fronts`."
         if fronts is None:
             fronts = list(part.places)
-            for _ in range(m): fronts = [self.before[i] if i >= 0 else -1 for i in fronts]
+            for _ in range(m):
+                fronts = [self.before[i] if i >= 0 else -1 for i in fronts]
         places, part.places, part.longer, further = part.places, array("q"), {}, {}
         part.followers = Followers(self._behind(places))
         for place, front in zip(places, fronts):
@@ -208,7 +249,8 @@ class PartIndex:
             longer.places.append(place)
             further.setdefault(self.tokens[front], []).append(self.before[front])
         for token, longer in part.longer.items():
-            if longer.n > self.many: self._tell_apart(longer, m + 1, further[token])
+            if longer.n > self.many:
+                self._tell_apart(longer, m + 1, further[token])
 
     def _behind(self, places):
         "The tokens after some places, in the order of time."
@@ -217,19 +259,22 @@ class PartIndex:
     def _all(self, part):
         "All places of a part."
         yield from part.places
-        for longer in (part.longer or {}).values(): yield from self._all(longer)
+        for longer in (part.longer or {}).values():
+            yield from self._all(longer)
 
-    def first(self,
-        part: _Part, # told apart
-    ) -> tuple[int, int] | None: # (token, how often); None: nothing followed
+    def first(
+        self,
+        part: _Part,  # told apart
+    ) -> tuple[int, int] | None:  # (token, how often); None: nothing followed
         "What followed a part most often."
-        if not part.followers.count: return None
-        if part.followers.first() is None:      # equals, after a token was taken back
+        if not part.followers.count:
+            return None
+        if part.followers.first() is None:  # equals, after a token was taken back
             part.followers = Followers(self._behind(self._all(part)))
         token = part.followers.first()
         return token, part.followers.count[token]
 
-    def _places(self, sequence): # of its tokens, the last one first
+    def _places(self, sequence):  # of its tokens, the last one first
         i = self.ends[sequence]
         while i >= 0:
             yield i
@@ -242,44 +287,54 @@ class PartIndex:
             follower = self.behind[i]
             for parts, key, part in self._ending(i):
                 part.n -= 1
-                if part.longer is not None and follower >= 0: part.followers.take_back(self.tokens[follower])
-                if not part.n: del parts[key]
+                if part.longer is not None and follower >= 0:
+                    part.followers.take_back(self.tokens[follower])
+                if not part.n:
+                    del parts[key]
             part.places.remove(i)
             self.size -= 1
         del self.ends[oldest]
-        if len(self.tokens) > max(1000, 2 * len(self)): self._compact()
+        if len(self.tokens) > max(1000, 2 * len(self)):
+            self._compact()
 
     def _compact(self):
         kept = [(i, s, self.tokens[i]) for s in self.ends for i in self._places(s)]
         self._clear()
         self.ends = dict.fromkeys(self.ends, -1)
-        for _, s, t in sorted(kept): self._append(s, t)
+        for _, s, t in sorted(kept):
+            self._append(s, t)
 
 # %% ../../nbs/decode/05_suffix.ipynb #suff0007
 class SuffixIndex(PartIndex):
     "Sequences of tokens, and what followed any of their parts most often."
 
-    def _row(self, name): return np.frombuffer(getattr(self, name), dtype=np.int64)
+    def _row(self, name):
+        return np.frombuffer(getattr(self, name), dtype=np.int64)
 
     def _starts(self, places, m):
         "Where matches of m tokens begin."
         before = self._row("before")
-        for _ in range(m - 1): places = before[places]
+        for _ in range(m - 1):
+            places = before[places]
         return places
 
     def _longer(self, here, left, token):
-        "Of matches that end `here` and begin at `left`, those with a token in front of them, likewise."
+        """Of matches that end `here` and begin at `left`, those with a token in front of them,
+        likewise."""
         left = self._row("before")[left]
         same = (left >= 0) & (self._row("tokens")[left] == token)
         return here[same], left[same]
 
     def _matches(self, context):
-        "(m, how often, where) for the last m tokens, while they occur; where: a part that is told apart, or places [n]."
+        """(m, how often, where) for the last m tokens, while they occur; where: a part that is
+        told apart, or places [n]."""
         parts = self.parts
         for m in range(1, len(context)):
             part = parts.get(context[-m])
-            if part is None: return
-            if part.longer is None: break
+            if part is None:
+                return
+            if part.longer is None:
+                break
             yield m, part.n, part
             parts = part.longer
         else:
@@ -287,39 +342,52 @@ class SuffixIndex(PartIndex):
         here = np.array(part.places, dtype=np.int64)
         left = self._starts(here, m)
         yield m, len(here), here
-        for m in range(m + 1, len(context)):
-            here, left = self._longer(here, left, context[-m])
-            if not len(here): return
-            yield m, len(here), here
+        for longer in range(m + 1, len(context)):
+            here, left = self._longer(here, left, context[-longer])
+            if not len(here):
+                return
+            yield longer, len(here), here
 
     def _where(self, said):
         "Where a text that occurs ends, as in `_matches`."
         parts = self.parts
         for m, token in enumerate(reversed(said), 1):
             part = parts[token]
-            if part.longer is None: break
+            if part.longer is None:
+                break
             parts = part.longer
         else:
             return part
         here = np.array(part.places, dtype=np.int64)
         left = self._starts(here, m)
-        for token in reversed(said[:-m]): here, left = self._longer(here, left, token)
+        for token in reversed(said[:-m]):
+            here, left = self._longer(here, left, token)
         return here
 
-    def guess(self,
-        context: Sequence[int], # the text; its last `depth` tokens are looked at
-        k: int,                 # longest proposal
-        factor: float = 1.0,    # tokens proposed for each token of the match
+    def guess(
+        self,
+        context: Sequence[int],  # the text; its last `depth` tokens are looked at
+        k: int,  # longest proposal
+        factor: float = 1.0,  # tokens proposed for each token of the match
         min_prob: float = 0.1,  # of being still right
     ) -> Guess:
-        "The continuation with the best score over all lengths of the match; no tokens where the last one has not occurred before."
-        context, min_prob, best = list(context[-self.depth:]), np.float32(min_prob), Guess([], 0., 0)
-        def budget(m): return min(k, int(m * factor + 1e-6), self.depth - m)
-        if len(context) < 2 or not self.tokens: return best
+        """The continuation with the best score over all lengths of the match; no tokens where
+        the last one has not occurred before."""
+        context, min_prob, best = (
+            list(context[-self.depth :]),
+            np.float32(min_prob),
+            Guess([], 0.0, 0),
+        )
+
+        def budget(m):
+            return min(k, int(m * factor + 1e-6), self.depth - m)
+
+        if len(context) < 2 or not self.tokens:
+            return best
         found = []
         for m, n, here in self._matches(context):
             if found and found[-1][1] == n and budget(found[-1][0]) <= budget(m):
-                found.pop()     # the same places, and nothing less to say
+                found.pop()  # the same places, and nothing less to say
             found.append((m, n, here))
         for m, _, here in reversed(found):
             if budget(m) > best.score:
@@ -328,48 +396,68 @@ class SuffixIndex(PartIndex):
         return best
 
     def _follow(self, said, here, budget, min_prob):
-        tokens, p, score = [], np.float32(1), np.float32(0)            # as the reference rounds
+        tokens, p, score = [], np.float32(1), np.float32(0)  # as the reference rounds
         while len(tokens) < budget:
             told_apart = isinstance(here, _Part)
             n = here.n if told_apart else len(here)
             found = self.first(here) if told_apart else self._most(here)
-            if found is None: break
+            if found is None:
+                break
             p *= np.float32(found[1]) / np.float32(n)
-            if p < min_prob: break
+            if p < min_prob:
+                break
             tokens.append(int(found[0]))
             score += p
-            if len(tokens) < budget: here = self._where(said + tokens) if told_apart else found[2]
+            if len(tokens) < budget:
+                here = self._where(said + tokens) if told_apart else found[2]
         return Guess(tokens, float(score), len(said))
 
     def _most(self, here):
-        "(token, how often, where it ends) of what followed some places most often; None: nothing did."
+        """(token, how often, where it ends) of what followed some places most often; None:
+        nothing did."""
         row, ahead = self._row("tokens"), self._row("behind")[here]
         ahead = ahead[ahead >= 0]
-        if not len(ahead): return None
+        if not len(ahead):
+            return None
         nexts = row[ahead]
-        if (nexts == nexts[0]).all(): return nexts[0], len(nexts), ahead
+        if (nexts == nexts[0]).all():
+            return nexts[0], len(nexts), ahead
         values, counts = np.unique(nexts, return_counts=True)
         count = counts.max()
         alone = (counts == count).sum() == 1
-        token = values[counts.argmax()] if alone else first_of_equals(row[np.sort(ahead)].tolist())
+        token = (
+            values[counts.argmax()] if alone else first_of_equals(row[np.sort(ahead)].tolist())
+        )
         return token, count, ahead[nexts == token]
 
 # %% ../../nbs/decode/05_suffix.ipynb #4ce78661
 class SuffixDrafter:
-    "Suffix decoding (2411.04975). It learns from every answer as it is written; copies of a drafter share what was learned."
+    """Suffix decoding (2411.04975). It learns from every answer as it is written; copies of a
+    drafter share what was learned."""
+
     aux_layer_ids = ()
 
-    def __init__(self,
-        depth: int = 24,            # match and continuation together are at most so long
-        max_requests: int = 10_000, # answers kept, the oldest forgotten first; 0: none
-        factor: float = 1.0,        # tokens proposed for each token of the match
-        min_prob: float = 0.1,      # of being still right, for the last token proposed
+    def __init__(
+        self,
+        depth: int = 24,  # match and continuation together are at most so long
+        max_requests: int = 10_000,  # answers kept, the oldest forgotten first; 0: none
+        factor: float = 1.0,  # tokens proposed for each token of the match
+        min_prob: float = 0.1,  # of being still right, for the last token proposed
     ):
         "Errors: ValueError naming the parameter."
-        for name, value, ok in (("max_cached_requests", max_requests, max_requests >= 0), ("max_spec_factor", factor, factor >= 0),
-                                ("min_token_prob", min_prob, 0 <= min_prob <= 1)):
-            if not ok: raise ValueError(f"suffix decoding: {name}={value} is out of range")
-        self.answers, self.max_requests, self.factor, self.min_prob = SuffixIndex(depth), max_requests, factor, min_prob
+        for name, value, ok in (
+            ("max_cached_requests", max_requests, max_requests >= 0),
+            ("max_spec_factor", factor, factor >= 0),
+            ("min_token_prob", min_prob, 0 <= min_prob <= 1),
+        ):
+            if not ok:
+                raise ValueError(f"suffix decoding: {name}={value} is out of range")
+        self.answers, self.max_requests, self.factor, self.min_prob = (
+            SuffixIndex(depth),
+            max_requests,
+            factor,
+            min_prob,
+        )
         self.reset()
 
     def reset(self):
@@ -378,31 +466,39 @@ class SuffixDrafter:
         self.text.start()
 
     def _learn(self, tokens):
-        if not self.read:                                               # all but the last is the prompt: the pass over it gave one token
+        if not self.read:  # all but the last is the prompt: the pass over it gave one token
             self.text.extend(0, tokens[:-1].tolist())
             self.read = len(tokens) - 1
             if self.max_requests:
                 self.answer = self.answers.start()
-                if len(self.answers.ends) > self.max_requests: self.answers.forget()
-        new = tokens[self.read:].tolist()
+                if len(self.answers.ends) > self.max_requests:
+                    self.answers.forget()
+        new = tokens[self.read :].tolist()
         self.text.extend(0, new)
-        if self.answer is not None: self.answers.extend(self.answer, new)
+        if self.answer is not None:
+            self.answers.extend(self.answer, new)
         self.read = len(tokens)
 
-    def propose(self,
-        tokens: Tensor, # [n] all decided tokens
-        features: Tensor | None, # not used
-        k: int, # longest proposal
-        sampling: Sampling, # not used: the proposal is the same at every temperature
-    ) -> TokenTree: # a chain, as long as it is likely
+    def propose(
+        self,
+        tokens: Tensor,  # [n] all decided tokens
+        features: Tensor | None,  # not used
+        k: int,  # longest proposal
+        sampling: Sampling,  # not used: the proposal is the same at every temperature
+    ) -> TokenTree:  # a chain, as long as it is likely
         "What followed most often."
         self._learn(tokens)
-        context = tokens[-self.text.depth:].tolist()
-        own, others = (index.guess(context, k, self.factor, self.min_prob) for index in (self.text, self.answers))
+        context = tokens[-self.text.depth :].tolist()
+        own, others = (
+            index.guess(context, k, self.factor, self.min_prob)
+            for index in (self.text, self.answers)
+        )
         return TokenTree.chain(own.tokens if own.score >= others.score else others.tokens)
 
-    def finish(self,
-        tokens: Tensor, # the whole text
+    def finish(
+        self,
+        tokens: Tensor,  # the whole text
     ):
         "Learn the end of an answer."
-        if self.read: self._learn(tokens)
+        if self.read:
+            self._learn(tokens)

@@ -7,78 +7,116 @@ __all__ = ['Layout', 'layout', 'Context']
 
 # %% ../../nbs/decode/02_verification.ipynb #7cebcd3e
 from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+
 from ..core.tree import TokenTree
 from ..verifier.tapped_model import Verifier, crop_cache
 
 # %% ../../nbs/decode/02_verification.ipynb #46c213ea
 class Layout(NamedTuple):
-    "What one request adds to a pass: m tokens that are decided and not read yet, then the N nodes of a tree."
-    ids: Tensor       # [m+N] int64
-    positions: Tensor # [m+N] int64
-    sees: Tensor      # [m+N, m+N] bool: row is the query
-    unread: int       # m
+    """What one request adds to a pass: m tokens that are decided and not read yet, then the N
+    nodes of a tree."""
+
+    ids: Tensor  # [m+N] int64
+    positions: Tensor  # [m+N] int64
+    sees: Tensor  # [m+N, m+N] bool: row is the query
+    unread: int  # m
 
 
 def layout(
     unread: Tensor,  # [m] int64 decided tokens that the verifier has not seen, m >= 1
-    tree: TokenTree, # proposed after them
-    start: int,      # position of unread[0]
+    tree: TokenTree,  # proposed after them
+    start: int,  # position of unread[0]
 ) -> Layout:
     "Lay the tree out behind the unread tokens."
     m, n = len(unread), len(tree)
     sees = torch.ones(m + n, m + n, dtype=torch.bool, device=unread.device).tril()
     sees[m:, m:] = tree.ancestors
     behind = start + m - 1
-    return Layout(torch.cat([unread, tree.tokens]), torch.cat([torch.arange(start, start + m, device=unread.device), behind + tree.depth]), sees, m)
+    return Layout(
+        torch.cat([unread, tree.tokens]),
+        torch.cat([torch.arange(start, start + m, device=unread.device), behind + tree.depth]),
+        sees,
+        m,
+    )
 
 # %% ../../nbs/decode/02_verification.ipynb #622a20a3
 class Context:
-    "What the verifier has read of B requests: the cache, and the position that each of its slots holds."
-    def __init__(self,
-        verifier: Verifier, # reads
+    """What the verifier has read of B requests: the cache, and the position that each of its
+    slots holds."""
+
+    def __init__(
+        self,
+        verifier: Verifier,  # reads
         requests: int = 1,  # B
     ):
         self.verifier, self.cache = verifier, DynamicCache()
-        self.at = torch.empty(requests, 0, dtype=torch.long, device=verifier.device)   # [B, C], -1: nothing
+        self.at = torch.empty(
+            requests, 0, dtype=torch.long, device=verifier.device
+        )  # [B, C], -1: nothing
         config = verifier.config
         kinds = set(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
-        self.windows = {k: window if k == "sliding_attention" else None for k in kinds} or {None: window}   # kind of layer -> its window
+        self.windows = {k: window if k == "sliding_attention" else None for k in kinds} or {
+            None: window
+        }  # kind of layer -> its window
 
-    def lengths(self) -> list[int]: # positions read of each request
+    def lengths(self) -> list[int]:  # positions read of each request
         "How much of each request is in the cache."
         return (self.at >= 0).sum(1).tolist()
 
-    def forget(self,
-        length: int, # positions to keep; one request only
+    def forget(
+        self,
+        length: int,  # positions to keep; one request only
     ):
         "Cut a request back to its beginning."
         if length < self.at.shape[1]:
             crop_cache(self.cache, length)
             self.at = self.at[:, :length]
 
-    def read(self,
-        unread: list[Tensor],   # B rows [m_b], decided tokens that are not in the cache
-        trees: list[TokenTree], # B proposals
-    ) -> tuple: # B pairs: logits [N_b+1, V] (last token, nodes); hidden states [m_b+N_b, A·H]
+    def read(
+        self,
+        unread: list[Tensor],  # B rows [m_b], decided tokens that are not in the cache
+        trees: list[TokenTree],  # B proposals
+    ) -> tuple:  # B pairs: logits [N_b+1, V] (last token, nodes); hidden states [m_b+N_b, A·H]
         "One pass of the verifier over all requests."
         starts = self.lengths() if len(unread) > 1 or self.at.numel() else [0] * len(unread)
         rows = [layout(u, t, s) for u, t, s in zip(unread, trees, starts)]
         width = max(len(r.ids) for r in rows)
-        tail = width - min(len(u) for u in unread) + 1                # of the last positions, logits are wanted
+        tail = (
+            width - min(len(u) for u in unread) + 1
+        )  # of the last positions, logits are wanted
         if len(rows) == 1 and trees[0].is_chain and bool((self.at >= 0).all()):
             out = self.verifier(rows[0].ids[None], past_key_values=self.cache, want_logits=tail)
             self.new = rows[0].positions[None]
         else:
-            def pad(x, fill): return torch.nn.functional.pad(x, (0, width - len(x)), value=fill)
-            ids, self.new = (torch.stack([pad(x, fill) for x in part]) for part, fill in (([r.ids for r in rows], 0), ([r.positions for r in rows], -1)))
-            out = self.verifier(ids, self._mask(rows), self.cache, want_logits=tail, position_ids=self.new.clamp(min=0))
+
+            def pad(x, fill):
+                return torch.nn.functional.pad(x, (0, width - len(x)), value=fill)
+
+            ids, self.new = (
+                torch.stack([pad(x, fill) for x in part])
+                for part, fill in (
+                    ([r.ids for r in rows], 0),
+                    ([r.positions for r in rows], -1),
+                )
+            )
+            out = self.verifier(
+                ids,
+                self._mask(rows),
+                self.cache,
+                want_logits=tail,
+                position_ids=self.new.clamp(min=0),
+            )
         self.rows = rows
         first = [len(u) - 1 - (width - tail) for u in unread]
-        return [(out.logits[b, f:f + 1 + len(t)], out.hidden_states[b, :len(r.ids)]) for b, (f, t, r) in enumerate(zip(first, trees, rows))]
+        return [
+            (out.logits[b, f : f + 1 + len(t)], out.hidden_states[b, : len(r.ids)])
+            for b, (f, t, r) in enumerate(zip(first, trees, rows))
+        ]
 
     def _mask(self, rows):
         "Additive masks [B, 1, W, C+W], one for each kind of layer."
@@ -87,35 +125,60 @@ class Context:
         sees[:, :, :C] = (self.at >= 0)[:, None]
         for b, r in enumerate(rows):
             n = len(r.ids)
-            sees[b, :n, C:C + n] = r.sees
-        sees[:, torch.arange(W), C + torch.arange(W)] = True          # padding too: a query must see something
+            sees[b, :n, C : C + n] = r.sees
+        sees[:, torch.arange(W), C + torch.arange(W)] = True  # padding too, for the softmax
         key = torch.cat([self.at, self.new], 1)[:, None]
+
         def additive(window):
             near = sees if window is None else sees & (key > self.new[:, :, None] - window)
-            return torch.zeros(near.shape, dtype=self.verifier.dtype, device=near.device).masked_fill(~near, torch.finfo(self.verifier.dtype).min)[:, None]
+            return torch.zeros(
+                near.shape, dtype=self.verifier.dtype, device=near.device
+            ).masked_fill(~near, torch.finfo(self.verifier.dtype).min)[:, None]
+
         masks = {kind: additive(window) for kind, window in self.windows.items()}
         return masks.get(None, masks)
 
-    def keep(self,
-        paths: list[list[int]],        # B paths of kept nodes
-        requests: list[int] | None = None, # which of the B go on; None: all
+    def keep(
+        self,
+        paths: list[list[int]],  # B paths of kept nodes
+        requests: list[int] | None = None,  # which of the B go on; None: all
     ):
-        "Let the cache hold what is decided: the unread tokens of the last pass, and the kept nodes."
+        """Let the cache hold what is decided: the unread tokens of the last pass, and the kept
+        nodes."""
         requests = list(range(len(paths))) if requests is None else requests
         C, at = self.at.shape[1], torch.cat([self.at, self.new], 1)
         slots = []
         for b in requests:
             m = self.rows[b].unread
-            kept = torch.tensor([*range(C, C + m), *(C + m + i for i in paths[b])], device=at.device)
+            kept = torch.tensor(
+                [*range(C, C + m), *(C + m + i for i in paths[b])], device=at.device
+            )
             slots.append(torch.cat([(self.at[b] >= 0).nonzero()[:, 0], kept]))
         longest = max(map(len, slots), default=0)
-        if len(requests) == len(at) and all(len(s) == longest and int(s[-1]) == longest - 1 for s in slots):   # nothing moves
+        if len(requests) == len(at) and all(
+            len(s) == longest and int(s[-1]) == longest - 1 for s in slots
+        ):  # nothing moves
             crop_cache(self.cache, longest)
             self.at = at[:, :longest]
             return
-        index = torch.stack([torch.nn.functional.pad(s, (0, longest - len(s)), value=-1) for s in slots]) if slots else at.new_empty(0, 0)
+        index = (
+            torch.stack(
+                [torch.nn.functional.pad(s, (0, longest - len(s)), value=-1) for s in slots]
+            )
+            if slots
+            else at.new_empty(0, 0)
+        )
         self.at = at[requests].gather(1, index.clamp(min=0)).masked_fill(index < 0, -1)
         for layer in self.cache.layers:
             for name in ("keys", "values"):
                 states = getattr(layer, name)[requests]
-                setattr(layer, name, states.gather(2, index.clamp(min=0)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])))
+                setattr(
+                    layer,
+                    name,
+                    states.gather(
+                        2,
+                        index.clamp(min=0)[:, None, :, None].expand(
+                            -1, states.shape[1], -1, states.shape[3]
+                        ),
+                    ),
+                )

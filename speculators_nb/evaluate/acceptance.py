@@ -9,16 +9,18 @@ __all__ = ['COUNTS', 'RESULTS', 'count', 'bootstrap', 'acceptance_table', 'accep
 # %% ../../nbs/evaluate/01_acceptance.ipynb #e23390fa
 from dataclasses import dataclass
 from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
-from ..decode.generate import Generation, generate
+
+from ..core.files import atomic_write
 from ..core.options import check_options
 from ..core.plot import plot_acceptance
 from ..core.tree import Drafter, Sampling
-from ..core.files import atomic_write
+from ..decode.generate import Generation, generate
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/evaluate/01_acceptance.ipynb #6faf9519
@@ -26,68 +28,121 @@ COUNTS = ["steps", "steps_drafted", "proposed", "accepted"]
 
 
 def count(
-    generation: Generation, # one request
-    k: int, # draft length that was asked for
-) -> np.ndarray: # [4 + k]: the four of `COUNTS`, then steps that kept at least 1, 2, … k tokens
-    "Sums over one request's steps; steps that were asked for less than k (length limit) are left out."
+    generation: Generation,  # one request
+    k: int,  # draft length that was asked for
+) -> np.ndarray:  # [4 + k]: the four of `COUNTS`, then steps that kept at least 1, … k tokens
+    """Sums over one request's steps; steps that were asked for less than k (length limit) are
+    left out."""
     steps = [s for s in generation.steps if s.asked == k]
     kept = np.array([s.accepted for s in steps], dtype=int)
     reached = (kept[:, None] >= np.arange(1, k + 1)).sum(0)
-    return np.array([len(steps), sum(bool(s.draft) for s in steps), sum(len(s.draft) for s in steps), kept.sum(), *reached], dtype=float)
+    return np.array(
+        [
+            len(steps),
+            sum(bool(s.draft) for s in steps),
+            sum(len(s.draft) for s in steps),
+            kept.sum(),
+            *reached,
+        ],
+        dtype=float,
+    )
 
 # %% ../../nbs/evaluate/01_acceptance.ipynb #1823950b
 def bootstrap(
-    counts: np.ndarray, # [R, C] one row of counts for each request
-    ratios, # function: [..., C] summed counts -> [..., M] ratios
-    draws: int = 1000, # resamplings
-    seed: int = 0, # of the resampling
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # [M] ratios, lower and upper end of the 95 % interval
-    "Percentile bootstrap over requests. With fewer than two requests the interval is NaN: one text says nothing about the next."
+    counts: np.ndarray,  # [R, C] one row of counts for each request
+    ratios,  # function: [..., C] summed counts -> [..., M] ratios
+    draws: int = 1000,  # resamplings
+    seed: int = 0,  # of the resampling
+) -> tuple[
+    np.ndarray, np.ndarray, np.ndarray
+]:  # [M] ratios, lower and upper end of the 95 % interval
+    """Percentile bootstrap over requests. With fewer than two requests the interval is NaN: one
+    text says nothing about the next."""
     check_options(dict(draws=draws, seed=seed))
     n = len(counts)
-    with np.errstate(divide="ignore", invalid="ignore"):   # a position never reached has no conditional rate: NaN
+    with np.errstate(
+        divide="ignore", invalid="ignore"
+    ):  # a position never reached has no conditional rate: NaN
         value = ratios(counts.sum(0))
         if n < 2:
             return value, np.full_like(value, np.nan), np.full_like(value, np.nan)
-        samples = ratios(np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=draws) @ counts)
+        samples = ratios(
+            np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=draws) @ counts
+        )
     unknown = np.isnan(samples).all(0)
-    low, high = np.nanquantile(np.where(unknown, 0, samples), [.025, .975], axis=0)
+    low, high = np.nanquantile(np.where(unknown, 0, samples), [0.025, 0.975], axis=0)
     return value, np.where(unknown, np.nan, low), np.where(unknown, np.nan, high)
 
 
 def acceptance_table(
-    generations: list[Generation] | np.ndarray, # one for each prompt, or [R, 4 + k] their rows of `count`
-    k: int, # draft length that was asked for
-    draws: int = 1000, # bootstrap resamplings
-    seed: int = 0, # of the resampling
-) -> pd.DataFrame: # one row a position: unconditional, conditional, each with _low and _high
+    generations: list[Generation]
+    | np.ndarray,  # one for each prompt, or [R, 4 + k] their rows of `count`
+    k: int,  # draft length that was asked for
+    draws: int = 1000,  # bootstrap resamplings
+    seed: int = 0,  # of the resampling
+) -> pd.DataFrame:  # one row a position: unconditional, conditional, each with _low and _high
     "Acceptance at each draft position, with 95 % intervals over prompts."
     counts = _counts(generations, k)
+
     def ratios(c):
-        reached = np.concatenate([c[..., :1], c[..., len(COUNTS):]], -1)   # position 0 is reached by every step
-        return np.concatenate([reached[..., 1:] / reached[..., :1], reached[..., 1:] / reached[..., :-1]], -1)
-    ends = dict(zip(("", "_low", "_high"), (x.reshape(2, k) for x in bootstrap(counts, ratios, draws, seed))))
-    columns = {f"{name}{end}": x[i] for i, name in enumerate(("unconditional", "conditional")) for end, x in ends.items()}
+        reached = np.concatenate(
+            [c[..., :1], c[..., len(COUNTS) :]], -1
+        )  # position 0 is reached by every step
+        return np.concatenate(
+            [reached[..., 1:] / reached[..., :1], reached[..., 1:] / reached[..., :-1]], -1
+        )
+
+    ends = dict(
+        zip(
+            ("", "_low", "_high"),
+            (x.reshape(2, k) for x in bootstrap(counts, ratios, draws, seed)),
+        )
+    )
+    columns = {
+        f"{name}{end}": x[i]
+        for i, name in enumerate(("unconditional", "conditional"))
+        for end, x in ends.items()
+    }
     return pd.DataFrame({"position": range(1, k + 1), **columns})
 
 
 def acceptance_summary(
-    generations: list[Generation] | np.ndarray, # one for each prompt, or [R, 4 + k] their rows of `count`
-    k: int, # draft length that was asked for
-    draws: int = 1000, # bootstrap resamplings
-    seed: int = 0, # of the resampling
-    sizes: np.ndarray | None = None, # with rows: [requests, tokens, step tokens, steps], summed, counted or not
-) -> dict: # one row of a table
-    "Mean acceptance length (vLLM's 1 + accepted/steps) with its 95 % interval, and what else is worth a column."
+    generations: list[Generation]
+    | np.ndarray,  # one for each prompt, or [R, 4 + k] their rows of `count`
+    k: int,  # draft length that was asked for
+    draws: int = 1000,  # bootstrap resamplings
+    seed: int = 0,  # of the resampling
+    sizes: np.ndarray
+    | None = None,  # with rows: [requests, tokens, step tokens, steps], summed, counted or not
+) -> dict:  # one row of a table
+    """Mean acceptance length (vLLM's 1 + accepted/steps) with its 95 % interval, and what else
+    is worth a column."""
     counts = _counts(generations, k)
     if sizes is None:
         every = [s for g in generations for s in g.steps]
-        sizes = len(generations), sum(len(g.tokens) for g in generations), sum(len(s.tokens) for s in every), len(every)
-    (length,), (low,), (high,) = bootstrap(counts, lambda c: 1 + c[..., 3:4] / c[..., :1], draws, seed)
+        sizes = (
+            len(generations),
+            sum(len(g.tokens) for g in generations),
+            sum(len(s.tokens) for s in every),
+            len(every),
+        )
+    (length,), (low,), (high,) = bootstrap(
+        counts, lambda c: 1 + c[..., 3:4] / c[..., :1], draws, seed
+    )
     steps, drafted, proposed, accepted = counts[:, :4].sum(0).astype(int).tolist()
-    return dict(mean_length=length, mean_length_low=low, mean_length_high=high,
-                mean_length_drafted=_ratio(drafted + accepted, drafted), draft_acceptance=_ratio(accepted, proposed),
-                tokens_per_step=_ratio(sizes[2], sizes[3]), requests=int(sizes[0]), tokens=int(sizes[1]), steps=steps, proposed=proposed, accepted=accepted)
+    return dict(
+        mean_length=length,
+        mean_length_low=low,
+        mean_length_high=high,
+        mean_length_drafted=_ratio(drafted + accepted, drafted),
+        draft_acceptance=_ratio(accepted, proposed),
+        tokens_per_step=_ratio(sizes[2], sizes[3]),
+        requests=int(sizes[0]),
+        tokens=int(sizes[1]),
+        steps=steps,
+        proposed=proposed,
+        accepted=accepted,
+    )
 
 
 def _counts(generations, k):
@@ -96,9 +151,16 @@ def _counts(generations, k):
         raise ValueError("no generations: nothing to measure")
     if k < 1:
         raise ValueError(f"k={k}: acceptance needs at least one drafted token")
-    counts = generations if isinstance(generations, np.ndarray) else np.stack([count(g, k) for g in generations])
+    counts = (
+        generations
+        if isinstance(generations, np.ndarray)
+        else np.stack([count(g, k) for g in generations])
+    )
     if not counts[:, 0].any():
-        raise ValueError(f"no step was asked for k={k} tokens: raise max_new_tokens above {k + 1}, or pass the k of these generations")
+        raise ValueError(
+            f"no step was asked for k={k} tokens: raise max_new_tokens above {k + 1}, or pass "
+            "the k of these generations"
+        )
     return counts
 
 
@@ -107,41 +169,63 @@ def _ratio(a, b):
 
 # %% ../../nbs/evaluate/01_acceptance.ipynb #47385cf6
 def expected_length(
-    alpha: float, # chance that a drafted token is accepted, the same everywhere
-    gamma: int, # drafted tokens in each step
-) -> float: # tokens per step, the verifier's own included
+    alpha: float,  # chance that a drafted token is accepted, the same everywhere
+    gamma: int,  # drafted tokens in each step
+) -> float:  # tokens per step, the verifier's own included
     "Expected tokens of one step under independent acceptance (2211.17192, eq. 1)."
-    return gamma + 1. if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    return gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 # %% ../../nbs/evaluate/01_acceptance.ipynb #bf83aa30
-RESULTS = ("summary.csv", "positions.csv", "performance.csv", "requests.jsonl", "settings.json", "acceptance.png", "speed.png") # of an evaluation, ours or an engine's
+RESULTS = (
+    "summary.csv",
+    "positions.csv",
+    "performance.csv",
+    "requests.jsonl",
+    "settings.json",
+    "acceptance.png",
+    "speed.png",
+)  # of an evaluation, ours or an engine's
+
 
 def forget(
-    folder: str | Path, # may be missing
+    folder: str | Path,  # may be missing
 ):
     "Remove an older evaluation, so that a folder never holds parts of two."
-    for name in RESULTS: (Path(folder) / name).unlink(missing_ok=True)
+    for name in RESULTS:
+        (Path(folder) / name).unlink(missing_ok=True)
 
 
 @dataclass
 class Evaluation:
     "What `evaluate` measured."
-    summary: pd.DataFrame # one row for each drafter, temperature and domain ("all" first)
-    positions: pd.DataFrame # one row for each drafter, temperature and position, all domains together
-    generations: dict[tuple[str, float], list[Generation]] # (drafter, temperature) -> one generation a prompt
 
-    def plot(self,
-        title: str | None = None, # None: who goes furthest
-    ) -> Figure: # one panel for each temperature
-        "Acceptance per position: bars unconditional, line conditional, whiskers the 95 % interval."
+    summary: pd.DataFrame  # one row for each drafter, temperature and domain ("all" first)
+    positions: (
+        pd.DataFrame
+    )  # one row for each drafter, temperature and position, all domains together
+    generations: dict[
+        tuple[str, float], list[Generation]
+    ]  # (drafter, temperature) -> one generation a prompt
+
+    def plot(
+        self,
+        title: str | None = None,  # None: who goes furthest
+    ) -> Figure:  # one panel for each temperature
+        """Acceptance per position: bars unconditional, line conditional, whiskers the 95 %
+        interval."""
         best = self.summary[self.summary.domain == "all"].sort_values("mean_length").iloc[-1]
-        found = f"{best.drafter} goes furthest: {best.mean_length:.2f} tokens a step at temperature {best.temperature:g}"
+        found = (
+            f"{best.drafter} goes furthest: {best.mean_length:.2f} tokens a step at "
+            f"temperature {best.temperature:g}"
+        )
         return plot_acceptance(self.positions, title or found)
 
-    def save(self,
-        folder: str | Path, # made where missing
-    ) -> Path: # the folder
-        "Write summary.csv, positions.csv and acceptance.png. What else an older evaluation left there goes."
+    def save(
+        self,
+        folder: str | Path,  # made where missing
+    ) -> Path:  # the folder
+        """Write summary.csv, positions.csv and acceptance.png. What else an older evaluation
+        left there goes."""
         folder = Path(folder)
         forget(folder)
         for name, table in (("summary.csv", self.summary), ("positions.csv", self.positions)):
@@ -153,26 +237,35 @@ class Evaluation:
 
 
 def evaluate(
-    verifier: Verifier, # whose text is written; it must tap every layer that a drafter reads
-    drafters: dict[str, Drafter], # name -> drafter; the name chooses the colour
-    prompts: list, # token ids of each request
+    verifier: Verifier,  # whose text is written; it must tap every layer that a drafter reads
+    drafters: dict[str, Drafter],  # name -> drafter; the name chooses the colour
+    prompts: list,  # token ids of each request
     *,
-    k: int = 3, # tokens to draft in each step
-    temperatures=(0.,), # one evaluation each
-    max_new_tokens: int = 64, # output limit of a request
-    eos_token_ids=(), # token ids that end an output
-    domains: list[str] | None = None, # the domain of each prompt, for a breakdown
-    rule: str = "standard", # acceptance rule
-    seed: int = 0, # of sampling and of the bootstrap
-) -> Evaluation: # tables, generations, `plot()`, `save(folder)`
+    k: int = 3,  # tokens to draft in each step
+    temperatures=(0.0,),  # one evaluation each
+    max_new_tokens: int = 64,  # output limit of a request
+    eos_token_ids=(),  # token ids that end an output
+    domains: list[str] | None = None,  # the domain of each prompt, for a breakdown
+    rule: str = "standard",  # acceptance rule
+    seed: int = 0,  # of sampling and of the bootstrap
+) -> Evaluation:  # tables, generations, `plot()`, `save(folder)`
     "Decode every prompt with every drafter at every temperature and count what was accepted."
-    check_options(dict(k=k, temperatures=temperatures, max_new_tokens=max_new_tokens, rule=rule, seed=seed))
+    check_options(
+        dict(
+            k=k, temperatures=temperatures, max_new_tokens=max_new_tokens, rule=rule, seed=seed
+        )
+    )
     if not drafters or not prompts:
-        raise ValueError(f"{'drafters' if not drafters else 'prompts'} is empty: there is nothing to measure; give at least one")
+        raise ValueError(
+            f"{'drafters' if not drafters else 'prompts'} is empty: there is nothing to "
+            "measure; give at least one"
+        )
     if k < 1:
         raise ValueError(f"k={k}: acceptance needs at least one drafted token")
     if domains is not None and len(domains) != len(prompts):
-        raise ValueError(f"{len(domains)} domains for {len(prompts)} prompts: give one for each, or none")
+        raise ValueError(
+            f"{len(domains)} domains for {len(prompts)} prompts: give one for each, or none"
+        )
     generations, summary, positions = {}, [], []
     with tqdm(total=len(drafters) * len(temperatures) * len(prompts), unit="request") as bar:
         for name, drafter in drafters.items():
@@ -180,13 +273,35 @@ def evaluate(
                 bar.set_description(f"{name}, T={t:g}")
                 gens = generations[name, t] = []
                 for i, prompt in enumerate(prompts):
-                    sampling = Sampling(t, torch.Generator(verifier.device).manual_seed(seed + i))
-                    gens.append(generate(verifier, drafter, prompt, max_new_tokens=max_new_tokens, k=k, sampling=sampling,
-                                         eos_token_ids=eos_token_ids, rule=rule))
+                    sampling = Sampling(
+                        t, torch.Generator(verifier.device).manual_seed(seed + i)
+                    )
+                    gens.append(
+                        generate(
+                            verifier,
+                            drafter,
+                            prompt,
+                            max_new_tokens=max_new_tokens,
+                            k=k,
+                            sampling=sampling,
+                            eos_token_ids=eos_token_ids,
+                            rule=rule,
+                        )
+                    )
                     bar.update()
-                groups = {"all": gens} | {d: [g for g, x in zip(gens, domains) if x == d] for d in sorted(set(domains or ()))}
+                groups = {"all": gens} | {
+                    d: [g for g, x in zip(gens, domains) if x == d]
+                    for d in sorted(set(domains or ()))
+                }
                 key = dict(drafter=name, temperature=t)
-                summary += [{**key, "domain": d, **acceptance_summary(g, k, seed=seed)} for d, g in groups.items()]
+                summary += [
+                    {**key, "domain": d, **acceptance_summary(g, k, seed=seed)}
+                    for d, g in groups.items()
+                ]
                 positions.append(acceptance_table(gens, k, seed=seed).assign(**key))
     positions = pd.concat(positions, ignore_index=True)
-    return Evaluation(pd.DataFrame(summary), positions[["drafter", "temperature", *positions.columns[:-2]]], generations)
+    return Evaluation(
+        pd.DataFrame(summary),
+        positions[["drafter", "temperature", *positions.columns[:-2]]],
+        generations,
+    )

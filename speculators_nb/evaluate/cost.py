@@ -10,43 +10,63 @@ __all__ = ['count_flops', 'training_flops', 'Metered', 'seconds', 'weights_read'
 import time
 from functools import partial
 from statistics import mean, median
+
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 from transformers import DynamicCache
-from ..decode.generate import generate
+
 from ..core.options import check_options
 from ..core.tree import Drafter
+from ..decode.generate import generate
 from ..verifier.tapped_model import Verifier, crop_cache
 
 # %% ../../nbs/evaluate/02_cost.ipynb #8d3d3574
-_ALSO = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1],      # from the operands' shapes
-         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)}
+_ALSO = {
+    torch.ops.aten.addmm_: lambda out, a, b, **_: (
+        2 * a[0] * a[1] * b[1]
+    ),  # from the operands' shapes
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: (
+        sdpa_flop_count(q, k, v)
+    ),
+}
+
 
 class _NoModules:
-    "In place of the counter's bookkeeping by module, which fails where a module is handed a weight in inference mode."
+    """In place of the counter's bookkeeping by module, which fails where a module is handed a
+    weight in inference mode."""
+
     parents = {"Global"}
-    def __enter__(self): return self
-    def __exit__(self, *_): pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
 
 def _counter(mapping):
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     counter.mod_tracker = _NoModules()
     return counter
 
+
 def count_flops(
-    run, # function without arguments
-) -> int: # floating-point operations of the matrix products in `run()`, backward passes included
+    run,  # function without arguments
+) -> int:  # FLOPs of the matrix products in `run()`, backward passes included
     "Count what a call computes."
-    with _counter(_ALSO) as counter: run()
+    with _counter(_ALSO) as counter:
+        run()
     return counter.get_total_flops()
 
+
 def training_flops(
-    model: nn.Module, # a drafter that keeps the training contract
-    batch: dict,      # one packed row
-    **kwargs,         # of the model's forward pass in training, from `get_trainer_kwargs`
-) -> float: # FLOPs for each position of the row, padding left out
-    "What a training step costs: forward and backward, head and targets included; the optimizer is left out (its products do not grow with the row)."
+    model: nn.Module,  # a drafter that keeps the training contract
+    batch: dict,  # one packed row
+    **kwargs,  # of the model's forward pass in training, from `get_trainer_kwargs`
+) -> float:  # FLOPs for each position of the row, padding left out
+    """What a training step costs: forward and backward, head and targets included; the
+    optimizer is left out (its products do not grow with the row)."""
     training = model.training
     model.train()
     flops = count_flops(lambda: model(**batch, **kwargs)[1].backward())
@@ -57,10 +77,12 @@ def training_flops(
 # %% ../../nbs/evaluate/02_cost.ipynb #5b4400e2
 class Metered:
     "A drafter whose proposals are measured (the `tree.Drafter` protocol)."
+
     def __init__(self, drafter: Drafter, measure):
         self.drafter, self.measure, self.costs = drafter, measure, []
         for name in ("aux_layer_ids", "trained_tokens"):
-            if hasattr(drafter, name): setattr(self, name, getattr(drafter, name))
+            if hasattr(drafter, name):
+                setattr(self, name, getattr(drafter, name))
 
     def reset(self):
         "Start a new request."
@@ -69,72 +91,109 @@ class Metered:
     def propose(self, tokens, features, k, sampling):
         "The drafter's proposal; what `measure` says of it goes to `costs`, with k."
         made = []
-        self.costs.append((k, self.measure(lambda: made.append(self.drafter.propose(tokens, features, k, sampling)))))
+        self.costs.append(
+            (
+                k,
+                self.measure(
+                    lambda: made.append(self.drafter.propose(tokens, features, k, sampling))
+                ),
+            )
+        )
         return made[0]
 
+
 def seconds(
-    run, # function without arguments
-) -> float: # until its result is there
-    "Time a call. In a single thread it is the processor's time, which other programs on the machine do not lengthen; else the wall clock."
+    run,  # function without arguments
+) -> float:  # until its result is there
+    """Time a call. In a single thread it is the processor's time, which other programs on the
+    machine do not lengthen; else the wall clock."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    clock = time.process_time if torch.get_num_threads() == 1 and not torch.cuda.is_available() else time.perf_counter
+    clock = (
+        time.process_time
+        if torch.get_num_threads() == 1 and not torch.cuda.is_available()
+        else time.perf_counter
+    )
     wait()
     start = clock()
     run()
     wait()
     return clock() - start
 
+
 def weights_read(
-    model: nn.Module, # whose weights are meant
-    run,              # function without arguments
-) -> int: # weights that enter a product, each as often as it does
+    model: nn.Module,  # whose weights are meant
+    run,  # function without arguments
+) -> int:  # weights that enter a product, each as often as it does
     "How many weights a call has to fetch."
     own = {w.untyped_storage().data_ptr() for w in model.parameters()}
-    def operands(*args, out_val=None, **kwargs): return sum(a.numel() for a in args if isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() in own)
-    operands._get_raw = True      # the counter hands over tensors instead of shapes
-    with _counter(dict.fromkeys([*flop_registry, *_ALSO], operands)) as counter: run()
+
+    def operands(*args, out_val=None, **kwargs):
+        return sum(
+            a.numel()
+            for a in args
+            if isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() in own
+        )
+
+    operands._get_raw = True  # the counter hands over tensors instead of shapes
+    with _counter(dict.fromkeys([*flop_registry, *_ALSO], operands)) as counter:
+        run()
     return counter.get_total_flops()
+
 
 def verifier_cost(
     verifier: Verifier,  # whose pass is measured
     context: int = 128,  # tokens in its cache
-    tokens: int = 1,     # in the pass
-    repeats: int = 15,   # timings; their median counts
-) -> dict: # flops, weights, time (seconds) of one pass
+    tokens: int = 1,  # in the pass
+    repeats: int = 15,  # timings; their median counts
+) -> dict:  # flops, weights, time (seconds) of one pass
     "What one pass over a few new tokens costs."
     check_options(dict(context=context, max_tokens=tokens, repeats=repeats))
-    ids, cache = torch.ones(1, context + tokens, dtype=torch.long, device=verifier.device), DynamicCache()
+    ids, cache = (
+        torch.ones(1, context + tokens, dtype=torch.long, device=verifier.device),
+        DynamicCache(),
+    )
     verifier(ids[:, :context], past_key_values=cache)
+
     def run():
         verifier(ids[:, context:], past_key_values=cache)
         crop_cache(cache, context)
+
     run()
-    return dict(flops=count_flops(run), weights=weights_read(verifier.model, run), time=median(seconds(run) for _ in range(repeats)))
+    return dict(
+        flops=count_flops(run),
+        weights=weights_read(verifier.model, run),
+        time=median(seconds(run) for _ in range(repeats)),
+    )
+
 
 def draft_cost(
     verifier: Verifier,  # whose text is drafted; taps the drafter's layers
-    drafter: Drafter,    # its model, where it has one, is `drafter.model`
-    prompts: list,       # token ids of a few requests
-    k: int = 4,          # tokens drafted in a step
-    max_new_tokens: int = 32, # of each answer
-) -> dict: # flops, weights, time: of one block, as a share of the verifier's pass over one token
+    drafter: Drafter,  # its model, where it has one, is `drafter.model`
+    prompts: list,  # token ids of a few requests
+    k: int = 4,  # tokens drafted in a step
+    max_new_tokens: int = 32,  # of each answer
+) -> dict:  # flops, weights, time of one block, as shares of the verifier's for one token
     "What a block of k guesses costs while real prompts are decoded greedily."
     check_options(dict(k=k, max_new_tokens=max_new_tokens))
-    if not prompts: raise ValueError("prompts is empty: there is nothing to decode; give at least one")
+    if not prompts:
+        raise ValueError("prompts is empty: there is nothing to decode; give at least one")
     one, model = verifier_cost(verifier), getattr(drafter, "model", None) or nn.Module()
     measures = dict(flops=count_flops, weights=partial(weights_read, model), time=seconds)
     found = {}
     for name, measure in measures.items():
         watched = Metered(drafter, measure)
-        for prompt in prompts: generate(verifier, watched, prompt, k=k, max_new_tokens=max_new_tokens)
-        found[name] = (median if name == "time" else mean)(cost for asked, cost in watched.costs if asked == k) / one[name]   # an answer's end asks for less
+        for prompt in prompts:
+            generate(verifier, watched, prompt, k=k, max_new_tokens=max_new_tokens)
+        found[name] = (median if name == "time" else mean)(
+            cost for asked, cost in watched.costs if asked == k
+        ) / one[name]  # an answer's end asks for less
     return found
 
 # %% ../../nbs/evaluate/02_cost.ipynb #1595927c
 def expected_speedup(
     mean_length: float,  # tokens a step, the verifier's own included
-    cost: float,         # of a block, in plain passes of the verifier
-    verify: float = 1.0, # of the pass over k+1 tokens, in plain passes
-) -> float: # how many times faster than plain decoding
+    cost: float,  # of a block, in plain passes of the verifier
+    verify: float = 1.0,  # of the pass over k+1 tokens, in plain passes
+) -> float:  # how many times faster than plain decoding
     "Tokens a step over what a step costs (2211.17192, theorem 3.8)."
     return mean_length / (verify + cost)

@@ -13,288 +13,618 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
+
+from ..core.files import atomic_write, read_object
 from ..core.http_client import Endpoint
-from ..decode.generate import Generation, generate
-from .acceptance import COUNTS, Evaluation, acceptance_summary, acceptance_table, forget
-from .guidellm import guidellm_command, replies_of, run_guidellm, write_dataset
-from .load import Load, performance, read_prompts, rows_of, run_load
-from .vllm_metrics import Meter
 from ..core.options import check_options
 from ..core.plot import new_axes, plot_acceptance
 from ..core.provenance import write_provenance
-from ..serve.server import Server, as_shell, find_verifier, read_config, serve_command, serve_environment, what_to_serve
-from ..core.tree import Sampling
 from ..core.redact import without_secrets
-from ..core.files import atomic_write, read_object
+from ..core.tree import Sampling
+from ..decode.generate import Generation, generate
+from speculators_nb.evaluate.acceptance import (
+    COUNTS,
+    Evaluation,
+    acceptance_summary,
+    acceptance_table,
+    forget,
+)
+from speculators_nb.evaluate.guidellm import (
+    guidellm_command,
+    replies_of,
+    run_guidellm,
+    write_dataset,
+)
+from .load import Load, performance, read_prompts, rows_of, run_load
+from .vllm_metrics import Meter
+from speculators_nb.serve.server import (
+    Server,
+    as_shell,
+    find_verifier,
+    read_config,
+    serve_command,
+    serve_environment,
+    what_to_serve,
+)
 
 # %% ../../nbs/evaluate/07_engine.ipynb #69a11289
 @dataclass
 class EngineEvaluation:
     "What `evaluate_engine` measured."
-    summary: pd.DataFrame # as `Evaluation.summary`, with k and concurrency
-    positions: pd.DataFrame # as `Evaluation.positions`, with k and concurrency
-    performance: pd.DataFrame # speed by k (0: no drafting), concurrency, temperature, domain
-    requests: pd.DataFrame = field(default_factory=pd.DataFrame) # one row for each answer; its own counts where requests came one at a time
-    settings: dict = field(default_factory=dict) # how it was measured: commands, prompts
 
-    def plot(self,
-        title: str | None = None, # None: who goes furthest
-    ) -> Figure: # one panel for each temperature
-        "Acceptance per position, as `Evaluation.plot` draws it; of several loads the lightest, of several draft lengths all."
+    summary: pd.DataFrame  # as `Evaluation.summary`, with k and concurrency
+    positions: pd.DataFrame  # as `Evaluation.positions`, with k and concurrency
+    performance: pd.DataFrame  # speed by k (0: no drafting), concurrency, temperature, domain
+    requests: pd.DataFrame = field(
+        default_factory=pd.DataFrame
+    )  # one row for each answer; its own counts where requests came one at a time
+    settings: dict = field(default_factory=dict)  # how it was measured: commands, prompts
+
+    def plot(
+        self,
+        title: str | None = None,  # None: who goes furthest
+    ) -> Figure:  # one panel for each temperature
+        """Acceptance per position, as `Evaluation.plot` draws it; of several loads the
+        lightest, of several draft lengths all."""
         table = _lightest(self.positions)
-        if table.empty: raise ValueError("nothing was drafted in this run, so there is no acceptance to draw")
-        if table.k.nunique() > 1: table = table.assign(drafter=table.drafter + ", K=" + table.k.astype(str))
-        best = _lightest(self.summary[self.summary.domain == "all"]).sort_values("mean_length").iloc[-1]
-        return plot_acceptance(table, title or f"{best.drafter}, K={best.k}, in the engine: {best.mean_length:.2f} tokens a step at temperature {best.temperature:g}")
+        if table.empty:
+            raise ValueError(
+                "nothing was drafted in this run, so there is no acceptance to draw"
+            )
+        if table.k.nunique() > 1:
+            table = table.assign(drafter=table.drafter + ", K=" + table.k.astype(str))
+        best = (
+            _lightest(self.summary[self.summary.domain == "all"])
+            .sort_values("mean_length")
+            .iloc[-1]
+        )
+        return plot_acceptance(
+            table,
+            title
+            or (
+                f"{best.drafter}, K={best.k}, in the engine: {best.mean_length:.2f} tokens a "
+                f"step at temperature {best.temperature:g}"
+            ),
+        )
 
-    def plot_speed(self,
-        title: str | None = None, # None: the best and its speed-up
-    ) -> Figure: # throughput and time between tokens over the draft length, a line for each load
+    def plot_speed(
+        self,
+        title: str | None = None,  # None: the best and its speed-up
+    ) -> Figure:  # throughput and time between tokens over draft length, a line per load
         "What drafting brings: the left end of each line is the engine without it."
         table = self.performance[self.performance.domain == "all"]
         loads, (low, high) = sorted(table.concurrency.unique()), (table.k.min(), table.k.max())
         fig, axes = new_axes(4.6, 3.4, 2, squeeze=False)
         for i, load in enumerate(loads):
-            rows = table[table.concurrency == load].groupby("k", as_index=False)[["tokens_per_second", "between_tokens_ms"]].mean()
+            rows = (
+                table[table.concurrency == load]
+                .groupby("k", as_index=False)[["tokens_per_second", "between_tokens_ms"]]
+                .mean()
+            )
             shade = str(0.65 * (1 - i / max(len(loads) - 1, 1)) if len(loads) > 1 else 0)
             for ax, name in zip(axes[0], ("tokens_per_second", "between_tokens_ms")):
-                ax.plot(rows.k, rows[name], color=shade, marker="osD^v"[i % 5], markersize=5, label=f"{load} at once")
-        for ax, name in zip(axes[0], ("output tokens per second", "time between tokens, ms (median)")):
-            ax.set(xlabel="drafted tokens a step, K (0: none)", ylabel=name, ylim=(0, None), xticks=range(int(low), int(high) + 1))
+                ax.plot(
+                    rows.k,
+                    rows[name],
+                    color=shade,
+                    marker="osD^v"[i % 5],
+                    markersize=5,
+                    label=f"{load} at once",
+                )
+        for ax, name in zip(
+            axes[0], ("output tokens per second", "time between tokens, ms (median)")
+        ):
+            ax.set(
+                xlabel="drafted tokens a step, K (0: none)",
+                ylabel=name,
+                ylim=(0, None),
+                xticks=range(int(low), int(high) + 1),
+            )
         axes[0][0].legend(frameon=False)
-        fast = table[table.k > 0].sort_values("speedup").iloc[-1] if "speedup" in table and table[table.k > 0].speedup.notna().any() else None
-        found = "" if fast is None else f"K={fast.k} with {fast.concurrency} at once: {fast.speedup:.2f} times the tokens per second"
+        fast = (
+            table[table.k > 0].sort_values("speedup").iloc[-1]
+            if "speedup" in table and table[table.k > 0].speedup.notna().any()
+            else None
+        )
+        found = (
+            ""
+            if fast is None
+            else (
+                f"K={fast.k} with {fast.concurrency} at once: {fast.speedup:.2f} times the "
+                "tokens per second"
+            )
+        )
         fig.suptitle(title or found, x=0.01, ha="left", fontsize=11)
         plt.close(fig)
         return fig
 
-    def save(self,
-        folder: str | os.PathLike, # made where missing
-    ) -> Path: # the folder
-        "Write summary.csv, positions.csv, performance.csv, requests.jsonl, settings.json, acceptance.png and speed.png."
+    def save(
+        self,
+        folder: str | os.PathLike,  # made where missing
+    ) -> Path:  # the folder
+        """Write summary.csv, positions.csv, performance.csv, requests.jsonl, settings.json,
+        acceptance.png and speed.png."""
         folder = Path(folder)
         forget(folder)
         for name in TABLES:
-            with atomic_write(folder / f"{name}.csv") as tmp: getattr(self, name).to_csv(tmp, index=False)
-        with atomic_write(folder / "requests.jsonl") as tmp: self.requests.to_json(tmp, orient="records", lines=True)
-        with atomic_write(folder / "settings.json") as tmp: tmp.write_text(json.dumps(without_secrets(self.settings), indent=1) + "\n", encoding="utf-8")
-        for name, draw in (("acceptance", self.plot if len(self.positions) else None), ("speed", self.plot_speed if len(self.performance) else None)):
+            with atomic_write(folder / f"{name}.csv") as tmp:
+                getattr(self, name).to_csv(tmp, index=False)
+        with atomic_write(folder / "requests.jsonl") as tmp:
+            self.requests.to_json(tmp, orient="records", lines=True)
+        with atomic_write(folder / "settings.json") as tmp:
+            tmp.write_text(
+                json.dumps(without_secrets(self.settings), indent=1) + "\n", encoding="utf-8"
+            )
+        for name, draw in (
+            ("acceptance", self.plot if len(self.positions) else None),
+            ("speed", self.plot_speed if len(self.performance) else None),
+        ):
             if draw:
-                with atomic_write(folder / f"{name}.png") as tmp: draw().savefig(tmp, format="png", dpi=110)
+                with atomic_write(folder / f"{name}.png") as tmp:
+                    draw().savefig(tmp, format="png", dpi=110)
         return folder
 
     @classmethod
-    def read(cls,
-        folder: str | os.PathLike, # from `save`
-    ) -> "EngineEvaluation": # as it was
+    def read(
+        cls,
+        folder: str | os.PathLike,  # from `save`
+    ) -> "EngineEvaluation":  # as it was
         "Read a run again. Errors: FileNotFoundError."
         folder = Path(folder)
         if not (folder / "settings.json").is_file():
             if (folder / "summary.csv").is_file():
-                raise ValueError(f"{folder}: is an evaluation by our own decoder, which counts otherwise than an engine; evaluate again as_engine=True (--as-engine), and compare that")
-            raise FileNotFoundError(f"{folder}: no settings.json; is it the output of an evaluation by an engine?")
+                raise ValueError(
+                    f"{folder}: is an evaluation by our own decoder, which counts otherwise "
+                    "than an engine; evaluate again as_engine=True (--as-engine), and compare "
+                    "that"
+                )
+            raise FileNotFoundError(
+                f"{folder}: no settings.json; is it the output of an evaluation by an engine?"
+            )
         settings = read_object(folder / "settings.json")
-        try: requests = pd.DataFrame(map(json.loads, (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()))
-        except (ValueError, TypeError, RecursionError) as e: raise ValueError(f"{folder / 'requests.jsonl'}: not one request a line ({e}); evaluate again") from e
+        try:
+            requests = pd.DataFrame(
+                map(
+                    json.loads,
+                    (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines(),
+                )
+            )
+        except (ValueError, TypeError, RecursionError) as e:
+            raise ValueError(
+                f"{folder / 'requests.jsonl'}: not one request a line ({e}); evaluate again"
+            ) from e
         return cls(*(read_table(folder / f"{name}.csv") for name in TABLES), requests, settings)
+
 
 TABLES = ("summary", "positions", "performance")
 MEASURED = {  # columns of each that are numbers in every row
     "summary": ("k", "temperature", "concurrency"),
     "positions": ("k", "temperature", "concurrency", "position", "unconditional"),
-    "performance": ("k", "concurrency")}
+    "performance": ("k", "concurrency"),
+}
 SHOWN = {  # further columns of each that a comparison shows
-    "summary": ("drafter", "domain", "mean_length", "mean_length_low", "mean_length_high", "draft_acceptance", "steps"),
+    "summary": (
+        "drafter",
+        "domain",
+        "mean_length",
+        "mean_length_low",
+        "mean_length_high",
+        "draft_acceptance",
+        "steps",
+    ),
     "positions": ("drafter",),
-    "performance": ("drafter", "domain", "tokens_per_second", "first_token_ms", "between_tokens_ms", "speedup")}
+    "performance": (
+        "drafter",
+        "domain",
+        "tokens_per_second",
+        "first_token_ms",
+        "between_tokens_ms",
+        "speedup",
+    ),
+}
+
 
 def read_table(
-    file: Path, # CSV, as `save` writes it: summary, positions or performance
-) -> pd.DataFrame: # empty where nothing was measured
-    "Read a table of an evaluation. Errors: FileNotFoundError; ValueError naming file, row and column."
-    if not file.is_file(): raise FileNotFoundError(f"{file}: no such file; evaluate again")
-    if file.stem == "performance" and file.stat().st_size <= 1: return pd.DataFrame()  # our own decoder is not timed
-    try: table = pd.read_csv(file)
-    except ValueError as e: raise ValueError(f"{file}: is no table ({' '.join(str(e).split())}); evaluate again") from e
+    file: Path,  # CSV, as `save` writes it: summary, positions or performance
+) -> pd.DataFrame:  # empty where nothing was measured
+    """Read a table of an evaluation. Errors: FileNotFoundError; ValueError naming file, row and
+    column."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; evaluate again")
+    if file.stem == "performance" and file.stat().st_size <= 1:
+        return pd.DataFrame()  # our own decoder is not timed
+    try:
+        table = pd.read_csv(file)
+    except ValueError as e:
+        raise ValueError(
+            f"{file}: is no table ({' '.join(str(e).split())}); evaluate again"
+        ) from e
     full = MEASURED[file.stem]
-    if absent := [name for name in (*full, *(SHOWN[file.stem] if len(table) else ())) if name not in table]:
+    if absent := [
+        name for name in (*full, *(SHOWN[file.stem] if len(table) else ())) if name not in table
+    ]:
         raise ValueError(f"{file}: has no column {', '.join(absent)}; evaluate again")
-    if file.stem != "performance" and not len(table): raise ValueError(f"{file}: has no row; evaluate again")
+    if file.stem != "performance" and not len(table):
+        raise ValueError(f"{file}: has no row; evaluate again")
     for name in table.columns.difference(["drafter", "domain"], sort=False):
         values = pd.to_numeric(table[name], errors="coerce").to_numpy(float)
         fine = np.isfinite(values) & (values >= 0)
-        if name not in full: fine |= table[name].isna().to_numpy()
+        if name not in full:
+            fine |= table[name].isna().to_numpy()
         if not fine.all():
             row = int(np.argmin(fine))
-            raise ValueError(f"{file}, row {row + 1}: {name}={table[name][row]} is no number of at least 0; evaluate again")
+            raise ValueError(
+                f"{file}, row {row + 1}: {name}={table[name][row]} is no number of at least 0; "
+                "evaluate again"
+            )
     return table
 
-def _lightest(table): return table[table.concurrency == table.concurrency.min()] if len(table) else table
+
+def _lightest(table):
+    return table[table.concurrency == table.concurrency.min()] if len(table) else table
 
 # %% ../../nbs/evaluate/07_engine.ipynb #18bdd157
 def tables_of(
-    load: Load, # from `run_load`
-    seed: int = 0, # of the bootstrap
-    **key, # what else identifies the rows: drafter, temperature
-) -> tuple: # lists of rows: summary, positions (a table), performance, requests
+    load: Load,  # from `run_load`
+    seed: int = 0,  # of the bootstrap
+    **key,  # what else identifies the rows: drafter, temperature
+) -> tuple:  # lists of rows: summary, positions (a table), performance, requests
     "One load as rows of the four tables."
-    domains = [None, *dict.fromkeys(r.domain for r in load.replies)] if len({r.domain for r in load.replies}) > 1 or load.replies[0].domain != "all" else [None]
+    domains = (
+        [None, *dict.fromkeys(r.domain for r in load.replies)]
+        if len({r.domain for r in load.replies}) > 1 or load.replies[0].domain != "all"
+        else [None]
+    )
     place = dict(k=load.k, concurrency=load.concurrency)
     summary, positions = [], None
     if load.k and sum(c["drafts"] for c in load.counts.values()):
         for domain in domains:
             rows, sizes = rows_of(load, domain)
-            if rows[:, 1].any(): summary.append({**key, "domain": domain or "all", **acceptance_summary(rows, load.k, seed=seed, sizes=sizes), **place})
+            if rows[:, 1].any():
+                summary.append(
+                    {
+                        **key,
+                        "domain": domain or "all",
+                        **acceptance_summary(rows, load.k, seed=seed, sizes=sizes),
+                        **place,
+                    }
+                )
         positions = acceptance_table(rows_of(load)[0], load.k, seed=seed)
         positions = positions.assign(**key, **place)[[*key, *positions.columns, *place]]
     took = {None: sum(load.seconds.values()), **load.seconds}
-    speed = [{**key, "domain": domain or "all", **place, **performance([r for r in load.replies if domain in (None, r.domain)], took[domain])} for domain in domains]
-    requests = [{**key, **place, "prompt": i, **{name: value for name, value in asdict(r).items() if name != "counts"}, **({} if r.counts is None else
-                 {"steps": max(r.pieces - 1, r.counts["drafts"])} | {name: r.counts[name] for name in ("drafts", "proposed", "accepted")} | {"accepted_at": r.counts["positions"]})} for i, r in enumerate(load.replies)]
+    speed = [
+        {
+            **key,
+            "domain": domain or "all",
+            **place,
+            **performance(
+                [r for r in load.replies if domain in (None, r.domain)], took[domain]
+            ),
+        }
+        for domain in domains
+    ]
+    requests = [
+        {
+            **key,
+            **place,
+            "prompt": i,
+            **{name: value for name, value in asdict(r).items() if name != "counts"},
+            **(
+                {}
+                if r.counts is None
+                else {"steps": max(r.pieces - 1, r.counts["drafts"])}
+                | {name: r.counts[name] for name in ("drafts", "proposed", "accepted")}
+                | {"accepted_at": r.counts["positions"]}
+            ),
+        }
+        for i, r in enumerate(load.replies)
+    ]
     return summary, positions, speed, requests
 
+
 def gather(
-    loads: list, # of what `tables_of` returned
-    settings: dict, # how it was measured
-) -> EngineEvaluation: # all of them together
-    "Put loads together, and say how much faster each is than the engine without drafting under the same load."
+    loads: list,  # of what `tables_of` returned
+    settings: dict,  # how it was measured
+) -> EngineEvaluation:  # all of them together
+    """Put loads together, and say how much faster each is than the engine without drafting
+    under the same load."""
     summary, positions, speed, requests = zip(*loads)
     speed = pd.DataFrame(sum(speed, []))
     same = ["concurrency", "temperature", "domain"]
     plain = speed[speed.k == 0].drop_duplicates(same).set_index(same).tokens_per_second
-    speed["speedup"] = [row.tokens_per_second / plain.get((row.concurrency, row.temperature, row.domain), float("nan")) for row in speed.itertuples()]
+    speed["speedup"] = [
+        row.tokens_per_second
+        / plain.get((row.concurrency, row.temperature, row.domain), float("nan"))
+        for row in speed.itertuples()
+    ]
     found = [p for p in positions if p is not None]
-    return EngineEvaluation(pd.DataFrame(sum(summary, [])), pd.concat(found, ignore_index=True) if found else pd.DataFrame(), speed, pd.DataFrame(sum(requests, [])), settings)
+    return EngineEvaluation(
+        pd.DataFrame(sum(summary, [])),
+        pd.concat(found, ignore_index=True) if found else pd.DataFrame(),
+        speed,
+        pd.DataFrame(sum(requests, [])),
+        settings,
+    )
 
 # %% ../../nbs/evaluate/07_engine.ipynb #a720287a
 def evaluate_engine(
-    checkpoint: str | os.PathLike, # what to serve, as in `serve_command`; or http://… of a running server
-    data: str | os.PathLike | Mapping | Iterable, # prompts, as in `load.read_prompts`
+    checkpoint: str
+    | os.PathLike,  # what to serve, as in `serve_command`; or http://… of a running server
+    data: str | os.PathLike | Mapping | Iterable,  # prompts, as in `load.read_prompts`
     *,
-    k: int | Sequence | None = None, # tokens to draft, or several; None: what the checkpoint says
-    concurrency: int | Sequence = 1, # requests at once, or several; 1 counts each request by itself
-    baseline: bool = True, # measure without drafting too
-    temperatures: Sequence = (0.0,), # 0: greedy
-    max_new_tokens: int = 64, # output limit of a request
-    max_samples: int | None = None, # prompts of each domain; None: all
-    name: str | None = None, # of the drafter in tables; None: what the checkpoint says
-    model: str | None = None, # as the server names it; None: the first that it names
-    load: str = "requests", # who asks: "requests", or "guidellm"
-    tokenizer: str | None = None, # for GuideLLM; None: the verifier's
-    seed: int = 0, # of sampling and of the bootstrap
-    output_dir: str | os.PathLike | None = None, # gets the tables, pictures, server logs; None: nothing is written
-    timeout: float = 900, # seconds until a server must answer
-    vllm: str | os.PathLike | None = None, # the executable; None: looked up by `server.find_executable`
-    env: Mapping | None = None, # variables for the server; None: `serve_environment()`
-    **serve, # of `serve_command`: verifier, method, native, dtype, max_model_len, extra, …
-) -> EngineEvaluation: # tables, `plot()`, `plot_speed()`, `save(folder)`
-    "Start a server for each K, or use one that runs; ask it; read its counters. Errors: those of `serve`, `load` and `endpoint`; ValueError."
-    check_options(dict(k=k, concurrency=concurrency, baseline=baseline, temperatures=temperatures, max_new_tokens=max_new_tokens, max_samples=max_samples, load=load, seed=seed, timeout=timeout))
-    loads, settings, running = [], dict(checkpoint=str(checkpoint), max_new_tokens=max_new_tokens, seed=seed, load=load, commands=[]), str(checkpoint).startswith(("http://", "https://"))
-    if running and (serve or k is not None): raise ValueError(f"k and {sorted(serve) or 'other arguments of serve_command'} are decided when a server starts, {checkpoint} runs already: leave them out")
+    k: int
+    | Sequence
+    | None = None,  # tokens to draft, or several; None: what the checkpoint says
+    concurrency: int
+    | Sequence = 1,  # requests at once, or several; 1 counts each request by itself
+    baseline: bool = True,  # measure without drafting too
+    temperatures: Sequence = (0.0,),  # 0: greedy
+    max_new_tokens: int = 64,  # output limit of a request
+    max_samples: int | None = None,  # prompts of each domain; None: all
+    name: str | None = None,  # of the drafter in tables; None: what the checkpoint says
+    model: str | None = None,  # as the server names it; None: the first that it names
+    load: str = "requests",  # who asks: "requests", or "guidellm"
+    tokenizer: str | None = None,  # for GuideLLM; None: the verifier's
+    seed: int = 0,  # of sampling and of the bootstrap
+    output_dir: str
+    | os.PathLike
+    | None = None,  # gets the tables, pictures, server logs; None: nothing is written
+    timeout: float = 900,  # seconds until a server must answer
+    vllm: str
+    | os.PathLike
+    | None = None,  # the executable; None: looked up by `server.find_executable`
+    env: Mapping | None = None,  # variables for the server; None: `serve_environment()`
+    **serve,  # of `serve_command`: verifier, method, native, dtype, max_model_len, extra, …
+) -> EngineEvaluation:  # tables, `plot()`, `plot_speed()`, `save(folder)`
+    """Start a server for each K, or use one that runs; ask it; read its counters. Errors: those
+    of `serve`, `load` and `endpoint`; ValueError."""
+    check_options(
+        dict(
+            k=k,
+            concurrency=concurrency,
+            baseline=baseline,
+            temperatures=temperatures,
+            max_new_tokens=max_new_tokens,
+            max_samples=max_samples,
+            load=load,
+            seed=seed,
+            timeout=timeout,
+        )
+    )
+    loads, settings, running = (
+        [],
+        dict(
+            checkpoint=str(checkpoint),
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            load=load,
+            commands=[],
+        ),
+        str(checkpoint).startswith(("http://", "https://")),
+    )
+    if running and (serve or k is not None):
+        raise ValueError(
+            f"k and {sorted(serve) or 'other arguments of serve_command'} are decided when a "
+            f"server starts, {checkpoint} runs already: leave them out"
+        )
     concurrency = sorted([concurrency] if isinstance(concurrency, int) else concurrency)
-    lengths = [None] if running else list(dict.fromkeys([*([0] if baseline else []), *([k] if k is None or isinstance(k, int) else k)]))
+    lengths = (
+        [None]
+        if running
+        else list(
+            dict.fromkeys(
+                [*([0] if baseline else []), *([k] if k is None or isinstance(k, int) else k)]
+            )
+        )
+    )
     prompts = read_prompts(data, max_samples)
-    settings |= dict(prompts=len(prompts), domains=pd.Series([p.domain for p in prompts]).value_counts(sort=False).to_dict())
+    settings |= dict(
+        prompts=len(prompts),
+        domains=pd.Series([p.domain for p in prompts]).value_counts(sort=False).to_dict(),
+    )
     name = name or _name_of(checkpoint, serve, running)
-    remembers = serve.get("method", (serve.get("speculative_config") or {}).get("method")) == "suffix"
+    remembers = (
+        serve.get("method", (serve.get("speculative_config") or {}).get("method")) == "suffix"
+    )
 
     def measure(url, many):
         endpoint = Endpoint(url, api_key_env="VLLM_API_KEY")
         for n in many:
             for temperature in temperatures:
-                made = GENERATORS[load](endpoint, prompts, n, max_new_tokens, temperature, seed, model=model, tokenizer=tokenizer or settings.get("tokenizer"))
-                loads.append(tables_of(made, seed, drafter=name if made.k else "no drafter", temperature=temperature))
+                made = GENERATORS[load](
+                    endpoint,
+                    prompts,
+                    n,
+                    max_new_tokens,
+                    temperature,
+                    seed,
+                    model=model,
+                    tokenizer=tokenizer or settings.get("tokenizer"),
+                )
+                loads.append(
+                    tables_of(
+                        made,
+                        seed,
+                        drafter=name if made.k else "no drafter",
+                        temperature=temperature,
+                    )
+                )
 
-    if running: measure(str(checkpoint), concurrency)
+    if running:
+        measure(str(checkpoint), concurrency)
     else:
-        commands = {n: serve_command(checkpoint, n, **serve) for n in lengths}    # a wrong one is said before the first has started
+        commands = {
+            n: serve_command(checkpoint, n, **serve) for n in lengths
+        }  # a wrong one is said before the first has started
         settings["tokenizer"] = find_verifier(checkpoint, serve.get("verifier"))
         for n in tqdm(lengths, desc="draft lengths"):
-            for many in ([[c] for c in concurrency] if remembers and n != 0 else [concurrency]):
-                log = None if output_dir is None else Path(output_dir) / f"server{'' if n is None else f'-k{n}'}.log"
+            for many in [[c] for c in concurrency] if remembers and n != 0 else [concurrency]:
+                log = (
+                    None
+                    if output_dir is None
+                    else Path(output_dir) / f"server{'' if n is None else f'-k{n}'}.log"
+                )
                 with Server(commands[n], env, timeout, log, vllm) as server:
-                    settings["commands"].append(as_shell(commands[n], serve_environment() if env is None else env))
+                    settings["commands"].append(
+                        as_shell(commands[n], serve_environment() if env is None else env)
+                    )
                     measure(server.url, many)
     found = gather(loads, settings)
     if output_dir is not None:
         found.save(output_dir)
-        write_provenance(output_dir, "evaluate --engine vllm", settings, {"checkpoint": None if running else str(checkpoint), "data": data if isinstance(data, (str, os.PathLike)) else None})
+        write_provenance(
+            output_dir,
+            "evaluate --engine vllm",
+            settings,
+            {
+                "checkpoint": None if running else str(checkpoint),
+                "data": data if isinstance(data, (str, os.PathLike)) else None,
+            },
+        )
     return found
 
+
 def _name_of(checkpoint, serve, running):
-    if running: return "served"
+    if running:
+        return "served"
     config = read_config(checkpoint)
-    word = config.get("speculators_model_type") or serve.get("method") or (serve.get("speculative_config") or {}).get("method") or (what_to_serve(checkpoint)[1] or {}).get("method")
+    word = (
+        config.get("speculators_model_type")
+        or serve.get("method")
+        or (serve.get("speculative_config") or {}).get("method")
+        or (what_to_serve(checkpoint)[1] or {}).get("method")
+    )
     return {"ngram": "n-gram", "draft_model": "draft model"}.get(word, word or "no drafter")
 
 # %% ../../nbs/evaluate/07_engine.ipynb #8093f995
-def _by_requests(endpoint, prompts, concurrency, max_tokens, temperature, seed, model, tokenizer):
+def _by_requests(
+    endpoint, prompts, concurrency, max_tokens, temperature, seed, model, tokenizer
+):
     return run_load(endpoint, prompts, concurrency, max_tokens, temperature, seed, model)
 
-def _by_guidellm(endpoint, prompts, concurrency, max_tokens, temperature, seed, model, tokenizer):
-    "The same prompts asked by GuideLLM, domain by domain; its requests are not known one by one to the counters."
-    model, meter, replies, seconds, counts = model or endpoint.models()[0], Meter(endpoint), [], {}, {}
+
+def _by_guidellm(
+    endpoint, prompts, concurrency, max_tokens, temperature, seed, model, tokenizer
+):
+    """The same prompts asked by GuideLLM, domain by domain; its requests are not known one by
+    one to the counters."""
+    model, meter, replies, seconds, counts = (
+        model or endpoint.models()[0],
+        Meter(endpoint),
+        [],
+        {},
+        {},
+    )
     with tempfile.TemporaryDirectory() as tmp:
         for domain in dict.fromkeys(p.domain for p in prompts):
             mine = [p for p in prompts if p.domain == domain]
-            dataset, report = write_dataset(mine, Path(tmp) / "prompts.jsonl"), Path(tmp) / "report.json"
+            dataset, report = (
+                write_dataset(mine, Path(tmp) / "prompts.jsonl"),
+                Path(tmp) / "report.json",
+            )
             meter.start()
-            run_guidellm(guidellm_command(endpoint.url, report, model, tokenizer, dataset, max_tokens=max_tokens, streams=concurrency, max_requests=len(mine), temperature=temperature, seed=seed))
+            run_guidellm(
+                guidellm_command(
+                    endpoint.url,
+                    report,
+                    model,
+                    tokenizer,
+                    dataset,
+                    max_tokens=max_tokens,
+                    streams=concurrency,
+                    max_requests=len(mine),
+                    temperature=temperature,
+                    seed=seed,
+                )
+            )
             bench = json.loads(report.read_text(encoding="utf-8"))["benchmarks"][0]
-            own = [r for r in replies_of(bench)]
-            for r in own: r.domain = domain
-            replies, seconds[domain], counts[domain] = replies + own, bench["duration"], meter.stop()
+            own = list(replies_of(bench))
+            for r in own:
+                r.domain = domain
+            replies, seconds[domain], counts[domain] = (
+                replies + own,
+                bench["duration"],
+                meter.stop(),
+            )
     return Load(concurrency, replies, seconds, counts, meter.k)
+
 
 GENERATORS = {"requests": _by_requests, "guidellm": _by_guidellm}
 
 # %% ../../nbs/evaluate/07_engine.ipynb #39733320
 def as_engine_counts(
-    generation: Generation, # made with k tokens more room than the limit
-    k: int, # draft length that was asked for
-    limit: int, # of the output
-) -> np.ndarray: # [4 + k], as `acceptance.count`
+    generation: Generation,  # made with k tokens more room than the limit
+    k: int,  # draft length that was asked for
+    limit: int,  # of the output
+) -> np.ndarray:  # [4 + k], as `acceptance.count`
     "Count one request as vLLM does."
-    begin, kept, drafts = 1, [], []                       # the first token comes with the prompt
+    begin, kept, drafts = 1, [], []  # the first token comes with the prompt
     for step in generation.steps:
         if begin < limit:
             kept.append(step.accepted)
             drafts.append(len(step.draft))
         begin += len(step.tokens)
-    return np.array([len(kept), sum(map(bool, drafts)), sum(drafts), sum(kept), *(sum(n >= i for n in kept) for i in range(1, k + 1))], dtype=float)
+    return np.array(
+        [
+            len(kept),
+            sum(map(bool, drafts)),
+            sum(drafts),
+            sum(kept),
+            *(sum(n >= i for n in kept) for i in range(1, k + 1)),
+        ],
+        dtype=float,
+    )
+
 
 def evaluate_as_engine(
-    verifier, # a `Verifier` that taps every layer that a drafter reads
-    drafters: dict, # name -> drafter
-    prompts: list, # token ids of each request
+    verifier,  # a `Verifier` that taps every layer that a drafter reads
+    drafters: dict,  # name -> drafter
+    prompts: list,  # token ids of each request
     *,
-    k: int = 3, # tokens to draft in each step
-    temperatures: Sequence = (0.0,), # one evaluation each
-    max_new_tokens: int = 64, # output limit of a request
-    eos_token_ids=(), # token ids that end an output
-    domains: list | None = None, # the domain of each prompt
-    rule: str = "standard", # acceptance rule
-    seed: int = 0, # of sampling and of the bootstrap
-) -> EngineEvaluation: # without performance; `requests` has the counts of each
+    k: int = 3,  # tokens to draft in each step
+    temperatures: Sequence = (0.0,),  # one evaluation each
+    max_new_tokens: int = 64,  # output limit of a request
+    eos_token_ids=(),  # token ids that end an output
+    domains: list | None = None,  # the domain of each prompt
+    rule: str = "standard",  # acceptance rule
+    seed: int = 0,  # of sampling and of the bootstrap
+) -> EngineEvaluation:  # without performance; `requests` has the counts of each
     "Decode with our own decoder and count as vLLM counts."
-    check_options(dict(k=k, temperatures=temperatures, max_new_tokens=max_new_tokens, rule=rule, seed=seed))
-    if not prompts: raise ValueError("prompts is empty: there is nothing to measure; give at least one")
-    if k < 1: raise ValueError(f"k={k}: acceptance needs at least one drafted token")
+    check_options(
+        dict(
+            k=k, temperatures=temperatures, max_new_tokens=max_new_tokens, rule=rule, seed=seed
+        )
+    )
+    if not prompts:
+        raise ValueError("prompts is empty: there is nothing to measure; give at least one")
+    if k < 1:
+        raise ValueError(f"k={k}: acceptance needs at least one drafted token")
     summary, positions, requests = [], [], []
     with tqdm(total=len(drafters) * len(temperatures) * len(prompts), unit="request") as bar:
         for name, drafter in drafters.items():
             for t in temperatures:
                 rows, texts, key = [], [], dict(drafter=name, temperature=t)
                 for i, prompt in enumerate(prompts):
-                    sampling = Sampling(t, torch.Generator(verifier.device).manual_seed(seed + i))
-                    made = generate(verifier, drafter, prompt, max_new_tokens=max_new_tokens + k, k=k, sampling=sampling, eos_token_ids=eos_token_ids, rule=rule)
+                    sampling = Sampling(
+                        t, torch.Generator(verifier.device).manual_seed(seed + i)
+                    )
+                    made = generate(
+                        verifier,
+                        drafter,
+                        prompt,
+                        max_new_tokens=max_new_tokens + k,
+                        k=k,
+                        sampling=sampling,
+                        eos_token_ids=eos_token_ids,
+                        rule=rule,
+                    )
                     rows.append(as_engine_counts(made, k, max_new_tokens))
                     texts.append(made.tokens[:max_new_tokens])
                     bar.update()
@@ -302,55 +632,137 @@ def evaluate_as_engine(
                 for d in ["all", *dict.fromkeys(domains or ())]:
                     mine = [i for i in range(len(prompts)) if d == "all" or domains[i] == d]
                     written = sum(len(texts[i]) for i in mine)
-                    sizes = [len(mine), written, written - len(mine), max(rows[mine, 0].sum(), 1)]
-                    summary.append({**key, "domain": d, **acceptance_summary(rows[mine], k, seed=seed, sizes=sizes), **place})
+                    sizes = [
+                        len(mine),
+                        written,
+                        written - len(mine),
+                        max(rows[mine, 0].sum(), 1),
+                    ]
+                    summary.append(
+                        {
+                            **key,
+                            "domain": d,
+                            **acceptance_summary(rows[mine], k, seed=seed, sizes=sizes),
+                            **place,
+                        }
+                    )
                 table = acceptance_table(rows, k, seed=seed)
                 positions.append(table.assign(**key, **place)[[*key, *table.columns, *place]])
-                requests += [{**key, **place, "prompt": i, "domain": domains[i] if domains else "all", "tokens": len(text), "token_ids": text, "steps": row[0], "drafts": row[1], "proposed": row[2],
-                              "accepted": row[3], "accepted_at": row[len(COUNTS):].tolist()} for i, (text, row) in enumerate(zip(texts, rows))]
-    return EngineEvaluation(pd.DataFrame(summary), pd.concat(positions, ignore_index=True), pd.DataFrame(columns=["k", "concurrency", "temperature", "domain"]), pd.DataFrame(requests))
+                requests += [
+                    {
+                        **key,
+                        **place,
+                        "prompt": i,
+                        "domain": domains[i] if domains else "all",
+                        "tokens": len(text),
+                        "token_ids": text,
+                        "steps": row[0],
+                        "drafts": row[1],
+                        "proposed": row[2],
+                        "accepted": row[3],
+                        "accepted_at": row[len(COUNTS) :].tolist(),
+                    }
+                    for i, (text, row) in enumerate(zip(texts, rows))
+                ]
+    return EngineEvaluation(
+        pd.DataFrame(summary),
+        pd.concat(positions, ignore_index=True),
+        pd.DataFrame(columns=["k", "concurrency", "temperature", "domain"]),
+        pd.DataFrame(requests),
+    )
 
 # %% ../../nbs/evaluate/07_engine.ipynb #778eafc2
 @dataclass
 class Comparison:
     "Runs side by side."
-    summary: pd.DataFrame # of all runs, with `run` in front
-    positions: pd.DataFrame # likewise
-    performance: pd.DataFrame # likewise, of those that have a clock
 
-    def table(self,
-        domain: str = "all", # one of the domains
-    ) -> pd.DataFrame: # by run, drafter: length, interval, acceptance per position, tokens/s
+    summary: pd.DataFrame  # of all runs, with `run` in front
+    positions: pd.DataFrame  # likewise
+    performance: pd.DataFrame  # likewise, of those that have a clock
+
+    def table(
+        self,
+        domain: str = "all",  # one of the domains
+    ) -> pd.DataFrame:  # by run, drafter: length, interval, acceptance per position, tokens/s
         "What one looks at first."
         place = ["run", "drafter", "temperature", "k", "concurrency"]
-        rows = self.summary[self.summary.domain == domain].set_index(place)[["mean_length", "mean_length_low", "mean_length_high", "draft_acceptance", "steps"]]
-        if domain == "all": rows = rows.join(self.positions.pivot_table(index=place, columns="position", values="unconditional").add_prefix("at "))
-        if len(self.performance): rows = rows.join(self.performance[self.performance.domain == domain].set_index(place)[["tokens_per_second", "first_token_ms", "between_tokens_ms", "speedup"]])
+        rows = self.summary[self.summary.domain == domain].set_index(place)[
+            ["mean_length", "mean_length_low", "mean_length_high", "draft_acceptance", "steps"]
+        ]
+        if domain == "all":
+            rows = rows.join(
+                self.positions.pivot_table(
+                    index=place, columns="position", values="unconditional"
+                ).add_prefix("at ")
+            )
+        if len(self.performance):
+            rows = rows.join(
+                self.performance[self.performance.domain == domain].set_index(place)[
+                    ["tokens_per_second", "first_token_ms", "between_tokens_ms", "speedup"]
+                ]
+            )
         return rows.reset_index()
 
-    def plot(self,
-        title: str | None = None, # None: how far the runs are apart
-    ) -> Figure: # one panel for each temperature
+    def plot(
+        self,
+        title: str | None = None,  # None: how far the runs are apart
+    ) -> Figure:  # one panel for each temperature
         "Acceptance per position of all runs, in the picture of the in-process evaluation."
-        table = self.positions.assign(drafter=self.positions.run + ": " + self.positions.drafter)
+        table = self.positions.assign(
+            drafter=self.positions.run + ": " + self.positions.drafter
+        )
         several = table.groupby("drafter")[["k", "concurrency"]].nunique().max()
         for name, word in (("k", "K="), ("concurrency", "at once: ")):
-            if several[name] > 1: table["drafter"] += f", {word}" + table[name].astype(str)
-        spread = table.groupby(["temperature", "k", "position"]).unconditional.agg(lambda x: x.max() - x.min()).max()
-        return plot_acceptance(table, title or (f"At no position are the runs further apart than {spread:.3f}" if spread else "The same acceptance at every position"))
+            if several[name] > 1:
+                table["drafter"] += f", {word}" + table[name].astype(str)
+        spread = (
+            table.groupby(["temperature", "k", "position"])
+            .unconditional.agg(lambda x: x.max() - x.min())
+            .max()
+        )
+        return plot_acceptance(
+            table,
+            title
+            or (
+                f"At no position are the runs further apart than {spread:.3f}"
+                if spread
+                else "The same acceptance at every position"
+            ),
+        )
+
 
 def compare_runs(
-    runs: Mapping, # name -> `EngineEvaluation`, `Evaluation`, or the folder of a saved run
-) -> Comparison: # `table()`, `plot()`
+    runs: Mapping,  # name -> `EngineEvaluation`, `Evaluation`, or the folder of a saved run
+) -> Comparison:  # `table()`, `plot()`
     "Put runs together. Errors: ValueError for none; FileNotFoundError."
-    if not runs: raise ValueError("runs is empty: give a name and an evaluation, or its folder, for each")
+    if not runs:
+        raise ValueError(
+            "runs is empty: give a name and an evaluation, or its folder, for each"
+        )
     found = {}
     for name, run in runs.items():
         run = EngineEvaluation.read(run) if isinstance(run, (str, os.PathLike)) else run
-        if isinstance(run, Evaluation):    # in process: K is the number of positions, requests come one at a time
+        if isinstance(
+            run, Evaluation
+        ):  # in process: K is the number of positions, requests come one at a time
             place = dict(k=int(run.positions.position.max()), concurrency=1)
-            run = EngineEvaluation(run.summary.assign(**place), run.positions.assign(**place), pd.DataFrame())
+            run = EngineEvaluation(
+                run.summary.assign(**place), run.positions.assign(**place), pd.DataFrame()
+            )
         found[name] = run
-    def together(table): return pd.concat([getattr(run, table).assign(run=name) for name, run in found.items() if len(getattr(run, table))] or [pd.DataFrame()], ignore_index=True)
+
+    def together(table):
+        return pd.concat(
+            [
+                getattr(run, table).assign(run=name)
+                for name, run in found.items()
+                if len(getattr(run, table))
+            ]
+            or [pd.DataFrame()],
+            ignore_index=True,
+        )
+
     tables = [together(name) for name in TABLES]
-    return Comparison(*(t[["run", *(c for c in t.columns if c != "run")]] if len(t) else t for t in tables))
+    return Comparison(
+        *(t[["run", *(c for c in t.columns if c != "run")]] if len(t) else t for t in tables)
+    )

@@ -11,85 +11,192 @@ import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+
 import pandas as pd
-from .load import Reply, performance
-from ..core.options import check_options
-from ..serve.server import find_executable
+
 from ..core.files import atomic_write, read_object
+from ..core.options import check_options
+from .load import Reply, performance
+from ..serve.server import find_executable
 
 # %% ../../nbs/evaluate/06_guidellm.ipynb #5273b48c
 def write_dataset(
-    prompts: list, # of `load.Prompt`
-    path: str | os.PathLike, # a .jsonl
-) -> Path: # the file
+    prompts: list,  # of `load.Prompt`
+    path: str | os.PathLike,  # a .jsonl
+) -> Path:  # the file
     "Prompts as GuideLLM reads them. Errors: ValueError for prompts that are token ids."
     rows = [{"messages": p.messages} if p.messages else {"prompt": p.text} for p in prompts]
     if any(isinstance(r.get("prompt"), list) for r in rows):
-        raise ValueError("prompts: token ids cannot be handed to GuideLLM, it asks in text; give messages or texts, or use load='requests'")
-    with atomic_write(path) as tmp: tmp.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
+        raise ValueError(
+            "prompts: token ids cannot be handed to GuideLLM, it asks in text; give messages "
+            "or texts, or use load='requests'"
+        )
+    with atomic_write(path) as tmp:
+        tmp.write_text(
+            "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8"
+        )
     return Path(path)
 
+
 def guidellm_command(
-    url: str, # of the server
-    output: str | os.PathLike, # report to write, .json
-    model: str, # as the server names it
-    tokenizer: str | None = None, # folder or hub id; None: the model's name
-    dataset: str | os.PathLike | None = None, # from `write_dataset`; None: synthetic prompts
-    prompt_tokens: int = 256, # of synthetic prompts
-    max_tokens: int = 128, # of an answer; answers to synthetic prompts have exactly so many
-    streams: int | None = 1, # requests at once; None: by rate
-    rate: float | None = None, # requests a second, in place of streams
-    max_requests: int | None = None, # then it ends
-    max_seconds: float | None = None, # likewise
-    temperature: float = 0.0, # of the sampling
-    seed: int = 0, # of synthetic prompts and arrivals
-    extra: Sequence[str] = (), # further arguments of guidellm run
-    guidellm: str | os.PathLike | None = None, # the executable; None: the bare name
-) -> list[str]: # arguments
+    url: str,  # of the server
+    output: str | os.PathLike,  # report to write, .json
+    model: str,  # as the server names it
+    tokenizer: str | None = None,  # folder or hub id; None: the model's name
+    dataset: str | os.PathLike | None = None,  # from `write_dataset`; None: synthetic prompts
+    prompt_tokens: int = 256,  # of synthetic prompts
+    max_tokens: int = 128,  # of an answer; answers to synthetic prompts have exactly so many
+    streams: int | None = 1,  # requests at once; None: by rate
+    rate: float | None = None,  # requests a second, in place of streams
+    max_requests: int | None = None,  # then it ends
+    max_seconds: float | None = None,  # likewise
+    temperature: float = 0.0,  # of the sampling
+    seed: int = 0,  # of synthetic prompts and arrivals
+    extra: Sequence[str] = (),  # further arguments of guidellm run
+    guidellm: str | os.PathLike | None = None,  # the executable; None: the bare name
+) -> list[str]:  # arguments
     "The command for one load. Errors: ValueError for a load that never ends or is said twice."
-    check_options(dict(url=url, prompt_tokens=prompt_tokens, max_new_tokens=max_tokens, streams=streams, rate=rate, max_requests=max_requests, max_seconds=max_seconds,
-                       temperature=temperature, seed=seed))
-    if (streams is None) == (rate is None): raise ValueError(f"streams={streams}, rate={rate}: give one of them, and None for the other")
-    if max_requests is None and max_seconds is None and dataset is None: raise ValueError("max_requests and max_seconds are None, and synthetic prompts never end: give one of them")
-    def said(**fields): return json.dumps(fields)
-    data = said(kind="json_file", path=str(dataset)) if dataset else said(kind="synthetic_text", prompt_tokens=prompt_tokens, output_tokens=max_tokens)
-    profile = said(kind="concurrent", streams=streams) if rate is None else said(kind="poisson", rate=rate)
-    backend = said(kind="openai_http", target=url, model=model, extras={"body": {"temperature": temperature, "top_p": 1.0}}, **(dict(max_tokens=max_tokens) if dataset else {}))
-    limits = [x for kind, name, value in (("max_requests", "count", max_requests), ("max_duration", "seconds", max_seconds)) if value is not None
-              for x in ("--constraint", said(kind=kind, **{name: value}))]
-    return [str(guidellm or "guidellm"), "run", "--backend", backend, "--tokenizer", said(kind="huggingface_auto", model=tokenizer or model), "--profile", profile, *limits, "--data", data,
-            "--seed", said(kind="static", value=seed), "--output", said(kind="json", path=str(output)), "--disable-console-interactive", *map(str, extra)]
+    check_options(
+        dict(
+            url=url,
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max_tokens,
+            streams=streams,
+            rate=rate,
+            max_requests=max_requests,
+            max_seconds=max_seconds,
+            temperature=temperature,
+            seed=seed,
+        )
+    )
+    if (streams is None) == (rate is None):
+        raise ValueError(
+            f"streams={streams}, rate={rate}: give one of them, and None for the other"
+        )
+    if max_requests is None and max_seconds is None and dataset is None:
+        raise ValueError(
+            "max_requests and max_seconds are None, and synthetic prompts never end: give one "
+            "of them"
+        )
+
+    def said(**fields):
+        return json.dumps(fields)
+
+    data = (
+        said(kind="json_file", path=str(dataset))
+        if dataset
+        else said(kind="synthetic_text", prompt_tokens=prompt_tokens, output_tokens=max_tokens)
+    )
+    profile = (
+        said(kind="concurrent", streams=streams)
+        if rate is None
+        else said(kind="poisson", rate=rate)
+    )
+    backend = said(
+        kind="openai_http",
+        target=url,
+        model=model,
+        extras={"body": {"temperature": temperature, "top_p": 1.0}},
+        **(dict(max_tokens=max_tokens) if dataset else {}),
+    )
+    limits = [
+        x
+        for kind, name, value in (
+            ("max_requests", "count", max_requests),
+            ("max_duration", "seconds", max_seconds),
+        )
+        if value is not None
+        for x in ("--constraint", said(kind=kind, **{name: value}))
+    ]
+    return [
+        str(guidellm or "guidellm"),
+        "run",
+        "--backend",
+        backend,
+        "--tokenizer",
+        said(kind="huggingface_auto", model=tokenizer or model),
+        "--profile",
+        profile,
+        *limits,
+        "--data",
+        data,
+        "--seed",
+        said(kind="static", value=seed),
+        "--output",
+        said(kind="json", path=str(output)),
+        "--disable-console-interactive",
+        *map(str, extra),
+    ]
 
 # %% ../../nbs/evaluate/06_guidellm.ipynb #15ba763e
 def read_report(
-    path: str | os.PathLike, # of guidellm run, JSON
-) -> pd.DataFrame: # one row for each load: concurrency or rate, errors, and the columns of `load.performance`
-    "Read what GuideLLM measured. Errors: ValueError for another file, or a load in which nothing was answered."
+    path: str | os.PathLike,  # of guidellm run, JSON
+) -> pd.DataFrame:  # one row per load: concurrency or rate, errors, columns of `performance`
+    """Read what GuideLLM measured. Errors: ValueError for another file, or a load in which
+    nothing was answered."""
     report = read_object(path)
-    if "benchmarks" not in report: raise ValueError(f"{path}: has no benchmarks; give the JSON report of guidellm run, version 0.8")
+    if "benchmarks" not in report:
+        raise ValueError(
+            f"{path}: has no benchmarks; give the JSON report of guidellm run, version 0.8"
+        )
     rows = []
     for load in report["benchmarks"]:
         replies, strategy = replies_of(load), load["config"]["strategy"]
-        failed = len(load["requests"]["errored"] or []) + len(load["requests"]["incomplete"] or [])
-        if not replies: raise ValueError(f"{path}: none of {failed} requests was answered in the load {strategy.get('type_')!r}")
-        rows.append({"concurrency": strategy.get("streams"), "rate": strategy.get("rate"), "errors": failed, **performance(replies, load["duration"])})
+        failed = len(load["requests"]["errored"] or []) + len(
+            load["requests"]["incomplete"] or []
+        )
+        if not replies:
+            raise ValueError(
+                f"{path}: none of {failed} requests was answered in the load "
+                f"{strategy.get('type_')!r}"
+            )
+        rows.append(
+            {
+                "concurrency": strategy.get("streams"),
+                "rate": strategy.get("rate"),
+                "errors": failed,
+                **performance(replies, load["duration"]),
+            }
+        )
     return pd.DataFrame(rows)
 
+
 def replies_of(
-    load: dict, # one of a report's benchmarks
-) -> list: # of `load.Reply`, those that were completed
-    "A load's requests. Its count of iterations is not that of the engine's steps, so it is left out."
-    return [Reply("all", seconds=r["request_latency"], first=(r["time_to_first_token_ms"] or float("nan")) / 1000, tokens=r["output_tokens"] or 0,
-                  text=r["output"] or "", finish_reason="unknown") for r in load["requests"]["successful"]]
+    load: dict,  # one of a report's benchmarks
+) -> list:  # of `load.Reply`, those that were completed
+    """A load's requests. Its count of iterations is not that of the engine's steps, so it is
+    left out."""
+    return [
+        Reply(
+            "all",
+            seconds=r["request_latency"],
+            first=(r["time_to_first_token_ms"] or float("nan")) / 1000,
+            tokens=r["output_tokens"] or 0,
+            text=r["output"] or "",
+            finish_reason="unknown",
+        )
+        for r in load["requests"]["successful"]
+    ]
+
 
 def run_guidellm(
-    command: Sequence[str], # from `guidellm_command`
-    timeout: float = 3600, # seconds
-    guidellm: str | os.PathLike | None = None, # the executable; None: looked up by `find_executable`
-) -> pd.DataFrame: # from `read_report`
-    "Run it and read its report. Errors: FileNotFoundError where it is not installed; RuntimeError with what it said."
+    command: Sequence[str],  # from `guidellm_command`
+    timeout: float = 3600,  # seconds
+    guidellm: str
+    | os.PathLike
+    | None = None,  # the executable; None: looked up by `find_executable`
+) -> pd.DataFrame:  # from `read_report`
+    """Run it and read its report. Errors: FileNotFoundError where it is not installed;
+    RuntimeError with what it said."""
     command = list(command)
-    if guidellm or os.sep not in command[0]: command[0] = find_executable("guidellm", guidellm)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
-    if done.returncode: raise RuntimeError(f"{' '.join(command[:2])} ended with code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    if guidellm or os.sep not in command[0]:
+        command[0] = find_executable("guidellm", guidellm)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(command[:2])} ended with code {done.returncode}:\n"
+            f"{(done.stdout + done.stderr)[-3000:]}"
+        )
     return read_report(json.loads(command[command.index("--output") + 1])["path"])

@@ -12,176 +12,300 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
 import numpy as np
 from tqdm.auto import tqdm
+
 from ..core.http_client import Endpoint, concurrently
-from .vllm_metrics import COUNTERS, Meter
-from ..data.messages import normalize
-from ..regenerate.in_process import questions_of
-from ..data.sources import files_of, read_conversations
 from ..core.options import check_options
+from ..data.messages import normalize
+from ..data.sources import files_of, read_conversations
+from .vllm_metrics import COUNTERS, Meter
+from ..regenerate.replay import questions_of
 
 # %% ../../nbs/evaluate/05_load.ipynb #ca6229a0
 @dataclass
 class Prompt:
     "What is asked."
-    domain: str # group in which it is reported
-    messages: list | None = None # in role/content form
-    text: str | list | None = None # or a text, or token ids, as they are
-    tools: list | None = None # functions that the model may call
+
+    domain: str  # group in which it is reported
+    messages: list | None = None  # in role/content form
+    text: str | list | None = None  # or a text, or token ids, as they are
+    tools: list | None = None  # functions that the model may call
+
 
 def prompt_of(
-    row: dict, # messages/conversations; input_ids with loss_mask; prompt (text or ids); turns
-    domain: str = "all", # where the row names none
-) -> Prompt: # its first question
+    row: dict,  # messages/conversations; input_ids with loss_mask; prompt (text or ids); turns
+    domain: str = "all",  # where the row names none
+) -> Prompt:  # its first question
     "Read one row. Errors: ValueError naming the fields that are known."
     domain = str(row.get("domain") or row.get("category") or domain)
     if row.get("input_ids") is not None:
         ids, mask = list(map(int, row["input_ids"])), list(row.get("loss_mask") or [])
-        return Prompt(domain, text=ids[:mask.index(next(m for m in mask if m))] if any(mask) else ids)
+        return Prompt(
+            domain, text=ids[: mask.index(next(m for m in mask if m))] if any(mask) else ids
+        )
     if row.get("prompt"):
-        return Prompt(domain, messages=[{"role": "user", "content": row["prompt"]}]) if isinstance(row["prompt"], str) else Prompt(domain, text=list(row["prompt"]))
-    if row.get("turns"): return Prompt(domain, messages=[{"role": "user", "content": row["turns"][0]}])
+        return (
+            Prompt(domain, messages=[{"role": "user", "content": row["prompt"]}])
+            if isinstance(row["prompt"], str)
+            else Prompt(domain, text=list(row["prompt"]))
+        )
+    if row.get("turns"):
+        return Prompt(domain, messages=[{"role": "user", "content": row["turns"][0]}])
     if not (row.get("messages") or row.get("conversations")):
-        raise ValueError(f"a row has none of messages, conversations, input_ids, prompt, turns; it has {sorted(row)}")
+        raise ValueError(
+            "a row has none of messages, conversations, input_ids, prompt, turns; it has "
+            f"{sorted(row)}"
+        )
     return Prompt(domain, messages=questions_of(normalize(row))[0], tools=row.get("tools"))
 
+
 def read_prompts(
-    data: str | Path | Mapping | Iterable, # a source of `read_conversations`, {domain: source}, or rows
-    limit: int | None = None, # of each domain
-) -> list[Prompt]: # in the order of the source
+    data: str
+    | Path
+    | Mapping
+    | Iterable,  # a source of `read_conversations`, {domain: source}, or rows
+    limit: int | None = None,  # of each domain
+) -> list[Prompt]:  # in the order of the source
     "Collect prompts. Errors: ValueError where there is none, or a row asks nothing."
     check_options(dict(max_samples=limit))
-    if isinstance(data, Mapping): sources = list(data.items())
-    elif isinstance(data, (str, Path)): sources = [(f.name.split(".")[0], f) for f in files_of(data) or []] or [("all", data)]
-    else: sources = [("all", data)]
+    if isinstance(data, Mapping):
+        sources = list(data.items())
+    elif isinstance(data, (str, Path)):
+        sources = [(f.name.split(".")[0], f) for f in files_of(data) or []] or [("all", data)]
+    else:
+        sources = [("all", data)]
     found, seen = [], Counter()
     for name, source in sources:
         for i, row in enumerate(read_conversations(source)):
-            try: prompt = prompt_of(row, name)
-            except (ValueError, TypeError) as e: raise ValueError(f"{source if isinstance(source, (str, Path)) else name}, row {i + 1}: {e}") from None
-            if limit is None or seen[prompt.domain] < limit: found.append(prompt)
+            try:
+                prompt = prompt_of(row, name)
+            except (ValueError, TypeError) as e:
+                raise ValueError(
+                    f"{source if isinstance(source, (str, Path)) else name}, row {i + 1}: {e}"
+                ) from None
+            if limit is None or seen[prompt.domain] < limit:
+                found.append(prompt)
             seen[prompt.domain] += 1
-    if not found: raise ValueError(f"{data}: no prompts; is the source empty?")
+    if not found:
+        raise ValueError(f"{data}: no prompts; is the source empty?")
     return found
 
 # %% ../../nbs/evaluate/05_load.ipynb #e44ffbd6
 @dataclass
 class Reply:
     "An answer, and when it came."
+
     domain: str
-    seconds: float = 0.0 # from asking to the end
-    first: float = float("nan") # to the first token
-    tokens: int = 0 # written
-    pieces: int = 0 # in which they came
-    token_ids: list = field(default_factory=list) # empty where the server does not tell
+    seconds: float = 0.0  # from asking to the end
+    first: float = float("nan")  # to the first token
+    tokens: int = 0  # written
+    pieces: int = 0  # in which they came
+    token_ids: list = field(default_factory=list)  # empty where the server does not tell
     text: str = ""
     finish_reason: str | None = None
-    counts: dict | None = None # what the server counted for it alone, as in `read_counters`
+    counts: dict | None = None  # what the server counted for it alone, as in `read_counters`
 
     @property
-    def between(self) -> float: # seconds
+    def between(self) -> float:  # seconds
         "Mean time between two tokens after the first."
-        return (self.seconds - self.first) / (self.tokens - 1) if self.tokens > 1 else float("nan")
+        return (
+            (self.seconds - self.first) / (self.tokens - 1) if self.tokens > 1 else float("nan")
+        )
+
 
 def ask(
-    endpoint: Endpoint, # a server
-    model: str, # as the server names it
-    prompt: Prompt, # what is asked
-    max_tokens: int, # of the answer
-    temperature: float = 0.0, # 0: greedy
-    seed: int = 0, # of the sampling
-    salt: str | None = None, # prompts with different salts share no prefix cache
-) -> Reply: # with the clock's readings
+    endpoint: Endpoint,  # a server
+    model: str,  # as the server names it
+    prompt: Prompt,  # what is asked
+    max_tokens: int,  # of the answer
+    temperature: float = 0.0,  # 0: greedy
+    seed: int = 0,  # of the sampling
+    salt: str | None = None,  # prompts with different salts share no prefix cache
+) -> Reply:  # with the clock's readings
     "Ask once and listen. Errors: EndpointError."
-    body = dict(model=model, max_tokens=max_tokens, temperature=temperature, top_p=1.0, seed=seed, stream=True, stream_options={"include_usage": True}, return_token_ids=True)
+    body = dict(
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=1.0,
+        seed=seed,
+        stream=True,
+        stream_options={"include_usage": True},
+        return_token_ids=True,
+    )
     body |= dict(cache_salt=salt) if salt else {}
     body |= dict(messages=prompt.messages) if prompt.messages else dict(prompt=prompt.text)
     body |= dict(tools=prompt.tools) if prompt.tools else {}
     reply, start = Reply(prompt.domain), time.perf_counter()
-    for piece in endpoint.stream("/v1/chat/completions" if prompt.messages else "/v1/completions", body):
+    for piece in endpoint.stream(
+        "/v1/chat/completions" if prompt.messages else "/v1/completions", body
+    ):
         now = time.perf_counter() - start
         reply.tokens = (piece.get("usage") or {}).get("completion_tokens", reply.tokens)
         for choice in piece.get("choices") or []:
             delta = choice.get("delta") or {}
-            text, ids = delta.get("content") or choice.get("text") or "", choice.get("token_ids") or []
+            text, ids = (
+                delta.get("content") or choice.get("text") or "",
+                choice.get("token_ids") or [],
+            )
             reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-            if not (text or ids or delta.get("tool_calls") or delta.get("reasoning") or delta.get("reasoning_content")): continue    # the role, or the end
-            if not reply.pieces: reply.first = now
+            if not (
+                text
+                or ids
+                or delta.get("tool_calls")
+                or delta.get("reasoning")
+                or delta.get("reasoning_content")
+            ):
+                continue  # the role, or the end
+            if not reply.pieces:
+                reply.first = now
             reply.pieces, reply.text, reply.seconds = reply.pieces + 1, reply.text + text, now
             reply.token_ids += ids
-    reply.tokens, reply.seconds = reply.tokens or len(reply.token_ids) or reply.pieces, reply.seconds or time.perf_counter() - start
+    reply.tokens, reply.seconds = (
+        reply.tokens or len(reply.token_ids) or reply.pieces,
+        reply.seconds or time.perf_counter() - start,
+    )
     return reply
 
 # %% ../../nbs/evaluate/05_load.ipynb #b789be70
 @dataclass
 class Load:
     "What a number of requests took."
-    concurrency: int # requests at once
-    replies: list # of `Reply`, in the order of the prompts
-    seconds: dict # domain -> time of all its requests; one at a time: without counter reads
-    counts: dict # domain -> what the server counted
-    k: int # tokens that the server drafts; 0: none
+
+    concurrency: int  # requests at once
+    replies: list  # of `Reply`, in the order of the prompts
+    seconds: dict  # domain -> time of all its requests; one at a time: without counter reads
+    counts: dict  # domain -> what the server counted
+    k: int  # tokens that the server drafts; 0: none
+
 
 def run_load(
-    endpoint: Endpoint, # a server that nobody else uses
-    prompts: list, # of `Prompt`
-    concurrency: int = 1, # requests at once
-    max_tokens: int = 64, # of an answer
-    temperature: float = 0.0, # 0: greedy
-    seed: int = 0, # of the sampling; each prompt has its own
-    model: str | None = None, # None: the first that the server names
-    warm: bool = True, # ask once before, unmeasured
-) -> Load: # replies, times, counts
-    "Ask all prompts, domain by domain. Errors: EndpointError of the first request that fails; MetricsError."
+    endpoint: Endpoint,  # a server that nobody else uses
+    prompts: list,  # of `Prompt`
+    concurrency: int = 1,  # requests at once
+    max_tokens: int = 64,  # of an answer
+    temperature: float = 0.0,  # 0: greedy
+    seed: int = 0,  # of the sampling; each prompt has its own
+    model: str | None = None,  # None: the first that the server names
+    warm: bool = True,  # ask once before, unmeasured
+) -> Load:  # replies, times, counts
+    """Ask all prompts, domain by domain. Errors: EndpointError of the first request that fails;
+    MetricsError."""
     model, salt = model or endpoint.models()[0], uuid.uuid4().hex
-    if warm: ask(endpoint, model, Prompt("warm", messages=[{"role": "user", "content": "Hello."}]), 4, salt=salt)
+    if warm:
+        ask(
+            endpoint,
+            model,
+            Prompt("warm", messages=[{"role": "user", "content": "Hello."}]),
+            4,
+            salt=salt,
+        )
     meter, replies, seconds, counts = Meter(endpoint), {}, {}, {}
-    def one(i): return ask(endpoint, model, prompts[i], max_tokens, temperature, seed + i, salt)
+
+    def one(i):
+        return ask(endpoint, model, prompts[i], max_tokens, temperature, seed + i, salt)
+
     with tqdm(total=len(prompts), unit="request") as bar:
         for domain in dict.fromkeys(p.domain for p in prompts):
-            mine, start = [i for i, p in enumerate(prompts) if p.domain == domain], time.perf_counter()
+            mine, start = (
+                [i for i, p in enumerate(prompts) if p.domain == domain],
+                time.perf_counter(),
+            )
             _settle(meter)
-            for i, reply in ((i, one(i)) for i in mine) if concurrency == 1 else concurrently(one, mine, concurrency):   # threads begin the next request before this one is counted
-                if isinstance(reply, BaseException): raise reply
+            for i, reply in (
+                ((i, one(i)) for i in mine)
+                if concurrency == 1
+                else concurrently(one, mine, concurrency)
+            ):  # threads begin the next request before this one is counted
+                if isinstance(reply, BaseException):
+                    raise reply
                 replies[i] = reply
                 bar.update()
-                if concurrency == 1: reply.counts = meter.stop(1, reply.tokens)
+                if concurrency == 1:
+                    reply.counts = meter.stop(1, reply.tokens)
             seconds[domain] = time.perf_counter() - start
             own = [replies[i] for i in mine]
             if concurrency == 1:
                 seconds[domain] = sum(r.seconds for r in own)
-                counts[domain] = {key: sum(r.counts[key] for r in own) for key in COUNTERS} | {"positions": [sum(p) for p in zip(*(r.counts["positions"] for r in own))]}
-            else: counts[domain] = meter.stop(len(own), sum(r.tokens for r in own))
-    return Load(concurrency, [replies[i] for i in range(len(prompts))], seconds, counts, meter.k)
+                counts[domain] = {key: sum(r.counts[key] for r in own) for key in COUNTERS} | {
+                    "positions": [sum(p) for p in zip(*(r.counts["positions"] for r in own))]
+                }
+            else:
+                counts[domain] = meter.stop(len(own), sum(r.tokens for r in own))
+    return Load(
+        concurrency, [replies[i] for i in range(len(prompts))], seconds, counts, meter.k
+    )
+
 
 def _settle(meter):
     "Wait until what was asked before is counted: two readings that are equal."
-    while meter.last != meter.start(): time.sleep(0.02)
+    while meter.last != meter.start():
+        time.sleep(0.02)
 
 # %% ../../nbs/evaluate/05_load.ipynb #cdf55805
 def rows_of(
-    load: Load, # with one request at a time a row for each, else one for the domain
-    domain: str | None = None, # None: all together
-) -> tuple[np.ndarray, list]: # ([R, 4 + k] as from `acceptance.count`, [requests, tokens, tokens from steps, steps])
-    "Counts for `acceptance_table` and `acceptance_summary`. Where the stream merged pieces, steps without a draft are lost."
+    load: Load,  # with one request at a time a row for each, else one for the domain
+    domain: str | None = None,  # None: all together
+) -> tuple[
+    np.ndarray, list
+]:  # ([R, 4 + k] as from `acceptance.count`, [requests, tokens, tokens from steps, steps])
+    """Counts for `acceptance_table` and `acceptance_summary`. Where the stream merged pieces,
+    steps without a draft are lost."""
     replies = [r for r in load.replies if domain in (None, r.domain)]
-    if all(r.counts for r in replies): parts = [(r.counts, [r]) for r in replies]
+    if all(r.counts for r in replies):
+        parts = [(r.counts, [r]) for r in replies]
     else:
         groups = [c for d, c in load.counts.items() if domain in (None, d)]
-        parts = [({key: sum(c[key] for c in groups) for key in COUNTERS} | {"positions": [sum(p) for p in zip(*(c["positions"] for c in groups))]}, replies)]
-    rows = [[max(c["drafts"], sum(max(r.pieces - 1, 0) for r in mine)), c["drafts"], c["proposed"], c["accepted"], *c["positions"]] for c, mine in parts]
+        parts = [
+            (
+                {key: sum(c[key] for c in groups) for key in COUNTERS}
+                | {"positions": [sum(p) for p in zip(*(c["positions"] for c in groups))]},
+                replies,
+            )
+        ]
+    rows = [
+        [
+            max(c["drafts"], sum(max(r.pieces - 1, 0) for r in mine)),
+            c["drafts"],
+            c["proposed"],
+            c["accepted"],
+            *c["positions"],
+        ]
+        for c, mine in parts
+    ]
     tokens = sum(r.tokens for r in replies)
-    return np.array(rows, dtype=float), [len(replies), tokens, tokens - len(replies), max(sum(row[0] for row in rows), 1)]
+    return np.array(rows, dtype=float), [
+        len(replies),
+        tokens,
+        tokens - len(replies),
+        max(sum(row[0] for row in rows), 1),
+    ]
+
 
 def performance(
-    replies: list, # of `Reply`
-    seconds: float, # the clock for all of them
-) -> dict: # one row of a table
+    replies: list,  # of `Reply`
+    seconds: float,  # the clock for all of them
+) -> dict:  # one row of a table
     "Throughput and latency: medians and 95th percentiles over requests, times in milliseconds."
+
     def spread(name, values):
         values = np.array([v for v in values if v == v]) * 1000
-        return {f"{name}_ms": np.median(values), f"{name}_p95_ms": np.quantile(values, .95)} if len(values) else {f"{name}_ms": float("nan"), f"{name}_p95_ms": float("nan")}
+        return (
+            {f"{name}_ms": np.median(values), f"{name}_p95_ms": np.quantile(values, 0.95)}
+            if len(values)
+            else {f"{name}_ms": float("nan"), f"{name}_p95_ms": float("nan")}
+        )
+
     tokens = sum(r.tokens for r in replies)
-    return dict(requests=len(replies), tokens=tokens, seconds=seconds, tokens_per_second=tokens / seconds, requests_per_second=len(replies) / seconds,
-                **spread("first_token", [r.first for r in replies]), **spread("between_tokens", [r.between for r in replies]), **spread("request", [r.seconds for r in replies]))
+    return dict(
+        requests=len(replies),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        requests_per_second=len(replies) / seconds,
+        **spread("first_token", [r.first for r in replies]),
+        **spread("between_tokens", [r.between for r in replies]),
+        **spread("request", [r.seconds for r in replies]),
+    )

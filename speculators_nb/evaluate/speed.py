@@ -8,79 +8,133 @@ __all__ = ['lengths', 'speedups', 'best_gamma', 'verify_costs', 'measured_speedu
 # %% ../../nbs/evaluate/03_speed.ipynb #9f81496c
 from collections.abc import Sequence
 from statistics import median
+
 import numpy as np
 import torch
 from transformers import DynamicCache
-from ..decode.generate import NoDrafter, generate
-from .cost import seconds
+
 from ..core.options import check_options
 from ..core.tree import Drafter, Sampling
+from ..decode.generate import NoDrafter, generate
+from .cost import seconds
 from ..verifier.tapped_model import Verifier, crop_cache
 
 # %% ../../nbs/evaluate/03_speed.ipynb #2cb0a93f
 def lengths(
-    rates: Sequence[float], # unconditional acceptance of positions 1, 2, …
-) -> list[float]: # tokens a step with 0, 1, 2, … guesses, the verifier's own included
+    rates: Sequence[float],  # unconditional acceptance of positions 1, 2, …
+) -> list[float]:  # tokens a step with 0, 1, 2, … guesses, the verifier's own included
     "Mean acceptance length by number of guesses."
-    out = [1.]
-    for r in rates: out.append(out[-1] + float(r))
+    out = [1.0]
+    for r in rates:
+        out.append(out[-1] + float(r))
     return out
 
+
 def speedups(
-    lengths: Sequence[float],    # tokens a step with 0, 1, 2, … guesses
-    cost: float,                 # of one guess, in plain verifier passes; of the whole block where `parallel`
-    verify: Sequence[float] | None = None, # of a pass over 1, 2, 3, … tokens, in plain passes; None: all cost the same
-    parallel: bool = False,      # one pass makes all guesses
-) -> list[float]: # with 0, 1, 2, … guesses
-    "Expected speed-up over plain decoding (2211.17192, theorem 3.8, with a measured verifier). Errors: ValueError where `verify` is shorter than `lengths`."
-    verify = [1.] * len(lengths) if verify is None else verify
-    if len(verify) < len(lengths): raise ValueError(f"verify has {len(verify)} costs for {len(lengths)} lengths: measure passes over 1 … {len(lengths)} tokens")
-    return [tokens / (v + cost * (bool(n) if parallel else n)) for n, (tokens, v) in enumerate(zip(lengths, verify))]
+    lengths: Sequence[float],  # tokens a step with 0, 1, 2, … guesses
+    cost: float,  # of one guess, in plain verifier passes; of the whole block where `parallel`
+    verify: Sequence[float]
+    | None = None,  # of a pass over 1, 2, 3, … tokens, in plain passes; None: all cost the same
+    parallel: bool = False,  # one pass makes all guesses
+) -> list[float]:  # with 0, 1, 2, … guesses
+    """Expected speed-up over plain decoding (2211.17192, theorem 3.8, with a measured
+    verifier). Errors: ValueError where `verify` is shorter than `lengths`."""
+    verify = [1.0] * len(lengths) if verify is None else verify
+    if len(verify) < len(lengths):
+        raise ValueError(
+            f"verify has {len(verify)} costs for {len(lengths)} lengths: measure passes over 1 "
+            f"… {len(lengths)} tokens"
+        )
+    return [
+        tokens / (v + cost * (bool(n) if parallel else n))
+        for n, (tokens, v) in enumerate(zip(lengths, verify))
+    ]
+
 
 def best_gamma(
-    speeds: Sequence[float], # with 0, 1, 2, … guesses, from `speedups`
-) -> int: # how many guesses are fastest, the smallest such number; 0: do not speculate
+    speeds: Sequence[float],  # with 0, 1, 2, … guesses, from `speedups`
+) -> int:  # how many guesses are fastest, the smallest such number; 0: do not speculate
     "Where the curve is highest."
     return max(range(len(speeds)), key=lambda n: speeds[n])
 
 # %% ../../nbs/evaluate/03_speed.ipynb #f1d9f650
 def verify_costs(
     verifier: Verifier,  # whose passes are measured
-    k: int,              # most guesses in a step
+    k: int,  # most guesses in a step
     context: int = 128,  # tokens in its cache
-    rounds: int = 40,    # of all widths in turn
-) -> list[float]: # of a pass over 1, 2, … k+1 tokens, in plain passes; the first is 1
+    rounds: int = 40,  # of all widths in turn
+) -> list[float]:  # of a pass over 1, 2, … k+1 tokens, in plain passes; the first is 1
     "What it costs to read guesses."
     check_options(dict(k=k, context=context, rounds=rounds))
-    ids, cache = torch.ones(1, context + k + 1, dtype=torch.long, device=verifier.device), DynamicCache()
+    ids, cache = (
+        torch.ones(1, context + k + 1, dtype=torch.long, device=verifier.device),
+        DynamicCache(),
+    )
     verifier(ids[:, :context], past_key_values=cache)
+
     def read(n):
-        verifier(ids[:, context:context + n], past_key_values=cache)
+        verifier(ids[:, context : context + n], past_key_values=cache)
         crop_cache(cache, context)
+
     widths = range(1, k + 2)
-    for n in widths: read(n)       # the first time is slower
+    for n in widths:
+        read(n)  # the first time is slower
     times = [[seconds(lambda: read(n)) for n in widths] for _ in range(rounds)]
     return [median(t[n] / t[0] for t in times) for n in range(k + 1)]
 
 # %% ../../nbs/evaluate/03_speed.ipynb #500646d1
 def measured_speedup(
     verifier: Verifier,  # whose text is written; taps the drafter's layers
-    drafter: Drafter,    # who guesses
-    prompts: list,       # token ids of a few requests
-    k: int = 4,          # guesses in a step
+    drafter: Drafter,  # who guesses
+    prompts: list,  # token ids of a few requests
+    k: int = 4,  # guesses in a step
     temperature: float = 0.0,  # of the answers
     max_new_tokens: int = 48,  # of each
-    eos_token_ids=(),    # token ids that end an answer
-    rounds: int = 2,     # each answer is written this often with and without the drafter, in turn
-    seed: int = 0,       # of the answers at a temperature
-) -> dict: # speedup: the median over prompts; low, high: quartiles
+    eos_token_ids=(),  # token ids that end an answer
+    rounds: int = 2,  # each answer is written this often with and without the drafter, in turn
+    seed: int = 0,  # of the answers at a temperature
+) -> dict:  # speedup: the median over prompts; low, high: quartiles
     "How many times faster answers come, per token."
-    check_options(dict(k=k, temperature=temperature, max_new_tokens=max_new_tokens, rounds=rounds, seed=seed))
-    if not prompts: raise ValueError("prompts is empty: there is nothing to decode; give at least one")
+    check_options(
+        dict(
+            k=k,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            rounds=rounds,
+            seed=seed,
+        )
+    )
+    if not prompts:
+        raise ValueError("prompts is empty: there is nothing to decode; give at least one")
+
     def time_per_token(who, i):
-        made, sampling = [], Sampling(temperature, torch.Generator(verifier.device).manual_seed(seed + i))
-        took = seconds(lambda: made.append(generate(verifier, who, prompts[i], k=k, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, sampling=sampling)))
+        made, sampling = (
+            [],
+            Sampling(temperature, torch.Generator(verifier.device).manual_seed(seed + i)),
+        )
+        took = seconds(
+            lambda: made.append(
+                generate(
+                    verifier,
+                    who,
+                    prompts[i],
+                    k=k,
+                    max_new_tokens=max_new_tokens,
+                    eos_token_ids=eos_token_ids,
+                    sampling=sampling,
+                )
+            )
+        )
         return took / len(made[0].tokens)
-    for who in (NoDrafter(), drafter): time_per_token(who, 0)      # the first time is slower
-    ratios = [median(time_per_token(NoDrafter(), i) / time_per_token(drafter, i) for _ in range(rounds)) for i in range(len(prompts))]
-    return dict(zip(("low", "speedup", "high"), np.quantile(ratios, [.25, .5, .75]).tolist()))
+
+    for who in (NoDrafter(), drafter):
+        time_per_token(who, 0)  # the first time is slower
+    ratios = [
+        median(
+            time_per_token(NoDrafter(), i) / time_per_token(drafter, i) for _ in range(rounds)
+        )
+        for i in range(len(prompts))
+    ]
+    return dict(
+        zip(("low", "speedup", "high"), np.quantile(ratios, [0.25, 0.5, 0.75]).tolist())
+    )

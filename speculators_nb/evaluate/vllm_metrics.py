@@ -11,70 +11,107 @@ import time
 
 from ..core.http_client import Endpoint
 
-
 # %% ../../nbs/evaluate/04_vllm_metrics.ipynb #92dab8cc
-COUNTERS = {"drafts": "spec_decode_num_drafts", "proposed": "spec_decode_num_draft_tokens", "accepted": "spec_decode_num_accepted_tokens",
-            "requests": "request_success", "tokens": "generation_tokens"}
+COUNTERS = {
+    "drafts": "spec_decode_num_drafts",
+    "proposed": "spec_decode_num_draft_tokens",
+    "accepted": "spec_decode_num_accepted_tokens",
+    "requests": "request_success",
+    "tokens": "generation_tokens",
+}
 LINE = re.compile(r"vllm:(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$")
+
 
 class MetricsError(RuntimeError):
     "Counters that do not say what these requests did."
 
+
 def read_counters(
-    text: str, # of /metrics
-) -> dict[str, float | list]: # keys of COUNTERS, all engines; `positions`: accepted by position, [] without speculation
+    text: str,  # of /metrics
+) -> dict[
+    str, float | list
+]:  # keys of COUNTERS, all engines; `positions`: accepted by position, [] without speculation
     "Parse what is counted about speculation."
     found, positions = dict.fromkeys(COUNTERS, 0.0), {}
     names = {name: key for key, name in COUNTERS.items()}
     for line in text.splitlines():
         m = LINE.match(line)
-        if not m: continue
-        if m[1] in names: found[names[m[1]]] += float(m[3])
+        if not m:
+            continue
+        if m[1] in names:
+            found[names[m[1]]] += float(m[3])
         elif m[1] == "spec_decode_num_accepted_tokens_per_pos":
             place = int(re.search(r'position="(\d+)"', m[2] or "")[1])
             positions[place] = positions.get(place, 0.0) + float(m[3])
     return found | {"positions": [positions[i] for i in sorted(positions)]}
 
+
 def counted(
-    before: dict, # from `read_counters`
+    before: dict,  # from `read_counters`
     after: dict,  # likewise, later
-) -> dict: # the same keys
+) -> dict:  # the same keys
     "What was added. Errors: MetricsError where a counter went down."
     grown = {key: after[key] - before[key] for key in COUNTERS}
-    grown["positions"] = [b - a for a, b in zip(before["positions"] or [0.0] * len(after["positions"]), after["positions"])]
-    if min([*(grown[key] for key in COUNTERS), *grown["positions"]]) < 0 or len(before["positions"]) > len(after["positions"]):
-        raise MetricsError("the server's counters went down: it was started again between two readings; measure again")
+    grown["positions"] = [
+        b - a
+        for a, b in zip(
+            before["positions"] or [0.0] * len(after["positions"]), after["positions"]
+        )
+    ]
+    if min([*(grown[key] for key in COUNTERS), *grown["positions"]]) < 0 or len(
+        before["positions"]
+    ) > len(after["positions"]):
+        raise MetricsError(
+            "the server's counters went down: it was started again between two readings; "
+            "measure again"
+        )
     return grown
+
 
 class Meter:
     "Reads a server's counters around some requests."
-    def __init__(self,
-        endpoint: Endpoint, # whose /metrics are read
-        patience: float = 10, # seconds that the counters may lag behind the answers
+
+    def __init__(
+        self,
+        endpoint: Endpoint,  # whose /metrics are read
+        patience: float = 10,  # seconds that the counters may lag behind the answers
     ):
         self.endpoint, self.patience, self.last = endpoint, patience, None
         self.k = len(self.start()["positions"])
 
-    def start(self) -> dict: # the counters now
+    def start(self) -> dict:  # the counters now
         "Begin to count."
         self.last = read_counters(self.endpoint.get("/metrics"))
         return self.last
 
-    def stop(self,
-        requests: int | None = None, # that were answered since; None: some
-        tokens: int | None = None,   # that they wrote
-    ) -> dict: # what was added, as in `read_counters`
-        "What was counted since the last `start` or `stop`. The engine counts a step after it has sent its tokens, so this waits for it."
+    def stop(
+        self,
+        requests: int | None = None,  # that were answered since; None: some
+        tokens: int | None = None,  # that they wrote
+    ) -> dict:  # what was added, as in `read_counters`
+        """What was counted since the last `start` or `stop`. The engine counts a step after it
+        has sent its tokens, so this waits for it."""
         end = time.monotonic() + self.patience
         while True:
             now = read_counters(self.endpoint.get("/metrics"))
             grown = counted(self.last, now)
-            if requests is None or grown["requests"] >= requests: break
+            if requests is None or grown["requests"] >= requests:
+                break
             if time.monotonic() > end:
-                raise MetricsError(f"the server counts {grown['requests']:g} finished requests, {requests} were answered: are its /metrics those of this server?")
+                raise MetricsError(
+                    f"the server counts {grown['requests']:g} finished requests, {requests} "
+                    "were answered: are its /metrics those of this server?"
+                )
             time.sleep(0.02)
-        if requests is not None and (grown["requests"], grown["tokens"]) != (requests, tokens if tokens is not None else grown["tokens"]):
-            raise MetricsError(f"the server counts {grown['requests']:g} requests and {grown['tokens']:g} tokens, {requests} and {tokens} are ours: "
-                               "somebody else uses it, so its counters say nothing about these prompts; measure on a server of your own")
+        if requests is not None and (grown["requests"], grown["tokens"]) != (
+            requests,
+            tokens if tokens is not None else grown["tokens"],
+        ):
+            raise MetricsError(
+                f"the server counts {grown['requests']:g} requests and {grown['tokens']:g} "
+                f"tokens, {requests} and {tokens} are ours: "
+                "somebody else uses it, so its counters say nothing about these prompts; "
+                "measure on a server of your own"
+            )
         self.last = now
         return grown

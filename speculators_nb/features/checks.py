@@ -12,7 +12,11 @@ from pathlib import Path
 
 from .feature_folder import FeatureRows
 from ..nn.target_head import text_config, verifier_config
-from ..verifier.checks import check_final_norm, checkpoint_fingerprint, stored_fingerprint
+from speculators_nb.verifier.checks import (
+    check_final_norm,
+    checkpoint_fingerprint,
+    stored_fingerprint,
+)
 
 # %% ../../nbs/features/07_checks.ipynb #58a638d7
 log = logging.getLogger(__name__)
@@ -25,14 +29,20 @@ def record_problems(
     "Compare what is recorded of the features with a verifier."
     config, said = text_config(verifier_config(verifier)), data.made_by
     n, found = config.num_hidden_layers, []
-    for name, ours in (("hidden_size", config.hidden_size), ("num_hidden_layers", n), ("vocab_size", config.vocab_size)):
+    for name, ours in (
+        ("hidden_size", config.hidden_size),
+        ("num_hidden_layers", n),
+        ("vocab_size", config.vocab_size),
+    ):
         if said.get(name) not in (None, ours):
             found.append(f"{name} is recorded as {said[name]!r}, the verifier has {ours}")
     layers = list(data.layer_ids or ())
     if beyond := [i for i in layers if i > n]:
         found.append(f"layer_ids has {beyond}, the verifier has layers 0 to {n}")
     elif layers and layers[-1] != n:
-        found.append(f"layer_ids is {layers}, its last must be {n}, the stream before the final norm")
+        found.append(
+            f"layer_ids is {layers}, its last must be {n}, the stream before the final norm"
+        )
     known = {"fingerprint": stored_fingerprint(verifier)}
     if (Path(verifier) / "config.json").is_file():
         known["checkpoint"] = checkpoint_fingerprint(verifier)
@@ -40,28 +50,44 @@ def record_problems(
     if said.get("fingerprint") and said["fingerprint"] == known.get("checkpoint"):
         same = [True]  # a server's record
     if same and not any(same):
-        found.append(f"the fingerprint of its weights is recorded as {said['fingerprint']}, the verifier's is {known['fingerprint'] or known['checkpoint']}")
+        found.append(
+            f"the fingerprint of its weights is recorded as {said['fingerprint']}, the "
+            f"verifier's is {known['fingerprint'] or known['checkpoint']}"
+        )
     elif not same:
-        log.warning("%s: whether these features are of %s is not recorded, and was not checked", data.where, verifier)
+        log.warning(
+            "%s: whether these features are of %s is not recorded, and was not checked",
+            data.where,
+            verifier,
+        )
     return found
 
 
 def check_features(
     data: FeatureRows,  # where the features come from
-    verifier: str | os.PathLike,  # folder or hub id, whose head and embeddings will be trained against
+    verifier: str
+    | os.PathLike,  # folder or hub id, whose head and embeddings will be trained against
     trust_features: bool = False,  # take the features whatever their record says
 ) -> None:
-    """Check features against a verifier before the first step; afterwards each row's token ids are compared with its vocabulary.
-    Errors: ValueError for another hidden size, a final norm that is read wrongly, and, unless trusted, for a record that does not fit."""
+    """Check features against a verifier before the first step; afterwards each row's token ids
+    are compared with its vocabulary.
+    Errors: ValueError for another hidden size, a final norm that is read wrongly, and, unless
+    trusted, for a record that does not fit."""
     config = verifier_config(verifier)
     text = text_config(config)
     if data.shape is not None and data.shape[1] != text.hidden_size:
-        raise ValueError(f"{data.where} holds states of size {data.shape[1]}, the verifier {str(verifier)!r} has hidden_size {text.hidden_size}: "
-                         "they are of another model; extract the features again")
+        raise ValueError(
+            f"{data.where} holds states of size {data.shape[1]}, the verifier "
+            f"{str(verifier)!r} has hidden_size {text.hidden_size}: they are of another model; "
+            "extract the features again"
+        )
     check_final_norm(config)
     if found := record_problems(data, verifier):
         text_ = f"{data.where} does not fit the verifier {str(verifier)!r}: {'; '.join(found)}"
         if not trust_features:
-            raise ValueError(f"{text_}. Name the verifier that made the features, or extract them again; trust_features (--trust-features) takes them as they are")
+            raise ValueError(
+                f"{text_}. Name the verifier that made the features, or extract them again; "
+                "trust_features (--trust-features) takes them as they are"
+            )
         log.warning("%s; taken all the same", text_)
     data.vocab_size = text.vocab_size

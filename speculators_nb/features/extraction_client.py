@@ -23,28 +23,48 @@ from pathlib import Path
 
 import torch
 
+from ..core.files import read_object
 from ..core.http_client import Endpoint, EndpointError
 from .feature_file import FeatureError, read_features
 from ..verifier.checks import checkpoint_fingerprint
-from ..core.files import read_object
 
 # %% ../../nbs/features/05_extraction_client.ipynb #50e385f3
 def extraction_options(
     layer_ids: list[int],  # verifier layers, ascending; the last one is the number of layers
     storage,  # folder that client and server share
-) -> tuple[list[str], dict[str, str]]:  # further arguments of `vllm serve VERIFIER`, and what its environment needs
-    "What makes vLLM write hidden states to files. `speculators-nb serve VERIFIER --hidden-states FOLDER` says it all."
-    speculation = {"method": "extract_hidden_states", "num_speculative_tokens": 1,
-                   "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [int(i) for i in layer_ids]}}}
-    transfer = {"kv_connector": "HiddenStatesConnector", "kv_connector_module_path": "speculators_nb.features.vllm_connector", "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": str(Path(storage).resolve())}}
+) -> tuple[
+    list[str], dict[str, str]
+]:  # further arguments of `vllm serve VERIFIER`, and what its environment needs
+    """What makes vLLM write hidden states to files. `speculators-nb serve VERIFIER
+    --hidden-states FOLDER` says it all."""
+    speculation = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {
+            "hf_config": {"eagle_aux_hidden_state_layer_ids": [int(i) for i in layer_ids]}
+        },
+    }
+    transfer = {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_connector_module_path": "speculators_nb.features.vllm_connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(Path(storage).resolve())},
+    }
     package = str(files("speculators_nb").parent)
-    return (["--speculative-config", json.dumps(speculation), "--kv-transfer-config", json.dumps(transfer)],
-            {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))})
+    return (
+        [
+            "--speculative-config",
+            json.dumps(speculation),
+            "--kv-transfer-config",
+            json.dumps(transfer),
+        ],
+        {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))},
+    )
 
 # %% ../../nbs/features/05_extraction_client.ipynb #b97677e4
 class ReplyError(FeatureError):
-    "Something that a server has sent, and that no states can be had from: `path` says where, `reason` what, `final` that asking again would not help."
+    """Something that a server has sent, and that no states can be had from: `path` says where,
+    `reason` what, `final` that asking again would not help."""
 
     def __init__(
         self,
@@ -68,24 +88,40 @@ def file_of_reply(
     root = os.path.realpath(storage)
     shown = repr(handle)[:200]
     if not isinstance(handle, str) or not handle.isprintable() or len(handle) > 4096:
-        raise ReplyError(shown, "the server names a file by something that is no path: nothing is read", True)
+        raise ReplyError(
+            shown, "the server names a file by something that is no path: nothing is read", True
+        )
     folder, name = os.path.split(os.path.join(root, handle))
     if os.path.realpath(folder) != root:
-        raise ReplyError(shown, f"the server names a file outside of {root}: nothing is read there. storage= must be the server's "
-                         "shared_storage_path as it is mounted here", True)
+        raise ReplyError(
+            shown,
+            f"the server names a file outside of {root}: nothing is read there. storage= must "
+            "be the server's shared_storage_path as it is mounted here",
+            True,
+        )
     if request not in name or not name.endswith(".safetensors") or len(os.fsencode(name)) > 250:
-        raise ReplyError(shown, f"the server names a file that is not this request's (*{request}*.safetensors): nothing is read", True)
+        raise ReplyError(
+            shown,
+            (
+                "the server names a file that is not this request's "
+                f"(*{request}*.safetensors): nothing is read"
+            ),
+            True,
+        )
     return Path(root, name)
 
 
 def _is_file(path: Path) -> bool:
-    "Whether a file is there. ReplyError: something that is no file, such as a link, a folder or a pipe."
+    """Whether a file is there. ReplyError: something that is no file, such as a link, a folder
+    or a pipe."""
     try:
         kind = os.lstat(path).st_mode
     except FileNotFoundError:
         return False
     if not stat.S_ISREG(kind):
-        raise ReplyError(path, f"is {'a link' if stat.S_ISLNK(kind) else 'no file'}: it is not read", True)
+        raise ReplyError(
+            path, f"is {'a link' if stat.S_ISLNK(kind) else 'no file'}: it is not read", True
+        )
     return True
 
 
@@ -94,11 +130,18 @@ def collect(
     token_ids,  # [seq] what it must be about
     timeout: float = 30.0,  # seconds to wait for the writer
 ) -> torch.Tensor:  # hidden_states [seq, A+1, H]
-    "Wait for the writer, read, check. FeatureError: the file is not there, torn, or about something else."
+    """Wait for the writer, read, check. FeatureError: the file is not there, torn, or about
+    something else."""
     end, lock = time.monotonic() + timeout, Path(f"{path}.lock")
     if _is_file(lock) and _written(lock, end):
         if not _is_file(path):
-            raise ReplyError(path, "the server gave the lock back without a file (killed, or its disk is full: see its log)")
+            raise ReplyError(
+                path,
+                (
+                    "the server gave the lock back without a file (killed, or its disk is "
+                    "full: see its log)"
+                ),
+            )
         return read_features(path, token_ids)
     while True:  # no lock to wait for
         try:
@@ -111,7 +154,8 @@ def collect(
 
 
 def _written(lock, end):
-    "Whether the writer's lock was waited for; False where the file system has none, or the lock is gone. ReplyError: it is still held at the end, or not ours to read."
+    """Whether the writer's lock was waited for; False where the file system has none, or the
+    lock is gone. ReplyError: it is still held at the end, or not ours to read."""
     import fcntl  # Unix alone has it, as it alone has vLLM; training is imported everywhere
 
     try:
@@ -119,7 +163,14 @@ def _written(lock, end):
     except FileNotFoundError:
         return False
     except OSError as e:
-        raise ReplyError(lock, f"{os.strerror(e.errno)}: run the server and this client as one user, or with a umask that lets both read", True) from None
+        raise ReplyError(
+            lock,
+            (
+                f"{os.strerror(e.errno)}: run the server and this client as one user, or with "
+                "a umask that lets both read"
+            ),
+            True,
+        ) from None
     try:
         while True:
             try:
@@ -153,7 +204,9 @@ class Room:
     ):
         "Wait until n bytes are free, and hold them."
         with self.changed:
-            self.changed.wait_for(lambda: self.size is None or not self.used or self.used + n <= self.size)
+            self.changed.wait_for(
+                lambda: self.size is None or not self.used or self.used + n <= self.size
+            )
             self.used += n
             self.peak = max(self.peak, self.used)
         try:
@@ -189,63 +242,97 @@ def sweep(
     storage,  # the shared folder
     older_than: float = 3600.0,  # seconds; for other hosts' files that nobody has fetched since
 ) -> int:  # files deleted
-    "Delete what killed clients have left: requests of dead processes of this host, and very old ones of others."
+    """Delete what killed clients have left: requests of dead processes of this host, and very
+    old ones of others."""
     gone = 0
     for path in Path(storage).glob("*hs-*"):
         named = _OURS.search(path.name)
         with contextlib.suppress(OSError):  # gone already, or not ours to delete
             found = path.lstat()
             old = time.time() - found.st_mtime > older_than
-            if named and stat.S_ISREG(found.st_mode) and (not _alive(int(named[2])) if named[1] == HOST else old):
+            if (
+                named
+                and stat.S_ISREG(found.st_mode)
+                and (not _alive(int(named[2])) if named[1] == HOST else old)
+            ):
                 path.unlink()
                 gone += 1
     return gone
 
 # %% ../../nbs/features/05_extraction_client.ipynb #457c8117
 class HiddenStatesClient:
-    "Hidden states of rows, from a vLLM that was started with `extraction_options`. May be shared by threads and sent to other processes."
+    """Hidden states of rows, from a vLLM that was started with `extraction_options`. May be
+    shared by threads and sent to other processes."""
 
     def __init__(
         self,
         url: str,  # e.g. http://127.0.0.1:8000
         storage,  # the server's shared_storage_path, as it is mounted here
-        layer_ids: list[int] | None = None,  # of the slots, last included; None: from extraction.json in `storage`
+        layer_ids: list[int]
+        | None = None,  # of the slots, last included; None: from extraction.json in `storage`
         model: str | None = None,  # served name; None: the only one
         timeout: float = 600.0,  # seconds that one answer may take
         tries: int = 8,  # requests for one answer, with back-off that outlasts a server restart
     ):
-        self.endpoint, self.storage, self.timeout = Endpoint(url, timeout=timeout, tries=tries), Path(storage).resolve(), timeout
+        self.endpoint, self.storage, self.timeout = (
+            Endpoint(url, timeout=timeout, tries=tries),
+            Path(storage).resolve(),
+            timeout,
+        )
         if not self.storage.is_dir():
-            raise FileNotFoundError(f"storage={str(storage)!r}: no such folder; name the server's shared_storage_path as it is mounted here")
+            raise FileNotFoundError(
+                f"storage={str(storage)!r}: no such folder; name the server's "
+                "shared_storage_path as it is mounted here"
+            )
         sweep(self.storage)
         served = self.endpoint.served()
         names = [m["id"] for m in served]
         if model not in (None, *names):
-            raise ValueError(f"model={model!r}: {url} serves {', '.join(names)}; name one of them, or leave model out")
+            raise ValueError(
+                f"model={model!r}: {url} serves {', '.join(names)}; name one of them, or leave "
+                "model out"
+            )
         chosen = next(m for m in served if model in (None, m["id"]))
         root = chosen.get("root")
-        self.model, self.root = chosen["id"], root if isinstance(root, str) and root.isprintable() and root else chosen["id"]
+        self.model, self.root = (
+            chosen["id"],
+            root if isinstance(root, str) and root.isprintable() and root else chosen["id"],
+        )
         told = _what_is_served(self.storage / "extraction.json")
         if told and told["model"] not in (self.root, self.model):
-            raise ValueError(f"storage={str(storage)!r}: a server of {told['model']!r} writes there, but {url} serves {self.root!r}")
+            raise ValueError(
+                f"storage={str(storage)!r}: a server of {told['model']!r} writes there, but "
+                f"{url} serves {self.root!r}"
+            )
         if layer_ids is None and not told:
-            raise ValueError(f"layer_ids=None: {self.storage / 'extraction.json'} is not there to tell (another connector?). "
-                             "Pass the layer ids that the server was started with")
+            raise ValueError(
+                f"layer_ids=None: {self.storage / 'extraction.json'} is not there to tell "
+                "(another connector?). Pass the layer ids that the server was started with"
+            )
         self.layer_ids = list(told["layer_ids"] if layer_ids is None else layer_ids)
         if told and self.layer_ids != told["layer_ids"]:
-            raise ValueError(f"layer_ids={self.layer_ids}: the server writes layers {told['layer_ids']}; start it with these ids, or take its own")
+            raise ValueError(
+                f"layer_ids={self.layer_ids}: the server writes layers {told['layer_ids']}; "
+                "start it with these ids, or take its own"
+            )
 
     def about(self) -> dict:  # the "model" part of data_config.json
         "What the server's model is known by."
         local = (Path(self.root) / "config.json").is_file()
-        return {"target_model_path": self.root, "fingerprint": checkpoint_fingerprint(self.root) if local else f"served as {self.root}"}
+        return {
+            "target_model_path": self.root,
+            "fingerprint": checkpoint_fingerprint(self.root)
+            if local
+            else f"served as {self.root}",
+        }
 
     def states(
         self,
         token_ids,  # [seq]
         messages: list | None = None,  # the conversation, where it has more than text
     ) -> torch.Tensor:  # [seq, A+1, H]
-        "States of one row; its file is gone afterwards. FeatureError: refused, or not to be had in three attempts; EndpointError: no answer."
+        """States of one row; its file is gone afterwards. FeatureError: refused, or not to be
+        had in three attempts; EndpointError: no answer."""
         ids = [int(t) for t in token_ids]
         for attempt in (1, 2, 3):
             name = request_name()
@@ -256,18 +343,25 @@ class HiddenStatesClient:
                     raise
             except EndpointError as e:
                 if e.status is not None and 400 <= e.status < 500:
-                    raise ReplyError(self.endpoint.url, f"a row of {len(ids)} tokens was refused: {e}", True) from None
+                    raise ReplyError(
+                        self.endpoint.url, f"a row of {len(ids)} tokens was refused: {e}", True
+                    ) from None
                 raise
             else:
                 if left := self._delete(name):
-                    raise self._final(f"cannot be deleted ({os.strerror(left.errno)}), and the folder would fill up: run the server and this client as one user, "
-                                      "or in a group that may write to the folder", left.filename)
+                    raise self._final(
+                        f"cannot be deleted ({os.strerror(left.errno)}), and the folder would "
+                        "fill up: run the server and this client as one user, "
+                        "or in a group that may write to the folder",
+                        left.filename,
+                    )
                 return states
             finally:
                 self._delete(name)
 
     def _delete(self, name) -> OSError | None:
-        "Delete the files of one request, and nothing else; an error of the last one that stays."
+        """Delete the files of one request, and nothing else; an error of the last one that
+        stays."""
         trouble = None
         for left in self.storage.glob(f"*{name}*"):
             try:
@@ -277,29 +371,58 @@ class HiddenStatesClient:
         return trouble
 
     def _once(self, name, ids, messages):
-        body = {"model": self.model, "max_tokens": 1, "temperature": 0, "return_token_ids": True, "request_id": name}
+        body = {
+            "model": self.model,
+            "max_tokens": 1,
+            "temperature": 0,
+            "return_token_ids": True,
+            "request_id": name,
+        }
         if messages is None:
             answer, read = self._ask("/v1/completions", body | {"prompt": ids})
         else:  # some templates end the last turn with a token missing in the row: leave it open
-            answer, read = self._ask("/v1/chat/completions", body | {"messages": messages, "add_generation_prompt": False})
+            answer, read = self._ask(
+                "/v1/chat/completions",
+                body | {"messages": messages, "add_generation_prompt": False},
+            )
             if read != ids and isinstance(read, list) and read[: len(ids)] == ids:
-                answer, read = self._ask("/v1/chat/completions", body | {"messages": messages, "add_generation_prompt": False, "continue_final_message": True})
+                answer, read = self._ask(
+                    "/v1/chat/completions",
+                    body
+                    | {
+                        "messages": messages,
+                        "add_generation_prompt": False,
+                        "continue_final_message": True,
+                    },
+                )
         if not isinstance(read, list):
             raise self._final("the reply has no prompt_token_ids; is this vLLM?")
         if read != ids:
-            raise self._final(f"the server read other tokens than the row's: {len(read)} instead of {len(ids)}, first difference at position {_differs(read, ids)}")
-        handle = _at(answer, "kv_transfer_params", "hidden_states_path") or _at(answer, "kv_transfer_params", "handle")
+            raise self._final(
+                f"the server read other tokens than the row's: {len(read)} instead of "
+                f"{len(ids)}, first difference at position {_differs(read, ids)}"
+            )
+        handle = _at(answer, "kv_transfer_params", "hidden_states_path") or _at(
+            answer, "kv_transfer_params", "handle"
+        )
         if not handle:
-            raise self._final("the reply names no file (kv_transfer_params is empty): start the server by `speculators-nb serve VERIFIER --hidden-states FOLDER`")
+            raise self._final(
+                "the reply names no file (kv_transfer_params is empty): start the server by "
+                "`speculators-nb serve VERIFIER --hidden-states FOLDER`"
+            )
         states = collect(file_of_reply(self.storage, handle, name), ids, min(self.timeout, 60))
         if states.shape[1] != len(self.layer_ids):
-            raise self._final(f"the server sends {states.shape[1]} layers, expected {self.layer_ids}")
+            raise self._final(
+                f"the server sends {states.shape[1]} layers, expected {self.layer_ids}"
+            )
         return states
 
     def _ask(self, path, body):
         "The answer, and the tokens that the server says it has read."
         answer = self.endpoint.post(path, body)
-        return answer, _at(answer, "prompt_token_ids") or _at(answer, "choices", 0, "prompt_token_ids")
+        return answer, _at(answer, "prompt_token_ids") or _at(
+            answer, "choices", 0, "prompt_token_ids"
+        )
 
     def _final(self, reason, where=None):
         "An error that another attempt would not mend."
@@ -317,14 +440,22 @@ def _at(value, *keys):
 
 
 def _what_is_served(file: Path) -> dict | None:
-    "The content of extraction.json, None where there is none. ValueError: it says something else than `say_what_is_served`."
+    """The content of extraction.json, None where there is none. ValueError: it says something
+    else than `say_what_is_served`."""
     if not file.is_file():
         return None
     told = read_object(file)
     ids, model = _at(told, "layer_ids"), _at(told, "model")
-    whole = isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    whole = (
+        isinstance(ids, list)
+        and ids
+        and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    )
     if not whole or not isinstance(model, str):
-        raise ValueError(f"{file}: needs model, a name, and layer_ids, a list of integers; it holds {str(told)[:100]!r}. Start the server again: it writes the file")
+        raise ValueError(
+            f"{file}: needs model, a name, and layer_ids, a list of integers; it holds "
+            f"{str(told)[:100]!r}. Start the server again: it writes the file"
+        )
     return told
 
 

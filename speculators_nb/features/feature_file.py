@@ -42,7 +42,10 @@ def feature_path(
 # %% ../../nbs/features/01_feature_file.ipynb #05d7395e
 FP8 = torch.float8_e4m3fn
 STATES = (torch.bfloat16, torch.float16, torch.float32)  # that a file can hold besides
-SCALES = ("hidden_states_scales", "hidden_states_scale")  # what is written, and another spelling that is read
+SCALES = (
+    "hidden_states_scales",
+    "hidden_states_scale",
+)  # what is written, and another spelling that is read
 
 
 def to_fp8(
@@ -67,9 +70,16 @@ def stored_dtype(
     dtype: torch.dtype | str,  # e.g. torch.bfloat16, "float8_e4m3fn", "fp8"
 ) -> torch.dtype:  # one that a feature file can have
     "Resolve a dtype by name. ValueError: files are not written in it."
-    found = getattr(torch, {"fp8": "float8_e4m3fn"}.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    found = (
+        getattr(torch, {"fp8": "float8_e4m3fn"}.get(dtype, dtype), None)
+        if isinstance(dtype, str)
+        else dtype
+    )
     if found not in (*STATES, FP8):
-        raise ValueError(f"dtype={dtype!r}: features are stored as bfloat16, float16, float32 or float8_e4m3fn (fp8)")
+        raise ValueError(
+            f"dtype={dtype!r}: features are stored as bfloat16, float16, float32 or "
+            "float8_e4m3fn (fp8)"
+        )
     return found
 
 # %% ../../nbs/features/01_feature_file.ipynb #064a53c5
@@ -87,16 +97,23 @@ def write_features(
     token_ids,  # [seq]
     dtype: torch.dtype | str = torch.bfloat16,  # of the file
 ) -> None:
-    "Write one feature file, whole or not at all. FeatureError: the states are not finite in `dtype`."
-    dtype, tensors = stored_dtype(dtype), {"token_ids": torch.as_tensor(token_ids, dtype=torch.long).cpu()}
+    """Write one feature file, whole or not at all. FeatureError: the states are not finite in
+    `dtype`."""
+    dtype, tensors = (
+        stored_dtype(dtype),
+        {"token_ids": torch.as_tensor(token_ids, dtype=torch.long).cpu()},
+    )
     if dtype is FP8:
         tensors["hidden_states"], tensors[SCALES[0]] = (t.cpu() for t in to_fp8(states))
         checked = tensors[SCALES[0]]
     else:
         checked = tensors["hidden_states"] = states.detach().to("cpu", dtype)
     if not _usable(checked):
-        raise FeatureError(path, f"the verifier's states are not finite in {dtype}, or larger than {LARGEST:g}",
-                           "look for damaged weights of the verifier, or store another dtype")
+        raise FeatureError(
+            path,
+            f"the verifier's states are not finite in {dtype}, or larger than {LARGEST:g}",
+            "look for damaged weights of the verifier, or store another dtype",
+        )
     save_tensors(tensors, path, {"crc32": _crc(tensors)})
 
 
@@ -104,8 +121,9 @@ def read_features(
     path,  # hs_{i}.safetensors
     token_ids=None,  # [seq] what the file must be about; None: not compared
     load: bool = True,  # False: check keys, shape and tokens, leave the states unread
-) -> torch.Tensor | list[int]:  # hidden_states [seq, A+1, H], bfloat16 where the file has fp8; load=False: only that shape
-    "Read one feature file and check all of it. FeatureError: missing, cut off, keys, tokens, length, checksum, not finite."
+) -> torch.Tensor | list[int]:  # states [seq, A+1, H], fp8 as bfloat16; load=False: shape
+    """Read one feature file and check all of it. FeatureError: missing, cut off, keys, tokens,
+    length, checksum, not finite."""
     if not Path(path).is_file():
         raise FeatureError(path, "missing")
     try:
@@ -113,7 +131,10 @@ def read_features(
             keys, told = set(f.keys()), (f.metadata() or {}).get("crc32")
             if absent := sorted({"hidden_states", "token_ids"} - keys):
                 raise FeatureError(path, f"has no {' and no '.join(absent)}")
-            shape, tensors = f.get_slice("hidden_states").get_shape(), {"token_ids": f.get_tensor("token_ids")}
+            shape, tensors = (
+                f.get_slice("hidden_states").get_shape(),
+                {"token_ids": f.get_tensor("token_ids")},
+            )
             if load:
                 tensors |= {k: f.get_tensor(k) for k in ("hidden_states", *SCALES) if k in keys}
     except FeatureError:
@@ -125,15 +146,32 @@ def read_features(
         return shape
     if told and told != _crc(tensors):
         raise FeatureError(path, "the checksum is another than when the file was written")
-    states, scales = tensors["hidden_states"], next((tensors[k] for k in SCALES if k in tensors), None)
+    states, scales = (
+        tensors["hidden_states"],
+        next((tensors[k] for k in SCALES if k in tensors), None),
+    )
     if states.dtype not in (*STATES, FP8):
-        raise FeatureError(path, f"hidden_states of {states.dtype}, expected {', '.join(str(d) for d in STATES)} or {FP8}")
+        raise FeatureError(
+            path,
+            (
+                f"hidden_states of {states.dtype}, expected "
+                f"{', '.join(str(d) for d in STATES)} or {FP8}"
+            ),
+        )
     if states.dtype is FP8 and scales is None:
         raise FeatureError(path, f"fp8 states without {SCALES[0]}")
     if scales is not None:
-        fits = scales.ndim <= 3 and all(a in (1, b) for a, b in zip(scales.shape[::-1], shape[::-1]))
+        fits = scales.ndim <= 3 and all(
+            a in (1, b) for a, b in zip(scales.shape[::-1], shape[::-1])
+        )
         if not fits or not scales.is_floating_point() or not bool((scales > 0).all()):
-            raise FeatureError(path, f"scales {list(scales.shape)} of {scales.dtype}, expected positive numbers [seq, 1, 1]")
+            raise FeatureError(
+                path,
+                (
+                    f"scales {list(scales.shape)} of {scales.dtype}, expected positive numbers "
+                    "[seq, 1, 1]"
+                ),
+            )
         states = from_fp8(states, scales)
     _check_numbers(path, states)
     return states
@@ -142,16 +180,26 @@ def read_features(
 def _check(path, shape, tokens, token_ids):
     "Shape and tokens are those of the row."
     if tokens.ndim != 1 or tokens.dtype.is_floating_point or tokens.dtype.is_complex:
-        raise FeatureError(path, f"token_ids {list(tokens.shape)} of {tokens.dtype}, "
-                                 "expected whole numbers [seq]")
+        raise FeatureError(
+            path,
+            f"token_ids {list(tokens.shape)} of {tokens.dtype}, expected whole numbers [seq]",
+        )
     if len(shape) != 3 or shape[0] != len(tokens):
-        raise FeatureError(path, f"hidden_states {list(shape)} for {len(tokens)} tokens, expected [seq, A+1, H]")
+        raise FeatureError(
+            path,
+            f"hidden_states {list(shape)} for {len(tokens)} tokens, expected [seq, A+1, H]",
+        )
     if token_ids is not None:
         wanted = torch.as_tensor(token_ids)
         if len(tokens) != len(wanted):
-            raise FeatureError(path, f"has {len(tokens)} tokens, the dataset's row {len(wanted)}")
+            raise FeatureError(
+                path, f"has {len(tokens)} tokens, the dataset's row {len(wanted)}"
+            )
         if (differs := (tokens != wanted).nonzero()).numel():
-            raise FeatureError(path, f"other tokens than the dataset's row, first at position {int(differs[0])}")
+            raise FeatureError(
+                path,
+                f"other tokens than the dataset's row, first at position {int(differs[0])}",
+            )
 
 
 LARGEST = 1e18  # the final norm squares a state in float32, which ends at 3.4e38
@@ -165,12 +213,16 @@ def _usable(x):
 def _check_numbers(path, states):
     if not _usable(states):
         at = (~(states.float().abs() <= LARGEST)).nonzero()[0].tolist()
-        raise FeatureError(path, f"{states[tuple(at)].item()} at [position, layer slot, channel] {at}")
+        raise FeatureError(
+            path, f"{states[tuple(at)].item()} at [position, layer slot, channel] {at}"
+        )
 
 # %% ../../nbs/features/01_feature_file.ipynb #878e141d
 def read_legacy(
     path,  # data_{i}.pt of speculators 0.3 and 0.4
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # input_ids [seq], loss_mask [seq] bool, hidden_states [seq, A+1, H]
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor
+]:  # input_ids [seq], loss_mask [seq] bool, hidden_states [seq, A+1, H]
     "Read and check one old sample."
     try:
         data = load_pickle(path)
@@ -180,10 +232,25 @@ def read_legacy(
         raise FeatureError(path, str(e).removeprefix(f"{path}: ")) from None
     wanted = {"input_ids", "loss_mask", "hidden_states"}
     if not isinstance(data, dict) or (absent := sorted(wanted - data.keys())):
-        raise FeatureError(path, f"has no {' and no '.join(absent)}" if isinstance(data, dict) else f"a {type(data).__name__}, expected a dict")
+        raise FeatureError(
+            path,
+            f"has no {' and no '.join(absent)}"
+            if isinstance(data, dict)
+            else f"a {type(data).__name__}, expected a dict",
+        )
     ids, mask, states = data["input_ids"], data["loss_mask"], data["hidden_states"]
-    if not (isinstance(states, (list, tuple)) and len({tuple(s.shape) for s in states}) == 1 and states[0].shape[:1] == ids.shape == mask.shape):
-        raise FeatureError(path, "input_ids [seq], loss_mask [seq] and a list of hidden states [seq, H] must be of one length")
+    if not (
+        isinstance(states, (list, tuple))
+        and len({tuple(s.shape) for s in states}) == 1
+        and states[0].shape[:1] == ids.shape == mask.shape
+    ):
+        raise FeatureError(
+            path,
+            (
+                "input_ids [seq], loss_mask [seq] and a list of hidden states [seq, H] must be "
+                "of one length"
+            ),
+        )
     states = torch.stack(list(states), 1)
     _check(path, states.shape, ids, None)
     _check_numbers(path, states)

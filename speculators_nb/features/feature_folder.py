@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,11 +20,19 @@ import torch
 from datasets import Dataset
 from filelock import FileLock
 
+from ..core.files import DiskError, atomic_write, disk_errors, read_object
 from ..data.chat_encoding import save_prepared
-from .feature_file import FeatureError, feature_path, legacy_layer_ids, read_features, read_legacy, stored_dtype, write_features
 from ..data.prepared_folder import read_data_config
 from ..data.sources import load_table
-from ..core.files import DiskError, atomic_write, disk_errors, read_object
+from speculators_nb.features.feature_file import (
+    FeatureError,
+    feature_path,
+    legacy_layer_ids,
+    read_features,
+    read_legacy,
+    stored_dtype,
+    write_features,
+)
 
 # %% ../../nbs/features/02_feature_folder.ipynb #9a59e9b6
 log = logging.getLogger(__name__)
@@ -36,7 +44,11 @@ def split_of(
     "Which rows were held out when the rows were prepared: the last m."
     folders = {Path(f["filename"]).parent for f in dataset.cache_files}
     told = [config.get("split") for config in map(read_data_config, folders) if config]
-    return {"split": told[0]} if len(told) == 1 and told[0] and sum(told[0].values()) == len(dataset) else {}
+    return (
+        {"split": told[0]}
+        if len(told) == 1 and told[0] and sum(told[0].values()) == len(dataset)
+        else {}
+    )
 
 
 def table_of(
@@ -44,13 +56,19 @@ def table_of(
 ) -> Dataset:  # with a column seq_len
     "Open a prepared table by path. FileNotFoundError: there is none."
     if not isinstance(rows, Dataset):
-        folder = next((f for f in (Path(rows), Path(rows) / "rows") if (f / "state.json").is_file()), None)
+        folder = next(
+            (f for f in (Path(rows), Path(rows) / "rows") if (f / "state.json").is_file()), None
+        )
         if folder is None:
-            raise FileNotFoundError(f"rows={str(rows)!r}: no prepared table there; make one with prepare_data")
+            raise FileNotFoundError(
+                f"rows={str(rows)!r}: no prepared table there; make one with prepare_data"
+            )
         rows = load_table(folder).with_format(None)
     if "seq_len" in rows.column_names:
         return rows
-    return rows.add_column("seq_len", [len(ids) for ids in rows.with_format("numpy")["input_ids"][:]])
+    return rows.add_column(
+        "seq_len", [len(ids) for ids in rows.with_format("numpy")["input_ids"][:]]
+    )
 
 
 def origin(
@@ -65,33 +83,59 @@ def origin(
         rows.update(len(ids).to_bytes(4, "little") + ids.astype(np.int64).tobytes())
     return {
         "version": "3.0",
-        "generated_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "reproducibility": {"package_versions": {p: version(p) for p in ("torch", "transformers", "safetensors")}},
+        "generated_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "reproducibility": {
+            "package_versions": {
+                p: version(p) for p in ("torch", "transformers", "safetensors")
+            }
+        },
         "model": model,
-        "data": {"num_samples": len(dataset), "num_tokens": int(sum(dataset["seq_len"])), "fingerprint": rows.hexdigest()[:16], **split_of(dataset)},
+        "data": {
+            "num_samples": len(dataset),
+            "num_tokens": int(sum(dataset["seq_len"])),
+            "fingerprint": rows.hexdigest()[:16],
+            **split_of(dataset),
+        },
         "hidden_states": {
             "layer_ids": [int(i) for i in layer_ids],
             "dtype": str(stored_dtype(dtype)).removeprefix("torch."),
-            "description": "residual stream entering each layer; the last slot is the stream before the final norm",
+            "description": (
+                "residual stream entering each layer; the last slot is the stream before the "
+                "final norm"
+            ),
         },
-        "format": {"file_pattern": "hs_{i}.safetensors", "schema": {"hidden_states": ["seq", "A+1", "H"], "token_ids": ["seq"]}},
+        "format": {
+            "file_pattern": "hs_{i}.safetensors",
+            "schema": {"hidden_states": ["seq", "A+1", "H"], "token_ids": ["seq"]},
+        },
     }
 
 
-ORIGIN = [("model", "fingerprint"), ("hidden_states", "layer_ids"), ("hidden_states", "dtype"), ("data", "fingerprint")]
+ORIGIN = [
+    ("model", "fingerprint"),
+    ("hidden_states", "layer_ids"),
+    ("hidden_states", "dtype"),
+    ("data", "fingerprint"),
+]
 
 
 def check_origin(
     path,  # data_config.json of the folder
     config: dict,  # from `origin`, for the call at hand
 ) -> None:
-    "ValueError if the folder was made by another verifier, of other layers or rows, or in another dtype."
+    """ValueError if the folder was made by another verifier, of other layers or rows, or in
+    another dtype."""
     old = read_data_config(Path(path).parent)
     was = {(a, b): old.get(a, {}).get(b) for a, b in ORIGIN}
-    changed = [f"{a}.{b} was {was[a, b]}, is {config[a][b]}" for a, b in ORIGIN if was[a, b] != config[a][b]]
+    changed = [
+        f"{a}.{b} was {was[a, b]}, is {config[a][b]}"
+        for a, b in ORIGIN
+        if was[a, b] != config[a][b]
+    ]
     if changed:
         raise ValueError(
-            f"{Path(path).parent} holds features of another origin: {'; '.join(changed)}. Choose a new folder, or delete this one"
+            f"{Path(path).parent} holds features of another origin: {'; '.join(changed)}. "
+            "Choose a new folder, or delete this one"
         )
 
 # %% ../../nbs/features/02_feature_folder.ipynb #333acff4
@@ -102,7 +146,9 @@ def shard(
 ) -> range:  # its rows
     "Every `world_size`-th row: the shares are disjoint, and differ by one row at most."
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1")
+        raise ValueError(
+            f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1"
+        )
     return range(rank, n, world_size)
 
 
@@ -114,18 +160,31 @@ class FeatureFolder:
         out_dir,  # gets data_config.json, rows/, hs_{i}.safetensors
         dataset: Dataset,  # from `prepare`: input_ids, loss_mask, seq_len
         config: dict,  # from `origin`
-        indices: Iterable[int] | None = None,  # rows to make, e.g. `shard(len(dataset), rank, world_size)`; None: all
+        indices: Iterable[int]
+        | None = None,  # rows to make, e.g. `shard(len(dataset), rank, world_size)`; None: all
     ):
-        self.path, self.config, self.dtype = Path(out_dir), config, stored_dtype(config["hidden_states"]["dtype"])
-        self.tokens, self.lengths = dataset.with_format("numpy")["input_ids"][:], [int(n) for n in dataset["seq_len"][:]]
+        self.path, self.config, self.dtype = (
+            Path(out_dir),
+            config,
+            stored_dtype(config["hidden_states"]["dtype"]),
+        )
+        self.tokens, self.lengths = (
+            dataset.with_format("numpy")["input_ids"][:],
+            [int(n) for n in dataset["seq_len"][:]],
+        )
         self.wanted = sorted(set(range(len(dataset)) if indices is None else indices))
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        with disk_errors(self.path), FileLock(self.path / ".setup.lock"):  # one process at a time sets the folder up
+        with (
+            disk_errors(self.path),
+            FileLock(self.path / ".setup.lock"),
+        ):  # one process at a time sets the folder up
             if (file := self.path / "data_config.json").exists():
                 check_origin(file, config)
             else:
-                save_prepared(dataset.with_format("torch"), self.path / "rows")  # as upstream reads it
+                save_prepared(
+                    dataset.with_format("torch"), self.path / "rows"
+                )  # as upstream reads it
                 with atomic_write(file) as tmp:
                     tmp.write_text(json.dumps(config, indent=1), encoding="utf-8")
         mine = set(self.wanted)
@@ -160,9 +219,17 @@ class FeatureFolder:
     ) -> DiskError:  # the same, with what is done and what is needed
         "A disk that refused, told so that one can act on it."
         done = sum(feature_path(self.path, i).exists() for i in self.wanted)
-        size = sum(self.lengths[i] for i in self.wanted) * len(self.config["hidden_states"]["layer_ids"]) * hidden_size * self.dtype.itemsize
+        size = (
+            sum(self.lengths[i] for i in self.wanted)
+            * len(self.config["hidden_states"]["layer_ids"])
+            * hidden_size
+            * self.dtype.itemsize
+        )
         error = DiskError(e.errno, e.strerror, str(self.path))
-        error.kept = f"{done} of {len(self.wanted)} rows are complete and kept; all of them need {size / 1e9:.3g} GB"
+        error.kept = (
+            f"{done} of {len(self.wanted)} rows are complete and kept; all of them need "
+            f"{size / 1e9:.3g} GB"
+        )
         return error
 
 # %% ../../nbs/features/02_feature_folder.ipynb #04f03c32
@@ -182,18 +249,27 @@ def sample_of(
 
 
 class FeatureRows(torch.utils.data.Dataset):
-    "Samples with features. A source defines `read(i)`, and sets `shape` (slots, hidden size) and `split` (rows to train on, rows held out) when it knows them."
+    """Samples with features. A source defines `read(i)`, and sets `shape` (slots, hidden size)
+    and `split` (rows to train on, rows held out) when it knows them."""
 
     def __init__(
         self,
         lengths: list[int],  # tokens of each row
         layer_ids: list[int] | None = None,  # verifier layers of the slots; None: not known
-        layers: list[int] | None = None,  # verifier layers in `hidden_states`; None: all but the last slot
+        layers: list[int]
+        | None = None,  # verifier layers in `hidden_states`; None: all but the last slot
         on_bad: str = "raise",  # "raise": FeatureError; "skip": not trained, named and counted
     ):
         if on_bad not in ("raise", "skip"):
             raise ValueError(f"on_bad={on_bad!r}: choose 'raise' or 'skip'")
-        self.lengths, self.layer_ids, self.on_bad, self.columns, self.shape, self.split = lengths, layer_ids, on_bad, None, None, None
+        self.lengths, self.layer_ids, self.on_bad, self.columns, self.shape, self.split = (
+            lengths,
+            layer_ids,
+            on_bad,
+            None,
+            None,
+            None,
+        )
         self.vocab_size = None  # of the verifier, where token ids shall be compared with it
         self.bad = torch.zeros(len(lengths), dtype=torch.bool).share_memory_()
         if layers is not None:
@@ -210,11 +286,18 @@ class FeatureRows(torch.utils.data.Dataset):
         self,
         layers: list[int],  # verifier layers
     ):
-        "From now on `hidden_states` holds these layers. ValueError: one is not stored, or it is not known what is."
+        """From now on `hidden_states` holds these layers. ValueError: one is not stored, or it
+        is not known what is."""
         if self.layer_ids is None:
-            raise ValueError(f"{self.where}: nothing says which layers the features are of; pass layer_ids=, or layers=None to take all")
+            raise ValueError(
+                f"{self.where}: nothing says which layers the features are of; pass "
+                "layer_ids=, or layers=None to take all"
+            )
         if absent := sorted({*layers} - {*self.layer_ids}):
-            raise ValueError(f"{self.where} holds layers {self.layer_ids}, the drafter reads {layers}; extract the features of {absent} too")
+            raise ValueError(
+                f"{self.where} holds layers {self.layer_ids}, the drafter reads {layers}; "
+                f"extract the features of {absent} too"
+            )
         self.columns = [self.layer_ids.index(i) for i in layers]
 
     where = "the source of features"
@@ -252,18 +335,26 @@ class FeatureRows(torch.utils.data.Dataset):
         loss_mask: torch.Tensor,  # [n]
         states: torch.Tensor,  # [n, A+1, H]
     ) -> dict:  # as from `sample_of`
-        "A sample, checked. FeatureError: another length, other slots or another hidden size than the rows before, a token id outside the vocabulary."
+        """A sample, checked. FeatureError: another length, other slots or another hidden size
+        than the rows before, a token id outside the vocabulary."""
         if not len(input_ids) == len(loss_mask) == len(states):
-            lengths = f"{len(input_ids)} tokens, a loss mask of {len(loss_mask)} and states of {len(states)}"
+            lengths = (
+                f"{len(input_ids)} tokens, a loss mask of {len(loss_mask)} and states of "
+                f"{len(states)}"
+            )
             raise FeatureError(self.place(i), f"the row has {lengths}")
         if self.shape is not None and tuple(states.shape[1:]) != tuple(self.shape):
             found, wanted = list(states.shape), ["seq", *self.shape]
-            raise FeatureError(self.place(i), f"hidden_states {found}, the other rows have {wanted}")
+            raise FeatureError(
+                self.place(i), f"hidden_states {found}, the other rows have {wanted}"
+            )
         if self.vocab_size is not None and len(input_ids):
             low, high = int(input_ids.min()), int(input_ids.max())
             if low < 0 or high >= self.vocab_size:
                 odd = low if low < 0 else high
-                raise FeatureError(self.place(i), f"token id {odd}, the verifier has {self.vocab_size}")
+                raise FeatureError(
+                    self.place(i), f"token id {odd}, the verifier has {self.vocab_size}"
+                )
         return sample_of(input_ids, loss_mask, states, self.columns)
 
     def place(
@@ -285,7 +376,12 @@ class FeatureRows(torch.utils.data.Dataset):
             log.warning("skipped: %s", e)
         self.bad[i], n = True, self.lengths[i]
         states = torch.zeros(n, *self.shape, dtype=torch.bfloat16)
-        return sample_of(torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.bool), states, self.columns)
+        return sample_of(
+            torch.zeros(n, dtype=torch.long),
+            torch.zeros(n, dtype=torch.bool),
+            states,
+            self.columns,
+        )
 
 # %% ../../nbs/features/02_feature_folder.ipynb #9c0067ee
 def layout_of(
@@ -297,14 +393,20 @@ def layout_of(
         return "ours"
     if (d / "dataset_info.json").is_file():
         return "upstream" if (d / "hidden_states").is_dir() else "rows"
-    if (d / "data_config.json").is_file() and _legacy_files(d) or (d / "data_0.pt").is_file():
+    if ((d / "data_config.json").is_file() and _legacy_files(d)) or (d / "data_0.pt").is_file():
         return "legacy"
-    raise FileNotFoundError(f"{data_dir}: no folder 'rows' with the prepared dataset, no Arrow table, and no data_0.pt; run extract_features, or pass rows=")
+    raise FileNotFoundError(
+        f"{data_dir}: no folder 'rows' with the prepared dataset, no Arrow table, and no "
+        "data_0.pt; run extract_features, or pass rows="
+    )
 
 
 def _legacy_files(d):
     "Old samples in the order of their numbers."
-    return sorted((p for p in d.glob("data_*.pt") if p.stem[5:].isdecimal()), key=lambda p: int(p.stem[5:]))
+    return sorted(
+        (p for p in d.glob("data_*.pt") if p.stem[5:].isdecimal()),
+        key=lambda p: int(p.stem[5:]),
+    )
 
 
 class FeatureDataset(FeatureRows):
@@ -315,8 +417,10 @@ class FeatureDataset(FeatureRows):
         data_dir,  # a folder of feature files: ours, or upstream's of either kind
         on_bad: str = "raise",  # "raise": FeatureError; "skip": not trained, named and counted
         rows: Dataset | None = None,  # input_ids, loss_mask, seq_len; None: the folder's own
-        layers: list[int] | None = None,  # stored verifier layers for `hidden_states`; None: all but the last
-        layer_ids: list[int] | None = None,  # verifier layers stored, last included; None: from data_config.json
+        layers: list[int]
+        | None = None,  # stored verifier layers for `hidden_states`; None: all but the last
+        layer_ids: list[int]
+        | None = None,  # verifier layers stored, last included; None: from data_config.json
     ):
         self.data_dir = self.files_dir = Path(data_dir)
         kind, self.rows = "ours" if rows is not None else layout_of(data_dir), rows
@@ -333,12 +437,19 @@ class FeatureDataset(FeatureRows):
             self.rows = table_of(self.rows).with_format("torch")
             lengths = [int(n) for n in self.rows["seq_len"][:]]
         if layer_ids is None and "layer_ids" in config.get("hidden_states", {}):
-            layer_ids = legacy_layer_ids(config) if kind == "legacy" else config["hidden_states"]["layer_ids"]
+            layer_ids = (
+                legacy_layer_ids(config)
+                if kind == "legacy"
+                else config["hidden_states"]["layer_ids"]
+            )
         super().__init__(lengths, layer_ids, None, on_bad)
         self.shape = self.slots, self.hidden_size = self._shape()
         self.split = config.get("data", {}).get("split")
         if layer_ids is not None and len(layer_ids) != self.slots:
-            raise ValueError(f"layer_ids={list(layer_ids)}: {len(layer_ids)} layers, but the files of {data_dir} hold {self.slots}; name all of them, the last one included")
+            raise ValueError(
+                f"layer_ids={list(layer_ids)}: {len(layer_ids)} layers, but the files of "
+                f"{data_dir} hold {self.slots}; name all of them, the last one included"
+            )
         if layers is not None:
             self.choose(list(layers))
 
@@ -368,15 +479,24 @@ class FeatureDataset(FeatureRows):
         file = self.data_dir / "sample_lengths.json"
         told = read_object(file) if file.is_file() else {}
         numbers = [p.stem[5:] for p in self.legacy]
-        return [int(told[n]) if n in told else len(read_legacy(p)[0]) for n, p in zip(numbers, self.legacy)]
+        return [
+            int(told[n]) if n in told else len(read_legacy(p)[0])
+            for n, p in zip(numbers, self.legacy)
+        ]
 
     def _shape(self):
         first = FeatureError(self.data_dir, "holds no rows")
         for i in range(len(self)):
             try:
-                return tuple(read_legacy(self.path(i))[2].shape if self.legacy is not None else read_features(self.path(i), load=False))[1:]
+                return tuple(
+                    read_legacy(self.path(i))[2].shape
+                    if self.legacy is not None
+                    else read_features(self.path(i), load=False)
+                )[1:]
             except FeatureError as e:
                 if self.on_bad == "raise":
                     raise
                 first = e
-        raise FeatureError(first.path, f"{first.reason}, and so is every other file of the folder")
+        raise FeatureError(
+            first.path, f"{first.reason}, and so is every other file of the folder"
+        )

@@ -15,12 +15,19 @@ import torch
 from datasets import Dataset
 from tqdm.auto import tqdm
 
+from ..core.files import DiskError
 from ..core.http_client import Breaker, EndpointError, concurrently
+from ..data.images import FORMATS, open_picture, picture_file
 from .extraction_client import HiddenStatesClient, Room
 from .feature_file import FeatureError
-from .feature_folder import FeatureFolder, FeatureRows, origin, shard, split_of, table_of
-from ..data.images import FORMATS, open_picture, picture_file
-from ..core.files import DiskError
+from speculators_nb.features.feature_folder import (
+    FeatureFolder,
+    FeatureRows,
+    origin,
+    shard,
+    split_of,
+    table_of,
+)
 
 # %% ../../nbs/features/06_from_server.ipynb #c462acd0
 log = logging.getLogger(__name__)
@@ -28,23 +35,38 @@ log = logging.getLogger(__name__)
 
 def more_than_text(
     row: dict,  # of a prepared table
-) -> list | None:  # its messages with the pictures inside them, where there are pictures, else None
-    "Text goes as token ids, which were cut to length; only what ids cannot carry is sent as messages. A picture's file may not be where the server could read it, so its bytes go."
+) -> list | None:  # its messages with the pictures inside; None: it has no pictures
+    """Text goes as token ids, which were cut to length; only what ids cannot carry is sent as
+    messages. A picture's file may not be where the server could read it, so its bytes go."""
     messages = row.get("messages")
     messages = json.loads(messages) if isinstance(messages, str) else messages
-    if not any(isinstance(m.get("content"), list) and any(p.get("type") != "text" for p in m["content"]) for m in messages or ()):
+    if not any(
+        isinstance(m.get("content"), list)
+        and any(p.get("type") != "text" for p in m["content"])
+        for m in messages or ()
+    ):
         return None
-    return [m | {"content": [_inline(p) for p in m["content"]]} if isinstance(m["content"], list) else m for m in messages]
+    return [
+        m | {"content": [_inline(p) for p in m["content"]]}
+        if isinstance(m["content"], list)
+        else m
+        for m in messages
+    ]
 
 
 def _inline(part):
-    "A picture in a file becomes a data: address. What is no picture is not sent: a prepared table may be a stranger's, and could name any file of this machine."
+    """A picture in a file becomes a data: address. What is no picture is not sent: a prepared
+    table may be a stranger's, and could name any file of this machine."""
     path = picture_file(part)
     if path is None:
         return part
     with open_picture(path, str(path)) as picture:
         kind = picture.format.lower() if picture.format in FORMATS else "jpeg"
-    return part | {"image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"}}
+    return part | {
+        "image_url": {
+            "url": f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+        }
+    }
 
 
 def extract_from_server(
@@ -52,43 +74,73 @@ def extract_from_server(
     rows: Dataset | str | Path,  # a prepared table, or its folder
     output_dir,  # gets data_config.json, rows/, hs_{i}.safetensors
     storage,  # the server's shared_storage_path, as it is mounted here
-    layer_ids: list[int] | None = None,  # of the slots, last included; None: what the server's connector says
+    layer_ids: list[int]
+    | None = None,  # of the slots, last included; None: what the server's connector says
     concurrency: int = 8,  # requests in flight
     dtype: torch.dtype | str = torch.bfloat16,  # of the stored states
     rank: int = 0,  # of this process
     world_size: int = 1,  # processes that share the rows
-    max_bytes: int | None = None,  # of hidden states in flight (folder and memory); None: only `concurrency`
+    max_bytes: int
+    | None = None,  # of hidden states in flight (folder and memory); None: only `concurrency`
     max_failures: int = 20,  # in a row, then the job stops
     model: str | None = None,  # served name; None: the only one
     timeout: float = 600.0,  # seconds that one answer may take
     tries: int = 8,  # requests for one answer, with back-off
 ) -> dict:  # counts: written, kept, failed
-    "Write the features of rows that have no valid file. ValueError: another origin; TooManyFailures: server down; DiskError: the rest is kept."
-    dataset, client = table_of(rows), HiddenStatesClient(url, storage, layer_ids, model, timeout, tries)
-    folder = FeatureFolder(output_dir, dataset, origin(client.about(), client.layer_ids, dataset, dtype), shard(len(dataset), rank, world_size))
-    order, room, breaker, size = sorted(folder.todo, key=lambda i: -folder.lengths[i]), Room(max_bytes), Breaker(max_failures), [0, 0]
+    """Write the features of rows that have no valid file. ValueError: another origin;
+    TooManyFailures: server down; DiskError: the rest is kept."""
+    dataset, client = (
+        table_of(rows),
+        HiddenStatesClient(url, storage, layer_ids, model, timeout, tries),
+    )
+    folder = FeatureFolder(
+        output_dir,
+        dataset,
+        origin(client.about(), client.layer_ids, dataset, dtype),
+        shard(len(dataset), rank, world_size),
+    )
+    order, room, breaker, size = (
+        sorted(folder.todo, key=lambda i: -folder.lengths[i]),
+        Room(max_bytes),
+        Breaker(max_failures),
+        [0, 0],
+    )
     table, pictures = dataset.with_format(None), "messages" in dataset.column_names
 
     def one(i):
         with room.of(folder.lengths[i] * size[0]):
-            states = client.states(folder.tokens[i], more_than_text(table[i]) if pictures else None)
+            states = client.states(
+                folder.tokens[i], more_than_text(table[i]) if pictures else None
+            )
             size[:] = states[0].numel() * states.element_size(), states.shape[-1]
             folder.write(i, states)
 
     written = 0
-    with tqdm(total=sum(folder.lengths[i] for i in order), desc="features", unit="tok", unit_scale=True, delay=1) as bar:
+    with tqdm(
+        total=sum(folder.lengths[i] for i in order),
+        desc="features",
+        unit="tok",
+        unit_scale=True,
+        delay=1,
+    ) as bar:
         for part, n in ((order[:1], 1), (order[1:], concurrency)):
             for i, result in concurrently(one, part, n):
                 if isinstance(result, DiskError):
                     raise folder.no_room(result, size[1]) from result
-                if isinstance(result, Exception) and not isinstance(result, (FeatureError, EndpointError)):
+                if isinstance(result, Exception) and not isinstance(
+                    result, (FeatureError, EndpointError)
+                ):
                     raise result
                 if breaker.see(result):
                     written += 1
                 else:
                     log.warning("row %d: %s", i, result)
                 bar.update(folder.lengths[i])
-    return {"written": written, "kept": len(folder.wanted) - len(order), "failed": len(order) - written}
+    return {
+        "written": written,
+        "kept": len(folder.wanted) - len(order),
+        "failed": len(order) - written,
+    }
 
 # %% ../../nbs/features/06_from_server.ipynb #d98fd584
 class ServerFeatures(FeatureRows):
@@ -99,8 +151,10 @@ class ServerFeatures(FeatureRows):
         url: str,  # of a vLLM that was started with `extraction_client.extraction_options`
         rows: Dataset | str | Path,  # a prepared table, or its folder
         storage,  # the server's shared_storage_path, as it is mounted here
-        layer_ids: list[int] | None = None,  # of the slots, last included; None: what the server's connector says
-        layers: list[int] | None = None,  # sent verifier layers for `hidden_states`; None: all but the last
+        layer_ids: list[int]
+        | None = None,  # of the slots, last included; None: what the server's connector says
+        layers: list[int]
+        | None = None,  # sent verifier layers for `hidden_states`; None: all but the last
         on_bad: str = "raise",  # "raise": FeatureError; "skip": not trained, named and counted
         concurrency: int = 8,  # requests in flight, in each of the loader's processes
         dtype: torch.dtype = torch.bfloat16,  # of the features
@@ -108,10 +162,22 @@ class ServerFeatures(FeatureRows):
         **server,  # model, timeout, tries: as in `HiddenStatesClient`
     ):
         self.table = table_of(rows).with_format(None)
-        self.rows, self.client = self.table.with_format("torch"), HiddenStatesClient(url, storage, layer_ids, **server)
-        self.concurrency, self.dtype, self.breaker, self.where = concurrency, dtype, Breaker(max_failures), f"the server {url!r}"
-        super().__init__([int(n) for n in self.rows["seq_len"][:]], self.client.layer_ids, layers, on_bad)
-        self.shape = tuple(self._states(min(range(len(self)), key=self.lengths.__getitem__)).shape[1:])  # a server that is not up to it is found now
+        self.rows, self.client = (
+            self.table.with_format("torch"),
+            HiddenStatesClient(url, storage, layer_ids, **server),
+        )
+        self.concurrency, self.dtype, self.breaker, self.where = (
+            concurrency,
+            dtype,
+            Breaker(max_failures),
+            f"the server {url!r}",
+        )
+        super().__init__(
+            [int(n) for n in self.rows["seq_len"][:]], self.client.layer_ids, layers, on_bad
+        )
+        self.shape = tuple(
+            self._states(min(range(len(self)), key=self.lengths.__getitem__)).shape[1:]
+        )  # a server that is not up to it is found now
         self.split = split_of(self.rows).get("split")
         self.made_by = self.client.about()
 
@@ -130,7 +196,9 @@ class ServerFeatures(FeatureRows):
 
     def __getitems__(self, indices: list[int]) -> list[dict]:
         made = {}
-        for i, result in concurrently(self.__getitem__, dict.fromkeys(indices), min(self.concurrency, len(indices))):
+        for i, result in concurrently(
+            self.__getitem__, dict.fromkeys(indices), min(self.concurrency, len(indices))
+        ):
             if isinstance(result, BaseException):
                 raise result
             made[i] = result

@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 
 # %% ../../nbs/features/04_vllm_connector.ipynb #4a32a76b
 try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+        ExampleHiddenStatesConnector,
+    )
 except ImportError:  # outside vLLM's environment the class can be looked at, not used
     ExampleHiddenStatesConnector = object
 
@@ -27,9 +29,11 @@ except ImportError:  # outside vLLM's environment the class can be looked at, no
 class Done:
     "Takes the place of a CUDA event: a copy on the CPU is over when it returns."
 
-    def synchronize(self): pass
+    def synchronize(self):
+        pass
 
-    def query(self): return True
+    def query(self):
+        return True
 
 
 def cached_rows(
@@ -81,27 +85,46 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
     def build_connector_meta(self, scheduler_output):
         meta = super().build_connector_meta(scheduler_output)
         for request in meta.new_req_filenames:
-            meta.new_req_filenames[request] = self._request_filenames[request] = file_for(self._storage_path, request)
+            meta.new_req_filenames[request] = self._request_filenames[request] = file_for(
+                self._storage_path, request
+            )
         return meta
 
     def register_kv_caches(self, kv_caches):
         super().register_kv_caches(kv_caches)
         if self._is_tp_rank_zero:
-            config, ids = self._vllm_config, self._vllm_config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
-            say_what_is_served(self._storage_path, config.model_config.model, ids, str(self._kv_cache.dtype).removeprefix("torch."))
+            config, ids = (
+                self._vllm_config,
+                self._vllm_config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids,
+            )
+            say_what_is_served(
+                self._storage_path,
+                config.model_config.model,
+                ids,
+                str(self._kv_cache.dtype).removeprefix("torch."),
+            )
 
     def _submit_async_write(self, pending):
         if not self._is_tp_rank_zero:
             return
         if self._kv_cache.device.type != "cpu":
             return super()._submit_async_write(pending)
-        tensors = {"hidden_states": cached_rows(self._kv_cache, pending.block_ids, len(pending.token_ids)), "token_ids": pending.token_ids.clone()}
+        tensors = {
+            "hidden_states": cached_rows(
+                self._kv_cache, pending.block_ids, len(pending.token_ids)
+            ),
+            "token_ids": pending.token_ids.clone(),
+        }
         Path(pending.filename).parent.mkdir(parents=True, exist_ok=True)
         lock_fd, event = self._lock_fds.pop(pending.req_id, None), Done()
         if lock_fd is None and self.use_lock:
-            lock_fd = os.open(f"{pending.filename}.lock", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+            lock_fd = os.open(
+                f"{pending.filename}.lock", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644
+            )
             fcntl.flock(lock_fd, fcntl.LOCK_EX)
-        future = self._executor.submit(self._write_tensors, tensors, event, pending.filename, lock_fd)
+        future = self._executor.submit(
+            self._write_tensors, tensors, event, pending.filename, lock_fd
+        )
         self._req_copy_events[pending.req_id], self._req_futures[pending.req_id] = event, future
         future.add_done_callback(partial(self._on_write_done, pending.req_id))
 
@@ -116,5 +139,7 @@ def say_what_is_served(
     file = Path(storage) / "extraction.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".extraction.{os.getpid()}.json")
-    beside.write_text(json.dumps({"model": model, "layer_ids": [int(i) for i in layer_ids], "dtype": dtype}))
+    beside.write_text(
+        json.dumps({"model": model, "layer_ids": [int(i) for i in layer_ids], "dtype": dtype})
+    )
     os.replace(beside, file)

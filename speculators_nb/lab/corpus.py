@@ -16,228 +16,464 @@ import re
 import string
 import zlib
 from pathlib import Path
+
 from fastcore.script import call_parse
 
 # %% ../../nbs/lab/01_corpus.ipynb #399a46d0
 def spin(
-    rng:random.Random, # where the choices come from
-    text:str, # text with `[one|two|three]` groups, which may be nested
-) -> str: # the text with every group resolved
-    "Resolve every `[a|b|…]` group of `text` to one of its members, innermost first. Brackets without a bar are left alone."
+    rng: random.Random,  # where the choices come from
+    text: str,  # text with `[one|two|three]` groups, which may be nested
+) -> str:  # the text with every group resolved
+    """Resolve every `[a|b|…]` group of `text` to one of its members, innermost first. Brackets
+    without a bar are left alone."""
     while found := re.search(r"\[([^\[\]]*\|[^\[\]]*)\]", text):
-        text = text[:found.start()] + rng.choice(found[1].split("|")) + text[found.end():]
+        text = text[: found.start()] + rng.choice(found[1].split("|")) + text[found.end() :]
     return text
 
 # %% ../../nbs/lab/01_corpus.ipynb #8892eedb
-ANIMALS = "fox owl hare goose badger mouse otter cat heron pony".split()
-NAMES = "Ada Ben Cleo Dora Finn Gus Hana Ivo Juno Kit Lena Milo Nora Otto Pia Rosa".split()
-PLACES = "harbour mill forest market station garden library bridge orchard tower".split()
-THINGS = "lantern map kite drum letter key basket clock boat coat".split()
-FOODS = "apples bread cheese dates eggs figs grapes honey jam kale lemons milk nuts olives pears rice".split()
-QUALITIES = "old small quiet bright cold green narrow busy pale tall".split()
-TRAITS = "kind patient clever shy brave hungry lazy polite".split()
+ANIMALS = ["fox", "owl", "hare", "goose", "badger", "mouse", "otter", "cat", "heron", "pony"]
+NAMES = [
+    "Ada",
+    "Ben",
+    "Cleo",
+    "Dora",
+    "Finn",
+    "Gus",
+    "Hana",
+    "Ivo",
+    "Juno",
+    "Kit",
+    "Lena",
+    "Milo",
+    "Nora",
+    "Otto",
+    "Pia",
+    "Rosa",
+]
+PLACES = [
+    "harbour",
+    "mill",
+    "forest",
+    "market",
+    "station",
+    "garden",
+    "library",
+    "bridge",
+    "orchard",
+    "tower",
+]
+THINGS = ["lantern", "map", "kite", "drum", "letter", "key", "basket", "clock", "boat", "coat"]
+FOODS = [
+    "apples",
+    "bread",
+    "cheese",
+    "dates",
+    "eggs",
+    "figs",
+    "grapes",
+    "honey",
+    "jam",
+    "kale",
+    "lemons",
+    "milk",
+    "nuts",
+    "olives",
+    "pears",
+    "rice",
+]
+QUALITIES = [
+    "old",
+    "small",
+    "quiet",
+    "bright",
+    "cold",
+    "green",
+    "narrow",
+    "busy",
+    "pale",
+    "tall",
+]
+TRAITS = ["kind", "patient", "clever", "shy", "brave", "hungry", "lazy", "polite"]
 
 # %% ../../nbs/lab/01_corpus.ipynb #541232af
 def addition(
-    rng:random.Random, # source of the numbers and of the wording
-) -> tuple[str, str]: # prompt, answer
+    rng: random.Random,  # source of the numbers and of the wording
+) -> tuple[str, str]:  # prompt, answer
     "A two-digit sum, tens and ones apart."
     a, b = rng.randint(11, 69), rng.randint(11, 69)
     tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
-    prompt = spin(rng, f"[What is {a} + {b}?|Add {a} and {b}.|Work out {a} + {b} step by step.|I need the sum of {a} and {b}.|"
-                       f"A [shop|farm|school] has {a} [pens|bags|chairs] and gets {b} more. How many is that?]")
-    answer = spin(rng, f"[Split|Break up|Take apart] both numbers: {a} = {a // 10 * 10} + {a % 10} and {b} = {b // 10 * 10} + {b % 10}. "
-                       f"[The tens give|For the tens we have|Tens first:] {a // 10 * 10} + {b // 10 * 10} = {tens}, "
-                       f"[the ones|and the ones] {a % 10} + {b % 10} = {ones}. "
-                       f"[The sum is|That makes|Altogether it is] {tens} + {ones} = {tens + ones}.")
+    prompt = spin(
+        rng,
+        f"[What is {a} + {b}?|Add {a} and {b}.|Work out {a} + {b} step by step.|I need the "
+        f"sum of {a} and {b}.|A [shop|farm|school] has {a} [pens|bags|chairs] and gets {b} "
+        "more. How many is that?]",
+    )
+    answer = spin(
+        rng,
+        f"[Split|Break up|Take apart] both numbers: {a} = {a // 10 * 10} + {a % 10} and {b} = "
+        f"{b // 10 * 10} + {b % 10}. [The tens give|For the tens we have|Tens first:] "
+        f"{a // 10 * 10} + {b // 10 * 10} = {tens}, [the ones|and the ones] {a % 10} + "
+        f"{b % 10} = {ones}. [The sum is|That makes|Altogether it is] {tens} + {ones} = "
+        f"{tens + ones}.",
+    )
     return prompt, answer
 
 
 def subtraction(
-    rng:random.Random, # source of the numbers and of the wording
-) -> tuple[str, str]: # prompt, answer
+    rng: random.Random,  # source of the numbers and of the wording
+) -> tuple[str, str]:  # prompt, answer
     "A two-digit difference that is never negative, taken away in two steps."
     b, a = sorted((rng.randint(11, 79), rng.randint(11, 79)))
     tens, ones = b // 10 * 10, b % 10
-    prompt = spin(rng, f"[What is {a} - {b}?|Take {b} away from {a}.|Work out {a} - {b} step by step.|"
-                       f"There were {a} [birds|boats|coins] and {b} [are gone|were lost]. How many are left?]")
-    answer = spin(rng, f"[Take away|Subtract|Remove] {b} in two steps, because {b} = {tens} + {ones}. "
-                       f"[First|To begin with], {a} - {tens} = {a - tens}. [Then|After that], {a - tens} - {ones} = {a - b}. "
-                       f"[What is left is|The difference is|So the answer is] {a - b}.")
+    prompt = spin(
+        rng,
+        f"[What is {a} - {b}?|Take {b} away from {a}.|Work out {a} - {b} step by step.|"
+        f"There were {a} [birds|boats|coins] and {b} [are gone|were lost]. How many are left?]",
+    )
+    answer = spin(
+        rng,
+        f"[Take away|Subtract|Remove] {b} in two steps, because {b} = {tens} + {ones}. "
+        f"[First|To begin with], {a} - {tens} = {a - tens}. [Then|After that], {a - tens} - "
+        f"{ones} = {a - b}. [What is left is|The difference is|So the answer is] {a - b}.",
+    )
     return prompt, answer
 
 
 def multiplication(
-    rng:random.Random, # source of the numbers and of the wording
-) -> tuple[str, str]: # prompt, answer
+    rng: random.Random,  # source of the numbers and of the wording
+) -> tuple[str, str]:  # prompt, answer
     "One digit times two digits, by splitting off the tens."
     a, b = rng.randint(2, 6), rng.randint(11, 39)
     tens, ones = b // 10 * 10, b % 10
-    prompt = spin(rng, f"[What is {a} times {b}?|Multiply {b} by {a}.|Work out {a} × {b}.|"
-                       f"[Ada|Ben|Rosa|Otto] buys {a} boxes with {b} [nails|cups|stamps] in each. How many in all?]")
-    answer = spin(rng, f"[Split|Break|Cut] {b} into {tens} and {ones}. {a} × {tens} = {a * tens} and {a} × {ones} = {a * ones}. "
-                       f"[Add the two parts|Together they make|The total is]: {a * tens} + {a * ones} = {a * b}.")
+    prompt = spin(
+        rng,
+        f"[What is {a} times {b}?|Multiply {b} by {a}.|Work out {a} × {b}.|"
+        f"[Ada|Ben|Rosa|Otto] buys {a} boxes with {b} [nails|cups|stamps] in each. How many in "
+        "all?]",
+    )
+    answer = spin(
+        rng,
+        f"[Split|Break|Cut] {b} into {tens} and {ones}. {a} × {tens} = {a * tens} and {a} × "
+        f"{ones} = {a * ones}. [Add the two parts|Together they make|The total is]: "
+        f"{a * tens} + {a * ones} = {a * b}.",
+    )
     return prompt, answer
 
 # %% ../../nbs/lab/01_corpus.ipynb #63b8786a
 def sorted_numbers(
-    rng:random.Random, # source of the list and of the wording
-) -> tuple[str, str]: # prompt, answer
+    rng: random.Random,  # source of the list and of the wording
+) -> tuple[str, str]:  # prompt, answer
     "Three to six two-digit numbers with different tens, in rising or falling order."
     tens = rng.sample(range(1, 10), rng.randint(3, 6))
     numbers = [10 * t + rng.randint(0, 9) for t in tens]
-    down = rng.random() < .4
+    down = rng.random() < 0.4
     ordered = sorted(numbers, reverse=down)
-    prompt = spin(rng, f"[Sort these numbers|Put these numbers in order|Order this list], "
-                       f"[{'largest' if down else 'smallest'} first|{'falling' if down else 'rising'}]: {', '.join(map(str, numbers))}.")
-    answer = spin(rng, f"[The list has|There are|I count] {len(numbers)} numbers. [The smallest is|The least is] {min(numbers)} and "
-                       f"the [largest|greatest] is {max(numbers)}, so [the list begins and ends there|the rest lies between]. "
-                       f"[In order|Sorted|The result]: {', '.join(map(str, ordered))}.")
+    prompt = spin(
+        rng,
+        f"[Sort these numbers|Put these numbers in order|Order this list], "
+        f"[{'largest' if down else 'smallest'} first|{'falling' if down else 'rising'}]: "
+        f"{', '.join(map(str, numbers))}.",
+    )
+    answer = spin(
+        rng,
+        f"[The list has|There are|I count] {len(numbers)} numbers. [The smallest is|The least "
+        f"is] {min(numbers)} and the [largest|greatest] is {max(numbers)}, so [the list "
+        "begins and ends there|the rest lies between]. [In order|Sorted|The result]: "
+        f"{', '.join(map(str, ordered))}.",
+    )
     return prompt, answer
 
 
 def sorted_words(
-    rng:random.Random, # source of the list and of the wording
-) -> tuple[str, str]: # prompt, answer
+    rng: random.Random,  # source of the list and of the wording
+) -> tuple[str, str]:  # prompt, answer
     "Three to six words with different first letters, in the order of the alphabet."
     by_letter = {}
     for word in ANIMALS + PLACES + THINGS + FOODS:
         by_letter.setdefault(word[0], []).append(word)
-    words = [rng.choice(by_letter[letter]) for letter in rng.sample(sorted(by_letter), rng.randint(3, 6))]
-    prompt = spin(rng, f"[Put these words in alphabetical order|Sort these words from a to z|Alphabetise this list]: {', '.join(words)}.")
-    answer = spin(rng, f"[The list has|There are|I count] {len(words)} words. [Compare|Look at|Go by] the first letters: "
-                       f"{', '.join(sorted(w[0] for w in words))}. "
-                       f"[That gives the order|So the words are|Written out, that is] {', '.join(sorted(words))}.")
+    words = [
+        rng.choice(by_letter[letter])
+        for letter in rng.sample(sorted(by_letter), rng.randint(3, 6))
+    ]
+    prompt = spin(
+        rng,
+        (
+            "[Put these words in alphabetical order|Sort these words from a to z|Alphabetise "
+            f"this list]: {', '.join(words)}."
+        ),
+    )
+    answer = spin(
+        rng,
+        f"[The list has|There are|I count] {len(words)} words. [Compare|Look at|Go by] the "
+        f"first letters: {', '.join(sorted(w[0] for w in words))}. [That gives the order|So "
+        f"the words are|Written out, that is] {', '.join(sorted(words))}.",
+    )
     return prompt, answer
 
 # %% ../../nbs/lab/01_corpus.ipynb #3bf934b6
 def table(
-    rng:random.Random, # source of the table, the questions and the wording
-    n:int, # how many questions are asked about it
-) -> list[tuple[str, str]]: # (prompt, answer) for each turn; the first prompt holds the table
+    rng: random.Random,  # source of the table, the questions and the wording
+    n: int,  # how many questions are asked about it
+) -> list[tuple[str, str]]:  # (prompt, answer) for each turn; the first prompt holds the table
     "A small table, then questions that look up a cell or a row."
-    foods, columns = rng.sample(FOODS, rng.randint(3, 5)), rng.sample(["price", "stock", "weight"], 2)
-    values = {column: dict(zip(foods, rng.sample(range(2, 99), len(foods)))) for column in columns}
-    rows = "\n".join(f"{food} | {values[columns[0]][food]} | {values[columns[1]][food]}" for food in foods)
+    foods, columns = (
+        rng.sample(FOODS, rng.randint(3, 5)),
+        rng.sample(["price", "stock", "weight"], 2),
+    )
+    values = {
+        column: dict(zip(foods, rng.sample(range(2, 99), len(foods)))) for column in columns
+    }
+    rows = "\n".join(
+        f"{food} | {values[columns[0]][food]} | {values[columns[1]][food]}" for food in foods
+    )
     turns = []
     for food in rng.sample(foods, n):
         place = rng.randrange(2)
-        asked, row = columns[place], f"{food} | {values[columns[0]][food]} | {values[columns[1]][food]}"
-        if rng.random() < .7:
-            prompt = f"[What is the {asked} of {food}?|Give me the {asked} of {food}.|Look up {food}: what is the {asked}?]"
-            answer = (f"[The row of {food} reads|We need the row|The table says] {row}. [Its|The] {('first', 'second')[place]} number "
-                      f"is the {asked}[, so the answer is|: it is|, which is] {values[asked][food]}.")
+        asked, row = (
+            columns[place],
+            f"{food} | {values[columns[0]][food]} | {values[columns[1]][food]}",
+        )
+        if rng.random() < 0.7:
+            prompt = (
+                f"[What is the {asked} of {food}?|Give me the {asked} of {food}.|Look up "
+                f"{food}: what is the {asked}?]"
+            )
+            answer = (
+                f"[The row of {food} reads|We need the row|The table says] {row}. [Its|The] "
+                f"{('first', 'second')[place]} number "
+                f"is the {asked}[, so the answer is|: it is|, which is] {values[asked][food]}."
+            )
         else:
-            prompt = f"[Read me the row of {food}.|What do we know about {food}?|Tell me everything about {food}.]"
-            answer = (f"[The row of {food} reads|We need the row|The table says] {row}. [That is|This means] "
-                      f"a {columns[0]} of {values[columns[0]][food]} and a {columns[1]} of {values[columns[1]][food]}.")
+            prompt = (
+                f"[Read me the row of {food}.|What do we know about {food}?|Tell me everything "
+                f"about {food}.]"
+            )
+            answer = (
+                f"[The row of {food} reads|We need the row|The table says] {row}. [That "
+                f"is|This means] a {columns[0]} of {values[columns[0]][food]} and a "
+                f"{columns[1]} of {values[columns[1]][food]}."
+            )
         counted = f"[The table has|There are|I see] {len(foods)} rows. "
         turns.append((spin(rng, prompt), spin(rng, counted + answer)))
     lead = spin(rng, "[Here is a table.|Use this table.|Look at these goods.]")
-    return [(f"{lead}\n\nfood | {' | '.join(columns)}\n{rows}\n\n{turns[0][0]}", turns[0][1]), *turns[1:]]
+    return [
+        (f"{lead}\n\nfood | {' | '.join(columns)}\n{rows}\n\n{turns[0][0]}", turns[0][1]),
+        *turns[1:],
+    ]
 
 # %% ../../nbs/lab/01_corpus.ipynb #a6ba264e
 def quotation(
-    rng:random.Random, # source of the passage and of the wording
-) -> tuple[str, str]: # prompt, answer
+    rng: random.Random,  # source of the passage and of the wording
+) -> tuple[str, str]:  # prompt, answer
     "A passage to be given back word for word."
     n = rng.randint(6, 10)
-    words = [f"{q} {w}" for q, w in zip(rng.sample(QUALITIES, n), rng.sample(ANIMALS + THINGS + PLACES, n))]
-    passage = f"{rng.choice(NAMES)} saw {', '.join('a ' + w for w in words[:-1])} and a {words[-1]}.".replace("a old", "an old")
-    prompt = spin(rng, f"[Repeat this line exactly|Copy this sentence|Say this back to me|Quote this word for word]: \"{passage}\"")
-    answer = spin(rng, f"[Here it is again|Word for word|As you wrote it|The line reads]: \"{passage}\""
-                       "[ Nothing was changed.| That is all of it.|]")
+    words = [
+        f"{q} {w}"
+        for q, w in zip(rng.sample(QUALITIES, n), rng.sample(ANIMALS + THINGS + PLACES, n))
+    ]
+    seen = ", ".join("a " + w for w in words[:-1])
+    passage = f"{rng.choice(NAMES)} saw {seen} and a {words[-1]}.".replace("a old", "an old")
+    prompt = spin(
+        rng,
+        (
+            "[Repeat this line exactly|Copy this sentence|Say this back to me|Quote this word "
+            f'for word]: "{passage}"'
+        ),
+    )
+    answer = spin(
+        rng,
+        f'[Here it is again|Word for word|As you wrote it|The line reads]: "{passage}"'
+        "[ Nothing was changed.| That is all of it.|]",
+    )
     return prompt, answer
 
 # %% ../../nbs/lab/01_corpus.ipynb #ebcda472
 def function(
-    rng:random.Random, # source of the task, the names and the wording
-) -> tuple[str, str]: # prompt, answer
+    rng: random.Random,  # source of the task, the names and the wording
+) -> tuple[str, str]:  # prompt, answer
     "A Python function over a list, as a loop or as a comprehension."
-    k, item, items = rng.randint(2, 9), rng.choice(["item", "value", "number", "x"]), rng.choice(["items", "values", "numbers"])
-    task, names, kept, test = rng.choice([
-        (f"[multiplies every number by {k}|scales a list by {k}]", ["scale", "multiply_all", "times"], f"{item} * {k}", ""),
-        (f"[adds {k} to every number|raises every number by {k}]", ["shift", "add_to_all", "increase"], f"{item} + {k}", ""),
-        (f"[keeps only the numbers above {k}|drops everything up to {k}]", ["keep_large", "above", "filter_high"], item, f"{item} > {k}"),
-        (f"[keeps only the numbers below {k}|drops everything from {k} on]", ["keep_small", "below", "filter_low"], item, f"{item} < {k}"),
-        ("[keeps the even numbers|drops the odd numbers]", ["evens", "keep_even", "only_even"], item, f"{item} % 2 == 0"),
-        ("[keeps the odd numbers|drops the even numbers]", ["odds", "keep_odd", "only_odd"], item, f"{item} % 2 == 1"),
-    ])
+    k, item, items = (
+        rng.randint(2, 9),
+        rng.choice(["item", "value", "number", "x"]),
+        rng.choice(["items", "values", "numbers"]),
+    )
+    task, names, kept, test = rng.choice(
+        [
+            (
+                f"[multiplies every number by {k}|scales a list by {k}]",
+                ["scale", "multiply_all", "times"],
+                f"{item} * {k}",
+                "",
+            ),
+            (
+                f"[adds {k} to every number|raises every number by {k}]",
+                ["shift", "add_to_all", "increase"],
+                f"{item} + {k}",
+                "",
+            ),
+            (
+                f"[keeps only the numbers above {k}|drops everything up to {k}]",
+                ["keep_large", "above", "filter_high"],
+                item,
+                f"{item} > {k}",
+            ),
+            (
+                f"[keeps only the numbers below {k}|drops everything from {k} on]",
+                ["keep_small", "below", "filter_low"],
+                item,
+                f"{item} < {k}",
+            ),
+            (
+                "[keeps the even numbers|drops the odd numbers]",
+                ["evens", "keep_even", "only_even"],
+                item,
+                f"{item} % 2 == 0",
+            ),
+            (
+                "[keeps the odd numbers|drops the even numbers]",
+                ["odds", "keep_odd", "only_odd"],
+                item,
+                f"{item} % 2 == 1",
+            ),
+        ]
+    )
     name, head = rng.choice(names), f"for {item} in {items}"
-    if rng.random() < .5:
+    if rng.random() < 0.5:
         body = f"    return [{kept} {head}{' if ' + test if test else ''}]"
     else:
         guard, pad = (f"        if {test}:\n", "    ") if test else ("", "")
-        body = f"    result = []\n    {head}:\n{guard}{pad}        result.append({kept})\n    return result"
-    prompt = spin(rng, f"[Write a Python function that|Please write a function that|Show me Python code that] {task}.")
-    answer = spin(rng, f"[Here is one way|This does it|You can write]:\n\n```python\ndef {name}({items}):\n{body}\n```\n\n"
-                       f"[It returns a new list|The result is a new list|It builds a new list], [so|and] {items} "
-                       f"[stays as it was|is not changed|can be used again].")
+        body = (
+            f"    result = []\n    {head}:\n{guard}{pad}        result.append({kept})\n    "
+            "return result"
+        )
+    prompt = spin(
+        rng,
+        (
+            "[Write a Python function that|Please write a function that|Show me Python code "
+            f"that] {task}."
+        ),
+    )
+    answer = spin(
+        rng,
+        f"[Here is one way|This does it|You can write]:\n\n```python\ndef {name}({items}):\n"
+        f"{body}\n```\n\n"
+        "[It returns a new list|The result is a new list|It builds a new list], [so|and] "
+        f"{items} "
+        f"[stays as it was|is not changed|can be used again].",
+    )
     return prompt, answer
 
 # %% ../../nbs/lab/01_corpus.ipynb #227d4310
 STORY = [
-    ["[One morning|Late in autumn|On a windy evening|Before sunrise] a {trait} {animal} called {name} [set out to "
-     "find|went looking for|left home to fetch] a [lost|silver|broken|borrowed|blue] {thing}.",
-     "There was once a {trait} {animal} named {name} who [lived near|slept behind|looked after] the {place} and "
-     "[owned|kept|had found] a [silver|broken|painted|blue] {thing}.",
-     "{name} was a {trait} {animal} with [one wish|a plan|a secret|no money at all]: to [carry|sell|mend|hide] the "
-     "{thing} [of an old friend|from the hill|that nobody wanted]."],
-    ["The [road|path] to the {place} was [long and muddy|covered with snow|full of holes|steeper than it looked], "
-     "[but|and yet] nobody [turned back|complained|wanted to wait].",
-     "At the {place} [a tired|a cheerful|a very tall|an angry] {other} [asked for help|blocked the way|shared a "
-     "piece of bread|told a strange tale].",
-     "[All day long|For three days|Until the moon rose] the {animal} [walked along the river|followed the sound of "
-     "bells|counted the stones by the road|waited under a tree]."],
-    ["Then [the rain began|a door opened|the wind dropped|a bell rang], and [everything changed|the {other} "
-     "laughed|the lights went out|it was suddenly quiet].",
-     "[\"Take it,\" said the {other}, \"|\"Listen,\" whispered the {other}, \"][you will need it more than I do|the "
-     "way back is shorter than you think|it only works in the dark].\"",
-     "The {thing} [fell into the water|began to shine|was heavier than before|broke in two], [so|and] they [worked "
-     "together until noon|had to start again|sat down and laughed|took turns carrying it]."],
-    ["[In the end|At last|That night] they [shared a warm supper|went home by another road|hung the {thing} above "
-     "the door|became the best of friends].",
-     "[From then on|Since that day|Every winter after that] the {thing} [stood in the window|was never lost "
-     "again|belonged to both of them], and {name} [slept well|told the story to everyone|smiled whenever it rained].",
-     "And that is [how|why] the {place} [got its name|has a {thing} on its wall|is never empty]."],
+    [
+        "[One morning|Late in autumn|On a windy evening|Before sunrise] a {trait} {animal} "
+        "called {name} [set out to find|went looking for|left home to fetch] a "
+        "[lost|silver|broken|borrowed|blue] {thing}.",
+        "There was once a {trait} {animal} named {name} who [lived near|slept behind|looked "
+        "after] the {place} and [owned|kept|had found] a [silver|broken|painted|blue] {thing}.",
+        "{name} was a {trait} {animal} with [one wish|a plan|a secret|no money at all]: to "
+        "[carry|sell|mend|hide] the {thing} [of an old friend|from the hill|that nobody "
+        "wanted].",
+    ],
+    [
+        "The [road|path] to the {place} was [long and muddy|covered with snow|full of "
+        "holes|steeper than it looked], "
+        "[but|and yet] nobody [turned back|complained|wanted to wait].",
+        "At the {place} [a tired|a cheerful|a very tall|an angry] {other} [asked for "
+        "help|blocked the way|shared a "
+        "piece of bread|told a strange tale].",
+        "[All day long|For three days|Until the moon rose] the {animal} [walked along the "
+        "river|followed the sound of bells|counted the stones by the road|waited under a "
+        "tree].",
+    ],
+    [
+        "Then [the rain began|a door opened|the wind dropped|a bell rang], and [everything "
+        "changed|the {other} laughed|the lights went out|it was suddenly quiet].",
+        '["Take it," said the {other}, "|"Listen," whispered the {other}, "][you will need it '
+        "more than I do|the "
+        'way back is shorter than you think|it only works in the dark]."',
+        "The {thing} [fell into the water|began to shine|was heavier than before|broke in "
+        "two], [so|and] they [worked together until noon|had to start again|sat down and "
+        "laughed|took turns carrying it].",
+    ],
+    [
+        "[In the end|At last|That night] they [shared a warm supper|went home by another "
+        "road|hung the {thing} above the door|became the best of friends].",
+        "[From then on|Since that day|Every winter after that] the {thing} [stood in the "
+        "window|was never lost again|belonged to both of them], and {name} [slept well|told "
+        "the story to everyone|smiled whenever it rained].",
+        (
+            "And that is [how|why] the {place} [got its name|has a {thing} on its wall|is "
+            "never empty]."
+        ),
+    ],
 ]
 PORTRAIT = [
-    ["The {place} is a {q} [place|spot|corner of the town] [between two hills|at the end of the road|not far from the sea].",
-     "You [reach|find] the {place} [after an hour on foot|by following the river|behind the last houses]; it is {q} "
-     "and [smells of wood|full of voices|painted white]."],
-    ["[In the morning|At noon|Before dark] [children|travellers|two sisters|a few workers] [sit on the wall|sell "
-     "fruit|repair nets|play chess] there and [talk about the weather|wait for news|drink tea].",
-     "[Most people|Visitors|Neighbours] come for [the view|the music|the silence|the bread] and [stay longer than "
-     "planned|leave with a smile|bring something to eat]."],
-    ["A {trait} {animal} [sleeps near the gate|watches from the roof|guards the steps], and [nobody minds|everyone "
-     "knows its name|it never makes a sound].",
-     "Above the door hangs a {q2} {thing} [that somebody forgot|from another century|made of glass], and [it still "
-     "works|it moves in the wind|nobody knows why]."],
-    ["[When it rains|In winter|On Sundays] the {place} [is almost empty|feels like home|looks twice as large], and "
-     "[that is the best time to visit|the lamps burn all day|you can hear the river].",
-     "If you [go there|visit it], take [a warm coat|a good book|an apple|some time] and [do not hurry|greet the "
-     "owner|look up now and then]."],
+    [
+        (
+            "The {place} is a {q} [place|spot|corner of the town] [between two hills|at the "
+            "end of the road|not far from the sea]."
+        ),
+        "You [reach|find] the {place} [after an hour on foot|by following the river|behind "
+        "the last houses]; it is {q} and [smells of wood|full of voices|painted white].",
+    ],
+    [
+        "[In the morning|At noon|Before dark] [children|travellers|two sisters|a few workers] "
+        "[sit on the wall|sell fruit|repair nets|play chess] there and [talk about the "
+        "weather|wait for news|drink tea].",
+        "[Most people|Visitors|Neighbours] come for [the view|the music|the silence|the "
+        "bread] and [stay longer than planned|leave with a smile|bring something to eat].",
+    ],
+    [
+        "A {trait} {animal} [sleeps near the gate|watches from the roof|guards the steps], "
+        "and [nobody minds|everyone knows its name|it never makes a sound].",
+        "Above the door hangs a {q2} {thing} [that somebody forgot|from another century|made "
+        "of glass], and [it still works|it moves in the wind|nobody knows why].",
+    ],
+    [
+        "[When it rains|In winter|On Sundays] the {place} [is almost empty|feels like "
+        "home|looks twice as large], and "
+        "[that is the best time to visit|the lamps burn all day|you can hear the river].",
+        "If you [go there|visit it], take [a warm coat|a good book|an apple|some time] and "
+        "[do not hurry|greet the owner|look up now and then].",
+    ],
 ]
 
 # %% ../../nbs/lab/01_corpus.ipynb #3e6297e1
 def free_choice(
-    rng:random.Random, # source of the subject and of every turn of the tale
-) -> tuple[str, str]: # prompt, answer
+    rng: random.Random,  # source of the subject and of every turn of the tale
+) -> tuple[str, str]:  # prompt, answer
     "A story or a description: the subject is asked for, the rest is free."
     animal, other = rng.sample(ANIMALS, 2)
-    slots = dict(animal=animal, other=other, name=rng.choice(NAMES), place=rng.choice(PLACES), thing=rng.choice(THINGS),
-                 trait=rng.choice(TRAITS), **dict(zip(("q", "q2"), rng.sample(QUALITIES, 2))))
-    story = rng.random() < .6
-    prompt = ("[Tell me a [short|little] story about|Write a [short|little] story about|I would like a tale about] a[| {trait}] {animal}."
-              if story else "[Describe|Write a few lines about|Tell me about|What is it like at] the {place}.")
+    slots = dict(
+        animal=animal,
+        other=other,
+        name=rng.choice(NAMES),
+        place=rng.choice(PLACES),
+        thing=rng.choice(THINGS),
+        trait=rng.choice(TRAITS),
+        **dict(zip(("q", "q2"), rng.sample(QUALITIES, 2))),
+    )
+    story = rng.random() < 0.6
+    prompt = (
+        (
+            "[Tell me a [short|little] story about|Write a [short|little] story about|I would "
+            "like a tale about] a[| {trait}] {animal}."
+        )
+        if story
+        else "[Describe|Write a few lines about|Tell me about|What is it like at] the {place}."
+    )
     answer = " ".join(spin(rng, rng.choice(beat)) for beat in (STORY if story else PORTRAIT))
-    prompt, answer = (re.sub(r"\b([Aa])(?= [ao])", r"\1n", text.format(**slots)) for text in (spin(rng, prompt), answer))
+    prompt, answer = (
+        re.sub(r"\b([Aa])(?= [ao])", r"\1n", text.format(**slots))
+        for text in (spin(rng, prompt), answer)
+    )
     return prompt, answer
 
 # %% ../../nbs/lab/01_corpus.ipynb #a3ba8272
 def each_turn(
-    *makers, # functions of `rng` that return one (prompt, answer)
-): # function of (rng, n) that returns n of them
+    *makers,  # functions of `rng` that return one (prompt, answer)
+):  # function of (rng, n) that returns n of them
     "A domain whose turns do not depend on each other."
     return lambda rng, n: [rng.choice(makers)(rng) for _ in range(n)]
 
@@ -253,30 +489,37 @@ DOMAINS = {
 
 # %% ../../nbs/lab/01_corpus.ipynb #e72dd645
 def conversation(
-    rng:random.Random, # decides everything
-    domain:str, # a key of `DOMAINS`
-) -> dict: # {"domain", "messages": [{"role", "content"}, …]}, one to three turns
+    rng: random.Random,  # decides everything
+    domain: str,  # a key of `DOMAINS`
+) -> dict:  # {"domain", "messages": [{"role", "content"}, …]}, one to three turns
     "One conversation. Raises `ValueError` for an unknown domain."
     if domain not in DOMAINS:
         raise ValueError(f"domain is {domain!r}; choose one of {', '.join(DOMAINS)}")
     turns = DOMAINS[domain](rng, rng.choices([1, 2, 3], [5, 3, 2])[0])
-    messages = [dict(role=role, content=text) for turn in turns for role, text in zip(("user", "assistant"), turn)]
+    messages = [
+        dict(role=role, content=text)
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn)
+    ]
     return dict(domain=domain, messages=messages)
 
 
 def is_heldout(
-    conversation:dict, # has "messages"
-) -> bool: # True for about one prompt in ten
-    "Whether a conversation belongs to the held-out part: a property of its first prompt, so no seed or size can mix the parts."
+    conversation: dict,  # has "messages"
+) -> bool:  # True for about one prompt in ten
+    """Whether a conversation belongs to the held-out part: a property of its first prompt, so
+    no seed or size can mix the parts."""
     return zlib.crc32(conversation["messages"][0]["content"].encode()) % 10 == 0
 
 
 def corpus(
-    n:int, # number of conversations
-    seed:int=0, # the same seed gives the same conversations; a smaller n gives a prefix
-    domains:list[str]=tuple(DOMAINS), # each comes once in every len(domains) rows, in shuffled order: no stride picks one
-    heldout:bool=False, # which part: see `is_heldout`
-) -> list[dict]: # {"id", "domain", "messages"}
+    n: int,  # number of conversations
+    seed: int = 0,  # the same seed gives the same conversations; a smaller n gives a prefix
+    domains: list[str] = tuple(
+        DOMAINS
+    ),  # each comes once in every len(domains) rows, in shuffled order: no stride picks one
+    heldout: bool = False,  # which part: see `is_heldout`
+) -> list[dict]:  # {"id", "domain", "messages"}
     "`n` conversations of one part."
     rows = []
     for i in range(n):
@@ -293,8 +536,13 @@ def _arithmetic(prompt, answer, first):
     a, b = map(int, re.findall(r"\d+", prompt))
     if "take" in prompt.lower():
         a, b = b, a
-    value = (a * b if re.search(r"times|ultiply|×|each", prompt) else
-             a - b if re.search(r" - |away|gone|lost", prompt) else a + b)
+    value = (
+        a * b
+        if re.search(r"times|ultiply|×|each", prompt)
+        else a - b
+        if re.search(r" - |away|gone|lost", prompt)
+        else a + b
+    )
     return re.findall(r"\d+", answer)[-1:] == [str(value)]
 
 
@@ -310,7 +558,11 @@ def _table(prompt, answer, first):
     question = re.findall(r"\w+", prompt.splitlines()[-1])
     row = next(row for row in rows if row[0] in question)
     asked = [value for column, value in zip(header, row) if column in question]
-    wanted = f" {asked[0]}." if asked else f" a {header[1]} of {row[1]} and a {header[2]} of {row[2]}."
+    wanted = (
+        f" {asked[0]}."
+        if asked
+        else f" a {header[1]} of {row[1]} and a {header[2]} of {row[2]}."
+    )
     return " | ".join(row) in answer and answer.endswith(wanted)
 
 
@@ -320,10 +572,21 @@ def _copying(prompt, answer, first):
 
 def _code(prompt, answer, first):
     k = int((re.findall(r"\d+", prompt) or [2])[0])
-    wanted = next(test for words, test in {
-        "multiplies|scales": rf" \* {k}\b", "adds|raises": rf" \+ {k}\b", "above|up to": rf" > {k}\b", "below|on\\.": rf" < {k}\b",
-        "keeps the even|drops the odd": " % 2 == 0", "keeps the odd|drops the even": " % 2 == 1"}.items() if re.search(words, prompt))
-    found = re.search(r"```python\n(def \w+\((\w+)\):.*?for (\w+) in (\w+).*?)\n```", answer, re.S)
+    wanted = next(
+        test
+        for words, test in {
+            "multiplies|scales": rf" \* {k}\b",
+            "adds|raises": rf" \+ {k}\b",
+            "above|up to": rf" > {k}\b",
+            "below|on\\.": rf" < {k}\b",
+            "keeps the even|drops the odd": " % 2 == 0",
+            "keeps the odd|drops the even": " % 2 == 1",
+        }.items()
+        if re.search(words, prompt)
+    )
+    found = re.search(
+        r"```python\n(def \w+\((\w+)\):.*?for (\w+) in (\w+).*?)\n```", answer, re.S
+    )
     if not found or found[2] != found[4] or not re.search(rf"\b{found[3]}{wanted}", found[1]):
         return False
     names = {node.id for node in ast.walk(ast.parse(found[1])) if isinstance(node, ast.Name)}
@@ -331,46 +594,75 @@ def _code(prompt, answer, first):
 
 
 def _free(prompt, answer, first):
-    return any(re.search(rf"\b{w}\b", prompt) and re.search(rf"\b{w}\b", answer) for w in ANIMALS + PLACES) and answer[-1] in '."'
+    return (
+        any(
+            re.search(rf"\b{w}\b", prompt) and re.search(rf"\b{w}\b", answer)
+            for w in ANIMALS + PLACES
+        )
+        and answer[-1] in '."'
+    )
 
 
-CHECKS = dict(arithmetic=_arithmetic, sorting=_sorting, table=_table, copying=_copying, code=_code, free=_free)
+CHECKS = dict(
+    arithmetic=_arithmetic,
+    sorting=_sorting,
+    table=_table,
+    copying=_copying,
+    code=_code,
+    free=_free,
+)
 
 
 def is_right(
-    domain:str, # a key of `DOMAINS`
-    messages:list[dict], # ends with the answer that is to be judged
-) -> bool: # whether the last message answers the one before it
-    "Work the last prompt out from its text alone and compare. A free answer is right if it keeps to its subject and ends."
-    return bool(CHECKS[domain](messages[-2]["content"], messages[-1]["content"], messages[0]["content"]))
+    domain: str,  # a key of `DOMAINS`
+    messages: list[dict],  # ends with the answer that is to be judged
+) -> bool:  # whether the last message answers the one before it
+    """Work the last prompt out from its text alone and compare. A free answer is right if it
+    keeps to its subject and ends."""
+    return bool(
+        CHECKS[domain](messages[-2]["content"], messages[-1]["content"], messages[0]["content"])
+    )
 
 # %% ../../nbs/lab/01_corpus.ipynb #fe20feea
-def topics() -> list[str]: # paragraphs of running English, in the order of the topics
-    "The language reference that every Python carries (`pydoc_data.topics`), as cleaned paragraphs. Its text changes with Python's version."
+def topics() -> list[str]:  # paragraphs of running English, in the order of the topics
+    """The language reference that every Python carries (`pydoc_data.topics`), as cleaned
+    paragraphs. Its text changes with Python's version."""
     from pydoc_data.topics import topics as pages
-    paragraphs = (" ".join(p.split()) for _, page in sorted(pages.items()) for p in page.split("\n\n"))
+
+    paragraphs = (
+        " ".join(p.split()) for _, page in sorted(pages.items()) for p in page.split("\n\n")
+    )
     plain = (re.sub(r"[*`]+", "", p) for p in paragraphs)
     letters = set(string.ascii_letters + " ,.")
-    return [p for p in plain if len(p.split()) >= 12 and p[-1] in ".:" and sum(c in letters for c in p) > .93 * len(p)]
+    return [
+        p
+        for p in plain
+        if len(p.split()) >= 12
+        and p[-1] in ".:"
+        and sum(c in letters for c in p) > 0.93 * len(p)
+    ]
 
 # %% ../../nbs/lab/01_corpus.ipynb #d93434c8
 def read_corpus(
-    path:Path, # a .jsonl file, one conversation a line
-) -> list[dict]: # as `corpus` returns them
+    path: Path,  # a .jsonl file, one conversation a line
+) -> list[dict]:  # as `corpus` returns them
     "Conversations from a file."
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 @call_parse
 def main(
-    folder:Path=Path("data/corpus"), # where train.jsonl and heldout.jsonl go
-    n_train:int=1800, # conversations in train.jsonl
-    n_heldout:int=180, # conversations in heldout.jsonl
-    seed:int=0, # of both parts
+    folder: Path = Path("data/corpus"),  # where train.jsonl and heldout.jsonl go
+    n_train: int = 1800,  # conversations in train.jsonl
+    n_heldout: int = 180,  # conversations in heldout.jsonl
+    seed: int = 0,  # of both parts
 ) -> None:
     "Write the shipped corpus; the same arguments give the same bytes."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", corpus(n_train, seed)), ("heldout", corpus(n_heldout, seed, heldout=True))):
+    for name, rows in (
+        ("train", corpus(n_train, seed)),
+        ("heldout", corpus(n_heldout, seed, heldout=True)),
+    ):
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")

@@ -15,86 +15,161 @@ import tempfile
 import time
 from importlib.resources import files
 from pathlib import Path
+
 import pandas as pd
 import torch
 from fastcore.script import call_parse
 from filelock import FileLock
 from transformers import AutoConfig, AutoTokenizer
-from ..data.packing import collate, pack
+
+from ..core.files import atomic_write, not_only_ours
+from ..core.options import check_options, near, shown
 from ..data.chat_encoding import prepare
-from .corpus import read_corpus
-from ..features.in_process import FeatureDataset, extract_features
-from ..regenerate.in_process import eos_ids_of, read_regenerated, regenerate
+from ..data.packing import collate, pack
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import Evaluation, evaluate
-from ..evaluate.cost import draft_cost, expected_speedup, training_flops, verifier_cost
+from speculators_nb.evaluate.cost import (
+    draft_cost,
+    expected_speedup,
+    training_flops,
+    verifier_cost,
+)
+from ..features.feature_folder import FeatureDataset
+from ..features.in_process import extract_features
+from .corpus import read_corpus
 from ..models.base import SpeculatorModel
-from ..core.options import check_options, near, shown
+from ..regenerate.in_process import eos_ids_of, regenerate
+from ..regenerate.journal import read_regenerated
 from ..train.train_drafter import new_drafter, train_drafter
 from ..train.trainer import SpeculatorTrainer
-from ..core.files import atomic_write, not_only_ours
 from ..verifier.tapped_model import Verifier, default_aux_layer_ids, fingerprint
 
 # %% ../../nbs/lab/03_experiment.ipynb #deed1023
-def shipped_data() -> Path: # the folder `data` of the clone
-    "Where the shipped verifier, corpus and answers are: upwards from the working folder, in this package's clone or a folder that nobody else can write to. Errors: FileNotFoundError outside a clone."
+def shipped_data() -> Path:  # the folder `data` of the clone
+    """Where the shipped verifier, corpus and answers are: upwards from the working folder, in
+    this package's clone or a folder that nobody else can write to. Errors: FileNotFoundError
+    outside a clone."""
     clone, doubts = Path(str(files("speculators_nb"))).parent, []
     for folder in (Path.cwd(), *Path.cwd().parents):
         data = folder / "data"
-        if not (data / "tiny-verifier").is_dir(): continue
-        doubt = None if data.resolve() == (clone / "data").resolve() else not_only_ours(data, data / "tiny-verifier")
-        if doubt is None: return data
+        if not (data / "tiny-verifier").is_dir():
+            continue
+        doubt = (
+            None
+            if data.resolve() == (clone / "data").resolve()
+            else not_only_ours(data, data / "tiny-verifier")
+        )
+        if doubt is None:
+            return data
         doubts.append(doubt)
-    raise FileNotFoundError(f"{Path.cwd()}: neither here nor above is a folder data/tiny-verifier{' that is only yours: ' + '; '.join(doubts) if doubts else ''}. The verifier and its answers come with the repository: work in a clone of it.")
+    raise FileNotFoundError(
+        f"{Path.cwd()}: neither here nor above is a folder "
+        f"data/tiny-verifier{' that is only yours: ' + '; '.join(doubts) if doubts else ''}. "
+        "The verifier and its answers come with the repository: work in a clone of it."
+    )
+
 
 @call_parse
 def write_answers(
-    out: Path = Path("data/answers/train.jsonl"), # what is written
-    n: int = 1000,              # of the training prompts, from the first on
-    temperature: float = 0.7,   # of the answers
+    out: Path = Path("data/answers/train.jsonl"),  # what is written
+    n: int = 1000,  # of the training prompts, from the first on
+    temperature: float = 0.7,  # of the answers
     max_new_tokens: int = 160,  # of one answer
-    seed: int = 0,              # of the sampling
+    seed: int = 0,  # of the sampling
 ):
-    "Let the shipped verifier answer the training prompts; the same machine writes the same bytes."
-    check_options(dict(max_samples=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed))
+    """Let the shipped verifier answer the training prompts; the same machine writes the same
+    bytes."""
+    check_options(
+        dict(max_samples=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    )
     data = shipped_data()
-    verifier, tokenizer = Verifier.from_pretrained(data / "tiny-verifier"), AutoTokenizer.from_pretrained(data / "tiny-verifier")
+    verifier, tokenizer = (
+        Verifier.from_pretrained(data / "tiny-verifier"),
+        AutoTokenizer.from_pretrained(data / "tiny-verifier"),
+    )
     questions = read_corpus(data / "corpus/train.jsonl")[:n]
     with tempfile.TemporaryDirectory() as tmp:
-        regenerate(verifier, tokenizer, questions, Path(tmp) / "answers.jsonl", max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+        regenerate(
+            verifier,
+            tokenizer,
+            questions,
+            Path(tmp) / "answers.jsonl",
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
         rows = list(read_regenerated(Path(tmp) / "answers.jsonl"))
     place = {q["id"]: i for i, q in enumerate(questions)}
     rows.sort(key=lambda r: place[r["primary_id"]])
     domain = {q["id"]: q["domain"] for q in questions}
     compact = dict(ensure_ascii=False, separators=(",", ":"))
     with atomic_write(out) as tmp:
-        tmp.write_text("".join(json.dumps({"id": r["primary_id"], "domain": domain[r["primary_id"]], "input_ids": r["input_ids"], "loss_mask": r["loss_mask"]}, **compact) + "\n"
-                               for r in rows), encoding="utf-8")
+        tmp.write_text(
+            "".join(
+                json.dumps(
+                    {
+                        "id": r["primary_id"],
+                        "domain": domain[r["primary_id"]],
+                        "input_ids": r["input_ids"],
+                        "loss_mask": r["loss_mask"],
+                    },
+                    **compact,
+                )
+                + "\n"
+                for r in rows
+            ),
+            encoding="utf-8",
+        )
 
 # %% ../../nbs/lab/03_experiment.ipynb #e7a91762
 def shipped_features(
-    layers: list[int] | None = None, # verifier layers (last state always stored); None: `default_aux_layer_ids`
-    n: int | None = None,            # of the answers, from the first on; None: all 1000
-) -> Path: # a feature folder below output/
-    "The features of the verifier's shipped answers, made at the first call. A call that was interrupted is gone on with."
+    layers: list[int]
+    | None = None,  # verifier layers (last state always stored); None: `default_aux_layer_ids`
+    n: int | None = None,  # of the answers, from the first on; None: all 1000
+) -> Path:  # a feature folder below output/
+    """The features of the verifier's shipped answers, made at the first call. A call that was
+    interrupted is gone on with."""
     check_options(dict(aux_layer_ids=layers, max_samples=n))
     data = shipped_data()
-    layers = layers or default_aux_layer_ids(AutoConfig.from_pretrained(data / "tiny-verifier").num_hidden_layers)
+    layers = layers or default_aux_layer_ids(
+        AutoConfig.from_pretrained(data / "tiny-verifier").num_hidden_layers
+    )
     verifier = Verifier.from_pretrained(data / "tiny-verifier", layers)
     lines = (data / "answers/train.jsonl").read_bytes().splitlines()[:n]
-    key = hashlib.sha256("\n".join([fingerprint(verifier.model), str(list(layers)), hashlib.sha256(b"\n".join(lines)).hexdigest()]).encode()).hexdigest()[:12]
+    key = hashlib.sha256(
+        "\n".join(
+            [
+                fingerprint(verifier.model),
+                str(list(layers)),
+                hashlib.sha256(b"\n".join(lines)).hexdigest(),
+            ]
+        ).encode()
+    ).hexdigest()[:12]
     folder = data.parent / f"output/features-{key}"
     folder.parent.mkdir(exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
-            rows = prepare(map(json.loads, lines), AutoTokenizer.from_pretrained(data / "tiny-verifier"), verifier.model.config.max_position_embeddings)
-            extract_features(verifier, rows, building := folder.with_name(f"{folder.name}.building"))
+            rows = prepare(
+                map(json.loads, lines),
+                AutoTokenizer.from_pretrained(data / "tiny-verifier"),
+                verifier.model.config.max_position_embeddings,
+            )
+            extract_features(
+                verifier, rows, building := folder.with_name(f"{folder.name}.building")
+            )
             os.rename(building, folder)
     return folder
 
 # %% ../../nbs/lab/03_experiment.ipynb #7c6fc6b2
-COMMON = dict(total_seq_len=1024, num_train_epochs=1, optimizer="muon", learning_rate=3e-3, lr_scheduler_type="cosine", logging_steps=20)
-SETTINGS = {   # algorithm -> its arguments of `train_drafter`; k: tokens that it will draft
+COMMON = dict(
+    total_seq_len=1024,
+    num_train_epochs=1,
+    optimizer="muon",
+    learning_rate=3e-3,
+    lr_scheduler_type="cosine",
+    logging_steps=20,
+)
+SETTINGS = {  # algorithm -> its arguments of `train_drafter`; k: tokens that it will draft
     "eagle": lambda k: dict(speculative_tokens=k),
     "eagle3": lambda k: dict(ttt_steps=k, norm_before_fc=True, norm_output=True),
     "peagle": lambda k: dict(num_depths=k, norm_before_fc=True, norm_output=True),
@@ -105,170 +180,289 @@ SETTINGS = {   # algorithm -> its arguments of `train_drafter`; k: tokens that i
     "medusa": lambda k: dict(num_heads=k),
 }
 
+
 def settings(
-    algorithm: str, # a registered `speculators_model_type`
-    k: int = 4,     # tokens that it will draft
-) -> dict: # arguments of `train_drafter`
+    algorithm: str,  # a registered `speculators_model_type`
+    k: int = 4,  # tokens that it will draft
+) -> dict:  # arguments of `train_drafter`
     "What this project trains an algorithm with on the shipped answers."
     check_options(dict(k=k))
     return COMMON | SETTINGS.get(algorithm, lambda k: {})(k)
 
+
 def train_on_shipped(
-    algorithm: str,                  # a registered `speculators_model_type`
-    output: str | os.PathLike,       # gets the checkpoint and its log
-    k: int = 4,                      # tokens that it will draft
-    features: Path | None = None,    # None: `shipped_features()`
-    **args,                          # of `train_drafter`, before `settings`
-) -> SpeculatorTrainer: # has run; its model is saved in `output`
+    algorithm: str,  # a registered `speculators_model_type`
+    output: str | os.PathLike,  # gets the checkpoint and its log
+    k: int = 4,  # tokens that it will draft
+    features: Path | None = None,  # None: `shipped_features()`
+    **args,  # of `train_drafter`, before `settings`
+) -> SpeculatorTrainer:  # has run; its model is saved in `output`
     "Train a drafter for the shipped verifier, without intermediate checkpoints."
     once = dict(save_strategy="no", load_best_model_at_end=False, disable_tqdm=True)
-    return train_drafter(features or shipped_features(), output, shipped_data() / "tiny-verifier", algorithm, **(settings(algorithm, k) | once | args))
+    return train_drafter(
+        features or shipped_features(),
+        output,
+        shipped_data() / "tiny-verifier",
+        algorithm,
+        **(settings(algorithm, k) | once | args),
+    )
+
 
 def shipped_drafter(
-    output: str | os.PathLike,       # gets the checkpoint, in float32
-) -> Path: # the folder
-    "The shipped EAGLE-3 as a checkpoint that names the shipped verifier where it is, so that an engine finds it."
-    model = SpeculatorModel.from_pretrained(shipped_data() / "tiny-drafter", verifier=shipped_data() / "tiny-verifier", dtype=torch.float32)
-    model.config.speculators_config.verifier.name_or_path = str(shipped_data().resolve() / "tiny-verifier")
+    output: str | os.PathLike,  # gets the checkpoint, in float32
+) -> Path:  # the folder
+    """The shipped EAGLE-3 as a checkpoint that names the shipped verifier where it is, so that
+    an engine finds it."""
+    model = SpeculatorModel.from_pretrained(
+        shipped_data() / "tiny-drafter",
+        verifier=shipped_data() / "tiny-verifier",
+        dtype=torch.float32,
+    )
+    model.config.speculators_config.verifier.name_or_path = str(
+        shipped_data().resolve() / "tiny-verifier"
+    )
     model.save_pretrained(output)
     return Path(output)
 
 # %% ../../nbs/lab/03_experiment.ipynb #9cf88343
-FREE_CHOICE = "free" # the domain whose answers are the verifier's to choose
+FREE_CHOICE = "free"  # the domain whose answers are the verifier's to choose
+
 
 def heldout_prompts(
-    conversations: list,         # with a domain each
-    tokenizer,                   # with a chat template
-    n: int | None = None,        # the first so many; None: all
-) -> tuple: # (token ids of each first turn, domain of each)
+    conversations: list,  # with a domain each
+    tokenizer,  # with a chat template
+    n: int | None = None,  # the first so many; None: all
+) -> tuple:  # (token ids of each first turn, domain of each)
     "First turns of held-out conversations, ready to be answered."
-    ids = [tokenizer.apply_chat_template(c["messages"][:1], add_generation_prompt=True, return_dict=True)["input_ids"] for c in conversations[:n]]
+    ids = [
+        tokenizer.apply_chat_template(
+            c["messages"][:1], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        for c in conversations[:n]
+    ]
     return ids, [c["domain"] for c in conversations[:n]]
 
+
 def heldout_setting(
-    drafters: dict,              # name -> drafter
-    n_prompts: int | None,       # the first so many; None: all
-    domains: tuple | None = None,# prompts of these only; None: all six
-) -> tuple: # (tapped shipped verifier; prompts' token ids; domains; ids that end an answer)
-    "What is decoded when drafters are measured. Errors: ValueError for a domain that the corpus does not have."
+    drafters: dict,  # name -> drafter
+    n_prompts: int | None,  # the first so many; None: all
+    domains: tuple | None = None,  # prompts of these only; None: all six
+) -> tuple:  # (tapped shipped verifier; prompts' token ids; domains; ids that end an answer)
+    """What is decoded when drafters are measured. Errors: ValueError for a domain that the
+    corpus does not have."""
     check_options(dict(n_prompts=n_prompts))
     data = shipped_data()
     layers = sorted({i for drafter in drafters.values() for i in drafter.aux_layer_ids})
-    verifier, tokenizer = Verifier.from_pretrained(data / "tiny-verifier", layers or None), AutoTokenizer.from_pretrained(data / "tiny-verifier")
+    verifier, tokenizer = (
+        Verifier.from_pretrained(data / "tiny-verifier", layers or None),
+        AutoTokenizer.from_pretrained(data / "tiny-verifier"),
+    )
     corpus = read_corpus(data / "corpus/heldout.jsonl")
     known = dict.fromkeys(row["domain"] for row in corpus)
-    if unknown := [d for d in domains or () if d not in known]: raise ValueError(f"domains={shown(domains)}: {unknown[0]!r} is none of the corpus's. {near(unknown[0], known)}")
+    if unknown := [d for d in domains or () if d not in known]:
+        raise ValueError(
+            f"domains={shown(domains)}: {unknown[0]!r} is none of the corpus's. "
+            f"{near(unknown[0], known)}"
+        )
     rows = [row for row in corpus if domains is None or row["domain"] in domains]
-    return verifier, *heldout_prompts(rows, tokenizer, n_prompts), eos_ids_of(verifier, tokenizer)
+    return (
+        verifier,
+        *heldout_prompts(rows, tokenizer, n_prompts),
+        eos_ids_of(verifier, tokenizer),
+    )
+
 
 def measure_heldout(
-    drafters: dict,              # name -> drafter, as from `model.drafter()`
-    k: int = 4,                  # tokens drafted in a step
+    drafters: dict,  # name -> drafter, as from `model.drafter()`
+    k: int = 4,  # tokens drafted in a step
     n_prompts: int | None = 24,  # the first so many, domains in equal shares; None: all 180
-    temperatures: tuple = (0.0,),# one evaluation each
-    max_new_tokens: int = 160,   # of one answer; the verifier's own answers end before it
-    domains: tuple | None = None,# prompts of these only, e.g. (FREE_CHOICE,); None: all six
-    ngram: bool = True,          # with the n-gram drafter beside them
-    seed: int = 0,               # of sampling and of the intervals
-) -> Evaluation: # with rows for each domain
+    temperatures: tuple = (0.0,),  # one evaluation each
+    max_new_tokens: int = 160,  # of one answer; the verifier's own answers end before it
+    domains: tuple | None = None,  # prompts of these only, e.g. (FREE_CHOICE,); None: all six
+    ngram: bool = True,  # with the n-gram drafter beside them
+    seed: int = 0,  # of sampling and of the intervals
+) -> Evaluation:  # with rows for each domain
     "Decode held-out prompts of the shipped corpus with the shipped verifier."
     drafters = ({"n-gram": NgramDrafter()} if ngram else {}) | drafters
     verifier, ids, kinds, stop = heldout_setting(drafters, n_prompts, domains)
-    return evaluate(verifier, drafters, ids, k=k, temperatures=temperatures, max_new_tokens=max_new_tokens, eos_token_ids=stop, domains=kinds, seed=seed)
+    return evaluate(
+        verifier,
+        drafters,
+        ids,
+        k=k,
+        temperatures=temperatures,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=stop,
+        domains=kinds,
+        seed=seed,
+    )
+
 
 def with_interval(
-    table: pd.DataFrame, # columns name, name_low, name_high
-    name: str,           # of the estimate
-) -> pd.Series: # "0.81 [0.78, 0.83]", and nothing where there is no estimate
+    table: pd.DataFrame,  # columns name, name_low, name_high
+    name: str,  # of the estimate
+) -> pd.Series:  # "0.81 [0.78, 0.83]", and nothing where there is no estimate
     "An estimate and its 95 % interval as text."
-    return table.apply(lambda r: "" if pd.isna(r[name]) else f"{r[name]:.2f} [{r[f'{name}_low']:.2f}, {r[f'{name}_high']:.2f}]", axis=1)
+    return table.apply(
+        lambda r: (
+            ""
+            if pd.isna(r[name])
+            else f"{r[name]:.2f} [{r[f'{name}_low']:.2f}, {r[f'{name}_high']:.2f}]"
+        ),
+        axis=1,
+    )
+
 
 def standing(
-    evaluation: Evaluation, # from `measure_heldout`
-    temperature: float = 0, # which of its temperatures
-) -> pd.DataFrame: # drafter -> mean length, on free-choice turns, first acceptance; best first
+    evaluation: Evaluation,  # from `measure_heldout`
+    temperature: float = 0,  # which of its temperatures
+) -> pd.DataFrame:  # drafter -> mean length, on free-choice turns, first acceptance; best first
     "Who stands where: estimates with their intervals."
-    summary, positions = (t[t.temperature == temperature] for t in (evaluation.summary, evaluation.positions))
+    summary, positions = (
+        t[t.temperature == temperature] for t in (evaluation.summary, evaluation.positions)
+    )
     order = summary[summary.domain == "all"].sort_values("mean_length", ascending=False).drafter
-    def column(table, name): return with_interval(table.set_index("drafter").reindex(order), name)
-    return pd.DataFrame({"mean length": column(summary[summary.domain == "all"], "mean_length"), "on free-choice turns": column(summary[summary.domain == FREE_CHOICE], "mean_length"),
-                         "first position": column(positions[positions.position == 1], "unconditional")})
+
+    def column(table, name):
+        return with_interval(table.set_index("drafter").reindex(order), name)
+
+    return pd.DataFrame(
+        {
+            "mean length": column(summary[summary.domain == "all"], "mean_length"),
+            "on free-choice turns": column(
+                summary[summary.domain == FREE_CHOICE], "mean_length"
+            ),
+            "first position": column(positions[positions.position == 1], "unconditional"),
+        }
+    )
 
 # %% ../../nbs/lab/03_experiment.ipynb #2db925ef
-BUDGET = 2.5e11   # training FLOPs that a core works off in some ten seconds
-CONTENDERS = {name: (name, {}) for name in SETTINGS} | {"hass": ("eagle", dict(forward_num_total=3, fusion_bias=True))}   # name -> (algorithm, arguments besides `settings`)
+BUDGET = 2.5e11  # training FLOPs that a core works off in some ten seconds
+CONTENDERS = {name: (name, {}) for name in SETTINGS} | {
+    "hass": ("eagle", dict(forward_num_total=3, fusion_bias=True))
+}  # name -> (algorithm, arguments besides `settings`)
+
 
 def flops_per_token(
-    algorithm: str,     # a registered `speculators_model_type`
-    features: Path,     # from `shipped_features`
-    **args,             # of `train_drafter`
-) -> tuple: # (FLOPs for each token of one packed row, trained parameters)
+    algorithm: str,  # a registered `speculators_model_type`
+    features: Path,  # from `shipped_features`
+    **args,  # of `train_drafter`
+) -> tuple:  # (FLOPs for each token of one packed row, trained parameters)
     "What training an algorithm takes, counted on a fresh drafter and one row."
-    layers = json.loads((features / "data_config.json").read_text())["hidden_states"]["layer_ids"][:-1]
-    model = new_drafter(algorithm, shipped_data() / "tiny-verifier", target_layer_ids=layers, **args)
+    layers = json.loads((features / "data_config.json").read_text())["hidden_states"][
+        "layer_ids"
+    ][:-1]
+    model = new_drafter(
+        algorithm, shipped_data() / "tiny-verifier", target_layer_ids=layers, **args
+    )
     data = FeatureDataset(features, layers=list(model.drafter().aux_layer_ids))
-    row = collate([data[i] for i in pack(data.lengths, args["total_seq_len"])[0]], args["total_seq_len"], model.shift, torch.float32)
-    return training_flops(model, row, **model.get_trainer_kwargs(**args)[0]), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    row = collate(
+        [data[i] for i in pack(data.lengths, args["total_seq_len"])[0]],
+        args["total_seq_len"],
+        model.shift,
+        torch.float32,
+    )
+    return training_flops(model, row, **model.get_trainer_kwargs(**args)[0]), sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
+
 
 def train_equally(
-    folder: Path,       # gets a drafter in {name}/ for each contender
-    budget: float = BUDGET, # training FLOPs of each
-    contenders: dict = CONTENDERS, # as there
-    k: int = 4,         # tokens that each will draft
-    features: Path | None = None, # None: `shipped_features()`
-    **args,             # of `train_drafter`, for all
-) -> pd.DataFrame: # drafter -> parameters, mflops_per_token, steps, epochs, seconds
-    "Train every contender for the same number of FLOPs. One that a run with the same arguments has finished is kept."
+    folder: Path,  # gets a drafter in {name}/ for each contender
+    budget: float = BUDGET,  # training FLOPs of each
+    contenders: dict = CONTENDERS,  # as there
+    k: int = 4,  # tokens that each will draft
+    features: Path | None = None,  # None: `shipped_features()`
+    **args,  # of `train_drafter`, for all
+) -> pd.DataFrame:  # drafter -> parameters, mflops_per_token, steps, epochs, seconds
+    """Train every contender for the same number of FLOPs. One that a run with the same
+    arguments has finished is kept."""
     check_options(dict(budget=budget, k=k) | args)
     features, rows = features or shipped_features(), []
     lengths = FeatureDataset(features).lengths
     for name, (algorithm, own) in contenders.items():
-        given, record = settings(algorithm, k) | own | args, Path(folder) / name / "trained.json"
-        asked = json.dumps(dict(budget=budget, features=features.name, **given), sort_keys=True, default=str)
+        given, record = (
+            settings(algorithm, k) | own | args,
+            Path(folder) / name / "trained.json",
+        )
+        asked = json.dumps(
+            dict(budget=budget, features=features.name, **given), sort_keys=True, default=str
+        )
         if record.is_file() and (old := json.loads(record.read_text()))["asked"] == asked:
             rows.append(old["row"])
             continue
         flops, parameters = flops_per_token(algorithm, features, **given)
-        tokens = sum(lengths) / len(pack(lengths, given["total_seq_len"]))    # of a step
+        tokens = sum(lengths) / len(pack(lengths, given["total_seq_len"]))  # of a step
         start, steps = time.perf_counter(), max(1, round(budget / flops / tokens))
-        train_on_shipped(algorithm, record.parent, k, features, max_steps=steps, eval_strategy="no", **own, **args)
-        rows.append(dict(drafter=name, parameters=parameters, mflops_per_token=flops / 1e6, steps=steps, epochs=steps * tokens / sum(lengths), seconds=time.perf_counter() - start))
-        with atomic_write(record) as tmp: tmp.write_text(json.dumps(dict(asked=asked, row=rows[-1])))
+        train_on_shipped(
+            algorithm,
+            record.parent,
+            k,
+            features,
+            max_steps=steps,
+            eval_strategy="no",
+            **own,
+            **args,
+        )
+        rows.append(
+            dict(
+                drafter=name,
+                parameters=parameters,
+                mflops_per_token=flops / 1e6,
+                steps=steps,
+                epochs=steps * tokens / sum(lengths),
+                seconds=time.perf_counter() - start,
+            )
+        )
+        with atomic_write(record) as tmp:
+            tmp.write_text(json.dumps(dict(asked=asked, row=rows[-1])))
     return pd.DataFrame(rows).set_index("drafter")
 
+
 def price(
-    drafters: dict,    # name -> drafter
-    k: int = 4,        # tokens drafted in a step
-    n_prompts: int = 3,# decoded for it
-) -> pd.DataFrame: # in plain passes: flops, weights, time; verify: k+1 tokens; deep: 36 layers
+    drafters: dict,  # name -> drafter
+    k: int = 4,  # tokens drafted in a step
+    n_prompts: int = 3,  # decoded for it
+) -> pd.DataFrame:  # in plain passes: flops, weights, time; verify: k+1 tokens; deep: 36 layers
     "What a block of k guesses costs with the shipped verifier, as in `cost.draft_cost`."
     verifier, prompts, *_ = heldout_setting(drafters, n_prompts)
     one, several = (verifier_cost(verifier, tokens=t)["time"] for t in (1, k + 1))
     head = verifier.model.get_output_embeddings().weight.numel()
     whole = verifier_cost(verifier, repeats=1)["weights"]
     deep = whole / (head + (whole - head) / verifier.num_layers * 36)
-    table = pd.DataFrame({name: draft_cost(verifier, drafter, prompts, k) for name, drafter in drafters.items()}).T
+    table = pd.DataFrame(
+        {name: draft_cost(verifier, drafter, prompts, k) for name, drafter in drafters.items()}
+    ).T
     return table.assign(verify=several / one, deep=table.weights * deep).rename_axis("drafter")
 
+
 def compare(
-    folder: Path,            # gets drafters, comparison.csv, summary.csv, positions.csv, acceptance.png
+    folder: Path,  # gets drafters, comparison.csv, summary.csv, positions.csv, acceptance.png
     budget: float = BUDGET,  # training FLOPs of each drafter
-    contenders: dict = CONTENDERS, # as there
-    k: int = 4,              # tokens drafted in a step
-    n_prompts: int | None = 24, # held-out prompts; None: all 180
-    temperatures: tuple = (0.0,), # of decoding; the table takes the first
-    features: Path | None = None, # None: `shipped_features()`
-    **args,                  # of `train_drafter`, for all
-) -> tuple: # (DataFrame drafter -> all that is known of it, Evaluation)
+    contenders: dict = CONTENDERS,  # as there
+    k: int = 4,  # tokens drafted in a step
+    n_prompts: int | None = 24,  # held-out prompts; None: all 180
+    temperatures: tuple = (0.0,),  # of decoding; the table takes the first
+    features: Path | None = None,  # None: `shipped_features()`
+    **args,  # of `train_drafter`, for all
+) -> tuple:  # (DataFrame drafter -> all that is known of it, Evaluation)
     "Train, measure and price every contender; the n-gram drafter stands beside them."
     folder = Path(folder)
     trained = train_equally(folder, budget, contenders, k, features, **args)
-    drafters = {"n-gram": NgramDrafter()} | {name: SpeculatorModel.from_pretrained(folder / name).drafter() for name in contenders}
+    drafters = {"n-gram": NgramDrafter()} | {
+        name: SpeculatorModel.from_pretrained(folder / name).drafter() for name in contenders
+    }
     prices, measured = price(drafters, k), measure_heldout(drafters, k, n_prompts, temperatures)
     now = measured.summary[measured.summary.temperature == temperatures[0]].set_index("drafter")
-    table = now[now.domain == "all"][["mean_length", "mean_length_low", "mean_length_high"]].join(now[now.domain == FREE_CHOICE].mean_length.rename("free_choice")).join(prices).join(trained)
+    table = (
+        now[now.domain == "all"][["mean_length", "mean_length_low", "mean_length_high"]]
+        .join(now[now.domain == FREE_CHOICE].mean_length.rename("free_choice"))
+        .join(prices)
+        .join(trained)
+    )
     table["speedup"] = expected_speedup(table.mean_length, table.time, table.verify)
     table["speedup_deep"] = expected_speedup(table.mean_length, table.deep)
     measured.save(folder)
-    with atomic_write(folder / "comparison.csv") as tmp: table.to_csv(tmp)
+    with atomic_write(folder / "comparison.csv") as tmp:
+        table.to_csv(tmp)
     return table, measured

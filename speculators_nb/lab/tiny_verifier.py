@@ -11,94 +11,142 @@ __all__ = ['CHAT_TEMPLATE', 'SPLIT', 'CARD', 'train_tokenizer', 'encode', 'make_
 import math
 import random
 from pathlib import Path
+
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from fastcore.script import call_parse
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
-from .corpus import corpus, is_right, topics
+
 from ..core.files import atomic_folder
+from .corpus import corpus, is_right, topics
 
 # %% ../../nbs/lab/02_tiny_verifier.ipynb #bee0f79a
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] "
+    "}}<|im_end|>{% endgeneration %}"
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+" # words, digits, signs, …
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"  # words, digits, signs, …
 
 
 def train_tokenizer(
-    texts:list[str], # what the merges are learned from
-    vocab_size:int=2048, # special tokens and the 256 bytes included
-) -> PreTrainedTokenizerFast: # with a chat template that marks the assistant's tokens
+    texts: list[str],  # what the merges are learned from
+    vocab_size: int = 2048,  # special tokens and the 256 bytes included
+) -> PreTrainedTokenizerFast:  # with a chat template that marks the assistant's tokens
     "Byte-level BPE in which every digit is a token of its own."
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     if (found := tokenizer.get_vocab_size()) != vocab_size:
-        raise ValueError(f"vocab_size is {vocab_size}, but these texts gave only {found} tokens; pass more text")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", mask_token="<|mask|>",
-                                   additional_special_tokens=["<|im_start|>"], chat_template=CHAT_TEMPLATE, model_max_length=2048,
-                                   padding_side="left", clean_up_tokenization_spaces=False)
+        raise ValueError(
+            f"vocab_size is {vocab_size}, but these texts gave only {found} tokens; pass more "
+            "text"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        mask_token="<|mask|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
 
 # %% ../../nbs/lab/02_tiny_verifier.ipynb #2462e03c
 def encode(
-    tokenizer:PreTrainedTokenizerFast, # with the chat template
-    messages:list[dict], # one conversation
-) -> tuple[list[int], list[int]]: # token ids; 1 for every assistant token
+    tokenizer: PreTrainedTokenizerFast,  # with the chat template
+    messages: list[dict],  # one conversation
+) -> tuple[list[int], list[int]]:  # token ids; 1 for every assistant token
     "A conversation as ids and assistant mask."
-    out = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    out = tokenizer.apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True
+    )
     return out["input_ids"], out["assistant_masks"]
 
 # %% ../../nbs/lab/02_tiny_verifier.ipynb #15b404a9
 def make_config(
-    tokenizer:PreTrainedTokenizerFast, # gives the vocabulary size and the special ids
-) -> Qwen3Config: # six layers of width 128
-    "The architecture: Qwen3 with heads of 64, the smallest that every attention kernel takes; embeddings and head are not tied."
-    return Qwen3Config(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4,
-                       num_key_value_heads=2, head_dim=64, rope_parameters=dict(rope_type="default", rope_theta=1e6),
-                       tie_word_embeddings=False, max_position_embeddings=2048,
-                       eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None, dtype="float32")
+    tokenizer: PreTrainedTokenizerFast,  # gives the vocabulary size and the special ids
+) -> Qwen3Config:  # six layers of width 128
+    """The architecture: Qwen3 with heads of 64, the smallest that every attention kernel takes;
+    embeddings and head are not tied."""
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6),
+        tie_word_embeddings=False,
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
 
 # %% ../../nbs/lab/02_tiny_verifier.ipynb #8fb160f9
 @torch.no_grad()
 def add_copying_heads(
-    model:Qwen3ForCausalLM, # untrained; changed in place
-    write:float=2., # size of what the first head writes, in embeddings
-    copy:float=6., # size of what the second head copies
+    model: Qwen3ForCausalLM,  # untrained; changed in place
+    write: float = 2.0,  # size of what the first head writes, in embeddings
+    copy: float = 6.0,  # size of what the second head copies
 ) -> None:
-    "Write an induction circuit (2209.11895) into the initial weights: head 0 of layer 0 and head 0 of layer 1."
+    """Write an induction circuit (2209.11895) into the initial weights: head 0 of layer 0 and
+    head 0 of layer 1."""
     width, dim = model.config.hidden_size, model.config.head_dim
     first, second = (layer.self_attn for layer in model.model.layers[:2])
-    embedding = model.model.embed_tokens.weight.normal_(0, .3)
-    embedding[:, 0] = 1. # the same in every token: what a head can look at to see no content
-    model.lm_head.weight.copy_(.1 * embedding)
-    model.lm_head.weight[:, 0] = 0.
-    frequency = model.config.rope_parameters["rope_theta"] ** (-torch.arange(dim // 2) / (dim // 2))
+    embedding = model.model.embed_tokens.weight.normal_(0, 0.3)
+    embedding[:, 0] = 1.0  # the same in every token: what a head can look at to see no content
+    model.lm_head.weight.copy_(0.1 * embedding)
+    model.lm_head.weight[:, 0] = 0.0
+    frequency = model.config.rope_parameters["rope_theta"] ** (
+        -torch.arange(dim // 2) / (dim // 2)
+    )
     bases = torch.linalg.qr(torch.randn(4, width, width))[0]
 
-    size = frequency ** .25 * (frequency > .02)
-    first.q_proj.weight[:dim], first.k_proj.weight[:dim] = 0., 0.
-    first.q_proj.weight[:dim, 0] = torch.cat([size * frequency.cos(), -size * frequency.sin()]) # turned by one position against the key
+    size = frequency**0.25 * (frequency > 0.02)
+    first.q_proj.weight[:dim], first.k_proj.weight[:dim] = 0.0, 0.0
+    first.q_proj.weight[:dim, 0] = torch.cat(
+        [size * frequency.cos(), -size * frequency.sin()]
+    )  # turned by one position against the key
     first.k_proj.weight[:dim, 0] = torch.cat([size, 0 * size])
     first.q_norm.weight.fill_(2.2)
     first.k_norm.weight.fill_(2.2)
     read, target = bases[0, :dim].clone(), bases[1, :, :dim]
-    read[:, 0] = 0.
+    read[:, 0] = 0.0
     first.v_proj.weight[:dim] = read
     first.o_proj.weight[:, :dim] = write * embedding.pow(2).mean().sqrt() * target
 
-    slow = torch.cat([torch.arange(dim // 4, dim // 2), torch.arange(3 * dim // 4, dim)]) # rotary pairs that hardly turn
-    match = bases[2, :len(slow)] @ target @ target.T
-    second.q_proj.weight[:dim], second.k_proj.weight[:dim] = 0., 0.
+    slow = torch.cat(
+        [torch.arange(dim // 4, dim // 2), torch.arange(3 * dim // 4, dim)]
+    )  # rotary pairs that hardly turn
+    match = bases[2, : len(slow)] @ target @ target.T
+    second.q_proj.weight[:dim], second.k_proj.weight[:dim] = 0.0, 0.0
     second.q_proj.weight[slow] = match @ target @ read
     second.k_proj.weight[slow] = match
     second.q_norm.weight.fill_(1.3)
@@ -109,50 +157,58 @@ def add_copying_heads(
 
 # %% ../../nbs/lab/02_tiny_verifier.ipynb #2ae61c1b
 def make_batches(
-    documents:list[tuple[list[int], list[float]]], # token ids and the weight of predicting each
-    tokens:int=2048, # most tokens in a batch, padding included
-    pad:int=0, # token id of the padding
-    seed:int=0, # order of the batches
-    window:int=256, # documents that are sorted by length together
-) -> list[tuple[torch.Tensor, torch.Tensor]]: # ids [B, L] int64 and weights [B, L] float, 0 on the padding
-    "Documents of like length share a batch, each in a row of its own: little padding, short attention, and no neighbour to confuse."
+    documents: list[
+        tuple[list[int], list[float]]
+    ],  # token ids and the weight of predicting each
+    tokens: int = 2048,  # most tokens in a batch, padding included
+    pad: int = 0,  # token id of the padding
+    seed: int = 0,  # order of the batches
+    window: int = 256,  # documents that are sorted by length together
+) -> list[
+    tuple[torch.Tensor, torch.Tensor]
+]:  # ids [B, L] int64 and weights [B, L] float, 0 on the padding
+    """Documents of like length share a batch, each in a row of its own: little padding, short
+    attention, and no neighbour to confuse."""
     rng, batches = random.Random(seed), []
     for start in range(0, len(documents), window):
         groups = [[]]
-        for document in sorted(documents[start:start + window], key=lambda d: len(d[0])):
+        for document in sorted(documents[start : start + window], key=lambda d: len(d[0])):
             if groups[-1] and (len(groups[-1]) + 1) * len(document[0]) > tokens:
                 groups.append([])
             groups[-1].append(document)
         rng.shuffle(groups)
         batches += groups
     lists = [[[torch.tensor(x) for x in column] for column in zip(*group)] for group in batches]
-    return [(pad_sequence(ids, True, pad), pad_sequence(weights, True).float()) for ids, weights in lists]
+    return [
+        (pad_sequence(ids, True, pad), pad_sequence(weights, True).float())
+        for ids, weights in lists
+    ]
 
 # %% ../../nbs/lab/02_tiny_verifier.ipynb #51b42226
 def training_documents(
-    tokenizer:PreTrainedTokenizerFast, # the verifier's
-    conversations:list[dict], # from `corpus`
-    paragraphs:list[str], # from `topics`
-    prompt_weight:float=.1, # of a token that the assistant did not write
-    longest:int=320, # tokens; what is longer is cut
-    seed:int=0, # order of the documents
-) -> list[tuple[list[int], list[float]]]: # token ids and weights
+    tokenizer: PreTrainedTokenizerFast,  # the verifier's
+    conversations: list[dict],  # from `corpus`
+    paragraphs: list[str],  # from `topics`
+    prompt_weight: float = 0.1,  # of a token that the assistant did not write
+    longest: int = 320,  # tokens; what is longer is cut
+    seed: int = 0,  # order of the documents
+) -> list[tuple[list[int], list[float]]]:  # token ids and weights
     "Conversations and plain paragraphs, shuffled."
     documents = []
     for row in conversations:
         ids, mask = encode(tokenizer, row["messages"])
         documents.append((ids[:longest], [m or prompt_weight for m in mask[:longest]]))
     for ids in tokenizer([p + tokenizer.eos_token for p in paragraphs])["input_ids"]:
-        documents.append((ids[:longest], [1.] * len(ids[:longest])))
+        documents.append((ids[:longest], [1.0] * len(ids[:longest])))
     random.Random(seed).shuffle(documents)
     return documents
 
 # %% ../../nbs/lab/02_tiny_verifier.ipynb #b360d00f
 def weighted_loss(
-    model:Qwen3ForCausalLM, # any causal LM
-    ids:torch.Tensor, # [B, L] int64
-    weights:torch.Tensor, # [B, L]: weight of predicting the token at that position
-) -> torch.Tensor: # scalar, nats per unit of weight
+    model: Qwen3ForCausalLM,  # any causal LM
+    ids: torch.Tensor,  # [B, L] int64
+    weights: torch.Tensor,  # [B, L]: weight of predicting the token at that position
+) -> torch.Tensor:  # scalar, nats per unit of weight
     "Cross-entropy of every next token, averaged with weights."
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -161,24 +217,40 @@ def weighted_loss(
 
 
 def train(
-    model:Qwen3ForCausalLM, # trained in place
-    batches:list[tuple[torch.Tensor, torch.Tensor]], # from `make_batches`
-    muon_lr:float=8e-3, # peak, for the layers' matrices
-    adamw_lr:float=4e-3, # peak, for everything else
-) -> pd.DataFrame: # step, tokens, loss
-    "One pass. Both rates rise over 20 steps, stay, and fall to zero over the last 40 %. Returns the training log."
+    model: Qwen3ForCausalLM,  # trained in place
+    batches: list[tuple[torch.Tensor, torch.Tensor]],  # from `make_batches`
+    muon_lr: float = 8e-3,  # peak, for the layers' matrices
+    adamw_lr: float = 4e-3,  # peak, for everything else
+) -> pd.DataFrame:  # step, tokens, loss
+    """One pass. Both rates rise over 20 steps, stay, and fall to zero over the last 40 %.
+    Returns the training log."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     inside = set(map(id, matrices))
-    optimizers = [torch.optim.Muon(matrices, lr=muon_lr, weight_decay=.01, adjust_lr_fn="match_rms_adamw"),
-                  torch.optim.AdamW([p for p in model.parameters() if id(p) not in inside], lr=adamw_lr, weight_decay=0., betas=(.9, .95))]
-    rate = [min(1., (step + 1) / 20, (len(batches) - step) / (.4 * len(batches))) for step in range(len(batches) + 1)]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate.__getitem__) for optimizer in optimizers]
+    optimizers = [
+        torch.optim.Muon(
+            matrices, lr=muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(
+            [p for p in model.parameters() if id(p) not in inside],
+            lr=adamw_lr,
+            weight_decay=0.0,
+            betas=(0.9, 0.95),
+        ),
+    ]
+    rate = [
+        min(1.0, (step + 1) / 20, (len(batches) - step) / (0.4 * len(batches)))
+        for step in range(len(batches) + 1)
+    ]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, rate.__getitem__)
+        for optimizer in optimizers
+    ]
     log, tokens = [], 0
     model.train()
     for step, (ids, weights) in enumerate(bar := tqdm(batches, desc="verifier")):
         loss = weighted_loss(model, ids, weights)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules):
             optimizer.step()
             schedule.step()
@@ -193,10 +265,10 @@ def train(
 # %% ../../nbs/lab/02_tiny_verifier.ipynb #59e1e94c
 @torch.no_grad()
 def perplexity(
-    model:Qwen3ForCausalLM, # the verifier
-    tokenizer:PreTrainedTokenizerFast, # its tokenizer
-    conversations:list[dict], # held out
-) -> pd.Series: # by domain, over the assistant's tokens
+    model: Qwen3ForCausalLM,  # the verifier
+    tokenizer: PreTrainedTokenizerFast,  # its tokenizer
+    conversations: list[dict],  # held out
+) -> pd.Series:  # by domain, over the assistant's tokens
     "exp of the mean cross-entropy of the assistant's tokens, for each domain."
     by_domain = {}
     for row in conversations:
@@ -204,71 +276,115 @@ def perplexity(
         by_domain.setdefault(row["domain"], []).append((ids, mask))
     values = {}
     for domain, documents in by_domain.items():
-        nats = count = 0.
+        nats = count = 0.0
         for ids, mask in documents:
             ids, mask = torch.tensor([ids]), torch.tensor([mask], dtype=torch.float)
-            nats, count = nats + weighted_loss(model, ids, mask).item() * mask[:, 1:].sum().item(), count + mask[:, 1:].sum().item()
+            nats, count = (
+                nats + weighted_loss(model, ids, mask).item() * mask[:, 1:].sum().item(),
+                count + mask[:, 1:].sum().item(),
+            )
         values[domain] = math.exp(nats / count)
     return pd.Series(values, name="perplexity")
 
 # %% ../../nbs/lab/02_tiny_verifier.ipynb #8abcc5dc
 @torch.no_grad()
 def answers(
-    model:Qwen3ForCausalLM, # the verifier
-    tokenizer:PreTrainedTokenizerFast, # its tokenizer
-    prompts:list[list[dict]], # conversations that end with a user message
-    temperature:float=0., # 0 is greedy; above it, plain sampling from the whole vocabulary
-    max_new_tokens:int=160, # more than any answer of the corpus
-    seed:int=0, # of the sampling
-    batch_size:int=32, # conversations at once
-) -> list[list[int]]: # the new token ids of each, the end-of-turn token included if it came
+    model: Qwen3ForCausalLM,  # the verifier
+    tokenizer: PreTrainedTokenizerFast,  # its tokenizer
+    prompts: list[list[dict]],  # conversations that end with a user message
+    temperature: float = 0.0,  # 0 is greedy; above it, plain sampling from the whole vocabulary
+    max_new_tokens: int = 160,  # more than any answer of the corpus
+    seed: int = 0,  # of the sampling
+    batch_size: int = 32,  # conversations at once
+) -> list[list[int]]:  # the new token ids of each, the end-of-turn token included if it came
     "The verifier's answers."
     set_seed(seed)
-    sampling = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.) if temperature else dict(do_sample=False)
+    sampling = (
+        dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0)
+        if temperature
+        else dict(do_sample=False)
+    )
     new = []
     for start in range(0, len(prompts), batch_size):
-        batch = tokenizer.apply_chat_template(prompts[start:start + batch_size], add_generation_prompt=True, return_dict=True,
-                                              return_tensors="pt", padding=True)
-        out = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=max_new_tokens, **sampling)
-        for row in out[:, batch["input_ids"].shape[1]:].tolist():
-            end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
+        batch = tokenizer.apply_chat_template(
+            prompts[start : start + batch_size],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            padding=True,
+        )
+        out = model.generate(
+            batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            **sampling,
+        )
+        for row in out[:, batch["input_ids"].shape[1] :].tolist():
+            end = (
+                row.index(tokenizer.eos_token_id) + 1
+                if tokenizer.eos_token_id in row
+                else len(row)
+            )
             new.append(row[:end])
     return new
 
 
 def distinct(
-    ids:list[int], # a text
-    n:int=3, # length of the runs compared
-) -> float: # 1 if no run of n tokens comes twice; near 0 for a loop
+    ids: list[int],  # a text
+    n: int = 3,  # length of the runs compared
+) -> float:  # 1 if no run of n tokens comes twice; near 0 for a loop
     "The share of n-grams that are new."
-    runs = [tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)]
+    runs = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return len(set(runs)) / max(1, len(runs))
 
 # %% ../../nbs/lab/02_tiny_verifier.ipynb #8b6e7b3c
 def report(
-    model:Qwen3ForCausalLM, # the verifier
-    tokenizer:PreTrainedTokenizerFast, # its tokenizer
-    conversations:list[dict], # held out
-) -> tuple[pd.DataFrame, pd.DataFrame]: # rows by domain; by greedy answer (domain, prompt, answer, right, ended, tokens, distinct)
+    model: Qwen3ForCausalLM,  # the verifier
+    tokenizer: PreTrainedTokenizerFast,  # its tokenizer
+    conversations: list[dict],  # held out
+) -> tuple[
+    pd.DataFrame, pd.DataFrame
+]:  # rows by domain; by greedy answer (domain, prompt, answer, right, ended, tokens, distinct)
     "How good the greedy answers are: right by `is_right`, ended by themselves, no loops."
-    turns = [(row["domain"], row["messages"][:i]) for row in conversations for i in range(1, len(row["messages"]), 2)]
+    turns = [
+        (row["domain"], row["messages"][:i])
+        for row in conversations
+        for i in range(1, len(row["messages"]), 2)
+    ]
     records = []
     for (domain, messages), ids in zip(turns, answers(model, tokenizer, [m for _, m in turns])):
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        right = bool(text) and is_right(domain, [*messages, dict(role="assistant", content=text)])
-        records.append(dict(domain=domain, prompt=messages[-1]["content"], answer=text, right=right,
-                            ended=ids[-1] == tokenizer.eos_token_id, tokens=len(ids), distinct=distinct(ids)))
+        right = bool(text) and is_right(
+            domain, [*messages, dict(role="assistant", content=text)]
+        )
+        records.append(
+            dict(
+                domain=domain,
+                prompt=messages[-1]["content"],
+                answer=text,
+                right=right,
+                ended=ids[-1] == tokenizer.eos_token_id,
+                tokens=len(ids),
+                distinct=distinct(ids),
+            )
+        )
     single = pd.DataFrame(records)
-    by_domain = single.groupby("domain", sort=False)[["right", "ended", "tokens", "distinct"]].mean()
+    by_domain = single.groupby("domain", sort=False)[
+        ["right", "ended", "tokens", "distinct"]
+    ].mean()
     by_domain.insert(0, "perplexity", perplexity(model, tokenizer, conversations))
     return by_domain.round(3), single
 
 # %% ../../nbs/lab/02_tiny_verifier.ipynb #42c421de
 def as_markdown(
-    frame:pd.DataFrame, # small
-) -> str: # a Markdown table, the index first
+    frame: pd.DataFrame,  # small
+) -> str:  # a Markdown table, the index first
     "A table for the card (`DataFrame.to_markdown` would want another package)."
-    rows = [[frame.index.name or "", *frame.columns], ["---"] * (1 + frame.shape[1]), *frame.reset_index().values.tolist()]
+    rows = [
+        [frame.index.name or "", *frame.columns],
+        ["---"] * (1 + frame.shape[1]),
+        *frame.reset_index().values.tolist(),
+    ]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
@@ -300,33 +416,64 @@ Retraining gives the same quality, not the same bytes: sums of floats depend on 
 ## Samples (greedy)
 
 {samples}
-"""
+"""  # noqa: E501
 
 
 @call_parse
 def main(
-    folder:Path=Path("data/tiny-verifier"), # replaced when everything is written
-    n:int=12000, # conversations
-    n_plain:int=800, # paragraphs of Python's language reference
-    seed:int=0, # of everything
-    threads:int=2, # CPU threads
+    folder: Path = Path("data/tiny-verifier"),  # replaced when everything is written
+    n: int = 12000,  # conversations
+    n_plain: int = 800,  # paragraphs of Python's language reference
+    seed: int = 0,  # of everything
+    threads: int = 2,  # CPU threads
 ) -> None:
     "Train the verifier and write it with its tokenizer, training log and card."
     torch.set_num_threads(threads)
     set_seed(seed)
     conversations, paragraphs = corpus(n, seed), random.Random(seed).sample(topics(), n_plain)
-    tokenizer = train_tokenizer([m[key] for row in conversations for m in row["messages"] for key in ("role", "content")] + paragraphs)
+    tokenizer = train_tokenizer(
+        [
+            m[key]
+            for row in conversations
+            for m in row["messages"]
+            for key in ("role", "content")
+        ]
+        + paragraphs
+    )
     model = Qwen3ForCausalLM(make_config(tokenizer))
     add_copying_heads(model)
-    log = train(model, make_batches(training_documents(tokenizer, conversations, paragraphs, seed=seed), seed=seed))
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    log = train(
+        model,
+        make_batches(
+            training_documents(tokenizer, conversations, paragraphs, seed=seed), seed=seed
+        ),
+    )
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = (
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     by_domain, single = report(model, tokenizer, corpus(90, seed, heldout=True))
-    samples = "\n\n".join(f"**{r.prompt}**\n\n{r.answer}" for r in single.groupby("domain", sort=False).first().itertuples())
+    samples = "\n\n".join(
+        f"**{r.prompt}**\n\n{r.answer}"
+        for r in single.groupby("domain", sort=False).first().itertuples()
+    )
     with atomic_folder(folder) as temporary:
         tokenizer.save_pretrained(temporary)
         model.save_pretrained(temporary)
         log.to_csv(temporary / "training_log.csv", index=False)
-        (temporary / "README.md").write_text(CARD.format(
-            parameters=model.num_parameters(), layers=model.config.num_hidden_layers, width=model.config.hidden_size, vocab=len(tokenizer),
-            n=n, n_plain=n_plain, seed=seed, tokens=log["tokens"].iloc[-1], turns=len(single), table=as_markdown(by_domain),
-            samples=samples), encoding="utf-8")
+        (temporary / "README.md").write_text(
+            CARD.format(
+                parameters=model.num_parameters(),
+                layers=model.config.num_hidden_layers,
+                width=model.config.hidden_size,
+                vocab=len(tokenizer),
+                n=n,
+                n_plain=n_plain,
+                seed=seed,
+                tokens=log["tokens"].iloc[-1],
+                turns=len(single),
+                table=as_markdown(by_domain),
+                samples=samples,
+            ),
+            encoding="utf-8",
+        )

@@ -8,72 +8,140 @@ __all__ = ['FLOATS', 'tensor_problem', 'read_state', 'SpeculatorModel']
 # %% ../../nbs/models/01_base.ipynb #c6ed54a6
 import os
 from pathlib import Path
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from speculators_nb.core.checkpoints import (
+    checkpoint_index,
+    load_tensors,
+    resolve_checkpoint,
+    save_tensors,
+)
 from ..core.config import SpeculatorModelConfig, check_folder, import_models
-from ..nn.target_head import TargetHead, load_verifier_tensors, text_config, verifier_config
-from ..nn.head_loss import target_head_for
 from ..core.options import REGISTERED
-from ..core.checkpoints import checkpoint_index, load_tensors, resolve_checkpoint, save_tensors
 from ..core.registry import ClassRegistryMixin
 from ..nn.draft_vocabulary import check_vocab_mapping, draft_to_verifier
+from ..nn.head_loss import target_head_for
+from speculators_nb.nn.target_head import (
+    TargetHead,
+    load_verifier_tensors,
+    text_config,
+    verifier_config,
+)
 
 # %% ../../nbs/models/01_base.ipynb #8d4eeec3
-def _nan(*shape): return nn.Parameter(torch.full(shape, float("nan")), requires_grad=False)
+def _nan(*shape):
+    return nn.Parameter(torch.full(shape, float("nan")), requires_grad=False)
+
 
 def _adopt_upstream_names(model, state, prefix, *_):
-    "Read a state dict with upstream's names; what a checkpoint leaves out keeps its present value."
-    norm, head = state.pop(prefix + "verifier_norm.weight", None), state.pop(prefix + "verifier_lm_head.weight", None)
-    if norm is not None: state[prefix + "target_head.norm.weight"] = norm
+    """Read a state dict with upstream's names; what a checkpoint leaves out keeps its present
+    value."""
+    norm, head = (
+        state.pop(prefix + "verifier_norm.weight", None),
+        state.pop(prefix + "verifier_lm_head.weight", None),
+    )
+    if norm is not None:
+        state[prefix + "target_head.norm.weight"] = norm
     own = state.get(prefix + "lm_head.weight")
-    if head is not None: model.target_head.set_rows(model.lm_head.weight if own is not None and torch.equal(own, head) else nn.Parameter(torch.empty_like(head), requires_grad=False))
+    if head is not None:
+        model.target_head.set_rows(
+            model.lm_head.weight
+            if own is not None and torch.equal(own, head)
+            else nn.Parameter(torch.empty_like(head), requires_grad=False)
+        )
     rows, stored = model.target_head.weight, state.get(prefix + "target_head.weight")
-    if rows is None and stored is not None:      # a whole state dict of ours
+    if rows is None and stored is not None:  # a whole state dict of ours
         bias = state.get(prefix + "target_head.bias")
         same = own is not None and torch.equal(own, stored)
         rows = model.lm_head.weight if same else torch.empty_like(stored)
         model.target_head.set_rows(rows, None if bias is None else torch.empty_like(bias))
-    if rows is not None and stored is None: state[prefix + "target_head.weight"] = head if head is not None else own if rows is model.lm_head.weight and own is not None else rows
-    for name, value in model.target_head.state_dict(prefix=prefix + "target_head.").items(): state.setdefault(name, value)
+    if rows is not None and stored is None:
+        state[prefix + "target_head.weight"] = (
+            head
+            if head is not None
+            else own
+            if rows is model.lm_head.weight and own is not None
+            else rows
+        )
+    for name, value in model.target_head.state_dict(prefix=prefix + "target_head.").items():
+        state.setdefault(name, value)
 
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16) # of stored weights
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of stored weights
+
 
 def tensor_problem(
-    name: str,              # of a stored tensor
-    found: torch.Tensor,    # as it was read
-    wanted: torch.Tensor,   # of the model; may be on the meta device
-) -> str | None: # a sentence; None: it is right
+    name: str,  # of a stored tensor
+    found: torch.Tensor,  # as it was read
+    wanted: torch.Tensor,  # of the model; may be on the meta device
+) -> str | None:  # a sentence; None: it is right
     "What is wrong with a tensor of a checkpoint: its shape, its kind of numbers, its values."
-    if found.shape != wanted.shape: return f"tensor {name} has shape {tuple(found.shape)}, the config describes {tuple(wanted.shape)}"
-    fits = found.dtype in FLOATS if wanted.is_floating_point() else not (found.is_floating_point() or found.is_complex())
-    if not fits: return f"tensor {name} holds {found.dtype}, the config describes {wanted.dtype}"
-    if wanted.is_floating_point() and not found.isfinite().all(): return f"tensor {name} holds NaN or infinity"
+    if found.shape != wanted.shape:
+        return (
+            f"tensor {name} has shape {tuple(found.shape)}, the config describes "
+            f"{tuple(wanted.shape)}"
+        )
+    fits = (
+        found.dtype in FLOATS
+        if wanted.is_floating_point()
+        else not (found.is_floating_point() or found.is_complex())
+    )
+    if not fits:
+        return f"tensor {name} holds {found.dtype}, the config describes {wanted.dtype}"
+    if wanted.is_floating_point() and not found.isfinite().all():
+        return f"tensor {name} holds NaN or infinity"
+
 
 def read_state(
-    path: str | os.PathLike, # a drafter's folder or hub id
-) -> dict: # name -> tensor
-    "All tensors of a checkpoint. Errors: FileNotFoundError or ValueError naming the file: none, one that the index names and that is not there or does not hold what it should, an index beside weights of another time."
+    path: str | os.PathLike,  # a drafter's folder or hub id
+) -> dict:  # name -> tensor
+    """All tensors of a checkpoint. Errors: FileNotFoundError or ValueError naming the file:
+    none, one that the index names and that is not there or does not hold what it should, an
+    index beside weights of another time."""
     folder = resolve_checkpoint(path)
     index = checkpoint_index(folder)
-    files, single, listing = sorted(set(index.values())), folder / "model.safetensors", folder / "model.safetensors.index.json"
+    files, single, listing = (
+        sorted(set(index.values())),
+        folder / "model.safetensors",
+        folder / "model.safetensors.index.json",
+    )
     if listing.is_file() and single.is_file() and single not in files:
-        raise ValueError(f"{folder}: holds {single.name} and {listing.name}, which names other files; remove whichever is the older")
+        raise ValueError(
+            f"{folder}: holds {single.name} and {listing.name}, which names other files; "
+            "remove whichever is the older"
+        )
     if absent := [f for f in files if not f.is_file()]:
-        raise FileNotFoundError(f"{absent[0]}: no such file, and {listing.name} says that it holds {', '.join(n for n in index if index[n] == absent[0])}; the checkpoint is incomplete, fetch it again")
-    return {name: w for file in files for name, w in load_tensors(file, [n for n in index if index[n] == file]).items()}
+        raise FileNotFoundError(
+            f"{absent[0]}: no such file, and {listing.name} says that it holds "
+            f"{', '.join(n for n in index if index[n] == absent[0])}; the checkpoint is "
+            "incomplete, fetch it again"
+        )
+    return {
+        name: w
+        for file in files
+        for name, w in load_tensors(file, [n for n in index if index[n] == file]).items()
+    }
+
 
 class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     """Base of all drafters: borrowed embedding and heads, draft vocabulary, loading and saving.
 
-    A subclass registers under its `speculators_model_type`, names its `config_class`, and gives `layers`, `forward`, `get_trainer_kwargs`,
+    A subclass registers under its `speculators_model_type`, names its `config_class`, and gives
+    `layers`, `forward`, `get_trainer_kwargs`,
     `from_training_args`, `shift` and `drafter` (the contracts of docs/architecture.md)."""
+
     config_class = SpeculatorModelConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
-    not_saved = ("target_head.",)       # prefixes of what a checkpoint leaves out
-    from_verifier = ("embed_tokens.weight", "lm_head.weight")   # needed to draft; may be absent from a checkpoint: the verifier has them
-    own_heads = False                   # True: trains heads of its own, and borrows the verifier's final norm alone
+    not_saved = ("target_head.",)  # prefixes of what a checkpoint leaves out
+    from_verifier = (
+        "embed_tokens.weight",
+        "lm_head.weight",
+    )  # needed to draft; may be absent from a checkpoint: the verifier has them
+    own_heads = False  # True: own heads, and only the verifier's final norm
 
     @classmethod
     def register_decorator(cls, klass: type, name: str) -> type:
@@ -85,177 +153,323 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         super().__init__(config)
         v, h = config.sizes.vocab_size, config.sizes.hidden_size
         vd = getattr(config, "draft_vocab_size", v)
-        if vd > v: raise ValueError(f"draft_vocab_size: {vd} is larger than the verifier's vocabulary of {v}; choose at most {v}")
+        if vd > v:
+            raise ValueError(
+                f"draft_vocab_size: {vd} is larger than the verifier's vocabulary of {v}; "
+                f"choose at most {v}"
+            )
         self.embed_tokens = self.lm_head = None
         if not self.own_heads:
             self.embed_tokens = nn.Embedding(v, h, _weight=torch.full((v, h), float("nan")))
-            self.embed_tokens.weight.requires_grad_(bool(getattr(config, "embed_requires_grad", False)))
+            self.embed_tokens.weight.requires_grad_(
+                bool(getattr(config, "embed_requires_grad", False))
+            )
             self.lm_head = nn.Linear(h, vd, bias=False, device="meta")
             self.lm_head.weight = _nan(vd, h)
         self.register_buffer("t2d", torch.zeros(v, dtype=torch.bool) if vd < v else None)
         self.register_buffer("d2t", torch.zeros(vd, dtype=torch.int64) if vd < v else None)
         self.target_head = target_head_for(config)
-        self.verifier_layers = None      # n; the verifier's last state is the stream entering "layer n"
+        self.verifier_layers = None  # n; its last state enters "layer n"
         self.register_load_state_dict_pre_hook(_adopt_upstream_names)
 
     def _init_weights(self, module):
         if isinstance(module, nn.Linear) and module is not self.lm_head:
             module.weight.data.normal_(0, getattr(self.config.sizes, "initializer_range", 0.02))
-            if module.bias is not None: module.bias.data.zero_()
+            if module.bias is not None:
+                module.bias.data.zero_()
 
     @property
-    def target_vocab_size(self) -> int: # V
+    def target_vocab_size(self) -> int:  # V
         "The verifier's vocabulary size."
         return self.config.target_vocab_size
 
-    def to_verifier(self, ids: torch.Tensor) -> torch.Tensor: # draft ids [...] -> verifier ids [...]
+    def to_verifier(
+        self, ids: torch.Tensor
+    ) -> torch.Tensor:  # draft ids [...] -> verifier ids [...]
         "The verifier's ids of draft ids."
         return draft_to_verifier(ids, self.d2t)
 
-    def load_vocab_mappings(self,
-        t2d: torch.Tensor | None, # [V] bool: which verifier ids are in the draft vocabulary
-        d2t: torch.Tensor | None, # [Vd] int64: verifier id minus draft id
+    def load_vocab_mappings(
+        self,
+        t2d: torch.Tensor | None,  # [V] bool: which verifier ids are in the draft vocabulary
+        d2t: torch.Tensor | None,  # [Vd] int64: verifier id minus draft id
     ):
-        "Set the draft vocabulary. Both or neither; neither only where the draft vocabulary is the verifier's. Errors: ValueError (see `draft_vocabulary.check_vocab_mapping`)."
+        """Set the draft vocabulary. Both or neither; neither only where the draft vocabulary is
+        the verifier's. Errors: ValueError (see `draft_vocabulary.check_vocab_mapping`)."""
         check_vocab_mapping(t2d, d2t, self.target_vocab_size, self.config.draft_vocab_size)
         if self.t2d is not None:
-            self.t2d.copy_(t2d); self.d2t.copy_(d2t)
+            self.t2d.copy_(t2d)
+            self.d2t.copy_(d2t)
 
-    def load_verifier_weights(self,
-        verifier: str | os.PathLike | None = None, # its folder or hub id; None: the one that the config names
+    def load_verifier_weights(
+        self,
+        verifier: str
+        | os.PathLike
+        | None = None,  # its folder or hub id; None: the one that the config names
     ):
-        "Borrow embedding, head rows and final norm. What a checkpoint has loaded already stays. Errors: ValueError for a verifier of another shape."
+        """Borrow embedding, head rows and final norm. What a checkpoint has loaded already
+        stays. Errors: ValueError for a verifier of another shape."""
         verifier = verifier or self.config.speculators_config.verifier.name_or_path
         config = verifier_config(verifier)
         want, have = self.config.sizes.hidden_size, text_config(config).hidden_size
-        if want != have: raise ValueError(f"verifier {str(verifier)!r} has hidden_size {have}, this drafter's {type(self.config.sizes).__name__} has {want}; they must be equal")
+        if want != have:
+            raise ValueError(
+                f"verifier {str(verifier)!r} has hidden_size {have}, this drafter's "
+                f"{type(self.config.sizes).__name__} has {want}; they must be equal"
+            )
         if self.t2d is not None and not self.t2d.any():
-            raise ValueError(f"draft_vocab_size is {self.config.draft_vocab_size} of {self.target_vocab_size}, but no vocabulary mapping is loaded; give t2d and d2t (load_vocab_mappings)")
+            raise ValueError(
+                f"draft_vocab_size is {self.config.draft_vocab_size} of "
+                f"{self.target_vocab_size}, but no vocabulary mapping is loaded; give t2d and "
+                "d2t (load_vocab_mappings)"
+            )
         parts = load_verifier_tensors(verifier, self.t2d)
-        if broken := [name for name, w in parts.items() if w is not None and not w.isfinite().all()]:
-            raise ValueError(f"verifier {str(verifier)!r}: its {', '.join(broken)} hold NaN or infinity; fetch or save it again")
+        if broken := [
+            name for name, w in parts.items() if w is not None and not w.isfinite().all()
+        ]:
+            raise ValueError(
+                f"verifier {str(verifier)!r}: its {', '.join(broken)} hold NaN or infinity; "
+                "fetch or save it again"
+            )
         if len(parts["embeddings"]) != self.target_vocab_size:
-            raise ValueError(f"verifier {str(verifier)!r} embeds {len(parts['embeddings'])} tokens, {type(self.config.sizes).__name__}.vocab_size is {self.target_vocab_size}; set it to the verifier's")
+            raise ValueError(
+                f"verifier {str(verifier)!r} embeds {len(parts['embeddings'])} tokens, "
+                f"{type(self.config.sizes).__name__}.vocab_size is {self.target_vocab_size}; "
+                "set it to the verifier's"
+            )
         head = TargetHead.from_config(config).to(self.device)
         self._borrow(parts, head)
         self.target_head, self.verifier_layers = head, text_config(config).num_hidden_layers
 
     def _borrow(self, parts, head):
-        "Embedding and head rows where the checkpoint had none; one copy of the head where drafter and verifier agree."
-        if self.own_heads: return head.load_norm(parts)
+        """Embedding and head rows where the checkpoint had none; one copy of the head where
+        drafter and verifier agree."""
+        if self.own_heads:
+            return head.load_norm(parts)
         with torch.no_grad():
-            for weight, value in ((self.embed_tokens.weight, parts["embeddings"]), (self.lm_head.weight, parts["head"])):
-                if weight[0, 0].isnan(): weight.copy_(value)
+            for weight, value in (
+                (self.embed_tokens.weight, parts["embeddings"]),
+                (self.lm_head.weight, parts["head"]),
+            ):
+                if weight[0, 0].isnan():
+                    weight.copy_(value)
         same = torch.equal(self.lm_head.weight, parts["head"].to(self.lm_head.weight))
-        head.load(parts | {"head": self.lm_head.weight if same else parts["head"].to(self.lm_head.weight)})
+        head.load(
+            parts
+            | {"head": self.lm_head.weight if same else parts["head"].to(self.lm_head.weight)}
+        )
 
     @classmethod
-    def for_verifier(cls,
-        config: SpeculatorModelConfig,    # of the new drafter; it names the verifier
+    def for_verifier(
+        cls,
+        config: SpeculatorModelConfig,  # of the new drafter; it names the verifier
         t2d: torch.Tensor | None = None,  # [V] bool and
         d2t: torch.Tensor | None = None,  # [Vd], for a reduced draft vocabulary
-    ) -> "SpeculatorModel": # with the verifier's weights, ready to train
-        "A fresh drafter. Errors: ValueError for a reduced draft vocabulary without its mapping, or a verifier of another shape."
+    ) -> "SpeculatorModel":  # with the verifier's weights, ready to train
+        """A fresh drafter. Errors: ValueError for a reduced draft vocabulary without its
+        mapping, or a verifier of another shape."""
         model = cls(config)
-        if t2d is not None or d2t is not None or model.t2d is not None: model.load_vocab_mappings(t2d, d2t)
+        if t2d is not None or d2t is not None or model.t2d is not None:
+            model.load_vocab_mappings(t2d, d2t)
         model.load_verifier_weights()
         return model
 
     @classmethod
-    def registered_class(cls,
-        name: str, # a speculators_model_type
-    ) -> type: # the SpeculatorModel subclass
-        "Which class registered under a name; the package's own are imported when first asked for. Errors: ValueError listing the known ones."
-        if name not in SpeculatorModel.registry: import_models()
+    def registered_class(
+        cls,
+        name: str,  # a speculators_model_type
+    ) -> type:  # the SpeculatorModel subclass
+        """Which class registered under a name; the package's own are imported when first asked
+        for. Errors: ValueError listing the known ones."""
+        if name not in SpeculatorModel.registry:
+            import_models()
         return super().registered_class(name)
 
     @staticmethod
-    def registered_model_class_from_config(config: SpeculatorModelConfig) -> type: # the SpeculatorModel subclass
+    def registered_model_class_from_config(
+        config: SpeculatorModelConfig,
+    ) -> type:  # the SpeculatorModel subclass
         "Which class a config belongs to."
         return SpeculatorModel.registered_class(config.speculators_model_type)
 
     @staticmethod
     def verify_training_compatible(model):
-        "Raise ValueError, saying what is missing, unless `model` can be trained: registered, with layers, and with all borrowed weights in place."
-        if not isinstance(model, SpeculatorModel): raise ValueError(f"model is a {type(model).__name__}, not a SpeculatorModel; subclass it (see docs/architecture.md)")
+        """Raise ValueError, saying what is missing, unless `model` can be trained: registered,
+        with layers, and with all borrowed weights in place."""
+        if not isinstance(model, SpeculatorModel):
+            raise ValueError(
+                f"model is a {type(model).__name__}, not a SpeculatorModel; subclass it (see "
+                "docs/architecture.md)"
+            )
         known = SpeculatorModel.registered_classes().get(model.config.speculators_model_type)
-        if known is None or known.__qualname__ != type(model).__qualname__:     # by name: a notebook and its module may both have made the class
-            raise ValueError(f"{type(model).__name__} is not registered; decorate it with @SpeculatorModel.register(name)")
-        if not hasattr(model, "layers"): raise ValueError(f"{type(model).__name__} has no attribute 'layers' (an nn.ModuleList); distributed training shards by it")
-        absent = [n for n, w in (*model.named_parameters(), *model.named_buffers()) if w.is_floating_point() and w.flatten()[:1].isnan().any()]
-        if model.target_head.weight is None and not model.own_heads: absent.append("target_head.weight")
-        if absent: raise ValueError(f"not loaded yet: {', '.join(absent)}; call model.load_verifier_weights(verifier)")
+        if (
+            known is None or known.__qualname__ != type(model).__qualname__
+        ):  # by name: a notebook and its module may both have made the class
+            raise ValueError(
+                f"{type(model).__name__} is not registered; decorate it with "
+                "@SpeculatorModel.register(name)"
+            )
+        if not hasattr(model, "layers"):
+            raise ValueError(
+                f"{type(model).__name__} has no attribute 'layers' (an nn.ModuleList); "
+                "distributed training shards by it"
+            )
+        absent = [
+            n
+            for n, w in (*model.named_parameters(), *model.named_buffers())
+            if w.is_floating_point() and w.flatten()[:1].isnan().any()
+        ]
+        if model.target_head.weight is None and not model.own_heads:
+            absent.append("target_head.weight")
+        if absent:
+            raise ValueError(
+                f"not loaded yet: {', '.join(absent)}; call "
+                "model.load_verifier_weights(verifier)"
+            )
 
     @classmethod
-    def from_pretrained(cls,
-        path: str | os.PathLike | None = None,       # checkpoint folder or hub id; None: `state_dict` or initial weights
+    def from_pretrained(
+        cls,
+        path: str
+        | os.PathLike
+        | None = None,  # checkpoint folder or hub id; None: `state_dict` or initial weights
         *,
-        config: SpeculatorModelConfig | None = None, # instead of the folder's config.json
-        state_dict: dict | None = None,              # instead of the folder's safetensors
-        t2d: torch.Tensor | None = None,             # [V] bool, where the checkpoint holds none
-        d2t: torch.Tensor | None = None,             # [Vd]
-        verifier: str | os.PathLike | None = None,   # its folder; None: the one that the config names, if it is there
-        dtype: torch.dtype | None = None,            # of all floating weights; None: as stored
-    ) -> "SpeculatorModel": # of the class that the config names, in eval mode
-        """Load a drafter. Its class is found by the config's `speculators_model_type`. The verifier's folder is needed to train and for weights that the
-        checkpoint leaves to it; without it the drafter can still draft. Errors: ValueError naming missing, unexpected or misshapen tensors."""
-        if config is None and path is not None and os.path.exists(path): check_folder(path)
+        config: SpeculatorModelConfig | None = None,  # instead of the folder's config.json
+        state_dict: dict | None = None,  # instead of the folder's safetensors
+        t2d: torch.Tensor | None = None,  # [V] bool, where the checkpoint holds none
+        d2t: torch.Tensor | None = None,  # [Vd]
+        verifier: str
+        | os.PathLike
+        | None = None,  # its folder; None: the one that the config names, if it is there
+        dtype: torch.dtype | None = None,  # of all floating weights; None: as stored
+    ) -> "SpeculatorModel":  # of the class that the config names, in eval mode
+        """Load a drafter. Its class is found by the config's `speculators_model_type`. The
+        verifier's folder is needed to train and for weights that the
+        checkpoint leaves to it; without it the drafter can still draft. Errors: ValueError
+        naming missing, unexpected or misshapen tensors."""
+        if config is None and path is not None and os.path.exists(path):
+            check_folder(path)
         folder = None if path is None else resolve_checkpoint(path)
         if config is None:
-            if folder is None: raise ValueError("from_pretrained needs a path or a config")
+            if folder is None:
+                raise ValueError("from_pretrained needs a path or a config")
             config = SpeculatorModelConfig.from_pretrained(folder)
         klass = cls.registered_model_class_from_config(config)
-        if not issubclass(klass, cls): raise ValueError(f"{str(path)!r} is a {klass.__name__}, not a {cls.__name__}; use SpeculatorModel.from_pretrained")
-        if state_dict is None and folder is not None: state_dict = read_state(folder)
+        if not issubclass(klass, cls):
+            raise ValueError(
+                f"{str(path)!r} is a {klass.__name__}, not a {cls.__name__}; use "
+                "SpeculatorModel.from_pretrained"
+            )
+        if state_dict is None and folder is not None:
+            state_dict = read_state(folder)
         if state_dict is not None:
-            with torch.device("meta"): klass(config).check_state(state_dict, path)   # before room is made for what the config describes
+            with torch.device("meta"):
+                klass(config).check_state(
+                    state_dict, path
+                )  # before room is made for what the config describes
         model = klass(config)
-        if state_dict is not None: model.load_state_dict(dict(state_dict), strict=False)
-        if dtype is None and state_dict: dtype = next(t.dtype for t in state_dict.values() if t.is_floating_point())
-        if dtype is not None: model.to(dtype)
-        if t2d is not None or d2t is not None: model.load_vocab_mappings(t2d, d2t)
-        named = config.speculators_config.verifier.name_or_path if config.speculators_config else None
-        if verifier is not None or (named is not None and (Path(named) / "config.json").is_file()): model.load_verifier_weights(verifier)
-        elif absent := [n for n in klass.from_verifier if model.get_parameter(n).flatten()[0].isnan()]:
-            raise ValueError(f"{str(path)!r} leaves {', '.join(absent)} to the verifier, and {named!r} is not a folder here; give verifier=")
+        if state_dict is not None:
+            model.load_state_dict(dict(state_dict), strict=False)
+        if dtype is None and state_dict:
+            dtype = next(t.dtype for t in state_dict.values() if t.is_floating_point())
+        if dtype is not None:
+            model.to(dtype)
+        if t2d is not None or d2t is not None:
+            model.load_vocab_mappings(t2d, d2t)
+        named = (
+            config.speculators_config.verifier.name_or_path
+            if config.speculators_config
+            else None
+        )
+        if verifier is not None or (
+            named is not None and (Path(named) / "config.json").is_file()
+        ):
+            model.load_verifier_weights(verifier)
+        elif absent := [
+            n for n in klass.from_verifier if model.get_parameter(n).flatten()[0].isnan()
+        ]:
+            raise ValueError(
+                f"{str(path)!r} leaves {', '.join(absent)} to the verifier, and {named!r} is "
+                "not a folder here; give verifier="
+            )
         return model.eval()
 
-    def check_state(self,
-        state: dict, # name -> tensor, as a checkpoint holds them
-        path,        # of the checkpoint, for messages
+    def check_state(
+        self,
+        state: dict,  # name -> tensor, as a checkpoint holds them
+        path,  # of the checkpoint, for messages
     ):
-        "Raise ValueError, naming the tensors, unless a state dict has all that this model needs in the right shapes, finite, with one vocabulary, and nothing else."
+        """Raise ValueError, naming the tensors, unless a state dict has all that this model
+        needs in the right shapes, finite, with one vocabulary, and nothing else."""
         mine = {n: w for n, w in self.state_dict().items() if not n.startswith(self.not_saved)}
         theirs = {n for n in state if not n.startswith(("verifier_", *self.not_saved))}
-        missing, extra = sorted(set(mine) - theirs - set(self.from_verifier)), sorted(theirs - set(mine))
-        shapes = [f"{n} {tuple(state[n].shape)} instead of {tuple(mine[n].shape)}" for n in sorted(theirs & set(mine)) if state[n].shape != mine[n].shape]
-        for what, names in (("misses", missing), ("has unknown", extra), ("has misshapen", shapes)):
-            if names: raise ValueError(f"checkpoint {str(path)!r} {what} tensors: {', '.join(names)}; its config.json describes another model")
+        missing, extra = (
+            sorted(set(mine) - theirs - set(self.from_verifier)),
+            sorted(theirs - set(mine)),
+        )
+        shapes = [
+            f"{n} {tuple(state[n].shape)} instead of {tuple(mine[n].shape)}"
+            for n in sorted(theirs & set(mine))
+            if state[n].shape != mine[n].shape
+        ]
+        for what, names in (
+            ("misses", missing),
+            ("has unknown", extra),
+            ("has misshapen", shapes),
+        ):
+            if names:
+                raise ValueError(
+                    f"checkpoint {str(path)!r} {what} tensors: {', '.join(names)}; its "
+                    "config.json describes another model"
+                )
         if wrong := [p for n in sorted(theirs) if (p := tensor_problem(n, state[n], mine[n]))]:
-            raise ValueError(f"checkpoint {str(path)!r}: {'; '.join(wrong[:3])}{' …' if wrong[3:] else ''}; train it anew, or take an earlier checkpoint")
+            raise ValueError(
+                f"checkpoint {str(path)!r}: {'; '.join(wrong[:3])}{' …' if wrong[3:] else ''}; "
+                "train it anew, or take an earlier checkpoint"
+            )
         if "t2d" in mine:
-            try: check_vocab_mapping(state["t2d"], state["d2t"], self.target_vocab_size, self.config.draft_vocab_size)
-            except ValueError as e: raise ValueError(f"checkpoint {str(path)!r}: {e}") from None
+            try:
+                check_vocab_mapping(
+                    state["t2d"],
+                    state["d2t"],
+                    self.target_vocab_size,
+                    self.config.draft_vocab_size,
+                )
+            except ValueError as e:
+                raise ValueError(f"checkpoint {str(path)!r}: {e}") from None
 
     def _fill(self, state, path):
         "Load a state dict, all of it or an error that names what does not fit."
         self.check_state(state, path)
         self.load_state_dict(state, strict=False)
 
-    def saved_state(self, state_dict: dict | None = None) -> dict: # name -> tensor
+    def saved_state(self, state_dict: dict | None = None) -> dict:  # name -> tensor
         "What a checkpoint holds: everything but the verifier's own."
-        return {n: w for n, w in (state_dict or self.state_dict()).items() if not n.startswith(self.not_saved)}
+        return {
+            n: w
+            for n, w in (state_dict or self.state_dict()).items()
+            if not n.startswith(self.not_saved)
+        }
 
-    def save_pretrained(self,
+    def save_pretrained(
+        self,
         save_directory: str | os.PathLike,  # made if absent
-        state_dict: dict | None = None,     # instead of the model's own (a trainer gathers it from ranks)
-        dtype: torch.dtype | None = None,   # of the stored floating tensors; None: as they are
-        **kwargs,                           # accepted from transformers.Trainer, without effect
+        state_dict: dict
+        | None = None,  # instead of the model's own (a trainer gathers it from ranks)
+        dtype: torch.dtype | None = None,  # of the stored floating tensors; None: as they are
+        **kwargs,  # accepted from transformers.Trainer, without effect
     ):
         "Write model.safetensors, then config.json, each atomically, and nothing else."
         folder = Path(save_directory)
-        state = {n: (w.to(dtype) if dtype and w.is_floating_point() else w).detach().cpu().contiguous() for n, w in self.saved_state(state_dict).items()}
-        if type(self).__name__ not in (self.config.architectures or ()): self.config.architectures = [type(self).__name__]
+        state = {
+            n: (w.to(dtype) if dtype and w.is_floating_point() else w)
+            .detach()
+            .cpu()
+            .contiguous()
+            for n, w in self.saved_state(state_dict).items()
+        }
+        if type(self).__name__ not in (self.config.architectures or ()):
+            self.config.architectures = [type(self).__name__]
         self.config.dtype = dtype or self.dtype
         save_tensors(state, folder / "model.safetensors", metadata={"format": "pt"})
         self.config.save_pretrained(folder)

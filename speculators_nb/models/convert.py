@@ -10,124 +10,260 @@ import inspect
 import json
 import os
 from pathlib import Path
+
 import torch
+
+from ..core.checkpoints import resolve_checkpoint
 from ..core.config import SpeculatorModelConfig, SpeculatorsConfig
-from .base import SpeculatorModel, read_state
-from .formats import NativeCheckpoint, formats, verifier_target
+from ..core.files import atomic_folder, disk_errors
 from ..core.options import check_options, near, shown
 from ..core.provenance import write_provenance
-from ..core.checkpoints import resolve_checkpoint
-from ..core.files import atomic_folder, disk_errors
+from .base import SpeculatorModel, read_state
+from .formats import NativeCheckpoint, formats, verifier_target
 
 # %% ../../nbs/models/03_convert.ipynb #4009f06b
 def detect(
-    source: str | os.PathLike, # folder, hub id, or the file with the weights
-) -> str: # name of its format, as `convert` takes it
-    "Recognise a foreign checkpoint by its config.json and the names of its tensors. Errors: ValueError listing what was looked for; FileNotFoundError where there are no weights."
+    source: str | os.PathLike,  # folder, hub id, or the file with the weights
+) -> str:  # name of its format, as `convert` takes it
+    """Recognise a foreign checkpoint by its config.json and the names of its tensors. Errors:
+    ValueError listing what was looked for; FileNotFoundError where there are no weights."""
     return _format(NativeCheckpoint(source)).name
+
 
 def _format(native):
     "The one format that fits."
     kind = native.config.get("speculators_model_type")
-    if kind: raise ValueError(f"{native.name} is a checkpoint of this library already (speculators_model_type={kind!r}); there is nothing to convert")
+    if kind:
+        raise ValueError(
+            f"{native.name} is a checkpoint of this library already "
+            f"(speculators_model_type={kind!r}); there is nothing to convert"
+        )
     names = set(native.index)
     found = [f for f in formats() if f.recognises(native.config, names)]
-    if len(found) == 1: return found[0]
-    if found: raise ValueError(f"{native.name} fits several formats: {', '.join(f.name for f in found)}; say which with format=")
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(
+            f"{native.name} fits several formats: {', '.join(f.name for f in found)}; say "
+            "which with format="
+        )
     looked = "; ".join(f"{f.name} ({f.about}): {f.looks_for}" for f in formats())
-    raise ValueError(f"{native.name} is a drafter of no known format. Looked for {looked}. The checkpoint has {', '.join(sorted(names)[:6])}{' …' if len(names) > 6 else ''} "
-                     f"({len(names)} tensors), architectures {native.config.get('architectures')}, model_type {native.config.get('model_type')!r}.")
+    raise ValueError(
+        f"{native.name} is a drafter of no known format. Looked for {looked}. The checkpoint "
+        f"has {', '.join(sorted(names)[:6])}{' …' if len(names) > 6 else ''} "
+        f"({len(names)} tensors), architectures {native.config.get('architectures')}, "
+        f"model_type {native.config.get('model_type')!r}."
+    )
+
 
 def _named(name, known, what):
     "One of the known formats. ValueError otherwise."
     found = next((f for f in known if f.name == name), None)
-    if found is None: raise ValueError(f"format={name!r}: {what} {', '.join(f.name for f in known) or 'no format'}")
+    if found is None:
+        raise ValueError(
+            f"format={name!r}: {what} {', '.join(f.name for f in known) or 'no format'}"
+        )
     return found
+
 
 def _empty(path):
     "An output folder that takes nothing's place."
     path = Path(path)
-    with disk_errors(path): taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
-    if taken: raise FileExistsError(f"{path} exists already; choose another output folder, or remove it")
+    with disk_errors(path):
+        taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if taken:
+        raise FileExistsError(
+            f"{path} exists already; choose another output folder, or remove it"
+        )
     return path
 
 # %% ../../nbs/models/03_convert.ipynb #c797aa61
 def convert(
-    source: str | os.PathLike,               # the foreign drafter: folder, hub id, or the file with its weights
-    output_dir: str | os.PathLike,           # the new checkpoint; must not exist
-    verifier: str | os.PathLike,             # folder or hub id of the verifier that it was trained for
-    format: str | None = None,               # a name that `detect` gives; None: look
-    speculative_tokens: int | None = None,   # that a serving engine drafts; None: the source's, or its format's default
-    config: dict | str | None = None,        # fields of config.json that the source lacks or has wrong; a string is JSON
-    trust_remote_code: bool = False,         # run configuration code that comes with the verifier
-) -> str: # the new folder
-    """Convert a foreign drafter to this library's checkpoint. Tensors are renamed and keep values and dtype; names and shapes are checked against the model that the new config describes, and its sizes against the verifier.
-    Errors: FileExistsError; ValueError for an unknown format, missing, unexpected or misshapen tensors, another verifier, or a pickle that holds more than tensors."""
-    check_options(dict(source=source, output_dir=output_dir, verifier=verifier, format=format, speculative_tokens=speculative_tokens) | ({} if isinstance(config, str) else dict(config=config)), "convert")
-    output, native, target = _empty(output_dir), NativeCheckpoint(source), verifier_target(verifier, trust_remote_code or None)
+    source: str
+    | os.PathLike,  # the foreign drafter: folder, hub id, or the file with its weights
+    output_dir: str | os.PathLike,  # the new checkpoint; must not exist
+    verifier: str | os.PathLike,  # folder or hub id of the verifier that it was trained for
+    format: str | None = None,  # a name that `detect` gives; None: look
+    speculative_tokens: int
+    | None = None,  # that a serving engine drafts; None: the source's, or its format's default
+    config: dict
+    | str
+    | None = None,  # fields of config.json that the source lacks or has wrong; a string is JSON
+    trust_remote_code: bool = False,  # run configuration code that comes with the verifier
+) -> str:  # the new folder
+    """Convert a foreign drafter to this library's checkpoint. Tensors are renamed and keep
+    values and dtype; names and shapes are checked against the model that the new config
+    describes, and its sizes against the verifier.
+    Errors: FileExistsError; ValueError for an unknown format, missing, unexpected or misshapen
+    tensors, another verifier, or a pickle that holds more than tensors."""
+    check_options(
+        dict(
+            source=source,
+            output_dir=output_dir,
+            verifier=verifier,
+            format=format,
+            speculative_tokens=speculative_tokens,
+        )
+        | ({} if isinstance(config, str) else dict(config=config)),
+        "convert",
+    )
+    output, native, target = (
+        _empty(output_dir),
+        NativeCheckpoint(source),
+        verifier_target(verifier, trust_remote_code or None),
+    )
     entry = _format(native) if format is None else _named(format, formats(), "known are")
-    try: fields, state = entry.read(native, target)
-    except (IndexError, TypeError, KeyError, AttributeError, RuntimeError) as e:  # what a reader meets in a tensor or a field of another kind
-        raise ValueError(f"{native.name}: a tensor or a field has another shape or type than in the format {entry.name} "
-                         f"({type(e).__name__}: {' '.join(str(e).split())[:200]}); fetch the checkpoint again, or name its format") from e
+    try:
+        fields, state = entry.read(native, target)
+    except (
+        IndexError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+    ) as e:  # what a reader meets in a tensor or a field of another kind
+        raise ValueError(
+            f"{native.name}: a tensor or a field has another shape or type than in the format "
+            f"{entry.name} ({type(e).__name__}: {' '.join(str(e).split())[:200]}); fetch the "
+            "checkpoint again, or name its format"
+        ) from e
     klass = SpeculatorModel.registered_class(entry.model_type)
     fields |= _known(_fields(config), klass)
     tokens = speculative_tokens or fields.pop("speculative_tokens")
     fields.pop("speculative_tokens", None)
-    made = klass.config_class(**fields, speculators_config=SpeculatorsConfig.greedy(entry.model_type, tokens, target.path))
+    made = klass.config_class(
+        **fields,
+        speculators_config=SpeculatorsConfig.greedy(entry.model_type, tokens, target.path),
+    )
     _fits(made, target, native.name)
-    with torch.device("meta"): model = klass(made)
+    with torch.device("meta"):
+        model = klass(made)
     model.check_state(state, native.name)
     with atomic_folder(output) as folder:
         floats = [w.dtype for w in state.values() if w.is_floating_point()]
-        model.to(max(set(floats), key=lambda d: (floats.count(d), str(d)))).save_pretrained(folder, state_dict=state)     # its config names the commonest
-        write_provenance(folder, "convert", dict(format=entry.name, speculative_tokens=tokens, config=_fields(config)), {"source": source, "verifier": verifier})
+        model.to(max(set(floats), key=lambda d: (floats.count(d), str(d)))).save_pretrained(
+            folder, state_dict=state
+        )  # its config names the commonest
+        write_provenance(
+            folder,
+            "convert",
+            dict(format=entry.name, speculative_tokens=tokens, config=_fields(config)),
+            {"source": source, "verifier": verifier},
+        )
     return str(output)
+
 
 def _fields(config):
     "A dictionary, or JSON of one."
-    try: said = json.loads(config) if isinstance(config, str) else dict(config or {})
-    except (ValueError, RecursionError) as e: raise ValueError(f"config={shown(config)} is not a JSON object ({e}); write for instance {{\"norm_before_residual\": true}}") from e
-    if not isinstance(said, dict): raise ValueError(f"config={shown(config)} is not a JSON object; write for instance {{\"norm_before_residual\": true}}")
+    try:
+        said = json.loads(config) if isinstance(config, str) else dict(config or {})
+    except (ValueError, RecursionError) as e:
+        raise ValueError(
+            f"config={shown(config)} is not a JSON object ({e}); write for instance "
+            f'{{"norm_before_residual": true}}'
+        ) from e
+    if not isinstance(said, dict):
+        raise ValueError(
+            f"config={shown(config)} is not a JSON object; write for instance "
+            f'{{"norm_before_residual": true}}'
+        )
     return said
 
+
 def _known(said, klass):
-    "The fields, if the drafter's config has them; transformers would keep any other, and nothing would read it."
+    """The fields, if the drafter's config has them; transformers would keep any other, and
+    nothing would read it."""
     known = [*inspect.signature(klass.config_class).parameters, "speculative_tokens"]
     if unknown := [name for name in said if name not in known]:
-        raise ValueError(f"config={shown(said)}: {klass.config_class.speculators_model_type} has no field {unknown[0]!r}. {near(unknown[0], known)}")
+        raise ValueError(
+            f"config={shown(said)}: {klass.config_class.speculators_model_type} has no field "
+            f"{unknown[0]!r}. {near(unknown[0], known)}"
+        )
     return said
+
 
 def _fits(config, target, source):
     "ValueError for a verifier of other sizes."
     sizes = config.sizes
-    for what, own, theirs in (("vocabulary", sizes.vocab_size, target.config.vocab_size),
-                              ("hidden_size", getattr(config, "target_hidden_size", None) or sizes.hidden_size, target.config.hidden_size)):
-        if own != theirs: raise ValueError(f"{source} is for a verifier with {what} {own}, {target.path!r} has {theirs}; give the verifier that it was trained for")
+    for what, own, theirs in (
+        ("vocabulary", sizes.vocab_size, target.config.vocab_size),
+        (
+            "hidden_size",
+            getattr(config, "target_hidden_size", None) or sizes.hidden_size,
+            target.config.hidden_size,
+        ),
+    ):
+        if own != theirs:
+            raise ValueError(
+                f"{source} is for a verifier with {what} {own}, {target.path!r} has {theirs}; "
+                "give the verifier that it was trained for"
+            )
 
 # %% ../../nbs/models/03_convert.ipynb #a21a4eeb
 def export_native(
-    checkpoint: str | os.PathLike,              # a drafter of this library or of upstream's
-    output_dir: str | os.PathLike,              # the foreign checkpoint; must not exist
-    format: str | None = None,                  # a name as `detect` gives it; None: the first of the drafter's type
-    verifier: str | os.PathLike | None = None,  # folder or hub id; None: the one the drafter's config names, if local
-    trust_remote_code: bool = False,            # run configuration code that comes with the verifier
-) -> str: # the new folder
-    """The inverse of `convert`: write a drafter as other projects keep it. Errors: FileExistsError; ValueError for a type without foreign format, one that belongs to another type,
+    checkpoint: str | os.PathLike,  # a drafter of this library or of upstream's
+    output_dir: str | os.PathLike,  # the foreign checkpoint; must not exist
+    format: str
+    | None = None,  # a name as `detect` gives it; None: the first of the drafter's type
+    verifier: str
+    | os.PathLike
+    | None = None,  # folder or hub id; None: the one the drafter's config names, if local
+    trust_remote_code: bool = False,  # run configuration code that comes with the verifier
+) -> str:  # the new folder
+    """The inverse of `convert`: write a drafter as other projects keep it. Errors:
+    FileExistsError; ValueError for a type without foreign format, one that belongs to another
+    type,
     or a drafter that the format has no place for."""
-    check_options(dict(checkpoint=checkpoint, output_dir=output_dir, format=format, verifier=verifier), "export")
+    check_options(
+        dict(checkpoint=checkpoint, output_dir=output_dir, format=format, verifier=verifier),
+        "export",
+    )
     output, folder = _empty(output_dir), resolve_checkpoint(checkpoint)
     config = SpeculatorModelConfig.from_pretrained(folder)
     known = formats(config.speculators_model_type)
-    if not known: raise ValueError(f"{str(checkpoint)!r} is of type {config.speculators_model_type!r}, which no other project stores in a way of its own; there are {', '.join(sorted({f.model_type for f in formats()}))}")
-    entry = known[0] if format is None else _named(format, known, f"a drafter of type {config.speculators_model_type!r} can be written as")
-    named = verifier or (config.speculators_config and config.speculators_config.verifier.name_or_path)
-    target = verifier_target(named, trust_remote_code or None) if named and (verifier or (Path(named) / "config.json").is_file()) else None
+    if not known:
+        raise ValueError(
+            f"{str(checkpoint)!r} is of type {config.speculators_model_type!r}, which no other "
+            "project stores in a way of its own; there are "
+            f"{', '.join(sorted({f.model_type for f in formats()}))}"
+        )
+    entry = (
+        known[0]
+        if format is None
+        else _named(
+            format,
+            known,
+            f"a drafter of type {config.speculators_model_type!r} can be written as",
+        )
+    )
+    named = verifier or (
+        config.speculators_config and config.speculators_config.verifier.name_or_path
+    )
+    target = (
+        verifier_target(named, trust_remote_code or None)
+        if named and (verifier or (Path(named) / "config.json").is_file())
+        else None
+    )
     state = read_state(folder)
     klass = SpeculatorModel.registered_model_class_from_config(config)
-    with torch.device("meta"): model = klass(config)
+    with torch.device("meta"):
+        model = klass(config)
     model.check_state(state, checkpoint)
     with atomic_folder(output) as new:
-        entry.write(config, {n: w for n, w in state.items() if not n.startswith(("verifier_", *model.not_saved))}, new, target)
-        write_provenance(new, "export_native", dict(format=entry.name), {"checkpoint": checkpoint, "verifier": named})
+        entry.write(
+            config,
+            {
+                n: w
+                for n, w in state.items()
+                if not n.startswith(("verifier_", *model.not_saved))
+            },
+            new,
+            target,
+        )
+        write_provenance(
+            new,
+            "export_native",
+            dict(format=entry.name),
+            {"checkpoint": checkpoint, "verifier": named},
+        )
     return str(output)

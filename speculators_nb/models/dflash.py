@@ -10,42 +10,59 @@ import copy
 import os
 from contextlib import contextmanager
 from dataclasses import field
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, Qwen3Config
+
+from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
+from ..core.tree import Sampling, TokenTree, likeliest
+from ..core.tree_growth import product_law
+from .base import SpeculatorModel
+from speculators_nb.models.formats import (
+    NativeCheckpoint,
+    NativeFormat,
+    Target,
+    count_layers,
+    flat,
+    layer_config,
+    register_format,
+    vocab_mapping,
+    without_borrowed,
+    write_native,
+)
 from ..nn.anchors import Blocks, block_supervision, select_anchors
 from ..nn.attention import attention, block_attention
-from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
-from ..core.tree_growth import product_law
-from ..nn.target_head import text_config, verifier_config
+from ..nn.draft_vocabulary import scatter_probs
 from ..nn.head_loss import dense_head_loss, head_loss
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary, ToRead, served_rope
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
 from ..nn.masks import Mask, anchored_blocks
-from .base import SpeculatorModel
-from .formats import NativeCheckpoint, NativeFormat, Target, count_layers, flat, layer_config, register_format, vocab_mapping, without_borrowed, write_native
-from ..nn.supervision import block_metrics
-from ..core.tree import Sampling, TokenTree, likeliest
-from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids
-from ..nn.draft_vocabulary import scatter_probs
 from ..nn.step_weights import block_decay, dpace
+from ..nn.supervision import block_metrics
+from ..nn.target_head import text_config, verifier_config
+from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids
 
 # %% ../../nbs/models/07_dflash.ipynb #d33610e2
 @SpeculatorModelConfig.register("dflash")
 class DFlashSpeculatorConfig(SpeculatorModelConfig):
-    "A DFlash drafter. Errors: ValueError naming field and value for a block below 2, a mask token outside the vocabulary, or layers that are not Qwen3's."
+    """A DFlash drafter. Errors: ValueError naming field and value for a block below 2, a mask
+    token outside the vocabulary, or layers that are not Qwen3's."""
+
     speculators_model_type: str = "dflash"
     architectures: list[str] | None = None
-    transformer_layer_config: LayerConfig = field(default_factory=Qwen3Config)  # Qwen3 config of the draft layers; its vocab_size is the verifier's
-    draft_vocab_size: int = 32000                         # rows of the drafter's head
-    block_size: int = 8                                   # B: the anchor and B-1 masks
-    target_hidden_size: int | None = None                 # of one feature; None: the draft's hidden_size
-    aux_hidden_state_layer_ids: list[int] | None = None   # verifier layers read, ascending
-    mask_token_id: int | None = None                      # fills the slots that are asked for; see `mask_token.resolve_mask_token`
-    sliding_window_non_causal: bool = False               # sliding layers see the whole block; False: causal
-    sample_from_anchor: bool = False                      # the anchor's slot predicts too, and every slot the token after its own
+    transformer_layer_config: LayerConfig = field(
+        default_factory=Qwen3Config
+    )  # Qwen3 config of the draft layers; its vocab_size is the verifier's
+    draft_vocab_size: int = 32000  # rows of the drafter's head
+    block_size: int = 8  # B: the anchor and B-1 masks
+    target_hidden_size: int | None = None  # of one feature; None: the draft's hidden_size
+    aux_hidden_state_layer_ids: list[int] | None = None  # verifier layers read, ascending
+    mask_token_id: int | None = None  # fills the slots to predict; see `resolve_mask_token`
+    sliding_window_non_causal: bool = False  # sliding layers see the whole block; False: causal
+    sample_from_anchor: bool = False  # the anchor's slot predicts too; each the token after it
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -53,96 +70,156 @@ class DFlashSpeculatorConfig(SpeculatorModelConfig):
 
     def check(self):
         layer, ids = self.transformer_layer_config, self.aux_hidden_state_layer_ids
-        if layer.model_type != "qwen3": raise ValueError(f"transformer_layer_config.model_type is {layer.model_type!r}; the draft layers of {self.speculators_model_type} are qwen3 (draft_arch='qwen3')")
-        if unknown := set(getattr(layer, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
-            raise ValueError(f"transformer_layer_config.layer_types has {sorted(unknown)}; choose from full_attention, sliding_attention")
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.target_vocab_size:
-            raise ValueError(f"mask_token_id={self.mask_token_id} lies outside the verifier's vocabulary of {self.target_vocab_size}; choose an id from 0 to {self.target_vocab_size - 1}")
+        if layer.model_type != "qwen3":
+            raise ValueError(
+                f"transformer_layer_config.model_type is {layer.model_type!r}; the draft "
+                f"layers of {self.speculators_model_type} are qwen3 (draft_arch='qwen3')"
+            )
+        if unknown := set(getattr(layer, "layer_types", None) or ()) - {
+            "full_attention",
+            "sliding_attention",
+        }:
+            raise ValueError(
+                f"transformer_layer_config.layer_types has {sorted(unknown)}; choose from "
+                "full_attention, sliding_attention"
+            )
+        if (
+            self.mask_token_id is not None
+            and not 0 <= self.mask_token_id < self.target_vocab_size
+        ):
+            raise ValueError(
+                f"mask_token_id={self.mask_token_id} lies outside the verifier's vocabulary of "
+                f"{self.target_vocab_size}; choose an id from 0 to {self.target_vocab_size - 1}"
+            )
         if ids is not None and (not ids or sorted(set(ids)) != ids or ids[0] < 0):
-            raise ValueError(f"aux_hidden_state_layer_ids={ids} must be distinct, ascending and not negative, as the verifier's features are stored")
+            raise ValueError(
+                f"aux_hidden_state_layer_ids={ids} must be distinct, ascending and not "
+                "negative, as the verifier's features are stored"
+            )
         if self.draft_vocab_size > self.target_vocab_size:
-            raise ValueError(f"draft_vocab_size={self.draft_vocab_size} is larger than the verifier's vocabulary of {self.target_vocab_size}; choose at most that")
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} is larger than the verifier's "
+                f"vocabulary of {self.target_vocab_size}; choose at most that"
+            )
 
     @property
-    def speculative_tokens(self) -> int: # drafted by one block
+    def speculative_tokens(self) -> int:  # drafted by one block
         "Slots of a block that predict."
         return self.block_size - (not self.sample_from_anchor)
 
 # %% ../../nbs/models/07_dflash.ipynb #6b7b3109
 @SpeculatorModel.register("dflash")
 class DFlashDraftModel(SpeculatorModel):
-    """DFlash ([2602.06036](https://arxiv.org/abs/2602.06036)): blocks of masks, filled in one pass over the verifier's features.
+    """DFlash ([2602.06036](https://arxiv.org/abs/2602.06036)): blocks of masks, filled in one
+    pass over the verifier's features.
 
-    The steps of `forward`, each a method that a relative may use or replace: `context` (features to what the layers' keys and values are made of), `blocks` (anchors, targets, slots with loss),
-    `block_tokens` (what a block reads), `block_hidden` (the layers: [A, B] tokens to [A, B, H] states), `slot_weight` and `block_loss` (states to loss and metrics). Drafting: `DFlashDrafter.read_block`."""
+    The steps of `forward`, each a method that a relative may use or replace: `context`
+    (features to what the layers' keys and values are made of), `blocks` (anchors, targets,
+    slots with loss),
+    `block_tokens` (what a block reads), `block_hidden` (the layers: [A, B] tokens to [A, B, H]
+    states), `slot_weight` and `block_loss` (states to loss and metrics). Drafting:
+    `DFlashDrafter.read_block`."""
+
     config_class = DFlashSpeculatorConfig
     not_saved = ("target_head.", "embed_tokens.")
 
     def __init__(self, config: DFlashSpeculatorConfig):
         super().__init__(config)
-        if config.aux_hidden_state_layer_ids is None: raise ValueError("aux_hidden_state_layer_ids is None; name the verifier layers whose features are read")
+        if config.aux_hidden_state_layer_ids is None:
+            raise ValueError(
+                "aux_hidden_state_layer_ids is None; name the verifier layers whose features "
+                "are read"
+            )
         layer = config.transformer_layer_config
-        if self.t2d is None: self.not_saved = (*self.not_saved, "lm_head.")      # the verifier's whole head
-        self.fc = nn.Linear(len(config.aux_hidden_state_layer_ids) * (config.target_hidden_size or layer.hidden_size), layer.hidden_size, bias=False)
+        if self.t2d is None:
+            self.not_saved = (*self.not_saved, "lm_head.")  # the verifier's whole head
+        self.fc = nn.Linear(
+            len(config.aux_hidden_state_layer_ids)
+            * (config.target_hidden_size or layer.hidden_size),
+            layer.hidden_size,
+            bias=False,
+        )
         self.hidden_norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(layer, i) for i in range(layer.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(layer, i) for i in range(layer.num_hidden_layers)
+        )
         self.norm, self.rotary = RMSNorm(layer.hidden_size, layer.rms_norm_eps), Rotary(layer)
         self.post_init()
 
     def causal_in_block(self, layer: DecoderLayer) -> bool:
-        "Whether the slots of a layer see only slots up to their own: where it slides, unless the config says otherwise."
+        """Whether the slots of a layer see only slots up to their own: where it slides, unless
+        the config says otherwise."""
         return layer.window is not None and not self.config.sliding_window_non_causal
 
-    def seen_slots(self,
+    def seen_slots(
+        self,
         layer: DecoderLayer,
-        slot: torch.Tensor,           # [B]: 0 .. B-1
-        serving_window: bool = False, # as in `forward`
-    ): # [1, B, B] bool, or None: all
+        slot: torch.Tensor,  # [B]: 0 .. B-1
+        serving_window: bool = False,  # as in `forward`
+    ):  # [1, B, B] bool, or None: all
         "Which slots of its block a slot sees."
         behind, causal = slot[:, None] - slot, self.causal_in_block(layer)
         limit = layer.window if serving_window and layer.window is not None else len(slot)
-        if limit >= len(slot) and not causal: return None
+        if limit >= len(slot) and not causal:
+            return None
         return ((behind < limit) & (behind >= (0 if causal else 1 - limit)))[None]
 
-    def mask(self,
+    def mask(
+        self,
         layer: DecoderLayer,
-        anchors: torch.Tensor,        # [A]
-        document_ids: torch.Tensor,   # [L]
-        serving_window: bool = False, # as in `forward`
-    ) -> Mask: # for A·B queries and L + A·B keys
+        anchors: torch.Tensor,  # [A]
+        document_ids: torch.Tensor,  # [L]
+        serving_window: bool = False,  # as in `forward`
+    ) -> Mask:  # for A·B queries and L + A·B keys
         "What the slots of all blocks see: the row, then all blocks."
         B, L = self.config.block_size, len(document_ids)
-        blocks = anchored_blocks(anchors, document_ids, B, layer.window, self.causal_in_block(layer))
-        if layer.window is None or not serving_window: return blocks
+        blocks = anchored_blocks(
+            anchors, document_ids, B, layer.window, self.causal_in_block(layer)
+        )
+        if layer.window is None or not serving_window:
+            return blocks
+
         def near(b, h, q, kv):
             distance = torch.where(kv < L, anchors[q // B] + q % B - kv, q % B - (kv - L) % B)
             return (distance < layer.window) & (distance > -layer.window)
+
         return blocks & Mask(near)
 
-    def context(self, features: torch.Tensor) -> torch.Tensor: # [..., A·H] -> [..., H]
-        "What the verifier thought at each position, mixed down; every layer makes keys and values of it."
+    def context(self, features: torch.Tensor) -> torch.Tensor:  # [..., A·H] -> [..., H]
+        """What the verifier thought at each position, mixed down; every layer makes keys and
+        values of it."""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
-    def block_tokens(self,
-        known: torch.Tensor,           # [A] the anchors' tokens
-        size: int | None = None,       # slots; None: B
-    ) -> torch.Tensor: # [A, size]
+    def block_tokens(
+        self,
+        known: torch.Tensor,  # [A] the anchors' tokens
+        size: int | None = None,  # slots; None: B
+    ) -> torch.Tensor:  # [A, size]
         "An anchor and masks. Errors: ValueError for a config without a mask token."
-        if self.config.mask_token_id is None: raise ValueError("mask_token_id is not set in the config; see mask_token.resolve_mask_token")
-        return F.pad(known[:, None], (0, (size or self.config.block_size) - 1), value=self.config.mask_token_id)
+        if self.config.mask_token_id is None:
+            raise ValueError(
+                "mask_token_id is not set in the config; see mask_token.resolve_mask_token"
+            )
+        return F.pad(
+            known[:, None],
+            (0, (size or self.config.block_size) - 1),
+            value=self.config.mask_token_id,
+        )
 
-    def block_hidden(self,
-        tokens: torch.Tensor,       # [A, B]
-        context: torch.Tensor,      # [L, H] from `context`
-        anchors: torch.Tensor,      # [A]; ascending and not padding, where lean
-        document_ids: torch.Tensor, # [L]
-        position_ids: torch.Tensor, # [L]
-        lean: bool = True,          # False: the definition, all blocks over all keys under `mask`
-        impl: str = "blocked",      # of `block_attention`, or of `attention` where not lean
-        serving_window: bool = False, # as in `forward`
-        drawn: torch.Tensor | None = None, # [N] all anchors of the row; None: these
-    ) -> torch.Tensor: # [A, B, H], normed
-        "Blocks through the layers. Keys and values of the context come from the same projections as those of the block, and the context itself stays as it is."
+    def block_hidden(
+        self,
+        tokens: torch.Tensor,  # [A, B]
+        context: torch.Tensor,  # [L, H] from `context`
+        anchors: torch.Tensor,  # [A]; ascending and not padding, where lean
+        document_ids: torch.Tensor,  # [L]
+        position_ids: torch.Tensor,  # [L]
+        lean: bool = True,  # False: the definition, all blocks over all keys under `mask`
+        impl: str = "blocked",  # of `block_attention`, or of `attention` where not lean
+        serving_window: bool = False,  # as in `forward`
+        drawn: torch.Tensor | None = None,  # [N] all anchors of the row; None: these
+    ) -> torch.Tensor:  # [A, B, H], normed
+        """Blocks through the layers. Keys and values of the context come from the same
+        projections as those of the block, and the context itself stays as it is."""
         A, B = tokens.shape
         drawn = anchors if drawn is None else drawn
         length = self.rotary.length(position_ids, position_ids[drawn] + B - 1)
@@ -152,233 +229,487 @@ class DFlashDraftModel(SpeculatorModel):
         for layer in self.layers:
             attn, (x, residual) = layer.self_attn, layer.inputs(hidden)
             keys, values = attn.key_value(context, rope)
-            q, own_k, own_v = (t.transpose(0, 1) for t in (attn.query(x, slots), *attn.key_value(x, slots)))
+            q, own_k, own_v = (
+                t.transpose(0, 1) for t in (attn.query(x, slots), *attn.key_value(x, slots))
+            )
             if lean:
-                heads = block_attention(q, keys, values, own_k, own_v, anchors, document_ids, inclusive=False, seen=self.seen_slots(layer, slot, serving_window), window=layer.window,
-                                        offset=slot + 1 if serving_window else None, impl=impl)
+                heads = block_attention(
+                    q,
+                    keys,
+                    values,
+                    own_k,
+                    own_v,
+                    anchors,
+                    document_ids,
+                    inclusive=False,
+                    seen=self.seen_slots(layer, slot, serving_window),
+                    window=layer.window,
+                    offset=slot + 1 if serving_window else None,
+                    impl=impl,
+                )
             else:
-                keys, values = (torch.cat([c, own.flatten(1, 2)], 1)[None] for c, own in ((keys, own_k), (values, own_v)))
-                heads = attention(q.flatten(1, 2)[None], keys, values, self.mask(layer, anchors, document_ids, serving_window), impl)[0].unflatten(1, (A, B))
+                keys, values = (
+                    torch.cat([c, own.flatten(1, 2)], 1)[None]
+                    for c, own in ((keys, own_k), (values, own_v))
+                )
+                heads = attention(
+                    q.flatten(1, 2)[None],
+                    keys,
+                    values,
+                    self.mask(layer, anchors, document_ids, serving_window),
+                    impl,
+                )[0].unflatten(1, (A, B))
             hidden = layer.finish(heads.transpose(0, 1), residual)
         return self.norm(hidden)
 
-    def blocks(self,
-        loss_mask: torch.Tensor,                       # [L]
-        document_ids: torch.Tensor,                    # [L]
-        max_anchors: int = 512,                        # the next four as in `forward`
+    def blocks(
+        self,
+        loss_mask: torch.Tensor,  # [L]
+        document_ids: torch.Tensor,  # [L]
+        max_anchors: int = 512,  # the next four as in `forward`
         anchor_positions: torch.Tensor | None = None,
         anchor_valid: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
         seed: int = 0,
         cross_document: bool = False,
-        lean: bool = True,                             # keep only blocks that carry loss
+        lean: bool = True,  # keep only blocks that carry loss
     ) -> Blocks:
-        "Draw anchors, or take the given ones. Evaluation always draws the same; training takes its seeds from torch's own generator, which a trainer seeds, saves and restores."
+        """Draw anchors, or take the given ones. Evaluation always draws the same; training
+        takes its seeds from torch's own generator, which a trainer seeds, saves and
+        restores."""
         B, shifted = self.config.block_size, self.config.sample_from_anchor
         if anchor_positions is None:
-            generator = generator or torch.Generator().manual_seed(int(torch.randint(2 ** 62, ())) if self.training else seed)
-            anchor_positions, anchor_valid = select_anchors(loss_mask, document_ids, B, max_anchors, generator, shifted, cross_document)
-        elif B > len(loss_mask): raise ValueError(f"block_size={B} does not fit into a row of {len(loss_mask)} positions; choose longer rows (total_seq_len)")
-        elif len(anchor_positions) and not 0 <= int(anchor_positions.min()) <= int(anchor_positions.max()) < len(loss_mask):
-            raise ValueError(f"anchor_positions go from {int(anchor_positions.min())} to {int(anchor_positions.max())}, the row has {len(loss_mask)} positions")
-        targets, supervised = block_supervision(anchor_positions, loss_mask, document_ids, B, shifted, cross_document)
-        if anchor_valid is not None: supervised = supervised & anchor_valid.bool()[:, None]
+            generator = generator or torch.Generator().manual_seed(
+                int(torch.randint(2**62, ())) if self.training else seed
+            )
+            anchor_positions, anchor_valid = select_anchors(
+                loss_mask, document_ids, B, max_anchors, generator, shifted, cross_document
+            )
+        elif len(loss_mask) < B:
+            raise ValueError(
+                f"block_size={B} does not fit into a row of {len(loss_mask)} positions; choose "
+                "longer rows (total_seq_len)"
+            )
+        elif len(anchor_positions) and not 0 <= int(anchor_positions.min()) <= int(
+            anchor_positions.max()
+        ) < len(loss_mask):
+            raise ValueError(
+                f"anchor_positions go from {int(anchor_positions.min())} to "
+                f"{int(anchor_positions.max())}, the row has {len(loss_mask)} positions"
+            )
+        targets, supervised = block_supervision(
+            anchor_positions, loss_mask, document_ids, B, shifted, cross_document
+        )
+        if anchor_valid is not None:
+            supervised = supervised & anchor_valid.bool()[:, None]
         found = Blocks(anchor_positions, targets, supervised, anchor_positions)
-        if not lean: return found
+        if not lean:
+            return found
         used = supervised.any(-1).nonzero()[:, 0]
         used = used[anchor_positions[used].argsort(stable=True)]
         return Blocks(*(part[used] for part in found[:3]), anchor_positions)
 
-    def slot_weight(self,
+    def slot_weight(
+        self,
         supervised: torch.Tensor,  # [A, B] bool
-        scheme: str,               # "fixed-exp-decay" or "dpace"
-        gamma: float = 4.0,        # of the decay
+        scheme: str,  # "fixed-exp-decay" or "dpace"
+        gamma: float = 4.0,  # of the decay
         dpace_alpha: float = 0.5,  # of D-PACE
-    ): # [N] weights of the slots with loss, or a function of their losses; before averaging
+    ):  # [N] weights of the slots with loss, or a function of their losses; before averaging
         "How much each slot counts. Errors: ValueError for an unknown scheme."
         if scheme == "fixed-exp-decay":
             slot = torch.arange(supervised.shape[1], device=supervised.device)
-            return block_decay(slot, gamma, self.config.sample_from_anchor).expand_as(supervised)[supervised]
-        if scheme != "dpace": raise ValueError(f"per_position_loss_weight={scheme!r} is unknown; choose from fixed-exp-decay, dpace")
+            return block_decay(slot, gamma, self.config.sample_from_anchor).expand_as(
+                supervised
+            )[supervised]
+        if scheme != "dpace":
+            raise ValueError(
+                f"per_position_loss_weight={scheme!r} is unknown; choose from fixed-exp-decay, "
+                "dpace"
+            )
+
         def confidence(rows):
-            if len(rows) != 1: raise ValueError(f"per_position_loss_weight='dpace' reads the drafter's confidence from one loss, the paper's is ce; the mixture is {', '.join(rows)}")
-            loss, = rows.values()
-            return dpace(torch.zeros_like(supervised, dtype=loss.dtype).masked_scatter(supervised, loss), supervised, dpace_alpha)[supervised]
+            if len(rows) != 1:
+                raise ValueError(
+                    "per_position_loss_weight='dpace' reads the drafter's confidence from one "
+                    f"loss, the paper's is ce; the mixture is {', '.join(rows)}"
+                )
+            (loss,) = rows.values()
+            return dpace(
+                torch.zeros_like(supervised, dtype=loss.dtype).masked_scatter(supervised, loss),
+                supervised,
+                dpace_alpha,
+            )[supervised]
+
         return confidence
 
-    def block_loss(self,
-        hidden: torch.Tensor,         # [A, B, H]
+    def block_loss(
+        self,
+        hidden: torch.Tensor,  # [A, B, H]
         blocks: Blocks,
         target_hidden: torch.Tensor,  # [L, H] the verifier's stream before its final norm
-        mixture: dict,                # from `losses.parse_loss`
-        weight,                       # from `slot_weight`
-        upstream: bool = False,       # metrics as upstream reports them
-        lean: bool = True,            # False: by whole tensors and autograd
-        **options,                    # of `head_loss`: bias, gemm_dtype, want_accept
-    ) -> tuple: # (HeadLoss over the slots with loss, metrics)
+        mixture: dict,  # from `losses.parse_loss`
+        weight,  # from `slot_weight`
+        upstream: bool = False,  # metrics as upstream reports them
+        lean: bool = True,  # False: by whole tensors and autograd
+        **options,  # of `head_loss`: bias, gemm_dtype, want_accept
+    ) -> tuple:  # (HeadLoss over the slots with loss, metrics)
         "Mean over the slots with loss; targets are formed only there."
         supervised, total = blocks.supervised, blocks.supervised.sum() + 1e-5
         mean = (lambda rows: weight(rows) / total) if callable(weight) else weight / total
-        rows = hidden[supervised], self.lm_head.weight, self.target_head, target_hidden, blocks.targets[supervised], mean, mixture
-        out = head_loss(*rows, **options) if lean else dense_head_loss(*rows, options.get("bias"))
-        if not options.get("want_accept"): out = out._replace(accept=None)
-        return out, self._metrics(out, blocks, mean(out.rows) if callable(weight) else mean, mixture, total, upstream)
+        rows = (
+            hidden[supervised],
+            self.lm_head.weight,
+            self.target_head,
+            target_hidden,
+            blocks.targets[supervised],
+            mean,
+            mixture,
+        )
+        out = (
+            head_loss(*rows, **options) if lean else dense_head_loss(*rows, options.get("bias"))
+        )
+        if not options.get("want_accept"):
+            out = out._replace(accept=None)
+        return out, self._metrics(
+            out, blocks, mean(out.rows) if callable(weight) else mean, mixture, total, upstream
+        )
 
     @torch.no_grad()
     def _metrics(self, out, blocks, mean, mixture, total, upstream):
-        """Sums and totals that add up over batches. Losses are weighted by their slots; upstream's are means over the batch, with total 1."""
+        """Sums and totals that add up over batches. Losses are weighted by their slots;
+        upstream's are means over the batch, with total 1."""
         supervised, first = blocks.supervised, int(not self.config.sample_from_anchor)
         share = torch.ones_like(total) if upstream else total
-        terms = {"loss": out.loss} | ({f"{name}_loss": (mean * rows).sum() for name, rows in out.rows.items()} if len(mixture) > 1 else {})
-        metrics = {f"{name}_{part}": x for name, value in terms.items() for part, x in (("sum", value.detach() * share), ("total", share))}
+        terms = {"loss": out.loss} | (
+            {f"{name}_loss": (mean * rows).sum() for name, rows in out.rows.items()}
+            if len(mixture) > 1
+            else {}
+        )
+        metrics = {
+            f"{name}_{part}": x
+            for name, value in terms.items()
+            for part, x in (("sum", value.detach() * share), ("total", share))
+        }
         if out.accept is not None and not upstream:
-            accept = torch.zeros(supervised.shape, device=supervised.device).masked_scatter(supervised, out.accept)
-            metrics |= {f"accept_{k}_{part}": x for k in range(first, supervised.shape[1]) for part, x in (("sum", accept[:, k].sum()), ("total", supervised[:, k].sum().float()))}
-        return metrics | block_metrics(torch.zeros_like(supervised).masked_scatter(supervised, out.correct), supervised, first)
+            accept = torch.zeros(supervised.shape, device=supervised.device).masked_scatter(
+                supervised, out.accept
+            )
+            metrics |= {
+                f"accept_{k}_{part}": x
+                for k in range(first, supervised.shape[1])
+                for part, x in (
+                    ("sum", accept[:, k].sum()),
+                    ("total", supervised[:, k].sum().float()),
+                )
+            }
+        return metrics | block_metrics(
+            torch.zeros_like(supervised).masked_scatter(supervised, out.correct),
+            supervised,
+            first,
+        )
 
-    def forward(self,
-        input_ids: torch.Tensor,                    # [1, L] token x_i
-        hidden_states: torch.Tensor,                # [1, L, A·H] features g_i
-        document_ids: torch.Tensor,                 # [1, L], -1 padding
-        loss_mask: torch.Tensor,                    # [1, L]
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [1, L] token x_i
+        hidden_states: torch.Tensor,  # [1, L, A·H] features g_i
+        document_ids: torch.Tensor,  # [1, L], -1 padding
+        loss_mask: torch.Tensor,  # [1, L]
         verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_i, before the final norm
-        position_ids: torch.Tensor | None = None,   # [1, L]; None: counted along the row
-        max_anchors: int = 512,                     # blocks drawn
-        anchor_positions: torch.Tensor | None = None, # [N] blocks to train instead of drawn ones
-        anchor_valid: torch.Tensor | None = None,   # [N] which of them count; None: all
-        generator: torch.Generator | None = None,   # of the draw, on the CPU; None: see `blocks`
-        seed: int = 0,                              # of the draw in evaluation
-        loss_config: dict | str = "kl_div",         # see `losses.parse_loss`
-        gamma: float = 4.0,                         # the next three as in `slot_weight`
+        position_ids: torch.Tensor | None = None,  # [1, L]; None: counted along the row
+        max_anchors: int = 512,  # blocks drawn
+        anchor_positions: torch.Tensor
+        | None = None,  # [N] blocks to train instead of drawn ones
+        anchor_valid: torch.Tensor | None = None,  # [N] which of them count; None: all
+        generator: torch.Generator | None = None,  # of the draw, on the CPU; None: see `blocks`
+        seed: int = 0,  # of the draw in evaluation
+        loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
+        gamma: float = 4.0,  # the next three as in `slot_weight`
         per_position_loss_weight: str = "fixed-exp-decay",
         dpace_alpha: float = 0.5,
-        cross_document_targets: bool = False,       # True: a block may cross documents, as upstream
-        serving_window: bool = False,               # window follows slots (vLLM); False: anchored (upstream)
-        lean: bool = True,                          # False: the dense definition, which also returns draft tokens
-        gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
-        attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
-    ) -> tuple: # (draft tokens [1, N·B], or None where lean; loss, scalar; metrics)
-        """One packed row. The loss is the weighted sum over the slots with loss, divided by their number; a row without valid anchors has loss 0.
-        Errors: ValueError for a block longer than the row, anchors outside it, an unknown loss or weighting, and a missing mask token."""
+        cross_document_targets: bool = False,  # True: a block may cross documents, as upstream
+        serving_window: bool = False,  # window follows slots (vLLM); False: anchored (upstream)
+        lean: bool = True,  # False: the dense definition, which also returns draft tokens
+        gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
+        attn_impl: str
+        | None = None,  # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
+    ) -> tuple:  # (draft tokens [1, N·B], or None where lean; loss, scalar; metrics)
+        """One packed row. The loss is the weighted sum over the slots with loss, divided by
+        their number; a row without valid anchors has loss 0.
+        Errors: ValueError for a block longer than the row, anchors outside it, an unknown loss
+        or weighting, and a missing mask token."""
         mixture, ids, documents = parse_loss(loss_config), input_ids[0], document_ids[0]
-        positions = torch.arange(len(ids), device=ids.device) if position_ids is None else position_ids[0]
-        blocks = self.blocks(loss_mask[0], documents, max_anchors, anchor_positions, anchor_valid, generator, seed, cross_document_targets, lean)
+        positions = (
+            torch.arange(len(ids), device=ids.device)
+            if position_ids is None
+            else position_ids[0]
+        )
+        blocks = self.blocks(
+            loss_mask[0],
+            documents,
+            max_anchors,
+            anchor_positions,
+            anchor_valid,
+            generator,
+            seed,
+            cross_document_targets,
+            lean,
+        )
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
-        hidden = self.block_hidden(self.block_tokens(ids[blocks.anchors]), self.context(hidden_states[0]), blocks.anchors, documents, positions, lean, impl, serving_window, blocks.drawn)
-        weight = self.slot_weight(blocks.supervised, per_position_loss_weight, gamma, dpace_alpha)
-        out, metrics = self.block_loss(hidden, blocks, verifier_last_hidden_states[0], mixture, weight, cross_document_targets, lean,
-                                       gemm_dtype=gemm_dtype, want_accept=not self.training)
-        return None if lean else self.to_verifier(self.lm_head(hidden).argmax(-1)).view(1, -1), out.loss, metrics
+        hidden = self.block_hidden(
+            self.block_tokens(ids[blocks.anchors]),
+            self.context(hidden_states[0]),
+            blocks.anchors,
+            documents,
+            positions,
+            lean,
+            impl,
+            serving_window,
+            blocks.drawn,
+        )
+        weight = self.slot_weight(
+            blocks.supervised, per_position_loss_weight, gamma, dpace_alpha
+        )
+        out, metrics = self.block_loss(
+            hidden,
+            blocks,
+            verifier_last_hidden_states[0],
+            mixture,
+            weight,
+            cross_document_targets,
+            lean,
+            gemm_dtype=gemm_dtype,
+            want_accept=not self.training,
+        )
+        return (
+            None if lean else self.to_verifier(self.lm_head(hidden).argmax(-1)).view(1, -1),
+            out.loss,
+            metrics,
+        )
 
     # what training, pictures and serving ask of every drafter
-    def training_mask(self,
-        batch: dict,              # a packed Batch
-        max_anchors: int = 512,   # blocks drawn
-        anchor_positions: torch.Tensor | None = None, # given ones instead
-        **others,                 # what else `forward` takes
-    ) -> tuple: # (Mask, A·B queries, L + A·B keys)
+    def training_mask(
+        self,
+        batch: dict,  # a packed Batch
+        max_anchors: int = 512,  # blocks drawn
+        anchor_positions: torch.Tensor | None = None,  # given ones instead
+        **others,  # what else `forward` takes
+    ) -> tuple:  # (Mask, A·B queries, L + A·B keys)
         "What the slots of the blocks see in the first layer: the row, then all blocks."
         documents, layer, B = batch["document_ids"][0], self.layers[0], self.config.block_size
-        anchors = self.blocks(batch["loss_mask"][0], documents, max_anchors, anchor_positions).anchors
-        return self.mask(layer, anchors, documents), len(anchors) * B, len(documents) + len(anchors) * B
+        anchors = self.blocks(
+            batch["loss_mask"][0], documents, max_anchors, anchor_positions
+        ).anchors
+        return (
+            self.mask(layer, anchors, documents),
+            len(anchors) * B,
+            len(documents) + len(anchors) * B,
+        )
 
     shift = None
 
     @classmethod
-    def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # draft layers, `layers.draft_layer_config`
-        t2d: torch.Tensor | None = None,                  # [V] bool, for a reduced draft vocabulary
-        d2t: torch.Tensor | None = None,                  # [Vd]
+    def from_training_args(
+        cls,
+        transformer_layer_config: PretrainedConfig,  # draft layers, `layers.draft_layer_config`
+        t2d: torch.Tensor | None = None,  # [V] bool, for a reduced draft vocabulary
+        d2t: torch.Tensor | None = None,  # [Vd]
         *,
-        verifier_name_or_path: str,                       # its folder or hub id
-        draft_vocab_size: int | None = None,              # None: as many as t2d selects, or all
-        block_size: int = 8,                              # B
-        mask_token_id: int | None = None,                 # None: `mask_token.resolve_mask_token`
-        sample_from_anchor: bool | None = None,           # None: the config's default
-        sliding_window_non_causal: bool | None = None,    # None: False if a layer slides; else True, to tell vLLM: bidirectional
-        target_layer_ids: list[int] | None = None,        # None: `tapped_model.default_aux_layer_ids`
-        **others,                                         # training arguments that are not about the model
-    ) -> "DFlashDraftModel": # with the verifier's weights, ready to train
-        "A fresh drafter for a verifier. Errors: ValueError for a draft vocabulary without its mapping or larger than the verifier's, and as in the config."
-        return cls.for_verifier(cls.config_class(**cls._config_fields(
-            transformer_layer_config, t2d, verifier_name_or_path, draft_vocab_size, block_size, mask_token_id, sample_from_anchor, sliding_window_non_causal, target_layer_ids)), t2d, d2t)
+        verifier_name_or_path: str,  # its folder or hub id
+        draft_vocab_size: int | None = None,  # None: as many as t2d selects, or all
+        block_size: int = 8,  # B
+        mask_token_id: int | None = None,  # None: `mask_token.resolve_mask_token`
+        sample_from_anchor: bool | None = None,  # None: the config's default
+        sliding_window_non_causal: bool
+        | None = None,  # None: False if a layer slides; else True, to tell vLLM: bidirectional
+        target_layer_ids: list[int] | None = None,  # None: `tapped_model.default_aux_layer_ids`
+        **others,  # training arguments that are not about the model
+    ) -> "DFlashDraftModel":  # with the verifier's weights, ready to train
+        """A fresh drafter for a verifier. Errors: ValueError for a draft vocabulary without its
+        mapping or larger than the verifier's, and as in the config."""
+        return cls.for_verifier(
+            cls.config_class(
+                **cls._config_fields(
+                    transformer_layer_config,
+                    t2d,
+                    verifier_name_or_path,
+                    draft_vocab_size,
+                    block_size,
+                    mask_token_id,
+                    sample_from_anchor,
+                    sliding_window_non_causal,
+                    target_layer_ids,
+                )
+            ),
+            t2d,
+            d2t,
+        )
 
     @classmethod
-    def _config_fields(cls, layer, t2d, verifier, draft_vocab_size, block_size, mask_token_id, sample_from_anchor, non_causal, target_layer_ids) -> dict:
+    def _config_fields(
+        cls,
+        layer,
+        t2d,
+        verifier,
+        draft_vocab_size,
+        block_size,
+        mask_token_id,
+        sample_from_anchor,
+        non_causal,
+        target_layer_ids,
+    ) -> dict:
         "The fields of a fresh config that all block drafters share."
         v, kind = layer.vocab_size, cls.config_class
-        if sample_from_anchor is None: sample_from_anchor = kind.sample_from_anchor
-        if non_causal is None: non_causal = "sliding_attention" not in (layer.layer_types or ())
-        if target_layer_ids is None: target_layer_ids = default_aux_layer_ids(text_config(verifier_config(verifier)).num_hidden_layers)
-        return dict(transformer_layer_config=layer, draft_vocab_size=draft_vocab_size or (v if t2d is None else int(t2d.sum())), block_size=block_size,
-                    mask_token_id=resolve_mask_token(verifier, v, mask_token_id), sample_from_anchor=sample_from_anchor, sliding_window_non_causal=non_causal,
-                    aux_hidden_state_layer_ids=list(target_layer_ids),
-                    speculators_config=SpeculatorsConfig.greedy(kind.speculators_model_type, block_size - (not sample_from_anchor), verifier))
+        if sample_from_anchor is None:
+            sample_from_anchor = kind.sample_from_anchor
+        if non_causal is None:
+            non_causal = "sliding_attention" not in (layer.layer_types or ())
+        if target_layer_ids is None:
+            target_layer_ids = default_aux_layer_ids(
+                text_config(verifier_config(verifier)).num_hidden_layers
+            )
+        return dict(
+            transformer_layer_config=layer,
+            draft_vocab_size=draft_vocab_size or (v if t2d is None else int(t2d.sum())),
+            block_size=block_size,
+            mask_token_id=resolve_mask_token(verifier, v, mask_token_id),
+            sample_from_anchor=sample_from_anchor,
+            sliding_window_non_causal=non_causal,
+            aux_hidden_state_layer_ids=list(target_layer_ids),
+            speculators_config=SpeculatorsConfig.greedy(
+                kind.speculators_model_type, block_size - (not sample_from_anchor), verifier
+            ),
+        )
 
     @staticmethod
     def get_trainer_kwargs(
-        loss_fn: dict | str = "ce",                        # a loss or a mixture
-        per_position_loss_weight: str | None = None,       # None: "dpace" where the loss is ce alone, else "fixed-exp-decay"
-        dflash_decay_gamma: float = 4.0,                   # the decay's gamma
-        dpace_alpha: float = 0.5,                          # the next two as in `forward`
+        loss_fn: dict | str = "ce",  # a loss or a mixture
+        per_position_loss_weight: str
+        | None = None,  # None: "dpace" where the loss is ce alone, else "fixed-exp-decay"
+        dflash_decay_gamma: float = 4.0,  # the decay's gamma
+        dpace_alpha: float = 0.5,  # the next two as in `forward`
         max_anchors: int = 512,
-        cross_document_targets: bool | None = None,        # the last four as in `forward`, passed on where given
+        cross_document_targets: bool
+        | None = None,  # the last four as in `forward`, passed on where given
         serving_window: bool | None = None,
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
-        **others,                                          # training arguments of other parts
-    ) -> tuple: # (kwargs of `forward` in training, in evaluation)
+        **others,  # training arguments of other parts
+    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
         "What `forward` gets in training and in evaluation."
         mixture = parse_loss(loss_fn)
-        scheme = per_position_loss_weight or ("dpace" if list(mixture) == ["ce"] else "fixed-exp-decay")
-        given = dict(cross_document_targets=cross_document_targets, serving_window=serving_window, gemm_dtype=gemm_dtype, attn_impl=attn_impl)
-        kwargs = dict(loss_config=mixture, gamma=dflash_decay_gamma, max_anchors=max_anchors, per_position_loss_weight=scheme,
-                      dpace_alpha=dpace_alpha) | {k: v for k, v in given.items() if v is not None}
+        scheme = per_position_loss_weight or (
+            "dpace" if list(mixture) == ["ce"] else "fixed-exp-decay"
+        )
+        given = dict(
+            cross_document_targets=cross_document_targets,
+            serving_window=serving_window,
+            gemm_dtype=gemm_dtype,
+            attn_impl=attn_impl,
+        )
+        kwargs = dict(
+            loss_config=mixture,
+            gamma=dflash_decay_gamma,
+            max_anchors=max_anchors,
+            per_position_loss_weight=scheme,
+            dpace_alpha=dpace_alpha,
+        ) | {k: v for k, v in given.items() if v is not None}
         return kwargs, dict(kwargs)
 
     @staticmethod
     def serving_violations(
-        raw: dict,                                   # the config.json as it stands
-        verifier: PretrainedConfig | None = None,    # the verifier's language model, where its config can be read
-    ) -> list: # sentences with the remedy
+        raw: dict,  # the config.json as it stands
+        verifier: PretrainedConfig
+        | None = None,  # the verifier's language model, where its config can be read
+    ) -> list:  # sentences with the remedy
         "What vLLM's DFlash would refuse, or read differently from what was trained."
-        layer, ids = raw.get("transformer_layer_config") or {}, raw.get("aux_hidden_state_layer_ids")
-        found = [f"{name} is not written; vLLM asks for it" for name in ("mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size") if raw.get(name) is None]
-        kinds, wide = set(layer.get("layer_types") or ["full_attention"]), raw.get("sliding_window_non_causal", True)
-        if len(kinds) > 1: found.append("transformer_layer_config.layer_types mixes kinds of attention; vLLM serves that only with its V2 runner (VLLM_USE_V2_MODEL_RUNNER=1), use one kind")
-        if "sliding_window_non_causal" not in raw: found.append("sliding_window_non_causal is not written; vLLM then takes all layers for bidirectional, trained sliding layers are causal in the block")
+        layer, ids = (
+            raw.get("transformer_layer_config") or {},
+            raw.get("aux_hidden_state_layer_ids"),
+        )
+        found = [
+            f"{name} is not written; vLLM asks for it"
+            for name in ("mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size")
+            if raw.get(name) is None
+        ]
+        kinds, wide = (
+            set(layer.get("layer_types") or ["full_attention"]),
+            raw.get("sliding_window_non_causal", True),
+        )
+        if len(kinds) > 1:
+            found.append(
+                "transformer_layer_config.layer_types mixes kinds of attention; vLLM serves "
+                "that only with its V2 runner (VLLM_USE_V2_MODEL_RUNNER=1), use one kind"
+            )
+        if "sliding_window_non_causal" not in raw:
+            found.append(
+                "sliding_window_non_causal is not written; vLLM then takes all layers for "
+                "bidirectional, trained sliding layers are causal in the block"
+            )
         elif "full_attention" in kinds and not wide:
-            found.append("sliding_window_non_causal is False; vLLM then makes every layer causal in the block, and full_attention layers are trained bidirectional: set it to True")
-        if raw.get("sample_from_anchor"): found.append("sample_from_anchor is True; vLLM's DFlash samples the masks alone, train with sample_from_anchor=False")
-        if layer.get("hidden_act", "silu") != "silu": found.append(f"transformer_layer_config.hidden_act is {layer['hidden_act']!r}; vLLM's draft layers have silu alone")
+            found.append(
+                "sliding_window_non_causal is False; vLLM then makes every layer causal in the "
+                "block, and full_attention layers are trained bidirectional: set it to True"
+            )
+        if raw.get("sample_from_anchor"):
+            found.append(
+                "sample_from_anchor is True; vLLM's DFlash samples the masks alone, train with "
+                "sample_from_anchor=False"
+            )
+        if layer.get("hidden_act", "silu") != "silu":
+            found.append(
+                f"transformer_layer_config.hidden_act is {layer['hidden_act']!r}; vLLM's draft "
+                "layers have silu alone"
+            )
         found += served_rope(layer)[0]
         if (layer.get("rope_parameters") or {}).get("rope_type") == "longrope":
-            found.append("transformer_layer_config.rope_parameters.rope_type is longrope; vLLM's "
-                         "DFlash has no table of its angles and fails at start, train with another")
-        methods, B = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}], raw.get("block_size", 8)
-        if isinstance(k := methods[0].get("speculative_tokens"), int) and k > B - 1: found.append(f"speculative_tokens is {k}, but a block of {B} was trained to draft {B - 1}")
+            found.append(
+                "transformer_layer_config.rope_parameters.rope_type is longrope; vLLM's "
+                "DFlash has no table of its angles and fails at start, train with another"
+            )
+        methods, B = (
+            (raw.get("speculators_config") or {}).get("proposal_methods") or [{}],
+            raw.get("block_size", 8),
+        )
+        if isinstance(k := methods[0].get("speculative_tokens"), int) and k > B - 1:
+            found.append(
+                f"speculative_tokens is {k}, but a block of {B} was trained to draft {B - 1}"
+            )
         window = layer.get("sliding_window")
         if "sliding_attention" in kinds and isinstance(window, int) and window < B:
-            found.append(f"transformer_layer_config.sliding_window is {window}, less than the block of {B}; vLLM then hides a block's own first slots")
+            found.append(
+                f"transformer_layer_config.sliding_window is {window}, less than the block of "
+                f"{B}; vLLM then hides a block's own first slots"
+            )
         if verifier is not None:
-            if ids and max(ids) > verifier.num_hidden_layers: found.append(f"aux_hidden_state_layer_ids={ids}, but the verifier has {verifier.num_hidden_layers} layers")
+            if ids and max(ids) > verifier.num_hidden_layers:
+                found.append(
+                    f"aux_hidden_state_layer_ids={ids}, but the verifier has "
+                    f"{verifier.num_hidden_layers} layers"
+                )
             if layer.get("max_position_embeddings", 0) < verifier.max_position_embeddings:
-                found.append(f"transformer_layer_config.max_position_embeddings is {layer.get('max_position_embeddings')}, the verifier's {verifier.max_position_embeddings}; vLLM stops drafting beyond it")
+                found.append(
+                    "transformer_layer_config.max_position_embeddings is "
+                    f"{layer.get('max_position_embeddings')}, the verifier's "
+                    f"{verifier.max_position_embeddings}; vLLM stops drafting beyond it"
+                )
         return found
 
     @staticmethod
     def serving_warnings(
-        raw: dict, # the config.json as it stands
-    ) -> list: # sentences with the remedy
+        raw: dict,  # the config.json as it stands
+    ) -> list:  # sentences with the remedy
         "What vLLM does otherwise on one of its builds, or for some requests."
         layer = raw.get("transformer_layer_config") or {}
         n, found = layer.get("num_hidden_layers", 1), served_rope(layer)[1]
         if n > 1:
-            found.append(f"transformer_layer_config.num_hidden_layers is {n}: vLLM 0.32 on "
-                         "processors norms the context keys of all layers with the first layer's "
-                         "k_norm, so its drafts differ there from what was trained (the text stays "
-                         "the verifier's); on CUDA each layer has its own. Measure acceptance on "
-                         "CUDA, or train one layer")
+            found.append(
+                f"transformer_layer_config.num_hidden_layers is {n}: vLLM 0.32 on "
+                "processors norms the context keys of all layers with the first layer's "
+                "k_norm, so its drafts differ there from what was trained (the text stays "
+                "the verifier's); on CUDA each layer has its own. Measure acceptance on "
+                "CUDA, or train one layer"
+            )
         return found
 
     def drafter(self) -> "DFlashDrafter":
@@ -387,7 +718,9 @@ class DFlashDraftModel(SpeculatorModel):
 
 # %% ../../nbs/models/07_dflash.ipynb #fe5e0775
 class DFlashDrafter:
-    "A chain of k tokens from one pass (the `tree.Drafter` protocol). The cache holds the context's keys and values, of decided positions only."
+    """A chain of k tokens from one pass (the `tree.Drafter` protocol). The cache holds the
+    context's keys and values, of decided positions only."""
+
     def __init__(self, model: DFlashDraftModel):
         self.model, config = model.eval(), model.config
         self.aux_layer_ids = tuple(config.aux_hidden_state_layer_ids)
@@ -398,101 +731,241 @@ class DFlashDrafter:
         "Start a new request."
         self.cache, self.to_read = [None] * len(self.model.layers), ToRead(self.model.rotary)
 
-    def read_block(self,
-        tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
+    def read_block(
+        self,
+        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not seen the last one
         features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,                  # tokens wanted
-    ) -> torch.Tensor: # [size, H]: normed states of all slots; the last k predict
-        "Add the new context to the cache, then run one block behind it: the last decided token and as many masks as tokens are wanted, as the serving engine does."
+        k: int,  # tokens wanted
+    ) -> torch.Tensor:  # [size, H]: normed states of all slots; the last k predict
+        """Add the new context to the cache, then run one block behind it: the last decided
+        token and as many masks as tokens are wanted, as the serving engine does."""
         model, n, config = self.model, len(tokens), self.model.config
         size = k + (not config.sample_from_anchor)
         length = n - 1 + size
         features, again = self.to_read(features, n - 1 - len(features), length)
-        if again: self.cache = [None] * len(model.layers)
+        if again:
+            self.cache = [None] * len(model.layers)
         context, start = model.context(features), n - 1 - len(features)
         at = torch.arange(start, length, device=tokens.device)
-        rope, slots = (model.rotary(context, part, length) for part in at.split([n - 1 - start, size]))
-        hidden, keys_at, own = model.embed_tokens(model.block_tokens(tokens[-1:], size)[0]), torch.arange(n - 1 + size, device=tokens.device), at[-size:, None]
+        rope, slots = (
+            model.rotary(context, part, length) for part in at.split([n - 1 - start, size])
+        )
+        hidden, keys_at, own = (
+            model.embed_tokens(model.block_tokens(tokens[-1:], size)[0]),
+            torch.arange(n - 1 + size, device=tokens.device),
+            at[-size:, None],
+        )
         for i, layer in enumerate(model.layers):
             new, (x, residual) = layer.self_attn.key_value(context, rope), layer.inputs(hidden)
-            self.cache[i] = new if self.cache[i] is None else tuple(torch.cat([old[:, :start], add], 1) for old, add in zip(self.cache[i], new))
-            keys, values = (torch.cat(pair, 1) for pair in zip(self.cache[i], layer.self_attn.key_value(x, slots)))
+            self.cache[i] = (
+                new
+                if self.cache[i] is None
+                else tuple(
+                    torch.cat([old[:, :start], add], 1) for old, add in zip(self.cache[i], new)
+                )
+            )
+            keys, values = (
+                torch.cat(pair, 1)
+                for pair in zip(self.cache[i], layer.self_attn.key_value(x, slots))
+            )
             mask = None
-            if layer.window is not None:          # `serving_window`
+            if layer.window is not None:  # `serving_window`
                 mask = keys_at > own - layer.window
-                mask &= keys_at <= own if model.causal_in_block(layer) else keys_at < own + layer.window
+                mask &= (
+                    keys_at <= own
+                    if model.causal_in_block(layer)
+                    else keys_at < own + layer.window
+                )
             q = layer.self_attn.query(x, slots)
-            heads = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask, enable_gqa=len(q) != len(keys))[0]
+            heads = F.scaled_dot_product_attention(
+                q[None],
+                keys[None],
+                values[None],
+                attn_mask=mask,
+                enable_gqa=len(q) != len(keys),
+            )[0]
             hidden = layer.finish(heads, residual)
         return model.norm(hidden)
 
     @torch.inference_mode()
-    def propose(self,
-        tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
+    def propose(
+        self,
+        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not seen the last one
         features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,                  # tokens wanted
-        sampling: Sampling,      # temperature and generator
-    ) -> TokenTree: # a chain of k
-        "Draft k tokens at once; sampled ones are independent of each other, each from its own slot's law."
+        k: int,  # tokens wanted
+        sampling: Sampling,  # temperature and generator
+    ) -> TokenTree:  # a chain of k
+        """Draft k tokens at once; sampled ones are independent of each other, each from its own
+        slot's law."""
         logits = self.model.lm_head(self.read_block(tokens, features, k)[-k:])
-        if not sampling.temperature: return TokenTree.chain(self.model.to_verifier(likeliest(logits)))
+        if not sampling.temperature:
+            return TokenTree.chain(self.model.to_verifier(likeliest(logits)))
         laws = sampling.probabilities(logits)
-        return TokenTree.chain(self.model.to_verifier(sampling.draw(laws)), scatter_probs(laws, self.model.d2t, self.model.target_vocab_size))
+        return TokenTree.chain(
+            self.model.to_verifier(sampling.draw(laws)),
+            scatter_probs(laws, self.model.d2t, self.model.target_vocab_size),
+        )
 
     @contextmanager
-    def grow(self,
-        tokens: torch.Tensor,    # [n] as in `propose`
+    def grow(
+        self,
+        tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, A·H] as in `propose`
-        depth: int,              # of the deepest node
-    ): # yields the law, as in `growth`
+        depth: int,  # of the deepest node
+    ):  # yields the law, as in `growth`
         "Laws for the nodes of a tree: one for each depth."
-        laws = self.model.lm_head(self.read_block(tokens, features, depth)[-depth:]).float().softmax(-1)
-        yield product_law(scatter_probs(laws, self.model.d2t, self.model.target_vocab_size).log())
+        laws = (
+            self.model.lm_head(self.read_block(tokens, features, depth)[-depth:])
+            .float()
+            .softmax(-1)
+        )
+        yield product_law(
+            scatter_probs(laws, self.model.d2t, self.model.target_vocab_size).log()
+        )
 
 # %% ../../nbs/models/07_dflash.ipynb #c495913c
-NEUTRAL = {"input_embedding_scale": (None, 1, 1.0), "attention_value_scale": (None, 1, 1.0), "add_swa_attention_sink_bias": (None, False)}  # what this drafter does anyway
+NEUTRAL = {
+    "input_embedding_scale": (None, 1, 1.0),
+    "attention_value_scale": (None, 1, 1.0),
+    "add_swa_attention_sink_bias": (None, False),
+}  # what this drafter does anyway
+
 
 def read_research(
     native: NativeCheckpoint,
-    target: Target,   # the verifier
-) -> tuple: # (fields of our config, our names -> tensors)
-    "A DFlash checkpoint of z-lab's layout. Errors: ValueError for what this drafter cannot do, and for an embedding or head that is not the verifier's."
-    def said(name, default=None): return native.said(name, "dflash_config", default=default)
+    target: Target,  # the verifier
+) -> tuple:  # (fields of our config, our names -> tensors)
+    """A DFlash checkpoint of z-lab's layout. Errors: ValueError for what this drafter cannot
+    do, and for an embedding or head that is not the verifier's."""
+
+    def said(name, default=None):
+        return native.said(name, "dflash_config", default=default)
+
     for name, harmless in NEUTRAL.items():
-        if said(name) not in harmless: raise ValueError(f"{native.name}: {name} is {said(name)!r}; a DFlash drafter here has no such thing")
-    if (native.folder / "mask_embedding.pt").exists(): raise ValueError(f"{native.name}: mask_embedding.pt replaces the embedding of the mask token; a DFlash drafter here uses the verifier's")
+        if said(name) not in harmless:
+            raise ValueError(
+                f"{native.name}: {name} is {said(name)!r}; a DFlash drafter here has no such "
+                "thing"
+            )
+    if (native.folder / "mask_embedding.pt").exists():
+        raise ValueError(
+            f"{native.name}: mask_embedding.pt replaces the embedding of the mask token; a "
+            "DFlash drafter here uses the verifier's"
+        )
     tensors, n = native.tensors(), target.config.num_hidden_layers
     mapping = vocab_mapping(tensors, target.config.vocab_size, native.name)
-    head = {"lm_head.weight": tensors.pop("lm_head.weight", None)} if mapping else {}       # of the draft vocabulary, its own
-    tensors = without_borrowed({k: w for k, w in tensors.items() if k not in ("t2d", "d2t")}, target, native.name) | mapping | {k: w for k, w in head.items() if w is not None}
-    forced, ids, causal = said("use_swa"), said("target_layer_ids"), native.said("is_causal", default=said("causal"))
-    layer = layer_config(native, target, list(tensors), num_hidden_layers=count_layers(tensors), **(dict(
-        layer_types=["sliding_attention"] * count_layers(tensors), use_sliding_window=True, sliding_window=said("swa_window_size", native.said("sliding_window"))) if forced else {}))
+    head = (
+        {"lm_head.weight": tensors.pop("lm_head.weight", None)} if mapping else {}
+    )  # of the draft vocabulary, its own
+    tensors = (
+        without_borrowed(
+            {k: w for k, w in tensors.items() if k not in ("t2d", "d2t")}, target, native.name
+        )
+        | mapping
+        | {k: w for k, w in head.items() if w is not None}
+    )
+    forced, ids, causal = (
+        said("use_swa"),
+        said("target_layer_ids"),
+        native.said("is_causal", default=said("causal")),
+    )
+    layer = layer_config(
+        native,
+        target,
+        list(tensors),
+        num_hidden_layers=count_layers(tensors),
+        **(
+            dict(
+                layer_types=["sliding_attention"] * count_layers(tensors),
+                use_sliding_window=True,
+                sliding_window=said("swa_window_size", native.said("sliding_window")),
+            )
+            if forced
+            else {}
+        ),
+    )
     slides = "sliding_attention" in layer.layer_types
-    if causal and "full_attention" in layer.layer_types: raise ValueError(f"{native.name}: causal is True for layers that see everything; a block's slots see each other in those of a DFlash drafter here")
+    if causal and "full_attention" in layer.layer_types:
+        raise ValueError(
+            f"{native.name}: causal is True for layers that see everything; a block's slots "
+            "see each other in those of a DFlash drafter here"
+        )
     size = said("block_size", 16)
-    if not ids: raise ValueError(f"{native.name}: target_layer_ids is not in config.json; give config={{'aux_hidden_state_layer_ids': [...]}}, each one more than the layer whose output is read")
-    if max(ids) + 1 >= n: raise ValueError(f"{native.name}: target_layer_ids={ids} reads the last of the verifier's {n} layers, which this code takes behind the final norm and DFlash drafters here before it")
-    fields = dict(transformer_layer_config=layer, draft_vocab_size=len(mapping["d2t"]) if mapping else layer.vocab_size, block_size=size, mask_token_id=said("mask_token_id"),
-                  aux_hidden_state_layer_ids=check_aux_layer_ids([i + 1 for i in ids], n), target_hidden_size=said("target_hidden_size"),
-                  sliding_window_non_causal=not slides or bool(forced and causal is None) or causal is False)
+    if not ids:
+        raise ValueError(
+            f"{native.name}: target_layer_ids is not in config.json; give "
+            f"config={{'aux_hidden_state_layer_ids': [...]}}, each one more than the layer "
+            "whose output is read"
+        )
+    if max(ids) + 1 >= n:
+        raise ValueError(
+            f"{native.name}: target_layer_ids={ids} reads the last of the verifier's {n} "
+            "layers, which this code takes behind the final norm and DFlash drafters here "
+            "before it"
+        )
+    fields = dict(
+        transformer_layer_config=layer,
+        draft_vocab_size=len(mapping["d2t"]) if mapping else layer.vocab_size,
+        block_size=size,
+        mask_token_id=said("mask_token_id"),
+        aux_hidden_state_layer_ids=check_aux_layer_ids([i + 1 for i in ids], n),
+        target_hidden_size=said("target_hidden_size"),
+        sliding_window_non_causal=not slides
+        or bool(forced and causal is None)
+        or causal is False,
+    )
     return fields | dict(speculative_tokens=said("speculative_tokens", size - 1)), tensors
+
 
 def write_research(
     config: DFlashSpeculatorConfig,
-    tensors: dict,                 # our names -> tensors
-    folder: str | os.PathLike,     # made if absent
+    tensors: dict,  # our names -> tensors
+    folder: str | os.PathLike,  # made if absent
     target: Target | None = None,  # the verifier, to say how many layers it has
 ):
-    "The inverse; vLLM serves the folder with method \"dflash\". Errors: ValueError for a drafter that samples from the anchor, which the layout cannot say."
-    if config.sample_from_anchor: raise ValueError("sample_from_anchor is True: z-lab's layout has no word for it; train with sample_from_anchor=False")
-    layer, block = config.transformer_layer_config, dict(mask_token_id=config.mask_token_id, target_layer_ids=[i - 1 for i in config.aux_hidden_state_layer_ids])
-    if "sliding_attention" in (layer.layer_types or ()) and config.sliding_window_non_causal: block["causal"] = False
-    raw = flat(layer, architectures=["DFlashDraftModel"], block_size=config.block_size, dflash_config=block, draft_vocab_size=config.draft_vocab_size)
-    raw |= {n: v for n, v in dict(target_hidden_size=config.target_hidden_size, speculative_tokens=config.speculators_config.speculative_tokens,
-                                  num_target_layers=target and target.config.num_hidden_layers).items() if v is not None}
+    """The inverse; vLLM serves the folder with method "dflash". Errors: ValueError for a
+    drafter that samples from the anchor, which the layout cannot say."""
+    if config.sample_from_anchor:
+        raise ValueError(
+            "sample_from_anchor is True: z-lab's layout has no word for it; train with "
+            "sample_from_anchor=False"
+        )
+    layer, block = (
+        config.transformer_layer_config,
+        dict(
+            mask_token_id=config.mask_token_id,
+            target_layer_ids=[i - 1 for i in config.aux_hidden_state_layer_ids],
+        ),
+    )
+    if "sliding_attention" in (layer.layer_types or ()) and config.sliding_window_non_causal:
+        block["causal"] = False
+    raw = flat(
+        layer,
+        architectures=["DFlashDraftModel"],
+        block_size=config.block_size,
+        dflash_config=block,
+        draft_vocab_size=config.draft_vocab_size,
+    )
+    raw |= {
+        n: v
+        for n, v in dict(
+            target_hidden_size=config.target_hidden_size,
+            speculative_tokens=config.speculators_config.speculative_tokens,
+            num_target_layers=target and target.config.num_hidden_layers,
+        ).items()
+        if v is not None
+    }
     write_native(folder, raw, tensors)
 
-register_format(NativeFormat(
-    "dflash", "dflash", "DFlash checkpoints of z-lab's layout", "tensors fc.weight and hidden_norm.weight",
-    lambda config, names: {"fc.weight", "hidden_norm.weight"} <= names, read_research, write_research))
+
+register_format(
+    NativeFormat(
+        "dflash",
+        "dflash",
+        "DFlash checkpoints of z-lab's layout",
+        "tensors fc.weight and hidden_norm.weight",
+        lambda config, names: {"fc.weight", "hidden_norm.weight"} <= names,
+        read_research,
+        write_research,
+    )
+)

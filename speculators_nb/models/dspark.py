@@ -10,299 +10,542 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
+
 from ..core.config import SpeculatorModelConfig
-from ..nn.layers import served_rope
-from ..nn.losses import parse_loss
+from ..core.tree import Sampling, TokenTree
 from .base import SpeculatorModel
 from .dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
-from ..core.tree import Sampling, TokenTree
 from ..nn.draft_vocabulary import scatter_probs
+from ..nn.layers import served_rope
+from ..nn.losses import parse_loss
 from ..nn.step_weights import block_decay
 
 # %% ../../nbs/models/08_dspark.ipynb #bf7c6973
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
+
 @SpeculatorModelConfig.register("dspark")
 class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
-    "A DSpark drafter. Errors: ValueError naming field and value for an unknown Markov head, a negative rank, or a confidence head that reads a Markov head which is not there."
+    """A DSpark drafter. Errors: ValueError naming field and value for an unknown Markov head, a
+    negative rank, or a confidence head that reads a Markov head which is not there."""
+
     speculators_model_type: str = "dspark"
-    sample_from_anchor: bool = True                # the anchor's slot predicts too, and every slot the token after its own
-    markov_rank: int = 256                         # r of the Markov head; 0: none
-    markov_head_type: str = "vanilla"              # one of MARKOV_HEADS
-    enable_confidence_head: bool = True            # predict each slot's acceptance
-    confidence_head_with_markov: bool = True       # ... also from the embedding of the token in front
+    sample_from_anchor: bool = True  # the anchor's slot predicts too; each the token after it
+    markov_rank: int = 256  # r of the Markov head; 0: none
+    markov_head_type: str = "vanilla"  # one of MARKOV_HEADS
+    enable_confidence_head: bool = True  # predict each slot's acceptance
+    confidence_head_with_markov: bool = True  # ... also from the previous token's embedding
 
     def check(self):
         super().check()
-        if self.markov_head_type not in MARKOV_HEADS: raise ValueError(f"markov_head_type={self.markov_head_type!r} is unknown; choose from {', '.join(MARKOV_HEADS)}")
-        if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
-            raise ValueError("confidence_head_with_markov=True reads the Markov head's embedding, but markov_rank=0; set confidence_head_with_markov=False")
+        if self.markov_head_type not in MARKOV_HEADS:
+            raise ValueError(
+                f"markov_head_type={self.markov_head_type!r} is unknown; choose from "
+                f"{', '.join(MARKOV_HEADS)}"
+            )
+        if (
+            self.enable_confidence_head
+            and self.confidence_head_with_markov
+            and not self.markov_rank
+        ):
+            raise ValueError(
+                "confidence_head_with_markov=True reads the Markov head's embedding, but "
+                "markov_rank=0; set confidence_head_with_markov=False"
+            )
 
 # %% ../../nbs/models/08_dspark.ipynb #d77e11a5
 class MarkovHead(nn.Module):
-    """A bias on a slot's logits that depends on the token in front: W2 · code, with code = W1[previous] as it is ("vanilla"), gated by the hidden state ("gated"), or read from a state that
-    runs along the block ("rnn"). The rank r keeps it small: r·(V + Vd) numbers instead of V·Vd ([2607.05147](https://arxiv.org/abs/2607.05147))."""
-    def __init__(self,
-        vocab_size: int,        # V, of the token in front: the verifier's
+    """A bias on a slot's logits that depends on the token in front: W2 · code, with code =
+    W1[previous] as it is ("vanilla"), gated by the hidden state ("gated"), or read from a state
+    that
+    runs along the block ("rnn"). The rank r keeps it small: r·(V + Vd) numbers instead of V·Vd
+    ([2607.05147](https://arxiv.org/abs/2607.05147))."""
+
+    def __init__(
+        self,
+        vocab_size: int,  # V, of the token in front: the verifier's
         draft_vocab_size: int,  # Vd, of the logits
-        rank: int,              # r
-        hidden_size: int,       # H
+        rank: int,  # r
+        hidden_size: int,  # H
         kind: str = "vanilla",  # one of MARKOV_HEADS
     ):
         super().__init__()
         self.kind = kind
-        self.markov_w1, self.markov_w2 = nn.Embedding(vocab_size, rank), nn.Linear(rank, draft_vocab_size, bias=False)
-        nn.init.normal_(self.markov_w1.weight, std=.01)      # at first nearly no bias
-        if kind == "gated": self.gate_proj = nn.Linear(hidden_size + rank, rank)
-        if kind == "rnn": self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+        self.markov_w1, self.markov_w2 = (
+            nn.Embedding(vocab_size, rank),
+            nn.Linear(rank, draft_vocab_size, bias=False),
+        )
+        nn.init.normal_(self.markov_w1.weight, std=0.01)  # at first nearly no bias
+        if kind == "gated":
+            self.gate_proj = nn.Linear(hidden_size + rank, rank)
+        if kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
-    def step(self,
-        embeds: torch.Tensor,       # [..., r], W1 of the token in front
-        hidden: torch.Tensor,       # [..., H], the slot's hidden state
-        state: torch.Tensor | None = None, # [..., r], left by the slot before; None: this is slot 0
-    ) -> tuple: # (code [..., r], state [..., r])
+    def step(
+        self,
+        embeds: torch.Tensor,  # [..., r], W1 of the token in front
+        hidden: torch.Tensor,  # [..., H], the slot's hidden state
+        state: torch.Tensor
+        | None = None,  # [..., r], left by the slot before; None: this is slot 0
+    ) -> tuple:  # (code [..., r], state [..., r])
         "One slot."
-        if self.kind == "vanilla": return embeds, None
-        if self.kind == "gated": return torch.sigmoid(self.gate_proj(torch.cat([hidden, embeds], -1))) * embeds, None
+        if self.kind == "vanilla":
+            return embeds, None
+        if self.kind == "gated":
+            return torch.sigmoid(self.gate_proj(torch.cat([hidden, embeds], -1))) * embeds, None
         state = torch.zeros_like(embeds) if state is None else state
         keep, new, code = self.joint_proj(torch.cat([state, embeds, hidden], -1)).chunk(3, -1)
         keep = torch.sigmoid(keep)
         return torch.tanh(code), keep * state + (1 - keep) * torch.tanh(new)
 
-    def forward(self,
-        embeds: torch.Tensor, # [..., B, r], W1 of the tokens in front of the slots
-        hidden: torch.Tensor, # [..., B, H]
-    ) -> torch.Tensor: # [..., B, r]
+    def forward(
+        self,
+        embeds: torch.Tensor,  # [..., B, r], W1 of the tokens in front of the slots
+        hidden: torch.Tensor,  # [..., B, H]
+    ) -> torch.Tensor:  # [..., B, r]
         "The codes of blocks whose tokens are known."
-        if self.kind != "rnn": return self.step(embeds, hidden)[0]
+        if self.kind != "rnn":
+            return self.step(embeds, hidden)[0]
         state, codes = None, []
         for e, h in zip(embeds.unbind(-2), hidden.unbind(-2)):
             code, state = self.step(e, h, state)
             codes.append(code)
         return torch.stack(codes, -2)
 
+
 class ConfidenceHead(nn.Module):
-    "The logit of the probability that a slot's token will be accepted, given that all before it were."
-    def __init__(self, size: int): # H, or H + r
+    """The logit of the probability that a slot's token will be accepted, given that all before
+    it were."""
+
+    def __init__(self, size: int):  # H, or H + r
         super().__init__()
         self.proj = nn.Linear(size, 1)
 
-    def forward(self,
-        hidden: torch.Tensor,        # [..., H]
-        embeds: torch.Tensor | None, # [..., r], W1 of the token in front; None where it is not read
-    ) -> torch.Tensor: # [...]
+    def forward(
+        self,
+        hidden: torch.Tensor,  # [..., H]
+        embeds: torch.Tensor
+        | None,  # [..., r], W1 of the token in front; None where it is not read
+    ) -> torch.Tensor:  # [...]
         return self.proj(hidden if embeds is None else torch.cat([hidden, embeds], -1))[..., 0]
 
 # %% ../../nbs/models/08_dspark.ipynb #ea67206a
 @SpeculatorModel.register("dspark")
 class DSparkDraftModel(DFlashDraftModel):
-    "DSpark ([2607.05147](https://arxiv.org/abs/2607.05147)): DFlash's blocks, a Markov bias from slot to slot, and a confidence for each slot."
+    """DSpark ([2607.05147](https://arxiv.org/abs/2607.05147)): DFlash's blocks, a Markov bias
+    from slot to slot, and a confidence for each slot."""
+
     config_class = DSparkSpeculatorConfig
 
     def __init__(self, config: DSparkSpeculatorConfig):
         super().__init__(config)
         h, r = config.transformer_layer_config.hidden_size, config.markov_rank
-        self.markov_head = MarkovHead(config.target_vocab_size, config.draft_vocab_size, r, h, config.markov_head_type) if r else None
-        self.confidence_head = ConfidenceHead(h + r * config.confidence_head_with_markov) if config.enable_confidence_head else None
+        self.markov_head = (
+            MarkovHead(
+                config.target_vocab_size, config.draft_vocab_size, r, h, config.markov_head_type
+            )
+            if r
+            else None
+        )
+        self.confidence_head = (
+            ConfidenceHead(h + r * config.confidence_head_with_markov)
+            if config.enable_confidence_head
+            else None
+        )
 
-    def previous(self,
-        input_ids: torch.Tensor, # [L]
-        anchors: torch.Tensor,   # [A]
-    ) -> torch.Tensor: # [A, B]
+    def previous(
+        self,
+        input_ids: torch.Tensor,  # [L]
+        anchors: torch.Tensor,  # [A]
+    ) -> torch.Tensor:  # [A, B]
         "The tokens in front of the ones that the slots predict, from the text itself."
         slot = torch.arange(self.config.block_size, device=anchors.device)
         before = slot if self.config.sample_from_anchor else (slot - 1).clamp_min(0)
         return input_ids[(anchors[:, None] + before).clamp_max(len(input_ids) - 1)]
 
-    def confidence(self, hidden: torch.Tensor, embeds: torch.Tensor | None) -> torch.Tensor: # [..., H], [..., r] -> [...]
+    def confidence(
+        self, hidden: torch.Tensor, embeds: torch.Tensor | None
+    ) -> torch.Tensor:  # [..., H], [..., r] -> [...]
         "Logits of the confidence head."
-        return self.confidence_head(hidden, embeds if self.config.confidence_head_with_markov else None).float()
+        return self.confidence_head(
+            hidden, embeds if self.config.confidence_head_with_markov else None
+        ).float()
 
-    def forward(self,
-        input_ids: torch.Tensor,                    # [1, L] token x_i
-        hidden_states: torch.Tensor,                # [1, L, A·H] features g_i
-        document_ids: torch.Tensor,                 # [1, L], -1 padding
-        loss_mask: torch.Tensor,                    # [1, L]
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [1, L] token x_i
+        hidden_states: torch.Tensor,  # [1, L, A·H] features g_i
+        document_ids: torch.Tensor,  # [1, L], -1 padding
+        loss_mask: torch.Tensor,  # [1, L]
         verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_i, before the final norm
-        position_ids: torch.Tensor | None = None,   # [1, L]; None: counted along the row
-        max_anchors: int = 512,                     # blocks drawn
-        anchor_positions: torch.Tensor | None = None, # [N] blocks to train instead of drawn ones
-        anchor_valid: torch.Tensor | None = None,   # [N] which of them count; None: all
-        generator: torch.Generator | None = None,   # of the draw, on the CPU; None: see `blocks`
-        seed: int = 0,                              # of the draw in evaluation
-        loss_config: dict | str = "kl_div",         # see `losses.parse_loss`
-        gamma: float = 4.0,                         # the next three as in `slot_weight`
+        position_ids: torch.Tensor | None = None,  # [1, L]; None: counted along the row
+        max_anchors: int = 512,  # blocks drawn
+        anchor_positions: torch.Tensor
+        | None = None,  # [N] blocks to train instead of drawn ones
+        anchor_valid: torch.Tensor | None = None,  # [N] which of them count; None: all
+        generator: torch.Generator | None = None,  # of the draw, on the CPU; None: see `blocks`
+        seed: int = 0,  # of the draw in evaluation
+        loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
+        gamma: float = 4.0,  # the next three as in `slot_weight`
         per_position_loss_weight: str = "fixed-exp-decay",
         dpace_alpha: float = 0.5,
-        confidence_head_alpha: float = 1.0,         # weight of the confidence loss
-        cross_document_targets: bool = False,       # True: a block may cross documents, as upstream
-        serving_window: bool = False,               # window follows slots (vLLM); False: anchored (upstream)
-        lean: bool = True,                          # False: the dense definition, which also returns draft tokens
-        gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
-        attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
-    ) -> tuple: # (draft tokens [1, N·B], or None where lean; loss, scalar; metrics)
-        "One packed row, as in DFlash, with the bias of the true token in front on every slot. The confidence loss is added. Errors: as in DFlash."
+        confidence_head_alpha: float = 1.0,  # weight of the confidence loss
+        cross_document_targets: bool = False,  # True: a block may cross documents, as upstream
+        serving_window: bool = False,  # window follows slots (vLLM); False: anchored (upstream)
+        lean: bool = True,  # False: the dense definition, which also returns draft tokens
+        gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
+        attn_impl: str
+        | None = None,  # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
+    ) -> tuple:  # (draft tokens [1, N·B], or None where lean; loss, scalar; metrics)
+        """One packed row, as in DFlash, with the bias of the true token in front on every slot.
+        The confidence loss is added. Errors: as in DFlash."""
         mixture, ids, documents = parse_loss(loss_config), input_ids[0], document_ids[0]
-        positions = torch.arange(len(ids), device=ids.device) if position_ids is None else position_ids[0]
-        blocks = self.blocks(loss_mask[0], documents, max_anchors, anchor_positions, anchor_valid, generator, seed, cross_document_targets, lean)
+        positions = (
+            torch.arange(len(ids), device=ids.device)
+            if position_ids is None
+            else position_ids[0]
+        )
+        blocks = self.blocks(
+            loss_mask[0],
+            documents,
+            max_anchors,
+            anchor_positions,
+            anchor_valid,
+            generator,
+            seed,
+            cross_document_targets,
+            lean,
+        )
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
-        hidden = self.block_hidden(self.block_tokens(ids[blocks.anchors]), self.context(hidden_states[0]), blocks.anchors, documents, positions, lean, impl, serving_window, blocks.drawn)
-        embeds, codes, bias, shared = None, None, None, lean and self.config.markov_head_type == "vanilla"
+        hidden = self.block_hidden(
+            self.block_tokens(ids[blocks.anchors]),
+            self.context(hidden_states[0]),
+            blocks.anchors,
+            documents,
+            positions,
+            lean,
+            impl,
+            serving_window,
+            blocks.drawn,
+        )
+        embeds, codes, bias, shared = (
+            None,
+            None,
+            None,
+            lean and self.config.markov_head_type == "vanilla",
+        )
         if self.markov_head is not None:
             embeds = self.markov_head.markov_w1(self.previous(ids, blocks.anchors))
             codes = self.markov_head(embeds, hidden)
-            # the token in front is that of the target's row: a vanilla bias is the same for all slots that share a target
-            bias = self.markov_head.markov_w1(ids) if shared else codes[blocks.supervised], self.markov_head.markov_w2.weight
-        weight = self.slot_weight(blocks.supervised, per_position_loss_weight, gamma, dpace_alpha)
-        out, metrics = self.block_loss(hidden, blocks, verifier_last_hidden_states[0], mixture, weight, cross_document_targets, lean,
-                                       bias=bias, bias_by_target=shared, gemm_dtype=gemm_dtype, want_accept=True)
-        loss, more = self._heads(out, hidden, embeds, blocks, gamma, confidence_head_alpha, cross_document_targets)
-        if lean: return None, loss, metrics | more
-        logits = self.lm_head(hidden) if codes is None else self.lm_head(hidden) + self.markov_head.markov_w2(codes)
+            # the token in front is that of the target's row: a vanilla bias is the same for all
+            # slots that share a target
+            bias = (
+                self.markov_head.markov_w1(ids) if shared else codes[blocks.supervised],
+                self.markov_head.markov_w2.weight,
+            )
+        weight = self.slot_weight(
+            blocks.supervised, per_position_loss_weight, gamma, dpace_alpha
+        )
+        out, metrics = self.block_loss(
+            hidden,
+            blocks,
+            verifier_last_hidden_states[0],
+            mixture,
+            weight,
+            cross_document_targets,
+            lean,
+            bias=bias,
+            bias_by_target=shared,
+            gemm_dtype=gemm_dtype,
+            want_accept=True,
+        )
+        loss, more = self._heads(
+            out, hidden, embeds, blocks, gamma, confidence_head_alpha, cross_document_targets
+        )
+        if lean:
+            return None, loss, metrics | more
+        logits = (
+            self.lm_head(hidden)
+            if codes is None
+            else self.lm_head(hidden) + self.markov_head.markov_w2(codes)
+        )
         return self.to_verifier(logits.argmax(-1)).view(1, -1), loss, metrics | more
 
     def _heads(self, out, hidden, embeds, blocks, gamma, alpha, upstream):
         "The confidence loss, and what only DSpark counts; sums and totals as in DFlash."
         supervised, first = blocks.supervised, int(not self.config.sample_from_anchor)
         count = supervised.sum().float()
-        total, at_least_one = (torch.ones_like(count), count.clamp_min(1)) if upstream else (count, count)
-        def spread(x): return torch.zeros(supervised.shape, device=x.device).masked_scatter(supervised, x.detach().float())
-        def survival(x): return x[:, first:].cumprod(-1)            # that slot and all before it
+        total, at_least_one = (
+            (torch.ones_like(count), count.clamp_min(1)) if upstream else (count, count)
+        )
+
+        def spread(x):
+            return torch.zeros(supervised.shape, device=x.device).masked_scatter(
+                supervised, x.detach().float()
+            )
+
+        def survival(x):
+            return x[:, first:].cumprod(-1)  # that slot and all before it
+
         alive, blocks_with_loss = survival(spread(out.accept)), supervised.any(-1).sum().float()
-        metrics = dict(accept_rate_sum=out.accept.sum(), accept_rate_total=at_least_one, accept_len_sum=alive.sum() + blocks_with_loss,
-                       accept_len_total=blocks_with_loss.clamp_min(1) if upstream else blocks_with_loss)
-        if self.confidence_head is None: return out.loss, metrics
-        logits = self.confidence(hidden[supervised], None if embeds is None else embeds[supervised])
+        metrics = dict(
+            accept_rate_sum=out.accept.sum(),
+            accept_rate_total=at_least_one,
+            accept_len_sum=alive.sum() + blocks_with_loss,
+            accept_len_total=blocks_with_loss.clamp_min(1) if upstream else blocks_with_loss,
+        )
+        if self.confidence_head is None:
+            return out.loss, metrics
+        logits = self.confidence(
+            hidden[supervised], None if embeds is None else embeds[supervised]
+        )
         slot = torch.arange(supervised.shape[1], device=logits.device)
-        weight = block_decay(slot, gamma, self.config.sample_from_anchor).expand_as(supervised)[supervised]
-        bce = (weight * F.binary_cross_entropy_with_logits(logits, out.accept.detach(), reduction="none")).sum() / (count + 1e-8)
+        weight = block_decay(slot, gamma, self.config.sample_from_anchor).expand_as(supervised)[
+            supervised
+        ]
+        bce = (
+            weight
+            * F.binary_cross_entropy_with_logits(logits, out.accept.detach(), reduction="none")
+        ).sum() / (count + 1e-8)
         loss, sure = out.loss + alpha * bce, logits.detach().sigmoid()
         off = ((survival(spread(sure)) - alive) * supervised[:, first:]).sum()
-        metrics |= dict(loss_sum=loss.detach() * total, loss_total=total, confidence_loss_sum=bce.detach() * total, confidence_loss_total=total,
-                        confidence_abs_error_sum=(sure - out.accept).abs().sum(), confidence_abs_error_total=at_least_one, confidence_pred_mean_sum=sure.sum(),
-                        confidence_pred_mean_total=at_least_one, confidence_cumprod_bias_sum=off, confidence_cumprod_bias_total=at_least_one)
+        metrics |= dict(
+            loss_sum=loss.detach() * total,
+            loss_total=total,
+            confidence_loss_sum=bce.detach() * total,
+            confidence_loss_total=total,
+            confidence_abs_error_sum=(sure - out.accept).abs().sum(),
+            confidence_abs_error_total=at_least_one,
+            confidence_pred_mean_sum=sure.sum(),
+            confidence_pred_mean_total=at_least_one,
+            confidence_cumprod_bias_sum=off,
+            confidence_cumprod_bias_total=at_least_one,
+        )
         return loss, metrics
 
     @classmethod
-    def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # draft layers, `layers.draft_layer_config`
-        t2d: torch.Tensor | None = None,                  # [V] bool, for a reduced draft vocabulary
-        d2t: torch.Tensor | None = None,                  # [Vd]
+    def from_training_args(
+        cls,
+        transformer_layer_config: PretrainedConfig,  # draft layers, `layers.draft_layer_config`
+        t2d: torch.Tensor | None = None,  # [V] bool, for a reduced draft vocabulary
+        d2t: torch.Tensor | None = None,  # [Vd]
         *,
-        verifier_name_or_path: str,                       # its folder or hub id
-        draft_vocab_size: int | None = None,              # None: as many as t2d selects, or all
-        block_size: int = 8,                              # B, also the number of tokens that it drafts
-        mask_token_id: int | None = None,                 # None: `mask_token.resolve_mask_token`
-        sample_from_anchor: bool | None = None,           # None: True
-        sliding_window_non_causal: bool | None = None,    # None: False where a layer slides
-        target_layer_ids: list[int] | None = None,        # None: `tapped_model.default_aux_layer_ids`
-        markov_rank: int = 256,                           # the next four as in the config
+        verifier_name_or_path: str,  # its folder or hub id
+        draft_vocab_size: int | None = None,  # None: as many as t2d selects, or all
+        block_size: int = 8,  # B, also the number of tokens that it drafts
+        mask_token_id: int | None = None,  # None: `mask_token.resolve_mask_token`
+        sample_from_anchor: bool | None = None,  # None: True
+        sliding_window_non_causal: bool | None = None,  # None: False where a layer slides
+        target_layer_ids: list[int] | None = None,  # None: `tapped_model.default_aux_layer_ids`
+        markov_rank: int = 256,  # the next four as in the config
         markov_head_type: str = "vanilla",
-        enable_confidence_head: bool | None = None,       # None: True, as the next
+        enable_confidence_head: bool | None = None,  # None: True, as the next
         confidence_head_with_markov: bool | None = None,
-        **others,                                         # training arguments that are not about the model
-    ) -> "DSparkDraftModel": # with the verifier's weights, ready to train
+        **others,  # training arguments that are not about the model
+    ) -> "DSparkDraftModel":  # with the verifier's weights, ready to train
         "A fresh drafter for a verifier. Errors: as in DFlash, and as in the config."
-        fields = cls._config_fields(transformer_layer_config, t2d, verifier_name_or_path, draft_vocab_size, block_size, mask_token_id, sample_from_anchor, sliding_window_non_causal, target_layer_ids)
-        given = dict(enable_confidence_head=enable_confidence_head, confidence_head_with_markov=confidence_head_with_markov)
-        return cls.for_verifier(cls.config_class(**fields, markov_rank=markov_rank, markov_head_type=markov_head_type, **{k: v for k, v in given.items() if v is not None}), t2d, d2t)
+        fields = cls._config_fields(
+            transformer_layer_config,
+            t2d,
+            verifier_name_or_path,
+            draft_vocab_size,
+            block_size,
+            mask_token_id,
+            sample_from_anchor,
+            sliding_window_non_causal,
+            target_layer_ids,
+        )
+        given = dict(
+            enable_confidence_head=enable_confidence_head,
+            confidence_head_with_markov=confidence_head_with_markov,
+        )
+        return cls.for_verifier(
+            cls.config_class(
+                **fields,
+                markov_rank=markov_rank,
+                markov_head_type=markov_head_type,
+                **{k: v for k, v in given.items() if v is not None},
+            ),
+            t2d,
+            d2t,
+        )
 
     @staticmethod
     def get_trainer_kwargs(
-        loss_fn: dict | str = "kl_div",                    # a loss or a mixture
-        per_position_loss_weight: str = "fixed-exp-decay", # or "dpace", with ce
-        dflash_decay_gamma: float = 4.0,                   # the decay's gamma, also of the confidence loss
-        dpace_alpha: float = 0.5,                          # the next three as in `forward`
+        loss_fn: dict | str = "kl_div",  # a loss or a mixture
+        per_position_loss_weight: str = "fixed-exp-decay",  # or "dpace", with ce
+        dflash_decay_gamma: float = 4.0,  # the decay's gamma, also of the confidence loss
+        dpace_alpha: float = 0.5,  # the next three as in `forward`
         max_anchors: int = 512,
         confidence_head_alpha: float = 1.0,
-        cross_document_targets: bool | None = None,        # the last four as in `forward`, passed on where given
+        cross_document_targets: bool
+        | None = None,  # the last four as in `forward`, passed on where given
         serving_window: bool | None = None,
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
-        **others,                                          # training arguments of other parts
-    ) -> tuple: # (kwargs of `forward` in training, in evaluation)
+        **others,  # training arguments of other parts
+    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
         "What `forward` gets in training and in evaluation."
         kwargs, _ = DFlashDraftModel.get_trainer_kwargs(
-            loss_fn=loss_fn, per_position_loss_weight=per_position_loss_weight, dflash_decay_gamma=dflash_decay_gamma, dpace_alpha=dpace_alpha, max_anchors=max_anchors,
-            cross_document_targets=cross_document_targets, serving_window=serving_window, gemm_dtype=gemm_dtype, attn_impl=attn_impl)
+            loss_fn=loss_fn,
+            per_position_loss_weight=per_position_loss_weight,
+            dflash_decay_gamma=dflash_decay_gamma,
+            dpace_alpha=dpace_alpha,
+            max_anchors=max_anchors,
+            cross_document_targets=cross_document_targets,
+            serving_window=serving_window,
+            gemm_dtype=gemm_dtype,
+            attn_impl=attn_impl,
+        )
         kwargs["confidence_head_alpha"] = confidence_head_alpha
         return kwargs, dict(kwargs)
 
     @staticmethod
     def serving_violations(
-        raw: dict,                                   # the config.json as it stands
-        verifier: PretrainedConfig | None = None,    # the verifier's language model, where its config can be read
-    ) -> list: # sentences with the remedy
-        "What vLLM's DSpark would refuse, or read differently from what was trained. It takes causality in the block from the layers' kinds alone, and knows one Markov head."
+        raw: dict,  # the config.json as it stands
+        verifier: PretrainedConfig
+        | None = None,  # the verifier's language model, where its config can be read
+    ) -> list:  # sentences with the remedy
+        """What vLLM's DSpark would refuse, or read differently from what was trained. It takes
+        causality in the block from the layers' kinds alone, and knows one Markov head."""
         layer, B = raw.get("transformer_layer_config") or {}, raw.get("block_size", 8)
-        plain = dict(sample_from_anchor=False, sliding_window_non_causal=True, speculators_config={}, transformer_layer_config=layer | {"layer_types": ["full_attention"]})
-        found = DFlashDraftModel.serving_violations(raw | plain, verifier)       # what does not differ between the two
-        found += [f"{name} is not written; vLLM's default is not what was trained" for name in
-                  ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov", "markov_rank") if name not in raw]
-        if raw.get("markov_rank", 1) < 1: found.append("markov_rank is 0; vLLM's DSpark has always a Markov head, train with markov_rank > 0 (or dflash)")
-        if raw.get("markov_head_type", "vanilla") != "vanilla": found.append(f"markov_head_type is {raw['markov_head_type']!r}; vLLM serves vanilla alone")
+        plain = dict(
+            sample_from_anchor=False,
+            sliding_window_non_causal=True,
+            speculators_config={},
+            transformer_layer_config=layer | {"layer_types": ["full_attention"]},
+        )
+        found = DFlashDraftModel.serving_violations(
+            raw | plain, verifier
+        )  # what does not differ between the two
+        found += [
+            f"{name} is not written; vLLM's default is not what was trained"
+            for name in (
+                "sample_from_anchor",
+                "enable_confidence_head",
+                "confidence_head_with_markov",
+                "markov_rank",
+            )
+            if name not in raw
+        ]
+        if raw.get("markov_rank", 1) < 1:
+            found.append(
+                "markov_rank is 0; vLLM's DSpark has always a Markov head, train with "
+                "markov_rank > 0 (or dflash)"
+            )
+        if raw.get("markov_head_type", "vanilla") != "vanilla":
+            found.append(
+                f"markov_head_type is {raw['markov_head_type']!r}; vLLM serves vanilla alone"
+            )
         if "sliding_attention" in (layer.get("layer_types") or ()):
-            if raw.get("sliding_window_non_causal"): found.append("sliding_window_non_causal is True; vLLM's DSpark makes sliding layers causal in the block, train with False")
+            if raw.get("sliding_window_non_causal"):
+                found.append(
+                    "sliding_window_non_causal is True; vLLM's DSpark makes sliding layers "
+                    "causal in the block, train with False"
+                )
             window = layer.get("sliding_window")
-            if isinstance(window, int) and window < B: found.append(f"transformer_layer_config.sliding_window is {window}, less than the block of {B}; vLLM then hides a block's own first slots")
-        methods, drafted = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}], B - (not raw.get("sample_from_anchor", True))
-        if isinstance(k := methods[0].get("speculative_tokens"), int) and k > drafted: found.append(f"speculative_tokens is {k}, but a block of {B} was trained to draft {drafted}")
+            if isinstance(window, int) and window < B:
+                found.append(
+                    f"transformer_layer_config.sliding_window is {window}, less than the block "
+                    f"of {B}; vLLM then hides a block's own first slots"
+                )
+        methods, drafted = (
+            (raw.get("speculators_config") or {}).get("proposal_methods") or [{}],
+            B - (not raw.get("sample_from_anchor", True)),
+        )
+        if isinstance(k := methods[0].get("speculative_tokens"), int) and k > drafted:
+            found.append(
+                f"speculative_tokens is {k}, but a block of {B} was trained to draft {drafted}"
+            )
         return found
 
     @staticmethod
     def serving_warnings(
-        raw: dict, # the config.json as it stands
-    ) -> list: # sentences with the remedy
+        raw: dict,  # the config.json as it stands
+    ) -> list:  # sentences with the remedy
         "What vLLM does otherwise for some requests. Its build for processors serves no DSpark."
         return served_rope(raw.get("transformer_layer_config") or {})[1]
 
-    def drafter(self,
-        confidence_threshold: float | None = None, # as in `DSparkDrafter`
+    def drafter(
+        self,
+        confidence_threshold: float | None = None,  # as in `DSparkDrafter`
     ) -> "DSparkDrafter":
         "This model as a `tree.Drafter`."
         return DSparkDrafter(self, confidence_threshold)
 
 # %% ../../nbs/models/08_dspark.ipynb #213b258b
 class DSparkDrafter(DFlashDrafter):
-    """One pass for the states of all slots, then word by word: the bias of the token just drafted, the next token (the `tree.Drafter` protocol).
+    """One pass for the states of all slots, then word by word: the bias of the token just
+    drafted, the next token (the `tree.Drafter` protocol).
     Errors: ValueError for a threshold outside [0, 1] or without a confidence head."""
-    def __init__(self,
+
+    def __init__(
+        self,
         model: DSparkDraftModel,
-        confidence_threshold: float | None = None, # stop before the product of confidences falls below it; None: never
+        confidence_threshold: float
+        | None = None,  # stop before the product of confidences falls below it; None: never
     ):
         if confidence_threshold is not None:
-            if not 0 <= confidence_threshold <= 1: raise ValueError(f"confidence_threshold={confidence_threshold} must lie in [0, 1]")
-            if model.confidence_head is None: raise ValueError(f"confidence_threshold={confidence_threshold} needs a confidence head; this drafter was made with enable_confidence_head=False")
+            if not 0 <= confidence_threshold <= 1:
+                raise ValueError(
+                    f"confidence_threshold={confidence_threshold} must lie in [0, 1]"
+                )
+            if model.confidence_head is None:
+                raise ValueError(
+                    f"confidence_threshold={confidence_threshold} needs a confidence head; "
+                    "this drafter was made with enable_confidence_head=False"
+                )
         self.confidence_threshold = confidence_threshold
         super().__init__(model)
 
-    grow = None      # the laws of its slots hang on the words before them: chains only
+    grow = None  # the laws of its slots hang on the words before them: chains only
 
     @torch.inference_mode()
-    def propose(self,
-        tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
+    def propose(
+        self,
+        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not seen the last one
         features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,                  # tokens wanted
-        sampling: Sampling,      # temperature and generator
-    ) -> TokenTree: # a chain of at most k; empty where even the first token is not trusted
-        "Draft up to k tokens. Whether to stop is decided before a token is drawn, from the tokens in front of it, so the law of what is drafted stays exact."
+        k: int,  # tokens wanted
+        sampling: Sampling,  # temperature and generator
+    ) -> TokenTree:  # a chain of at most k; empty where even the first token is not trusted
+        """Draft up to k tokens. Whether to stop is decided before a token is drawn, from the
+        tokens in front of it, so the law of what is drafted stays exact."""
         model, states = self.model, self.read_block(tokens, features, k)
-        head, skip = model.markov_head, len(states) - k                  # skip: the anchor's slot, where it predicts nothing
-        logits, last, state, sure, drafted, laws = model.lm_head(states[skip:]), tokens[-1:], None, 1., [], []
+        head, skip = (
+            model.markov_head,
+            len(states) - k,
+        )  # skip: the anchor's slot, where it predicts nothing
+        logits, last, state, sure, drafted, laws = (
+            model.lm_head(states[skip:]),
+            tokens[-1:],
+            None,
+            1.0,
+            [],
+            [],
+        )
         for slot, hidden in enumerate(states.split(1), -skip):
             embeds = code = None
             if head is not None:
                 embeds = head.markov_w1(last)
                 code, state = head.step(embeds, hidden, state)
-            if slot < 0: continue
+            if slot < 0:
+                continue
             if self.confidence_threshold is not None:
                 sure *= model.confidence(hidden, embeds).sigmoid().item()
-                if sure < self.confidence_threshold: break
-            z = logits[slot:slot + 1]
-            if code is not None: z = z + head.markov_w2(code)
+                if sure < self.confidence_threshold:
+                    break
+            z = logits[slot : slot + 1]
+            if code is not None:
+                z = z + head.markov_w2(code)
             law = sampling.probabilities(z)
             last = model.to_verifier(sampling.draw(law))
             drafted.append(last)
             laws.append(law)
-        if not drafted: return TokenTree.chain(tokens[:0])
-        return TokenTree.chain(torch.cat(drafted), scatter_probs(torch.cat(laws), model.d2t, model.target_vocab_size) if sampling.temperature else None)
+        if not drafted:
+            return TokenTree.chain(tokens[:0])
+        return TokenTree.chain(
+            torch.cat(drafted),
+            scatter_probs(torch.cat(laws), model.d2t, model.target_vocab_size)
+            if sampling.temperature
+            else None,
+        )

@@ -11,76 +11,122 @@ import copy
 import os
 from contextlib import contextmanager
 from dataclasses import field
+
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from ..nn.attention import attention, prefix_attention
+
+from ..core.checkpoints import resolve_checkpoint
 from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
-from ..nn.supervision import shift_by_one
+from ..core.tree import Sampling, TokenTree, likeliest
 from ..core.tree_growth import dynamic_tree, recurrent_law
-from ..nn.target_head import TargetHead, load_verifier_tensors, text_config
+from .base import SpeculatorModel
+from speculators_nb.models.formats import (
+    NativeCheckpoint,
+    NativeFormat,
+    Target,
+    flat,
+    inverse,
+    layer_config,
+    register_format,
+    rename,
+    without_borrowed,
+    write_native,
+)
+from ..nn.attention import attention, prefix_attention
 from ..nn.head_loss import dense_head_loss, head_loss
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary, ToRead, layer_window
 from ..nn.losses import parse_loss
 from ..nn.masks import ttt
-from .base import SpeculatorModel
-from .formats import NativeCheckpoint, NativeFormat, Target, flat, inverse, layer_config, register_format, rename, without_borrowed, write_native
-from ..nn.supervision import chain_metrics, needed_rows, ttt_supervision
-from ..core.tree import Sampling, TokenTree, likeliest
-from ..core.checkpoints import resolve_checkpoint
+from speculators_nb.nn.supervision import (
+    chain_metrics,
+    needed_rows,
+    shift_by_one,
+    ttt_supervision,
+)
+from ..nn.target_head import TargetHead, load_verifier_tensors, text_config
 from ..verifier.tapped_model import crop_cache, find_taps
 
 # %% ../../nbs/models/04_eagle.ipynb #550bfa1a
 @SpeculatorModelConfig.register("eagle")
 class EagleSpeculatorConfig(SpeculatorModelConfig):
     "An EAGLE-1, EAGLE-2 or HASS drafter (HASS has `fusion_bias`)."
+
     speculators_model_type: str = "eagle"
-    architectures: list[str] = field(default_factory=lambda: ["EagleSpeculator"])   # the model, and its decoder layer's class
-    transformer_layer_architecture: str = "auto"          # class of the layer, e.g. "LlamaDecoderLayer"; "auto": the family's
-    transformer_layer_config: LayerConfig = field(default_factory=LlamaConfig)      # Llama or Qwen3 config of the layer; its vocab_size is the verifier's
-    layernorms: bool = False                              # norms on the embedding, before the layer and before the head
-    fusion_bias: bool = False                             # a bias in `fusion_fc`
+    architectures: list[str] = field(
+        default_factory=lambda: ["EagleSpeculator"]
+    )  # the model, and its decoder layer's class
+    transformer_layer_architecture: str = "auto"  # class of the layer; "auto": the family's
+    transformer_layer_config: LayerConfig = field(
+        default_factory=LlamaConfig
+    )  # Llama or Qwen3 config of the layer; its vocab_size is the verifier's
+    layernorms: bool = False  # norms on the embedding, before the layer and before the head
+    fusion_bias: bool = False  # a bias in `fusion_fc`
 
     def check(self):
         name = self.transformer_layer_architecture
-        if name != "auto" and name not in self.architectures: self.architectures = [*self.architectures, name]
+        if name != "auto" and name not in self.architectures:
+            self.architectures = [*self.architectures, name]
 
 # %% ../../nbs/models/04_eagle.ipynb #c498d009
 @SpeculatorModel.register("eagle")
 class EagleSpeculator(SpeculatorModel):
-    "EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)): the verifier's feature and the token that followed in, its next feature out."
+    """EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)): the verifier's feature and the
+    token that followed in, its next feature out."""
+
     config_class = EagleSpeculatorConfig
     not_saved = ("target_head.", "embed_tokens.", "lm_head.")
-    from_verifier = ()                                     # a checkpoint is complete without its verifier
+    from_verifier = ()  # a checkpoint is complete without its verifier
 
-    def __init__(self,
-        config: EagleSpeculatorConfig,                     # its `architectures` gets the layer's class
-        verifier: "str | os.PathLike | PreTrainedModel | None" = None, # attached where given
-        verifier_attachment_mode: str | None = None,       # "detached", "full" or "train_only"; None: "full"
+    def __init__(
+        self,
+        config: EagleSpeculatorConfig,  # its `architectures` gets the layer's class
+        verifier: "str | os.PathLike | PreTrainedModel | None" = None,  # attached where given
+        verifier_attachment_mode: str
+        | None = None,  # "detached", "full" or "train_only"; None: "full"
     ):
         super().__init__(config)
         layer, h = config.transformer_layer_config, config.transformer_layer_config.hidden_size
         decoder = f"{type(layer).__name__.removesuffix('Config')}DecoderLayer"
         if config.transformer_layer_architecture not in ("auto", decoder):
-            raise ValueError(f"transformer_layer_architecture={config.transformer_layer_architecture!r} is not the layer of a {type(layer).__name__}; say {decoder!r} or 'auto'")
+            raise ValueError(
+                f"transformer_layer_architecture={config.transformer_layer_architecture!r} is "
+                f"not the layer of a {type(layer).__name__}; say {decoder!r} or 'auto'"
+            )
         self.transformer = DecoderLayer(layer)
-        if not config.layernorms: self.transformer.input_layernorm = nn.Identity()
+        if not config.layernorms:
+            self.transformer.input_layernorm = nn.Identity()
         self.embedding_layernorm = RMSNorm(h, layer.rms_norm_eps) if config.layernorms else None
-        self.pre_lm_head_layernorm = RMSNorm(h, layer.rms_norm_eps) if config.layernorms else None
-        self.fusion_fc, self.rotary = nn.Linear(2 * h, h, bias=config.fusion_bias), Rotary(layer)
+        self.pre_lm_head_layernorm = (
+            RMSNorm(h, layer.rms_norm_eps) if config.layernorms else None
+        )
+        self.fusion_fc, self.rotary = (
+            nn.Linear(2 * h, h, bias=config.fusion_bias),
+            Rotary(layer),
+        )
         config.transformer_layer_architecture = decoder
         config.check()
         self._forget()
         self.post_init()
-        if verifier is not None and verifier_attachment_mode != "detached": self.attach_verifier(verifier, verifier_attachment_mode)
+        if verifier is not None and verifier_attachment_mode != "detached":
+            self.attach_verifier(verifier, verifier_attachment_mode)
 
     # the verifier
     def _forget(self):
         self.embed_tokens = self.lm_head = None
         self.target_head, self.verifier_layers = TargetHead(self.fusion_fc.out_features), None
-        self._verifier, self.verifier_attachment_mode = (None,), "detached"          # in a tuple, so that it is no submodule
+        self._verifier, self.verifier_attachment_mode = (
+            (None,),
+            "detached",
+        )  # in a tuple, so that it is no submodule
 
     def _borrow(self, parts, head):
         h, like = self.fusion_fc.out_features, self.fusion_fc.weight
@@ -91,62 +137,123 @@ class EagleSpeculator(SpeculatorModel):
 
     @property
     def verifier(self) -> "PreTrainedModel | None":
-        "The attached verifier; only mode \"full\" holds one."
+        'The attached verifier; only mode "full" holds one.'
         return self._verifier[0]
 
-    def load_verifier_weights(self, verifier: str | os.PathLike | None = None): # its folder or hub id; None: the one that the config names
-        "Attach for training: read embedding, head and final norm from a verifier's files, and no more of it."
+    def load_verifier_weights(
+        self, verifier: str | os.PathLike | None = None
+    ):  # its folder or hub id; None: the one that the config names
+        """Attach for training: read embedding, head and final norm from a verifier's files, and
+        no more of it."""
         super().load_verifier_weights(verifier)
         self.verifier_attachment_mode = "train_only"
 
     @classmethod
-    def from_pretrained(cls,
-        path: str | os.PathLike | None = None,       # a checkpoint folder or hub id
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike | None = None,  # a checkpoint folder or hub id
         *,
-        verifier: "str | os.PathLike | PreTrainedModel | None" = None, # None: from the config
-        verifier_attachment_mode: str | None = None, # "detached", "full" (None for a model), "train_only" (None for folder)
-        **others,                                    # as in `SpeculatorModel.from_pretrained`
-    ) -> "EagleSpeculator": # in eval mode
+        verifier: "str | os.PathLike | PreTrainedModel | None" = None,  # None: from the config
+        verifier_attachment_mode: str
+        | None = None,  # "detached", "full" (None for a model), "train_only" (None for folder)
+        **others,  # as in `SpeculatorModel.from_pretrained`
+    ) -> "EagleSpeculator":  # in eval mode
         "Load a drafter and attach its verifier."
         mode, ready = verifier_attachment_mode, isinstance(verifier, PreTrainedModel)
-        model = super().from_pretrained(path, verifier=None if ready or mode == "detached" else verifier, **others)
+        model = super().from_pretrained(
+            path, verifier=None if ready or mode == "detached" else verifier, **others
+        )
         if mode in ("detached", "full") or ready:
-            if model.verifier_attachment_mode != "detached": model.detach_verifier()
-            if mode != "detached": model.attach_verifier(verifier or model.config.speculators_config.verifier.name_or_path, mode)
+            if model.verifier_attachment_mode != "detached":
+                model.detach_verifier()
+            if mode != "detached":
+                model.attach_verifier(
+                    verifier or model.config.speculators_config.verifier.name_or_path, mode
+                )
         return model
 
-    def resolve_verifier(self, verifier: "str | os.PathLike | PreTrainedModel") -> PreTrainedModel:
-        "A verifier, loaded where it is a folder or hub id. Errors: TypeError for anything else."
-        if isinstance(verifier, PreTrainedModel): return verifier
-        if isinstance(verifier, (str, os.PathLike)): return AutoModelForCausalLM.from_pretrained(resolve_checkpoint(verifier), dtype="auto", use_safetensors=True, trust_remote_code=False).eval()
-        raise TypeError(f"verifier is a {type(verifier).__name__}; give a folder, a hub id or a PreTrainedModel")
+    def resolve_verifier(
+        self, verifier: "str | os.PathLike | PreTrainedModel"
+    ) -> PreTrainedModel:
+        """A verifier, loaded where it is a folder or hub id. Errors: TypeError for anything
+        else."""
+        if isinstance(verifier, PreTrainedModel):
+            return verifier
+        if isinstance(verifier, (str, os.PathLike)):
+            return AutoModelForCausalLM.from_pretrained(
+                resolve_checkpoint(verifier),
+                dtype="auto",
+                use_safetensors=True,
+                trust_remote_code=False,
+            ).eval()
+        raise TypeError(
+            f"verifier is a {type(verifier).__name__}; give a folder, a hub id or a "
+            "PreTrainedModel"
+        )
 
-    def attach_verifier(self,
+    def attach_verifier(
+        self,
         verifier: "str | os.PathLike | PreTrainedModel",  # folder, hub id, or model to share
-        mode: str | None = None,                          # "full" (and None): hold it; "train_only": only what forward needs
-    ) -> "PreTrainedModel | None": # the verifier, where it is held
-        "Borrow from a verifier. Errors: RuntimeError where one is attached already; ValueError for an unknown mode or a verifier of another shape."
-        if self.verifier_attachment_mode != "detached": raise RuntimeError("a verifier is attached already; call detach_verifier() first")
-        if mode not in (None, "full", "train_only"): raise ValueError(f"verifier_attachment_mode={mode!r}: choose 'full' or 'train_only' (None: 'full')")
-        if mode == "train_only" and isinstance(verifier, (str, os.PathLike)): return self.load_verifier_weights(verifier)
+        mode: str
+        | None = None,  # "full" (and None): hold it; "train_only": only what forward needs
+    ) -> "PreTrainedModel | None":  # the verifier, where it is held
+        """Borrow from a verifier. Errors: RuntimeError where one is attached already;
+        ValueError for an unknown mode or a verifier of another shape."""
+        if self.verifier_attachment_mode != "detached":
+            raise RuntimeError("a verifier is attached already; call detach_verifier() first")
+        if mode not in (None, "full", "train_only"):
+            raise ValueError(
+                f"verifier_attachment_mode={mode!r}: choose 'full' or 'train_only' (None: "
+                "'full')"
+            )
+        if mode == "train_only" and isinstance(verifier, (str, os.PathLike)):
+            return self.load_verifier_weights(verifier)
         model = self.resolve_verifier(verifier)
-        norm, out, table = find_taps(model)[2], model.get_output_embeddings(), model.get_input_embeddings().weight.detach()
+        norm, out, table = (
+            find_taps(model)[2],
+            model.get_output_embeddings(),
+            model.get_input_embeddings().weight.detach(),
+        )
         want = (self.target_vocab_size, self.fusion_fc.out_features)
-        if tuple(table.shape) != want: raise ValueError(f"the verifier embeds {table.shape[0]} tokens in {table.shape[1]} channels, transformer_layer_config says {want[0]} and {want[1]}")
-        def of(module, name): return None if (w := getattr(module, name, None)) is None else w.detach()
+        if tuple(table.shape) != want:
+            raise ValueError(
+                f"the verifier embeds {table.shape[0]} tokens in {table.shape[1]} channels, "
+                f"transformer_layer_config says {want[0]} and {want[1]}"
+            )
+
+        def of(module, name):
+            return None if (w := getattr(module, name, None)) is None else w.detach()
+
         head = TargetHead.from_config(model.config).to(self.fusion_fc.weight.device)
-        self._borrow(dict(embeddings=table, head=out.weight.detach(), head_bias=of(out, "bias"), norm_weight=norm.weight.detach(), norm_bias=of(norm, "bias")), head)
-        self.target_head, self.verifier_layers = head, text_config(model.config).num_hidden_layers
-        self.verifier_attachment_mode, self._verifier = mode or "full", (model if mode != "train_only" else None,)
+        self._borrow(
+            dict(
+                embeddings=table,
+                head=out.weight.detach(),
+                head_bias=of(out, "bias"),
+                norm_weight=norm.weight.detach(),
+                norm_bias=of(norm, "bias"),
+            ),
+            head,
+        )
+        self.target_head, self.verifier_layers = (
+            head,
+            text_config(model.config).num_hidden_layers,
+        )
+        self.verifier_attachment_mode, self._verifier = (
+            mode or "full",
+            (model if mode != "train_only" else None,),
+        )
         return self.verifier
 
     def detach_verifier(self):
-        "Let go of everything that is the verifier's. Errors: RuntimeError where none is attached."
+        """Let go of everything that is the verifier's. Errors: RuntimeError where none is
+        attached."""
         self._attached()
         self._forget()
 
     def _attached(self):
-        if self.verifier_attachment_mode == "detached": raise RuntimeError("no verifier is attached; call attach_verifier(verifier)")
+        if self.verifier_attachment_mode == "detached":
+            raise RuntimeError("no verifier is attached; call attach_verifier(verifier)")
 
     # the network
     @property
@@ -154,62 +261,85 @@ class EagleSpeculator(SpeculatorModel):
         "The one decoder layer, as a list."
         return nn.ModuleList([self.transformer])
 
-    def fuse(self,
-        ids: torch.Tensor,       # [...] tokens x_{i+1}
+    def fuse(
+        self,
+        ids: torch.Tensor,  # [...] tokens x_{i+1}
         features: torch.Tensor,  # [..., H] features f_i
-    ) -> torch.Tensor: # [..., H]
+    ) -> torch.Tensor:  # [..., H]
         "What enters the layer: embedding and feature, mixed down."
         embeds = self.embed_tokens(ids)
-        if self.embedding_layernorm is not None: embeds = self.embedding_layernorm(embeds)
+        if self.embedding_layernorm is not None:
+            embeds = self.embedding_layernorm(embeds)
         return self.fusion_fc(torch.cat([embeds, features.to(embeds.dtype)], -1))
 
-    def finish(self,
-        heads: torch.Tensor,     # [..., Hq, N, D] from attention
+    def finish(
+        self,
+        heads: torch.Tensor,  # [..., Hq, N, D] from attention
         residual: torch.Tensor,  # [..., N, H]
-    ) -> torch.Tensor: # [..., N, H] the guessed features: what the head reads, and the next step
+    ) -> torch.Tensor:  # [..., N, H] predicted features, read by the head and the next step
         "What leaves the layer."
         hidden = self.transformer.finish(heads, residual)
-        return hidden if self.pre_lm_head_layernorm is None else self.pre_lm_head_layernorm(hidden)
+        return (
+            hidden if self.pre_lm_head_layernorm is None else self.pre_lm_head_layernorm(hidden)
+        )
 
-    def logits(self, features: torch.Tensor) -> torch.Tensor: # [..., H] -> [..., V] float32
+    def logits(self, features: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V] float32
         "The verifier's own head on guessed features."
-        return self.target_head.finish(self.lm_head(features.to(self.lm_head.weight.dtype)).float())
+        return self.target_head.finish(
+            self.lm_head(features.to(self.lm_head.weight.dtype)).float()
+        )
 
-    def hidden_rows(self,
-        input_ids: torch.Tensor,    # [L] tokens x_{i+1}
-        features: torch.Tensor,     # [L, H] features f_i
-        document_ids: torch.Tensor, # [L]
-        position_ids: torch.Tensor, # [L]
-        needed: list,               # K index tensors from `needed_rows`
-        impl: str = "blocked",      # of `prefix_attention`
-    ) -> list: # K tensors [N_t, H]: the guessed features of the needed rows
-        "The lean path. From step 1 on a run reads its own last guess, detached: no gradient goes from step to step but through the weights."
+    def hidden_rows(
+        self,
+        input_ids: torch.Tensor,  # [L] tokens x_{i+1}
+        features: torch.Tensor,  # [L, H] features f_i
+        document_ids: torch.Tensor,  # [L]
+        position_ids: torch.Tensor,  # [L]
+        needed: list,  # K index tensors from `needed_rows`
+        impl: str = "blocked",  # of `prefix_attention`
+    ) -> list:  # K tensors [N_t, H]: the guessed features of the needed rows
+        """The lean path. From step 1 on a run reads its own last guess, detached: no gradient
+        goes from step to step but through the weights."""
         layer, own, outputs = self.transformer, [], []
         x, length = self.fuse(input_ids, features), self.rotary.length(position_ids)
         rope = self.rotary(x, position_ids, length)
         inputs, residual = layer.inputs(x)
         keys, values = layer.self_attn.key_value(inputs, rope)
         for t, rows in enumerate(needed):
-            if t == 0: inputs, residual, rope = inputs[rows], residual[rows], [r[rows] for r in rope]
+            if t == 0:
+                inputs, residual, rope = inputs[rows], residual[rows], [r[rows] for r in rope]
             else:
                 keep = torch.searchsorted(needed[t - 1], rows)
                 x = self.fuse(input_ids[rows + t], outputs[-1][keep].detach())
                 rope = self.rotary(x, position_ids[rows] + t, length and length + t)
                 inputs, residual = layer.inputs(x)
-                own = [(k[:, keep], v[:, keep]) for k, v in own] + [layer.self_attn.key_value(inputs, rope)]
-            heads = prefix_attention(layer.self_attn.query(inputs, rope), keys, values, own, rows, document_ids, layer.window, impl)
+                own = [(k[:, keep], v[:, keep]) for k, v in own] + [
+                    layer.self_attn.key_value(inputs, rope)
+                ]
+            heads = prefix_attention(
+                layer.self_attn.query(inputs, rope),
+                keys,
+                values,
+                own,
+                rows,
+                document_ids,
+                layer.window,
+                impl,
+            )
             outputs.append(self.finish(heads, residual))
         return outputs
 
-    def dense_hidden(self,
-        input_ids: torch.Tensor,    # [L]
-        features: torch.Tensor,     # [L, H]
-        document_ids: torch.Tensor, # [L]
-        position_ids: torch.Tensor, # [L]
-        steps: int,                 # K
-        impl: str = "sdpa",         # of `attention`
-    ) -> list: # K tensors [L, H]
-        "The definition: every row at every step, attention over the keys of all steps so far under the `ttt` mask."
+    def dense_hidden(
+        self,
+        input_ids: torch.Tensor,  # [L]
+        features: torch.Tensor,  # [L, H]
+        document_ids: torch.Tensor,  # [L]
+        position_ids: torch.Tensor,  # [L]
+        steps: int,  # K
+        impl: str = "sdpa",  # of `attention`
+    ) -> list:  # K tensors [L, H]
+        """The definition: every row at every step, attention over the keys of all steps so far
+        under the `ttt` mask."""
         L, layer, cache, outputs = len(input_ids), self.transformer, [], []
         for t in range(steps):
             x = self.fuse(F.pad(input_ids[t:], (0, t)), outputs[-1].detach() if t else features)
@@ -217,25 +347,36 @@ class EagleSpeculator(SpeculatorModel):
             inputs, residual = layer.inputs(x)
             cache.append(layer.self_attn.key_value(inputs, rope))
             keys, values = (torch.cat(part, -2)[None] for part in zip(*cache))
-            heads = attention(layer.self_attn.query(inputs, rope)[None], keys, values, ttt(document_ids, L, layer.window), impl)[0]
+            heads = attention(
+                layer.self_attn.query(inputs, rope)[None],
+                keys,
+                values,
+                ttt(document_ids, L, layer.window),
+                impl,
+            )[0]
             outputs.append(self.finish(heads, residual))
         return outputs
 
-    def step(self,
-        ids: torch.Tensor,         # [B, N]
-        features: torch.Tensor,    # [B, N, H]
-        positions: torch.Tensor,   # [B, N]
-        cache: DynamicCache,       # extended in place
-        mask: torch.Tensor | None = None, # bool or additive, over [B, 1, N, past + N]; None: causal
-    ) -> torch.Tensor: # [B, N, H]
+    def step(
+        self,
+        ids: torch.Tensor,  # [B, N]
+        features: torch.Tensor,  # [B, N, H]
+        positions: torch.Tensor,  # [B, N]
+        cache: DynamicCache,  # extended in place
+        mask: torch.Tensor
+        | None = None,  # bool or additive, over [B, 1, N, past + N]; None: causal
+    ) -> torch.Tensor:  # [B, N, H]
         "Some more tokens, with a cache."
         x, layer = self.fuse(ids, features), self.transformer
         rope = self.rotary(x, positions)
         inputs, residual = layer.inputs(x)
         keys, values = cache.update(*layer.self_attn.key_value(inputs, rope), 0)
         q = layer.self_attn.query(inputs, rope)
-        if mask is None: mask = self._causal(q.shape[-2], keys.shape[-2], q.device)
-        heads = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=q.shape[1] != keys.shape[1])
+        if mask is None:
+            mask = self._causal(q.shape[-2], keys.shape[-2], q.device)
+        heads = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, enable_gqa=q.shape[1] != keys.shape[1]
+        )
         return self.finish(heads, residual)
 
     def _causal(self, n, total, device):
@@ -243,73 +384,118 @@ class EagleSpeculator(SpeculatorModel):
         ages = key[-n:, None] - key
         return (ages >= 0) & (ages < (self.transformer.window or total))
 
-    def forward(self,
-        input_ids: torch.Tensor,                    # [B, N] tokens x_{i+1}
-        hidden_states: torch.Tensor,                # [B, N, H] features f_i after final norm; Batch: before
-        attention_mask: torch.Tensor | None = None, # [B, past + N], 1 where a token is real, or 4-D; None: all are
-        position_ids: torch.Tensor | None = None,   # [B, N]; None: counted on from the cache
-        past_key_values: DynamicCache | None = None,# cache, extended in place
-        use_cache: bool | None = None,              # return a cache; None: where one was given
-        output_attentions: bool | None = None,      # True is refused
-        output_hidden_states: bool | None = None,   # also return the guessed features
-        return_dict: bool | None = None,            # False: the logits alone
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [B, N] tokens x_{i+1}
+        hidden_states: torch.Tensor,  # [B, N, H] features f_i after final norm; Batch: before
+        attention_mask: torch.Tensor
+        | None = None,  # [B, past + N], 1 where a token is real, or 4-D; None: all are
+        position_ids: torch.Tensor | None = None,  # [B, N]; None: counted on from the cache
+        past_key_values: DynamicCache | None = None,  # cache, extended in place
+        use_cache: bool | None = None,  # return a cache; None: where one was given
+        output_attentions: bool | None = None,  # True is refused
+        output_hidden_states: bool | None = None,  # also return the guessed features
+        return_dict: bool | None = None,  # False: the logits alone
         *,
-        document_ids: torch.Tensor | None = None,   # of a Batch: given, this is a training step
-        **training,                                 # rest of the Batch, and the arguments of `training_step`
+        document_ids: torch.Tensor | None = None,  # of a Batch: given, this is a training step
+        **training,  # rest of the Batch, and the arguments of `training_step`
     ) -> "CausalLMOutputWithPast | torch.Tensor | tuple":
-        """Draft logits; or, for a packed Batch, (draft tokens, loss, metrics) of `training_step`.
-        Errors: RuntimeError without a verifier; ValueError for a mask of another length or output_attentions=True."""
+        """Draft logits; or, for a packed Batch, (draft tokens, loss, metrics) of
+        `training_step`.
+        Errors: RuntimeError without a verifier; ValueError for a mask of another length or
+        output_attentions=True."""
         self._attached()
-        if document_ids is not None: return self.training_step(input_ids, hidden_states, document_ids, position_ids=position_ids, **training)
-        if training: raise TypeError(f"forward got {', '.join(training)} but no document_ids: a training step takes a whole Batch")
-        if output_attentions: raise ValueError("output_attentions=True: fused attention keeps no weights; leave it out")
+        if document_ids is not None:
+            return self.training_step(
+                input_ids, hidden_states, document_ids, position_ids=position_ids, **training
+            )
+        if training:
+            raise TypeError(
+                f"forward got {', '.join(training)} but no document_ids: a training step takes "
+                "a whole Batch"
+            )
+        if output_attentions:
+            raise ValueError(
+                "output_attentions=True: fused attention keeps no weights; leave it out"
+            )
         cache = past_key_values if past_key_values is not None else DynamicCache()
         past, n = cache.get_seq_length(), input_ids.shape[1]
-        if position_ids is None: position_ids = torch.arange(past, past + n, device=input_ids.device).expand_as(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(past, past + n, device=input_ids.device).expand_as(
+                input_ids
+            )
         mask = attention_mask
         if mask is not None and mask.ndim == 2:
-            if mask.shape[1] != past + n: raise ValueError(f"attention_mask has {mask.shape[1]} columns for {past} cached and {n} new tokens")
-            own = torch.eye(n, past + n, dtype=torch.bool, device=mask.device).roll(past, 1)       # a padding row sees itself, not nothing
-            mask = ((self._causal(n, past + n, mask.device) & mask[:, None].bool()) | own)[:, None]
+            if mask.shape[1] != past + n:
+                raise ValueError(
+                    f"attention_mask has {mask.shape[1]} columns for {past} cached and {n} new "
+                    "tokens"
+                )
+            own = torch.eye(n, past + n, dtype=torch.bool, device=mask.device).roll(
+                past, 1
+            )  # a padding row sees itself, not nothing
+            mask = ((self._causal(n, past + n, mask.device) & mask[:, None].bool()) | own)[
+                :, None
+            ]
         features = self.step(input_ids, hidden_states, position_ids, cache, mask)
         logits = self.logits(features)
-        if return_dict is False: return logits
+        if return_dict is False:
+            return logits
         keep = past_key_values is not None if use_cache is None else use_cache
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache if keep else None, hidden_states=(features,) if output_hidden_states else None)
+        return CausalLMOutputWithPast(
+            logits=logits,
+            past_key_values=cache if keep else None,
+            hidden_states=(features,) if output_hidden_states else None,
+        )
 
-    def training_step(self,
-        input_ids: torch.Tensor,                    # [1, L] token x_{i+1}
-        hidden_states: torch.Tensor,                # [1, L, H] verifier's stream after x_i, before final norm
-        document_ids: torch.Tensor,                 # [1, L], -1 padding
-        loss_mask: torch.Tensor,                    # [1, L]
+    def training_step(
+        self,
+        input_ids: torch.Tensor,  # [1, L] token x_{i+1}
+        hidden_states: torch.Tensor,  # [1, L, H] verifier's stream after x_i, before final norm
+        document_ids: torch.Tensor,  # [1, L], -1 padding
+        loss_mask: torch.Tensor,  # [1, L]
         verifier_last_hidden_states: torch.Tensor,  # [1, L, H] the same stream after x_{i+1}
-        position_ids: torch.Tensor | None = None,   # [1, L]; None: counted along the row
-        forward_num_total: int = 1,                 # K: 1 is EAGLE, HASS takes 3
-        feature_weight: float = 1.0,                # of the smooth L1 distance of guessed and true features
-        loss_config: "dict | str | None" = None,    # `losses.parse_loss`; None: EAGLE's or HASS's
-        noise_std: float = 0.2,                     # of the noise on the features in training, see `feature_noise`
-        noise: torch.Tensor | None = None,          # [1, L, H] this noise instead
-        generator: torch.Generator | None = None,   # of the noise; None: torch's global, seeded and saved by a trainer
-        lean: bool = True,                          # False: the dense definition, which also returns draft tokens
-        gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
-        attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
-    ) -> tuple: # (draft tokens: list of K [1, L], or None where lean; loss, scalar; metrics)
-        """One packed row. The loss is the sum over steps of the mean over that step's rows; a run never leaves its document.
+        position_ids: torch.Tensor | None = None,  # [1, L]; None: counted along the row
+        forward_num_total: int = 1,  # K: 1 is EAGLE, HASS takes 3
+        feature_weight: float = 1.0,  # of the smooth L1 distance of guessed and true features
+        loss_config: "dict | str | None" = None,  # `losses.parse_loss`; None: EAGLE's or HASS's
+        noise_std: float = 0.2,  # of the noise on the features in training, see `feature_noise`
+        noise: torch.Tensor | None = None,  # [1, L, H] this noise instead
+        generator: torch.Generator
+        | None = None,  # of the noise; None: torch's global, seeded and saved by a trainer
+        lean: bool = True,  # False: the dense definition, which also returns draft tokens
+        gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
+        attn_impl: str
+        | None = None,  # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
+    ) -> tuple:  # (draft tokens: list of K [1, L], or None where lean; loss, scalar; metrics)
+        """One packed row. The loss is the sum over steps of the mean over that step's rows; a
+        run never leaves its document.
         Errors: ValueError for forward_num_total < 1 or an unknown loss."""
         steps, ids, documents = forward_num_total, input_ids[0], document_ids[0]
-        if steps < 1: raise ValueError(f"forward_num_total={steps}: at least one step is needed")
+        if steps < 1:
+            raise ValueError(f"forward_num_total={steps}: at least one step is needed")
         mixture = parse_loss(loss_config or law_losses(steps))
-        positions = torch.arange(1, len(ids) + 1, device=ids.device) if position_ids is None else position_ids[0]
+        positions = (
+            torch.arange(1, len(ids) + 1, device=ids.device)
+            if position_ids is None
+            else position_ids[0]
+        )
         features = self.target_head.norm(hidden_states[0])
-        if noise is not None: features = features + noise[0]
-        elif self.training and noise_std: features = features + feature_noise(documents, features.shape[-1], noise_std, generator)
+        if noise is not None:
+            features = features + noise[0]
+        elif self.training and noise_std:
+            features = features + feature_noise(
+                documents, features.shape[-1], noise_std, generator
+            )
         supervised = ttt_supervision(loss_mask[0], documents, steps)
-        rows = supervised.nonzero()                                        # [N, 2] of (step, row)
+        rows = supervised.nonzero()  # [N, 2] of (step, row)
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
         if lean:
             needed = needed_rows(supervised)
             guesses = self.hidden_rows(ids, features, documents, positions, needed, impl)
-            guess = torch.cat([g[supervised[t, at]] for t, (g, at) in enumerate(zip(guesses, needed))])
+            guess = torch.cat(
+                [g[supervised[t, at]] for t, (g, at) in enumerate(zip(guesses, needed))]
+            )
         else:
             dense = self.dense_hidden(ids, features, documents, positions, steps, impl)
             guess = torch.cat([g[supervised[t]] for t, g in enumerate(dense)])
@@ -317,24 +503,52 @@ class EagleSpeculator(SpeculatorModel):
         weight = (1 / (totals + 1e-5))[rows[:, 0]]
         truth = self.target_head.norm(verifier_last_hidden_states[0][rows.sum(-1)])
         distance = F.smooth_l1_loss(guess.to(truth.dtype), truth, reduction="none").mean(-1)
-        loss_of, options = (head_loss, dict(gemm_dtype=gemm_dtype, want_accept=not self.training)) if lean else (dense_head_loss, {})
+        loss_of, options = (
+            (head_loss, dict(gemm_dtype=gemm_dtype, want_accept=not self.training))
+            if lean
+            else (dense_head_loss, {})
+        )
         scaled = guess if self.target_head.scale == 1 else guess * self.target_head.scale
-        out = loss_of(scaled, self.lm_head.weight, self.target_head, verifier_last_hidden_states[0], rows.sum(-1), weight, mixture, **options)
+        out = loss_of(
+            scaled,
+            self.lm_head.weight,
+            self.target_head,
+            verifier_last_hidden_states[0],
+            rows.sum(-1),
+            weight,
+            mixture,
+            **options,
+        )
         loss = out.loss + feature_weight * (weight * distance).sum()
         tokens = None if lean else [self.logits(g).argmax(-1)[None] for g in dense]
-        return tokens, loss, self._metrics(out, distance, feature_weight, mixture, rows, supervised, totals)
+        return (
+            tokens,
+            loss,
+            self._metrics(out, distance, feature_weight, mixture, rows, supervised, totals),
+        )
 
     @torch.no_grad()
     def _metrics(self, out, distance, feature_weight, mixture, rows, supervised, totals):
         "Sums and totals over rows, which add up over batches."
         steps = len(supervised)
         law = {f"{name}_loss": out.rows[name] for name in mixture}
-        values = {"loss": feature_weight * distance + sum(w * out.rows[name] for name, w in mixture.items()), "feature_loss": distance} | law
-        if out.accept is not None: values["accept"] = out.accept
+        values = {
+            "loss": feature_weight * distance
+            + sum(w * out.rows[name] for name, w in mixture.items()),
+            "feature_loss": distance,
+        } | law
+        if out.accept is not None:
+            values["accept"] = out.accept
         metrics = {}
         for name, value in values.items():
-            sums = torch.zeros(steps, device=rows.device).index_add_(0, rows[:, 0], value.float())
-            metrics |= {f"{name}_{t}_{part}": x[t] for t in range(steps) for part, x in (("sum", sums), ("total", totals))}
+            sums = torch.zeros(steps, device=rows.device).index_add_(
+                0, rows[:, 0], value.float()
+            )
+            metrics |= {
+                f"{name}_{t}_{part}": x[t]
+                for t in range(steps)
+                for part, x in (("sum", sums), ("total", totals))
+            }
         correct = torch.zeros_like(supervised).index_put_((rows[:, 0], rows[:, 1]), out.correct)
         return metrics | chain_metrics(correct, supervised)
 
@@ -342,88 +556,148 @@ class EagleSpeculator(SpeculatorModel):
     shift = staticmethod(shift_by_one)
 
     @classmethod
-    def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # draft layer, `layers.draft_layer_config`
-        t2d: torch.Tensor | None = None,                  # must be None: EAGLE drafts from the verifier's whole vocabulary
-        d2t: torch.Tensor | None = None,                  # likewise
+    def from_training_args(
+        cls,
+        transformer_layer_config: PretrainedConfig,  # draft layer, `layers.draft_layer_config`
+        t2d: torch.Tensor
+        | None = None,  # must be None: EAGLE drafts from the verifier's whole vocabulary
+        d2t: torch.Tensor | None = None,  # likewise
         *,
-        verifier_name_or_path: str,                       # its folder or hub id
-        draft_vocab_size: int | None = None,              # None, or the verifier's
-        layernorms: bool = False,                         # the next three as in the config
+        verifier_name_or_path: str,  # its folder or hub id
+        draft_vocab_size: int | None = None,  # None, or the verifier's
+        layernorms: bool = False,  # the next three as in the config
         fusion_bias: bool = False,
         transformer_layer_architecture: str = "auto",
-        speculative_tokens: int = 5,                      # that a serving engine drafts
-        **others,                                         # training arguments that are not about the model
-    ) -> "EagleSpeculator": # with the verifier's weights, ready to train
+        speculative_tokens: int = 5,  # that a serving engine drafts
+        **others,  # training arguments that are not about the model
+    ) -> "EagleSpeculator":  # with the verifier's weights, ready to train
         "A fresh drafter for a verifier. Errors: ValueError for a reduced draft vocabulary."
         v = transformer_layer_config.vocab_size
         if t2d is not None or d2t is not None or draft_vocab_size not in (None, v):
-            raise ValueError(f"draft_vocab_size={draft_vocab_size if t2d is None else int(t2d.sum())} of {v}: EAGLE shares the verifier's whole head; leave draft_vocab_size out")
+            raise ValueError(
+                f"draft_vocab_size={draft_vocab_size if t2d is None else int(t2d.sum())} of "
+                f"{v}: EAGLE shares the verifier's whole head; leave draft_vocab_size out"
+            )
         layer = copy.deepcopy(transformer_layer_config)
-        layer.num_hidden_layers, layer.layer_types = 1, (getattr(layer, "layer_types", None) or ["full_attention"])[:1]    # whoever hands over a verifier's config means its layer
+        layer.num_hidden_layers, layer.layer_types = (
+            1,
+            (getattr(layer, "layer_types", None) or ["full_attention"])[:1],
+        )  # whoever hands over a verifier's config means its layer
         config = EagleSpeculatorConfig(
-            transformer_layer_config=layer, layernorms=layernorms, fusion_bias=fusion_bias, transformer_layer_architecture=transformer_layer_architecture,
-            speculators_config=SpeculatorsConfig.greedy("eagle", speculative_tokens, verifier_name_or_path))
+            transformer_layer_config=layer,
+            layernorms=layernorms,
+            fusion_bias=fusion_bias,
+            transformer_layer_architecture=transformer_layer_architecture,
+            speculators_config=SpeculatorsConfig.greedy(
+                "eagle", speculative_tokens, verifier_name_or_path
+            ),
+        )
         return cls.for_verifier(config)
 
     @staticmethod
     def get_trainer_kwargs(
-        forward_num_total: int = 1,                        # K: 1 trains EAGLE, 3 HASS
-        feature_weight: float = 1.0,                       # see `training_step`
-        loss_fn: "dict | str | None" = None,               # loss name or weighted mixture; None: the paper's
-        noise_std: float = 0.2,                            # see `feature_noise`
-        gemm_dtype: torch.dtype | None = None,             # the last two as in `training_step`, passed on where given
+        forward_num_total: int = 1,  # K: 1 trains EAGLE, 3 HASS
+        feature_weight: float = 1.0,  # see `training_step`
+        loss_fn: "dict | str | None" = None,  # loss name or weighted mixture; None: the paper's
+        noise_std: float = 0.2,  # see `feature_noise`
+        gemm_dtype: torch.dtype
+        | None = None,  # the last two as in `training_step`, passed on where given
         attn_impl: str | None = None,
-        **others,                                          # training arguments of other parts
-    ) -> tuple: # (kwargs of `forward` in training, in evaluation)
+        **others,  # training arguments of other parts
+    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
         "What `forward` gets in training and in evaluation; evaluation is without noise."
-        given = {k: v for k, v in dict(gemm_dtype=gemm_dtype, attn_impl=attn_impl).items() if v is not None}
-        kwargs = dict(forward_num_total=forward_num_total, feature_weight=feature_weight, loss_config=parse_loss(loss_fn or law_losses(forward_num_total)), noise_std=noise_std) | given
+        given = {
+            k: v
+            for k, v in dict(gemm_dtype=gemm_dtype, attn_impl=attn_impl).items()
+            if v is not None
+        }
+        kwargs = (
+            dict(
+                forward_num_total=forward_num_total,
+                feature_weight=feature_weight,
+                loss_config=parse_loss(loss_fn or law_losses(forward_num_total)),
+                noise_std=noise_std,
+            )
+            | given
+        )
         return kwargs, dict(kwargs)
 
     @staticmethod
     def serving_violations(
-        raw: dict,                                   # the config.json as it stands
-        verifier: PretrainedConfig | None = None,    # not looked at
-    ) -> list: # sentences with the remedy
+        raw: dict,  # the config.json as it stands
+        verifier: PretrainedConfig | None = None,  # not looked at
+    ) -> list:  # sentences with the remedy
         "vLLM serves EAGLE-1, but not from this format."
-        return ["speculators_model_type 'eagle' is not registered in vLLM: write the research layout, which it serves with method 'eagle', by EagleSpeculator.from_pretrained(folder).save_native(other_folder)"]
+        return [
+            (
+                "speculators_model_type 'eagle' is not registered in vLLM: write the research "
+                "layout, which it serves with method 'eagle', by "
+                "EagleSpeculator.from_pretrained(folder).save_native(other_folder)"
+            )
+        ]
 
-    def save_native(self,
-        folder: str | os.PathLike, # made if absent
+    def save_native(
+        self,
+        folder: str | os.PathLike,  # made if absent
     ):
-        "Write the checkpoint layout of the EAGLE-1 repository, which vLLM serves with method \"eagle\". Errors: ValueError for what that layout has no place for."
+        """Write the checkpoint layout of the EAGLE-1 repository, which vLLM serves with method
+        "eagle". Errors: ValueError for what that layout has no place for."""
         self._attached()
         layer = self.config.transformer_layer_config
         extra = [name for name in ("layernorms", "fusion_bias") if getattr(self.config, name)]
-        if extra: raise ValueError(f"{' and '.join(extra)}=True: vLLM's EAGLE layer has no place for it; train with {'=False, '.join(extra)}=False")
-        if layer.model_type != "llama": raise ValueError(f"transformer_layer_config.model_type is {layer.model_type!r}: vLLM's EAGLE-1 has a Llama layer; train with draft_arch='llama'")
-        if self.transformer.window is not None: raise ValueError("transformer_layer_config.layer_types has a sliding window: vLLM's EAGLE-1 attends to everything; train with full attention")
-        write_research(self.config, self.saved_state() | {"embed_tokens.weight": self.embed_tokens.weight}, folder)
+        if extra:
+            raise ValueError(
+                f"{' and '.join(extra)}=True: vLLM's EAGLE layer has no place for it; train "
+                f"with {'=False, '.join(extra)}=False"
+            )
+        if layer.model_type != "llama":
+            raise ValueError(
+                f"transformer_layer_config.model_type is {layer.model_type!r}: vLLM's EAGLE-1 "
+                "has a Llama layer; train with draft_arch='llama'"
+            )
+        if self.transformer.window is not None:
+            raise ValueError(
+                "transformer_layer_config.layer_types has a sliding window: vLLM's EAGLE-1 "
+                "attends to everything; train with full attention"
+            )
+        write_research(
+            self.config,
+            self.saved_state() | {"embed_tokens.weight": self.embed_tokens.weight},
+            folder,
+        )
 
     def drafter(self) -> "EagleDrafter":
         "This model as a `tree.Drafter`."
         return EagleDrafter(self)
 
 # %% ../../nbs/models/04_eagle.ipynb #0b874bd3
-def law_losses(steps: int) -> dict: # mixture for `losses.parse_loss`
-    "What the papers ask of the laws, beside the distance of the features: EAGLE's for one step, HASS's for more."
+def law_losses(steps: int) -> dict:  # mixture for `losses.parse_loss`
+    """What the papers ask of the laws, beside the distance of the features: EAGLE's for one
+    step, HASS's for more."""
     return {"soft_ce": 0.1} | ({"topk_ce": 1.0} if steps > 1 else {})
 
+
 def feature_noise(
-    document_ids: torch.Tensor,               # [L], -1 padding
-    size: int,                                # H
-    std: float = 0.2,                         # s
-    generator: torch.Generator | None = None, # None: torch's global one
-) -> torch.Tensor: # [L, H]
-    "Uniform noise U(-s/2, s/2) * 512/S on the features of a document of S rows (EAGLE's training code)."
+    document_ids: torch.Tensor,  # [L], -1 padding
+    size: int,  # H
+    std: float = 0.2,  # s
+    generator: torch.Generator | None = None,  # None: torch's global one
+) -> torch.Tensor:  # [L, H]
+    """Uniform noise U(-s/2, s/2) * 512/S on the features of a document of S rows (EAGLE's
+    training code)."""
     lengths = (document_ids[:, None] == document_ids).sum(-1, keepdim=True)
-    drawn = torch.rand(len(document_ids), size, generator=generator, device=generator.device if generator is not None else document_ids.device)
+    drawn = torch.rand(
+        len(document_ids),
+        size,
+        generator=generator,
+        device=generator.device if generator is not None else document_ids.device,
+    )
     return (drawn.to(document_ids.device) - 0.5) * std * 512 / lengths
 
 # %% ../../nbs/models/04_eagle.ipynb #2cbf43d6
 class EagleDrafter:
     "Chain drafting with a key-value cache (the `tree.Drafter` protocol), and EAGLE-2's tree."
+
     def __init__(self, model: EagleSpeculator):
         model._attached()
         self.model, self.aux_layer_ids = model.eval(), (model.verifier_layers,)
@@ -435,24 +709,31 @@ class EagleDrafter:
         self.cache, self.to_read = DynamicCache(), ToRead(self.model.rotary)
 
     def _read(self, tokens, features):
-        "The verifier's new features into the cache, each beside the token that followed: the guess [1, H] after the last token."
+        """The verifier's new features into the cache, each beside the token that followed: the
+        guess [1, H] after the last token."""
         n = len(tokens)
         features, again = self.to_read(features, n - 1 - len(features), n)
-        if again: self.cache = DynamicCache()
+        if again:
+            self.cache = DynamicCache()
         m = len(features)
         crop_cache(self.cache, n - 1 - m)
-        return self._feed(tokens[n - m:], self.model.target_head.norm(features), torch.arange(n - m, n, device=tokens.device))[-1:]
+        return self._feed(
+            tokens[n - m :],
+            self.model.target_head.norm(features),
+            torch.arange(n - m, n, device=tokens.device),
+        )[-1:]
 
     def _feed(self, ids, features, positions, mask=None):
         return self.model.step(ids[None], features[None], positions[None], self.cache, mask)[0]
 
     @torch.inference_mode()
-    def propose(self,
-        tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
+    def propose(
+        self,
+        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not seen the last one
         features: torch.Tensor,  # [m, H] verifier's stream before final norm, at n-1-m .. n-2
-        k: int,                  # tokens wanted
-        sampling: Sampling,      # temperature and generator
-    ) -> TokenTree: # a chain of k
+        k: int,  # tokens wanted
+        sampling: Sampling,  # temperature and generator
+    ) -> TokenTree:  # a chain of k
         "Draft k tokens, one after the other."
         guess, drafted, laws = self._read(tokens, features), [], []
         for j in range(k):
@@ -460,64 +741,126 @@ class EagleDrafter:
             if sampling.temperature:
                 laws.append(sampling.probabilities(logits))
                 drafted.append(sampling.draw(laws[-1]))
-            else: drafted.append(likeliest(logits))
-            if j + 1 < k: guess = self._feed(drafted[-1], guess, torch.tensor([len(tokens) + j], device=tokens.device))
+            else:
+                drafted.append(likeliest(logits))
+            if j + 1 < k:
+                guess = self._feed(
+                    drafted[-1], guess, torch.tensor([len(tokens) + j], device=tokens.device)
+                )
         return TokenTree.chain(torch.cat(drafted), torch.cat(laws) if laws else None)
 
     @contextmanager
-    def grow(self,
-        tokens: torch.Tensor,    # [n] as in `propose`
+    def grow(
+        self,
+        tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, H] as in `propose`
-        depth: int,              # of the deepest node; not needed here
-    ): # yields the law, as in `growth`
-        "Laws for the nodes of a tree. A level is one pass, in which a node sees the decided tokens and its own ancestors; afterwards the cache is as it was."
+        depth: int,  # of the deepest node; not needed here
+    ):  # yields the law, as in `growth`
+        """Laws for the nodes of a tree. A level is one pass, in which a node sees the decided
+        tokens and its own ancestors; afterwards the cache is as it was."""
         decided = len(tokens) - 1
-        def step(ids, guesses, sees): return self._feed(ids, guesses, sees.sum(-1), sees[None, None])
+
+        def step(ids, guesses, sees):
+            return self._feed(ids, guesses, sees.sum(-1), sees[None, None])
+
         root = self._read(tokens, features)[0]
-        try: yield recurrent_law(step, self.model.logits, root, decided)
-        finally: crop_cache(self.cache, decided)
+        try:
+            yield recurrent_law(step, self.model.logits, root, decided)
+        finally:
+            crop_cache(self.cache, decided)
 
     @torch.inference_mode()
-    def draft_tree(self,
-        tokens: torch.Tensor,    # [n] as in `propose`
+    def draft_tree(
+        self,
+        tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, H] as in `propose`
-        top_k: int = 10,         # the rest as in `dynamic_tree`
+        top_k: int = 10,  # the rest as in `dynamic_tree`
         depth: int = 8,
         total_tokens: int = 59,
-    ) -> TokenTree: # at most total_tokens nodes
+    ) -> TokenTree:  # at most total_tokens nodes
         "EAGLE-2's dynamic tree."
-        with self.grow(tokens, features, depth) as law: return dynamic_tree(law, top_k, depth, total_tokens)[0]
+        with self.grow(tokens, features, depth) as law:
+            return dynamic_tree(law, top_k, depth, total_tokens)[0]
 
 # %% ../../nbs/models/04_eagle.ipynb #38d8e7b4
-RESEARCH_NAMES = {"fc.": "fusion_fc.", "hidden_layernorm.": "transformer.input_layernorm.", "layers.0.": "transformer.", "embed_layernorm.": "embedding_layernorm.", "lm_head_layernorm.": "pre_lm_head_layernorm."}
+RESEARCH_NAMES = {
+    "fc.": "fusion_fc.",
+    "hidden_layernorm.": "transformer.input_layernorm.",
+    "layers.0.": "transformer.",
+    "embed_layernorm.": "embedding_layernorm.",
+    "lm_head_layernorm.": "pre_lm_head_layernorm.",
+}
+
 
 def read_research(
     native: NativeCheckpoint,
-    target: Target,   # the verifier
-) -> tuple: # (fields of our config, our names -> tensors)
-    "An EAGLE-1 or HASS checkpoint. Errors: ValueError for an embedding or head that is not the verifier's."
-    found = {n.replace("post_embedding_layernorm.", "embed_layernorm."): w for n, w in native.tensors().items()}
+    target: Target,  # the verifier
+) -> tuple:  # (fields of our config, our names -> tensors)
+    """An EAGLE-1 or HASS checkpoint. Errors: ValueError for an embedding or head that is not
+    the verifier's."""
+    found = {
+        n.replace("post_embedding_layernorm.", "embed_layernorm."): w
+        for n, w in native.tensors().items()
+    }
     normed = "embed_layernorm.weight" in found
-    if not normed: found.pop("hidden_layernorm.weight", None)
+    if not normed:
+        found.pop("hidden_layernorm.weight", None)
     tensors = without_borrowed(rename(found, RESEARCH_NAMES), target, native.name)
-    fields = dict(transformer_layer_config=layer_config(native, target, list(tensors), num_hidden_layers=1), layernorms=normed, fusion_bias="fusion_fc.bias" in tensors)
-    return fields | dict(speculative_tokens=native.said("speculative_tokens", default=5)), tensors
+    fields = dict(
+        transformer_layer_config=layer_config(
+            native, target, list(tensors), num_hidden_layers=1
+        ),
+        layernorms=normed,
+        fusion_bias="fusion_fc.bias" in tensors,
+    )
+    return fields | dict(
+        speculative_tokens=native.said("speculative_tokens", default=5)
+    ), tensors
+
 
 def write_research(
     config: EagleSpeculatorConfig,
-    tensors: dict,                 # our names -> tensors
-    folder: str | os.PathLike,     # made if absent
+    tensors: dict,  # our names -> tensors
+    folder: str | os.PathLike,  # made if absent
     target: Target | None = None,  # the verifier, whose embedding is written too
 ):
-    "The inverse; vLLM serves the folder with method \"eagle\" where there are no norms and no bias."
+    """The inverse; vLLM serves the folder with method "eagle" where there are no norms and no
+    bias."""
     layer, like = config.transformer_layer_config, tensors["fusion_fc.weight"]
-    if target is not None and "embed_tokens.weight" not in tensors: tensors = tensors | {"embed_tokens.weight": load_verifier_tensors(target.path)["embeddings"].to(like.dtype)}
-    raw = flat(layer, architectures=[f"{type(layer).__name__.removesuffix('Config')}ForCausalLM"], num_hidden_layers=1, bias=config.fusion_bias,
-               speculative_tokens=config.speculators_config.speculative_tokens)
-    if layer_window(layer, 0) is None: raw = {k: v for k, v in raw.items() if k not in ("layer_types", "sliding_window", "use_sliding_window")}   # vLLM counts the layer from the verifier's last one on
+    if target is not None and "embed_tokens.weight" not in tensors:
+        tensors = tensors | {
+            "embed_tokens.weight": load_verifier_tensors(target.path)["embeddings"].to(
+                like.dtype
+            )
+        }
+    raw = flat(
+        layer,
+        architectures=[f"{type(layer).__name__.removesuffix('Config')}ForCausalLM"],
+        num_hidden_layers=1,
+        bias=config.fusion_bias,
+        speculative_tokens=config.speculators_config.speculative_tokens,
+    )
+    if layer_window(layer, 0) is None:
+        raw = {
+            k: v
+            for k, v in raw.items()
+            if k not in ("layer_types", "sliding_window", "use_sliding_window")
+        }  # vLLM counts the layer from the verifier's last one on
     write_native(folder, raw, rename(tensors, inverse(RESEARCH_NAMES)))
 
-register_format(NativeFormat(
-    "eagle", "eagle", "EAGLE-1, EAGLE-2 and HASS research checkpoints", "tensors fc.weight and layers.0.*, without hidden_norm",
-    lambda config, names: "fc.weight" in names and any(n.startswith("layers.0.") for n in names) and not any("hidden_norm." in n for n in names),
-    read_research, write_research))
+
+register_format(
+    NativeFormat(
+        "eagle",
+        "eagle",
+        "EAGLE-1, EAGLE-2 and HASS research checkpoints",
+        "tensors fc.weight and layers.0.*, without hidden_norm",
+        lambda config, names: (
+            "fc.weight" in names
+            and any(n.startswith("layers.0.") for n in names)
+            and not any("hidden_norm." in n for n in names)
+        ),
+        read_research,
+        write_research,
+    )
+)

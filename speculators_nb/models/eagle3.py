@@ -11,41 +11,69 @@ import os
 import re
 from contextlib import contextmanager
 from dataclasses import field
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, Qwen3Config
-from ..nn.attention import attention, prefix_attention
+
 from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
-from ..nn.supervision import shift_by_one
+from ..core.tree import Sampling, TokenTree, likeliest
 from ..core.tree_growth import recurrent_law
-from ..nn.target_head import text_config, verifier_config
+from .base import SpeculatorModel
+from speculators_nb.models.formats import (
+    NativeCheckpoint,
+    NativeFormat,
+    Target,
+    count_layers,
+    flat,
+    layer_config,
+    register_format,
+    rename,
+    vocab_mapping,
+    write_native,
+)
+from ..nn.attention import attention, prefix_attention
+from ..nn.draft_vocabulary import scatter_probs
 from ..nn.head_loss import dense_head_loss, head_loss
-from ..nn.layers import LAYER_FAMILIES, DecoderLayer, RMSNorm, Rotary, ToRead, served_rope
+from speculators_nb.nn.layers import (
+    LAYER_FAMILIES,
+    DecoderLayer,
+    RMSNorm,
+    Rotary,
+    ToRead,
+    served_rope,
+)
 from ..nn.losses import parse_loss
 from ..nn.masks import ttt
-from .base import SpeculatorModel
-from .formats import NativeCheckpoint, NativeFormat, Target, count_layers, flat, layer_config, register_format, rename, vocab_mapping, write_native
-from ..nn.supervision import chain_metrics, needed_rows, ttt_supervision
-from ..core.tree import Sampling, TokenTree, likeliest
+from speculators_nb.nn.supervision import (
+    chain_metrics,
+    needed_rows,
+    shift_by_one,
+    ttt_supervision,
+)
+from ..nn.target_head import text_config, verifier_config
 from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids
-from ..nn.draft_vocabulary import scatter_probs
 
 # %% ../../nbs/models/05_eagle3.ipynb #9c4c1272
 @SpeculatorModelConfig.register("eagle3")
 class Eagle3SpeculatorConfig(SpeculatorModelConfig):
-    "An EAGLE-3 drafter. Errors: ValueError naming field and value for norms that exclude each other or a draft vocabulary larger than the verifier's."
+    """An EAGLE-3 drafter. Errors: ValueError naming field and value for norms that exclude each
+    other or a draft vocabulary larger than the verifier's."""
+
     speculators_model_type: str = "eagle3"
     architectures: list[str] | None = None
-    transformer_layer_config: LayerConfig = field(default_factory=Qwen3Config)  # Llama or Qwen3 config of the draft layers; its vocab_size is the verifier's
-    draft_vocab_size: int = 32000                         # rows of the drafter's head
-    norm_before_residual: bool = False                    # the first layer's residual is the normed hidden state
-    target_hidden_size: int | None = None                 # of one feature; None: the draft's hidden_size
-    eagle_aux_hidden_state_layer_ids: list[int] | None = None  # verifier layers read, ascending; None: the serving engine's default three
-    norm_before_fc: bool = False                          # one RMSNorm over all features together
-    fc_norm: bool = False                                 # one RMSNorm for each feature
-    norm_output: bool = False                             # the next step is fed the normed hidden state
-    embed_requires_grad: bool = False                     # train the embedding table
+    transformer_layer_config: LayerConfig = field(
+        default_factory=Qwen3Config
+    )  # Llama or Qwen3 config of the draft layers; its vocab_size is the verifier's
+    draft_vocab_size: int = 32000  # rows of the drafter's head
+    norm_before_residual: bool = False  # the first layer's residual is the normed hidden state
+    target_hidden_size: int | None = None  # of one feature; None: the draft's hidden_size
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None  # ascending; None: three, as vLLM
+    norm_before_fc: bool = False  # one RMSNorm over all features together
+    fc_norm: bool = False  # one RMSNorm for each feature
+    norm_output: bool = False  # the next step is fed the normed hidden state
+    embed_requires_grad: bool = False  # train the embedding table
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -54,58 +82,98 @@ class Eagle3SpeculatorConfig(SpeculatorModelConfig):
         self.transformer_layer_config.num_aux_hidden_states = self.num_aux
 
     def check(self):
-        if self.norm_before_fc and self.fc_norm: raise ValueError("norm_before_fc and fc_norm are both True; choose one")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are both True; choose one")
         ids = self.eagle_aux_hidden_state_layer_ids
         if ids is not None and (not ids or sorted(set(ids)) != ids or ids[0] < 0):
-            raise ValueError(f"eagle_aux_hidden_state_layer_ids={ids} must be distinct, ascending and not negative, as the verifier's features are stored")
+            raise ValueError(
+                f"eagle_aux_hidden_state_layer_ids={ids} must be distinct, ascending and not "
+                "negative, as the verifier's features are stored"
+            )
         if self.draft_vocab_size > self.target_vocab_size:
-            raise ValueError(f"draft_vocab_size={self.draft_vocab_size} is larger than the verifier's vocabulary of {self.target_vocab_size}; choose at most that")
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} is larger than the verifier's "
+                f"vocabulary of {self.target_vocab_size}; choose at most that"
+            )
 
     @property
-    def num_aux(self) -> int: return len(self.eagle_aux_hidden_state_layer_ids or (0, 0, 0))
+    def num_aux(self) -> int:
+        return len(self.eagle_aux_hidden_state_layer_ids or (0, 0, 0))
 
 # %% ../../nbs/models/05_eagle3.ipynb #dbc93f4a
 @SpeculatorModel.register("eagle3")
 class Eagle3DraftModel(SpeculatorModel):
-    "EAGLE-3 ([2503.01840](https://arxiv.org/abs/2503.01840)): features of several verifier layers in, tokens of the draft vocabulary out."
+    """EAGLE-3 ([2503.01840](https://arxiv.org/abs/2503.01840)): features of several verifier
+    layers in, tokens of the draft vocabulary out."""
+
     config_class = Eagle3SpeculatorConfig
 
     def __init__(self, config: Eagle3SpeculatorConfig):
         super().__init__(config)
-        layer, eps = config.transformer_layer_config, config.transformer_layer_config.rms_norm_eps
+        layer, eps = (
+            config.transformer_layer_config,
+            config.transformer_layer_config.rms_norm_eps,
+        )
         feature = config.target_hidden_size or layer.hidden_size
-        self.input_norm = RMSNorm(config.num_aux * feature, eps) if config.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(RMSNorm(feature, eps) for _ in range(config.num_aux)) if config.fc_norm else None
+        self.input_norm = (
+            RMSNorm(config.num_aux * feature, eps) if config.norm_before_fc else None
+        )
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(feature, eps) for _ in range(config.num_aux))
+            if config.fc_norm
+            else None
+        )
         self.fc = nn.Linear(config.num_aux * feature, layer.hidden_size, bias=False)
-        self.layers = nn.ModuleList(DecoderLayer(layer, i, with_embeds=i == 0, norm_before_residual=config.norm_before_residual) for i in range(layer.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                layer, i, with_embeds=i == 0, norm_before_residual=config.norm_before_residual
+            )
+            for i in range(layer.num_hidden_layers)
+        )
         self.norm, self.rotary = RMSNorm(layer.hidden_size, eps), Rotary(layer)
         self.post_init()
 
-    def fuse(self, features: torch.Tensor) -> torch.Tensor: # [..., A·H] -> [..., H]
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:  # [..., A·H] -> [..., H]
         "Mix the features of the A layers into one hidden state."
-        if self.input_norm is not None: features = self.input_norm(features)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
         if self.fc_norm is not None:
-            features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, features.chunk(len(self.fc_norm), -1))], -1)
+            features = torch.cat(
+                [
+                    norm(x)
+                    for norm, x in zip(self.fc_norm, features.chunk(len(self.fc_norm), -1))
+                ],
+                -1,
+            )
         return self.fc(features)
 
-    def hidden_rows(self,
-        input_ids: torch.Tensor,    # [L]
-        features: torch.Tensor,     # [L, A·H]
-        document_ids: torch.Tensor, # [L]
-        position_ids: torch.Tensor, # [L]
-        needed: list,               # K index tensors from `needed_rows`
-        impl: str = "blocked",      # of `prefix_attention`
-    ) -> list: # K tensors [N_t, H]: the normed hidden states of the needed rows
-        "The lean unrolling: only rows that a loss will look at, and the keys that these look at."
-        hidden, everything, outputs, caches = self.fuse(features), torch.arange(len(input_ids), device=input_ids.device), [], []
-        length = self.rotary.length(position_ids)         # of the whole row: steps see parts of it
+    def hidden_rows(
+        self,
+        input_ids: torch.Tensor,  # [L]
+        features: torch.Tensor,  # [L, A·H]
+        document_ids: torch.Tensor,  # [L]
+        position_ids: torch.Tensor,  # [L]
+        needed: list,  # K index tensors from `needed_rows`
+        impl: str = "blocked",  # of `prefix_attention`
+    ) -> list:  # K tensors [N_t, H]: the normed hidden states of the needed rows
+        """The lean unrolling: only rows that a loss will look at, and the keys that these look
+        at."""
+        hidden, everything, outputs, caches = (
+            self.fuse(features),
+            torch.arange(len(input_ids), device=input_ids.device),
+            [],
+            [],
+        )
+        length = self.rotary.length(position_ids)  # of the whole row: steps see parts of it
         embeds, rope = self.embed_tokens(input_ids), self.rotary(hidden, position_ids, length)
-        for layer in self.layers:                                     # step 0
+        for layer in self.layers:  # step 0
             rows = needed[0] if layer is self.layers[-1] else everything
             x, residual = layer.inputs(hidden, embeds)
             keys, values = layer.self_attn.key_value(x, rope)
             q = layer.self_attn.query(x[rows], [r[rows] for r in rope])
-            heads = prefix_attention(q, keys, values, [], rows, document_ids, layer.window, impl)
+            heads = prefix_attention(
+                q, keys, values, [], rows, document_ids, layer.window, impl
+            )
             hidden = layer.finish(heads, residual[rows])
             caches.append((keys, values, []))
         for t in range(len(needed)):
@@ -115,62 +183,106 @@ class Eagle3DraftModel(SpeculatorModel):
                 rope = self.rotary(hidden, position_ids[rows] + t, length and length + t)
                 for layer, (keys, values, own) in zip(self.layers, caches):
                     x, residual = layer.inputs(hidden, embeds)
-                    own[:] = [(k[:, keep], v[:, keep]) for k, v in own] + [layer.self_attn.key_value(x, rope)]
-                    heads = prefix_attention(layer.self_attn.query(x, rope), keys, values, own, rows, document_ids, layer.window, impl)
+                    own[:] = [(k[:, keep], v[:, keep]) for k, v in own] + [
+                        layer.self_attn.key_value(x, rope)
+                    ]
+                    heads = prefix_attention(
+                        layer.self_attn.query(x, rope),
+                        keys,
+                        values,
+                        own,
+                        rows,
+                        document_ids,
+                        layer.window,
+                        impl,
+                    )
                     hidden = layer.finish(heads, residual)
             normed = self.norm(hidden)
-            if self.config.norm_output: hidden = normed
+            if self.config.norm_output:
+                hidden = normed
             outputs.append(normed)
         return outputs
 
-    def dense_hidden(self,
-        input_ids: torch.Tensor,    # [L]
-        features: torch.Tensor,     # [L, A·H]
-        document_ids: torch.Tensor, # [L]
-        position_ids: torch.Tensor, # [L]
-        steps: int,                 # K
-        impl: str = "sdpa",         # of `attention`
-    ) -> list: # K tensors [L, H], normed
-        "The definition: every row at every step, attention over all keys so far under the `ttt` mask."
-        L, hidden, outputs, caches = len(input_ids), self.fuse(features), [], [[] for _ in self.layers]
+    def dense_hidden(
+        self,
+        input_ids: torch.Tensor,  # [L]
+        features: torch.Tensor,  # [L, A·H]
+        document_ids: torch.Tensor,  # [L]
+        position_ids: torch.Tensor,  # [L]
+        steps: int,  # K
+        impl: str = "sdpa",  # of `attention`
+    ) -> list:  # K tensors [L, H], normed
+        """The definition: every row at every step, attention over all keys so far under the
+        `ttt` mask."""
+        L, hidden, outputs, caches = (
+            len(input_ids),
+            self.fuse(features),
+            [],
+            [[] for _ in self.layers],
+        )
         for t in range(steps):
-            embeds, rope = self.embed_tokens(F.pad(input_ids[t:], (0, t))), self.rotary(hidden, position_ids + t)
+            embeds, rope = (
+                self.embed_tokens(F.pad(input_ids[t:], (0, t))),
+                self.rotary(hidden, position_ids + t),
+            )
             for layer, cache in zip(self.layers, caches):
                 x, residual = layer.inputs(hidden, embeds)
                 cache.append(layer.self_attn.key_value(x, rope))
                 keys, values = (torch.cat(part, -2)[None] for part in zip(*cache))
-                heads = attention(layer.self_attn.query(x, rope)[None], keys, values, ttt(document_ids, L, layer.window), impl)[0]
+                heads = attention(
+                    layer.self_attn.query(x, rope)[None],
+                    keys,
+                    values,
+                    ttt(document_ids, L, layer.window),
+                    impl,
+                )[0]
                 hidden = layer.finish(heads, residual)
             normed = self.norm(hidden)
-            if self.config.norm_output: hidden = normed
+            if self.config.norm_output:
+                hidden = normed
             outputs.append(normed)
         return outputs
 
-    def forward(self,
-        input_ids: torch.Tensor,                    # [1, L] token x_{i+1}
-        hidden_states: torch.Tensor,                # [1, L, A·H] features g_i
-        document_ids: torch.Tensor,                 # [1, L], -1 padding
-        loss_mask: torch.Tensor,                    # [1, L]
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [1, L] token x_{i+1}
+        hidden_states: torch.Tensor,  # [1, L, A·H] features g_i
+        document_ids: torch.Tensor,  # [1, L], -1 padding
+        loss_mask: torch.Tensor,  # [1, L]
         verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_{i+1}, before final norm
-        position_ids: torch.Tensor | None = None,   # [1, L]; None: counted along the row
-        ttt_steps: int = 3,                         # K
-        ttt_step_loss_decay: float = 1.0,           # weight of step t is its t-th power
-        loss_config: dict | str = "kl_div",         # see `losses.parse_loss`
-        cross_document_targets: bool = False,       # True: targets may cross documents, as upstream
-        lean: bool = True,                          # False: the dense definition, which also returns draft tokens
-        gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
-        attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
-    ) -> tuple: # (draft tokens: list of K [1, L], or None where lean; loss, scalar; metrics)
-        """One packed row through K TTT steps. The loss is the sum over steps of decay^t times the mean over that step's rows.
+        position_ids: torch.Tensor | None = None,  # [1, L]; None: counted along the row
+        ttt_steps: int = 3,  # K
+        ttt_step_loss_decay: float = 1.0,  # weight of step t is its t-th power
+        loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
+        cross_document_targets: bool = False,  # True: targets may cross documents, as upstream
+        lean: bool = True,  # False: the dense definition, which also returns draft tokens
+        gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
+        attn_impl: str
+        | None = None,  # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
+    ) -> tuple:  # (draft tokens: list of K [1, L], or None where lean; loss, scalar; metrics)
+        """One packed row through K TTT steps. The loss is the sum over steps of decay^t times
+        the mean over that step's rows.
         Errors: ValueError for ttt_steps < 1 or an unknown loss."""
-        if ttt_steps < 1: raise ValueError(f"ttt_steps={ttt_steps}: at least one step is needed")
+        if ttt_steps < 1:
+            raise ValueError(f"ttt_steps={ttt_steps}: at least one step is needed")
         mixture, L = parse_loss(loss_config), input_ids.shape[1]
-        if position_ids is None: position_ids = torch.arange(1, L + 1, device=input_ids.device)[None]
-        ids, features, documents, positions = input_ids[0], hidden_states[0].to(self.fc.weight.dtype), document_ids[0], position_ids[0]
+        if position_ids is None:
+            position_ids = torch.arange(1, L + 1, device=input_ids.device)[None]
+        ids, features, documents, positions = (
+            input_ids[0],
+            hidden_states[0].to(self.fc.weight.dtype),
+            document_ids[0],
+            position_ids[0],
+        )
         supervised = ttt_supervision(loss_mask[0], documents, ttt_steps, cross_document_targets)
         counted = supervised
-        if cross_document_targets:    # upstream also looks at runs that have left the loss mask, to count them
-            counted = supervised | supervised[0] & (torch.arange(L, device=ids.device) < L - torch.arange(ttt_steps, device=ids.device)[:, None])
+        if (
+            cross_document_targets
+        ):  # upstream also looks at runs that have left the loss mask, to count them
+            counted = supervised | supervised[0] & (
+                torch.arange(L, device=ids.device)
+                < L - torch.arange(ttt_steps, device=ids.device)[:, None]
+            )
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
         if lean:
             needed = needed_rows(counted)
@@ -179,117 +291,218 @@ class Eagle3DraftModel(SpeculatorModel):
         else:
             dense = self.dense_hidden(ids, features, documents, positions, ttt_steps, impl)
             hidden = [h[counted[t]] for t, h in enumerate(dense)]
-        rows = counted.nonzero()                                        # [N, 2] of (step, row), the order of `hidden`
+        rows = counted.nonzero()  # [N, 2] of (step, row), the order of `hidden`
         totals = supervised.sum(-1).float() + 1e-5
         decay = ttt_step_loss_decay ** torch.arange(ttt_steps, device=ids.device).float()
         weight = (decay / totals)[rows[:, 0]] * supervised[rows[:, 0], rows[:, 1]]
         loss_of = head_loss if lean else dense_head_loss
         options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training) if lean else {}
-        out = loss_of(torch.cat(hidden), self.lm_head.weight, self.target_head, verifier_last_hidden_states[0], rows.sum(-1), weight, mixture, **options)
-        metrics = self._metrics(out, rows, weight, mixture, supervised, totals, cross_document_targets)
-        tokens = None if lean else [self.to_verifier(self.lm_head(h).argmax(-1))[None] for h in dense]
+        out = loss_of(
+            torch.cat(hidden),
+            self.lm_head.weight,
+            self.target_head,
+            verifier_last_hidden_states[0],
+            rows.sum(-1),
+            weight,
+            mixture,
+            **options,
+        )
+        metrics = self._metrics(
+            out, rows, weight, mixture, supervised, totals, cross_document_targets
+        )
+        tokens = (
+            None
+            if lean
+            else [self.to_verifier(self.lm_head(h).argmax(-1))[None] for h in dense]
+        )
         return tokens, out.loss, metrics
 
     @torch.no_grad()
     def _metrics(self, out, rows, weight, mixture, supervised, totals, upstream):
-        """Sums and totals that add up over batches. Losses are weighted by their rows; upstream's are means over the batch, with total 1."""
+        """Sums and totals that add up over batches. Losses are weighted by their rows;
+        upstream's are means over the batch, with total 1."""
         steps = len(supervised)
-        def per_step(x): return torch.zeros(steps, device=x.device).index_add_(0, rows[:, 0], x.float())
+
+        def per_step(x):
+            return torch.zeros(steps, device=x.device).index_add_(0, rows[:, 0], x.float())
+
         share = torch.ones_like(totals) if upstream else totals
         row_loss = sum(w * out.rows[name] for name, w in mixture.items())
-        terms = {"loss": row_loss} | ({f"{name}_loss": out.rows[name] for name in mixture} if len(mixture) > 1 else {})
+        terms = {"loss": row_loss} | (
+            {f"{name}_loss": out.rows[name] for name in mixture} if len(mixture) > 1 else {}
+        )
         metrics = {}
         for name, value in terms.items():
             mean = per_step(weight * value)
-            metrics |= {f"{name}_{t}_{part}": x for t in range(steps) for part, x in (("sum", mean[t] * share[t]), ("total", share[t]))}
+            metrics |= {
+                f"{name}_{t}_{part}": x
+                for t in range(steps)
+                for part, x in (("sum", mean[t] * share[t]), ("total", share[t]))
+            }
             metrics |= {f"{name}_sum": mean.sum() * share[0], f"{name}_total": share[0]}
         if out.accept is not None and not upstream:
             accept = per_step(out.accept * supervised[rows[:, 0], rows[:, 1]])
-            metrics |= {f"accept_{t}_{part}": x for t in range(steps) for part, x in (("sum", accept[t]), ("total", totals[t]))}
+            metrics |= {
+                f"accept_{t}_{part}": x
+                for t in range(steps)
+                for part, x in (("sum", accept[t]), ("total", totals[t]))
+            }
         correct = torch.zeros_like(supervised).index_put_((rows[:, 0], rows[:, 1]), out.correct)
         return metrics | chain_metrics(correct, supervised, upstream)
 
     # what training, pictures and serving ask of every drafter
-    def training_mask(self,
-        batch: dict,         # a packed Batch
+    def training_mask(
+        self,
+        batch: dict,  # a packed Batch
         ttt_steps: int = 3,  # K
-        **others,            # what else `forward` takes
-    ) -> tuple: # (Mask, L queries, K·L keys)
+        **others,  # what else `forward` takes
+    ) -> tuple:  # (Mask, L queries, K·L keys)
         "What a query sees at the last step of a training pass."
         documents = batch["document_ids"][0]
-        return ttt(documents, len(documents), self.layers[0].window), len(documents), ttt_steps * len(documents)
+        return (
+            ttt(documents, len(documents), self.layers[0].window),
+            len(documents),
+            ttt_steps * len(documents),
+        )
 
     shift = staticmethod(shift_by_one)
 
     @classmethod
-    def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # draft layers, `layers.draft_layer_config`
-        t2d: torch.Tensor | None = None,                  # [V] bool, for a reduced draft vocabulary
-        d2t: torch.Tensor | None = None,                  # [Vd]
+    def from_training_args(
+        cls,
+        transformer_layer_config: PretrainedConfig,  # draft layers, `layers.draft_layer_config`
+        t2d: torch.Tensor | None = None,  # [V] bool, for a reduced draft vocabulary
+        d2t: torch.Tensor | None = None,  # [Vd]
         *,
-        verifier_name_or_path: str,                       # its folder or hub id
-        draft_vocab_size: int | None = None,              # None: as many as t2d selects, or all
-        norm_before_residual: bool = True,                # the next seven as in the config
+        verifier_name_or_path: str,  # its folder or hub id
+        draft_vocab_size: int | None = None,  # None: as many as t2d selects, or all
+        norm_before_residual: bool = True,  # the next seven as in the config
         norm_before_fc: bool = False,
         fc_norm: bool = False,
         norm_output: bool = False,
         embed_requires_grad: bool = False,
-        target_layer_ids: list[int] | None = None,        # None: `tapped_model.default_aux_layer_ids`
-        ttt_steps: int = 3,                               # also the number of tokens that a serving engine drafts
-        **others,                                         # training arguments that are not about the model
-    ) -> "Eagle3DraftModel": # with the verifier's weights, ready to train
-        "A fresh drafter for a verifier. Errors: ValueError for a draft vocabulary without its mapping or larger than the verifier's."
+        target_layer_ids: list[int] | None = None,  # None: `tapped_model.default_aux_layer_ids`
+        ttt_steps: int = 3,  # also the number of tokens that a serving engine drafts
+        **others,  # training arguments that are not about the model
+    ) -> "Eagle3DraftModel":  # with the verifier's weights, ready to train
+        """A fresh drafter for a verifier. Errors: ValueError for a draft vocabulary without its
+        mapping or larger than the verifier's."""
         verifier = verifier_config(verifier_name_or_path)
         v = transformer_layer_config.vocab_size
         config = cls.config_class(
-            transformer_layer_config=transformer_layer_config, draft_vocab_size=draft_vocab_size or (v if t2d is None else int(t2d.sum())),
-            norm_before_residual=norm_before_residual, norm_before_fc=norm_before_fc, fc_norm=fc_norm, norm_output=norm_output, embed_requires_grad=embed_requires_grad,
-            eagle_aux_hidden_state_layer_ids=list(target_layer_ids or default_aux_layer_ids(text_config(verifier).num_hidden_layers)),
-            speculators_config=SpeculatorsConfig.greedy(cls.config_class.speculators_model_type, ttt_steps, verifier_name_or_path))
+            transformer_layer_config=transformer_layer_config,
+            draft_vocab_size=draft_vocab_size or (v if t2d is None else int(t2d.sum())),
+            norm_before_residual=norm_before_residual,
+            norm_before_fc=norm_before_fc,
+            fc_norm=fc_norm,
+            norm_output=norm_output,
+            embed_requires_grad=embed_requires_grad,
+            eagle_aux_hidden_state_layer_ids=list(
+                target_layer_ids
+                or default_aux_layer_ids(text_config(verifier).num_hidden_layers)
+            ),
+            speculators_config=SpeculatorsConfig.greedy(
+                cls.config_class.speculators_model_type, ttt_steps, verifier_name_or_path
+            ),
+        )
         return cls.for_verifier(config, t2d, d2t)
 
     @staticmethod
     def get_trainer_kwargs(
-        ttt_steps: int = 3,                                # K
-        ttt_step_loss_decay: float = 1.0,                  # see `forward`
-        loss_fn: dict | str = "kl_div",                    # a loss or a mixture
-        cross_document_targets: bool | None = None,        # the last three as in `forward`, passed on where given
+        ttt_steps: int = 3,  # K
+        ttt_step_loss_decay: float = 1.0,  # see `forward`
+        loss_fn: dict | str = "kl_div",  # a loss or a mixture
+        cross_document_targets: bool
+        | None = None,  # the last three as in `forward`, passed on where given
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
-        **others,                                          # training arguments of other parts
-    ) -> tuple: # (kwargs of `forward` in training, in evaluation)
-        "What `forward` gets in training and in evaluation: the same, since nothing here is random."
-        given = dict(cross_document_targets=cross_document_targets, gemm_dtype=gemm_dtype, attn_impl=attn_impl)
-        kwargs = dict(ttt_steps=ttt_steps, ttt_step_loss_decay=ttt_step_loss_decay, loss_config=parse_loss(loss_fn)) | {k: v for k, v in given.items() if v is not None}
+        **others,  # training arguments of other parts
+    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
+        """What `forward` gets in training and in evaluation: the same, since nothing here is
+        random."""
+        given = dict(
+            cross_document_targets=cross_document_targets,
+            gemm_dtype=gemm_dtype,
+            attn_impl=attn_impl,
+        )
+        kwargs = dict(
+            ttt_steps=ttt_steps,
+            ttt_step_loss_decay=ttt_step_loss_decay,
+            loss_config=parse_loss(loss_fn),
+        ) | {k: v for k, v in given.items() if v is not None}
         return kwargs, dict(kwargs)
 
     @staticmethod
     def serving_violations(
-        raw: dict,                                   # the config.json as it stands
-        verifier: PretrainedConfig | None = None,    # the verifier's language model, where its config can be read
-    ) -> list: # sentences with the remedy
+        raw: dict,  # the config.json as it stands
+        verifier: PretrainedConfig
+        | None = None,  # the verifier's language model, where its config can be read
+    ) -> list:  # sentences with the remedy
         "What vLLM's EAGLE-3 would refuse, or read differently from what was trained."
-        layer, ids = raw.get("transformer_layer_config") or {}, raw.get("eagle_aux_hidden_state_layer_ids")
-        found = [f"{name} is not written; vLLM's default need not be the trained value" for name in
-                 ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size") if name not in raw]
-        if layer.get("model_type") not in LAYER_FAMILIES: found.append(f"transformer_layer_config.model_type is {layer.get('model_type')!r}; vLLM serves {' and '.join(LAYER_FAMILIES)}")
-        if not ids: found.append("eagle_aux_hidden_state_layer_ids is not written; vLLM then taps its own default layers")
+        layer, ids = (
+            raw.get("transformer_layer_config") or {},
+            raw.get("eagle_aux_hidden_state_layer_ids"),
+        )
+        found = [
+            f"{name} is not written; vLLM's default need not be the trained value"
+            for name in (
+                "norm_before_residual",
+                "norm_before_fc",
+                "fc_norm",
+                "norm_output",
+                "draft_vocab_size",
+            )
+            if name not in raw
+        ]
+        if layer.get("model_type") not in LAYER_FAMILIES:
+            found.append(
+                f"transformer_layer_config.model_type is {layer.get('model_type')!r}; vLLM "
+                f"serves {' and '.join(LAYER_FAMILIES)}"
+            )
+        if not ids:
+            found.append(
+                "eagle_aux_hidden_state_layer_ids is not written; vLLM then taps its own "
+                "default layers"
+            )
         elif (width := layer.get("num_aux_hidden_states", 3)) != len(ids):
-            found.append(f"transformer_layer_config.num_aux_hidden_states is {width!r} (3 where absent), but {len(ids)} layers are tapped; vLLM sizes fc by it")
-        if layer.get("hidden_act", "silu") != "silu": found.append(f"transformer_layer_config.hidden_act is {layer['hidden_act']!r}; vLLM's draft layers have silu alone")
-        if len(set(layer.get("layer_types") or ())) > 1: found.append("transformer_layer_config.layer_types mixes kinds of attention; vLLM keeps one cache for all draft layers, use one kind")
+            found.append(
+                f"transformer_layer_config.num_aux_hidden_states is {width!r} (3 where "
+                f"absent), but {len(ids)} layers are tapped; vLLM sizes fc by it"
+            )
+        if layer.get("hidden_act", "silu") != "silu":
+            found.append(
+                f"transformer_layer_config.hidden_act is {layer['hidden_act']!r}; vLLM's draft "
+                "layers have silu alone"
+            )
+        if len(set(layer.get("layer_types") or ())) > 1:
+            found.append(
+                "transformer_layer_config.layer_types mixes kinds of attention; vLLM keeps one "
+                "cache for all draft layers, use one kind"
+            )
         found += served_rope(layer)[0]
-        if layer.get("model_type") == "qwen3" and layer.get("attention_bias"): found.append("transformer_layer_config.attention_bias is True; vLLM's qwen3 drafter leaves o_proj's bias out")
+        if layer.get("model_type") == "qwen3" and layer.get("attention_bias"):
+            found.append(
+                "transformer_layer_config.attention_bias is True; vLLM's qwen3 drafter leaves "
+                "o_proj's bias out"
+            )
         if verifier is not None:
-            if ids and max(ids) > verifier.num_hidden_layers: found.append(f"eagle_aux_hidden_state_layer_ids={ids}, but the verifier has {verifier.num_hidden_layers} layers")
+            if ids and max(ids) > verifier.num_hidden_layers:
+                found.append(
+                    f"eagle_aux_hidden_state_layer_ids={ids}, but the verifier has "
+                    f"{verifier.num_hidden_layers} layers"
+                )
             if layer.get("max_position_embeddings", 0) < verifier.max_position_embeddings:
-                found.append(f"transformer_layer_config.max_position_embeddings is {layer.get('max_position_embeddings')}, the verifier's {verifier.max_position_embeddings}; vLLM stops drafting beyond it")
+                found.append(
+                    "transformer_layer_config.max_position_embeddings is "
+                    f"{layer.get('max_position_embeddings')}, the verifier's "
+                    f"{verifier.max_position_embeddings}; vLLM stops drafting beyond it"
+                )
         return found
 
     @staticmethod
     def serving_warnings(
-        raw: dict, # the config.json as it stands
-    ) -> list: # sentences with the remedy
+        raw: dict,  # the config.json as it stands
+    ) -> list:  # sentences with the remedy
         "What vLLM does otherwise for some requests."
         return served_rope(raw.get("transformer_layer_config") or {})[1]
 
@@ -300,6 +513,7 @@ class Eagle3DraftModel(SpeculatorModel):
 # %% ../../nbs/models/05_eagle3.ipynb #4201c18a
 class Eagle3Drafter:
     "Chain drafting with a key-value cache (the `tree.Drafter` protocol)."
+
     def __init__(self, model: Eagle3DraftModel):
         self.model, config = model.eval(), model.config
         self.aux_layer_ids = tuple(config.eagle_aux_hidden_state_layer_ids)
@@ -313,45 +527,69 @@ class Eagle3Drafter:
     def _unread(self, tokens, features, length):
         "The features to read, with an empty cache where these are all."
         features, again = self.to_read(features, len(tokens) - 1 - len(features), length)
-        if again: self.cache = [None] * len(self.model.layers)
+        if again:
+            self.cache = [None] * len(self.model.layers)
         return features
 
     def _step(self, hidden, ids, start, sees=None, length=None):
-        """Run n tokens at positions start.. through the layers, adding to the cache: hidden [n, H] -> [n, H].
-        With sees [n, keys], bool: tokens of a tree, each at the position that follows from how many keys it sees. `length` as in `Rotary`."""
+        """Run n tokens at positions start.. through the layers, adding to the cache: hidden [n,
+        H] -> [n, H].
+        With sees [n, keys], bool: tokens of a tree, each at the position that follows from how
+        many keys it sees. `length` as in `Rotary`."""
         model, n = self.model, len(ids)
-        positions = torch.arange(start, start + n, device=ids.device) if sees is None else sees.sum(-1)
+        positions = (
+            torch.arange(start, start + n, device=ids.device) if sees is None else sees.sum(-1)
+        )
         embeds, rope = model.embed_tokens(ids), model.rotary(hidden, positions, length)
         for i, layer in enumerate(model.layers):
             x, residual = layer.inputs(hidden, embeds)
             new = layer.self_attn.key_value(x, rope)
-            keys, values = self.cache[i] = new if self.cache[i] is None else tuple(torch.cat(pair, -2) for pair in zip(self.cache[i], new))
+            keys, values = self.cache[i] = (
+                new
+                if self.cache[i] is None
+                else tuple(torch.cat(pair, -2) for pair in zip(self.cache[i], new))
+            )
             mask = None
             if sees is not None:
-                mask = sees if layer.window is None else sees & (sees.flip(-1).cumsum(-1).flip(-1) <= layer.window)     # the last so many that it sees
+                mask = (
+                    sees
+                    if layer.window is None
+                    else sees & (sees.flip(-1).cumsum(-1).flip(-1) <= layer.window)
+                )  # the last so many that it sees
             elif n > 1 or layer.window is not None:
                 key = torch.arange(keys.shape[-2], device=ids.device)
                 own = key[-n:, None]
                 mask = key <= own
-                if layer.window is not None: mask &= key > own - layer.window
+                if layer.window is not None:
+                    mask &= key > own - layer.window
             q = layer.self_attn.query(x, rope)
-            heads = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask, enable_gqa=len(q) != len(keys))[0]
+            heads = F.scaled_dot_product_attention(
+                q[None],
+                keys[None],
+                values[None],
+                attn_mask=mask,
+                enable_gqa=len(q) != len(keys),
+            )[0]
             hidden = layer.finish(heads, residual)
         return hidden
 
     def _read(self, tokens, features):
-        "The verifier's new features into the cache, each beside the token that followed: the state [1, H] after the last token."
+        """The verifier's new features into the cache, each beside the token that followed: the
+        state [1, H] after the last token."""
         features = self._unread(tokens, features, len(tokens))
         start = len(tokens) - len(features)
-        return self._step(self.model.fuse(features.to(self.model.fc.weight.dtype)), tokens[start:], start)[-1:]
+        return self._step(
+            self.model.fuse(features.to(self.model.fc.weight.dtype)), tokens[start:], start
+        )[-1:]
 
     @torch.inference_mode()
-    def propose(self,
-        tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
+    def propose(
+        self,
+        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not seen the last one
         features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,                  # tokens wanted
-        sampling: Sampling,      # temperature and generator
-    ) -> TokenTree: # a chain of k
+        k: int,  # tokens wanted
+        sampling: Sampling,  # temperature and generator
+    ) -> TokenTree:  # a chain of k
         "Draft k tokens, one after the other."
         model, n, hidden = self.model, len(tokens), self._read(tokens, features)
         decided, drafted, laws = list(self.cache), [], []
@@ -362,65 +600,152 @@ class Eagle3Drafter:
                 q = sampling.probabilities(logits)
                 guess = sampling.draw(q[None])
                 laws.append(q)
-            else: guess = likeliest(logits[None])
+            else:
+                guess = likeliest(logits[None])
             drafted.append(model.to_verifier(guess))
-            if j + 1 < k: hidden = self._step(normed if model.config.norm_output else hidden, drafted[-1], n + j)
+            if j + 1 < k:
+                hidden = self._step(
+                    normed if model.config.norm_output else hidden, drafted[-1], n + j
+                )
         self.cache = decided
-        probs = scatter_probs(torch.stack(laws), model.d2t, model.target_vocab_size) if laws else None
+        probs = (
+            scatter_probs(torch.stack(laws), model.d2t, model.target_vocab_size)
+            if laws
+            else None
+        )
         return TokenTree.chain(torch.cat(drafted), probs)
 
     @contextmanager
-    def grow(self,
-        tokens: torch.Tensor,    # [n] as in `propose`
+    def grow(
+        self,
+        tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, A·H] as in `propose`
-        depth: int,              # of the deepest node; not needed here
-    ): # yields the law, as in `growth`
-        "Laws for the nodes of a tree: a node takes its parent's state and sees the decided tokens and its own ancestors. Afterwards the cache is as it was."
+        depth: int,  # of the deepest node; not needed here
+    ):  # yields the law, as in `growth`
+        """Laws for the nodes of a tree: a node takes its parent's state and sees the decided
+        tokens and its own ancestors. Afterwards the cache is as it was."""
         model, root = self.model, self._read(tokens, features)[0]
         decided = list(self.cache)
-        def step(ids, states, sees): return self._step(model.norm(states) if model.config.norm_output else states, ids, None, sees)
-        def logits(states): return scatter_probs(model.lm_head(model.norm(states)).float().softmax(-1), model.d2t, model.target_vocab_size).log()
-        try: yield recurrent_law(step, logits, root, decided[0][0].shape[-2])
-        finally: self.cache = decided
+
+        def step(ids, states, sees):
+            return self._step(
+                model.norm(states) if model.config.norm_output else states, ids, None, sees
+            )
+
+        def logits(states):
+            return scatter_probs(
+                model.lm_head(model.norm(states)).float().softmax(-1),
+                model.d2t,
+                model.target_vocab_size,
+            ).log()
+
+        try:
+            yield recurrent_law(step, logits, root, decided[0][0].shape[-2])
+        finally:
+            self.cache = decided
 
 # %% ../../nbs/models/05_eagle3.ipynb #287749e6
 RESEARCH_NAMES = {"midlayer.": "layers.0.", "model.midlayer.": "layers.0.", "model.": ""}
 
+
 def read_research(
     native: NativeCheckpoint,
-    target: Target,   # the verifier
-) -> tuple: # (fields of our config, our names -> tensors)
-    "An EAGLE-3 research checkpoint. Errors: ValueError for features other than of several layers, layers in another order than ascending, or a vocabulary that is not the verifier's."
-    def said(name, default=None): return native.said(name, "eagle_config", default=default)
+    target: Target,  # the verifier
+) -> tuple:  # (fields of our config, our names -> tensors)
+    """An EAGLE-3 research checkpoint. Errors: ValueError for features other than of several
+    layers, layers in another order than ascending, or a vocabulary that is not the
+    verifier's."""
+
+    def said(name, default=None):
+        return native.said(name, "eagle_config", default=default)
+
     tensors = rename(native.tensors(), RESEARCH_NAMES)
     mapping = vocab_mapping(tensors, target.config.vocab_size, native.name)
     tensors = {n: w for n, w in tensors.items() if n not in ("t2d", "d2t")} | mapping
-    layer = layer_config(native, target, list(tensors), num_hidden_layers=count_layers(tensors), vocab_size=len(mapping["t2d"]) if mapping else native.said("vocab_size"))
-    if not said("use_aux_hidden_state", True): raise ValueError(f"{native.name}: use_aux_hidden_state is False, so it reads the verifier's last state alone; an EAGLE-3 drafter here reads several layers")
-    if "fc.weight" not in tensors: raise ValueError(f"{native.name}: there is no fc.weight, which mixes the verifier's features")
+    layer = layer_config(
+        native,
+        target,
+        list(tensors),
+        num_hidden_layers=count_layers(tensors),
+        vocab_size=len(mapping["t2d"]) if mapping else native.said("vocab_size"),
+    )
+    if not said("use_aux_hidden_state", True):
+        raise ValueError(
+            f"{native.name}: use_aux_hidden_state is False, so it reads the verifier's last "
+            "state alone; an EAGLE-3 drafter here reads several layers"
+        )
+    if "fc.weight" not in tensors:
+        raise ValueError(
+            f"{native.name}: there is no fc.weight, which mixes the verifier's features"
+        )
     size, ids = said("target_hidden_size"), said("eagle_aux_hidden_state_layer_ids")
     read = tensors["fc.weight"].shape[1] // (size or layer.hidden_size)
-    if ids is None and read == 3: ids = default_aux_layer_ids(target.config.num_hidden_layers)
-    if ids is None: raise ValueError(f"{native.name}: fc.weight reads {read} layers and config.json does not say which; give config={{'eagle_aux_hidden_state_layer_ids': [...]}}")
+    if ids is None and read == 3:
+        ids = default_aux_layer_ids(target.config.num_hidden_layers)
+    if ids is None:
+        raise ValueError(
+            f"{native.name}: fc.weight reads {read} layers and config.json does not say which; "
+            f"give config={{'eagle_aux_hidden_state_layer_ids': [...]}}"
+        )
     ids = check_aux_layer_ids(ids, target.config.num_hidden_layers)
-    fields = dict(transformer_layer_config=layer, draft_vocab_size=len(mapping["d2t"]) if mapping else layer.vocab_size, target_hidden_size=size, eagle_aux_hidden_state_layer_ids=ids,
-                  norm_before_fc="input_norm.weight" in tensors, fc_norm="fc_norm.0.weight" in tensors, norm_before_residual=bool(said("norm_before_residual")),
-                  norm_output=bool(said("norm_output")), embed_requires_grad=bool(said("embed_requires_grad")))
+    fields = dict(
+        transformer_layer_config=layer,
+        draft_vocab_size=len(mapping["d2t"]) if mapping else layer.vocab_size,
+        target_hidden_size=size,
+        eagle_aux_hidden_state_layer_ids=ids,
+        norm_before_fc="input_norm.weight" in tensors,
+        fc_norm="fc_norm.0.weight" in tensors,
+        norm_before_residual=bool(said("norm_before_residual")),
+        norm_output=bool(said("norm_output")),
+        embed_requires_grad=bool(said("embed_requires_grad")),
+    )
     return fields | dict(speculative_tokens=said("speculative_tokens", 3)), tensors
+
 
 def write_research(
     config: Eagle3SpeculatorConfig,
-    tensors: dict,                 # our names -> tensors
-    folder: str | os.PathLike,     # made if absent
+    tensors: dict,  # our names -> tensors
+    folder: str | os.PathLike,  # made if absent
     target: Target | None = None,  # not needed
 ):
-    "The inverse; vLLM serves the folder with method \"eagle3\"."
+    'The inverse; vLLM serves the folder with method "eagle3".'
     layer, K = config.transformer_layer_config, config.speculators_config.speculative_tokens
-    names = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad", *(("target_hidden_size",) if config.target_hidden_size else ()))
-    raw = flat(layer, architectures=["LlamaForCausalLMEagle3" if layer.model_type == "llama" else "Eagle3Qwen3ForCausalLM"], speculative_tokens=K, **{n: getattr(config, n) for n in names})
-    if ids := config.eagle_aux_hidden_state_layer_ids: raw["eagle_config"] = dict(eagle_aux_hidden_state_layer_ids=ids, use_aux_hidden_state=True)
+    names = (
+        "draft_vocab_size",
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "embed_requires_grad",
+        *(("target_hidden_size",) if config.target_hidden_size else ()),
+    )
+    raw = flat(
+        layer,
+        architectures=[
+            "LlamaForCausalLMEagle3"
+            if layer.model_type == "llama"
+            else "Eagle3Qwen3ForCausalLM"
+        ],
+        speculative_tokens=K,
+        **{n: getattr(config, n) for n in names},
+    )
+    if ids := config.eagle_aux_hidden_state_layer_ids:
+        raw["eagle_config"] = dict(
+            eagle_aux_hidden_state_layer_ids=ids, use_aux_hidden_state=True
+        )
     write_native(folder, raw, rename(tensors, {"layers.0.": "midlayer."}))
 
-register_format(NativeFormat(
-    "eagle3", "eagle3", "EAGLE-3 checkpoints of SafeAILab, SpecForge, NVIDIA ModelOpt, AngelSlim", "tensors midlayer.*, or layers.0.hidden_norm.weight",
-    lambda config, names: any(re.match(r"(model\.)?(midlayer\.|layers\.0\.hidden_norm\.)", n) for n in names), read_research, write_research))
+
+register_format(
+    NativeFormat(
+        "eagle3",
+        "eagle3",
+        "EAGLE-3 checkpoints of SafeAILab, SpecForge, NVIDIA ModelOpt, AngelSlim",
+        "tensors midlayer.*, or layers.0.hidden_norm.weight",
+        lambda config, names: any(
+            re.match(r"(model\.)?(midlayer\.|layers\.0\.hidden_norm\.)", n) for n in names
+        ),
+        read_research,
+        write_research,
+    )
+)

@@ -16,72 +16,111 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
+
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from speculators_nb.core.checkpoints import (
+    inside,
+    load_pickle,
+    load_tensors,
+    read_index,
+    resolve_checkpoint,
+    save_tensors,
+    tensor_names,
+)
 from ..core.config import import_models, layer_config_from_dict
-from ..nn.target_head import load_verifier_tensors, text_config, verifier_config
-from ..nn.layers import LAYER_FAMILIES
-from ..core.checkpoints import inside, load_pickle, load_tensors, read_index, resolve_checkpoint, save_tensors, tensor_names
 from ..core.files import atomic_write, read_object
+from ..nn.layers import LAYER_FAMILIES
+from ..nn.target_head import load_verifier_tensors, text_config, verifier_config
 
 # %% ../../nbs/models/02_formats.ipynb #aa8ed6a4
 class Target(NamedTuple):
     "The verifier that a drafter is for."
-    path: str                   # folder or hub id
-    config: PretrainedConfig    # of its language model
+
+    path: str  # folder or hub id
+    config: PretrainedConfig  # of its language model
+
 
 @dataclass(frozen=True)
 class NativeFormat:
     "A foreign layout of one algorithm's checkpoints."
-    name: str               # what a person calls it
-    model_type: str         # `speculators_model_type` of what it becomes
-    about: str              # whose it is
-    looks_for: str          # what `recognises` asks for, in words
-    recognises: Callable    # (config.json as a dict, set of tensor names) -> bool
-    read: Callable          # (NativeCheckpoint, Target) -> (fields and `speculative_tokens`, tensors)
-    write: Callable         # (our config, our names -> tensors, empty folder, Target or None)
-    files: tuple = ()       # names of weight files that no other format has
+
+    name: str  # what a person calls it
+    model_type: str  # `speculators_model_type` of what it becomes
+    about: str  # whose it is
+    looks_for: str  # what `recognises` asks for, in words
+    recognises: Callable  # (config.json as a dict, set of tensor names) -> bool
+    read: Callable  # (NativeCheckpoint, Target) -> (fields and `speculative_tokens`, tensors)
+    write: Callable  # (our config, our names -> tensors, empty folder, Target or None)
+    files: tuple = ()  # names of weight files that no other format has
+
 
 FORMATS: dict[str, NativeFormat] = {}
 
+
 def register_format(
-    entry: NativeFormat, # takes the place of one with the same name
+    entry: NativeFormat,  # takes the place of one with the same name
 ):
     "Enter a format in the table."
     FORMATS[entry.name] = entry
 
+
 def formats(
-    model_type: str | None = None, # only those of one algorithm
-) -> list: # of NativeFormat
+    model_type: str | None = None,  # only those of one algorithm
+) -> list:  # of NativeFormat
     "All formats, algorithm by algorithm, whatever was imported first."
     import_models()
-    return sorted((f for f in FORMATS.values() if model_type in (None, f.model_type)), key=lambda f: f.model_type)
+    return sorted(
+        (f for f in FORMATS.values() if model_type in (None, f.model_type)),
+        key=lambda f: f.model_type,
+    )
+
 
 def verifier_target(
-    verifier: str | os.PathLike,            # folder or hub id
+    verifier: str | os.PathLike,  # folder or hub id
     trust_remote_code: bool | None = None,  # as in `verifier_config`
 ) -> Target:
-    "A verifier's configuration. A folder's path is made absolute, for it is written into checkpoints."
+    """A verifier's configuration. A folder's path is made absolute, for it is written into
+    checkpoints."""
     path = Path(verifier).resolve() if Path(verifier).is_dir() else verifier
     return Target(str(path), text_config(verifier_config(verifier, trust_remote_code)))
 
 # %% ../../nbs/models/02_formats.ipynb #8e3b9cc7
-WEIGHTS = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
-BUFFERS = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")   # computed from the config, stored by old versions
+WEIGHTS = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+BUFFERS = re.compile(
+    r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+)  # computed from the config, stored by old versions
+
 
 class NativeCheckpoint:
-    "A drafter's checkpoint as another project wrote it. Errors: FileNotFoundError naming the files that were looked for; ValueError for what is not JSON or no tensor."
-    def __init__(self,
-        source: str | os.PathLike, # folder, hub id, or the file with the weights
+    """A drafter's checkpoint as another project wrote it. Errors: FileNotFoundError naming the
+    files that were looked for; ValueError for what is not JSON or no tensor."""
+
+    def __init__(
+        self,
+        source: str | os.PathLike,  # folder, hub id, or the file with the weights
     ):
         self.name, path = str(source), Path(source)
         extra = tuple(file for f in formats() for file in f.files)
-        if path.is_file(): self.folder, self.file = path.parent, path
+        if path.is_file():
+            self.folder, self.file = path.parent, path
         else:
-            self.folder = resolve_checkpoint(source, ("*.json", "*.safetensors", "*.bin", *extra))
+            self.folder = resolve_checkpoint(
+                source, ("*.json", "*.safetensors", "*.bin", *extra)
+            )
             known = (*extra, *WEIGHTS)
             found = next((name for name in known if (self.folder / name).is_file()), None)
-            if found is None: raise FileNotFoundError(f"{self.name}: no weights found; looked for {', '.join(known)}. If they have another name, give that file instead of the folder")
+            if found is None:
+                raise FileNotFoundError(
+                    f"{self.name}: no weights found; looked for {', '.join(known)}. If they "
+                    "have another name, give that file instead of the folder"
+                )
             self.file = inside(self.folder, found)
         file = self.folder / "config.json"
         self.config = read_object(file) if file.is_file() else {}
@@ -90,130 +129,229 @@ class NativeCheckpoint:
     def _pickle(self, file: Path) -> dict:
         if file not in self._pickles:
             content = load_pickle(file)
-            odd = [n for n, w in content.items() if not (isinstance(n, str) and isinstance(w, torch.Tensor))] if isinstance(content, dict) else [type(content).__name__]
-            if odd: raise ValueError(f"{file}: weights are a dictionary of name and tensor; this holds {', '.join(map(str, odd[:3]))}")
+            odd = (
+                [
+                    n
+                    for n, w in content.items()
+                    if not (isinstance(n, str) and isinstance(w, torch.Tensor))
+                ]
+                if isinstance(content, dict)
+                else [type(content).__name__]
+            )
+            if odd:
+                raise ValueError(
+                    f"{file}: weights are a dictionary of name and tensor; this holds "
+                    f"{', '.join(map(str, odd[:3]))}"
+                )
             self._pickles[file] = content
         return self._pickles[file]
 
     @cached_property
-    def index(self) -> dict: # tensor name -> file
+    def index(self) -> dict:  # tensor name -> file
         "Where each tensor is; of safetensors nothing but names is read."
-        if self.file.name.endswith(".index.json"): index = read_index(self.file)
-        else: index = dict.fromkeys(tensor_names(self.file) if self.file.suffix == ".safetensors" else self._pickle(self.file), self.file)
+        if self.file.name.endswith(".index.json"):
+            index = read_index(self.file)
+        else:
+            index = dict.fromkeys(
+                tensor_names(self.file)
+                if self.file.suffix == ".safetensors"
+                else self._pickle(self.file),
+                self.file,
+            )
         return {n: f for n, f in index.items() if not BUFFERS.fullmatch(n)}
 
-    def tensors(self,
-        prefix: str = "", # of the names wanted
-    ) -> dict: # name -> tensor, as stored
-        "Read tensors. Errors: ValueError for one that the index promises and its file does not have."
+    def tensors(
+        self,
+        prefix: str = "",  # of the names wanted
+    ) -> dict:  # name -> tensor, as stored
+        """Read tensors. Errors: ValueError for one that the index promises and its file does
+        not have."""
         found = {}
         wanted = {n: f for n, f in self.index.items() if n.startswith(prefix)}
         for file in sorted(set(wanted.values())):
             names = [n for n, f in wanted.items() if f == file]
-            if file.suffix == ".safetensors": found |= load_tensors(file, names)
-            elif absent := [n for n in names if n not in self._pickle(file)]: raise ValueError(f"{file}: no tensor named {', '.join(absent[:3])}, which {self.file.name} says is there")
-            else: found |= {n: self._pickle(file)[n].clone() for n in names}        # a pickle's tensors may share memory
+            if file.suffix == ".safetensors":
+                found |= load_tensors(file, names)
+            elif absent := [n for n in names if n not in self._pickle(file)]:
+                raise ValueError(
+                    f"{file}: no tensor named {', '.join(absent[:3])}, which {self.file.name} "
+                    "says is there"
+                )
+            else:
+                found |= {
+                    n: self._pickle(file)[n].clone() for n in names
+                }  # a pickle's tensors may share memory
         return {n: found[n] for n in wanted}
 
-    def said(self,
-        name: str,           # of a field
-        *blocks: str,        # nested objects of config.json that come before its top level
-        default=None,        # where nothing is said
+    def said(
+        self,
+        name: str,  # of a field
+        *blocks: str,  # nested objects of config.json that come before its top level
+        default=None,  # where nothing is said
     ):
         "A field of config.json."
-        return next((d[name] for d in (*(self.config.get(b) or {} for b in blocks), self.config) if d.get(name) is not None), default)
+        return next(
+            (
+                d[name]
+                for d in (*(self.config.get(b) or {} for b in blocks), self.config)
+                if d.get(name) is not None
+            ),
+            default,
+        )
 
 # %% ../../nbs/models/02_formats.ipynb #83caeab3
 def rename(
-    tensors: dict, # name -> tensor
-    table: dict,   # old prefix -> new prefix; the first that fits; a name without one stays
-) -> dict: # name -> tensor
+    tensors: dict,  # name -> tensor
+    table: dict,  # old prefix -> new prefix; the first that fits; a name without one stays
+) -> dict:  # name -> tensor
     "Exchange prefixes."
+
     def new(name):
         old = next((p for p in table if name.startswith(p)), "")
         return table.get(old, "") + name.removeprefix(old)
+
     return {new(n): w for n, w in tensors.items()}
 
-def inverse(table: dict) -> dict: # old prefix -> new prefix -> the table that takes it back
+
+def inverse(table: dict) -> dict:  # old prefix -> new prefix -> the table that takes it back
     "Turn a table of prefixes round."
     return {new: old for old, new in table.items()}
 
 # %% ../../nbs/models/02_formats.ipynb #63e93c77
 def layer_config(
     native: NativeCheckpoint,
-    target: Target,           # the verifier
-    names: list,              # tensor names of the layers
-    **fields,                 # that the caller knows better
-) -> PretrainedConfig: # LlamaConfig or Qwen3Config
-    "The configuration of draft layers that config.json keeps flat. Errors: ValueError where there is none."
-    if "hidden_size" not in native.config: raise ValueError(f"{native.name}: no config.json with hidden_size beside {native.file.name}; the sizes of attention heads cannot be seen in the tensors")
-    said, normed = native.config.get("model_type"), any(n.endswith("q_norm.weight") for n in names)
+    target: Target,  # the verifier
+    names: list,  # tensor names of the layers
+    **fields,  # that the caller knows better
+) -> PretrainedConfig:  # LlamaConfig or Qwen3Config
+    """The configuration of draft layers that config.json keeps flat. Errors: ValueError where
+    there is none."""
+    if "hidden_size" not in native.config:
+        raise ValueError(
+            f"{native.name}: no config.json with hidden_size beside {native.file.name}; the "
+            "sizes of attention heads cannot be seen in the tensors"
+        )
+    said, normed = (
+        native.config.get("model_type"),
+        any(n.endswith("q_norm.weight") for n in names),
+    )
     family = said if said in LAYER_FAMILIES else LAYER_FAMILIES[normed]
-    known = {*CONFIG_MAPPING[family]().to_dict(), "rope_theta", "rope_scaling", "layer_types", "sliding_window", "use_sliding_window"} - {"architectures", "dtype", "transformers_version", "_name_or_path", "model_type"}
+    known = {
+        *CONFIG_MAPPING[family]().to_dict(),
+        "rope_theta",
+        "rope_scaling",
+        "layer_types",
+        "sliding_window",
+        "use_sliding_window",
+    } - {"architectures", "dtype", "transformers_version", "_name_or_path", "model_type"}
     fields = {k: v for k, v in native.config.items() if k in known} | fields
-    fields["layer_types"] = fields.get("layer_types") or ["full_attention"] * fields["num_hidden_layers"]
-    fields["max_position_embeddings"] = max(fields.get("max_position_embeddings", 0), target.config.max_position_embeddings)
+    fields["layer_types"] = (
+        fields.get("layer_types") or ["full_attention"] * fields["num_hidden_layers"]
+    )
+    fields["max_position_embeddings"] = max(
+        fields.get("max_position_embeddings", 0), target.config.max_position_embeddings
+    )
     return layer_config_from_dict(fields | dict(model_type=family, tie_word_embeddings=False))
 
+
 def flat(
-    config: PretrainedConfig, # of draft layers
-    **others,                 # entries beside them
-) -> dict: # the content of a config.json
+    config: PretrainedConfig,  # of draft layers
+    **others,  # entries beside them
+) -> dict:  # the content of a config.json
     "The other way: a layer's configuration as a research checkpoint keeps it."
-    return {k: v for k, v in config.to_dict().items() if k not in ("transformers_version", "_name_or_path", "dtype")} | others
+    return {
+        k: v
+        for k, v in config.to_dict().items()
+        if k not in ("transformers_version", "_name_or_path", "dtype")
+    } | others
+
 
 def count_layers(
-    names: list, # of tensors, `layers.0.…`
-) -> int: # 1 more than the highest number
+    names: list,  # of tensors, `layers.0.…`
+) -> int:  # 1 more than the highest number
     "How many decoder layers there are."
-    return 1 + max((int(m[1]) for n in names if (m := re.match(r"layers\.(\d+)\.", n))), default=-1)
+    return 1 + max(
+        (int(m[1]) for n in names if (m := re.match(r"layers\.(\d+)\.", n))), default=-1
+    )
 
 # %% ../../nbs/models/02_formats.ipynb #f243eb55
 def without_borrowed(
-    tensors: dict,           # our names -> tensors
-    target: Target,          # the verifier
-    source: str,             # of the tensors, for messages
-    tolerance: float = 0.01, # largest difference over largest entry; allows for rounded copies
-) -> dict: # without embed_tokens.weight and lm_head.weight
-    "Leave out copies of the verifier's tensors. Errors: ValueError for what is no copy. A verifier without weights here is believed."
+    tensors: dict,  # our names -> tensors
+    target: Target,  # the verifier
+    source: str,  # of the tensors, for messages
+    tolerance: float = 0.01,  # largest difference over largest entry; allows for rounded copies
+) -> dict:  # without embed_tokens.weight and lm_head.weight
+    """Leave out copies of the verifier's tensors. Errors: ValueError for what is no copy. A
+    verifier without weights here is believed."""
     for name, part in (("embed_tokens.weight", "embeddings"), ("lm_head.weight", "head")):
-        if name not in tensors: continue
-        try: theirs = load_verifier_tensors(target.path)[part]
-        except FileNotFoundError: continue
+        if name not in tensors:
+            continue
+        try:
+            theirs = load_verifier_tensors(target.path)[part]
+        except FileNotFoundError:
+            continue
         own = tensors[name]
-        if own.shape != theirs.shape: raise ValueError(f"{source}: {name} is {tuple(own.shape)}, that of verifier {target.path!r} {tuple(theirs.shape)}; the drafter is for another verifier")
+        if own.shape != theirs.shape:
+            raise ValueError(
+                f"{source}: {name} is {tuple(own.shape)}, that of verifier {target.path!r} "
+                f"{tuple(theirs.shape)}; the drafter is for another verifier"
+            )
         gap = (own.float() - theirs.float()).abs().max() / theirs.float().abs().max()
         if not gap <= tolerance:
-            raise ValueError(f"{source}: {name} differs from that of verifier {target.path!r} by {gap:.2g} of its largest entry, and this format has no place for a drafter's own; "
-                             "is the drafter for another verifier?")
-    return {n: w for n, w in tensors.items() if n not in ("embed_tokens.weight", "lm_head.weight")}
+            raise ValueError(
+                f"{source}: {name} differs from that of verifier {target.path!r} by {gap:.2g} "
+                "of its largest entry, and this format has no place for a drafter's own; "
+                "is the drafter for another verifier?"
+            )
+    return {
+        n: w for n, w in tensors.items() if n not in ("embed_tokens.weight", "lm_head.weight")
+    }
+
 
 def vocab_mapping(
-    tensors: dict,   # with or without d2t and t2d
-    vocab_size: int, # V, the verifier's
-    source: str,     # for messages
-) -> dict: # {} for the whole vocabulary, else both
-    "Bring a draft vocabulary into our form: t2d made from d2t where it is missing, neither where all tokens are kept. Errors: ValueError for offsets that lead nowhere."
+    tensors: dict,  # with or without d2t and t2d
+    vocab_size: int,  # V, the verifier's
+    source: str,  # for messages
+) -> dict:  # {} for the whole vocabulary, else both
+    """Bring a draft vocabulary into our form: t2d made from d2t where it is missing, neither
+    where all tokens are kept. Errors: ValueError for offsets that lead nowhere."""
     d2t, t2d = (tensors.get(n) for n in ("d2t", "t2d"))
-    if d2t is None and t2d is None: return {}
-    if d2t is None: d2t = t2d.bool().nonzero()[:, 0] - torch.arange(int(t2d.bool().sum()))
+    if d2t is None and t2d is None:
+        return {}
+    if d2t is None:
+        d2t = t2d.bool().nonzero()[:, 0] - torch.arange(int(t2d.bool().sum()))
     kept = torch.arange(len(d2t)) + d2t.long()
     if len(kept) and not 0 <= int(kept.min()) <= int(kept.max()) < vocab_size:
-        raise ValueError(f"{source}: d2t leads to token {int(kept.max())}, the verifier has {vocab_size}; the drafter is for another verifier")
-    if t2d is None: t2d = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, kept, True)
-    if len(t2d) == len(d2t) and bool((d2t == 0).all()): return {}
+        raise ValueError(
+            f"{source}: d2t leads to token {int(kept.max())}, the verifier has {vocab_size}; "
+            "the drafter is for another verifier"
+        )
+    if t2d is None:
+        t2d = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, kept, True)
+    if len(t2d) == len(d2t) and bool((d2t == 0).all()):
+        return {}
     return {"t2d": t2d.bool(), "d2t": d2t.long()}
 
 # %% ../../nbs/models/02_formats.ipynb #2e900ed4
 def write_native(
-    folder: str | os.PathLike,       # made if absent
-    config: dict,                    # the content of config.json
-    tensors: dict,                   # name -> tensor
-    file: str = "model.safetensors", # of the weights
+    folder: str | os.PathLike,  # made if absent
+    config: dict,  # the content of config.json
+    tensors: dict,  # name -> tensor
+    file: str = "model.safetensors",  # of the weights
 ):
-    "Write a checkpoint of another project's format: the weights, then config.json, each atomically."
+    """Write a checkpoint of another project's format: the weights, then config.json, each
+    atomically."""
     folder = Path(folder)
     save_tensors(tensors, folder / file, metadata={"format": "pt"})
-    dtype = next((str(w.dtype).removeprefix("torch.") for w in tensors.values() if w.is_floating_point()), None)
+    dtype = next(
+        (
+            str(w.dtype).removeprefix("torch.")
+            for w in tensors.values()
+            if w.is_floating_point()
+        ),
+        None,
+    )
     with atomic_write(folder / "config.json") as temporary:
-        temporary.write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(
+            json.dumps(config | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8"
+        )

@@ -10,106 +10,153 @@ __all__ = ['ORIGINAL', 'MedusaSpeculatorConfig', 'ResidualBlocks', 'MedusaModel'
 import os
 import re
 from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
+
 from ..core.config import SpeculatorModelConfig
+from ..core.tree import Sampling, TokenTree, likeliest
 from ..core.tree_growth import product_law
 from .base import SpeculatorModel
+from speculators_nb.models.formats import (
+    NativeCheckpoint,
+    NativeFormat,
+    Target,
+    register_format,
+    rename,
+    write_native,
+)
 from .mlp_speculator import TokenHeads
-from .formats import NativeCheckpoint, NativeFormat, Target, register_format, rename, write_native
-from ..core.tree import Sampling, TokenTree, likeliest
 
 # %% ../../nbs/models/12_medusa.ipynb #ddaf33f8
 @SpeculatorModelConfig.register("medusa")
 class MedusaSpeculatorConfig(SpeculatorModelConfig):
-    "Medusa heads; the field names are those of the published checkpoints. Errors: ValueError for sizes below 1."
+    """Medusa heads; the field names are those of the published checkpoints. Errors: ValueError
+    for sizes below 1."""
+
     speculators_model_type: str = "medusa"
     architectures: list[str] | None = None
-    hidden_size: int = 4096           # H, the verifier's
-    vocab_size: int = 32000           # V, the verifier's
-    num_heads: int = 5                # K drafted tokens
-    num_hidden_layers: int = 1        # residual blocks of a head
-    medusa_fc_bias: bool = False      # biases in the blocks
+    hidden_size: int = 4096  # H, the verifier's
+    vocab_size: int = 32000  # V, the verifier's
+    num_heads: int = 5  # K drafted tokens
+    num_hidden_layers: int = 1  # residual blocks of a head
+    medusa_fc_bias: bool = False  # biases in the blocks
 
 # %% ../../nbs/models/12_medusa.ipynb #88b7a9a2
 class ResidualBlocks(nn.Module):
     "x + SiLU(W x), one or more times; W starts at zero, and so the block as the identity."
+
     def __init__(self, size: int, depth: int, bias: bool):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(size, size, bias=bias) for _ in range(depth))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor: # [..., H] -> [..., H]
-        for layer in self.layers: x = x + F.silu(layer(x))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., H]
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
         return x
+
 
 @SpeculatorModel.register("medusa")
 class MedusaModel(TokenHeads):
     "Medusa-1 ([2401.10774](https://arxiv.org/abs/2401.10774)): heads beside a frozen verifier."
+
     config_class = MedusaSpeculatorConfig
     head_loss_decay = 0.8
 
     def __init__(self, config: MedusaSpeculatorConfig):
         super().__init__(config)
         h, v = config.hidden_size, config.vocab_size
-        self.blocks = nn.ModuleList(ResidualBlocks(h, config.num_hidden_layers, config.medusa_fc_bias) for _ in range(config.num_heads))
-        self.lm_heads = nn.ModuleList(nn.Linear(h, v, bias=False) for _ in range(config.num_heads))
+        self.blocks = nn.ModuleList(
+            ResidualBlocks(h, config.num_hidden_layers, config.medusa_fc_bias)
+            for _ in range(config.num_heads)
+        )
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(h, v, bias=False) for _ in range(config.num_heads)
+        )
         self.post_init()
-        for head in self.lm_heads: head.weight.data.fill_(float("nan"))      # until the verifier's head arrives
+        for head in self.lm_heads:
+            head.weight.data.fill_(float("nan"))  # until the verifier's head arrives
 
     def _init_weights(self, module):
         if isinstance(module, nn.Linear):
             module.weight.data.zero_()
-            if module.bias is not None: module.bias.data.zero_()
+            if module.bias is not None:
+                module.bias.data.zero_()
 
     @property
-    def layers(self) -> nn.ModuleList: return self.blocks
+    def layers(self) -> nn.ModuleList:
+        return self.blocks
 
     def _borrow(self, parts, head):
-        "The final norm, and the verifier's head as the first value of each head that no checkpoint filled."
+        """The final norm, and the verifier's head as the first value of each head that no
+        checkpoint filled."""
         super()._borrow(parts, head)
         with torch.no_grad():
             for own in self.lm_heads:
-                if own.weight[0, 0].isnan(): own.weight.copy_(parts["head"])
+                if own.weight[0, 0].isnan():
+                    own.weight.copy_(parts["head"])
 
-    def hidden_rows(self, states: torch.Tensor, input_ids: torch.Tensor, needed: list) -> list: # as in `TokenHeads`
+    def hidden_rows(
+        self, states: torch.Tensor, input_ids: torch.Tensor, needed: list
+    ) -> list:  # as in `TokenHeads`
         "Each head for itself; the tokens play no part."
         return [block(states[rows]) for block, rows in zip(self.blocks, needed)]
 
-    def head_weights(self) -> list: # as in `TokenHeads`
+    def head_weights(self) -> list:  # as in `TokenHeads`
         "The heads' matrices."
         return [head.weight for head in self.lm_heads]
 
     @classmethod
-    def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # only vocab_size, hidden_size (verifier's)
-        t2d: torch.Tensor | None = None,                  # must be None: the whole vocabulary
-        d2t: torch.Tensor | None = None,                  # likewise
+    def from_training_args(
+        cls,
+        transformer_layer_config: PretrainedConfig,  # only vocab_size, hidden_size (verifier's)
+        t2d: torch.Tensor | None = None,  # must be None: the whole vocabulary
+        d2t: torch.Tensor | None = None,  # likewise
         *,
-        verifier_name_or_path: str,                       # its folder or hub id
-        draft_vocab_size: int | None = None,              # None, or the verifier's
-        num_heads: int = 5,                               # K
-        num_hidden_layers: int = 1,                       # residual blocks of a head
-        **others,                                         # training arguments that are not about the model
-    ) -> "MedusaModel": # each head says what the verifier's own would, ready to train
+        verifier_name_or_path: str,  # its folder or hub id
+        draft_vocab_size: int | None = None,  # None, or the verifier's
+        num_heads: int = 5,  # K
+        num_hidden_layers: int = 1,  # residual blocks of a head
+        **others,  # training arguments that are not about the model
+    ) -> "MedusaModel":  # each head says what the verifier's own would, ready to train
         "Fresh heads for a verifier. Errors: ValueError for a reduced vocabulary."
-        return cls._fresh(verifier_name_or_path, transformer_layer_config, draft_vocab_size, t2d, num_heads, num_heads=num_heads, num_hidden_layers=num_hidden_layers)
+        return cls._fresh(
+            verifier_name_or_path,
+            transformer_layer_config,
+            draft_vocab_size,
+            t2d,
+            num_heads,
+            num_heads=num_heads,
+            num_hidden_layers=num_hidden_layers,
+        )
 
-    def save_native(self,
-        folder: str | os.PathLike,        # made if absent
-        dtype: torch.dtype | None = None, # of the stored tensors; None: as they are
+    def save_native(
+        self,
+        folder: str | os.PathLike,  # made if absent
+        dtype: torch.dtype | None = None,  # of the stored tensors; None: as they are
     ):
-        "Write the checkpoint that vLLM serves with method medusa. The tensors are ours; the config is its own."
-        write_engine(self.config, {n: w.to(dtype or self.dtype) for n, w in self.saved_state().items()}, folder)
+        """Write the checkpoint that vLLM serves with method medusa. The tensors are ours; the
+        config is its own."""
+        write_engine(
+            self.config,
+            {n: w.to(dtype or self.dtype) for n, w in self.saved_state().items()},
+            folder,
+        )
 
     @staticmethod
     def serving_violations(
-        raw: dict,                                   # the config.json as it stands
-        verifier: PretrainedConfig | None = None,    # not read
-    ) -> list: # sentences with the remedy
+        raw: dict,  # the config.json as it stands
+        verifier: PretrainedConfig | None = None,  # not read
+    ) -> list:  # sentences with the remedy
         "vLLM reads the heads in their own format alone."
-        return ["vLLM 0.32 does not read Medusa heads from a speculators folder; write theirs with model.save_native(folder) and serve it with method medusa"]
+        return [
+            (
+                "vLLM 0.32 does not read Medusa heads from a speculators folder; write theirs "
+                "with model.save_native(folder) and serve it with method medusa"
+            )
+        ]
 
     def drafter(self) -> "MedusaDrafter":
         "This model as a `tree.Drafter`."
@@ -118,8 +165,13 @@ class MedusaModel(TokenHeads):
 # %% ../../nbs/models/12_medusa.ipynb #8a38a659
 class MedusaDrafter:
     "All tokens from one state, in one pass (the `tree.Drafter` protocol)."
+
     def __init__(self, model: MedusaModel):
-        self.model, self.aux_layer_ids, self.trained_tokens = model.eval(), (model.verifier_layers,), model.config.num_heads
+        self.model, self.aux_layer_ids, self.trained_tokens = (
+            model.eval(),
+            (model.verifier_layers,),
+            model.config.num_heads,
+        )
 
     def reset(self):
         "There is nothing to forget."
@@ -127,78 +179,162 @@ class MedusaDrafter:
     def _slots(self, features, k):
         "Logits [k, V], or of as many places as there are heads."
         state = self.model.verifier_states(features[-1])
-        return torch.stack([block(state) @ head.T for block, head in zip(self.model.blocks, self.model.head_weights()[:k])])
+        return torch.stack(
+            [
+                block(state) @ head.T
+                for block, head in zip(self.model.blocks, self.model.head_weights()[:k])
+            ]
+        )
 
     @torch.inference_mode()
-    def propose(self,
-        tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
+    def propose(
+        self,
+        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not seen the last one
         features: torch.Tensor,  # [m, H] of positions n-1-m .. n-2
-        k: int,                  # tokens wanted
-        sampling: Sampling,      # temperature and generator
-    ) -> TokenTree: # a chain of k, or of as many as there are heads
+        k: int,  # tokens wanted
+        sampling: Sampling,  # temperature and generator
+    ) -> TokenTree:  # a chain of k, or of as many as there are heads
         "Each head's token. The law of a place does not depend on what was drawn before it."
         logits = self._slots(features, k)
-        if not sampling.temperature: return TokenTree.chain(likeliest(logits))
+        if not sampling.temperature:
+            return TokenTree.chain(likeliest(logits))
         laws = sampling.probabilities(logits)
         return TokenTree.chain(sampling.draw(laws), laws)
 
     @contextmanager
-    def grow(self,
-        tokens: torch.Tensor,    # [n] as in `propose`
+    def grow(
+        self,
+        tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, H] as in `propose`
-        depth: int,              # of the deepest node; nothing follows the last head's
-    ): # yields the law, as in `growth`
+        depth: int,  # of the deepest node; nothing follows the last head's
+    ):  # yields the law, as in `growth`
         "Laws for the nodes of a tree: one for each depth."
         yield product_law(self._slots(features, depth).float().log_softmax(-1))
 
 # %% ../../nbs/models/12_medusa.ipynb #1ec4a9bd
 ORIGINAL = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 
+
 def read_heads(
     native: NativeCheckpoint,
-    target: Target,   # the verifier; not needed
-) -> tuple: # (fields of our config, our names -> tensors)
-    "Medusa heads under the engine's or the original names; all sizes are those of the tensors. Errors: ValueError for a head that knows part of the vocabulary, or for names of neither kind."
-    prefix = next((p for p in ("medusa_heads.", "medusa_head.") if any(n.startswith(p) for n in native.index)), "")
+    target: Target,  # the verifier; not needed
+) -> tuple:  # (fields of our config, our names -> tensors)
+    """Medusa heads under the engine's or the original names; all sizes are those of the
+    tensors. Errors: ValueError for a head that knows part of the vocabulary, or for names of
+    neither kind."""
+    prefix = next(
+        (
+            p
+            for p in ("medusa_heads.", "medusa_head.")
+            if any(n.startswith(p) for n in native.index)
+        ),
+        "",
+    )
     tensors = {}
     for name, w in rename(native.tensors(prefix), {prefix: ""}).items():
         old = ORIGINAL.fullmatch(name)
-        tensors[name if old is None else f"blocks.{old[1]}.layers.{old[2]}.{old[4]}" if old[3] else f"lm_heads.{old[1]}.{old[4]}"] = w
-    if "token_map" in tensors: raise ValueError(f"{native.name}: token_map restricts the heads to {len(tensors['token_map'])} tokens; Medusa heads here know the whole vocabulary")
-    heads = 1 + max((int(n.split(".")[1]) for n in tensors if re.match(r"blocks\.\d+\.", n)), default=-1)
-    for i in range(heads if native.said("original_lm_head") else 0): tensors[f"lm_heads.{i}.weight"] = tensors["lm_heads.0.weight"].clone()   # one for all
-    if not {"blocks.0.layers.0.weight", "lm_heads.0.weight"} <= tensors.keys(): raise ValueError(f"{native.name}: a head is a block and a matrix; found {', '.join(sorted(tensors)[:4])}")
+        tensors[
+            name
+            if old is None
+            else f"blocks.{old[1]}.layers.{old[2]}.{old[4]}"
+            if old[3]
+            else f"lm_heads.{old[1]}.{old[4]}"
+        ] = w
+    if "token_map" in tensors:
+        raise ValueError(
+            f"{native.name}: token_map restricts the heads to {len(tensors['token_map'])} "
+            "tokens; Medusa heads here know the whole vocabulary"
+        )
+    heads = 1 + max(
+        (int(n.split(".")[1]) for n in tensors if re.match(r"blocks\.\d+\.", n)), default=-1
+    )
+    for i in range(heads if native.said("original_lm_head") else 0):
+        tensors[f"lm_heads.{i}.weight"] = tensors["lm_heads.0.weight"].clone()  # one for all
+    if not {"blocks.0.layers.0.weight", "lm_heads.0.weight"} <= tensors.keys():
+        raise ValueError(
+            f"{native.name}: a head is a block and a matrix; found "
+            f"{', '.join(sorted(tensors)[:4])}"
+        )
     v, h = tensors["lm_heads.0.weight"].shape
     depth = 1 + max(int(n.split(".")[3]) for n in tensors if n.startswith("blocks.0.layers."))
-    return dict(hidden_size=h, vocab_size=v, num_heads=heads, num_hidden_layers=depth, medusa_fc_bias="blocks.0.layers.0.bias" in tensors, speculative_tokens=heads), tensors
+    return dict(
+        hidden_size=h,
+        vocab_size=v,
+        num_heads=heads,
+        num_hidden_layers=depth,
+        medusa_fc_bias="blocks.0.layers.0.bias" in tensors,
+        speculative_tokens=heads,
+    ), tensors
+
 
 def write_engine(
     config: MedusaSpeculatorConfig,
-    tensors: dict,                 # our names -> tensors
-    folder: str | os.PathLike,     # made if absent
+    tensors: dict,  # our names -> tensors
+    folder: str | os.PathLike,  # made if absent
     target: Target | None = None,  # not needed
 ):
     "What vLLM serves with method medusa."
     names = ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers", "medusa_fc_bias")
-    write_native(folder, dict(model_type="medusa", architectures=["MedusaModel"]) | {name: getattr(config, name) for name in names}, tensors)
+    write_native(
+        folder,
+        dict(model_type="medusa", architectures=["MedusaModel"])
+        | {name: getattr(config, name) for name in names},
+        tensors,
+    )
+
 
 def write_original(
     config: MedusaSpeculatorConfig,
-    tensors: dict,                 # our names -> tensors
-    folder: str | os.PathLike,     # made if absent
+    tensors: dict,  # our names -> tensors
+    folder: str | os.PathLike,  # made if absent
     target: Target | None = None,  # the verifier, which is named in the config
 ):
     "What the original repository reads, as safetensors."
+
     def new(name):
         kind, i, *rest = name.split(".")
-        return f"{i}.{rest[1]}.linear.{rest[2]}" if kind == "blocks" else f"{i}.{config.num_hidden_layers}.{rest[0]}"
-    raw = dict(medusa_num_heads=config.num_heads, medusa_num_layers=config.num_hidden_layers, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
-    write_native(folder, raw | (dict(base_model_name_or_path=target.path) if target else {}), {new(n): w for n, w in tensors.items()}, "medusa_lm_head.safetensors")
+        return (
+            f"{i}.{rest[1]}.linear.{rest[2]}"
+            if kind == "blocks"
+            else f"{i}.{config.num_hidden_layers}.{rest[0]}"
+        )
 
-register_format(NativeFormat(
-    "medusa", "medusa", "Medusa heads under the names of serving engines", "tensors blocks.0.layers.0.weight and lm_heads.0.weight",
-    lambda config, names: {"blocks.0.layers.0.weight", "lm_heads.0.weight"} <= names, read_heads, write_engine))
-register_format(NativeFormat(
-    "medusa_original", "medusa", "Medusa heads of the original repository", "tensors 0.0.linear.weight, with or without medusa_head. before them",
-    lambda config, names: any(p + "0.0.linear.weight" in names for p in ("", "medusa_head.", "medusa_heads.")), read_heads, write_original,
-    files=("medusa_lm_head.safetensors", "medusa_lm_head.pt")))
+    raw = dict(
+        medusa_num_heads=config.num_heads,
+        medusa_num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+    )
+    write_native(
+        folder,
+        raw | (dict(base_model_name_or_path=target.path) if target else {}),
+        {new(n): w for n, w in tensors.items()},
+        "medusa_lm_head.safetensors",
+    )
+
+
+register_format(
+    NativeFormat(
+        "medusa",
+        "medusa",
+        "Medusa heads under the names of serving engines",
+        "tensors blocks.0.layers.0.weight and lm_heads.0.weight",
+        lambda config, names: {"blocks.0.layers.0.weight", "lm_heads.0.weight"} <= names,
+        read_heads,
+        write_engine,
+    )
+)
+register_format(
+    NativeFormat(
+        "medusa_original",
+        "medusa",
+        "Medusa heads of the original repository",
+        "tensors 0.0.linear.weight, with or without medusa_head. before them",
+        lambda config, names: any(
+            p + "0.0.linear.weight" in names for p in ("", "medusa_head.", "medusa_heads.")
+        ),
+        read_heads,
+        write_original,
+        files=("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
+    )
+)

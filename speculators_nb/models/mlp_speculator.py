@@ -11,87 +11,138 @@ import math
 import os
 from contextlib import contextmanager
 from dataclasses import field
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
+
 from ..core.config import SpeculatorModelConfig, SpeculatorsConfig
-from ..nn.head_loss import dense_token_loss, token_loss
-from .base import SpeculatorModel
-from .formats import NativeCheckpoint, NativeFormat, Target, register_format, rename, write_native
-from ..nn.supervision import block_metrics, needed_rows, ttt_supervision
 from ..core.tree import Sampling, TokenTree, likeliest
+from .base import SpeculatorModel
+from speculators_nb.models.formats import (
+    NativeCheckpoint,
+    NativeFormat,
+    Target,
+    register_format,
+    rename,
+    write_native,
+)
+from ..nn.head_loss import dense_token_loss, token_loss
+from ..nn.supervision import block_metrics, needed_rows, ttt_supervision
 
 # %% ../../nbs/models/11_mlp_speculator.ipynb #52a15c42
-AHEAD = 2   # the verifier's head gives token t+1; the first drafted after its state t is t+2
+AHEAD = 2  # the verifier's head gives token t+1; the first drafted after its state t is t+2
+
 
 class TokenHeads(SpeculatorModel):
-    """A drafter of K heads of its own. All read the verifier's last state after its final norm, and head k (from 0) says token t+2+k of state t.
+    """A drafter of K heads of its own. All read the verifier's last state after its final norm,
+    and head k (from 0) says token t+2+k of state t.
 
-    A subclass gives `hidden_rows`, `head_weights` and its network; loss, metrics and training arguments are the same for all."""
+    A subclass gives `hidden_rows`, `head_weights` and its network; loss, metrics and training
+    arguments are the same for all."""
+
     own_heads = True
     from_verifier = ("target_head.norm.weight",)
-    head_loss_decay = 1.0    # weight of head k is its (k+1)-th power
+    head_loss_decay = 1.0  # weight of head k is its (k+1)-th power
 
     @property
-    def dtype(self) -> torch.dtype: return self.head_weights()[0].dtype
+    def dtype(self) -> torch.dtype:
+        return self.head_weights()[0].dtype
 
-    def verifier_states(self, features: torch.Tensor) -> torch.Tensor: # [..., H] before the verifier's final norm -> [..., H]
+    def verifier_states(
+        self, features: torch.Tensor
+    ) -> torch.Tensor:  # [..., H] before the verifier's final norm -> [..., H]
         "What the verifier's own head reads."
         return self.target_head.norm(features).to(self.dtype)
 
-    def hidden_rows(self,
-        states: torch.Tensor,     # [L, H] from `verifier_states`
+    def hidden_rows(
+        self,
+        states: torch.Tensor,  # [L, H] from `verifier_states`
         input_ids: torch.Tensor,  # [L]
-        needed: list,             # K index tensors, each a subset of the one before
-    ) -> list: # K tensors [N_k, D]: what head k multiplies
+        needed: list,  # K index tensors, each a subset of the one before
+    ) -> list:  # K tensors [N_k, D]: what head k multiplies
         "Hidden states of the needed rows, head by head."
         raise NotImplementedError
 
-    def head_weights(self) -> list: # K tensors [V, D]; tied ones are the same object
+    def head_weights(self) -> list:  # K tensors [V, D]; tied ones are the same object
         "The heads' matrices."
         raise NotImplementedError
 
-    def forward(self,
-        input_ids: torch.Tensor,                    # [1, L] token x_i
-        document_ids: torch.Tensor,                 # [1, L], -1 padding
-        loss_mask: torch.Tensor,                    # [1, L]
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [1, L] token x_i
+        document_ids: torch.Tensor,  # [1, L], -1 padding
+        loss_mask: torch.Tensor,  # [1, L]
         verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_i, before the final norm
-        hidden_states: torch.Tensor | None = None,  # not read: the last states are all there is to see
-        position_ids: torch.Tensor | None = None,   # not read: there is no attention
-        head_loss_decay: float | None = None,       # None: the class's
-        cross_document_targets: bool = False,       # True: targets may lie in the next document
-        lean: bool = True,                          # False: dense, every row at every head; also returns draft tokens
-        gemm_dtype: torch.dtype | None = None,      # of the heads' products, e.g. torch.bfloat16
-    ) -> tuple: # (draft tokens: list of K [1, L], or None where lean; loss, scalar; metrics)
-        "One packed row. The loss is the sum over heads of decay^(k+1) times the mean cross-entropy of that head's rows."
+        hidden_states: torch.Tensor
+        | None = None,  # not read: the last states are all there is to see
+        position_ids: torch.Tensor | None = None,  # not read: there is no attention
+        head_loss_decay: float | None = None,  # None: the class's
+        cross_document_targets: bool = False,  # True: targets may lie in the next document
+        lean: bool = True,  # False: dense, every row at every head; also returns draft tokens
+        gemm_dtype: torch.dtype | None = None,  # of the heads' products, e.g. torch.bfloat16
+    ) -> tuple:  # (draft tokens: list of K [1, L], or None where lean; loss, scalar; metrics)
+        """One packed row. The loss is the sum over heads of decay^(k+1) times the mean
+        cross-entropy of that head's rows."""
         ids, heads, L = input_ids[0], self.head_weights(), input_ids.shape[1]
-        decay = (self.head_loss_decay if head_loss_decay is None else head_loss_decay) ** torch.arange(1., len(heads) + 1, device=ids.device)
-        supervised = ttt_supervision(loss_mask[0], document_ids[0], len(heads) + AHEAD, cross_document_targets)[AHEAD:]
-        totals, states = supervised.sum(-1).float() + 1e-5, self.verifier_states(verifier_last_hidden_states[0])
-        needed = needed_rows(supervised) if lean else [torch.arange(L, device=ids.device)] * len(heads)
+        decay = (
+            self.head_loss_decay if head_loss_decay is None else head_loss_decay
+        ) ** torch.arange(1.0, len(heads) + 1, device=ids.device)
+        supervised = ttt_supervision(
+            loss_mask[0], document_ids[0], len(heads) + AHEAD, cross_document_targets
+        )[AHEAD:]
+        totals, states = (
+            supervised.sum(-1).float() + 1e-5,
+            self.verifier_states(verifier_last_hidden_states[0]),
+        )
+        needed = (
+            needed_rows(supervised)
+            if lean
+            else [torch.arange(L, device=ids.device)] * len(heads)
+        )
         dense = self.hidden_rows(states, ids, needed)
         hidden = [h[s[rows]] for h, s, rows in zip(dense, supervised, needed)]
-        head_of, row_of = supervised.nonzero().T                    # the order of `hidden`
+        head_of, row_of = supervised.nonzero().T  # the order of `hidden`
         targets, weight = ids[row_of + head_of + AHEAD], (decay / totals)[head_of]
-        loss, correct, rows = 0., torch.zeros_like(supervised), torch.zeros(len(head_of), device=ids.device)
-        for head in {id(w): w for w in heads}.values():             # tied heads share one product and one gradient
+        loss, correct, rows = (
+            0.0,
+            torch.zeros_like(supervised),
+            torch.zeros(len(head_of), device=ids.device),
+        )
+        for head in {
+            id(w): w for w in heads
+        }.values():  # tied heads share one product and one gradient
             own = [k for k, w in enumerate(heads) if w is head]
             at = torch.isin(head_of, torch.tensor(own, device=ids.device)).nonzero()[:, 0]
             parts = torch.cat([hidden[k] for k in own]), head, targets[at], weight[at]
-            out = token_loss(*parts, gemm_dtype=gemm_dtype) if lean else dense_token_loss(*parts)
-            loss, rows[at], correct[head_of[at], row_of[at]] = loss + out.loss, out.rows["ce"], out.correct
+            out = (
+                token_loss(*parts, gemm_dtype=gemm_dtype) if lean else dense_token_loss(*parts)
+            )
+            loss, rows[at], correct[head_of[at], row_of[at]] = (
+                loss + out.loss,
+                out.rows["ce"],
+                out.correct,
+            )
         tokens = None if lean else [(h @ w.T).argmax(-1)[None] for h, w in zip(dense, heads)]
-        return tokens, loss, self._metrics(rows, head_of, loss.detach(), totals) | block_metrics(correct.T, supervised.T)
+        return (
+            tokens,
+            loss,
+            self._metrics(rows, head_of, loss.detach(), totals)
+            | block_metrics(correct.T, supervised.T),
+        )
 
     def _metrics(self, rows, head_of, loss, totals):
         "The loss as trained, and each head's own mean cross-entropy, weighted by their rows."
         means = torch.zeros_like(totals).index_add_(0, head_of, rows)
         return {"loss_sum": loss * totals[0], "loss_total": totals[0]} | {
-            f"loss_{k}_{part}": x[k] for k in range(len(totals)) for part, x in (("sum", means), ("total", totals))}
+            f"loss_{k}_{part}": x[k]
+            for k in range(len(totals))
+            for part, x in (("sum", means), ("total", totals))
+        }
 
     @staticmethod
-    def shift(sample: dict) -> dict: # -> the same
+    def shift(sample: dict) -> dict:  # -> the same
         "Samples are packed as they are: state, token and mask of one position share an index."
         return sample
 
@@ -99,99 +150,158 @@ class TokenHeads(SpeculatorModel):
     def _fresh(cls, verifier, sizes, draft_vocab_size, t2d, heads, **fields):
         "A new model with the verifier's weights."
         if t2d is not None or draft_vocab_size not in (None, sizes.vocab_size):
-            raise ValueError(f"draft_vocab_size={draft_vocab_size}: the heads are the whole vocabulary of {sizes.vocab_size}; leave it out")
-        return cls.for_verifier(cls.config_class(hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size, **fields,
-                                                 speculators_config=SpeculatorsConfig.greedy(cls.config_class.speculators_model_type, heads, verifier)))
+            raise ValueError(
+                f"draft_vocab_size={draft_vocab_size}: the heads are the whole vocabulary of "
+                f"{sizes.vocab_size}; leave it out"
+            )
+        return cls.for_verifier(
+            cls.config_class(
+                hidden_size=sizes.hidden_size,
+                vocab_size=sizes.vocab_size,
+                **fields,
+                speculators_config=SpeculatorsConfig.greedy(
+                    cls.config_class.speculators_model_type, heads, verifier
+                ),
+            )
+        )
 
     @classmethod
-    def get_trainer_kwargs(cls,
-        head_loss_decay: float | None = None,              # all as in `forward`, passed on where given
+    def get_trainer_kwargs(
+        cls,
+        head_loss_decay: float | None = None,  # all as in `forward`, passed on where given
         cross_document_targets: bool | None = None,
         gemm_dtype: torch.dtype | None = None,
-        **others,                                          # training arguments of other parts
-    ) -> tuple: # (kwargs of `forward` in training, in evaluation)
-        "What `forward` gets in training and in evaluation: the same, since nothing here is random."
-        given = dict(head_loss_decay=head_loss_decay, cross_document_targets=cross_document_targets, gemm_dtype=gemm_dtype)
+        **others,  # training arguments of other parts
+    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
+        """What `forward` gets in training and in evaluation: the same, since nothing here is
+        random."""
+        given = dict(
+            head_loss_decay=head_loss_decay,
+            cross_document_targets=cross_document_targets,
+            gemm_dtype=gemm_dtype,
+        )
         kwargs = {k: v for k, v in given.items() if v is not None}
         return kwargs, dict(kwargs)
 
 # %% ../../nbs/models/11_mlp_speculator.ipynb #9bcbce01
 @SpeculatorModelConfig.register("mlp")
 class MLPSpeculatorConfig(SpeculatorModelConfig):
-    "An MLP speculator. Errors: ValueError naming field and value for other inputs, sizes below 1, or tied weights of a single head."
+    """An MLP speculator. Errors: ValueError naming field and value for other inputs, sizes
+    below 1, or tied weights of a single head."""
+
     speculators_model_type: str = "mlp"
     architectures: list[str] | None = None
-    inputs: list[str] = field(default_factory=lambda: ["input_embeddings", "hidden_states[-1]"])   # what the heads read; there is no other choice
-    inputs_hidden_states_normalized: bool = False   # LN0(h)/√2 instead of h
-    hidden_size: int = 4096                         # H, the verifier's
-    intermediate_size: int = 4096                   # D, the speculator's own width
-    vocab_size: int = 128256                        # V, the verifier's
-    num_layers: int = 5                             # n heads, so n drafted tokens
-    tie_weights: bool = True                        # one embedding, norm and head for all, and one map for all but the first
-    torch_dtype: str = "bfloat16"                   # of the stored weights; follows `save_pretrained`
+    inputs: list[str] = field(
+        default_factory=lambda: ["input_embeddings", "hidden_states[-1]"]
+    )  # what the heads read; there is no other choice
+    inputs_hidden_states_normalized: bool = False  # LN0(h)/√2 instead of h
+    hidden_size: int = 4096  # H, the verifier's
+    intermediate_size: int = 4096  # D, the speculator's own width
+    vocab_size: int = 128256  # V, the verifier's
+    num_layers: int = 5  # n heads, so n drafted tokens
+    tie_weights: bool = True  # one embedding, norm, head; one map for all but the first
+    torch_dtype: str = "bfloat16"  # of the stored weights; follows `save_pretrained`
 
     def check(self):
         if self.inputs != ["input_embeddings", "hidden_states[-1]"]:
-            raise ValueError(f"inputs={self.inputs}: the heads read ['input_embeddings', 'hidden_states[-1]'], the last token and the verifier's last state")
-        if self.tie_weights and self.num_layers == 1: raise ValueError("tie_weights=True with num_layers=1 ties nothing, and engines refuse it; set tie_weights=False")
+            raise ValueError(
+                f"inputs={self.inputs}: the heads read ['input_embeddings', "
+                "'hidden_states[-1]'], the last token and the verifier's last state"
+            )
+        if self.tie_weights and self.num_layers == 1:
+            raise ValueError(
+                "tie_weights=True with num_layers=1 ties nothing, and engines refuse it; set "
+                "tie_weights=False"
+            )
 
 # %% ../../nbs/models/11_mlp_speculator.ipynb #0054098e
-def rms(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor: # [..., D] -> the same, each row of mean square 1
+def rms(
+    x: torch.Tensor, eps: float = 1e-6
+) -> torch.Tensor:  # [..., D] -> the same, each row of mean square 1
     "Root-mean-square norm without weights, in float32."
     return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
+
 class ShiftedNorm(nn.Module):
     "Root-mean-square norm with scale and shift, which the paper calls LN."
+
     def __init__(self, size: int):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor: # [..., size] -> the same
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., size] -> the same
         return self.weight * rms(x) + self.bias
+
 
 @SpeculatorModel.register("mlp")
 class MLPSpeculator(TokenHeads):
     "MLP speculator ([2404.19124](https://arxiv.org/abs/2404.19124))."
+
     config_class = MLPSpeculatorConfig
 
     def __init__(self, config: MLPSpeculatorConfig):
         super().__init__(config)
-        n, h, d, v = config.num_layers, config.hidden_size, config.intermediate_size, config.vocab_size
+        n, h, d, v = (
+            config.num_layers,
+            config.hidden_size,
+            config.intermediate_size,
+            config.vocab_size,
+        )
         distinct = 1 if config.tie_weights else n
         self.emb = nn.ModuleList(nn.Embedding(v, d) for _ in range(distinct))
-        self.proj = nn.ModuleList(nn.Linear(d if i else h, d, bias=False) for i in range(2 if config.tie_weights else n))
+        self.proj = nn.ModuleList(
+            nn.Linear(d if i else h, d, bias=False)
+            for i in range(2 if config.tie_weights else n)
+        )
         self.ln = nn.ModuleList(ShiftedNorm(d) for _ in range(distinct))
         self.head = nn.ModuleList(nn.Linear(d, v, bias=False) for _ in range(distinct))
-        self.state_weight = 0.5 ** (0.5 / n)                                        # w_s
-        self.embed_weight = math.sqrt((1 - self.state_weight ** 2) * d / 2)         # w_e
+        self.state_weight = 0.5 ** (0.5 / n)  # w_s
+        self.embed_weight = math.sqrt((1 - self.state_weight**2) * d / 2)  # w_e
         self.post_init()
 
     def _init_weights(self, module):
-        if isinstance(module, (nn.Linear, nn.Embedding)): module.weight.data.normal_(0, self.config.intermediate_size ** -0.5)
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.weight.data.normal_(0, self.config.intermediate_size**-0.5)
 
     @property
-    def layers(self) -> nn.ModuleList: return self.proj
+    def layers(self) -> nn.ModuleList:
+        return self.proj
 
-    def at(self, parts: nn.ModuleList, i: int) -> nn.Module: # -> head i's module; the last one stands for all that follow
+    def at(
+        self, parts: nn.ModuleList, i: int
+    ) -> nn.Module:  # -> head i's module; the last one stands for all that follow
         "Head i's part, tied or not."
         return parts[min(i, len(parts) - 1)]
 
-    def start(self, states: torch.Tensor) -> torch.Tensor: # [..., H] -> [..., H]
+    def start(self, states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., H]
         "The state before the first head."
-        return rms(states) / math.sqrt(2) if self.config.inputs_hidden_states_normalized else states
+        return (
+            rms(states) / math.sqrt(2)
+            if self.config.inputs_hidden_states_normalized
+            else states
+        )
 
-    def advance(self,
-        i: int,              # which head
-        state: torch.Tensor, # [N, H] or [N, D]
-        ids: torch.Tensor,   # [N] the token before the one to be said
-    ) -> torch.Tensor: # [N, D]
+    def advance(
+        self,
+        i: int,  # which head
+        state: torch.Tensor,  # [N, H] or [N, D]
+        ids: torch.Tensor,  # [N] the token before the one to be said
+    ) -> torch.Tensor:  # [N, D]
         "s <- GELU(LN(W_i s + (w_e/w_s) E_i[x]))."
-        mixed = self.at(self.proj, i)(state) + (self.embed_weight / self.state_weight) * self.at(self.emb, i)(ids)
+        mixed = self.at(self.proj, i)(state) + (
+            self.embed_weight / self.state_weight
+        ) * self.at(self.emb, i)(ids)
         return F.gelu(self.at(self.ln, i)(mixed))
 
-    def hidden_rows(self, states: torch.Tensor, input_ids: torch.Tensor, needed: list) -> list: # as in `TokenHeads`
+    def hidden_rows(
+        self, states: torch.Tensor, input_ids: torch.Tensor, needed: list
+    ) -> list:  # as in `TokenHeads`
         "The recursion, with the true tokens."
-        state, rows, outputs = self.start(states), torch.arange(len(input_ids), device=input_ids.device), []
+        state, rows, outputs = (
+            self.start(states),
+            torch.arange(len(input_ids), device=input_ids.device),
+            [],
+        )
         ids = F.pad(input_ids, (0, len(needed)))
         for i, keep in enumerate(needed):
             state = self.advance(i, state[torch.searchsorted(rows, keep)], ids[keep + 1 + i])
@@ -199,136 +309,252 @@ class MLPSpeculator(TokenHeads):
             outputs.append(state)
         return outputs
 
-    def head_weights(self) -> list: # as in `TokenHeads`
+    def head_weights(self) -> list:  # as in `TokenHeads`
         "U_i."
         return [self.at(self.head, i).weight for i in range(self.config.num_layers)]
 
     @classmethod
-    def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # only vocab_size, hidden_size (verifier's)
-        t2d: torch.Tensor | None = None,                  # must be None: the whole vocabulary
-        d2t: torch.Tensor | None = None,                  # likewise
+    def from_training_args(
+        cls,
+        transformer_layer_config: PretrainedConfig,  # only vocab_size, hidden_size (verifier's)
+        t2d: torch.Tensor | None = None,  # must be None: the whole vocabulary
+        d2t: torch.Tensor | None = None,  # likewise
         *,
-        verifier_name_or_path: str,                       # its folder or hub id
-        draft_vocab_size: int | None = None,              # None, or the verifier's
-        num_heads: int = 5,                               # n, the config's num_layers
-        intermediate_size: int | None = None,             # D; None: the verifier's hidden size
-        tie_weights: bool = True,                         # the next two as in the config
+        verifier_name_or_path: str,  # its folder or hub id
+        draft_vocab_size: int | None = None,  # None, or the verifier's
+        num_heads: int = 5,  # n, the config's num_layers
+        intermediate_size: int | None = None,  # D; None: the verifier's hidden size
+        tie_weights: bool = True,  # the next two as in the config
         inputs_hidden_states_normalized: bool = False,
-        **others,                                         # training arguments that are not about the model
-    ) -> "MLPSpeculator": # with the verifier's final norm, ready to train
+        **others,  # training arguments that are not about the model
+    ) -> "MLPSpeculator":  # with the verifier's final norm, ready to train
         "A fresh speculator for a verifier. Errors: ValueError for a reduced vocabulary."
-        return cls._fresh(verifier_name_or_path, transformer_layer_config, draft_vocab_size, t2d, num_heads, num_layers=num_heads, tie_weights=tie_weights,
-                          intermediate_size=intermediate_size or transformer_layer_config.hidden_size, inputs_hidden_states_normalized=inputs_hidden_states_normalized)
+        return cls._fresh(
+            verifier_name_or_path,
+            transformer_layer_config,
+            draft_vocab_size,
+            t2d,
+            num_heads,
+            num_layers=num_heads,
+            tie_weights=tie_weights,
+            intermediate_size=intermediate_size or transformer_layer_config.hidden_size,
+            inputs_hidden_states_normalized=inputs_hidden_states_normalized,
+        )
 
-    def save_pretrained(self, save_directory: str | os.PathLike, state_dict: dict | None = None, dtype: torch.dtype | None = None, **kwargs):
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        state_dict: dict | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs,
+    ):
         "As in `SpeculatorModel`; `torch_dtype` says what was stored."
         self.config.torch_dtype = str(dtype or self.dtype).removeprefix("torch.")
         super().save_pretrained(save_directory, state_dict, dtype, **kwargs)
 
-    def save_native(self,
-        folder: str | os.PathLike,        # made if absent
-        dtype: torch.dtype | None = None, # of the stored tensors; None: as they are
+    def save_native(
+        self,
+        folder: str | os.PathLike,  # made if absent
+        dtype: torch.dtype | None = None,  # of the stored tensors; None: as they are
     ):
-        "Write the format of the published MLP speculators, `model_type` mlp_speculator. All of them store a tied tensor for each head that uses it."
-        write_published(self.config, {n: w.to(dtype or self.dtype) for n, w in self.saved_state().items()}, folder)
+        """Write the format of the published MLP speculators, `model_type` mlp_speculator. All
+        of them store a tied tensor for each head that uses it."""
+        write_published(
+            self.config,
+            {n: w.to(dtype or self.dtype) for n, w in self.saved_state().items()},
+            folder,
+        )
 
     @staticmethod
     def serving_violations(
-        raw: dict,                                   # the config.json as it stands
-        verifier: PretrainedConfig | None = None,    # not read
-    ) -> list: # sentences with the remedy
+        raw: dict,  # the config.json as it stands
+        verifier: PretrainedConfig | None = None,  # not read
+    ) -> list:  # sentences with the remedy
         "vLLM has no proposer for it."
-        return ["vLLM 0.32 drafts with no MLP speculator: its method and config are there, the model is taken out of the registry; draft with the reference decoder, or hand `save_native`'s folder to an engine that has it"]
+        return [
+            (
+                "vLLM 0.32 drafts with no MLP speculator: its method and config are there, the "
+                "model is taken out of the registry; draft with the reference decoder, or hand "
+                "`save_native`'s folder to an engine that has it"
+            )
+        ]
 
     def drafter(self) -> "MLPDrafter":
         "This model as a `tree.Drafter`."
         return MLPDrafter(self)
 
 # %% ../../nbs/models/11_mlp_speculator.ipynb #eee60591
-def shared_with(part: str, head: int, tied: bool) -> int: # -> the head that stores this part for that head
-    "Tied heads share everything with the first but the map of the state, which the first has to itself because it is of another width."
+def shared_with(
+    part: str, head: int, tied: bool
+) -> int:  # -> the head that stores this part for that head
+    """Tied heads share everything with the first but the map of the state, which the first has
+    to itself because it is of another width."""
     return min(head, int(part == "proj")) if tied else head
+
 
 def read_published(
     native: NativeCheckpoint,
-    target: Target,   # the verifier; not needed
-) -> tuple: # (fields of our config, our names -> tensors)
+    target: Target,  # the verifier; not needed
+) -> tuple:  # (fields of our config, our names -> tensors)
     "A published MLP speculator. Errors: ValueError for tied heads that differ."
-    found, n, tied = rename(native.tensors(), {"speculator.": ""}), native.said("n_predict"), bool(native.said("tie_weights", default=False))
-    if n is None: n = sum(name.startswith("ln.") and name.endswith("weight") for name in found)
+    found, n, tied = (
+        rename(native.tensors(), {"speculator.": ""}),
+        native.said("n_predict"),
+        bool(native.said("tie_weights", default=False)),
+    )
+    if n is None:
+        n = sum(name.startswith("ln.") and name.endswith("weight") for name in found)
     tied, tensors = tied and n > 1, {}
     for name, w in found.items():
         part, i, leaf = name.split(".", 2)
         first = f"{part}.{shared_with(part, int(i), tied)}.{leaf}"
-        if not torch.equal(w, found.get(first, w)): raise ValueError(f"{native.name}: tie_weights is true, but {name} differs from {first}; say tie_weights=false in its config.json")
+        if not torch.equal(w, found.get(first, w)):
+            raise ValueError(
+                f"{native.name}: tie_weights is true, but {name} differs from {first}; say "
+                "tie_weights=false in its config.json"
+            )
         tensors[first] = w
-    fields = dict(hidden_size=native.said("emb_dim"), intermediate_size=native.said("inner_dim") or native.said("emb_dim"), vocab_size=native.said("vocab_size"), num_layers=n, tie_weights=tied,
-                  inputs_hidden_states_normalized=bool(native.said("scale_input", default=False)))
-    fields |= {} if native.config else dict(hidden_size=tensors["proj.0.weight"].shape[1], intermediate_size=tensors["proj.0.weight"].shape[0], vocab_size=len(tensors["head.0.weight"]))
+    fields = dict(
+        hidden_size=native.said("emb_dim"),
+        intermediate_size=native.said("inner_dim") or native.said("emb_dim"),
+        vocab_size=native.said("vocab_size"),
+        num_layers=n,
+        tie_weights=tied,
+        inputs_hidden_states_normalized=bool(native.said("scale_input", default=False)),
+    )
+    fields |= (
+        {}
+        if native.config
+        else dict(
+            hidden_size=tensors["proj.0.weight"].shape[1],
+            intermediate_size=tensors["proj.0.weight"].shape[0],
+            vocab_size=len(tensors["head.0.weight"]),
+        )
+    )
     return fields | dict(speculative_tokens=n), tensors
+
 
 def write_published(
     config: MLPSpeculatorConfig,
-    tensors: dict,                 # our names -> tensors
-    folder: str | os.PathLike,     # made if absent
+    tensors: dict,  # our names -> tensors
+    folder: str | os.PathLike,  # made if absent
     target: Target | None = None,  # not needed
 ):
     "The inverse."
     n, tied = config.num_layers, config.tie_weights
     parts = sorted({(part, leaf) for part, _, leaf in (name.split(".", 2) for name in tensors)})
-    stored = {f"speculator.{part}.{i}.{leaf}": tensors[f"{part}.{shared_with(part, i, tied)}.{leaf}"].clone() for part, leaf in parts for i in range(n)}
-    raw = dict(model_type="mlp_speculator", architectures=["MLPSpeculatorPreTrainedModel"], vocab_size=config.vocab_size, emb_dim=config.hidden_size, inner_dim=config.intermediate_size, n_predict=n,
-               top_k_tokens_per_head=[1] * n, n_candidates=1, tie_weights=tied, scale_input=config.inputs_hidden_states_normalized)
+    stored = {
+        f"speculator.{part}.{i}.{leaf}": tensors[
+            f"{part}.{shared_with(part, i, tied)}.{leaf}"
+        ].clone()
+        for part, leaf in parts
+        for i in range(n)
+    }
+    raw = dict(
+        model_type="mlp_speculator",
+        architectures=["MLPSpeculatorPreTrainedModel"],
+        vocab_size=config.vocab_size,
+        emb_dim=config.hidden_size,
+        inner_dim=config.intermediate_size,
+        n_predict=n,
+        top_k_tokens_per_head=[1] * n,
+        n_candidates=1,
+        tie_weights=tied,
+        scale_input=config.inputs_hidden_states_normalized,
+    )
     write_native(folder, raw, stored)
 
-register_format(NativeFormat(
-    "mlp_speculator", "mlp", "MLP speculators of IBM's accelerators and Arctic", "tensors emb.0.weight, proj.0.weight and head.0.weight, with or without speculator. before them",
-    lambda config, names: any({p + "emb.0.weight", p + "proj.0.weight", p + "head.0.weight"} <= names for p in ("", "speculator.")), read_published, write_published))
+
+register_format(
+    NativeFormat(
+        "mlp_speculator",
+        "mlp",
+        "MLP speculators of IBM's accelerators and Arctic",
+        (
+            "tensors emb.0.weight, proj.0.weight and head.0.weight, with or without "
+            "speculator. before them"
+        ),
+        lambda config, names: any(
+            {p + "emb.0.weight", p + "proj.0.weight", p + "head.0.weight"} <= names
+            for p in ("", "speculator.")
+        ),
+        read_published,
+        write_published,
+    )
+)
 
 # %% ../../nbs/models/11_mlp_speculator.ipynb #7e891bd3
 class MLPDrafter:
     "Chain drafting from the last state alone (the `tree.Drafter` protocol)."
+
     def __init__(self, model: MLPSpeculator):
-        self.model, self.aux_layer_ids, self.trained_tokens = model.eval(), (model.verifier_layers,), model.config.num_layers
+        self.model, self.aux_layer_ids, self.trained_tokens = (
+            model.eval(),
+            (model.verifier_layers,),
+            model.config.num_layers,
+        )
 
     def reset(self):
         "There is nothing to forget."
 
     @torch.inference_mode()
-    def propose(self,
-        tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
+    def propose(
+        self,
+        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not seen the last one
         features: torch.Tensor,  # [m, H] of positions n-1-m .. n-2
-        k: int,                  # tokens wanted
-        sampling: Sampling,      # temperature and generator
-    ) -> TokenTree: # a chain of k, or of as many as there are heads
+        k: int,  # tokens wanted
+        sampling: Sampling,  # temperature and generator
+    ) -> TokenTree:  # a chain of k, or of as many as there are heads
         "Draft one token after the other."
         model, drafted, laws = self.model, [tokens[-1:]], []
         state = model.start(model.verifier_states(features[-1:]))
         for i, head in enumerate(model.head_weights()[:k]):
             state = model.advance(i, state, drafted[-1])
             logits = state @ head.T
-            if sampling.temperature: laws.append(sampling.probabilities(logits))
+            if sampling.temperature:
+                laws.append(sampling.probabilities(logits))
             drafted.append(sampling.draw(laws[-1]) if laws else likeliest(logits))
         return TokenTree.chain(torch.cat(drafted[1:]), torch.cat(laws) if laws else None)
 
     @contextmanager
-    def grow(self,
-        tokens: torch.Tensor,    # [n] as in `propose`
+    def grow(
+        self,
+        tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, H] as in `propose`
-        depth: int,              # of the deepest node; not needed: nothing follows the last head's
-    ): # yields the law, as in `growth`
+        depth: int,  # of the deepest node; not needed: nothing follows the last head's
+    ):  # yields the law, as in `growth`
         "Laws for the nodes of a tree: each takes its parent's state a step further."
         model, heads = self.model, self.model.head_weights()
-        states, depths = {-1: model.advance(0, model.start(model.verifier_states(features[-1:])), tokens[-1:])[0]}, {-1: 0}
+        states, depths = (
+            {
+                -1: model.advance(
+                    0, model.start(model.verifier_states(features[-1:])), tokens[-1:]
+                )[0]
+            },
+            {-1: 0},
+        )
+
         def law(nodes, drafted, parents):
             nodes, up, ids = nodes.tolist(), parents.tolist(), drafted.to(tokens.device)
             depths.update({i: depths[up[i]] + 1 for i in nodes if i >= 0})
-            rows = heads[0].new_full((len(nodes), len(heads[0])), -torch.inf, dtype=torch.float32)
+            rows = heads[0].new_full(
+                (len(nodes), len(heads[0])), -torch.inf, dtype=torch.float32
+            )
             for d in {depths[i] for i in nodes if depths[i] < len(heads)}:
                 at = [j for j, i in enumerate(nodes) if depths[i] == d]
                 own = [nodes[j] for j in at]
-                if d: states.update(zip(own, model.advance(d, torch.stack([states[up[i]] for i in own]), ids[own])))
-                rows[at] = (torch.stack([states[i] for i in own]) @ heads[d].T).float().log_softmax(-1)
+                if d:
+                    states.update(
+                        zip(
+                            own,
+                            model.advance(
+                                d, torch.stack([states[up[i]] for i in own]), ids[own]
+                            ),
+                        )
+                    )
+                rows[at] = (
+                    (torch.stack([states[i] for i in own]) @ heads[d].T).float().log_softmax(-1)
+                )
             return rows
+
         yield law

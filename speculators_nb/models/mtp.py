@@ -10,149 +10,219 @@ __all__ = ['FAMILIES', 'MTPSpeculatorConfig', 'family_part', 'MTPLayer', 'docume
 from contextlib import contextmanager
 from dataclasses import field
 from importlib import import_module
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, Qwen2Config
-from ..nn.attention import attention, prefix_attention
+
 from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
+from ..core.tree import Sampling, TokenTree
 from ..core.tree_growth import recurrent_law
-from ..nn.target_head import text_config, verifier_config
+from .base import SpeculatorModel
+from .mtp_native import extract_mtp
+from ..nn.attention import attention, prefix_attention
 from ..nn.head_loss import dense_token_loss, token_loss
 from ..nn.layers import Rotary, ToRead, head_dim, refuse_dropout, rotate
 from ..nn.masks import ttt
-from .base import SpeculatorModel
-from .mtp_native import extract_mtp
-from ..nn.supervision import chain_metrics, needed_rows, ttt_supervision
-from ..core.tree import Sampling, TokenTree
 from ..nn.step_weights import normalised_steps
+from ..nn.supervision import chain_metrics, needed_rows, ttt_supervision
+from ..nn.target_head import text_config, verifier_config
 
 # %% ../../nbs/models/10_mtp.ipynb #b7b589c3
 @SpeculatorModelConfig.register("mtp")
 class MTPSpeculatorConfig(SpeculatorModelConfig):
     "An MTP head. Errors: ValueError for more than one layer or a reduced draft vocabulary."
+
     speculators_model_type: str = "mtp"
     architectures: list[str] | None = field(default_factory=lambda: ["MTPDraftModel"])
-    transformer_layer_config: LayerConfig = field(default_factory=Qwen2Config)  # the verifier's own language model: the head's layer is one of its kind
-    num_nextn_predict_layers: int = 1                     # layers of the head; the one layer drafts all tokens
-    verifier_norm: bool = False                           # read states after final norm, as engines do; written if True
+    transformer_layer_config: LayerConfig = field(
+        default_factory=Qwen2Config
+    )  # the verifier's own language model: the head's layer is one of its kind
+    num_nextn_predict_layers: int = 1  # layers of the head; the one layer drafts all tokens
+    verifier_norm: bool = False  # read states after final norm, as engines do; written if True
 
     def __post_init__(self, **kwargs):
         draft = kwargs.pop("draft_vocab_size", None)
         super().__post_init__(**kwargs)
         if draft not in (None, self.target_vocab_size):
-            raise ValueError(f"draft_vocab_size={draft} of {self.target_vocab_size}: an MTP head uses the verifier's own head, with its whole vocabulary; leave it out")
+            raise ValueError(
+                f"draft_vocab_size={draft} of {self.target_vocab_size}: an MTP head uses the "
+                "verifier's own head, with its whole vocabulary; leave it out"
+            )
 
     def check(self):
-        if self.num_nextn_predict_layers != 1: raise ValueError(f"num_nextn_predict_layers={self.num_nextn_predict_layers}: an MTP head of 1 layer is supported, which drafts all tokens; set it to 1")
+        if self.num_nextn_predict_layers != 1:
+            raise ValueError(
+                f"num_nextn_predict_layers={self.num_nextn_predict_layers}: an MTP head of 1 "
+                "layer is supported, which drafts all tokens; set it to 1"
+            )
 
     def _plain(self, output):
-        if not output.get("verifier_norm"): output.pop("verifier_norm", None)   # upstream's config.json has no such key
+        if not output.get("verifier_norm"):
+            output.pop("verifier_norm", None)  # upstream's config.json has no such key
         return super()._plain(output)
 
     @property
-    def num_speculative_steps(self) -> int: # K
-        "How many steps are trained, and tokens drafted: speculative_tokens of the first proposal method."
+    def num_speculative_steps(self) -> int:  # K
+        """How many steps are trained, and tokens drafted: speculative_tokens of the first
+        proposal method."""
         steps = self.speculators_config and self.speculators_config.speculative_tokens
-        if not steps: raise ValueError("speculators_config is missing or has no proposal method that says speculative_tokens, so the number of steps is unknown; see SpeculatorsConfig.greedy")
+        if not steps:
+            raise ValueError(
+                "speculators_config is missing or has no proposal method that says "
+                "speculative_tokens, so the number of steps is unknown; see "
+                "SpeculatorsConfig.greedy"
+            )
         return steps
 
 # %% ../../nbs/models/10_mtp.ipynb #6e47f08c
-FAMILIES = {"qwen3": ("qwen3", "Qwen3"), "qwen3_next": ("qwen3_next", "Qwen3Next"),
-            "qwen3_5_text": ("qwen3_5", "Qwen3_5"), "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5Moe")}   # model_type -> where transformers keeps its parts, and their prefix
+FAMILIES = {
+    "qwen3": ("qwen3", "Qwen3"),
+    "qwen3_next": ("qwen3_next", "Qwen3Next"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5"),
+    "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5Moe"),
+}  # model_type -> where transformers keeps its parts, and their prefix
+
 
 def family_part(
-    config: PretrainedConfig, # of a language model
-    *names: str,              # "DecoderLayer", "RMSNorm", ...; the first one that the family has
+    config: PretrainedConfig,  # of a language model
+    *names: str,  # "DecoderLayer", "RMSNorm", ...; the first one that the family has
 ) -> type:
     "A class of the verifier's family. Errors: ValueError for a family without MTP heads."
     if config.model_type not in FAMILIES:
-        raise ValueError(f"transformer_layer_config.model_type is {config.model_type!r}; MTP heads are known for {', '.join(FAMILIES)}. Give the config of such a verifier")
+        raise ValueError(
+            f"transformer_layer_config.model_type is {config.model_type!r}; MTP heads are "
+            f"known for {', '.join(FAMILIES)}. Give the config of such a verifier"
+        )
     folder, prefix = FAMILIES[config.model_type]
     module = import_module(f"transformers.models.{folder}.modeling_{folder}")
-    return next(getattr(module, prefix + name) for name in names if hasattr(module, prefix + name))
+    return next(
+        getattr(module, prefix + name) for name in names if hasattr(module, prefix + name)
+    )
+
 
 class MTPLayer(nn.Module):
-    "norm(proj[norm(embedding), norm(hidden)] through a decoder layer of the verifier's family), cut at its attention."
+    """norm(proj[norm(embedding), norm(hidden)] through a decoder layer of the verifier's
+    family), cut at its attention."""
+
     def __init__(self, config: PretrainedConfig):
         super().__init__()
-        kinds, decoder_layer = getattr(config, "layer_types", None) or [], family_part(config, "DecoderLayer")
+        kinds, decoder_layer = (
+            getattr(config, "layer_types", None) or [],
+            family_part(config, "DecoderLayer"),
+        )
         refuse_dropout(config)
         full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-        if config.model_type != "qwen3" and not full: raise ValueError(f"layer_types={kinds}: an MTP head needs a verifier with a full_attention layer")
-        if getattr(config, "_experts_implementation", "") is None: config._experts_implementation = "eager"
+        if config.model_type != "qwen3" and not full:
+            raise ValueError(
+                f"layer_types={kinds}: an MTP head needs a verifier with a full_attention layer"
+            )
+        if getattr(config, "_experts_implementation", "") is None:
+            config._experts_implementation = "eager"
         layer = decoder_layer(config, 0 if config.model_type == "qwen3" else full[-1])
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
-        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        self.input_layernorm, self.post_attention_layernorm = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+        )
         norm, h = family_part(config, "RMSNorm"), config.hidden_size
-        self.hidden_layernorm, self.token_layernorm, self.final_layernorm = (norm(h, eps=config.rms_norm_eps) for _ in range(3))
+        self.hidden_layernorm, self.token_layernorm, self.final_layernorm = (
+            norm(h, eps=config.rms_norm_eps) for _ in range(3)
+        )
         self.input_proj, self.d = nn.Linear(2 * h, h, bias=False), head_dim(config)
-        self.gated = self.self_attn.q_proj.out_features == 2 * config.num_attention_heads * self.d
+        self.gated = (
+            self.self_attn.q_proj.out_features == 2 * config.num_attention_heads * self.d
+        )
 
-    def inputs(self,
-        hidden: torch.Tensor, # [N, H] the verifier's state, or the step before's output
-        embeds: torch.Tensor, # [N, H] of the token that follows
-    ) -> tuple: # (what attention projects [N, H], residual [N, H])
+    def inputs(
+        self,
+        hidden: torch.Tensor,  # [N, H] the verifier's state, or the step before's output
+        embeds: torch.Tensor,  # [N, H] of the token that follows
+    ) -> tuple:  # (what attention projects [N, H], residual [N, H])
         "Both inputs normed, mixed, and normed again."
-        x = self.input_proj(torch.cat([self.token_layernorm(embeds), self.hidden_layernorm(hidden)], -1))
+        x = self.input_proj(
+            torch.cat([self.token_layernorm(embeds), self.hidden_layernorm(hidden)], -1)
+        )
         return self.input_layernorm(x), x
 
     def _heads(self, x, norm, rope):
         return rotate(norm(x).transpose(-3, -2), rope)
 
-    def query(self, x: torch.Tensor, rope: tuple) -> tuple: # [N, H] -> (rotated queries [Hq, N, D], gate [N, Hq·D] or None)
+    def query(
+        self, x: torch.Tensor, rope: tuple
+    ) -> tuple:  # [N, H] -> (rotated queries [Hq, N, D], gate [N, Hq·D] or None)
         "Queries, and the gate on what they will find where the family has one."
         q = self.self_attn.q_proj(x).unflatten(-1, (-1, self.d * (1 + self.gated)))
-        return self._heads(q[..., :self.d], self.self_attn.q_norm, rope), torch.sigmoid(q[..., self.d:].flatten(-2)) if self.gated else None
+        return self._heads(q[..., : self.d], self.self_attn.q_norm, rope), torch.sigmoid(
+            q[..., self.d :].flatten(-2)
+        ) if self.gated else None
 
-    def key_value(self, x: torch.Tensor, rope: tuple) -> tuple: # [N, H] -> two of [Hkv, N, D]
+    def key_value(self, x: torch.Tensor, rope: tuple) -> tuple:  # [N, H] -> two of [Hkv, N, D]
         "Rotated keys, and values."
-        k, v = (proj(x).unflatten(-1, (-1, self.d)) for proj in (self.self_attn.k_proj, self.self_attn.v_proj))
+        k, v = (
+            proj(x).unflatten(-1, (-1, self.d))
+            for proj in (self.self_attn.k_proj, self.self_attn.v_proj)
+        )
         return self._heads(k, self.self_attn.k_norm, rope), v.transpose(-3, -2)
 
-    def finish(self, heads: torch.Tensor, gate, residual: torch.Tensor) -> torch.Tensor: # [Hq, N, D], [N, Hq·D] or None, [N, H] -> [N, H]
+    def finish(
+        self, heads: torch.Tensor, gate, residual: torch.Tensor
+    ) -> torch.Tensor:  # [Hq, N, D], [N, Hq·D] or None, [N, H] -> [N, H]
         "Gate, output projection, residual, MLP, final norm."
         heads = heads.transpose(-3, -2).flatten(-2)
         hidden = residual + self.self_attn.o_proj(heads if gate is None else heads * gate)
-        return self.final_layernorm(hidden + self.mlp(self.post_attention_layernorm(hidden)[None])[0])
+        return self.final_layernorm(
+            hidden + self.mlp(self.post_attention_layernorm(hidden)[None])[0]
+        )
 
 # %% ../../nbs/models/10_mtp.ipynb #d4123414
 def documents_of(
-    position_ids: torch.Tensor, # [L], restart at each document
-) -> torch.Tensor: # [L] 0, 1, ...
+    position_ids: torch.Tensor,  # [L], restart at each document
+) -> torch.Tensor:  # [L] 0, 1, ...
     "Where positions do not go on, another document begins."
     return F.pad((position_ids[1:] != position_ids[:-1] + 1).long(), (1, 0)).cumsum(0)
 
+
 def mtp_supervision(
-    loss_mask: torch.Tensor,     # [L] bool
+    loss_mask: torch.Tensor,  # [L] bool
     document_ids: torch.Tensor,  # [L], -1 padding
-    steps: int,                  # K
-    cross_document: bool = False,# True: as upstream, across documents, without the last rows
-) -> torch.Tensor: # [K, L] bool: row t carries loss at step s, where its target is token t+2+s
+    steps: int,  # K
+    cross_document: bool = False,  # True: as upstream, across documents, without the last rows
+) -> torch.Tensor:  # [K, L] bool: row t carries loss at step s, where its target is token t+2+s
     "Rows that carry loss at each step."
     supervised = ttt_supervision(loss_mask, document_ids, steps + 2, cross_document)[2:]
-    if cross_document: supervised[:, max(0, upstream_rows(len(loss_mask), steps)):] = False
+    if cross_document:
+        supervised[:, max(0, upstream_rows(len(loss_mask), steps)) :] = False
     return supervised
 
-def upstream_rows(length: int, steps: int) -> int: # L, K -> rows of upstream's logits
-    "Upstream computes the same rows at every step: those whose last target is still in the row."
+
+def upstream_rows(length: int, steps: int) -> int:  # L, K -> rows of upstream's logits
+    """Upstream computes the same rows at every step: those whose last target is still in the
+    row."""
     return length - min(steps, max(0, length - 2)) - 1
 
+
 def prefix_rows(
-    supervised: torch.Tensor,   # [K, L] bool
-    document_ids: torch.Tensor, # [L]
-) -> torch.Tensor: # [K, L] bool
-    "Rows that a step cannot do without: each document up to its last row that carries loss in that step or later, for these attend to all before them."
+    supervised: torch.Tensor,  # [K, L] bool
+    document_ids: torch.Tensor,  # [L]
+) -> torch.Tensor:  # [K, L] bool
+    """Rows that a step cannot do without: each document up to its last row that carries loss in
+    that step or later, for these attend to all before them."""
     later = supervised.int().flip(0).cummax(0).values.flip(0).bool()
     run = torch.unique_consecutive(document_ids, return_inverse=True)[1].expand_as(later)
     at = torch.arange(supervised.shape[1], device=supervised.device).expand_as(later)
-    last = torch.full_like(run, -1, memory_format=torch.contiguous_format).scatter_reduce_(1, run, torch.where(later, at, -1), "amax")
+    last = torch.full_like(run, -1, memory_format=torch.contiguous_format).scatter_reduce_(
+        1, run, torch.where(later, at, -1), "amax"
+    )
     return at <= last.gather(1, run)
 
 # %% ../../nbs/models/10_mtp.ipynb #e4ea2f8c
 @SpeculatorModel.register("mtp")
 class MTPDraftModel(SpeculatorModel):
-    "One layer that predicts the token after next, applied to its own output (FastMTP, [2509.18362](https://arxiv.org/abs/2509.18362)); embedding and head are the verifier's."
+    """One layer that predicts the token after next, applied to its own output (FastMTP,
+    [2509.18362](https://arxiv.org/abs/2509.18362)); embedding and head are the verifier's."""
+
     config_class = MTPSpeculatorConfig
     not_saved = ("target_head.", "embed_tokens.", "lm_head.")
 
@@ -166,35 +236,43 @@ class MTPDraftModel(SpeculatorModel):
     def _init_weights(self, module):
         super()._init_weights(module)
         if hasattr(self, "mtp_layers") and not isinstance(module, (nn.Linear, nn.Embedding)):
-            for w in module.parameters(recurse=False):   # experts and routers hold their matrices themselves
-                if w.ndim > 1: w.data.normal_(0, self.config.transformer_layer_config.initializer_range)
+            for w in module.parameters(
+                recurse=False
+            ):  # experts and routers hold their matrices themselves
+                if w.ndim > 1:
+                    w.data.normal_(0, self.config.transformer_layer_config.initializer_range)
 
     @property
-    def layers(self) -> nn.ModuleList: # what distributed training shards by
+    def layers(self) -> nn.ModuleList:  # what distributed training shards by
         return self.mtp_layers
 
-    def rope(self,
-        positions: torch.Tensor,   # [N]
-        length: int | None = None, # as in `Rotary`
-    ) -> tuple: # cos, sin [N, R], R the rotated part of a head
+    def rope(
+        self,
+        positions: torch.Tensor,  # [N]
+        length: int | None = None,  # as in `Rotary`
+    ) -> tuple:  # cos, sin [N, R], R the rotated part of a head
         "Text positions. A family's three coordinates of a picture are equal for text."
         return self.rotary(self.mtp_layers[0].input_proj.weight, positions, length)
 
-    def features(self, hidden: torch.Tensor) -> torch.Tensor: # [N, H] the verifier's stream before its final norm -> what step 0 reads
+    def features(self, hidden: torch.Tensor) -> torch.Tensor:  # [N, H] what step 0 reads
         "The verifier's state as the head was trained to read it."
-        return (self.target_head.norm(hidden) if self.config.verifier_norm else hidden).to(self.mtp_layers[0].input_proj.weight.dtype)
+        return (self.target_head.norm(hidden) if self.config.verifier_norm else hidden).to(
+            self.mtp_layers[0].input_proj.weight.dtype
+        )
 
-    def hidden_rows(self,
-        input_ids: torch.Tensor,    # [L]
-        hidden: torch.Tensor,       # [L, H] the verifier's states
-        document_ids: torch.Tensor, # [L]
-        position_ids: torch.Tensor, # [L]
-        supervised: torch.Tensor,   # [K, L] bool
-        as_served: bool = False,    # see `forward`
-        impl: str = "blocked",      # of `prefix_attention`
+    def hidden_rows(
+        self,
+        input_ids: torch.Tensor,  # [L]
+        hidden: torch.Tensor,  # [L, H] the verifier's states
+        document_ids: torch.Tensor,  # [L]
+        position_ids: torch.Tensor,  # [L]
+        supervised: torch.Tensor,  # [K, L] bool
+        as_served: bool = False,  # see `forward`
+        impl: str = "blocked",  # of `prefix_attention`
         length: int | None = None,  # as in `Rotary`; None: of all rows
-    ) -> list: # K tensors [N_s, H]: the supervised rows of each step
-        "The lean unrolling: no row that nothing looks at, and the last step's queries only where there is loss."
+    ) -> list:  # K tensors [N_s, H]: the supervised rows of each step
+        """The lean unrolling: no row that nothing looks at, and the last step's queries only
+        where there is loss."""
         layer, outputs, own, steps = self.mtp_layers[0], [], [], len(supervised)
         prefix, needed = prefix_rows(supervised, document_ids), needed_rows(supervised)
         first = rows = prefix[0].nonzero()[:, 0]
@@ -203,12 +281,29 @@ class MTPDraftModel(SpeculatorModel):
             rope = self.rope(position_ids[rows] + s, length and length + s * as_served)
             x, residual = layer.inputs(hidden, self.embed_tokens(input_ids[rows + 1 + s]))
             new = layer.key_value(x, rope)
-            if not as_served or s == 0: keys, values, own, documents = *new, [], document_ids[rows]
-            else: own = own + [new]
-            asking = needed[s] if as_served else supervised[s].nonzero()[:, 0] if s == steps - 1 else rows
+            if not as_served or s == 0:
+                keys, values, own, documents = *new, [], document_ids[rows]
+            else:
+                own = [*own, new]
+            asking = (
+                needed[s]
+                if as_served
+                else supervised[s].nonzero()[:, 0]
+                if s == steps - 1
+                else rows
+            )
             at = torch.searchsorted(rows, asking)
             q, gate = layer.query(x[at], tuple(r[at] for r in rope))
-            heads = prefix_attention(q, keys, values, own, torch.searchsorted(first, asking) if as_served else at, documents, None, impl)
+            heads = prefix_attention(
+                q,
+                keys,
+                values,
+                own,
+                torch.searchsorted(first, asking) if as_served else at,
+                documents,
+                None,
+                impl,
+            )
             hidden = layer.finish(heads, gate, residual[at])
             outputs.append(hidden[supervised[s, asking]])
             if s + 1 < steps:
@@ -217,134 +312,242 @@ class MTPDraftModel(SpeculatorModel):
                 hidden, own = hidden[at], [(k[:, at], v[:, at]) for k, v in own]
         return outputs
 
-    def dense_hidden(self,
-        input_ids: torch.Tensor,    # [L]
-        hidden: torch.Tensor,       # [L, H] the verifier's states
-        document_ids: torch.Tensor, # [L]
-        position_ids: torch.Tensor, # [L]
-        steps: int,                 # K
-        as_served: bool = False,    # see `forward`
-        impl: str = "sdpa",         # of `attention`
+    def dense_hidden(
+        self,
+        input_ids: torch.Tensor,  # [L]
+        hidden: torch.Tensor,  # [L, H] the verifier's states
+        document_ids: torch.Tensor,  # [L]
+        position_ids: torch.Tensor,  # [L]
+        steps: int,  # K
+        as_served: bool = False,  # see `forward`
+        impl: str = "sdpa",  # of `attention`
         length: int | None = None,  # as in `Rotary`; None: of all rows
-    ) -> list: # K tensors [L, H]
+    ) -> list:  # K tensors [L, H]
         "The definition: every row at every step, attention under a mask."
-        L, layer, outputs, cache, hidden = len(input_ids), self.mtp_layers[0], [], [], self.features(hidden)
+        L, layer, outputs, cache, hidden = (
+            len(input_ids),
+            self.mtp_layers[0],
+            [],
+            [],
+            self.features(hidden),
+        )
         length = length or self.rotary.length(position_ids)
         for s in range(steps):
-            rope, ahead = self.rope(position_ids + s, length and length + s * as_served), min(s + 1, L)
-            x, residual = layer.inputs(hidden, self.embed_tokens(F.pad(input_ids[ahead:], (0, ahead))))
+            rope, ahead = (
+                self.rope(position_ids + s, length and length + s * as_served),
+                min(s + 1, L),
+            )
+            x, residual = layer.inputs(
+                hidden, self.embed_tokens(F.pad(input_ids[ahead:], (0, ahead)))
+            )
             cache = (cache if as_served else []) + [layer.key_value(x, rope)]
             keys, values = (torch.cat(part, -2)[None] for part in zip(*cache))
             q, gate = layer.query(x, rope)
-            hidden = layer.finish(attention(q[None], keys, values, ttt(document_ids, L), impl)[0], gate, residual)
+            hidden = layer.finish(
+                attention(q[None], keys, values, ttt(document_ids, L), impl)[0], gate, residual
+            )
             outputs.append(hidden)
         return outputs
 
-    def forward(self,
-        input_ids: torch.Tensor,                    # [1, L] token x_t, not shifted
-        hidden_states: torch.Tensor,                # [1, L, H] verifier's stream after x_t, before final norm
-        loss_mask: torch.Tensor | None = None,      # [1, L] tokens worth predicting; None: all
-        position_ids: torch.Tensor | None = None,   # [1, L]; None: counted along the row
-        document_ids: torch.Tensor | None = None,   # [1, L], -1 padding; None: split where position_ids do not continue
-        step_weights: list | None = None,           # K weights of the steps' mean losses; None: 1 each, or step_weight_beta
-        step_weight_beta: float | None = None,      # weights beta^k that sum to 1, for as many steps as the config says
-        as_served: bool = False,                    # True: first step's past (cache); False: own past (upstream)
-        cross_document_targets: bool = False,       # True: upstream's rows, metrics; not for trainer
-        lean: bool = True,                          # False: the dense definition, which also returns logits
-        gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
-        attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
-    ) -> tuple: # (logits: list of K [1, rows, V], or None where lean; loss, scalar; metrics)
-        """One packed row through K steps: step s reads token t+1+s and the output of step s-1, and predicts token t+2+s.
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [1, L] token x_t, not shifted
+        hidden_states: torch.Tensor,  # [1, L, H] verifier's stream after x_t, before final norm
+        loss_mask: torch.Tensor | None = None,  # [1, L] tokens worth predicting; None: all
+        position_ids: torch.Tensor | None = None,  # [1, L]; None: counted along the row
+        document_ids: torch.Tensor
+        | None = None,  # [1, L], -1 padding; None: split where position_ids do not continue
+        step_weights: list
+        | None = None,  # K weights of the steps' mean losses; None: 1 each, or step_weight_beta
+        step_weight_beta: float
+        | None = None,  # weights beta^k that sum to 1, for as many steps as the config says
+        as_served: bool = False,  # True: first step's past (cache); False: own past (upstream)
+        cross_document_targets: bool = False,  # True: upstream's rows, metrics; not for trainer
+        lean: bool = True,  # False: the dense definition, which also returns logits
+        gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
+        attn_impl: str
+        | None = None,  # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
+    ) -> tuple:  # (logits: list of K [1, rows, V], or None where lean; loss, scalar; metrics)
+        """One packed row through K steps: step s reads token t+1+s and the output of step s-1,
+        and predicts token t+2+s.
         Errors: ValueError for weights of another number than the config's steps."""
-        ids, L, steps = input_ids[0].long(), input_ids.shape[1], self.config.num_speculative_steps
-        if step_weights is None: step_weights = [1.] * steps if step_weight_beta is None else normalised_steps(steps, step_weight_beta).tolist()
-        if len(step_weights) != steps: raise ValueError(f"step_weights has {len(step_weights)} entries, but num_speculative_steps={steps}; give one weight for each step")
-        positions = torch.arange(L, device=ids.device) if position_ids is None else position_ids[0]
+        ids, L, steps = (
+            input_ids[0].long(),
+            input_ids.shape[1],
+            self.config.num_speculative_steps,
+        )
+        if step_weights is None:
+            step_weights = (
+                [1.0] * steps
+                if step_weight_beta is None
+                else normalised_steps(steps, step_weight_beta).tolist()
+            )
+        if len(step_weights) != steps:
+            raise ValueError(
+                f"step_weights has {len(step_weights)} entries, but "
+                f"num_speculative_steps={steps}; give one weight for each step"
+            )
+        positions = (
+            torch.arange(L, device=ids.device) if position_ids is None else position_ids[0]
+        )
         documents = documents_of(positions) if document_ids is None else document_ids[0]
-        mask = torch.ones_like(ids, dtype=torch.bool) if loss_mask is None else loss_mask[0].bool()
+        mask = (
+            torch.ones_like(ids, dtype=torch.bool) if loss_mask is None else loss_mask[0].bool()
+        )
         supervised = mtp_supervision(mask, documents, steps, cross_document_targets)
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
-        rows = upstream_rows(L, steps) if cross_document_targets else L - 1     # with a token behind
-        length = self.rotary.length(positions[:max(0, rows)])
-        if lean: hidden = self.hidden_rows(ids, hidden_states[0], documents, positions, supervised, as_served, impl, length)
+        rows = (
+            upstream_rows(L, steps) if cross_document_targets else L - 1
+        )  # with a token behind
+        length = self.rotary.length(positions[: max(0, rows)])
+        if lean:
+            hidden = self.hidden_rows(
+                ids, hidden_states[0], documents, positions, supervised, as_served, impl, length
+            )
         else:
-            dense = self.dense_hidden(ids, hidden_states[0], documents, positions, steps, as_served, impl, length)
+            dense = self.dense_hidden(
+                ids, hidden_states[0], documents, positions, steps, as_served, impl, length
+            )
             hidden = [h[rows] for h, rows in zip(dense, supervised)]
-        at = supervised.nonzero()                                       # [N, 2] of (step, row), the order of `hidden`
+        at = supervised.nonzero()  # [N, 2] of (step, row), the order of `hidden`
         counts = supervised.sum(-1)
         weight = (torch.tensor(step_weights, device=ids.device) / counts.clamp(min=1))[at[:, 0]]
-        loss_of, options = (token_loss, dict(gemm_dtype=gemm_dtype)) if lean else (dense_token_loss, {})
-        out = loss_of(torch.cat(hidden), self.lm_head.weight, ids[at.sum(-1) + 2], weight, **options)
+        loss_of, options = (
+            (token_loss, dict(gemm_dtype=gemm_dtype)) if lean else (dense_token_loss, {})
+        )
+        out = loss_of(
+            torch.cat(hidden), self.lm_head.weight, ids[at.sum(-1) + 2], weight, **options
+        )
         rows = upstream_rows(L, steps) if cross_document_targets else L
         logits = None if lean else [self.lm_head(h[:rows])[None] for h in dense]
-        return logits, out.loss, self._metrics(out, at, weight, supervised, counts, cross_document_targets)
+        return (
+            logits,
+            out.loss,
+            self._metrics(out, at, weight, supervised, counts, cross_document_targets),
+        )
 
     @torch.no_grad()
     def _metrics(self, out, at, weight, supervised, counts, upstream):
-        "Losses with their step's weight, as upstream reports them, and accuracies against the data's tokens. Upstream's own are means over the batch."
-        steps = torch.zeros(len(counts), device=weight.device).index_add_(0, at[:, 0], weight * out.rows["ce"])
-        if upstream: return {f"loss_step_{s}": x for s, x in enumerate(steps)} | {"loss_sum": steps.sum(), "loss_total": torch.ones_like(steps[0])}
+        """Losses with their step's weight, as upstream reports them, and accuracies against the
+        data's tokens. Upstream's own are means over the batch."""
+        steps = torch.zeros(len(counts), device=weight.device).index_add_(
+            0, at[:, 0], weight * out.rows["ce"]
+        )
+        if upstream:
+            return {f"loss_step_{s}": x for s, x in enumerate(steps)} | {
+                "loss_sum": steps.sum(),
+                "loss_total": torch.ones_like(steps[0]),
+            }
         metrics = {"loss_sum": steps.sum() * counts[0], "loss_total": counts[0].float()}
-        for s, x in enumerate(steps): metrics |= {f"loss_step_{s}_sum": x * counts[s], f"loss_step_{s}_total": counts[s].float()}
+        for s, x in enumerate(steps):
+            metrics |= {
+                f"loss_step_{s}_sum": x * counts[s],
+                f"loss_step_{s}_total": counts[s].float(),
+            }
         correct = torch.zeros_like(supervised).index_put_((at[:, 0], at[:, 1]), out.correct)
         return metrics | chain_metrics(correct, supervised)
 
     # what training and serving ask of every drafter
     @staticmethod
-    def shift(sample: dict) -> dict: # as in `data.packing`
+    def shift(sample: dict) -> dict:  # as in `data.packing`
         "Nothing is shifted; the one state that is read is the verifier's last."
-        return {"input_ids": sample["input_ids"], "loss_mask": sample["loss_mask"], "hidden_states": sample["verifier_last_hidden_states"]}
+        return {
+            "input_ids": sample["input_ids"],
+            "loss_mask": sample["loss_mask"],
+            "hidden_states": sample["verifier_last_hidden_states"],
+        }
 
     @classmethod
-    def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig | None = None, # not used: the head's layer is the verifier's own kind
-        t2d: torch.Tensor | None = None,                  # must be None, as the next one: the vocabulary is the verifier's
+    def from_training_args(
+        cls,
+        transformer_layer_config: PretrainedConfig
+        | None = None,  # not used: the head's layer is the verifier's own kind
+        t2d: torch.Tensor
+        | None = None,  # must be None, as the next one: the vocabulary is the verifier's
         d2t: torch.Tensor | None = None,
         *,
-        verifier_name_or_path: str,                       # its folder or hub id
-        num_speculative_steps: int = 3,                   # K, also the number of tokens that an engine drafts
-        fresh_head: bool = False,                         # True: random weights instead of the verifier's own MTP head
-        verifier_norm: bool = False,                      # as in the config
-        draft_vocab_size: int | None = None,              # None or the verifier's
-        **others,                                         # training arguments that are not about the model
-    ) -> "MTPDraftModel": # with the verifier's weights, ready to train
-        "The verifier's own MTP head, or a fresh one. Errors: ValueError for a verifier without head, an unknown family, or a reduced vocabulary."
+        verifier_name_or_path: str,  # its folder or hub id
+        num_speculative_steps: int = 3,  # K, also the number of tokens that an engine drafts
+        fresh_head: bool = False,  # True: random weights instead of the verifier's own MTP head
+        verifier_norm: bool = False,  # as in the config
+        draft_vocab_size: int | None = None,  # None or the verifier's
+        **others,  # training arguments that are not about the model
+    ) -> "MTPDraftModel":  # with the verifier's weights, ready to train
+        """The verifier's own MTP head, or a fresh one. Errors: ValueError for a verifier
+        without head, an unknown family, or a reduced vocabulary."""
         layer = text_config(verifier_config(verifier_name_or_path))
-        if t2d is not None or d2t is not None or draft_vocab_size not in (None, layer.vocab_size):
-            raise ValueError(f"draft_vocab_size={draft_vocab_size} of {layer.vocab_size}: an MTP head uses the verifier's own head, with its whole vocabulary; give neither size nor mapping")
-        model = cls(MTPSpeculatorConfig(transformer_layer_config=layer, verifier_norm=verifier_norm,
-                                        speculators_config=SpeculatorsConfig.greedy("mtp", num_speculative_steps, verifier_name_or_path)))
-        if not fresh_head: model._fill(extract_mtp(verifier_name_or_path), verifier_name_or_path)
+        if (
+            t2d is not None
+            or d2t is not None
+            or draft_vocab_size not in (None, layer.vocab_size)
+        ):
+            raise ValueError(
+                f"draft_vocab_size={draft_vocab_size} of {layer.vocab_size}: an MTP head uses "
+                "the verifier's own head, with its whole vocabulary; give neither size nor "
+                "mapping"
+            )
+        model = cls(
+            MTPSpeculatorConfig(
+                transformer_layer_config=layer,
+                verifier_norm=verifier_norm,
+                speculators_config=SpeculatorsConfig.greedy(
+                    "mtp", num_speculative_steps, verifier_name_or_path
+                ),
+            )
+        )
+        if not fresh_head:
+            model._fill(extract_mtp(verifier_name_or_path), verifier_name_or_path)
         model.load_verifier_weights()
         return model
 
     @staticmethod
     def get_trainer_kwargs(
-        num_speculative_steps: int | None = None,          # K; None: the model's own
-        step_weight_beta: float = 0.6,                     # weight of a step relative to the one before
-        step_weights: list | None = None,                  # K weights instead
-        as_served: bool | None = None,                     # the last three as in `forward`, passed on where given
+        num_speculative_steps: int | None = None,  # K; None: the model's own
+        step_weight_beta: float = 0.6,  # weight of a step relative to the one before
+        step_weights: list | None = None,  # K weights instead
+        as_served: bool | None = None,  # the last three as in `forward`, passed on where given
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
-        **others,                                          # training arguments of other parts
-    ) -> tuple: # (kwargs of `forward` in training, in evaluation)
-        "What `forward` gets in training and in evaluation: the same, since nothing here is random."
-        if step_weights is None and num_speculative_steps is not None: step_weights = normalised_steps(num_speculative_steps, step_weight_beta).tolist()
+        **others,  # training arguments of other parts
+    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
+        """What `forward` gets in training and in evaluation: the same, since nothing here is
+        random."""
+        if step_weights is None and num_speculative_steps is not None:
+            step_weights = normalised_steps(num_speculative_steps, step_weight_beta).tolist()
         given = dict(as_served=as_served, gemm_dtype=gemm_dtype, attn_impl=attn_impl)
-        kwargs = dict(step_weight_beta=step_weight_beta) if step_weights is None else dict(step_weights=list(step_weights))
+        kwargs = (
+            dict(step_weight_beta=step_weight_beta)
+            if step_weights is None
+            else dict(step_weights=list(step_weights))
+        )
         kwargs |= {k: v for k, v in given.items() if v is not None}
         return kwargs, dict(kwargs)
 
     @staticmethod
     def serving_violations(
-        raw: dict,                                   # the config.json as it stands
-        verifier: PretrainedConfig | None = None,    # the verifier's language model, where its config can be read
-    ) -> list: # sentences with the remedy
+        raw: dict,  # the config.json as it stands
+        verifier: PretrainedConfig
+        | None = None,  # the verifier's language model, where its config can be read
+    ) -> list:  # sentences with the remedy
         "vLLM serves an MTP head as a part of its verifier, never from a folder of its own."
-        found = ["an MTP head is not served from its own folder; put it into a copy of its verifier with `stitch_mtp`, and serve that with method 'mtp'"]
+        found = [
+            (
+                "an MTP head is not served from its own folder; put it into a copy of its "
+                "verifier with `stitch_mtp`, and serve that with method 'mtp'"
+            )
+        ]
         kind = (raw.get("transformer_layer_config") or {}).get("model_type")
-        if kind == "qwen3": found.append("vLLM knows no MTP head for verifiers of model_type 'qwen3', stitched or not; it serves those of qwen3_next, qwen3_5 and qwen3_5_moe")
-        if not raw.get("verifier_norm"): found.append("verifier_norm is not set: vLLM hands the head the verifier's state after its final norm, this head was trained on the state before; train with verifier_norm=True")
+        if kind == "qwen3":
+            found.append(
+                "vLLM knows no MTP head for verifiers of model_type 'qwen3', stitched or not; "
+                "it serves those of qwen3_next, qwen3_5 and qwen3_5_moe"
+            )
+        if not raw.get("verifier_norm"):
+            found.append(
+                "verifier_norm is not set: vLLM hands the head the verifier's state after its "
+                "final norm, this head was trained on the state before; train with "
+                "verifier_norm=True"
+            )
         return found
 
     def drafter(self) -> "MTPDrafter":
@@ -353,7 +556,9 @@ class MTPDraftModel(SpeculatorModel):
 
 # %% ../../nbs/models/10_mtp.ipynb #340dc2f0
 class MTPDrafter:
-    "Chain drafting with a key-value cache (the `tree.Drafter` protocol), as a serving engine does it."
+    """Chain drafting with a key-value cache (the `tree.Drafter` protocol), as a serving engine
+    does it."""
+
     def __init__(self, model: MTPDraftModel):
         self.model = model.eval()
         self.aux_layer_ids = (model.config.transformer_layer_config.num_hidden_layers,)
@@ -365,33 +570,52 @@ class MTPDrafter:
         self.cache, self.to_read = None, ToRead(self.model.rotary)
 
     def _step(self, hidden, ids, start, sees=None):
-        """Run n rows at positions start.. through the layer, adding to the cache: hidden [n, H], ids [n] the tokens that follow -> [n, H].
-        With sees [n, keys], bool: tokens of a tree, each at the position that follows from how many keys it sees."""
+        """Run n rows at positions start.. through the layer, adding to the cache: hidden [n,
+        H], ids [n] the tokens that follow -> [n, H].
+        With sees [n, keys], bool: tokens of a tree, each at the position that follows from how
+        many keys it sees."""
         layer, n = self.model.mtp_layers[0], len(ids)
-        rope = self.model.rope(torch.arange(start, start + n, device=ids.device) if sees is None else sees.sum(-1) - 1)
+        rope = self.model.rope(
+            torch.arange(start, start + n, device=ids.device)
+            if sees is None
+            else sees.sum(-1) - 1
+        )
         x, residual = layer.inputs(hidden, self.model.embed_tokens(ids))
         new = layer.key_value(x, rope)
-        keys, values = self.cache = new if self.cache is None else tuple(torch.cat(pair, -2) for pair in zip(self.cache, new))
+        keys, values = self.cache = (
+            new
+            if self.cache is None
+            else tuple(torch.cat(pair, -2) for pair in zip(self.cache, new))
+        )
         at = torch.arange(keys.shape[-2], device=ids.device)
         q, gate = layer.query(x, rope)
-        heads = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=at <= at[-n:, None] if sees is None else sees, enable_gqa=len(q) != len(keys))[0]
+        heads = F.scaled_dot_product_attention(
+            q[None],
+            keys[None],
+            values[None],
+            attn_mask=at <= at[-n:, None] if sees is None else sees,
+            enable_gqa=len(q) != len(keys),
+        )[0]
         return layer.finish(heads, gate, residual)
 
     def _read(self, tokens, features):
-        "The verifier's new states into the cache, each beside the token that followed: the state [1, H] after the last token."
+        """The verifier's new states into the cache, each beside the token that followed: the
+        state [1, H] after the last token."""
         n = len(tokens)
         features, again = self.to_read(features, n - 1 - len(features), n - 1)
-        if again: self.cache = None
+        if again:
+            self.cache = None
         m = len(features)
-        return self._step(self.model.features(features), tokens[n - m:], n - 1 - m)[-1:]
+        return self._step(self.model.features(features), tokens[n - m :], n - 1 - m)[-1:]
 
     @torch.inference_mode()
-    def propose(self,
-        tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
+    def propose(
+        self,
+        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not seen the last one
         features: torch.Tensor,  # [m, H] of positions n-1-m .. n-2
-        k: int,                  # tokens wanted
-        sampling: Sampling,      # temperature and generator
-    ) -> TokenTree: # a chain of k
+        k: int,  # tokens wanted
+        sampling: Sampling,  # temperature and generator
+    ) -> TokenTree:  # a chain of k
         "Draft k tokens, one after the other."
         model, n, hidden = self.model, len(tokens), self._read(tokens, features)
         decided, drafted, laws = self.cache, [], []
@@ -399,17 +623,29 @@ class MTPDrafter:
             q = sampling.probabilities(model.lm_head(hidden)[0])
             drafted.append(sampling.draw(q[None]))
             laws.append(q)
-            if j + 1 < k: hidden = self._step(hidden, drafted[-1], n - 1 + j)
+            if j + 1 < k:
+                hidden = self._step(hidden, drafted[-1], n - 1 + j)
         self.cache = decided
-        return TokenTree.chain(torch.cat(drafted), torch.stack(laws) if sampling.temperature else None)
+        return TokenTree.chain(
+            torch.cat(drafted), torch.stack(laws) if sampling.temperature else None
+        )
 
     @contextmanager
-    def grow(self,
-        tokens: torch.Tensor,    # [n] as in `propose`
+    def grow(
+        self,
+        tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, H] as in `propose`
-        depth: int,              # of the deepest node; not needed here
-    ): # yields the law, as in `growth`
-        "Laws for the nodes of a tree: a node takes its parent's state and sees the decided tokens and its own ancestors. Afterwards the cache is as it was."
+        depth: int,  # of the deepest node; not needed here
+    ):  # yields the law, as in `growth`
+        """Laws for the nodes of a tree: a node takes its parent's state and sees the decided
+        tokens and its own ancestors. Afterwards the cache is as it was."""
         root, decided = self._read(tokens, features)[0], self.cache
-        try: yield recurrent_law(lambda ids, states, sees: self._step(states, ids, None, sees), self.model.lm_head, root, decided[0].shape[-2])
-        finally: self.cache = decided
+        try:
+            yield recurrent_law(
+                lambda ids, states, sees: self._step(states, ids, None, sees),
+                self.model.lm_head,
+                root,
+                decided[0].shape[-2],
+            )
+        finally:
+            self.cache = decided

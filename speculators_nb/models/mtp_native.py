@@ -12,74 +12,137 @@ import os
 import re
 import shutil
 from pathlib import Path
+
 import torch
 from safetensors import safe_open
+
+from speculators_nb.core.checkpoints import (
+    checkpoint_index,
+    inside,
+    load_tensors,
+    resolve_checkpoint,
+    save_tensors,
+)
 from ..core.config import SpeculatorModelConfig, layer_config_from_dict
-from ..nn.target_head import text_config, verifier_config
-from .base import SpeculatorModel, tensor_problem
-from .formats import NativeCheckpoint, NativeFormat, Target, register_format
-from ..core.provenance import write_provenance
-from ..core.checkpoints import checkpoint_index, inside, load_tensors, resolve_checkpoint, save_tensors
 from ..core.files import atomic_folder, atomic_write
+from ..core.provenance import write_provenance
+from .base import SpeculatorModel, tensor_problem
+from speculators_nb.models.formats import (
+    NativeCheckpoint,
+    NativeFormat,
+    Target,
+    register_format,
+)
+from ..nn.target_head import text_config, verifier_config
 
 # %% ../../nbs/models/09_mtp_native.ipynb #b3267d9b
-NATIVE = {"fc.": "input_proj.", "norm.": "final_layernorm.", "pre_fc_norm_hidden.": "hidden_layernorm.", "pre_fc_norm_embedding.": "token_layernorm.",
-          "layers.0.": ""}   # prefix of a name behind "mtp." in a verifier's checkpoint -> behind "mtp_layers.0." in ours
+NATIVE = {
+    "fc.": "input_proj.",
+    "norm.": "final_layernorm.",
+    "pre_fc_norm_hidden.": "hidden_layernorm.",
+    "pre_fc_norm_embedding.": "token_layernorm.",
+    "layers.0.": "",
+}  # prefix of a name behind "mtp." in a verifier's checkpoint -> behind "mtp_layers.0." in ours
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
-def from_native(name: str) -> str: # "mtp.fc.weight" -> "mtp_layers.0.input_proj.weight"
-    "Our name of a verifier's MTP tensor. Errors: ValueError for one that a head of one layer does not have."
+
+def from_native(name: str) -> str:  # "mtp.fc.weight" -> "mtp_layers.0.input_proj.weight"
+    """Our name of a verifier's MTP tensor. Errors: ValueError for one that a head of one layer
+    does not have."""
     rest = name.removeprefix("mtp.")
     prefix = next((p for p in NATIVE if rest.startswith(p)), None)
-    if prefix is None: raise ValueError(f"{name}: not a tensor of an MTP head of one layer, which has {', '.join('mtp.' + p + '*' for p in NATIVE)}")
+    if prefix is None:
+        raise ValueError(
+            f"{name}: not a tensor of an MTP head of one layer, which has "
+            f"{', '.join('mtp.' + p + '*' for p in NATIVE)}"
+        )
     return "mtp_layers.0." + NATIVE[prefix] + rest.removeprefix(prefix)
 
-def to_native(name: str) -> str: # the inverse
+
+def to_native(name: str) -> str:  # the inverse
     "The verifier's name of one of our tensors."
     rest = name.removeprefix("mtp_layers.0.")
-    theirs, ours = next(((p, q) for p, q in NATIVE.items() if q and rest.startswith(q)), ("layers.0.", ""))
+    theirs, ours = next(
+        ((p, q) for p, q in NATIVE.items() if q and rest.startswith(q)), ("layers.0.", "")
+    )
     return "mtp." + theirs + rest.removeprefix(ours)
 
+
 def fuse_experts(
-    tensors: dict, # name -> tensor, each expert by itself or all in one already
-) -> dict: # gate_up_proj [E, 2I, H] and down_proj [E, H, I] for each block of experts
-    "Stack a mixture's experts as transformers keeps them. Errors: ValueError naming an expert or a projection that is missing."
+    tensors: dict,  # name -> tensor, each expert by itself or all in one already
+) -> dict:  # gate_up_proj [E, 2I, H] and down_proj [E, H, I] for each block of experts
+    """Stack a mixture's experts as transformers keeps them. Errors: ValueError naming an expert
+    or a projection that is missing."""
     fused, blocks = {}, {}
     for name, w in tensors.items():
         found = EXPERT.fullmatch(name)
-        if found: blocks.setdefault(found[1], {})[int(found[2]), found[3]] = w
-        else: fused[name] = w
+        if found:
+            blocks.setdefault(found[1], {})[int(found[2]), found[3]] = w
+        else:
+            fused[name] = w
     for block, parts in blocks.items():
         n = 1 + max(i for i, _ in parts)
-        missing = [f"{block}.{i}.{p}.weight" for i in range(n) for p in ("gate_proj", "up_proj", "down_proj") if (i, p) not in parts]
-        if missing: raise ValueError(f"the verifier's MTP head lacks {', '.join(missing[:3])}{' …' if missing[3:] else ''} ({len(missing)} of {3 * n} expert tensors)")
-        fused[f"{block}.gate_up_proj"] = torch.stack([torch.cat([parts[i, "gate_proj"], parts[i, "up_proj"]]) for i in range(n)])
+        missing = [
+            f"{block}.{i}.{p}.weight"
+            for i in range(n)
+            for p in ("gate_proj", "up_proj", "down_proj")
+            if (i, p) not in parts
+        ]
+        if missing:
+            raise ValueError(
+                "the verifier's MTP head lacks "
+                f"{', '.join(missing[:3])}{' …' if missing[3:] else ''} ({len(missing)} of "
+                f"{3 * n} expert tensors)"
+            )
+        fused[f"{block}.gate_up_proj"] = torch.stack(
+            [torch.cat([parts[i, "gate_proj"], parts[i, "up_proj"]]) for i in range(n)]
+        )
         fused[f"{block}.down_proj"] = torch.stack([parts[i, "down_proj"] for i in range(n)])
     return fused
 
-def split_experts(tensors: dict) -> dict: # the inverse: one tensor for each projection of each expert
+
+def split_experts(
+    tensors: dict,
+) -> dict:  # the inverse: one tensor for each projection of each expert
     "Each expert by itself, as Qwen3-Next's checkpoints keep them."
     split = {}
     for name, w in tensors.items():
         block, _, part = name.rpartition(".")
-        if not block.endswith(".experts"): split[name] = w
+        if not block.endswith(".experts"):
+            split[name] = w
         else:
             for i, expert in enumerate(w):
-                parts = zip(("gate_proj", "up_proj"), expert.chunk(2)) if part == "gate_up_proj" else [(part, expert)]
+                parts = (
+                    zip(("gate_proj", "up_proj"), expert.chunk(2))
+                    if part == "gate_up_proj"
+                    else [(part, expert)]
+                )
                 split |= {f"{block}.{i}.{p}.weight": x for p, x in parts}
     return split
 
+
 def extract_mtp(
-    verifier: str | os.PathLike, # folder or hub id
-) -> dict: # our names -> tensors, as they are stored
-    "A verifier's own MTP head; nothing else is read. Errors: ValueError where it has none, naming the remedy."
+    verifier: str | os.PathLike,  # folder or hub id
+) -> dict:  # our names -> tensors, as they are stored
+    """A verifier's own MTP head; nothing else is read. Errors: ValueError where it has none,
+    naming the remedy."""
     index = {n: f for n, f in checkpoint_index(verifier).items() if n.startswith("mtp.")}
     if not index:
-        raise ValueError(f"verifier {str(verifier)!r} has no MTP head (no tensor mtp.*), as most have not. Train a fresh one with fresh_head=True, "
-                         "or take a verifier that was pretrained with one, such as Qwen3-Next or Qwen3.5")
-    return ours_of({n: t for file in sorted(set(index.values())) for n, t in load_tensors(file, [n for n, f in index.items() if f == file]).items()})
+        raise ValueError(
+            f"verifier {str(verifier)!r} has no MTP head (no tensor mtp.*), as most have not. "
+            "Train a fresh one with fresh_head=True, "
+            "or take a verifier that was pretrained with one, such as Qwen3-Next or Qwen3.5"
+        )
+    return ours_of(
+        {
+            n: t
+            for file in sorted(set(index.values()))
+            for n, t in load_tensors(file, [n for n, f in index.items() if f == file]).items()
+        }
+    )
 
-def ours_of(tensors: dict) -> dict: # mtp.* -> mtp_layers.0.*
+
+def ours_of(tensors: dict) -> dict:  # mtp.* -> mtp_layers.0.*
     "A native head under our names, its experts stacked."
     return fuse_experts({from_native(n): t for n, t in tensors.items()})
 
@@ -87,98 +150,208 @@ def ours_of(tensors: dict) -> dict: # mtp.* -> mtp_layers.0.*
 def _place(source: Path, target: Path, link: bool):
     "Copy a file or folder, or link the file where that works."
     if source.is_dir():
-        for entry in source.rglob("*"): inside(entry.parent, entry.name)         # no link out of a foreign folder is followed
+        for entry in source.rglob("*"):
+            inside(entry.parent, entry.name)  # no link out of a foreign folder is followed
         return shutil.copytree(source, target)
     if link:
-        try: return os.link(source.resolve(), target)
-        except OSError: pass                      # another file system
+        try:
+            return os.link(source.resolve(), target)
+        except OSError:
+            pass  # another file system
     shutil.copy2(source, target)
+
 
 def _fits(head: dict, want: dict, drafter, verifier):
     "ValueError naming what keeps a head from taking the place of the verifier's."
     missing, extra = sorted(set(want) - set(head)), sorted(set(head) - set(want))
-    shapes = [f"{n} {tuple(head[n].shape)} instead of {tuple(want[n].shape)}" for n in sorted(set(head) & set(want)) if head[n].shape != want[n].shape]
-    for what, names in (("lacks", missing), ("has in addition", extra), ("has misshapen", shapes)):
-        if names: raise ValueError(f"drafter {str(drafter)!r} {what} {', '.join(names[:4])}{' …' if names[4:] else ''}: it was trained for another verifier than {str(verifier)!r}")
-    if wrong := [p for n in sorted(want) if (p := tensor_problem(n, head[n], want[n]))]: raise ValueError(f"drafter {str(drafter)!r}: {'; '.join(wrong[:3])}{' …' if wrong[3:] else ''}; train it anew, or take an earlier checkpoint")
+    shapes = [
+        f"{n} {tuple(head[n].shape)} instead of {tuple(want[n].shape)}"
+        for n in sorted(set(head) & set(want))
+        if head[n].shape != want[n].shape
+    ]
+    for what, names in (
+        ("lacks", missing),
+        ("has in addition", extra),
+        ("has misshapen", shapes),
+    ):
+        if names:
+            raise ValueError(
+                f"drafter {str(drafter)!r} {what} "
+                f"{', '.join(names[:4])}{' …' if names[4:] else ''}: it was trained for "
+                f"another verifier than {str(verifier)!r}"
+            )
+    if wrong := [p for n in sorted(want) if (p := tensor_problem(n, head[n], want[n]))]:
+        raise ValueError(
+            f"drafter {str(drafter)!r}: {'; '.join(wrong[:3])}{' …' if wrong[3:] else ''}; "
+            "train it anew, or take an earlier checkpoint"
+        )
+
 
 def stitch_mtp(
     drafter: str | os.PathLike,  # an MTP checkpoint of ours or upstream's
-    verifier: str | os.PathLike, # folder or hub id of the verifier that it was trained for
-    out: str | os.PathLike,      # the new folder; must not exist
-    link: bool = False,          # hard-link untouched files to save space; then edit neither folder
-) -> Path: # `out`: the verifier with this head, for vLLM's method "mtp"
-    """The inverse of `extract_mtp`: a copy of the verifier whose mtp.* tensors are the drafter's, in the verifier's own layout and dtype. All other files stay as they are, but
-    where the verifier had no head its config.json learns that it has one. Errors: FileExistsError; ValueError for a drafter that does not fit."""
+    verifier: str | os.PathLike,  # folder or hub id of the verifier that it was trained for
+    out: str | os.PathLike,  # the new folder; must not exist
+    link: bool = False,  # hard-link untouched files to save space; then edit neither folder
+) -> Path:  # `out`: the verifier with this head, for vLLM's method "mtp"
+    """The inverse of `extract_mtp`: a copy of the verifier whose mtp.* tensors are the
+    drafter's, in the verifier's own layout and dtype. All other files stay as they are, but
+    where the verifier had no head its config.json learns that it has one. Errors:
+    FileExistsError; ValueError for a drafter that does not fit."""
     out, folder = Path(out), resolve_checkpoint(drafter)
-    if out.exists(): raise FileExistsError(f"{out} exists already; stitch_mtp makes a new folder, choose another name")
+    if out.exists():
+        raise FileExistsError(
+            f"{out} exists already; stitch_mtp makes a new folder, choose another name"
+        )
     config = SpeculatorModelConfig.from_pretrained(folder)
-    if config.speculators_model_type != "mtp": raise ValueError(f"drafter {str(drafter)!r} is of type {config.speculators_model_type!r}; only an MTP head is a part of its verifier")
-    head = {n: w for file in sorted(set(checkpoint_index(folder).values())) for n, w in load_tensors(file).items() if n.startswith("mtp_layers.")}
+    if config.speculators_model_type != "mtp":
+        raise ValueError(
+            f"drafter {str(drafter)!r} is of type {config.speculators_model_type!r}; only an "
+            "MTP head is a part of its verifier"
+        )
+    head = {
+        n: w
+        for file in sorted(set(checkpoint_index(folder).values()))
+        for n, w in load_tensors(file).items()
+        if n.startswith("mtp_layers.")
+    }
     with atomic_folder(out) as tmp:
         _stitch(config, head, verifier, tmp, link, drafter)
-        write_provenance(tmp, "stitch_mtp", dict(link=link), {"drafter": drafter, "verifier": verifier})
+        write_provenance(
+            tmp, "stitch_mtp", dict(link=link), {"drafter": drafter, "verifier": verifier}
+        )
     return out
 
-def _stitch(config: SpeculatorModelConfig, head: dict, verifier, folder: Path, link: bool, drafter):
+
+def _stitch(
+    config: SpeculatorModelConfig, head: dict, verifier, folder: Path, link: bool, drafter
+):
     "Fill an empty folder with the verifier and this head."
     source = resolve_checkpoint(verifier)
     layer, index = text_config(verifier_config(source)), checkpoint_index(source)
     have = {n: load_tensors(f, [n])[n] for n, f in index.items() if n.startswith("mtp.")}
     fresh = type(config)(transformer_layer_config=layer)
-    with torch.device("meta"): _fits(head, SpeculatorModel.registered_model_class_from_config(fresh)(fresh).saved_state(), drafter, verifier)
+    with torch.device("meta"):
+        _fits(
+            head,
+            SpeculatorModel.registered_model_class_from_config(fresh)(fresh).saved_state(),
+            drafter,
+            verifier,
+        )
     by_expert = any(map(EXPERT.fullmatch, have)) or not have
     head = {to_native(n): w for n, w in (split_experts(head) if by_expert else head).items()}
-    if have: _fits(head, have, drafter, verifier)
-    home = Path("model-mtp.safetensors" if (source / "model.safetensors.index.json").is_file() else "model.safetensors")    # of a head that the verifier had not
+    if have:
+        _fits(head, have, drafter, verifier)
+    home = Path(
+        "model-mtp.safetensors"
+        if (source / "model.safetensors.index.json").is_file()
+        else "model.safetensors"
+    )  # of a head that the verifier had not
     norm = next((n for n in index if n.endswith("norm.weight")), None)
-    if norm is None: raise ValueError(f"{source}: its weights hold no norm.weight, so this is no language model; fetch or save the verifier again")
+    if norm is None:
+        raise ValueError(
+            f"{source}: its weights hold no norm.weight, so this is no language model; fetch "
+            "or save the verifier again"
+        )
     dtype = load_tensors(index[norm], [norm])[norm].dtype
     files = {}
-    for n, w in head.items(): files.setdefault(index.get(n, source / home), {})[n] = w.to(have[n].dtype if have else dtype)
+    for n, w in head.items():
+        files.setdefault(index.get(n, source / home), {})[n] = w.to(
+            have[n].dtype if have else dtype
+        )
     for entry in source.iterdir():
-        if entry not in files: _place(inside(source, entry.name), folder / entry.name, link)
+        if entry not in files:
+            _place(inside(source, entry.name), folder / entry.name, link)
     for file, tensors in files.items():
         metadata = {"format": "pt"}
         if file.is_file():
-            with safe_open(file, "pt") as f: metadata = f.metadata()
+            with safe_open(file, "pt") as f:
+                metadata = f.metadata()
             tensors = load_tensors(file) | tensors
         save_tensors(tensors, folder / file.name, metadata)
-    if not have: _announce(folder, head, home, layer.model_type, sum(w.nbytes for t in files.values() for n, w in t.items() if n in head))
+    if not have:
+        _announce(
+            folder,
+            head,
+            home,
+            layer.model_type,
+            sum(w.nbytes for t in files.values() for n, w in t.items() if n in head),
+        )
+
 
 def _announce(folder: Path, head: dict, home: Path, family: str, size: int):
     "Enter a head that is new to a checkpoint in its index and its config.json."
+
     def rewrite(name, change):
         file = folder / name
         content = json.loads(file.read_text(encoding="utf-8"))
         change(content)
-        with atomic_write(file) as new: new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")   # another file: the old one may be a link
+        with atomic_write(file) as new:
+            new.write_text(
+                json.dumps(content, indent=2) + "\n", encoding="utf-8"
+            )  # another file: the old one may be a link
+
     def enter(index):
         index["weight_map"] |= dict.fromkeys(head, home.name)
-        if "total_size" in index.get("metadata", {}): index["metadata"]["total_size"] += size
-    if (folder / "model.safetensors.index.json").is_file(): rewrite("model.safetensors.index.json", enter)
-    if family != "qwen3":                             # vLLM has no MTP head for it
-        rewrite("config.json", lambda config: config.get("text_config", config).setdefault("num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers", 1))
+        if "total_size" in index.get("metadata", {}):
+            index["metadata"]["total_size"] += size
+
+    if (folder / "model.safetensors.index.json").is_file():
+        rewrite("model.safetensors.index.json", enter)
+    if family != "qwen3":  # vLLM has no MTP head for it
+        rewrite(
+            "config.json",
+            lambda config: config.get("text_config", config).setdefault(
+                "num_nextn_predict_layers"
+                if family == "qwen3_next"
+                else "mtp_num_hidden_layers",
+                1,
+            ),
+        )
 
 # %% ../../nbs/models/09_mtp_native.ipynb #661bd4ce
 def read_head(
-    native: NativeCheckpoint, # a verifier's checkpoint, or what is left of one
-    target: Target,           # the verifier
-) -> tuple: # (fields of our config, our names -> tensors)
+    native: NativeCheckpoint,  # a verifier's checkpoint, or what is left of one
+    target: Target,  # the verifier
+) -> tuple:  # (fields of our config, our names -> tensors)
     "A native head as a drafter of its own; of a sharded verifier nothing else is read."
     raw = native.config.get("text_config") or native.config
     layer = layer_config_from_dict(raw) if "model_type" in raw else target.config
-    return dict(transformer_layer_config=layer, speculative_tokens=native.said("speculative_tokens", default=3)), ours_of(native.tensors("mtp."))
+    return dict(
+        transformer_layer_config=layer,
+        speculative_tokens=native.said("speculative_tokens", default=3),
+    ), ours_of(native.tensors("mtp."))
+
 
 def write_head(
-    config: SpeculatorModelConfig, # of an MTP head
-    tensors: dict,                 # our names -> tensors
-    folder: Path,                  # there and empty
+    config: SpeculatorModelConfig,  # of an MTP head
+    tensors: dict,  # our names -> tensors
+    folder: Path,  # there and empty
     target: Target | None = None,  # the verifier that gets the head
 ):
     "The inverse, which is the whole verifier: see `stitch_mtp`."
-    if target is None: raise ValueError("an MTP head is stored in its verifier, and the verifier that config.json names is not here; give verifier=")
-    _stitch(config, {n: w for n, w in tensors.items() if n.startswith("mtp_layers.")}, target.path, folder, False, "of this type")
+    if target is None:
+        raise ValueError(
+            "an MTP head is stored in its verifier, and the verifier that config.json names is "
+            "not here; give verifier="
+        )
+    _stitch(
+        config,
+        {n: w for n, w in tensors.items() if n.startswith("mtp_layers.")},
+        target.path,
+        folder,
+        False,
+        "of this type",
+    )
 
-register_format(NativeFormat(
-    "mtp", "mtp", "MTP heads inside their verifier (Qwen3-Next, Qwen3.5)", "tensors mtp.*", lambda config, names: any(n.startswith("mtp.") for n in names), read_head, write_head))
+
+register_format(
+    NativeFormat(
+        "mtp",
+        "mtp",
+        "MTP heads inside their verifier (Qwen3-Next, Qwen3.5)",
+        "tensors mtp.*",
+        lambda config, names: any(n.startswith("mtp.") for n in names),
+        read_head,
+        write_head,
+    )
+)

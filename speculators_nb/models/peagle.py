@@ -8,314 +8,544 @@ __all__ = ['PEagleSpeculatorConfig', 'cod_sample', 'RolloutPlan', 'plan_rollouts
 # %% ../../nbs/models/06_peagle.ipynb #d0cc853c
 from contextlib import contextmanager
 from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
-from ..nn.attention import attention, block_attention
+
 from ..core.config import SpeculatorModelConfig, SpeculatorsConfig
+from ..core.tree import Sampling, TokenTree, likeliest
 from ..core.tree_growth import product_law
-from ..nn.target_head import text_config, verifier_config
+from .base import SpeculatorModel
+from .eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
+from ..nn.attention import attention, block_attention
+from ..nn.draft_vocabulary import scatter_probs
 from ..nn.head_loss import dense_head_loss, head_loss
 from ..nn.layers import rotate
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
 from ..nn.masks import rollouts
-from .base import SpeculatorModel
-from .eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
-from ..core.tree import Sampling, TokenTree, likeliest
+from ..nn.target_head import text_config, verifier_config
 from ..verifier.tapped_model import default_aux_layer_ids
-from ..nn.draft_vocabulary import scatter_probs
 
 # %% ../../nbs/models/06_peagle.ipynb #48c8028a
 @SpeculatorModelConfig.register("peagle")
 class PEagleSpeculatorConfig(Eagle3SpeculatorConfig):
-    "A P-EAGLE drafter: EAGLE-3's fields (`norm_output` has no effect, there is one pass) and the mask token. Errors: ValueError for a mask token outside the vocabulary."
+    """A P-EAGLE drafter: EAGLE-3's fields (`norm_output` has no effect, there is one pass) and
+    the mask token. Errors: ValueError for a mask token outside the vocabulary."""
+
     speculators_model_type: str = "peagle"
-    embed_requires_grad: bool = True       # train the embedding table: the mask token's row means nothing yet
-    mask_token_id: int | None = None       # read where a token is not known yet; see `mask_token`
+    embed_requires_grad: bool = True  # train the embedding table, for the mask token's row
+    mask_token_id: int | None = None  # read where a token is not known yet; see `mask_token`
 
     def check(self):
         super().check()
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.target_vocab_size:
-            raise ValueError(f"mask_token_id={self.mask_token_id} lies outside the verifier's vocabulary of {self.target_vocab_size}; choose an id from 0 to {self.target_vocab_size - 1}")
+        if (
+            self.mask_token_id is not None
+            and not 0 <= self.mask_token_id < self.target_vocab_size
+        ):
+            raise ValueError(
+                f"mask_token_id={self.mask_token_id} lies outside the verifier's vocabulary of "
+                f"{self.target_vocab_size}; choose an id from 0 to {self.target_vocab_size - 1}"
+            )
 
 # %% ../../nbs/models/06_peagle.ipynb #8815da9d
 def cod_sample(
-    loss_mask: torch.Tensor,              # [L] or [1, L] bool
-    document_ids: torch.Tensor,           # the same shape; -1 is padding
-    num_depths: int = 8,                  # K
-    down_sample_ratio: float = 0.7,       # r: depth d keeps about r^d of the trained positions
-    down_sample_ratio_min: float = 0.2,   # but not less than this share
-    max_anchors: int | None = None,       # trained positions that depths above 0 start from; None: all
-    generator: torch.Generator | None = None, # of the choices, on the CPU; None: torch's own
-    cross_document: bool = False,         # True: as upstream, a rollout may run into the next document
-) -> tuple: # anchor_pos [T], depth [T] int64: predict anchor_pos + depth, seeing to anchor_pos
-    """Conditional drop of tokens ([2602.01469](https://arxiv.org/abs/2602.01469)). All positions at depth 0, then at each depth a random subset of those that the depth before allows to go on:
-    whoever is at depth d was at all depths before. Errors: ValueError for a ratio outside (0, 1] and for counts below 1."""
-    if num_depths < 1: raise ValueError(f"num_depths={num_depths}: at least one depth is needed")
-    if not 0 < down_sample_ratio <= 1: raise ValueError(f"down_sample_ratio={down_sample_ratio} must lie in (0, 1]")
-    if not 0 <= down_sample_ratio_min <= 1: raise ValueError(f"down_sample_ratio_min={down_sample_ratio_min} must lie in [0, 1]")
-    if max_anchors is not None and max_anchors < 1: raise ValueError(f"max_anchors={max_anchors}: give at least 1, or None for all trained positions")
+    loss_mask: torch.Tensor,  # [L] or [1, L] bool
+    document_ids: torch.Tensor,  # the same shape; -1 is padding
+    num_depths: int = 8,  # K
+    down_sample_ratio: float = 0.7,  # r: depth d keeps about r^d of the trained positions
+    down_sample_ratio_min: float = 0.2,  # but not less than this share
+    max_anchors: int
+    | None = None,  # trained positions that depths above 0 start from; None: all
+    generator: torch.Generator | None = None,  # of the choices, on the CPU; None: torch's own
+    cross_document: bool = False,  # True: as upstream, a rollout may run into the next document
+) -> tuple:  # anchor_pos [T], depth [T] int64: predict anchor_pos + depth, seeing to anchor_pos
+    """Conditional drop of tokens ([2602.01469](https://arxiv.org/abs/2602.01469)). All
+    positions at depth 0, then at each depth a random subset of those that the depth before
+    allows to go on:
+    whoever is at depth d was at all depths before. Errors: ValueError for a ratio outside (0,
+    1] and for counts below 1."""
+    if num_depths < 1:
+        raise ValueError(f"num_depths={num_depths}: at least one depth is needed")
+    if not 0 < down_sample_ratio <= 1:
+        raise ValueError(f"down_sample_ratio={down_sample_ratio} must lie in (0, 1]")
+    if not 0 <= down_sample_ratio_min <= 1:
+        raise ValueError(f"down_sample_ratio_min={down_sample_ratio_min} must lie in [0, 1]")
+    if max_anchors is not None and max_anchors < 1:
+        raise ValueError(
+            f"max_anchors={max_anchors}: give at least 1, or None for all trained positions"
+        )
     mask, documents = loss_mask.flatten().bool().cpu(), document_ids.flatten().cpu()
-    def draw(pool, n): return pool[torch.randperm(len(pool), generator=generator)[:n]].sort().values
-    may_follow = F.pad(documents[1:] == documents[:-1], (1, 0)) & (documents >= 0) | cross_document    # the position before is in the same document
+
+    def draw(pool, n):
+        return pool[torch.randperm(len(pool), generator=generator)[:n]].sort().values
+
+    may_follow = (
+        F.pad(documents[1:] == documents[:-1], (1, 0)) & (documents >= 0) | cross_document
+    )  # the position before is in the same document
     seeds = mask.nonzero()[:, 0]
-    if max_anchors is not None and len(seeds) > max_anchors: seeds = draw(seeds, max_anchors)
+    if max_anchors is not None and len(seeds) > max_anchors:
+        seeds = draw(seeds, max_anchors)
     pool, anchors = seeds[may_follow[seeds]], [torch.arange(len(mask))]
     for d in range(1, num_depths):
-        size = int(max(0, len(seeds) - d) * max(down_sample_ratio ** d, down_sample_ratio_min))
-        if not size: break
+        size = int(max(0, len(seeds) - d) * max(down_sample_ratio**d, down_sample_ratio_min))
+        if not size:
+            break
         chosen = draw(pool, size) if len(pool) >= size else pool
         anchors.append(chosen - d)
         pool = chosen[chosen < len(mask) - 1] + 1
         pool = pool[mask[pool] & may_follow[pool]]
-    depth = torch.arange(len(anchors)).repeat_interleave(torch.tensor([len(a) for a in anchors]))
+    depth = torch.arange(len(anchors)).repeat_interleave(
+        torch.tensor([len(a) for a in anchors])
+    )
     return torch.cat(anchors).to(loss_mask.device), depth.to(loss_mask.device)
 
 # %% ../../nbs/models/06_peagle.ipynb #b76a1441
 class RolloutPlan(NamedTuple):
     "Rows of a training step, rollouts of equal length side by side."
-    anchor: torch.Tensor   # [T] position that a row's rollout starts from
-    depth: torch.Tensor    # [T]
-    segments: list         # (a, b, m): rows a:b, rollouts of m depths by anchor; the first: only keys
-    order: torch.Tensor    # [N] anchors in row order, each once
-    source: torch.Tensor   # [T] index into `order`, N where the row reads the mask
-    base: torch.Tensor     # [N] the rows of depth 0, anchors ascending
+
+    anchor: torch.Tensor  # [T] position that a row's rollout starts from
+    depth: torch.Tensor  # [T]
+    segments: list  # (a, b, m): rows a:b, rollouts of m depths by anchor; the first: only keys
+    order: torch.Tensor  # [N] anchors in row order, each once
+    source: torch.Tensor  # [T] index into `order`, N where the row reads the mask
+    base: torch.Tensor  # [N] the rows of depth 0, anchors ascending
+
 
 def plan_rollouts(
     sizes: torch.Tensor,  # [L] int64: depths at each position, 0 for padding
-    scored: torch.Tensor, # [L] bool: positions whose depth 0 is looked at by a loss
+    scored: torch.Tensor,  # [L] bool: positions whose depth 0 is looked at by a loss
 ) -> RolloutPlan:
     "Sort rollouts by their number of depths, so that each group is one rectangular attention."
-    groups = [(((sizes == 1) & ~scored).nonzero()[:, 0], 1), (((sizes == 1) & scored).nonzero()[:, 0], 1)]
+    groups = [
+        (((sizes == 1) & ~scored).nonzero()[:, 0], 1),
+        (((sizes == 1) & scored).nonzero()[:, 0], 1),
+    ]
     groups += [((sizes == m).nonzero()[:, 0], m) for m in range(2, int(sizes.max()) + 1)]
     anchor = torch.cat([rows.repeat_interleave(m) for rows, m in groups])
-    depth = torch.cat([torch.arange(m, device=sizes.device).repeat(len(rows)) for rows, m in groups])
+    depth = torch.cat(
+        [torch.arange(m, device=sizes.device).repeat(len(rows)) for rows, m in groups]
+    )
     ends = torch.tensor([0, *(len(rows) * m for rows, m in groups)]).cumsum(0).tolist()
     order, first = torch.cat([rows for rows, _ in groups]), (depth == 0).nonzero()[:, 0]
-    source = torch.full_like(anchor, len(order)).index_copy_(0, first, torch.arange(len(order), device=sizes.device))
-    return RolloutPlan(anchor, depth, [(a, b, m) for a, b, (_, m) in zip(ends, ends[1:], groups)], order, source, first[order.argsort()])
+    source = torch.full_like(anchor, len(order)).index_copy_(
+        0, first, torch.arange(len(order), device=sizes.device)
+    )
+    return RolloutPlan(
+        anchor,
+        depth,
+        [(a, b, m) for a, b, (_, m) in zip(ends, ends[1:], groups)],
+        order,
+        source,
+        first[order.argsort()],
+    )
+
 
 def _check_given(anchor, depth, length, num_depths):
-    if depth is None or anchor.shape != depth.shape: raise ValueError(f"cod_anchor_pos has {len(anchor)} entries, cod_depth {0 if depth is None else len(depth)}; give both, row by row")
-    if bool(((depth < 0) | (anchor + depth < 0) | (anchor + depth >= length)).any()): raise ValueError(f"cod_anchor_pos + cod_depth lies outside the row of {length}")
-    if bool((depth >= num_depths).any()): raise ValueError(f"cod_depth goes up to {int(depth.max())}, but num_depths={num_depths}")
+    if depth is None or anchor.shape != depth.shape:
+        raise ValueError(
+            f"cod_anchor_pos has {len(anchor)} entries, cod_depth "
+            f"{0 if depth is None else len(depth)}; give both, row by row"
+        )
+    if bool(((depth < 0) | (anchor + depth < 0) | (anchor + depth >= length)).any()):
+        raise ValueError(f"cod_anchor_pos + cod_depth lies outside the row of {length}")
+    if bool((depth >= num_depths).any()):
+        raise ValueError(
+            f"cod_depth goes up to {int(depth.max())}, but num_depths={num_depths}"
+        )
+
 
 @SpeculatorModel.register("peagle")
 class PEagleDraftModel(Eagle3DraftModel):
-    "P-EAGLE ([2602.01469](https://arxiv.org/abs/2602.01469)): EAGLE-3's network, asked for all tokens of a draft at once."
+    """P-EAGLE ([2602.01469](https://arxiv.org/abs/2602.01469)): EAGLE-3's network, asked for
+    all tokens of a draft at once."""
+
     config_class = PEagleSpeculatorConfig
 
     def __init__(self, config: PEagleSpeculatorConfig):
         super().__init__(config)
-        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))   # the features that are not known yet
+        self.mask_hidden = nn.Parameter(
+            torch.randn(1, 1, self.fc.in_features)
+        )  # the features that are not known yet
 
-    def rollout_hidden(self,
-        input_ids: torch.Tensor,    # [L]
-        features: torch.Tensor,     # [L, A·H]
-        document_ids: torch.Tensor, # [L]
+    def rollout_hidden(
+        self,
+        input_ids: torch.Tensor,  # [L]
+        features: torch.Tensor,  # [L, A·H]
+        document_ids: torch.Tensor,  # [L]
         plan: RolloutPlan,
-        impl: str = "blocked",      # of `block_attention`
-    ) -> torch.Tensor: # [T', H]: the normed hidden states of the plan's rows behind its first segment
-        "The lean pass: a mask is read once, not once a row; the last layer works only on rows that a loss looks at and on the keys that these look at."
+        impl: str = "blocked",  # of `block_attention`
+    ) -> torch.Tensor:  # [T', H] normed hidden states of the plan's rows after segment 0
+        """The lean pass: a mask is read once, not once a row; the last layer works only on rows
+        that a loss looks at and on the keys that these look at."""
         real = document_ids >= 0
         documents, rank = document_ids[real], real.cumsum(0) - 1
         masked = self.mask_hidden.view(1, -1).to(features.dtype)
         hidden = torch.cat([self.fuse(features[plan.order]), self.fuse(masked)])
-        embeds = self.embed_tokens(F.pad(input_ids[plan.order], (0, 1), value=self.config.mask_token_id or 0))
-        rope, source = self.rotary(hidden, plan.anchor + plan.depth, len(input_ids)), plan.source
+        embeds = self.embed_tokens(
+            F.pad(input_ids[plan.order], (0, 1), value=self.config.mask_token_id or 0)
+        )
+        rope, source = (
+            self.rotary(hidden, plan.anchor + plan.depth, len(input_ids)),
+            plan.source,
+        )
         for layer in self.layers:
             skip = plan.segments[0][1] if layer is self.layers[-1] else 0
             attn, (x, residual) = layer.self_attn, layer.inputs(hidden, embeds)
             if source is None:
                 k, v = attn.key_value(x, rope)
                 q, residual = attn.query(x[skip:], [r[skip:] for r in rope]), residual[skip:]
-            else:                              # layer 0: as many different rows as tokens read, and the mask
+            else:  # layer 0: as many different rows as tokens read, and the mask
                 still = torch.ones_like(rope[0][:1]), torch.zeros_like(rope[1][:1])
                 k, v = (t[:, source] for t in attn.key_value(x, still))
-                q, k, residual = rotate(attn.query(x[skip:], still)[:, source[skip:] - skip], [r[skip:] for r in rope]), rotate(k, rope), residual[source[skip:]]
+                q, k, residual = (
+                    rotate(
+                        attn.query(x[skip:], still)[:, source[skip:] - skip],
+                        [r[skip:] for r in rope],
+                    ),
+                    rotate(k, rope),
+                    residual[source[skip:]],
+                )
                 source = None
             keys, values, heads = k[:, plan.base], v[:, plan.base], []
             for a, b, m in plan.segments:
-                if a < skip or a == b: continue
+                if a < skip or a == b:
+                    continue
                 block = (-1, m)
                 seen = torch.ones(1, m, m, dtype=torch.bool, device=q.device).tril()
-                heads.append(block_attention(q[:, a - skip:b - skip].unflatten(1, block), keys, values, k[:, a:b].unflatten(1, block), v[:, a:b].unflatten(1, block),
-                                             rank[plan.anchor[a:b:m]], documents, inclusive=False, seen=seen, window=layer.window,
-                                             offset=torch.arange(1, m + 1, device=q.device), impl=impl).flatten(1, 2))
+                heads.append(
+                    block_attention(
+                        q[:, a - skip : b - skip].unflatten(1, block),
+                        keys,
+                        values,
+                        k[:, a:b].unflatten(1, block),
+                        v[:, a:b].unflatten(1, block),
+                        rank[plan.anchor[a:b:m]],
+                        documents,
+                        inclusive=False,
+                        seen=seen,
+                        window=layer.window,
+                        offset=torch.arange(1, m + 1, device=q.device),
+                        impl=impl,
+                    ).flatten(1, 2)
+                )
             hidden = layer.finish(torch.cat(heads, 1) if heads else q, residual)
         return self.norm(hidden)
 
-    def dense_rollouts(self,
-        input_ids: torch.Tensor,    # [L]
-        features: torch.Tensor,     # [L, A·H]
-        document_ids: torch.Tensor, # [L]
-        anchor_pos: torch.Tensor,   # [T]
-        depth: torch.Tensor,        # [T]
-        impl: str = "sdpa",         # of `attention`
-    ) -> torch.Tensor: # [T, H], normed
-        "The definition: every row through every layer, attention of all rows over all rows under the `rollouts` mask."
+    def dense_rollouts(
+        self,
+        input_ids: torch.Tensor,  # [L]
+        features: torch.Tensor,  # [L, A·H]
+        document_ids: torch.Tensor,  # [L]
+        anchor_pos: torch.Tensor,  # [T]
+        depth: torch.Tensor,  # [T]
+        impl: str = "sdpa",  # of `attention`
+    ) -> torch.Tensor:  # [T, H], normed
+        """The definition: every row through every layer, attention of all rows over all rows
+        under the `rollouts` mask."""
         at, known = anchor_pos + depth, depth == 0
-        hidden = self.fuse(torch.where(known[:, None], features[at], self.mask_hidden.view(1, -1).to(features.dtype)))
-        embeds, rope = self.embed_tokens(torch.where(known, input_ids[at], self.config.mask_token_id or 0)), self.rotary(hidden, at, len(input_ids))
+        hidden = self.fuse(
+            torch.where(
+                known[:, None], features[at], self.mask_hidden.view(1, -1).to(features.dtype)
+            )
+        )
+        embeds, rope = (
+            self.embed_tokens(
+                torch.where(known, input_ids[at], self.config.mask_token_id or 0)
+            ),
+            self.rotary(hidden, at, len(input_ids)),
+        )
         for layer in self.layers:
             x, residual = layer.inputs(hidden, embeds)
             keys, values = layer.self_attn.key_value(x, rope)
             mask = rollouts(anchor_pos, depth, document_ids, layer.window)
-            hidden = layer.finish(attention(layer.self_attn.query(x, rope)[None], keys[None], values[None], mask, impl)[0], residual)
+            hidden = layer.finish(
+                attention(
+                    layer.self_attn.query(x, rope)[None], keys[None], values[None], mask, impl
+                )[0],
+                residual,
+            )
         return self.norm(hidden)
 
-    def forward(self,
-        input_ids: torch.Tensor,                    # [1, L] token x_{i+1}
-        hidden_states: torch.Tensor,                # [1, L, A·H] features g_i
-        document_ids: torch.Tensor,                 # [1, L], -1 padding
-        loss_mask: torch.Tensor,                    # [1, L]
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [1, L] token x_{i+1}
+        hidden_states: torch.Tensor,  # [1, L, A·H] features g_i
+        document_ids: torch.Tensor,  # [1, L], -1 padding
+        loss_mask: torch.Tensor,  # [1, L]
         verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_{i+1}, before final norm
-        position_ids: torch.Tensor | None = None,   # unused: rotary positions are the row's; only differences matter
-        num_depths: int = 8,                        # the next four as in `cod_sample`
+        position_ids: torch.Tensor
+        | None = None,  # unused: rotary positions are the row's; only differences matter
+        num_depths: int = 8,  # the next four as in `cod_sample`
         down_sample_ratio: float = 0.7,
         down_sample_ratio_min: float = 0.2,
         max_anchors: int | None = None,
-        loss_config: dict | str = "kl_div",         # see `losses.parse_loss`
-        cod_anchor_pos: torch.Tensor | None = None, # [T] rollouts to train instead of sampled ones
-        cod_depth: torch.Tensor | None = None,      # [T]
-        generator: torch.Generator | None = None,   # of the sample, on the CPU; None: see `_generator`
-        seed: int = 0,                              # of the sample in evaluation
-        cross_document_targets: bool = False,       # True: rollouts may cross documents, as upstream
-        lean: bool = True,                          # False: the dense definition
-        gemm_dtype: torch.dtype | None = None,      # of the head's products, e.g. torch.bfloat16
-        attn_impl: str | None = None,               # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
-    ) -> tuple: # (None; loss, scalar; metrics)
-        """One packed row. The loss is the mean over all trained rows of all depths; a row without trained positions has loss 0.
-        Errors: ValueError for rollouts that are not nested, for depths without a mask token, and as in `cod_sample`."""
-        if num_depths > 1 and self.config.mask_token_id is None: raise ValueError(f"num_depths={num_depths}, but the config has no mask_token_id; see mask_token.resolve_mask_token")
-        mixture, ids, documents, mask = parse_loss(loss_config), input_ids[0], document_ids[0], loss_mask[0].bool()
+        loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
+        cod_anchor_pos: torch.Tensor
+        | None = None,  # [T] rollouts to train instead of sampled ones
+        cod_depth: torch.Tensor | None = None,  # [T]
+        generator: torch.Generator
+        | None = None,  # of the sample, on the CPU; None: see `_generator`
+        seed: int = 0,  # of the sample in evaluation
+        cross_document_targets: bool = False,  # True: rollouts may cross documents, as upstream
+        lean: bool = True,  # False: the dense definition
+        gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
+        attn_impl: str
+        | None = None,  # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
+    ) -> tuple:  # (None; loss, scalar; metrics)
+        """One packed row. The loss is the mean over all trained rows of all depths; a row
+        without trained positions has loss 0.
+        Errors: ValueError for rollouts that are not nested, for depths without a mask token,
+        and as in `cod_sample`."""
+        if num_depths > 1 and self.config.mask_token_id is None:
+            raise ValueError(
+                f"num_depths={num_depths}, but the config has no mask_token_id; see "
+                "mask_token.resolve_mask_token"
+            )
+        mixture, ids, documents, mask = (
+            parse_loss(loss_config),
+            input_ids[0],
+            document_ids[0],
+            loss_mask[0].bool(),
+        )
         features = hidden_states[0].to(self.fc.weight.dtype)
         if cod_anchor_pos is None:
             generator = generator or self._generator(seed)
-            cod_anchor_pos, cod_depth = cod_sample(mask, documents, num_depths, down_sample_ratio, down_sample_ratio_min, max_anchors, generator, cross_document_targets)
-        else: _check_given(cod_anchor_pos, cod_depth, len(ids), num_depths)
+            cod_anchor_pos, cod_depth = cod_sample(
+                mask,
+                documents,
+                num_depths,
+                down_sample_ratio,
+                down_sample_ratio_min,
+                max_anchors,
+                generator,
+                cross_document_targets,
+            )
+        else:
+            _check_given(cod_anchor_pos, cod_depth, len(ids), num_depths)
         anchor, depth = cod_anchor_pos, cod_depth
         if not cross_document_targets:
-            inside = (anchor >= 0) & (documents[anchor] == documents[anchor + depth]) & (documents[anchor] >= 0)
+            inside = (
+                (anchor >= 0)
+                & (documents[anchor] == documents[anchor + depth])
+                & (documents[anchor] >= 0)
+            )
             anchor, depth = anchor[inside], depth[inside]
-        elif bool((anchor < 0).any()): lean = False     # upstream rollouts may start before the row; the dense form follows
+        elif bool((anchor < 0).any()):
+            lean = False  # upstream rollouts may start before the row; the dense form follows
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
         if lean:
             plan = self._plan(anchor, depth, documents, mask)
-            hidden, skip = self.rollout_hidden(ids, features, documents, plan, impl), plan.segments[0][1]
+            hidden, skip = (
+                self.rollout_hidden(ids, features, documents, plan, impl),
+                plan.segments[0][1],
+            )
             anchor, depth = plan.anchor[skip:], plan.depth[skip:]
-        else: hidden = self.dense_rollouts(ids, features, documents, anchor, depth, impl)
+        else:
+            hidden = self.dense_rollouts(ids, features, documents, anchor, depth, impl)
         scored = mask[anchor + depth]
         hidden, target, depth = hidden[scored], (anchor + depth)[scored], depth[scored]
         total = scored.sum().float() + 1e-5
         weight = (1 / total).expand(len(depth))
         loss_of = head_loss if lean else dense_head_loss
         options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training) if lean else {}
-        out = loss_of(hidden, self.lm_head.weight, self.target_head, verifier_last_hidden_states[0], target, weight, mixture, **options)
-        return None, out.loss, self._metrics(out, depth, mixture, total, num_depths, cross_document_targets)
+        out = loss_of(
+            hidden,
+            self.lm_head.weight,
+            self.target_head,
+            verifier_last_hidden_states[0],
+            target,
+            weight,
+            mixture,
+            **options,
+        )
+        return (
+            None,
+            out.loss,
+            self._metrics(out, depth, mixture, total, num_depths, cross_document_targets),
+        )
 
     def _generator(self, seed):
-        "Evaluation always draws the same sample. Training draws its seeds from torch's own generator, which a trainer seeds, saves and restores."
-        return torch.Generator().manual_seed(int(torch.randint(2 ** 62, ())) if self.training else seed)
+        """Evaluation always draws the same sample. Training draws its seeds from torch's own
+        generator, which a trainer seeds, saves and restores."""
+        return torch.Generator().manual_seed(
+            int(torch.randint(2**62, ())) if self.training else seed
+        )
 
     @staticmethod
     def _plan(anchor, depth, documents, mask):
         sizes = torch.bincount(anchor, minlength=len(documents))
-        if bool((depth >= sizes[anchor]).any()): raise ValueError("cod_anchor_pos and cod_depth: a rollout lacks a depth before its last one, or has one twice; each must hold 0, 1, ... m-1")
+        if bool((depth >= sizes[anchor]).any()):
+            raise ValueError(
+                "cod_anchor_pos and cod_depth: a rollout lacks a depth before its last one, or "
+                "has one twice; each must hold 0, 1, ... m-1"
+            )
         return plan_rollouts(torch.where(documents >= 0, sizes, 0), mask)
 
     @torch.no_grad()
     def _metrics(self, out, depth, mixture, total, num_depths, upstream):
-        """Sums and totals that add up over batches. Losses are weighted by their rows; upstream's are means over the batch, with total 1."""
-        def per_depth(x): return torch.zeros(num_depths, device=depth.device).index_add_(0, depth, x.float())
+        """Sums and totals that add up over batches. Losses are weighted by their rows;
+        upstream's are means over the batch, with total 1."""
+
+        def per_depth(x):
+            return torch.zeros(num_depths, device=depth.device).index_add_(0, depth, x.float())
+
         share = torch.ones_like(total) if upstream else total
         row_loss = sum(w * out.rows[name] for name, w in mixture.items())
-        terms = {"loss": row_loss} | ({f"{name}_loss": out.rows[name] for name in mixture} if len(mixture) > 1 else {})
-        metrics = {f"{name}_{part}": x for name, value in terms.items() for part, x in (("sum", value.sum() / total * share), ("total", share))}
+        terms = {"loss": row_loss} | (
+            {f"{name}_loss": out.rows[name] for name in mixture} if len(mixture) > 1 else {}
+        )
+        metrics = {
+            f"{name}_{part}": x
+            for name, value in terms.items()
+            for part, x in (("sum", value.sum() / total * share), ("total", share))
+        }
         correct, count = per_depth(out.correct), per_depth(torch.ones_like(depth))
         metrics |= {"full_acc_sum": correct.sum(), "full_acc_total": count.sum()}
-        metrics |= {f"position_{d}_acc_{part}": x[d] for d in range(num_depths) for part, x in (("sum", correct), ("total", count))}
+        metrics |= {
+            f"position_{d}_acc_{part}": x[d]
+            for d in range(num_depths)
+            for part, x in (("sum", correct), ("total", count))
+        }
         if out.accept is not None and not upstream:
             accept = per_depth(out.accept)
-            metrics |= {f"accept_{d}_{part}": x[d] for d in range(num_depths) for part, x in (("sum", accept), ("total", count))}
+            metrics |= {
+                f"accept_{d}_{part}": x[d]
+                for d in range(num_depths)
+                for part, x in (("sum", accept), ("total", count))
+            }
         return metrics
 
     # what training, pictures and serving ask of every drafter
-    def training_mask(self,
-        batch: dict,            # a packed Batch
-        num_depths: int = 8,    # the rest as in `forward`
+    def training_mask(
+        self,
+        batch: dict,  # a packed Batch
+        num_depths: int = 8,  # the rest as in `forward`
         down_sample_ratio: float = 0.7,
         down_sample_ratio_min: float = 0.2,
         max_anchors: int | None = None,
         seed: int = 0,
         **others,
-    ) -> tuple: # (Mask, T queries, T keys)
+    ) -> tuple:  # (Mask, T queries, T keys)
         "What a query sees in one training pass."
         documents = batch["document_ids"][0]
-        anchor, depth = cod_sample(batch["loss_mask"][0], documents, num_depths, down_sample_ratio, down_sample_ratio_min, max_anchors, torch.Generator().manual_seed(seed))
-        return rollouts(anchor, depth, documents, self.layers[0].window), len(anchor), len(anchor)
+        anchor, depth = cod_sample(
+            batch["loss_mask"][0],
+            documents,
+            num_depths,
+            down_sample_ratio,
+            down_sample_ratio_min,
+            max_anchors,
+            torch.Generator().manual_seed(seed),
+        )
+        return (
+            rollouts(anchor, depth, documents, self.layers[0].window),
+            len(anchor),
+            len(anchor),
+        )
 
     @classmethod
-    def from_training_args(cls,
-        transformer_layer_config: PretrainedConfig,       # draft layers, `layers.draft_layer_config`
-        t2d: torch.Tensor | None = None,                  # [V] bool, for a reduced draft vocabulary
-        d2t: torch.Tensor | None = None,                  # [Vd]
+    def from_training_args(
+        cls,
+        transformer_layer_config: PretrainedConfig,  # draft layers, `layers.draft_layer_config`
+        t2d: torch.Tensor | None = None,  # [V] bool, for a reduced draft vocabulary
+        d2t: torch.Tensor | None = None,  # [Vd]
         *,
-        verifier_name_or_path: str,                       # its folder or hub id
-        draft_vocab_size: int | None = None,              # None: as many as t2d selects, or all
-        norm_before_residual: bool = True,                # the next four as in the config
+        verifier_name_or_path: str,  # its folder or hub id
+        draft_vocab_size: int | None = None,  # None: as many as t2d selects, or all
+        norm_before_residual: bool = True,  # the next four as in the config
         norm_before_fc: bool = False,
         fc_norm: bool = False,
         norm_output: bool = False,
-        mask_token_id: int | None = None,                 # None: `mask_token.resolve_mask_token`
-        target_layer_ids: list[int] | None = None,        # None: `tapped_model.default_aux_layer_ids`
-        num_depths: int = 8,                              # also the number of tokens that a serving engine drafts
-        **others,                                         # training arguments not about the model; embed_requires_grad is ignored
-    ) -> "PEagleDraftModel": # with the verifier's weights, ready to train
-        "A fresh drafter for a verifier. Errors: ValueError for a draft vocabulary without its mapping or larger than the verifier's, or a mask token outside the vocabulary."
+        mask_token_id: int | None = None,  # None: `mask_token.resolve_mask_token`
+        target_layer_ids: list[int] | None = None,  # None: `tapped_model.default_aux_layer_ids`
+        num_depths: int = 8,  # also the number of tokens that a serving engine drafts
+        **others,  # training arguments not about the model; embed_requires_grad is ignored
+    ) -> "PEagleDraftModel":  # with the verifier's weights, ready to train
+        """A fresh drafter for a verifier. Errors: ValueError for a draft vocabulary without its
+        mapping or larger than the verifier's, or a mask token outside the vocabulary."""
         verifier = verifier_config(verifier_name_or_path)
         v = transformer_layer_config.vocab_size
         config = PEagleSpeculatorConfig(
-            transformer_layer_config=transformer_layer_config, draft_vocab_size=draft_vocab_size or (v if t2d is None else int(t2d.sum())),
-            norm_before_residual=norm_before_residual, norm_before_fc=norm_before_fc, fc_norm=fc_norm, norm_output=norm_output,
+            transformer_layer_config=transformer_layer_config,
+            draft_vocab_size=draft_vocab_size or (v if t2d is None else int(t2d.sum())),
+            norm_before_residual=norm_before_residual,
+            norm_before_fc=norm_before_fc,
+            fc_norm=fc_norm,
+            norm_output=norm_output,
             mask_token_id=resolve_mask_token(verifier_name_or_path, v, mask_token_id),
-            eagle_aux_hidden_state_layer_ids=list(target_layer_ids or default_aux_layer_ids(text_config(verifier).num_hidden_layers)),
-            speculators_config=SpeculatorsConfig.greedy("peagle", num_depths, verifier_name_or_path))
+            eagle_aux_hidden_state_layer_ids=list(
+                target_layer_ids
+                or default_aux_layer_ids(text_config(verifier).num_hidden_layers)
+            ),
+            speculators_config=SpeculatorsConfig.greedy(
+                "peagle", num_depths, verifier_name_or_path
+            ),
+        )
         return cls.for_verifier(config, t2d, d2t)
 
     @staticmethod
     def get_trainer_kwargs(
-        num_depths: int = 8,                               # the next four as in `cod_sample`
+        num_depths: int = 8,  # the next four as in `cod_sample`
         down_sample_ratio: float = 0.7,
         down_sample_ratio_min: float = 0.2,
         max_anchors: int | None = 512,
-        loss_fn: dict | str = "kl_div",                    # a loss or a mixture
-        cross_document_targets: bool | None = None,        # the last three as in `forward`, passed on where given
+        loss_fn: dict | str = "kl_div",  # a loss or a mixture
+        cross_document_targets: bool
+        | None = None,  # the last three as in `forward`, passed on where given
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
-        **others,                                          # training arguments of other parts
-    ) -> tuple: # (kwargs of `forward` in training, in evaluation)
+        **others,  # training arguments of other parts
+    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
         "What `forward` gets in training and in evaluation."
-        given = dict(cross_document_targets=cross_document_targets, gemm_dtype=gemm_dtype, attn_impl=attn_impl)
-        kwargs = dict(num_depths=num_depths, down_sample_ratio=down_sample_ratio, down_sample_ratio_min=down_sample_ratio_min, max_anchors=max_anchors,
-                      loss_config=parse_loss(loss_fn)) | {k: v for k, v in given.items() if v is not None}
+        given = dict(
+            cross_document_targets=cross_document_targets,
+            gemm_dtype=gemm_dtype,
+            attn_impl=attn_impl,
+        )
+        kwargs = dict(
+            num_depths=num_depths,
+            down_sample_ratio=down_sample_ratio,
+            down_sample_ratio_min=down_sample_ratio_min,
+            max_anchors=max_anchors,
+            loss_config=parse_loss(loss_fn),
+        ) | {k: v for k, v in given.items() if v is not None}
         return kwargs, dict(kwargs)
 
     @staticmethod
     def serving_violations(
-        raw: dict,                                   # the config.json as it stands
-        verifier: PretrainedConfig | None = None,    # the verifier's language model, where its config can be read
-    ) -> list: # sentences with the remedy
+        raw: dict,  # the config.json as it stands
+        verifier: PretrainedConfig
+        | None = None,  # the verifier's language model, where its config can be read
+    ) -> list:  # sentences with the remedy
         "What vLLM's parallel EAGLE-3 would refuse, or read differently from what was trained."
-        found, layer = Eagle3DraftModel.serving_violations(raw, verifier), raw.get("transformer_layer_config") or {}
-        if raw.get("mask_token_id") is None: found.append("mask_token_id is not written; vLLM drafts in parallel only with the token that fills unknown positions")
-        if raw.get("fc_norm"): found.append("fc_norm is True; vLLM does not read it for P-EAGLE, train with norm_before_fc or without a norm")
+        found, layer = (
+            Eagle3DraftModel.serving_violations(raw, verifier),
+            raw.get("transformer_layer_config") or {},
+        )
+        if raw.get("mask_token_id") is None:
+            found.append(
+                "mask_token_id is not written; vLLM drafts in parallel only with the token "
+                "that fills unknown positions"
+            )
+        if raw.get("fc_norm"):
+            found.append(
+                "fc_norm is True; vLLM does not read it for P-EAGLE, train with norm_before_fc "
+                "or without a norm"
+            )
         methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
         k, window = methods[0].get("speculative_tokens") or 1, layer.get("sliding_window")
-        if "sliding_attention" in (layer.get("layer_types") or ()) and isinstance(window, int) and window < k:
-            found.append(f"transformer_layer_config.sliding_window is {window}, less than the {k} tokens drafted; vLLM then hides a rollout's own first positions")
+        if (
+            "sliding_attention" in (layer.get("layer_types") or ())
+            and isinstance(window, int)
+            and window < k
+        ):
+            found.append(
+                f"transformer_layer_config.sliding_window is {window}, less than the {k} "
+                "tokens drafted; vLLM then hides a rollout's own first positions"
+            )
         return found
 
     def drafter(self) -> "PEagleDrafter":
@@ -324,38 +554,52 @@ class PEagleDraftModel(Eagle3DraftModel):
 
 # %% ../../nbs/models/06_peagle.ipynb #b7b95bd3
 class PEagleDrafter(Eagle3Drafter):
-    "A chain of k tokens from one pass (the `tree.Drafter` protocol). The cache holds decided positions only."
+    """A chain of k tokens from one pass (the `tree.Drafter` protocol). The cache holds decided
+    positions only."""
+
     def _slots(self, tokens, features, k):
         "The new decided rows, then k-1 masks at the positions that follow: logits [k, Vd]."
-        model, length = self.model, len(tokens) + k - 2   # of a training row, counted from 0
+        model, length = self.model, len(tokens) + k - 2  # of a training row, counted from 0
         features = self._unread(tokens, features, length)
         m = len(features)
-        hidden = torch.cat([features.to(model.fc.weight.dtype), model.mask_hidden[0].expand(k - 1, -1)])
-        ids = F.pad(tokens[len(tokens) - m:], (0, k - 1), value=model.config.mask_token_id)
-        hidden = self._step(model.fuse(hidden), ids, len(tokens) - m, length=length)[m - 1:]
+        hidden = torch.cat(
+            [features.to(model.fc.weight.dtype), model.mask_hidden[0].expand(k - 1, -1)]
+        )
+        ids = F.pad(tokens[len(tokens) - m :], (0, k - 1), value=model.config.mask_token_id)
+        hidden = self._step(model.fuse(hidden), ids, len(tokens) - m, length=length)[m - 1 :]
         decided = self.cache[0][0].shape[-2] - (k - 1)
-        self.cache = [(keys[..., :decided, :], values[..., :decided, :]) for keys, values in self.cache]
+        self.cache = [
+            (keys[..., :decided, :], values[..., :decided, :]) for keys, values in self.cache
+        ]
         return model.lm_head(model.norm(hidden))
 
     @torch.inference_mode()
-    def propose(self,
-        tokens: torch.Tensor,    # [n] decided tokens; the verifier has not seen the last one
+    def propose(
+        self,
+        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not seen the last one
         features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,                  # tokens wanted
-        sampling: Sampling,      # temperature and generator
-    ) -> TokenTree: # a chain of k
+        k: int,  # tokens wanted
+        sampling: Sampling,  # temperature and generator
+    ) -> TokenTree:  # a chain of k
         "Draft k tokens at once."
         model, logits = self.model, self._slots(tokens, features, k)
-        if not sampling.temperature: return TokenTree.chain(model.to_verifier(likeliest(logits)), None)
+        if not sampling.temperature:
+            return TokenTree.chain(model.to_verifier(likeliest(logits)), None)
         laws = sampling.probabilities(logits)
-        return TokenTree.chain(model.to_verifier(sampling.draw(laws)), scatter_probs(laws, model.d2t, model.target_vocab_size))
+        return TokenTree.chain(
+            model.to_verifier(sampling.draw(laws)),
+            scatter_probs(laws, model.d2t, model.target_vocab_size),
+        )
 
     @contextmanager
-    def grow(self,
-        tokens: torch.Tensor,    # [n] as in `propose`
+    def grow(
+        self,
+        tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, A·H] as in `propose`
-        depth: int,              # of the deepest node
-    ): # yields the law, as in `growth`
+        depth: int,  # of the deepest node
+    ):  # yields the law, as in `growth`
         "Laws for the nodes of a tree: one for each depth."
         laws = self._slots(tokens, features, depth).float().softmax(-1)
-        yield product_law(scatter_probs(laws, self.model.d2t, self.model.target_vocab_size).log())
+        yield product_law(
+            scatter_probs(laws, self.model.d2t, self.model.target_vocab_size).log()
+        )

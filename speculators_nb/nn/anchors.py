@@ -12,50 +12,75 @@ import torch
 
 # %% ../../nbs/nn/09_anchors.ipynb #9d7ef3a6
 def block_supervision(
-    anchor_positions: torch.Tensor,    # [A] int64
-    loss_mask: torch.Tensor,           # [L] or [1, L] bool
-    document_ids: torch.Tensor,        # the same shape; -1 is padding
-    block_size: int,                   # B
+    anchor_positions: torch.Tensor,  # [A] int64
+    loss_mask: torch.Tensor,  # [L] or [1, L] bool
+    document_ids: torch.Tensor,  # the same shape; -1 is padding
+    block_size: int,  # B
     sample_from_anchor: bool = False,  # slot 0 predicts too; each slot the token after its own
-    cross_document: bool = False,      # True: only the loss mask decides, as upstream
-) -> tuple: # targets [A, B] int64 (verifier state's row), supervised [A, B] bool (has loss)
-    "What the slots of blocks are scored on. Targets of slots without loss point anywhere in the row."
+    cross_document: bool = False,  # True: only the loss mask decides, as upstream
+) -> tuple:  # targets [A, B] int64 (verifier state's row), supervised [A, B] bool (has loss)
+    """What the slots of blocks are scored on. Targets of slots without loss point anywhere in
+    the row."""
     mask, documents = loss_mask.flatten().bool(), document_ids.flatten()
     slot = torch.arange(block_size, device=mask.device)
     position = anchor_positions[:, None] + slot
     inside, position = position < len(mask), position.clamp_max(len(mask) - 1)
-    supervised = mask[position] & inside & (cross_document | (documents[position] == documents[anchor_positions][:, None])) & (documents[anchor_positions] >= 0)[:, None]
-    if sample_from_anchor: return position, supervised
+    supervised = (
+        mask[position]
+        & inside
+        & (cross_document | (documents[position] == documents[anchor_positions][:, None]))
+        & (documents[anchor_positions] >= 0)[:, None]
+    )
+    if sample_from_anchor:
+        return position, supervised
     return (position - 1).clamp_min(0), supervised & (slot > 0)
 
 # %% ../../nbs/nn/09_anchors.ipynb #4bc118d8
 def select_anchors(
-    loss_mask: torch.Tensor,           # [L] or [1, L] bool
-    document_ids: torch.Tensor,        # the same shape; -1 is padding
-    block_size: int,                   # B
-    max_anchors: int,                  # N
-    generator: torch.Generator | None = None, # of the draw, on the CPU; None: torch's own
+    loss_mask: torch.Tensor,  # [L] or [1, L] bool
+    document_ids: torch.Tensor,  # the same shape; -1 is padding
+    block_size: int,  # B
+    max_anchors: int,  # N
+    generator: torch.Generator | None = None,  # of the draw, on the CPU; None: torch's own
     sample_from_anchor: bool = False,  # as in `block_supervision`
-    cross_document: bool = False,      # True: as upstream, any trained position but the last B
-) -> tuple: # anchor_positions [N] int64, ascending where valid, 0 elsewhere; anchor_valid [N] bool
-    "Draw the positions of a row at which blocks start. Errors: ValueError for a block that is longer than the row, and for max_anchors below 1."
+    cross_document: bool = False,  # True: as upstream, any trained position but the last B
+) -> tuple:  # anchor_positions [N] int64, ascending where valid, else 0; anchor_valid [N]
+    """Draw the positions of a row at which blocks start. Errors: ValueError for a block that is
+    longer than the row, and for max_anchors below 1."""
     mask = loss_mask.flatten().bool()
     L = len(mask)
-    if not 1 <= block_size <= L: raise ValueError(f"block_size={block_size} does not fit into a row of {L} positions; choose block_size from 1 to {L}, or longer rows (total_seq_len)")
-    if max_anchors < 1: raise ValueError(f"max_anchors={max_anchors}: at least one block is needed")
-    if cross_document: places = mask[:L - block_size].nonzero()[:, 0]
+    if not 1 <= block_size <= L:
+        raise ValueError(
+            f"block_size={block_size} does not fit into a row of {L} positions; choose "
+            f"block_size from 1 to {L}, or longer rows (total_seq_len)"
+        )
+    if max_anchors < 1:
+        raise ValueError(f"max_anchors={max_anchors}: at least one block is needed")
+    if cross_document:
+        places = mask[: L - block_size].nonzero()[:, 0]
     else:
         places = mask.nonzero()[:, 0]
-        places = places[block_supervision(places, mask, document_ids, block_size, sample_from_anchor)[1].any(-1)]
-    chosen = places[torch.randperm(len(places), generator=generator)[:max_anchors].to(places.device)].sort().values
+        places = places[
+            block_supervision(places, mask, document_ids, block_size, sample_from_anchor)[
+                1
+            ].any(-1)
+        ]
+    chosen = (
+        places[torch.randperm(len(places), generator=generator)[:max_anchors].to(places.device)]
+        .sort()
+        .values
+    )
     positions = torch.zeros(max_anchors, dtype=torch.int64, device=mask.device)
-    positions[:len(chosen)] = chosen
+    positions[: len(chosen)] = chosen
     return positions, torch.arange(max_anchors, device=mask.device) < len(chosen)
 
 # %% ../../nbs/nn/09_anchors.ipynb #anch0002
 class Blocks(NamedTuple):
     "The blocks of a training step."
-    anchors: torch.Tensor     # [A] int64, ascending in the lean pass
-    targets: torch.Tensor     # [A, B] int64: row of the verifier's state that each slot is scored against
+
+    anchors: torch.Tensor  # [A] int64, ascending in the lean pass
+    targets: (
+        torch.Tensor
+    )  # [A, B] int64: row of the verifier's state that each slot is scored against
     supervised: torch.Tensor  # [A, B] bool: slots that carry loss
-    drawn: torch.Tensor       # [N] int64: all anchors, also those that the lean pass leaves out
+    drawn: torch.Tensor  # [N] int64: all anchors, also those that the lean pass leaves out

@@ -8,81 +8,110 @@ __all__ = ['BACK_ENDS', 'attention', 'flex_prefix', 'prefix_blocks', 'merge_own'
 # %% ../../nbs/nn/02_attention.ipynb #7628adb4
 import math
 from functools import lru_cache
+
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
 from .masks import Mask
 
 # %% ../../nbs/nn/02_attention.ipynb #7ec5dd6d
-def _wide(x): return x if x.dtype == torch.float64 else x.float()     # scores and their statistics: float32 at least
+def _wide(x):
+    return (
+        x if x.dtype == torch.float64 else x.float()
+    )  # scores and their statistics: float32 at least
+
 
 def _eager(q, k, v, mask, scale):
     allowed = mask.dense(q.shape[-2], k.shape[-2], device=q.device)
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (_wide(q) @ _wide(k).transpose(-1, -2) * scale).masked_fill(~allowed, -math.inf)
-    weights = torch.softmax(scores.masked_fill(~allowed.any(-1, keepdim=True), 0.), -1) * allowed
+    weights = (
+        torch.softmax(scores.masked_fill(~allowed.any(-1, keepdim=True), 0.0), -1) * allowed
+    )
     return weights.to(v.dtype) @ v
+
 
 def _sdpa(q, k, v, mask, scale):
     allowed = mask.dense(q.shape[-2], k.shape[-2], device=q.device)
     seeing = allowed.any(-1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed | ~seeing[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=allowed | ~seeing[:, None],
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     return out * seeing[:, None]
 
+
 def _flex(q, k, v, mask, scale):
-    out, lse = flex_prefix(q, k, v, mask, scale)
+    out, _lse = flex_prefix(q, k, v, mask, scale)
     return out
+
 
 BACK_ENDS = {"eager": _eager, "sdpa": _sdpa, "flex": _flex}
 
+
 def attention(
-    q: torch.Tensor,            # [B, Hq, Q, D]
-    k: torch.Tensor,            # [B, Hkv, K, D]; Hq is a multiple of Hkv
-    v: torch.Tensor,            # [B, Hkv, K, D]
-    mask: Mask,                 # predicate (b, h, q, kv) -> bool
-    impl: str = "sdpa",         # "flex", "sdpa" or "eager"
-    scale: float | None = None, # on the scores; None: 1/sqrt(D)
-) -> torch.Tensor: # [B, Hq, Q, D]; zeros for a query that sees nothing
+    q: torch.Tensor,  # [B, Hq, Q, D]
+    k: torch.Tensor,  # [B, Hkv, K, D]; Hq is a multiple of Hkv
+    v: torch.Tensor,  # [B, Hkv, K, D]
+    mask: Mask,  # predicate (b, h, q, kv) -> bool
+    impl: str = "sdpa",  # "flex", "sdpa" or "eager"
+    scale: float | None = None,  # on the scores; None: 1/sqrt(D)
+) -> torch.Tensor:  # [B, Hq, Q, D]; zeros for a query that sees nothing
     "Attention under a mask predicate. Errors: ValueError for an unknown back end."
     if impl not in BACK_ENDS:
         raise ValueError(f"attn_impl={impl!r} is unknown; choose from {', '.join(BACK_ENDS)}")
-    scale, q, k = scale or q.shape[-1] ** -.5, q.to(v.dtype), k.to(v.dtype)
+    scale, q, k = scale or q.shape[-1] ** -0.5, q.to(v.dtype), k.to(v.dtype)
     with torch.autocast(q.device.type, enabled=False):
         return BACK_ENDS[impl](q, k, v, mask, scale)
 
 # %% ../../nbs/nn/02_attention.ipynb #61c94c41
 @lru_cache(None)
-def _flex_on(device_type: str): return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+def _flex_on(device_type: str):
+    return (
+        torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    )
+
 
 def flex_prefix(
-    q: torch.Tensor, # [B, Hq, Q, D]
-    k: torch.Tensor, # [B, Hkv, K, D]
-    v: torch.Tensor, # [B, Hkv, K, D]
-    mask: Mask,      # predicate
-    scale: float,    # on the scores
-) -> tuple: # ([B, Hq, Q, D], log-sum-exp [B, Hq, Q] float32)
+    q: torch.Tensor,  # [B, Hq, Q, D]
+    k: torch.Tensor,  # [B, Hkv, K, D]
+    v: torch.Tensor,  # [B, Hkv, K, D]
+    mask: Mask,  # predicate
+    scale: float,  # on the scores
+) -> tuple:  # ([B, Hq, Q, D], log-sum-exp [B, Hq, Q] float32)
     """flex_attention with its log-sum-exp, both differentiable on CUDA.
     Errors: ValueError when a gradient is wanted on a CPU."""
-    if not torch.is_grad_enabled(): q, k, v = q.detach(), k.detach(), v.detach()   # flex looks at requires_grad alone
+    if not torch.is_grad_enabled():
+        q, k, v = q.detach(), k.detach(), v.detach()  # flex looks at requires_grad alone
     block_mask = create_block_mask(mask, None, None, q.shape[-2], k.shape[-2], device=q.device)
     options = dict(block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    try: out, aux = _flex_on(q.device.type)(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    except NotImplementedError as error:                           # torch knows what it has no backward for
-        if "backward" not in str(error): raise
-        raise ValueError("attn_impl='flex' has no backward on a CPU; leave attn_impl out there, which "
-                         "is blocked (sdpa with lean=False)") from error
+    try:
+        out, aux = _flex_on(q.device.type)(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    except NotImplementedError as error:  # torch knows what it has no backward for
+        if "backward" not in str(error):
+            raise
+        raise ValueError(
+            "attn_impl='flex' has no backward on a CPU; leave attn_impl out there, which "
+            "is blocked (sdpa with lean=False)"
+        ) from error
     return out, aux.lse
 
 # %% ../../nbs/nn/02_attention.ipynb #d43790f5
 def prefix_blocks(
-    rows: torch.Tensor,         # [N] int64 ascending: packed positions of the queries
-    document_ids: torch.Tensor, # [L]: documents are contiguous
+    rows: torch.Tensor,  # [N] int64 ascending: packed positions of the queries
+    document_ids: torch.Tensor,  # [L]: documents are contiguous
     window: int | None = None,  # a row sees at most this many keys, itself included
-    block: int = 128,           # queries a block
-    inclusive: bool = True,     # False: a row does not see the key at its own position
-) -> list: # of (a, b, lo, hi): queries a:b of `rows` need keys lo:hi, all of their own document
-    "Cut rows into blocks that lie in one document, each with the key range that its causal rows can see."
+    block: int = 128,  # queries a block
+    inclusive: bool = True,  # False: a row does not see the key at its own position
+) -> list:  # (a, b, lo, hi): queries a:b of `rows` need keys lo:hi, of their own document
+    """Cut rows into blocks that lie in one document, each with the key range that its causal
+    rows can see."""
     cuts = (document_ids[1:] != document_ids[:-1]).nonzero()[:, 0] + 1
     document = torch.searchsorted(cuts, rows, right=True)
     starts, positions = [0, *cuts.tolist()], rows.tolist()
@@ -91,44 +120,82 @@ def prefix_blocks(
     for start, size in zip(starts, sizes):
         for a in range(first, first + size, block):
             b = min(a + block, first + size)
-            blocks.append((a, b, start if window is None else max(start, positions[a] + inclusive - window), positions[b - 1] + inclusive))
+            blocks.append(
+                (
+                    a,
+                    b,
+                    start if window is None else max(start, positions[a] + inclusive - window),
+                    positions[b - 1] + inclusive,
+                )
+            )
         first += size
     return blocks
 
 # %% ../../nbs/nn/02_attention.ipynb #760e79de
 def _scores(q, k, lo, last, first, bias=None):
-    "Scores [Hkv, n, m] of n queries with keys lo.., -inf outside first..last of the query; less `bias` [Hkv, n] where given."
-    s = q @ k.transpose(-1, -2) if bias is None else torch.baddbmm(bias[..., None], q, k.transpose(-1, -2), beta=-1)
+    """Scores [Hkv, n, m] of n queries with keys lo.., -inf outside first..last of the query;
+    less `bias` [Hkv, n] where given."""
+    s = (
+        q @ k.transpose(-1, -2)
+        if bias is None
+        else torch.baddbmm(bias[..., None], q, k.transpose(-1, -2), beta=-1)
+    )
     end, begin = int(last.min()) + 1 - lo, 0 if first is None else max(int(first.max()) - lo, 0)
-    key = torch.arange(lo, lo + k.shape[1], device=q.device)       # only the fringes differ between queries
-    if end < len(key): s[..., max(end, 0):].masked_fill_(key[max(end, 0):] > last[:, None], -math.inf)
-    if begin: s[..., :begin].masked_fill_(key[:begin] < first[:, None], -math.inf)
+    key = torch.arange(
+        lo, lo + k.shape[1], device=q.device
+    )  # only the fringes differ between queries
+    if end < len(key):
+        s[..., max(end, 0) :].masked_fill_(key[max(end, 0) :] > last[:, None], -math.inf)
+    if begin:
+        s[..., :begin].masked_fill_(key[:begin] < first[:, None], -math.inf)
     return s
 
-def _own_scores(q, own_k, seen): # [Hkv, A, R, D], [Hkv, A, S, D] -> [Hkv, A, R, S]
+
+def _own_scores(q, own_k, seen):  # [Hkv, A, R, D], [Hkv, A, S, D] -> [Hkv, A, R, S]
     s = _wide(q) @ _wide(own_k).transpose(-1, -2)
     return s if seen is None else s.masked_fill_(~seen, -math.inf)
 
+
 class _PrefixOwn(torch.autograd.Function):
-    """q [Hkv, A, R, D] (scaled already), k and v [Hkv, L, D], own_k and own_v [Hkv, A, S, D], all
+    """q [Hkv, A, R, D] (scaled already), k and v [Hkv, L, D], own_k and own_v [Hkv, A, S, D],
+    all
     float32 or all float64; last and first [A, R]; blocks are of anchors."""
+
     @staticmethod
     def forward(ctx, q, k, v, own_k, own_v, last, first, seen, blocks):
         own = _own_scores(q, own_k, seen)
-        top = own.amax(-1) if own.shape[-1] else torch.full(own.shape[:-1], -math.inf, dtype=own.dtype, device=q.device)
+        top = (
+            own.amax(-1)
+            if own.shape[-1]
+            else torch.full(own.shape[:-1], -math.inf, dtype=own.dtype, device=q.device)
+        )
         out, total = torch.empty_like(q), torch.empty_like(top)
         for a, b, lo, hi in blocks:
-            s = _scores(q[:, a:b].flatten(1, 2), k[:, lo:hi], lo, last[a:b].flatten(), None if first is None else first[a:b].flatten())
+            s = _scores(
+                q[:, a:b].flatten(1, 2),
+                k[:, lo:hi],
+                lo,
+                last[a:b].flatten(),
+                None if first is None else first[a:b].flatten(),
+            )
             best = top[:, a:b].flatten(1)
-            if hi > lo: best = torch.maximum(best, s.amax(-1))
-            best = best.masked_fill(best == -math.inf, 0)               # a query that sees nothing gets zeros
+            if hi > lo:
+                best = torch.maximum(best, s.amax(-1))
+            best = best.masked_fill(
+                best == -math.inf, 0
+            )  # a query that sees nothing gets zeros
             p = s.sub_(best[..., None]).exp_()
-            top[:, a:b], total[:, a:b] = best.unflatten(1, (b - a, -1)), p.sum(-1).unflatten(1, (b - a, -1))
+            top[:, a:b], total[:, a:b] = (
+                best.unflatten(1, (b - a, -1)),
+                p.sum(-1).unflatten(1, (b - a, -1)),
+            )
             out[:, a:b] = (p @ v[:, lo:hi]).unflatten(1, (b - a, -1))
         own = own.sub_(top[..., None]).exp_()
         total = (total + own.sum(-1)).clamp_min(torch.finfo(total.dtype).tiny)
         out = (out + own @ own_v) / total[..., None]
-        ctx.save_for_backward(q, k, v, own_k, own_v, last, first, out, top + total.log(), own / total[..., None])
+        ctx.save_for_backward(
+            q, k, v, own_k, own_v, last, first, out, top + total.log(), own / total[..., None]
+        )
         ctx.blocks = blocks
         return out
 
@@ -139,10 +206,24 @@ class _PrefixOwn(torch.autograd.Function):
         delta = (do * out).sum(-1)
         gq, gk, gv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for a, b, lo, hi in ctx.blocks:
-            qb, kb, vb, dob = q[:, a:b].flatten(1, 2), k[:, lo:hi], v[:, lo:hi], do[:, a:b].flatten(1, 2)
-            p = _scores(qb, kb, lo, last[a:b].flatten(), None if first is None else first[a:b].flatten(), lse[:, a:b].flatten(1)).exp_()
+            qb, kb, vb, dob = (
+                q[:, a:b].flatten(1, 2),
+                k[:, lo:hi],
+                v[:, lo:hi],
+                do[:, a:b].flatten(1, 2),
+            )
+            p = _scores(
+                qb,
+                kb,
+                lo,
+                last[a:b].flatten(),
+                None if first is None else first[a:b].flatten(),
+                lse[:, a:b].flatten(1),
+            ).exp_()
             gv[:, lo:hi] += p.transpose(-1, -2) @ dob
-            ds = torch.baddbmm(delta[:, a:b].flatten(1)[..., None], dob, vb.transpose(-1, -2), beta=-1).mul_(p)
+            ds = torch.baddbmm(
+                delta[:, a:b].flatten(1)[..., None], dob, vb.transpose(-1, -2), beta=-1
+            ).mul_(p)
             gq[:, a:b] = (ds @ kb).unflatten(1, (b - a, -1))
             gk[:, lo:hi] += ds.transpose(-1, -2) @ qb
         ds = own * (do @ own_v.transpose(-1, -2) - delta[..., None])
@@ -151,76 +232,129 @@ class _PrefixOwn(torch.autograd.Function):
 
 # %% ../../nbs/nn/02_attention.ipynb #b9d79d06
 def merge_own(
-    out: torch.Tensor,   # [Hkv, A, R, D] attention over the prefix alone
-    lse: torch.Tensor,   # [Hkv, A, R] its log-sum-exp
-    q: torch.Tensor,     # [Hkv, A, R, D], scaled
-    own_k: torch.Tensor, # [Hkv, A, S, D]
-    own_v: torch.Tensor, # [Hkv, A, S, D]
-    seen: torch.Tensor | None = None, # [1 or A, R, S] bool; None: all
-) -> torch.Tensor: # [Hkv, A, R, D]
-    "Join a prefix's attention with each anchor's own S keys: a softmax over [prefix as a whole, own keys]."
+    out: torch.Tensor,  # [Hkv, A, R, D] attention over the prefix alone
+    lse: torch.Tensor,  # [Hkv, A, R] its log-sum-exp
+    q: torch.Tensor,  # [Hkv, A, R, D], scaled
+    own_k: torch.Tensor,  # [Hkv, A, S, D]
+    own_v: torch.Tensor,  # [Hkv, A, S, D]
+    seen: torch.Tensor | None = None,  # [1 or A, R, S] bool; None: all
+) -> torch.Tensor:  # [Hkv, A, R, D]
+    """Join a prefix's attention with each anchor's own S keys: a softmax over [prefix as a
+    whole, own keys]."""
     share = torch.cat([lse[..., None].float(), _own_scores(q, own_k, seen)], -1)
-    share = torch.softmax(share.masked_fill(share.amax(-1, keepdim=True) == -math.inf, 0.), -1).to(out.dtype)
+    share = torch.softmax(
+        share.masked_fill(share.amax(-1, keepdim=True) == -math.inf, 0.0), -1
+    ).to(out.dtype)
     return share[..., :1] * out + share[..., 1:] @ own_v
+
 
 def _flex_own(q, k, v, own_k, own_v, anchors, last, first, seen, document_ids):
     hkv, a, r, d = q.shape
     n = a * r
-    def whole_blocks(x): return F.pad(x.flatten(), (0, -n % 128), value=int(x[-1, -1]))        # few shapes to compile for
-    row, last, first = (whole_blocks(x.expand(a, r)) for x in (anchors[:, None], last, torch.zeros_like(last) if first is None else first))
-    mask = Mask(lambda _, h, i, j: (document_ids[j] == document_ids[row[i]]) & (j <= last[i]) & (j >= first[i]))
-    out, lse = flex_prefix(F.pad(q.reshape(1, hkv, n, d), (0, 0, 0, -n % 128)), k[None], v[None], mask, 1.0)
-    return merge_own(out[0, :, :n].reshape(q.shape), lse[0, :, :n].reshape(q.shape[:-1]), q, own_k, own_v, seen)
+
+    def whole_blocks(x):
+        return F.pad(
+            x.flatten(), (0, -n % 128), value=int(x[-1, -1])
+        )  # few shapes to compile for
+
+    row, last, first = (
+        whole_blocks(x.expand(a, r))
+        for x in (anchors[:, None], last, torch.zeros_like(last) if first is None else first)
+    )
+    mask = Mask(
+        lambda _, h, i, j: (
+            (document_ids[j] == document_ids[row[i]]) & (j <= last[i]) & (j >= first[i])
+        )
+    )
+    out, lse = flex_prefix(
+        F.pad(q.reshape(1, hkv, n, d), (0, 0, 0, -n % 128)), k[None], v[None], mask, 1.0
+    )
+    return merge_own(
+        out[0, :, :n].reshape(q.shape),
+        lse[0, :, :n].reshape(q.shape[:-1]),
+        q,
+        own_k,
+        own_v,
+        seen,
+    )
+
 
 def block_attention(
-    q: torch.Tensor,            # [Hq, A, B, D]: B queries at each of A anchors
-    k: torch.Tensor,            # [Hkv, L, D] keys of the packed row
-    v: torch.Tensor,            # [Hkv, L, D]
-    own_k: torch.Tensor,        # [Hkv, A, S, D] keys that belong to one anchor alone
-    own_v: torch.Tensor,        # [Hkv, A, S, D]
-    anchors: torch.Tensor,      # [A] int64 ascending: packed positions; none is padding
-    document_ids: torch.Tensor, # [L]
+    q: torch.Tensor,  # [Hq, A, B, D]: B queries at each of A anchors
+    k: torch.Tensor,  # [Hkv, L, D] keys of the packed row
+    v: torch.Tensor,  # [Hkv, L, D]
+    own_k: torch.Tensor,  # [Hkv, A, S, D] keys that belong to one anchor alone
+    own_v: torch.Tensor,  # [Hkv, A, S, D]
+    anchors: torch.Tensor,  # [A] int64 ascending: packed positions; none is padding
+    document_ids: torch.Tensor,  # [L]
     *,
-    inclusive: bool,            # the prefix ends with the anchor's own key; False: just before it
-    seen: torch.Tensor | None = None,   # [1 or A, B, S] bool: which own keys each query sees; None: all
-    window: int | None = None,  # of a sliding layer: as many prefix keys, counted back from the last one
-    offset: torch.Tensor | None = None, # [B] or [A, B]: how many positions the window has moved on at each query
-    impl: str = "blocked",      # "blocked" (any device, float64) or "flex" (CUDA; CPU forward only)
-) -> torch.Tensor: # [Hq, A, B, D]; zeros for a query that sees nothing
-    "Attention of blocks of queries over their anchor's past in its own document and over the anchor's own keys, exactly, without a mask of all queries by all keys."
+    inclusive: bool,  # the prefix ends with the anchor's own key; False: just before it
+    seen: torch.Tensor
+    | None = None,  # [1 or A, B, S] bool: which own keys each query sees; None: all
+    window: int
+    | None = None,  # of a sliding layer: as many prefix keys, counted back from the last one
+    offset: torch.Tensor
+    | None = None,  # [B] or [A, B]: how many positions the window has moved on at each query
+    impl: str = "blocked",  # "blocked" (any device, float64) or "flex" (CUDA; CPU forward only)
+) -> torch.Tensor:  # [Hq, A, B, D]; zeros for a query that sees nothing
+    """Attention of blocks of queries over their anchor's past in its own document and over the
+    anchor's own keys, exactly, without a mask of all queries by all keys."""
     hkv, (hq, a, b, d) = k.shape[0], q.shape
-    if not a: return q
-    groups, dtype = hq // hkv, v.dtype      # autocast may leave queries and keys wider
+    if not a:
+        return q
+    groups, dtype = hq // hkv, v.dtype  # autocast may leave queries and keys wider
     q, k, own_k, own_v = (t.to(dtype) for t in (q, k, own_k, own_v))
-    rows = (_wide(q) * d ** -.5).unflatten(0, (hkv, groups))
-    rows = rows.transpose(1, 2).flatten(2, 3)     # [Hkv, A, G·B, D]: an anchor's together
+    rows = (_wide(q) * d**-0.5).unflatten(0, (hkv, groups))
+    rows = rows.transpose(1, 2).flatten(2, 3)  # [Hkv, A, G·B, D]: an anchor's together
     last = (anchors - int(not inclusive))[:, None].expand(a, groups * b)
-    first = None if window is None else last + 1 - window + (0 if offset is None else offset.expand(a, b).repeat(1, groups))
+    first = (
+        None
+        if window is None
+        else last
+        + 1
+        - window
+        + (0 if offset is None else offset.expand(a, b).repeat(1, groups))
+    )
     seen = None if seen is None else seen.repeat(1, groups, 1)
     with torch.autocast(q.device.type, enabled=False):
         if impl == "flex":
             keys = rows.to(dtype), k, v, own_k, own_v
             out = _flex_own(*keys, anchors, last, first, seen, document_ids.flatten())
-        elif impl == "blocked":         # in float32: the one rounding is that of the inputs
+        elif impl == "blocked":  # in float32: the one rounding is that of the inputs
             blocks = prefix_blocks(anchors, document_ids, window, max(1, 128 // b), inclusive)
             keys = map(_wide, (k, v, own_k, own_v))
             out = _PrefixOwn.apply(rows, *keys, last, first, seen, blocks).to(dtype)
         else:
-            raise ValueError(f"attn_impl={impl!r} is unknown; choose from blocked, flex "
-                             f"(with lean=False from {', '.join(BACK_ENDS)})")
+            raise ValueError(
+                f"attn_impl={impl!r} is unknown; choose from blocked, flex "
+                f"(with lean=False from {', '.join(BACK_ENDS)})"
+            )
     return out.unflatten(2, (groups, b)).transpose(1, 2).flatten(0, 1)
 
+
 def prefix_attention(
-    q: torch.Tensor,            # [Hq, N, D] queries of the selected rows
-    k: torch.Tensor,            # [Hkv, L, D] step-0 keys of the packed row
-    v: torch.Tensor,            # [Hkv, L, D]
-    diagonal: list,             # of (k [Hkv, N, D], v [Hkv, N, D]) that the rows added at later steps
-    rows: torch.Tensor,         # [N] int64 ascending: packed positions of the queries; none is padding
-    document_ids: torch.Tensor, # [L]
+    q: torch.Tensor,  # [Hq, N, D] queries of the selected rows
+    k: torch.Tensor,  # [Hkv, L, D] step-0 keys of the packed row
+    v: torch.Tensor,  # [Hkv, L, D]
+    diagonal: list,  # of (k [Hkv, N, D], v [Hkv, N, D]) that the rows added at later steps
+    rows: torch.Tensor,  # [N] int64 ascending: packed positions of the queries; none is padding
+    document_ids: torch.Tensor,  # [L]
     window: int | None = None,  # of a sliding layer
-    impl: str = "blocked",      # as in `block_attention`
-) -> torch.Tensor: # [Hq, N, D]
-    "Causal attention of selected rows over their own document, plus each row's own later keys, exactly: blocks of one query."
+    impl: str = "blocked",  # as in `block_attention`
+) -> torch.Tensor:  # [Hq, N, D]
+    """Causal attention of selected rows over their own document, plus each row's own later
+    keys, exactly: blocks of one query."""
     none = k.new_empty(len(k), len(rows), 0, k.shape[-1])
     own_k, own_v = (torch.stack(x, 2) for x in zip(*diagonal)) if diagonal else (none, none)
-    return block_attention(q[:, :, None], k, v, own_k, own_v, rows, document_ids, inclusive=True, window=window, impl=impl)[:, :, 0]
+    return block_attention(
+        q[:, :, None],
+        k,
+        v,
+        own_k,
+        own_v,
+        rows,
+        document_ids,
+        inclusive=True,
+        window=window,
+        impl=impl,
+    )[:, :, 0]

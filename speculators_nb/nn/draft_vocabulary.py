@@ -19,7 +19,9 @@ from ..core.files import atomic_write
 
 # %% ../../nbs/nn/10_draft_vocabulary.ipynb #29ce1f5f
 def count_tokens(
-    samples: Iterable[tuple[Tensor, Tensor]],  # pairs (input_ids [n] int64, loss_mask [n] bool or 0/1)
+    samples: Iterable[
+        tuple[Tensor, Tensor]
+    ],  # pairs (input_ids [n] int64, loss_mask [n] bool or 0/1)
     vocab_size: int,  # V, the verifier's
 ) -> Tensor:  # [V] int64
     "How often each token occurs inside the loss mask. ValueError: what is no id, or no mask."
@@ -32,8 +34,10 @@ def count_tokens(
         _check_whole("loss_mask", mask, flags=True)
         kept = ids[mask.bool()].long()
         if len(kept) and not 0 <= int(kept.min()) <= int(kept.max()) < vocab_size:
-            raise ValueError(f"input_ids go from {int(kept.min())} to {int(kept.max())}, but vocab_size={vocab_size}. "
-                             "Were they made by another tokenizer?")
+            raise ValueError(
+                f"input_ids go from {int(kept.min())} to {int(kept.max())}, but "
+                f"vocab_size={vocab_size}. Were they made by another tokenizer?"
+            )
         counts += kept.bincount(minlength=vocab_size)
     return counts
 
@@ -44,9 +48,11 @@ def _check_whole(name, values, flags=False):
         wrong = (values != 0) & (values != 1)
     else:
         wrong = values != values.floor() if values.is_floating_point() else values.isnan()
-    if wrong.any() or values.dtype == torch.bool and not flags:
+    if wrong.any() or (values.dtype == torch.bool and not flags):
         first = values[wrong][0].item() if wrong.any() else values.dtype
-        raise ValueError(f"{name} holds {first}, expected {'0 and 1' if flags else 'whole numbers'}")
+        raise ValueError(
+            f"{name} holds {first}, expected {'0 and 1' if flags else 'whole numbers'}"
+        )
 
 # %% ../../nbs/nn/10_draft_vocabulary.ipynb #1fc1a5c8
 def vocab_mapping_from_frequencies(
@@ -58,14 +64,23 @@ def vocab_mapping_from_frequencies(
     if isinstance(counts, Mapping):
         for t, n in counts.items():
             if not all(isinstance(x, (int, np.integer)) and x >= 0 for x in (t, n)):
-                raise ValueError(f"counts has {n!r} for token {t!r}, expected whole numbers from 0 on")
+                raise ValueError(
+                    f"counts has {n!r} for token {t!r}, expected whole numbers from 0 on"
+                )
         ids = torch.tensor(list(counts), dtype=torch.int64)
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            raise ValueError(f"counts has token ids from {int(ids.min())} to {int(ids.max())}, but vocab_size={vocab_size}")
-        counts = torch.zeros(vocab_size, dtype=torch.int64).index_put((ids,), torch.tensor(list(counts.values()), dtype=torch.int64))
+            raise ValueError(
+                f"counts has token ids from {int(ids.min())} to {int(ids.max())}, but "
+                f"vocab_size={vocab_size}"
+            )
+        counts = torch.zeros(vocab_size, dtype=torch.int64).index_put(
+            (ids,), torch.tensor(list(counts.values()), dtype=torch.int64)
+        )
     if tuple(counts.shape) != (vocab_size,):
-        raise ValueError(f"counts has {len(counts)} entries in {counts.ndim} dimensions, but "
-                         f"vocab_size={vocab_size}")
+        raise ValueError(
+            f"counts has {len(counts)} entries in {counts.ndim} dimensions, but "
+            f"vocab_size={vocab_size}"
+        )
     _check_whole("counts", counts)
     _check_sizes(vocab_size, draft_vocab_size)
     kept = counts.argsort(descending=True, stable=True)[:draft_vocab_size].sort().values
@@ -75,7 +90,10 @@ def vocab_mapping_from_frequencies(
 
 def _check_sizes(vocab_size: int, draft_vocab_size: int):
     if not 1 <= draft_vocab_size <= vocab_size:
-        raise ValueError(f"draft_vocab_size={draft_vocab_size} must lie between 1 and the verifier's vocabulary, {vocab_size}")
+        raise ValueError(
+            f"draft_vocab_size={draft_vocab_size} must lie between 1 and the verifier's "
+            f"vocabulary, {vocab_size}"
+        )
 
 # %% ../../nbs/nn/10_draft_vocabulary.ipynb #1f445ef7
 def check_vocab_mapping(
@@ -84,31 +102,46 @@ def check_vocab_mapping(
     vocab_size: int,  # V, the verifier's
     draft_vocab_size: int,  # Vd, the drafter's
 ) -> None:
-    "Raise `ValueError` unless the two arrays describe one draft vocabulary of these sizes. Neither may be given only where Vd = V."
+    """Raise `ValueError` unless the two arrays describe one draft vocabulary of these sizes.
+    Neither may be given only where Vd = V."""
     _check_sizes(vocab_size, draft_vocab_size)
     if (t2d is None) != (d2t is None):
-        raise ValueError(f"{'t2d' if t2d is None else 'd2t'} is missing: give both t2d and d2t, or neither")
+        raise ValueError(
+            f"{'t2d' if t2d is None else 'd2t'} is missing: give both t2d and d2t, or neither"
+        )
     if t2d is None:
         if draft_vocab_size != vocab_size:
-            raise ValueError(f"t2d and d2t are missing, but the drafter knows only {draft_vocab_size} of the verifier's {vocab_size} "
-                             "tokens: which ones?")
+            raise ValueError(
+                f"t2d and d2t are missing, but the drafter knows only {draft_vocab_size} of "
+                f"the verifier's {vocab_size} tokens: which ones?"
+            )
         return
     if tuple(t2d.shape) != (vocab_size,):
-        raise ValueError(f"t2d has shape {tuple(t2d.shape)}, but the verifier has {vocab_size} tokens. "
-                         "Was the mapping made for another verifier?")
+        raise ValueError(
+            f"t2d has shape {tuple(t2d.shape)}, but the verifier has {vocab_size} tokens. "
+            "Was the mapping made for another verifier?"
+        )
     if tuple(d2t.shape) != (draft_vocab_size,):
-        raise ValueError(f"d2t has shape {tuple(d2t.shape)}, but draft_vocab_size={draft_vocab_size}. "
-                         "Was the mapping made for another drafter?")
+        raise ValueError(
+            f"d2t has shape {tuple(d2t.shape)}, but draft_vocab_size={draft_vocab_size}. "
+            "Was the mapping made for another drafter?"
+        )
     _check_whole("t2d", t2d, flags=True)
     _check_whole("d2t", d2t)
     kept = t2d.bool().nonzero().flatten()
     if len(kept) != draft_vocab_size:
-        raise ValueError(f"t2d keeps {len(kept)} tokens, but draft_vocab_size={draft_vocab_size}: the two arrays do not belong together")
+        raise ValueError(
+            f"t2d keeps {len(kept)} tokens, but draft_vocab_size={draft_vocab_size}: the two "
+            "arrays do not belong together"
+        )
     mapped = draft_to_verifier(torch.arange(draft_vocab_size, device=d2t.device), d2t)
     if not torch.equal(mapped, kept.to(d2t.device)):
         j = int((mapped != kept.to(d2t.device)).nonzero()[0])
-        raise ValueError(f"d2t[{j}]={int(d2t[j])} maps draft id {j} to verifier id {int(mapped[j])}, but by t2d it is {int(kept[j])}. "
-                         "d2t holds offsets (verifier id minus draft id), in ascending order of verifier ids.")
+        raise ValueError(
+            f"d2t[{j}]={int(d2t[j])} maps draft id {j} to verifier id {int(mapped[j])}, but by "
+            f"t2d it is {int(kept[j])}. d2t holds offsets (verifier id minus draft id), in "
+            "ascending order of verifier ids."
+        )
 
 # %% ../../nbs/nn/10_draft_vocabulary.ipynb #9ed232f0
 def draft_to_verifier(
@@ -156,21 +189,32 @@ def load_vocab_mapping(
     draft_vocab_size: int,  # Vd
     vocab_size: int,  # V, the verifier's
 ) -> tuple[Tensor, Tensor]:  # t2d [V] bool, d2t [Vd] int64
-    "Read a mapping and check it against the two sizes. A missing file raises `FileNotFoundError`."
+    """Read a mapping and check it against the two sizes. A missing file raises
+    `FileNotFoundError`."""
     arrays = {}
     for name in ("t2d", "d2t"):
         path = Path(folder) / f"{name}-{draft_vocab_size}.npy"
         if not path.is_file():
-            there = ", ".join(sorted(p.name for p in Path(folder).glob(f"{name}-*.npy"))) or "none"
-            raise FileNotFoundError(f"{path}: no draft vocabulary of this size (found: {there}). "
-                                    "Make one with vocab_mapping_from_frequencies and save_vocab_mapping.")
+            there = (
+                ", ".join(sorted(p.name for p in Path(folder).glob(f"{name}-*.npy"))) or "none"
+            )
+            raise FileNotFoundError(
+                f"{path}: no draft vocabulary of this size (found: {there}). "
+                "Make one with vocab_mapping_from_frequencies and save_vocab_mapping."
+            )
         try:  # mapped first: a header may promise more than the file holds
-            arrays[name] = torch.from_numpy(np.array(np.load(path, mmap_mode="r", allow_pickle=False)))
+            arrays[name] = torch.from_numpy(
+                np.array(np.load(path, mmap_mode="r", allow_pickle=False))
+            )
         except Exception as e:  # NumPy has no error of its own for damage
-            raise ValueError(f"{path}: no array of numbers ({type(e).__name__}: {e}). Make it again with: "
-                             "speculators-nb vocab") from None
+            raise ValueError(
+                f"{path}: no array of numbers ({type(e).__name__}: {e}). Make it again with: "
+                "speculators-nb vocab"
+            ) from None
     try:
         check_vocab_mapping(arrays["t2d"], arrays["d2t"], vocab_size, draft_vocab_size)
     except ValueError as e:
-        raise ValueError(f"{folder} (t2d-{draft_vocab_size}.npy, d2t-{draft_vocab_size}.npy): {e}") from None
+        raise ValueError(
+            f"{folder} (t2d-{draft_vocab_size}.npy, d2t-{draft_vocab_size}.npy): {e}"
+        ) from None
     return arrays["t2d"], arrays["d2t"]

@@ -10,98 +10,148 @@ __all__ = ['OWN_SCALES', 'CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES', 'TILE_
 # %% ../../nbs/nn/07_head_loss.ipynb #cb396337
 from pathlib import Path
 from typing import NamedTuple
+
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto import modeling_auto as auto
+
 from .losses import Law, loss_and_grad, overlap, row_loss
-from .target_head import TargetHead, norm_eps, norm_kind, text_config, verifier_config
+from speculators_nb.nn.target_head import (
+    TargetHead,
+    norm_eps,
+    norm_kind,
+    text_config,
+    verifier_config,
+)
 
 # %% ../../nbs/nn/07_head_loss.ipynb #8f391fff
 def target_slots(
-    target_of_row: torch.Tensor, # [N] int64: which target each row is scored against
-    n_targets: int,              # T
-) -> tuple: # (order [T'], most wanted target first; slots: list of [T_s] rows for order[:T_s])
+    target_of_row: torch.Tensor,  # [N] int64: which target each row is scored against
+    n_targets: int,  # T
+) -> tuple:  # (order [T'], most wanted target first; slots: list of [T_s] rows for order[:T_s])
     "Arrange rows so that the rows sharing a target line up with it, slot by slot."
     wanted = torch.bincount(target_of_row, minlength=n_targets)
     order = torch.argsort(wanted, descending=True, stable=True)[: int((wanted > 0).sum())]
-    rank = torch.empty_like(wanted).index_copy_(0, order, torch.arange(len(order), device=order.device))[target_of_row]
+    rank = torch.empty_like(wanted).index_copy_(
+        0, order, torch.arange(len(order), device=order.device)
+    )[target_of_row]
     rows = torch.argsort(rank, stable=True)
     starts = torch.cumsum(wanted[order], 0) - wanted[order]
     sizes = wanted[order]
-    return order, [rows[starts[sizes > s] + s] for s in range(int(sizes.max()) if len(sizes) else 0)]
+    return order, [
+        rows[starts[sizes > s] + s] for s in range(int(sizes.max()) if len(sizes) else 0)
+    ]
 
 # %% ../../nbs/nn/07_head_loss.ipynb #e08e7a9f
-OWN_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier",
-              "final_logit_softcapping")   # config fields that change a family's logits
+OWN_SCALES = (
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "final_logit_softcapping",
+)  # config fields that change a family's logits
+
 
 class UnknownHead(TargetHead):
-    "A verifier's head that is not fully known. It holds the norm's weight; to score raises ValueError."
+    """A verifier's head that is not fully known. It holds the norm's weight; to score raises
+    ValueError."""
+
     said = ""
-    def finish(self, logits): raise ValueError(self.said)
+
+    def finish(self, logits):
+        raise ValueError(self.said)
+
 
 def family_of(
-    architectures: list, # names of model classes, as a config.json has them
-) -> "PretrainedConfig | None": # the family's default language model config
+    architectures: list,  # names of model classes, as a config.json has them
+) -> "PretrainedConfig | None":  # the family's default language model config
     "Which family of transformers a model class belongs to; None: none."
-    for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-                    auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+    for mapping in (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    ):
         for kind, made in mapping.items():
-            if made in architectures: return text_config(CONFIG_MAPPING[kind]())
+            if made in architectures:
+                return text_config(CONFIG_MAPPING[kind]())
+
 
 def target_head_for(
-    config, # a drafter's SpeculatorModelConfig
-) -> TargetHead: # without weights
+    config,  # a drafter's SpeculatorModelConfig
+) -> TargetHead:  # without weights
     "The head of the verifier that a drafter's config names."
     h, eps, block = config.sizes.hidden_size, norm_eps(config.sizes), config.speculators_config
-    if block is None: return TargetHead(h, eps=eps)
+    if block is None:
+        return TargetHead(h, eps=eps)
     name, architectures = block.verifier.name_or_path, block.verifier.architectures
     if name and (Path(name) / "config.json").is_file():
         verifier = verifier_config(name)
-        if text_config(verifier).hidden_size == h: return TargetHead.from_config(verifier)
+        if text_config(verifier).hidden_size == h:
+            return TargetHead.from_config(verifier)
     family = family_of(architectures)
-    if family is None: return TargetHead(h, eps=eps)
+    if family is None:
+        return TargetHead(h, eps=eps)
     scaled = [field for field in OWN_SCALES if hasattr(family, field)]
     head = (UnknownHead if scaled else TargetHead)(h, norm_kind(family), eps)
     if scaled:
         fields = " and ".join(scaled)
-        head.said = (f"verifier {name!r} ({architectures[0]}) has {fields} in its config, which is "
-                     "not here; call model.load_verifier_weights(verifier) before training")
+        head.said = (
+            f"verifier {name!r} ({architectures[0]}) has {fields} in its config, which is "
+            "not here; call model.load_verifier_weights(verifier) before training"
+        )
     return head
 
 # %% ../../nbs/nn/07_head_loss.ipynb #13aca4da
 class HeadLoss(NamedTuple):
     "What `head_loss` returns. Only `loss` carries a gradient."
-    loss: torch.Tensor             # scalar: sum over rows of weight * sum over terms of (mixture weight * row loss)
-    rows: dict                     # term name -> [N] unweighted row losses
-    correct: torch.Tensor          # [N] bool: the draft's most likely token is the verifier's
+
+    loss: (
+        torch.Tensor
+    )  # scalar: sum over rows of weight * sum over terms of (mixture weight * row loss)
+    rows: dict  # term name -> [N] unweighted row losses
+    correct: torch.Tensor  # [N] bool: the draft's most likely token is the verifier's
     accept: "torch.Tensor | None"  # [N] alpha = sum min(p, q) over draft vocabulary, if wanted
 
-CHUNK_ROWS, CHUNK_BYTES = 512, 64 << 20    # of logits in one product on a CPU: enough rows for the GEMM to pay for packing the head
-CUDA_CHUNK_BYTES = 256 << 20
-TILE_BYTES = 1 << 20                       # of logits between two products: softmax, loss, gradient are taken while they are in cache
 
-def chunk_rows(vocab_size: int, device) -> int: # -> rows of logits a chunk, targets and drafts together
+CHUNK_ROWS, CHUNK_BYTES = (
+    512,
+    64 << 20,
+)  # of logits in one product on a CPU: enough rows for the GEMM to pay for packing the head
+CUDA_CHUNK_BYTES = 256 << 20
+TILE_BYTES = (
+    1 << 20
+)  # of logits between two products: softmax, loss, gradient are taken while they are in cache
+
+
+def chunk_rows(
+    vocab_size: int, device
+) -> int:  # -> rows of logits a chunk, targets and drafts together
     "How many rows a chunk holds, from their size."
-    if torch.device(device).type == "cuda": return max(16, CUDA_CHUNK_BYTES // (4 * vocab_size))
+    if torch.device(device).type == "cuda":
+        return max(16, CUDA_CHUNK_BYTES // (4 * vocab_size))
     return min(CHUNK_ROWS, max(64, CHUNK_BYTES // (4 * vocab_size)))
 
+
 def chunks(
-    order: torch.Tensor, # [T'] targets, from `target_slots`
-    slots: list,         # likewise
-    size: int,           # wanted rows of logits a chunk
-    each: int = 1,       # rows that a target takes by itself
-) -> list: # of (target positions a:b, the slots' rows between them)
+    order: torch.Tensor,  # [T'] targets, from `target_slots`
+    slots: list,  # likewise
+    size: int,  # wanted rows of logits a chunk
+    each: int = 1,  # rows that a target takes by itself
+) -> list:  # of (target positions a:b, the slots' rows between them)
     "Cut the targets where they and their rows fill a chunk."
     ends = each * torch.arange(1, len(order) + 1, device=order.device)
-    for s in slots: ends += torch.arange(1, len(order) + 1, device=order.device).clamp_max(len(s))
-    cuts = torch.cumsum(torch.unique_consecutive((ends - 1) // size, return_counts=True)[1], 0).tolist()
+    for s in slots:
+        ends += torch.arange(1, len(order) + 1, device=order.device).clamp_max(len(s))
+    cuts = torch.cumsum(
+        torch.unique_consecutive((ends - 1) // size, return_counts=True)[1], 0
+    ).tolist()
     return [(a, b, [s[a:b] for s in slots if len(s) > a]) for a, b in zip([0, *cuts], cuts)]
+
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
+
 def head_dtype(
-    hidden: torch.Tensor,                  # what a head multiplies
-    gemm_dtype: torch.dtype | None = None, # what was asked for
+    hidden: torch.Tensor,  # what a head multiplies
+    gemm_dtype: torch.dtype | None = None,  # what was asked for
 ) -> torch.dtype:
     """In which dtype a head's products are made: as asked for; else under autocast in its dtype
     on an accelerator, and in float32 on a CPU; else in that of `hidden`. Errors: ValueError for
@@ -112,81 +162,145 @@ def head_dtype(
     if auto is not None and gemm_dtype is None:
         dtype = torch.promote_types(hidden.dtype, torch.float32) if kind == "cpu" else auto
     if torch.float16 in (dtype, auto) and torch.is_grad_enabled() and hidden.requires_grad:
-        raise ValueError("float16: gradients of the head are formed before a loss scaler can "
-                         "keep them from underflow; train in bfloat16 (bf16=True) or float32")
+        raise ValueError(
+            "float16: gradients of the head are formed before a loss scaler can "
+            "keep them from underflow; train in bfloat16 (bf16=True) or float32"
+        )
     return dtype
 
+
 def wide_product(
-    x: torch.Tensor, # [N, H]
-    w: torch.Tensor, # [V, H], of the same dtype; bfloat16 and float16 on CUDA alone
-) -> torch.Tensor: # [N, V] float32 (float64 stays)
+    x: torch.Tensor,  # [N, H]
+    w: torch.Tensor,  # [V, H], of the same dtype; bfloat16 and float16 on CUDA alone
+) -> torch.Tensor:  # [N, V] float32 (float64 stays)
     """x @ w.T, not rounded to the dtype of its factors: a bfloat16 logit of 20 may be off by
     0.06, and the likeliest token another one."""
-    if x.dtype in LOW_PRECISION: return torch.mm(x, w.T, out_dtype=torch.float32)
+    if x.dtype in LOW_PRECISION:
+        return torch.mm(x, w.T, out_dtype=torch.float32)
     return torch.mm(x, w.T)
 
-def _times(grad, factor): # a gradient in any dtype, a float32 number
+
+def _times(grad, factor):  # a gradient in any dtype, a float32 number
     return None if grad is None else (grad * factor.view(1)).to(grad.dtype)
+
 
 class _ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, extra, extra_head, head, target_head, target_hidden, target_of_row, weight, mixture, chunk, dtype, want_accept, by_target):
+    def forward(
+        ctx,
+        hidden,
+        extra,
+        extra_head,
+        head,
+        target_head,
+        target_hidden,
+        target_of_row,
+        weight,
+        mixture,
+        chunk,
+        dtype,
+        want_accept,
+        by_target,
+    ):
         n, dev = len(hidden), hidden.device
         want_grad = any(ctx.needs_input_grad[:3])
-        grad, *extra_grads = (None if x is None or not want_grad else torch.zeros_like(x) for x in (hidden, extra, extra_head))
+        grad, *extra_grads = (
+            None if x is None or not want_grad else torch.zeros_like(x)
+            for x in (hidden, extra, extra_head)
+        )
         rows = {name: torch.zeros(n, device=dev) for name in mixture}
-        correct, accept = torch.zeros(n, dtype=torch.bool, device=dev), torch.zeros(n, device=dev) if want_accept else None
+        correct, accept = (
+            torch.zeros(n, dtype=torch.bool, device=dev),
+            torch.zeros(n, device=dev) if want_accept else None,
+        )
         order, slots = target_slots(target_of_row, len(target_hidden))
         low = dtype in LOW_PRECISION
-        precise = torch.float32 if low and dev.type != "cuda" else dtype    # see `wide_product`
+        precise = torch.float32 if low and dev.type != "cuda" else dtype  # see `wide_product`
         targets, w_draft = target_head.norm(target_hidden[order]).to(precise), head.to(dtype)
         shared = target_head.weight is head and precise == dtype
         w_target = w_draft if shared else target_head.weight.to(precise)
         plan = chunks(order, slots, chunk, 2 if by_target else 1)
         tile = chunk if dev.type == "cuda" else max(1, TILE_BYTES // (4 * len(head)))
-        largest = max(((b - a) * (2 if by_target else 1) + sum(map(len, members)) for a, b, members in plan), default=0)
-        logits = hidden.new_empty(largest, len(head), dtype=dtype)     # the only large buffer
+        largest = max(
+            (
+                (b - a) * (2 if by_target else 1) + sum(map(len, members))
+                for a, b, members in plan
+            ),
+            default=0,
+        )
+        logits = hidden.new_empty(largest, len(head), dtype=dtype)  # the only large buffer
         for a, b, members in plan:
             r = torch.cat(members)
-            z, z_bias = logits[:b - a + len(r)], logits[b - a + len(r):2 * (b - a) + len(r)] if by_target else None
-            if low: torch.mm(hidden[r].to(dtype), w_draft.T, out=z[b - a:])
-            elif shared: torch.mm(torch.cat([targets[a:b], hidden[r].to(dtype)]), w_draft.T, out=z)
+            z, z_bias = (
+                logits[: b - a + len(r)],
+                logits[b - a + len(r) : 2 * (b - a) + len(r)] if by_target else None,
+            )
+            if low:
+                torch.mm(hidden[r].to(dtype), w_draft.T, out=z[b - a :])
+            elif shared:
+                torch.mm(torch.cat([targets[a:b], hidden[r].to(dtype)]), w_draft.T, out=z)
             else:
-                torch.mm(targets[a:b], w_target.T, out=z[:b - a])
-                torch.mm(hidden[r].to(dtype), w_draft.T, out=z[b - a:])
-            if by_target: torch.mm(extra[order[a:b]].to(dtype), extra_head.T.to(dtype), out=z_bias)
-            elif extra is not None: z[b - a:].addmm_(extra[r].to(dtype), extra_head.T.to(dtype))
+                torch.mm(targets[a:b], w_target.T, out=z[: b - a])
+                torch.mm(hidden[r].to(dtype), w_draft.T, out=z[b - a :])
+            if by_target:
+                torch.mm(extra[order[a:b]].to(dtype), extra_head.T.to(dtype), out=z_bias)
+            elif extra is not None:
+                z[b - a :].addmm_(extra[r].to(dtype), extra_head.T.to(dtype))
             z_target, *z_drafts = z.split([b - a, *map(len, members)])
-            if low: z_target = wide_product(targets[a:b], w_target)
+            if low:
+                z_target = wide_product(targets[a:b], w_target)
             for i in range(0, b - a, tile):
-                p = Law(target_head.finish(z_target[i:i + tile].float()))
-                tile_bias, tile_grad = (z_bias[i:i + tile].float(), torch.zeros_like(p.logits)) if by_target else (None, None)
+                p = Law(target_head.finish(z_target[i : i + tile].float()))
+                tile_bias, tile_grad = (
+                    (z_bias[i : i + tile].float(), torch.zeros_like(p.logits))
+                    if by_target
+                    else (None, None)
+                )
                 for slot, z_draft in zip(members, z_drafts):
-                    at, z_at = slot[i:i + tile], z_draft[i:i + tile]   # a prefix of the tile's targets: fewer rows, or none, at the end
-                    if not len(at): break
-                    q = Law(z_at.float() if not by_target else z_at.float() + tile_bias[:len(at)])
+                    at, z_at = (
+                        slot[i : i + tile],
+                        z_draft[i : i + tile],
+                    )  # a prefix of the tile's targets: fewer rows, or none, at the end
+                    if not len(at):
+                        break
+                    q = Law(
+                        z_at.float() if not by_target else z_at.float() + tile_bias[: len(at)]
+                    )
                     law = p if len(at) == len(p.logits) else p.first(len(at))
                     terms, g = loss_and_grad(law, q, mixture, want_grad)
-                    for name, value in terms.items(): rows[name][at] = value
+                    for name, value in terms.items():
+                        rows[name][at] = value
                     correct[at] = q.logits.gather(-1, law.argmax[:, None])[:, 0] >= q.top
-                    if want_accept: accept[at] = overlap(law, q)
+                    if want_accept:
+                        accept[at] = overlap(law, q)
                     if want_grad:
-                        z_at.copy_(g)                                  # the gradient takes the logits' place
-                        if by_target: tile_grad[:len(at)].addcmul_(g, weight[at, None])
-                if by_target and want_grad: z_bias[i:i + tile] = tile_grad
+                        z_at.copy_(g)  # the gradient takes the logits' place
+                        if by_target:
+                            tile_grad[: len(at)].addcmul_(g, weight[at, None])
+                if by_target and want_grad:
+                    z_bias[i : i + tile] = tile_grad
             if want_grad:
-                grad[r] = (z[b - a:] @ w_draft).to(grad.dtype)
+                grad[r] = (z[b - a :] @ w_draft).to(grad.dtype)
                 if by_target:
                     extra_grads[0][order[a:b]] = (z_bias @ extra_head.to(dtype)).to(extra.dtype)
-                    extra_grads[1] += (z_bias.T @ extra[order[a:b]].to(dtype)).to(extra_head.dtype)
+                    extra_grads[1] += (z_bias.T @ extra[order[a:b]].to(dtype)).to(
+                        extra_head.dtype
+                    )
                 elif extra is not None:
-                    extra_grads[0][r] = (z[b - a:] @ extra_head.to(dtype)).to(extra.dtype)
-                    extra_grads[1] += (z[b - a:].T @ (extra[r] * weight[r, None]).to(dtype)).to(extra_head.dtype)
-        if callable(weight): weight = weight(rows)
-        for g in (grad, *extra_grads[:not by_target]):
-            if g is not None: g.copy_(g * weight[:, None])
+                    extra_grads[0][r] = (z[b - a :] @ extra_head.to(dtype)).to(extra.dtype)
+                    extra_grads[1] += (
+                        z[b - a :].T @ (extra[r] * weight[r, None]).to(dtype)
+                    ).to(extra_head.dtype)
+        if callable(weight):
+            weight = weight(rows)
+        for g in (grad, *extra_grads[: not by_target]):
+            if g is not None:
+                g.copy_(g * weight[:, None])
         ctx.save_for_backward(grad, *extra_grads)
-        loss = sum((w * (weight * rows[name]).sum() for name, w in mixture.items()), torch.zeros((), device=dev))
+        loss = sum(
+            (w * (weight * rows[name]).sum() for name, w in mixture.items()),
+            torch.zeros((), device=dev),
+        )
         ctx.mark_non_differentiable(correct, *rows.values(), *([accept] if want_accept else []))
         return loss, correct, accept, *rows.values()
 
@@ -194,47 +308,87 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):
         return *(_times(g, grad_loss) for g in ctx.saved_tensors), *[None] * 10
 
+
 def head_loss(
-    hidden: torch.Tensor,            # [N, H] drafter's loss rows after its final norm; gradients flow
-    head: torch.Tensor,              # [Vd, H] the drafter's frozen head
-    target_head: TargetHead,         # the verifier's
-    target_hidden: torch.Tensor,     # [T, H] the verifier's states before its final norm
-    target_of_row: torch.Tensor,     # [N] int64 into T: the state whose law row n should match
-    weight,                          # [N] float32 per row of the summed loss; or a function of row losses {name: [N]}
-    mixture: dict,                   # loss name -> weight, from `losses.parse_loss`
-    bias: tuple | None = None,       # (e [N, r], w [Vd, r]): adds e @ w.T to drafter logits; both get gradients
-    gemm_dtype: torch.dtype | None = None, # of drafter-head products, as `head_dtype`; verifier logits stay float32
-    chunk: int | None = None,        # rows of logits a chunk; None: `chunk_rows`
-    want_accept: bool = False,       # also return the acceptance probability of each row
-    bias_by_target: bool = False,    # e is [T, r]: rows of a target share its bias, computed once
+    hidden: torch.Tensor,  # [N, H] drafter's loss rows after its final norm; gradients flow
+    head: torch.Tensor,  # [Vd, H] the drafter's frozen head
+    target_head: TargetHead,  # the verifier's
+    target_hidden: torch.Tensor,  # [T, H] the verifier's states before its final norm
+    target_of_row: torch.Tensor,  # [N] int64 into T: the state whose law row n should match
+    weight,  # [N] float32 per row of the summed loss; or a function of row losses {name: [N]}
+    mixture: dict,  # loss name -> weight, from `losses.parse_loss`
+    bias: tuple
+    | None = None,  # (e [N, r], w [Vd, r]): adds e @ w.T to drafter logits; both get gradients
+    gemm_dtype: torch.dtype
+    | None = None,  # of drafter-head products, as `head_dtype`; verifier logits stay float32
+    chunk: int | None = None,  # rows of logits a chunk; None: `chunk_rows`
+    want_accept: bool = False,  # also return the acceptance probability of each row
+    bias_by_target: bool = False,  # e is [T, r]: rows of a target share its bias, computed once
 ) -> HeadLoss:
-    """Weighted sum of distribution losses between the drafter's rows and the verifier's, never holding more than one [chunk, Vd] buffer.
+    """Weighted sum of distribution losses between the drafter's rows and the verifier's, never
+    holding more than one [chunk, Vd] buffer.
     The gradient in `hidden` is formed on the way forward; head and targets get none."""
     extra, extra_head = bias or (None, None)
-    if bias is not None and callable(weight):     # the gradient of w sums over rows: their weights must be known first
-        with torch.no_grad(): weight = weight(head_loss(hidden, head, target_head, target_hidden, target_of_row, hidden.new_zeros(len(hidden)), mixture, bias, gemm_dtype, chunk, bias_by_target=bias_by_target).rows)
+    if bias is not None and callable(
+        weight
+    ):  # the gradient of w sums over rows: their weights must be known first
+        with torch.no_grad():
+            weight = weight(
+                head_loss(
+                    hidden,
+                    head,
+                    target_head,
+                    target_hidden,
+                    target_of_row,
+                    hidden.new_zeros(len(hidden)),
+                    mixture,
+                    bias,
+                    gemm_dtype,
+                    chunk,
+                    bias_by_target=bias_by_target,
+                ).rows
+            )
     dtype = head_dtype(hidden, gemm_dtype)
     chunk = chunk or chunk_rows(len(head), hidden.device)
     tensors = hidden, extra, extra_head, head, target_head, target_hidden, target_of_row, weight
-    with torch.autocast(hidden.device.type, enabled=False):     # it would change these dtypes
+    with torch.autocast(hidden.device.type, enabled=False):  # it would change these dtypes
         loss, correct, accept, *rows = _ChunkedHeadLoss.apply(
-            *tensors, mixture, chunk, dtype, want_accept, bias_by_target and bias is not None)
+            *tensors, mixture, chunk, dtype, want_accept, bias_by_target and bias is not None
+        )
     return HeadLoss(loss, dict(zip(mixture, rows)), correct, accept)
 
-def dense_head_loss(hidden, head, target_head, target_hidden, target_of_row, weight, mixture, bias=None, bias_by_target=False) -> HeadLoss:
-    "The same by whole tensors and autograd: the definition that `head_loss` is tested against. Arguments as there."
+
+def dense_head_loss(
+    hidden,
+    head,
+    target_head,
+    target_hidden,
+    target_of_row,
+    weight,
+    mixture,
+    bias=None,
+    bias_by_target=False,
+) -> HeadLoss:
+    """The same by whole tensors and autograd: the definition that `head_loss` is tested
+    against. Arguments as there."""
     dtype = head_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        def product(x, w): return (x.to(dtype) @ w.to(dtype).T).float()
+
+        def product(x, w):
+            return (x.to(dtype) @ w.to(dtype).T).float()
+
         logits, targets = product(hidden, head), target_head(target_hidden)[target_of_row]
         if bias is not None:
             extra = bias[0][target_of_row] if bias_by_target else bias[0]
             logits = logits + product(extra, bias[1])
         rows = row_loss(logits, targets.detach(), mixture)
-    if callable(weight): weight = weight({k: v.detach() for k, v in rows.items()})
+    if callable(weight):
+        weight = weight({k: v.detach() for k, v in rows.items()})
     loss = sum((weight * rows[name] * w).sum() for name, w in mixture.items())
     p, q = Law(targets), Law(logits.detach())
-    return HeadLoss(loss, {k: v.detach() for k, v in rows.items()}, p.argmax == q.argmax, overlap(p, q))
+    return HeadLoss(
+        loss, {k: v.detach() for k, v in rows.items()}, p.argmax == q.argmax, overlap(p, q)
+    )
 
 # %% ../../nbs/nn/07_head_loss.ipynb #04f0d558
 class _ChunkedTokenLoss(torch.autograd.Function):
@@ -242,21 +396,30 @@ class _ChunkedTokenLoss(torch.autograd.Function):
     def forward(ctx, hidden, head, tokens, weight, chunk, dtype):
         want = ctx.needs_input_grad[:2]
         grads = [torch.zeros_like(x) if w else None for x, w in zip((hidden, head), want)]
-        rows, correct = torch.zeros(len(hidden), device=hidden.device), torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+        rows, correct = (
+            torch.zeros(len(hidden), device=hidden.device),
+            torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device),
+        )
         w = head.to(dtype)
         buffer = hidden.new_empty(min(chunk, len(hidden)), len(head), dtype=dtype)
         tile = chunk if hidden.is_cuda else max(1, TILE_BYTES // (4 * len(head)))
         for a in range(0, len(hidden), chunk):
-            h, at = hidden[a:a + chunk].to(dtype), slice(a, a + chunk)
-            z = torch.mm(h, w.T, out=buffer[:len(h)])
+            h, at = hidden[a : a + chunk].to(dtype), slice(a, a + chunk)
+            z = torch.mm(h, w.T, out=buffer[: len(h)])
             for i in range(a, a + len(h), tile):
-                part, y = z[i - a:i - a + tile], tokens[i:i + tile].narrow(0, 0, min(tile, a + len(h) - i))[:, None]
+                part, y = (
+                    z[i - a : i - a + tile],
+                    tokens[i : i + tile].narrow(0, 0, min(tile, a + len(h) - i))[:, None],
+                )
                 q = Law(part.float())
                 own, here = q.logits.gather(-1, y), slice(i, i + len(y))
                 rows[here], correct[here] = q.lse - own[:, 0], own[:, 0] >= q.top
-                if any(want): part.copy_(q.probs.scatter_add_(-1, y, -torch.ones_like(own)))
-            if want[0]: grads[0][at] = ((z @ w).float() * weight[at, None]).to(hidden.dtype)
-            if want[1]: grads[1] += (z.T @ (h * weight[at, None].to(dtype))).to(head.dtype)
+                if any(want):
+                    part.copy_(q.probs.scatter_add_(-1, y, -torch.ones_like(own)))
+            if want[0]:
+                grads[0][at] = ((z @ w).float() * weight[at, None]).to(hidden.dtype)
+            if want[1]:
+                grads[1] += (z.T @ (h * weight[at, None].to(dtype))).to(head.dtype)
         ctx.save_for_backward(*grads)
         ctx.mark_non_differentiable(correct, rows)
         return (weight * rows).sum(), correct, rows
@@ -265,20 +428,25 @@ class _ChunkedTokenLoss(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):
         return *(_times(g, grad_loss) for g in ctx.saved_tensors), *[None] * 4
 
+
 def token_loss(
     hidden: torch.Tensor,  # [N, H] rows of the drafter that carry loss; gradients flow
-    head: torch.Tensor,    # [V, H]; gets a gradient where it requires one
+    head: torch.Tensor,  # [V, H]; gets a gradient where it requires one
     tokens: torch.Tensor,  # [N] int64: the token each row should say, an id of the head's rows
     weight: torch.Tensor,  # [N] float32 of each row in the summed loss
-    gemm_dtype: torch.dtype | None = None, # of the products, as in `head_dtype`
-    chunk: int | None = None, # rows of logits a chunk; None: `chunk_rows`
-) -> HeadLoss: # its `rows` has one entry, "ce"; `correct`: the drafter's most likely token is the data's
-    "Weighted sum of cross-entropies against data tokens, never holding more than one [chunk, V] buffer."
+    gemm_dtype: torch.dtype | None = None,  # of the products, as in `head_dtype`
+    chunk: int | None = None,  # rows of logits a chunk; None: `chunk_rows`
+) -> HeadLoss:  # its `rows` has one entry, "ce"; `correct`: the argmax is the data's token
+    """Weighted sum of cross-entropies against data tokens, never holding more than one [chunk,
+    V] buffer."""
     dtype = head_dtype(hidden, gemm_dtype)
     chunk = chunk or chunk_rows(len(head), hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
-        loss, correct, rows = _ChunkedTokenLoss.apply(hidden, head, tokens, weight, chunk, dtype)
+        loss, correct, rows = _ChunkedTokenLoss.apply(
+            hidden, head, tokens, weight, chunk, dtype
+        )
     return HeadLoss(loss, {"ce": rows}, correct, None)
+
 
 def dense_token_loss(hidden, head, tokens, weight) -> HeadLoss:
     "The same by whole tensors and autograd."
@@ -286,4 +454,6 @@ def dense_token_loss(hidden, head, tokens, weight) -> HeadLoss:
     with torch.autocast(hidden.device.type, enabled=False):
         logits = (hidden.to(dtype) @ head.to(dtype).T).float()
     rows = torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
-    return HeadLoss((weight * rows).sum(), {"ce": rows.detach()}, logits.argmax(-1) == tokens, None)
+    return HeadLoss(
+        (weight * rows).sum(), {"ce": rows.detach()}, logits.argmax(-1) == tokens, None
+    )

@@ -9,35 +9,55 @@ __all__ = ['ROPE', 'LAYER_FAMILIES', 'KINDS', 'DRAFT_SLIDING_WINDOW', 'RMSNorm',
 
 # %% ../../nbs/nn/04_layers.ipynb #e53d7547
 import copy
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from ..core.config import check_layers
 from .target_head import norm_eps, text_config
 
 # %% ../../nbs/nn/04_layers.ipynb #e44791cb
 class RMSNorm(nn.Module):
-    "Root-mean-square norm over the last dimension, statistics in float32 ([1910.07467](https://arxiv.org/abs/1910.07467))."
+    """Root-mean-square norm over the last dimension, statistics in float32
+    ([1910.07467](https://arxiv.org/abs/1910.07467))."""
+
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor: # [..., size] -> the same
-        return F.rms_norm(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x, x.shape[-1:], self.weight.to(torch.promote_types(x.dtype, torch.float32)), self.eps).to(x.dtype)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., size] -> the same
+        return F.rms_norm(
+            x.float() if x.dtype in (torch.bfloat16, torch.float16) else x,
+            x.shape[-1:],
+            self.weight.to(torch.promote_types(x.dtype, torch.float32)),
+            self.eps,
+        ).to(x.dtype)
+
 
 class MLP(nn.Module):
     "The gated MLP of Llama and Qwen: down(act(gate(x)) * up(x))."
+
     def __init__(self, config):
         super().__init__()
-        h, i, bias = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(h, i, bias=bias), nn.Linear(h, i, bias=bias), nn.Linear(i, h, bias=bias)
+        h, i, bias = (
+            config.hidden_size,
+            config.intermediate_size,
+            getattr(config, "mlp_bias", False),
+        )
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(h, i, bias=bias),
+            nn.Linear(h, i, bias=bias),
+            nn.Linear(i, h, bias=bias),
+        )
         self.act = ACT2FN[config.hidden_act]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor: # [..., H] -> [..., H]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., H]
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
 
 def head_dim(config) -> int:
     "Size of an attention head."
@@ -46,53 +66,63 @@ def head_dim(config) -> int:
 # %% ../../nbs/nn/04_layers.ipynb #a1b21eef
 ROPE = "transformer_layer_config.rope_parameters"
 
+
 def rope_parameters(
-    config, # of draft layers
-) -> dict: # rope_type, rope_theta and what the type needs
+    config,  # of draft layers
+) -> dict:  # rope_type, rope_theta and what the type needs
     """The RoPE parameters that all draft layers share.
     Errors: ValueError for parameters by layer type of which none is for draft layers."""
     stored = getattr(config, "rope_parameters", None) or {}
     kinds = ("sliding_attention", "full_attention")
     rope = next((stored[kind] for kind in kinds if kind in stored), stored)
     if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
-        raise ValueError(f"{ROPE} is {stored}: draft layers need one set of parameters; "
-                         f"give rope_type and rope_theta, or an entry for {' or '.join(kinds)}")
+        raise ValueError(
+            f"{ROPE} is {stored}: draft layers need one set of parameters; "
+            f"give rope_type and rope_theta, or an entry for {' or '.join(kinds)}"
+        )
     theta = getattr(config, "rope_theta", None) or config.default_theta
     kind = rope.get("rope_type") or rope.get("type") or "default"
     return {**rope, "rope_type": kind, "rope_theta": rope.get("rope_theta") or theta}
 
+
 def rotated_channels(
-    rope: dict,    # from `rope_parameters`
-    head_dim: int, # channels of a head
-) -> int: # of them that are rotated
+    rope: dict,  # from `rope_parameters`
+    head_dim: int,  # channels of a head
+) -> int:  # of them that are rotated
     """How many channels `partial_rotary_factor` selects.
     Errors: ValueError unless they are an even number from 2 to all."""
     share = rope.get("partial_rotary_factor", 1.0)
     valid = isinstance(share, (int, float)) and 0 < share <= 1
     found = int(head_dim * share) if valid else 0
     if found < 2 or found % 2:
-        raise ValueError(f"{ROPE}.partial_rotary_factor={share!r} rotates {found} of {head_dim} "
-                         "channels; choose a share that gives an even number, or 1 for all")
+        raise ValueError(
+            f"{ROPE}.partial_rotary_factor={share!r} rotates {found} of {head_dim} "
+            "channels; choose a share that gives an even number, or 1 for all"
+        )
     return found
 
 # %% ../../nbs/nn/04_layers.ipynb #a1b25ccd
 class Rotary(nn.Module):
     """Rotary position embedding with the frequencies of any `rope_type` of transformers.
     Errors: ValueError naming the parameter that does not fit."""
-    def __init__(self, config): # of draft layers
+
+    def __init__(self, config):  # of draft layers
         super().__init__()
         self.config = copy.copy(config)
         rope = self.config.rope_parameters = rope_parameters(config)
         self.kind, self.dim = rope["rope_type"], head_dim(config)
         if self.kind not in ("default", *ROPE_INIT_FUNCTIONS):
-            raise ValueError(f"{ROPE}.rope_type={self.kind!r} is unknown; "
-                             f"choose from default, {', '.join(ROPE_INIT_FUNCTIONS)}")
-        self.by_length = self.kind in ("dynamic", "longrope")   # they look at a text's length
+            raise ValueError(
+                f"{ROPE}.rope_type={self.kind!r} is unknown; "
+                f"choose from default, {', '.join(ROPE_INIT_FUNCTIONS)}"
+            )
+        self.by_length = self.kind in ("dynamic", "longrope")  # they look at a text's length
         self.rotated = rotated_channels(rope, self.dim)
         wanted = f"rope_type={self.kind!r} and {self.rotated} rotated channels"
         unfit = f"{ROPE}={rope} do not fit {wanted}"
         try:
-            with torch.device("cpu"): inv_freq, self.scale = self.frequencies(None)
+            with torch.device("cpu"):
+                inv_freq, self.scale = self.frequencies(None)
         except KeyError as e:
             raise ValueError(f"{ROPE}.{e.args[0]} is missing, for {wanted}; add it") from e
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as e:
@@ -105,12 +135,13 @@ class Rotary(nn.Module):
     def _apply(self, fn, recurse=True):
         kept = self.inv_freq
         super()._apply(fn, recurse)
-        self.inv_freq = kept.to(self.inv_freq.device)   # to a device, never to another dtype
+        self.inv_freq = kept.to(self.inv_freq.device)  # to a device, never to another dtype
         return self
 
-    def frequencies(self,
-        length: int | None, # of the text; None: not more than the model was trained for
-    ) -> tuple: # (angles per position [R/2] float32, the factor on cosine and sine)
+    def frequencies(
+        self,
+        length: int | None,  # of the text; None: not more than the model was trained for
+    ) -> tuple:  # (angles per position [R/2] float32, the factor on cosine and sine)
         "The frequencies for a text of this length."
         if self.kind != "default":
             seq_len = None if length is None else torch.tensor(length)
@@ -118,18 +149,22 @@ class Rotary(nn.Module):
         steps = torch.arange(0, self.rotated, 2, dtype=torch.float) / self.rotated
         return 1.0 / self.config.rope_parameters["rope_theta"] ** steps, 1.0
 
-    def length(self,
-        *positions: torch.Tensor, # int64, of any shape: all positions of a row
-    ) -> "int | None": # None: the frequencies do not depend on it
+    def length(
+        self,
+        *positions: torch.Tensor,  # int64, of any shape: all positions of a row
+    ) -> "int | None":  # None: the frequencies do not depend on it
         "How long a row is, for `forward`."
-        if not self.by_length: return None
+        if not self.by_length:
+            return None
         return 1 + max((int(p.max()) for p in positions if p.numel()), default=0)
 
-    def forward(self,
-        x: torch.Tensor,           # only its dtype and device are used
-        positions: torch.Tensor,   # [..., N] int64
-        length: int | None = None, # of the whole row; None: its largest position is among these
-    ) -> tuple: # cos, sin [..., N, R], R the rotated channels
+    def forward(
+        self,
+        x: torch.Tensor,  # only its dtype and device are used
+        positions: torch.Tensor,  # [..., N] int64
+        length: int
+        | None = None,  # of the whole row; None: its largest position is among these
+    ) -> tuple:  # cos, sin [..., N, R], R the rotated channels
         "Cosines and sines at the given positions."
         inv_freq = self.inv_freq
         if self.by_length:
@@ -142,63 +177,92 @@ class Rotary(nn.Module):
 # %% ../../nbs/nn/04_layers.ipynb #a1b2d889
 def rotate(
     x: torch.Tensor,  # [..., heads, N, D]
-    rope: tuple,      # cos, sin [..., N, R]
-) -> torch.Tensor: # [..., heads, N, D]
+    rope: tuple,  # cos, sin [..., N, R]
+) -> torch.Tensor:  # [..., heads, N, D]
     "Rotate the first R channels of each head by its position; halves are paired, as in Llama."
     cos, sin = (t.unsqueeze(-3).to(x.dtype) for t in rope)
-    rest, x = x[..., cos.shape[-1]:], x[..., :cos.shape[-1]]
+    rest, x = x[..., cos.shape[-1] :], x[..., : cos.shape[-1]]
     a, b = x.chunk(2, -1)
     rotated = x * cos + torch.cat([-b, a], -1) * sin
     return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
+
 class ToRead:
     """Which of the verifier's features a drafter with a cache reads: the new ones. Where the
     frequencies have changed since the cache was filled: all of them, into an empty cache."""
+
     def __init__(self, rotary: Rotary):
         self.rotary, self.features, self.length = rotary, None, None
 
-    def __call__(self,
-        features: torch.Tensor, # [m, F] the new ones
-        before: int,            # positions before them
-        length: int,            # of the text now, as in `Rotary.forward`
-    ) -> tuple: # (features to read, whether into an empty cache)
+    def __call__(
+        self,
+        features: torch.Tensor,  # [m, F] the new ones
+        before: int,  # positions before them
+        length: int,  # of the text now, as in `Rotary.forward`
+    ) -> tuple:  # (features to read, whether into an empty cache)
         "Called once a step."
-        if not self.rotary.by_length: return features, False
+        if not self.rotary.by_length:
+            return features, False
         old = [] if self.features is None else [self.features[:before]]
         self.features, was, self.length = torch.cat([*old, features]), self.length, length
-        if was is None: return features, False
+        if was is None:
+            return features, False
         then, now = (self.rotary.frequencies(n)[0] for n in (was, length))
         return (features, False) if torch.equal(then, now) else (self.features, True)
 
 # %% ../../nbs/nn/04_layers.ipynb #cef509f5
 class Attention(nn.Module):
-    "Query, key, value and output projections of a Llama or Qwen3 layer. How queries meet keys is the caller's business (`speculators_nb.nn.attention`)."
-    def __init__(self,
-        config,                        # LlamaConfig or Qwen3Config
-        input_size: int | None = None, # of what is projected; None: hidden_size
+    """Query, key, value and output projections of a Llama or Qwen3 layer. How queries meet keys
+    is the caller's business (`speculators_nb.nn.attention`)."""
+
+    def __init__(
+        self,
+        config,  # LlamaConfig or Qwen3Config
+        input_size: int | None = None,  # of what is projected; None: hidden_size
     ):
         super().__init__()
-        d, hq, hkv, bias = head_dim(config), config.num_attention_heads, config.num_key_value_heads, getattr(config, "attention_bias", False)
+        d, hq, hkv, bias = (
+            head_dim(config),
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            getattr(config, "attention_bias", False),
+        )
         size = input_size or config.hidden_size
         self.d = d
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(size, hq * d, bias=bias), nn.Linear(size, hkv * d, bias=bias), nn.Linear(size, hkv * d, bias=bias)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(size, hq * d, bias=bias),
+            nn.Linear(size, hkv * d, bias=bias),
+            nn.Linear(size, hkv * d, bias=bias),
+        )
         self.o_proj = nn.Linear(hq * d, config.hidden_size, bias=bias)
-        if config.model_type == "qwen3": self.q_norm, self.k_norm = RMSNorm(d, config.rms_norm_eps), RMSNorm(d, config.rms_norm_eps)
-        else: self.q_norm = self.k_norm = None
+        if config.model_type == "qwen3":
+            self.q_norm, self.k_norm = (
+                RMSNorm(d, config.rms_norm_eps),
+                RMSNorm(d, config.rms_norm_eps),
+            )
+        else:
+            self.q_norm = self.k_norm = None
 
-    def _heads(self, x): return x.unflatten(-1, (x.shape[-1] // self.d, self.d)).transpose(-3, -2)
+    def _heads(self, x):
+        return x.unflatten(-1, (x.shape[-1] // self.d, self.d)).transpose(-3, -2)
 
-    def query(self, x: torch.Tensor, rope: tuple) -> torch.Tensor: # [..., N, size] -> [..., Hq, N, D]
+    def query(
+        self, x: torch.Tensor, rope: tuple
+    ) -> torch.Tensor:  # [..., N, size] -> [..., Hq, N, D]
         "Rotated queries."
         q = self._heads(self.q_proj(x))
         return rotate(q if self.q_norm is None else self.q_norm(q), rope)
 
-    def key_value(self, x: torch.Tensor, rope: tuple) -> tuple: # [..., N, size] -> two of [..., Hkv, N, D]
+    def key_value(
+        self, x: torch.Tensor, rope: tuple
+    ) -> tuple:  # [..., N, size] -> two of [..., Hkv, N, D]
         "Rotated keys, and values."
         k = self._heads(self.k_proj(x))
-        return rotate(k if self.k_norm is None else self.k_norm(k), rope), self._heads(self.v_proj(x))
+        return rotate(k if self.k_norm is None else self.k_norm(k), rope), self._heads(
+            self.v_proj(x)
+        )
 
-    def output(self, heads: torch.Tensor) -> torch.Tensor: # [..., Hq, N, D] -> [..., N, H]
+    def output(self, heads: torch.Tensor) -> torch.Tensor:  # [..., Hq, N, D] -> [..., N, H]
         "Join the heads."
         return self.o_proj(heads.transpose(-3, -2).flatten(-2))
 
@@ -206,31 +270,45 @@ class Attention(nn.Module):
 LAYER_FAMILIES = ("llama", "qwen3")
 KINDS = ("full_attention", "sliding_attention")
 
-def _neutral(config) -> dict: # of draft layers -> field: values
+
+def _neutral(config) -> dict:  # of draft layers -> field: values
     "Fields of other families that change a layer's numbers, and the values that do not."
     d, llama = head_dim(config), config.model_type == "llama"
     normed = (None, not llama)
     return dict(
-        attn_logit_softcapping=(None,), clip_qkv=(None,), attention_chunk_size=(None,),
-        query_pre_attn_scalar=(None, d), attention_multiplier=(None, d ** -0.5),
-        residual_multiplier=(None, 1), embedding_multiplier=(None, 1), logit_scale=(None, 1),
-        qk_norm=normed, use_qk_norm=normed, qk_layernorm=normed,
+        attn_logit_softcapping=(None,),
+        clip_qkv=(None,),
+        attention_chunk_size=(None,),
+        query_pre_attn_scalar=(None, d),
+        attention_multiplier=(None, d**-0.5),
+        residual_multiplier=(None, 1),
+        embedding_multiplier=(None, 1),
+        logit_scale=(None, 1),
+        qk_norm=normed,
+        use_qk_norm=normed,
+        qk_layernorm=normed,
         mlp_bias=(None, True, False) if llama else (None, False),
         qkv_bias=(None, getattr(config, "attention_bias", False)),
-        is_neox_style=(None, True), rope_interleaved=(None, False))
+        is_neox_style=(None, True),
+        rope_interleaved=(None, False),
+    )
+
 
 def _refuse(config, field, why):
     raise ValueError(f"transformer_layer_config.{field}={getattr(config, field, None)!r}{why}")
 
-def refuse_dropout(config): # of draft layers
+
+def refuse_dropout(config):  # of draft layers
     """Raise ValueError for dropout in attention. Flex attention cannot do it: on CUDA it would
     be left out in silence."""
     if getattr(config, "attention_dropout", 0):
         _refuse(config, "attention_dropout", ": draft layers are trained without; set it to 0")
 
+
 def _check_kinds(config):
     types, n = getattr(config, "layer_types", None), config.num_hidden_layers
-    if not types: return
+    if not types:
+        return
     if len(types) != n:
         _refuse(config, "layer_types", f": num_hidden_layers is {n}; write one entry for each")
     if unknown := sorted(set(types) - set(KINDS)):
@@ -239,10 +317,17 @@ def _check_kinds(config):
     window = getattr(config, "sliding_window", None)
     if "sliding_attention" in types and not (isinstance(window, int) and window > 0):
         off = getattr(config, "use_sliding_window", True) is False
-        _refuse(config, "sliding_window", " (use_sliding_window=False)" * off + ", but layer_types "
-                "has sliding_attention; give a number of positions, or full_attention")
+        _refuse(
+            config,
+            "sliding_window",
+            " (use_sliding_window=False)"
+            * off
+            + ", but layer_types has sliding_attention; give a number of positions, or "
+            "full_attention",
+        )
 
-def check_layer_config(config): # of Llama or Qwen3 layers
+
+def check_layer_config(config):  # of Llama or Qwen3 layers
     """Raise ValueError, naming field, value and remedy, for a configuration that says something
     a draft layer does not do."""
     if config.model_type not in LAYER_FAMILIES:
@@ -252,43 +337,59 @@ def check_layer_config(config): # of Llama or Qwen3 layers
     check_layers(vars(config), "transformer_layer_config.")
     for field, values in _neutral(config).items():
         if getattr(config, field, None) not in values:
-            _refuse(config, field, f": {config.model_type} draft layers have no such thing; "
-                    f"remove it, or set it to {values[-1]}")
+            _refuse(
+                config,
+                field,
+                f": {config.model_type} draft layers have no such thing; "
+                f"remove it, or set it to {values[-1]}",
+            )
     _check_kinds(config)
 
 # %% ../../nbs/nn/04_layers.ipynb #c0ffee03
 class DecoderLayer(nn.Module):
-    "A pre-norm decoder layer. With `with_embeds` its attention reads [norm(embedding), norm(hidden)], 2H wide."
-    def __init__(self,
-        config,                            # LlamaConfig or Qwen3Config
-        index: int = 0,                    # of the layer: its entry in config.layer_types says whether it slides
-        with_embeds: bool = False,         # the first layer of an EAGLE-3 style drafter
-        norm_before_residual: bool = False,# residual is the normed state, not the raw one
+    """A pre-norm decoder layer. With `with_embeds` its attention reads [norm(embedding),
+    norm(hidden)], 2H wide."""
+
+    def __init__(
+        self,
+        config,  # LlamaConfig or Qwen3Config
+        index: int = 0,  # of the layer: its entry in config.layer_types says whether it slides
+        with_embeds: bool = False,  # the first layer of an EAGLE-3 style drafter
+        norm_before_residual: bool = False,  # residual is the normed state, not the raw one
     ):
         super().__init__()
         check_layer_config(config)
         h, eps = config.hidden_size, config.rms_norm_eps
-        self.window, self.norm_before_residual = layer_window(config, index), norm_before_residual
+        self.window, self.norm_before_residual = (
+            layer_window(config, index),
+            norm_before_residual,
+        )
         self.self_attn, self.mlp = Attention(config, 2 * h if with_embeds else h), MLP(config)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(h, eps), RMSNorm(h, eps)
         self.hidden_norm = RMSNorm(h, eps) if with_embeds else None
 
-    def inputs(self,
-        hidden: torch.Tensor,                # [..., N, H]
+    def inputs(
+        self,
+        hidden: torch.Tensor,  # [..., N, H]
         embeds: torch.Tensor | None = None,  # [..., N, H], for a layer with_embeds
-    ) -> tuple: # (what attention projects [..., N, H or 2H], residual [..., N, H])
+    ) -> tuple:  # (what attention projects [..., N, H or 2H], residual [..., N, H])
         "Norms in front of the attention."
-        if self.hidden_norm is None: return self.input_layernorm(hidden), hidden
+        if self.hidden_norm is None:
+            return self.input_layernorm(hidden), hidden
         normed = self.hidden_norm(hidden)
-        return torch.cat([self.input_layernorm(embeds), normed], -1), normed if self.norm_before_residual else hidden
+        return torch.cat(
+            [self.input_layernorm(embeds), normed], -1
+        ), normed if self.norm_before_residual else hidden
 
-    def finish(self,
-        heads: torch.Tensor,     # [..., Hq, N, D] from attention
+    def finish(
+        self,
+        heads: torch.Tensor,  # [..., Hq, N, D] from attention
         residual: torch.Tensor,  # [..., N, H] from `inputs`, the same rows
-    ) -> torch.Tensor: # [..., N, H]
+    ) -> torch.Tensor:  # [..., N, H]
         "Output projection, residual, MLP."
         hidden = residual + self.self_attn.output(heads)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
 
 def layer_window(config, index: int) -> "int | None":
     "The sliding window of a layer: config.sliding_window where config.layer_types says so."
@@ -298,58 +399,104 @@ def layer_window(config, index: int) -> "int | None":
 # %% ../../nbs/nn/04_layers.ipynb #aee2574e
 DRAFT_SLIDING_WINDOW = 2048
 
+
 def draft_layer_config(
-    verifier,                        # the verifier's PretrainedConfig, multimodal or not
-    family: str = "llama",           # "llama" or "qwen3": what the draft layers are
-    num_layers: int = 1,             # how many
-    full_attention: tuple | None = None, # indices of full-attention layers, others slide; None: all (vLLM: no mix)
-    intermediate_size: int | None = None, # of the MLP; None: the verifier's
-) -> PretrainedConfig: # LlamaConfig or Qwen3Config
-    "The configuration of draft layers that fit a verifier. Errors: ValueError for an unknown family or an index that is no layer."
-    if family not in LAYER_FAMILIES: raise ValueError(f"family {family!r} is not a draft layer family; choose from {', '.join(LAYER_FAMILIES)}")
+    verifier,  # the verifier's PretrainedConfig, multimodal or not
+    family: str = "llama",  # "llama" or "qwen3": what the draft layers are
+    num_layers: int = 1,  # how many
+    full_attention: tuple
+    | None = None,  # indices of full-attention layers, others slide; None: all (vLLM: no mix)
+    intermediate_size: int | None = None,  # of the MLP; None: the verifier's
+) -> PretrainedConfig:  # LlamaConfig or Qwen3Config
+    """The configuration of draft layers that fit a verifier. Errors: ValueError for an unknown
+    family or an index that is no layer."""
+    if family not in LAYER_FAMILIES:
+        raise ValueError(
+            f"family {family!r} is not a draft layer family; choose from "
+            f"{', '.join(LAYER_FAMILIES)}"
+        )
     full_attention = tuple(range(num_layers)) if full_attention is None else full_attention
-    if any(not 0 <= i < num_layers for i in full_attention): raise ValueError(f"full_attention={full_attention}: layers are 0..{num_layers - 1}")
+    if any(not 0 <= i < num_layers for i in full_attention):
+        raise ValueError(f"full_attention={full_attention}: layers are 0..{num_layers - 1}")
     text = text_config(verifier)
     heads = text.num_attention_heads
     kv = getattr(text, "num_key_value_heads", None) or heads
-    rope = dict(getattr(text, "rope_parameters", None) or dict(rope_type="default", rope_theta=10000.0))
+    rope = dict(
+        getattr(text, "rope_parameters", None) or dict(rope_type="default", rope_theta=10000.0)
+    )
     own, other = KINDS if full_attention else KINDS[::-1]
-    rope = dict(rope.get(own) or rope.get(other) or rope)    # by layer type: their own
-    part = ["partial_rotary_factor"] * (rope.get("rope_type") != "longrope")   # made for that part
-    for name in ("type", "mrope_interleaved", "mrope_section", *part): rope.pop(name, None)
-    types = ["full_attention" if i in full_attention else "sliding_attention" for i in range(num_layers)]
-    dense = None if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) else getattr(text, "intermediate_size", None)
+    rope = dict(rope.get(own) or rope.get(other) or rope)  # by layer type: their own
+    part = ["partial_rotary_factor"] * (
+        rope.get("rope_type") != "longrope"
+    )  # made for that part
+    for name in ("type", "mrope_interleaved", "mrope_section", *part):
+        rope.pop(name, None)
+    types = [
+        "full_attention" if i in full_attention else "sliding_attention"
+        for i in range(num_layers)
+    ]
+    dense = (
+        None
+        if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+        else getattr(text, "intermediate_size", None)
+    )
     try:
         return CONFIG_MAPPING[family](
-            vocab_size=text.vocab_size, hidden_size=text.hidden_size, num_hidden_layers=num_layers, num_attention_heads=heads, num_key_value_heads=kv, head_dim=head_dim(text),
-            intermediate_size=intermediate_size or dense or 3 * text.hidden_size, hidden_act="silu", rms_norm_eps=norm_eps(text),
-            max_position_embeddings=text.max_position_embeddings, initializer_range=getattr(text, "initializer_range", 0.02), rope_parameters=rope, layer_types=types,
-            sliding_window=DRAFT_SLIDING_WINDOW, use_sliding_window="sliding_attention" in types, tie_word_embeddings=False,
-            bos_token_id=text.bos_token_id, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id)
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv,
+            head_dim=head_dim(text),
+            intermediate_size=intermediate_size or dense or 3 * text.hidden_size,
+            hidden_act="silu",
+            rms_norm_eps=norm_eps(text),
+            max_position_embeddings=text.max_position_embeddings,
+            initializer_range=getattr(text, "initializer_range", 0.02),
+            rope_parameters=rope,
+            layer_types=types,
+            sliding_window=DRAFT_SLIDING_WINDOW,
+            use_sliding_window="sliding_attention" in types,
+            tie_word_embeddings=False,
+            bos_token_id=text.bos_token_id,
+            eos_token_id=text.eos_token_id,
+            pad_token_id=text.pad_token_id,
+        )
     except Exception as e:  # transformers' own classes of errors are no ValueError
-        raise ValueError(f"no {family} layers fit a verifier of hidden_size={text.hidden_size} and num_attention_heads={heads}, as its config.json says "
-                         f"({' '.join(str(e).split())}); take config.json and weights from one checkpoint") from e
+        raise ValueError(
+            f"no {family} layers fit a verifier of hidden_size={text.hidden_size} and "
+            f"num_attention_heads={heads}, as its config.json says "
+            f"({' '.join(str(e).split())}); take config.json and weights from one checkpoint"
+        ) from e
 
 # %% ../../nbs/nn/04_layers.ipynb #4dcc2e5e
 def served_rope(
-    layer: dict, # transformer_layer_config as it is stored
+    layer: dict,  # transformer_layer_config as it is stored
 ) -> tuple:  # (violations, warnings), lists of sentences with the remedy
     """Where vLLM (0.32) rotates draft layers by other angles than they were trained with:
     always, or for some requests."""
     rope, wrong, careful = layer.get("rope_parameters") or {}, [], []
     kind, n = rope.get("rope_type"), rope.get("original_max_position_embeddings")
     if any(isinstance(v, dict) for v in rope.values()):
-        wrong.append(f"{ROPE} are given by layer type; vLLM's draft layers read rope_theta "
-                     "beside them (10000 where there is none): write the parameters that were "
-                     "trained with in their place, those of sliding_attention if there are any")
+        wrong.append(
+            f"{ROPE} are given by layer type; vLLM's draft layers read rope_theta "
+            "beside them (10000 where there is none): write the parameters that were "
+            "trained with in their place, those of sliding_attention if there are any"
+        )
     if kind == "proportional" and rope.get("factor", 1) != 1:
-        wrong.append(f"{ROPE}.factor is {rope['factor']}; vLLM's proportional RoPE has no "
-                     "factor, train with 1")
+        wrong.append(
+            f"{ROPE}.factor is {rope['factor']}; vLLM's proportional RoPE has no "
+            "factor, train with 1"
+        )
     if kind == "longrope":
-        careful.append(f"{ROPE}.rope_type is longrope: vLLM takes the long factors for every "
-                       f"text where max_model_len is above {n}, training takes them for longer "
-                       f"texts alone; serve with max_model_len up to {n} for drafts as trained")
+        careful.append(
+            f"{ROPE}.rope_type is longrope: vLLM takes the long factors for every "
+            f"text where max_model_len is above {n}, training takes them for longer "
+            f"texts alone; serve with max_model_len up to {n} for drafts as trained"
+        )
     if "mrope_section" in rope:
-        careful.append(f"{ROPE}.mrope_section: vLLM counts three coordinates for a picture's "
-                       "tokens, the drafter was trained with one; drafts after pictures differ")
+        careful.append(
+            f"{ROPE}.mrope_section: vLLM counts three coordinates for a picture's "
+            "tokens, the drafter was trained with one; drafts after pictures differ"
+        )
     return wrong, careful

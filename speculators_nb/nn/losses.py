@@ -8,33 +8,54 @@ __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'Law', 'rowdot'
 
 # %% ../../nbs/nn/05_losses.ipynb #2f999eda
 import json
+from collections.abc import Callable
 from functools import cached_property
-from typing import Callable, NamedTuple
+from typing import NamedTuple
+
 import torch
 
 # %% ../../nbs/nn/05_losses.ipynb #eb30f0a9
-TOP_K = 10   # tokens that `topk_ce` looks at (HASS, 2408.15766)
+TOP_K = 10  # tokens that `topk_ce` looks at (HASS, 2408.15766)
+
 
 class Law:
-    "Softmax law of each row of `logits` [N, V]; every piece is computed once, when first asked for."
-    def __init__(self, logits: torch.Tensor): # [N, V], taken as float32 unless float64
+    """Softmax law of each row of `logits` [N, V]; every piece is computed once, when first
+    asked for."""
+
+    def __init__(self, logits: torch.Tensor):  # [N, V], taken as float32 unless float64
         self.logits = logits if logits.dtype == torch.float64 else logits.float()
 
     @cached_property
-    def probs(self): return torch.softmax(self.logits, -1)                     # [N, V]
-    @cached_property
-    def top(self): return self.logits.amax(-1)                                 # [N]
-    @cached_property
-    def argmax(self): return self.logits.argmax(-1)                            # [N]
-    @cached_property
-    def lse(self): return self.top - self.probs.amax(-1).log()                 # [N], log-sum-exp without a second pass of exponentials
-    @property
-    def log_probs(self): return self.logits - self.lse[:, None]                # [N, V], not kept: one row-sized temporary less
-    @cached_property
-    def neg_entropy(self): return rowdot(self.probs, self.logits) - self.lse   # [N], sum p log p
+    def probs(self):
+        return torch.softmax(self.logits, -1)  # [N, V]
 
     @cached_property
-    def best(self): return self.logits.topk(min(TOP_K, self.logits.shape[-1]), -1).indices   # [N, TOP_K] the likeliest tokens
+    def top(self):
+        return self.logits.amax(-1)  # [N]
+
+    @cached_property
+    def argmax(self):
+        return self.logits.argmax(-1)  # [N]
+
+    @cached_property
+    def lse(self):
+        return (
+            self.top - self.probs.amax(-1).log()
+        )  # [N], log-sum-exp without a second pass of exponentials
+
+    @property
+    def log_probs(self):
+        return self.logits - self.lse[:, None]  # [N, V], not kept: one row-sized temporary less
+
+    @cached_property
+    def neg_entropy(self):
+        return rowdot(self.probs, self.logits) - self.lse  # [N], sum p log p
+
+    @cached_property
+    def best(self):
+        return self.logits.topk(
+            min(TOP_K, self.logits.shape[-1]), -1
+        ).indices  # [N, TOP_K] the likeliest tokens
 
     def first(self, n: int) -> "Law":
         "The law of the first n rows, with the pieces that are computed already."
@@ -42,105 +63,191 @@ class Law:
         part.__dict__.update({name: piece[:n] for name, piece in self.__dict__.items()})
         return part
 
+
 def rowdot(
-    a: torch.Tensor, # [N, V]
-    b: torch.Tensor, # [N, V]
-) -> torch.Tensor: # [N], sum over v of a*b
-    with torch.autocast(a.device.type, enabled=False):   # it would make the sum bfloat16
+    a: torch.Tensor,  # [N, V]
+    b: torch.Tensor,  # [N, V]
+) -> torch.Tensor:  # [N], sum over v of a*b
+    with torch.autocast(a.device.type, enabled=False):  # it would make the sum bfloat16
         return torch.linalg.vecdot(a, b)
 
+
 def overlap(
-    target: Law, # the verifier's law p
+    target: Law,  # the verifier's law p
     draft: Law,  # the drafter's law q
-) -> torch.Tensor: # [N], alpha = sum_v min(p, q): the chance that a token drawn from q is accepted
+) -> torch.Tensor:  # [N] alpha = sum_v min(p, q): chance that a token from q is accepted
     return torch.minimum(target.probs, draft.probs).sum(-1)
 
 # %% ../../nbs/nn/05_losses.ipynb #9b2b1065
-ALPHA_FLOOR = 1e-5   # nla stops here: below it the logarithm has no useful slope
-LK_DECAY = 3.        # lambda = exp(-LK_DECAY * alpha) of lk_hybrid
-TINY = torch.finfo(torch.float32).tiny   # a probability that underflowed to 0 contributes 0 * log(1), not 0 * -inf
+ALPHA_FLOOR = 1e-5  # nla stops here: below it the logarithm has no useful slope
+LK_DECAY = 3.0  # lambda = exp(-LK_DECAY * alpha) of lk_hybrid
+TINY = torch.finfo(
+    torch.float32
+).tiny  # a probability that underflowed to 0 contributes 0 * log(1), not 0 * -inf
 
-def _kl(p, q): return p.neg_entropy - rowdot(p.probs, q.logits) + q.lse
-def _rkl(p, q): return q.neg_entropy - rowdot(q.probs, p.logits) + p.lse
-def _log_ratio(a, m): return a.clamp_min(TINY).div(m.clamp_min(TINY)).log_()
+
+def _kl(p, q):
+    return p.neg_entropy - rowdot(p.probs, q.logits) + q.lse
+
+
+def _rkl(p, q):
+    return q.neg_entropy - rowdot(q.probs, p.logits) + p.lse
+
+
+def _log_ratio(a, m):
+    return a.clamp_min(TINY).div(m.clamp_min(TINY)).log_()
+
+
 def _jsd(p, q):
     m = (p.probs + q.probs) / 2
-    return (rowdot(p.probs, _log_ratio(p.probs, m)) + rowdot(q.probs, _log_ratio(q.probs, m))) / 2
-def _ce(p, q): return q.lse - q.logits.gather(-1, p.argmax[:, None])[:, 0]
-def _soft_ce(p, q): return q.lse - rowdot(p.probs, q.logits)
+    return (
+        rowdot(p.probs, _log_ratio(p.probs, m)) + rowdot(q.probs, _log_ratio(q.probs, m))
+    ) / 2
+
+
+def _ce(p, q):
+    return q.lse - q.logits.gather(-1, p.argmax[:, None])[:, 0]
+
+
+def _soft_ce(p, q):
+    return q.lse - rowdot(p.probs, q.logits)
+
+
 def _topk_ce(p, q):
     mass = p.probs.gather(-1, p.best)
     return q.lse * mass.sum(-1) - rowdot(mass, q.logits.gather(-1, p.best))
-def _tv(p, q): return 1 - overlap(p, q)
-def _nla(p, q): return -overlap(p, q).clamp_min(ALPHA_FLOOR).log()
-def _lambda(p, q): return torch.exp(-LK_DECAY * overlap(p, q).detach())
+
+
+def _tv(p, q):
+    return 1 - overlap(p, q)
+
+
+def _nla(p, q):
+    return -overlap(p, q).clamp_min(ALPHA_FLOOR).log()
+
+
+def _lambda(p, q):
+    return torch.exp(-LK_DECAY * overlap(p, q).detach())
+
+
 def _lk_hybrid(p, q):
     lam = _lambda(p, q)
     return lam * _kl(p, q) + (1 - lam) * _tv(p, q)
 
 # %% ../../nbs/nn/05_losses.ipynb #f69ab171
-def _kl_grad(p, q, value): return q.probs - p.probs
-def _rkl_grad(p, q, value): return q.probs * (q.log_probs - p.log_probs - value[:, None])
+def _kl_grad(p, q, value):
+    return q.probs - p.probs
+
+
+def _rkl_grad(p, q, value):
+    return q.probs * (q.log_probs - p.log_probs - value[:, None])
+
+
 def _jsd_grad(p, q, value):
     log_q_m = _log_ratio(q.probs, (p.probs + q.probs) / 2)
     return q.probs * (log_q_m - rowdot(q.probs, log_q_m)[:, None]) / 2
-def _ce_grad(p, q, value): return q.probs.scatter_add(-1, p.argmax[:, None], -torch.ones_like(q.probs[:, :1]))
+
+
+def _ce_grad(p, q, value):
+    return q.probs.scatter_add(-1, p.argmax[:, None], -torch.ones_like(q.probs[:, :1]))
+
+
 def _topk_ce_grad(p, q, value):
     mass = p.probs.gather(-1, p.best)
     return (q.probs * mass.sum(-1, keepdim=True)).scatter_add(-1, p.best, -mass)
+
+
 def _tv_grad(p, q, value):
     below = q.probs * (q.probs <= p.probs)
     return q.probs * below.sum(-1, keepdim=True) - below
+
+
 def _nla_grad(p, q, value):
     alpha = overlap(p, q)[:, None]
     return _tv_grad(p, q, value) / alpha.clamp_min(ALPHA_FLOOR) * (alpha > ALPHA_FLOOR)
+
+
 def _lk_hybrid_grad(p, q, value):
     lam = _lambda(p, q)[:, None]
     return lam * _kl_grad(p, q, value) + (1 - lam) * _tv_grad(p, q, value)
 
+
 class RowLoss(NamedTuple):
     "A loss of one row and its gradient in the draft logits, both as functions of the two laws."
+
     value: Callable  # (target Law, draft Law) -> [N]
-    grad: Callable   # (target Law, draft Law, value [N]) -> [N, V]
+    grad: Callable  # (target Law, draft Law, value [N]) -> [N, V]
+
 
 LOSSES = dict(
-    kl_div=RowLoss(_kl, _kl_grad), rkl=RowLoss(_rkl, _rkl_grad), jsd=RowLoss(_jsd, _jsd_grad), ce=RowLoss(_ce, _ce_grad),
-    soft_ce=RowLoss(_soft_ce, _kl_grad), topk_ce=RowLoss(_topk_ce, _topk_ce_grad), tv=RowLoss(_tv, _tv_grad), nla=RowLoss(_nla, _nla_grad), lk_hybrid=RowLoss(_lk_hybrid, _lk_hybrid_grad))
+    kl_div=RowLoss(_kl, _kl_grad),
+    rkl=RowLoss(_rkl, _rkl_grad),
+    jsd=RowLoss(_jsd, _jsd_grad),
+    ce=RowLoss(_ce, _ce_grad),
+    soft_ce=RowLoss(_soft_ce, _kl_grad),
+    topk_ce=RowLoss(_topk_ce, _topk_ce_grad),
+    tv=RowLoss(_tv, _tv_grad),
+    nla=RowLoss(_nla, _nla_grad),
+    lk_hybrid=RowLoss(_lk_hybrid, _lk_hybrid_grad),
+)
 
 # %% ../../nbs/nn/05_losses.ipynb #b267b69a
 def parse_loss(
-    spec: "str | dict[str, float]", # loss name, dict name -> weight, or that dict as JSON text
-) -> dict: # name -> weight
-    "The mixture that `spec` names. Errors: ValueError naming an unknown loss, a weight that is not a number, or an empty mixture."
-    if isinstance(spec, str): spec = json.loads(spec) if spec.lstrip().startswith("{") else {spec: 1.0}
+    spec: "str | dict[str, float]",  # loss name, dict name -> weight, or that dict as JSON text
+) -> dict:  # name -> weight
+    """The mixture that `spec` names. Errors: ValueError naming an unknown loss, a weight that
+    is not a number, or an empty mixture."""
+    if isinstance(spec, str):
+        spec = json.loads(spec) if spec.lstrip().startswith("{") else {spec: 1.0}
     unknown = sorted(set(spec) - set(LOSSES))
-    if unknown: raise ValueError(f"loss: unknown name {unknown[0]!r}; choose from {', '.join(LOSSES)}")
-    bad = {k: w for k, w in spec.items() if isinstance(w, bool) or not isinstance(w, (int, float)) or w != w}
-    if bad: raise ValueError(f"loss: weight of {next(iter(bad))!r} is {next(iter(bad.values()))!r}; give a number")
-    if not spec: raise ValueError("loss: the mixture is empty; name at least one of " + ", ".join(LOSSES))
+    if unknown:
+        raise ValueError(f"loss: unknown name {unknown[0]!r}; choose from {', '.join(LOSSES)}")
+    bad = {
+        k: w
+        for k, w in spec.items()
+        if isinstance(w, bool) or not isinstance(w, (int, float)) or w != w
+    }
+    if bad:
+        raise ValueError(
+            f"loss: weight of {next(iter(bad))!r} is {next(iter(bad.values()))!r}; give a "
+            "number"
+        )
+    if not spec:
+        raise ValueError(
+            "loss: the mixture is empty; name at least one of " + ", ".join(LOSSES)
+        )
     return {k: float(w) for k, w in spec.items()}
 
+
 def loss_and_grad(
-    target: Law,              # the verifier's law p, rows [N, V]
-    draft: Law,               # the drafter's law q, rows [N, V]
-    mixture: dict,            # name -> weight, from `parse_loss`
-    want_grad: bool = True,   # False: the gradient is not formed
-) -> tuple: # (terms: name -> [N] unweighted; grad [N, V] of weighted sum by logits, or None)
+    target: Law,  # the verifier's law p, rows [N, V]
+    draft: Law,  # the drafter's law q, rows [N, V]
+    mixture: dict,  # name -> weight, from `parse_loss`
+    want_grad: bool = True,  # False: the gradient is not formed
+) -> tuple:  # (terms: name -> [N] unweighted; grad [N, V] of weighted sum by logits, or None)
     "The closed-form row losses of a mixture and the gradient of their weighted sum."
     terms = {name: LOSSES[name].value(target, draft) for name in mixture}
-    if not want_grad: return terms, None
-    grads = (LOSSES[n].grad(target, draft, terms[n]).mul_(w) if w != 1 else LOSSES[n].grad(target, draft, terms[n]) for n, w in mixture.items())
+    if not want_grad:
+        return terms, None
+    grads = (
+        LOSSES[n].grad(target, draft, terms[n]).mul_(w)
+        if w != 1
+        else LOSSES[n].grad(target, draft, terms[n])
+        for n, w in mixture.items()
+    )
     grad = next(grads)
-    for g in grads: grad += g
+    for g in grads:
+        grad += g
     return terms, grad
 
 # %% ../../nbs/nn/05_losses.ipynb #13fd7d3a
 def row_loss(
-    logits: torch.Tensor,         # [..., V] of the drafter; gradients flow
+    logits: torch.Tensor,  # [..., V] of the drafter; gradients flow
     target_logits: torch.Tensor,  # [..., V] of the verifier
-    mixture: dict,                # name -> weight
-) -> dict: # name -> [...] unweighted row losses
-    "The losses of a mixture by autograd's way: plain, whole tensors, the reference for `loss_and_grad`."
+    mixture: dict,  # name -> weight
+) -> dict:  # name -> [...] unweighted row losses
+    """The losses of a mixture by autograd's way: plain, whole tensors, the reference for
+    `loss_and_grad`."""
     v, shape = logits.shape[-1], logits.shape[:-1]
     target, draft = Law(target_logits.reshape(-1, v)), Law(logits.reshape(-1, v))
     return {name: LOSSES[name].value(target, draft).reshape(shape) for name in mixture}

@@ -19,32 +19,58 @@ MASK_TOKEN = "<|MASK|>"
 
 
 def resolve_mask_token(
-    verifier_name_or_path: str | os.PathLike,  # the verifier's folder or hub id; tokenizer read only if no id is given
-    vocab_size: int,                           # V, rows of the verifier's embedding table
-    mask_token_id: int | None = None,          # the id to use; None: mask token, free row, pad, eos or unk, in this order
+    verifier_name_or_path: str
+    | os.PathLike,  # the verifier's folder or hub id; tokenizer read only if no id is given
+    vocab_size: int,  # V, rows of the verifier's embedding table
+    mask_token_id: int
+    | None = None,  # the id to use; None: mask token, free row, pad, eos or unk, in this order
 ) -> int:  # in [0, V)
-    "The id that stands for a token not known yet. Errors: ValueError for an id outside the vocabulary, or where nothing can serve as a mask."
+    """The id that stands for a token not known yet. Errors: ValueError for an id outside the
+    vocabulary, or where nothing can serve as a mask."""
     if mask_token_id is not None:
         return _row_of_table(mask_token_id, vocab_size, "mask_token_id")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve_checkpoint(verifier_name_or_path), trust_remote_code=remote_code_allowed())
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_checkpoint(verifier_name_or_path), trust_remote_code=remote_code_allowed()
+        )
     except (OSError, ValueError) as e:
-        raise ValueError(f"mask_token_id is not given, and verifier {str(verifier_name_or_path)!r} has no tokenizer to ask; give mask_token_id") from e
+        raise ValueError(
+            f"mask_token_id is not given, and verifier {str(verifier_name_or_path)!r} has no "
+            "tokenizer to ask; give mask_token_id"
+        ) from e
     if tokenizer.mask_token_id is None and len(tokenizer) < vocab_size:
-        tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})   # of the object in memory, to learn its id; the verifier's files stay
+        tokenizer.add_special_tokens(
+            {"mask_token": MASK_TOKEN}
+        )  # of the object in memory, to learn its id; the verifier's files stay
     if tokenizer.mask_token_id is not None:
-        return _row_of_table(tokenizer.mask_token_id, vocab_size, f"mask token {tokenizer.mask_token!r} of the verifier's tokenizer, id")
+        return _row_of_table(
+            tokenizer.mask_token_id,
+            vocab_size,
+            f"mask token {tokenizer.mask_token!r} of the verifier's tokenizer, id",
+        )
     for name in ("pad_token", "eos_token", "unk_token"):
         found = getattr(tokenizer, f"{name}_id")
         if found is not None:
             found = _row_of_table(found, vocab_size, f"{name} of the verifier's tokenizer, id")
-            warnings.warn(f"The tokenizer has no mask token and the embedding table no free row: {name} {getattr(tokenizer, name)!r} ({found}) serves as mask", stacklevel=2)
+            warnings.warn(
+                (
+                    "The tokenizer has no mask token and the embedding table no free row: "
+                    f"{name} {getattr(tokenizer, name)!r} ({found}) serves as mask"
+                ),
+                stacklevel=2,
+            )
             return found
-    raise ValueError(f"mask_token_id is not given, and the tokenizer of {str(verifier_name_or_path)!r} has no mask, pad, eos or unk token and no free row; give mask_token_id")
+    raise ValueError(
+        f"mask_token_id is not given, and the tokenizer of {str(verifier_name_or_path)!r} has "
+        "no mask, pad, eos or unk token and no free row; give mask_token_id"
+    )
 
 
 def _row_of_table(token_id, vocab_size, what):
     token_id = operator.index(token_id)
     if not 0 <= token_id < vocab_size:
-        raise ValueError(f"{what}={token_id} lies outside the verifier's vocabulary of {vocab_size}; choose an id from 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"{what}={token_id} lies outside the verifier's vocabulary of {vocab_size}; choose "
+            f"an id from 0 to {vocab_size - 1}"
+        )
     return token_id

@@ -23,7 +23,9 @@ Predicate = Callable[[Any, Any, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Mask:
-    "A predicate (b, h, q, kv) -> bool tensor, with `&`, `|` and `~`. q and kv are integer tensors that broadcast against each other."
+    """A predicate (b, h, q, kv) -> bool tensor, with `&`, `|` and `~`. q and kv are integer
+    tensors that broadcast against each other."""
+
     allowed: Predicate  # True where the query may see the key
 
     def __call__(self, b, h, q_idx, kv_idx):
@@ -43,7 +45,9 @@ class Mask:
         self,
         q_len: int,  # number of queries
         kv_len: int,  # number of keys
-        device: torch.device | str | None = None,  # where to evaluate: device of the mask's document ids; None: the CPU
+        device: torch.device
+        | str
+        | None = None,  # where to evaluate: device of the mask's document ids; None: the CPU
         first: int = 0,  # the first query, to evaluate a band of rows
     ) -> Tensor:  # [q_len, kv_len] bool
         "Evaluate the mask for queries first … first+q_len-1 and all keys."
@@ -58,11 +62,16 @@ class Mask:
         kv_len: int,  # number of keys
         block: int = 128,  # side of a block, in positions
         device: torch.device | str | None = None,  # as in `dense`
-    ) -> dict[str, int | float]:  # allowed entries; full, partial, empty blocks; allowed share of the touched blocks
-        "What the mask costs a kernel that skips empty blocks. One band of rows is evaluated at a time, so long rows fit into memory."
+    ) -> dict[
+        str, int | float
+    ]:  # allowed entries; full, partial, empty blocks; allowed share of the touched blocks
+        """What the mask costs a kernel that skips empty blocks. One band of rows is evaluated
+        at a time, so long rows fit into memory."""
         counts = dict(allowed=0, full=0, partial=0, empty=0)
         touched = 0
-        sizes = torch.tensor([min(block, kv_len - start) for start in range(0, kv_len, block)], device=device)
+        sizes = torch.tensor(
+            [min(block, kv_len - start) for start in range(0, kv_len, block)], device=device
+        )
         for first in range(0, q_len, block):
             rows = min(block, q_len - first)
             columns = self.dense(rows, kv_len, device, first).sum(0)
@@ -79,7 +88,9 @@ class Mask:
         self,
         q_len: int,  # number of queries
         kv_len: int | None = None,  # number of keys; None: as many as queries
-        documents: Sequence[int] | Tensor | None = None,  # document of each query, drawn as lines; -1 is shaded
+        documents: Sequence[int]
+        | Tensor
+        | None = None,  # document of each query, drawn as lines; -1 is shaded
         **kwargs,  # passed on to `plot_mask`: title, xlabel, ylabel, ax, ...
     ) -> Figure:  # the figure drawn on
         "Draw the mask: allowed filled, query rows down, document borders as lines."
@@ -98,7 +109,10 @@ def same_document(
     "Query and key lie in the same document. Padding (-1) sees nothing and is seen by nothing."
     ids = document_ids.reshape(-1)
     if ids.numel() != document_ids.shape[-1]:
-        raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}: a mask describes one packed row, [L] or [1, L]")
+        raise ValueError(
+            f"document_ids has shape {tuple(document_ids.shape)}: a mask describes one packed "
+            "row, [L] or [1, L]"
+        )
     return Mask(lambda b, h, q, kv: (ids[q] == ids[kv % len(ids)]) & (ids[q] >= 0))
 
 # %% ../../nbs/nn/01_masks.ipynb #88ab4622
@@ -114,7 +128,8 @@ def sliding_window(
 def repeated_diagonal(
     length: int,  # L, the length of one pass
 ) -> Mask:
-    "A query sees its own position in every later pass: key step·L + j for step >= 1 where j is the query's position."
+    """A query sees its own position in every later pass: key step·L + j for step >= 1 where j
+    is the query's position."""
     return Mask(lambda b, h, q, kv: (kv >= length) & (kv % length == q))
 
 
@@ -128,7 +143,8 @@ def ttt(
     length: int,  # L, the length of one pass
     window: int | None = None,  # sliding window over the first pass; None: the whole document
 ) -> Mask:  # for L queries and (k+1)·L keys, at every step k
-    "Training-time test: causal in the document over the first pass, the diagonal of every later one, itself so that no row is empty."
+    """Training-time test: causal in the document over the first pass, the diagonal of every
+    later one, itself so that no row is empty."""
     first = causal() & same_document(document_ids)
     if window is not None:
         first = first & sliding_window(window)
@@ -139,7 +155,8 @@ def anchored_blocks(
     anchors: Tensor,  # [A] int64, packed position of each block's first token
     document_ids: Tensor,  # [L] or [1, L] int; -1 is padding
     block: int,  # B, slots of a block
-    window: int | None = None,  # how many positions before the anchor are seen; None: the whole document
+    window: int
+    | None = None,  # how many positions before the anchor are seen; None: the whole document
     causal: bool = False,  # a slot sees only itself and the slots before it
 ) -> Mask:  # for A·B queries and L + A·B keys
     "Blocks at anchors: the document before the anchor, and the anchor's own block."
@@ -163,7 +180,8 @@ def rollouts(
     document_ids: Tensor,  # [L] or [1, L] int; -1 is padding
     window: int | None = None,  # of a sliding layer, counted back from anchor + depth
 ) -> Mask:  # for T queries over themselves as keys
-    "Rollouts in parallel (P-EAGLE, arXiv 2602.01469): ordinary positions up to the anchor in its document, and the rollout's own shallower depths."
+    """Rollouts in parallel (P-EAGLE, arXiv 2602.01469): ordinary positions up to the anchor in
+    its document, and the rollout's own shallower depths."""
     document = document_ids.reshape(-1)[anchor_pos]
 
     def allowed(b, h, q, kv):

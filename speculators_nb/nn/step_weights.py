@@ -29,7 +29,8 @@ def block_decay(
     gamma: float = 4.0,  # slots over which the weight falls by a factor of e
     sample_from_anchor: bool = False,  # True: slot 0 is predicted too, and weighs 1
 ) -> Tensor:  # float32, the shape of `k`
-    "exp(-(k-1)/gamma) with weight 0 at the given slot 0; or exp(-k/gamma) where slot 0 is predicted (DFlash, arXiv 2602.06036)."
+    """exp(-(k-1)/gamma) with weight 0 at the given slot 0; or exp(-k/gamma) where slot 0 is
+    predicted (DFlash, arXiv 2602.06036)."""
     k = torch.as_tensor(k).float()
     if sample_from_anchor:
         return torch.exp(-k / _positive("gamma", gamma))
@@ -52,7 +53,8 @@ def dpace(
     mask: Tensor,  # [..., B] bool or 0/1, the slots that are trained
     alpha: float = 0.5,  # smoothing: 1 ignores the drafter, 0 trusts its probability fully
 ) -> Tensor:  # [..., B] float32, detached; 0 outside the mask
-    "Survival-weighted slots of a block, from the drafter's own probabilities (D-PACE, arXiv 2605.18810)."
+    """Survival-weighted slots of a block, from the drafter's own probabilities (D-PACE, arXiv
+    2605.18810)."""
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha} must lie in [0, 1]")
     mask = mask.to(torch.float32)

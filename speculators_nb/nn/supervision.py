@@ -13,7 +13,8 @@ from torch.nn import functional as F
 def shift_by_one(
     sample: dict,  # input_ids, loss_mask, hidden_states [n, A·H], verifier_last_hidden_states
 ) -> dict:  # the same keys over n-1 indices, and position_ids 1 … n-1
-    "Index i pairs token, mask and last state i+1 with aux state i (EAGLE, arXiv 2401.15077): the drafter reads (x_{i+1}, g_i)."
+    """Index i pairs token, mask and last state i+1 with aux state i (EAGLE, arXiv 2401.15077):
+    the drafter reads (x_{i+1}, g_i)."""
     return {
         **{k: sample[k][1:] for k in ("input_ids", "loss_mask", "verifier_last_hidden_states")},
         "hidden_states": sample["hidden_states"][:-1],
@@ -22,62 +23,100 @@ def shift_by_one(
 
 # %% ../../nbs/nn/08_supervision.ipynb #129d0f29
 def ttt_supervision(
-    loss_mask: torch.Tensor,     # [L] bool
+    loss_mask: torch.Tensor,  # [L] bool
     document_ids: torch.Tensor,  # [L], -1 padding
-    steps: int,                  # K
-    cross_document: bool = False,# True: only the loss mask decides, as upstream
-) -> torch.Tensor: # [K, L] bool: row i carries loss at step t
+    steps: int,  # K
+    cross_document: bool = False,  # True: only the loss mask decides, as upstream
+) -> torch.Tensor:  # [K, L] bool: row i carries loss at step t
     "Rows that carry loss at each TTT step: row i at step t is scored at position i+t."
-    def ahead(x, t, fill): return F.pad(x[t:], (0, min(t, len(x))), value=fill)
-    return torch.stack([ahead(loss_mask.bool(), t, False) & (cross_document | (ahead(document_ids, t, -1) == document_ids)) & (document_ids >= 0) for t in range(steps)])
+
+    def ahead(x, t, fill):
+        return F.pad(x[t:], (0, min(t, len(x))), value=fill)
+
+    return torch.stack(
+        [
+            ahead(loss_mask.bool(), t, False)
+            & (cross_document | (ahead(document_ids, t, -1) == document_ids))
+            & (document_ids >= 0)
+            for t in range(steps)
+        ]
+    )
 
 # %% ../../nbs/nn/08_supervision.ipynb #58d61b0c
 def needed_rows(
-    counted: torch.Tensor, # [K, L] bool: rows whose head is evaluated at each step
-) -> list: # K index tensors, each a subset of the one before
+    counted: torch.Tensor,  # [K, L] bool: rows whose head is evaluated at each step
+) -> list:  # K index tensors, each a subset of the one before
     "Rows that must be computed at each step: those counted there or later."
     later = counted.int().flip(0).cummax(0).values.flip(0).bool()
     return [row.nonzero()[:, 0] for row in later]
 
 # %% ../../nbs/nn/08_supervision.ipynb #c1300326
 def chain_metrics(
-    correct: torch.Tensor,    # [K, L] bool: step t's token is the verifier's (False if uncounted)
-    supervised: torch.Tensor, # [K, L] bool
-    upstream: bool = False,   # count as upstream does
-) -> dict: # full_acc_t and cond_acc_t as _sum and _total
-    """Accuracy of drafting runs. A run starts at a row and counts at step t if it is supervised up to t: `full_acc_t` is the share of runs right in all of 0..t,
-    `cond_acc_t` the share of those right before t that are right at t. Upstream counts every row supervised at t in the first, also rows where no run starts, and every run still right in the second."""
+    correct: torch.Tensor,  # [K, L] bool: step t's token is the verifier's (False if uncounted)
+    supervised: torch.Tensor,  # [K, L] bool
+    upstream: bool = False,  # count as upstream does
+) -> dict:  # full_acc_t and cond_acc_t as _sum and _total
+    """Accuracy of drafting runs. A run starts at a row and counts at step t if it is supervised
+    up to t: `full_acc_t` is the share of runs right in all of 0..t,
+    `cond_acc_t` the share of those right before t that are right at t. Upstream counts every
+    row supervised at t in the first, also rows where no run starts, and every run still
+    right in the second."""
     alive, chain, metrics = supervised[0], supervised[0], {}
     for t in range(len(correct)):
         chain = chain & supervised[t]
-        inside = F.pad(torch.ones(correct.shape[1] - t, dtype=torch.bool, device=correct.device), (0, t)) if upstream else chain
+        inside = (
+            F.pad(
+                torch.ones(correct.shape[1] - t, dtype=torch.bool, device=correct.device),
+                (0, t),
+            )
+            if upstream
+            else chain
+        )
         counted = supervised[t] if upstream else chain
         before, alive = (alive & inside).sum(), alive & inside & correct[t]
         right = (alive & counted).sum()
-        metrics |= {f"full_acc_{t}_sum": right.float(), f"full_acc_{t}_total": counted.sum().float(),
-                    f"cond_acc_{t}_sum": right.float(), f"cond_acc_{t}_total": before.float()}
+        metrics |= {
+            f"full_acc_{t}_sum": right.float(),
+            f"full_acc_{t}_total": counted.sum().float(),
+            f"cond_acc_{t}_sum": right.float(),
+            f"cond_acc_{t}_total": before.float(),
+        }
     return metrics
 
 # %% ../../nbs/nn/08_supervision.ipynb #933f9829
 def position_metrics(
     correct: torch.Tensor,  # [N] bool, rows that carry loss
-    position: torch.Tensor, # [N] int64: which drafted token of its pass each row is
-    positions: range,       # those to report
-) -> dict: # full_acc and position_k_acc as _sum and _total
+    position: torch.Tensor,  # [N] int64: which drafted token of its pass each row is
+    positions: range,  # those to report
+) -> dict:  # full_acc and position_k_acc as _sum and _total
     "Share of right tokens at each position and over all of them."
-    def count(x): return torch.zeros(positions.stop, device=x.device).index_add_(0, position, x.float())
+
+    def count(x):
+        return torch.zeros(positions.stop, device=x.device).index_add_(0, position, x.float())
+
     right, total = count(correct), count(torch.ones_like(correct))
-    return {"full_acc_sum": right[positions.start:].sum(), "full_acc_total": total[positions.start:].sum()} | {
-        f"position_{k}_acc_{part}": x[k] for k in positions for part, x in (("sum", right), ("total", total))}
+    return {
+        "full_acc_sum": right[positions.start :].sum(),
+        "full_acc_total": total[positions.start :].sum(),
+    } | {
+        f"position_{k}_acc_{part}": x[k]
+        for k in positions
+        for part, x in (("sum", right), ("total", total))
+    }
+
 
 def block_metrics(
-    correct: torch.Tensor,    # [A, B] bool
-    supervised: torch.Tensor, # [A, B] bool: slots that carry loss
-    first: int = 0,           # first drafted slot; 1 where slot 0 holds a known token
-) -> dict: # those of `position_metrics`, and eal: mean accepted run plus the verifier's token
-    "Accuracy by slot and by block. A block counts where any of its slots carries loss; its run ends with the first slot that is wrong or carries none."
+    correct: torch.Tensor,  # [A, B] bool
+    supervised: torch.Tensor,  # [A, B] bool: slots that carry loss
+    first: int = 0,  # first drafted slot; 1 where slot 0 holds a known token
+) -> dict:  # those of `position_metrics`, and eal: mean accepted run plus the verifier's token
+    """Accuracy by slot and by block. A block counts where any of its slots carries loss; its
+    run ends with the first slot that is wrong or carries none."""
     A, B = correct.shape
     slot = torch.arange(B, device=correct.device).expand(A, B)
     run = (correct & supervised)[:, first:].int().cumprod(-1).sum(-1) + 1
     counted = supervised[:, first:].any(-1)
-    return position_metrics(correct[supervised], slot[supervised], range(first, B)) | {"eal_sum": run[counted].sum().float(), "eal_total": counted.sum().float()}
+    return position_metrics(correct[supervised], slot[supervised], range(first, B)) | {
+        "eal_sum": run[counted].sum().float(),
+        "eal_total": counted.sum().float(),
+    }

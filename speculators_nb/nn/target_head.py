@@ -10,186 +10,365 @@ __all__ = ['NORM_KINDS', 'OFFSET_NORM', 'LAYER_NORM', 'EPS_NAMES', 'NORM_NAMES',
 # %% ../../nbs/nn/03_target_head.ipynb #d2a4ba93
 import os
 from pathlib import Path
+
 import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
+
+from speculators_nb.core.checkpoints import (
+    checkpoint_index,
+    load_tensors,
+    remote_code_allowed,
+    resolve_checkpoint,
+)
 from ..core.config import check_layers, check_said
-from ..core.checkpoints import checkpoint_index, load_tensors, remote_code_allowed, resolve_checkpoint
 from ..core.files import read_object
 
 # %% ../../nbs/nn/03_target_head.ipynb #6c6ba6df
 class FinalNorm(nn.Module):
     "A verifier's final norm, frozen. Computed in float32, as the Hugging Face models do."
-    def __init__(self,
-        hidden_size: int,    # H
-        kind: str = "rms",   # "rms", "rms+1" (stored as offset from 1) or "layer" (centred)
-        eps: float = 1e-6,   # added to the variance
+
+    def __init__(
+        self,
+        hidden_size: int,  # H
+        kind: str = "rms",  # "rms", "rms+1" (stored as offset from 1) or "layer" (centred)
+        eps: float = 1e-6,  # added to the variance
     ):
         super().__init__()
-        if kind not in NORM_KINDS: raise ValueError(f"norm kind {kind!r} is unknown; choose from {', '.join(NORM_KINDS)}")
+        if kind not in NORM_KINDS:
+            raise ValueError(
+                f"norm kind {kind!r} is unknown; choose from {', '.join(NORM_KINDS)}"
+            )
         self.kind, self.eps = kind, eps
-        self.weight = nn.Parameter(torch.full((hidden_size,), float("nan")), requires_grad=False)
-        self.bias = nn.Parameter(torch.zeros(hidden_size), requires_grad=False) if kind == "layer" else None
+        self.weight = nn.Parameter(
+            torch.full((hidden_size,), float("nan")), requires_grad=False
+        )
+        self.bias = (
+            nn.Parameter(torch.zeros(hidden_size), requires_grad=False)
+            if kind == "layer"
+            else None
+        )
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor: # [..., H] -> [..., H] float32
+    def forward(self, h: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., H] float32
         return NORM_KINDS[self.kind](h.float(), self.weight.float(), self.bias, self.eps)
 
-def _rms(h, eps): return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+
+def _rms(h, eps):
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+
 
 NORM_KINDS = {
-    "rms":   lambda h, w, b, eps: w * _rms(h, eps),
+    "rms": lambda h, w, b, eps: w * _rms(h, eps),
     "rms+1": lambda h, w, b, eps: (1 + w) * _rms(h, eps),
-    "layer": lambda h, w, b, eps: nn.functional.layer_norm(h, h.shape[-1:], w, b.float(), eps)}
+    "layer": lambda h, w, b, eps: nn.functional.layer_norm(h, h.shape[-1:], w, b.float(), eps),
+}
 
 # %% ../../nbs/nn/03_target_head.ipynb #0ce3506c
-OFFSET_NORM = {"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "t5gemma", "vaultgemma", "qwen3_next",
-               "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
-LAYER_NORM = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "phi", "falcon", "starcoder2", "stablelm", "cohere", "cohere2", "mpt", "codegen"}
+OFFSET_NORM = {
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "recurrent_gemma",
+    "t5gemma",
+    "vaultgemma",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_text",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+}
+LAYER_NORM = {
+    "gpt2",
+    "gpt_neo",
+    "gpt_neox",
+    "gptj",
+    "opt",
+    "bloom",
+    "phi",
+    "falcon",
+    "starcoder2",
+    "stablelm",
+    "cohere",
+    "cohere2",
+    "mpt",
+    "codegen",
+}
 EPS_NAMES = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-NORM_NAMES = ("model.norm", "model.final_layernorm", "model.final_norm", "transformer.ln_f", "gpt_neox.final_layer_norm",
-              "model.decoder.final_layer_norm", "backbone.norm_f", "llm.norm", "language_model.norm", "norm")
+NORM_NAMES = (
+    "model.norm",
+    "model.final_layernorm",
+    "model.final_norm",
+    "transformer.ln_f",
+    "gpt_neox.final_layer_norm",
+    "model.decoder.final_layer_norm",
+    "backbone.norm_f",
+    "llm.norm",
+    "language_model.norm",
+    "norm",
+)
 HEAD_NAMES = ("lm_head", "embed_out", "output", "llm.unembed")
-EMBEDDING_NAMES = ("embed_tokens", "wte", "gpt_neox.embed_in", "tok_embeddings", "llm.embed", "backbone.embeddings", "word_embeddings")
+EMBEDDING_NAMES = (
+    "embed_tokens",
+    "wte",
+    "gpt_neox.embed_in",
+    "tok_embeddings",
+    "llm.embed",
+    "backbone.embeddings",
+    "word_embeddings",
+)
 
-def text_config(config): # a PretrainedConfig, multimodal or not
+
+def text_config(config):  # a PretrainedConfig, multimodal or not
     "The configuration of the language model inside a (possibly multimodal) verifier."
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
+
 def verifier_config(
-    verifier: str | os.PathLike,            # folder or hub id
-    trust_remote_code: bool | None = None,  # run its configuration code; None: as `checkpoints.remote_code` says (no)
+    verifier: str | os.PathLike,  # folder or hub id
+    trust_remote_code: bool
+    | None = None,  # run its configuration code; None: as `checkpoints.remote_code` says (no)
 ) -> PretrainedConfig:
-    "A verifier's configuration. Errors: FileNotFoundError; ValueError for one that needs its own code, unless that is trusted, one that cannot be, or a drafter's."
-    trusted, folder = remote_code_allowed() if trust_remote_code is None else trust_remote_code, resolve_checkpoint(verifier)
+    """A verifier's configuration. Errors: FileNotFoundError; ValueError for one that needs its
+    own code, unless that is trusted, one that cannot be, or a drafter's."""
+    trusted, folder = (
+        remote_code_allowed() if trust_remote_code is None else trust_remote_code,
+        resolve_checkpoint(verifier),
+    )
     file = Path(folder) / "config.json"
-    if not file.is_file(): raise FileNotFoundError(f"{folder}: has no config.json; is it a verifier's folder?")
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder}: has no config.json; is it a verifier's folder?")
     said = read_object(file)
     if "speculators_model_type" in said:
-        raise ValueError(f"{folder}: is a drafter (speculators_model_type={said['speculators_model_type']!r}); name the verifier that it was trained for")
+        raise ValueError(
+            f"{folder}: is a drafter "
+            f"(speculators_model_type={said['speculators_model_type']!r}); name the verifier "
+            "that it was trained for"
+        )
     check_said(said, f"{file}: ")
     for part, prefix in ((said, ""), (said.get("text_config"), "text_config.")):
-        if isinstance(part, dict): check_layers(part, f"{file}: {prefix}")
-    try: config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
-    except ValueError as e: raise ValueError(f"{file}: {' '.join(str(e).split())}") from e
-    except Exception as e:     # whatever a class of transformers raises for a field of another type
-        raise ValueError(f"{file}: transformers cannot read it: {' '.join(f'{type(e).__name__}: {e}'.split())}") from e
+        if isinstance(part, dict):
+            check_layers(part, f"{file}: {prefix}")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+    except ValueError as e:
+        raise ValueError(f"{file}: {' '.join(str(e).split())}") from e
+    except (
+        Exception
+    ) as e:  # whatever a class of transformers raises for a field of another type
+        raise ValueError(
+            f"{file}: transformers cannot read it: "
+            f"{' '.join(f'{type(e).__name__}: {e}'.split())}"
+        ) from e
     return config
 
-def norm_kind(config) -> str: # PretrainedConfig -> "rms" | "rms+1" | "layer"
+
+def norm_kind(config) -> str:  # PretrainedConfig -> "rms" | "rms+1" | "layer"
     "The final norm's convention of a verifier family."
     family = text_config(config).model_type
     return "rms+1" if family in OFFSET_NORM else "layer" if family in LAYER_NORM else "rms"
 
+
 def norm_eps(config) -> float:
     "The final norm's epsilon, under whichever name the family keeps it."
     config = text_config(config)
-    return float(next((getattr(config, n) for n in EPS_NAMES if getattr(config, n, None) is not None), 1e-6))
+    return float(
+        next(
+            (getattr(config, n) for n in EPS_NAMES if getattr(config, n, None) is not None),
+            1e-6,
+        )
+    )
+
 
 def logit_scale(config) -> float:
     "The factor on the logits: Cohere and FalconH1 multiply, Granite divides."
     config = text_config(config)
     for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):
-        if getattr(config, name, None) is not None: return float(getattr(config, name)) ** power
+        if getattr(config, name, None) is not None:
+            return float(getattr(config, name)) ** power
     return 1.0
 
 # %% ../../nbs/nn/03_target_head.ipynb #16e8d2fb
 class TargetHead(nn.Module):
-    "The verifier's last steps: final norm, head rows of the draft vocabulary, bias, scale and soft-cap. Nothing in it is trained or saved."
-    def __init__(self,
-        hidden_size: int,            # H of the verifier
-        kind: str = "rms",           # the norm's convention, see `FinalNorm`
-        eps: float = 1e-6,           # of the norm
-        scale: float = 1.0,          # on the logits
-        softcap: float | None = None,# c of c*tanh(x/c); None: no cap
+    """The verifier's last steps: final norm, head rows of the draft vocabulary, bias, scale and
+    soft-cap. Nothing in it is trained or saved."""
+
+    def __init__(
+        self,
+        hidden_size: int,  # H of the verifier
+        kind: str = "rms",  # the norm's convention, see `FinalNorm`
+        eps: float = 1e-6,  # of the norm
+        scale: float = 1.0,  # on the logits
+        softcap: float | None = None,  # c of c*tanh(x/c); None: no cap
     ):
         super().__init__()
         self.norm, self.scale, self.softcap = FinalNorm(hidden_size, kind, eps), scale, softcap
-        self.weight = self.bias = None   # [Vd, H] and [Vd], from `set_rows`; weight: usually the drafter's frozen head
+        self.weight = self.bias = None  # [Vd, H] and [Vd], from `set_rows`
 
     @classmethod
-    def from_config(cls, config) -> "TargetHead": # the verifier's PretrainedConfig
+    def from_config(cls, config) -> "TargetHead":  # the verifier's PretrainedConfig
         "The head of a verifier's family, still without weights."
         text = text_config(config)
-        return cls(text.hidden_size, norm_kind(config), norm_eps(config), logit_scale(config), getattr(text, "final_logit_softcapping", None))
+        return cls(
+            text.hidden_size,
+            norm_kind(config),
+            norm_eps(config),
+            logit_scale(config),
+            getattr(text, "final_logit_softcapping", None),
+        )
 
-    def set_rows(self,
-        weight: torch.Tensor,              # [Vd, H]
+    def set_rows(
+        self,
+        weight: torch.Tensor,  # [Vd, H]
         bias: torch.Tensor | None = None,  # [Vd]
     ):
-        "Use these head rows. A Parameter stays the same object, and so follows the drafter's own head wherever it goes."
-        self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+        """Use these head rows. A Parameter stays the same object, and so follows the drafter's
+        own head wherever it goes."""
+        self.weight = (
+            weight
+            if isinstance(weight, nn.Parameter)
+            else nn.Parameter(weight, requires_grad=False)
+        )
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    def load_norm(self, parts: dict): # as `load_verifier_tensors` returns them
+    def load_norm(self, parts: dict):  # as `load_verifier_tensors` returns them
         "Take the norm from a verifier's tensors."
         if parts["norm_bias"] is not None and self.norm.kind != "layer":
-            raise ValueError("the verifier's final norm has a bias, but its family is read as an RMSNorm; add its model_type to head.LAYER_NORM")
+            raise ValueError(
+                "the verifier's final norm has a bias, but its family is read as an RMSNorm; "
+                "add its model_type to head.LAYER_NORM"
+            )
         with torch.no_grad():
             self.norm.weight.copy_(parts["norm_weight"])
-            if parts["norm_bias"] is not None: self.norm.bias.copy_(parts["norm_bias"])
+            if parts["norm_bias"] is not None:
+                self.norm.bias.copy_(parts["norm_bias"])
 
-    def load(self, parts: dict): # as `load_verifier_tensors` returns them
+    def load(self, parts: dict):  # as `load_verifier_tensors` returns them
         "Take the norm and the head rows from a verifier's tensors."
         self.load_norm(parts)
         self.set_rows(parts["head"], parts["head_bias"])
 
-    def finish(self, logits: torch.Tensor) -> torch.Tensor: # raw products [..., Vd] -> logits, same shape and dtype
+    def finish(
+        self, logits: torch.Tensor
+    ) -> torch.Tensor:  # raw products [..., Vd] -> logits, same shape and dtype
         "Bias, scale and soft-cap on the raw products. What it is given is not changed."
-        if self.bias is not None: logits = logits + self.bias
-        if self.scale != 1: logits = logits * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.bias is not None:
+            logits = logits + self.bias
+        if self.scale != 1:
+            logits = logits * self.scale
+        return (
+            logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        )
 
-    def forward(self, last_hidden: torch.Tensor) -> torch.Tensor: # [..., H] before the norm -> [..., Vd] float32
-        if self.weight is None: raise ValueError("TargetHead has no rows; call model.load_verifier_weights() or set_rows(weight) first")
+    def forward(
+        self, last_hidden: torch.Tensor
+    ) -> torch.Tensor:  # [..., H] before the norm -> [..., Vd] float32
+        if self.weight is None:
+            raise ValueError(
+                "TargetHead has no rows; call model.load_verifier_weights() or "
+                "set_rows(weight) first"
+            )
         return self.finish(self.norm(last_hidden) @ self.weight.float().T)
 
 # %% ../../nbs/nn/03_target_head.ipynb #8081e512
 def _find(names, suffixes: tuple) -> "str | None":
-    "The tensor that the first matching suffix names; of several the shortest name, which is the language model's own rather than an attached head's."
-    return next((min(hits, key=len) for s in suffixes if (hits := [n for n in names if n == s or n.endswith("." + s)])), None)
+    """The tensor that the first matching suffix names; of several the shortest name, which is
+    the language model's own rather than an attached head's."""
+    return next(
+        (
+            min(hits, key=len)
+            for s in suffixes
+            if (hits := [n for n in names if n == s or n.endswith("." + s)])
+        ),
+        None,
+    )
+
 
 def _check_tie(path, own_head, found):
-    "Config and weights agree on whether the head is the embedding table. ValueError otherwise; a folder without config.json is believed."
-    try: config = verifier_config(path)
-    except FileNotFoundError: return
-    said = {getattr(part, "tie_word_embeddings", None) for part in (config, text_config(config))}
+    """Config and weights agree on whether the head is the embedding table. ValueError
+    otherwise; a folder without config.json is believed."""
+    try:
+        config = verifier_config(path)
+    except FileNotFoundError:
+        return
+    said = {
+        getattr(part, "tie_word_embeddings", None) for part in (config, text_config(config))
+    }
     if said - {None} == {False} and not own_head:
-        raise ValueError(f"verifier {str(path)!r}: its weights hold no head ({', '.join(HEAD_NAMES)}), and by its config it has one of its own (tie_word_embeddings is false); take both from one checkpoint")
-    if said - {None} == {True} and own_head and not torch.equal(found["head"], found["embeddings"]):
-        raise ValueError(f"verifier {str(path)!r}: its head differs from its embeddings, and by its config (tie_word_embeddings) they are one; take both from one checkpoint")
+        raise ValueError(
+            f"verifier {str(path)!r}: its weights hold no head ({', '.join(HEAD_NAMES)}), and "
+            "by its config it has one of its own (tie_word_embeddings is false); take both "
+            "from one checkpoint"
+        )
+    if (
+        said - {None} == {True}
+        and own_head
+        and not torch.equal(found["head"], found["embeddings"])
+    ):
+        raise ValueError(
+            f"verifier {str(path)!r}: its head differs from its embeddings, and by its config "
+            "(tie_word_embeddings) they are one; take both from one checkpoint"
+        )
+
 
 def load_verifier_tensors(
-    path: str,                            # the verifier's folder, or a hub id
-    rows: torch.Tensor | None = None,     # bool [V]: the head rows of the draft vocabulary; None: all
-) -> dict: # norm_weight [H], head [Vd, H], embeddings [V, H], norm_bias, head_bias or None
-    "The verifier's final norm, head rows and embedding table. A head that the checkpoint does not hold is tied to the embeddings. Errors: ValueError naming what is missing."
+    path: str,  # the verifier's folder, or a hub id
+    rows: torch.Tensor
+    | None = None,  # bool [V]: the head rows of the draft vocabulary; None: all
+) -> dict:  # norm_weight [H], head [Vd, H], embeddings [V, H], norm_bias, head_bias or None
+    """The verifier's final norm, head rows and embedding table. A head that the checkpoint does
+    not hold is tied to the embeddings. Errors: ValueError naming what is missing."""
     index = checkpoint_index(path)
-    wanted = {part: _find(index, tuple(f"{stem}.{leaf}" for stem in stems)) for part, stems, leaf in (
-        ("norm_weight", NORM_NAMES, "weight"), ("norm_bias", NORM_NAMES, "bias"), ("head", HEAD_NAMES, "weight"), ("head_bias", HEAD_NAMES, "bias"),
-        ("embeddings", EMBEDDING_NAMES, "weight"))}
+    wanted = {
+        part: _find(index, tuple(f"{stem}.{leaf}" for stem in stems))
+        for part, stems, leaf in (
+            ("norm_weight", NORM_NAMES, "weight"),
+            ("norm_bias", NORM_NAMES, "bias"),
+            ("head", HEAD_NAMES, "weight"),
+            ("head_bias", HEAD_NAMES, "bias"),
+            ("embeddings", EMBEDDING_NAMES, "weight"),
+        )
+    }
     own_head = wanted["head"] is not None
     wanted["head"] = wanted["head"] or wanted["embeddings"]
     for part in ("norm_weight", "head", "embeddings"):
-        if wanted[part] is None: raise ValueError(f"verifier {str(path)!r}: found no tensor for its {part}; is this the checkpoint of a causal language model?")
-    found = {part: load_tensors(index[name], [name])[name] if name else None for part, name in wanted.items()}
+        if wanted[part] is None:
+            raise ValueError(
+                f"verifier {str(path)!r}: found no tensor for its {part}; is this the "
+                "checkpoint of a causal language model?"
+            )
+    found = {
+        part: load_tensors(index[name], [name])[name] if name else None
+        for part, name in wanted.items()
+    }
     _check_tie(path, own_head, found)
     if rows is not None:
-        if len(rows) != len(found["head"]): raise ValueError(f"verifier {str(path)!r}: its head has {len(found['head'])} rows, but t2d has {len(rows)}; they belong to different verifiers")
-        found |= {part: found[part][rows] for part in ("head", "head_bias") if found[part] is not None}
+        if len(rows) != len(found["head"]):
+            raise ValueError(
+                f"verifier {str(path)!r}: its head has {len(found['head'])} rows, but t2d has "
+                f"{len(rows)}; they belong to different verifiers"
+            )
+        found |= {
+            part: found[part][rows] for part in ("head", "head_bias") if found[part] is not None
+        }
     return found
 
 # %% ../../nbs/nn/03_target_head.ipynb #cd69311a
 def check_target_head(
-    head: TargetHead,        # with rows set
-    model,                   # the verifier, a Hugging Face causal LM
-    last_hidden: torch.Tensor, # [..., H] its stream before the final norm
-    logits: torch.Tensor,    # [..., V] its own logits there
-    rows: torch.Tensor | None = None, # bool [V] of the draft vocabulary
-    tolerance: float = 1e-3, # on the largest difference, relative to the largest logit
+    head: TargetHead,  # with rows set
+    model,  # the verifier, a Hugging Face causal LM
+    last_hidden: torch.Tensor,  # [..., H] its stream before the final norm
+    logits: torch.Tensor,  # [..., V] its own logits there
+    rows: torch.Tensor | None = None,  # bool [V] of the draft vocabulary
+    tolerance: float = 1e-3,  # on the largest difference, relative to the largest logit
 ):
     "Raise ValueError, naming the family, unless `head` reproduces the verifier's own logits."
     logits = logits if rows is None else logits[..., rows]
     gap = ((head(last_hidden) - logits.float()).abs().max() / logits.float().abs().max()).item()
     if not gap <= tolerance:
-        raise ValueError(f"target head of {text_config(model.config).model_type!r}: logits differ from the verifier's by {gap:.2e} of the largest (allowed {tolerance:g}). "
-                         f"Its final norm is read as {head.norm.kind!r}, its scale as {head.scale:g}, its soft-cap as {head.softcap}; one of them does not fit this family")
+        raise ValueError(
+            f"target head of {text_config(model.config).model_type!r}: logits differ from the "
+            f"verifier's by {gap:.2e} of the largest (allowed {tolerance:g}). "
+            f"Its final norm is read as {head.norm.kind!r}, its scale as {head.scale:g}, its "
+            f"soft-cap as {head.softcap}; one of them does not fit this family"
+        )

@@ -17,11 +17,11 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from ..core.http_client import Breaker, Endpoint, EndpointError, concurrently
+from ..data.chat_template import ControlTokens
+from ..data.messages import normalize
 from ..data.row_filter import ready_row
 from .journal import Journal, Report, still_to_do
-from ..data.messages import normalize
 from .replay import Replay, check_sampling
-from ..data.chat_template import ControlTokens
 
 # %% ../../nbs/regenerate/05_from_server.ipynb #b4cfdfd3
 def retokenise(
@@ -31,11 +31,18 @@ def retokenise(
     finish: str,  # why it ended; "length": it was cut
     tokenizer,  # the verifier's, with its chat template
 ) -> tuple[list[int], list[int]]:  # token ids of the prompt, and of the answer
-    "The tokens that a text would have. ValueError: the template does not let an answer continue its prompt."
-    prompt, full = replay.render(normalize(history), tokenizer), replay.render(normalize([*history, message]), tokenizer, prompt=False)
+    """The tokens that a text would have. ValueError: the template does not let an answer
+    continue its prompt."""
+    prompt, full = (
+        replay.render(normalize(history), tokenizer),
+        replay.render(normalize([*history, message]), tokenizer, prompt=False),
+    )
     if full[: len(prompt)] != prompt:
-        raise ValueError("the server gives no token ids, and the chat template renders an answered question otherwise than an open one, so they cannot be "
-                         "made from the text; use a server that knows return_token_ids (vLLM)")
+        raise ValueError(
+            "the server gives no token ids, and the chat template renders an answered question "
+            "otherwise than an open one, so they cannot be "
+            "made from the text; use a server that knows return_token_ids (vLLM)"
+        )
     said = full[len(prompt) :]
     special = set(tokenizer.all_special_ids)
     end = next((i for i in reversed(range(len(said))) if said[i] in special), None)
@@ -61,9 +68,16 @@ class Interview:
         model: str,  # served name
         tokenizer,  # the verifier's; None: the server must give token ids
         max_new_tokens: int,  # per answer
-        max_length: int | None,  # a prompt of this length ends its conversation; None: the server's limit
+        max_length: int
+        | None,  # a prompt of this length ends its conversation; None: the server's limit
     ):
-        self.endpoint, self.model, self.tokenizer, self.max_new_tokens, self.max_length = endpoint, model, tokenizer, max_new_tokens, max_length
+        self.endpoint, self.model, self.tokenizer, self.max_new_tokens, self.max_length = (
+            endpoint,
+            model,
+            tokenizer,
+            max_new_tokens,
+            max_length,
+        )
         self._wants_ids, self._lock = True, threading.Lock()
 
     def __call__(
@@ -88,16 +102,26 @@ class Interview:
                     raise ValueError(replay.about["truncated"])
                 break
             replay.hear(prompt, ids, message, finish)
-            replay.usage.update({k: v for k, v in (told.get("usage") or {}).items() if isinstance(v, int)})
+            replay.usage.update(
+                {k: v for k, v in (told.get("usage") or {}).items() if isinstance(v, int)}
+            )
         return replay
 
     def _ask(self, replay, history):
-        body = {"model": self.model, "messages": history, "max_tokens": self.max_new_tokens, "seed": replay.seed_now() % 2**31, **replay.sampling}
+        body = {
+            "model": self.model,
+            "messages": history,
+            "max_tokens": self.max_new_tokens,
+            "seed": replay.seed_now() % 2**31,
+            **replay.sampling,
+        }
         if replay.tools:
             body["tools"] = replay.tools
         if self._wants_ids:
             try:
-                return self.endpoint.post("/v1/chat/completions", body | {"return_token_ids": True})
+                return self.endpoint.post(
+                    "/v1/chat/completions", body | {"return_token_ids": True}
+                )
             except EndpointError as e:
                 if e.status not in (400, 422) or "return_token_ids" not in str(e):
                     raise
@@ -110,30 +134,45 @@ class Interview:
             choice = told["choices"][0]
             raw, finish = choice["message"], choice.get("finish_reason")
         except (KeyError, IndexError, TypeError):
-            raise ValueError(f"the server's answer has no choices[0].message: {json.dumps(told)[:200]}") from None
+            raise ValueError(
+                f"the server's answer has no choices[0].message: {json.dumps(told)[:200]}"
+            ) from None
         if finish not in ("stop", "length", "tool_calls"):
             raise ValueError(f"the answer ended for the reason {finish!r}")
         thought = raw.get("reasoning") or raw.get("reasoning_content")
-        message = {"role": "assistant", "content": raw.get("content"), **({"tool_calls": raw["tool_calls"]} if raw.get("tool_calls") else {}),
-                   **({"reasoning_content": thought} if thought else {})}
+        message = {
+            "role": "assistant",
+            "content": raw.get("content"),
+            **({"tool_calls": raw["tool_calls"]} if raw.get("tool_calls") else {}),
+            **({"reasoning_content": thought} if thought else {}),
+        }
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""
-        prompt, ids = told.get("prompt_token_ids") or choice.get("prompt_token_ids"), choice.get("token_ids")
+        prompt, ids = (
+            told.get("prompt_token_ids") or choice.get("prompt_token_ids"),
+            choice.get("token_ids"),
+        )
         if prompt and ids is not None:
             return _token_ids(prompt), _token_ids(ids), message, finish
         with self._lock:  # a fast tokenizer is not made for threads
             if self.tokenizer is None:
-                raise ValueError("the server gives no token ids (vLLM does, asked by return_token_ids), and without the verifier's tokenizer they cannot be made from the "
-                                 "text; name it: tokenizer=<folder or hub id>")
+                raise ValueError(
+                    "the server gives no token ids (vLLM does, asked by return_token_ids), and "
+                    "without the verifier's tokenizer they cannot be made from the "
+                    "text; name it: tokenizer=<folder or hub id>"
+                )
             prompt, ids = retokenise(replay, history, message, finish, self.tokenizer)
         replay.about["token_ids"] = "from text"
         replay.usage["retokenised"] += 1
-        replay.usage["other_tokens"] += (told.get("usage") or {}).get("completion_tokens", len(ids)) != len(ids)
+        replay.usage["other_tokens"] += (told.get("usage") or {}).get(
+            "completion_tokens", len(ids)
+        ) != len(ids)
         return prompt, ids, message, finish
 
 # %% ../../nbs/regenerate/05_from_server.ipynb #c80bb8ce
 def regenerate_from_server(
-    url: str | Endpoint,  # OpenAI-compatible server of the verifier; its key, if any, in OPENAI_API_KEY
+    url: str
+    | Endpoint,  # OpenAI-compatible server of the verifier; its key, if any, in OPENAI_API_KEY
     conversations: str | Path | Iterable,  # as `sources.read_conversations` takes them
     out_path,  # JSONL; continued if it exists
     model: str | None = None,  # served name; None: the only one
@@ -141,30 +180,51 @@ def regenerate_from_server(
     max_new_tokens: int = 2048,  # per answer
     temperature: float | None = None,  # 0: greedy; None: the server's
     seed: int = 0,  # of the sampling
-    max_length: int | None = None,  # a prompt of this length ends its conversation; None: the server's limit
-    sampling: dict | None = None,  # more parameters, or distributions of them, as in `replay.check_sampling`
+    max_length: int
+    | None = None,  # a prompt of this length ends its conversation; None: the server's limit
+    sampling: dict
+    | None = None,  # more parameters, or distributions of them, as in `replay.check_sampling`
     languages=None,  # only conversations in these, as in `language.wanted_languages`
     limit: int | None = None,  # stop after so many conversations of the input
     concurrency: int = 16,  # conversations in work at once
     max_failures: int = 50,  # in a row; the job stops there
     timeout: float = 600.0,  # seconds that an answer may take
 ) -> Report:  # counts; also what failed and why
-    "Let a served verifier answer every question. ValueError: `out_path` was made with other settings; TooManyFailures: the job was stopped."
+    """Let a served verifier answer every question. ValueError: `out_path` was made with other
+    settings; TooManyFailures: the job was stopped."""
     endpoint = url if isinstance(url, Endpoint) else Endpoint(url, timeout=timeout)
     if model is None:
         served = endpoint.models()
         if len(served) != 1:
-            raise ValueError(f"model: {endpoint.url} serves {', '.join(served) or 'nothing'}; name one of them")
+            raise ValueError(
+                f"model: {endpoint.url} serves {', '.join(served) or 'nothing'}; name one of "
+                "them"
+            )
         model = served[0]
-    sampling = check_sampling(({} if temperature is None else {"temperature": temperature}) | (sampling or {}))
-    settings = {"model": model, "sampling": sampling, "seed": seed, "max_new_tokens": max_new_tokens}
+    sampling = check_sampling(
+        ({} if temperature is None else {"temperature": temperature}) | (sampling or {})
+    )
+    settings = {
+        "model": model,
+        "sampling": sampling,
+        "seed": seed,
+        "max_new_tokens": max_new_tokens,
+    }
     if isinstance(tokenizer, (str, Path)):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-    interview, breaker = Interview(endpoint, model, tokenizer, max_new_tokens, max_length), Breaker(max_failures)
-    with Journal(out_path, settings) as journal, tqdm(desc="regenerate", unit="conversation", delay=1) as bar:
+    interview, breaker = (
+        Interview(endpoint, model, tokenizer, max_new_tokens, max_length),
+        Breaker(max_failures),
+    )
+    with (
+        Journal(out_path, settings) as journal,
+        tqdm(desc="regenerate", unit="conversation", delay=1) as bar,
+    ):
         journal.report |= {"retokenised": 0, "other_tokens": 0}
         control = tokenizer and ControlTokens(tokenizer)  # without it, nobody here knows them
-        todo = still_to_do(conversations, journal, sampling, seed, languages, limit=limit, control=control)
+        todo = still_to_do(
+            conversations, journal, sampling, seed, languages, limit=limit, control=control
+        )
         with closing(concurrently(interview, todo, concurrency)) as results:
             for replay, result in results:
                 if isinstance(result, Exception):

@@ -19,15 +19,15 @@ from pathlib import Path
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from ..data.file_reader import read_lines
-from ..data.row_filter import REASONS, reason_of
-from .language import language_of_row, wanted_languages
-from ..data.messages import BadRow, brief
-from .replay import Replay
-from ..data.sources import located
-from ..data.chat_template import ControlTokens
-from ..core.redact import without_secrets
 from ..core.files import disk_errors
+from ..core.redact import without_secrets
+from ..data.chat_template import ControlTokens
+from ..data.file_reader import read_lines
+from ..data.messages import BadRow, brief
+from ..data.row_filter import REASONS, reason_of
+from ..data.sources import located
+from .language import language_of_row, wanted_languages
+from .replay import Replay
 
 # %% ../../nbs/regenerate/03_journal.ipynb #0c22f3fb
 log = logging.getLogger(__name__)
@@ -48,8 +48,10 @@ def _complete(path):
             try:
                 lines.append(_line(raw, len(lines), lines[0] if lines else None))
             except (ValueError, KeyError, TypeError, RecursionError) as e:
-                raise ValueError(f"{path}, line {n}: no regenerated row ({type(e).__name__}: "
-                                 f"{str(e)[:200]}); remove the line, or choose another file") from e
+                raise ValueError(
+                    f"{path}, line {n}: no regenerated row ({type(e).__name__}: "
+                    f"{str(e)[:200]}); remove the line, or choose another file"
+                ) from e
             if len(lines) == lines[0]["part"][1]:
                 yield lines, end
                 lines = []
@@ -71,7 +73,8 @@ def _line(raw, k, before):
 def read_regenerated(
     path,  # the JSONL of a run, finished or not
 ) -> Iterator[dict]:  # the lines of complete conversations
-    "Read a run's output up to the first conversation that is not complete. ValueError names a damaged line."
+    """Read a run's output up to the first conversation that is not complete. ValueError names a
+    damaged line."""
     for lines, _ in _complete(path):
         yield from lines
 
@@ -80,8 +83,20 @@ class Report(dict):
     "What became of the conversations: counts, and counters by reason."
 
     def __init__(self):
-        super().__init__(written=0, kept=0, cut=0, answers=0, tokens=0, duplicates=0, seconds=0.0,
-                         finish_reasons=Counter(), truncated=Counter(), skipped=Counter(), failed=Counter(), control_tokens=Counter())
+        super().__init__(
+            written=0,
+            kept=0,
+            cut=0,
+            answers=0,
+            tokens=0,
+            duplicates=0,
+            seconds=0.0,
+            finish_reasons=Counter(),
+            truncated=Counter(),
+            skipped=Counter(),
+            failed=Counter(),
+            control_tokens=Counter(),
+        )
         self.first = {}  # (count, reason) -> the place of the first case
 
     def add(
@@ -98,12 +113,32 @@ class Report(dict):
 
     def table(self) -> pd.DataFrame:  # what, why, number, first
         "One row per count; of the reasons, the most frequent first."
-        words = {"written": "conversations written", "kept": "conversations that were there", "duplicates": "duplicates in the input", "answers": "answers",
-                 "cut": "conversations whose last answer was cut", "tokens": "tokens answered", "finish_reasons": "answers, by finish reason", "retokenised": "answers whose tokens were made from text", "other_tokens": "of these, by another count than the server's", "truncated": "conversations ended early",
-                 "skipped": "conversations in other languages", "failed": "conversations failed",
-                 "control_tokens": "conversations that spell a control token"}
-        rows = [(words.get(k, k), "", v, "") for k, v in self.items() if isinstance(v, int) and (v or k in ("written", "tokens"))]
-        rows += [(words.get(k, k), reason, n, self.first.get((k, reason), "")) for k, v in self.items() if isinstance(v, Counter) for reason, n in v.most_common()]
+        words = {
+            "written": "conversations written",
+            "kept": "conversations that were there",
+            "duplicates": "duplicates in the input",
+            "answers": "answers",
+            "cut": "conversations whose last answer was cut",
+            "tokens": "tokens answered",
+            "finish_reasons": "answers, by finish reason",
+            "retokenised": "answers whose tokens were made from text",
+            "other_tokens": "of these, by another count than the server's",
+            "truncated": "conversations ended early",
+            "skipped": "conversations in other languages",
+            "failed": "conversations failed",
+            "control_tokens": "conversations that spell a control token",
+        }
+        rows = [
+            (words.get(k, k), "", v, "")
+            for k, v in self.items()
+            if isinstance(v, int) and (v or k in ("written", "tokens"))
+        ]
+        rows += [
+            (words.get(k, k), reason, n, self.first.get((k, reason), ""))
+            for k, v in self.items()
+            if isinstance(v, Counter)
+            for reason, n in v.most_common()
+        ]
         table = pd.DataFrame(rows, columns=["what", "why", "number", "first"])
         return table if self.first else table.drop(columns="first")
 
@@ -139,14 +174,18 @@ class Journal:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise BlockingIOError(f"{self.path}: another process is writing it; wait for it, or choose another file") from None
+            raise BlockingIOError(
+                f"{self.path}: another process is writing it; wait for it, or choose another "
+                "file"
+            ) from None
         try:
             self._resume()
         except BaseException:
             self._lock.release()
             raise
         self.errors.unlink(missing_ok=True)
-        self._file, self._start = open(self.path, "ab"), time.perf_counter()
+        self._file = open(self.path, "ab")  # noqa: SIM115  closed by __exit__
+        self._start = time.perf_counter()
         return self
 
     def __exit__(self, kind, *_):
@@ -165,18 +204,35 @@ class Journal:
             with contextlib.suppress(OSError):
                 Path(self._lock.lock_file).unlink(missing_ok=True)
         if control := self.report["control_tokens"]:
-            spelled = ", ".join(f"{t!r} in {n} (first: {self.report.first['control_tokens', t]})" for t, n in control.items())
-            log.warning("conversations spell control tokens, which are read as such: %s", spelled)
+            spelled = ", ".join(
+                f"{t!r} in {n} (first: {self.report.first['control_tokens', t]})"
+                for t, n in control.items()
+            )
+            log.warning(
+                "conversations spell control tokens, which are read as such: %s", spelled
+            )
         if failed := self.report["failed"]:
-            log.warning("%d conversations failed, see %s: %s", failed.total(), self.errors, "; ".join(f"{n} × {why}" for why, n in failed.most_common(10)))
+            log.warning(
+                "%d conversations failed, see %s: %s",
+                failed.total(),
+                self.errors,
+                "; ".join(f"{n} × {why}" for why, n in failed.most_common(10)),
+            )
 
     def _resume(self):
         "What is complete; a torn end is cut off."
         end = 0
         for lines, end in _complete(self.path) if self.path.exists() else ():
             old = lines[0]["metadata"]
-            if changed := [f"{k} was {old.get(k)}, is {v}" for k, v in self.settings.items() if old.get(k) != v]:
-                raise ValueError(f"{self.path} was made with other settings: {', '.join(changed)}; choose another file")
+            if changed := [
+                f"{k} was {old.get(k)}, is {v}"
+                for k, v in self.settings.items()
+                if old.get(k) != v
+            ]:
+                raise ValueError(
+                    f"{self.path} was made with other settings: {', '.join(changed)}; choose "
+                    "another file"
+                )
             self.done[lines[0]["primary_id"]] = old.get("content")
         if self.path.exists():
             os.truncate(self.path, end)
@@ -189,7 +245,10 @@ class Journal:
         for known, count in ((self.done, "kept"), (self._seen, "duplicates")):
             if replay.key in known:
                 if known[replay.key] != replay.content:
-                    raise ValueError("its id stands for another conversation already; give ids that differ, or none")
+                    raise ValueError(
+                        "its id stands for another conversation already; give ids that differ, "
+                        "or none"
+                    )
                 if replay.key not in self._seen:
                     self._seen[replay.key] = replay.content
                 else:
@@ -207,7 +266,11 @@ class Journal:
         "Keep a conversation."
         lines = replay.lines(self.settings | metadata)
         with self._disk():
-            self._file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "surrogatepass"))
+            self._file.write(
+                "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode(
+                    "utf-8", "surrogatepass"
+                )
+            )
             self._file.flush()
         r = self.report
         r["written"] += 1
@@ -215,7 +278,9 @@ class Journal:
         r["answers"] += len(replay.finish)
         r["tokens"] += replay.usage["answered"]
         r["finish_reasons"].update(replay.finish)
-        r["truncated"].update([replay.about["truncated"]] if "truncated" in replay.about else [])
+        r["truncated"].update(
+            [replay.about["truncated"]] if "truncated" in replay.about else []
+        )
 
     def fail(
         self,
@@ -226,8 +291,11 @@ class Journal:
         "Name a conversation that cannot be done."
         self.report.add("failed", without_secrets(reason_of(error)), where or key)
         text = str(error) if isinstance(error, BadRow) else f"{type(error).__name__}: {error}"
-        about = {"id": key, "error": " ".join(without_secrets(text).split())[:2000],
-                 "status": getattr(error, "status", None)} | ({"where": where} if where else {})
+        about = {
+            "id": key,
+            "error": " ".join(without_secrets(text).split())[:2000],
+            "status": getattr(error, "status", None),
+        } | ({"where": where} if where else {})
         line = json.dumps(about, ensure_ascii=False) + "\n"
         with self._disk(), open(self.errors, "ab") as file:
             file.write(line.encode("utf-8", "backslashreplace"))
@@ -243,7 +311,8 @@ def still_to_do(
     limit: int | None = None,  # stop after so many conversations of the input
     control: ControlTokens | None = None,  # the verifier's, to be looked for; None: not known
 ) -> Iterator[Replay]:  # ready to be asked
-    "The conversations that are not done yet. One that cannot be read or asked is noted and passed over."
+    """The conversations that are not done yet. One that cannot be read or asked is noted and
+    passed over."""
     wanted = wanted_languages(languages)
     for where, row in islice(located(conversations), limit):
         try:
@@ -251,7 +320,9 @@ def still_to_do(
                 raise row
             replay = Replay(row, sampling, seed, tools, where)
             _check_json(replay)
-            language, good = language_of_row(row, replay.original, wanted) if wanted else (None, True)
+            language, good = (
+                language_of_row(row, replay.original, wanted) if wanted else (None, True)
+            )
             new = good and journal.is_new(replay)
         except Exception as e:
             name = row.get("id") if isinstance(row, dict) else None

@@ -11,18 +11,22 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 
 # %% ../../nbs/regenerate/02_language.ipynb #c2e3d7d0
 NOT_PROSE = re.compile(r"```.*?(```|$)|https?://\S+", re.S)
 
 
-@lru_cache(maxsize=None)
+@cache
 def script_of(
     letter: str,  # one character
 ) -> str | None:  # e.g. "latin", "cyrillic", "cjk"; None: no letter
     "A character's script, by its Unicode name."
-    return unicodedata.name(letter, "").partition(" ")[0].partition("-")[0].lower() if letter.isalpha() else None
+    return (
+        unicodedata.name(letter, "").partition(" ")[0].partition("-")[0].lower()
+        if letter.isalpha()
+        else None
+    )
 
 
 def scripts(
@@ -32,36 +36,129 @@ def scripts(
     return Counter(s for c in NOT_PROSE.sub(" ", text) if (s := script_of(c)))
 
 # %% ../../nbs/regenerate/02_language.ipynb #420347b5
-BY_SCRIPT = {"greek": "el", "hebrew": "he", "thai": "th", "devanagari": "hi", "hangul": "ko", "bengali": "bn", "tamil": "ta", "telugu": "te",
-             "georgian": "ka", "armenian": "hy"}
-BY_LETTER = {"cyrillic": ({"uk": "іїєґ", "be": "ў", "sr": "ђћџљњј"}, "ru"), "arabic": ({"ur": "ٹڈےں", "fa": "پچژگ"}, "ar")}
-BY_WORD = {language: frozenset(words.split()) for language, words in {
-    "en": "the of and to in is that it for was with as on are this be have you what how why not from can a i do does an at by or if my me should could would which write give",
-    "de": "der die das und ist nicht ein eine ich zu den mit sich auf für dem im wie was von wird sind wir auch",
-    "fr": "le la les des et en est tous ou un une que pour dans qui pas sur avec ce il je du au vous comment être sont",
-    "es": "el la los las de y en que es un una por con para no se del lo como qué su está más son",
-    "it": "il lo gli di e che è un una per con non sono della nel come del si questo anche più dei alla",
-    "pt": "o a os as de e que é um uma para com não em do da no na por como são mais você dos seu",
-    "nl": "de het een en van is dat niet ik op te zijn voor met die hoe wat naar ook aan om maar wordt",
-    "sv": "och att det är en som på av för med inte jag den till har ett om hur vad kan ska eller",
-    "da": "og at det er en som på af for med ikke jeg den til har et om hvordan hvad kan skal eller",
-    "nb": "og å det er en som på av for med ikke jeg den til har et om hvordan hva kan skal eller fra",
-    "fi": "ja on ei se että hän oli mitä miten kun mutta ovat tai olen sen myös niin jos joka kuin",
-    "pl": "i w na jest to się nie z że do jak co o po przez dla są czy od ma być oraz jego który",
-    "cs": "a se na je v že to s z do jak co pro ve jsou ale by jako tak být od který nebo není",
-    "ro": "și în de la cu nu este un o pe care să ce din mai pentru sunt cum sau ca fi al ai lui",
-    "hu": "a az és hogy nem egy is van ez mi meg de ha mint csak el vagy azt hogyan volt lehet mit",
-    "tr": "ve bir bu için ne da de ile çok mi nasıl olarak daha var olan gibi kadar ama değil en her",
-    "id": "yang dan di ini itu dengan untuk dari tidak dalam adalah pada saya apa bagaimana akan ke bisa atau oleh juga",
-}.items()}
-OWN_LETTERS = {"de": "ß", "es": "ñ¿¡", "pt": "ãõ", "fr": "œêèù", "pl": "łżźęąś", "cs": "ěřů", "hu": "őű", "tr": "ığş", "ro": "țăș", "da": "æ", "nl": "ĳ"}
+BY_SCRIPT = {
+    "greek": "el",
+    "hebrew": "he",
+    "thai": "th",
+    "devanagari": "hi",
+    "hangul": "ko",
+    "bengali": "bn",
+    "tamil": "ta",
+    "telugu": "te",
+    "georgian": "ka",
+    "armenian": "hy",
+}
+BY_LETTER = {
+    "cyrillic": ({"uk": "іїєґ", "be": "ў", "sr": "ђћџљњј"}, "ru"),
+    "arabic": ({"ur": "ٹڈےں", "fa": "پچژگ"}, "ar"),
+}
+BY_WORD = {
+    language: frozenset(words.split())
+    for language, words in {
+        "en": (
+            "the of and to in is that it for was with as on are this be have you what how why "
+            "not from can a i do does an at by or if my me should could would which write give"
+        ),
+        "de": (
+            "der die das und ist nicht ein eine ich zu den mit sich auf für dem im wie was von "
+            "wird sind wir auch"
+        ),
+        "fr": (
+            "le la les des et en est tous ou un une que pour dans qui pas sur avec ce il je du "
+            "au vous comment être sont"
+        ),
+        "es": (
+            "el la los las de y en que es un una por con para no se del lo como qué su está "
+            "más son"
+        ),
+        "it": (
+            "il lo gli di e che è un una per con non sono della nel come del si questo anche "
+            "più dei alla"
+        ),
+        "pt": (
+            "o a os as de e que é um uma para com não em do da no na por como são mais você "
+            "dos seu"
+        ),
+        "nl": (
+            "de het een en van is dat niet ik op te zijn voor met die hoe wat naar ook aan om "
+            "maar wordt"
+        ),
+        "sv": (
+            "och att det är en som på av för med inte jag den till har ett om hur vad kan ska "
+            "eller"
+        ),
+        "da": (
+            "og at det er en som på af for med ikke jeg den til har et om hvordan hvad kan "
+            "skal eller"
+        ),
+        "nb": (
+            "og å det er en som på av for med ikke jeg den til har et om hvordan hva kan skal "
+            "eller fra"
+        ),
+        "fi": (
+            "ja on ei se että hän oli mitä miten kun mutta ovat tai olen sen myös niin jos "
+            "joka kuin"
+        ),
+        "pl": (
+            "i w na jest to się nie z że do jak co o po przez dla są czy od ma być oraz jego "
+            "który"
+        ),
+        "cs": (
+            "a se na je v že to s z do jak co pro ve jsou ale by jako tak být od který nebo "
+            "není"
+        ),
+        "ro": (
+            "și în de la cu nu este un o pe care să ce din mai pentru sunt cum sau ca fi al ai "
+            "lui"
+        ),
+        "hu": (
+            "a az és hogy nem egy is van ez mi meg de ha mint csak el vagy azt hogyan volt "
+            "lehet mit"
+        ),
+        "tr": (
+            "ve bir bu için ne da de ile çok mi nasıl olarak daha var olan gibi kadar ama "
+            "değil en her"
+        ),
+        "id": (
+            "yang dan di ini itu dengan untuk dari tidak dalam adalah pada saya apa bagaimana "
+            "akan ke bisa atau oleh juga"
+        ),
+    }.items()
+}
+OWN_LETTERS = {
+    "de": "ß",
+    "es": "ñ¿¡",
+    "pt": "ãõ",
+    "fr": "œêèù",
+    "pl": "łżźęąś",
+    "cs": "ěřů",
+    "hu": "őű",
+    "tr": "ığş",
+    "ro": "țăș",
+    "da": "æ",
+    "nl": "ĳ",
+}
 VIETNAMESE = re.compile("[ăđơưạảấầẩẫậắằẳẵặẹẻẽếềểễệỉịọỏốồổỗộớờởỡợụủứừửữựỳỵỷỹ]")
-LANGUAGES = frozenset([*BY_SCRIPT.values(), *BY_WORD, *(x for letters, rest in BY_LETTER.values() for x in (*letters, rest)), "ja", "zh", "vi", "und"])
+LANGUAGES = frozenset(
+    [
+        *BY_SCRIPT.values(),
+        *BY_WORD,
+        *(x for letters, rest in BY_LETTER.values() for x in (*letters, rest)),
+        "ja",
+        "zh",
+        "vi",
+        "und",
+    ]
+)
 
 
 def _main_script(found):
-    "The script of most of a text: kana counts as Chinese characters, and one of these, or a Korean one, for three letters."
-    weight = found | Counter(cjk=3 * (found["cjk"] + found["hiragana"] + found["katakana"]), hangul=3 * found["hangul"])
+    """The script of most of a text: kana counts as Chinese characters, and one of these, or a
+    Korean one, for three letters."""
+    weight = found | Counter(
+        cjk=3 * (found["cjk"] + found["hiragana"] + found["katakana"]),
+        hangul=3 * found["hangul"],
+    )
     return max(weight, key=weight.get)
 
 
@@ -89,16 +186,61 @@ def language_of(
     if len(VIETNAMESE.findall(text)) > 0.05 * letters:
         return "vi"
     words = re.findall(r"[^\W\d_]+", text)
-    hits = Counter({language: sum(w in own for w in words) + sum(map(text.count, OWN_LETTERS.get(language, ""))) for language, own in BY_WORD.items()})
+    hits = Counter(
+        {
+            language: sum(w in own for w in words)
+            + sum(map(text.count, OWN_LETTERS.get(language, "")))
+            for language, own in BY_WORD.items()
+        }
+    )
     (best, n), (_, second) = hits.most_common(2)
     return best if n > second else "und"
 
 # %% ../../nbs/regenerate/02_language.ipynb #d7b72066
-NAMES = {"english": "en", "german": "de", "french": "fr", "spanish": "es", "italian": "it", "portuguese": "pt", "dutch": "nl", "swedish": "sv", "danish": "da",
-         "norwegian": "nb", "finnish": "fi", "polish": "pl", "czech": "cs", "romanian": "ro", "hungarian": "hu", "turkish": "tr", "indonesian": "id", "vietnamese": "vi",
-         "russian": "ru", "ukrainian": "uk", "belarusian": "be", "serbian": "sr", "greek": "el", "arabic": "ar", "persian": "fa", "urdu": "ur", "hebrew": "he",
-         "hindi": "hi", "bengali": "bn", "tamil": "ta", "telugu": "te", "thai": "th", "japanese": "ja", "chinese": "zh", "korean": "ko", "georgian": "ka", "armenian": "hy"}
-SCRIPTS = frozenset(["latin", "cyrillic", "arabic", "cjk", *BY_SCRIPT]) - {"greek", "georgian", "armenian"}  # for those, the word is the language
+NAMES = {
+    "english": "en",
+    "german": "de",
+    "french": "fr",
+    "spanish": "es",
+    "italian": "it",
+    "portuguese": "pt",
+    "dutch": "nl",
+    "swedish": "sv",
+    "danish": "da",
+    "norwegian": "nb",
+    "finnish": "fi",
+    "polish": "pl",
+    "czech": "cs",
+    "romanian": "ro",
+    "hungarian": "hu",
+    "turkish": "tr",
+    "indonesian": "id",
+    "vietnamese": "vi",
+    "russian": "ru",
+    "ukrainian": "uk",
+    "belarusian": "be",
+    "serbian": "sr",
+    "greek": "el",
+    "arabic": "ar",
+    "persian": "fa",
+    "urdu": "ur",
+    "hebrew": "he",
+    "hindi": "hi",
+    "bengali": "bn",
+    "tamil": "ta",
+    "telugu": "te",
+    "thai": "th",
+    "japanese": "ja",
+    "chinese": "zh",
+    "korean": "ko",
+    "georgian": "ka",
+    "armenian": "hy",
+}
+SCRIPTS = frozenset(["latin", "cyrillic", "arabic", "cjk", *BY_SCRIPT]) - {
+    "greek",
+    "georgian",
+    "armenian",
+}  # for those, the word is the language
 
 
 def code_of(
@@ -110,14 +252,21 @@ def code_of(
 
 
 def wanted_languages(
-    names: str | Iterable[str] | None,  # codes, English names or scripts, e.g. "en,German,cjk"; None: all
+    names: str
+    | Iterable[str]
+    | None,  # codes, English names or scripts, e.g. "en,German,cjk"; None: all
 ) -> frozenset | None:  # codes and scripts
     "Read a wish. ValueError names what is not known."
     if not names:
         return None
-    wanted = frozenset(code_of(n) for n in (names.split(",") if isinstance(names, str) else names))
+    wanted = frozenset(
+        code_of(n) for n in (names.split(",") if isinstance(names, str) else names)
+    )
     if unknown := sorted(wanted - LANGUAGES - SCRIPTS):
-        raise ValueError(f"languages: {', '.join(unknown)} not known; known are {', '.join(sorted(LANGUAGES))}, and the scripts {', '.join(sorted(SCRIPTS))}")
+        raise ValueError(
+            f"languages: {', '.join(unknown)} not known; known are "
+            f"{', '.join(sorted(LANGUAGES))}, and the scripts {', '.join(sorted(SCRIPTS))}"
+        )
     return wanted
 
 
@@ -127,8 +276,17 @@ def language_of_row(
     wanted: frozenset | None,  # as from `wanted_languages`
 ) -> tuple:  # (its language, whether it is wanted)
     "Judge a conversation by its own word for it, else by what its users wrote."
-    asked = "\n".join(m["content"] for m in messages if m["role"] == "user" and isinstance(m["content"], str))
-    told = next((row[k] for k in ("language", "lang") if isinstance(row, dict) and isinstance(row.get(k), str) and row[k]), None)
+    asked = "\n".join(
+        m["content"] for m in messages if m["role"] == "user" and isinstance(m["content"], str)
+    )
+    told = next(
+        (
+            row[k]
+            for k in ("language", "lang")
+            if isinstance(row, dict) and isinstance(row.get(k), str) and row[k]
+        ),
+        None,
+    )
     language = code_of(told) if told else language_of(asked)
     if wanted is None or language in wanted:
         return language, True

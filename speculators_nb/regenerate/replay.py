@@ -13,14 +13,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ..data.chat_encoding import add_turn
+from ..data.chat_template import reach
 from ..data.messages import brief, normalize, tools_of
 from ..data.sources import content_hash, identity
-from ..data.chat_template import reach
 
 # %% ../../nbs/regenerate/01_replay.ipynb #2d8d0f51
 @dataclass
 class Turn:
     "What is said between two answers, and the results of tools that the old answer asked for."
+
     asked: list[dict] = field(default_factory=list)  # system and user messages
     results: list[tuple] = field(default_factory=list)  # (tool's name or None, content)
 
@@ -31,7 +32,9 @@ _NAME = re.compile(r'<tool_(?:call|response)>[^<]*?"name"\s*:\s*"([^"]+)"')
 def _calls(message):
     "(id, name) of each tool call in an assistant's message."
     calls = [c.get("function") or c for c in message.get("tool_calls") or []]
-    named = [(c.get("id"), f.get("name")) for c, f in zip(message.get("tool_calls") or [], calls)]
+    named = [
+        (c.get("id"), f.get("name")) for c, f in zip(message.get("tool_calls") or [], calls)
+    ]
     return named or [(None, name) for name in _NAME.findall(str(message["content"]))]
 
 
@@ -47,8 +50,19 @@ def turns_to_ask(
         if m["role"] == "assistant":
             answered, calls = True, _calls(m)
         elif m["role"] == "tool":
-            place = next((i for i, (known, _) in enumerate(calls) if not m.get("tool_call_id") or known == m["tool_call_id"]), None)
-            name = m.get("name") or next(iter(_NAME.findall(str(m["content"]))), None) or (None if place is None else calls[place][1])
+            place = next(
+                (
+                    i
+                    for i, (known, _) in enumerate(calls)
+                    if not m.get("tool_call_id") or known == m["tool_call_id"]
+                ),
+                None,
+            )
+            name = (
+                m.get("name")
+                or next(iter(_NAME.findall(str(m["content"]))), None)
+                or (None if place is None else calls[place][1])
+            )
             calls = calls if place is None else calls[:place] + calls[place + 1 :]
             turns[-1].results.append((name, m["content"]))
         else:
@@ -58,7 +72,9 @@ def turns_to_ask(
             turns[-1].asked.append(m)
     turns = turns if _has_user(turns[-1]) else turns[:-1]
     if not turns:
-        raise ValueError("no user message before the first tool call" if not tools else "no user message")
+        raise ValueError(
+            "no user message before the first tool call" if not tools else "no user message"
+        )
     return turns
 
 
@@ -73,7 +89,17 @@ def questions_of(
     return [turn.asked for turn in turns_to_ask(messages, tools=False)]
 
 # %% ../../nbs/regenerate/01_replay.ipynb #dda841ab
-PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "reasoning_effort", "chat_template_kwargs")
+PARAMETERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "reasoning_effort",
+    "chat_template_kwargs",
+)
 
 
 def seed_of(
@@ -90,9 +116,16 @@ def check_sampling(
     "ValueError names what is unknown or cannot be."
     for name, value in (sampling or {}).items():
         if name not in known:
-            raise ValueError(f"sampling: {name!r} is not known here; known are {', '.join(known)}")
-        if _is_distribution(value) and not (min(w for _, w in value) >= 0 < sum(w for _, w in value)):
-            raise ValueError(f"sampling: the weights of {name} must not be negative, and one must be positive: {value}")
+            raise ValueError(
+                f"sampling: {name!r} is not known here; known are {', '.join(known)}"
+            )
+        if _is_distribution(value) and not (
+            min(w for _, w in value) >= 0 < sum(w for _, w in value)
+        ):
+            raise ValueError(
+                f"sampling: the weights of {name} must not be negative, and one must be "
+                f"positive: {value}"
+            )
         for one in [v for v, _ in value] if _is_distribution(value) else [value]:
             try:
                 _check(name, one)
@@ -102,19 +135,40 @@ def check_sampling(
 
 
 def _is_distribution(value):
-    return isinstance(value, (list, tuple)) and bool(value) and all(
-        isinstance(p, (list, tuple)) and len(p) == 2 and isinstance(p[1], (int, float)) and abs(p[1]) < 1e6 for p in value)
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(
+            isinstance(p, (list, tuple))
+            and len(p) == 2
+            and isinstance(p[1], (int, float))
+            and abs(p[1]) < 1e6
+            for p in value
+        )
+    )
 
 
 def _check(name, value):
-    wanted = dict if name == "chat_template_kwargs" else str if name == "reasoning_effort" else (int, float)
-    kind, example = {dict: ("object", '{"enable_thinking": false}'), str: ("text", '"low"')}.get(wanted, ("number", "0.7"))
+    wanted = (
+        dict
+        if name == "chat_template_kwargs"
+        else str
+        if name == "reasoning_effort"
+        else (int, float)
+    )
+    kind, example = {
+        dict: ("object", '{"enable_thinking": false}'),
+        str: ("text", '"low"'),
+    }.get(wanted, ("number", "0.7"))
     if not isinstance(value, wanted) or isinstance(value, bool):
         raise ValueError(f"{name}: {brief(value)} is no {kind}; write for instance {example}")
     if wanted == (int, float) and not abs(value) < 1e6:
         raise ValueError(f"{name}: {brief(value)} is no finite number of a usual size")
-    if name == "temperature" and value < 0 or name == "top_p" and not 0 < value <= 1:
-        raise ValueError(f"{name}: {value} is out of range; {'0 is greedy' if name == 'temperature' else '1 keeps every token'}")
+    if (name == "temperature" and value < 0) or (name == "top_p" and not 0 < value <= 1):
+        raise ValueError(
+            f"{name}: {value} is out of range; "
+            f"{'0 is greedy' if name == 'temperature' else '1 keeps every token'}"
+        )
 
 
 def draw_sampling(
@@ -128,11 +182,17 @@ def draw_sampling(
     for name, value in sampling.items():
         if _is_distribution(value):
             u = seed_of(seed, key, name) / 16**15 * sum(w for _, w in value)
-            value = next(v for i, (v, _) in enumerate(value) if u < sum(w for _, w in value[: i + 1]))
+            value = next(
+                v for i, (v, _) in enumerate(value) if u < sum(w for _, w in value[: i + 1])
+            )
         drawn[name] = value
     for name in PARAMETERS if isinstance(row, dict) else ():
         if (value := row.get(name)) is not None:
-            value = json.loads(value) if name == "chat_template_kwargs" and isinstance(value, str) else value
+            value = (
+                json.loads(value)
+                if name == "chat_template_kwargs" and isinstance(value, str)
+                else value
+            )
             _check(name, value)
             drawn[name] = value
     return drawn
@@ -152,17 +212,28 @@ class Replay:
         row = row if isinstance(row, dict) else {"messages": row}
         self.original, self.seed, self.where = normalize(row), seed, where
         self.key, self.content = identity(row), content_hash(row)
-        self.tools = [t if "function" in t else {"type": "function", "function": t} for t in tools_of(row) or []] or None
+        self.tools = [
+            t if "function" in t else {"type": "function", "function": t}
+            for t in tools_of(row) or []
+        ] or None
         self.sampling = draw_sampling(row, self.key, sampling or {}, seed)
         self.turns = turns_to_ask(self.original, tools)
-        self.messages, self.rows, self.finish, self.usage, self.about = [], [], [], Counter(), {}
+        self.messages, self.rows, self.finish, self.usage, self.about = (
+            [],
+            [],
+            [],
+            Counter(),
+            {},
+        )
         self._turn, self._calls, self.next = 0, 0, self.turns[0].asked
 
     @property
     def template_kwargs(self) -> dict:
         "What the chat template is told."
         effort = self.sampling.get("reasoning_effort")
-        return (self.sampling.get("chat_template_kwargs") or {}) | ({"reasoning_effort": effort} if effort else {})
+        return (self.sampling.get("chat_template_kwargs") or {}) | (
+            {"reasoning_effort": effort} if effort else {}
+        )
 
     def ask(self) -> list[dict] | None:  # the whole history; None: the conversation is over
         "What is to be answered now."
@@ -173,12 +244,18 @@ class Replay:
         messages: list[dict],  # a history
         tokenizer,  # with a chat template
         prompt: bool = True,  # end with what makes the assistant speak
-        limit: int | None = None,  # tokens beyond which it is of no use; None: there is no such number
-    ) -> list[int]:  # token ids; of a history beyond the limit, more than the limit, but not all
+        limit: int
+        | None = None,  # tokens beyond which it is of no use; None: there is no such number
+    ) -> list[
+        int
+    ]:  # token ids; of a history beyond the limit, more than the limit, but not all
         "A history as the verifier reads it."
         kwargs = dict(tools=self.tools, add_generation_prompt=prompt, **self.template_kwargs)
         if limit and sum(len(str(m["content"])) for m in messages) > reach(limit):
-            text, end = tokenizer.apply_chat_template(messages, tokenize=False, **kwargs), reach(limit)
+            text, end = (
+                tokenizer.apply_chat_template(messages, tokenize=False, **kwargs),
+                reach(limit),
+            )
             while end < len(text):
                 ids = tokenizer(text[:end], add_special_tokens=False)["input_ids"]
                 if len(ids) > limit + 100:  # the cut changes few tokens
@@ -199,7 +276,9 @@ class Replay:
     ) -> None:
         "Take the answer into the conversation. ValueError: it is empty."
         if not ids:
-            raise ValueError(f"answer {len(self.finish)} has no tokens (finish reason {finish!r})")
+            raise ValueError(
+                f"answer {len(self.finish)} has no tokens (finish reason {finish!r})"
+            )
         add_turn(self.rows, [*prompt, *ids], len(prompt))
         self.messages += [*self.next, message]
         self.finish.append(finish)
@@ -218,7 +297,14 @@ class Replay:
             if results[0][0] != name:
                 return self.end("a tool call other than the one whose result is at hand")
             self._calls += 1
-            return [{"role": "tool", "name": name, "content": results[0][1], **({"tool_call_id": calls[0]["id"]} if calls[0].get("id") else {})}]
+            return [
+                {
+                    "role": "tool",
+                    "name": name,
+                    "content": results[0][1],
+                    **({"tool_call_id": calls[0]["id"]} if calls[0].get("id") else {}),
+                }
+            ]
         self._turn, self._calls = self._turn + 1, 0
         return self.turns[self._turn].asked if self._turn < len(self.turns) else []
 
@@ -236,8 +322,27 @@ class Replay:
         metadata: dict,  # goes into every line
     ) -> list[dict]:  # one per row
         "The conversation's lines of the output file."
-        about = metadata | self.about | {"content": self.content, "finish_reasons": self.finish, "sampling_params": self.sampling, "usage": dict(self.usage)}
+        about = (
+            metadata
+            | self.about
+            | {
+                "content": self.content,
+                "finish_reasons": self.finish,
+                "sampling_params": self.sampling,
+                "usage": dict(self.usage),
+            }
+        )
         if self.tools:
             about["tools"] = self.tools
-        return [{"id": f"{self.key}_gen{k}", "primary_id": self.key, "part": [k, len(self.rows)], "input_ids": ids, "loss_mask": mask,
-                 "messages": self.messages, "metadata": about} for k, (ids, mask) in enumerate(self.rows)]
+        return [
+            {
+                "id": f"{self.key}_gen{k}",
+                "primary_id": self.key,
+                "part": [k, len(self.rows)],
+                "input_ids": ids,
+                "loss_mask": mask,
+                "messages": self.messages,
+                "metadata": about,
+            }
+            for k, (ids, mask) in enumerate(self.rows)
+        ]

@@ -24,43 +24,60 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from urllib.parse import urlsplit
+
 import torch
 from huggingface_hub import hf_hub_download
 from tqdm.auto import tqdm
+
+from ..core.checkpoints import resolve_checkpoint
 from ..core.config import SpeculatorModelConfig, check_said
-from .vllm_contract import check_vllm_contract
+from ..core.files import atomic_write, not_only_ours, read_object
 from ..core.http_client import Endpoint, EndpointError
-from .vllm_methods import METHODS, SERVED_AS, own_head
-from .speculative_config import SpeculativeConfig
-from ..models.base import SpeculatorModel
 from ..core.options import check_options
 from ..core.provenance import identify
 from ..core.redact import SECRET_NAME, without_secrets
-from ..core.checkpoints import resolve_checkpoint
-from ..core.files import atomic_write, not_only_ours, read_object
-
+from ..models.base import SpeculatorModel
+from .speculative_config import SpeculativeConfig
+from .vllm_contract import check_vllm_contract
+from .vllm_methods import METHODS, SERVED_AS, own_head
 
 # %% ../../nbs/serve/04_server.ipynb #51de96e5
 log = logging.getLogger(__name__)
 
+
 def read_config(
-    model: str | os.PathLike, # folder or hub id
-) -> dict: # the content of its config.json
-    "What is written about a model; of a hub id only that file is fetched. Errors: FileNotFoundError with the remedy."
-    try: file = Path(model) / "config.json" if Path(model).is_dir() else Path(hf_hub_download(str(model), "config.json"))
+    model: str | os.PathLike,  # folder or hub id
+) -> dict:  # the content of its config.json
+    """What is written about a model; of a hub id only that file is fetched. Errors:
+    FileNotFoundError with the remedy."""
+    try:
+        file = (
+            Path(model) / "config.json"
+            if Path(model).is_dir()
+            else Path(hf_hub_download(str(model), "config.json"))
+        )
     except Exception as e:
-        raise FileNotFoundError(f"{model}: neither a folder nor a model that could be looked up on the hub ({type(e).__name__}); check the spelling") from None
-    if not file.is_file(): raise FileNotFoundError(f"{model}: has no config.json; is it a model's folder?")
+        raise FileNotFoundError(
+            f"{model}: neither a folder nor a model that could be looked up on the hub "
+            f"({type(e).__name__}); check the spelling"
+        ) from None
+    if not file.is_file():
+        raise FileNotFoundError(f"{model}: has no config.json; is it a model's folder?")
     config = read_object(file)
     check_said(config, f"{file}: ")
     return config
 
+
 def _place(model):
     "What the engine is told: it must not read a name as one of its options."
-    if Path(model).is_dir(): return os.path.abspath(model)
+    if Path(model).is_dir():
+        return os.path.abspath(model)
     if str(model).startswith("-") or not str(model).isprintable():
-        raise ValueError(f"the model {str(model)[:80]!r}: neither a folder nor the name of a model")
+        raise ValueError(
+            f"the model {str(model)[:80]!r}: neither a folder nor the name of a model"
+        )
     return str(model)
+
 
 def _named_verifier(config, checkpoint):
     "The verifier that a drafter's config names, or None."
@@ -68,168 +85,330 @@ def _named_verifier(config, checkpoint):
     named = named.get("verifier") or {} if isinstance(named, dict) else None
     name = named.get("name_or_path") if isinstance(named, dict) else 0
     if name is not None and not isinstance(name, str):
-        raise ValueError(f"{checkpoint}: speculators_config.verifier.name_or_path in config.json is no name; give verifier=")
+        raise ValueError(
+            f"{checkpoint}: speculators_config.verifier.name_or_path in config.json is no "
+            "name; give verifier="
+        )
     return name
 
-MADE_FROM = "made_from.json"   # in a native folder: which weights it was made of
 
-def _own_layout(folder, config, native) -> Path: # of the engine's own layout, made where it is missing
+MADE_FROM = "made_from.json"  # in a native folder: which weights it was made of
+
+
+def _own_layout(
+    folder, config, native
+) -> Path:  # of the engine's own layout, made where it is missing
     "Errors: ValueError where another drafter's layout lies there."
-    klass = SpeculatorModel.registered_model_class_from_config(SpeculatorModelConfig.from_dict(config))
-    native, said = Path(native), {name: value for name, value in identify(folder / "model.safetensors").items() if name != "path"}
+    klass = SpeculatorModel.registered_model_class_from_config(
+        SpeculatorModelConfig.from_dict(config)
+    )
+    native, said = (
+        Path(native),
+        {
+            name: value
+            for name, value in identify(folder / "model.safetensors").items()
+            if name != "path"
+        },
+    )
     made_from = native / MADE_FROM
     if not (native / "config.json").is_file():
         klass.from_pretrained(folder).save_native(native)
-        with atomic_write(made_from) as temporary: temporary.write_text(json.dumps(said, indent=1) + "\
-", encoding="utf-8")
+        with atomic_write(made_from) as temporary:
+            temporary.write_text(
+                json.dumps(said, indent=1)
+                + "\
+",
+                encoding="utf-8",
+            )
     elif not made_from.is_file() or read_object(made_from) != said:
-        raise ValueError(f"native={str(native)!r}: holds the layout of another drafter; name another folder, or remove this one")
+        raise ValueError(
+            f"native={str(native)!r}: holds the layout of another drafter; name another "
+            "folder, or remove this one"
+        )
     return native
 
+
 def _way_out(config):
-    klass = SpeculatorModel.registered_model_class_from_config(SpeculatorModelConfig.from_dict(config))
+    klass = SpeculatorModel.registered_model_class_from_config(
+        SpeculatorModelConfig.from_dict(config)
+    )
     method = METHODS.get(SERVED_AS.get(config["speculators_model_type"], [None])[0])
-    if not hasattr(klass, "save_native") or method is None or "vllm-0.32" not in method.lines: return []
+    if not hasattr(klass, "save_native") or method is None or "vllm-0.32" not in method.lines:
+        return []
     return ["native=FOLDER (--native) writes its own layout there and serves that"]
+
 
 def what_to_serve(
     checkpoint: str | os.PathLike,  # a drafter, or a verifier that needs none: folder or hub id
-    k: int | None = None,           # tokens to draft; None: what the checkpoint says; 0: the verifier alone
-    verifier: str | os.PathLike | None = None, # folder or hub id; None: named by the checkpoint, or the checkpoint itself
-    method: str | None = None,      # a key of `vllm_methods.METHODS`; None: what the checkpoint says
-    speculative_config: dict | None = None, # further fields of `SpeculativeConfig`
-    native: str | os.PathLike | None = None,# folder for the drafter in the engine's own layout, if vLLM needs that
-) -> tuple[str, dict | None]: # the model to name, and what --speculative-config must say; None: nothing
-    "How vLLM is told. Errors: ValueError with the reasons why it would refuse; FileNotFoundError."
+    k: int
+    | None = None,  # tokens to draft; None: what the checkpoint says; 0: the verifier alone
+    verifier: str
+    | os.PathLike
+    | None = None,  # folder or hub id; None: named by the checkpoint, or the checkpoint itself
+    method: str
+    | None = None,  # a key of `vllm_methods.METHODS`; None: what the checkpoint says
+    speculative_config: dict | None = None,  # further fields of `SpeculativeConfig`
+    native: str
+    | os.PathLike
+    | None = None,  # folder for the drafter in the engine's own layout, if vLLM needs that
+) -> tuple[
+    str, dict | None
+]:  # the model to name, and what --speculative-config must say; None: nothing
+    """How vLLM is told. Errors: ValueError with the reasons why it would refuse;
+    FileNotFoundError."""
     check_options(dict(k=k, method=method), "serve")
     config, fields = read_config(checkpoint), dict(speculative_config or {})
-    fields |= {name: value for name, value in dict(num_speculative_tokens=k or None, method=method).items() if value is not None}
+    fields |= {
+        name: value
+        for name, value in dict(num_speculative_tokens=k or None, method=method).items()
+        if value is not None
+    }
     kind = config.get("speculators_model_type")
     own = kind and not verifier and _named_verifier(config, checkpoint)
     target = verifier or own or (None if kind else checkpoint)
-    if target is None: raise ValueError(f"{checkpoint}: names no verifier in speculators_config.verifier.name_or_path; give verifier=")
-    if k == 0: return _place(target), None
+    if target is None:
+        raise ValueError(
+            f"{checkpoint}: names no verifier in speculators_config.verifier.name_or_path; "
+            "give verifier="
+        )
+    if k == 0:
+        return _place(target), None
     draft = checkpoint if kind or verifier else None
     if kind:
         problems = check_vllm_contract(resolve_checkpoint(checkpoint))
         if problems and native is not None and _way_out(config):
             draft, problems = _own_layout(resolve_checkpoint(checkpoint), config, native), []
-            served = dict(method=SERVED_AS[kind][0], num_speculative_tokens=(config["speculators_config"]["proposal_methods"] or [{}])[0].get("speculative_tokens"))
+            served = dict(
+                method=SERVED_AS[kind][0],
+                num_speculative_tokens=(
+                    config["speculators_config"]["proposal_methods"] or [{}]
+                )[0].get("speculative_tokens"),
+            )
             fields = served | fields
-        if problems: raise ValueError(f"{checkpoint}: vLLM cannot serve it as it is: {'; '.join([*problems, *_way_out(config)])}")
+        if problems:
+            raise ValueError(
+                f"{checkpoint}: vLLM cannot serve it as it is: "
+                f"{'; '.join([*problems, *_way_out(config)])}"
+            )
     elif not fields and not draft:
-        if not own_head(config): return _place(target), None
+        if not own_head(config):
+            return _place(target), None
         fields = dict(method=own_head(config))
     elif not draft and not fields.keys() & {"method", "model"} and own_head(config):
         fields |= dict(method=own_head(config))
-    try: about = read_config(target) | {"_name_or_path": _place(target)}
-    except FileNotFoundError: about = None           # for another machine: what depends on the verifier is not checked
+    try:
+        about = read_config(target) | {"_name_or_path": _place(target)}
+    except FileNotFoundError:
+        about = None  # for another machine: what depends on the verifier is not checked
     if about and (of := about.get("speculators_model_type")):
-        raise ValueError(f"verifier={str(target)!r}: is a drafter (speculators_model_type={of!r}); name the verifier that it was trained for")
-    said = SpeculativeConfig(**({"model": _place(draft)} if draft else {}) | fields, target_model_config=about)
-    words = json.loads(said.to_json("vllm-0.32"))    # refuses what that engine has no words for
+        raise ValueError(
+            f"verifier={str(target)!r}: is a drafter (speculators_model_type={of!r}); name the "
+            "verifier that it was trained for"
+        )
+    said = SpeculativeConfig(
+        **({"model": _place(draft)} if draft else {}) | fields, target_model_config=about
+    )
+    words = json.loads(said.to_json("vllm-0.32"))  # refuses what that engine has no words for
     if kind and draft is checkpoint and not verifier:
-        return _place(checkpoint), {name: value for name, value in words.items() if name in fields and name != "method"} or None
+        return _place(checkpoint), {
+            name: value for name, value in words.items() if name in fields and name != "method"
+        } or None
     return _place(target), words
 
+
 def find_verifier(
-    checkpoint: str | os.PathLike,             # as in `what_to_serve`
-    verifier: str | os.PathLike | None = None, # likewise
-) -> str: # folder or hub id
-    "The verifier that a server on this machine would load. Errors: FileNotFoundError with the remedy, now and not after the engine's start."
+    checkpoint: str | os.PathLike,  # as in `what_to_serve`
+    verifier: str | os.PathLike | None = None,  # likewise
+) -> str:  # folder or hub id
+    """The verifier that a server on this machine would load. Errors: FileNotFoundError with the
+    remedy, now and not after the engine's start."""
     target = what_to_serve(checkpoint, 0, verifier)[0]
-    try: read_config(target)
+    try:
+        read_config(target)
     except FileNotFoundError as e:
-        if verifier or target == str(checkpoint): raise
-        raise FileNotFoundError(f"{e}; {checkpoint} names it as its verifier: give verifier= (--verifier), its folder on this machine") from None
+        if verifier or target == str(checkpoint):
+            raise
+        raise FileNotFoundError(
+            f"{e}; {checkpoint} names it as its verifier: give verifier= (--verifier), its "
+            "folder on this machine"
+        ) from None
     return target
 
 # %% ../../nbs/serve/04_server.ipynb #65998d4f
-def accelerated() -> bool: # an accelerator that torch can use
+def accelerated() -> bool:  # an accelerator that torch can use
     "Whether the engine will find more than processors here."
     return torch.accelerator.is_available()
 
+
 def serve_command(
     checkpoint: str | os.PathLike,  # a drafter, or a verifier that needs none: folder or hub id
-    k: int | None = None,           # tokens to draft; None: what the checkpoint says; 0: the verifier alone
-    method: str | None = None,      # key of `vllm_methods.METHODS`, e.g. ngram; None: what the checkpoint says
-    verifier: str | os.PathLike | None = None, # folder or hub id; None: named by the checkpoint, or the checkpoint itself
-    speculative_config: dict | None = None, # further fields of `SpeculativeConfig`
-    native: str | os.PathLike | None = None,# folder for the drafter in the engine's own layout, if vLLM needs that
-    host: str = "127.0.0.1",        # address to listen on; 0.0.0.0 lets other machines in
-    port: int | None = None,        # None: vLLM's 8000; a `Server` then takes a free one
-    dtype: str = "auto",            # of weights and arithmetic; on processors auto means bfloat16
-    max_model_len: int | None = None, # longest text, prompt included; None: what the model allows
-    enforce_eager: bool | None = None,# no compilation: starts faster, runs slower; None: if no accelerator
-    extra: Sequence[str] = (),      # further arguments of vllm serve
-    vllm: str = "vllm",             # the executable; the bare name is looked up by `Server`
-) -> list[str]: # arguments, the executable first
-    "The command that serves a checkpoint. Errors: as of `what_to_serve`; ValueError for a key among the arguments, where everybody on the machine can read it."
-    check_options(dict(k=k, method=method, host=host, port=port, dtype=dtype, max_model_len=max_model_len,
-                       enforce_eager=enforce_eager, extra=list(map(str, extra))), "serve")
+    k: int
+    | None = None,  # tokens to draft; None: what the checkpoint says; 0: the verifier alone
+    method: str
+    | None = None,  # key of `vllm_methods.METHODS`, e.g. ngram; None: what the checkpoint says
+    verifier: str
+    | os.PathLike
+    | None = None,  # folder or hub id; None: named by the checkpoint, or the checkpoint itself
+    speculative_config: dict | None = None,  # further fields of `SpeculativeConfig`
+    native: str
+    | os.PathLike
+    | None = None,  # folder for the drafter in the engine's own layout, if vLLM needs that
+    host: str = "127.0.0.1",  # address to listen on; 0.0.0.0 lets other machines in
+    port: int | None = None,  # None: vLLM's 8000; a `Server` then takes a free one
+    dtype: str = "auto",  # of weights and arithmetic; on processors auto means bfloat16
+    max_model_len: int
+    | None = None,  # longest text, prompt included; None: what the model allows
+    enforce_eager: bool
+    | None = None,  # no compilation: starts faster, runs slower; None: if no accelerator
+    extra: Sequence[str] = (),  # further arguments of vllm serve
+    vllm: str = "vllm",  # the executable; the bare name is looked up by `Server`
+) -> list[str]:  # arguments, the executable first
+    """The command that serves a checkpoint. Errors: as of `what_to_serve`; ValueError for a key
+    among the arguments, where everybody on the machine can read it."""
+    check_options(
+        dict(
+            k=k,
+            method=method,
+            host=host,
+            port=port,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            enforce_eager=enforce_eager,
+            extra=list(map(str, extra)),
+        ),
+        "serve",
+    )
     for name in (str(a).split("=")[0] for a in extra):
         if name.startswith("--") and SECRET_NAME.search(name.lstrip("-")):
-            variable = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}.get(name, "that vLLM has for it")
-            raise ValueError(f"extra holds {name}: everybody on the machine can read the arguments of a command; "
-                             f"set the environment variable {variable} instead")
-    model, speculation = what_to_serve(checkpoint, k, verifier, method, speculative_config, native)
+            variable = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}.get(
+                name, "that vLLM has for it"
+            )
+            raise ValueError(
+                f"extra holds {name}: everybody on the machine can read the arguments of a "
+                f"command; set the environment variable {variable} instead"
+            )
+    model, speculation = what_to_serve(
+        checkpoint, k, verifier, method, speculative_config, native
+    )
     if host not in ("127.0.0.1", "localhost", "::1") and not os.environ.get("VLLM_API_KEY"):
-        warnings.warn(f"host={host!r} lets everybody who reaches this machine use the server; set VLLM_API_KEY", stacklevel=2)
-    if accelerated() if enforce_eager is None else not enforce_eager: eager = []
-    else: eager = ["--enforce-eager"]
-    options = {"--host": host, "--port": port, "--dtype": dtype, "--max-model-len": max_model_len, "--speculative-config": speculation and json.dumps(speculation)}
-    return [str(vllm), "serve", model, *(x for name, value in options.items() if value is not None for x in (name, str(value))), *eager, *map(str, extra)]
+        warnings.warn(
+            (
+                f"host={host!r} lets everybody who reaches this machine use the server; set "
+                "VLLM_API_KEY"
+            ),
+            stacklevel=2,
+        )
+    if accelerated() if enforce_eager is None else not enforce_eager:
+        eager = []
+    else:
+        eager = ["--enforce-eager"]
+    options = {
+        "--host": host,
+        "--port": port,
+        "--dtype": dtype,
+        "--max-model-len": max_model_len,
+        "--speculative-config": speculation and json.dumps(speculation),
+    }
+    return [
+        str(vllm),
+        "serve",
+        model,
+        *(
+            x
+            for name, value in options.items()
+            if value is not None
+            for x in (name, str(value))
+        ),
+        *eager,
+        *map(str, extra),
+    ]
 
 # %% ../../nbs/serve/04_server.ipynb #92d4101c
 def serve_environment(
-    kv_cache_gib: int | None = None, # for keys and values on a CPU; None: an eighth of the memory, at most 8
-    env: Mapping | None = None,      # what is there already, and goes first; None: this process's environment
-) -> dict[str, str]: # variables to add
-    "What vLLM should find in its environment: no usage reports, and settings for processors where there is no accelerator."
-    env, added = os.environ if env is None else env, {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    kv_cache_gib: int
+    | None = None,  # for keys and values on a CPU; None: an eighth of the memory, at most 8
+    env: Mapping
+    | None = None,  # what is there already, and goes first; None: this process's environment
+) -> dict[str, str]:  # variables to add
+    """What vLLM should find in its environment: no usage reports, and settings for processors
+    where there is no accelerator."""
+    env, added = (
+        os.environ if env is None else env,
+        {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+    )
     if not accelerated():
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        added |= {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib or max(1, min(8, int(memory // 8)))),
-                  "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, cores - 1))}   # one for the server's own loop
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
+        added |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib or max(1, min(8, int(memory // 8)))),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(max(1, cores - 1)),
+        }  # one for the server's own loop
     return {name: value for name, value in added.items() if name not in env}
 
+
 def as_shell(
-    command: Sequence[str], # from `serve_command`
-    env: Mapping = {},      # from `serve_environment`
-) -> str: # one line for a shell
+    command: Sequence[str],  # from `serve_command`
+    env: Mapping = {},  # from `serve_environment`
+) -> str:  # one line for a shell
     "A command as a person types it."
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(command)])
+    return " ".join(
+        [*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(command)]
+    )
 
 # %% ../../nbs/serve/04_server.ipynb #4f86b90d
-RECIPE = """Install it in an environment of its own and say where it is, by {variable}=/path/to/{name}:
-{how}"""
-INSTALL = {"vllm": "  python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm         (accelerators; see docs.vllm.ai)\n"
-                   "  make vllm                                                            (in a clone: for processors, into .venv-vllm)",
-           "guidellm": "  python -m venv .venv-guidellm && .venv-guidellm/bin/pip install guidellm"}
+RECIPE = (
+    "Install it in an environment of its own and say where it is, by "
+    "{variable}=/path/to/{name}:\n{how}"
+)
+INSTALL = {
+    "vllm": "  python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm         "
+    "(accelerators; see docs.vllm.ai)\n"
+    "  make vllm                                                            (in a clone: for "
+    "processors, into .venv-vllm)",
+    "guidellm": "  python -m venv .venv-guidellm && .venv-guidellm/bin/pip install guidellm",
+}
+
 
 def find_executable(
-    name: str,               # vllm, guidellm
-    given: str | os.PathLike | None = None, # where the caller says it is
-) -> str: # its path
-    "Look for a program that is kept apart from this environment. Errors: FileNotFoundError with the recipe."
+    name: str,  # vllm, guidellm
+    given: str | os.PathLike | None = None,  # where the caller says it is
+) -> str:  # its path
+    """Look for a program that is kept apart from this environment. Errors: FileNotFoundError
+    with the recipe."""
     variable = f"SPECULATORS_NB_{name.upper()}"
     told = given if given and os.sep in str(given) else os.environ.get(variable)
     if told:
-        if not os.access(told, os.X_OK) or Path(told).is_dir(): raise FileNotFoundError(f"{told}: no program; it was named as {name} by {'the caller' if told == given else variable}")
+        if not os.access(told, os.X_OK) or Path(told).is_dir():
+            raise FileNotFoundError(
+                f"{told}: no program; it was named as {name} by "
+                f"{'the caller' if told == given else variable}"
+            )
         return os.path.abspath(told)
     for place in (str(Path(sys.executable).parent / name), shutil.which(given or name)):
-        if place and os.access(place, os.X_OK): return place
+        if place and os.access(place, os.X_OK):
+            return place
     clone, doubts = Path(str(files("speculators_nb"))).parent, []
     for folder in (Path.cwd(), *Path.cwd().parents):
         place = folder / f".venv-{name}/bin/{name}"
-        if not os.access(place, os.X_OK): continue
+        if not os.access(place, os.X_OK):
+            continue
         own = place.parents[1].resolve() == (clone / f".venv-{name}").resolve()
         doubt = None if own else not_only_ours(place.parents[1], place.parent, place)
-        if doubt is None: return str(place)
+        if doubt is None:
+            return str(place)
         doubts.append(doubt)
     passed = f" (not started: {'; '.join(doubts)})" if doubts else ""
-    raise FileNotFoundError(f"{name} was not found{passed}. " + RECIPE.format(name=name, variable=variable, how=INSTALL.get(name, f"  pip install {name}")))
+    raise FileNotFoundError(
+        f"{name} was not found{passed}. "
+        + RECIPE.format(
+            name=name, variable=variable, how=INSTALL.get(name, f"  pip install {name}")
+        )
+    )
 
 # %% ../../nbs/serve/04_server.ipynb #a042de25
 GUARD = """
@@ -242,45 +421,82 @@ code = subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL)
 sys.exit(code if code >= 0 else 128 - code)
 """
 
+
 class ServerError(RuntimeError):
     "A server that did not start, or ended."
 
-def free_port() -> int: # on the loopback
+
+def free_port() -> int:  # on the loopback
     "A port that nobody listens on now."
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
+
 class Server:
-    "A server that runs as long as a `with` block. Errors: ServerError with the end of its log; FileNotFoundError where there is no such program."
-    def __init__(self,
-        command: Sequence[str],       # from `serve_command`; without --port a free one is taken
-        env: Mapping | None = None,   # variables to add; None: `serve_environment()`
-        timeout: float = 900,         # seconds until it must answer
-        log: str | os.PathLike | None = None,  # file that keeps what it says; None: a temporary one
-        vllm: str | os.PathLike | None = None, # the executable; None: looked up by `find_executable`
+    """A server that runs as long as a `with` block. Errors: ServerError with the end of its
+    log; FileNotFoundError where there is no such program."""
+
+    def __init__(
+        self,
+        command: Sequence[str],  # from `serve_command`; without --port a free one is taken
+        env: Mapping | None = None,  # variables to add; None: `serve_environment()`
+        timeout: float = 900,  # seconds until it must answer
+        log: str
+        | os.PathLike
+        | None = None,  # file that keeps what it says; None: a temporary one
+        vllm: str
+        | os.PathLike
+        | None = None,  # the executable; None: looked up by `find_executable`
     ):
-        self.command, self.env, self.timeout = list(map(str, command)), dict(serve_environment() if env is None else env), timeout
-        if vllm or os.sep not in self.command[0]: self.command[0] = find_executable(Path(self.command[0]).name, vllm)
+        self.command, self.env, self.timeout = (
+            list(map(str, command)),
+            dict(serve_environment() if env is None else env),
+            timeout,
+        )
+        if vllm or os.sep not in self.command[0]:
+            self.command[0] = find_executable(Path(self.command[0]).name, vllm)
         port = self._option("--port")
         self.port = int(port or free_port())
-        if not port: self.command += ["--port", str(self.port)]
+        if not port:
+            self.command += ["--port", str(self.port)]
         host = self._option("--host") or "127.0.0.1"
         self.url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}"
-        self._keep, self.log, self.process = log is not None, Path(log or tempfile.mkstemp(prefix="server-", suffix=".log")[1]), None
+        self._keep, self.log, self.process = (
+            log is not None,
+            Path(log or tempfile.mkstemp(prefix="server-", suffix=".log")[1]),
+            None,
+        )
 
     def _option(self, name):
-        return next((a.partition("=")[2] or b for a, b in zip(self.command, [*self.command[1:], ""]) if a.split("=")[0] == name), None)
+        return next(
+            (
+                a.partition("=")[2] or b
+                for a, b in zip(self.command, [*self.command[1:], ""])
+                if a.split("=")[0] == name
+            ),
+            None,
+        )
 
     def __enter__(self) -> "Server":
         with socket.socket() as s:
             if s.connect_ex((urlsplit(self.url).hostname, self.port)) == 0:
-                raise ServerError(f"port {self.port} is taken: something answers on it already; choose another one, or leave it out")
+                raise ServerError(
+                    f"port {self.port} is taken: something answers on it already; choose "
+                    "another one, or leave it out"
+                )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
-            self.process = subprocess.Popen([sys.executable, "-I", "-c", GUARD, *self.command], stdin=subprocess.PIPE, stdout=out, stderr=out,
-                                            env=os.environ | self.env, start_new_session=True)
-        try: self._wait()
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-c", GUARD, *self.command],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                env=os.environ | self.env,
+                start_new_session=True,
+            )
+        try:
+            self._wait()
         except BaseException:
             self.stop()
             raise
@@ -288,53 +504,81 @@ class Server:
 
     def __exit__(self, *_):
         self.stop()
-        if not self._keep: self.log.unlink(missing_ok=True)
+        if not self._keep:
+            self.log.unlink(missing_ok=True)
 
     def _wait(self):
-        endpoint, start = Endpoint(self.url, api_key_env="VLLM_API_KEY", timeout=5, tries=1), time.monotonic()
+        endpoint, start = (
+            Endpoint(self.url, api_key_env="VLLM_API_KEY", timeout=5, tries=1),
+            time.monotonic(),
+        )
         with tqdm(bar_format="{desc} {elapsed}", desc="starting the server") as bar:
             while True:
                 self.check()
-                try: return endpoint.get("/health")
-                except EndpointError: pass
+                try:
+                    return endpoint.get("/health")
+                except EndpointError:
+                    pass
                 if time.monotonic() - start > self.timeout:
-                    raise ServerError(f"{self._what()} did not answer within {self.timeout:g} s; give it a longer timeout, or see why:\n{self.tail()}")
+                    raise ServerError(
+                        f"{self._what()} did not answer within {self.timeout:g} s; give it a "
+                        f"longer timeout, or see why:\n{self.tail()}"
+                    )
                 last = without_secrets((self._lines() or [""])[-1])
                 bar.set_description(f"starting the server: {last}"[:100])
                 time.sleep(0.25)
 
-    def _what(self): return shlex.join(self.command[:3])
+    def _what(self):
+        return shlex.join(self.command[:3])
 
     def check(self):
         "ServerError if it has ended."
         code = self.process.poll()
-        if code is not None: raise ServerError(f"{self._what()} ended with code {code}:\n{self.tail()}")
+        if code is not None:
+            raise ServerError(f"{self._what()} ended with code {code}:\n{self.tail()}")
 
-    def _lines(self): return [line.rstrip() for line in self.log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
+    def _lines(self):
+        return [
+            line.rstrip()
+            for line in self.log.read_text(errors="replace").replace("\r", "\n").splitlines()
+            if line.strip()
+        ]
 
-    def tail(self,
-        n: int = 20, # lines
-    ) -> str: # exceptions first, then the end
+    def tail(
+        self,
+        n: int = 20,  # lines
+    ) -> str:  # exceptions first, then the end
         "What the log says, for a person who wants to know why; without secrets."
         lines = without_secrets(self._lines()) if self.log.exists() else []
-        raised = dict.fromkeys(m[1] for line in lines[:-n] if (m := re.search(r"((?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b: .*)", line)))
+        raised = dict.fromkeys(
+            m[1]
+            for line in lines[:-n]
+            if (m := re.search(r"((?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b: .*)", line))
+        )
         return "\n".join([*list(raised)[:5], *(["…"] if raised else []), *lines[-n:]])
 
-    def stop(self,
-        patience: float = 20, # seconds until it is killed
+    def stop(
+        self,
+        patience: float = 20,  # seconds until it is killed
     ):
         "End every process of the group."
-        if self.process is None: return
+        if self.process is None:
+            return
         for number, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 5)):
-            try: os.killpg(self.process.pid, number)
-            except (ProcessLookupError, PermissionError): break
+            try:
+                os.killpg(self.process.pid, number)
+            except (ProcessLookupError, PermissionError):
+                break
             end = time.monotonic() + wait
-            while time.monotonic() < end and self._any_left(): time.sleep(0.05)
+            while time.monotonic() < end and self._any_left():
+                time.sleep(0.05)
         self.process.stdin.close()
         self.process.wait()
 
     def _any_left(self):
         self.process.poll()
-        try: os.killpg(self.process.pid, 0)
-        except (ProcessLookupError, PermissionError): return False
+        try:
+            os.killpg(self.process.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
         return True

@@ -18,183 +18,350 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
+
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from torch import Tensor
 from transformers import PretrainedConfig
-from ..models.convert import convert
+
+from ..core.config import check_said
+from ..core.files import read_object
+from ..core.options import MOST_DRAFTED, shown
+from ..core.registry import no_truth_for_a_number
+from ..core.tree import Drafter, Sampling, TokenTree
+from ..core.tree_growth import parse_tree
 from ..decode.acceptance_rules import RULES, Rule, synthetic
 from ..decode.draft_model import DraftModel
-from ..decode.proposal_setup import TreeDrafter
 from ..decode.generate import Generation, HiddenStates, generate
-from .vllm_methods import AUX_FAMILIES, METHODS, MTP_FAMILIES, NAMED, SERVED_AS, Method, entry, mtp_family
 from ..decode.ngram import NgramDrafter
+from ..decode.proposal_setup import TreeDrafter
 from ..decode.suffix import SuffixDrafter
-from ..core.config import check_said
-from ..core.tree_growth import parse_tree
 from ..models.base import SpeculatorModel
-from ..core.options import MOST_DRAFTED, shown
-from ..core.tree import Drafter, Sampling, TokenTree
-from ..core.files import read_object
-from ..core.registry import no_truth_for_a_number
+from ..models.convert import convert
+from speculators_nb.serve.vllm_methods import (
+    AUX_FAMILIES,
+    METHODS,
+    MTP_FAMILIES,
+    NAMED,
+    SERVED_AS,
+    Method,
+    entry,
+    mtp_family,
+)
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/serve/02_speculative_config.ipynb #4035064a
 def length_to_rates(
-    length: float, # mean tokens a step, in [1, n + 1]: accepted ones and the verifier's own
-    n: int, # drafted tokens a step
-) -> list[float]: # [n] unconditional rates; they add up to length - 1
+    length: float,  # mean tokens a step, in [1, n + 1]: accepted ones and the verifier's own
+    n: int,  # drafted tokens a step
+) -> list[float]:  # [n] unconditional rates; they add up to length - 1
     "The schedule of least variance."
     if not 1 <= length <= n + 1:
-        raise ValueError(f"synthetic_acceptance_length={length} must lie in [1, {n + 1}]: a step writes one token and at most "
-                         f"num_speculative_tokens={n} more")
+        raise ValueError(
+            f"synthetic_acceptance_length={length} must lie in [1, {n + 1}]: a step writes one "
+            f"token and at most num_speculative_tokens={n} more"
+        )
     full = int(length - 1)
     return ([1.0] * full + [length - 1 - full] + [0.0] * n)[:n]
 
+
 def conditional_rates(
-    rates: Sequence[float], # unconditional, not increasing
-) -> list[float]: # of each position, given that all before it were accepted; 0 behind a rate of 0
+    rates: Sequence[float],  # unconditional, not increasing
+) -> list[
+    float
+]:  # of each position, given that all before it were accepted; 0 behind a rate of 0
     "The chances that are tossed."
     return [b / a if a else 0.0 for a, b in zip([1.0, *rates], rates)]
 
 # %% ../../nbs/serve/02_speculative_config.ipynb #224a3196
 def parse_token_tree(
-    text: str | Sequence[Sequence[int]], # "[(0,), (1,), (0, 0)]", or the list itself
-) -> list[tuple[int, ...]]: # breadth first
+    text: str | Sequence[Sequence[int]],  # "[(0,), (1,), (0, 0)]", or the list itself
+) -> list[tuple[int, ...]]:  # breadth first
     "Read a token tree. Errors: ValueError saying which path is wrong, and how."
-    try: return parse_tree(text if isinstance(text, str) else str([tuple(path) for path in text]))
-    except (ValueError, TypeError) as e: raise ValueError(f"speculative_token_tree: {e}") from None
+    try:
+        return parse_tree(
+            text if isinstance(text, str) else str([tuple(path) for path in text])
+        )
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"speculative_token_tree: {e}") from None
 
 # %% ../../nbs/serve/02_speculative_config.ipynb #d25b711b
 # word of the documented line -> (verification, draft) of vLLM 0.32
-WORDS = {"strict": ("standard", "greedy"), "probabilistic": ("standard", "probabilistic"), "synthetic": ("synthetic", "greedy")}
+WORDS = {
+    "strict": ("standard", "greedy"),
+    "probabilistic": ("standard", "probabilistic"),
+    "synthetic": ("synthetic", "greedy"),
+}
 ENGINES = ("documented", "vllm-0.32")
+
 
 class ArgmaxDrafter:
     "Another drafter's likeliest tokens at every temperature: a point mass, not a draw."
-    def __init__(self, drafter: Drafter): self.drafter = drafter
-    def __copy__(self): return ArgmaxDrafter(copy.copy(self.drafter))
-    def __getattr__(self, name): return getattr(self.drafter, name)   # layers read, trained length, reset, finish
 
-    def propose(self,
-        tokens: Tensor, # as in `tree.Drafter`
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+
+    def __copy__(self):
+        return ArgmaxDrafter(copy.copy(self.drafter))
+
+    def __getattr__(self, name):
+        return getattr(self.drafter, name)  # layers read, trained length, reset, finish
+
+    def propose(
+        self,
+        tokens: Tensor,  # as in `tree.Drafter`
         features: Tensor | None,
         k: int,
-        sampling: Sampling, # not looked at
-    ) -> TokenTree: # without laws
+        sampling: Sampling,  # not looked at
+    ) -> TokenTree:  # without laws
         "Draft greedily."
         tree = self.drafter.propose(tokens, features, k, Sampling())
         return TokenTree(tree.tokens, tree.parents, None)
 
+
 def config_of(
-    model: Any, # a model's folder, the content of its config.json, or a transformers config
-) -> dict | None: # None: no folder of this machine
+    model: Any,  # a model's folder, the content of its config.json, or a transformers config
+) -> dict | None:  # None: no folder of this machine
     "What is written about a model."
-    if isinstance(model, PretrainedConfig): return model.to_dict()
-    if model is None: return None
+    if isinstance(model, PretrainedConfig):
+        return model.to_dict()
+    if model is None:
+        return None
     if not isinstance(model, (dict, str, os.PathLike)):
-        raise ValueError(f"target_model_config={shown(model)}: must be a model's folder, the content of its config.json, or its config")
+        raise ValueError(
+            f"target_model_config={shown(model)}: must be a model's folder, the content of its "
+            "config.json, or its config"
+        )
     file = None if isinstance(model, dict) else Path(model) / "config.json"
     said = model if file is None else read_object(file) if file.is_file() else None
-    if said is not None: check_said(said, "" if file is None else f"{file}: ")
+    if said is not None:
+        check_said(said, "" if file is None else f"{file}: ")
     return said
 
 # %% ../../nbs/serve/02_speculative_config.ipynb #10b596a3
-def named(model: str) -> str | None: # the method that a word in a model's name stands for
+def named(model: str) -> str | None:  # the method that a word in a model's name stands for
     return next((method for part, method in NAMED.items() if part in model.lower()), None)
 
 
 class SpeculativeConfig(BaseModel):
-    "How to speculate: the dictionary of `vllm serve --speculative-config`. Errors: ValueError naming the field, its value and what to write."
+    """How to speculate: the dictionary of `vllm serve --speculative-config`. Errors: ValueError
+    naming the field, its value and what to write."""
+
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    num_speculative_tokens: int | None = Field(None, gt=0, le=MOST_DRAFTED, description="Tokens to draft in a step. None: what the draft's config says.")
-    model: str | None = Field(None, description="Folder or hub id of the draft. None with mtp: the target itself.")
-    method: str | None = Field(None, description="A key of METHODS. None: found by the draft's config and name.")
-    enforce_eager: bool | None = Field(None, description="No graphs for the drafter. None: as for the target.")
-    draft_tensor_parallel_size: int | None = Field(None, ge=1, description="Devices to split the draft over: 1 or as many as the target's. None: as many.")
-    tensor_parallel_size: int | None = Field(None, description="Refused: write draft_tensor_parallel_size.")
-    quantization: str | None = Field(None, description="Of the draft's weights. None: as its config says.")
-    moe_backend: str | None = Field(None, description="Kernels for the draft's experts. None: as for the target.")
-    max_model_len: int | None = Field(None, ge=1, description="Longest text that is drafted for; at most the draft's and the target's.")
+    num_speculative_tokens: int | None = Field(
+        None,
+        gt=0,
+        le=MOST_DRAFTED,
+        description="Tokens to draft in a step. None: what the draft's config says.",
+    )
+    model: str | None = Field(
+        None, description="Folder or hub id of the draft. None with mtp: the target itself."
+    )
+    method: str | None = Field(
+        None, description="A key of METHODS. None: found by the draft's config and name."
+    )
+    enforce_eager: bool | None = Field(
+        None, description="No graphs for the drafter. None: as for the target."
+    )
+    draft_tensor_parallel_size: int | None = Field(
+        None,
+        ge=1,
+        description="Devices to split the draft over: 1 or the target's number. None: that.",
+    )
+    tensor_parallel_size: int | None = Field(
+        None, description="Refused: write draft_tensor_parallel_size."
+    )
+    quantization: str | None = Field(
+        None, description="Of the draft's weights. None: as its config says."
+    )
+    moe_backend: str | None = Field(
+        None, description="Kernels for the draft's experts. None: as for the target."
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=1,
+        description="Longest text that is drafted for; at most the draft's and the target's.",
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of the draft.")
     code_revision: str | None = Field(None, description="The same, of its code.")
-    draft_load_config: dict[str, Any] | None = Field(None, description="How to load the draft. None: as the target.")
-    draft_model_config: dict[str, Any] | None = Field(None, description="For extract_hidden_states: {'hf_config': {'eagle_aux_hidden_state_layer_ids': [...]}}.")
-    disable_padded_drafter_batch: bool = Field(False, description="Requests of a batch keep different lengths (some attention backends).")
-    use_local_argmax_reduction: bool = Field(False, description="Each device sends its best token instead of all logits. Greedy chains only.")
-    parallel_drafting: bool = Field(False, description="All tokens in one pass, by a draft that was trained for it.")
-    speculative_token_tree: str | list[tuple] | None = Field(None, description="Paths of a tree of drafts. None: a chain.")
-    prompt_lookup_max: int | None = Field(None, ge=1, le=2**20, description="n-gram: longest suffix that is looked up.")
-    prompt_lookup_min: int | None = Field(None, ge=1, le=2**20, description="n-gram: shortest one. One of both set: the other is the same. None set: 5.")
-    suffix_decoding_max_tree_depth: int = Field(24, ge=1, le=MOST_DRAFTED, description="Suffix: match and continuation together are at most so long.")
-    suffix_decoding_max_cached_requests: int = Field(10_000, ge=0, description="Suffix: finished answers kept, first in, first out; 0: none.")
-    suffix_decoding_max_spec_factor: float = Field(1.0, ge=0, description="Suffix: tokens drafted for each token of the match.")
-    suffix_decoding_min_token_prob: float = Field(0.1, ge=0, le=1, description="Suffix: drafts end where they are less likely.")
-    rejection_sample_method: Literal["strict", "probabilistic", "synthetic", "standard", "block"] = Field(
-        "strict", description="Verification, in the words of either line.")
+    draft_load_config: dict[str, Any] | None = Field(
+        None, description="How to load the draft. None: as the target."
+    )
+    draft_model_config: dict[str, Any] | None = Field(
+        None,
+        description=(
+            "For extract_hidden_states: {'hf_config': {'eagle_aux_hidden_state_layer_ids': "
+            "[...]}}."
+        ),
+    )
+    disable_padded_drafter_batch: bool = Field(
+        False,
+        description="Requests of a batch keep different lengths (some attention backends).",
+    )
+    use_local_argmax_reduction: bool = Field(
+        False,
+        description="Each device sends its best token, not all logits. Greedy chains only.",
+    )
+    parallel_drafting: bool = Field(
+        False, description="All tokens in one pass, by a draft that was trained for it."
+    )
+    speculative_token_tree: str | list[tuple] | None = Field(
+        None, description="Paths of a tree of drafts. None: a chain."
+    )
+    prompt_lookup_max: int | None = Field(
+        None, ge=1, le=2**20, description="n-gram: longest suffix that is looked up."
+    )
+    prompt_lookup_min: int | None = Field(
+        None,
+        ge=1,
+        le=2**20,
+        description="n-gram: shortest one. One of both set: both are that. None set: 5.",
+    )
+    suffix_decoding_max_tree_depth: int = Field(
+        24,
+        ge=1,
+        le=MOST_DRAFTED,
+        description="Suffix: match and continuation together are at most so long.",
+    )
+    suffix_decoding_max_cached_requests: int = Field(
+        10_000, ge=0, description="Suffix: finished answers kept, first in, first out; 0: none."
+    )
+    suffix_decoding_max_spec_factor: float = Field(
+        1.0, ge=0, description="Suffix: tokens drafted for each token of the match."
+    )
+    suffix_decoding_min_token_prob: float = Field(
+        0.1, ge=0, le=1, description="Suffix: drafts end where they are less likely."
+    )
+    rejection_sample_method: Literal[
+        "strict", "probabilistic", "synthetic", "standard", "block"
+    ] = Field("strict", description="Verification, in the words of either line.")
     draft_sample_method: Literal["greedy", "probabilistic"] | None = Field(
-        None, description="The draft's tokens: its argmax, or drawn. None: as rejection_sample_method says, else greedy.")
-    synthetic_acceptance_rates: list[float] | None = Field(None, description="Unconditional rate of each position.")
-    synthetic_acceptance_length: float | None = Field(None, description="Instead of rates: mean tokens a step; it becomes the rates.")
-    target_model_config: Any = Field(None, exclude=True, description="The verifier's folder, config.json or config. None: checks against it are left out.")
-    target_tensor_parallel_size: int = Field(1, ge=1, exclude=True, description="Devices that the verifier is split over.")
-    _draft: dict = PrivateAttr(default_factory=dict)       # the draft's config.json
-    _own_head: bool = PrivateAttr(False)                   # the draft is a part of the target
+        None,
+        description=(
+            "The draft's tokens: its argmax, or drawn. None: as rejection_sample_method says, "
+            "else greedy."
+        ),
+    )
+    synthetic_acceptance_rates: list[float] | None = Field(
+        None, description="Unconditional rate of each position."
+    )
+    synthetic_acceptance_length: float | None = Field(
+        None, description="Instead of rates: mean tokens a step; it becomes the rates."
+    )
+    target_model_config: Any = Field(
+        None,
+        exclude=True,
+        description=(
+            "The verifier's folder, config.json or config. None: checks against it are left "
+            "out."
+        ),
+    )
+    target_tensor_parallel_size: int = Field(
+        1, ge=1, exclude=True, description="Devices that the verifier is split over."
+    )
+    _draft: dict = PrivateAttr(default_factory=dict)  # the draft's config.json
+    _own_head: bool = PrivateAttr(False)  # the draft is a part of the target
 
     def __init__(self, **fields):
-        try: super().__init__(**fields)
-        except ValidationError as e: raise ValueError("; ".join(map(self._explain, e.errors()))) from None
+        try:
+            super().__init__(**fields)
+        except ValidationError as e:
+            raise ValueError("; ".join(map(self._explain, e.errors()))) from None
 
     @classmethod
     def _explain(cls, e):
         "A line for one of pydantic's findings."
         name = ".".join(map(str, e["loc"]))
-        if e["type"] == "value_error": return str(e["ctx"]["error"])
-        if e["type"] != "extra_forbidden": return f"{name}={shown(e['input'])}: {e['msg'][0].lower()}{e['msg'][1:]}"
+        if e["type"] == "value_error":
+            return str(e["ctx"]["error"])
+        if e["type"] != "extra_forbidden":
+            return f"{name}={shown(e['input'])}: {e['msg'][0].lower()}{e['msg'][1:]}"
         near = difflib.get_close_matches(name, cls.model_fields, 1)
-        return f"{name}={e['input']!r} is no field of SpeculativeConfig; " + (f"did you mean {near[0]}?" if near else "leave it out")
+        return f"{name}={e['input']!r} is no field of SpeculativeConfig; " + (
+            f"did you mean {near[0]}?" if near else "leave it out"
+        )
 
-    def _no(self, name, why): raise ValueError(f"{name}={getattr(self, name)!r} {why}")
+    def _no(self, name, why):
+        raise ValueError(f"{name}={getattr(self, name)!r} {why}")
 
     @property
-    def spec(self) -> Method: # the row of METHODS
+    def spec(self) -> Method:  # the row of METHODS
         "What the method needs."
         return METHODS[self.method]
 
     @model_validator(mode="before")
     @classmethod
-    def _numbers(cls, fields): return no_truth_for_a_number(cls, fields)
+    def _numbers(cls, fields):
+        return no_truth_for_a_number(cls, fields)
 
     @model_validator(mode="after")
     def _settle(self):
-        "Find the method, fill in what follows from other fields, check the rest. The order is the engine's."
+        """Find the method, fill in what follows from other fields, check the rest. The order is
+        the engine's."""
         target = config_of(self.target_model_config)
         if self.tensor_parallel_size is not None:
-            self._no("tensor_parallel_size", "is the target's; write draft_tensor_parallel_size for the draft")
+            self._no(
+                "tensor_parallel_size",
+                "is the target's; write draft_tensor_parallel_size for the draft",
+            )
         self._find_method(target)
         self._find_length()
-        for check in (self._check_ngram, self._check_drafting, self._check_verification): check()
-        if target is not None: self._check_target(target)
+        for check in (self._check_ngram, self._check_drafting, self._check_verification):
+            check()
+        if target is not None:
+            self._check_target(target)
         return self
 
     def _find_method(self, target):
         if self.method in {f.mtp for f in MTP_FAMILIES}:
-            warnings.warn(f"method={self.method!r} is the old word; write 'mtp'", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                f"method={self.method!r} is the old word; write 'mtp'",
+                DeprecationWarning,
+                stacklevel=2,
+            )
             self.method = "mtp"
-        if self.method is None and self.model in ("ngram", "[ngram]"): self.method = "ngram"
-        if self.method not in (None, *METHODS): self._no("method", f"is unknown; write one of {', '.join(METHODS)}, or leave it out")
-        if self.method is None and not Path(self.model or "").is_dir() and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", self.model or ""):
-            self._no("model", "is read as a Python class by some engines, and as a model by others; name a method, or hand your own Drafter to generate()")
-        if self.method is None and self.model is None: self._no("method", "and model=None: name a method, or the draft model")
+        if self.method is None and self.model in ("ngram", "[ngram]"):
+            self.method = "ngram"
+        if self.method not in (None, *METHODS):
+            self._no(
+                "method", f"is unknown; write one of {', '.join(METHODS)}, or leave it out"
+            )
+        if (
+            self.method is None
+            and not Path(self.model or "").is_dir()
+            and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", self.model or "")
+        ):
+            self._no(
+                "model",
+                (
+                    "is read as a Python class by some engines, and as a model by others; name "
+                    "a method, or hand your own Drafter to generate()"
+                ),
+            )
+        if self.method is None and self.model is None:
+            self._no("method", "and model=None: name a method, or the draft model")
         if self.method == "mtp" and self.model is None and target is not None:
-            self.model = str(self.target_model_config) if isinstance(self.target_model_config, (str, Path)) else target.get("_name_or_path")
-            self.quantization = self.quantization or (target.get("quantization_config") or {}).get("quant_method")
+            self.model = (
+                str(self.target_model_config)
+                if isinstance(self.target_model_config, (str, Path))
+                else target.get("_name_or_path")
+            )
+            self.quantization = self.quantization or (
+                target.get("quantization_config") or {}
+            ).get("quant_method")
             self._draft, self._own_head = target, True
         else:
-            self._draft = {} if self.method and not self.spec.weights else config_of(self.model) or {}
-        served, parallel = SERVED_AS.get(self._draft.get("speculators_model_type"), (None, False))
+            self._draft = (
+                {} if self.method and not self.spec.weights else config_of(self.model) or {}
+            )
+        served, parallel = SERVED_AS.get(
+            self._draft.get("speculators_model_type"), (None, False)
+        )
         if served and self.method not in (None, served):
-            self._no("method", f"does not fit {self.model}, which is served as {served!r}; leave method out")
+            self._no(
+                "method",
+                f"does not fit {self.model}, which is served as {served!r}; leave method out",
+            )
         self.method = self.method or served or self._guess()
         self.parallel_drafting |= parallel or self.spec.parallel is True
         if self.model is None and self.spec.weights and self.method != "mtp":
@@ -202,185 +369,439 @@ class SpeculativeConfig(BaseModel):
         self._mind_the_name()
         known, head = bool(self._draft), mtp_family(self._draft)
         if known and not served and self.method == "mtp" and not head:
-            self._no("method", f"needs a head that predicts further tokens; {self.model} with model_type={self._draft.get('model_type')!r} is "
-                               "of no family in MTP_FAMILIES")
-        if known and not served and self.method == "mlp_speculator" != self._draft.get("model_type"):
-            self._no("method", f"does not fit {self.model} with model_type={self._draft.get('model_type')!r}; leave method out")
+            self._no(
+                "method",
+                f"needs a head that predicts further tokens; {self.model} with "
+                f"model_type={self._draft.get('model_type')!r} is "
+                "of no family in MTP_FAMILIES",
+            )
+        if (
+            known
+            and not served
+            and self.method == "mlp_speculator" != self._draft.get("model_type")
+        ):
+            self._no(
+                "method",
+                (
+                    f"does not fit {self.model} with "
+                    f"model_type={self._draft.get('model_type')!r}; leave method out"
+                ),
+            )
 
     def _guess(self):
         "The method of a foreign draft, by its name and its config."
         kind = self._draft.get("model_type")
-        by_config = kind if kind in ("medusa", "mlp_speculator") else "mtp" if mtp_family(self._draft) else "draft_model"
+        by_config = (
+            kind
+            if kind in ("medusa", "mlp_speculator")
+            else "mtp"
+            if mtp_family(self._draft)
+            else "draft_model"
+        )
         return named(Path(self.model).name) or by_config
 
     def _mind_the_name(self):
-        "Warn where vLLM overrides the method by a word in the path: it does so for all methods that are not such words themselves."
-        word = named(self.model or "") if self.spec.weights and self.method not in NAMED.values() else None
+        """Warn where vLLM overrides the method by a word in the path: it does so for all
+        methods that are not such words themselves."""
+        word = (
+            named(self.model or "")
+            if self.spec.weights and self.method not in NAMED.values()
+            else None
+        )
         if word:
-            warnings.warn(f"model={self.model!r}: vLLM reads {word!r} out of this path and will not use method={self.method!r}; rename the folder", stacklevel=2)
+            warnings.warn(
+                (
+                    f"model={self.model!r}: vLLM reads {word!r} out of this path and will not "
+                    f"use method={self.method!r}; rename the folder"
+                ),
+                stacklevel=2,
+            )
 
     def _find_length(self):
         head = mtp_family(self._draft) if self.method == "mtp" else None
         trained = head[1] if head else self._draft.get("n_predict")
         methods = (self._draft.get("speculators_config") or {}).get("proposal_methods") or [{}]
         if self.num_speculative_tokens is None and self.method == "suffix":
-            warnings.warn("num_speculative_tokens is not given; suffix decoding drafts up to its tree's depth, "
-                          f"{self.suffix_decoding_max_tree_depth}", stacklevel=2)
+            warnings.warn(
+                "num_speculative_tokens is not given; suffix decoding drafts up to its "
+                f"tree's depth, {self.suffix_decoding_max_tree_depth}",
+                stacklevel=2,
+            )
             self.num_speculative_tokens = self.suffix_decoding_max_tree_depth
-        self.num_speculative_tokens = n = self.num_speculative_tokens or trained or methods[0].get("speculative_tokens")
+        self.num_speculative_tokens = n = (
+            self.num_speculative_tokens or trained or methods[0].get("speculative_tokens")
+        )
         if not n:
-            self._no("num_speculative_tokens", f"and the config of the draft ({self.model}) says no number; write how many tokens to draft")
+            self._no(
+                "num_speculative_tokens",
+                (
+                    f"and the config of the draft ({self.model}) says no number; write how "
+                    "many tokens to draft"
+                ),
+            )
         if trained and n > trained and n % trained:
-            self._no("num_speculative_tokens", f"must be at most the {trained} tokens that the draft predicts (n_predict), or a multiple of it")
+            self._no(
+                "num_speculative_tokens",
+                (
+                    f"must be at most the {trained} tokens that the draft predicts "
+                    "(n_predict), or a multiple of it"
+                ),
+            )
 
     def _check_ngram(self):
-        if self.method not in ("ngram", "ngram_gpu"): return
+        if self.method not in ("ngram", "ngram_gpu"):
+            return
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         self.prompt_lookup_min, self.prompt_lookup_max = low or high or 5, high or low or 5
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            self._no("prompt_lookup_min", f"is more than prompt_lookup_max={high}; lower it, or raise the other")
+            self._no(
+                "prompt_lookup_min",
+                f"is more than prompt_lookup_max={high}; lower it, or raise the other",
+            )
 
     def _check_drafting(self):
         if self.parallel_drafting and self.spec.parallel is False:
             able = ", ".join(name for name, m in METHODS.items() if m.parallel is not False)
-            self._no("parallel_drafting", f"is nothing that method={self.method!r} can do; leave it out (it is for {able})")
+            self._no(
+                "parallel_drafting",
+                (
+                    f"is nothing that method={self.method!r} can do; leave it out (it is for "
+                    f"{able})"
+                ),
+            )
         if self.draft_model_config is not None and self.method != "extract_hidden_states":
-            self._no("draft_model_config", "is read from the draft's folder; leave it out (it is for extract_hidden_states)")
+            self._no(
+                "draft_model_config",
+                (
+                    "is read from the draft's folder; leave it out (it is for "
+                    "extract_hidden_states)"
+                ),
+            )
         if self.speculative_token_tree is not None:
             paths = parse_token_tree(self.speculative_token_tree)
             if len(paths) != self.num_speculative_tokens:
-                self._no("speculative_token_tree", f"has {len(paths)} tokens, num_speculative_tokens={self.num_speculative_tokens}; make them equal")
+                self._no(
+                    "speculative_token_tree",
+                    (
+                        f"has {len(paths)} tokens, "
+                        f"num_speculative_tokens={self.num_speculative_tokens}; make them equal"
+                    ),
+                )
             self.speculative_token_tree = str(paths)
 
     def _check_verification(self):
-        if self.draft_sample_method == "probabilistic" and "rejection_sample_method" not in self.model_fields_set:
-            self.rejection_sample_method = "probabilistic"        # the vocabularies' defaults differ
-        how, draft = WORDS.get(self.rejection_sample_method, (self.rejection_sample_method, "greedy"))
-        if self.rejection_sample_method in ("strict", "probabilistic") and self.draft_sample_method not in (None, draft):
-            self._no("draft_sample_method", f"contradicts rejection_sample_method={self.rejection_sample_method!r}; write 'standard' there, or leave this out")
+        if (
+            self.draft_sample_method == "probabilistic"
+            and "rejection_sample_method" not in self.model_fields_set
+        ):
+            self.rejection_sample_method = "probabilistic"  # the vocabularies' defaults differ
+        how, draft = WORDS.get(
+            self.rejection_sample_method, (self.rejection_sample_method, "greedy")
+        )
+        if self.rejection_sample_method in (
+            "strict",
+            "probabilistic",
+        ) and self.draft_sample_method not in (None, draft):
+            self._no(
+                "draft_sample_method",
+                (
+                    f"contradicts rejection_sample_method={self.rejection_sample_method!r}; "
+                    "write 'standard' there, or leave this out"
+                ),
+            )
         self.draft_sample_method = self.draft_sample_method or draft
-        if self.use_local_argmax_reduction and (self.draft_sample_method == "probabilistic" or not self.is_chain):
-            self._no("use_local_argmax_reduction", "finds the best token only, so the draft must be a greedy chain: draft_sample_method='greedy', no tree")
-        rates, length, n = self.synthetic_acceptance_rates, self.synthetic_acceptance_length, self.num_speculative_tokens
+        if self.use_local_argmax_reduction and (
+            self.draft_sample_method == "probabilistic" or not self.is_chain
+        ):
+            self._no(
+                "use_local_argmax_reduction",
+                (
+                    "finds the best token only, so the draft must be a greedy chain: "
+                    "draft_sample_method='greedy', no tree"
+                ),
+            )
+        rates, length, n = (
+            self.synthetic_acceptance_rates,
+            self.synthetic_acceptance_length,
+            self.num_speculative_tokens,
+        )
         if how != "synthetic":
             for name in ("synthetic_acceptance_rates", "synthetic_acceptance_length"):
                 if getattr(self, name) is not None:
-                    self._no(name, "has no effect without rejection_sample_method='synthetic'; write that, or leave this out")
+                    self._no(
+                        name,
+                        (
+                            "has no effect without rejection_sample_method='synthetic'; write "
+                            "that, or leave this out"
+                        ),
+                    )
             return
         if (rates is None) == (length is None):
-            raise ValueError(f"rejection_sample_method='synthetic' wants exactly one of synthetic_acceptance_rates={rates} and "
-                             f"synthetic_acceptance_length={length}")
+            raise ValueError(
+                "rejection_sample_method='synthetic' wants exactly one of "
+                f"synthetic_acceptance_rates={rates} and "
+                f"synthetic_acceptance_length={length}"
+            )
         rates = length_to_rates(length, n) if rates is None else rates
-        if len(rates) != n: self._no("synthetic_acceptance_rates", f"must have one rate for each of num_speculative_tokens={n} positions")
-        try: synthetic(rates)
+        if len(rates) != n:
+            self._no(
+                "synthetic_acceptance_rates",
+                f"must have one rate for each of num_speculative_tokens={n} positions",
+            )
+        try:
+            synthetic(rates)
         except ValueError:
-            self._no("synthetic_acceptance_rates", "must lie in [0, 1] and not increase: a position counts only where all before it were accepted")
+            self._no(
+                "synthetic_acceptance_rates",
+                (
+                    "must lie in [0, 1] and not increase: a position counts only where all "
+                    "before it were accepted"
+                ),
+            )
         self.synthetic_acceptance_rates, self.synthetic_acceptance_length = rates, None
 
     def _check_target(self, target):
-        kind, ours, theirs = str(target.get("model_type")), entry(self._draft, "vocab_size"), entry(target, "vocab_size")
+        kind, ours, theirs = (
+            str(target.get("model_type")),
+            entry(self._draft, "vocab_size"),
+            entry(target, "vocab_size"),
+        )
         if self.spec.aux and not any(f in kind for f in AUX_FAMILIES):
-            raise ValueError(f"method={self.method!r} reads inner layers of the target, and targets of model_type={kind!r} hand out none; "
-                             f"it can be one of {', '.join(AUX_FAMILIES)}")
+            raise ValueError(
+                f"method={self.method!r} reads inner layers of the target, and targets of "
+                f"model_type={kind!r} hand out none; "
+                f"it can be one of {', '.join(AUX_FAMILIES)}"
+            )
         if self.method == "draft_model" and ours and ours != theirs:
-            raise ValueError(f"model={self.model!r} has vocab_size {ours}, the target {theirs}: their tokens are different words; "
-                             "choose a draft with the target's tokenizer")
-        if self.spec.weights and self.draft_tensor_parallel_size not in (None, 1, self.target_tensor_parallel_size):
-            self._no("draft_tensor_parallel_size", f"must be 1 or the target's {self.target_tensor_parallel_size}")
-        if self.max_model_len is None or not self.spec.weights: return
+            raise ValueError(
+                f"model={self.model!r} has vocab_size {ours}, the target {theirs}: their "
+                "tokens are different words; choose a draft with the target's tokenizer"
+            )
+        if self.spec.weights and self.draft_tensor_parallel_size not in (
+            None,
+            1,
+            self.target_tensor_parallel_size,
+        ):
+            self._no(
+                "draft_tensor_parallel_size",
+                f"must be 1 or the target's {self.target_tensor_parallel_size}",
+            )
+        if self.max_model_len is None or not self.spec.weights:
+            return
         for owner, config in (("draft", self._draft), ("target", target)):
             limit = entry(config, "max_position_embeddings")
             if limit and self.max_model_len > limit:
-                self._no("max_model_len", f"is longer than the {owner}'s {limit}; lower it, or leave it out")
+                self._no(
+                    "max_model_len",
+                    f"is longer than the {owner}'s {limit}; lower it, or leave it out",
+                )
 
     @property
-    def is_chain(self) -> bool: # no node has two children
+    def is_chain(self) -> bool:  # no node has two children
         "Whether the draft is a chain."
-        return self.speculative_token_tree is None or all(set(p) == {0} for p in parse_token_tree(self.speculative_token_tree))
+        return self.speculative_token_tree is None or all(
+            set(p) == {0} for p in parse_token_tree(self.speculative_token_tree)
+        )
 
     @property
-    def slots(self) -> int: # a request
+    def slots(self) -> int:  # a request
         "New places in the drafter's batch, beside the one that each request has."
-        return (self.num_speculative_tokens - 1 if self.parallel_drafting else 0) + self.spec.slots
+        return (
+            self.num_speculative_tokens - 1 if self.parallel_drafting else 0
+        ) + self.spec.slots
 
     @property
-    def depth(self) -> int: # tokens on the longest path
+    def depth(self) -> int:  # tokens on the longest path
         "How deep a step drafts: the `k` of `generate`."
-        return self.num_speculative_tokens if self.speculative_token_tree is None else max(map(len, parse_token_tree(self.speculative_token_tree)))
+        return (
+            self.num_speculative_tokens
+            if self.speculative_token_tree is None
+            else max(map(len, parse_token_tree(self.speculative_token_tree)))
+        )
 
     @property
-    def aux_layer_ids(self) -> tuple: # empty: the config does not say
+    def aux_layer_ids(self) -> tuple:  # empty: the config does not say
         "Layers of the target that the draft's config asks for."
         own = (self.draft_model_config or {}).get("hf_config") or self._draft
-        return tuple(next((own[name] for name in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids") if own.get(name)), ()))
+        return tuple(
+            next(
+                (
+                    own[name]
+                    for name in (
+                        "eagle_aux_hidden_state_layer_ids",
+                        "aux_hidden_state_layer_ids",
+                    )
+                    if own.get(name)
+                ),
+                (),
+            )
+        )
 
-    def compute_hash(self) -> str: # hex digits
-        "The same for configs under which the target computes the same graph: it counts whether inner layers are handed out, and which."
-        return hashlib.sha256(repr((self.spec.aux, self.aux_layer_ids if self.spec.aux else ())).encode()).hexdigest()
+    def compute_hash(self) -> str:  # hex digits
+        """The same for configs under which the target computes the same graph: it counts
+        whether inner layers are handed out, and which."""
+        return hashlib.sha256(
+            repr((self.spec.aux, self.aux_layer_ids if self.spec.aux else ())).encode()
+        ).hexdigest()
 
-    def to_json(self,
-        engine: str = "vllm-0.32", # or "documented"
-    ) -> str: # for --speculative-config; what is at its default is left out
-        "This setting in an engine's words. Errors: ValueError saying what that engine has no words for."
-        if engine not in ENGINES: raise ValueError(f"engine={engine!r} is unknown; write one of {', '.join(ENGINES)}")
-        documented, pair = engine == "documented", WORDS.get(self.rejection_sample_method, (self.rejection_sample_method, None))
+    def to_json(
+        self,
+        engine: str = "vllm-0.32",  # or "documented"
+    ) -> str:  # for --speculative-config; what is at its default is left out
+        """This setting in an engine's words. Errors: ValueError saying what that engine has no
+        words for."""
+        if engine not in ENGINES:
+            raise ValueError(f"engine={engine!r} is unknown; write one of {', '.join(ENGINES)}")
+        documented, pair = (
+            engine == "documented",
+            WORDS.get(self.rejection_sample_method, (self.rejection_sample_method, None)),
+        )
         pair = (pair[0], self.draft_sample_method)
         word = next((w for w, p in WORDS.items() if p == pair), None)
-        if engine not in self.spec.lines: self._no("method", f"is not served by the {engine} line; it is by {', '.join(self.spec.lines)}")
+        if engine not in self.spec.lines:
+            self._no(
+                "method",
+                f"is not served by the {engine} line; it is by {', '.join(self.spec.lines)}",
+            )
         if documented and word is None:
-            raise ValueError(f"rejection_sample_method={pair[0]!r} with draft_sample_method={pair[1]!r} has no word in the documented line; "
-                             f"it has {', '.join(WORDS)}")
+            raise ValueError(
+                f"rejection_sample_method={pair[0]!r} with draft_sample_method={pair[1]!r} has "
+                "no word in the documented line; "
+                f"it has {', '.join(WORDS)}"
+            )
         if not documented and not self.is_chain:
-            self._no("speculative_token_tree", f"has branches, and {engine} drafts chains only; leave it out")
-        own = {name: value for name in type(self).model_fields if (value := getattr(self, name)) != type(self).model_fields[name].default}
-        own |= dict(rejection_sample_method=word) if documented else dict(zip(("rejection_sample_method", "draft_sample_method"), pair))
+            self._no(
+                "speculative_token_tree",
+                f"has branches, and {engine} drafts chains only; leave it out",
+            )
+        own = {
+            name: value
+            for name in type(self).model_fields
+            if (value := getattr(self, name)) != type(self).model_fields[name].default
+        }
+        own |= (
+            dict(rejection_sample_method=word)
+            if documented
+            else dict(zip(("rejection_sample_method", "draft_sample_method"), pair))
+        )
         at_default = {"strict"} if documented else {"standard", "greedy"}
-        drop = {"target_model_config", "target_tensor_parallel_size"} | ({"draft_sample_method"} if documented else {"speculative_token_tree"})
+        drop = {"target_model_config", "target_tensor_parallel_size"} | (
+            {"draft_sample_method"} if documented else {"speculative_token_tree"}
+        )
         drop |= {"model"} if self._own_head or not self.spec.weights else set()
-        return json.dumps({k: v for k, v in own.items() if k not in drop and not (k.endswith("sample_method") and v in at_default)})
+        return json.dumps(
+            {
+                k: v
+                for k, v in own.items()
+                if k not in drop and not (k.endswith("sample_method") and v in at_default)
+            }
+        )
 
-    def rule(self) -> Rule: # of `decode.acceptance_rules`
-        "The acceptance rule. Errors: ValueError for block verification of a tree with branches."
+    def rule(self) -> Rule:  # of `decode.acceptance_rules`
+        """The acceptance rule. Errors: ValueError for block verification of a tree with
+        branches."""
         if self.rejection_sample_method == "block" and not self.is_chain:
-            self._no("speculative_token_tree", "has branches, and rejection_sample_method='block' is defined for chains; write 'standard', or leave the tree out")
-        how = {"probabilistic": "standard"}.get(self.rejection_sample_method, self.rejection_sample_method)
+            self._no(
+                "speculative_token_tree",
+                (
+                    "has branches, and rejection_sample_method='block' is defined for chains; "
+                    "write 'standard', or leave the tree out"
+                ),
+            )
+        how = {"probabilistic": "standard"}.get(
+            self.rejection_sample_method, self.rejection_sample_method
+        )
         return synthetic(self.synthetic_acceptance_rates) if how == "synthetic" else RULES[how]
 
-    def drafter(self,
-        verifier: Verifier, # whose tokens shall be guessed
-    ) -> Drafter: # for `generate`; a checkpoint is loaded on the verifier's device
-        "Make the drafter. Errors: ValueError for branches where the method drafts chains, and for a checkpoint that cannot be read."
+    def drafter(
+        self,
+        verifier: Verifier,  # whose tokens shall be guessed
+    ) -> Drafter:  # for `generate`; a checkpoint is loaded on the verifier's device
+        """Make the drafter. Errors: ValueError for branches where the method drafts chains, and
+        for a checkpoint that cannot be read."""
         drafter = DRAFTERS.get(self.method, _trained)(self, verifier)
         if not self.is_chain:
-            if not callable(getattr(drafter, "grow", None)): self._no("speculative_token_tree", f"has branches, and method={self.method!r} drafts chains; leave it out")
+            if not callable(getattr(drafter, "grow", None)):
+                self._no(
+                    "speculative_token_tree",
+                    f"has branches, and method={self.method!r} drafts chains; leave it out",
+                )
             drafter = TreeDrafter(drafter, parse_token_tree(self.speculative_token_tree))
-        return ArgmaxDrafter(drafter) if self.spec.weights and self.draft_sample_method == "greedy" else drafter
+        return (
+            ArgmaxDrafter(drafter)
+            if self.spec.weights and self.draft_sample_method == "greedy"
+            else drafter
+        )
 
 
 def _trained(config, verifier):
     home = getattr(verifier.config, "_name_or_path", None) or None
     home = home if home and Path(home).is_dir() else None
-    def load(folder): return SpeculatorModel.from_pretrained(folder, verifier=home, dtype=verifier.dtype).to(verifier.device).drafter()
-    if not config._draft or "speculators_model_type" in config._draft: return load(config.model)
-    if home is None: config._no("model", "is in an engine's own format, and the verifier has no folder here to convert it for; convert it, and give the new folder")
+
+    def load(folder):
+        return (
+            SpeculatorModel.from_pretrained(folder, verifier=home, dtype=verifier.dtype)
+            .to(verifier.device)
+            .drafter()
+        )
+
+    if not config._draft or "speculators_model_type" in config._draft:
+        return load(config.model)
+    if home is None:
+        config._no(
+            "model",
+            (
+                "is in an engine's own format, and the verifier has no folder here to convert "
+                "it for; convert it, and give the new folder"
+            ),
+        )
     with tempfile.TemporaryDirectory() as tmp:
-        try: return load(convert(config.model, Path(tmp) / "draft", home))
-        except ValueError as e: config._no("model", f"is no checkpoint of this library, and cannot be converted: {e}")
+        try:
+            return load(convert(config.model, Path(tmp) / "draft", home))
+        except ValueError as e:
+            config._no(
+                "model", f"is no checkpoint of this library, and cannot be converted: {e}"
+            )
 
-def _ngram(config, verifier): return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+
+def _ngram(config, verifier):
+    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+
+
 def _suffix(config, verifier):
-    return SuffixDrafter(config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests,
-                         config.suffix_decoding_max_spec_factor, config.suffix_decoding_min_token_prob)
+    return SuffixDrafter(
+        config.suffix_decoding_max_tree_depth,
+        config.suffix_decoding_max_cached_requests,
+        config.suffix_decoding_max_spec_factor,
+        config.suffix_decoding_min_token_prob,
+    )
 
-DRAFTERS = {"ngram": _ngram, "ngram_gpu": _ngram, "suffix": _suffix, "extract_hidden_states": lambda config, verifier: HiddenStates(config.aux_layer_ids or verifier.aux_layer_ids),
-            "draft_model": lambda config, verifier: DraftModel.from_pretrained(config.model, verifier)}
+
+DRAFTERS = {
+    "ngram": _ngram,
+    "ngram_gpu": _ngram,
+    "suffix": _suffix,
+    "extract_hidden_states": lambda config, verifier: HiddenStates(
+        config.aux_layer_ids or verifier.aux_layer_ids
+    ),
+    "draft_model": lambda config, verifier: DraftModel.from_pretrained(config.model, verifier),
+}
+
 
 def speculate(
-    verifier: Verifier, # whose text is written
-    config: SpeculativeConfig | dict, # a dictionary becomes a config for this verifier
-    prompt_ids: Tensor | list, # one request or several, as in `generate`
-    **kwargs, # of `generate`: max_new_tokens, sampling, eos_token_ids
-) -> Generation | list[Generation]: # tokens and steps
+    verifier: Verifier,  # whose text is written
+    config: SpeculativeConfig | dict,  # a dictionary becomes a config for this verifier
+    prompt_ids: Tensor | list,  # one request or several, as in `generate`
+    **kwargs,  # of `generate`: max_new_tokens, sampling, eos_token_ids
+) -> Generation | list[Generation]:  # tokens and steps
     "Decode as a config says."
-    if isinstance(config, dict): config = SpeculativeConfig(**{"target_model_config": verifier.config} | config)
-    return generate(verifier, config.drafter(verifier), prompt_ids, k=config.depth, rule=config.rule(), **kwargs)
+    if isinstance(config, dict):
+        config = SpeculativeConfig(**{"target_model_config": verifier.config} | config)
+    return generate(
+        verifier,
+        config.drafter(verifier),
+        prompt_ids,
+        k=config.depth,
+        rule=config.rule(),
+        **kwargs,
+    )

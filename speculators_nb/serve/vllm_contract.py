@@ -9,81 +9,151 @@ __all__ = ['log', 'check_vllm_contract']
 import logging
 import os
 from pathlib import Path
+
 import torch
 from transformers import PretrainedConfig
-from ..core.config import SpeculatorModelConfig
-from ..nn.target_head import text_config, verifier_config
-from ..models.base import SpeculatorModel, tensor_problem
+
 from ..core.checkpoints import checkpoint_index, load_tensors, resolve_checkpoint
+from ..core.config import SpeculatorModelConfig
 from ..core.files import read_object
+from ..models.base import SpeculatorModel, tensor_problem
 from ..nn.draft_vocabulary import check_vocab_mapping
+from ..nn.target_head import text_config, verifier_config
 
 # %% ../../nbs/serve/03_vllm_contract.ipynb #1e90cd78
 log = logging.getLogger("speculators_nb.serve.vllm_contract")
 
+
 def _general(config: dict) -> list:
     "Violations of what every served drafter's config.json must say."
     found, block = [], config.get("speculators_config")
-    if "model_type" in config: found.append(f"config.json has a top-level model_type ({config['model_type']!r}): vLLM then takes the folder for an ordinary model; remove it")
-    if not isinstance(block, dict): return found + ["speculators_config is missing; vLLM finds verifier and number of draft tokens there"]
+    if "model_type" in config:
+        found.append(
+            f"config.json has a top-level model_type ({config['model_type']!r}): vLLM then "
+            "takes the folder for an ordinary model; remove it"
+        )
+    if not isinstance(block, dict):
+        return [
+            *found,
+            "speculators_config is missing; vLLM finds verifier and number of draft tokens "
+            "there",
+        ]
     methods = block.get("proposal_methods")
-    methods = methods if isinstance(methods, list) and methods and isinstance(methods[0], dict) else [{}]
-    if not isinstance(methods[0].get("speculative_tokens"), int) or methods[0]["speculative_tokens"] < 1:
-        found.append(f"speculators_config.proposal_methods[0].speculative_tokens is {methods[0].get('speculative_tokens')!r}; give the number of tokens to draft")
-    verifier = block["verifier"].get("name_or_path") if isinstance(block.get("verifier"), dict) else None
+    methods = (
+        methods
+        if isinstance(methods, list) and methods and isinstance(methods[0], dict)
+        else [{}]
+    )
+    if (
+        not isinstance(methods[0].get("speculative_tokens"), int)
+        or methods[0]["speculative_tokens"] < 1
+    ):
+        found.append(
+            "speculators_config.proposal_methods[0].speculative_tokens is "
+            f"{methods[0].get('speculative_tokens')!r}; give the number of tokens to draft"
+        )
+    verifier = (
+        block["verifier"].get("name_or_path")
+        if isinstance(block.get("verifier"), dict)
+        else None
+    )
     verifier = verifier if isinstance(verifier, str) else None
-    if not verifier: found.append("speculators_config.verifier.name_or_path is missing; vLLM serves the verifier from there")
+    if not verifier:
+        found.append(
+            "speculators_config.verifier.name_or_path is missing; vLLM serves the verifier "
+            "from there"
+        )
     elif Path(verifier).is_dir() and not Path(verifier).is_absolute():
-        found.append(f"speculators_config.verifier.name_or_path is the relative path {verifier!r}; vLLM looks for it where it is started, write the absolute path")
+        found.append(
+            f"speculators_config.verifier.name_or_path is the relative path {verifier!r}; vLLM "
+            "looks for it where it is started, write the absolute path"
+        )
     return found
 
+
 def _tensors(folder, model) -> list:
-    "Violations in names, shapes, kinds and values of the stored tensors, against the model that the config describes."
-    try: index = checkpoint_index(folder)
-    except (FileNotFoundError, ValueError) as e: return [str(e)]
+    """Violations in names, shapes, kinds and values of the stored tensors, against the model
+    that the config describes."""
+    try:
+        index = checkpoint_index(folder)
+    except (FileNotFoundError, ValueError) as e:
+        return [str(e)]
     want = {n: w for n, w in model.state_dict().items() if not n.startswith(model.not_saved)}
-    optional = set(model.from_verifier) - ({"lm_head.weight"} if model.t2d is not None else set())   # vLLM shares the whole head or none of it
+    optional = set(model.from_verifier) - (
+        {"lm_head.weight"} if model.t2d is not None else set()
+    )  # vLLM shares the whole head or none of it
     found = [f"tensor {n} is missing" for n in sorted(set(want) - set(index) - optional)]
-    found += [f"tensor {n} is not part of this model; vLLM refuses unknown names" for n in sorted(set(index) - set(want))]
+    found += [
+        f"tensor {n} is not part of this model; vLLM refuses unknown names"
+        for n in sorted(set(index) - set(want))
+    ]
     mapping = {}
     for n in sorted(set(want) & set(index)):
-        try: w = load_tensors(index[n], [n])[n]
-        except ValueError as e: return found + [str(e)]
-        if problem := tensor_problem(n, w, want[n]): found.append(problem)
-        if n in ("t2d", "d2t"): mapping[n] = w
+        try:
+            w = load_tensors(index[n], [n])[n]
+        except ValueError as e:
+            return [*found, str(e)]
+        if problem := tensor_problem(n, w, want[n]):
+            found.append(problem)
+        if n in ("t2d", "d2t"):
+            mapping[n] = w
     if model.t2d is not None and len(mapping) == 2:
-        try: check_vocab_mapping(mapping["t2d"], mapping["d2t"], model.target_vocab_size, model.config.draft_vocab_size)
-        except ValueError as e: found.append(str(e))
+        try:
+            check_vocab_mapping(
+                mapping["t2d"],
+                mapping["d2t"],
+                model.target_vocab_size,
+                model.config.draft_vocab_size,
+            )
+        except ValueError as e:
+            found.append(str(e))
     return found
+
 
 def _verifier_config(config: dict) -> "PretrainedConfig | None":
     "The verifier's own configuration, where its folder can be read here."
     name = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
-    return text_config(verifier_config(name)) if name and (Path(name) / "config.json").is_file() else None
+    return (
+        text_config(verifier_config(name))
+        if name and (Path(name) / "config.json").is_file()
+        else None
+    )
+
 
 def check_vllm_contract(
-    folder: str | os.PathLike, # a checkpoint
-) -> list: # violations, each a sentence with the remedy; empty: vLLM will load it
+    folder: str | os.PathLike,  # a checkpoint
+) -> list:  # violations, each a sentence with the remedy; empty: vLLM will load it
     """Everything in a checkpoint folder that would keep vLLM from serving it, or make it serve
     another model than was trained. What differs on some builds of vLLM or for some requests
     alone is logged as a warning (`serving_warnings` of the model's class)."""
     folder = resolve_checkpoint(folder)
     file = folder / "config.json"
-    if not file.is_file(): return [f"{file.name} is missing; the folder is not a complete checkpoint"]
-    try: raw = read_object(file)
-    except ValueError as e: return [str(e)]
+    if not file.is_file():
+        return [f"{file.name} is missing; the folder is not a complete checkpoint"]
+    try:
+        raw = read_object(file)
+    except ValueError as e:
+        return [str(e)]
     found = _general(raw)
-    try: config = SpeculatorModelConfig.from_dict(raw)
-    except ValueError as e: return found + [str(e)]       # from here on the fields are of the right types
-    if config.sizes is not config and "transformer_layer_config" not in raw: found.append("transformer_layer_config is missing; it must describe the draft layers")
+    try:
+        config = SpeculatorModelConfig.from_dict(raw)
+    except ValueError as e:
+        return [*found, str(e)]  # from here on the fields are of the right types
+    if config.sizes is not config and "transformer_layer_config" not in raw:
+        found.append("transformer_layer_config is missing; it must describe the draft layers")
     klass = SpeculatorModel.registered_model_class_from_config(config)
     try:
-        with torch.device("meta"): model = klass(config)
-    except ValueError as e: model, found = None, found + [str(e)]
+        with torch.device("meta"):
+            model = klass(config)
+    except ValueError as e:
+        model, found = None, [*found, str(e)]
     for warning in klass.serving_warnings(raw) if hasattr(klass, "serving_warnings") else ():
         log.warning("warning: %s", warning)
-    if "serving_violations" not in vars(klass):    # inherited: the rules of another type
-        found.append(f"{klass.__name__} does not say how vLLM serves speculators_model_type {config.speculators_model_type!r}; "
-                     "give it serving_violations of its own")
+    if "serving_violations" not in vars(klass):  # inherited: the rules of another type
+        found.append(
+            f"{klass.__name__} does not say how vLLM serves speculators_model_type "
+            f"{config.speculators_model_type!r}; "
+            "give it serving_violations of its own"
+        )
     found += klass.serving_violations(raw, _verifier_config(raw))
     return found if model is None else found + _tensors(folder, model)

@@ -12,51 +12,96 @@ from typing import Any, NamedTuple
 # %% ../../nbs/serve/01_vllm_methods.ipynb #e2206161
 class Method(NamedTuple):
     "A way of drafting, as the engine sees it."
-    weights: bool = False              # loads a draft checkpoint
-    aux: bool = False                  # reads auxiliary hidden states of the target
-    parallel: bool | None = False      # drafts all tokens in one pass: never, as trained (None), always
-    slots: int = 0                     # places a request needs beside those of parallel drafting
+
+    weights: bool = False  # loads a draft checkpoint
+    aux: bool = False  # reads auxiliary hidden states of the target
+    parallel: bool | None = False  # drafts all tokens in one pass; None: if it was trained so
+    slots: int = 0  # places a request needs beside those of parallel drafting
     lines: tuple = ("documented", "vllm-0.32")  # engine lines that serve it
 
+
 METHODS = {
-    "ngram": Method(), "ngram_gpu": Method(), "suffix": Method(),
-    "draft_model": Method(weights=True, parallel=None, slots=1),          # its input keeps the last token
+    "ngram": Method(),
+    "ngram_gpu": Method(),
+    "suffix": Method(),
+    "draft_model": Method(
+        weights=True, parallel=None, slots=1
+    ),  # its input keeps the last token
     "eagle": Method(weights=True, parallel=None),
     "eagle3": Method(weights=True, aux=True, parallel=None),
-    "dflash": Method(weights=True, aux=True, parallel=True, slots=1),     # the last decided token, then K masks
+    "dflash": Method(
+        weights=True, aux=True, parallel=True, slots=1
+    ),  # the last decided token, then K masks
     "dspark": Method(weights=True, aux=True, parallel=True, lines=("vllm-0.32",)),
     "medusa": Method(weights=True),
-    "mlp_speculator": Method(weights=True, lines=("documented",)),        # vLLM 0.32 knows the word, and no such model
+    "mlp_speculator": Method(
+        weights=True, lines=("documented",)
+    ),  # vLLM 0.32 knows the word, and no such model
     "mtp": Method(weights=True, parallel=None),
     "extract_hidden_states": Method(aux=True),
 }
 # what a checkpoint of this library is served as: (method, parallel_drafting)
-SERVED_AS = {"eagle": ("eagle", False), "eagle3": ("eagle3", False), "peagle": ("eagle3", True), "dflash": ("dflash", True), "dspark": ("dspark", True),
-             "medusa": ("medusa", False), "mlp": ("mlp_speculator", False), "mtp": ("mtp", False)}
-NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}   # part of a foreign draft's name -> method, in this order
+SERVED_AS = {
+    "eagle": ("eagle", False),
+    "eagle3": ("eagle3", False),
+    "peagle": ("eagle3", True),
+    "dflash": ("dflash", True),
+    "dspark": ("dspark", True),
+    "medusa": ("medusa", False),
+    "mlp": ("mlp_speculator", False),
+    "mtp": ("mtp", False),
+}
+NAMED = {
+    "eagle-": "eagle",
+    "eagle3": "eagle3",
+    "dflash": "dflash",
+    "dspark": "dspark",
+}  # part of a foreign draft's name -> method, in this order
 # parts of the model_type of targets that can hand out auxiliary hidden states
-AUX_FAMILIES = ("llama", "qwen", "minicpm", "gpt_oss", "hunyuan_vl", "hunyuan_v1_dense", "afmoe", "nemotron_h", "deepseek_v2", "deepseek_v3",
-                "kimi_k2", "kimi_k25", "minimax_m2", "gemma4")
+AUX_FAMILIES = (
+    "llama",
+    "qwen",
+    "minicpm",
+    "gpt_oss",
+    "hunyuan_vl",
+    "hunyuan_v1_dense",
+    "afmoe",
+    "nemotron_h",
+    "deepseek_v2",
+    "deepseek_v3",
+    "kimi_k2",
+    "kimi_k25",
+    "minimax_m2",
+    "gemma4",
+)
 
 # %% ../../nbs/serve/01_vllm_methods.ipynb #a1dd013e
 class MTPFamily(NamedTuple):
     "Verifiers that carry a multi-token prediction head."
-    mtp: str                                        # the engine's name of the head; once a method word, now `mtp`
-    words: tuple[str, ...]                          # model_type or first architecture of the verifier
-    layers: str | int = "num_nextn_predict_layers"  # field of the verifier's config, or the number
-    missing: int | None = None                      # number where that field is absent
-    since: str = "documented"                       # the engine line that knows it first
+
+    mtp: str  # the engine's name of the head; once a method word, now `mtp`
+    words: tuple[str, ...]  # model_type or first architecture of the verifier
+    layers: str | int = "num_nextn_predict_layers"  # a field of the verifier's config, or a num
+    missing: int | None = None  # number where that field is absent
+    since: str = "documented"  # the engine line that knows it first
+
 
 MTP_FAMILIES = [
     MTPFamily("deepseek_mtp", ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")),
     MTPFamily("pangu_ultra_moe_mtp", ("pangu_ultra_moe",)),
     MTPFamily("mimo_mtp", ("MiMoForCausalLM",)),
-    MTPFamily("mimo_v2_mtp", ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM", "MiMoV2OmniForCausalLM"), 1),   # the first of its layers only
+    MTPFamily(
+        "mimo_v2_mtp",
+        ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM", "MiMoV2OmniForCausalLM"),
+        1,
+    ),  # the first of its layers only
     MTPFamily("glm4_moe_mtp", ("Glm4MoeForCausalLM",)),
     MTPFamily("glm4_moe_lite_mtp", ("Glm4MoeLiteForCausalLM",)),
     MTPFamily("glm_ocr_mtp", ("GlmOcrForConditionalGeneration",)),
     MTPFamily("ernie_mtp", ("ernie4_5_moe",)),
-    MTPFamily("nemotron_h_mtp", ("nemotron_h", "nemotron_h_puzzle"), missing=0),                             # most have no head
+    MTPFamily(
+        "nemotron_h_mtp", ("nemotron_h", "nemotron_h_puzzle"), missing=0
+    ),  # most have no head
     MTPFamily("qwen3_next_mtp", ("qwen3_next",)),
     MTPFamily("qwen3_5_mtp", ("qwen3_5", "qwen3_5_moe"), "mtp_num_hidden_layers"),
     MTPFamily("exaone_moe_mtp", ("exaone_moe",)),
@@ -64,36 +109,63 @@ MTP_FAMILIES = [
     MTPFamily("longcat_flash_mtp", ("longcat_flash",), missing=1),
     MTPFamily("step3p5_mtp", ("step3p5", "Step3p5ForCausalLM"), missing=1),
     MTPFamily("hy_v3_mtp", ("hy_v3",)),
-    MTPFamily("qwen3_5_mtp", ("qwen3_5_text", "qwen3_5_moe_text"), "mtp_num_hidden_layers", since="vllm-0.32"),
-    MTPFamily("step3p5_mtp", ("step3p7", "Step3p7ForConditionalGeneration"), missing=1, since="vllm-0.32"),
+    MTPFamily(
+        "qwen3_5_mtp",
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        "mtp_num_hidden_layers",
+        since="vllm-0.32",
+    ),
+    MTPFamily(
+        "step3p5_mtp",
+        ("step3p7", "Step3p7ForConditionalGeneration"),
+        missing=1,
+        since="vllm-0.32",
+    ),
     MTPFamily("deepseek_mtp", ("deepseek_v4",), since="vllm-0.32"),
     MTPFamily("kimi_k3_mtp", ("kimi_k3",), since="vllm-0.32"),
     MTPFamily("hy_v4_mtp", ("hy_v4",), since="vllm-0.32"),
     MTPFamily("bailing_hybrid_mtp", ("bailing_hybrid",), since="vllm-0.32"),
     MTPFamily("minimax_m3_mtp", ("minimax_m3_vl",), "num_mtp_modules", 1, since="vllm-0.32"),
-    MTPFamily("gemma4_mtp", ("gemma4_assistant", "gemma4_unified_assistant"), 1, since="vllm-0.32"),
+    MTPFamily(
+        "gemma4_mtp", ("gemma4_assistant", "gemma4_unified_assistant"), 1, since="vllm-0.32"
+    ),
 ]
 
+
 def entry(
-    config: dict, # a config.json
-    name: str,    # of a field
-    default: Any = None, # where it has none
+    config: dict,  # a config.json
+    name: str,  # of a field
+    default: Any = None,  # where it has none
 ) -> Any:
     "A field of a model's config, or of its text or layer part."
-    return next((part[name] for part in (config, config.get("text_config") or {}, config.get("transformer_layer_config") or {})
-                 if part.get(name) is not None), default)
+    return next(
+        (
+            part[name]
+            for part in (
+                config,
+                config.get("text_config") or {},
+                config.get("transformer_layer_config") or {},
+            )
+            if part.get(name) is not None
+        ),
+        default,
+    )
+
 
 def mtp_family(
-    config: dict, # a verifier's config.json
-) -> tuple[str, int | None] | None: # the head's name and how many tokens it predicts; None: it has no head
+    config: dict,  # a verifier's config.json
+) -> tuple[str, int | None] | None:  # the head's name and number of tokens; None: no head
     "Find a verifier in `MTP_FAMILIES`, or a config that is already a head's."
     words = {config.get("model_type"), *(config.get("architectures") or [])[:1]}
     row = next((f for f in MTP_FAMILIES if words & {f.mtp, *f.words}), None)
-    n = row and (row.layers if isinstance(row.layers, int) else entry(config, row.layers, row.missing))
+    n = row and (
+        row.layers if isinstance(row.layers, int) else entry(config, row.layers, row.missing)
+    )
     return (row.mtp, n or None) if row and (n != 0 or row.mtp in words) else None
 
+
 def own_head(
-    config: dict, # a verifier's config.json
-) -> str | None: # a key of METHODS; None: it has no head, or does not say of how many layers
+    config: dict,  # a verifier's config.json
+) -> str | None:  # a key of METHODS; None: it has no head, or does not say of how many layers
     "How a verifier is served that carries its drafter inside."
     return "mtp" if (mtp_family(config) or (None, None))[1] else None

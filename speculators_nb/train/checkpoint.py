@@ -13,22 +13,31 @@ import pickle
 import shutil
 import zipfile
 from pathlib import Path
+
 import torch
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_checkpoints
-from ..models.base import SpeculatorModel, read_state
-from ..core.options import shown
-from .run_record import differences, read_record, run_changes, run_record, write_record
+
 from ..core.checkpoints import checkpoint_index, load_tensors
 from ..core.files import atomic_write, read_object
+from ..core.options import shown
+from ..models.base import SpeculatorModel, read_state
+from speculators_nb.train.run_record import (
+    differences,
+    read_record,
+    run_changes,
+    run_record,
+    write_record,
+)
 
 # %% ../../nbs/train/04_checkpoint.ipynb #3ea12fe0
 log = logging.getLogger(__name__)
 
+
 def _state_problem(
-    folder: Path, # a checkpoint-N folder
-) -> str | None: # which field of the trainer's state has another type than transformers writes
+    folder: Path,  # a checkpoint-N folder
+) -> str | None:  # which field of the trainer's state has another type than transformers writes
     "Look at the fields of trainer_state.json. Errors: OSError, ValueError."
     file, fresh = folder / TRAINER_STATE_NAME, vars(TrainerState())
     state = read_object(file)
@@ -39,9 +48,10 @@ def _state_problem(
         if len(kinds) > 1 and type(None) not in kinds and kinds != {int, float}:
             return f"{file}: {name}={shown(value)} is of another type; take an older checkpoint"
 
+
 def checkpoint_problem(
-    folder: str | os.PathLike, # a checkpoint-N folder
-) -> str | None: # what is missing or torn, in words; None: training can resume from it
+    folder: str | os.PathLike,  # a checkpoint-N folder
+) -> str | None:  # what is missing or torn, in words; None: training can resume from it
     "Check that a checkpoint is complete, without reading its tensors."
     folder = Path(folder)
     try:
@@ -55,10 +65,12 @@ def checkpoint_problem(
         if not zipfile.is_zipfile(folder / name):
             return f"{folder / name}: missing or cut off"
 
+
 def last_checkpoint(
-    output_dir: str | os.PathLike, # where a run keeps its checkpoints
-) -> str | None: # the newest one that is complete; None: there is none
-    "Find the checkpoint to resume from; torn ones, and those of an earlier run, are named in a warning and passed over."
+    output_dir: str | os.PathLike,  # where a run keeps its checkpoints
+) -> str | None:  # the newest one that is complete; None: there is none
+    """Find the checkpoint to resume from; torn ones, and those of an earlier run, are named in
+    a warning and passed over."""
     run = read_record(output_dir).get("run")
     for folder in reversed(sort_checkpoints(str(output_dir))):
         if problem := checkpoint_problem(folder):
@@ -68,25 +80,34 @@ def last_checkpoint(
         else:
             return folder
 
+
 def is_trained(
-    output_dir: str | os.PathLike, # where a run would go
-) -> bool: # whether it holds a drafter or checkpoints
+    output_dir: str | os.PathLike,  # where a run would go
+) -> bool:  # whether it holds a drafter or checkpoints
     "Whether training there would replace something."
     folder = Path(output_dir)
     weights = ("*.safetensors", "*.safetensors.index.json")
-    return bool(sort_checkpoints(str(folder))) or any(True for pattern in weights for _ in folder.glob(pattern))
+    return bool(sort_checkpoints(str(folder))) or any(
+        True for pattern in weights for _ in folder.glob(pattern)
+    )
+
 
 def check_output_dir(
-    output_dir: str | os.PathLike, # where a run would go
-    overwrite: bool = False, # train anew in a folder that holds a drafter or checkpoints
-    resume: bool | str | None = None, # continue the run that is there, or a checkpoint
+    output_dir: str | os.PathLike,  # where a run would go
+    overwrite: bool = False,  # train anew in a folder that holds a drafter or checkpoints
+    resume: bool | str | None = None,  # continue the run that is there, or a checkpoint
 ) -> None:
     "Errors: ValueError where training would replace something and nobody said so."
     if overwrite and resume:
-        raise ValueError("overwrite and resume: choose one of them, to train anew or to continue")
+        raise ValueError(
+            "overwrite and resume: choose one of them, to train anew or to continue"
+        )
     if is_trained(output_dir) and not overwrite and not resume:
-        raise ValueError(f"output_dir={str(output_dir)!r} holds a drafter or checkpoints of an earlier run: choose another folder, "
-                         "or give overwrite (--overwrite) to replace them, or resume (--resume) to continue that run")
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} holds a drafter or checkpoints of an earlier run: "
+            "choose another folder, or give overwrite (--overwrite) to replace them, or "
+            "resume (--resume) to continue that run"
+        )
 
 # %% ../../nbs/train/04_checkpoint.ipynb #95266803
 @contextlib.contextmanager
@@ -94,57 +115,88 @@ def _fitting(checkpoint, what):
     "Name the checkpoint whose state a loader cannot read."
     try:
         yield
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError, pickle.UnpicklingError) as e:
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        RuntimeError,
+        pickle.UnpicklingError,
+    ) as e:
         said = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        raise ValueError(f"cannot resume from {checkpoint}: {what} cannot be read, or is of another run ({said}); "
-                         "resume from an older checkpoint, by its folder") from e
+        raise ValueError(
+            f"cannot resume from {checkpoint}: {what} cannot be read, or is of another run "
+            f"({said}); resume from an older checkpoint, by its folder"
+        ) from e
+
 
 class WholeCheckpoints(Trainer):
-    "transformers' Trainer whose checkpoint folders are complete or absent, and which continues a run only with what the run was begun with."
-    saving = False    # a checkpoint is being written
-    done = False      # the run had finished before, and nothing was left to do
-    outdated = ()     # checkpoints of the run being replaced; they go when this one first saves
+    """transformers' Trainer whose checkpoint folders are complete or absent, and which
+    continues a run only with what the run was begun with."""
 
-    def run_record(self) -> dict: # as from `run_record.run_record`
+    saving = False  # a checkpoint is being written
+    done = False  # the run had finished before, and nothing was left to do
+    outdated = ()  # checkpoints of the run being replaced; they go when this one first saves
+
+    def run_record(self) -> dict:  # as from `run_record.run_record`
         "What this run is; a subclass that knows its data says more."
         return run_record(self.args)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs) -> TrainOutput:
-        """Train. `True` resumes from the newest complete checkpoint in output_dir, and starts at step 0 where the folder is empty. A run that has finished is left as it is.
-        Errors: ValueError where something was trained there already, where a checkpoint is torn, or where it belongs to a run with other settings or data."""
+        """Train. `True` resumes from the newest complete checkpoint in output_dir, and starts
+        at step 0 where the folder is empty. A run that has finished is left as it is.
+        Errors: ValueError where something was trained there already, where a checkpoint is
+        torn, or where it belongs to a run with other settings or data."""
         folder, record = self.args.output_dir, self.run_record()
         check_output_dir(folder, getattr(self.args, "overwrite", False), resume_from_checkpoint)
-        checkpoint = self._find(resume_from_checkpoint, record) if resume_from_checkpoint else None
+        checkpoint = (
+            self._find(resume_from_checkpoint, record) if resume_from_checkpoint else None
+        )
         finished = read_record(folder).get("finished") if resume_from_checkpoint else None
         if checkpoint or finished:
             record["run"] = read_record(checkpoint or folder).get("run") or record["run"]
-            state = TrainerState.load_from_json(os.path.join(folder if finished else checkpoint, TRAINER_STATE_NAME))
-            planned = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
+            state = TrainerState.load_from_json(
+                os.path.join(folder if finished else checkpoint, TRAINER_STATE_NAME)
+            )
+            planned = self.set_initial_training_values(self.args, self.get_train_dataloader())[
+                -1
+            ]
             if finished and (finished["planned"] == planned or finished["step"] >= planned):
                 return self._nothing_left(state, folder)
             if checkpoint and state.global_step >= planned:
                 best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
                 return self._all_steps_taken(state, best or checkpoint)
             if not checkpoint:
-                raise ValueError(f"output_dir={str(folder)!r}: that run has finished at step {finished['step']} and kept no checkpoint to continue from; "
-                                 "train in another folder, with from_pretrained (--from-pretrained) for its weights")
+                raise ValueError(
+                    f"output_dir={str(folder)!r}: that run has finished at step "
+                    f"{finished['step']} and kept no checkpoint to continue from; "
+                    "train in another folder, with from_pretrained (--from-pretrained) for its "
+                    "weights"
+                )
         self.outdated = [] if checkpoint else sort_checkpoints(str(folder))
         self.record = record
-        self.accelerator.wait_for_everyone()   # every rank has read the folder
+        self.accelerator.wait_for_everyone()  # every rank has read the folder
         if self.args.should_save:
             write_record(folder, record)
             if checkpoint:
-                write_record(checkpoint, record)   # one of release 0.1 had none
+                write_record(checkpoint, record)  # one of release 0.1 had none
         try:
             return super().train(resume_from_checkpoint=checkpoint, **kwargs)
         finally:
-            for callback in self.callback_handler.callbacks:   # an error begins on a line of its own; the lower bar first
-                for bar in (getattr(callback, "prediction_bar", None), getattr(callback, "training_bar", None)):
+            for callback in (
+                self.callback_handler.callbacks
+            ):  # an error begins on a line of its own; the lower bar first
+                for bar in (
+                    getattr(callback, "prediction_bar", None),
+                    getattr(callback, "training_bar", None),
+                ):
                     if hasattr(bar, "close"):
                         bar.close()
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        "Load the weights, all of them: transformers leaves what is absent as it was drawn. Errors: ValueError naming the tensors."
+        """Load the weights, all of them: transformers leaves what is absent as it was drawn.
+        Errors: ValueError naming the tensors."""
         if isinstance(self.model, SpeculatorModel):
             self.model.check_state(read_state(resume_from_checkpoint), resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -155,15 +207,18 @@ class WholeCheckpoints(Trainer):
         state = self.optimizer.state_dict()["state"] if checkpoint else {}
         tensors = (t for part in state.values() for t in part.values() if torch.is_tensor(t))
         if not all(bool(t.isfinite().all()) for t in tensors):
-            raise ValueError(f"cannot resume from {checkpoint}: optimizer.pt holds values that are not finite; "
-                             "resume from an older checkpoint, by its folder")
+            raise ValueError(
+                f"cannot resume from {checkpoint}: optimizer.pt holds values that are not "
+                "finite; resume from an older checkpoint, by its folder"
+            )
 
     def _load_rng_state(self, checkpoint):
         with _fitting(checkpoint, "its random state (rng_state*.pth)"):
             super()._load_rng_state(checkpoint)
 
     def _find(self, wanted, record):
-        "The checkpoint to continue from, checked; None: there is none, and nothing that could be lost."
+        """The checkpoint to continue from, checked; None: there is none, and nothing that could
+        be lost."""
         folder = self.args.output_dir
         if wanted is True:
             checkpoint = last_checkpoint(folder)
@@ -171,22 +226,36 @@ class WholeCheckpoints(Trainer):
                 if is_trained(folder) and not read_record(folder):
                     newest = next(iter(reversed(sort_checkpoints(str(folder)))), None)
                     why = f" ({checkpoint_problem(newest)})" if newest else ""
-                    raise ValueError(f"output_dir={str(folder)!r} holds a drafter and no complete checkpoint{why}: there is nothing to resume. "
-                                     "Choose another folder, or give overwrite (--overwrite) to train anew")
+                    raise ValueError(
+                        f"output_dir={str(folder)!r} holds a drafter and no complete "
+                        f"checkpoint{why}: there is nothing to resume. "
+                        "Choose another folder, or give overwrite (--overwrite) to train anew"
+                    )
                 log.warning(f"No complete checkpoint in {folder}: training starts at step 0.")
                 return None
         else:
             checkpoint = str(wanted)
             if problem := checkpoint_problem(checkpoint):
                 raise ValueError(f"cannot resume from {checkpoint}: {problem}")
-            if Path(checkpoint).resolve().parent != Path(folder).resolve() and is_trained(folder):
-                raise ValueError(f"output_dir={str(folder)!r} holds a drafter or checkpoints of another run than {checkpoint}: choose another folder")
+            if Path(checkpoint).resolve().parent != Path(folder).resolve() and is_trained(
+                folder
+            ):
+                raise ValueError(
+                    f"output_dir={str(folder)!r} holds a drafter or checkpoints of another run "
+                    f"than {checkpoint}: choose another folder"
+                )
         old = read_record(checkpoint)
         if changed := run_changes(old, record) + self._other_model(checkpoint):
-            raise ValueError(f"cannot resume from {checkpoint}, this is another run: {'; '.join(changed)}. Give the same as then, "
-                             "or train in another folder, with from_pretrained (--from-pretrained) for its weights")
+            raise ValueError(
+                f"cannot resume from {checkpoint}, this is another run: {'; '.join(changed)}. "
+                "Give the same as then, or train in another folder, with from_pretrained "
+                "(--from-pretrained) for its weights"
+            )
         if not old.get("data"):
-            log.warning(f"{checkpoint} is of a release that did not record the data: whether they are the same is not checked.")
+            log.warning(
+                f"{checkpoint} is of a release that did not record the data: whether they are "
+                "the same is not checked."
+            )
         return checkpoint
 
     def _other_model(self, checkpoint):
@@ -196,7 +265,9 @@ class WholeCheckpoints(Trainer):
             return []
         old, new = read_object(file), config.to_diff_dict()
         for side in (old, new):
-            side.get("speculators_config", {}).get("verifier", {}).pop("name_or_path", None)   # a folder may move
+            side.get("speculators_config", {}).get("verifier", {}).pop(
+                "name_or_path", None
+            )  # a folder may move
             for name in ("speculators_version", "transformers_version", "dtype", "torch_dtype"):
                 side.pop(name, None)
         return differences(old, new)
@@ -205,14 +276,21 @@ class WholeCheckpoints(Trainer):
         "The run has finished and its drafter is saved: take it as it is."
         self.done, self.state = True, state
         self._load_from_checkpoint(folder)
-        log.warning(f"{folder}: the run has finished at step {state.global_step}; nothing is left to do.")
+        log.warning(
+            f"{folder}: the run has finished at step {state.global_step}; nothing is left to "
+            "do."
+        )
         return TrainOutput(state.global_step, 0.0, {})
 
     def _all_steps_taken(self, state, checkpoint):
-        "All steps were taken, and the run ended before its drafter was saved: what is left is to save it."
+        """All steps were taken, and the run ended before its drafter was saved: what is left is
+        to save it."""
         self.state = state
         self._load_from_checkpoint(checkpoint)
-        log.warning(f"{self.args.output_dir}: all {state.global_step} steps were taken before; the drafter is that of {checkpoint}.")
+        log.warning(
+            f"{self.args.output_dir}: all {state.global_step} steps were taken before; the "
+            f"drafter is that of {checkpoint}."
+        )
         return TrainOutput(state.global_step, 0.0, {})
 
     def finish(self) -> None:
@@ -225,11 +303,22 @@ class WholeCheckpoints(Trainer):
         finished = {"step": self.state.global_step, "planned": self.state.max_steps}
         write_record(folder, read_record(folder) | {"finished": finished})
 
-    def _init_training_state(self, max_steps, steps_in_epoch, num_train_epochs, resume_from_checkpoint, trial):
-        taken = super()._init_training_state(max_steps, steps_in_epoch, num_train_epochs, resume_from_checkpoint, trial)
-        best = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-        if self.state.best_global_step and self.state.best_model_checkpoint is None and best.is_dir():
-            self.state.best_model_checkpoint = str(best)   # the folder was moved
+    def _init_training_state(
+        self, max_steps, steps_in_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        taken = super()._init_training_state(
+            max_steps, steps_in_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        best = (
+            Path(self.args.output_dir)
+            / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        )
+        if (
+            self.state.best_global_step
+            and self.state.best_model_checkpoint is None
+            and best.is_dir()
+        ):
+            self.state.best_model_checkpoint = str(best)  # the folder was moved
         return taken
 
     def _get_output_dir(self, trial):
@@ -237,15 +326,27 @@ class WholeCheckpoints(Trainer):
         return os.path.join(folder, ".saving") if self.saving else folder
 
     def _obsolete(self, folder):
-        "Checkpoints beyond save_total_limit: first those of an earlier run, which are ahead of this one, then the oldest; never the last or the best."
-        present, limit, last = sort_checkpoints(str(folder)), self.args.save_total_limit, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        """Checkpoints beyond save_total_limit: first those of an earlier run, which are ahead
+        of this one, then the oldest; never the last or the best."""
+        present, limit, last = (
+            sort_checkpoints(str(folder)),
+            self.args.save_total_limit,
+            f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}",
+        )
         now = next(i for i, c in enumerate(present) if Path(c).name == last)
         kept = {present[now], self.state.best_model_checkpoint} & set(present)
-        removable = [c for c in present[now + 1:] + present[:now] if c not in kept]
-        return removable[:len(present) - max(limit, len(kept))] if limit and len(present) > limit else []
+        removable = [c for c in present[now + 1 :] + present[:now] if c not in kept]
+        return (
+            removable[: len(present) - max(limit, len(kept))]
+            if limit and len(present) > limit
+            else []
+        )
 
     def _save_checkpoint(self, model, trial):
-        folder, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder, name = (
+            Path(self._get_output_dir(trial)),
+            f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}",
+        )
         staging, final = folder / ".saving", folder / name
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
@@ -262,7 +363,9 @@ class WholeCheckpoints(Trainer):
             self.state.save_to_json(str(staging / name / TRAINER_STATE_NAME))
             write_record(staging / name, self.record)
             replaced, self.outdated = self.outdated, ()
-            for old in map(Path, replaced):   # renamed before they are deleted, which a kill may interrupt
+            for old in map(
+                Path, replaced
+            ):  # renamed before they are deleted, which a kill may interrupt
                 old.rename(staging / f"outdated-{old.name}")
             if final.exists():
                 final.rename(staging / "replaced")

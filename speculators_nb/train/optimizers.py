@@ -9,80 +9,126 @@ __all__ = ['LOOKUP_NAMES', 'OPTIMIZERS', 'parameter_kinds', 'parameter_groups', 
 import pandas as pd
 import torch
 from torch import nn
+
 from .row_gradients import RowAdamW, use_row_gradients
 
 # %% ../../nbs/train/02_optimizers.ipynb #0dbc01a9
-LOOKUP_NAMES = ("embed", "head", "codebook", "markov", "readout")   # a parameter whose name holds one of these is a table or a head
+LOOKUP_NAMES = (
+    "embed",
+    "head",
+    "codebook",
+    "markov",
+    "readout",
+)  # a parameter whose name holds one of these is a table or a head
+
 
 def parameter_kinds(
-    model: nn.Module, # any module
-) -> dict[str, str]: # parameter name -> "hidden" | "lookup" | "vector" | "frozen"
-    "Sort a model's parameters by what they are; a tied parameter is listed once, under its first name."
-    tables = {id(p) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for p in m.parameters(recurse=False)}
+    model: nn.Module,  # any module
+) -> dict[str, str]:  # parameter name -> "hidden" | "lookup" | "vector" | "frozen"
+    """Sort a model's parameters by what they are; a tied parameter is listed once, under its
+    first name."""
+    tables = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+        for p in m.parameters(recurse=False)
+    }
+
     def kind(name, p):
         if not p.requires_grad:
             return "frozen"
         if id(p) in tables or any(word in name for word in LOOKUP_NAMES):
             return "lookup"
         return "hidden" if p.ndim == 2 and min(p.shape) > 1 else "vector"
+
     return {name: kind(name, p) for name, p in model.named_parameters()}
 
 # %% ../../nbs/train/02_optimizers.ipynb #fb5ac1d8
-OPTIMIZERS = {   # optimizer -> kind of parameter -> (who updates it, is it decayed)
+OPTIMIZERS = {  # optimizer -> kind of parameter -> (who updates it, is it decayed)
     "adamw": {"hidden": ("adamw", True), "lookup": ("adamw", True), "vector": ("adamw", False)},
     "muon": {"hidden": ("muon", True), "lookup": ("adamw", True), "vector": ("adamw", False)},
 }
 
+
 def _rules(optimizer):
     if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={optimizer!r} is not known. Choose one of: {', '.join(OPTIMIZERS)}.")
+        raise ValueError(
+            f"optimizer={optimizer!r} is not known. Choose one of: {', '.join(OPTIMIZERS)}."
+        )
     return OPTIMIZERS[optimizer]
 
+
 def parameter_groups(
-    model: nn.Module, # any module
-    optimizer: str = "muon", # "muon" or "adamw"
-) -> pd.DataFrame: # per parameter: kind, shape, size, who updates it ("-": nobody), if decayed
+    model: nn.Module,  # any module
+    optimizer: str = "muon",  # "muon" or "adamw"
+) -> pd.DataFrame:  # per parameter: kind, shape, size, who updates it ("-": nobody), if decayed
     "Which parameter goes where, as a table to read before a run."
     rules, parameters = _rules(optimizer), dict(model.named_parameters())
-    rows = [(name, kind, tuple(parameters[name].shape), parameters[name].numel(), *rules.get(kind, ("-", False)))
-            for name, kind in parameter_kinds(model).items()]
-    return pd.DataFrame(rows, columns=["parameter", "kind", "shape", "size", "optimizer", "decay"]).set_index("parameter")
+    rows = [
+        (
+            name,
+            kind,
+            tuple(parameters[name].shape),
+            parameters[name].numel(),
+            *rules.get(kind, ("-", False)),
+        )
+        for name, kind in parameter_kinds(model).items()
+    ]
+    return pd.DataFrame(
+        rows, columns=["parameter", "kind", "shape", "size", "optimizer", "decay"]
+    ).set_index("parameter")
 
 # %% ../../nbs/train/02_optimizers.ipynb #8ba105ae
 class MuonAdamW(torch.optim.Optimizer):
-    "torch's Muon on hidden matrices, AdamW on the rest and on tables by rows, behind the interface of one optimizer; a group's `kind` says which."
-    def __init__(self,
-        groups: list[dict], # groups with `kind` ("muon", "adamw" or "rows"), optional `lr` and `weight_decay`
-        lr: float = 1e-4, # for groups that set none
-        weight_decay: float = 0.01, # decoupled; for groups that set none
+    """torch's Muon on hidden matrices, AdamW on the rest and on tables by rows, behind the
+    interface of one optimizer; a group's `kind` says which."""
+
+    def __init__(
+        self,
+        groups: list[
+            dict
+        ],  # groups with `kind` ("muon", "adamw" or "rows"), optional `lr` and `weight_decay`
+        lr: float = 1e-4,  # for groups that set none
+        weight_decay: float = 0.01,  # decoupled; for groups that set none
     ):
-        self._inner = {"muon": torch.optim.Muon([torch.zeros(2, 2)], lr, weight_decay, adjust_lr_fn="match_rms_adamw"),
-                       "adamw": torch.optim.AdamW([torch.zeros(2)], lr, weight_decay=weight_decay), "rows": RowAdamW([torch.zeros(2, 2)], lr, weight_decay=weight_decay)}
+        self._inner = {
+            "muon": torch.optim.Muon(
+                [torch.zeros(2, 2)], lr, weight_decay, adjust_lr_fn="match_rms_adamw"
+            ),
+            "adamw": torch.optim.AdamW([torch.zeros(2)], lr, weight_decay=weight_decay),
+            "rows": RowAdamW([torch.zeros(2, 2)], lr, weight_decay=weight_decay),
+        }
         super().__init__([{**self._inner[g["kind"]].defaults, **g} for g in groups], {})
 
     @torch.no_grad()
     def step(self, closure=None):
-        "Update every parameter that has a gradient; the others keep their value and their state."
+        """Update every parameter that has a gradient; the others keep their value and their
+        state."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for kind, inner in self._inner.items():
-            inner.state, inner.param_groups = self.state, [g for g in self.param_groups if g["kind"] == kind]
+            inner.state, inner.param_groups = (
+                self.state,
+                [g for g in self.param_groups if g["kind"] == kind],
+            )
             inner.step()
         return loss
 
 # %% ../../nbs/train/02_optimizers.ipynb #a6bfff8f
 def build_optimizer(
-    model: nn.Module, # its trainable parameters are used; names decide who gets which
-    optimizer: str = "adamw", # "adamw", or "muon": hidden matrices by Muon, the rest by AdamW
-    lr: float = 1e-4, # learning rate
-    muon_lr: float | None = None, # learning rate of Muon's matrices; None: the same (see match_rms_adamw)
-    weight_decay: float = 0.01, # decoupled weight decay; vectors are never decayed
-    betas: tuple[float, float] = (0.9, 0.999), # AdamW's
-    row_gradients: bool = False, # True: trainable embeddings get gradients by rows from now on
-) -> torch.optim.Optimizer: # torch's AdamW, or a MuonAdamW
-    "An optimizer over a model's trainable parameters. `ValueError` where the name is unknown or nothing is trainable."
+    model: nn.Module,  # its trainable parameters are used; names decide who gets which
+    optimizer: str = "adamw",  # "adamw", or "muon": hidden matrices by Muon, the rest by AdamW
+    lr: float = 1e-4,  # learning rate
+    muon_lr: float
+    | None = None,  # learning rate of Muon's matrices; None: the same (see match_rms_adamw)
+    weight_decay: float = 0.01,  # decoupled weight decay; vectors are never decayed
+    betas: tuple[float, float] = (0.9, 0.999),  # AdamW's
+    row_gradients: bool = False,  # True: trainable embeddings get gradients by rows from now on
+) -> torch.optim.Optimizer:  # torch's AdamW, or a MuonAdamW
+    """An optimizer over a model's trainable parameters. `ValueError` where the name is unknown
+    or nothing is trainable."""
     parameters, groups, rules = dict(model.named_parameters()), {}, _rules(optimizer)
     tables = {id(p) for p in use_row_gradients(model)} if row_gradients else ()
     for name, kind in parameter_kinds(model).items():
@@ -90,8 +136,21 @@ def build_optimizer(
             p, (who, decay) = parameters[name], rules[kind]
             groups.setdefault(("rows" if id(p) in tables else who, decay), []).append(p)
     if not groups:
-        raise ValueError(f"{type(model).__name__} has no trainable parameter: every one has requires_grad=False.")
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter: every one has "
+            "requires_grad=False."
+        )
     rates, extra = {"muon": lr if muon_lr is None else muon_lr}, {"muon": {}}
-    groups = [dict(params=p, kind=kind, lr=rates.get(kind, lr), weight_decay=weight_decay * decay, **extra.get(kind, {"betas": betas}))
-              for (kind, decay), p in sorted(groups.items())]
-    return (torch.optim.AdamW if optimizer == "adamw" and not tables else MuonAdamW)(groups, lr=lr, weight_decay=weight_decay)
+    groups = [
+        dict(
+            params=p,
+            kind=kind,
+            lr=rates.get(kind, lr),
+            weight_decay=weight_decay * decay,
+            **extra.get(kind, {"betas": betas}),
+        )
+        for (kind, decay), p in sorted(groups.items())
+    ]
+    return (torch.optim.AdamW if optimizer == "adamw" and not tables else MuonAdamW)(
+        groups, lr=lr, weight_decay=weight_decay
+    )

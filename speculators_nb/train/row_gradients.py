@@ -7,19 +7,24 @@ __all__ = ['PIECE_BYTES', 'RowAdamW', 'use_row_gradients', 'clip_gradients']
 
 # %% ../../nbs/train/01_row_gradients.ipynb #6811a67b
 from itertools import pairwise
+
 import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
 # %% ../../nbs/train/01_row_gradients.ipynb #138d1e86
-PIECE_BYTES = 4 << 20   # of the table that are updated at a time
+PIECE_BYTES = 4 << 20  # of the table that are updated at a time
+
 
 class RowAdamW(torch.optim.Optimizer):
-    "AdamW for tables whose gradient lists the rows that were read. What it computes is AdamW's, for all rows; a dense gradient is taken as well."
-    def __init__(self,
-        params,                        # tables [V, ...], or parameter groups of them
-        lr: float = 1e-4,              # the rest as in torch.optim.AdamW
+    """AdamW for tables whose gradient lists the rows that were read. What it computes is
+    AdamW's, for all rows; a dense gradient is taken as well."""
+
+    def __init__(
+        self,
+        params,  # tables [V, ...], or parameter groups of them
+        lr: float = 1e-4,  # the rest as in torch.optim.AdamW
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -34,16 +39,37 @@ class RowAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            options = dict(amsgrad=False, maximize=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"])
+            options = dict(
+                amsgrad=False,
+                maximize=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+            )
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
                 if not state:
-                    state.update(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                    state.update(
+                        step=torch.zeros((), device=p.device),
+                        exp_avg=torch.zeros_like(p),
+                        exp_avg_sq=torch.zeros_like(p),
+                    )
                 for rows, grad in _pieces(p):
-                    adamw([p[rows]], [grad], [state["exp_avg"][rows]], [state["exp_avg_sq"][rows]], [], [state["step"].to(p.device, copy=True)],
-                          fused=p.device.type in ("cpu", "cuda"), **options)
+                    adamw(
+                        [p[rows]],
+                        [grad],
+                        [state["exp_avg"][rows]],
+                        [state["exp_avg_sq"][rows]],
+                        [],
+                        [state["step"].to(p.device, copy=True)],
+                        fused=p.device.type in ("cpu", "cuda"),
+                        **options,
+                    )
                 state["step"] += 1
         return loss
+
 
 def _pieces(p):
     "Slices of a table, each with its dense gradient; the buffer is used again."
@@ -51,33 +77,43 @@ def _pieces(p):
         yield slice(None), p.grad
         return
     grad = p.grad.coalesce()
-    ids, values, n = grad.indices()[0], grad.values(), max(1, PIECE_BYTES // (p[0].numel() * p.element_size()))
+    ids, values, n = (
+        grad.indices()[0],
+        grad.values(),
+        max(1, PIECE_BYTES // (p[0].numel() * p.element_size())),
+    )
     starts = list(range(0, len(p), n))
-    buffer, cuts = torch.empty_like(p[:n]), torch.searchsorted(ids, torch.tensor([*starts, len(p)], device=ids.device)).tolist()
+    buffer, cuts = (
+        torch.empty_like(p[:n]),
+        torch.searchsorted(ids, torch.tensor([*starts, len(p)], device=ids.device)).tolist(),
+    )
     for start, (a, b) in zip(starts, pairwise(cuts)):
-        piece = buffer[:len(p) - start].zero_()
+        piece = buffer[: len(p) - start].zero_()
         piece[ids[a:b] - start] = values[a:b]
         yield slice(start, start + len(piece)), piece
 
 # %% ../../nbs/train/01_row_gradients.ipynb #092d5d48
 def use_row_gradients(
-    model: nn.Module, # its trainable nn.Embedding tables are switched
-) -> list: # their weights
+    model: nn.Module,  # its trainable nn.Embedding tables are switched
+) -> list:  # their weights
     "From now on, the gradients of a model's embedding tables list the rows that were read."
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
+    tables = [
+        m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad
+    ]
     for m in tables:
         m.sparse = True
     return [m.weight for m in tables]
 
+
 def clip_gradients(
-    parameters,        # an iterable of parameters
-    max_norm: float,   # norm of all gradients together is reduced to this; inf: only measured
-) -> torch.Tensor: # the norm before
+    parameters,  # an iterable of parameters
+    max_norm: float,  # norm of all gradients together is reduced to this; inf: only measured
+) -> torch.Tensor:  # the norm before
     "`torch.nn.utils.clip_grad_norm_`, for row gradients too."
     parameters = [p for p in parameters if p.grad is not None]
     for p in parameters:
         if p.grad.is_sparse:
-            p.grad = p.grad.coalesce()      # a row that was read twice counts once, with the sum
+            p.grad = p.grad.coalesce()  # a row that was read twice counts once, with the sum
     values = [p.grad.values() if p.grad.is_sparse else p.grad for p in parameters]
     norm = get_total_norm(values)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -29,7 +29,8 @@ def data_fingerprint(
     lengths: list[int],  # tokens of each row
     tokens: Callable,  # row -> (input_ids [n], loss_mask [n])
 ) -> str:  # 16 hex digits
-    "A hash of the lengths of all rows, and of the tokens and masks of at most `SAMPLED_ROWS` of them."
+    """A hash of the lengths of all rows, and of the tokens and masks of at most `SAMPLED_ROWS`
+    of them."""
     h = hashlib.sha256(np.asarray(lengths, np.int64).tobytes())
     for i in np.unique(np.linspace(0, len(lengths) - 1, SAMPLED_ROWS).astype(int)):
         input_ids, loss_mask = tokens(int(i))
@@ -39,9 +40,23 @@ def data_fingerprint(
 
 # %% ../../nbs/train/03_run_record.ipynb #a871fa5b
 RECORD = "run.json"
-SETTINGS = ("seed", "data_seed", "total_seq_len", "optimizer", "learning_rate", "muon_learning_rate",
-            "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
-            "adam_beta1", "adam_beta2", "max_grad_norm", "bf16", "fp16")
+SETTINGS = (
+    "seed",
+    "data_seed",
+    "total_seq_len",
+    "optimizer",
+    "learning_rate",
+    "muon_learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "max_grad_norm",
+    "bf16",
+    "fp16",
+)
 
 
 def _plain(value):
@@ -70,7 +85,9 @@ def run_record(
         "verifier": verifier,
         "world_size": args.world_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "settings": {name: _plain(getattr(args, name)) for name in SETTINGS if hasattr(args, name)},
+        "settings": {
+            name: _plain(getattr(args, name)) for name in SETTINGS if hasattr(args, name)
+        },
         "model": _plain(arguments or {}),
     }
 
@@ -90,7 +107,11 @@ def differences(
 ) -> list[str]:  # "learning_rate was 0.001, is 0.01", by name
     "What differs, among the names that both have."
     a, b = _flat(_plain(old)), _flat(_plain(new))
-    return [f"{name} was {a[name]!r}, is {b[name]!r}" for name in a if name in b and a[name] != b[name]]
+    return [
+        f"{name} was {a[name]!r}, is {b[name]!r}"
+        for name in a
+        if name in b and a[name] != b[name]
+    ]
 
 
 def run_changes(
@@ -110,7 +131,11 @@ def run_changes(
         now = new["world_size"] * new["gradient_accumulation_steps"]
         if was != now:
             whole = was % new["world_size"] == 0
-            remedy = f" (give gradient_accumulation_steps={was // new['world_size']})" if whole else ""
+            remedy = (
+                f" (give gradient_accumulation_steps={was // new['world_size']})"
+                if whole
+                else ""
+            )
             found.append(f"rows in a step was {was}, is {now}{remedy}")
     return found
 
@@ -127,7 +152,8 @@ def write_record(
 def read_record(
     folder: str | os.PathLike,  # an output folder or a checkpoint
 ) -> dict[str, Any]:  # empty: there is no record
-    "Read `run.json`, or what `training_args.json` of release 0.1 knows. Errors: ValueError for a damaged file."
+    """Read `run.json`, or what `training_args.json` of release 0.1 knows. Errors: ValueError
+    for a damaged file."""
     for name in (RECORD, "training_args.json"):
         file = Path(folder) / name
         if not file.is_file():
@@ -135,8 +161,14 @@ def read_record(
         record = read_object(file)
         for part in ("settings", "data", "model"):
             if not isinstance(record.get(part) or {}, dict):
-                raise ValueError(f"{file}: {part}={record[part]!r} must be an object; take another checkpoint")
+                raise ValueError(
+                    f"{file}: {part}={record[part]!r} must be an object; take another "
+                    "checkpoint"
+                )
         if name == RECORD:
             return record
-        return {"settings": {n: record[n] for n in SETTINGS if n in record}, "model": record.get("model") or {}}
+        return {
+            "settings": {n: record[n] for n in SETTINGS if n in record},
+            "model": record.get("model") or {},
+        }
     return {}

@@ -9,137 +9,259 @@ __all__ = ['new_drafter', 'split_rows', 'open_features', 'token_counts', 'draft_
 import os
 from collections import Counter
 from pathlib import Path
+
 import torch
 from torch.utils.data import Subset
-from ..data.chat_encoding import token_frequencies
-from ..features.feature_folder import FeatureDataset, FeatureRows, layout_of, table_of
-from ..features.in_process import LiveFeatures
-from ..data.prepared_folder import read_token_freq
-from ..features.from_server import ServerFeatures
-from ..nn.target_head import text_config, verifier_config
-from ..nn.layers import draft_layer_config
-from ..models.base import SpeculatorModel
+
 from ..core.options import check_options
-from .checkpoint import check_output_dir
+from ..data.chat_encoding import token_frequencies
+from ..data.prepared_folder import read_token_freq
 from ..features.checks import check_features
+from speculators_nb.features.feature_folder import (
+    FeatureDataset,
+    FeatureRows,
+    layout_of,
+    table_of,
+)
+from ..features.from_server import ServerFeatures
+from ..features.in_process import LiveFeatures
+from ..models.base import SpeculatorModel
+from speculators_nb.nn.draft_vocabulary import (
+    check_vocab_mapping,
+    load_vocab_mapping,
+    save_vocab_mapping,
+    vocab_mapping_from_frequencies,
+)
+from ..nn.layers import draft_layer_config
+from ..nn.target_head import text_config, verifier_config
+from .checkpoint import check_output_dir
 from .trainer import SpeculatorTrainer, train
 from ..verifier.tapped_model import Verifier, default_aux_layer_ids
-from ..nn.draft_vocabulary import check_vocab_mapping, load_vocab_mapping, save_vocab_mapping, vocab_mapping_from_frequencies
 
 # %% ../../nbs/train/06_train_drafter.ipynb #cad6f1e9
 def new_drafter(
-    algorithm: str,                        # a registered `speculators_model_type`
-    verifier: str | os.PathLike,           # folder or hub id
-    draft_arch: str = "llama",             # family of the draft layers
-    num_layers: int = 1,                   # how many
-    draft_vocab_size: int | None = None,   # None: the verifier's whole vocabulary
-    mapping: tuple | None = None,          # (t2d [V] bool, d2t [Vd] int64) from `draft_vocabulary`; needed if reduced
-    target_layer_ids: list[int] | None = None, # verifier layers that are read; None: the default three
-    seed: int = 0,                         # of the initial weights
-    **model_args,                          # other arguments of the class's `from_training_args`
-) -> SpeculatorModel: # with the verifier's weights, ready to train
-    "A fresh drafter for a verifier. Errors: ValueError for an unknown algorithm or a draft vocabulary that does not fit."
-    verifier = Path(verifier).resolve() if Path(verifier).is_dir() else verifier   # it is written into the checkpoint, for an engine started elsewhere
+    algorithm: str,  # a registered `speculators_model_type`
+    verifier: str | os.PathLike,  # folder or hub id
+    draft_arch: str = "llama",  # family of the draft layers
+    num_layers: int = 1,  # how many
+    draft_vocab_size: int | None = None,  # None: the verifier's whole vocabulary
+    mapping: tuple
+    | None = None,  # (t2d [V] bool, d2t [Vd] int64) from `draft_vocabulary`; needed if reduced
+    target_layer_ids: list[int]
+    | None = None,  # verifier layers that are read; None: the default three
+    seed: int = 0,  # of the initial weights
+    **model_args,  # other arguments of the class's `from_training_args`
+) -> SpeculatorModel:  # with the verifier's weights, ready to train
+    """A fresh drafter for a verifier. Errors: ValueError for an unknown algorithm or a draft
+    vocabulary that does not fit."""
+    verifier = (
+        Path(verifier).resolve() if Path(verifier).is_dir() else verifier
+    )  # it is written into the checkpoint, for an engine started elsewhere
     klass, config = SpeculatorModel.registered_class(algorithm), verifier_config(verifier)
     v, (t2d, d2t) = text_config(config).vocab_size, mapping or (None, None)
-    if t2d is None and draft_vocab_size not in (None, v): raise ValueError(f"draft_vocab_size={draft_vocab_size} of {v} needs mapping, the tokens that the drafter knows")
-    if t2d is not None: check_vocab_mapping(t2d, d2t, v, draft_vocab_size or v)
+    if t2d is None and draft_vocab_size not in (None, v):
+        raise ValueError(
+            f"draft_vocab_size={draft_vocab_size} of {v} needs mapping, the tokens that the "
+            "drafter knows"
+        )
+    if t2d is not None:
+        check_vocab_mapping(t2d, d2t, v, draft_vocab_size or v)
     torch.manual_seed(seed)
-    return klass.from_training_args(draft_layer_config(config, draft_arch, num_layers), t2d, d2t, verifier_name_or_path=str(verifier), draft_vocab_size=draft_vocab_size or v,
-                                    target_layer_ids=target_layer_ids, **model_args)
+    return klass.from_training_args(
+        draft_layer_config(config, draft_arch, num_layers),
+        t2d,
+        d2t,
+        verifier_name_or_path=str(verifier),
+        draft_vocab_size=draft_vocab_size or v,
+        target_layer_ids=target_layer_ids,
+        **model_args,
+    )
 
 # %% ../../nbs/train/06_train_drafter.ipynb #9987676e
 def split_rows(
-    n: int,             # rows
+    n: int,  # rows
     eval_share: float,  # of them held out for evaluation
-    seed: int = 0,      # of the shuffle
-) -> tuple: # (training indices, evaluation indices), each ascending
+    seed: int = 0,  # of the shuffle
+) -> tuple:  # (training indices, evaluation indices), each ascending
     "Hold some rows out. At least one is trained on; a share above 0 holds out at least one."
-    if not 0 <= eval_share < 1: raise ValueError(f"eval_share={eval_share} must be at least 0 and less than 1")
+    if not 0 <= eval_share < 1:
+        raise ValueError(f"eval_share={eval_share} must be at least 0 and less than 1")
     held = min(n - 1, max(1, round(n * eval_share))) if eval_share else 0
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
     return sorted(order[held:]), sorted(order[:held])
 
+
 def open_features(
-    data_dir: str | os.PathLike,           # a feature folder of any layout, or a prepared folder
-    verifier: str | os.PathLike,           # folder or hub id
-    url: str | None = None,                # of a vLLM making features while training; then `data_dir` is prepared
-    storage: str | os.PathLike | None = None, # the folder that this vLLM writes to, as it is mounted here
-    layers: list[int] | None = None,       # verifier layers to read; None: the stored ones, else the default three
-    on_bad: str = "raise",                 # a sample that cannot be had: "raise" or "skip"
-) -> FeatureRows: # samples; `layer_ids` says of which layers, the last one included
-    "The features of a folder; else, of prepared rows, a running vLLM's; else those of the verifier itself, which then runs beside the training."
+    data_dir: str | os.PathLike,  # a feature folder of any layout, or a prepared folder
+    verifier: str | os.PathLike,  # folder or hub id
+    url: str
+    | None = None,  # of a vLLM making features while training; then `data_dir` is prepared
+    storage: str
+    | os.PathLike
+    | None = None,  # the folder that this vLLM writes to, as it is mounted here
+    layers: list[int]
+    | None = None,  # verifier layers to read; None: the stored ones, else the default three
+    on_bad: str = "raise",  # a sample that cannot be had: "raise" or "skip"
+) -> FeatureRows:  # samples; `layer_ids` says of which layers, the last one included
+    """The features of a folder; else, of prepared rows, a running vLLM's; else those of the
+    verifier itself, which then runs beside the training."""
     kind, n = layout_of(data_dir), text_config(verifier_config(verifier)).num_hidden_layers
     if kind != "rows":
-        if url: raise ValueError(f"url={url!r}: {data_dir} has features already; name the prepared folder, or leave url out")
-        unsaid = [*(default_aux_layer_ids(n) if layers is None else layers), n] if kind == "upstream" else None
+        if url:
+            raise ValueError(
+                f"url={url!r}: {data_dir} has features already; name the prepared folder, or "
+                "leave url out"
+            )
+        unsaid = (
+            [*(default_aux_layer_ids(n) if layers is None else layers), n]
+            if kind == "upstream"
+            else None
+        )
         return FeatureDataset(data_dir, on_bad, layer_ids=unsaid)
     if url:
-        if storage is None: raise ValueError(f"storage=None: name the folder that the server at {url} writes to (its shared_storage_path)")
+        if storage is None:
+            raise ValueError(
+                f"storage=None: name the folder that the server at {url} writes to (its "
+                "shared_storage_path)"
+            )
         return ServerFeatures(url, data_dir, storage, on_bad=on_bad)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    return LiveFeatures(Verifier.from_pretrained(str(verifier), layers, device=device), table_of(data_dir), on_bad=on_bad)
+    device = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    )
+    return LiveFeatures(
+        Verifier.from_pretrained(str(verifier), layers, device=device),
+        table_of(data_dir),
+        on_bad=on_bad,
+    )
+
 
 def token_counts(
-    data: FeatureRows,                     # from `open_features`
-    data_dir: str | os.PathLike,           # where it is from
-) -> dict[int, int]: # token id -> count in the trained positions
+    data: FeatureRows,  # from `open_features`
+    data_dir: str | os.PathLike,  # where it is from
+) -> dict[int, int]:  # token id -> count in the trained positions
     "As the folder says, else counted."
     found = read_token_freq(Path(data_dir) / "rows") or read_token_freq(data_dir)
-    if found: return found
-    if getattr(data, "rows", None) is not None: return token_frequencies(data.rows)
+    if found:
+        return found
+    if getattr(data, "rows", None) is not None:
+        return token_frequencies(data.rows)
     counts = Counter()
-    for sample in (data[i] for i in range(len(data))): counts.update(sample["input_ids"][sample["loss_mask"]].tolist())
+    for sample in (data[i] for i in range(len(data))):
+        counts.update(sample["input_ids"][sample["loss_mask"]].tolist())
     return counts
 
+
 def draft_vocabulary(
-    data: FeatureRows,                     # from `open_features`
-    data_dir: str | os.PathLike,           # where it is from
-    draft_vocab_size: int | None,          # Vd
-    vocab_size: int,                       # V, the verifier's
-) -> tuple | None: # (t2d [V] bool, d2t [Vd] int64); None: the drafter knows all tokens
-    "The mapping that the folder names for this size (`save_vocab_mapping`), else the most frequent tokens of the training answers."
-    if draft_vocab_size in (None, vocab_size): return None
+    data: FeatureRows,  # from `open_features`
+    data_dir: str | os.PathLike,  # where it is from
+    draft_vocab_size: int | None,  # Vd
+    vocab_size: int,  # V, the verifier's
+) -> tuple | None:  # (t2d [V] bool, d2t [Vd] int64); None: the drafter knows all tokens
+    """The mapping that the folder names for this size (`save_vocab_mapping`), else the most
+    frequent tokens of the training answers."""
+    if draft_vocab_size in (None, vocab_size):
+        return None
     for folder in (Path(data_dir), Path(data_dir) / "rows"):
-        if (folder / f"d2t-{draft_vocab_size}.npy").is_file(): return load_vocab_mapping(folder, draft_vocab_size, vocab_size)
-    return vocab_mapping_from_frequencies(token_counts(data, data_dir), draft_vocab_size, vocab_size)
+        if (folder / f"d2t-{draft_vocab_size}.npy").is_file():
+            return load_vocab_mapping(folder, draft_vocab_size, vocab_size)
+    return vocab_mapping_from_frequencies(
+        token_counts(data, data_dir), draft_vocab_size, vocab_size
+    )
+
 
 def train_drafter(
-    data_dir: str | os.PathLike,           # features (`extract_features`, upstream), or prepared: made while training
-    output_dir: str | os.PathLike,         # gets the checkpoint, training_log.csv, and checkpoints on the way
-    verifier: str | os.PathLike,           # folder or hub id of the model that made the features
-    algorithm: str,                        # a registered `speculators_model_type`
-    draft_arch: str = "llama",             # the next five as in `new_drafter`
+    data_dir: str
+    | os.PathLike,  # features (`extract_features`, upstream), or prepared: made while training
+    output_dir: str
+    | os.PathLike,  # gets the checkpoint, training_log.csv, and checkpoints on the way
+    verifier: str | os.PathLike,  # folder or hub id of the model that made the features
+    algorithm: str,  # a registered `speculators_model_type`
+    draft_arch: str = "llama",  # the next five as in `new_drafter`
     num_layers: int = 1,
     draft_vocab_size: int | None = None,
-    from_pretrained: str | os.PathLike | None = None, # go on from this checkpoint's weights instead of fresh ones
+    from_pretrained: str
+    | os.PathLike
+    | None = None,  # go on from this checkpoint's weights instead of fresh ones
     seed: int = 0,
-    eval_share: float | None = None,       # of the rows, held out; None: what the prepared folder holds out, else 0.05
-    on_bad: str = "raise",                 # a feature file that does not check: "raise" or "skip"
-    url: str | None = None,                # of a vLLM that makes the features while training
-    storage: str | os.PathLike | None = None, # the folder that this vLLM writes to, as it is mounted here
-    target_layer_ids: list[int] | None = None, # verifier layers to read; None: the features' own, else the default three
-    trust_features: bool = False,          # take features whose record does not fit the verifier
-    **training_args,                       # SpeculatorTrainingArguments, `from_training_args`, `get_trainer_kwargs`
-) -> SpeculatorTrainer: # has run; its model is the best one and is saved in `output_dir`
-    """Train a drafter on features. Errors: ValueError for a name that nothing takes, a folder that holds a drafter already (`overwrite`, `resume_from_checkpoint`),
-    features of another verifier or of other layers; FloatingPointError for a loss or weights that are not finite."""
-    check_options(dict(algorithm=algorithm, draft_arch=draft_arch, num_layers=num_layers, draft_vocab_size=draft_vocab_size, seed=seed, eval_share=eval_share,
-                       on_bad=on_bad, target_layer_ids=target_layer_ids, trust_features=trust_features) | training_args)
-    check_output_dir(output_dir, training_args.get("overwrite", False), training_args.get("resume_from_checkpoint"))
-    model = SpeculatorModel.from_pretrained(from_pretrained, verifier=verifier) if from_pretrained is not None else None
+    eval_share: float
+    | None = None,  # of the rows, held out; None: what the prepared folder holds out, else 0.05
+    on_bad: str = "raise",  # a feature file that does not check: "raise" or "skip"
+    url: str | None = None,  # of a vLLM that makes the features while training
+    storage: str
+    | os.PathLike
+    | None = None,  # the folder that this vLLM writes to, as it is mounted here
+    target_layer_ids: list[int]
+    | None = None,  # verifier layers to read; None: the features' own, else the default three
+    trust_features: bool = False,  # take features whose record does not fit the verifier
+    **training_args,  # SpeculatorTrainingArguments, `from_training_args`, `get_trainer_kwargs`
+) -> SpeculatorTrainer:  # has run; its model is the best one and is saved in `output_dir`
+    """Train a drafter on features. Errors: ValueError for a name that nothing takes, a folder
+    that holds a drafter already (`overwrite`, `resume_from_checkpoint`),
+    features of another verifier or of other layers; FloatingPointError for a loss or weights
+    that are not finite."""
+    check_options(
+        dict(
+            algorithm=algorithm,
+            draft_arch=draft_arch,
+            num_layers=num_layers,
+            draft_vocab_size=draft_vocab_size,
+            seed=seed,
+            eval_share=eval_share,
+            on_bad=on_bad,
+            target_layer_ids=target_layer_ids,
+            trust_features=trust_features,
+        )
+        | training_args
+    )
+    check_output_dir(
+        output_dir,
+        training_args.get("overwrite", False),
+        training_args.get("resume_from_checkpoint"),
+    )
+    model = (
+        SpeculatorModel.from_pretrained(from_pretrained, verifier=verifier)
+        if from_pretrained is not None
+        else None
+    )
     wanted = target_layer_ids if model is None else list(model.drafter().aux_layer_ids) or None
     data = open_features(data_dir, verifier, url, storage, wanted, on_bad)
     if isinstance(data, LiveFeatures) and training_args.get("dataloader_num_workers"):
-        raise ValueError(f"dataloader_num_workers={training_args['dataloader_num_workers']}: the verifier runs in this process; leave it at 0, or extract the features first")
+        raise ValueError(
+            f"dataloader_num_workers={training_args['dataloader_num_workers']}: the verifier "
+            "runs in this process; leave it at 0, or extract the features first"
+        )
     if model is None:
-        mapping = draft_vocabulary(data, data_dir, draft_vocab_size, text_config(verifier_config(verifier)).vocab_size)
+        mapping = draft_vocabulary(
+            data, data_dir, draft_vocab_size, text_config(verifier_config(verifier)).vocab_size
+        )
         layers = target_layer_ids or (data.layer_ids and data.layer_ids[:-1])
-        model = new_drafter(algorithm, verifier, draft_arch, num_layers, draft_vocab_size, mapping, layers, seed, **training_args)
+        model = new_drafter(
+            algorithm,
+            verifier,
+            draft_arch,
+            num_layers,
+            draft_vocab_size,
+            mapping,
+            layers,
+            seed,
+            **training_args,
+        )
     check_features(data, verifier, trust_features)
     data.choose(list(model.drafter().aux_layer_ids))
     split = data.split if eval_share is None else None
-    rows, held = (range(split["train"]), range(split["train"], len(data))) if split and split["val"] else split_rows(len(data), 0.05 if eval_share is None else eval_share, seed)
-    trainer = train(model, Subset(data, rows), Subset(data, held) if held else None, output_dir=str(output_dir), seed=seed, **training_args)
-    if model.t2d is not None and trainer.args.should_save and not trainer.done: save_vocab_mapping(output_dir, model.t2d, model.d2t)
+    rows, held = (
+        (range(split["train"]), range(split["train"], len(data)))
+        if split and split["val"]
+        else split_rows(len(data), 0.05 if eval_share is None else eval_share, seed)
+    )
+    trainer = train(
+        model,
+        Subset(data, rows),
+        Subset(data, held) if held else None,
+        output_dir=str(output_dir),
+        seed=seed,
+        **training_args,
+    )
+    if model.t2d is not None and trainer.args.should_save and not trainer.done:
+        save_vocab_mapping(output_dir, model.t2d, model.d2t)
     return trainer

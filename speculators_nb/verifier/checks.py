@@ -18,8 +18,16 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ..nn.target_head import FinalNorm, TargetHead, check_target_head, norm_eps, norm_kind, text_config, verifier_config
 from ..core.checkpoints import checkpoint_index
+from speculators_nb.nn.target_head import (
+    FinalNorm,
+    TargetHead,
+    check_target_head,
+    norm_eps,
+    norm_kind,
+    text_config,
+    verifier_config,
+)
 from .tapped_model import Verifier, find_taps
 
 # %% ../../nbs/verifier/02_checks.ipynb #416d4064
@@ -30,7 +38,7 @@ HALF_TOLERANCE = 5e-2  # a half-precision verifier rounds hidden states and logi
 
 def head_of(
     verifier: Verifier,  # loaded
-) -> TargetHead | None:  # with the verifier's own norm and head; None: it has no output embedding
+) -> TargetHead | None:  # with the verifier's norm and head; None: it has no output embedding
     "The target head as training will read it, from a verifier in memory."
     output = verifier.model.get_output_embeddings()
     if output is None:
@@ -47,17 +55,25 @@ def check_verifier_head(
     verifier: Verifier,  # loaded
     input_ids: torch.Tensor,  # [n] token ids of any text; the first 64 are used
 ) -> None:
-    "Compare the target head with the verifier's own logits. Errors: ValueError naming the family."
+    """Compare the target head with the verifier's own logits. Errors: ValueError naming the
+    family."""
     ours = head_of(verifier)
     if ours is None:
-        log.warning("%s has no output embedding: its target head is not checked", type(verifier.model).__name__)
+        log.warning(
+            "%s has no output embedding: its target head is not checked",
+            type(verifier.model).__name__,
+        )
         return
     row = torch.as_tensor(input_ids, dtype=torch.long, device=verifier.device)[None, :64]
     out = verifier(row, use_cache=False)
-    if not (out.last_hidden_states.float().abs() <= 1e18).all():  # refused where the features are written, with the row
+    if not (
+        out.last_hidden_states.float().abs() <= 1e18
+    ).all():  # refused where the features are written, with the row
         return
     tolerance = HEAD_TOLERANCE.get(verifier.dtype, HALF_TOLERANCE)
-    check_target_head(ours, verifier.model, out.last_hidden_states, out.logits, tolerance=tolerance)
+    check_target_head(
+        ours, verifier.model, out.last_hidden_states, out.logits, tolerance=tolerance
+    )
 
 # %% ../../nbs/verifier/02_checks.ipynb #5e85fc53
 def meta_model(
@@ -79,7 +95,8 @@ def meta_model(
 def check_final_norm(
     config,  # a verifier's PretrainedConfig
 ) -> None:
-    "Compare `FinalNorm`, as this family is read, with transformers' module. Errors: ValueError naming the family."
+    """Compare `FinalNorm`, as this family is read, with transformers' module. Errors:
+    ValueError naming the family."""
     model = meta_model(config)
     if model is None:
         return
@@ -100,13 +117,16 @@ def check_final_norm(
     gap = ((ours(states) - wanted).abs().max() / wanted.abs().max()).item()
     if not gap <= 1e-4:
         family = text_config(config).model_type
-        raise ValueError(f"final norm of {family!r} is read as {ours.kind!r}, and differs from transformers' {type(norm).__name__} by {gap:.1e}; "
-                         "add the family to head.OFFSET_NORM or head.LAYER_NORM")
+        raise ValueError(
+            f"final norm of {family!r} is read as {ours.kind!r}, and differs from "
+            f"transformers' {type(norm).__name__} by {gap:.1e}; "
+            "add the family to head.OFFSET_NORM or head.LAYER_NORM"
+        )
 
 # %% ../../nbs/verifier/02_checks.ipynb #666a1ca6
 def stored_fingerprint(
     verifier: str | os.PathLike,  # folder or hub id
-) -> str | None:  # 16 hex digits, as from `tapped_model.fingerprint`; None: its files name tensors otherwise
+) -> str | None:  # 16 hex digits, as `fingerprint`; None: its files name tensors otherwise
     "The fingerprint of the model that a checkpoint would load as."
     config = verifier_config(verifier)
     model = meta_model(config)
@@ -128,11 +148,11 @@ def stored_fingerprint(
     return h.hexdigest()[:16]
 
 
-
 def checkpoint_fingerprint(
     folder: str | os.PathLike,  # a local model folder
 ) -> str:  # 16 hex digits
-    "A hash over config.json and the name, shape and first values of every tensor in the files, for any checkpoint."
+    """A hash over config.json and the name, shape and first values of every tensor in the
+    files, for any checkpoint."""
     h, files = hashlib.sha256((Path(folder) / "config.json").read_bytes()), {}
     for name, file in sorted(checkpoint_index(folder).items()):
         files.setdefault(file, []).append(name)
@@ -140,6 +160,12 @@ def checkpoint_fingerprint(
         with safe_open(file, "pt") as f:
             for name in names:
                 piece = f.get_slice(name)
-                head = piece[:1].flatten()[:64].float() if piece.get_shape() else f.get_tensor(name).float()
-                h.update(f"{name}{piece.get_shape()}".encode() + head.contiguous().numpy().tobytes())
+                head = (
+                    piece[:1].flatten()[:64].float()
+                    if piece.get_shape()
+                    else f.get_tensor(name).float()
+                )
+                h.update(
+                    f"{name}{piece.get_shape()}".encode() + head.contiguous().numpy().tobytes()
+                )
     return h.hexdigest()[:16]

@@ -16,20 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
-from ..nn.target_head import verifier_config
+
 from ..core.checkpoints import remote_code_allowed
 from ..core.files import check_length
+from ..nn.target_head import verifier_config
 
 # %% ../../nbs/verifier/01_tapped_model.ipynb #12733a9c
 def default_aux_layer_ids(
     n: int,  # number of decoder layers of the verifier
 ) -> list[int]:  # three ascending aux layer ids
-    "vLLM's default `[2, n//2, n-3]` where these ascend (n >= 7), else three neighbours around the middle; ValueError below two layers."
+    """vLLM's default `[2, n//2, n-3]` where these ascend (n >= 7), else three neighbours around
+    the middle; ValueError below two layers."""
     if n < 2:
-        raise ValueError(f"num_hidden_layers={n}: three distinct aux layer ids need a verifier of at least 2 layers; pass aux_layer_ids")
+        raise ValueError(
+            f"num_hidden_layers={n}: three distinct aux layer ids need a verifier of at least "
+            "2 layers; pass aux_layer_ids"
+        )
     ids = [2, n // 2, n - 3]
     return ids if ids[0] < ids[1] < ids[2] else [(n + 1) // 2 + d for d in (-1, 0, 1)]
 
@@ -38,7 +43,8 @@ def check_aux_layer_ids(
     ids,  # aux layer ids
     n: int,  # number of decoder layers of the verifier
 ) -> list[int]:  # the ids as a list
-    "Ids must be non-empty, distinct, ascending and within [0, n]; ValueError says which rule was broken."
+    """Ids must be non-empty, distinct, ascending and within [0, n]; ValueError says which rule
+    was broken."""
     ids = [int(i) for i in ids]
     rules = {
         "empty": not ids,
@@ -48,7 +54,10 @@ def check_aux_layer_ids(
     }
     broken = [rule for rule, hit in rules.items() if hit]
     if broken:
-        raise ValueError(f"aux_layer_ids={ids}: {', '.join(broken)}; the verifier has {n} layers, e.g. {default_aux_layer_ids(max(n, 2))}")
+        raise ValueError(
+            f"aux_layer_ids={ids}: {', '.join(broken)}; the verifier has {n} layers, e.g. "
+            f"{default_aux_layer_ids(max(n, 2))}"
+        )
     return ids
 
 # %% ../../nbs/verifier/01_tapped_model.ipynb #f8450649
@@ -58,18 +67,25 @@ FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
 
 def find_taps(
     model: nn.Module,  # an HF causal LM
-) -> tuple[nn.Module, nn.ModuleList, nn.Module]:  # the decoder without the head, its layers, its final norm
-    "Locate the decoder's layer list (of length `num_hidden_layers`) and its final norm; ValueError when the layout is not known."
+) -> tuple[
+    nn.Module, nn.ModuleList, nn.Module
+]:  # the decoder without the head, its layers, its final norm
+    """Locate the decoder's layer list (of length `num_hidden_layers`) and its final norm;
+    ValueError when the layout is not known."""
     n, name = model.config.get_text_config().num_hidden_layers, type(model).__name__
     base = model.get_decoder() or model.base_model
-    for part in (base, *(m for k, m in base.named_children() if k == "decoder")):  # OPT keeps its decoder one level deeper
+    for part in (
+        base,
+        *(m for k, m in base.named_children() if k == "decoder"),
+    ):  # OPT keeps its decoder one level deeper
         layers = [m for m in part.children() if isinstance(m, nn.ModuleList) and len(m) == n]
         norms = [m for k, m in part.named_children() if k in FINAL_NORMS]
         if len(layers) == len(norms) == 1:
             return base, layers[0], norms[0]
     raise ValueError(
-        f"{name}: found no list of {n} layers beside a final norm ({', '.join(FINAL_NORMS)}) in {type(base).__name__}, "
-        f"whose parts are {[k for k, _ in base.named_children()]}; the verifier must be a decoder-only LM with that layout"
+        f"{name}: found no list of {n} layers beside a final norm ({', '.join(FINAL_NORMS)}) "
+        f"in {type(base).__name__}, whose parts are {[k for k, _ in base.named_children()]}; "
+        "the verifier must be a decoder-only LM with that layout"
     )
 
 # %% ../../nbs/verifier/01_tapped_model.ipynb #1dcbb454
@@ -77,43 +93,90 @@ def find_taps(
 class VerifierOutput:
     "What one call of the verifier gives."
 
-    logits: torch.Tensor | None  # [B, L, V], or of the last positions where only these were wanted, or None
-    hidden_states: torch.Tensor  # [B, L, A·H] residual stream at the aux layers, ascending layer id
+    logits: (
+        torch.Tensor | None
+    )  # [B, L, V], or of the last positions where only these were wanted, or None
+    hidden_states: (
+        torch.Tensor
+    )  # [B, L, A·H] residual stream at the aux layers, ascending layer id
     last_hidden_states: torch.Tensor  # [B, L, H] residual stream before the final norm
-    past_key_values: DynamicCache | None  # the cache, extended by this call; `crop(n)` forgets all but n positions
+    past_key_values: (
+        DynamicCache | None
+    )  # the cache, extended by this call; `crop(n)` forgets all but n positions
 
 
 def unfit(
     model: nn.Module,  # as loaded
     info: dict,  # what `from_pretrained` says about the loading
 ) -> list[str]:  # what does not fit, tensor by tensor
-    "What is in the weights and not in the config, or the other way round. Transformers loads such a model with random numbers, or without some of its layers, and a line in a log."
+    """What is in the weights and not in the config, or the other way round. Transformers loads
+    such a model with random numbers, or without some of its layers, and a line in a log."""
     config = model.config.get_text_config()
     bad = [f"{k} is missing" for k in sorted(info["missing_keys"])]
-    bad += [f"{k} is {list(found)}, by the config {list(wanted)}" for k, found, wanted in sorted(info["mismatched_keys"])]
-    heads = [n for name, n in vars(config).items() if re.search("predict|modules", name) and type(n) is int]  # layers behind the last one
+    bad += [
+        f"{k} is {list(found)}, by the config {list(wanted)}"
+        for k, found, wanted in sorted(info["mismatched_keys"])
+    ]
+    heads = [
+        n
+        for name, n in vars(config).items()
+        if re.search("predict|modules", name) and type(n) is int
+    ]  # layers behind the last one
     last = config.num_hidden_layers + max(heads, default=0)
-    above = [k for k in sorted(info["unexpected_keys"]) if (m := re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", k)) and int(m[1]) >= last]
-    bad += [f"{k} is of a layer beyond num_hidden_layers={config.num_hidden_layers}" for k in above]
+    above = [
+        k
+        for k in sorted(info["unexpected_keys"])
+        if (m := re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", k)) and int(m[1]) >= last
+    ]
+    bad += [
+        f"{k} is of a layer beyond num_hidden_layers={config.num_hidden_layers}" for k in above
+    ]
     if others := sorted(set(info["unexpected_keys"]) - set(above)):
-        log.warning("%d tensors of the verifier are no part of a %s and are left out: %s%s", len(others), type(model).__name__, ", ".join(others[:3]), " …" if others[3:] else "")
+        log.warning(
+            "%d tensors of the verifier are no part of a %s and are left out: %s%s",
+            len(others),
+            type(model).__name__,
+            ", ".join(others[:3]),
+            " …" if others[3:] else "",
+        )
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    said = {getattr(part, "tie_word_embeddings", None) for part in (config, model.config)}  # a text part may leave it to the whole
-    if True in said and False not in said and head is not None and head.weight is not words.weight:
-        bad.append("the head differs from the embeddings, and by the config (tie_word_embeddings) they are one")
+    said = {
+        getattr(part, "tie_word_embeddings", None) for part in (config, model.config)
+    }  # a text part may leave it to the whole
+    if (
+        True in said
+        and False not in said
+        and head is not None
+        and head.weight is not words.weight
+    ):
+        bad.append(
+            "the head differs from the embeddings, and by the config (tie_word_embeddings) "
+            "they are one"
+        )
     return bad
 
 
 def not_finite(
     model: nn.Module,  # any model
 ) -> list[str]:  # names of parameters
-    "Parameters that hold NaN or infinity. Their smallest and greatest value show it, in one fast pass and without a copy."
-    def extremes(w): return torch.stack((w.bfloat16() if w.itemsize == 1 else w).aminmax())  # of eight bits torch knows no extremes
-    return [name for name, w in model.named_parameters() if w.is_floating_point() and w.numel() and not extremes(w.detach()).isfinite().all()]
+    """Parameters that hold NaN or infinity. Their smallest and greatest value show it, in one
+    fast pass and without a copy."""
+
+    def extremes(w):
+        return torch.stack(
+            (w.bfloat16() if w.itemsize == 1 else w).aminmax()
+        )  # of eight bits torch knows no extremes
+
+    return [
+        name
+        for name, w in model.named_parameters()
+        if w.is_floating_point() and w.numel() and not extremes(w.detach()).isfinite().all()
+    ]
 
 
 class Verifier:
-    "An HF causal or vision-language LM with its residual stream tapped at `aux_layer_ids` (vLLM's numbering) and before the final norm."
+    """An HF causal or vision-language LM with its residual stream tapped at `aux_layer_ids`
+    (vLLM's numbering) and before the final norm."""
 
     def __init__(
         self,
@@ -122,12 +185,22 @@ class Verifier:
     ):
         self.model, self.config = model.eval(), model.config.get_text_config()
         self.decoder, self.layers, self.norm = find_taps(model)
-        self.num_layers, self.hidden_size, self.vocab_size = len(self.layers), self.config.hidden_size, self.config.vocab_size
-        self.aux_layer_ids = check_aux_layer_ids(
-            default_aux_layer_ids(self.num_layers) if aux_layer_ids is None else aux_layer_ids, self.num_layers
+        self.num_layers, self.hidden_size, self.vocab_size = (
+            len(self.layers),
+            self.config.hidden_size,
+            self.config.vocab_size,
         )
-        self._takes_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
-        self.sees = model.base_model is not self.decoder and getattr(model.config, "vision_config", None) is not None  # pictures enter outside of the decoder
+        self.aux_layer_ids = check_aux_layer_ids(
+            default_aux_layer_ids(self.num_layers) if aux_layer_ids is None else aux_layer_ids,
+            self.num_layers,
+        )
+        self._takes_positions = (
+            "position_ids" in inspect.signature(self.decoder.forward).parameters
+        )
+        self.sees = (
+            model.base_model is not self.decoder
+            and getattr(model.config, "vision_config", None) is not None
+        )  # pictures enter outside of the decoder
 
     @classmethod
     def from_pretrained(
@@ -136,40 +209,74 @@ class Verifier:
         aux_layer_ids=None,  # ascending ids within [0, n]; None: `default_aux_layer_ids`
         dtype="auto",  # torch dtype; "auto": the checkpoint's
         device="cpu",  # torch device
-        trust_remote_code: bool | None = None,  # run the model's code; None: as `checkpoints.remote_code` says (no)
+        trust_remote_code: bool
+        | None = None,  # run the model's code; None: as `checkpoints.remote_code` says (no)
     ) -> "Verifier":  # ready for use
-        "Load from safetensors. FileNotFoundError: no config or no weights in the folder; ValueError: config and weights do not belong together, or NaN in them."
+        """Load from safetensors. FileNotFoundError: no config or no weights in the folder;
+        ValueError: config and weights do not belong together, or NaN in them."""
         folder = Path(path)
         if folder.is_dir():
-            for pattern, what in (("config.json", "config.json"), ("*.safetensors", "weights (*.safetensors)")):
+            for pattern, what in (
+                ("config.json", "config.json"),
+                ("*.safetensors", "weights (*.safetensors)"),
+            ):
                 if not any(folder.glob(pattern)):
-                    raise FileNotFoundError(f"verifier {path!r}: the folder has no {what}; save the model there with save_pretrained")
+                    raise FileNotFoundError(
+                        f"verifier {path!r}: the folder has no {what}; save the model there "
+                        "with save_pretrained"
+                    )
             for file in folder.glob("*.json"):
                 check_length(file)
-        trust_remote_code = remote_code_allowed() if trust_remote_code is None else trust_remote_code
+        trust_remote_code = (
+            remote_code_allowed() if trust_remote_code is None else trust_remote_code
+        )
         config = verifier_config(path, trust_remote_code)
-        auto = next((a for a in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in a._model_mapping), AutoModelForCausalLM)
+        auto = next(
+            (
+                a
+                for a in (AutoModelForCausalLM, AutoModelForImageTextToText)
+                if type(config) in a._model_mapping
+            ),
+            AutoModelForCausalLM,
+        )
         try:
             model, info = auto.from_pretrained(
-                path, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
+                path,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
             )
         except (SafetensorError, OSError) as e:
             if isinstance(e, OSError) and (e.filename is not None or str(path) in str(e)):
                 raise
-            raise ValueError(f"verifier {path!r}: its weights cannot be read ({e}); they were probably cut off: fetch or save them again") from e
+            raise ValueError(
+                f"verifier {path!r}: its weights cannot be read ({e}); they were probably cut "
+                "off: fetch or save them again"
+            ) from e
         except (ImportError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as e:  # whatever a model of transformers raises for a field of another type
+        except (
+            Exception
+        ) as e:  # whatever a model of transformers raises for a field of another type
             what = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-            raise ValueError(f"verifier {path!r}: transformers cannot build it from its config.json ({what}); "
-                             "fetch or save both files again") from e
+            raise ValueError(
+                f"verifier {path!r}: transformers cannot build it from its config.json "
+                f"({what}); fetch or save both files again"
+            ) from e
         if bad := unfit(model, info):
             raise ValueError(
-                f"verifier {path!r}: config.json and weights do not belong together: {'; '.join(bad[:3])}{' …' if bad[3:] else ''} "
+                f"verifier {path!r}: config.json and weights do not belong together: "
+                f"{'; '.join(bad[:3])}{' …' if bad[3:] else ''} "
                 f"({len(bad)} tensors). Take both files from one checkpoint"
             )
         if broken := not_finite(model):
-            raise ValueError(f"verifier {path!r}: NaN or infinity in {', '.join(broken[:3])}{' …' if broken[3:] else ''}; fetch or save the weights again")
+            raise ValueError(
+                f"verifier {path!r}: NaN or infinity in "
+                f"{', '.join(broken[:3])}{' …' if broken[3:] else ''}; fetch or save the "
+                "weights again"
+            )
         return cls(model.to(device), aux_layer_ids)
 
     @property
@@ -184,32 +291,55 @@ class Verifier:
     def __call__(
         self,
         input_ids: torch.Tensor,  # [B, L] int64
-        attention_mask: torch.Tensor | None = None,  # [B, past + L], 1: real token; or 4-D; or one for each kind of layer
+        attention_mask: torch.Tensor
+        | None = None,  # [B, past + L], 1: real token; or 4-D; or one for each kind of layer
         past_key_values: DynamicCache | None = None,  # cache to extend in place
-        want_logits: bool | int = True,  # False: no [H, V] product of the head; n: only for the last n positions
-        position_ids: torch.Tensor | None = None,  # [B, L]; None: from the attention mask and the cache
+        want_logits: bool
+        | int = True,  # False: no [H, V] product of the head; n: only for the last n positions
+        position_ids: torch.Tensor
+        | None = None,  # [B, L]; None: from the attention mask and the cache
         use_cache: bool = True,  # False: no cache is made (one-shot feature extraction)
-        inputs: dict | None = None,  # processed pictures: pixel_values, image_grid_thw, mm_token_type_ids, …
+        inputs: dict
+        | None = None,  # processed pictures: pixel_values, image_grid_thw, mm_token_type_ids, …
     ) -> VerifierOutput:  # logits, aux states, last states, cache
-        "Run the model over `input_ids` and keep the tapped rows. Rows at padding hold numbers without meaning."
+        """Run the model over `input_ids` and keep the tapped rows. Rows at padding hold numbers
+        without meaning."""
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
-        kwargs = dict(attention_mask=attention_mask, past_key_values=past_key_values, use_cache=use_cache)
-        if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        kwargs = dict(
+            attention_mask=attention_mask, past_key_values=past_key_values, use_cache=use_cache
+        )
+        if (
+            position_ids is None
+            and isinstance(attention_mask, torch.Tensor)
+            and attention_mask.ndim == 2
+        ):
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[
+                :, -input_ids.shape[1] :
+            ]
         if self.sees:
-            position_ids = self._text_positions(input_ids, position_ids, past_key_values) if not inputs else None
+            position_ids = (
+                self._text_positions(input_ids, position_ids, past_key_values)
+                if not inputs
+                else None
+            )
         if self._takes_positions and position_ids is not None:
             kwargs["position_ids"] = position_ids
         taps = {}
         with ExitStack() as stack:
             for i in {*self.aux_layer_ids, self.num_layers}:
                 module = self.layers[i] if i < self.num_layers else self.norm
-                stack.enter_context(module.register_forward_pre_hook(_tap(taps, i), with_kwargs=True))
+                stack.enter_context(
+                    module.register_forward_pre_hook(_tap(taps, i), with_kwargs=True)
+                )
             if want_logits is not True and want_logits:
                 kwargs["logits_to_keep"] = want_logits
-            out = (self.model if want_logits else self.model.base_model if inputs else self.decoder)(input_ids=input_ids, **kwargs, **(inputs or {}))
-        if inputs and past_key_values is not None:  # pictures take fewer positions than tokens: later text in the cache starts earlier
+            out = (
+                self.model if want_logits else self.model.base_model if inputs else self.decoder
+            )(input_ids=input_ids, **kwargs, **(inputs or {}))
+        if (
+            inputs and past_key_values is not None
+        ):  # pictures take fewer positions than tokens: later text in the cache starts earlier
             past_key_values.position_shift = getattr(self.model.base_model, "rope_deltas", None)
         return VerifierOutput(
             logits=out.logits if want_logits else None,
@@ -219,10 +349,13 @@ class Verifier:
         )
 
     def _text_positions(self, input_ids, position_ids, cache):
-        "Positions of text in a vision-language model, which would otherwise take the shift of the last picture it saw, in whatever request."
+        """Positions of text in a vision-language model, which would otherwise take the shift of
+        the last picture it saw, in whatever request."""
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
-            position_ids = torch.arange(past, past + input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+            position_ids = torch.arange(
+                past, past + input_ids.shape[1], device=input_ids.device
+            ).expand_as(input_ids)
         shift = getattr(cache, "position_shift", None)
         return position_ids if shift is None else position_ids + shift.to(position_ids.device)
 
@@ -240,7 +373,8 @@ def crop_cache(
     cache: DynamicCache,  # cache to shorten in place
     length: int,  # positions to keep
 ) -> None:
-    "Forget all but the first `length` positions. (`crop` itself takes the number to remove, as a negative integer.)"
+    """Forget all but the first `length` positions. (`crop` itself takes the number to remove,
+    as a negative integer.)"""
     remove = cache.get_seq_length() - length
     if remove > 0:
         cache.crop(-remove)
@@ -252,5 +386,8 @@ def fingerprint(
     "A hash over name, shape and the first 64 values of every parameter."
     h = hashlib.sha256()
     for name, p in model.named_parameters():
-        h.update(f"{name}{tuple(p.shape)}".encode() + p.detach().flatten()[:64].float().cpu().numpy().tobytes())
+        h.update(
+            f"{name}{tuple(p.shape)}".encode()
+            + p.detach().flatten()[:64].float().cpu().numpy().tobytes()
+        )
     return h.hexdigest()[:16]
