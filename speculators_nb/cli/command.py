@@ -485,8 +485,7 @@ def command(
     app: typer.Typer,  # where the command is entered
     name: str | None = None,  # of the command; None: the function's
     group: str | None = None,  # heading under which `--help` lists it
-    output: str
-    | None = "output_dir",  # the parameter that names what is made; its recipe is left there
+    output: str | None = "output_dir",  # parameter naming the output; the recipe is left there
 ) -> Callable:  # the function itself
     "Enter a function as a command."
     name = name or function.__name__

@@ -109,19 +109,15 @@ def open_verifier(
 def regenerate(
     data: str,  # conversations: a .jsonl or .json file, a folder of them, or hf:<id>
     output: Path,  # .jsonl with the answers; an interrupted run is continued there
-    verifier: str
-    | None = None,  # folder or hub id, run here; with a server: tokenizer if it sends no ids
-    server: str
-    | None = None,  # address of an OpenAI-compatible server that answers instead, e.g. http://127.0.0.1:8000
+    verifier: str | None = None,  # folder or hub id; with server: tokenizer if it sends no ids
+    server: str | None = None,  # OpenAI-compatible server to ask, e.g. http://127.0.0.1:8000
     model: str | None = None,  # its name there; default: the only one
     max_samples: int | None = None,  # use the first so many conversations; default: all
     max_new_tokens: int = 256,  # of each answer
     max_length: int = 2048,  # a conversation ends where its prompt is this long
     temperature: float = 0.0,  # 0: greedy
-    sampling: dict
-    | None = None,  # more, e.g. {"top_p": 0.9}; weighted: {"temperature": [[0, 1], [0.7, 3]]}
-    languages: list[str]
-    | None = None,  # only conversations in these, e.g. en (repeat the option); default: all
+    sampling: dict | None = None,  # {"top_p": 0.9}, weighted: {"temperature": [[0, 1], [1, 3]]}
+    languages: list[str] | None = None,  # languages to keep, e.g. en (repeatable); default: all
     concurrency: int = 16,  # conversations in work at once, with a server
     seed: int = 0,  # of the sampling
     device: str | None = None,  # without a server; default: the accelerator if there is one
@@ -182,8 +178,7 @@ def features(
     storage: Path | None = None,  # with vllm: that FOLDER, as it is mounted here
     max_length: int = 2048,  # rows longer than this are cut, where `data` is not prepared yet
     max_samples: int | None = None,  # use the first so many; default: all
-    aux_layer_ids: list[int]
-    | None = None,  # layers to keep, ascending (repeat the option); default: three, or server's
+    aux_layer_ids: list[int] | None = None,  # ascending (repeatable); default: three / server's
     dtype: str = "bfloat16",  # of the stored features; float8_e4m3fn halves the disk
     max_tokens: int = 8192,  # padded tokens in one forward pass, with hf
     concurrency: int = 8,  # requests in flight, with vllm
@@ -261,8 +256,7 @@ def _another(folder, t2d, d2t) -> bool:
 def vocab(
     data_dir: Path,  # prepared folder or feature folder
     draft_vocab_size: int,  # N, tokens that the drafter knows
-    output_dir: Path
-    | None = None,  # gets d2t-N.npy and t2d-N.npy; default: beside the rows, where train looks
+    output_dir: Path | None = None,  # for d2t-N.npy, t2d-N.npy; default: beside rows, for train
     vocab_size: int | None = None,  # of the verifier; default: as the folder says
     overwrite: bool = False,  # replace another vocabulary of this size
 ) -> dict:  # draft_vocab_size, vocab_size, output_dir, covered: share of trained tokens known

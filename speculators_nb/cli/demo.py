@@ -175,10 +175,8 @@ def keep_to(
 def demo(
     output_dir: str | os.PathLike = "output/demo",  # everything is left here
     verifier: str | os.PathLike = "data/tiny-verifier",  # folder or hub id
-    prompts: str
-    | os.PathLike = "data/corpus/train.jsonl",  # conversations; questions answered for training
-    heldout: str
-    | os.PathLike = "data/corpus/heldout.jsonl",  # conversations to measure: first questions
+    prompts: str | os.PathLike = "data/corpus/train.jsonl",  # conversations; training questions
+    heldout: str | os.PathLike = "data/corpus/heldout.jsonl",  # conversations; first questions
     algorithm: str = "eagle3",  # a name of `experiment.SETTINGS`, or another registered one
     n_prompts: int | None = 1000,  # of the prompts; None: all
     n_heldout: int | None = 48,  # of the held-out ones; None: all

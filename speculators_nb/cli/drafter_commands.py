@@ -73,21 +73,14 @@ def train(
     output_dir: Path,  # where the drafter, its history and its checkpoints go
     algorithm: str = "eagle3",  # eagle, eagle3, peagle, dflash, dspark, mtp, mlp or medusa
     verifier: str | None = None,  # folder or hub id; default: the one that made the features
-    draft_arch: str
-    | None = None,  # layer type, llama or qwen3; default: llama, or what the algorithm needs
+    draft_arch: str | None = None,  # layer type: llama or qwen3; default: llama or algorithm's
     num_layers: int = 1,  # how many it has
-    draft_vocab_size: int
-    | None = None,  # tokens it knows, the most frequent ones; default: all of the verifier's
-    from_pretrained: Path
-    | None = None,  # go on from this drafter's weights instead of fresh ones
-    server: str
-    | None = None,  # address of a vLLM for a prepared folder's features; default: in-process
-    storage: Path
-    | None = None,  # server's FOLDER (serve VERIFIER --hidden-states FOLDER), as mounted here
-    aux_layer_ids: list[int]
-    | None = None,  # verifier layers it reads (repeat the option); default: the features'
-    eval_share: float
-    | None = None,  # held-out share of rows, 0: no evaluation; default: as `prepare`, else 0.05
+    draft_vocab_size: int | None = None,  # most frequent tokens; default: all of the verifier's
+    from_pretrained: Path | None = None,  # start from this drafter's weights, not fresh ones
+    server: str | None = None,  # vLLM URL for a prepared folder's features; default: in-process
+    storage: Path | None = None,  # the FOLDER of serve --hidden-states FOLDER, as mounted here
+    aux_layer_ids: list[int] | None = None,  # verifier layers (repeatable); default: features'
+    eval_share: float | None = None,  # held-out share, 0: none; default: `prepare`'s, else 0.05
     on_bad: str = "raise",  # a sample whose features do not check: raise, or skip it
     num_train_epochs: float = 3.0,  # passes over the data
     total_seq_len: int = 2048,  # positions in a packed row; one row is one step on one device
@@ -96,15 +89,13 @@ def train(
     optimizer: str = "adamw",  # adamw, or muon for hidden matrices and adamw for the rest
     bf16: bool = False,  # compute in bfloat16 above float32 weights
     save_dtype: str | None = None,  # of the saved drafter, e.g. bfloat16; default: float32
-    early_stopping_patience: int
-    | None = None,  # stop after so many evaluations without progress; default: never
+    early_stopping_patience: int | None = None,  # evaluations without progress; default: never
     resume: bool = False,  # continue the run in output_dir from its newest complete checkpoint
     overwrite: bool = False,  # train anew in a folder that holds a drafter
     trust_features: bool = False,  # take features whose record does not fit the verifier
     seed: int = 0,  # of the initial weights and of everything random in training
     trust_remote_code: bool = False,  # run code that comes with the verifier
-    extra: list[str]
-    | None = None,  # other arguments as name=value, e.g. warmup_steps=100; repeat the option
+    extra: list[str] | None = None,  # others as name=value, e.g. warmup_steps=100 (repeatable)
 ) -> SpeculatorTrainer:  # has run; its model is the best one, and is saved
     "Train a drafter on features, and keep the best checkpoint."
     _features_there(data_dir, verifier)
@@ -212,19 +203,13 @@ def _room(output_dir, overwrite, *names):
 def evaluate(
     drafter: str,  # folder or hub id of a trained drafter
     data: str,  # conversations; the questions before the first answer are the prompt
-    verifier: str
-    | None = None,  # folder or hub id; default: the one that the drafter was trained for
-    output_dir: Path
-    | None = None,  # where tables and pictures go; default: they are only printed
+    verifier: str | None = None,  # folder or hub id; default: what the drafter was trained for
+    output_dir: Path | None = None,  # for tables and pictures; default: they are only printed
     engine: str = "reference",  # reference, this library; vllm, with throughput and latency
-    server: str
-    | None = None,  # with vllm: address of one that runs; default: one is started for each k
-    k: list[int]
-    | None = None,  # tokens drafted per step (vllm: repeat the option); default: as trained
-    concurrency: list[int]
-    | None = None,  # with vllm: requests at once (repeat the option for several); default: 1
-    temperatures: list[float]
-    | None = None,  # sampling temperatures (repeat the option); default: 0, greedy
+    server: str | None = None,  # vllm: address of a running one; default: started for each k
+    k: list[int] | None = None,  # tokens drafted a step (vllm: repeatable); default: as trained
+    concurrency: list[int] | None = None,  # vllm: requests at once (repeatable); default: 1
+    temperatures: list[float] | None = None,  # of sampling (repeatable); default: 0 (greedy)
     max_samples: int | None = 32,  # prompts to use
     max_new_tokens: int = 64,  # tokens to write for each prompt
     ngram: bool = True,  # with reference: compare with n-gram lookup in the text so far
@@ -233,11 +218,9 @@ def evaluate(
     baseline: bool = True,  # with vllm: measure without drafting too
     load: str = "requests",  # with vllm: who asks, requests or guidellm
     dtype: str = "auto",  # with vllm: dtype of weights and arithmetic; auto on a CPU: bfloat16
-    max_model_len: int
-    | None = None,  # with vllm: longest text, prompt included; default: what the model allows
+    max_model_len: int | None = None,  # vllm: longest prompt + output; default: model's limit
     vllm: str | None = None,  # the program; default: it is looked for, also in .venv-vllm
-    extra: list[str]
-    | None = None,  # with vllm: a further argument of vllm serve; repeat the option
+    extra: list[str] | None = None,  # vllm: a further argument of vllm serve (repeatable)
     seed: int = 0,  # of sampling and of the intervals
     device: str | None = None,  # with reference; default: the accelerator if there is one
     overwrite: bool = False,  # replace the evaluation in output_dir
@@ -314,11 +297,8 @@ def evaluate(
 
 # %% ../../nbs/cli/04_drafter_commands.ipynb #a666e7c6
 def compare(
-    runs: list[
-        str
-    ],  # folders of evaluations made with --engine vllm or --as-engine, or name=folder
-    output_dir: Path
-    | None = None,  # gets comparison.csv and comparison.png; default: the table is only printed
+    runs: list[str],  # folders of evaluations (--engine vllm or --as-engine), or name=folder
+    output_dir: Path | None = None,  # for comparison.csv, comparison.png; default: only printed
     overwrite: bool = False,  # replace the comparison in output_dir
 ) -> Comparison:  # `table()`, `plot()`
     "Put evaluations side by side: acceptance at each position, length, throughput and latency."
@@ -353,26 +333,19 @@ def compare(
 # %% ../../nbs/cli/04_drafter_commands.ipynb #4c67862d
 def serve(
     checkpoint: str,  # a drafter, or a verifier alone: folder or hub id
-    k: int
-    | None = None,  # tokens to draft; default: what the checkpoint says; 0: the verifier alone
+    k: int | None = None,  # tokens to draft; default: the checkpoint's; 0: the verifier alone
     method: str | None = None,  # of drafting, e.g. ngram; default: what the checkpoint says
     verifier: str | None = None,  # folder or hub id; default: the one that the checkpoint names
-    native: Path
-    | None = None,  # folder for the drafter in the engine's own layout, if vLLM needs that
-    hidden_states: Path
-    | None = None,  # folder for the verifier's hidden states, for features --source vllm
-    aux_layer_ids: list[int]
-    | None = None,  # with hidden_states: layers, ascending (repeat the option); default: three
+    native: Path | None = None,  # drafter in the engine's layout, if vLLM needs it
+    hidden_states: Path | None = None,  # for verifier hidden states, for features --source vllm
+    aux_layer_ids: list[int] | None = None,  # layers, ascending (repeatable); default: three
     host: str = "127.0.0.1",  # address to listen on; 0.0.0.0 lets other machines in
     port: int = 8000,  # to listen on
     dtype: str = "auto",  # of weights and arithmetic; on processors auto means bfloat16
-    max_model_len: int
-    | None = None,  # longest text, prompt included; default: what the model allows
-    enforce_eager: bool
-    | None = None,  # no compilation: starts faster, runs slower; default: if no accelerator
+    max_model_len: int | None = None,  # longest prompt + output; default: model's limit
+    enforce_eager: bool | None = None,  # starts faster, runs slower; default: if no accelerator
     vllm: str | None = None,  # the program; default: it is looked for, also in .venv-vllm
-    extra: list[str]
-    | None = None,  # vllm serve argument, e.g. --extra=--max-num-seqs=8; repeat the option
+    extra: list[str] | None = None,  # vllm serve: e.g. --extra=--max-num-seqs=8 (repeatable)
     run: bool = False,  # start it and wait; default: the command is printed
 ) -> tuple[list[str], dict] | None:  # command and environment; None where it ran
     "Serve a drafter with vLLM."

@@ -206,8 +206,7 @@ def _section(values: dict, kinds: Mapping, command: str, where: str) -> dict:
 def read_recipe(
     path: str | os.PathLike,  # .yaml, .yml or .json
     command: str,  # whose values are wanted
-    commands: Mapping[str, Callable]
-    | None = None,  # every command's function, to check the file against; None: unchecked
+    commands: Mapping[str, Callable] | None = None,  # every command's function; None: unchecked
 ) -> dict:  # field -> value for this command: its section over the shared values
     """Read and check a recipe. ValueError: a section, a field, a type or a value that no
     command takes, with the nearest one that exists."""

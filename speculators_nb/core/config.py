@@ -120,8 +120,7 @@ class VerifierConfig(ReloadableBaseModel):
     def from_config(
         cls,
         config: PretrainedConfig,  # the verifier's config
-        name_or_path: str
-        | None = "UNSET",  # name to record; "UNSET": the one in `config`, as of a loaded model
+        name_or_path: str | None = "UNSET",  # name to record; "UNSET": the one in `config`
     ) -> "VerifierConfig":  # what the drafter's config will say
         "Describe a verifier by its loaded config."
         name = (
@@ -279,8 +278,7 @@ def check_layers(
 
 
 def layer_config_from_dict(
-    config: PretrainedConfig
-    | dict[str, Any],  # a decoder's config: an object, or a dictionary with `model_type`
+    config: PretrainedConfig | dict[str, Any],  # a decoder's: object or dict with `model_type`
 ) -> PretrainedConfig:  # LlamaConfig, Qwen3Config, ...
     """Make a transformers config from a dictionary by its `model_type`; an object is passed
     through. Errors: ValueError naming the field."""

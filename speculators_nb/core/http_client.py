@@ -130,8 +130,7 @@ class LimitedBackend(httpcore.SyncBackend):
 
 
 def limited_transport(
-    backend: httpcore.NetworkBackend
-    | None = None,  # makes the connections; None: `LimitedBackend()`
+    backend: httpcore.NetworkBackend | None = None,  # connector; None: `LimitedBackend()`
     **given,  # arguments of httpx.HTTPTransport, such as proxy
 ) -> httpx.HTTPTransport:  # for httpx.Client(transport=…)
     "A transport whose exchanges keep to `time_limit`."
@@ -228,8 +227,7 @@ class Endpoint:
     def __init__(
         self,
         url: str = "http://127.0.0.1:8000",  # with or without a final /v1
-        api_key_env: str
-        | None = "OPENAI_API_KEY",  # environment variable holding the key; it may be unset
+        api_key_env: str | None = "OPENAI_API_KEY",  # key's environment variable; may be unset
         timeout: float = 600.0,  # seconds that an answer may take; of a stream, each piece
         tries: int = 4,  # requests made before giving up
     ):
@@ -518,9 +516,7 @@ def concurrently(
     function: Callable,  # of one item; runs in `concurrency` threads
     items: Iterable,  # read as work proceeds
     concurrency: int,  # items in work at once
-) -> Iterator[
-    tuple
-]:  # (item, result or the exception that `function` raised), in the order of completion
+) -> Iterator[tuple]:  # (item, result or exception from `function`), in order of completion
     "Map in threads. An error of `items` itself is raised after what was begun has come out."
     if concurrency < 1:
         raise ValueError(f"concurrency: {concurrency}; it must be 1 or more")

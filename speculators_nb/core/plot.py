@@ -56,9 +56,7 @@ STYLE = {
 
 
 def look(
-    names: Sequence[
-        str
-    ],  # drafters that share a figure; "eagle3 (3 steps)" takes the look of its first word
+    names: Sequence[str],  # drafters sharing a figure; "eagle3 (3 steps)" looks like eagle3
 ) -> dict[str, tuple[str, str]]:  # name -> (hex colour, matplotlib marker)
     """How to draw each drafter. A name not in the palette gets a spare look by its letters, and
     another one only where two collide."""
@@ -192,8 +190,7 @@ def plot_acceptance(
 def plot_mask(
     dense: Any,  # [Q, KV] bool, True where the query (row) may see the key (column)
     documents: Sequence[int] | None = None,  # the document of each query row; -1 is padding
-    key_documents: Sequence[int]
-    | None = None,  # document of each key; default: `documents`, repeated to KV where it fits
+    key_documents: Sequence[int] | None = None,  # of keys; default: `documents`, repeated to KV
     title: str | None = None,  # the finding
     xlabel: str = "key position",  # what a column is
     ylabel: str = "query position",  # what a row is
@@ -271,9 +268,7 @@ def plot_loss(
 
 
 def plot_step_weights(
-    weights: Mapping[
-        str, Sequence[float]
-    ],  # label -> weight of each step or slot, the first one at 0
+    weights: Mapping[str, Sequence[float]],  # label -> weights of steps or slots, first at 0
     title: str | None = None,  # the finding
     xlabel: str = "step k",  # what is counted
     ax: Axes | None = None,  # where to draw; None: a figure of its own
@@ -292,9 +287,7 @@ def plot_step_weights(
 
 # %% ../../nbs/core/08_plot.ipynb #d939778f
 def plot_tree(
-    parents: Sequence[
-        int
-    ],  # [N] parent of each node, -1 under the last decided token; parents come before children
+    parents: Sequence[int],  # [N] parent of each node, -1: last decided token; parents first
     labels: Sequence[str] | None = None,  # [N] text in each node; default: its index
     weights: Sequence[float] | None = None,  # [N] probability of each node, written on its edge
     accepted: Sequence[int] = (),  # nodes on the accepted path

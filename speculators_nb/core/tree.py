@@ -8,14 +8,15 @@ __all__ = ['likeliest', 'probabilities', 'Sampling', 'TokenTree', 'Drafter']
 # %% ../../nbs/core/11_tree.ipynb #9761dddd
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from .options import check_options
-from .plot import plot_tree
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # %% ../../nbs/core/11_tree.ipynb #94b82636
 def likeliest(
@@ -240,13 +241,15 @@ class TokenTree:
         accepted: Sequence[int] = (),  # nodes on the accepted path
         title: str | None = None,  # the finding
         root: str = "…",  # text of the last decided token
-    ) -> Figure:  # depth goes to the right; the drafter's probability stands on each edge
+    ) -> "Figure":  # depth goes to the right; an edge shows the drafter's probability
         "Draw the tree."
         weights = (
             None
             if self.probs is None
             else self.probs.gather(1, self.tokens[:, None]).flatten().tolist()
         )
+        from speculators_nb.core.plot import plot_tree  # matplotlib, only to draw
+
         return plot_tree(
             self.parents.tolist(),
             [decode(t) for t in self.tokens.tolist()],
@@ -262,9 +265,7 @@ class Drafter(Protocol):
     """Something that proposes tokens. It never sees the verifier; only decided tokens, and the
     verifier's features where it asks for them."""
 
-    aux_layer_ids: Sequence[
-        int
-    ]  # verifier layers whose features it reads, ascending; empty: none
+    aux_layer_ids: Sequence[int]  # verifier layers of its features, ascending; empty: none
 
     def reset(self) -> None:
         "Start a new request: forget all state."
@@ -272,8 +273,7 @@ class Drafter(Protocol):
     def propose(
         self,
         tokens: Tensor,  # [n] all decided tokens; the verifier has not yet seen the last one
-        features: Tensor
-        | None,  # [m, A·H] verifier rows since the last call (positions n-1-m … n-2), or None
+        features: Tensor | None,  # [m, A·H] new verifier rows (positions n-1-m … n-2), or None
         k: int,  # the deepest node wanted, >= 1
         sampling: Sampling,  # temperature and random numbers of this request
     ) -> TokenTree:  # may be shallower than k, or empty

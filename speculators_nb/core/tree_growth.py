@@ -92,8 +92,7 @@ def without_return(
 def shaped_tree(
     law: Callable,  # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
     shape: Sequence,  # from `parse_tree` or `static_shape`
-    sampling: Sampling
-    | None = None,  # temperature > 0: siblings sampled without replacement; else the likeliest
+    sampling: Sampling | None = None,  # temperature > 0: without replacement; else: likeliest
 ) -> TokenTree:  # no more nodes than the shape; on the device of the law
     """A tree of this shape. `law` says what follows each of `nodes`. Nodes of probability 0 are
     left out, with all that would follow them."""

@@ -61,9 +61,7 @@ def encode_batch(
     rows: str = "conversation",  # as in `merge_turns`
     first: int | None = None,  # tokens of a row that are needed; None: all
     vocab_size: int | None = None,  # the verifier's; None: unknown
-) -> list[
-    Rows | Exception
-]:  # per conversation: (input_ids int32 [n], loss_mask bool [n]) per row, or what went wrong
+) -> list[Rows | Exception]:  # (input_ids int32 [n], loss_mask bool [n]) per row, or the error
     """Token ids and loss masks, tokenised together. The error of a bad conversation is in its
     place."""
     out, texts = [], []
@@ -137,9 +135,7 @@ def encode(
     tools: list[dict] | None = None,  # as from `tools_of`
     rows: str = "conversation",  # as in `merge_turns`
     **template_kwargs,  # for the template
-) -> list[
-    tuple[list[int], list[int]]
-]:  # (input_ids, loss_mask) per row: one row, or several where the template rewrites history
+) -> list[tuple[list[int], list[int]]]:  # (input_ids, loss_mask) rows; more if history changes
     """Token ids and loss mask (1: the assistant's) by the template's marks, or by rendering
     prefixes. ValueError if no border is sure."""
     (made,) = encode_batch(
@@ -239,9 +235,7 @@ def to_dataset(
 
 
 def prepare(
-    conversations: str
-    | Path
-    | Iterable,  # as in `sources.located`; also rows with input_ids and loss_mask
+    conversations: str | Path | Iterable,  # as in `sources.located`; also input_ids, loss_mask
     tokenizer,  # a fast HF tokenizer with a chat template
     max_length: int,  # longer rows are cut
     rows: str = "conversation",  # as in `merge_turns`

@@ -59,8 +59,7 @@ class ControlTokens:
     def spelled(
         self,
         messages: list[dict],  # as from `normalize`
-        tools: list[dict]
-        | None = None,  # as from `tools_of`; they stand in front of the first message
+        tools: list[dict] | None = None,  # as from `tools_of`; placed before the first message
     ) -> dict[str, int]:  # control token -> first message that spells it
         "Control tokens in what was said and called, and in the tools that could be."
         found = {}
@@ -173,9 +172,7 @@ class ChatTemplate:
         messages: list[dict],  # as from `normalize`
         tools: list[dict] | None = None,  # as from `tools_of`
         prompt: bool = False,  # end with what makes the assistant speak
-    ) -> tuple[
-        str, list[tuple[int, int]] | None
-    ]:  # the text; the marked characters, None: the template has no marks
+    ) -> tuple[str, list[tuple[int, int]] | None]:  # text; marked characters, None: no marks
         "Render a conversation. BadRow: what the template raises."
         text = self._text(tools)
         if not text:
@@ -279,9 +276,7 @@ def turns_of(
     template: ChatTemplate,  # renders them
     tools: list[dict] | None = None,  # as from `tools_of`
     first: int | None = None,  # tokens of a row that are needed; None: all
-) -> list[
-    tuple[str, list[tuple[int, int]]]
-]:  # (text through the turn, its trained characters) per assistant turn
+) -> list[tuple[str, list[tuple[int, int]]]]:  # (text through turn, trained characters) of each
     """Render what the verifier saw and said at each assistant turn; with `first`, but for turns
     that
     lie behind these tokens. ValueError if no border is sure; BadRow: too many turns."""

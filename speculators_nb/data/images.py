@@ -145,13 +145,9 @@ def picture_file(
 def resolve_images(
     row: dict,  # a conversation in any dialect
     folder: str | Path = ".",  # pictures' paths start here, and may not leave it
-    store: str
-    | Path
-    | None = None,  # where pictures that come as bytes are written; None: they are refused
+    store: str | Path | None = None,  # folder for pictures given as bytes; None: refuse them
     allow_urls: bool = False,  # fetch http(s) addresses into `store`
-) -> list[
-    dict
-]:  # messages; pictures are {"type": "image_url", "image_url": {"url": "file:///…"}}
+) -> list[dict]:  # messages; pictures: {"type": "image_url", "image_url": {"url": "file:///…"}}
     """Normalise messages, and find every picture. ValueError: a path that leads out, an address
     that is not allowed, a kind of part that is not known."""
     beside = row.get("images") if row.get("images") is not None else row.get("image")

@@ -93,9 +93,7 @@ def collate(
     total_seq_len: int,  # L, positions in the row
     shift=None,  # the model's per-sample shift; None: samples as they are
     dtype: torch.dtype | None = None,  # of the features; None: as they come
-) -> dict[
-    str, torch.Tensor
-]:  # input_ids, loss_mask, position_ids/document_ids, hidden_states/verifier_last_hidden_states
+) -> dict[str, torch.Tensor]:  # input_ids, loss_mask, position_ids, document_ids, hidden states
     """Lay samples end to end into one row [1, L, …]: zero padded, document_ids -1 at padding,
     positions restart with each document."""
     if not samples:

@@ -236,11 +236,8 @@ def prepare_data(
     val_fraction: float = 0.0,  # share of the conversations whose rows are for validation
     seed: int = 0,  # of the lot and the order
     draft_vocab_size: int | None = None,  # also cut a draft vocabulary of this size
-    template_kwargs: dict
-    | None = None,  # for the chat template, e.g. {"enable_thinking": False}
-    image_folder: str
-    | Path
-    | None = None,  # pictures' paths start here and stay here; None: where the data lies
+    template_kwargs: dict | None = None,  # for the template, e.g. {"enable_thinking": False}
+    image_folder: str | Path | None = None,  # root of picture paths; None: the data's folder
     allow_urls: bool = False,  # fetch pictures from the network
     num_proc: int | None = None,  # processes; None: as many as there are processors, up to 8
     overwrite: bool = False,  # replace a prepared folder that was made from something else

@@ -94,9 +94,7 @@ def used(
 def read_rows(
     data: str | Path | Iterable,  # as in `located`
     vocab_size: int | None = None,  # the verifier's; None: unknown
-) -> Iterator[
-    tuple[str, dict | Exception]
-]:  # (where it is, as from `used`, or why it cannot be used)
+) -> Iterator[tuple[str, dict | Exception]]:  # (where, as from `used`, or why it is unusable)
     "The conversations of a source, checked."
     for where, row in data if isinstance(data, Located) else located(data):
         try:
@@ -140,9 +138,7 @@ BATCH = 1 << 20  # characters of the conversations that are tokenised together
 def batches(
     stream: Iterable,  # (where, conversation as from `used`)
     n: int = 64,  # conversations
-) -> Iterator[
-    list
-]:  # up to n of them, or as many as there are in `BATCH` characters; at least one
+) -> Iterator[list]:  # up to n of them, or as many as fit in `BATCH` characters; at least one
     "A stream in batches of a bounded size."
     batch, size = [], 0
     for item in stream:
@@ -161,9 +157,7 @@ def filter_rows(
     max_length: int,  # tokens
     too_long: str = "cut",  # or "drop"
     min_trained: int = 1,  # tokens
-) -> tuple[
-    list[tuple], list[str], int
-]:  # rows that stay, why others do not, tokens that were cut off
+) -> tuple[list[tuple], list[str], int]:  # rows kept, why others are not, tokens cut off
     "Apply the limits to the rows of one conversation."
     if isinstance(made, Exception):
         return [], [reason_of(made)], 0

@@ -173,13 +173,9 @@ def located(
 
 
 def read_conversations(
-    data: str
-    | Path
-    | Iterable,  # file, folder, hf:<id>[:<subset>[:<split>]], conversations, or a list of these
+    data: str | Path | Iterable,  # path, hf:<id>[:<subset>[:<split>]], conversations, or list
     limit: int | None = None,  # stop after so many
-) -> Iterator[
-    dict
-]:  # as written: with "messages" or "conversations", or with "input_ids" and "loss_mask"
+) -> Iterator[dict]:  # as written: "messages", "conversations" or "input_ids" and "loss_mask"
     "Stream conversations. Whatever is wrong is a ValueError that names the file and the line."
     for where, row in islice(located(data), limit):
         if isinstance(row, BadRow):

@@ -30,9 +30,7 @@ class Step:
     asked: int  # tokens the drafter could propose: k, or less where the length limit was near
     draft: list[int]  # the proposed tokens, at most `asked` deep
     accepted: int  # how many of them the rule kept
-    tokens: list[
-        int
-    ]  # what the step added: kept tokens and the verifier's own, cut after a stop token
+    tokens: list[int]  # added by the step: kept and verifier's tokens, cut after a stop token
     parents: list[int] | None = None  # of each proposed token, where the proposal had branches
     path: list[int] | None = None  # the kept ones, likewise
 
@@ -42,9 +40,7 @@ class Generation:
     "The output of one request and how it came about."
 
     prompt: list[int]  # token ids
-    tokens: list[
-        int
-    ]  # the output, a stop token included; tokens[0] came with the pass over the prompt
+    tokens: list[int]  # the output, a stop token included; tokens[0] is from the prompt's pass
     steps: list[Step]  # in order
     finish_reason: str  # "stop": at a stop token; "length": at max_new_tokens or context end
     hidden_states: Tensor | None = None  # [n, A·H] of all but the last token, by `HiddenStates`
@@ -255,10 +251,7 @@ def generate(
     prompt_ids: Tensor | list,  # [n] token ids of one request, or a list of these
     *,
     max_new_tokens: int = 64,  # output limit
-    k: int
-    | Callable[
-        [list[Step]], int
-    ] = 3,  # depth to draft in each step, or a function of the steps so far; 0: plain decoding
+    k: int | Callable[[list[Step]], int] = 3,  # depth per step, or function of steps; 0: plain
     sampling: Sampling | None = None,  # temperature, filters and generator; None: greedy
     eos_token_ids=(),  # token ids that end the output
     rule: str | Rule = "standard",  # a row of `RULES`, or a rule

@@ -45,9 +45,7 @@ class TreeDrafter:
     def __init__(
         self,
         drafter: Drafter,  # with `grow`
-        method: StaticTreeTokenProposalConfig
-        | DynamicTreeTokenProposalConfig
-        | list,  # the tree, or its shape as from `tree_growth.parse_tree`
+        method: StaticTreeTokenProposalConfig | DynamicTreeTokenProposalConfig | list,  # tree
     ):
         """Errors: TypeError for a drafter that cannot grow trees, ValueError for a method that
         is not one."""

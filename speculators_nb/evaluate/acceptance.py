@@ -53,9 +53,7 @@ def bootstrap(
     ratios,  # function: [..., C] summed counts -> [..., M] ratios
     draws: int = 1000,  # resamplings
     seed: int = 0,  # of the resampling
-) -> tuple[
-    np.ndarray, np.ndarray, np.ndarray
-]:  # [M] ratios, lower and upper end of the 95 % interval
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # [M] ratios, lower, upper end of 95 % interval
     """Percentile bootstrap over requests. With fewer than two requests the interval is NaN: one
     text says nothing about the next."""
     check_options(dict(draws=draws, seed=seed))
@@ -75,8 +73,7 @@ def bootstrap(
 
 
 def acceptance_table(
-    generations: list[Generation]
-    | np.ndarray,  # one for each prompt, or [R, 4 + k] their rows of `count`
+    generations: list[Generation] | np.ndarray,  # one per prompt, or [R, 4 + k] rows of `count`
     k: int,  # draft length that was asked for
     draws: int = 1000,  # bootstrap resamplings
     seed: int = 0,  # of the resampling
@@ -107,13 +104,11 @@ def acceptance_table(
 
 
 def acceptance_summary(
-    generations: list[Generation]
-    | np.ndarray,  # one for each prompt, or [R, 4 + k] their rows of `count`
+    generations: list[Generation] | np.ndarray,  # one per prompt, or [R, 4 + k] rows of `count`
     k: int,  # draft length that was asked for
     draws: int = 1000,  # bootstrap resamplings
     seed: int = 0,  # of the resampling
-    sizes: np.ndarray
-    | None = None,  # with rows: [requests, tokens, step tokens, steps], summed, counted or not
+    sizes: np.ndarray | None = None,  # for rows: [requests, tokens, step tokens, steps] summed
 ) -> dict:  # one row of a table
     """Mean acceptance length (vLLM's 1 + accepted/steps) with its 95 % interval, and what else
     is worth a column."""
@@ -203,9 +198,7 @@ class Evaluation:
     positions: (
         pd.DataFrame
     )  # one row for each drafter, temperature and position, all domains together
-    generations: dict[
-        tuple[str, float], list[Generation]
-    ]  # (drafter, temperature) -> one generation a prompt
+    generations: dict[tuple[str, float], list[Generation]]  # (drafter, temperature) -> answers
 
     def plot(
         self,

@@ -355,15 +355,11 @@ def gather(
 
 # %% ../../nbs/evaluate/07_engine.ipynb #a720287a
 def evaluate_engine(
-    checkpoint: str
-    | os.PathLike,  # what to serve, as in `serve_command`; or http://… of a running server
+    checkpoint: str | os.PathLike,  # what to serve, as in `serve_command`, or a server's URL
     data: str | os.PathLike | Mapping | Iterable,  # prompts, as in `load.read_prompts`
     *,
-    k: int
-    | Sequence
-    | None = None,  # tokens to draft, or several; None: what the checkpoint says
-    concurrency: int
-    | Sequence = 1,  # requests at once, or several; 1 counts each request by itself
+    k: int | Sequence | None = None,  # tokens to draft, or several; None: the checkpoint's
+    concurrency: int | Sequence = 1,  # requests at once, or several; 1: counts each separately
     baseline: bool = True,  # measure without drafting too
     temperatures: Sequence = (0.0,),  # 0: greedy
     max_new_tokens: int = 64,  # output limit of a request
@@ -373,13 +369,9 @@ def evaluate_engine(
     load: str = "requests",  # who asks: "requests", or "guidellm"
     tokenizer: str | None = None,  # for GuideLLM; None: the verifier's
     seed: int = 0,  # of sampling and of the bootstrap
-    output_dir: str
-    | os.PathLike
-    | None = None,  # gets the tables, pictures, server logs; None: nothing is written
+    output_dir: str | os.PathLike | None = None,  # for tables, pictures, server logs; None: off
     timeout: float = 900,  # seconds until a server must answer
-    vllm: str
-    | os.PathLike
-    | None = None,  # the executable; None: looked up by `server.find_executable`
+    vllm: str | os.PathLike | None = None,  # executable; None: from `server.find_executable`
     env: Mapping | None = None,  # variables for the server; None: `serve_environment()`
     **serve,  # of `serve_command`: verifier, method, native, dtype, max_model_len, extra, …
 ) -> EngineEvaluation:  # tables, `plot()`, `plot_speed()`, `save(folder)`

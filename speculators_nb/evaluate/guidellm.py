@@ -182,9 +182,7 @@ def replies_of(
 def run_guidellm(
     command: Sequence[str],  # from `guidellm_command`
     timeout: float = 3600,  # seconds
-    guidellm: str
-    | os.PathLike
-    | None = None,  # the executable; None: looked up by `find_executable`
+    guidellm: str | os.PathLike | None = None,  # executable; None: from `find_executable`
 ) -> pd.DataFrame:  # from `read_report`
     """Run it and read its report. Errors: FileNotFoundError where it is not installed;
     RuntimeError with what it said."""

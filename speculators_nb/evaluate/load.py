@@ -62,10 +62,7 @@ def prompt_of(
 
 
 def read_prompts(
-    data: str
-    | Path
-    | Mapping
-    | Iterable,  # a source of `read_conversations`, {domain: source}, or rows
+    data: str | Path | Mapping | Iterable,  # `read_conversations` data, {domain: data} or rows
     limit: int | None = None,  # of each domain
 ) -> list[Prompt]:  # in the order of the source
     "Collect prompts. Errors: ValueError where there is none, or a row asks nothing."
@@ -248,9 +245,7 @@ def _settle(meter):
 def rows_of(
     load: Load,  # with one request at a time a row for each, else one for the domain
     domain: str | None = None,  # None: all together
-) -> tuple[
-    np.ndarray, list
-]:  # ([R, 4 + k] as from `acceptance.count`, [requests, tokens, tokens from steps, steps])
+) -> tuple[np.ndarray, list]:  # ([R, 4 + k] of `count`, [requests, tokens, step tokens, steps])
     """Counts for `acceptance_table` and `acceptance_summary`. Where the stream merged pieces,
     steps without a draft are lost."""
     replies = [r for r in load.replies if domain in (None, r.domain)]

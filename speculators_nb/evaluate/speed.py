@@ -33,8 +33,7 @@ def lengths(
 def speedups(
     lengths: Sequence[float],  # tokens a step with 0, 1, 2, … guesses
     cost: float,  # of one guess, in plain verifier passes; of the whole block where `parallel`
-    verify: Sequence[float]
-    | None = None,  # of a pass over 1, 2, 3, … tokens, in plain passes; None: all cost the same
+    verify: Sequence[float] | None = None,  # cost of 1, 2, … tokens in plain passes; None: same
     parallel: bool = False,  # one pass makes all guesses
 ) -> list[float]:  # with 0, 1, 2, … guesses
     """Expected speed-up over plain decoding (2211.17192, theorem 3.8, with a measured

@@ -28,9 +28,7 @@ class MetricsError(RuntimeError):
 
 def read_counters(
     text: str,  # of /metrics
-) -> dict[
-    str, float | list
-]:  # keys of COUNTERS, all engines; `positions`: accepted by position, [] without speculation
+) -> dict[str, float | list]:  # COUNTERS, all engines; `positions`: accepted by position, or []
     "Parse what is counted about speculation."
     found, positions = dict.fromkeys(COUNTERS, 0.0), {}
     names = {name: key for key, name in COUNTERS.items()}

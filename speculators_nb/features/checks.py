@@ -65,8 +65,7 @@ def record_problems(
 
 def check_features(
     data: FeatureRows,  # where the features come from
-    verifier: str
-    | os.PathLike,  # folder or hub id, whose head and embeddings will be trained against
+    verifier: str | os.PathLike,  # folder or hub id; head and embeddings are trained against
     trust_features: bool = False,  # take the features whatever their record says
 ) -> None:
     """Check features against a verifier before the first step; afterwards each row's token ids

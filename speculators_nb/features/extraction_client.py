@@ -32,9 +32,7 @@ from ..verifier.checks import checkpoint_fingerprint
 def extraction_options(
     layer_ids: list[int],  # verifier layers, ascending; the last one is the number of layers
     storage,  # folder that client and server share
-) -> tuple[
-    list[str], dict[str, str]
-]:  # further arguments of `vllm serve VERIFIER`, and what its environment needs
+) -> tuple[list[str], dict[str, str]]:  # further `vllm serve VERIFIER` arguments; environment
     """What makes vLLM write hidden states to files. `speculators-nb serve VERIFIER
     --hidden-states FOLDER` says it all."""
     speculation = {
@@ -268,8 +266,7 @@ class HiddenStatesClient:
         self,
         url: str,  # e.g. http://127.0.0.1:8000
         storage,  # the server's shared_storage_path, as it is mounted here
-        layer_ids: list[int]
-        | None = None,  # of the slots, last included; None: from extraction.json in `storage`
+        layer_ids: list[int] | None = None,  # slots, last included; None: extraction.json's
         model: str | None = None,  # served name; None: the only one
         timeout: float = 600.0,  # seconds that one answer may take
         tries: int = 8,  # requests for one answer, with back-off that outlasts a server restart

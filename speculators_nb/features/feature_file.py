@@ -220,9 +220,7 @@ def _check_numbers(path, states):
 # %% ../../nbs/features/01_feature_file.ipynb #878e141d
 def read_legacy(
     path,  # data_{i}.pt of speculators 0.3 and 0.4
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor
-]:  # input_ids [seq], loss_mask [seq] bool, hidden_states [seq, A+1, H]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # ids, mask [seq], states [seq, A+1, H]
     "Read and check one old sample."
     try:
         data = load_pickle(path)

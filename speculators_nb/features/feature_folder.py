@@ -160,8 +160,7 @@ class FeatureFolder:
         out_dir,  # gets data_config.json, rows/, hs_{i}.safetensors
         dataset: Dataset,  # from `prepare`: input_ids, loss_mask, seq_len
         config: dict,  # from `origin`
-        indices: Iterable[int]
-        | None = None,  # rows to make, e.g. `shard(len(dataset), rank, world_size)`; None: all
+        indices: Iterable[int] | None = None,  # rows to make, e.g. from `shard(…)`; None: all
     ):
         self.path, self.config, self.dtype = (
             Path(out_dir),
@@ -256,8 +255,7 @@ class FeatureRows(torch.utils.data.Dataset):
         self,
         lengths: list[int],  # tokens of each row
         layer_ids: list[int] | None = None,  # verifier layers of the slots; None: not known
-        layers: list[int]
-        | None = None,  # verifier layers in `hidden_states`; None: all but the last slot
+        layers: list[int] | None = None,  # for `hidden_states`; None: all but the last slot
         on_bad: str = "raise",  # "raise": FeatureError; "skip": not trained, named and counted
     ):
         if on_bad not in ("raise", "skip"):
@@ -417,10 +415,8 @@ class FeatureDataset(FeatureRows):
         data_dir,  # a folder of feature files: ours, or upstream's of either kind
         on_bad: str = "raise",  # "raise": FeatureError; "skip": not trained, named and counted
         rows: Dataset | None = None,  # input_ids, loss_mask, seq_len; None: the folder's own
-        layers: list[int]
-        | None = None,  # stored verifier layers for `hidden_states`; None: all but the last
-        layer_ids: list[int]
-        | None = None,  # verifier layers stored, last included; None: from data_config.json
+        layers: list[int] | None = None,  # for `hidden_states`; None: all stored but the last
+        layer_ids: list[int] | None = None,  # stored, last included; None: data_config.json's
     ):
         self.data_dir = self.files_dir = Path(data_dir)
         kind, self.rows = "ours" if rows is not None else layout_of(data_dir), rows

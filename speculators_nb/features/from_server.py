@@ -74,14 +74,12 @@ def extract_from_server(
     rows: Dataset | str | Path,  # a prepared table, or its folder
     output_dir,  # gets data_config.json, rows/, hs_{i}.safetensors
     storage,  # the server's shared_storage_path, as it is mounted here
-    layer_ids: list[int]
-    | None = None,  # of the slots, last included; None: what the server's connector says
+    layer_ids: list[int] | None = None,  # slots, last included; None: server connector's
     concurrency: int = 8,  # requests in flight
     dtype: torch.dtype | str = torch.bfloat16,  # of the stored states
     rank: int = 0,  # of this process
     world_size: int = 1,  # processes that share the rows
-    max_bytes: int
-    | None = None,  # of hidden states in flight (folder and memory); None: only `concurrency`
+    max_bytes: int | None = None,  # states in flight (folder, memory); None: only `concurrency`
     max_failures: int = 20,  # in a row, then the job stops
     model: str | None = None,  # served name; None: the only one
     timeout: float = 600.0,  # seconds that one answer may take
@@ -151,10 +149,8 @@ class ServerFeatures(FeatureRows):
         url: str,  # of a vLLM that was started with `extraction_client.extraction_options`
         rows: Dataset | str | Path,  # a prepared table, or its folder
         storage,  # the server's shared_storage_path, as it is mounted here
-        layer_ids: list[int]
-        | None = None,  # of the slots, last included; None: what the server's connector says
-        layers: list[int]
-        | None = None,  # sent verifier layers for `hidden_states`; None: all but the last
+        layer_ids: list[int] | None = None,  # slots, last included; None: server connector's
+        layers: list[int] | None = None,  # for `hidden_states`; None: all sent but the last
         on_bad: str = "raise",  # "raise": FeatureError; "skip": not trained, named and counted
         concurrency: int = 8,  # requests in flight, in each of the loader's processes
         dtype: torch.dtype = torch.bfloat16,  # of the features

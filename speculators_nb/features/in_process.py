@@ -37,9 +37,7 @@ def token_batches(
     lengths,  # tokens of each row
     indices,  # the rows to arrange
     max_tokens: int,  # rows × longest row, at most (a longer row runs alone)
-) -> list[
-    list[int]
-]:  # row indices, longest batch first: if memory is short, it is short at once
+) -> list[list[int]]:  # row indices, longest batch first, so that lack of memory shows at once
     "Group rows of similar length into batches of a bounded padded size."
     batches = []
     for i in sorted(indices, key=lambda i: -lengths[i]):
@@ -54,8 +52,7 @@ def states_of(
     verifier: Verifier,  # the tapped model
     rows: list,  # token ids of each row
     dtype: torch.dtype = torch.bfloat16,  # of the result
-    inputs: list[dict]
-    | None = None,  # per row, inputs for its pictures, from `images.row_inputs`; {}: none
+    inputs: list[dict] | None = None,  # per row, picture inputs (`images.row_inputs`); {}: none
 ) -> list[torch.Tensor]:  # [seq, A+1, H] per row, on the CPU
     """One forward pass over right-padded rows, without the head; a row with pictures has a pass
     of its own."""
@@ -147,15 +144,11 @@ def check_tokens(
 # %% ../../nbs/features/03_in_process.ipynb #1639a8ac
 def extract_features(
     verifier: Verifier,  # the tapped model
-    dataset: Dataset
-    | str
-    | Path,  # from `prepare`: input_ids, loss_mask, seq_len; or a prepared folder
+    dataset: Dataset | str | Path,  # from `prepare` (input_ids, loss_mask, seq_len), or folder
     out_dir,  # gets data_config.json, rows/ (the dataset), hs_{i}.safetensors
-    dtype: torch.dtype
-    | str = torch.bfloat16,  # of the stored states; "float8_e4m3fn" halves the disk
+    dtype: torch.dtype | str = torch.bfloat16,  # stored states; "float8_e4m3fn": half the disk
     max_tokens: int = 8192,  # padded tokens in one forward pass
-    indices: Iterable[int]
-    | None = None,  # rows to make, e.g. `shard(len(dataset), rank, world_size)`; None: all
+    indices: Iterable[int] | None = None,  # rows to make, e.g. from `shard(…)`; None: all
     writers: int = 4,  # threads that write
     processor=None,  # of a vision verifier, for rows with pictures; None: from its folder
 ) -> dict:  # counts: written, kept

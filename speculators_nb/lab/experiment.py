@@ -123,8 +123,7 @@ def write_answers(
 
 # %% ../../nbs/lab/03_experiment.ipynb #e7a91762
 def shipped_features(
-    layers: list[int]
-    | None = None,  # verifier layers (last state always stored); None: `default_aux_layer_ids`
+    layers: list[int] | None = None,  # last state always stored; None: `default_aux_layer_ids`
     n: int | None = None,  # of the answers, from the first on; None: all 1000
 ) -> Path:  # a feature folder below output/
     """The features of the verifier's shipped answers, made at the first call. A call that was

@@ -157,16 +157,12 @@ def add_copying_heads(
 
 # %% ../../nbs/lab/02_tiny_verifier.ipynb #2ae61c1b
 def make_batches(
-    documents: list[
-        tuple[list[int], list[float]]
-    ],  # token ids and the weight of predicting each
+    documents: list[tuple[list[int], list[float]]],  # token ids, weight of predicting each
     tokens: int = 2048,  # most tokens in a batch, padding included
     pad: int = 0,  # token id of the padding
     seed: int = 0,  # order of the batches
     window: int = 256,  # documents that are sorted by length together
-) -> list[
-    tuple[torch.Tensor, torch.Tensor]
-]:  # ids [B, L] int64 and weights [B, L] float, 0 on the padding
+) -> list[tuple[torch.Tensor, torch.Tensor]]:  # [B, L] int64 ids, [B, L] float weights, 0: pad
     """Documents of like length share a batch, each in a row of its own: little padding, short
     attention, and no neighbour to confuse."""
     rng, batches = random.Random(seed), []
@@ -342,9 +338,7 @@ def report(
     model: Qwen3ForCausalLM,  # the verifier
     tokenizer: PreTrainedTokenizerFast,  # its tokenizer
     conversations: list[dict],  # held out
-) -> tuple[
-    pd.DataFrame, pd.DataFrame
-]:  # rows by domain; by greedy answer (domain, prompt, answer, right, ended, tokens, distinct)
+) -> tuple[pd.DataFrame, pd.DataFrame]:  # rows by domain; greedy answers (right, tokens, …)
     "How good the greedy answers are: right by `is_right`, ended by themselves, no loops."
     turns = [
         (row["domain"], row["messages"][:i])

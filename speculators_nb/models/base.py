@@ -203,9 +203,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
 
     def load_verifier_weights(
         self,
-        verifier: str
-        | os.PathLike
-        | None = None,  # its folder or hub id; None: the one that the config names
+        verifier: str | os.PathLike | None = None,  # folder or hub id; None: the config's
     ):
         """Borrow embedding, head rows and final norm. What a checkpoint has loaded already
         stays. Errors: ValueError for a verifier of another shape."""
@@ -330,17 +328,13 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     @classmethod
     def from_pretrained(
         cls,
-        path: str
-        | os.PathLike
-        | None = None,  # checkpoint folder or hub id; None: `state_dict` or initial weights
+        path: str | os.PathLike | None = None,  # folder or hub id; None: `state_dict`, or fresh
         *,
         config: SpeculatorModelConfig | None = None,  # instead of the folder's config.json
         state_dict: dict | None = None,  # instead of the folder's safetensors
         t2d: torch.Tensor | None = None,  # [V] bool, where the checkpoint holds none
         d2t: torch.Tensor | None = None,  # [Vd]
-        verifier: str
-        | os.PathLike
-        | None = None,  # its folder; None: the one that the config names, if it is there
+        verifier: str | os.PathLike | None = None,  # folder; None: the config's, if present
         dtype: torch.dtype | None = None,  # of all floating weights; None: as stored
     ) -> "SpeculatorModel":  # of the class that the config names, in eval mode
         """Load a drafter. Its class is found by the config's `speculators_model_type`. The
@@ -454,8 +448,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     def save_pretrained(
         self,
         save_directory: str | os.PathLike,  # made if absent
-        state_dict: dict
-        | None = None,  # instead of the model's own (a trainer gathers it from ranks)
+        state_dict: dict | None = None,  # instead of the model's own (gathered by a trainer)
         dtype: torch.dtype | None = None,  # of the stored floating tensors; None: as they are
         **kwargs,  # accepted from transformers.Trainer, without effect
     ):

@@ -79,16 +79,12 @@ def _empty(path):
 
 # %% ../../nbs/models/03_convert.ipynb #c797aa61
 def convert(
-    source: str
-    | os.PathLike,  # the foreign drafter: folder, hub id, or the file with its weights
+    source: str | os.PathLike,  # the foreign drafter: folder, hub id, or file with its weights
     output_dir: str | os.PathLike,  # the new checkpoint; must not exist
     verifier: str | os.PathLike,  # folder or hub id of the verifier that it was trained for
     format: str | None = None,  # a name that `detect` gives; None: look
-    speculative_tokens: int
-    | None = None,  # that a serving engine drafts; None: the source's, or its format's default
-    config: dict
-    | str
-    | None = None,  # fields of config.json that the source lacks or has wrong; a string is JSON
+    speculative_tokens: int | None = None,  # for engines; None: the source's or format's own
+    config: dict | str | None = None,  # config.json fields missing or wrong in source; or JSON
     trust_remote_code: bool = False,  # run configuration code that comes with the verifier
 ) -> str:  # the new folder
     """Convert a foreign drafter to this library's checkpoint. Tensors are renamed and keep
@@ -203,11 +199,8 @@ def _fits(config, target, source):
 def export_native(
     checkpoint: str | os.PathLike,  # a drafter of this library or of upstream's
     output_dir: str | os.PathLike,  # the foreign checkpoint; must not exist
-    format: str
-    | None = None,  # a name as `detect` gives it; None: the first of the drafter's type
-    verifier: str
-    | os.PathLike
-    | None = None,  # folder or hub id; None: the one the drafter's config names, if local
+    format: str | None = None,  # a name from `detect`; None: the first of the drafter's type
+    verifier: str | os.PathLike | None = None,  # folder or hub id; None: the config's, if local
     trust_remote_code: bool = False,  # run configuration code that comes with the verifier
 ) -> str:  # the new folder
     """The inverse of `convert`: write a drafter as other projects keep it. Errors:

@@ -418,8 +418,7 @@ class DFlashDraftModel(SpeculatorModel):
         verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_i, before the final norm
         position_ids: torch.Tensor | None = None,  # [1, L]; None: counted along the row
         max_anchors: int = 512,  # blocks drawn
-        anchor_positions: torch.Tensor
-        | None = None,  # [N] blocks to train instead of drawn ones
+        anchor_positions: torch.Tensor | None = None,  # [N] blocks to train, not drawn ones
         anchor_valid: torch.Tensor | None = None,  # [N] which of them count; None: all
         generator: torch.Generator | None = None,  # of the draw, on the CPU; None: see `blocks`
         seed: int = 0,  # of the draw in evaluation
@@ -431,8 +430,7 @@ class DFlashDraftModel(SpeculatorModel):
         serving_window: bool = False,  # window follows slots (vLLM); False: anchored (upstream)
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
-        attn_impl: str
-        | None = None,  # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
+        attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
     ) -> tuple:  # (draft tokens [1, N·B], or None where lean; loss, scalar; metrics)
         """One packed row. The loss is the weighted sum over the slots with loss, divided by
         their number; a row without valid anchors has loss 0.
@@ -520,8 +518,7 @@ class DFlashDraftModel(SpeculatorModel):
         block_size: int = 8,  # B
         mask_token_id: int | None = None,  # None: `mask_token.resolve_mask_token`
         sample_from_anchor: bool | None = None,  # None: the config's default
-        sliding_window_non_causal: bool
-        | None = None,  # None: False if a layer slides; else True, to tell vLLM: bidirectional
+        sliding_window_non_causal: bool | None = None,  # vLLM's; None: True if no layer slides
         target_layer_ids: list[int] | None = None,  # None: `tapped_model.default_aux_layer_ids`
         **others,  # training arguments that are not about the model
     ) -> "DFlashDraftModel":  # with the verifier's weights, ready to train
@@ -584,13 +581,11 @@ class DFlashDraftModel(SpeculatorModel):
     @staticmethod
     def get_trainer_kwargs(
         loss_fn: dict | str = "ce",  # a loss or a mixture
-        per_position_loss_weight: str
-        | None = None,  # None: "dpace" where the loss is ce alone, else "fixed-exp-decay"
+        per_position_loss_weight: str | None = None,  # None: "dpace" (ce) or "fixed-exp-decay"
         dflash_decay_gamma: float = 4.0,  # the decay's gamma
         dpace_alpha: float = 0.5,  # the next two as in `forward`
         max_anchors: int = 512,
-        cross_document_targets: bool
-        | None = None,  # the last four as in `forward`, passed on where given
+        cross_document_targets: bool | None = None,  # last four as in `forward`, where given
         serving_window: bool | None = None,
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
@@ -619,8 +614,7 @@ class DFlashDraftModel(SpeculatorModel):
     @staticmethod
     def serving_violations(
         raw: dict,  # the config.json as it stands
-        verifier: PretrainedConfig
-        | None = None,  # the verifier's language model, where its config can be read
+        verifier: PretrainedConfig | None = None,  # its language model, if config is readable
     ) -> list:  # sentences with the remedy
         "What vLLM's DFlash would refuse, or read differently from what was trained."
         layer, ids = (

@@ -85,8 +85,7 @@ class MarkovHead(nn.Module):
         self,
         embeds: torch.Tensor,  # [..., r], W1 of the token in front
         hidden: torch.Tensor,  # [..., H], the slot's hidden state
-        state: torch.Tensor
-        | None = None,  # [..., r], left by the slot before; None: this is slot 0
+        state: torch.Tensor | None = None,  # [..., r], left by the slot before; None: slot 0
     ) -> tuple:  # (code [..., r], state [..., r])
         "One slot."
         if self.kind == "vanilla":
@@ -124,8 +123,7 @@ class ConfidenceHead(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,  # [..., H]
-        embeds: torch.Tensor
-        | None,  # [..., r], W1 of the token in front; None where it is not read
+        embeds: torch.Tensor | None,  # [..., r], W1 of the token in front; None if not read
     ) -> torch.Tensor:  # [...]
         return self.proj(hidden if embeds is None else torch.cat([hidden, embeds], -1))[..., 0]
 
@@ -180,8 +178,7 @@ class DSparkDraftModel(DFlashDraftModel):
         verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_i, before the final norm
         position_ids: torch.Tensor | None = None,  # [1, L]; None: counted along the row
         max_anchors: int = 512,  # blocks drawn
-        anchor_positions: torch.Tensor
-        | None = None,  # [N] blocks to train instead of drawn ones
+        anchor_positions: torch.Tensor | None = None,  # [N] blocks to train, not drawn ones
         anchor_valid: torch.Tensor | None = None,  # [N] which of them count; None: all
         generator: torch.Generator | None = None,  # of the draw, on the CPU; None: see `blocks`
         seed: int = 0,  # of the draw in evaluation
@@ -194,8 +191,7 @@ class DSparkDraftModel(DFlashDraftModel):
         serving_window: bool = False,  # window follows slots (vLLM); False: anchored (upstream)
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
-        attn_impl: str
-        | None = None,  # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
+        attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
     ) -> tuple:  # (draft tokens [1, N·B], or None where lean; loss, scalar; metrics)
         """One packed row, as in DFlash, with the bias of the true token in front on every slot.
         The confidence loss is added. Errors: as in DFlash."""
@@ -378,8 +374,7 @@ class DSparkDraftModel(DFlashDraftModel):
         dpace_alpha: float = 0.5,  # the next three as in `forward`
         max_anchors: int = 512,
         confidence_head_alpha: float = 1.0,
-        cross_document_targets: bool
-        | None = None,  # the last four as in `forward`, passed on where given
+        cross_document_targets: bool | None = None,  # last four as in `forward`, where given
         serving_window: bool | None = None,
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
@@ -403,8 +398,7 @@ class DSparkDraftModel(DFlashDraftModel):
     @staticmethod
     def serving_violations(
         raw: dict,  # the config.json as it stands
-        verifier: PretrainedConfig
-        | None = None,  # the verifier's language model, where its config can be read
+        verifier: PretrainedConfig | None = None,  # its language model, if config is readable
     ) -> list:  # sentences with the remedy
         """What vLLM's DSpark would refuse, or read differently from what was trained. It takes
         causality in the block from the layers' kinds alone, and knows one Markov head."""
@@ -482,8 +476,7 @@ class DSparkDrafter(DFlashDrafter):
     def __init__(
         self,
         model: DSparkDraftModel,
-        confidence_threshold: float
-        | None = None,  # stop before the product of confidences falls below it; None: never
+        confidence_threshold: float | None = None,  # least product of confidences; None: never
     ):
         if confidence_threshold is not None:
             if not 0 <= confidence_threshold <= 1:

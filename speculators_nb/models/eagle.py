@@ -90,8 +90,7 @@ class EagleSpeculator(SpeculatorModel):
         self,
         config: EagleSpeculatorConfig,  # its `architectures` gets the layer's class
         verifier: "str | os.PathLike | PreTrainedModel | None" = None,  # attached where given
-        verifier_attachment_mode: str
-        | None = None,  # "detached", "full" or "train_only"; None: "full"
+        verifier_attachment_mode: str | None = None,  # "detached", "full" (None), "train_only"
     ):
         super().__init__(config)
         layer, h = config.transformer_layer_config, config.transformer_layer_config.hidden_size
@@ -142,7 +141,7 @@ class EagleSpeculator(SpeculatorModel):
 
     def load_verifier_weights(
         self, verifier: str | os.PathLike | None = None
-    ):  # its folder or hub id; None: the one that the config names
+    ):  # folder or hub id; None: the config's
         """Attach for training: read embedding, head and final norm from a verifier's files, and
         no more of it."""
         super().load_verifier_weights(verifier)
@@ -154,8 +153,7 @@ class EagleSpeculator(SpeculatorModel):
         path: str | os.PathLike | None = None,  # a checkpoint folder or hub id
         *,
         verifier: "str | os.PathLike | PreTrainedModel | None" = None,  # None: from the config
-        verifier_attachment_mode: str
-        | None = None,  # "detached", "full" (None for a model), "train_only" (None for folder)
+        verifier_attachment_mode: str | None = None,  # "detached", "full", "train_only" or None
         **others,  # as in `SpeculatorModel.from_pretrained`
     ) -> "EagleSpeculator":  # in eval mode
         "Load a drafter and attach its verifier."
@@ -194,8 +192,7 @@ class EagleSpeculator(SpeculatorModel):
     def attach_verifier(
         self,
         verifier: "str | os.PathLike | PreTrainedModel",  # folder, hub id, or model to share
-        mode: str
-        | None = None,  # "full" (and None): hold it; "train_only": only what forward needs
+        mode: str | None = None,  # "full" or None: hold it; "train_only": what forward needs
     ) -> "PreTrainedModel | None":  # the verifier, where it is held
         """Borrow from a verifier. Errors: RuntimeError where one is attached already;
         ValueError for an unknown mode or a verifier of another shape."""
@@ -363,8 +360,7 @@ class EagleSpeculator(SpeculatorModel):
         features: torch.Tensor,  # [B, N, H]
         positions: torch.Tensor,  # [B, N]
         cache: DynamicCache,  # extended in place
-        mask: torch.Tensor
-        | None = None,  # bool or additive, over [B, 1, N, past + N]; None: causal
+        mask: torch.Tensor | None = None,  # bool or additive, [B, 1, N, past + N]; None: causal
     ) -> torch.Tensor:  # [B, N, H]
         "Some more tokens, with a cache."
         x, layer = self.fuse(ids, features), self.transformer
@@ -388,8 +384,7 @@ class EagleSpeculator(SpeculatorModel):
         self,
         input_ids: torch.Tensor,  # [B, N] tokens x_{i+1}
         hidden_states: torch.Tensor,  # [B, N, H] features f_i after final norm; Batch: before
-        attention_mask: torch.Tensor
-        | None = None,  # [B, past + N], 1 where a token is real, or 4-D; None: all are
+        attention_mask: torch.Tensor | None = None,  # [B, past + N], 1: real; or 4-D; None: all
         position_ids: torch.Tensor | None = None,  # [B, N]; None: counted on from the cache
         past_key_values: DynamicCache | None = None,  # cache, extended in place
         use_cache: bool | None = None,  # return a cache; None: where one was given
@@ -461,12 +456,10 @@ class EagleSpeculator(SpeculatorModel):
         loss_config: "dict | str | None" = None,  # `losses.parse_loss`; None: EAGLE's or HASS's
         noise_std: float = 0.2,  # of the noise on the features in training, see `feature_noise`
         noise: torch.Tensor | None = None,  # [1, L, H] this noise instead
-        generator: torch.Generator
-        | None = None,  # of the noise; None: torch's global, seeded and saved by a trainer
+        generator: torch.Generator | None = None,  # of the noise; None: torch's global, seeded
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
-        attn_impl: str
-        | None = None,  # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
+        attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
     ) -> tuple:  # (draft tokens: list of K [1, L], or None where lean; loss, scalar; metrics)
         """One packed row. The loss is the sum over steps of the mean over that step's rows; a
         run never leaves its document.
@@ -559,8 +552,7 @@ class EagleSpeculator(SpeculatorModel):
     def from_training_args(
         cls,
         transformer_layer_config: PretrainedConfig,  # draft layer, `layers.draft_layer_config`
-        t2d: torch.Tensor
-        | None = None,  # must be None: EAGLE drafts from the verifier's whole vocabulary
+        t2d: torch.Tensor | None = None,  # must be None: EAGLE drafts from the whole vocabulary
         d2t: torch.Tensor | None = None,  # likewise
         *,
         verifier_name_or_path: str,  # its folder or hub id
@@ -600,8 +592,7 @@ class EagleSpeculator(SpeculatorModel):
         feature_weight: float = 1.0,  # see `training_step`
         loss_fn: "dict | str | None" = None,  # loss name or weighted mixture; None: the paper's
         noise_std: float = 0.2,  # see `feature_noise`
-        gemm_dtype: torch.dtype
-        | None = None,  # the last two as in `training_step`, passed on where given
+        gemm_dtype: torch.dtype | None = None,  # last two as in `training_step`, where given
         attn_impl: str | None = None,
         **others,  # training arguments of other parts
     ) -> tuple:  # (kwargs of `forward` in training, in evaluation)

@@ -257,8 +257,7 @@ class Eagle3DraftModel(SpeculatorModel):
         cross_document_targets: bool = False,  # True: targets may cross documents, as upstream
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
-        attn_impl: str
-        | None = None,  # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
+        attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
     ) -> tuple:  # (draft tokens: list of K [1, L], or None where lean; loss, scalar; metrics)
         """One packed row through K TTT steps. The loss is the sum over steps of decay^t times
         the mean over that step's rows.
@@ -412,8 +411,7 @@ class Eagle3DraftModel(SpeculatorModel):
         ttt_steps: int = 3,  # K
         ttt_step_loss_decay: float = 1.0,  # see `forward`
         loss_fn: dict | str = "kl_div",  # a loss or a mixture
-        cross_document_targets: bool
-        | None = None,  # the last three as in `forward`, passed on where given
+        cross_document_targets: bool | None = None,  # last three as in `forward`, where given
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
         **others,  # training arguments of other parts
@@ -435,8 +433,7 @@ class Eagle3DraftModel(SpeculatorModel):
     @staticmethod
     def serving_violations(
         raw: dict,  # the config.json as it stands
-        verifier: PretrainedConfig
-        | None = None,  # the verifier's language model, where its config can be read
+        verifier: PretrainedConfig | None = None,  # its language model, if config is readable
     ) -> list:  # sentences with the remedy
         "What vLLM's EAGLE-3 would refuse, or read differently from what was trained."
         layer, ids = (

@@ -75,8 +75,7 @@ class TokenHeads(SpeculatorModel):
         document_ids: torch.Tensor,  # [1, L], -1 padding
         loss_mask: torch.Tensor,  # [1, L]
         verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_i, before the final norm
-        hidden_states: torch.Tensor
-        | None = None,  # not read: the last states are all there is to see
+        hidden_states: torch.Tensor | None = None,  # unused: only the last states are seen
         position_ids: torch.Tensor | None = None,  # not read: there is no attention
         head_loss_decay: float | None = None,  # None: the class's
         cross_document_targets: bool = False,  # True: targets may lie in the next document

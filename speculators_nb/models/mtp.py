@@ -355,18 +355,14 @@ class MTPDraftModel(SpeculatorModel):
         hidden_states: torch.Tensor,  # [1, L, H] verifier's stream after x_t, before final norm
         loss_mask: torch.Tensor | None = None,  # [1, L] tokens worth predicting; None: all
         position_ids: torch.Tensor | None = None,  # [1, L]; None: counted along the row
-        document_ids: torch.Tensor
-        | None = None,  # [1, L], -1 padding; None: split where position_ids do not continue
-        step_weights: list
-        | None = None,  # K weights of the steps' mean losses; None: 1 each, or step_weight_beta
-        step_weight_beta: float
-        | None = None,  # weights beta^k that sum to 1, for as many steps as the config says
+        document_ids: torch.Tensor | None = None,  # [1, L], -1: padding; None: by position_ids
+        step_weights: list | None = None,  # K loss weights; None: 1 each or step_weight_beta
+        step_weight_beta: float | None = None,  # weights beta^k that sum to 1, one per step
         as_served: bool = False,  # True: first step's past (cache); False: own past (upstream)
         cross_document_targets: bool = False,  # True: upstream's rows, metrics; not for trainer
         lean: bool = True,  # False: the dense definition, which also returns logits
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
-        attn_impl: str
-        | None = None,  # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
+        attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
     ) -> tuple:  # (logits: list of K [1, rows, V], or None where lean; loss, scalar; metrics)
         """One packed row through K steps: step s reads token t+1+s and the output of step s-1,
         and predicts token t+2+s.
@@ -460,10 +456,8 @@ class MTPDraftModel(SpeculatorModel):
     @classmethod
     def from_training_args(
         cls,
-        transformer_layer_config: PretrainedConfig
-        | None = None,  # not used: the head's layer is the verifier's own kind
-        t2d: torch.Tensor
-        | None = None,  # must be None, as the next one: the vocabulary is the verifier's
+        transformer_layer_config: PretrainedConfig | None = None,  # unused: the verifier's kind
+        t2d: torch.Tensor | None = None,  # must be None, like the next: verifier's vocabulary
         d2t: torch.Tensor | None = None,
         *,
         verifier_name_or_path: str,  # its folder or hub id
@@ -505,7 +499,7 @@ class MTPDraftModel(SpeculatorModel):
         num_speculative_steps: int | None = None,  # K; None: the model's own
         step_weight_beta: float = 0.6,  # weight of a step relative to the one before
         step_weights: list | None = None,  # K weights instead
-        as_served: bool | None = None,  # the last three as in `forward`, passed on where given
+        as_served: bool | None = None,  # last three as in `forward`, where given
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
         **others,  # training arguments of other parts
@@ -526,8 +520,7 @@ class MTPDraftModel(SpeculatorModel):
     @staticmethod
     def serving_violations(
         raw: dict,  # the config.json as it stands
-        verifier: PretrainedConfig
-        | None = None,  # the verifier's language model, where its config can be read
+        verifier: PretrainedConfig | None = None,  # its language model, if config is readable
     ) -> list:  # sentences with the remedy
         "vLLM serves an MTP head as a part of its verifier, never from a folder of its own."
         found = [

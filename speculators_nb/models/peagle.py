@@ -57,8 +57,7 @@ def cod_sample(
     num_depths: int = 8,  # K
     down_sample_ratio: float = 0.7,  # r: depth d keeps about r^d of the trained positions
     down_sample_ratio_min: float = 0.2,  # but not less than this share
-    max_anchors: int
-    | None = None,  # trained positions that depths above 0 start from; None: all
+    max_anchors: int | None = None,  # trained positions that start depths above 0; None: all
     generator: torch.Generator | None = None,  # of the choices, on the CPU; None: torch's own
     cross_document: bool = False,  # True: as upstream, a rollout may run into the next document
 ) -> tuple:  # anchor_pos [T], depth [T] int64: predict anchor_pos + depth, seeing to anchor_pos
@@ -276,24 +275,20 @@ class PEagleDraftModel(Eagle3DraftModel):
         document_ids: torch.Tensor,  # [1, L], -1 padding
         loss_mask: torch.Tensor,  # [1, L]
         verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_{i+1}, before final norm
-        position_ids: torch.Tensor
-        | None = None,  # unused: rotary positions are the row's; only differences matter
+        position_ids: torch.Tensor | None = None,  # unused: rotary positions are the row's
         num_depths: int = 8,  # the next four as in `cod_sample`
         down_sample_ratio: float = 0.7,
         down_sample_ratio_min: float = 0.2,
         max_anchors: int | None = None,
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
-        cod_anchor_pos: torch.Tensor
-        | None = None,  # [T] rollouts to train instead of sampled ones
+        cod_anchor_pos: torch.Tensor | None = None,  # [T] rollouts to train, not sampled ones
         cod_depth: torch.Tensor | None = None,  # [T]
-        generator: torch.Generator
-        | None = None,  # of the sample, on the CPU; None: see `_generator`
+        generator: torch.Generator | None = None,  # of the sample, on CPU; None: `_generator`
         seed: int = 0,  # of the sample in evaluation
         cross_document_targets: bool = False,  # True: rollouts may cross documents, as upstream
         lean: bool = True,  # False: the dense definition
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
-        attn_impl: str
-        | None = None,  # None: "flex" on CUDA, else "blocked" (lean) or "sdpa" (dense)
+        attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
     ) -> tuple:  # (None; loss, scalar; metrics)
         """One packed row. The loss is the mean over all trained rows of all depths; a row
         without trained positions has loss 0.
@@ -493,8 +488,7 @@ class PEagleDraftModel(Eagle3DraftModel):
         down_sample_ratio_min: float = 0.2,
         max_anchors: int | None = 512,
         loss_fn: dict | str = "kl_div",  # a loss or a mixture
-        cross_document_targets: bool
-        | None = None,  # the last three as in `forward`, passed on where given
+        cross_document_targets: bool | None = None,  # last three as in `forward`, where given
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
         **others,  # training arguments of other parts
@@ -517,8 +511,7 @@ class PEagleDraftModel(Eagle3DraftModel):
     @staticmethod
     def serving_violations(
         raw: dict,  # the config.json as it stands
-        verifier: PretrainedConfig
-        | None = None,  # the verifier's language model, where its config can be read
+        verifier: PretrainedConfig | None = None,  # its language model, if config is readable
     ) -> list:  # sentences with the remedy
         "What vLLM's parallel EAGLE-3 would refuse, or read differently from what was trained."
         found, layer = (

@@ -289,12 +289,9 @@ def block_attention(
     document_ids: torch.Tensor,  # [L]
     *,
     inclusive: bool,  # the prefix ends with the anchor's own key; False: just before it
-    seen: torch.Tensor
-    | None = None,  # [1 or A, B, S] bool: which own keys each query sees; None: all
-    window: int
-    | None = None,  # of a sliding layer: as many prefix keys, counted back from the last one
-    offset: torch.Tensor
-    | None = None,  # [B] or [A, B]: how many positions the window has moved on at each query
+    seen: torch.Tensor | None = None,  # [1 or A, B, S] bool: own keys of each query; None: all
+    window: int | None = None,  # of a sliding layer: prefix keys seen, counted from the last
+    offset: torch.Tensor | None = None,  # [B] or [A, B]: positions the window moved per query
     impl: str = "blocked",  # "blocked" (any device, float64) or "flex" (CUDA; CPU forward only)
 ) -> torch.Tensor:  # [Hq, A, B, D]; zeros for a query that sees nothing
     """Attention of blocks of queries over their anchor's past in its own document and over the

@@ -19,9 +19,7 @@ from ..core.files import atomic_write
 
 # %% ../../nbs/nn/10_draft_vocabulary.ipynb #29ce1f5f
 def count_tokens(
-    samples: Iterable[
-        tuple[Tensor, Tensor]
-    ],  # pairs (input_ids [n] int64, loss_mask [n] bool or 0/1)
+    samples: Iterable[tuple[Tensor, Tensor]],  # input_ids [n] int64, loss_mask [n] bool or 0/1
     vocab_size: int,  # V, the verifier's
 ) -> Tensor:  # [V] int64
     "How often each token occurs inside the loss mask. ValueError: what is no id, or no mask."

@@ -317,10 +317,8 @@ def head_loss(
     target_of_row: torch.Tensor,  # [N] int64 into T: the state whose law row n should match
     weight,  # [N] float32 per row of the summed loss; or a function of row losses {name: [N]}
     mixture: dict,  # loss name -> weight, from `losses.parse_loss`
-    bias: tuple
-    | None = None,  # (e [N, r], w [Vd, r]): adds e @ w.T to drafter logits; both get gradients
-    gemm_dtype: torch.dtype
-    | None = None,  # of drafter-head products, as `head_dtype`; verifier logits stay float32
+    bias: tuple | None = None,  # (e [N, r], w [Vd, r]): adds e @ w.T to logits; both trainable
+    gemm_dtype: torch.dtype | None = None,  # drafter-head products; verifier logits: float32
     chunk: int | None = None,  # rows of logits a chunk; None: `chunk_rows`
     want_accept: bool = False,  # also return the acceptance probability of each row
     bias_by_target: bool = False,  # e is [T, r]: rows of a target share its bias, computed once

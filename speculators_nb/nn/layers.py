@@ -162,8 +162,7 @@ class Rotary(nn.Module):
         self,
         x: torch.Tensor,  # only its dtype and device are used
         positions: torch.Tensor,  # [..., N] int64
-        length: int
-        | None = None,  # of the whole row; None: its largest position is among these
+        length: int | None = None,  # of the whole row; None: its largest position is in these
     ) -> tuple:  # cos, sin [..., N, R], R the rotated channels
         "Cosines and sines at the given positions."
         inv_freq = self.inv_freq
@@ -404,8 +403,7 @@ def draft_layer_config(
     verifier,  # the verifier's PretrainedConfig, multimodal or not
     family: str = "llama",  # "llama" or "qwen3": what the draft layers are
     num_layers: int = 1,  # how many
-    full_attention: tuple
-    | None = None,  # indices of full-attention layers, others slide; None: all (vLLM: no mix)
+    full_attention: tuple | None = None,  # layer indices, others slide; None: all (vLLM no mix)
     intermediate_size: int | None = None,  # of the MLP; None: the verifier's
 ) -> PretrainedConfig:  # LlamaConfig or Qwen3Config
     """The configuration of draft layers that fit a verifier. Errors: ValueError for an unknown

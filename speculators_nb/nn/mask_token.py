@@ -19,11 +19,9 @@ MASK_TOKEN = "<|MASK|>"
 
 
 def resolve_mask_token(
-    verifier_name_or_path: str
-    | os.PathLike,  # the verifier's folder or hub id; tokenizer read only if no id is given
+    verifier_name_or_path: str | os.PathLike,  # folder or hub id; tokenizer read if no id given
     vocab_size: int,  # V, rows of the verifier's embedding table
-    mask_token_id: int
-    | None = None,  # the id to use; None: mask token, free row, pad, eos or unk, in this order
+    mask_token_id: int | None = None,  # None: mask token, free row, pad, eos or unk, in order
 ) -> int:  # in [0, V)
     """The id that stands for a token not known yet. Errors: ValueError for an id outside the
     vocabulary, or where nothing can serve as a mask."""

@@ -9,13 +9,13 @@ __all__ = ['Predicate', 'Mask', 'causal', 'same_document', 'sliding_window', 're
 # %% ../../nbs/nn/01_masks.ipynb #2f348c42
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..core.plot import plot_mask
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # %% ../../nbs/nn/01_masks.ipynb #6ea619c8
 Predicate = Callable[[Any, Any, Tensor, Tensor], Tensor]
@@ -45,9 +45,7 @@ class Mask:
         self,
         q_len: int,  # number of queries
         kv_len: int,  # number of keys
-        device: torch.device
-        | str
-        | None = None,  # where to evaluate: device of the mask's document ids; None: the CPU
+        device: torch.device | str | None = None,  # of the mask's document ids; None: the CPU
         first: int = 0,  # the first query, to evaluate a band of rows
     ) -> Tensor:  # [q_len, kv_len] bool
         "Evaluate the mask for queries first … first+q_len-1 and all keys."
@@ -62,9 +60,7 @@ class Mask:
         kv_len: int,  # number of keys
         block: int = 128,  # side of a block, in positions
         device: torch.device | str | None = None,  # as in `dense`
-    ) -> dict[
-        str, int | float
-    ]:  # allowed entries; full, partial, empty blocks; allowed share of the touched blocks
+    ) -> dict[str, int | float]:  # allowed entries; full, partial, empty blocks; allowed share
         """What the mask costs a kernel that skips empty blocks. One band of rows is evaluated
         at a time, so long rows fit into memory."""
         counts = dict(allowed=0, full=0, partial=0, empty=0)
@@ -88,13 +84,13 @@ class Mask:
         self,
         q_len: int,  # number of queries
         kv_len: int | None = None,  # number of keys; None: as many as queries
-        documents: Sequence[int]
-        | Tensor
-        | None = None,  # document of each query, drawn as lines; -1 is shaded
+        documents: Sequence[int] | Tensor | None = None,  # of queries, as lines; -1 is shaded
         **kwargs,  # passed on to `plot_mask`: title, xlabel, ylabel, ax, ...
-    ) -> Figure:  # the figure drawn on
+    ) -> "Figure":  # the figure drawn on
         "Draw the mask: allowed filled, query rows down, document borders as lines."
         documents = None if documents is None else torch.as_tensor(documents).flatten().tolist()
+        from speculators_nb.core.plot import plot_mask  # matplotlib, only to draw
+
         return plot_mask(self.dense(q_len, kv_len or q_len), documents, **kwargs)
 
 # %% ../../nbs/nn/01_masks.ipynb #afe2462c
@@ -155,8 +151,7 @@ def anchored_blocks(
     anchors: Tensor,  # [A] int64, packed position of each block's first token
     document_ids: Tensor,  # [L] or [1, L] int; -1 is padding
     block: int,  # B, slots of a block
-    window: int
-    | None = None,  # how many positions before the anchor are seen; None: the whole document
+    window: int | None = None,  # positions seen before the anchor; None: the whole document
     causal: bool = False,  # a slot sees only itself and the slots before it
 ) -> Mask:  # for A·B queries and L + A·B keys
     "Blocks at anchors: the document before the anchor, and the anchor's own block."

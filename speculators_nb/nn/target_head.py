@@ -126,8 +126,7 @@ def text_config(config):  # a PretrainedConfig, multimodal or not
 
 def verifier_config(
     verifier: str | os.PathLike,  # folder or hub id
-    trust_remote_code: bool
-    | None = None,  # run its configuration code; None: as `checkpoints.remote_code` says (no)
+    trust_remote_code: bool | None = None,  # run its code; None: `checkpoints.remote_code` (no)
 ) -> PretrainedConfig:
     """A verifier's configuration. Errors: FileNotFoundError; ValueError for one that needs its
     own code, unless that is trusted, one that cannot be, or a drafter's."""
@@ -313,8 +312,7 @@ def _check_tie(path, own_head, found):
 
 def load_verifier_tensors(
     path: str,  # the verifier's folder, or a hub id
-    rows: torch.Tensor
-    | None = None,  # bool [V]: the head rows of the draft vocabulary; None: all
+    rows: torch.Tensor | None = None,  # bool [V]: head rows of the draft vocabulary; None: all
 ) -> dict:  # norm_weight [H], head [Vd, H], embeddings [V, H], norm_bias, head_bias or None
     """The verifier's final norm, head rows and embedding table. A head that the checkpoint does
     not hold is tied to the embeddings. Errors: ValueError naming what is missing."""

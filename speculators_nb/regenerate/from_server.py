@@ -68,8 +68,7 @@ class Interview:
         model: str,  # served name
         tokenizer,  # the verifier's; None: the server must give token ids
         max_new_tokens: int,  # per answer
-        max_length: int
-        | None,  # a prompt of this length ends its conversation; None: the server's limit
+        max_length: int | None,  # prompt length ending a conversation; None: server's limit
     ):
         self.endpoint, self.model, self.tokenizer, self.max_new_tokens, self.max_length = (
             endpoint,
@@ -171,8 +170,7 @@ class Interview:
 
 # %% ../../nbs/regenerate/05_from_server.ipynb #c80bb8ce
 def regenerate_from_server(
-    url: str
-    | Endpoint,  # OpenAI-compatible server of the verifier; its key, if any, in OPENAI_API_KEY
+    url: str | Endpoint,  # OpenAI-compatible verifier server; its key, if any: OPENAI_API_KEY
     conversations: str | Path | Iterable,  # as `sources.read_conversations` takes them
     out_path,  # JSONL; continued if it exists
     model: str | None = None,  # served name; None: the only one
@@ -180,10 +178,8 @@ def regenerate_from_server(
     max_new_tokens: int = 2048,  # per answer
     temperature: float | None = None,  # 0: greedy; None: the server's
     seed: int = 0,  # of the sampling
-    max_length: int
-    | None = None,  # a prompt of this length ends its conversation; None: the server's limit
-    sampling: dict
-    | None = None,  # more parameters, or distributions of them, as in `replay.check_sampling`
+    max_length: int | None = None,  # prompt length ending a conversation; None: server's limit
+    sampling: dict | None = None,  # more parameters or distributions (`replay.check_sampling`)
     languages=None,  # only conversations in these, as in `language.wanted_languages`
     limit: int | None = None,  # stop after so many conversations of the input
     concurrency: int = 16,  # conversations in work at once

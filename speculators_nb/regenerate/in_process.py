@@ -58,8 +58,7 @@ def answer(
     max_new_tokens: int,  # an answer that reaches it is cut
     eos_ids,  # ids that end an answer; the one that did is part of it
     temperature=0.0,  # of each answer, or one for all; 0: greedy
-    seeds: list[int]
-    | None = None,  # of each answer's random numbers; needed above temperature 0
+    seeds: list[int] | None = None,  # seed of each answer; needed above temperature 0
     top_p=1.0,  # of each answer, or one for all
 ) -> list[list[int]]:  # the answers' token ids
     "Batched generation; finished rows leave the batch."
@@ -207,8 +206,7 @@ def regenerate(
     seed: int = 0,  # of the sampling
     batch_size: int = 96,  # answers generated together
     max_length: int = 2048,  # a prompt of this length ends its conversation
-    sampling: dict
-    | None = None,  # more parameters, or distributions of them, as in `replay.check_sampling`
+    sampling: dict | None = None,  # more parameters or distributions (`replay.check_sampling`)
     languages=None,  # only conversations in these, as in `language.wanted_languages`
     limit: int | None = None,  # stop after so many conversations of the input
 ) -> Report:  # counts; also what failed and why

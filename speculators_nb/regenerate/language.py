@@ -252,9 +252,7 @@ def code_of(
 
 
 def wanted_languages(
-    names: str
-    | Iterable[str]
-    | None,  # codes, English names or scripts, e.g. "en,German,cjk"; None: all
+    names: str | Iterable[str] | None,  # codes, names or scripts: "en,German,cjk"; None: all
 ) -> frozenset | None:  # codes and scripts
     "Read a wish. ValueError names what is not known."
     if not names:

@@ -244,11 +244,8 @@ class Replay:
         messages: list[dict],  # a history
         tokenizer,  # with a chat template
         prompt: bool = True,  # end with what makes the assistant speak
-        limit: int
-        | None = None,  # tokens beyond which it is of no use; None: there is no such number
-    ) -> list[
-        int
-    ]:  # token ids; of a history beyond the limit, more than the limit, but not all
+        limit: int | None = None,  # tokens beyond which it is of no use; None: no such number
+    ) -> list[int]:  # token ids; of a history beyond the limit: more than it, but not all
         "A history as the verifier reads it."
         kwargs = dict(tools=self.tools, add_generation_prompt=prompt, **self.template_kwargs)
         if limit and sum(len(str(m["content"])) for m in messages) > reach(limit):

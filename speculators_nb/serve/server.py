@@ -140,20 +140,12 @@ def _way_out(config):
 
 def what_to_serve(
     checkpoint: str | os.PathLike,  # a drafter, or a verifier that needs none: folder or hub id
-    k: int
-    | None = None,  # tokens to draft; None: what the checkpoint says; 0: the verifier alone
-    verifier: str
-    | os.PathLike
-    | None = None,  # folder or hub id; None: named by the checkpoint, or the checkpoint itself
-    method: str
-    | None = None,  # a key of `vllm_methods.METHODS`; None: what the checkpoint says
+    k: int | None = None,  # tokens to draft; None: the checkpoint's; 0: the verifier alone
+    verifier: str | os.PathLike | None = None,  # folder or hub id; None: checkpoint's or itself
+    method: str | None = None,  # a key of `vllm_methods.METHODS`; None: the checkpoint's
     speculative_config: dict | None = None,  # further fields of `SpeculativeConfig`
-    native: str
-    | os.PathLike
-    | None = None,  # folder for the drafter in the engine's own layout, if vLLM needs that
-) -> tuple[
-    str, dict | None
-]:  # the model to name, and what --speculative-config must say; None: nothing
+    native: str | os.PathLike | None = None,  # drafter in the engine's layout, if vLLM needs it
+) -> tuple[str, dict | None]:  # model to name, --speculative-config to give (None: nothing)
     """How vLLM is told. Errors: ValueError with the reasons why it would refuse;
     FileNotFoundError."""
     check_options(dict(k=k, method=method), "serve")
@@ -242,24 +234,16 @@ def accelerated() -> bool:  # an accelerator that torch can use
 
 def serve_command(
     checkpoint: str | os.PathLike,  # a drafter, or a verifier that needs none: folder or hub id
-    k: int
-    | None = None,  # tokens to draft; None: what the checkpoint says; 0: the verifier alone
-    method: str
-    | None = None,  # key of `vllm_methods.METHODS`, e.g. ngram; None: what the checkpoint says
-    verifier: str
-    | os.PathLike
-    | None = None,  # folder or hub id; None: named by the checkpoint, or the checkpoint itself
+    k: int | None = None,  # tokens to draft; None: the checkpoint's; 0: the verifier alone
+    method: str | None = None,  # `vllm_methods.METHODS` key, e.g. ngram; None: the checkpoint's
+    verifier: str | os.PathLike | None = None,  # folder or hub id; None: checkpoint's or itself
     speculative_config: dict | None = None,  # further fields of `SpeculativeConfig`
-    native: str
-    | os.PathLike
-    | None = None,  # folder for the drafter in the engine's own layout, if vLLM needs that
+    native: str | os.PathLike | None = None,  # drafter in the engine's layout, if vLLM needs it
     host: str = "127.0.0.1",  # address to listen on; 0.0.0.0 lets other machines in
     port: int | None = None,  # None: vLLM's 8000; a `Server` then takes a free one
     dtype: str = "auto",  # of weights and arithmetic; on processors auto means bfloat16
-    max_model_len: int
-    | None = None,  # longest text, prompt included; None: what the model allows
-    enforce_eager: bool
-    | None = None,  # no compilation: starts faster, runs slower; None: if no accelerator
+    max_model_len: int | None = None,  # longest prompt + output; None: model's limit
+    enforce_eager: bool | None = None,  # starts faster, runs slower; None: if no accelerator
     extra: Sequence[str] = (),  # further arguments of vllm serve
     vllm: str = "vllm",  # the executable; the bare name is looked up by `Server`
 ) -> list[str]:  # arguments, the executable first
@@ -325,10 +309,8 @@ def serve_command(
 
 # %% ../../nbs/serve/04_server.ipynb #92d4101c
 def serve_environment(
-    kv_cache_gib: int
-    | None = None,  # for keys and values on a CPU; None: an eighth of the memory, at most 8
-    env: Mapping
-    | None = None,  # what is there already, and goes first; None: this process's environment
+    kv_cache_gib: int | None = None,  # for keys/values on a CPU; None: 1/8 of memory, at most 8
+    env: Mapping | None = None,  # what is there, goes first; None: this process's environment
 ) -> dict[str, str]:  # variables to add
     """What vLLM should find in its environment: no usage reports, and settings for processors
     where there is no accelerator."""
@@ -442,12 +424,8 @@ class Server:
         command: Sequence[str],  # from `serve_command`; without --port a free one is taken
         env: Mapping | None = None,  # variables to add; None: `serve_environment()`
         timeout: float = 900,  # seconds until it must answer
-        log: str
-        | os.PathLike
-        | None = None,  # file that keeps what it says; None: a temporary one
-        vllm: str
-        | os.PathLike
-        | None = None,  # the executable; None: looked up by `find_executable`
+        log: str | os.PathLike | None = None,  # file for its output; None: a temporary one
+        vllm: str | os.PathLike | None = None,  # executable; None: from `find_executable`
     ):
         self.command, self.env, self.timeout = (
             list(map(str, command)),

@@ -66,9 +66,7 @@ def length_to_rates(
 
 def conditional_rates(
     rates: Sequence[float],  # unconditional, not increasing
-) -> list[
-    float
-]:  # of each position, given that all before it were accepted; 0 behind a rate of 0
+) -> list[float]:  # of each position, given that all before were accepted; 0 after a rate of 0
     "The chances that are tossed."
     return [b / a if a else 0.0 for a, b in zip([1.0, *rates], rates)]
 

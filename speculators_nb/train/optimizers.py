@@ -85,9 +85,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: list[
-            dict
-        ],  # groups with `kind` ("muon", "adamw" or "rows"), optional `lr` and `weight_decay`
+        groups: list[dict],  # `kind` ("muon", "adamw" or "rows"), optional `lr`, `weight_decay`
         lr: float = 1e-4,  # for groups that set none
         weight_decay: float = 0.01,  # decoupled; for groups that set none
     ):
@@ -121,8 +119,7 @@ def build_optimizer(
     model: nn.Module,  # its trainable parameters are used; names decide who gets which
     optimizer: str = "adamw",  # "adamw", or "muon": hidden matrices by Muon, the rest by AdamW
     lr: float = 1e-4,  # learning rate
-    muon_lr: float
-    | None = None,  # learning rate of Muon's matrices; None: the same (see match_rms_adamw)
+    muon_lr: float | None = None,  # of Muon's matrices; None: the same (see match_rms_adamw)
     weight_decay: float = 0.01,  # decoupled weight decay; vectors are never decayed
     betas: tuple[float, float] = (0.9, 0.999),  # AdamW's
     row_gradients: bool = False,  # True: trainable embeddings get gradients by rows from now on

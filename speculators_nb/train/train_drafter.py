@@ -45,10 +45,8 @@ def new_drafter(
     draft_arch: str = "llama",  # family of the draft layers
     num_layers: int = 1,  # how many
     draft_vocab_size: int | None = None,  # None: the verifier's whole vocabulary
-    mapping: tuple
-    | None = None,  # (t2d [V] bool, d2t [Vd] int64) from `draft_vocabulary`; needed if reduced
-    target_layer_ids: list[int]
-    | None = None,  # verifier layers that are read; None: the default three
+    mapping: tuple | None = None,  # (t2d [V] bool, d2t [Vd] int64), if vocabulary is reduced
+    target_layer_ids: list[int] | None = None,  # verifier layers to read; None: default three
     seed: int = 0,  # of the initial weights
     **model_args,  # other arguments of the class's `from_training_args`
 ) -> SpeculatorModel:  # with the verifier's weights, ready to train
@@ -94,13 +92,9 @@ def split_rows(
 def open_features(
     data_dir: str | os.PathLike,  # a feature folder of any layout, or a prepared folder
     verifier: str | os.PathLike,  # folder or hub id
-    url: str
-    | None = None,  # of a vLLM making features while training; then `data_dir` is prepared
-    storage: str
-    | os.PathLike
-    | None = None,  # the folder that this vLLM writes to, as it is mounted here
-    layers: list[int]
-    | None = None,  # verifier layers to read; None: the stored ones, else the default three
+    url: str | None = None,  # of a vLLM making features while training; `data_dir`: prepared
+    storage: str | os.PathLike | None = None,  # the folder this vLLM writes to, as mounted here
+    layers: list[int] | None = None,  # verifier layers to read; None: the stored, else three
     on_bad: str = "raise",  # a sample that cannot be had: "raise" or "skip"
 ) -> FeatureRows:  # samples; `layer_ids` says of which layers, the last one included
     """The features of a folder; else, of prepared rows, a running vLLM's; else those of the
@@ -170,28 +164,20 @@ def draft_vocabulary(
 
 
 def train_drafter(
-    data_dir: str
-    | os.PathLike,  # features (`extract_features`, upstream), or prepared: made while training
-    output_dir: str
-    | os.PathLike,  # gets the checkpoint, training_log.csv, and checkpoints on the way
+    data_dir: str | os.PathLike,  # features (`extract_features`), or prepared: made in training
+    output_dir: str | os.PathLike,  # for checkpoints (final, intermediate) and training_log.csv
     verifier: str | os.PathLike,  # folder or hub id of the model that made the features
     algorithm: str,  # a registered `speculators_model_type`
     draft_arch: str = "llama",  # the next five as in `new_drafter`
     num_layers: int = 1,
     draft_vocab_size: int | None = None,
-    from_pretrained: str
-    | os.PathLike
-    | None = None,  # go on from this checkpoint's weights instead of fresh ones
+    from_pretrained: str | os.PathLike | None = None,  # start from its weights, not fresh ones
     seed: int = 0,
-    eval_share: float
-    | None = None,  # of the rows, held out; None: what the prepared folder holds out, else 0.05
+    eval_share: float | None = None,  # held-out share; None: the prepared folder's, else 0.05
     on_bad: str = "raise",  # a feature file that does not check: "raise" or "skip"
     url: str | None = None,  # of a vLLM that makes the features while training
-    storage: str
-    | os.PathLike
-    | None = None,  # the folder that this vLLM writes to, as it is mounted here
-    target_layer_ids: list[int]
-    | None = None,  # verifier layers to read; None: the features' own, else the default three
+    storage: str | os.PathLike | None = None,  # the folder this vLLM writes to, as mounted here
+    target_layer_ids: list[int] | None = None,  # layers to read; None: features', else three
     trust_features: bool = False,  # take features whose record does not fit the verifier
     **training_args,  # SpeculatorTrainingArguments, `from_training_args`, `get_trainer_kwargs`
 ) -> SpeculatorTrainer:  # has run; its model is the best one and is saved in `output_dir`

@@ -612,8 +612,7 @@ def train(
     model: nn.Module,  # a drafter
     train_dataset,  # samples {input_ids, loss_mask, hidden_states, verifier_last_hidden_states}
     eval_dataset=None,  # the same, held out; None: no evaluation, no best checkpoint
-    args: SpeculatorTrainingArguments
-    | None = None,  # how to train; or give its fields by name below
+    args: SpeculatorTrainingArguments | None = None,  # how to train; or give its fields below
     callbacks: list | None = None,  # more TrainerCallbacks
     **training_args,  # SpeculatorTrainingArguments fields; others go to get_trainer_kwargs
 ) -> SpeculatorTrainer:  # after the run; its model is the best evaluated, in output_dir

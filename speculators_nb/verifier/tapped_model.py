@@ -67,9 +67,7 @@ FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
 
 def find_taps(
     model: nn.Module,  # an HF causal LM
-) -> tuple[
-    nn.Module, nn.ModuleList, nn.Module
-]:  # the decoder without the head, its layers, its final norm
+) -> tuple[nn.Module, nn.ModuleList, nn.Module]:  # headless decoder, its layers, its final norm
     """Locate the decoder's layer list (of length `num_hidden_layers`) and its final norm;
     ValueError when the layout is not known."""
     n, name = model.config.get_text_config().num_hidden_layers, type(model).__name__
@@ -209,8 +207,7 @@ class Verifier:
         aux_layer_ids=None,  # ascending ids within [0, n]; None: `default_aux_layer_ids`
         dtype="auto",  # torch dtype; "auto": the checkpoint's
         device="cpu",  # torch device
-        trust_remote_code: bool
-        | None = None,  # run the model's code; None: as `checkpoints.remote_code` says (no)
+        trust_remote_code: bool | None = None,  # run code; None: `checkpoints.remote_code` (no)
     ) -> "Verifier":  # ready for use
         """Load from safetensors. FileNotFoundError: no config or no weights in the folder;
         ValueError: config and weights do not belong together, or NaN in them."""
@@ -291,16 +288,12 @@ class Verifier:
     def __call__(
         self,
         input_ids: torch.Tensor,  # [B, L] int64
-        attention_mask: torch.Tensor
-        | None = None,  # [B, past + L], 1: real token; or 4-D; or one for each kind of layer
+        attention_mask: torch.Tensor | None = None,  # [B, past + L] 1: real; 4-D; by layer kind
         past_key_values: DynamicCache | None = None,  # cache to extend in place
-        want_logits: bool
-        | int = True,  # False: no [H, V] product of the head; n: only for the last n positions
-        position_ids: torch.Tensor
-        | None = None,  # [B, L]; None: from the attention mask and the cache
+        want_logits: bool | int = True,  # False: no [H, V] head product; n: last n positions
+        position_ids: torch.Tensor | None = None,  # [B, L]; None: from attention mask, cache
         use_cache: bool = True,  # False: no cache is made (one-shot feature extraction)
-        inputs: dict
-        | None = None,  # processed pictures: pixel_values, image_grid_thw, mm_token_type_ids, …
+        inputs: dict | None = None,  # pixel_values, image_grid_thw, mm_token_type_ids, …
     ) -> VerifierOutput:  # logits, aux states, last states, cache
         """Run the model over `input_ids` and keep the tapped rows. Rows at padding hold numbers
         without meaning."""

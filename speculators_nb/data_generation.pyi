@@ -1,0 +1,2 @@
+from .data.prepare import *
+from .data.prepared_folder import *

@@ -1,0 +1,1 @@
+from ..eagle3 import *

@@ -1,0 +1,3 @@
+from .core.checkpoints import *
+from .core.files import *
+from .core.registry import *
