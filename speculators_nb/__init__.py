@@ -5,6 +5,7 @@ The package is exported from the notebooks in `nbs/`. Importing it costs nothing
 __version__ = "0.2.0"
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from speculators_nb import _aliases
 
@@ -24,12 +25,41 @@ _PUBLIC = {
     "MTPDraftModel": "models.mtp", "MTPSpeculatorConfig": "models.mtp",
 }
 
+if TYPE_CHECKING:  # the same names, for those who read and do not run
+    from .core.config import SpeculatorModelConfig as SpeculatorModelConfig
+    from .core.config import SpeculatorsConfig as SpeculatorsConfig
+    from .core.config import VerifierConfig as VerifierConfig
+    from .core.config import reload_schemas as reload_schemas
+    from .core.proposals import DynamicTreeTokenProposalConfig as DynamicTreeTokenProposalConfig
+    from .core.proposals import GreedyTokenProposalConfig as GreedyTokenProposalConfig
+    from .core.proposals import SamplingTokenProposalConfig as SamplingTokenProposalConfig
+    from .core.proposals import StaticTreeTokenProposalConfig as StaticTreeTokenProposalConfig
+    from .core.proposals import TokenProposalConfig as TokenProposalConfig
+    from .models.base import SpeculatorModel as SpeculatorModel
+    from .models.dflash import DFlashDraftModel as DFlashDraftModel
+    from .models.dflash import DFlashSpeculatorConfig as DFlashSpeculatorConfig
+    from .models.dspark import DSparkDraftModel as DSparkDraftModel
+    from .models.dspark import DSparkSpeculatorConfig as DSparkSpeculatorConfig
+    from .models.eagle import EagleSpeculator as EagleSpeculator
+    from .models.eagle import EagleSpeculatorConfig as EagleSpeculatorConfig
+    from .models.eagle3 import Eagle3DraftModel as Eagle3DraftModel
+    from .models.eagle3 import Eagle3SpeculatorConfig as Eagle3SpeculatorConfig
+    from .models.medusa import MedusaModel as MedusaModel
+    from .models.medusa import MedusaSpeculatorConfig as MedusaSpeculatorConfig
+    from .models.mlp_speculator import MLPSpeculator as MLPSpeculator
+    from .models.mlp_speculator import MLPSpeculatorConfig as MLPSpeculatorConfig
+    from .models.mtp import MTPDraftModel as MTPDraftModel
+    from .models.mtp import MTPSpeculatorConfig as MTPSpeculatorConfig
+    from .models.peagle import PEagleDraftModel as PEagleDraftModel
+    from .models.peagle import PEagleSpeculatorConfig as PEagleSpeculatorConfig
+    from .serve.speculative_config import SpeculativeConfig as SpeculativeConfig
+
 _aliases.install()
 
-__all__ = ["__version__", *sorted(_PUBLIC)]
+__all__ = ["__version__", *sorted(_PUBLIC)]  # pyright: ignore[reportUnsupportedDunderAll] (no second list of the names)
 
 
-def __getattr__(name):
+def _resolve(name):
     if name in _PUBLIC:
         return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
     try:
@@ -38,6 +68,10 @@ def __getattr__(name):
         if e.name != f"{__name__}.{name}":
             raise
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+if not TYPE_CHECKING:  # with it, a type checker would let every name pass
+    __getattr__ = _resolve
 
 
 def __dir__():

@@ -66,6 +66,7 @@ MOVED = {
     "decode.verify": ("decode.verification",),
     "demo": ("cli.demo",),
     "drafter_steps": ("cli.drafter_commands",),
+    "evaluate.speed": ("evaluate.speedup",),
     "experiment": ("lab.experiment",),
     "growth": ("core.tree_growth",),
     "head": ("nn.target_head",),
@@ -87,7 +88,7 @@ MOVED = {
     "train.rows": ("train.row_gradients",),
     "train.run": ("train.run_record",),
     "tree": ("core.tree",),
-    "verifier_check": ("verifier.checks",),
+    "verifier_check": ("verifier.identity",),
     "vocab": ("nn.draft_vocabulary",),
     "weights": ("nn.step_weights",),
 }
@@ -96,6 +97,7 @@ MOVED = {
 FORMER_NAMES = {
     "cli": ("cli.main",),
     "evaluate.load": ("evaluate.vllm_metrics",),
+    "models.base": ("core.checkpoints",),
     "serve": ("serve.server",),
     "train.trainer": ("train.checkpoint",),
     "verifier": ("verifier.tapped_model",),

@@ -99,7 +99,7 @@ class DraftModel:
         tokens: Tensor,  # [n] all decided tokens
         features: Tensor | None,  # not used
         depth: int,  # of the deepest node; not needed here
-    ):  # yields the law, as in `growth`
+    ):  # yields the law, as in `tree_growth`
         """Laws for the nodes of a tree. A level is one pass over its nodes and their ancestors,
         as the verifier's own; nothing of them stays in the cache."""
         room = self.context_length - len(tokens)

@@ -95,7 +95,7 @@ class TreeDrafter:
 
     def grown(
         self,
-        law: Callable,  # as in `growth`
+        law: Callable,  # as in `tree_growth`
         depth: int,  # of the deepest node
         sampling: Sampling,
     ) -> TokenTree:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .feature_folder import FeatureRows
 from ..nn.target_head import text_config, verifier_config
-from speculators_nb.verifier.checks import (
+from speculators_nb.verifier.identity import (
     check_final_norm,
     checkpoint_fingerprint,
     stored_fingerprint,

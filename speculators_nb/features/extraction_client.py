@@ -26,7 +26,7 @@ import torch
 from ..core.files import read_object
 from ..core.http_client import Endpoint, EndpointError
 from .feature_file import FeatureError, read_features
-from ..verifier.checks import checkpoint_fingerprint
+from ..verifier.identity import checkpoint_fingerprint
 
 # %% ../../nbs/features/05_extraction_client.ipynb #50e385f3
 def extraction_options(

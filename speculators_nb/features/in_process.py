@@ -29,7 +29,7 @@ from speculators_nb.features.feature_folder import (
     split_of,
     table_of,
 )
-from ..verifier.checks import check_verifier_head, checkpoint_fingerprint
+from ..verifier.identity import check_verifier_head, checkpoint_fingerprint
 from ..verifier.tapped_model import Verifier, fingerprint
 
 # %% ../../nbs/features/03_in_process.ipynb #bf5c525f

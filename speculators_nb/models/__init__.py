@@ -1,0 +1,20 @@
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # resolved on first use by ../_aliases.py
+    from .base import SpeculatorModel as SpeculatorModel
+    from .dflash import DFlashDraftModel as DFlashDraftModel
+    from .dflash import DFlashSpeculatorConfig as DFlashSpeculatorConfig
+    from .dspark import DSparkDraftModel as DSparkDraftModel
+    from .dspark import DSparkSpeculatorConfig as DSparkSpeculatorConfig
+    from .eagle import EagleSpeculator as EagleSpeculator
+    from .eagle import EagleSpeculatorConfig as EagleSpeculatorConfig
+    from .eagle3 import Eagle3DraftModel as Eagle3DraftModel
+    from .eagle3 import Eagle3SpeculatorConfig as Eagle3SpeculatorConfig
+    from .medusa import MedusaModel as MedusaModel
+    from .medusa import MedusaSpeculatorConfig as MedusaSpeculatorConfig
+    from .mlp_speculator import MLPSpeculator as MLPSpeculator
+    from .mlp_speculator import MLPSpeculatorConfig as MLPSpeculatorConfig
+    from .mtp import MTPDraftModel as MTPDraftModel
+    from .mtp import MTPSpeculatorConfig as MTPSpeculatorConfig
+    from .peagle import PEagleDraftModel as PEagleDraftModel
+    from .peagle import PEagleSpeculatorConfig as PEagleSpeculatorConfig

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from ..core.checkpoints import resolve_checkpoint
+from ..core.checkpoints import read_state, resolve_checkpoint
 from ..core.config import SpeculatorModelConfig, SpeculatorsConfig
 from ..core.files import atomic_folder, disk_errors
 from ..core.options import check_options, near, shown
 from ..core.provenance import write_provenance
-from .base import SpeculatorModel, read_state
+from .base import SpeculatorModel
 from .formats import NativeCheckpoint, formats, verifier_target
 
 # %% ../../nbs/models/03_convert.ipynb #4009f06b

@@ -806,7 +806,7 @@ class DFlashDrafter:
         tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, A·H] as in `propose`
         depth: int,  # of the deepest node
-    ):  # yields the law, as in `growth`
+    ):  # yields the law, as in `tree_growth`
         "Laws for the nodes of a tree: one for each depth."
         laws = (
             self.model.lm_head(self.read_block(tokens, features, depth)[-depth:])

@@ -746,7 +746,7 @@ class EagleDrafter:
         tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, H] as in `propose`
         depth: int,  # of the deepest node; not needed here
-    ):  # yields the law, as in `growth`
+    ):  # yields the law, as in `tree_growth`
         """Laws for the nodes of a tree. A level is one pass, in which a node sees the decided
         tokens and its own ancestors; afterwards the cache is as it was."""
         decided = len(tokens) - 1

@@ -207,7 +207,7 @@ class MedusaDrafter:
         tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, H] as in `propose`
         depth: int,  # of the deepest node; nothing follows the last head's
-    ):  # yields the law, as in `growth`
+    ):  # yields the law, as in `tree_growth`
         "Laws for the nodes of a tree: one for each depth."
         yield product_law(self._slots(features, depth).float().log_softmax(-1))
 

@@ -521,7 +521,7 @@ class MLPDrafter:
         tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, H] as in `propose`
         depth: int,  # of the deepest node; not needed: nothing follows the last head's
-    ):  # yields the law, as in `growth`
+    ):  # yields the law, as in `tree_growth`
         "Laws for the nodes of a tree: each takes its parent's state a step further."
         model, heads = self.model, self.model.head_weights()
         states, depths = (

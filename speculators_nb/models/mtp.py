@@ -629,7 +629,7 @@ class MTPDrafter:
         tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, H] as in `propose`
         depth: int,  # of the deepest node; not needed here
-    ):  # yields the law, as in `growth`
+    ):  # yields the law, as in `tree_growth`
         """Laws for the nodes of a tree: a node takes its parent's state and sees the decided
         tokens and its own ancestors. Afterwards the cache is as it was."""
         root, decided = self._read(tokens, features)[0], self.cache

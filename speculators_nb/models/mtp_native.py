@@ -22,11 +22,12 @@ from speculators_nb.core.checkpoints import (
     load_tensors,
     resolve_checkpoint,
     save_tensors,
+    tensor_problem,
 )
 from ..core.config import SpeculatorModelConfig, layer_config_from_dict
 from ..core.files import atomic_folder, atomic_write
 from ..core.provenance import write_provenance
-from .base import SpeculatorModel, tensor_problem
+from .base import SpeculatorModel
 from speculators_nb.models.formats import (
     NativeCheckpoint,
     NativeFormat,

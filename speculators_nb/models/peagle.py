@@ -590,7 +590,7 @@ class PEagleDrafter(Eagle3Drafter):
         tokens: torch.Tensor,  # [n] as in `propose`
         features: torch.Tensor,  # [m, A·H] as in `propose`
         depth: int,  # of the deepest node
-    ):  # yields the law, as in `growth`
+    ):  # yields the law, as in `tree_growth`
         "Laws for the nodes of a tree: one for each depth."
         laws = self._slots(tokens, features, depth).float().softmax(-1)
         yield product_law(

@@ -13,10 +13,15 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from ..core.checkpoints import checkpoint_index, load_tensors, resolve_checkpoint
+from speculators_nb.core.checkpoints import (
+    checkpoint_index,
+    load_tensors,
+    resolve_checkpoint,
+    tensor_problem,
+)
 from ..core.config import SpeculatorModelConfig
 from ..core.files import read_object
-from ..models.base import SpeculatorModel, tensor_problem
+from ..models.base import SpeculatorModel
 from ..nn.draft_vocabulary import check_vocab_mapping
 from ..nn.target_head import text_config, verifier_config
 

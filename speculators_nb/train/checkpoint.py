@@ -19,10 +19,10 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_checkpoints
 
-from ..core.checkpoints import checkpoint_index, load_tensors
+from ..core.checkpoints import checkpoint_index, load_tensors, read_state
 from ..core.files import atomic_write, read_object
 from ..core.options import shown
-from ..models.base import SpeculatorModel, read_state
+from ..models.base import SpeculatorModel
 from speculators_nb.train.run_record import (
     differences,
     read_record,

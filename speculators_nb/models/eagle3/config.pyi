@@ -1,1 +1,0 @@
-from ..eagle3 import *
