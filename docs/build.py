@@ -1,9 +1,11 @@
 #!/usr/bin/env python
-"""Build the site: nbs/ -> docs/_src -> Sphinx (myst-nb, furo) -> docs/_site. Nothing is executed and nothing is fetched.
+"""Build the site: nbs/ -> docs/_src -> Sphinx (myst-nb, furo) -> docs/_site. Nothing is executed and nothing is
+fetched.
 
 A page is its notebook with the stored outputs. Below a module's notebook stands its reference: real Python objects for
 links and search, read from the exported module by `ast`, so that annotations and defaults appear as they were written.
 """
+
 import ast
 import io
 import json
@@ -24,19 +26,30 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 SRC, SITE = DOCS / "_src", DOCS / "_site"
 LIB = "speculators_nb"
-PAGES = {"docs/architecture.md": "architecture.md", "docs/differences.md": "differences.md",
-         "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # beside the notebooks
+PAGES = {
+    "docs/architecture.md": "architecture.md",
+    "docs/differences.md": "differences.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}  # beside the notebooks
 FILES = "files"  # on the site: files of the repository that pages link to
 FOLD = 45  # an exported cell with more lines than this starts folded
-GIT_URL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["nbdev"]["git_url"]  # empty: the project has no address yet
+GIT_URL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["nbdev"][
+    "git_url"
+]  # empty: the project has no address yet
 
 
 # ---- the reference: objects of an exported module
 
+
 def comments(source):
     "line number -> the comment that ends it"
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {t.start[0]: t.string.lstrip("# ").strip() for t in tokens if t.type == tokenize.COMMENT and t.line.strip()[0] != "#"}
+    return {
+        t.start[0]: t.string.lstrip("# ").strip()
+        for t in tokens
+        if t.type == tokenize.COMMENT and t.line.strip()[0] != "#"
+    }
 
 
 def decorators(node):
@@ -57,16 +70,32 @@ def parameters(fn, notes, drop=()):
     rows += [(arg.arg, arg, default) for arg, default in zip(a.kwonlyargs, a.kw_defaults)]
     if a.kwarg:
         rows.append(("**" + a.kwarg.arg, a.kwarg, None))
-    ends = [n.end_lineno for _, arg, d in rows if arg for n in [d or arg]]  # a comment belongs to its line's only parameter
-    return [(shown, arg, default, notes.get((default or arg).end_lineno) if arg and ends.count((default or arg).end_lineno) == 1 else None)
-            for shown, arg, default in rows if shown not in drop]
+    ends = [
+        n.end_lineno for _, arg, d in rows if arg for n in [d or arg]
+    ]  # a comment belongs to its line's only parameter
+    return [
+        (
+            shown,
+            arg,
+            default,
+            notes.get((default or arg).end_lineno) if arg and ends.count((default or arg).end_lineno) == 1 else None,
+        )
+        for shown, arg, default in rows
+        if shown not in drop
+    ]
+
+
+def shown_type(node):
+    "An annotation as a reader expects it: without the quotes of one that is not imported at run time"
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ast.unparse(node)
 
 
 def signature(rows, returns=None):
     def one(shown, arg, default):
-        text = shown + (f": {ast.unparse(arg.annotation)}" if arg is not None and arg.annotation else "")
+        text = shown + (f": {shown_type(arg.annotation)}" if arg is not None and arg.annotation else "")
         return text + (f" = {ast.unparse(default)}" if default is not None else "")
-    return "(" + ", ".join(one(*r[:3]) for r in rows) + ")" + (f" -> {ast.unparse(returns)}" if returns else "")
+
+    return "(" + ", ".join(one(*r[:3]) for r in rows) + ")" + (f" -> {shown_type(returns)}" if returns else "")
 
 
 def fields(rows, returned=None):
@@ -87,11 +116,19 @@ def function(node, notes, kind="function", fence="```"):
     drop = ("self",) if kind == "method" and "staticmethod" not in deco else ()
     rows = parameters(node, notes, drop + (("cls",) if "classmethod" in deco else ()))
     if kind == "method" and deco & {"property", "cached_property"}:
-        options = [f":type: {ast.unparse(node.returns)}"] if node.returns else []
+        options = [f":type: {shown_type(node.returns)}"] if node.returns else []
         return directive("property", node.name, docstring(node), options, fence)
     # the comment after `) -> Type:` describes what is returned
-    end = max([node.lineno] + [n.end_lineno for n in ast.walk(node.args) if hasattr(n, "end_lineno")] + ([node.returns.end_lineno] if node.returns else []))
-    returned = notes.get(end) if node.returns and node.returns.end_lineno == end and not any(n == notes.get(end) for *_, n in rows) else None
+    end = max(
+        [node.lineno]
+        + [n.end_lineno for n in ast.walk(node.args) if hasattr(n, "end_lineno")]
+        + ([node.returns.end_lineno] if node.returns else [])
+    )
+    returned = (
+        notes.get(end)
+        if node.returns and node.returns.end_lineno == end and not any(n == notes.get(end) for *_, n in rows)
+        else None
+    )
     options = [f":{d[:-6]}method:" for d in ("classmethod", "staticmethod") if d in deco and kind == "method"]
     head = node.name + signature(rows, node.returns)
     return directive(kind, head, [*docstring(node), *fields(rows, returned)], options, fence)
@@ -100,8 +137,14 @@ def function(node, notes, kind="function", fence="```"):
 def klass(node, notes, patched):
     methods = [n for n in node.body if isinstance(n, ast.FunctionDef)] + patched
     init = next((m for m in methods if m.name == "__init__"), None)
-    annotated = [n for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-                 and n.target.id[0] != "_" and "ClassVar" not in ast.unparse(n.annotation)]
+    annotated = [
+        n
+        for n in node.body
+        if isinstance(n, ast.AnnAssign)
+        and isinstance(n.target, ast.Name)
+        and n.target.id[0] != "_"
+        and "ClassVar" not in ast.unparse(n.annotation)
+    ]
     if init:
         rows = parameters(init, notes, ("self",))
     else:  # dataclass, NamedTuple, pydantic
@@ -114,7 +157,14 @@ def reference(module):
     "The reference of one exported module as MyST text, and its public names"
     source = (ROOT / LIB / f"{module.replace('.', '/')}.py").read_text()
     tree, notes = ast.parse(source), comments(source)
-    public = next((ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"), [])
+    public = next(
+        (
+            ast.literal_eval(n.value)
+            for n in tree.body
+            if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+        ),
+        [],
+    )
     patches = {}
     for n in tree.body:
         if isinstance(n, ast.FunctionDef) and "patch" in decorators(n):
@@ -137,14 +187,17 @@ def reference(module):
 
 # ---- the pages: a notebook becomes what Sphinx reads
 
+
 def directives(cell):
     "`#| name: value` lines at the top of a code cell"
     return dict(m.groups() for m in re.finditer(r"^#\|\s*([\w-]+):?[ \t]*(.*)$", cell["source"], flags=re.M))
 
 
 def relink(text, here, where):
-    """Relative links of a page that lies at `here` in the repository, as links from its place on the site. A file that is no page is linked at the
+    """Relative links of a page that lies at `here` in the repository, as links from its place on the site. A file that
+    is no page is linked at the
     project's address; where it has none, the file is put on the site, and the link to a folder becomes plain text."""
+
     def link(m):
         target, _, anchor = m[2].partition("#")
         if not target or re.match(r"[a-z]+:", target):
@@ -162,19 +215,23 @@ def relink(text, here, where):
             shutil.copyfile(ROOT / path, copy)
             return f"{m[1]}(path:{posixpath.relpath(f'{FILES}/{path}', posixpath.dirname(where[here]) or '.')})"
         return f"{m[1]}({new}{'#' + anchor if anchor else ''})"
+
     return re.sub(r"(\[[^\]]*\])\(([^)\s]+)\)", link, text)
 
 
 def crosslink(text, symbols):
     "`name` in prose becomes a link, where exactly one module exports that name"
+
     def link(m):
         return f"{{py:obj}}`{m[1]} <{symbols[m[1]]}>`" if m[1] in symbols else m[0]
+
     parts = re.split(r"(^```.*?^```|^#.*?$)", text, flags=re.M | re.S)  # fenced blocks and headings stay
     return "".join(p if i % 2 else re.sub(r"(?<![`}\w])`([A-Za-z_][\w.]*)`(?!`)", link, p) for i, p in enumerate(parts))
 
 
 def mathematics(text):
-    "What JupyterLab does not need and MyST does: `$$` lines as paragraphs of their own, no `\\|` (it ends a table's cell)"
+    """What JupyterLab does not need and MyST does: `$$` lines as paragraphs of their own, no `\\|` (it ends a table's
+    cell)"""
     text = re.sub(r"\$[^$\n]+\$", lambda m: m[0].replace(r"\|", r"\Vert "), text)
     return re.sub(r"^\$\$(.+?)\$\$[ \t]*$", r"\n$$\n\1\n$$\n", text, flags=re.M | re.S)
 
@@ -190,13 +247,18 @@ def stage_cell(cell):
     tags = ["hide-input"] if is_imports(source) or ("export" in flags and source.count("\n") >= FOLD) else []
     tags += ["remove-input"] if "hide_input" in flags or flags.get("echo") == "false" else []
     tags += ["remove-output"] if "hide_output" in flags or flags.get("output") == "false" else []
-    fold = {"code_prompt_show": "imports" if is_imports(source) else source.split("\n")[0].rstrip("(:"), "code_prompt_hide": "fold"}
+    fold = {
+        "code_prompt_show": "imports" if is_imports(source) else source.split("\n")[0].rstrip("(:"),
+        "code_prompt_hide": "fold",
+    }
     return {**cell, "source": source, "metadata": {"tags": tags, "mystnb": fold}}
 
 
 def is_imports(source):
     "Does the cell hold nothing but imports?"
-    return all(isinstance(n, (ast.Import, ast.ImportFrom)) for n in ast.parse(re.sub(r"^[%!].*", "", source, flags=re.M)).body)
+    return all(
+        isinstance(n, (ast.Import, ast.ImportFrom)) for n in ast.parse(re.sub(r"^[%!].*", "", source, flags=re.M)).body
+    )
 
 
 def join_imports(cells):
@@ -218,7 +280,16 @@ def load(path):
 
 
 def exported(nb):
-    return next((d["default_exp"] for c in nb["cells"] if c["cell_type"] == "code" for d in [directives(c)] if "default_exp" in d), None)
+    return next(
+        (
+            d["default_exp"]
+            for c in nb["cells"]
+            if c["cell_type"] == "code"
+            for d in [directives(c)]
+            if "default_exp" in d
+        ),
+        None,
+    )
 
 
 def note(path, module):
@@ -240,7 +311,11 @@ def stage():
     "Write every page and the table of contents to docs/_src"
     shutil.rmtree(SRC, ignore_errors=True)
     toc = list(groups())
-    if left := set((ROOT / "nbs").rglob("[!.]*.ipynb")) - {p for _, paths in toc for p in paths} - set((ROOT / "nbs").rglob(".ipynb_checkpoints/*")):
+    if (
+        left := set((ROOT / "nbs").rglob("[!.]*.ipynb"))
+        - {p for _, paths in toc for p in paths}
+        - set((ROOT / "nbs").rglob(".ipynb_checkpoints/*"))
+    ):
         sys.exit(f"nbs/sidebar.yml lists no place for {sorted(map(str, left))}")
     books = {p: load(p) for _, paths in toc for p in paths}
     where = {f"nbs/{p.relative_to(ROOT / 'nbs')}": str(p.relative_to(ROOT / "nbs")) for p in books} | PAGES
@@ -261,9 +336,17 @@ def stage():
                 c["source"] = crosslink(relink(c["source"], here, where), local)
         extra = refs[module][0] if module else ""
         if here == "nbs/index.ipynb":
-            trees = [(t, (["Overview <self>", *PAGES.values()] if t == "Start" else []) + [where[str(p.relative_to(ROOT))] for p in ps if p != path])
-                     for t, ps in toc]
-            extra = "\n".join(f"```{{toctree}}\n:hidden:\n:caption: {t}\n\n" + "\n".join(ps) + "\n```\n" for t, ps in trees if ps)
+            trees = [
+                (
+                    t,
+                    (["Overview <self>", *PAGES.values()] if t == "Start" else [])
+                    + [where[str(p.relative_to(ROOT))] for p in ps if p != path],
+                )
+                for t, ps in toc
+            ]
+            extra = "\n".join(
+                f"```{{toctree}}\n:hidden:\n:caption: {t}\n\n" + "\n".join(ps) + "\n```\n" for t, ps in trees if ps
+            )
         else:
             cells.insert(1, {"cell_type": "markdown", "id": "about-page", "metadata": {}, "source": note(here, module)})
         if extra:
@@ -277,7 +360,9 @@ def stage():
 
 def mathjax():
     "MathJax 3 as one file, from the Python package that carries it"
-    wheel = files("sphinx-mathjax-offline") or sys.exit("docs need the Python package sphinx-mathjax-offline: make env-dev")
+    wheel = files("sphinx-mathjax-offline") or sys.exit(
+        "docs need the Python package sphinx-mathjax-offline: make env-dev"
+    )
     target = DOCS / "_static/mathjax/tex-svg.js"
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(next(f for f in wheel if f.match("static/mathjax/tex-svg.js")).locate(), target)
@@ -287,12 +372,32 @@ def main():
     mathjax()
     stage()
     shutil.rmtree(SITE, ignore_errors=True)
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-j", "auto", "-b", "html", "-c", DOCS, "-d", DOCS / "_src/.doctrees", SRC, SITE]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-j",
+        "auto",
+        "-b",
+        "html",
+        "-c",
+        DOCS,
+        "-d",
+        DOCS / "_src/.doctrees",
+        SRC,
+        SITE,
+    ]
     done = subprocess.run(command, env={**os.environ, "PYTHONWARNINGS": "ignore"})
     shutil.rmtree(DOCS / "jupyter_execute", ignore_errors=True)  # myst-nb's copies, which no page needs
     if done.returncode:
         sys.exit("docs: Sphinx found the problems above")
-    print(f"{len(list(SITE.rglob('*.html')))} pages in {SITE.relative_to(ROOT)}: open {(SITE / 'index.html').relative_to(ROOT)}")
+    print(
+        f"{len(list(SITE.rglob('*.html')))} pages in {SITE.relative_to(ROOT)}: open "
+        f"{(SITE / 'index.html').relative_to(ROOT)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """Sphinx settings; `docs/build.py` stages the pages that it reads."""
+
 import tomllib
 from pathlib import Path
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
 """Write README.md from nbs/index.ipynb: its prose, its code and its stored outputs."""
+
 import base64
 import posixpath
 import re
@@ -30,7 +31,11 @@ def readme():
             continue
         if cell["cell_type"] != "code":
             # links are relative to nbs/; the README stands above it
-            parts.append(re.sub(r"\]\((?![a-z]+:|#)([^)\s]+)\)", lambda m: f"]({posixpath.normpath('nbs/' + m[1])})", cell["source"]))
+            parts.append(
+                re.sub(
+                    r"\]\((?![a-z]+:|#)([^)\s]+)\)", lambda m: f"]({posixpath.normpath('nbs/' + m[1])})", cell["source"]
+                )
+            )
             continue
         if "echo" not in directives(cell):
             parts.append(f"```python\n{shown['source']}\n```")

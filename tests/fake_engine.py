@@ -1,11 +1,17 @@
 #!/usr/bin/env python
-"""Stands in for `vllm serve` in tests: the same command line, /health, streamed answers, and the counters of speculation at /metrics.
+"""Stands in for `vllm serve` in tests: the same command line, /health, streamed answers, and the counters of
+speculation at /metrics.
 
-It drafts as many tokens as --speculative-config says (3 where it says nothing about a drafter's folder, none for a verifier) and keeps 0, 1, … K of them in turn,
-the same for every request, so that every count can be said beforehand (`expected`). FAKE_ENGINE in its environment makes it misbehave, comma separated:
-"fail" ends at the start with an exception, "late" answers /health after a second, "mute" never, "foreign" counts a request that nobody here asked,
-"restart" sets the counters back after the second answer, "broken" breaks off in the middle of an answer, "die" ends after the third answer.
+It drafts as many tokens as --speculative-config says (3 where it says nothing about a drafter's folder, none for a
+verifier) and keeps 0, 1, … K of them in turn,
+the same for every request, so that every count can be said beforehand (`expected`). FAKE_ENGINE in its environment
+makes it misbehave, comma separated:
+"fail" ends at the start with an exception, "late" answers /health after a second, "mute" never, "foreign" counts a
+request that nobody here asked,
+"restart" sets the counters back after the second answer, "broken" breaks off in the middle of an answer, "die" ends
+after the third answer.
 """
+
 import json
 import os
 import subprocess
@@ -31,7 +37,8 @@ def expected(k, tokens):
 
 
 class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args): pass
+    def log_message(self, *args):
+        pass
 
     def say(self, text, kind="text/plain", status=200):
         self.send_response(status)
@@ -41,65 +48,100 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         s = self.server
-        if self.path == "/health": return self.say("", status=503 if "mute" in BEHAVIOUR or time.time() < s.ready else 200)
-        if self.path == "/v1/models": return self.say(json.dumps({"data": [{"id": s.model}]}), "application/json")
-        if self.path != "/metrics": return self.say("", status=404)
+        if self.path == "/health":
+            return self.say("", status=503 if "mute" in BEHAVIOUR or time.time() < s.ready else 200)
+        if self.path == "/v1/models":
+            return self.say(json.dumps({"data": [{"id": s.model}]}), "application/json")
+        if self.path != "/metrics":
+            return self.say("", status=404)
         who = 'engine="0",model_name="m"'
         with s.lock:
             lines = [f"vllm:{name}_total{{{who}}} {float(value)}" for name, value in s.counters.items()]
-            lines += [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{who},position="{i}"}} {float(n)}' for i, n in enumerate(s.accepted)]
+            lines += [
+                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{who},position="{i}"}} {float(n)}'
+                for i, n in enumerate(s.accepted)
+            ]
         self.say("\n".join(["# HELP vllm:spec_decode_num_drafts_total Drafts.", *lines]) + "\n")
 
     def do_POST(self):
         s, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body["max_tokens"] > 500: return self.say(json.dumps({"error": {"message": "too long"}}), "application/json", 400)
+        if body["max_tokens"] > 500:
+            return self.say(json.dumps({"error": {"message": "too long"}}), "application/json", 400)
         steps, accepted, pieces = expected(s.k, body["max_tokens"])
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         chat, done = "messages" in body, 0
+
         def event(choice, **more):
             self.wfile.write(f"data: {json.dumps({'choices': choice, **more})}\n\n".encode())
             self.wfile.flush()
-        if chat: event([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+
+        if chat:
+            event([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
         for n in pieces:
-            if "broken" in BEHAVIOUR and done > 3: return event([], error={"message": "the engine is dead"})
+            if "broken" in BEHAVIOUR and done > 3:
+                return event([], error={"message": "the engine is dead"})
             ids, done = list(range(done, done + n)), done + n
             words = " ".join(map(str, ids))
-            event([{"index": 0, "finish_reason": "length" if done == body["max_tokens"] else None, "token_ids": ids, **(dict(delta=dict(content=words)) if chat else dict(text=words))}])
+            event(
+                [
+                    {
+                        "index": 0,
+                        "finish_reason": "length" if done == body["max_tokens"] else None,
+                        "token_ids": ids,
+                        **(dict(delta=dict(content=words)) if chat else dict(text=words)),
+                    }
+                ]
+            )
             time.sleep(s.pause)
         event([], usage={"completion_tokens": done})
         self.wfile.write(b"data: [DONE]\n\n")
         self.wfile.flush()
-        time.sleep(0.02)                                   # the engine counts after it has answered
+        time.sleep(0.02)  # the engine counts after it has answered
         with s.lock:
             again = 2 if "foreign" in BEHAVIOUR and s.counters["request_success"] else 1
             if s.k:
-                for name, n in (("drafts", steps), ("draft_tokens", steps * s.k), ("accepted_tokens", sum(accepted))): s.counters[f"spec_decode_num_{name}"] += n * again
+                for name, n in (("drafts", steps), ("draft_tokens", steps * s.k), ("accepted_tokens", sum(accepted))):
+                    s.counters[f"spec_decode_num_{name}"] += n * again
                 s.accepted = [a + b * again for a, b in zip(s.accepted, accepted)]
             s.counters["request_success"] += again
             s.counters["generation_tokens"] += done * again
             s.answered += 1
-            if "restart" in BEHAVIOUR and s.answered == 2: s.counters = dict.fromkeys(s.counters, 0)
-            if "die" in BEHAVIOUR and s.answered == 3: os._exit(7)
+            if "restart" in BEHAVIOUR and s.answered == 2:
+                s.counters = dict.fromkeys(s.counters, 0)
+            if "die" in BEHAVIOUR and s.answered == 3:
+                os._exit(7)
 
 
 def main():
     options = dict(zip(sys.argv[1:], sys.argv[2:]))
     if "fail" in BEHAVIOUR:
         print("(EngineCore) ValueError: no room for the cache", flush=True)
-        for i in range(40): print(f"(APIServer) consequence {i}", flush=True)
+        for i in range(40):
+            print(f"(APIServer) consequence {i}", flush=True)
         raise RuntimeError("Engine core initialization failed")
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])     # a worker: it must not outlive the server
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"]
+    )  # a worker: it must not outlive the server
     print(f"worker {child.pid}", flush=True)
     config = Path(options["serve"]) / "config.json"
     drafter = config.is_file() and "speculators_model_type" in json.loads(config.read_text())
     said = json.loads(options.get("--speculative-config", "{}"))
     ThreadingHTTPServer.daemon_threads = True
     server = ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Handler)
-    server.k, server.model, server.ready, server.lock = said.get("num_speculative_tokens", 3 if drafter else 0), options["serve"], time.time() + ("late" in BEHAVIOUR), threading.Lock()
+    server.k, server.model, server.ready, server.lock = (
+        said.get("num_speculative_tokens", 3 if drafter else 0),
+        options["serve"],
+        time.time() + ("late" in BEHAVIOUR),
+        threading.Lock(),
+    )
     server.pause, server.answered, server.accepted = float(os.environ.get("FAKE_PAUSE", 0)), 0, [0] * server.k
-    names = ["spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"] if server.k else []
+    names = (
+        ["spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"]
+        if server.k
+        else []
+    )
     server.counters = dict.fromkeys([*names, "request_success", "generation_tokens"], 0)
     server.serve_forever()
 

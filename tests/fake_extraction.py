@@ -1,10 +1,14 @@
-"""A stand-in for vLLM with a hidden-states connector, as a process that can be killed: same HTTP, same files and locks, no engine.
+"""A stand-in for vLLM with a hidden-states connector, as a process that can be killed: same HTTP, same files and locks,
+no engine.
 
     python tests/fake_extraction.py STORAGE --port 8000 --hidden 16 --slow 0.05
 
-Files are written as vLLM's own connector writes them: under their final name, in two halves with `--slow` seconds between, while the lock is held. A process that
-is killed leaves a torn file. The states are a function of the tokens (`states_for`), so a test knows what every file must hold. Each request is a line in `--log`.
+Files are written as vLLM's own connector writes them: under their final name, in two halves with `--slow` seconds
+between, while the lock is held. A process that
+is killed leaves a torn file. The states are a function of the tokens (`states_for`), so a test knows what every file
+must hold. Each request is a line in `--log`.
 """
+
 import argparse
 import fcntl
 import json
@@ -27,7 +31,8 @@ def states_for(ids, slots=4, hidden=16):
 class Handler(BaseHTTPRequestHandler):
     protocol_version, lock = "HTTP/1.1", threading.Lock()
 
-    def log_message(self, *args): pass
+    def log_message(self, *args):
+        pass
 
     def answer(self, data, status=200):
         body = json.dumps(data).encode()
@@ -43,12 +48,18 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         options = self.server.options
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        ids, path = body["prompt"], Path(options.storage) / f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}.safetensors"
+        ids, path = (
+            body["prompt"],
+            Path(options.storage) / f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}.safetensors",
+        )
         if options.log:
-            with self.lock, open(options.log, "a") as f: f.write(json.dumps(ids) + "\n")
+            with self.lock, open(options.log, "a") as f:
+                f.write(json.dumps(ids) + "\n")
         fd = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
         fcntl.flock(fd, fcntl.LOCK_EX)
-        data = save({"hidden_states": states_for(ids, options.slots, options.hidden), "token_ids": np.asarray(ids, np.int64)})
+        data = save(
+            {"hidden_states": states_for(ids, options.slots, options.hidden), "token_ids": np.asarray(ids, np.int64)}
+        )
         threading.Thread(target=write_slowly, args=(path, data, fd, options.slow)).start()
         self.answer({"choices": [{"prompt_token_ids": ids}], "kv_transfer_params": {"hidden_states_path": str(path)}})
 

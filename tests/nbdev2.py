@@ -1,4 +1,6 @@
-"""nbdev 2.4.14 reads settings.ini and exports the bytes that nbdev 3 exports from pyproject.toml. `make nbdev2` makes its environment."""
+"""nbdev 2.4.14 reads settings.ini and exports the bytes that nbdev 3 exports from pyproject.toml. `make nbdev2` makes
+its environment."""
+
 import os
 import subprocess
 from pathlib import Path
@@ -9,13 +11,18 @@ BIN = Path(os.environ.get("NBDEV2_BIN", ROOT / ".venv-nbdev2/bin")).absolute()
 
 
 def run(command, cwd):
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HOME": str(cwd), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "HOME": str(cwd),
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+    }
     p = subprocess.run([BIN / command], cwd=cwd, env=env, capture_output=True, text=True)
     assert p.returncode == 0, p.stdout + p.stderr
 
 
 def test_right_version():
-    version = subprocess.run([BIN / "python", "-c", "import nbdev; print(nbdev.__version__)"], capture_output=True, text=True).stdout
+    version = subprocess.run(
+        [BIN / "python", "-c", "import nbdev; print(nbdev.__version__)"], capture_output=True, text=True
+    ).stdout
     assert version.strip() == "2.4.14"
 
 
@@ -26,4 +33,6 @@ def test_export_is_byte_identical(copy):  # noqa: F811
             p.unlink()
     run("nbdev_export", copy)
     assert changed(before, snapshot(copy)) == []
-    assert (copy / "pyproject.toml").read_bytes() == (ROOT / "pyproject.toml").read_bytes(), "nbdev 2 must leave pyproject.toml alone"
+    assert (copy / "pyproject.toml").read_bytes() == (ROOT / "pyproject.toml").read_bytes(), (
+        "nbdev 2 must leave pyproject.toml alone"
+    )

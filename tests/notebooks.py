@@ -12,6 +12,7 @@ same cells. Beyond that, every cell must show at least as many pictures as it ha
 figure twice. Stored outputs are the same bytes in every run: without execution counts, standard error, progress bars
 and memory addresses.
 """
+
 import argparse
 import asyncio
 import base64
@@ -40,8 +41,15 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 # What takes long to import: kernels are forked from a process that has it; where fork is not safe, each imports its own
-WARM = ["ipykernel.kernelapp", "matplotlib.pyplot", "datasets", "transformers.trainer",
-        "transformers.models.qwen3.modeling_qwen3", "nbclient", "nbdev.test"]
+WARM = [
+    "ipykernel.kernelapp",
+    "matplotlib.pyplot",
+    "datasets",
+    "transformers.trainer",
+    "transformers.models.qwen3.modeling_qwen3",
+    "nbclient",
+    "nbdev.test",
+]
 PROCESSES = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 KERNEL = ["--InlineBackend.figure_formats={'retina'}", "--HistoryManager.enabled=False"]
 PICTURES = ("image/png", "image/jpeg", "image/svg+xml")
@@ -51,6 +59,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in the traceback of a kernel
 
 
 # ---- a kernel
+
 
 def serve_kernel(arguments, folder, log):
     "The kernel's process, from its first to its last line"
@@ -65,11 +74,13 @@ def serve_kernel(arguments, folder, log):
     sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "tests"))]
     sys.argv = ["ipykernel_launcher", *arguments]
     from ipykernel.kernelapp import IPKernelApp
+
     IPKernelApp.launch_instance(arguments)
 
 
 class Process:
     "A process of `multiprocessing` with the interface of `subprocess.Popen`"
+
     stdin = stdout = stderr = None
 
     def __init__(self, *arguments):
@@ -99,7 +110,7 @@ class Provisioner(LocalProvisioner):
     "Starts the kernel in a `Process`"
 
     async def launch_kernel(self, command, **kwargs):
-        arguments = command[command.index("-f"):]
+        arguments = command[command.index("-f") :]
         self.process = Process(arguments, kwargs["cwd"], self.parent.log_file)
         self.pid = self.pgid = self.process.pid
         return self.connection_info
@@ -116,6 +127,7 @@ class Manager(AsyncKernelManager):
 
 
 # ---- what a cell has shown
+
 
 def stable(outputs):
     "Outputs as they are stored: without what differs from run to run"
@@ -162,8 +174,8 @@ def plain_png(text):
     data = base64.b64decode(text)
     at, chunks = 8, [data[:8]]
     while at < len(data):
-        end = at + 12 + int.from_bytes(data[at:at + 4], "big")
-        if data[at + 4:at + 8] not in (b"tEXt", b"zTXt", b"iTXt", b"tIME"):
+        end = at + 12 + int.from_bytes(data[at : at + 4], "big")
+        if data[at + 4 : at + 8] not in (b"tEXt", b"zTXt", b"iTXt", b"tIME"):
             chunks.append(data[at:end])
         at = end
     return base64.b64encode(b"".join(chunks)).decode()
@@ -198,7 +210,7 @@ def faults_of(shown, stored, saving):
             yield f"picture {i} is blank"
     displayed, results = named(shown, "display_data"), named(shown, "execute_result")
     for name, drawn in displayed + results:
-        if name.startswith("<Axes") or name.startswith("<Figure") and not drawn:
+        if name.startswith("<Axes") or (name.startswith("<Figure") and not drawn):
             yield f"shows {name} and no picture"
     for name, drawn in results:
         if drawn and name.startswith("<Figure") and (name, drawn) in displayed:
@@ -207,9 +219,11 @@ def faults_of(shown, stored, saving):
 
 # ---- a notebook
 
+
 @dataclass
 class Result:
     "What came of a notebook"
+
     path: Path
     cells: int = 0
     pictures: int = 0
@@ -224,8 +238,9 @@ async def run_notebook(path, skip_flags, run_flags, seconds, save, log):
     cells = [(i, cell) for i, cell in enumerate(nb.cells) if cell.id in chosen and cell.source.strip()]
     manager = Manager()
     manager.log_file = str(log)
-    client = NotebookClient(nb, km=manager, store_widget_state=False, record_timing=False, startup_timeout=300,
-                            extra_arguments=KERNEL)
+    client = NotebookClient(
+        nb, km=manager, store_widget_state=False, record_timing=False, startup_timeout=300, extra_arguments=KERNEL
+    )
     where = "before the first cell"
     try:
         if cells:
@@ -281,6 +296,7 @@ def store(path, outputs):
 
 # ---- all of them
 
+
 async def run_all(files, args, folder):
     "Run the notebooks, as many at a time as there are workers; their results in the order of `files`"
     skip = get_config(files[0]).tst_flags
@@ -312,8 +328,12 @@ def find(paths):
 
 def prepare(folder):
     "The environment that the kernels inherit"
-    os.environ |= {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "IN_TEST": "1",
-                   "IPYTHONDIR": f"{folder}/ipython", "JUPYTER_RUNTIME_DIR": f"{folder}/runtime"}
+    os.environ |= {
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "IN_TEST": "1",
+        "IPYTHONDIR": f"{folder}/ipython",
+        "JUPYTER_RUNTIME_DIR": f"{folder}/runtime",
+    }
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the order of sums depends on it
     sys.path.insert(0, str(ROOT))
     if sys.platform == "linux":
@@ -337,8 +357,10 @@ def main():
         results = asyncio.run(run_all(files, args, Path(folder)))
     failed = [str(shown(r.path)) for r in results if r.faults]
     cells, drawn = sum(r.cells for r in results), sum(r.pictures for r in results)
-    print(f"{len(results)} notebooks, {cells} cells, {drawn} pictures in {time.monotonic() - began:.0f} s: "
-          + (f"{len(failed)} FAILED: {', '.join(failed)}" if failed else "all passed"))
+    print(
+        f"{len(results)} notebooks, {cells} cells, {drawn} pictures in {time.monotonic() - began:.0f} s: "
+        + (f"{len(failed)} FAILED: {', '.join(failed)}" if failed else "all passed")
+    )
     return bool(failed)
 
 

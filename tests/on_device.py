@@ -58,7 +58,7 @@ class PretendCuda(TorchFunctionMode):
         there = list(tensors_in((args, kwargs)))
         target, some = kwargs.get("device"), any(map(marked, there))
         loose = [t for t in there if not marked(t) and t.dim() > 0]
-        allowed = func in MOVING or func in INDEXING and marked(args[0]) or target is not None
+        allowed = func in MOVING or (func in INDEXING and marked(args[0])) or target is not None
         if some and loose and not allowed:
             raise AssertionError(
                 f"{name}: a tensor of shape {tuple(loose[0].shape)} is on the CPU, the others are on cuda:0"
@@ -69,7 +69,7 @@ class PretendCuda(TorchFunctionMode):
                 raise AssertionError(f"{name}: a generator on the CPU draws for a tensor on cuda:0")
             kwargs = kwargs | dict(device="cpu")
         result = func(*args, **kwargs)
-        if func in MOVING or name.endswith("_") and not name.startswith("_"):
+        if func in MOVING or (name.endswith("_") and not name.startswith("_")):
             return result  # in place: the tensor stays where it is
         return mark(result, is_cuda(target) if target is not None else some)
 

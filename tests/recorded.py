@@ -1,4 +1,5 @@
 """What upstream computed (tests/fixtures/README.md), as tests read it."""
+
 import json
 from pathlib import Path
 
@@ -22,5 +23,7 @@ def load_case(name):
     model = SpeculatorModel.registered_model_class_from_config(config)(config)
     model.load_state_dict(load_file(folder / "state_dict.safetensors"))
     info = json.loads((folder / "outputs.json").read_text())
-    kwargs, _ = model.get_trainer_kwargs(**info["training_args"] | {k: v for k, v in info["call_kwargs"].items() if k != "loss_config"})
+    kwargs, _ = model.get_trainer_kwargs(
+        **info["training_args"] | {k: v for k, v in info["call_kwargs"].items() if k != "loss_config"}
+    )
     return model, load_file(folder / "inputs.safetensors"), kwargs, info, folder

@@ -1,4 +1,6 @@
-"""Acceptance rules: every random outcome is enumerated with exact fractions, so a rule either keeps the verifier's law or it does not."""
+"""Acceptance rules: every random outcome is enumerated with exact fractions, so a rule either keeps the verifier's law
+or it does not."""
+
 import functools
 import itertools
 from collections import Counter
@@ -9,16 +11,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from speculators_nb.core.tree import TokenTree
 from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.acceptance_rules import RULES, block, draw, flip, lenient, synthetic, tolerant, typical, walk
-from speculators_nb.core.tree import TokenTree
 
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless and name != "greedy"]
 standard, strict, greedy = (RULES[n].decide for n in ("standard", "strict", "greedy"))
 
 
 def outcomes(run):
-    """The exact law of run(choose): replay `run` with every script of outcomes, and add up the scripts' probabilities."""
+    """The exact law of run(choose): replay `run` with every script of outcomes, and add up the scripts'
+    probabilities."""
     law, todo = Counter(), [[]]
     while todo:
         script, chance, step = todo.pop(), Fraction(1), 0
@@ -27,7 +30,7 @@ def outcomes(run):
             nonlocal chance, step
             if step == len(script):
                 branches = [i for i, p in enumerate(probs) if p]
-                todo.extend(script + [b] for b in branches[1:])
+                todo.extend([*script, b] for b in branches[1:])
                 script.append(branches[0])
             step += 1
             chance *= probs[script[step - 1]]
@@ -40,22 +43,29 @@ def outcomes(run):
 
 
 def exact(x):
-    # every probability below is a fraction of small numbers, products of a few of them included; float64 holds them to 1e-15
+    # every probability below is a fraction of small numbers, products of a few of them included; float64 holds them to
+    # 1e-15
     return [Fraction(v).limit_denominator(10_000_000) for v in x.flatten().tolist()]
 
 
 @pytest.fixture
 def scripted(monkeypatch):
     """Put the enumeration in the place of the two random primitives; the "generator" is then `choose`."""
-    def flips(chance, choose): return torch.tensor([choose([1 - c, c]) == 1 for c in exact(chance.clamp(0, 1))], dtype=torch.bool).view(chance.shape)
+
+    def flips(chance, choose):
+        return torch.tensor([choose([1 - c, c]) == 1 for c in exact(chance.clamp(0, 1))], dtype=torch.bool).view(
+            chance.shape
+        )
+
     def draws(weights, choose):
         w = exact(weights / weights.sum())
         return choose([v / sum(w) for v in w])
+
     monkeypatch.setattr(accept, "flip", flips)
     monkeypatch.setattr(accept, "draw", draws)
 
 
-# How a tree is proposed: children of every node, and whether they are drawn with putting back, drawn without, or the likeliest
+# How a tree is proposed: children of every node, drawn with putting back, drawn without, or the likeliest
 def propose(q, depth, width, how, choose):
     words, parents, laws, level = [], [], [], [(-1, ())]
     for _ in range(depth):
@@ -83,7 +93,7 @@ def speculate(rule, p, q, depth, width, how, choose):
     tree, words = propose(q, depth, width, how, choose)
     target = torch.tensor([[float(v) for v in p[said]] for said in [(), *words]], dtype=torch.float64)
     path, token = rule(tree, target, choose)
-    assert [-1, *path][:len(path)] == tree.parents[path].tolist()
+    assert [-1, *path][: len(path)] == tree.parents[path].tolist()
     out = [*(int(tree.tokens[i]) for i in path), token]
     while len(out) <= depth:
         out.append(choose(p[tuple(out)]))
@@ -107,6 +117,7 @@ def verifier_law(p, depth=2):
         while len(out) <= depth:
             out.append(choose(p[tuple(out)]))
         return tuple(out)
+
     return outcomes(run)
 
 
@@ -122,11 +133,17 @@ def cyclic(rows, v, depth, a, b):
 
 TWELFTHS = ((6, 4, 2), (1, 8, 3), (3, 3, 6), (0, 5, 7), (4, 4, 4)), ((2, 9, 1), (5, 5, 2), (12, 0, 0), (1, 4, 7))
 P, Q = cyclic(TWELFTHS[0], 3, 2, 2, 1), cyclic(TWELFTHS[1], 3, 2, 1, 3)
-PAIRS = {   # vocabulary and depth -> (verifier, drafter); larger vocabularies are shallower, so that the outcomes can be counted
+PAIRS = {  # vocabulary and depth -> (verifier, drafter); larger vocabularies are shallower, to count all outcomes
     (2, 3): (cyclic(((1, 3), (2, 2), (4, 0), (3, 1)), 2, 3, 1, 1), cyclic(((3, 1), (1, 1), (1, 3)), 2, 3, 2, 1)),
     (3, 2): (P, Q),
-    (4, 1): (cyclic(((1, 2, 4, 1), (4, 0, 2, 2), (2, 2, 2, 2)), 4, 1, 1, 1), cyclic(((4, 2, 1, 1), (0, 4, 4, 0)), 4, 1, 1, 0)),
-    (5, 1): (cyclic(((1, 2, 4, 1, 2), (4, 0, 2, 2, 2)), 5, 1, 1, 1), cyclic(((4, 2, 1, 1, 2), (0, 4, 4, 0, 2)), 5, 1, 1, 0)),
+    (4, 1): (
+        cyclic(((1, 2, 4, 1), (4, 0, 2, 2), (2, 2, 2, 2)), 4, 1, 1, 1),
+        cyclic(((4, 2, 1, 1), (0, 4, 4, 0)), 4, 1, 1, 0),
+    ),
+    (5, 1): (
+        cyclic(((1, 2, 4, 1, 2), (4, 0, 2, 2, 2)), 5, 1, 1, 1),
+        cyclic(((4, 2, 1, 1, 2), (0, 4, 4, 0, 2)), 5, 1, 1, 0),
+    ),
 }
 WAYS = [(1, "drawn"), (1, "likeliest"), (2, "drawn"), (2, "drawn with putting back"), (2, "likeliest")]
 few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -142,12 +159,17 @@ def test_lossless(scripted, name, size, width, how):
             block(TokenTree(torch.tensor([0, 1]), torch.tensor([-1, -1])), torch.ones(3, 2) / 2)
         return
     (_, depth), (p, q) = size, PAIRS[size]
-    depth = depth if width == 1 else min(depth, 2 if size[0] == 2 or how == "likeliest" else 1)   # outcomes multiply: thousands, not millions
+    depth = (
+        depth if width == 1 else min(depth, 2 if size[0] == 2 or how == "likeliest" else 1)
+    )  # outcomes multiply: thousands, not millions
     assert output_law(RULES[name].decide, p, q, depth, width, how) == verifier_law(p, depth)
 
 
-law_of_twelfths = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted).map(
-    lambda c: [Fraction(c[0], 12), Fraction(c[1] - c[0], 12), Fraction(12 - c[1], 12)])
+law_of_twelfths = (
+    st.tuples(st.integers(0, 12), st.integers(0, 12))
+    .map(sorted)
+    .map(lambda c: [Fraction(c[0], 12), Fraction(c[1] - c[0], 12), Fraction(12 - c[1], 12)])
+)
 laws = st.lists(law_of_twelfths, min_size=13, max_size=13).map(lambda rows: dict(zip(contexts(3, 2), rows)))
 
 
@@ -166,11 +188,19 @@ def step_of(keeps_residual, onehot=False):
             if keeps_residual and onehot and p[x] < 1:
                 p = p.index_fill(0, x, 0)
         return None, p
+
     return functools.partial(walk, step)
 
 
-WRONG = {"draws from p after a rejection": step_of(False), "leaves out only the rejected token": step_of(True, onehot=True), "greedy": greedy,
-         "typical": typical().decide, "lenient": lenient(0.5).decide, "tolerant": tolerant(2).decide, "synthetic": synthetic([0.9, 0.5]).decide}
+WRONG = {
+    "draws from p after a rejection": step_of(False),
+    "leaves out only the rejected token": step_of(True, onehot=True),
+    "greedy": greedy,
+    "typical": typical().decide,
+    "lenient": lenient(0.5).decide,
+    "tolerant": tolerant(2).decide,
+    "synthetic": synthetic([0.9, 0.5]).decide,
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -181,11 +211,18 @@ def test_a_wrong_or_lossy_rule_is_caught(scripted, name, width):
 
 def test_lossy_rules_are_marked():
     assert [n for n, r in RULES.items() if not r.lossless] == ["typical"]
-    assert lenient(1).lossless and not lenient(.9).lossless and tolerant().lossless and not tolerant(1, .1).lossless and not synthetic([1.]).lossless
+    assert (
+        lenient(1).lossless
+        and not lenient(0.9).lossless
+        and tolerant().lossless
+        and not tolerant(1, 0.1).lossless
+        and not synthetic([1.0]).lossless
+    )
 
 
 def test_rules_in_order_of_what_they_keep(scripted):
-    "Strict wastes the drafter's law, standard does not, block verification makes up for what one token lacks with what the next has; siblings help."
+    """Strict wastes the drafter's law, standard does not, block verification makes up for what one token lacks with
+    what the next has; siblings help."""
     kept = {name: mean_kept(RULES[name].decide, P, Q) for name in LOSSLESS}
     assert kept["strict"] < kept["standard"] < kept["block"]
     assert mean_kept(standard, P, Q, 2, 2) > kept["standard"]
@@ -193,8 +230,8 @@ def test_rules_in_order_of_what_they_keep(scripted):
 
 
 def test_mean_accepted_tokens_exact(scripted):
-    p = dict.fromkeys(contexts(2, 2), [Fraction(1, 3), Fraction(2, 3)])
-    q = dict.fromkeys(contexts(2, 2), [Fraction(2, 3), Fraction(1, 3)])
+    p = {c: [Fraction(1, 3), Fraction(2, 3)] for c in contexts(2, 2)}
+    q = {c: [Fraction(2, 3), Fraction(1, 3)] for c in contexts(2, 2)}
     assert mean_kept(standard, p, q) == Fraction(10, 9)
     assert mean_kept(block, p, q) == Fraction(11, 9)
 
@@ -207,9 +244,16 @@ def test_synthetic_rates_are_what_comes_out(scripted):
     assert law == {0: Fraction(1, 4), 1: Fraction(1, 2), 2: Fraction(1, 4)}
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: synthetic([.5, .6]), r"\[0.5, 0.6\].*not increase"), (lambda: synthetic([1.2]), "lie in"),
-    (lambda: lenient(0), "accept_lenience=0"), (lambda: tolerant(0), "verifier_accept_k=0"), (lambda: tolerant(1, -1), "accept_tolerance=-1")])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: synthetic([0.5, 0.6]), r"\[0.5, 0.6\].*not increase"),
+        (lambda: synthetic([1.2]), "lie in"),
+        (lambda: lenient(0), "accept_lenience=0"),
+        (lambda: tolerant(0), "verifier_accept_k=0"),
+        (lambda: tolerant(1, -1), "accept_tolerance=-1"),
+    ],
+)
 def test_refused_parameters(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -223,7 +267,7 @@ def test_temperature_zero_is_greedy(name):
         parents = torch.tensor([-1] + [int(torch.randint(-1, i, (1,), generator=g)) for i in range(1, 6)])
         target = torch.eye(7)[torch.randint(7, (7,), generator=g)]
         taken, tokens = {}, []
-        for p in parents.tolist():    # siblings differ
+        for p in parents.tolist():  # siblings differ
             tokens.append(next(t for t in torch.randperm(7, generator=g).tolist() if t not in taken.get(p, ())))
             taken.setdefault(p, []).append(tokens[-1])
         tree = TokenTree(torch.tensor(tokens), parents)
@@ -242,7 +286,9 @@ def test_block_at_temperature_zero_is_greedy():
 
 @pytest.mark.parametrize("name", RULES)
 def test_empty_draft_is_plain_decoding(name):
-    assert RULES[name].decide(TokenTree.chain([]), torch.tensor([[0., 0., 1.]]), torch.Generator().manual_seed(0)) == ([], 2)
+    assert RULES[name].decide(
+        TokenTree.chain([]), torch.tensor([[0.0, 0.0, 1.0]]), torch.Generator().manual_seed(0)
+    ) == ([], 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -258,8 +304,8 @@ def test_all_dtypes_and_a_perfect_drafter(dtype, name):
 
 @pytest.mark.parametrize("name", ["standard", "block"])
 def test_rejection_with_an_empty_residual_still_answers(name):
-    p = torch.tensor([[.5, .5]])
-    q = p + torch.tensor([[1e-2, 0]])   # q >= p everywhere, as rounding can leave it
+    p = torch.tensor([[0.5, 0.5]])
+    q = p + torch.tensor([[1e-2, 0]])  # q >= p everywhere, as rounding can leave it
     g = torch.Generator().manual_seed(0)
     results = [RULES[name].decide(TokenTree.chain([0], q), p.repeat(2, 1), g) for _ in range(2000)]
     assert {len(path) for path, _ in results} == {0, 1} and {t for path, t in results if not path} == {0, 1}
@@ -273,18 +319,23 @@ def test_same_seed_same_answer():
 
 def test_typical_takes_the_longest_then_likeliest_path():
     tree = TokenTree(torch.tensor([0, 1, 0, 1, 2]), torch.tensor([-1, -1, 1, 1, 3]))
-    laws = torch.tensor([[.5, .5, 0.], [1., 0., 0.], [.4, .6, 0.], [.1, .8, .1], [.98, .01, .01], [0., 0., 1.]])
-    assert typical(.3, .09).decide(tree, laws) == ([1, 3], 0)     # 1 -> 1, likelier than 1 -> 0; its child 2 has probability .01
-    assert typical(.001, 1.).decide(tree, laws)[0] == [1, 3, 4]   # less is asked for
-    assert typical(.6, 1.).decide(tree, laws) == ([], 0)          # more than the first two have
+    laws = torch.tensor(
+        [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.4, 0.6, 0.0], [0.1, 0.8, 0.1], [0.98, 0.01, 0.01], [0.0, 0.0, 1.0]]
+    )
+    assert typical(0.3, 0.09).decide(tree, laws) == (
+        [1, 3],
+        0,
+    )  # 1 -> 1, likelier than 1 -> 0; its child 2 has probability .01
+    assert typical(0.001, 1.0).decide(tree, laws)[0] == [1, 3, 4]  # less is asked for
+    assert typical(0.6, 1.0).decide(tree, laws) == ([], 0)  # more than the first two have
 
 
 def test_primitives_frequencies():
     """200 000 coins and draws: five standard deviations of a frequency are at most 0.0056."""
     g = torch.Generator().manual_seed(0)
-    chance = torch.tensor([0., .2, .7, 1., 1.7])
+    chance = torch.tensor([0.0, 0.2, 0.7, 1.0, 1.7])
     rate = flip(chance.expand(200_000, 5), g).double().mean(0)
-    assert (rate - chance.clamp(max=1)).abs().max() < .0056 and rate[0] == 0 and rate[3] == rate[4] == 1
-    weights = torch.tensor([2., 0., 6., 4.])
+    assert (rate - chance.clamp(max=1)).abs().max() < 0.0056 and rate[0] == 0 and rate[3] == rate[4] == 1
+    weights = torch.tensor([2.0, 0.0, 6.0, 4.0])
     counts = torch.bincount(torch.tensor([draw(weights, g) for _ in range(20_000)]), minlength=4) / 20_000
-    assert (counts - weights / 12).abs().max() < .018 and counts[1] == 0   # five standard deviations at n = 20 000
+    assert (counts - weights / 12).abs().max() < 0.018 and counts[1] == 0  # five standard deviations at n = 20 000

@@ -1,4 +1,5 @@
 """Acceptance numbers: which steps count, what the intervals resample, what `evaluate` writes."""
+
 import math
 
 import numpy as np
@@ -34,10 +35,18 @@ def test_definitions(rows):
     for i in range(1, K + 1):
         reached, before = sum(a >= i for a in kept), sum(a >= i - 1 for a in kept)
         assert table.unconditional[i - 1] == pytest.approx(reached / len(kept))
-        assert table.conditional[i - 1] == pytest.approx(reached / before) if before else math.isnan(table.conditional[i - 1])
-    assert summary["mean_length"] == pytest.approx(1 + sum(kept) / len(kept)) == pytest.approx(1 + table.unconditional.sum())
+        assert (
+            table.conditional[i - 1] == pytest.approx(reached / before)
+            if before
+            else math.isnan(table.conditional[i - 1])
+        )
+    assert (
+        summary["mean_length"]
+        == pytest.approx(1 + sum(kept) / len(kept))
+        == pytest.approx(1 + table.unconditional.sum())
+    )
     assert summary["draft_acceptance"] == pytest.approx(sum(kept) / (K * len(kept)))
-    assert summary["tokens_per_step"] == pytest.approx(summary["mean_length"])     # nothing was cut here
+    assert summary["tokens_per_step"] == pytest.approx(summary["mean_length"])  # nothing was cut here
 
 
 def test_a_step_without_a_proposal_counts_and_the_other_convention_stands_beside():
@@ -51,7 +60,7 @@ def test_a_step_near_the_length_limit_is_left_out():
     assert count(g, K).tolist() == [1, 1, 3, 3, 1, 1, 1]
     s = acceptance_summary([g], K)
     assert s["mean_length"] == 4 and s["steps"] == 1
-    assert s["tokens_per_step"] == pytest.approx(6 / 3)     # what the user got, all steps
+    assert s["tokens_per_step"] == pytest.approx(6 / 3)  # what the user got, all steps
 
 
 def test_a_stop_token_in_the_run_counts_what_the_rule_kept():
@@ -62,22 +71,27 @@ def test_a_stop_token_in_the_run_counts_what_the_rule_kept():
 
 def test_short_proposals_count_against_the_positions_they_did_not_reach():
     g = Generation([0], [0], [Step(K, [5], 1, [5, 6]), Step(K, [5, 5, 5], 3, [5] * 4)], "length")
-    assert acceptance_table([g], K).unconditional.tolist() == [1, .5, .5]
+    assert acceptance_table([g], K).unconditional.tolist() == [1, 0.5, 0.5]
     assert acceptance_summary([g], K)["draft_acceptance"] == 1
 
 
 def test_intervals_resample_prompts():
-    """Against a bootstrap written as a loop over prompts. Both use 4000 resamplings of 8 prompts: their ends may differ by the noise of a 2.5 % quantile, about 0.02."""
+    """Against a bootstrap written as a loop over prompts. Both use 4000 resamplings of 8 prompts: their ends may differ
+    by the noise of a 2.5 % quantile, about 0.02."""
     rng = np.random.default_rng(0)
-    rows = [[min(K, int(rng.geometric(p)) - 1) for _ in range(30)] for p in rng.uniform(.2, .8, 8)]
+    rows = [[min(K, int(rng.geometric(p)) - 1) for _ in range(30)] for p in rng.uniform(0.2, 0.8, 8)]
     means = []
     for _ in range(4000):
         pick = [rows[i] for i in rng.integers(len(rows), size=len(rows))]
         means.append(1 + np.mean([a for r in pick for a in r]))
     s = acceptance_summary([request(*r) for r in rows], K, draws=4000)
-    assert [s["mean_length_low"], s["mean_length_high"]] == pytest.approx(np.quantile(means, [.025, .975]).tolist(), abs=.03)
+    assert [s["mean_length_low"], s["mean_length_high"]] == pytest.approx(
+        np.quantile(means, [0.025, 0.975]).tolist(), abs=0.03
+    )
     as_steps = acceptance_summary([request(a) for r in rows for a in r], K, draws=4000)
-    assert as_steps["mean_length_high"] - as_steps["mean_length_low"] < .7 * (s["mean_length_high"] - s["mean_length_low"])
+    assert as_steps["mean_length_high"] - as_steps["mean_length_low"] < 0.7 * (
+        s["mean_length_high"] - s["mean_length_low"]
+    )
 
 
 def test_intervals_are_reproducible_and_hold_their_value():
@@ -97,13 +111,18 @@ def test_one_prompt_has_no_interval():
 
 def test_positions_never_reached_are_nan_not_zero():
     table = acceptance_table([request(1, 0), request(1, 1)], K)
-    assert table.unconditional.tolist() == [.75, 0, 0]
+    assert table.unconditional.tolist() == [0.75, 0, 0]
     assert table.conditional[1] == 0 and math.isnan(table.conditional[2]) and math.isnan(table.conditional_low[2])
 
 
-@pytest.mark.parametrize("generations, k, message", [
-    ([], K, "no generations"), ([request(1)], 0, "k=0"), ([request(1)], 5, "raise max_new_tokens above 6"),
-])
+@pytest.mark.parametrize(
+    "generations, k, message",
+    [
+        ([], K, "no generations"),
+        ([request(1)], 0, "k=0"),
+        ([request(1)], 5, "raise max_new_tokens above 6"),
+    ],
+)
 def test_refuses_what_cannot_be_measured(generations, k, message):
     with pytest.raises(ValueError, match=message):
         acceptance_table(generations, k)
@@ -113,34 +132,48 @@ def test_refuses_what_cannot_be_measured(generations, k, message):
 @given(alpha=st.floats(0, 1), gamma=st.integers(0, 12))
 def test_expected_length_is_the_geometric_sum(alpha, gamma):
     """1e-6: near alpha = 1 the quotient subtracts almost equal numbers."""
-    assert expected_length(alpha, gamma) == pytest.approx(sum(alpha ** i for i in range(gamma + 1)), rel=1e-6)
+    assert expected_length(alpha, gamma) == pytest.approx(sum(alpha**i for i in range(gamma + 1)), rel=1e-6)
 
 
 @pytest.fixture(scope="module")
 def verifier():
     torch.manual_seed(0)
-    return Verifier(LlamaForCausalLM(LlamaConfig(vocab_size=12, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-                                                 num_key_value_heads=1, max_position_embeddings=64, initializer_range=.4)))
+    return Verifier(
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=12,
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=64,
+                initializer_range=0.4,
+            )
+        )
+    )
 
 
 def test_evaluate(verifier, tmp_path):
     prompts, domains = [[1, 2, 3, 1, 2], [4], [5, 5, 6, 5, 5]], ["a", "b", "a"]
     drafters = {"no drafter": NoDrafter(), "n-gram": NgramDrafter()}
-    kwargs = dict(k=2, temperatures=(0., 1.), max_new_tokens=16, domains=domains, seed=3)
+    kwargs = dict(k=2, temperatures=(0.0, 1.0), max_new_tokens=16, domains=domains, seed=3)
     result = evaluate(verifier, drafters, prompts, **kwargs)
     assert len(result.summary) == 2 * 2 * 3 and len(result.positions) == 2 * 2 * 2
     assert list(result.positions.columns[:3]) == ["drafter", "temperature", "position"]
     row = result.summary.query("drafter == 'n-gram' and temperature == 1 and domain == 'a'").iloc[0]
-    chosen = [g for g, d in zip(result.generations["n-gram", 1.], domains) if d == "a"]
+    chosen = [g for g, d in zip(result.generations["n-gram", 1.0], domains) if d == "a"]
     assert row.mean_length == acceptance_summary(chosen, 2)["mean_length"] and row.requests == 2
     assert (result.summary.query("drafter == 'no drafter'").mean_length == 1).all()
-    assert [g.tokens for g in result.generations["n-gram", 0.]] == [g.tokens for g in result.generations["no drafter", 0.]]
-    for prompt, g in zip(prompts, result.generations["n-gram", 0.]):
+    assert [g.tokens for g in result.generations["n-gram", 0.0]] == [
+        g.tokens for g in result.generations["no drafter", 0.0]
+    ]
+    for prompt, g in zip(prompts, result.generations["n-gram", 0.0]):
         assert g == generate(verifier, NgramDrafter(), prompt, k=2, max_new_tokens=16)
     again = evaluate(verifier, drafters, prompts, **kwargs)
     pd.testing.assert_frame_equal(result.summary, again.summary)
     other = evaluate(verifier, drafters, prompts, **kwargs | dict(seed=4))
-    assert [g.tokens for g in other.generations["n-gram", 1.]] != [g.tokens for g in result.generations["n-gram", 1.]]
+    assert [g.tokens for g in other.generations["n-gram", 1.0]] != [g.tokens for g in result.generations["n-gram", 1.0]]
 
     folder = result.save(tmp_path / "new" / "folder")
     assert {f.name for f in folder.iterdir()} == {"summary.csv", "positions.csv", "acceptance.png"}

@@ -1,4 +1,5 @@
 """Import paths that differ from the layout: those of the documentation work for good, those of 0.1 with a warning."""
+
 import importlib
 import json
 import subprocess
@@ -55,7 +56,9 @@ DOCUMENTED = [
 
 
 def python(code):
-    done = subprocess.run([sys.executable, "-W", "default::FutureWarning", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-W", "default::FutureWarning", "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -63,8 +66,14 @@ def python(code):
 def test_documented_paths_work_without_a_warning():
     "Each in the form that the documentation uses, all in one process that imports nothing of ours before."
     lines = [f"from speculators_nb{'.' * bool(path)}{path} import {name}" for path, name in DOCUMENTED]
-    lines += ["import speculators_nb.models.eagle3.core as core, speculators_nb.models.eagle3", "assert core is speculators_nb.models.eagle3"]
-    lines += ["import speculators_nb.proposals.greedy as greedy", "assert greedy.GreedyTokenProposalConfig is GreedyTokenProposalConfig"]
+    lines += [
+        "import speculators_nb.models.eagle3.core as core, speculators_nb.models.eagle3",
+        "assert core is speculators_nb.models.eagle3",
+    ]
+    lines += [
+        "import speculators_nb.proposals.greedy as greedy",
+        "assert greedy.GreedyTokenProposalConfig is GreedyTokenProposalConfig",
+    ]
     assert "speculators_nb" not in python("\n".join(lines)).stderr
 
 
@@ -83,7 +92,8 @@ def test_paths_of_0_1_have_their_names(module):
 
 
 def test_paths_of_0_1_warn():
-    "Of each kind: a module that moved, one whose names are in two, a package that was a module, a name that left its module."
+    """Of each kind: a module that moved, one whose names are in two, a package that was a module, a name that left its
+    module."""
     said = python("""
 import speculators_nb
 from speculators_nb.masks import Mask
@@ -99,10 +109,13 @@ from speculators_nb.evaluate.load import read_counters
     lines = [line for line in said.splitlines() if "FutureWarning: speculators_nb." in line]
     assert [line.split("FutureWarning: ")[1] for line in lines] == [
         "speculators_nb.masks is now speculators_nb.nn.masks; the old path goes with version 0.3",
-        "speculators_nb.decode.accept is now speculators_nb.decode.acceptance_rules; the old path goes with version 0.3",
-        "speculators_nb.data_generation.features is now speculators_nb.features.in_process and features.feature_folder and features.feature_file; "
+        "speculators_nb.decode.accept is now speculators_nb.decode.acceptance_rules; "
         "the old path goes with version 0.3",
-        "speculators_nb.verifier.Verifier is now speculators_nb.verifier.tapped_model.Verifier; the old path goes with version 0.3",
+        "speculators_nb.data_generation.features is now speculators_nb.features.in_process "
+        "and features.feature_folder and features.feature_file; "
+        "the old path goes with version 0.3",
+        "speculators_nb.verifier.Verifier is now speculators_nb.verifier.tapped_model.Verifier; "
+        "the old path goes with version 0.3",
         "speculators_nb.cli.app is now speculators_nb.cli.main.app; the old path goes with version 0.3",
         "speculators_nb.serve.Server is now speculators_nb.serve.server.Server; the old path goes with version 0.3",
         "speculators_nb.evaluate.load.read_counters is now speculators_nb.evaluate.vllm_metrics.read_counters; "
@@ -119,7 +132,9 @@ def test_every_target_exists_and_no_old_path_hides_a_module():
         assert not (ROOT / "speculators_nb" / f"{path.replace('.', '/')}.py").exists(), path
 
 
-@pytest.mark.parametrize("path", ["speculators_nb.nothing", "speculators_nb.models.eagle3.nothing", "speculators_nb.data_generation.nothing"])
+@pytest.mark.parametrize(
+    "path", ["speculators_nb.nothing", "speculators_nb.models.eagle3.nothing", "speculators_nb.data_generation.nothing"]
+)
 def test_an_unknown_path_is_an_import_error(path):
     with pytest.raises(ModuleNotFoundError, match=path):
         importlib.import_module(path)

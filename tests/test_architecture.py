@@ -1,4 +1,5 @@
 """The packages of docs/architecture.md, held to the code: the table is read from that page, the imports by `ast`."""
+
 import ast
 import re
 from pathlib import Path
@@ -27,14 +28,25 @@ def name_of(path):
 
 def numbered():
     "module -> number of its notebook"
-    books = (re.fullmatch(r"nbs/(\w+)/(\d\d)_(\w+)\.ipynb", p.relative_to(ROOT).as_posix()) for p in (ROOT / "nbs").glob("*/*.ipynb"))
+    books = (
+        re.fullmatch(r"nbs/(\w+)/(\d\d)_(\w+)\.ipynb", p.relative_to(ROOT).as_posix())
+        for p in (ROOT / "nbs").glob("*/*.ipynb")
+    )
     return {f"{m[1]}.{m[3]}": int(m[2]) for m in books if m and m[1] != "tutorials"}
 
 
 TABLE = packages()
 NUMBER = numbered()
-MODULES = {name_of(p): p for p in sorted(PACKAGE.rglob("*.py")) if p.name not in ("__init__.py", "_modidx.py") and name_of(p) not in BY_HAND}
-ALGORITHMS = sorted(m.split(".")[1] for m in MODULES if m.startswith("models.") and m.split(".")[1] not in ("base", "formats", "convert"))
+MODULES = {
+    name_of(p): p
+    for p in sorted(PACKAGE.rglob("*.py"))
+    if p.name not in ("__init__.py", "_modidx.py") and name_of(p) not in BY_HAND
+}
+ALGORITHMS = sorted(
+    m.split(".")[1]
+    for m in MODULES
+    if m.startswith("models.") and m.split(".")[1] not in ("base", "formats", "convert")
+)
 
 
 def internal_imports(source, module):
@@ -44,7 +56,7 @@ def internal_imports(source, module):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = ["speculators_nb", *module.split(".")][:-node.level] if node.level else []
+            base = ["speculators_nb", *module.split(".")][: -node.level] if node.level else []
             base = ".".join([*base, *filter(None, [node.module])])
             found |= {base} | {f"{base}.{a.name}" for a in node.names}
     found = {m.removeprefix("speculators_nb.") for m in found if m.startswith("speculators_nb.")}
@@ -60,8 +72,12 @@ def may_import(user, used):
 def code_words(source):
     "Identifiers and string constants, docstrings and comments left out"
     tree = ast.parse(source)
-    docs = {id(n.body[0].value) for n in ast.walk(tree)
-            if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(n, clean=False) is not None}
+    docs = {
+        id(n.body[0].value)
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and ast.get_docstring(n, clean=False) is not None
+    }
     for n in ast.walk(tree):
         if isinstance(n, ast.Name):
             yield n.id
@@ -83,13 +99,20 @@ def code_words(source):
 
 def test_table_is_read():
     assert packages("| `a` | x | |\n| `b` | y | `a` |\n| `c` | z | all above but `a` |\n| `d` | z | all above |\n") == {
-        "a": set(), "b": {"a"}, "c": {"b"}, "d": {"a", "b", "c"}}
-    assert list(TABLE)[0] == "core" and list(TABLE)[-1] == "cli"
+        "a": set(),
+        "b": {"a"},
+        "c": {"b"},
+        "d": {"a", "b", "c"},
+    }
+    assert next(iter(TABLE)) == "core" and list(TABLE)[-1] == "cli"
 
 
 def test_every_notebook_is_the_source_of_the_module_of_its_name():
-    said = {f"{p.parent.name}.{p.stem.partition('_')[2]}": re.search(r"#\| default_exp ([\w.]+)", p.read_text())[1]
-            for p in (ROOT / "nbs").glob("*/*.ipynb") if p.parent.name != "tutorials"}
+    said = {
+        f"{p.parent.name}.{p.stem.partition('_')[2]}": re.search(r"#\| default_exp ([\w.]+)", p.read_text())[1]
+        for p in (ROOT / "nbs").glob("*/*.ipynb")
+        if p.parent.name != "tutorials"
+    }
     assert said == {m: m for m in said}
     assert sorted(said) == sorted(MODULES)
     assert not any("default_exp" in p.read_text() for p in (ROOT / "nbs").glob("tutorials/*.ipynb"))
@@ -104,7 +127,9 @@ def test_numbers_have_no_gaps_and_no_repeats():
 
 def test_packages_are_few_and_small():
     sizes = {package: sum(m.startswith(package + ".") for m in MODULES) for package in TABLE}
-    assert set(sizes) == {m.split(".")[0] for m in MODULES}, "a package without a row in the table of docs/architecture.md, or the reverse"
+    assert set(sizes) == {m.split(".")[0] for m in MODULES}, (
+        "a package without a row in the table of docs/architecture.md, or the reverse"
+    )
     assert len(sizes) + len(BY_HAND) <= 15
     assert {package: n for package, n in sizes.items() if n > 12} == {}
 
@@ -130,13 +155,16 @@ def test_the_table_names_no_import_that_is_not_there():
     assert used == TABLE
 
 
-@pytest.mark.parametrize("source,user,wrong", [
-    ("from ..core.files import atomic_write", "models.eagle3", set()),
-    ("def f():\n    from speculators_nb.cli.demo import x", "models.eagle3", {"cli.demo"}),
-    ("from ..cli import demo", "models.eagle3", {"cli.demo"}),
-    ("import speculators_nb.decode.generate as g", "train.trainer", {"decode.generate"}),
-    ("from .trainer import Trainer", "train.optimizers", {"train.trainer"}),
-])
+@pytest.mark.parametrize(
+    "source,user,wrong",
+    [
+        ("from ..core.files import atomic_write", "models.eagle3", set()),
+        ("def f():\n    from speculators_nb.cli.demo import x", "models.eagle3", {"cli.demo"}),
+        ("from ..cli import demo", "models.eagle3", {"cli.demo"}),
+        ("import speculators_nb.decode.generate as g", "train.trainer", {"decode.generate"}),
+        ("from .trainer import Trainer", "train.optimizers", {"train.trainer"}),
+    ],
+)
 def test_a_wrong_import_is_seen(source, user, wrong):
     assert {m for m in internal_imports(source, user) if not may_import(user, m)} == wrong
 
@@ -148,12 +176,27 @@ def test_every_path_on_the_page_exists():
     assert len(named) > 15
 
 
-# `plot` gives every drafter one colour everywhere, so its palette must spell their names; the engine's method words, which
-# `serve.vllm_methods` and `serve.speculative_config` read and write, are such names, and so is a key of its extraction; in `cli` and `lab` a person chooses one
-SPELLS_NAMES = {"core.plot", "core.options", "features.vllm_connector", "features.extraction_client", "serve.vllm_methods", "serve.speculative_config"}
+# `plot` gives every drafter one colour everywhere, so its palette must spell their names; the engine's method words,
+# which `serve.vllm_methods` and `serve.speculative_config` read and write, are such names, and so is a key of its
+# extraction; in `cli` and `lab` a person chooses one
+SPELLS_NAMES = {
+    "core.plot",
+    "core.options",
+    "features.vllm_connector",
+    "features.extraction_client",
+    "serve.vllm_methods",
+    "serve.speculative_config",
+}
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.split(".")[0] not in ("cli", "lab") and m not in SPELLS_NAMES and m.split(".")[1] not in ALGORITHMS])
+@pytest.mark.parametrize(
+    "module",
+    [
+        m
+        for m in MODULES
+        if m.split(".")[0] not in ("cli", "lab") and m not in SPELLS_NAMES and m.split(".")[1] not in ALGORITHMS
+    ],
+)
 def test_algorithms_are_named_in_their_own_modules_only(module):
     names = re.compile("|".join(ALGORITHMS), re.I)
     assert sorted({w[:60] for w in code_words(MODULES[module].read_text()) if names.search(w)}) == []
@@ -162,7 +205,11 @@ def test_algorithms_are_named_in_their_own_modules_only(module):
 def test_an_algorithm_does_not_name_another():
     for module in (f"models.{a}" for a in ALGORITHMS):
         own = module.split(".")[1]
-        bases = {m.split(".")[1] for m in internal_imports(MODULES[module].read_text(), module) if m.startswith("models.")}
+        bases = {
+            m.split(".")[1] for m in internal_imports(MODULES[module].read_text(), module) if m.startswith("models.")
+        }
         others = [a for a in ALGORITHMS if a not in {own, *bases} and a not in own]
         for word in code_words(MODULES[module].read_text()):
-            assert not any(re.search(rf"(?<![a-z]){a}", word, re.I) for a in others), f"{module} names another algorithm: {word[:60]!r}"
+            assert not any(re.search(rf"(?<![a-z]){a}", word, re.I) for a in others), (
+                f"{module} names another algorithm: {word[:60]!r}"
+            )

@@ -1,4 +1,6 @@
-"Everything that a user can get wrong is refused in one line that names the field, the value and the remedy, or counted in a report: the tables of tests/bad."
+"""Everything that a user can get wrong is refused in one line that names the field, the value and the remedy, or
+counted in a report: the tables of tests/bad."""
+
 import importlib
 import os
 import re
@@ -12,14 +14,17 @@ import speculators_nb.cli.demo
 import speculators_nb.cli.drafter_commands  # noqa: F401  imported before the first fork, so that a case does not pay for it
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-MODULES = {p.stem: importlib.import_module(f"bad.{p.stem}") for p in sorted((Path(__file__).parent / "bad").glob("*.py"))}
+MODULES = {
+    p.stem: importlib.import_module(f"bad.{p.stem}") for p in sorted((Path(__file__).parent / "bad").glob("*.py"))
+}
 TABLES = {name: module.CASES for name, module in MODULES.items() if hasattr(module, "CASES")}
 ALL = [(table, case) for table, cases in TABLES.items() for case in cases]
 COMMANDS = [case for _, case in ALL if isinstance(case.what, str)]
 PROCESSES = COMMANDS[:: max(1, len(COMMANDS) // 25)][:25]
 
 
-def names(cases): return [f"{t}: {c.where}: {c.name}" for t, c in cases]
+def names(cases):
+    return [f"{t}: {c.where}: {c.name}" for t, c in cases]
 
 
 @pytest.mark.parametrize("case", [c for _, c in ALL], ids=names(ALL))
@@ -38,15 +43,30 @@ def test_names_are_unique():
 
 def test_each_case_expects_words_of_its_own():
     "What any answer would match holds nothing."
-    said = ("", "Error: something went wrong; see the documentation", "ValueError: invalid value", "{'rows': 1, 'kept': 0}")
-    assert not [(t, c.name, c.expect) for t, c in ALL for text in said if re.search(c.expect, text, re.IGNORECASE | re.DOTALL)]
+    said = (
+        "",
+        "Error: something went wrong; see the documentation",
+        "ValueError: invalid value",
+        "{'rows': 1, 'kept': 0}",
+    )
+    assert not [
+        (t, c.name, c.expect) for t, c in ALL for text in said if re.search(c.expect, text, re.IGNORECASE | re.DOTALL)
+    ]
 
 
 def test_the_harness_sees_what_is_wrong(tmp_path):
-    "A test of the test: what passes silently, a traceback, a line that says something else and too much memory are each noticed."
-    def memory(folder): return len(bytearray(4 << 30))
-    def wrong(folder): raise ValueError("something else")
-    def crash(folder): raise KeyError("x")
+    """A test of the test: what passes silently, a traceback, a line that says something else and too much memory are
+    each noticed."""
+
+    def memory(folder):
+        return len(bytearray(4 << 30))
+
+    def wrong(folder):
+        raise ValueError("something else")
+
+    def crash(folder):
+        raise KeyError("x")
+
     for what in (lambda folder: "all well", crash, wrong, memory):
         case = Case("x", what, "a field")
         assert complaint(case, run(case))

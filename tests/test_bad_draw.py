@@ -1,4 +1,5 @@
 "A small fixed sample of bad input drawn by lot (bad/draw.py); `make nightly` draws 300."
+
 import os
 
 import pytest
@@ -23,16 +24,29 @@ def test_a_draw_is_repeated():
 
 
 def test_the_oracle_sees_what_is_wrong():
-    "A test of the test: another result without a word, a traceback, a line that names nothing, an exit code of its own and a changed input each disagree."
+    """A test of the test: another result without a word, a traceback, a line that names nothing, an exit code of its
+    own and a changed input each disagree."""
     drawn = Drawn("x", "check", ["check", "drf"], names=("model.safetensors",))
     fine = dict(code=0, printed="", wrong="", changed=[], owned=False, there=False, result=good("check")["result"])
     done = Outcome("done", "", 10, 0.1)
     assert judge(drawn, done, fine)[0] == "harmless"
     assert judge(drawn, done, fine | dict(code=2, wrong="Error: drf/model.safetensors: cut off\n"))[0] == "refused"
     assert judge(drawn, done, fine | dict(result="other", printed="3 rows dropped: cut off\n"))[0] == "counted"
-    for told in (dict(result="other"), dict(result="other", printed="dropped: nothing\n"), dict(code=2, wrong="Error: something is wrong\n"), dict(code=1), dict(changed=["a"]), dict(owned=True),
-                 dict(code=2, wrong="Error: model.safetensors\nError: twice\n"), dict(code=2, wrong="Error: not enough memory for model.safetensors\n"),
-                 dict(wrong="Traceback (most recent call last)\n")):
+    for told in (
+        dict(result="other"),
+        dict(result="other", printed="dropped: nothing\n"),
+        dict(code=2, wrong="Error: something is wrong\n"),
+        dict(code=1),
+        dict(changed=["a"]),
+        dict(owned=True),
+        dict(code=2, wrong="Error: model.safetensors\nError: twice\n"),
+        dict(code=2, wrong="Error: not enough memory for model.safetensors\n"),
+        dict(wrong="Traceback (most recent call last)\n"),
+    ):
         assert judge(drawn, done, fine | told)[0] == "DISAGREES", told
-    for outcome in (Outcome("killed", "SIGALRM", 10, 60.0), Outcome("traceback", "", 10, 0.1), Outcome("done", "", 4000, 0.1)):
+    for outcome in (
+        Outcome("killed", "SIGALRM", 10, 60.0),
+        Outcome("traceback", "", 10, 0.1),
+        Outcome("done", "", 4000, 0.1),
+    ):
         assert judge(drawn, outcome, fine)[0] == "DISAGREES", outcome

@@ -1,4 +1,5 @@
 """Loss masks: what the template marks, what its renderings betray, and what must be refused."""
+
 import json
 import re
 
@@ -11,33 +12,52 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from speculators_nb.data import chat_template as template_module
-from speculators_nb.data.chat_encoding import add_turn, encode, encode_batch, prepare, save_prepared, show_mask, token_frequencies
-from speculators_nb.lab.corpus import corpus
-from speculators_nb.data.messages import BadRow, normalize
+from speculators_nb.data.chat_encoding import (
+    add_turn,
+    encode,
+    encode_batch,
+    prepare,
+    save_prepared,
+    show_mask,
+    token_frequencies,
+)
 from speculators_nb.data.chat_template import ChatTemplate, turns_of
+from speculators_nb.data.messages import BadRow, normalize
+from speculators_nb.lab.corpus import corpus
 
-MARKED = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
-          "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content "
+    "}}<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endif %}"
+)
 PLAIN = re.sub(r"\{% (end)?generation %\}", "", MARKED)
 # history without reasoning, the last turn with an empty think block: Qwen3's way
-THINKING = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-            "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n"
+    "\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # the generation prompt opens a think tag that the rendering of a finished turn lacks
 OPENED = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 
 
 def tokenizer(template):
     "Bytes, and the two markers: every border is a token border."
-    bpe = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    bpe = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     bpe.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=template)
 
 
-def trained(tok, row): return tok.decode([i for i, m in zip(*row) if m])
+def trained(tok, row):
+    return tok.decode([i for i, m in zip(*row) if m])
 
 
-def talk(*texts): return [{"role": "user" if i % 2 == 0 else "assistant", "content": t} for i, t in enumerate(texts)]
+def talk(*texts):
+    return [{"role": "user" if i % 2 == 0 else "assistant", "content": t} for i, t in enumerate(texts)]
 
 
 def test_marks():
@@ -47,7 +67,11 @@ def test_marks():
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="<|>"), min_size=1, max_size=12), min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
+@given(
+    st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="<|>"), min_size=1, max_size=12), min_size=2, max_size=6
+    ).filter(lambda t: len(t) % 2 == 0)
+)
 def test_prefixes_find_what_the_marks_say(texts):
     assert encode(talk(*texts), tokenizer(PLAIN)) == encode(talk(*texts), tokenizer(MARKED))
 
@@ -55,7 +79,10 @@ def test_prefixes_find_what_the_marks_say(texts):
 def test_rewritten_history_gives_one_row_per_turn():
     tok = tokenizer(THINKING)
     rows = encode(talk("a?", "b", "c?", "d"), tok)
-    assert [trained(tok, r) for r in rows] == ["<think>\n\n</think>\n\nb<|im_end|>\n", "<think>\n\n</think>\n\nd<|im_end|>\n"]
+    assert [trained(tok, r) for r in rows] == [
+        "<think>\n\n</think>\n\nb<|im_end|>\n",
+        "<think>\n\n</think>\n\nd<|im_end|>\n",
+    ]
     assert "<think>" not in tok.decode(rows[1][0]).split("c?")[0]
 
 
@@ -65,26 +92,49 @@ def test_opened_tag_in_the_generation_prompt():
     assert trained(tok, row) == "b<|im_end|>\n"
 
 
-@pytest.mark.parametrize("template", ["{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-                                      "{% for m in messages | reverse %}{{ m.role }}{{ m.content }}{% endfor %}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages | reverse %}{{ m.role }}{{ m.content }}{% endfor %}",
+    ],
+)
 def test_no_border_no_guess(template):
-    with pytest.raises(ValueError, match="Mark them in the chat template") as e: encode(talk("a?", "b"), tokenizer(template))
+    with pytest.raises(ValueError, match="Mark them in the chat template") as e:
+        encode(talk("a?", "b"), tokenizer(template))
     assert template in str(e.value) and "{% generation %}" in str(e.value)
 
 
 def test_no_template():
-    with pytest.raises(ValueError, match="has no chat_template"): encode(talk("a?", "b"), tokenizer(None))
+    with pytest.raises(ValueError, match="has no chat_template"):
+        encode(talk("a?", "b"), tokenizer(None))
 
 
-@pytest.mark.parametrize("row", [{"messages": talk("hi", "ho")}, {"conversations": talk("hi", "ho")}, talk("hi", "ho"),
-                                 {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}])
-def test_dialects(row): assert normalize(row) == talk("hi", "ho")
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": talk("hi", "ho")},
+        {"conversations": talk("hi", "ho")},
+        talk("hi", "ho"),
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+    ],
+)
+def test_dialects(row):
+    assert normalize(row) == talk("hi", "ho")
 
 
-@pytest.mark.parametrize("row, words", [([{"role": "narrator", "content": "x"}], "'narrator' is unknown"), ([{"role": "user"}], "no content"),
-                                        ({"text": "x"}, r"no messages.*\['text'\]"), ([], "no messages")])
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ([{"role": "narrator", "content": "x"}], "'narrator' is unknown"),
+        ([{"role": "user"}], "no content"),
+        ({"text": "x"}, r"no messages.*\['text'\]"),
+        ([], "no messages"),
+    ],
+)
 def test_malformed_conversations(row, words):
-    with pytest.raises(ValueError, match=words): normalize(row)
+    with pytest.raises(ValueError, match=words):
+        normalize(row)
 
 
 def test_tool_calls_are_kept():
@@ -95,13 +145,23 @@ def test_tool_calls_are_kept():
 def test_prepare_counts_what_it_drops(caplog):
     tok = tokenizer(MARKED)
     good, long = talk("2+2?", "4"), talk("?" * 80, "too late")
-    data = prepare([good, {"messages": long}, talk("nobody answers"), [{"role": "x", "content": ""}], {"id": 1}], tok, 64)
+    data = prepare(
+        [good, {"messages": long}, talk("nobody answers"), [{"role": "x", "content": ""}], {"id": 1}], tok, 64
+    )
     assert len(data) == 1 and data[0]["seq_len"] == len(data[0]["input_ids"]) == len(data[0]["loss_mask"])
     text = data.info.description
-    assert "5 conversations, 1 rows" in text and "1 × no trained token in the first 64" in text and "1 × no assistant message that answers another (first: conversation 2)" in text and "'x' is unknown" in text and "no messages" in text
+    assert (
+        "5 conversations, 1 rows" in text
+        and "1 × no trained token in the first 64" in text
+        and "1 × no assistant message that answers another (first: conversation 2)" in text
+        and "'x' is unknown" in text
+        and "no messages" in text
+    )
     assert text in caplog.text
-    with pytest.raises(ValueError, match="no row left of 1 conversations"): prepare([long], tok, 64)
-    with pytest.raises(ValueError, match="there were none"): prepare([], tok, 64)
+    with pytest.raises(ValueError, match="no row left of 1 conversations"):
+        prepare([long], tok, 64)
+    with pytest.raises(ValueError, match="there were none"):
+        prepare([], tok, 64)
 
 
 def test_prepare_truncates():
@@ -113,13 +173,25 @@ def test_prepare_truncates():
 
 def test_tokenised_rows_pass_and_are_checked():
     tok = tokenizer(MARKED)
-    data = prepare([{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "id": 7}, {"input_ids": [1, 2], "loss_mask": [1]}, {"input_ids": [1]}], tok, 8)
+    data = prepare(
+        [
+            {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "id": 7},
+            {"input_ids": [1, 2], "loss_mask": [1]},
+            {"input_ids": [1]},
+        ],
+        tok,
+        8,
+    )
     assert data.to_list() == [{"input_ids": [1, 2, 3], "loss_mask": [False, True, True], "seq_len": 3}]
     assert "2 tokens, loss_mask 1" in data.info.description
 
 
 def test_saved_with_frequencies(tmp_path):
-    data = prepare([{"input_ids": [5, 5, 9], "loss_mask": [0, 1, 1]}, {"input_ids": [5, 2], "loss_mask": [1, 0]}], tokenizer(MARKED), 8)
+    data = prepare(
+        [{"input_ids": [5, 5, 9], "loss_mask": [0, 1, 1]}, {"input_ids": [5, 2], "loss_mask": [1, 0]}],
+        tokenizer(MARKED),
+        8,
+    )
     assert token_frequencies(data) == {5: 2, 9: 1}
     save_prepared(data, tmp_path / "rows")
     assert json.loads((tmp_path / "rows" / "token_freq.json").read_text()) == {"5": 2, "9": 1}
@@ -142,12 +214,38 @@ def test_show_mask_escapes():
     assert "&lt;" in page and "<b>" not in page and "⏎" in page
 
 
-# ---- against a mask made by hand: the text is put together in Python, the assistant's characters are known, and a token is trained if it holds one of them
+# ---- against a mask made by hand: the text is put together in Python, the assistant's characters are known, and a
+# token is trained if it holds one of them
 
-WORDS = "the sun is up and I said so , no ? 2+2=4 \n \n\n  tab\t naïve 日本 🙂 <b> <think>".split(" ")
-SAYS = st.lists(st.sampled_from([*WORDS, " ", "\n", "  "]), min_size=1, max_size=8).map(" ".join).map(lambda t: t or " ")
-TALK = st.lists(st.tuples(st.sampled_from(["user", "assistant", "system", "tool"]), SAYS), min_size=2, max_size=7).filter(
-    lambda turns: any(r == "assistant" for r, _ in turns[1:]) and turns[0][0] != "assistant")
+WORDS = [
+    "the",
+    "sun",
+    "is",
+    "up",
+    "and",
+    "I",
+    "said",
+    "so",
+    ",",
+    "no",
+    "?",
+    "2+2=4",
+    "\n",
+    "\n\n",
+    "",
+    "tab\t",
+    "naïve",
+    "日本",
+    "🙂",
+    "<b>",
+    "<think>",
+]
+SAYS = (
+    st.lists(st.sampled_from([*WORDS, " ", "\n", "  "]), min_size=1, max_size=8).map(" ".join).map(lambda t: t or " ")
+)
+TALK = st.lists(
+    st.tuples(st.sampled_from(["user", "assistant", "system", "tool"]), SAYS), min_size=2, max_size=7
+).filter(lambda turns: any(r == "assistant" for r, _ in turns[1:]) and turns[0][0] != "assistant")
 
 
 def subwords(kind, template=PLAIN):
@@ -157,11 +255,21 @@ def subwords(kind, template=PLAIN):
         bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         bpe.decoder = decoders.Replace("▁", " ")
     else:
-        bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != "greedy"), decoders.ByteLevel()
+        bpe.pre_tokenizer, bpe.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != "greedy"),
+            decoders.ByteLevel(),
+        )
         bpe.post_processor = processors.ByteLevel(trim_offsets=kind == "trimmed")
     special = ["<unk>", "<|im_start|>", "<|im_end|>", *(f"<0x{i:02X}>" for i in range(256))]
-    bpe.train_from_iterator([" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))] + ["user\nassistant\n\n system\n"] * 9,
-                            trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False, initial_alphabet=[] if kind == "pieces" else pre_tokenizers.ByteLevel.alphabet()))
+    bpe.train_from_iterator(
+        [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))] + ["user\nassistant\n\n system\n"] * 9,
+        trainers.BpeTrainer(
+            vocab_size=700,
+            special_tokens=special,
+            show_progress=False,
+            initial_alphabet=[] if kind == "pieces" else pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=template)
 
 
@@ -214,8 +322,13 @@ def test_a_row_per_turn_trains_that_turn_alone_and_together_they_train_the_same(
     answers = [j for j, (r, _) in enumerate(turns) if r == "assistant"]
     assert len(rows) == len(answers)
     for j, row in zip(answers, rows):
-        said = f"{turns[j][1]}<|im_end|>\n"  # "\n" of the prompt and " " of the answer may be one token, which is then trained
-        assert row[0] == ids[: len(row[0])] and trained(tok, row).endswith(said) and not trained(tok, row).removesuffix(said).strip()
+        # "\n" of the prompt and " " of the answer may be one token, which is then trained
+        said = f"{turns[j][1]}<|im_end|>\n"
+        assert (
+            row[0] == ids[: len(row[0])]
+            and trained(tok, row).endswith(said)
+            and not trained(tok, row).removesuffix(said).strip()
+        )
     assert sum(sum(m) for _, m in rows) == sum(mask)
 
 
@@ -227,33 +340,62 @@ def test_a_batch_is_its_conversations_one_by_one(batch, rows):
     chats = [[{"role": r, "content": t} for r, t in turns] for turns in batch]
     made = encode_batch(chats, ChatTemplate(tok), rows)
     for chat, part in zip(chats, made):
-        if isinstance(part, Exception):  # this template takes the reasoning out of an answer that another answer follows
-            with pytest.raises(ValueError, match=r"message \d \(assistant\) does not continue"): encode(chat, tok, rows=rows)
+        if isinstance(
+            part, Exception
+        ):  # this template takes the reasoning out of an answer that another answer follows
+            with pytest.raises(ValueError, match=r"message \d \(assistant\) does not continue"):
+                encode(chat, tok, rows=rows)
         else:
             assert [(i.tolist(), m.astype(int).tolist()) for i, m in part] == encode(chat, tok, rows=rows)
 
 
-# ---- a template that does what Qwen3's does: tools, tool calls, tool answers, reasoning of the turns since the last question
+# ---- a template that does what Qwen3's does: tools, tool calls, tool answers, reasoning since the last question
 
-QWEN = ("{% if tools %}<|im_start|>system\n# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
-        "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-        "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
-        "{% if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}<think>\n{{ (m.reasoning_content or '') }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
-        "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
-        "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}")
-QWEN_MARKED = QWEN.replace("<|im_start|>assistant\n{% if loop", "<|im_start|>assistant\n{% generation %}{% if loop").replace("{% endfor %}<|im_end|>\n{% elif", "{% endfor %}<|im_end|>\n{% endgeneration %}{% elif")
+QWEN = (
+    "{% if tools %}<|im_start|>system\n# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif "
+    "%}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% "
+    "endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}<think>\n{{ (m.reasoning_content or '') }}\n"
+    "</think>\n\n{% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson "
+    "}}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response><|im_end|>\n{% else "
+    "%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking "
+    "%}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+QWEN_MARKED = QWEN.replace(
+    "<|im_start|>assistant\n{% if loop", "<|im_start|>assistant\n{% generation %}{% if loop"
+).replace("{% endfor %}<|im_end|>\n{% elif", "{% endfor %}<|im_end|>\n{% endgeneration %}{% elif")
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-AGENT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None, "reasoning_content": "a sum", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]},
-         {"role": "tool", "content": "4"}, {"role": "assistant", "content": "4.", "reasoning_content": "done"}, {"role": "user", "content": "so?"}, {"role": "assistant", "content": "so.", "thinking": "hm"}]
+AGENT = [
+    {"role": "user", "content": "2+2?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "a sum",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}],
+    },
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "4.", "reasoning_content": "done"},
+    {"role": "user", "content": "so?"},
+    {"role": "assistant", "content": "so.", "thinking": "hm"},
+]
 
 
 @pytest.mark.parametrize("template", [QWEN, QWEN_MARKED])
 def test_reasoning_is_trained_where_the_verifier_saw_it(template):
     tok = tokenizer(template)
     rows = encode(normalize(AGENT), tok, TOOLS)
-    assert [trained(tok, r) for r in rows] == ['<think>\na sum\n</think>\n\n<tool_call>add {"a": 2}</tool_call><|im_end|>\n<think>\ndone\n</think>\n\n4.<|im_end|>\n',
-                                               "<think>\nhm\n</think>\n\nso.<|im_end|>\n"]
+    assert [trained(tok, r) for r in rows] == [
+        (
+            '<think>\na sum\n</think>\n\n<tool_call>add {"a": 2}</tool_call><|im_end|>\n<think>\ndone\n</think>\n\n'
+            "4.<|im_end|>\n"
+        ),
+        "<think>\nhm\n</think>\n\nso.<|im_end|>\n",
+    ]
     texts = [tok.decode(ids) for ids, _ in rows]
     assert all(t.startswith('<|im_start|>system\n# Tools\n{"type": "function"') for t in texts)
     assert "a sum" not in texts[1] and "<tool_response>4</tool_response>" in texts[1]
@@ -269,7 +411,9 @@ def test_template_arguments_move_the_border():
 def test_a_common_first_letter_is_no_part_of_the_prompt():
     tok = tokenizer(OPENED)
     tok.add_special_tokens({"additional_special_tokens": ["<think>"]})
-    (row,) = encode(talk("a?", "<b>"), tok)  # the prompt goes on with <think>, the answer with <b>: the tokens part before "<"
+    (row,) = encode(
+        talk("a?", "<b>"), tok
+    )  # the prompt goes on with <think>, the answer with <b>: the tokens part before "<"
     assert trained(tok, row) == "<b><|im_end|>\n"
 
 
@@ -283,8 +427,13 @@ def test_conversations_that_a_text_model_cannot_take_say_so():
     tok = tokenizer(PLAIN)
     seen = [{"role": "user", "content": [{"type": "image", "path": "x.png"}]}, {"role": "assistant", "content": "y"}]
     bad = {"tools": "{[", "messages": talk("a", "b")}
-    errors = encode_batch([seen, bad, talk("only a question"), "text", {"input_ids": [-1], "loss_mask": [1]}], ChatTemplate(tok))
-    for error, words in zip(errors, ("holds more than text", "tools: not JSON", "no assistant message", "messages must be a list", "whole numbers")):
+    errors = encode_batch(
+        [seen, bad, talk("only a question"), "text", {"input_ids": [-1], "loss_mask": [1]}], ChatTemplate(tok)
+    )
+    for error, words in zip(
+        errors,
+        ("holds more than text", "tools: not JSON", "no assistant message", "messages must be a list", "whole numbers"),
+    ):
         assert isinstance(error, Exception) and words in str(error)
 
 
@@ -293,31 +442,44 @@ def test_the_users_tokenizer_is_left_as_it_was():
     tok.chat_template = PLAIN
     before = tok("so so  so", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
     encode(talk("a b", "c d"), tok)
-    assert tok("so so  so", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"] == before  # still trimmed
+    assert (
+        tok("so so  so", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"] == before
+    )  # still trimmed
     assert before != [(o.item(0), o.item(1)) for o in np.array(ChatTemplate(tok).tokens(["so so  so"])[0].offsets)]
 
 
 def test_messages_dialects():
     assert normalize([{"from": "human", "value": ["a", {"type": "text", "text": "b"}]}])[0]["content"] == "ab"
-    assert normalize([{"role": "developer", "content": "x"}, {"role": "observation", "content": {"a": 1}}]) == [{"role": "system", "content": "x"}, {"role": "tool", "content": '{"a": 1}'}]
-    assert normalize([{"role": "assistant", "content": "x", "reasoning": "y"}]) == [{"role": "assistant", "content": "x", "reasoning_content": "y", "thinking": "y"}]
+    assert normalize([{"role": "developer", "content": "x"}, {"role": "observation", "content": {"a": 1}}]) == [
+        {"role": "system", "content": "x"},
+        {"role": "tool", "content": '{"a": 1}'},
+    ]
+    assert normalize([{"role": "assistant", "content": "x", "reasoning": "y"}]) == [
+        {"role": "assistant", "content": "x", "reasoning_content": "y", "thinking": "y"}
+    ]
     assert normalize({"messages": json.dumps(talk("a", "b"))}) == talk("a", "b")
     for calls in ("[{]", "7", [7]):
-        with pytest.raises(ValueError, match="tool"): normalize([{"role": "assistant", "content": "", "tool_calls": calls}])
+        with pytest.raises(ValueError, match="tool"):
+            normalize([{"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 def test_rows_fit_any_number_of_tokens():
-    data = prepare([{"input_ids": np.arange(5), "loss_mask": np.ones(5)}] * 3, tokenizer(None), 4)  # ready rows need no template
+    data = prepare(
+        [{"input_ids": np.arange(5), "loss_mask": np.ones(5)}] * 3, tokenizer(None), 4
+    )  # ready rows need no template
     assert data["seq_len"][:] == [4, 4, 4]
 
 
 # ---- what lies behind the limit is not read, and nobody can tell
 
-def cut(made, n): return [(ids[:n].tolist(), mask[:n].tolist()) for ids, mask in made if mask[:n].any()]
+
+def cut(made, n):
+    return [(ids[:n].tolist(), mask[:n].tolist()) for ids, mask in made if mask[:n].any()]
 
 
 def same_with_a_limit(chats, tok, n, rows):
-    "The rows of conversations, cut at n tokens, whether or not the limit is known before they are tokenised. Returns how many were read in part."
+    """The rows of conversations, cut at n tokens, whether or not the limit is known before they are tokenised. Returns
+    how many were read in part."""
     part = encode_batch(chats, ChatTemplate(tok), rows, n + 1)
     for chat, whole, first in zip(chats, encode_batch(chats, ChatTemplate(tok), rows), part):
         assert isinstance(whole, Exception) or not isinstance(first, Exception), (whole, first)
@@ -341,8 +503,14 @@ def test_the_limit_changes_no_token_of_the_corpus(kind, rows, template, monkeypa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(turns=st.one_of(TALK, TALK.map(lambda turns: [(r, t * (1 + 30 * (i % 3 == 1))) for i, (r, t) in enumerate(turns)])), n=st.integers(2, 60), template=st.sampled_from([MARKED, PLAIN, THINKING, OPENED]))
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+@given(
+    turns=st.one_of(TALK, TALK.map(lambda turns: [(r, t * (1 + 30 * (i % 3 == 1))) for i, (r, t) in enumerate(turns)])),
+    n=st.integers(2, 60),
+    template=st.sampled_from([MARKED, PLAIN, THINKING, OPENED]),
+)
 def test_the_limit_changes_no_token(kind, turns, n, template, monkeypatch):
     tok = KINDS[kind]
     tok.chat_template = template
@@ -376,7 +544,8 @@ def test_too_many_turns_are_refused(monkeypatch):
     tok = tokenizer(PLAIN)
     monkeypatch.setattr(template_module, "WORK", 100_000)
     assert len(turns_of(talk(*["x"] * 60), ChatTemplate(tok))) == 30
-    with pytest.raises(BadRow, match="too many turns"): turns_of(talk(*["x"] * 600), ChatTemplate(tok))
+    with pytest.raises(BadRow, match="too many turns"):
+        turns_of(talk(*["x"] * 600), ChatTemplate(tok))
     assert len(turns_of(talk(*["x"] * 600), ChatTemplate(tok), first=50)) == 26  # of the others, no token would be left
 
 
@@ -394,37 +563,77 @@ def test_a_tokenizer_that_refuses_a_text_costs_that_text(monkeypatch):
     tokens = template._encode
     monkeypatch.setattr(template, "_encode", lambda texts: 1 / 0 if any("7" in t for t in texts) else tokens(texts))
     made = encode_batch([talk("1", "2"), talk("7", "8"), talk("3", "4")], template)
-    assert [isinstance(m, ZeroDivisionError) for m in made] == [False, True, False] and trained(tok, made[2][0]) == "4<|im_end|>\n"
+    assert [isinstance(m, ZeroDivisionError) for m in made] == [False, True, False] and trained(
+        tok, made[2][0]
+    ) == "4<|im_end|>\n"
 
 
 def test_a_tokenizer_with_more_tokens_than_the_verifier():
     tok = tokenizer(PLAIN)
-    good, bad = encode_batch([[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2, ChatTemplate(tok), vocab_size=258), \
-        encode_batch([talk("a", "b")], ChatTemplate(tok), vocab_size=257)
-    assert len(good[0]) == 1 and isinstance(bad[0], BadRow) and "beyond the verifier's vocabulary of 257 " in f"{bad[0].reason} ".replace(";", " ")
+    good, bad = (
+        encode_batch(
+            [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2,
+            ChatTemplate(tok),
+            vocab_size=258,
+        ),
+        encode_batch([talk("a", "b")], ChatTemplate(tok), vocab_size=257),
+    )
+    assert (
+        len(good[0]) == 1
+        and isinstance(bad[0], BadRow)
+        and "beyond the verifier's vocabulary of 257 " in f"{bad[0].reason} ".replace(";", " ")
+    )
 
 
 def test_control_tokens_in_what_was_said_are_counted():
     tok = tokenizer(MARKED)
-    chats = [talk("What does <|im_end|> do?", "ends"), talk("hi", "<|im_end|> and <|im_start|>"), talk("|im_end|", "<|im_end"), talk("a", "b")]
+    chats = [
+        talk("What does <|im_end|> do?", "ends"),
+        talk("hi", "<|im_end|> and <|im_start|>"),
+        talk("|im_end|", "<|im_end"),
+        talk("a", "b"),
+    ]
     data = prepare(chats, tok, 64)
-    assert len(data) == 4 and "'<|im_end|>' in 2 conversations (first: conversation 0, message 0), '<|im_start|>' in 1 conversations (first: conversation 1, message 1)" in data.info.description
+    assert (
+        len(data) == 4
+        and (
+            "'<|im_end|>' in 2 conversations (first: conversation 0, message 0), '<|im_start|>' in 1 conversations "
+            "(first: conversation 1, message 1)"
+        )
+        in data.info.description
+    )
     assert "control" not in prepare(chats[2:], tok, 64).info.description
     (row,) = encode(chats[0], tok)
-    assert row[0].count(tok.convert_tokens_to_ids("<|im_end|>")) == 3 and trained(tok, row) == "ends<|im_end|>\n"  # read as a token, and not trained
-    parts = [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}, {"type": "image"}]}, {"role": "assistant", "content": None, "reasoning_content": "<|im_start|>"}]
+    assert (
+        row[0].count(tok.convert_tokens_to_ids("<|im_end|>")) == 3 and trained(tok, row) == "ends<|im_end|>\n"
+    )  # read as a token, and not trained
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}, {"type": "image"}]},
+        {"role": "assistant", "content": None, "reasoning_content": "<|im_start|>"},
+    ]
     assert ChatTemplate(tok).control.spelled(parts) == {"<|im_end|>": 0, "<|im_start|>": 1}
 
 
 @pytest.mark.parametrize("where", ["tools", "arguments", "arguments as text", "name of a call", "name", "result"])
 def test_control_tokens_in_tools_and_calls_are_counted(where):
     "What a template may write out is looked through, with the message that holds it."
-    def at(place, plain): return "<|im_end|>" if place == where else plain
+
+    def at(place, plain):
+        return "<|im_end|>" if place == where else plain
+
     arguments = {"x": [at("arguments", "1")]} if where != "arguments as text" else '{"<|im_end|>": 1}'
     call = {"type": "function", "function": {"name": at("name of a call", "f"), "arguments": arguments}}
-    tools = [{"type": "function", "function": {"name": "f", "description": at("tools", "A function."), "parameters": {}}}]
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
-                {"role": "tool", "content": at("result", "1"), "name": at("name", "f")}, {"role": "assistant", "content": "!"}]
-    assert ChatTemplate(tokenizer(MARKED)).control.spelled(messages, tools) == {"<|im_end|>": {"tools": 0, "name": 2, "result": 2}.get(where, 1)}
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": at("tools", "A function."), "parameters": {}}}
+    ]
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": at("result", "1"), "name": at("name", "f")},
+        {"role": "assistant", "content": "!"},
+    ]
+    assert ChatTemplate(tokenizer(MARKED)).control.spelled(messages, tools) == {
+        "<|im_end|>": {"tools": 0, "name": 2, "result": 2}.get(where, 1)
+    }
     data = prepare([{"messages": messages, "tools": tools}], tokenizer(MARKED), 128)
     assert "'<|im_end|>' in 1 conversations" in data.info.description

@@ -1,4 +1,5 @@
 "The command line: light, helpful, one line per mistake, and the same functions as in a notebook."
+
 import ast
 import inspect
 import json
@@ -17,12 +18,12 @@ import yaml
 from fastcore.docments import docments
 from typer.testing import CliRunner
 
-from speculators_nb.cli import main as cli
 from speculators_nb.cli import drafter_commands as drafter_steps
+from speculators_nb.cli import main as cli
 from speculators_nb.cli.command import command, library, new_app
-from speculators_nb.data.sources import read_conversations
-from speculators_nb.core.provenance import read_provenance
 from speculators_nb.cli.recipe import read_recipe, resolve
+from speculators_nb.core.provenance import read_provenance
+from speculators_nb.data.sources import read_conversations
 from speculators_nb.serve.server import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +32,12 @@ COMMANDS = cli.app.functions
 
 
 def run(*args):
-    return CliRunner().invoke(cli.app, [str(a) for a in args], prog_name="speculators-nb", env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+    return CliRunner().invoke(
+        cli.app,
+        [str(a) for a in args],
+        prog_name="speculators-nb",
+        env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
+    )
 
 
 def python(code):
@@ -40,8 +46,12 @@ def python(code):
 
 # --- light and helpful ------------------------------------------------------------------------------------------------
 
+
 def test_help_needs_no_heavy_module():
-    got = python("import sys, speculators_nb.cli.main; print([m for m in ('torch', 'transformers', 'pandas', 'matplotlib', 'datasets', 'numpy') if m in sys.modules])")
+    got = python(
+        "import sys, speculators_nb.cli.main; print([m for m in ('torch', 'transformers', 'pandas', 'matplotlib', "
+        "'datasets', 'numpy') if m in sys.modules])"
+    )
     assert got.stdout.strip() == "[]", got.stdout + got.stderr
 
 
@@ -59,7 +69,10 @@ print(sorted({'torch', 'transformers', 'datasets', 'matplotlib', 'pandas'} & set
 
 def test_the_installed_command_is_this_one():
     from importlib.metadata import entry_points
-    assert {e.value for e in entry_points(group="console_scripts", name="speculators-nb")} == {"speculators_nb.cli.main:app"}
+
+    assert {e.value for e in entry_points(group="console_scripts", name="speculators-nb")} == {
+        "speculators_nb.cli.main:app"
+    }
 
 
 def test_no_arguments_shows_help():
@@ -70,20 +83,27 @@ def test_no_arguments_shows_help():
 def test_every_parameter_is_an_option_with_help(name):
     "An argument or option for each parameter of the function, with the comment beside it as its help."
     function, result = COMMANDS[name], run(name, "--help")
-    assert result.exit_code == 0 and " ".join(function.__doc__.split())[:60] in " ".join(result.output.replace("\n", " ").split())
+    assert result.exit_code == 0 and " ".join(function.__doc__.split())[:60] in " ".join(
+        result.output.replace("\n", " ").split()
+    )
     for p in inspect.signature(function).parameters.values():
         spelt = p.name.upper() if p.default is p.empty else f"--{p.name.replace('_', '-')}"
         assert spelt in result.output
-    assert all(function.comments[p] for p in inspect.signature(function).parameters), "a parameter without a comment has no help"
+    assert all(function.comments[p] for p in inspect.signature(function).parameters), (
+        "a parameter without a comment has no help"
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_is_the_library_s_function(name):
-    "What was read from the source is what Python sees; only what a shell cannot type is missing, and that has a default."
+    """What was read from the source is what Python sees; only what a shell cannot type is missing, and that has a
+    default."""
     stand_in = COMMANDS[name]
     real = getattr(import_module(stand_in.__module__), stand_in.__name__)
     shell, library_ = inspect.signature(stand_in).parameters, inspect.signature(real).parameters
-    same = {n: list(p.default) if isinstance(p.default, tuple) else p.default for n, p in library_.items() if n in shell}
+    same = {
+        n: list(p.default) if isinstance(p.default, tuple) else p.default for n, p in library_.items() if n in shell
+    }
     assert {n: p.default for n, p in shell.items()} == same
     assert all(p.default is not p.empty for n, p in library_.items() if n not in shell)
     assert {n: docments(real)[n] or "" for n in shell} == {n: stand_in.comments[n] for n in shell}
@@ -92,26 +112,67 @@ def test_a_command_is_the_library_s_function(name):
 def test_heavy_imports_are_inside():
     for module in (cli, sys.modules["speculators_nb.cli.command"]):
         tree = ast.parse(Path(module.__file__).read_text())
-        tops = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))}
-        assert tops <= {"ast", "command", "core", "contextlib", "errno", "importlib", "inspect", "io", "json", "logging", "os", "collections", "pathlib", "signal", "sys", "textwrap", "threading", "tokenize", "typing", "typer"}
+        tops = {
+            (n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0]
+            for n in tree.body
+            if isinstance(n, (ast.Import, ast.ImportFrom))
+        }
+        assert tops <= {
+            "ast",
+            "command",
+            "core",
+            "contextlib",
+            "errno",
+            "importlib",
+            "inspect",
+            "io",
+            "json",
+            "logging",
+            "os",
+            "collections",
+            "pathlib",
+            "signal",
+            "sys",
+            "textwrap",
+            "threading",
+            "tokenize",
+            "typing",
+            "typer",
+        }
 
 
-@pytest.mark.parametrize("algorithm,given,arch", [("eagle3", (), "llama"), ("dflash", (), "qwen3"), ("dflash", ("--draft-arch", "llama"), "llama"), ("medusa", (), "llama")])
+@pytest.mark.parametrize(
+    "algorithm,given,arch",
+    [
+        ("eagle3", (), "llama"),
+        ("dflash", (), "qwen3"),
+        ("dflash", ("--draft-arch", "llama"), "llama"),
+        ("medusa", (), "llama"),
+    ],
+)
 def test_layers_that_an_algorithm_needs_are_its_default(tmp_path, monkeypatch, algorithm, given, arch):
     asked = {}
     (tmp_path / "data_config.json").write_text('{"model": {"target_model_path": "somewhere"}}')
-    monkeypatch.setattr(drafter_steps, "train_drafter", lambda data, out, verifier, algorithm, draft_arch, *args, **kwargs: asked.update(arch=draft_arch, verifier=verifier))
+    monkeypatch.setattr(
+        drafter_steps,
+        "train_drafter",
+        lambda data, out, verifier, algorithm, draft_arch, *args, **kwargs: asked.update(
+            arch=draft_arch, verifier=verifier
+        ),
+    )
     run("train", tmp_path, tmp_path / "out", "--algorithm", algorithm, *given)
     assert asked == dict(arch=arch, verifier="somewhere")
 
 
-# --- mistakes -----------------------------------------------------------------------------------------------------------
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def conversations(tmp_path):
     def write(text, name="c.jsonl"):
         (tmp_path / name).write_text(text)
         return tmp_path / name
+
     return write
 
 
@@ -125,72 +186,107 @@ def one_line(result, *words):
 def test_missing_paths(tmp_path):
     one_line(run("train", tmp_path / "none", tmp_path / "out"), "no such folder", "speculators-nb features")
     one_line(run("check", tmp_path / "none"), "none")
-    one_line(run("features", tmp_path / "none", CORPUS / "heldout.jsonl", tmp_path / "out"), "none: neither a local folder nor a model")
+    one_line(
+        run("features", tmp_path / "none", CORPUS / "heldout.jsonl", tmp_path / "out"),
+        "none: neither a local folder nor a model",
+    )
     one_line(run("features", VERIFIER, tmp_path / "none.jsonl", tmp_path / "out"), "no such file", "none.jsonl")
     one_line(run("evaluate", tmp_path / "none", CORPUS / "heldout.jsonl"), "none")
 
 
 def test_bad_data_is_named(conversations, tmp_path):
-    one_line(run("features", VERIFIER, conversations('{"messages": []}\n{"mess'), tmp_path / "out"), "1 × not JSON (first: ", "c.jsonl, line 2, Unterminated string")
-    one_line(run("features", VERIFIER, conversations('{"a": 1}', "c.json"), tmp_path / "out"), "no row left of 1 conversations (1 × no messages: expected 'messages' or 'conversations' in ['a'] (first: ", "c.json, item 0")
-    one_line(run("features", VERIFIER, conversations('{"messages": []}'), tmp_path / "out"), "no row left of 1 conversations")
-    one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "out", "--dtype", "bf61", "--max-samples", 1), "dtype='bf61'")
+    one_line(
+        run("features", VERIFIER, conversations('{"messages": []}\n{"mess'), tmp_path / "out"),
+        "1 × not JSON (first: ",
+        "c.jsonl, line 2, Unterminated string",
+    )
+    one_line(
+        run("features", VERIFIER, conversations('{"a": 1}', "c.json"), tmp_path / "out"),
+        "no row left of 1 conversations (1 × no messages: expected 'messages' or 'conversations' in ['a'] (first: ",
+        "c.json, item 0",
+    )
+    one_line(
+        run("features", VERIFIER, conversations('{"messages": []}'), tmp_path / "out"), "no row left of 1 conversations"
+    )
+    one_line(
+        run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "out", "--dtype", "bf61", "--max-samples", 1),
+        "dtype='bf61'",
+    )
 
 
 def test_traceback_on_request(tmp_path):
     result = run("--traceback", "train", tmp_path / "none", tmp_path / "out")
     assert isinstance(result.exception, FileNotFoundError)
-    assert not isinstance(run("train", tmp_path / "none", tmp_path / "out").exception, FileNotFoundError)   # the switch does not stick
+    assert not isinstance(
+        run("train", tmp_path / "none", tmp_path / "out").exception, FileNotFoundError
+    )  # the switch does not stick
 
 
 def test_a_bug_is_not_hidden():
     "It is no mistake of the caller: another exit code, and the line says whose fault it is; `--traceback` shows it."
+
     def broken():
         "Raise what no caller can mend."
         raise RuntimeError("a bug")
+
     app = new_app("x", "x")
     command(broken, str, app)
     result = CliRunner().invoke(app, ["broken"])
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
-    assert re.fullmatch(r"Error: RuntimeError: a bug\. This is a fault of speculators-nb.* --traceback`", result.stderr.strip())
+    assert re.fullmatch(
+        r"Error: RuntimeError: a bug\. This is a fault of speculators-nb.* --traceback`", result.stderr.strip()
+    )
     assert isinstance(CliRunner().invoke(app, ["--traceback", "broken"]).exception, RuntimeError)
 
 
-@pytest.mark.parametrize("error,words", [
-    (MemoryError("could not allocate 10 GiB"), ("not enough memory (could not allocate 10 GiB)", "lower")),
-    (PermissionError(13, "Permission denied", "/some/where"), ("/some/where: permission denied; change its permissions",)),
-    (OSError(28, "No space left on device", "/full/disk"), ("/full/disk: no space left on device; make room",)),
-    (OSError(30, "Read-only file system", b"/read/only"), ("/read/only: read-only file system; the disk is read-only",)),
-    (OSError("with words of its own"), ("Error: with words of its own",)),
-    (ValueError(), ("Error: ValueError",)),
-])
+@pytest.mark.parametrize(
+    "error,words",
+    [
+        (MemoryError("could not allocate 10 GiB"), ("not enough memory (could not allocate 10 GiB)", "lower")),
+        (
+            PermissionError(13, "Permission denied", "/some/where"),
+            ("/some/where: permission denied; change its permissions",),
+        ),
+        (OSError(28, "No space left on device", "/full/disk"), ("/full/disk: no space left on device; make room",)),
+        (
+            OSError(30, "Read-only file system", b"/read/only"),
+            ("/read/only: read-only file system; the disk is read-only",),
+        ),
+        (OSError("with words of its own"), ("Error: with words of its own",)),
+        (ValueError(), ("Error: ValueError",)),
+    ],
+)
 def test_failures_of_the_machine_have_a_remedy(error, words):
     def fail():
         "Raise."
         raise error
+
     app = new_app("x", "x")
     command(fail, str, app)
     one_line(CliRunner().invoke(app, ["fail"]), *words)
 
 
-@pytest.mark.parametrize("line,words", [
-    ("trian x y", ("'trian': there is no such command.", "Did you mean train?")),
-    ("train --lerning-rate 1", ("--lerning-rate: train has no such option", "Did you mean --learning-rate?")),
-    ("train d o --ttt-steps 4", ("--ttt-steps", "write --extra ttt_steps=3")),
-    ("serve x --max-num-seqs 4", ("--max-num-seqs", "--extra=--max-num-seqs=8")),
-    ("check a --xyzzy", ("--xyzzy: check has no such option; `check --help`",)),
-    ("train d o --seed x", ("seed='x': is text, and must be a whole number, e.g. 0",)),
-    ("train d o --seed", ("'--seed' requires an argument", "--seed 0")),
-    ("train d o --learning-rate nan", ("learning_rate=nan: must be finite",)),
-    ("train d o --learning-rate 1e-4x", ("learning_rate='1e-4x': is text",)),
-    ("features v d o --aux-layer-ids 1 --aux-layer-ids a", ("aux_layer_ids='a'",)),
-    ("regenerate d o --sampling [[1,2]]", ("sampling='[[1,2]]': must be a mapping",)),
-    ("regenerate d o --sampling " + "[" * 5000, ("sampling=",)),
-    ("check a b", ("Got unexpected extra argument", "check takes FOLDER")),
-    ("check a --folder b", ("folder='a': stands there as an argument and as an option; leave one out",)),
-    ("train d o --bf16=1", ("'--bf16' does not take a value",)),
-    ("--tracebak check a", ("--tracebak",)),
-])
+@pytest.mark.parametrize(
+    "line,words",
+    [
+        ("trian x y", ("'trian': there is no such command.", "Did you mean train?")),
+        ("train --lerning-rate 1", ("--lerning-rate: train has no such option", "Did you mean --learning-rate?")),
+        ("train d o --ttt-steps 4", ("--ttt-steps", "write --extra ttt_steps=3")),
+        ("serve x --max-num-seqs 4", ("--max-num-seqs", "--extra=--max-num-seqs=8")),
+        ("check a --xyzzy", ("--xyzzy: check has no such option; `check --help`",)),
+        ("train d o --seed x", ("seed='x': is text, and must be a whole number, e.g. 0",)),
+        ("train d o --seed", ("'--seed' requires an argument", "--seed 0")),
+        ("train d o --learning-rate nan", ("learning_rate=nan: must be finite",)),
+        ("train d o --learning-rate 1e-4x", ("learning_rate='1e-4x': is text",)),
+        ("features v d o --aux-layer-ids 1 --aux-layer-ids a", ("aux_layer_ids='a'",)),
+        ("regenerate d o --sampling [[1,2]]", ("sampling='[[1,2]]': must be a mapping",)),
+        ("regenerate d o --sampling " + "[" * 5000, ("sampling=",)),
+        ("check a b", ("Got unexpected extra argument", "check takes FOLDER")),
+        ("check a --folder b", ("folder='a': stands there as an argument and as an option; leave one out",)),
+        ("train d o --bf16=1", ("'--bf16' does not take a value",)),
+        ("--tracebak check a", ("--tracebak",)),
+    ],
+)
 def test_a_line_that_cannot_be_read(line, words):
     one_line(run(*line.split()), *words)
 
@@ -198,7 +294,11 @@ def test_a_line_that_cannot_be_read(line, words):
 def test_options_are_checked_before_anything_heavy(tmp_path):
     "Neither torch nor a model is needed to say that a number makes no sense; nor is one for a recipe."
     (tmp_path / "r.yaml").write_text("train: {data_dir: d, output_dir: o, seed: -1}")
-    for args in (["train", "d", "o", "--num-train-epochs", "-1"], ["train", "--recipe", str(tmp_path / "r.yaml")], ["serve", "nope", "--port", "0"]):
+    for args in (
+        ["train", "d", "o", "--num-train-epochs", "-1"],
+        ["train", "--recipe", str(tmp_path / "r.yaml")],
+        ["serve", "nope", "--port", "0"],
+    ):
         got = python(f"""import sys
 from speculators_nb.cli.main import app
 try: app({args!r})
@@ -207,7 +307,9 @@ except SystemExit as e: print(e.code, sorted({{'torch', 'transformers', 'dataset
 
 
 def test_ctrl_c_is_quiet():
-    "Also where it cuts an import off, which then fails for another reason. A shell's background job ignores Ctrl-C; here nobody does."
+    """Also where it cuts an import off, which then fails for another reason. A shell's background job ignores Ctrl-C;
+    here nobody does."""
+
     def cut():
         "Be interrupted."
         try:
@@ -218,6 +320,7 @@ def test_ctrl_c_is_quiet():
     def stopped():
         "Be interrupted."
         signal.raise_signal(signal.SIGINT)
+
     app, before = new_app("x", "x"), signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for function in (cut, stopped):
@@ -233,7 +336,9 @@ def test_a_reader_that_goes_away_is_no_error():
     "`speculators-nb … | head -1`"
     program = Path(sys.executable).with_name("speculators-nb")
     for _ in range(3):
-        process = subprocess.Popen([program, "check", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [program, "check", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait() in (0, 1)
 
@@ -245,51 +350,86 @@ def test_what_a_shell_cannot_type():
         library("features.in_process", "extract_features")
 
 
-# --- recipes -----------------------------------------------------------------------------------------------------------------
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def recipe(tmp_path):
     def write(content, name="recipe.yaml"):
         (tmp_path / name).write_text(json.dumps(content) if name.endswith("json") else yaml.safe_dump(content))
         return tmp_path / name
+
     return write
 
 
 def echo():
     "A program with one command that prints what it was called with."
-    def show(data: str, n: int = 1, rate: float = 0.5, on: bool = False, ids: list[int] | None = None, more: dict | None = None):
+
+    def show(
+        data: str,
+        n: int = 1,
+        rate: float = 0.5,
+        on: bool = False,
+        ids: list[int] | None = None,
+        more: dict | None = None,
+    ):
         "Show."
         return dict(data=data, n=n, rate=rate, on=on, ids=ids, more=more)
+
     app = new_app("x", "x")
     show.comments = {}
     command(show, json.dumps, app)
 
     def other(folder: str):
         "Another."
+
     other.comments = {}
     command(other, str, app)
-    return lambda *args: CliRunner().invoke(app, ["show", *map(str, args)], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+    return lambda *args: CliRunner().invoke(
+        app, ["show", *map(str, args)], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    )
 
 
 @pytest.mark.parametrize("name", ["r.yaml", "r.json"])
 def test_flag_before_file_before_default(recipe, name):
-    show, file = echo(), recipe({"n": 2, "rate": 0.25, "folder": "f", "show": {"data": "d", "rate": 0.75, "ids": [1, 2], "more": {"a": 1}}, "other": {}}, name)
+    show, file = (
+        echo(),
+        recipe(
+            {
+                "n": 2,
+                "rate": 0.25,
+                "folder": "f",
+                "show": {"data": "d", "rate": 0.75, "ids": [1, 2], "more": {"a": 1}},
+                "other": {},
+            },
+            name,
+        ),
+    )
     default = dict(data="d", n=2, rate=0.75, on=False, ids=[1, 2], more={"a": 1})
     assert json.loads(show("--recipe", file).stdout) == default
-    assert json.loads(show("--recipe", file, "--n", 1, "--on", "--ids", 3, "--more", '{"b": 2}').stdout) == default | dict(n=1, on=True, ids=[3], more={"b": 2})
-    assert json.loads(show("e", "--recipe", file).stdout) == json.loads(show("--data", "e", "--recipe", file).stdout) == default | dict(data="e")
+    assert json.loads(
+        show("--recipe", file, "--n", 1, "--on", "--ids", 3, "--more", '{"b": 2}').stdout
+    ) == default | dict(n=1, on=True, ids=[3], more={"b": 2})
+    assert (
+        json.loads(show("e", "--recipe", file).stdout)
+        == json.loads(show("--data", "e", "--recipe", file).stdout)
+        == default | dict(data="e")
+    )
 
 
-@pytest.mark.parametrize("content,words", [
-    ({"show": {"dta": 1}}, ("show.dta=1", "Did you mean data?")),
-    ({"shw": {"data": 1}}, ("section 'shw'", "Did you mean show?")),
-    ({"raet": 1}, ("raet=1", "Did you mean rate?")),
-    ({"show": {"data": "d", "n": "two"}}, ("show.n='two'", "str, expected int")),
-    ({"show": {"data": "d", "on": 1}}, ("show.on=1", "int, expected bool")),
-    ({"other": {"folder": [1]}, "show": {"data": "d"}}, ("other.folder=[1]", "expected str")),
-    ({"show": {"n": 3}}, ("data is missing", "data:")),
-    (["show"], ("holds a list",)),
-])
+@pytest.mark.parametrize(
+    "content,words",
+    [
+        ({"show": {"dta": 1}}, ("show.dta=1", "Did you mean data?")),
+        ({"shw": {"data": 1}}, ("section 'shw'", "Did you mean show?")),
+        ({"raet": 1}, ("raet=1", "Did you mean rate?")),
+        ({"show": {"data": "d", "n": "two"}}, ("show.n='two'", "str, expected int")),
+        ({"show": {"data": "d", "on": 1}}, ("show.on=1", "int, expected bool")),
+        ({"other": {"folder": [1]}, "show": {"data": "d"}}, ("other.folder=[1]", "expected str")),
+        ({"show": {"n": 3}}, ("data is missing", "data:")),
+        (["show"], ("holds a list",)),
+    ],
+)
 def test_mistakes_in_a_recipe(recipe, content, words):
     file = recipe(content)
     one_line(echo()("--recipe", file), *words, *([] if "missing" in words[0] else [str(file)]))
@@ -297,36 +437,67 @@ def test_mistakes_in_a_recipe(recipe, content, words):
 
 def test_a_recipe_that_cannot_be_read(tmp_path):
     one_line(run("train", "--recipe", tmp_path / "none.yaml"), "none.yaml: no such recipe")
-    for name, text, words in (("a.yaml", "train: {seed: 1", "line 1: not YAML"), ("a.json", "{", "a.json: not JSON"), ("b.yaml", "seed: 1\nseed: 2", "line 2: not YAML"),
-                              ("c.yaml", "seed: !!python/object/apply:os.getcwd []", "not YAML")):
+    for name, text, words in (
+        ("a.yaml", "train: {seed: 1", "line 1: not YAML"),
+        ("a.json", "{", "a.json: not JSON"),
+        ("b.yaml", "seed: 1\nseed: 2", "line 2: not YAML"),
+        ("c.yaml", "seed: !!python/object/apply:os.getcwd []", "not YAML"),
+    ):
         (tmp_path / name).write_text(text)
         one_line(run("train", "--recipe", tmp_path / name), words)
 
 
 def test_a_recipe_names_no_secret(tmp_path):
     from speculators_nb.cli.recipe import write_recipe
-    text = write_recipe(tmp_path, "x", {"api_key": "secret-word", "api_key_env": "KEY", "url": "http://u:secret-word@h/?token=secret-word"}).read_text()
+
+    text = write_recipe(
+        tmp_path,
+        "x",
+        {"api_key": "secret-word", "api_key_env": "KEY", "url": "http://u:secret-word@h/?token=secret-word"},
+    ).read_text()
     assert "secret-word" not in text and "api_key_env: KEY" in text
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "data/recipes").glob("*.yaml")), ids=lambda f: f.stem)
 def test_shipped_recipes_are_right(file):
     "Every section, field and type; and every command's arguments are complete."
-    given = {name: resolve(COMMANDS[name], {}, read_recipe(file, name, COMMANDS)) for name in yaml.safe_load(file.read_text()) if name in COMMANDS}
+    given = {
+        name: resolve(COMMANDS[name], {}, read_recipe(file, name, COMMANDS))
+        for name in yaml.safe_load(file.read_text())
+        if name in COMMANDS
+    }
     assert {"regenerate", "prepare", "features", "train", "evaluate", "check", "serve"} == set(given)
-    for user, made in (("prepare.data", "regenerate.output"), ("features.data", "prepare.output_dir"), ("train.data_dir", "features.output_dir"),
-                       ("evaluate.drafter", "train.output_dir"), ("serve.checkpoint", "train.output_dir"), ("check.folder", "train.output_dir")):
+    for user, made in (
+        ("prepare.data", "regenerate.output"),
+        ("features.data", "prepare.output_dir"),
+        ("train.data_dir", "features.output_dir"),
+        ("evaluate.drafter", "train.output_dir"),
+        ("serve.checkpoint", "train.output_dir"),
+        ("check.folder", "train.output_dir"),
+    ):
         (a, b), (c, d) = user.split("."), made.split(".")
         assert str(given[a][b]) == str(given[c][d]), f"{file.name}: {user} is not {made}"
     assert {v["seed"] for v in given.values() if "seed" in v} == {0}
 
 
-# --- the whole way -----------------------------------------------------------------------------------------------------------
+# --- the whole way ----------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli") / "features"
-    result = run("features", VERIFIER, CORPUS / "train.jsonl", folder, "--max-samples", 16, "--max-length", 192, "--dtype", "float32")
+    result = run(
+        "features",
+        VERIFIER,
+        CORPUS / "train.jsonl",
+        folder,
+        "--max-samples",
+        16,
+        "--max-length",
+        192,
+        "--dtype",
+        "float32",
+    )
     assert result.exit_code == 0, result.output
     assert "16 rows" in result.stdout and "16 feature files written, 0 kept" in result.stdout
     return folder
@@ -335,17 +506,50 @@ def features(tmp_path_factory):
 @pytest.fixture(scope="module")
 def drafter(features):
     folder = features.parent / "drafter"
-    result = run("train", features, folder, "--total-seq-len", 256, "--num-train-epochs", 1, "--draft-vocab-size", 512, "--save-dtype", "bfloat16",
-                 "--learning-rate", "1e-3", "--extra", "disable_tqdm=true", "--extra", "ttt_steps=2", "--extra", "logging_steps=1")
+    result = run(
+        "train",
+        features,
+        folder,
+        "--total-seq-len",
+        256,
+        "--num-train-epochs",
+        1,
+        "--draft-vocab-size",
+        512,
+        "--save-dtype",
+        "bfloat16",
+        "--learning-rate",
+        "1e-3",
+        "--extra",
+        "disable_tqdm=true",
+        "--extra",
+        "ttt_steps=2",
+        "--extra",
+        "logging_steps=1",
+    )
     assert result.exit_code == 0, result.output
     assert "eval_loss" in result.stdout and "Next: speculators-nb evaluate" in result.stdout
     return folder
 
 
 def test_features_are_kept_when_asked_again(features):
-    result = run("features", VERIFIER, CORPUS / "train.jsonl", features, "--max-samples", 16, "--max-length", 192, "--dtype", "float32")
+    result = run(
+        "features",
+        VERIFIER,
+        CORPUS / "train.jsonl",
+        features,
+        "--max-samples",
+        16,
+        "--max-length",
+        192,
+        "--dtype",
+        "float32",
+    )
     assert "0 feature files written, 16 kept" in result.stdout
-    one_line(run("features", VERIFIER, CORPUS / "train.jsonl", features, "--max-samples", 15, "--max-length", 192), "another origin")
+    one_line(
+        run("features", VERIFIER, CORPUS / "train.jsonl", features, "--max-samples", 15, "--max-length", 192),
+        "another origin",
+    )
 
 
 def test_trained_as_asked(drafter):
@@ -358,6 +562,7 @@ def test_trained_as_asked(drafter):
 def test_check(drafter, tmp_path):
     assert run("check", drafter).stdout == "vLLM can serve this drafter.\n"
     import shutil
+
     shutil.copytree(drafter, tmp_path / "d", ignore=shutil.ignore_patterns("checkpoint-*"))
     config = json.loads((tmp_path / "d/config.json").read_text()) | {"model_type": "llama"}
     (tmp_path / "d/config.json").write_text(json.dumps(config))
@@ -366,19 +571,55 @@ def test_check(drafter, tmp_path):
 
 
 def test_evaluate(drafter, tmp_path):
-    result = run("evaluate", drafter, CORPUS / "heldout.jsonl", "--max-samples", 2, "--max-new-tokens", 12, "--output-dir", tmp_path,
-                 "--temperatures", 0, "--temperatures", 1)
+    result = run(
+        "evaluate",
+        drafter,
+        CORPUS / "heldout.jsonl",
+        "--max-samples",
+        2,
+        "--max-new-tokens",
+        12,
+        "--output-dir",
+        tmp_path,
+        "--temperatures",
+        0,
+        "--temperatures",
+        1,
+    )
     assert result.exit_code == 0, result.output
     assert "mean_length" in result.stdout and "n-gram" in result.stdout
     assert all(row["domain"] in result.stdout for row in read_conversations(CORPUS / "heldout.jsonl", 2))
-    assert {p.name for p in tmp_path.iterdir()} == {"summary.csv", "positions.csv", "acceptance.png", "provenance.json", "evaluate.recipe.yaml"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "summary.csv",
+        "positions.csv",
+        "acceptance.png",
+        "provenance.json",
+        "evaluate.recipe.yaml",
+    }
 
 
 def test_resume_goes_on(features, drafter):
     before = set(os.listdir(drafter))
-    result = run("train", features, drafter, "--total-seq-len", 256, "--num-train-epochs", 2, "--draft-vocab-size", 512, "--resume",
-                 "--save-dtype", "bfloat16", "--learning-rate", "1e-3",
-                 "--extra", "disable_tqdm=true", "--extra", "ttt_steps=2")
+    result = run(
+        "train",
+        features,
+        drafter,
+        "--total-seq-len",
+        256,
+        "--num-train-epochs",
+        2,
+        "--draft-vocab-size",
+        512,
+        "--resume",
+        "--save-dtype",
+        "bfloat16",
+        "--learning-rate",
+        "1e-3",
+        "--extra",
+        "disable_tqdm=true",
+        "--extra",
+        "ttt_steps=2",
+    )
     assert result.exit_code == 0, result.output
     first = min(int(n.split("-")[1]) for n in before if n.startswith("checkpoint-"))
     assert f"checkpoint-{2 * first}" in os.listdir(drafter)
@@ -392,29 +633,58 @@ def test_misspelt_extra(features, tmp_path):
 
 
 def test_regenerated_answers_are_prepared(tmp_path):
-    result = run("regenerate", CORPUS / "train.jsonl", tmp_path / "a.jsonl", "--verifier", VERIFIER, "--max-samples", 3, "--max-new-tokens", 24)
+    result = run(
+        "regenerate",
+        CORPUS / "train.jsonl",
+        tmp_path / "a.jsonl",
+        "--verifier",
+        VERIFIER,
+        "--max-samples",
+        3,
+        "--max-new-tokens",
+        24,
+    )
     assert result.exit_code == 0 and "conversations written" in result.stdout, result.output
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) >= 3
     assert "conversations that were there" in run("regenerate", "--recipe", tmp_path / "a.jsonl.recipe.yaml").stdout
     result = run("prepare", tmp_path / "a.jsonl", VERIFIER, tmp_path / "p", "--num-proc", 1)
     assert result.exit_code == 0 and "Next: speculators-nb features" in result.stdout, result.output
-    one_line(run("prepare", tmp_path / "a.jsonl", VERIFIER, tmp_path / "p", "--num-proc", 1, "--max-length", 100), "max_length")
+    one_line(
+        run("prepare", tmp_path / "a.jsonl", VERIFIER, tmp_path / "p", "--num-proc", 1, "--max-length", 100),
+        "max_length",
+    )
     result = run("features", VERIFIER, tmp_path / "p", tmp_path / "f")
     assert result.exit_code == 0 and "0 kept" in result.stdout, result.output
     one_line(run("regenerate", CORPUS / "train.jsonl", tmp_path / "b.jsonl"), "who shall answer")
-    one_line(run("regenerate", CORPUS / "train.jsonl", tmp_path / "a.jsonl", "--verifier", VERIFIER, "--temperature", 1), "other settings")
+    one_line(
+        run("regenerate", CORPUS / "train.jsonl", tmp_path / "a.jsonl", "--verifier", VERIFIER, "--temperature", 1),
+        "other settings",
+    )
 
 
 def test_a_key_is_nowhere(tmp_path, monkeypatch):
     "It is sent, and is in no file, no output and no error."
     from fake_openai import FakeServer
+
     monkeypatch.setenv("OPENAI_API_KEY", "sk-a-secret-that-is-mine")
     with FakeServer(tokenizer=VERIFIER) as server:
-        ok = run("regenerate", CORPUS / "train.jsonl", tmp_path / "a.jsonl", "--server", server.url, "--max-samples", 4, "--max-new-tokens", 8)
+        ok = run(
+            "regenerate",
+            CORPUS / "train.jsonl",
+            tmp_path / "a.jsonl",
+            "--server",
+            server.url,
+            "--max-samples",
+            4,
+            "--max-new-tokens",
+            8,
+        )
         assert ok.exit_code == 0, ok.output
         assert {body["authorization"] for body in server.seen()} == {"Bearer sk-a-secret-that-is-mine"}
         server.fault("400")
-        bad = run("regenerate", CORPUS / "heldout.jsonl", tmp_path / "b.jsonl", "--server", server.url, "--max-samples", 2)
+        bad = run(
+            "regenerate", CORPUS / "heldout.jsonl", tmp_path / "b.jsonl", "--server", server.url, "--max-samples", 2
+        )
     assert read_provenance(tmp_path / "a.jsonl")["inputs"]["server"]["path"] == server.url
     texts = [ok.output, bad.output, *(p.read_text() for p in tmp_path.iterdir() if p.is_file())]
     assert len(texts) >= 5 and not any("secret-that-is-mine" in t for t in texts)
@@ -423,19 +693,35 @@ def test_a_key_is_nowhere(tmp_path, monkeypatch):
 def test_vocab(features, tmp_path):
     result = run("vocab", features, 256, "--output-dir", tmp_path)
     assert result.exit_code == 0 and "256 of 2048 tokens" in result.stdout, result.output
-    assert {"d2t-256.npy", "t2d-256.npy", "vocab.recipe.yaml", "provenance.json"} == {p.name for p in tmp_path.iterdir()}
+    assert {"d2t-256.npy", "t2d-256.npy", "vocab.recipe.yaml", "provenance.json"} == {
+        p.name for p in tmp_path.iterdir()
+    }
     one_line(run("vocab", features, 4096, "--output-dir", tmp_path), "draft_vocab_size=4096")
     one_line(run("vocab", tmp_path, 16), str(tmp_path))
 
 
 def test_what_made_it_lies_beside(features, drafter, tmp_path):
-    assert read_provenance(features)["command"] == "features" and read_provenance(drafter)["inputs"]["features"]["record"]
+    assert (
+        read_provenance(features)["command"] == "features" and read_provenance(drafter)["inputs"]["features"]["record"]
+    )
     recipe = yaml.safe_load((drafter / "train.recipe.yaml").read_text())["train"]
     assert recipe["draft_vocab_size"] == 512 and recipe["num_layers"] == 1 and "ttt_steps=2" in recipe["extra"]
 
 
 def test_its_recipe_repeats_a_run(features, tmp_path):
-    result = run("train", features, tmp_path / "one", "--total-seq-len", 256, "--extra", "disable_tqdm=true", "--extra", "max_steps=2", "--seed", 3)
+    result = run(
+        "train",
+        features,
+        tmp_path / "one",
+        "--total-seq-len",
+        256,
+        "--extra",
+        "disable_tqdm=true",
+        "--extra",
+        "max_steps=2",
+        "--seed",
+        3,
+    )
     assert result.exit_code == 0, result.output
     result = run("train", "--recipe", tmp_path / "one/train.recipe.yaml", "--output-dir", tmp_path / "two")
     assert result.exit_code == 0, result.output
@@ -444,32 +730,54 @@ def test_its_recipe_repeats_a_run(features, tmp_path):
 
 def test_serve_prints_the_command(drafter):
     result = run("serve", drafter, "--port", 8123)
-    assert result.exit_code == 0 and f"vllm serve {drafter}" in result.stdout and "--host 127.0.0.1 --port 8123" in result.stdout, result.output
+    assert (
+        result.exit_code == 0
+        and f"vllm serve {drafter}" in result.stdout
+        and "--host 127.0.0.1 --port 8123" in result.stdout
+    ), result.output
     result = run("serve", VERIFIER, "--hidden-states", drafter / "states", "--aux-layer-ids", 1, "--aux-layer-ids", 3)
-    assert "extract_hidden_states" in result.stdout and "[1, 3, 6]" in result.stdout and str(drafter / "states") in result.stdout, result.output
+    assert (
+        "extract_hidden_states" in result.stdout
+        and "[1, 3, 6]" in result.stdout
+        and str(drafter / "states") in result.stdout
+    ), result.output
     one_line(run("serve", drafter.parent / "none"), "none")
     one_line(run("serve", VERIFIER, "--hidden-states", drafter / "states", "--aux-layer-ids", 9), "outside [0, 6]")
 
 
 def program(folder, python):
     "A stand-in for vLLM."
-    (folder / "vllm").write_text(f"#!{sys.executable}\nimport sys\nport = int(sys.argv[sys.argv.index('--port') + 1])\n{python}")
+    (folder / "vllm").write_text(
+        f"#!{sys.executable}\nimport sys\nport = int(sys.argv[sys.argv.index('--port') + 1])\n{python}"
+    )
     (folder / "vllm").chmod(0o755)
     return folder / "vllm"
 
 
 def test_a_server_that_cannot_run(drafter, tmp_path):
     one_line(run("serve", drafter, "--run", "--port", free_port(), "--vllm", tmp_path / "none"), "none: no program")
-    one_line(run("serve", drafter, "--run", "--port", free_port(), "--vllm", program(tmp_path, "sys.exit('no memory')")), "ended with code 1", "no memory")
+    one_line(
+        run("serve", drafter, "--run", "--port", free_port(), "--vllm", program(tmp_path, "sys.exit('no memory')")),
+        "ended with code 1",
+        "no memory",
+    )
 
 
 def test_a_server_lives_as_long_as_its_command(drafter, tmp_path):
-    vllm = program(tmp_path, "import http.server\nclass H(http.server.BaseHTTPRequestHandler):\n    def do_GET(self): self.send_response(200); self.end_headers()\n"
-                   "print('ready', flush=True)\nhttp.server.HTTPServer(('127.0.0.1', port), H).serve_forever()")
+    vllm = program(
+        tmp_path,
+        "import http.server\nclass H(http.server.BaseHTTPRequestHandler):\n    def do_GET(self): "
+        "self.send_response(200); self.end_headers()\n"
+        "print('ready', flush=True)\nhttp.server.HTTPServer(('127.0.0.1', port), H).serve_forever()",
+    )
     port, script = free_port(), Path(sys.executable).parent / "speculators-nb"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        with subprocess.Popen([script, "serve", drafter, "--run", "--port", str(port), "--vllm", vllm], stdout=subprocess.PIPE, text=True,
-                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:  # a job in the background inherits that it is ignored
+        with subprocess.Popen(
+            [script, "serve", drafter, "--run", "--port", str(port), "--vllm", vllm],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ) as process:  # a job in the background inherits that it is ignored
             try:
                 assert f"at http://127.0.0.1:{port}" in process.stdout.readline()
                 process.send_signal(number)
@@ -486,8 +794,13 @@ def test_a_server_lives_as_long_as_its_command(drafter, tmp_path):
 
 
 def test_features_from_a_server_that_is_not_there(tmp_path):
-    one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "f", "--source", "vllm"), "storage=None: is missing; name the folder")
-    one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "f", "--source", "tgi"), "choose hf or vllm")
+    one_line(
+        run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "f", "--source", "vllm"),
+        "storage=None: is missing; name the folder",
+    )
+    one_line(
+        run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "f", "--source", "tgi"), "choose hf or vllm"
+    )
 
 
 def test_out_and_in_again(drafter, tmp_path):
@@ -503,7 +816,14 @@ def test_out_and_in_again(drafter, tmp_path):
 
 def test_as_functions_in_a_notebook(features, tmp_path):
     "The same calls without a shell give objects, and their mistakes are ordinary exceptions."
-    trainer = cli.train(features, tmp_path / "out", eval_share=0, total_seq_len=256, num_train_epochs=1, extra=["disable_tqdm=true", "max_steps=1"])
+    trainer = cli.train(
+        features,
+        tmp_path / "out",
+        eval_share=0,
+        total_seq_len=256,
+        num_train_epochs=1,
+        extra=["disable_tqdm=true", "max_steps=1"],
+    )
     assert trainer.state.global_step == 1 and trainer.eval_dataset is None
     assert cli.check(tmp_path / "out") == []
     with pytest.raises(FileNotFoundError):
@@ -513,5 +833,6 @@ def test_as_functions_in_a_notebook(features, tmp_path):
 def test_a_recipe_does_not_decide_what_becomes_of_the_output(tmp_path):
     "To repeat a recipe must not train over the run that it stands beside."
     from speculators_nb.cli.recipe import write_recipe
+
     text = write_recipe(tmp_path, "train", {"data_dir": "f", "overwrite": True, "resume": True, "seed": 0}).read_text()
     assert "seed: 0" in text and "overwrite" not in text and "resume" not in text

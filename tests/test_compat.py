@@ -1,4 +1,6 @@
-"Checkpoints of earlier releases (tests/compat/make.py): drafters load, and a run that an earlier release began is resumed to the weights at which that release arrived."
+"""Checkpoints of earlier releases (tests/compat/make.py): drafters load, and a run that an earlier release began is
+resumed to the weights at which that release arrived."""
+
 import json
 import shutil
 from pathlib import Path
@@ -17,11 +19,16 @@ IDS = [f"{p.parent.name}-{p.name}" for p in RUNS]
 
 def test_all_drafters_have_a_run():
     from speculators_nb.core.config import SpeculatorModelConfig, import_models
+
     import_models()
     releases = {p.parent.name for p in RUNS}
     assert releases
     first = {json.loads((p / "run.json").read_text())["algorithm"] for p in RUNS if p.parent.name == "0.1.0"}
-    assert first == {"eagle", "eagle3", "peagle", "dflash", "dspark", "mtp", "mlp", "medusa"} <= set(SpeculatorModelConfig.registry)
+    assert (
+        first
+        == {"eagle", "eagle3", "peagle", "dflash", "dspark", "mtp", "mlp", "medusa"}
+        <= set(SpeculatorModelConfig.registry)
+    )
 
 
 @pytest.mark.parametrize("release", sorted({p.parent for p in RUNS}), ids=lambda p: p.name)
@@ -48,7 +55,14 @@ def test_run_is_resumed(run, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
     shutil.copytree(run / "checkpoint-2", out / "checkpoint-2")
-    trainer = train_drafter(run.parent / "features", out, run.parent / "verifier", told["algorithm"], resume_from_checkpoint=True, **told["args"])
+    trainer = train_drafter(
+        run.parent / "features",
+        out,
+        run.parent / "verifier",
+        told["algorithm"],
+        resume_from_checkpoint=True,
+        **told["args"],
+    )
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert trainer.state.global_step == 4
     want, got = load_file(run / "model.safetensors"), load_file(out / "model.safetensors")

@@ -35,7 +35,9 @@ FILES = {
 class Toy(SpeculatorModelConfig):
     speculators_model_type: Literal["toy_config_test"] = "toy_config_test"
     architectures: list[str] = field(default_factory=lambda: ["ToyModel"])
-    transformer_layer_config: LayerConfig = field(default_factory=lambda: Qwen3Config(hidden_size=16, num_hidden_layers=1))
+    transformer_layer_config: LayerConfig = field(
+        default_factory=lambda: Qwen3Config(hidden_size=16, num_hidden_layers=1)
+    )
     draft_vocab_size: Annotated[int, Field(ge=1)] = 32000
     aux_layer_ids: list[int] | None = None
     norm_output: bool = False
@@ -77,7 +79,8 @@ def shared(**kwargs):
 
 @pytest.mark.parametrize("name", FILES)
 def test_upstream_files_survive_a_round_trip_key_for_key(tmp_path, name):
-    "Read as the toy type (so that all drafters' own fields are undeclared extras), written again: the same keys and values, less auto_map."
+    """Read as the toy type (so that all drafters' own fields are undeclared extras), written again: the same keys and
+    values, less auto_map."""
     content = json.loads(FILES[name].read_text())
     content["speculators_model_type"] = "toy_config_test"
     config = SpeculatorModelConfig.from_dict(content)
@@ -89,7 +92,12 @@ def test_upstream_files_survive_a_round_trip_key_for_key(tmp_path, name):
     config.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     del content["auto_map"]
-    ours_only = {"aux_layer_ids", "norm_output", "fc_norm", "draft_vocab_size"} - content.keys()  # declared by the toy, absent in the file
+    ours_only = {
+        "aux_layer_ids",
+        "norm_output",
+        "fc_norm",
+        "draft_vocab_size",
+    } - content.keys()  # declared by the toy, absent in the file
     assert {k: v for k, v in written.items() if k not in ours_only} == content
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"]  # no stray config.py
     assert SpeculatorModelConfig.from_pretrained(tmp_path) == config
@@ -108,7 +116,8 @@ def test_input_dictionary_is_left_alone():
     ids=st.none() | st.lists(st.integers(0, 99), min_size=1, max_size=4, unique=True).map(sorted),
     norm=st.booleans(),
     extra=st.dictionaries(
-        st.sampled_from(["later_a", "later_b"]), st.integers() | st.text(max_size=5) | st.lists(st.booleans(), max_size=3)
+        st.sampled_from(["later_a", "later_b"]),
+        st.integers() | st.text(max_size=5) | st.lists(st.booleans(), max_size=3),
     ),
     k=st.integers(1, 64),
 )
@@ -164,14 +173,20 @@ def test_defaults_of_two_objects_are_not_shared():
         (lambda: Toy(speculators_model_type="eagle3"), r"Toy.speculators_model_type='eagle3'"),
         (lambda: Toy(draft_vocab_size=0), r"Toy.draft_vocab_size=0: input should be greater than or equal to 1"),
         (lambda: Toy(aux_layer_ids=[1, "two"]), r"Toy.aux_layer_ids.1='two'"),
-        (lambda: Toy(transformer_layer_config={"hidden_size": 4}), r"Toy.transformer_layer_config.model_type=None is missing"),
+        (
+            lambda: Toy(transformer_layer_config={"hidden_size": 4}),
+            r"Toy.transformer_layer_config.model_type=None is missing",
+        ),
         (
             lambda: Toy(transformer_layer_config={"model_type": "llama", "hidden_size": 65}),
             r"Toy.transformer_layer_config: transformers refuses this llama config.*\(65\) is not a multiple",
         ),
         (lambda: Toy(transformer_layer_config=3), r"Toy.transformer_layer_config: is int, and must be an object"),
         (lambda: Toy(norm_output=True, fc_norm=True), r"exclude each other"),
-        (lambda: Toy(speculators_config={"algorithm": "toy"}), r"Toy.speculators_config.proposal_methods=.*field required"),
+        (
+            lambda: Toy(speculators_config={"algorithm": "toy"}),
+            r"Toy.speculators_config.proposal_methods=.*field required",
+        ),
         (
             lambda: Toy(speculators_config={**shared().model_dump(), "default_proposal_method": "sampling"}),
             r"default_proposal_method='sampling' is not among proposal_methods \(greedy\)",
@@ -204,7 +219,10 @@ def test_a_child_is_found_through_its_parent_and_through_the_base(tmp_path):
     child.save_pretrained(tmp_path)
     for cls in (SpeculatorModelConfig, Toy, Child):
         assert type(cls.from_pretrained(tmp_path)) is Child and cls.from_pretrained(tmp_path) == child
-    assert {"toy_config_test": Toy, "toy_config_child": Child}.items() <= SpeculatorModelConfig.registered_classes().items()
+    assert {
+        "toy_config_test": Toy,
+        "toy_config_child": Child,
+    }.items() <= SpeculatorModelConfig.registered_classes().items()
 
 
 def test_every_declared_field_is_written_out():
@@ -224,7 +242,9 @@ def test_every_declared_field_is_written_out():
 
 def test_from_pretrained_overrides(tmp_path):
     Toy().save_pretrained(tmp_path)
-    config, unused = SpeculatorModelConfig.from_pretrained(tmp_path, draft_vocab_size=11, unknown_argument=1, return_unused_kwargs=True)
+    config, unused = SpeculatorModelConfig.from_pretrained(
+        tmp_path, draft_vocab_size=11, unknown_argument=1, return_unused_kwargs=True
+    )
     assert config.draft_vocab_size == 11 and unused == {"unknown_argument": 1}
     with pytest.raises(ValueError, match="Toy.draft_vocab_size=0"):
         SpeculatorModelConfig.from_pretrained(tmp_path, draft_vocab_size=0)
@@ -236,13 +256,18 @@ def test_transformers_model_round_trip(tmp_path):
     again = ToyModel.from_pretrained(tmp_path)
     assert torch.equal(model.head.weight, again.head.weight)
     assert again.config.later == {"a": 1} and again.config.speculators_config == model.config.speculators_config
-    assert isinstance(again.config, PretrainedConfig) and again.config.transformer_layer_config == model.config.transformer_layer_config
+    assert (
+        isinstance(again.config, PretrainedConfig)
+        and again.config.transformer_layer_config == model.config.transformer_layer_config
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_a_failed_write_keeps_the_old_config(tmp_path, monkeypatch):
     Toy(draft_vocab_size=5).save_pretrained(tmp_path)
-    monkeypatch.setattr("speculators_nb.core.files.os.replace", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        "speculators_nb.core.files.os.replace", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OSError, match="No space"):
         Toy(draft_vocab_size=6).save_pretrained(tmp_path)
     monkeypatch.undo()
@@ -251,11 +276,15 @@ def test_a_failed_write_keeps_the_old_config(tmp_path, monkeypatch):
 
 def test_verifier_config_reads_the_raw_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
-    assert VerifierConfig.from_pretrained(tmp_path) == VerifierConfig(name_or_path=str(tmp_path), architectures=["Qwen3ForCausalLM"])
+    assert VerifierConfig.from_pretrained(tmp_path) == VerifierConfig(
+        name_or_path=str(tmp_path), architectures=["Qwen3ForCausalLM"]
+    )
     loaded = Qwen3Config.from_pretrained(tmp_path)
     loaded.name_or_path = "org/model"  # as transformers does for a loaded model
     assert VerifierConfig.from_config(loaded).name_or_path == "org/model"
-    assert VerifierConfig.from_config(loaded, name_or_path=None) == VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"])
+    assert VerifierConfig.from_config(loaded, name_or_path=None) == VerifierConfig(
+        name_or_path=None, architectures=["Qwen3ForCausalLM"]
+    )
     assert VerifierConfig.from_config(LlamaConfig()) == VerifierConfig(name_or_path=None, architectures=[])
     (tmp_path / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="architectures are unknown"):
@@ -289,7 +318,10 @@ def test_a_proposal_method_that_registers_later_is_accepted_after_reload():
 
 def test_proposal_defaults():
     "The values that the public documentation gives."
-    fields = {name: kind().model_dump(exclude={"proposal_type"}) for name, kind in TokenProposalConfig.registered_classes().items()}
+    fields = {
+        name: kind().model_dump(exclude={"proposal_type"})
+        for name, kind in TokenProposalConfig.registered_classes().items()
+    }
     assert fields == {
         "greedy": dict(speculative_tokens=5, verifier_accept_k=1, accept_tolerance=0.0),
         "sampling": dict(speculative_tokens=5, accept_lenience=1.0),

@@ -1,4 +1,6 @@
-"""What `check` says of a checkpoint: violations keep vLLM from serving it as trained, warnings differ on one build or for some requests."""
+"""What `check` says of a checkpoint: violations keep vLLM from serving it as trained, warnings differ on one build or
+for some requests."""
+
 import json
 import logging
 import subprocess
@@ -28,10 +30,12 @@ def test_two_layers_of_dflash_are_a_warning(tmp_path, caplog):
     folder = checkpoint(tmp_path, "dflash")
     with caplog.at_level(logging.WARNING):
         assert check_vllm_contract(folder) == []
-    said, = caplog.messages
-    assert "num_hidden_layers is 2" in said and "first layer's k_norm" in said and "on CUDA each layer has its own" in said
+    (said,) = caplog.messages
+    assert (
+        "num_hidden_layers is 2" in said and "first layer's k_norm" in said and "on CUDA each layer has its own" in said
+    )
     caplog.clear()
-    one_layer(folder)                                              # another model, whose tensors are not all used; but no warning
+    one_layer(folder)  # another model, whose tensors are not all used; but no warning
     assert all("not part of this model" in line for line in check_vllm_contract(folder)) and caplog.messages == []
 
 
@@ -40,7 +44,9 @@ def test_the_command_still_says_that_vllm_can_serve_it(tmp_path):
     command = [Path(sys.executable).with_name("speculators-nb"), "check"]
     done = subprocess.run([*command, checkpoint(tmp_path / "d", "dflash")], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "vLLM can serve this drafter.")
-    assert [line for line in done.stderr.splitlines() if "warning" in line.lower()] == [done.stderr.splitlines()[-1]] and "k_norm" in done.stderr
+    assert [line for line in done.stderr.splitlines() if "warning" in line.lower()] == [
+        done.stderr.splitlines()[-1]
+    ] and "k_norm" in done.stderr
     done = subprocess.run([*command, checkpoint(tmp_path / "e", "eagle3")], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and "can serve" in done.stdout
 
@@ -48,22 +54,28 @@ def test_the_command_still_says_that_vllm_can_serve_it(tmp_path):
 @pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dspark vanilla"])
 @pytest.mark.parametrize("kind", [*ROPES, *HALF, *NESTED])
 def test_rope_as_vllm_reads_it(name, kind, tmp_path, caplog):
-    "Parameters by layer type are read otherwise; longrope depends on the server's longest text, and DFlash fails with it."
+    """Parameters by layer type are read otherwise; longrope depends on the server's longest text, and DFlash fails with
+    it."""
     folder = checkpoint(tmp_path, name, rope_parameters=(ROPES | HALF | NESTED)[kind])
     with caplog.at_level(logging.WARNING):
         found = [line for line in check_vllm_contract(folder) if "rope_parameters" in line]
     blocks, long = name in ("dflash", "dspark vanilla"), kind.startswith("longrope")
     assert len(found) == (kind in NESTED) + (blocks and long)
-    assert ("given by layer type" in " ".join(found)) == (kind in NESTED) and any("long factors" in line for line in caplog.messages) == long
+    assert ("given by layer type" in " ".join(found)) == (kind in NESTED) and any(
+        "long factors" in line for line in caplog.messages
+    ) == long
 
 
 def test_pictures_and_factors(tmp_path, caplog):
-    "Three coordinates for a picture's tokens are a warning; a factor that vLLM's proportional RoPE does not have is a violation."
+    """Three coordinates for a picture's tokens are a warning; a factor that vLLM's proportional RoPE does not have is a
+    violation."""
     rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2])
     with caplog.at_level(logging.WARNING):
         assert check_vllm_contract(checkpoint(tmp_path / "a", "eagle3", rope_parameters=rope)) == []
     assert any("three coordinates" in line for line in caplog.messages)
-    found = check_vllm_contract(checkpoint(tmp_path / "b", "eagle3", rope_parameters=ROPES["proportional"] | dict(factor=2.0)))
+    found = check_vllm_contract(
+        checkpoint(tmp_path / "b", "eagle3", rope_parameters=ROPES["proportional"] | dict(factor=2.0))
+    )
     assert len(found) == 1 and "factor is 2.0" in found[0]
 
 

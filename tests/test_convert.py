@@ -1,4 +1,6 @@
-"""Conversion renames and nothing else: both directions are inverse to the bit, whatever the sizes and options, and what does not fit is said."""
+"""Conversion renames and nothing else: both directions are inverse to the bit, whatever the sizes and options, and what
+does not fit is said."""
+
 import json
 import shutil
 import sys
@@ -12,17 +14,26 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3NextConfig
 
 from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig
-from speculators_nb.models.convert import convert, detect, export_native
 from speculators_nb.decode.generate import generate
-from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.models.mtp_native import stitch_mtp
+from speculators_nb.models.convert import convert, detect, export_native
 from speculators_nb.models.formats import NativeCheckpoint, formats
-from speculators_nb.verifier.tapped_model import Verifier
+from speculators_nb.models.mtp_native import stitch_mtp
 from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.verifier.tapped_model import Verifier
 
 V, H, LAYERS = 48, 16, 8
-SHAPE = dict(vocab_size=V, hidden_size=H, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=False)
+SHAPE = dict(
+    vocab_size=V,
+    hidden_size=H,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+)
 TINY = settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 
 
@@ -31,26 +42,44 @@ def home(tmp_path_factory):
     "Verifiers: `v` for drafters of every kind, `mtp` and `moe` for heads."
     folder = tmp_path_factory.mktemp("verifiers")
     torch.manual_seed(0)
-    for name, config in dict(v=LlamaConfig(**SHAPE, num_hidden_layers=LAYERS), mtp=Qwen3Config(**SHAPE, num_hidden_layers=2), moe=Qwen3NextConfig(
-            **SHAPE, num_hidden_layers=2, layer_types=["full_attention"] * 2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8)).items():
+    for name, config in dict(
+        v=LlamaConfig(**SHAPE, num_hidden_layers=LAYERS),
+        mtp=Qwen3Config(**SHAPE, num_hidden_layers=2),
+        moe=Qwen3NextConfig(
+            **SHAPE,
+            num_hidden_layers=2,
+            layer_types=["full_attention"] * 2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+        ),
+    ).items():
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
-            for p in model.parameters(): p.copy_(torch.randn(p.shape) * 0.3)
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape) * 0.3)
         model.save_pretrained(folder / name, max_shard_size="20KB" if name == "moe" else "1GB")
     return folder
 
 
 def random_state(config, seed, dtypes):
     "Every tensor of a drafter at random, in one dtype or in several."
-    with torch.device("meta"): model = SpeculatorModel.registered_class(config.speculators_model_type)(config)
+    with torch.device("meta"):
+        model = SpeculatorModel.registered_class(config.speculators_model_type)(config)
     g = torch.Generator().manual_seed(seed)
     names = [n for n in model.state_dict() if not n.startswith(model.not_saved)]
-    return {n: torch.randn(model.state_dict()[n].shape, generator=g).to(dtypes[i % len(dtypes)]) for i, n in enumerate(names) if n not in ("t2d", "d2t")}
+    return {
+        n: torch.randn(model.state_dict()[n].shape, generator=g).to(dtypes[i % len(dtypes)])
+        for i, n in enumerate(names)
+        if n not in ("t2d", "d2t")
+    }
 
 
 def save(folder, config, state):
     "A checkpoint of ours, tensors as they are."
-    with torch.device("meta"): model = SpeculatorModel.registered_class(config.speculators_model_type)(config)
+    with torch.device("meta"):
+        model = SpeculatorModel.registered_class(config.speculators_model_type)(config)
     model.check_state(state, folder)
     floats = [w.dtype for w in state.values() if w.is_floating_point()]
     model.to(max(set(floats), key=lambda d: (floats.count(d), str(d)))).save_pretrained(folder, state_dict=state)
@@ -58,7 +87,9 @@ def save(folder, config, state):
 
 
 def mapping(vd, seed):
-    t2d, d2t = vocab_mapping_from_frequencies(torch.randint(9, (V,), generator=torch.Generator().manual_seed(seed)), vd, V)
+    t2d, d2t = vocab_mapping_from_frequencies(
+        torch.randint(9, (V,), generator=torch.Generator().manual_seed(seed)), vd, V
+    )
     return {"t2d": t2d, "d2t": d2t} if vd < V else {}
 
 
@@ -69,10 +100,16 @@ def base(kind, home, tokens, verifier="v"):
 def layers(draw, families=("llama", "qwen3"), most=2):
     "The configuration of draft layers: sizes, family, windows, rope."
     n, d, kv = draw(st.integers(1, most)), draw(st.sampled_from([4, 8])), draw(st.sampled_from([1, 2, 4]))
-    target = LlamaConfig(**SHAPE | dict(head_dim=d, num_key_value_heads=kv, max_position_embeddings=draw(st.sampled_from([128, 512]))), num_hidden_layers=LAYERS)
+    target = LlamaConfig(
+        **SHAPE | dict(head_dim=d, num_key_value_heads=kv, max_position_embeddings=draw(st.sampled_from([128, 512]))),
+        num_hidden_layers=LAYERS,
+    )
     full = tuple(range(n)) if draw(st.booleans()) else ()
-    layer = draft_layer_config(target, draw(st.sampled_from(families)), n, full, intermediate_size=draw(st.sampled_from([8, 40])))
-    if draw(st.booleans()): layer.rope_parameters = dict(rope_type="linear", factor=2.0, rope_theta=draw(st.sampled_from([1e4, 5e5])))
+    layer = draft_layer_config(
+        target, draw(st.sampled_from(families)), n, full, intermediate_size=draw(st.sampled_from([8, 40]))
+    )
+    if draw(st.booleans()):
+        layer.rope_parameters = dict(rope_type="linear", factor=2.0, rope_theta=draw(st.sampled_from([1e4, 5e5])))
     layer.attention_bias = draw(st.booleans())
     return layer
 
@@ -84,21 +121,75 @@ def drafter(draw, kind):
     K = draw(st.integers(1, 6))
     ids = sorted(draw(st.sets(st.integers(0, LAYERS - 1), min_size=1, max_size=4)))
     if kind == "eagle":
-        return dict(transformer_layer_config=layers(draw, most=1), layernorms=draw(st.booleans()), fusion_bias=draw(st.booleans())), {}, "v", K
+        return (
+            dict(
+                transformer_layer_config=layers(draw, most=1),
+                layernorms=draw(st.booleans()),
+                fusion_bias=draw(st.booleans()),
+            ),
+            {},
+            "v",
+            K,
+        )
     if kind == "eagle3":
         norm = draw(st.sampled_from(["", "norm_before_fc", "fc_norm"]))
-        return dict(transformer_layer_config=layers(draw), draft_vocab_size=vd, eagle_aux_hidden_state_layer_ids=ids, norm_before_residual=draw(st.booleans()), norm_output=draw(st.booleans()),
-                    embed_requires_grad=draw(st.booleans())) | ({norm: True} if norm else {}), mapping(vd, seed), "v", K
+        return (
+            dict(
+                transformer_layer_config=layers(draw),
+                draft_vocab_size=vd,
+                eagle_aux_hidden_state_layer_ids=ids,
+                norm_before_residual=draw(st.booleans()),
+                norm_output=draw(st.booleans()),
+                embed_requires_grad=draw(st.booleans()),
+            )
+            | ({norm: True} if norm else {}),
+            mapping(vd, seed),
+            "v",
+            K,
+        )
     if kind == "dflash":
         layer, B = layers(draw, ("qwen3",)), draw(st.integers(2, 6))
         slides = "sliding_attention" in layer.layer_types
-        return dict(transformer_layer_config=layer, draft_vocab_size=vd, aux_hidden_state_layer_ids=ids, block_size=B, mask_token_id=draw(st.integers(0, V - 1)),
-                    sliding_window_non_causal=draw(st.booleans()) if slides else True), mapping(vd, seed), "v", draw(st.integers(1, B - 1))
+        return (
+            dict(
+                transformer_layer_config=layer,
+                draft_vocab_size=vd,
+                aux_hidden_state_layer_ids=ids,
+                block_size=B,
+                mask_token_id=draw(st.integers(0, V - 1)),
+                sliding_window_non_causal=draw(st.booleans()) if slides else True,
+            ),
+            mapping(vd, seed),
+            "v",
+            draw(st.integers(1, B - 1)),
+        )
     if kind == "medusa":
-        return dict(hidden_size=H, vocab_size=V, num_heads=K, num_hidden_layers=draw(st.integers(1, 2)), medusa_fc_bias=draw(st.booleans())), {}, "v", K
+        return (
+            dict(
+                hidden_size=H,
+                vocab_size=V,
+                num_heads=K,
+                num_hidden_layers=draw(st.integers(1, 2)),
+                medusa_fc_bias=draw(st.booleans()),
+            ),
+            {},
+            "v",
+            K,
+        )
     if kind == "mlp":
-        return dict(hidden_size=H, vocab_size=V, num_layers=K, intermediate_size=draw(st.sampled_from([8, H])), tie_weights=K > 1 and draw(st.booleans()),
-                    inputs_hidden_states_normalized=draw(st.booleans())), {}, "v", K
+        return (
+            dict(
+                hidden_size=H,
+                vocab_size=V,
+                num_layers=K,
+                intermediate_size=draw(st.sampled_from([8, H])),
+                tie_weights=K > 1 and draw(st.booleans()),
+                inputs_hidden_states_normalized=draw(st.booleans()),
+            ),
+            {},
+            "v",
+            K,
+        )
     name = draw(st.sampled_from(["mtp", "moe"]))
     return dict(transformer_layer_config=name), {}, name, K
 
@@ -109,20 +200,30 @@ def plain_config(path):
     layer = raw.get("transformer_layer_config", raw)
     layer.pop("num_nextn_predict_layers", None)
     if not layer.get("use_sliding_window"):
-        for key in ("sliding_window", "use_sliding_window"): layer.pop(key, None)
+        for key in ("sliding_window", "use_sliding_window"):
+            layer.pop(key, None)
     return raw
 
 
 def same(a, b):
     assert a.keys() == b.keys(), a.keys() ^ b.keys()
-    for n in a: assert a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]), n
+    for n in a:
+        assert a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]), n
 
 
 def weights(folder):
     return {n: w for file in sorted(Path(folder).glob("*.safetensors")) for n, w in load_file(file).items()}
 
 
-KINDS = {"eagle": "eagle", "eagle3": "eagle3", "dflash": "dflash", "medusa": "medusa", "medusa_original": "medusa", "mlp_speculator": "mlp", "mtp": "mtp"}
+KINDS = {
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+    "dflash": "dflash",
+    "medusa": "medusa",
+    "medusa_original": "medusa",
+    "mlp_speculator": "mlp",
+    "mtp": "mtp",
+}
 
 
 def test_every_format_is_tested():
@@ -136,9 +237,16 @@ def test_both_ways_are_inverse(name, data, home, tmp_path_factory):
     "ours -> native -> ours and native -> ours -> native: the same tensors to the bit and dtype, the same configs."
     kind, work = KINDS[name], tmp_path_factory.mktemp(name)
     fields, extra, verifier, K = data.draw(drafter(kind))
-    if kind == "mtp": fields["transformer_layer_config"] = json.loads((home / verifier / "config.json").read_text())
-    config = SpeculatorModel.registered_class(kind).config_class(**fields, speculators_config=base(kind, home, K, verifier))
-    dtypes = data.draw(st.sampled_from([[torch.float32]] if kind == "mtp" else [[torch.float32], [torch.bfloat16], [torch.float16, torch.float32]]))
+    if kind == "mtp":
+        fields["transformer_layer_config"] = json.loads((home / verifier / "config.json").read_text())
+    config = SpeculatorModel.registered_class(kind).config_class(
+        **fields, speculators_config=base(kind, home, K, verifier)
+    )
+    dtypes = data.draw(
+        st.sampled_from(
+            [[torch.float32]] if kind == "mtp" else [[torch.float32], [torch.bfloat16], [torch.float16, torch.float32]]
+        )
+    )
     ours = save(work / "ours", config, random_state(config, data.draw(st.integers(0, 99)), dtypes) | extra)
     native = export_native(ours, work / "native", name)
     assert detect(native) == name
@@ -147,7 +255,9 @@ def test_both_ways_are_inverse(name, data, home, tmp_path_factory):
     assert plain_config(ours) == plain_config(again)
     export_native(again, work / "native again", name)
     same(weights(native), weights(work / "native again"))
-    assert json.loads((work / "native/config.json").read_text()) == json.loads((work / "native again/config.json").read_text())
+    assert json.loads((work / "native/config.json").read_text()) == json.loads(
+        (work / "native again/config.json").read_text()
+    )
     shutil.rmtree(work)
 
 
@@ -161,7 +271,9 @@ def test_upstreams_converter_makes_the_same(name, tmp_path):
     theirs = json.loads(upstream.RECORD.read_text())[name]
     assert upstream.differences(upstream.here(name, tmp_path), theirs) == []
     theirs["tensors"] = {n: [dtype, shape, "0" * 64] for n, (dtype, shape, _) in theirs["tensors"].items()}
-    assert len(upstream.differences(upstream.here(name, tmp_path / "again"), theirs)) == len(theirs["tensors"])     # the comparison can fail
+    assert len(upstream.differences(upstream.here(name, tmp_path / "again"), theirs)) == len(
+        theirs["tensors"]
+    )  # the comparison can fail
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +281,13 @@ def eagle3(home, tmp_path_factory):
     "A drafter of ours with half the vocabulary, and its research checkpoint."
     folder = tmp_path_factory.mktemp("eagle3")
     layer = draft_layer_config(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS))
-    config = SpeculatorModel.registered_class("eagle3").config_class(transformer_layer_config=layer, draft_vocab_size=24, eagle_aux_hidden_state_layer_ids=[2, 4, 5], norm_before_residual=True,
-                                                              speculators_config=base("eagle3", home, 4))
+    config = SpeculatorModel.registered_class("eagle3").config_class(
+        transformer_layer_config=layer,
+        draft_vocab_size=24,
+        eagle_aux_hidden_state_layer_ids=[2, 4, 5],
+        norm_before_residual=True,
+        speculators_config=base("eagle3", home, 4),
+    )
     save(folder / "ours", config, random_state(config, 3, [torch.float32]) | mapping(24, 1))
     export_native(folder / "ours", folder / "native")
     return folder
@@ -189,15 +306,22 @@ def rewritten(source, folder, tensors=None, config=None, drop=(), file="model.sa
 CONTAINERS = {
     "safetensors": lambda state, folder: save_file(state, folder / "model.safetensors"),
     "bin": lambda state, folder: torch.save(state, folder / "pytorch_model.bin"),
-    "bin of an old torch": lambda state, folder: torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False),
-    "sharded safetensors": lambda state, folder: shards(state, folder, "model-{}.safetensors", "model.safetensors.index.json", save_file),
-    "sharded bin": lambda state, folder: shards(state, folder, "pytorch_model-{}.bin", "pytorch_model.bin.index.json", torch.save),
+    "bin of an old torch": lambda state, folder: torch.save(
+        state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    ),
+    "sharded safetensors": lambda state, folder: shards(
+        state, folder, "model-{}.safetensors", "model.safetensors.index.json", save_file
+    ),
+    "sharded bin": lambda state, folder: shards(
+        state, folder, "pytorch_model-{}.bin", "pytorch_model.bin.index.json", torch.save
+    ),
 }
 
 
 def shards(state, folder, name, index, write):
     where = {n: name.format(i % 3) for i, n in enumerate(state)}
-    for file in set(where.values()): write({n: state[n] for n in where if where[n] == file}, folder / file)
+    for file in set(where.values()):
+        write({n: state[n] for n in where if where[n] == file}, folder / file)
     (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
 
@@ -210,96 +334,234 @@ def test_every_container(container, eagle3, home, tmp_path):
     assert detect(source) == "eagle3"
     convert(source, tmp_path / "made", home / "v")
     same(weights(tmp_path / "made"), weights(eagle3 / "ours"))
-    if "sharded" not in container:                       # the file alone, under another name
-        file = next(f for f in source.iterdir() if f.name != "config.json").rename(source / f"weights{'.bin' if 'bin' in container else '.safetensors'}")
+    if "sharded" not in container:  # the file alone, under another name
+        file = next(f for f in source.iterdir() if f.name != "config.json").rename(
+            source / f"weights{'.bin' if 'bin' in container else '.safetensors'}"
+        )
         convert(file, tmp_path / "from file", home / "v")
         same(weights(tmp_path / "from file"), weights(eagle3 / "ours"))
-        with pytest.raises(FileNotFoundError, match="looked for .*pytorch_model.bin. If they have another name"): detect(source)
+        with pytest.raises(FileNotFoundError, match="looked for .*pytorch_model.bin. If they have another name"):
+            detect(source)
 
 
 def test_eagle3_as_others_write_it(eagle3, home, tmp_path):
-    "No t2d; no embedding; buffers of old versions; names behind `model.`; layer ids and flags nowhere, or flat; whole vocabulary with an empty mapping."
+    """No t2d; no embedding; buffers of old versions; names behind `model.`; layer ids and flags nowhere, or flat; whole
+    vocabulary with an empty mapping."""
     ours, native = weights(eagle3 / "ours"), weights(eagle3 / "native")
-    made = lambda name, **change: Path(convert(rewritten(eagle3 / "native", tmp_path / name, **change), tmp_path / f"{name} made", home / "v", config=change.pop("fields", None)))
+    made = lambda name, **change: Path(
+        convert(
+            rewritten(eagle3 / "native", tmp_path / name, **change),
+            tmp_path / f"{name} made",
+            home / "v",
+            config=change.pop("fields", None),
+        )
+    )
     same(weights(made("no t2d", drop=("t2d",))), ours)
-    same(weights(made("no embedding", drop=("embed_tokens.weight",))), {n: w for n, w in ours.items() if n != "embed_tokens.weight"})
-    SpeculatorModel.from_pretrained(tmp_path / "no embedding made")                                 # the verifier's is there
+    same(
+        weights(made("no embedding", drop=("embed_tokens.weight",))),
+        {n: w for n, w in ours.items() if n != "embed_tokens.weight"},
+    )
+    SpeculatorModel.from_pretrained(tmp_path / "no embedding made")  # the verifier's is there
     same(weights(made("buffer", tensors={"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)})), ours)
-    same(weights(made("prefix", tensors={"model." + n: w for n, w in native.items() if n.startswith("midlayer.")}, drop=tuple(n for n in native if n.startswith("midlayer.")))), ours)
-    said = json.loads((made("bare", drop=("eagle_config", "norm_before_residual", "speculative_tokens", "layer_types", "num_aux_hidden_states", "model_type")) / "config.json").read_text())
-    assert (said["eagle_aux_hidden_state_layer_ids"], said["norm_before_residual"], said["speculators_config"]["proposal_methods"][0]["speculative_tokens"]) == ([2, 4, 5], False, 3)
-    flat = json.loads((made("flat", drop=("eagle_config",), config=dict(eagle_aux_hidden_state_layer_ids=[1, 2, 7], torch_dtype="float16", rope_theta=7e5)) / "config.json").read_text())
+    same(
+        weights(
+            made(
+                "prefix",
+                tensors={"model." + n: w for n, w in native.items() if n.startswith("midlayer.")},
+                drop=tuple(n for n in native if n.startswith("midlayer.")),
+            )
+        ),
+        ours,
+    )
+    said = json.loads(
+        (
+            made(
+                "bare",
+                drop=(
+                    "eagle_config",
+                    "norm_before_residual",
+                    "speculative_tokens",
+                    "layer_types",
+                    "num_aux_hidden_states",
+                    "model_type",
+                ),
+            )
+            / "config.json"
+        ).read_text()
+    )
+    assert (
+        said["eagle_aux_hidden_state_layer_ids"],
+        said["norm_before_residual"],
+        said["speculators_config"]["proposal_methods"][0]["speculative_tokens"],
+    ) == ([2, 4, 5], False, 3)
+    flat = json.loads(
+        (
+            made(
+                "flat",
+                drop=("eagle_config",),
+                config=dict(eagle_aux_hidden_state_layer_ids=[1, 2, 7], torch_dtype="float16", rope_theta=7e5),
+            )
+            / "config.json"
+        ).read_text()
+    )
     assert flat["eagle_aux_hidden_state_layer_ids"] == [1, 2, 7]
-    whole = made("whole", tensors=dict(t2d=torch.ones(V, dtype=torch.bool), d2t=torch.zeros(V, dtype=torch.int64)) | {"lm_head.weight": torch.randn(V, H)}, config=dict(draft_vocab_size=V))
+    whole = made(
+        "whole",
+        tensors=dict(t2d=torch.ones(V, dtype=torch.bool), d2t=torch.zeros(V, dtype=torch.int64))
+        | {"lm_head.weight": torch.randn(V, H)},
+        config=dict(draft_vocab_size=V),
+    )
     assert not {"t2d", "d2t"} & weights(whole).keys() and SpeculatorModel.from_pretrained(whole).t2d is None
-    old = rewritten(eagle3 / "native", tmp_path / "old rope", config=dict(rope_theta=7e5, rope_scaling=dict(type="linear", factor=4.0), max_position_embeddings=64), drop=("rope_parameters",))
-    layer = SpeculatorModelConfig.from_pretrained(convert(old, tmp_path / "old rope made", home / "v", config='{"norm_output": true}'))
-    assert layer.norm_output and layer.transformer_layer_config.rope_parameters["rope_theta"] == 7e5 and layer.transformer_layer_config.rope_parameters["factor"] == 4
-    assert layer.transformer_layer_config.max_position_embeddings == 128                             # no shorter than the verifier's
+    old = rewritten(
+        eagle3 / "native",
+        tmp_path / "old rope",
+        config=dict(rope_theta=7e5, rope_scaling=dict(type="linear", factor=4.0), max_position_embeddings=64),
+        drop=("rope_parameters",),
+    )
+    layer = SpeculatorModelConfig.from_pretrained(
+        convert(old, tmp_path / "old rope made", home / "v", config='{"norm_output": true}')
+    )
+    assert (
+        layer.norm_output
+        and layer.transformer_layer_config.rope_parameters["rope_theta"] == 7e5
+        and layer.transformer_layer_config.rope_parameters["factor"] == 4
+    )
+    assert layer.transformer_layer_config.max_position_embeddings == 128  # no shorter than the verifier's
 
 
 def test_dflash_as_others_write_it(home, tmp_path):
     "Fields flat or in a block, an attention window forced on all layers, copies of the verifier's embedding and head."
     layer = draft_layer_config(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS), "qwen3", 2)
     kind = SpeculatorModel.registered_class("dflash").config_class
-    config = kind(transformer_layer_config=layer, draft_vocab_size=V, block_size=5, mask_token_id=7, aux_hidden_state_layer_ids=[2, 5], sliding_window_non_causal=True, speculators_config=base("dflash", home, 4))
+    config = kind(
+        transformer_layer_config=layer,
+        draft_vocab_size=V,
+        block_size=5,
+        mask_token_id=7,
+        aux_hidden_state_layer_ids=[2, 5],
+        sliding_window_non_causal=True,
+        speculators_config=base("dflash", home, 4),
+    )
     save(tmp_path / "ours", config, random_state(config, 1, [torch.bfloat16]))
     native = Path(export_native(tmp_path / "ours", tmp_path / "native"))
     raw = json.loads((native / "config.json").read_text())
-    assert raw["dflash_config"] == dict(mask_token_id=7, target_layer_ids=[1, 4]) and (raw["block_size"], raw["num_target_layers"], raw["architectures"]) == (5, LAYERS, ["DFlashDraftModel"])
+    assert raw["dflash_config"] == dict(mask_token_id=7, target_layer_ids=[1, 4]) and (
+        raw["block_size"],
+        raw["num_target_layers"],
+        raw["architectures"],
+    ) == (5, LAYERS, ["DFlashDraftModel"])
     theirs = weights(home / "v")
-    copies = {"embed_tokens.weight": theirs["model.embed_tokens.weight"].bfloat16(), "lm_head.weight": theirs["lm_head.weight"].bfloat16()}
-    flat = rewritten(native, tmp_path / "flat", copies, dict(target_layer_ids=[1, 4], mask_token_id=7), ("dflash_config", "layer_types"))
+    copies = {
+        "embed_tokens.weight": theirs["model.embed_tokens.weight"].bfloat16(),
+        "lm_head.weight": theirs["lm_head.weight"].bfloat16(),
+    }
+    flat = rewritten(
+        native,
+        tmp_path / "flat",
+        copies,
+        dict(target_layer_ids=[1, 4], mask_token_id=7),
+        ("dflash_config", "layer_types"),
+    )
     convert(flat, tmp_path / "flat made", home / "v")
     same(weights(tmp_path / "flat made"), weights(tmp_path / "ours"))
     assert plain_config(tmp_path / "flat made") == plain_config(tmp_path / "ours")
-    forced = SpeculatorModelConfig.from_pretrained(convert(rewritten(native, tmp_path / "swa", config=dict(dflash_config=raw["dflash_config"] | dict(use_swa=True, swa_window_size=9))), tmp_path / "swa made", home / "v"))
-    assert forced.transformer_layer_config.layer_types == ["sliding_attention"] * 2 and forced.transformer_layer_config.sliding_window == 9 and forced.sliding_window_non_causal
+    forced = SpeculatorModelConfig.from_pretrained(
+        convert(
+            rewritten(
+                native,
+                tmp_path / "swa",
+                config=dict(dflash_config=raw["dflash_config"] | dict(use_swa=True, swa_window_size=9)),
+            ),
+            tmp_path / "swa made",
+            home / "v",
+        )
+    )
+    assert (
+        forced.transformer_layer_config.layer_types == ["sliding_attention"] * 2
+        and forced.transformer_layer_config.sliding_window == 9
+        and forced.sliding_window_non_causal
+    )
     for change, says in (
-            (dict(config=dict(dflash_config=raw["dflash_config"] | dict(causal=True))), "causal is True for layers that see everything"),
-            (dict(config=dict(dflash_config=raw["dflash_config"] | dict(target_layer_ids=[1, LAYERS - 1]))), "reads the last of the verifier's 8 layers"),
-            (dict(config=dict(dflash_config=dict(mask_token_id=7))), "target_layer_ids is not in config.json"),
-            (dict(config=dict(input_embedding_scale=4.0)), "input_embedding_scale is 4.0"),
-            (dict(tensors={"lm_head.weight": torch.randn(V, H)}), "lm_head.weight differs from that of verifier"),
-            (dict(tensors={"layers.0.self_attn.g_proj.weight": torch.randn(4, H)}), "has unknown tensors: layers.0.self_attn.g_proj.weight")):
+        (
+            dict(config=dict(dflash_config=raw["dflash_config"] | dict(causal=True))),
+            "causal is True for layers that see everything",
+        ),
+        (
+            dict(config=dict(dflash_config=raw["dflash_config"] | dict(target_layer_ids=[1, LAYERS - 1]))),
+            "reads the last of the verifier's 8 layers",
+        ),
+        (dict(config=dict(dflash_config=dict(mask_token_id=7))), "target_layer_ids is not in config.json"),
+        (dict(config=dict(input_embedding_scale=4.0)), "input_embedding_scale is 4.0"),
+        (dict(tensors={"lm_head.weight": torch.randn(V, H)}), "lm_head.weight differs from that of verifier"),
+        (
+            dict(tensors={"layers.0.self_attn.g_proj.weight": torch.randn(4, H)}),
+            "has unknown tensors: layers.0.self_attn.g_proj.weight",
+        ),
+    ):
         source = rewritten(native, tmp_path / says[:9], **change)
-        with pytest.raises(ValueError, match=says): convert(source, tmp_path / "no", home / "v")
+        with pytest.raises(ValueError, match=says):
+            convert(source, tmp_path / "no", home / "v")
     (native / "mask_embedding.pt").touch()
-    with pytest.raises(ValueError, match="mask_embedding.pt replaces"): convert(native, tmp_path / "no", home / "v")
+    with pytest.raises(ValueError, match="mask_embedding.pt replaces"):
+        convert(native, tmp_path / "no", home / "v")
     shifted = kind(**config.to_dict() | dict(sample_from_anchor=True))
     save(tmp_path / "shifted", shifted, random_state(config, 1, [torch.bfloat16]))
-    with pytest.raises(ValueError, match="sample_from_anchor is True"): export_native(tmp_path / "shifted", tmp_path / "no")
+    with pytest.raises(ValueError, match="sample_from_anchor is True"):
+        export_native(tmp_path / "shifted", tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
 
 def test_medusa_and_mlp_as_others_write_them(home, tmp_path):
-    "Medusa's pickle, heads among a verifier's shards, one matrix for all heads; MLP speculators without prefix, tied parts once or copied, without config."
+    """Medusa's pickle, heads among a verifier's shards, one matrix for all heads; MLP speculators without prefix, tied
+    parts once or copied, without config."""
     kind = SpeculatorModel.registered_class("medusa").config_class
-    config = kind(hidden_size=H, vocab_size=V, num_heads=3, num_hidden_layers=2, medusa_fc_bias=True, speculators_config=base("medusa", home, 3))
+    config = kind(
+        hidden_size=H,
+        vocab_size=V,
+        num_heads=3,
+        num_hidden_layers=2,
+        medusa_fc_bias=True,
+        speculators_config=base("medusa", home, 3),
+    )
     save(tmp_path / "ours", config, random_state(config, 1, [torch.float16]))
     native = Path(export_native(tmp_path / "ours", tmp_path / "native", "medusa_original"))
     state = load_file(native / "medusa_lm_head.safetensors")
     assert {"0.0.linear.weight", "2.1.linear.bias", "2.2.weight"} <= state.keys() and len(state) == 3 * 5
     pickled = tmp_path / "pickled"
     pickled.mkdir()
-    torch.save(state, pickled / "medusa_lm_head.pt")                                                  # no config.json: sizes are seen
+    torch.save(state, pickled / "medusa_lm_head.pt")  # no config.json: sizes are seen
     inside = tmp_path / "inside"
     shutil.copytree(home / "v", inside)
-    save_file(load_file(inside / "model.safetensors") | {"medusa_head." + n: w for n, w in state.items()}, inside / "model.safetensors")
+    save_file(
+        load_file(inside / "model.safetensors") | {"medusa_head." + n: w for n, w in state.items()},
+        inside / "model.safetensors",
+    )
     for i, source in enumerate((pickled, inside)):
         assert detect(source) == "medusa_original"
         same(weights(convert(source, tmp_path / f"made {i}", home / "v")), weights(tmp_path / "ours"))
-    one = {n: w for n, w in weights(tmp_path / "ours").items() if not n.startswith("lm_heads.") or n.startswith("lm_heads.0.")}
+    one = {
+        n: w
+        for n, w in weights(tmp_path / "ours").items()
+        if not n.startswith("lm_heads.") or n.startswith("lm_heads.0.")
+    }
     (tmp_path / "one").mkdir()
     save_file(one, tmp_path / "one/model.safetensors")
     (tmp_path / "one/config.json").write_text(json.dumps(dict(original_lm_head=True)))
     made = weights(convert(tmp_path / "one", tmp_path / "one made", home / "v"))
     assert all(torch.equal(made[f"lm_heads.{i}.weight"], one["lm_heads.0.weight"]) for i in range(3))
     save_file(one | {"token_map": torch.arange(9)}, tmp_path / "one/model.safetensors")
-    with pytest.raises(ValueError, match="token_map restricts the heads to 9 tokens"): convert(tmp_path / "one", tmp_path / "no", home / "v")
+    with pytest.raises(ValueError, match="token_map restricts the heads to 9 tokens"):
+        convert(tmp_path / "one", tmp_path / "no", home / "v")
 
     kind = SpeculatorModel.registered_class("mlp").config_class
-    config = kind(hidden_size=H, vocab_size=V, num_layers=3, intermediate_size=8, tie_weights=True, speculators_config=base("mlp", home, 3))
+    config = kind(
+        hidden_size=H,
+        vocab_size=V,
+        num_layers=3,
+        intermediate_size=8,
+        tie_weights=True,
+        speculators_config=base("mlp", home, 3),
+    )
     ours = save(tmp_path / "tied", config, random_state(config, 1, [torch.float32]))
     native = Path(export_native(ours, tmp_path / "tied native"))
     full = weights(native)
@@ -309,14 +571,19 @@ def test_medusa_and_mlp_as_others_write_them(home, tmp_path):
         source = rewritten(native, tmp_path / f"bare {i}", tensors, drop=tuple(full))
         same(weights(convert(source, tmp_path / f"bare made {i}", home / "v")), weights(ours))
     source = rewritten(native, tmp_path / "loose", {"speculator.emb.1.weight": torch.randn(V, 8)})
-    with pytest.raises(ValueError, match="tie_weights is true, but emb.1.weight differs from emb.0.weight"): convert(source, tmp_path / "no", home / "v")
+    with pytest.raises(ValueError, match="tie_weights is true, but emb.1.weight differs from emb.0.weight"):
+        convert(source, tmp_path / "no", home / "v")
 
 
 @pytest.mark.parametrize("name", ["mtp", "moe"])
 def test_mtp_is_the_verifiers_layout(name, home, tmp_path):
-    "A head in a dense verifier and one of experts, stored one by one, in shards: extracted, and stitched back to the same verifier."
+    """A head in a dense verifier and one of experts, stored one by one, in shards: extracted, and stitched back to the
+    same verifier."""
     kind = SpeculatorModel.registered_class("mtp").config_class
-    config = kind(transformer_layer_config=json.loads((home / name / "config.json").read_text()), speculators_config=base("mtp", home, 2, name))
+    config = kind(
+        transformer_layer_config=json.loads((home / name / "config.json").read_text()),
+        speculators_config=base("mtp", home, 2, name),
+    )
     ours = save(tmp_path / "ours", config, random_state(config, 1, [torch.float32]))
     stitched = stitch_mtp(ours, home / name, tmp_path / "stitched")
     assert detect(stitched) == "mtp"
@@ -324,12 +591,17 @@ def test_mtp_is_the_verifiers_layout(name, home, tmp_path):
     same(weights(made), weights(ours))
     back = weights(export_native(made, tmp_path / "back"))
     same(back, weights(stitched))
-    assert ("mtp.layers.0.mlp.experts.3.down_proj.weight" in back) == (name == "moe") and "mtp.layers.0.mlp.experts.gate_up_proj" not in back
-    assert json.loads((tmp_path / "made/config.json").read_text())["speculators_config"]["verifier"]["name_or_path"] == str(stitched)
+    assert ("mtp.layers.0.mlp.experts.3.down_proj.weight" in back) == (
+        name == "moe"
+    ) and "mtp.layers.0.mlp.experts.gate_up_proj" not in back
+    assert json.loads((tmp_path / "made/config.json").read_text())["speculators_config"]["verifier"][
+        "name_or_path"
+    ] == str(stitched)
 
 
 def test_a_converted_drafter_drafts_the_same(eagle3, home, tmp_path):
-    "Decoding with the original weights and with the converted ones: every proposed tree, every accepted count, every token."
+    """Decoding with the original weights and with the converted ones: every proposed tree, every accepted count, every
+    token."""
     native = Path(export_native(eagle3 / "ours", tmp_path / "native"))
     made = convert(native, tmp_path / "made", home / "v")
     prompts = [torch.arange(4) + i for i in range(3)]
@@ -343,68 +615,116 @@ def test_a_converted_drafter_drafts_the_same(eagle3, home, tmp_path):
         out = [generate(verifier, drafter, [p], k=4, max_new_tokens=12) for p in prompts]
         runs.append((out, seen))
     (a, chains_a), (b, chains_b) = runs
-    flat = lambda out: [(list(g.tokens) if hasattr(g, "tokens") else str(g)) for r in out for g in (r if isinstance(r, list) else [r])]
+    flat = lambda out: [
+        (list(g.tokens) if hasattr(g, "tokens") else str(g)) for r in out for g in (r if isinstance(r, list) else [r])
+    ]
     assert flat(a) == flat(b)
-    assert len(chains_a) == len(chains_b) > 9 and all(torch.equal(x.tokens, y.tokens) for x, y in zip(chains_a, chains_b))
+    assert len(chains_a) == len(chains_b) > 9 and all(
+        torch.equal(x.tokens, y.tokens) for x, y in zip(chains_a, chains_b)
+    )
 
 
 def test_the_wrong_verifier(eagle3, home, tmp_path):
     "Another hidden size, another vocabulary, and the right sizes with another model's weights."
     for name, change in (("wide", dict(hidden_size=32)), ("large", dict(vocab_size=V + 8))):
         LlamaConfig(**SHAPE | change, num_hidden_layers=LAYERS).save_pretrained(tmp_path / name)
-    with pytest.raises(ValueError, match="hidden_size 16, .* has 32; give the verifier"): convert(eagle3 / "native", tmp_path / "no", tmp_path / "wide")
-    with pytest.raises(ValueError, match="vocabulary 48, .* has 56; give the verifier"): convert(eagle3 / "native", tmp_path / "no", tmp_path / "large")
+    with pytest.raises(ValueError, match="hidden_size 16, .* has 32; give the verifier"):
+        convert(eagle3 / "native", tmp_path / "no", tmp_path / "wide")
+    with pytest.raises(ValueError, match="vocabulary 48, .* has 56; give the verifier"):
+        convert(eagle3 / "native", tmp_path / "no", tmp_path / "large")
     LlamaConfig(**SHAPE | dict(vocab_size=30), num_hidden_layers=LAYERS).save_pretrained(tmp_path / "small")
-    with pytest.raises(ValueError, match="d2t leads to token .*another verifier"): convert(eagle3 / "native", tmp_path / "no", tmp_path / "small")
+    with pytest.raises(ValueError, match="d2t leads to token .*another verifier"):
+        convert(eagle3 / "native", tmp_path / "no", tmp_path / "small")
     layer = draft_layer_config(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS))
-    config = SpeculatorModel.registered_class("eagle").config_class(transformer_layer_config=layer, speculators_config=base("eagle", home, 2))
+    config = SpeculatorModel.registered_class("eagle").config_class(
+        transformer_layer_config=layer, speculators_config=base("eagle", home, 2)
+    )
     save(tmp_path / "ours", config, random_state(config, 0, [torch.float32]))
     native = export_native(tmp_path / "ours", tmp_path / "native")
     assert torch.equal(weights(native)["embed_tokens.weight"], weights(home / "v")["model.embed_tokens.weight"])
     torch.manual_seed(5)
     AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS)).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="embed_tokens.weight differs from that of verifier .*is the drafter for another verifier"): convert(native, tmp_path / "no", tmp_path / "other")
-    (tmp_path / "other/model.safetensors").unlink()                                                  # its config alone: believed
+    with pytest.raises(
+        ValueError, match="embed_tokens.weight differs from that of verifier .*is the drafter for another verifier"
+    ):
+        convert(native, tmp_path / "no", tmp_path / "other")
+    (tmp_path / "other/model.safetensors").unlink()  # its config alone: believed
     convert(native, tmp_path / "made", tmp_path / "other")
     assert not (tmp_path / "no").exists()
 
 
 def test_errors(eagle3, home, tmp_path):
     source, v = eagle3 / "native", home / "v"
-    go = lambda change, **args: convert(rewritten(source, tmp_path / f"source {len(list(tmp_path.iterdir()))}", **change), tmp_path / "no", v, **args)
-    with pytest.raises(ValueError, match="misses tensors: layers.0.mlp.up_proj.weight"): go(dict(drop=("midlayer.mlp.up_proj.weight",)))
-    with pytest.raises(ValueError, match="has unknown tensors: mask_hidden"): go(dict(tensors=dict(mask_hidden=torch.ones(1, 1, 48))))
-    with pytest.raises(ValueError, match=r"misshapen tensors: norm.weight \(15,\) instead of \(16,\)"): go(dict(tensors={"norm.weight": torch.ones(15)}))
-    with pytest.raises(ValueError, match="use_aux_hidden_state is False"): go(dict(config=dict(eagle_config=dict(use_aux_hidden_state=False))))
-    with pytest.raises(ValueError, match="fc.weight reads 2 layers and config.json does not say which"): go(dict(tensors={"fc.weight": torch.ones(H, 2 * H)}, drop=("eagle_config",)))
-    with pytest.raises(ValueError, match="not ascending"): go(dict(config=dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[5, 2, 4]))))
-    with pytest.raises(ValueError, match=r"outside \[0, 8\]"): go(dict(config=dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[2, 4, 9]))))
-    with pytest.raises(ValueError, match="is not a JSON object"): go({}, config="norm_before_residual=true")
-    with pytest.raises(ValueError, match="format='eagle4': known are .*eagle3"): go({}, format="eagle4")
-    with pytest.raises(ValueError, match="there is no fc.weight|misses"): go(dict(drop=("fc.weight",)))
-    with pytest.raises(ValueError, match="is a checkpoint of this library already"): detect(eagle3 / "ours")
-    with pytest.raises(ValueError, match="(?s)no known format. Looked for.*dflash.*fc.weight and hidden_norm.weight.*midlayer.*The checkpoint has lm_head.weight.*LlamaForCausalLM"): detect(v)
-    with pytest.raises(FileExistsError, match="exists already"): convert(source, eagle3 / "ours", v)
-    with pytest.raises(FileNotFoundError, match="neither a local folder nor"): convert(tmp_path / "nowhere", tmp_path / "no", v)
-    with pytest.raises(ValueError, match="format='dflash': a drafter of type 'eagle3' can be written as eagle3"): export_native(eagle3 / "ours", tmp_path / "no", "dflash")
+    go = lambda change, **args: convert(
+        rewritten(source, tmp_path / f"source {len(list(tmp_path.iterdir()))}", **change), tmp_path / "no", v, **args
+    )
+    with pytest.raises(ValueError, match="misses tensors: layers.0.mlp.up_proj.weight"):
+        go(dict(drop=("midlayer.mlp.up_proj.weight",)))
+    with pytest.raises(ValueError, match="has unknown tensors: mask_hidden"):
+        go(dict(tensors=dict(mask_hidden=torch.ones(1, 1, 48))))
+    with pytest.raises(ValueError, match=r"misshapen tensors: norm.weight \(15,\) instead of \(16,\)"):
+        go(dict(tensors={"norm.weight": torch.ones(15)}))
+    with pytest.raises(ValueError, match="use_aux_hidden_state is False"):
+        go(dict(config=dict(eagle_config=dict(use_aux_hidden_state=False))))
+    with pytest.raises(ValueError, match="fc.weight reads 2 layers and config.json does not say which"):
+        go(dict(tensors={"fc.weight": torch.ones(H, 2 * H)}, drop=("eagle_config",)))
+    with pytest.raises(ValueError, match="not ascending"):
+        go(dict(config=dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[5, 2, 4]))))
+    with pytest.raises(ValueError, match=r"outside \[0, 8\]"):
+        go(dict(config=dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[2, 4, 9]))))
+    with pytest.raises(ValueError, match="is not a JSON object"):
+        go({}, config="norm_before_residual=true")
+    with pytest.raises(ValueError, match="format='eagle4': known are .*eagle3"):
+        go({}, format="eagle4")
+    with pytest.raises(ValueError, match="there is no fc.weight|misses"):
+        go(dict(drop=("fc.weight",)))
+    with pytest.raises(ValueError, match="is a checkpoint of this library already"):
+        detect(eagle3 / "ours")
+    with pytest.raises(
+        ValueError,
+        match=(
+            "(?s)no known format. Looked for.*dflash.*fc.weight and hidden_norm.weight.*midlayer.*The checkpoint has "
+            "lm_head.weight.*LlamaForCausalLM"
+        ),
+    ):
+        detect(v)
+    with pytest.raises(FileExistsError, match="exists already"):
+        convert(source, eagle3 / "ours", v)
+    with pytest.raises(FileNotFoundError, match="neither a local folder nor"):
+        convert(tmp_path / "nowhere", tmp_path / "no", v)
+    with pytest.raises(ValueError, match="format='dflash': a drafter of type 'eagle3' can be written as eagle3"):
+        export_native(eagle3 / "ours", tmp_path / "no", "dflash")
     bare = rewritten(source, tmp_path / "no config")
     (bare / "config.json").unlink()
-    with pytest.raises(ValueError, match="no config.json with hidden_size beside model.safetensors"): convert(bare, tmp_path / "no", v)
+    with pytest.raises(ValueError, match="no config.json with hidden_size beside model.safetensors"):
+        convert(bare, tmp_path / "no", v)
     (bare / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json: not JSON"): convert(bare, tmp_path / "no", v)
+    with pytest.raises(ValueError, match="config.json: not JSON"):
+        convert(bare, tmp_path / "no", v)
     (bare / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="config.json: holds .*must hold an object"): convert(bare, tmp_path / "no", v)
+    with pytest.raises(ValueError, match="config.json: holds .*must hold an object"):
+        convert(bare, tmp_path / "no", v)
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut/model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-50])
-    with pytest.raises(ValueError, match="not a complete safetensors file"): detect(tmp_path / "cut")
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
+        detect(tmp_path / "cut")
     assert not (tmp_path / "no").exists()
 
 
 def test_types_without_a_foreign_format(home, tmp_path):
     layer = draft_layer_config(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS), "qwen3")
-    config = SpeculatorModel.registered_class("peagle").config_class(transformer_layer_config=layer, draft_vocab_size=V, mask_token_id=3, eagle_aux_hidden_state_layer_ids=[2, 4, 5], speculators_config=base("peagle", home, 4))
+    config = SpeculatorModel.registered_class("peagle").config_class(
+        transformer_layer_config=layer,
+        draft_vocab_size=V,
+        mask_token_id=3,
+        eagle_aux_hidden_state_layer_ids=[2, 4, 5],
+        speculators_config=base("peagle", home, 4),
+    )
     save(tmp_path / "ours", config, random_state(config, 0, [torch.float32]))
-    with pytest.raises(ValueError, match="type 'peagle', which no other project stores in a way of its own; there are dflash, eagle"): export_native(tmp_path / "ours", tmp_path / "no")
+    with pytest.raises(
+        ValueError, match="type 'peagle', which no other project stores in a way of its own; there are dflash, eagle"
+    ):
+        export_native(tmp_path / "ours", tmp_path / "no")
 
 
 def test_names_without_weights_are_read(home, monkeypatch):

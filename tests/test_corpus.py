@@ -1,13 +1,26 @@
-"The corpus: the same bytes for the same seed, well-formed conversations, answers that are right, two parts that never meet."
+"""The corpus: the same bytes for the same seed, well-formed conversations, answers that are right, two parts that never
+meet."""
+
 import random
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from speculators_nb.lab.corpus import DOMAINS, conversation, corpus, is_heldout, is_right, main, read_corpus, spin, topics
+from speculators_nb.lab.corpus import (
+    DOMAINS,
+    conversation,
+    corpus,
+    is_heldout,
+    is_right,
+    main,
+    read_corpus,
+    spin,
+    topics,
+)
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ROOT / "data" / "corpus"
@@ -34,16 +47,18 @@ def test_every_conversation_is_well_formed_and_right(seed, domain):
 
 def spoil(domain, text):
     "The same answer with one thing wrong."
-    if domain == "free": return text[:-1]
+    if domain == "free":
+        return text[:-1]
     if domain == "code":
         head, body = text.split("    ", 1)
         return head + "    " + re.sub(r"(\* |\+ |> |< |== )(\d)", lambda m: m[1] + str(9 - int(m[2])), body, count=1)
-    if domain == "copying": return text.replace(" saw a", " saw a very", 1)
+    if domain == "copying":
+        return text.replace(" saw a", " saw a very", 1)
     if domain == "sorting" and " words" in text:
         head, words = text.rsplit(" ", 1)
         return f"{head} x{words}"
-    spot = [m for m in re.finditer(r"\d", text)][-1]
-    return text[:spot.start()] + str((int(spot[0]) + 1) % 10) + text[spot.end():]
+    spot = list(re.finditer(r"\d", text))[-1]
+    return text[: spot.start()] + str((int(spot[0]) + 1) % 10) + text[spot.end() :]
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
@@ -51,15 +66,21 @@ def test_a_wrong_answer_is_noticed(domain):
     noticed = total = 0
     for row in corpus(60, seed=3, domains=[domain]):
         for messages in turns(row):
-            wrong = messages[:-1] + [dict(role="assistant", content=spoil(domain, messages[-1]["content"]))]
-            if wrong[-1]["content"] != messages[-1]["content"]: total += 1; noticed += not is_right(domain, wrong)
+            wrong = [*messages[:-1], dict(role="assistant", content=spoil(domain, messages[-1]["content"]))]
+            if wrong[-1]["content"] != messages[-1]["content"]:
+                total += 1
+                noticed += not is_right(domain, wrong)
     assert total > 60 and noticed == total
 
 
-TASKS = {r"(?:multiplies|scales).* (\d)": lambda v, k: [x * k for x in v], r"(?:adds|raises).* ?(\d)": lambda v, k: [x + k for x in v],
-         r"(?:above|up to) (\d)": lambda v, k: [x for x in v if x > k], r"(?:below|from) (\d)": lambda v, k: [x for x in v if x < k],
-         "keeps the even|drops the odd": lambda v, k: [x for x in v if x % 2 == 0],
-         "keeps the odd|drops the even": lambda v, k: [x for x in v if x % 2 == 1]}
+TASKS = {
+    r"(?:multiplies|scales).* (\d)": lambda v, k: [x * k for x in v],
+    r"(?:adds|raises).* ?(\d)": lambda v, k: [x + k for x in v],
+    r"(?:above|up to) (\d)": lambda v, k: [x for x in v if x > k],
+    r"(?:below|from) (\d)": lambda v, k: [x for x in v if x < k],
+    "keeps the even|drops the odd": lambda v, k: [x for x in v if x % 2 == 0],
+    "keeps the odd|drops the even": lambda v, k: [x for x in v if x % 2 == 1],
+}
 
 
 def test_the_code_runs_and_does_what_was_asked():
@@ -68,7 +89,9 @@ def test_the_code_runs_and_does_what_was_asked():
             space = {}
             exec(re.search(r"```python\n(.*?)\n```", messages[-1]["content"], re.S)[1], space)
             made = next(f for name, f in space.items() if name != "__builtins__")
-            found, task = next((m, f) for pattern, f in TASKS.items() if (m := re.search(pattern, messages[-2]["content"])))
+            found, task = next(
+                (m, f) for pattern, f in TASKS.items() if (m := re.search(pattern, messages[-2]["content"]))
+            )
             k = int(found[1]) if found.re.groups else 0
             assert made(list(range(12))) == task(list(range(12)), k), messages
 
@@ -82,7 +105,9 @@ def test_same_seed_same_corpus_and_a_prefix_for_a_smaller_n():
 def test_domains_are_balanced_and_ids_differ():
     rows = corpus(120)
     assert set(Counter(r["domain"] for r in rows).values()) == {20}
-    assert len({r["domain"] for r in rows[::2]}) == len({r["domain"] for r in rows[::6]}) == 6, "a stride through the file misses domains"
+    assert len({r["domain"] for r in rows[::2]}) == len({r["domain"] for r in rows[::6]}) == 6, (
+        "a stride through the file misses domains"
+    )
     assert len({r["id"] for r in rows}) == 120
     assert set(rows[0]) == {"id", "domain", "messages"}
 
@@ -95,7 +120,8 @@ def test_no_prompt_is_in_both_parts():
 
 
 def test_unknown_domain_is_named():
-    with pytest.raises(ValueError, match="'poems'.*arithmetic"): conversation(random.Random(0), "poems")
+    with pytest.raises(ValueError, match="'poems'.*arithmetic"):
+        conversation(random.Random(0), "poems")
 
 
 def test_spin_takes_every_branch_and_leaves_lists_alone():
@@ -106,7 +132,9 @@ def test_spin_takes_every_branch_and_leaves_lists_alone():
 def test_shipped_files_are_what_the_program_makes(tmp_path):
     main(tmp_path)
     for name in ("train.jsonl", "heldout.jsonl"):
-        assert (tmp_path / name).read_bytes() == (SHIPPED / name).read_bytes(), f"{name} is stale: run the command in data/corpus/README.md"
+        assert (tmp_path / name).read_bytes() == (SHIPPED / name).read_bytes(), (
+            f"{name} is stale: run the command in data/corpus/README.md"
+        )
     assert sum(p.stat().st_size for p in SHIPPED.iterdir()) <= 1.5e6
     assert read_corpus(SHIPPED / "heldout.jsonl") == corpus(180, heldout=True)
 

@@ -1,4 +1,6 @@
-"""DFlash against upstream's recorded numbers, the lean path against the dense definition, the drafter against training."""
+"""DFlash against upstream's recorded numbers, the lean path against the dense definition, the drafter against
+training."""
+
 import json
 
 import pytest
@@ -7,23 +9,24 @@ from recorded import FIXTURES, cases, load_case
 from safetensors.torch import load_file
 from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.nn.anchors import block_supervision
-from speculators_nb.serve.vllm_contract import check_vllm_contract
+from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import NoDrafter, generate
-from speculators_nb.nn.layers import draft_layer_config
-from speculators_nb.nn.masks import anchored_blocks
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
-from speculators_nb.core.tree import Sampling
-from speculators_nb.verifier.tapped_model import Verifier
+from speculators_nb.nn.anchors import block_supervision
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.nn.masks import anchored_blocks
 from speculators_nb.nn.step_weights import dpace
+from speculators_nb.serve.vllm_contract import check_vllm_contract
+from speculators_nb.verifier.tapped_model import Verifier
 
 CASES = cases("dflash")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_cross_document_is_the_only_difference(name):
-    "Where upstream scores no slot on another document, the default gives upstream's loss too; where it does, another one."
+    """Where upstream scores no slot on another document, the default gives upstream's loss too; where it does, another
+    one."""
     model, batch, kwargs, info, _ = load_case(name)
     _, loss, _ = model(**batch, **kwargs)
     assert (loss.item() == pytest.approx(info["loss"], rel=1e-5)) is (not info.get("cross_document_slots"))
@@ -32,15 +35,28 @@ def test_cross_document_is_the_only_difference(name):
 @pytest.mark.parametrize("name", CASES)
 def test_logits(name):
     "Draft logits of every slot of every block, and the targets, to 1e-4 absolute (they reach 30)."
-    model, batch, kwargs, info, folder = load_case(name)
-    want, x = load_file(folder / "outputs.safetensors"), {k: v if k.startswith("anchor") else v[0] for k, v in batch.items()}
+    model, batch, _, _, folder = load_case(name)
+    want, x = (
+        load_file(folder / "outputs.safetensors"),
+        {k: v if k.startswith("anchor") else v[0] for k, v in batch.items()},
+    )
     anchors = x["anchor_positions"]
     with torch.no_grad():
-        hidden = model.block_hidden(model.block_tokens(x["input_ids"][anchors]), model.context(x["hidden_states"]), anchors, x["document_ids"], x["position_ids"], False, "sdpa")
+        hidden = model.block_hidden(
+            model.block_tokens(x["input_ids"][anchors]),
+            model.context(x["hidden_states"]),
+            anchors,
+            x["document_ids"],
+            x["position_ids"],
+            False,
+            "sdpa",
+        )
         torch.testing.assert_close(model.lm_head(hidden).flatten(0, 1), want["lm_head_out.0"][0], rtol=0, atol=1e-4)
-        targets, supervised = block_supervision(anchors, x["loss_mask"], x["document_ids"], model.config.block_size, model.config.sample_from_anchor, True)
+        targets, supervised = block_supervision(
+            anchors, x["loss_mask"], x["document_ids"], model.config.block_size, model.config.sample_from_anchor, True
+        )
         mine, theirs = model.target_head(x["verifier_last_hidden_states"]), want["verifier_lm_head_out.0"][0]
-        if len(theirs) == targets.numel():      # upstream formed targets at the slots alone, else for the whole row
+        if len(theirs) == targets.numel():  # upstream formed targets at the slots alone, else for the whole row
             mine, theirs = mine[targets][supervised], theirs.view(*targets.shape, -1)[supervised]
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
 
@@ -48,7 +64,7 @@ def test_logits(name):
 @pytest.mark.parametrize("name", [c for c in CASES if c != "dflash"])
 def test_a_checkpoint_comes_back(name, tmp_path, monkeypatch):
     "What a checkpoint leaves out comes from the verifier; without its folder that is an error."
-    model, batch, kwargs, info, folder = load_case(name)
+    model, batch, kwargs, info, _ = load_case(name)
     model.save_pretrained(tmp_path)
     verifier = FIXTURES / info["training_args"]["verifier_name_or_path"]
     again = SpeculatorModel.from_pretrained(tmp_path, verifier=verifier)
@@ -67,11 +83,32 @@ def random_model(seed, **fixed):
 
     layers, kv = pick(1, 2, 3), pick(1, 2, 4)
     types = [pick("full_attention", "sliding_attention") for _ in range(layers)]
-    layer = Qwen3Config(hidden_size=32, intermediate_size=40, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=kv, head_dim=8,
-                        vocab_size=60, layer_types=types, sliding_window=pick(3, 9), use_sliding_window=True)
+    layer = Qwen3Config(
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=kv,
+        head_dim=8,
+        vocab_size=60,
+        layer_types=types,
+        sliding_window=pick(3, 9),
+        use_sliding_window=True,
+    )
     aux = pick([1], [1, 2], [1, 2, 4])
-    fields = dict(transformer_layer_config=layer, draft_vocab_size=pick(40, 60), aux_hidden_state_layer_ids=aux, block_size=pick(2, 5, 8), mask_token_id=59,
-                  sliding_window_non_causal=pick(True, False), sample_from_anchor=pick(True, False), target_hidden_size=pick(None, 24)) | fixed
+    fields = (
+        dict(
+            transformer_layer_config=layer,
+            draft_vocab_size=pick(40, 60),
+            aux_hidden_state_layer_ids=aux,
+            block_size=pick(2, 5, 8),
+            mask_token_id=59,
+            sliding_window_non_causal=pick(True, False),
+            sample_from_anchor=pick(True, False),
+            target_hidden_size=pick(None, 24),
+        )
+        | fixed
+    )
     model = DFlashDraftModel(DFlashSpeculatorConfig(**fields))
     with torch.no_grad():
         for p in model.parameters():
@@ -81,25 +118,41 @@ def random_model(seed, **fixed):
     model.target_head.set_rows(torch.randn(model.config.draft_vocab_size, 32, generator=g))
     L = 50
     documents = torch.randint(0, 5, (L,), generator=g).sort().values
-    documents[L - int(torch.randint(0, 6, (), generator=g)):] = -1
+    documents[L - int(torch.randint(0, 6, (), generator=g)) :] = -1
     starts = torch.searchsorted(documents.unique_consecutive(), documents)
     positions = torch.arange(L) - torch.tensor([int((starts < s).sum()) for s in starts])
-    batch = dict(input_ids=torch.randint(60, (1, L), generator=g), hidden_states=torch.randn(1, L, model.fc.in_features, generator=g), document_ids=documents[None],
-                 loss_mask=((torch.rand(1, L, generator=g) < 0.6) & (documents >= 0)), verifier_last_hidden_states=torch.randn(1, L, 32, generator=g),
-                 position_ids=positions[None])
+    batch = dict(
+        input_ids=torch.randint(60, (1, L), generator=g),
+        hidden_states=torch.randn(1, L, model.fc.in_features, generator=g),
+        document_ids=documents[None],
+        loss_mask=((torch.rand(1, L, generator=g) < 0.6) & (documents >= 0)),
+        verifier_last_hidden_states=torch.randn(1, L, 32, generator=g),
+        position_ids=positions[None],
+    )
     return model, batch
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_lean_is_dense(seed):
-    "Over random shapes, windows, blocks and packings: loss, metrics and gradients of the lean path are those of the definition, to 1e-5."
+    """Over random shapes, windows, blocks and packings: loss, metrics and gradients of the lean path are those of the
+    definition, to 1e-5."""
     model, batch = random_model(seed)
-    options = dict(loss_config="ce", per_position_loss_weight="dpace") if seed % 2 else dict(loss_config={"kl_div": 1.0, "tv": 0.5}, gamma=3.0)
+    options = (
+        dict(loss_config="ce", per_position_loss_weight="dpace")
+        if seed % 2
+        else dict(loss_config={"kl_div": 1.0, "tv": 0.5}, gamma=3.0)
+    )
     results = []
     for lean in (True, False):
         model.zero_grad()
-        _, loss, metrics = model(**batch, max_anchors=(9, 60)[seed % 3 > 0], generator=torch.Generator().manual_seed(seed), lean=lean,
-                                 serving_window=seed % 4 > 1, **options)
+        _, loss, metrics = model(
+            **batch,
+            max_anchors=(9, 60)[seed % 3 > 0],
+            generator=torch.Generator().manual_seed(seed),
+            lean=lean,
+            serving_window=seed % 4 > 1,
+            **options,
+        )
         loss.backward()
         results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
     (a, ma, ga), (b, mb, gb) = results
@@ -124,12 +177,13 @@ def test_the_order_of_given_anchors_does_not_matter(seed):
 
 
 def test_the_mask_is_the_paper():
-    "Brute force over random documents with padding: a key of the row must lie in the anchor's document, before it, within the window; a slot must be in the same block."
+    """Brute force over random documents with padding: a key of the row must lie in the anchor's document, before it,
+    within the window; a slot must be in the same block."""
     g = torch.Generator().manual_seed(0)
     for trial in range(20):
         L, B, A = 24, 2 + trial % 4, 5
         documents = torch.randint(0, 4, (L,), generator=g).sort().values
-        documents[L - trial % 5:] = -1
+        documents[L - trial % 5 :] = -1
         anchors = torch.randint(0, L, (A,), generator=g).sort().values
         window, causal = (None, 3, 7)[trial % 3], bool(trial % 2)
         mask = anchored_blocks(anchors, documents, B, window, causal).dense(A * B, L + A * B)
@@ -144,7 +198,8 @@ def test_the_mask_is_the_paper():
 
 
 def test_the_serving_window_is_the_engines():
-    "Brute force: slot k of a block at a sees what is less than the window behind a + k, and less than it ahead where blocks are bidirectional."
+    """Brute force: slot k of a block at a sees what is less than the window behind a + k, and less than it ahead where
+    blocks are bidirectional."""
     for seed in range(6):
         model, batch = random_model(seed, block_size=5, sliding_window_non_causal=bool(seed % 2))
         layer, documents = model.layers[0], batch["document_ids"][0]
@@ -155,10 +210,19 @@ def test_the_serving_window_is_the_engines():
             at = int(anchors[q // 5]) + q % 5
             for j in range(65):
                 if j < 50:
-                    want = documents[j] == documents[anchors[q // 5]] and documents[j] >= 0 and j < anchors[q // 5] and j > at - layer.window
+                    want = (
+                        documents[j] == documents[anchors[q // 5]]
+                        and documents[j] >= 0
+                        and j < anchors[q // 5]
+                        and j > at - layer.window
+                    )
                 else:
                     other = (j - 50) % 5
-                    want = (j - 50) // 5 == q // 5 and abs(other - q % 5) < layer.window and (seed % 2 == 1 or other <= q % 5)
+                    want = (
+                        (j - 50) // 5 == q // 5
+                        and abs(other - q % 5) < layer.window
+                        and (seed % 2 == 1 or other <= q % 5)
+                    )
                 assert bool(mask[q, j]) == bool(want), (seed, q, j)
 
 
@@ -170,7 +234,9 @@ def test_slot_weights():
     torch.testing.assert_close(weight, torch.exp(-torch.tensor([0, 1, 2, 3, 0, 2]) / 2))
     rows = torch.rand(6)
     table = torch.zeros(2, 5).masked_scatter(supervised, rows)
-    torch.testing.assert_close(model.slot_weight(supervised, "dpace", dpace_alpha=0.3)({"ce": rows}), dpace(table, supervised, 0.3)[supervised])
+    torch.testing.assert_close(
+        model.slot_weight(supervised, "dpace", dpace_alpha=0.3)({"ce": rows}), dpace(table, supervised, 0.3)[supervised]
+    )
     with pytest.raises(ValueError, match="per_position_loss_weight='linear'"):
         model.slot_weight(supervised, "linear")
     with pytest.raises(ValueError, match="confidence from one loss"):
@@ -178,20 +244,27 @@ def test_slot_weights():
 
 
 def test_targets_stay_in_their_document():
-    "Changing a later document's last states leaves the loss of blocks in the earlier one alone; upstream's rule lets them in."
+    """Changing a later document's last states leaves the loss of blocks in the earlier one alone; upstream's rule lets
+    them in."""
     model, batch = random_model(3, sample_from_anchor=False, block_size=6)
     batch |= dict(document_ids=torch.tensor([[0] * 20 + [1] * 30]), loss_mask=torch.ones(1, 50, dtype=torch.bool))
     other = batch | dict(verifier_last_hidden_states=batch["verifier_last_hidden_states"].clone())
     other["verifier_last_hidden_states"][0, 20:] += torch.randn(30, 32)
     for cross in (False, True):
-        a, b = (model(**x, anchor_positions=torch.tensor([12, 17]), cross_document_targets=cross)[1].item() for x in (batch, other))
+        a, b = (
+            model(**x, anchor_positions=torch.tensor([12, 17]), cross_document_targets=cross)[1].item()
+            for x in (batch, other)
+        )
         assert (a == b) is not cross
 
 
 def test_random_choices():
     "The same generator gives the same step, evaluation repeats itself, training follows torch's seed."
     model, batch = random_model(6)
-    def loss(**kw): return model(**batch, max_anchors=3, **kw)[1].item()
+
+    def loss(**kw):
+        return model(**batch, max_anchors=3, **kw)[1].item()
+
     model.train()
     a, b = (loss(generator=torch.Generator().manual_seed(s)) for s in (1, 2))
     assert a != b and a == loss(generator=torch.Generator().manual_seed(1))
@@ -206,7 +279,10 @@ def test_random_choices():
 
 def test_no_valid_anchor_is_no_nan():
     "Loss 0, gradients 0, finite metrics: with an empty loss mask, and with anchors that are all not valid."
-    for change in (dict(loss_mask=torch.zeros(1, 50, dtype=torch.bool)), dict(anchor_positions=torch.zeros(4, dtype=torch.long), anchor_valid=torch.zeros(4, dtype=torch.bool))):
+    for change in (
+        dict(loss_mask=torch.zeros(1, 50, dtype=torch.bool)),
+        dict(anchor_positions=torch.zeros(4, dtype=torch.long), anchor_valid=torch.zeros(4, dtype=torch.bool)),
+    ):
         for lean in (True, False):
             for scheme in ("fixed-exp-decay", "dpace"):
                 model, batch = random_model(1)
@@ -217,13 +293,24 @@ def test_no_valid_anchor_is_no_nan():
 
 
 def test_bad_input():
-    layer = Qwen3Config(hidden_size=32, vocab_size=60, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=40)
+    layer = Qwen3Config(
+        hidden_size=32,
+        vocab_size=60,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=40,
+    )
     good = dict(transformer_layer_config=layer, draft_vocab_size=60, aux_hidden_state_layer_ids=[1], mask_token_id=59)
     for change, text in (
-            (dict(block_size=1), "block_size=1: must be at least 2"), (dict(mask_token_id=60), "mask_token_id=60 lies outside"),
-            (dict(mask_token_id=-1), "mask_token_id=-1"), (dict(aux_hidden_state_layer_ids=[2, 1]), "must be distinct, ascending"), (dict(draft_vocab_size=61), "draft_vocab_size=61"),
-            (dict(transformer_layer_config=LlamaConfig(vocab_size=60)), "model_type is 'llama'"),
-            (dict(transformer_layer_config=layer.to_dict() | dict(layer_types=["linear_attention"])), "linear_attention")):
+        (dict(block_size=1), "block_size=1: must be at least 2"),
+        (dict(mask_token_id=60), "mask_token_id=60 lies outside"),
+        (dict(mask_token_id=-1), "mask_token_id=-1"),
+        (dict(aux_hidden_state_layer_ids=[2, 1]), "must be distinct, ascending"),
+        (dict(draft_vocab_size=61), "draft_vocab_size=61"),
+        (dict(transformer_layer_config=LlamaConfig(vocab_size=60)), "model_type is 'llama'"),
+        (dict(transformer_layer_config=layer.to_dict() | dict(layer_types=["linear_attention"])), "linear_attention"),
+    ):
         with pytest.raises(ValueError, match=text.replace("(", r"\(")):
             DFlashSpeculatorConfig(**good | change)
     with pytest.raises(ValueError, match="aux_hidden_state_layer_ids is None"):
@@ -256,14 +343,17 @@ def test_bf16_products_and_autocast_stay_close():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_drafting_is_what_was_trained(seed):
-    "The cache, fed in parts (one of them twice, after a rejection), gives the laws that training with `serving_window` gives to the block at that anchor."
+    """The cache, fed in parts (one of them twice, after a rejection), gives the laws that training with
+    `serving_window` gives to the block at that anchor."""
     model, _ = random_model(seed, draft_vocab_size=60)
     B = model.config.block_size
     k, g = model.config.speculative_tokens, torch.Generator().manual_seed(seed)
     tokens, features = torch.randint(59, (12,), generator=g), torch.randn(11, model.fc.in_features, generator=g)
     drafter = DFlashDrafter(model)
     drafter.propose(tokens[:4], features[:3], 1, Sampling())
-    drafter.propose(tokens[:7], torch.randn(3, model.fc.in_features), k, Sampling())     # positions 3..5 with other features: taken back below
+    drafter.propose(
+        tokens[:7], torch.randn(3, model.fc.in_features), k, Sampling()
+    )  # positions 3..5 with other features: taken back below
     drafter.propose(tokens[:7], features[3:6], k, Sampling())
     tree = drafter.propose(tokens, features[6:], k, Sampling(1.0, g))
     assert len(tree) == k and all(keys.shape[1] == 11 for keys, _ in drafter.cache)
@@ -271,14 +361,25 @@ def test_drafting_is_what_was_trained(seed):
     with torch.no_grad():
         context = model.context(torch.cat([features, torch.zeros(B + 1, features.shape[1])]))
         anchors = torch.tensor([11])
-        hidden = model.block_hidden(model.block_tokens(row[anchors]), context, anchors, torch.zeros(len(row), dtype=torch.long), torch.arange(len(row)), False, "sdpa", True)[0]
+        hidden = model.block_hidden(
+            model.block_tokens(row[anchors]),
+            context,
+            anchors,
+            torch.zeros(len(row), dtype=torch.long),
+            torch.arange(len(row)),
+            False,
+            "sdpa",
+            True,
+        )[0]
         torch.testing.assert_close(tree.probs, model.lm_head(hidden[-k:]).softmax(-1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_engines_window(seed):
     "Brute force: slot k at position p sees keys after p - W, and before p + W where blocks are bidirectional."
-    model, _ = random_model(seed, draft_vocab_size=60, sample_from_anchor=False, block_size=5, sliding_window_non_causal=bool(seed % 2))
+    model, _ = random_model(
+        seed, draft_vocab_size=60, sample_from_anchor=False, block_size=5, sliding_window_non_causal=bool(seed % 2)
+    )
     layer, g = model.layers[0], torch.Generator().manual_seed(seed)
     layer.window, model.layers = 4, torch.nn.ModuleList([layer])
     tokens, features = torch.randint(59, (9,), generator=g), torch.randn(8, model.fc.in_features, generator=g)
@@ -297,7 +398,7 @@ def test_the_engines_window(seed):
                 p = 8 + s
                 seen = [j for j in range(13) if j > p - 4 and (j <= p if seed % 2 == 0 else j < p + 4)]
                 kv = h // (4 // len(k))
-                w = torch.softmax(k[kv, seen] @ q[h, s] / 8 ** .5, 0)
+                w = torch.softmax(k[kv, seen] @ q[h, s] / 8**0.5, 0)
                 heads[h, s] = w @ v[kv, seen]
         torch.testing.assert_close(got, model.norm(layer.finish(heads, residual)), rtol=1e-4, atol=1e-5)
 
@@ -307,10 +408,26 @@ def pair(tmp_path_factory):
     "A random verifier and a fresh drafter for it, half of the vocabulary."
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("verifier")
-    config = Qwen3Config(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=200)
+    config = Qwen3Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=200,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     t2d = torch.arange(40) % 2 == 0
-    model = DFlashDraftModel.from_training_args(draft_layer_config(config, "qwen3", 2), t2d, t2d.nonzero()[:, 0] - torch.arange(20), verifier_name_or_path=str(folder), block_size=5, mask_token_id=39)
+    model = DFlashDraftModel.from_training_args(
+        draft_layer_config(config, "qwen3", 2),
+        t2d,
+        t2d.nonzero()[:, 0] - torch.arange(20),
+        verifier_name_or_path=str(folder),
+        block_size=5,
+        mask_token_id=39,
+    )
     return folder, model
 
 
@@ -326,15 +443,20 @@ def test_greedy_text_is_the_verifiers(pair, k):
 
 
 def test_sampled_tokens_follow_their_slots_laws(pair):
-    "Independent draws: 4000 pairs of the first two slots against the product of their laws, chi-square over the cells that expect five."
+    """Independent draws: 4000 pairs of the first two slots against the product of their laws, chi-square over the cells
+    that expect five."""
     _, model = pair
     drafter, g = model.drafter(), torch.Generator().manual_seed(0)
     tokens, features = torch.arange(6), torch.randn(5, model.fc.in_features, generator=g)
     n = 4000
     trees = [(drafter.reset(), drafter.propose(tokens, features, 2, Sampling(0.7, g)))[1] for _ in range(n)]
     p, q = trees[0].probs
-    assert (p[1::2] == 0).all() and p.sum() == pytest.approx(1)          # verifier ids; the draft vocabulary is the even ones
-    seen = torch.bincount(torch.tensor([int(t.tokens[0] * 40 + t.tokens[1]) for t in trees]), minlength=1600).view(40, 40).float()
+    assert (p[1::2] == 0).all() and p.sum() == pytest.approx(1)  # verifier ids; the draft vocabulary is the even ones
+    seen = (
+        torch.bincount(torch.tensor([int(t.tokens[0] * 40 + t.tokens[1]) for t in trees]), minlength=1600)
+        .view(40, 40)
+        .float()
+    )
     expected = n * p[:, None] * q
     cells = expected >= 5
     chi2 = ((seen - expected)[cells] ** 2 / expected[cells]).sum()
@@ -348,13 +470,25 @@ def test_fresh_checkpoint_keeps_the_contract(pair, tmp_path):
     model.save_pretrained(tmp_path)
     assert check_vllm_contract(tmp_path) == []
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert raw["sliding_window_non_causal"] is True and raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
-    def layer(**kw): return dict(transformer_layer_config=raw["transformer_layer_config"] | kw)
+    assert (
+        raw["sliding_window_non_causal"] is True
+        and raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    )
+
+    def layer(**kw):
+        return dict(transformer_layer_config=raw["transformer_layer_config"] | kw)
+
     for change, text in (
-            (dict(sliding_window_non_causal=False), "makes every layer causal"), (layer(layer_types=["full_attention", "sliding_attention"]), "V2 runner"),
-            (dict(sample_from_anchor=True), "samples the masks alone"), (dict(mask_token_id=None), "mask_token_id is not written"), (dict(block_size=4), "trained to draft 3"),
-            (dict(aux_hidden_state_layer_ids=[1, 2, 9]), "the verifier has 4 layers"), (layer(max_position_embeddings=100), "max_position_embeddings is 100"),
-            (layer(layer_types=["sliding_attention"] * 2, sliding_window=3), "less than the block of 5"), (layer(hidden_act="gelu"), "silu alone")):
+        (dict(sliding_window_non_causal=False), "makes every layer causal"),
+        (layer(layer_types=["full_attention", "sliding_attention"]), "V2 runner"),
+        (dict(sample_from_anchor=True), "samples the masks alone"),
+        (dict(mask_token_id=None), "mask_token_id is not written"),
+        (dict(block_size=4), "trained to draft 3"),
+        (dict(aux_hidden_state_layer_ids=[1, 2, 9]), "the verifier has 4 layers"),
+        (layer(max_position_embeddings=100), "max_position_embeddings is 100"),
+        (layer(layer_types=["sliding_attention"] * 2, sliding_window=3), "less than the block of 5"),
+        (layer(hidden_act="gelu"), "silu alone"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(raw | change))
         assert any(text in line for line in check_vllm_contract(tmp_path)), text
     del raw["sliding_window_non_causal"]

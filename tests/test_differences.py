@@ -1,4 +1,6 @@
-"""docs/differences.md: every difference has a reason, a size and a test that exists; and the tests of those differences that no other file holds."""
+"""docs/differences.md: every difference has a reason, a size and a test that exists; and the tests of those differences
+that no other file holds."""
+
 import ast
 import inspect
 import re
@@ -8,8 +10,8 @@ import pytest
 import torch
 from matrix import V, batch_for, drafter, verifier
 
-from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.nn.supervision import chain_metrics
 from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.train.trainer import SpeculatorTrainingArguments
@@ -25,7 +27,9 @@ def missing(text):
     found = [part for part in PARTS if not re.search(rf"^- {part}: \S", text, flags=re.M)]
     for path, test in (named := re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)):
         tree = ast.parse((ROOT / path).read_text()) if (ROOT / path).exists() else ast.Module([], [])
-        found += [] if any(isinstance(n, ast.FunctionDef) and n.name == test for n in tree.body) else [f"{path}::{test}"]
+        found += (
+            [] if any(isinstance(n, ast.FunctionDef) and n.name == test for n in tree.body) else [f"{path}::{test}"]
+        )
     return found + ([] if named else ["a test"])
 
 
@@ -36,36 +40,53 @@ def test_every_difference_has_its_parts_and_its_test(title):
 
 def test_a_missing_test_is_seen():
     "The check can fail."
-    assert missing("- Upstream: x\n- Why: x\n- Size: x\n- Held by: `tests/test_differences.py::test_of_nothing`") == ["tests/test_differences.py::test_of_nothing"]
-    assert missing("- Upstream: x\n- Why: x\n- Held by: `tests/test_nowhere.py::test_x`") == ["Size", "tests/test_nowhere.py::test_x"]
+    assert missing("- Upstream: x\n- Why: x\n- Size: x\n- Held by: `tests/test_differences.py::test_of_nothing`") == [
+        "tests/test_differences.py::test_of_nothing"
+    ]
+    assert missing("- Upstream: x\n- Why: x\n- Held by: `tests/test_nowhere.py::test_x`") == [
+        "Size",
+        "tests/test_nowhere.py::test_x",
+    ]
     assert len(SECTIONS) > 12 and missing("- Upstream: x\n- Why: x\n- Size: x\n- Held by: nobody") == ["a test"]
 
 
 def test_the_page_is_on_the_site():
     "In the table of contents beside the architecture, and README leads to it."
     build = (ROOT / "docs/build.py").read_text()
-    assert '"docs/differences.md": "differences.md"' in build and "(docs/differences.md)" in (ROOT / "README.md").read_text()
+    assert (
+        '"docs/differences.md": "differences.md"' in build
+        and "(docs/differences.md)" in (ROOT / "README.md").read_text()
+    )
 
 
-# ------------------------------------------------------------------------------------------------ what no other file holds
+# --------------------------------------------------------------------------------------------- what no other file holds
 def test_the_mask_tokens_row_is_trained():
     "P-EAGLE whose mask token is the verifier's pad token: its row has a gradient."
     folder, target, _ = verifier("llama")
     layer = draft_layer_config(target.config)
     layer.pad_token_id = V - 1
-    model = SpeculatorModel.registered_class("peagle").from_training_args(layer, verifier_name_or_path=str(folder), mask_token_id=V - 1, num_depths=4)
+    model = SpeculatorModel.registered_class("peagle").from_training_args(
+        layer, verifier_name_or_path=str(folder), mask_token_id=V - 1, num_depths=4
+    )
     model.train()(**batch_for(model, "llama"), **model.get_trainer_kwargs(num_depths=4)[0])[1].backward()
     assert model.embed_tokens.padding_idx is None and model.embed_tokens.weight.grad[V - 1].norm() > 0
 
 
 def test_runs_are_counted_as_runs():
-    "Two runs of three steps; the second leaves the loss mask after its first. Upstream counts a row at which no run begins."
-    supervised = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 0]]).bool()      # [steps, rows]
+    """Two runs of three steps; the second leaves the loss mask after its first. Upstream counts a row at which no run
+    begins."""
+    supervised = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 0]]).bool()  # [steps, rows]
     ours, theirs = (chain_metrics(supervised.clone(), supervised, upstream) for upstream in (False, True))
-    assert (ours["full_acc_1_sum"], ours["full_acc_1_total"]) == (1, 1) and (theirs["full_acc_1_sum"], theirs["full_acc_1_total"]) == (1, 2)
+    assert (ours["full_acc_1_sum"], ours["full_acc_1_total"]) == (1, 1) and (
+        theirs["full_acc_1_sum"],
+        theirs["full_acc_1_total"],
+    ) == (1, 2)
 
 
-@pytest.mark.parametrize("field,value", [("attn_logit_softcapping", 30.0), ("clip_qkv", 4.0), ("use_qk_norm", True), ("layer_types", ["linear_attention"])])
+@pytest.mark.parametrize(
+    "field,value",
+    [("attn_logit_softcapping", 30.0), ("clip_qkv", 4.0), ("use_qk_norm", True), ("layer_types", ["linear_attention"])],
+)
 def test_foreign_fields_are_refused(field, value):
     "The whole table is in tests/bad/numbers.py."
     with pytest.raises(ValueError, match=f"transformer_layer_config.{field}="):
@@ -74,12 +95,22 @@ def test_foreign_fields_are_refused(field, value):
 
 def test_defaults():
     "As the page says."
+
     def default(function, name):
         return inspect.signature(function).parameters[name].default
+
     _, target, _ = verifier("llama")
     layer = draft_layer_config(target.config)
-    assert (layer.layer_types, layer.num_hidden_layers, default(train_drafter, "num_layers")) == (["full_attention"], 1, 1)
+    assert (layer.layer_types, layer.num_hidden_layers, default(train_drafter, "num_layers")) == (
+        ["full_attention"],
+        1,
+        1,
+    )
     args = SpeculatorTrainingArguments(eval_strategy="no", load_best_model_at_end=False)
     assert (args.optimizer, args.learning_rate, args.num_train_epochs, args.total_seq_len) == ("adamw", 1e-4, 3, 2048)
     dflash, eagle3 = (SpeculatorModel.registered_class(name).from_training_args for name in ("dflash", "eagle3"))
-    assert (default(dflash, "block_size"), default(eagle3, "norm_before_fc"), default(eagle3, "norm_output")) == (8, False, False)
+    assert (default(dflash, "block_size"), default(eagle3, "norm_before_fc"), default(eagle3, "norm_output")) == (
+        8,
+        False,
+        False,
+    )

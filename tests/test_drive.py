@@ -1,4 +1,6 @@
-"""Proposal methods: every drafter that grows trees, every method, greedy text token for token the verifier's; sampled text by its law; what is refused."""
+"""Proposal methods: every drafter that grows trees, every method, greedy text token for token the verifier's; sampled
+text by its law; what is refused."""
+
 import copy
 from contextlib import nullcontext
 
@@ -7,37 +9,63 @@ import torch
 from test_generate import NEW, PROMPT, DraftTable, chi_square_p, exact_law, language
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from speculators_nb.core.proposals import (
+    DynamicTreeTokenProposalConfig,
+    GreedyTokenProposalConfig,
+    SamplingTokenProposalConfig,
+    StaticTreeTokenProposalConfig,
+    TokenProposalConfig,
+)
+from speculators_nb.core.tree import Drafter, Sampling, TokenTree, probabilities
+from speculators_nb.core.tree_growth import dynamic_tree, parse_tree, static_tree
 from speculators_nb.decode.acceptance_rules import RULES
 from speculators_nb.decode.draft_model import DraftModel
-from speculators_nb.decode.proposal_setup import TreeDrafter, drive
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.core.tree_growth import dynamic_tree, parse_tree, static_tree
-from speculators_nb.core.proposals import (DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig, SamplingTokenProposalConfig, StaticTreeTokenProposalConfig,
-                                      TokenProposalConfig)
-from speculators_nb.train.train_drafter import new_drafter
-from speculators_nb.core.tree import Drafter, Sampling, TokenTree, probabilities
-from speculators_nb.verifier.tapped_model import Verifier
+from speculators_nb.decode.proposal_setup import TreeDrafter, drive
 from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
+from speculators_nb.train.train_drafter import new_drafter
+from speculators_nb.verifier.tapped_model import Verifier
 
 V, H = 24, 16
-SHAPE = dict(vocab_size=V, hidden_size=H, intermediate_size=20, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=256,
-             initializer_range=0.3, bos_token_id=0, eos_token_id=1, pad_token_id=0)
+SHAPE = dict(
+    vocab_size=V,
+    hidden_size=H,
+    intermediate_size=20,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    max_position_embeddings=256,
+    initializer_range=0.3,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=0,
+)
 METHODS = {
-    "greedy": GreedyTokenProposalConfig(speculative_tokens=3), "sampling": SamplingTokenProposalConfig(speculative_tokens=3),
+    "greedy": GreedyTokenProposalConfig(speculative_tokens=3),
+    "sampling": SamplingTokenProposalConfig(speculative_tokens=3),
     "static": StaticTreeTokenProposalConfig(initial_branching_factor=3, branching_factor=2, depth=3),
     "dynamic": DynamicTreeTokenProposalConfig(speculative_tokens=9, expansion_factor=3, depth=4),
 }
-LEARNED = {   # name -> (algorithm, arguments of `new_drafter`)
-    "eagle": ("eagle", {}), "eagle3": ("eagle3", {}), "eagle3, two layers, norm_output": ("eagle3", dict(num_layers=2, norm_output=True)),
-    "eagle3, half the vocabulary": ("eagle3", dict(draft_vocab_size=V // 2)), "peagle": ("peagle", dict(mask_token_id=V - 1, num_depths=4)),
+LEARNED = {  # name -> (algorithm, arguments of `new_drafter`)
+    "eagle": ("eagle", {}),
+    "eagle3": ("eagle3", {}),
+    "eagle3, two layers, norm_output": ("eagle3", dict(num_layers=2, norm_output=True)),
+    "eagle3, half the vocabulary": ("eagle3", dict(draft_vocab_size=V // 2)),
+    "peagle": ("peagle", dict(mask_token_id=V - 1, num_depths=4)),
     "peagle, half the vocabulary": ("peagle", dict(mask_token_id=V - 1, num_depths=4, draft_vocab_size=V // 2)),
     "dflash": ("dflash", dict(draft_arch="qwen3", mask_token_id=V - 1, block_size=5)),
-    "dflash, from the anchor": ("dflash", dict(draft_arch="qwen3", mask_token_id=V - 1, block_size=4, sample_from_anchor=True, draft_vocab_size=V // 2)),
-    "mtp": ("mtp", dict(fresh_head=True, num_speculative_steps=4)), "medusa": ("medusa", dict(num_heads=3)), "mlp": ("mlp", dict(num_heads=4, intermediate_size=20)),
+    "dflash, from the anchor": (
+        "dflash",
+        dict(draft_arch="qwen3", mask_token_id=V - 1, block_size=4, sample_from_anchor=True, draft_vocab_size=V // 2),
+    ),
+    "mtp": ("mtp", dict(fresh_head=True, num_speculative_steps=4)),
+    "medusa": ("medusa", dict(num_heads=3)),
+    "mlp": ("mlp", dict(num_heads=4, intermediate_size=20)),
     "mlp, untied": ("mlp", dict(num_heads=4, tie_weights=False)),
 }
-LAST_STATE = ("eagle", "mtp", "medusa", "mlp")     # read the verifier's last state, and no layers of a choice
+LAST_STATE = ("eagle", "mtp", "medusa", "mlp")  # read the verifier's last state, and no layers of a choice
 PARALLEL = [name for name in LEARNED if name.startswith(("peagle", "dflash", "medusa"))]
 
 
@@ -52,20 +80,39 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def drafter_of(folder):
     made = {}
+
     def make(name):
         if name not in made:
             if name == "draft model":
                 torch.manual_seed(5)
-                made[name] = DraftModel(LlamaForCausalLM(LlamaConfig(**SHAPE | dict(num_hidden_layers=2))).eval(), Verifier.from_pretrained(folder, [0]))
+                made[name] = DraftModel(
+                    LlamaForCausalLM(LlamaConfig(**SHAPE | dict(num_hidden_layers=2))).eval(),
+                    Verifier.from_pretrained(folder, [0]),
+                )
             else:
                 algorithm, args = LEARNED[name]
-                mapping = vocab_mapping_from_frequencies({t: 1 + t % 5 for t in range(V)}, n, V) if (n := args.get("draft_vocab_size")) else None
-                model, g = new_drafter(algorithm, folder, mapping=mapping, target_layer_ids=[0, 2, 4] if algorithm not in LAST_STATE else None, **args), torch.Generator().manual_seed(1)
+                mapping = (
+                    vocab_mapping_from_frequencies({t: 1 + t % 5 for t in range(V)}, n, V)
+                    if (n := args.get("draft_vocab_size"))
+                    else None
+                )
+                model, g = (
+                    new_drafter(
+                        algorithm,
+                        folder,
+                        mapping=mapping,
+                        target_layer_ids=[0, 2, 4] if algorithm not in LAST_STATE else None,
+                        **args,
+                    ),
+                    torch.Generator().manual_seed(1),
+                )
                 with torch.no_grad():
                     for p in model.parameters():
-                        if p.requires_grad: p.add_(torch.randn(p.shape, generator=g) * 0.2)
+                        if p.requires_grad:
+                            p.add_(torch.randn(p.shape, generator=g) * 0.2)
                 made[name] = model.drafter()
         return made[name]
+
     return make
 
 
@@ -83,18 +130,22 @@ def test_greedy_text_is_the_verifiers(folder, drafter_of, name, method):
     one = generate(verifier, prompt_ids=prompts[0], max_new_tokens=30, **driven._asdict())
     assert one.tokens == plain[0] and len(one.steps) > 1
     assert (method in ("static", "dynamic")) == any(s.parents is not None for s in one.steps)
-    assert [g.tokens for g in generate(verifier, prompt_ids=prompts, max_new_tokens=30, **driven._asdict())] == plain      # a batch: each its own state
+    assert [
+        g.tokens for g in generate(verifier, prompt_ids=prompts, max_new_tokens=30, **driven._asdict())
+    ] == plain  # a batch: each its own state
 
 
 def paths_of(tree):
     paths = {-1: ()}
-    for i, (t, p) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist())): paths[i] = (*paths[p], t)
+    for i, (t, p) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist())):
+        paths[i] = (*paths[p], t)
     return paths
 
 
 @pytest.mark.parametrize("name", PARALLEL)
 def test_parallel_slots_make_a_product(folder, drafter_of, name):
-    "Below every node of a level stands the law of the next slot, which is that of `propose`; the cache is left for the next step."
+    """Below every node of a level stands the law of the next slot, which is that of `propose`; the cache is left for
+    the next step."""
     drafter = drafter_of(name)
     verifier = Verifier.from_pretrained(folder, drafter.aux_layer_ids)
     tokens = torch.randint(2, V, (9,), generator=torch.Generator().manual_seed(2))
@@ -102,7 +153,8 @@ def test_parallel_slots_make_a_product(folder, drafter_of, name):
     drafter.reset()
     laws = drafter.propose(tokens, states, 3, Sampling(1.0, torch.Generator().manual_seed(0))).probs
     drafter.reset()
-    with torch.inference_mode(), drafter.grow(tokens[:5], states[:4], 3): pass
+    with torch.inference_mode(), drafter.grow(tokens[:5], states[:4], 3):
+        pass
     with torch.inference_mode(), drafter.grow(tokens, states[4:], 3) as law:
         tree = static_tree(law, 2, 2, 3)
         rows = law(torch.arange(-1, 6), tree.tokens[:6], tree.parents[:6]).exp()
@@ -111,7 +163,8 @@ def test_parallel_slots_make_a_product(folder, drafter_of, name):
 
 @pytest.mark.parametrize("name", [n for n in EVERY if n not in PARALLEL])
 def test_a_nodes_law_is_that_of_a_chain_along_its_path(folder, drafter_of, name):
-    """Force the chain of `propose` along the path of each node, with a Sampling that says what to draw: float32 rounding alone lies between the laws (the largest seen is 6e-5, behind logits of 20 and more).
+    """Force the chain of `propose` along the path of each node, with a Sampling that says what to draw: float32
+    rounding alone lies between the laws (the largest seen is 6e-5, behind logits of 20 and more).
     Before and after, the drafter's chains are the same: growing leaves no trace."""
     drafter = drafter_of(name)
     verifier = Verifier.from_pretrained(folder, drafter.aux_layer_ids or [0])
@@ -121,23 +174,34 @@ def test_a_nodes_law_is_that_of_a_chain_along_its_path(folder, drafter_of, name)
     drafter.propose(tokens[:5], states[:4], 2, Sampling())
     asked = {}
     with torch.inference_mode(), drafter.grow(tokens, states[4:], 4) as law:
+
         def noting(nodes, words, parents):
             rows, paths = law(nodes, words, parents), paths_of(TokenTree(words, parents))
             asked.update({paths[i]: row.exp() for i, row in zip(nodes.tolist(), rows)})
             return rows
+
         dynamic_tree(noting, 3, 4, 20)
     after = drafter.propose(torch.cat([tokens, tokens[:1]]), states[:1], 3, Sampling())
     drafter.reset()
-    assert torch.equal(after.tokens, drafter.propose(torch.cat([tokens, tokens[:1]]), torch.cat([states, states[:1]]), 3, Sampling()).tokens)
+    assert torch.equal(
+        after.tokens,
+        drafter.propose(torch.cat([tokens, tokens[:1]]), torch.cat([states, states[:1]]), 3, Sampling()).tokens,
+    )
     assert len(asked) == 1 + 3 * 3
     for path, got in asked.items():
         script = [*path, 0]
+
         class Forced(Sampling):
             def draw(self, probs):
                 token = script[len(laws)]
                 laws.append(token)
-                ids = torch.arange(V) if probs.shape[-1] == V else drafter.model.to_verifier(torch.arange(probs.shape[-1]))
+                ids = (
+                    torch.arange(V)
+                    if probs.shape[-1] == V
+                    else drafter.model.to_verifier(torch.arange(probs.shape[-1]))
+                )
                 return (ids == token).long().argmax()[None]
+
         laws = []
         drafter.reset()
         chain = drafter.propose(tokens, states, len(path) + 1, Forced(1.0))
@@ -150,31 +214,40 @@ def test_window(folder):
     g = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in model.parameters():
-            if p.requires_grad: p.add_(torch.randn(p.shape, generator=g) * 0.2)
-    for layer in model.layers: layer.window = 4
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape, generator=g) * 0.2)
+    for layer in model.layers:
+        layer.window = 4
     drafter, verifier = model.drafter(), Verifier.from_pretrained(folder, [0, 2, 4])
     tokens = torch.randint(2, V, (9,), generator=g)
     states = verifier(tokens[None, :-1]).hidden_states[0]
-    with torch.inference_mode(), drafter.grow(tokens, states, 4) as law: chain = dynamic_tree(law, 1, 6, 6)[0]
+    with torch.inference_mode(), drafter.grow(tokens, states, 4) as law:
+        chain = dynamic_tree(law, 1, 6, 6)[0]
     drafter.reset()
     assert chain.is_chain and torch.equal(chain.tokens, drafter.propose(tokens, states, 6, Sampling()).tokens)
-    for layer in model.layers: layer.window = None
+    for layer in model.layers:
+        layer.window = None
     drafter.reset()
-    assert not torch.equal(chain.tokens, drafter.propose(tokens, states, 6, Sampling()).tokens)       # the window matters here
+    assert not torch.equal(
+        chain.tokens, drafter.propose(tokens, states, 6, Sampling()).tokens
+    )  # the window matters here
 
 
 class TreeTable(DraftTable):
     """A draft model that is a table of laws, growing trees."""
+
     def grow(self, tokens, features, depth):
         def law(nodes, words, parents):
             paths = paths_of(TokenTree(words, parents))
             return torch.stack([self.table[(*tokens.tolist(), *paths[i])] for i in nodes.tolist()]).log_softmax(-1)
+
         return nullcontext(law)
 
 
 @pytest.mark.parametrize("method", ["static", "dynamic"])
 def test_sampled_text_has_the_verifiers_law(method):
-    """1000 outputs of 4 tokens, drafted as trees and decided by the standard rule over the table's laws, against the exact law of 81 sequences."""
+    """1000 outputs of 4 tokens, drafted as trees and decided by the standard rule over the table's laws, against the
+    exact law of 81 sequences."""
     table, drafter = language(1), TreeDrafter(TreeTable(language(2)), METHODS[method])
     sampling, outputs = Sampling(1.0, torch.Generator().manual_seed(0)), []
     for _ in range(1000):
@@ -185,14 +258,19 @@ def test_sampled_text_has_the_verifiers_law(method):
             target = torch.stack([probabilities(table[(*text, *paths[i])], 1.0) for i in range(-1, len(tree))])
             path, token = RULES["standard"].decide(tree, target, sampling.generator)
             text += [*tree.tokens[path].tolist(), token]
-        outputs.append(text[len(PROMPT):])
+        outputs.append(text[len(PROMPT) :])
     assert chi_square_p(outputs, exact_law(table)) > 1e-3
 
 
 def test_rules():
     drafter = NgramDrafter()
-    for method, lossless in ((GreedyTokenProposalConfig(), True), (GreedyTokenProposalConfig(verifier_accept_k=2), False), (GreedyTokenProposalConfig(accept_tolerance=.1), False),
-                             (SamplingTokenProposalConfig(), True), (SamplingTokenProposalConfig(accept_lenience=.5), False)):
+    for method, lossless in (
+        (GreedyTokenProposalConfig(), True),
+        (GreedyTokenProposalConfig(verifier_accept_k=2), False),
+        (GreedyTokenProposalConfig(accept_tolerance=0.1), False),
+        (SamplingTokenProposalConfig(), True),
+        (SamplingTokenProposalConfig(accept_lenience=0.5), False),
+    ):
         driven = drive(drafter, method)
         assert driven.drafter is drafter and driven.rule.lossless == lossless and driven.k == 5
 
@@ -201,7 +279,10 @@ def test_the_tree_is_the_methods(drafter_of):
     "Depth is the smaller of the method's and what is asked for."
     drafter = TreeDrafter(drafter_of("draft model"), METHODS["static"])
     tokens = torch.tensor([3, 4, 5])
-    assert len(drafter.propose(tokens, None, 9, Sampling())) == 3 + 6 + 12 and len(drafter.propose(tokens, None, 2, Sampling())) == 3 + 6
+    assert (
+        len(drafter.propose(tokens, None, 9, Sampling())) == 3 + 6 + 12
+        and len(drafter.propose(tokens, None, 2, Sampling())) == 3 + 6
+    )
     drawn = drafter.propose(tokens, None, 2, Sampling(1.0, torch.Generator().manual_seed(0)))
     assert len(drawn) == 9 and drawn.probs is not None
     assert len(TreeDrafter(drafter_of("draft model"), METHODS["dynamic"]).propose(tokens, None, 9, Sampling(1.0))) == 9
@@ -209,8 +290,11 @@ def test_the_tree_is_the_methods(drafter_of):
 
 def test_a_markov_head_grows_no_tree(folder):
     "It inherits from a drafter that does; its own slots depend on each other."
-    drafter = new_drafter("dspark", folder, draft_arch="qwen3", mask_token_id=V - 1, block_size=4, target_layer_ids=[0, 2, 4]).drafter()
-    with pytest.raises(TypeError, match="DSparkDrafter drafts chains only"): drive(drafter, METHODS["static"])
+    drafter = new_drafter(
+        "dspark", folder, draft_arch="qwen3", mask_token_id=V - 1, block_size=4, target_layer_ids=[0, 2, 4]
+    ).drafter()
+    with pytest.raises(TypeError, match="DSparkDrafter drafts chains only"):
+        drive(drafter, METHODS["static"])
 
 
 @pytest.mark.parametrize("name", ["medusa", "mlp", "mlp, untied"])
@@ -219,9 +303,14 @@ def test_nothing_follows_the_last_head(folder, drafter_of, name):
     drafter = drafter_of(name)
     tokens, states = torch.tensor([3, 4, 5]), torch.randn(2, H, generator=torch.Generator().manual_seed(0))
     for sampling in (Sampling(), Sampling(1.0, torch.Generator().manual_seed(0))):
-        deep = TreeDrafter(drafter, StaticTreeTokenProposalConfig(initial_branching_factor=1, branching_factor=2, depth=6)).propose(tokens, states, 6, sampling)
-        assert len(deep) == 2 ** drafter.trained_tokens - 1 and int(deep.depth.max()) == drafter.trained_tokens
-    assert int(TreeDrafter(drafter, METHODS["dynamic"]).propose(tokens, states, 6, Sampling()).depth.max()) <= drafter.trained_tokens
+        deep = TreeDrafter(
+            drafter, StaticTreeTokenProposalConfig(initial_branching_factor=1, branching_factor=2, depth=6)
+        ).propose(tokens, states, 6, sampling)
+        assert len(deep) == 2**drafter.trained_tokens - 1 and int(deep.depth.max()) == drafter.trained_tokens
+    assert (
+        int(TreeDrafter(drafter, METHODS["dynamic"]).propose(tokens, states, 6, Sampling()).depth.max())
+        <= drafter.trained_tokens
+    )
 
 
 SHAPE_OF_MEDUSA = parse_tree("[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]")
@@ -235,19 +324,32 @@ def test_a_shape_of_ones_own(folder, drafter_of, name):
     plain = [generate(verifier, NoDrafter(), p, max_new_tokens=30, k=0).tokens for p in prompts]
     got = generate(verifier, drafter, prompts, k=drafter.depth, max_new_tokens=30)
     assert [g.tokens for g in got] == plain and {len(s.draft) for g in got for s in g.steps[:5]} == {7}
-    assert [len(s.draft) for s in generate(verifier, drafter, prompts[0], k=2, max_new_tokens=8).steps[:1]] == [6]      # (0, 0, 0) lies deeper
+    assert [len(s.draft) for s in generate(verifier, drafter, prompts[0], k=2, max_new_tokens=8).steps[:1]] == [
+        6
+    ]  # (0, 0, 0) lies deeper
 
 
 def test_refused(drafter_of):
     for name in ("static", "dynamic"):
-        with pytest.raises(TypeError, match="NgramDrafter drafts chains only"): drive(NgramDrafter(), METHODS[name])
-    with pytest.raises(ValueError, match="'greedy' grows no tree"): TreeDrafter(drafter_of("draft model"), METHODS["greedy"])
-    with pytest.raises(ValueError, match="accept_lenience=0"): drive(NgramDrafter(), SamplingTokenProposalConfig(accept_lenience=0))
-    class Other(TokenProposalConfig): pass
-    with pytest.raises(ValueError, match="proposal_type='other' is not known"): drive(NgramDrafter(), Other(proposal_type="other"))
+        with pytest.raises(TypeError, match="NgramDrafter drafts chains only"):
+            drive(NgramDrafter(), METHODS[name])
+    with pytest.raises(ValueError, match="'greedy' grows no tree"):
+        TreeDrafter(drafter_of("draft model"), METHODS["greedy"])
+    with pytest.raises(ValueError, match="accept_lenience=0"):
+        drive(NgramDrafter(), SamplingTokenProposalConfig(accept_lenience=0))
+
+    class Other(TokenProposalConfig):
+        pass
+
+    with pytest.raises(ValueError, match="proposal_type='other' is not known"):
+        drive(NgramDrafter(), Other(proposal_type="other"))
 
 
 def test_copies_share_weights_not_state(drafter_of):
     drafter = TreeDrafter(drafter_of("eagle3"), METHODS["dynamic"])
     other = copy.copy(drafter)
-    assert other.drafter is not drafter.drafter and other.drafter.model is drafter.drafter.model and other.trained_tokens == drafter.trained_tokens
+    assert (
+        other.drafter is not drafter.drafter
+        and other.drafter.model is drafter.drafter.model
+        and other.trained_tokens == drafter.trained_tokens
+    )

@@ -1,4 +1,6 @@
-"""EAGLE-1 and HASS against a re-derivation in plain loops and float64; the cache, the tree, the verifier that comes and goes, the files."""
+"""EAGLE-1 and HASS against a re-derivation in plain loops and float64; the cache, the tree, the verifier that comes and
+goes, the files."""
+
 import itertools
 import json
 import math
@@ -9,17 +11,25 @@ from safetensors.torch import load_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from speculators_nb.core.config import SpeculatorModelConfig
-from speculators_nb.serve.vllm_contract import check_vllm_contract
-from speculators_nb.decode.generate import NoDrafter, generate
-from speculators_nb.nn.layers import draft_layer_config
-from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.core.tree_growth import dynamic_tree
-from speculators_nb.models.eagle import EagleSpeculator, EagleSpeculatorConfig, feature_noise
 from speculators_nb.core.tree import Drafter, Sampling
+from speculators_nb.core.tree_growth import dynamic_tree
+from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.eagle import EagleSpeculator, EagleSpeculatorConfig, feature_noise
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.verifier.tapped_model import Verifier
 
 H, V, L = 16, 24, 22
-SHAPE = dict(vocab_size=V, hidden_size=H, intermediate_size=20, num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=256)
+SHAPE = dict(
+    vocab_size=V,
+    hidden_size=H,
+    intermediate_size=20,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    max_position_embeddings=256,
+)
 FOUR = list(itertools.product((False, True), (False, True)))
 
 
@@ -28,20 +38,33 @@ def random_model(seed, layernorms=False, fusion_bias=False, family=LlamaConfig, 
     g = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     verifier = LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=2)).eval()
-    model = EagleSpeculator(EagleSpeculatorConfig(transformer_layer_config=family(**SHAPE, num_hidden_layers=1, **layer), layernorms=layernorms, fusion_bias=fusion_bias))
+    model = EagleSpeculator(
+        EagleSpeculatorConfig(
+            transformer_layer_config=family(**SHAPE, num_hidden_layers=1, **layer),
+            layernorms=layernorms,
+            fusion_bias=fusion_bias,
+        )
+    )
     with torch.no_grad():
         for p in (*verifier.parameters(), *model.parameters()):
             p.copy_(torch.randn(p.shape, generator=g) * (0.3 if p.ndim > 1 else 0.2) + (p.ndim == 1))
     model.attach_verifier(verifier, "train_only")
     documents = torch.tensor([0] * 9 + [1] * 4 + [2] * 6 + [-1] * 3)
-    batch = dict(input_ids=torch.randint(V, (1, L), generator=g), hidden_states=torch.randn(1, L, H, generator=g), document_ids=documents[None],
-                 loss_mask=((torch.rand(1, L, generator=g) < 0.7) & (documents >= 0)), verifier_last_hidden_states=torch.randn(1, L, H, generator=g),
-                 position_ids=torch.tensor([[*range(1, 10), *range(1, 5), *range(1, 7), 0, 0, 0]]))
+    batch = dict(
+        input_ids=torch.randint(V, (1, L), generator=g),
+        hidden_states=torch.randn(1, L, H, generator=g),
+        document_ids=documents[None],
+        loss_mask=((torch.rand(1, L, generator=g) < 0.7) & (documents >= 0)),
+        verifier_last_hidden_states=torch.randn(1, L, H, generator=g),
+        position_ids=torch.tensor([[*range(1, 10), *range(1, 5), *range(1, 7), 0, 0, 0]]),
+    )
     return model, batch, g
 
 
 class Plain:
-    "The network in float64, one row at a time, from the papers. `w`: weights by their checkpoint names, and the verifier's."
+    """The network in float64, one row at a time, from the papers. `w`: weights by their checkpoint names, and the
+    verifier's."""
+
     def __init__(self, model):
         c = model.config.transformer_layer_config
         self.eps, self.theta, self.layernorms = c.rms_norm_eps, c.rope_parameters["rope_theta"], model.config.layernorms
@@ -57,16 +80,19 @@ class Plain:
     def enter(self, token, feature):
         "(the layer's input, its residual)"
         e = self.w["embed_tokens.weight"][token].detach()
-        if self.layernorms: e = self.rms(e, "embedding_layernorm.weight")
+        if self.layernorms:
+            e = self.rms(e, "embedding_layernorm.weight")
         x = self.w["fusion_fc.weight"] @ torch.cat([e, feature])
-        if "fusion_fc.bias" in self.w: x = x + self.w["fusion_fc.bias"]
+        if "fusion_fc.bias" in self.w:
+            x = x + self.w["fusion_fc.bias"]
         return (self.rms(x, "transformer.input_layernorm.weight") if self.layernorms else x), x
 
     def heads(self, x, which, position=None):
         "Heads of 4 channels; with a position rotated, channel i with channel i + 2."
         out = []
         for head in (self.w[f"transformer.self_attn.{which}_proj.weight"] @ x).split(4):
-            if f"transformer.self_attn.{which}_norm.weight" in self.w: head = self.rms(head, f"transformer.self_attn.{which}_norm.weight")
+            if f"transformer.self_attn.{which}_norm.weight" in self.w:
+                head = self.rms(head, f"transformer.self_attn.{which}_norm.weight")
             if position is not None:
                 angles = [position * self.theta ** (-i / 2) for i in range(2)]
                 a, b = head[:2], head[2:]
@@ -85,40 +111,55 @@ class Plain:
         hidden = residual + self.w["transformer.self_attn.o_proj.weight"] @ torch.cat(attended)
         x = self.rms(hidden, "transformer.post_attention_layernorm.weight")
         gate = self.w["transformer.mlp.gate_proj.weight"] @ x
-        hidden = hidden + self.w["transformer.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * (self.w["transformer.mlp.up_proj.weight"] @ x))
+        hidden = hidden + self.w["transformer.mlp.down_proj.weight"] @ (
+            gate * gate.sigmoid() * (self.w["transformer.mlp.up_proj.weight"] @ x)
+        )
         return self.rms(hidden, "pre_lm_head_layernorm.weight") if self.layernorms else hidden
 
     def logits(self, feature):
         return self.w["lm_head.weight"].detach() @ feature
 
     def loss(self, batch, steps, feature_weight=1.0, soft=0.1, topk=None, noise=None):
-        """HASS as its paper tells it, in the frame of positions: at step n the query at row r reads the guess of step n - 1 at row r - 1,
-        and its key at distance d is made of what step n - d read (of the verifier's own features from distance n - 1 on)."""
+        """HASS as its paper tells it, in the frame of positions: at step n the query at row r reads the guess of step n
+        - 1 at row r - 1,
+        and its key at distance d is made of what step n - d read (of the verifier's own features from distance n - 1
+        on)."""
         topk = (1.0 if steps > 1 else 0.0) if topk is None else topk
-        ids, docs, mask, positions = (batch[k][0].tolist() for k in ("input_ids", "document_ids", "loss_mask", "position_ids"))
+        ids, docs, mask, positions = (
+            batch[k][0].tolist() for k in ("input_ids", "document_ids", "loss_mask", "position_ids")
+        )
         state, target = batch["hidden_states"][0], batch["verifier_last_hidden_states"][0]
         total = 0
-        inputs = {}                                                          # (step, row) -> what entered the layer there
+        inputs = {}  # (step, row) -> what entered the layer there
         guesses = {}
         for n in range(1, steps + 1):
             losses = []
             for r in range(len(ids)):
-                if docs[r] < 0: continue
-                if n == 1: feature = self.feature(state[r]) + (0 if noise is None else noise[0, r].double())
-                elif (n - 1, r - 1) in guesses and docs[r - 1] == docs[r]: feature = guesses[n - 1, r - 1].detach()
-                else: continue
+                if docs[r] < 0:
+                    continue
+                if n == 1:
+                    feature = self.feature(state[r]) + (0 if noise is None else noise[0, r].double())
+                elif (n - 1, r - 1) in guesses and docs[r - 1] == docs[r]:
+                    feature = guesses[n - 1, r - 1].detach()
+                else:
+                    continue
                 inputs[n, r] = self.enter(ids[r], feature)
             for r in range(len(ids)):
-                if (n, r) not in inputs: continue
+                if (n, r) not in inputs:
+                    continue
                 keys = [(inputs[max(1, n - (r - j)), j][0], positions[j]) for j in range(r + 1) if docs[j] == docs[r]]
                 guess = guesses[n, r] = self.leave((inputs[n, r][0], positions[r]), keys, inputs[n, r][1])
-                if not mask[r]: continue
+                if not mask[r]:
+                    continue
                 truth = self.feature(target[r])
                 distance = sum(0.5 * d * d if abs(d.item()) < 1 else abs(d) - 0.5 for d in guess - truth) / H
                 p, logq = self.logits(truth).softmax(0).detach(), self.logits(guess).log_softmax(0)
                 best = sorted(range(V), key=lambda v: -p[v].item())[:10]
-                losses.append(feature_weight * distance - soft * (p * logq).sum() - topk * sum(p[v] * logq[v] for v in best))
-            if losses: total = total + sum(losses) / len(losses)
+                losses.append(
+                    feature_weight * distance - soft * (p * logq).sum() - topk * sum(p[v] * logq[v] for v in best)
+                )
+            if losses:
+                total = total + sum(losses) / len(losses)
         return total
 
 
@@ -132,14 +173,15 @@ def gradients(model):
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])
 def test_plain_loops(steps, layernorms, fusion_bias, family, lean):
     "Loss to 1e-5 relative and every gradient to 1e-4 of its norm: float32 against float64."
-    if family is Qwen3Config and not lean: pytest.skip("one family is enough for the definition")
+    if family is Qwen3Config and not lean:
+        pytest.skip("one family is enough for the definition")
     model, batch, g = random_model(steps, layernorms, fusion_bias, family)
     noise = torch.rand(1, L, H, generator=g) - 0.5
     plain = Plain(model)
     want = plain.loss(batch, steps, feature_weight=0.7, noise=noise)
     want.backward()
     model.train()
-    tokens, loss, metrics = model(**batch, forward_num_total=steps, feature_weight=0.7, noise=noise, lean=lean)
+    tokens, loss, _ = model(**batch, forward_num_total=steps, feature_weight=0.7, noise=noise, lean=lean)
     loss.backward()
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
     assert (tokens is None) == lean
@@ -160,7 +202,9 @@ def test_logits_and_cache(layernorms, fusion_bias):
         for b in range(2):
             inputs = [plain.enter(t, f.double()) for t, f in zip(ids[b].tolist(), features[b])]
             for r in range(9):
-                guess = plain.leave((inputs[r][0], r), [(x, p) for p, (x, _) in enumerate(inputs[:r + 1])], inputs[r][1])
+                guess = plain.leave(
+                    (inputs[r][0], r), [(x, p) for p, (x, _) in enumerate(inputs[: r + 1])], inputs[r][1]
+                )
                 torch.testing.assert_close(full[b, r].double(), plain.logits(guess), rtol=1e-4, atol=1e-4)
         cache, parts = DynamicCache(), []
         for a, b in ((0, 4), (4, 5), (5, 9)):
@@ -169,7 +213,7 @@ def test_logits_and_cache(layernorms, fusion_bias):
         torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=1e-4)
         assert torch.equal(model(ids, features, return_dict=False), full)
         assert model(ids, features).past_key_values is None and model(ids, features).hidden_states is None
-        guesses, = model(ids, features, output_hidden_states=True).hidden_states
+        (guesses,) = model(ids, features, output_hidden_states=True).hidden_states
         torch.testing.assert_close(model.logits(guesses), full)
 
 
@@ -192,27 +236,39 @@ def test_padding_changes_nothing():
         with pytest.raises(ValueError, match="attention_mask has 6 columns for 4 cached and 6 new"):
             cache = model(ids[:, :4], features[:, :4], use_cache=True).past_key_values
             model(ids, features, attention_mask=torch.ones(1, 6), past_key_values=cache)
-        with pytest.raises(ValueError, match="output_attentions"): model(ids, features, output_attentions=True)
-        with pytest.raises(TypeError, match="no document_ids"): model(ids, features, forward_num_total=2)
+        with pytest.raises(ValueError, match="output_attentions"):
+            model(ids, features, output_attentions=True)
+        with pytest.raises(TypeError, match="no document_ids"):
+            model(ids, features, forward_num_total=2)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_lean_is_dense(seed):
-    "Over random weights, steps and windows: loss and metrics to 1e-5, gradients to 1e-4 of their norm (1e-6 but for one seed, whose gradients nearly cancel)."
+    """Over random weights, steps and windows: loss and metrics to 1e-5, gradients to 1e-4 of their norm (1e-6 but for
+    one seed, whose gradients nearly cancel)."""
     window = dict(layer_types=["sliding_attention"], sliding_window=3, use_sliding_window=True) if seed % 2 else {}
-    model, batch, g = random_model(seed, seed % 3 == 0, seed % 4 == 0, Qwen3Config if seed % 2 else LlamaConfig, **window)
+    model, batch, _ = random_model(
+        seed, seed % 3 == 0, seed % 4 == 0, Qwen3Config if seed % 2 else LlamaConfig, **window
+    )
     model.eval()
     results = []
     for lean in (True, False):
         model.zero_grad()
-        _, loss, metrics = model(**batch, forward_num_total=1 + seed % 4, loss_config={"tv": 0.5, "kl_div": 1.0}, lean=lean)
+        _, loss, metrics = model(
+            **batch, forward_num_total=1 + seed % 4, loss_config={"tv": 0.5, "kl_div": 1.0}, lean=lean
+        )
         loss.backward()
         results.append((loss, metrics, gradients(model)))
     (a, ma, ga), (b, mb, gb) = results
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert ma.keys() == mb.keys() and {"loss_0_sum", "feature_loss_0_total", "tv_loss_0_sum", "full_acc_0_sum", "cond_acc_0_total"} <= ma.keys()
-    for key in ma: torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
-    for key in ga: assert (ga[key] - gb[key]).norm() <= 1e-4 * gb[key].norm() + 1e-6, key
+    assert (
+        ma.keys() == mb.keys()
+        and {"loss_0_sum", "feature_loss_0_total", "tv_loss_0_sum", "full_acc_0_sum", "cond_acc_0_total"} <= ma.keys()
+    )
+    for key in ma:
+        torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
+    for key in ga:
+        assert (ga[key] - gb[key]).norm() <= 1e-4 * gb[key].norm() + 1e-6, key
 
 
 def test_runs_stay_in_their_document():
@@ -240,12 +296,17 @@ def test_noise():
     "In training only; the same generator gives the same step; bounded by std/2 * 512/S of each document."
     model, batch, _ = random_model(5)
     model.train()
-    def run(seed, **options): return model(**batch, generator=torch.Generator().manual_seed(seed), **options)[1].item()
+
+    def run(seed, **options):
+        return model(**batch, generator=torch.Generator().manual_seed(seed), **options)[1].item()
+
     assert run(0) == run(0) != run(1)
     quiet = model(**batch, noise_std=0.0)[1].item()
     assert run(0) != quiet == model(**batch, noise=torch.zeros(1, L, H))[1].item()
-    torch.manual_seed(3); first = model(**batch)[1].item()
-    torch.manual_seed(3); assert first == model(**batch)[1].item()
+    torch.manual_seed(3)
+    first = model(**batch)[1].item()
+    torch.manual_seed(3)
+    assert first == model(**batch)[1].item()
     model.eval()
     assert run(0) == run(1) == quiet
     noise = feature_noise(batch["document_ids"][0], 4000, 0.2, torch.Generator().manual_seed(0))
@@ -263,10 +324,13 @@ def test_scaled_heads():
     model.eval()
     lean, dense = (model(**batch, loss_config="kl_div", feature_weight=0.0, lean=x)[1].item() for x in (True, False))
     model.target_head.scale = 1.0
-    assert lean == pytest.approx(dense, rel=1e-5) and lean != pytest.approx(model(**batch, loss_config="kl_div", feature_weight=0.0)[1].item(), rel=1e-2)
+    assert lean == pytest.approx(dense, rel=1e-5) and lean != pytest.approx(
+        model(**batch, loss_config="kl_div", feature_weight=0.0)[1].item(), rel=1e-2
+    )
 
 
 # ------------------------------------------------------------------------------------------------ drafting
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -275,17 +339,21 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_hidden_layers=3))
     with torch.no_grad():
-        for p in model.parameters(): p += 0.2 * torch.randn(p.shape)
+        for p in model.parameters():
+            p += 0.2 * torch.randn(p.shape)
     model.save_pretrained(folder)
     return folder
 
 
 def fresh(folder, **options):
     torch.manual_seed(1)
-    model = EagleSpeculator.from_training_args(draft_layer_config(Qwen3Config(**SHAPE)), verifier_name_or_path=str(folder), **options)
+    model = EagleSpeculator.from_training_args(
+        draft_layer_config(Qwen3Config(**SHAPE)), verifier_name_or_path=str(folder), **options
+    )
     with torch.no_grad():
         for p in model.parameters():
-            if p.requires_grad: p += 0.2 * torch.randn(p.shape)
+            if p.requires_grad:
+                p += 0.2 * torch.randn(p.shape)
     return model.eval()
 
 
@@ -301,8 +369,11 @@ def test_drafting_is_what_was_trained(folder, layernorms, fusion_bias):
     row = torch.cat([tokens[1:], tree.tokens])
     with torch.no_grad():
         features = torch.cat([model.target_head.norm(states), torch.zeros(k, H)])
-        hidden = model.dense_hidden(row, features, torch.zeros(len(row), dtype=torch.long), torch.arange(1, len(row) + 1), k)
-        for t, law in enumerate(tree.probs): torch.testing.assert_close(law, (model.logits(hidden[t][n - 2]) / 0.7).softmax(-1), rtol=1e-4, atol=1e-5)
+        hidden = model.dense_hidden(
+            row, features, torch.zeros(len(row), dtype=torch.long), torch.arange(1, len(row) + 1), k
+        )
+        for t, law in enumerate(tree.probs):
+            torch.testing.assert_close(law, (model.logits(hidden[t][n - 2]) / 0.7).softmax(-1), rtol=1e-4, atol=1e-5)
     greedy = drafter.propose(torch.cat([tokens, tree.tokens[:1]]), torch.randn(1, H, generator=g), k, Sampling())
     assert greedy.probs is None and greedy.parents.tolist() == [-1, 0, 1, 2]
 
@@ -316,13 +387,21 @@ def test_greedy_text_is_the_verifiers(folder):
 
 
 def test_sampled_text_has_the_verifiers_law(folder):
-    "First drafted token and what follows it, 800 short answers at temperature 1.5 beside the exact law: chi squared over the 24 tokens."
+    """First drafted token and what follows it, 800 short answers at temperature 1.5 beside the exact law: chi squared
+    over the 24 tokens."""
     verifier, drafter = Verifier.from_pretrained(folder, [3]), fresh(folder).drafter()
     prompt, n = torch.tensor([1, 2, 3]), 800
     counts, expected = torch.zeros(V), torch.zeros(V)
     laws = {}
     for seed in range(n):
-        out = generate(verifier, drafter, prompt, max_new_tokens=2 + 1, k=2, sampling=Sampling(1.5, torch.Generator().manual_seed(seed))).tokens
+        out = generate(
+            verifier,
+            drafter,
+            prompt,
+            max_new_tokens=2 + 1,
+            k=2,
+            sampling=Sampling(1.5, torch.Generator().manual_seed(seed)),
+        ).tokens
         if out[0] not in laws:
             logits = verifier(torch.cat([prompt, torch.tensor(out[:1])])[None]).logits[0, -1]
             laws[out[0]] = (logits / 1.5).softmax(-1)
@@ -331,14 +410,16 @@ def test_sampled_text_has_the_verifiers_law(folder):
     likely = expected > 5
     chi2 = ((counts - expected)[likely].square() / expected[likely]).sum().item()
     degrees = int(likely.sum()) - 1
-    assert degrees >= 3 and chi2 < degrees + 4 * (2 * degrees) ** 0.5          # four standard deviations
+    assert degrees >= 3 and chi2 < degrees + 4 * (2 * degrees) ** 0.5  # four standard deviations
 
 
 # ------------------------------------------------------------------------------------------------ trees
 
+
 def paths_of(tokens, parents):
     paths = {-1: ()}
-    for i, (t, p) in enumerate(zip(tokens.tolist(), parents.tolist())): paths[i] = (*paths[p], t)
+    for i, (t, p) in enumerate(zip(tokens.tolist(), parents.tolist())):
+        paths[i] = (*paths[p], t)
     return paths
 
 
@@ -353,35 +434,58 @@ def test_drafted_tree(folder):
 
     def law(nodes, drafted, parents):
         rows, paths = [], paths_of(drafted, parents)
-        for i in nodes.tolist():                     # each path anew, without a cache
+        for i in nodes.tolist():  # each path anew, without a cache
             row = torch.tensor([*tokens[1:].tolist(), *paths[i]])
             read = features
             for _ in range(len(paths[i]) + 1):
-                guess = model(row[:len(read)][None], read[None], output_hidden_states=True)
+                guess = model(row[: len(read)][None], read[None], output_hidden_states=True)
                 read = torch.cat([read, guess.hidden_states[0][0, -1:]])
             rows.append(guess.logits[0, -1].log_softmax(-1))
         return torch.stack(rows)
 
-    with torch.no_grad(): want, _ = dynamic_tree(law, 3, 4, 14)
+    with torch.no_grad():
+        want, _ = dynamic_tree(law, 3, 4, 14)
     assert set(paths_of(tree.tokens, tree.parents).values()) == set(paths_of(want.tokens, want.parents).values())
     chain = drafter.propose(torch.cat([tokens, tokens[:1]]), torch.ones(1, H), 3, Sampling())
     other = model.drafter()
-    assert torch.equal(chain.tokens, other.propose(torch.cat([tokens, tokens[:1]]), torch.cat([states, torch.ones(1, H)]), 3, Sampling()).tokens)
+    assert torch.equal(
+        chain.tokens,
+        other.propose(torch.cat([tokens, tokens[:1]]), torch.cat([states, torch.ones(1, H)]), 3, Sampling()).tokens,
+    )
 
 
-# ------------------------------------------------------------------------------------------------ config, verifier, files
+# ---------------------------------------------------------------------------------------------- config, verifier, files
+
 
 def test_config():
     config = EagleSpeculatorConfig()
-    assert (config.architectures, config.transformer_layer_architecture, config.layernorms, config.fusion_bias) == (["EagleSpeculator"], "auto", False, False)
+    assert (config.architectures, config.transformer_layer_architecture, config.layernorms, config.fusion_bias) == (
+        ["EagleSpeculator"],
+        "auto",
+        False,
+        False,
+    )
     assert isinstance(config.transformer_layer_config, LlamaConfig)
     named = EagleSpeculatorConfig(transformer_layer_architecture="LlamaDecoderLayer")
-    assert named.architectures == ["EagleSpeculator", "LlamaDecoderLayer"] == EagleSpeculatorConfig.from_dict(named.to_dict()).architectures
+    assert (
+        named.architectures
+        == ["EagleSpeculator", "LlamaDecoderLayer"]
+        == EagleSpeculatorConfig.from_dict(named.to_dict()).architectures
+    )
     config = EagleSpeculatorConfig(transformer_layer_config=Qwen3Config(**SHAPE, num_hidden_layers=1))
     EagleSpeculator(config)
-    assert config.transformer_layer_architecture == "Qwen3DecoderLayer" and config.architectures == ["EagleSpeculator", "Qwen3DecoderLayer"]
-    with pytest.raises(ValueError, match="transformer_layer_architecture='MambaBlock' is not the layer of a LlamaConfig"):
-        EagleSpeculator(EagleSpeculatorConfig(transformer_layer_config=LlamaConfig(**SHAPE), transformer_layer_architecture="MambaBlock"))
+    assert config.transformer_layer_architecture == "Qwen3DecoderLayer" and config.architectures == [
+        "EagleSpeculator",
+        "Qwen3DecoderLayer",
+    ]
+    with pytest.raises(
+        ValueError, match="transformer_layer_architecture='MambaBlock' is not the layer of a LlamaConfig"
+    ):
+        EagleSpeculator(
+            EagleSpeculatorConfig(
+                transformer_layer_config=LlamaConfig(**SHAPE), transformer_layer_architecture="MambaBlock"
+            )
+        )
 
 
 def test_the_verifier_comes_and_goes(folder):
@@ -391,27 +495,37 @@ def test_the_verifier_comes_and_goes(folder):
     ids, features = torch.randint(V, (1, 4)), torch.randn(1, 4, H)
     assert model.verifier_attachment_mode == "detached" and model.verifier is None and model.embed_tokens is None
     for call in (lambda: model(ids, features), model.detach_verifier, model.drafter):
-        with pytest.raises(RuntimeError, match="no verifier is attached"): call()
+        with pytest.raises(RuntimeError, match="no verifier is attached"):
+            call()
     logits = []
     for verifier, mode in ((ready, "full"), (ready, "train_only"), (str(folder), None), (folder, "train_only")):
         held = model.attach_verifier(verifier, mode)
-        assert model.verifier is held and (held is not None) == (mode != "train_only") and model.verifier_attachment_mode == mode or "full"
+        assert model.verifier is held and (held is not None) == (mode != "train_only")
+        assert model.verifier_attachment_mode == (mode or "full")
         assert model.verifier_layers == 3 and not any(n.startswith("verifier") for n in model.state_dict())
-        assert {p for p in model.parameters() if p.requires_grad} == {model.get_parameter(n) for n in own if "target_head" not in n}
+        assert {p for p in model.parameters() if p.requires_grad} == {
+            model.get_parameter(n) for n in own if "target_head" not in n
+        }
         assert ready.get_input_embeddings().weight.requires_grad
-        if verifier is ready: assert model.embed_tokens.weight.data_ptr() == ready.get_input_embeddings().weight.data_ptr()
+        if verifier is ready:
+            assert model.embed_tokens.weight.data_ptr() == ready.get_input_embeddings().weight.data_ptr()
         logits.append(model(ids, features).logits)
-        with pytest.raises(RuntimeError, match="attached already"): model.attach_verifier(ready)
+        with pytest.raises(RuntimeError, match="attached already"):
+            model.attach_verifier(ready)
         model.detach_verifier()
         assert set(model.state_dict()) == own and model.verifier_attachment_mode == "detached"
     assert all(torch.equal(logits[0], x) for x in logits)
-    with pytest.raises(ValueError, match="verifier_attachment_mode='half'"): model.attach_verifier(ready, "half")
-    with pytest.raises(TypeError, match="verifier is a int"): model.attach_verifier(3)
-    with pytest.raises(ValueError, match="embeds 30 tokens in 16"): model.attach_verifier(LlamaForCausalLM(LlamaConfig(**SHAPE | dict(vocab_size=30), num_hidden_layers=1)))
+    with pytest.raises(ValueError, match="verifier_attachment_mode='half'"):
+        model.attach_verifier(ready, "half")
+    with pytest.raises(TypeError, match="verifier is a int"):
+        model.attach_verifier(3)
+    with pytest.raises(ValueError, match="embeds 30 tokens in 16"):
+        model.attach_verifier(LlamaForCausalLM(LlamaConfig(**SHAPE | dict(vocab_size=30), num_hidden_layers=1)))
     assert model.verifier_attachment_mode == "detached"
     assert EagleSpeculator(model.config, ready).verifier is ready
     assert EagleSpeculator(model.config, ready, "detached").verifier is None
-    with pytest.raises(ValueError, match="not loaded yet"): SpeculatorModel.verify_training_compatible(model)
+    with pytest.raises(ValueError, match="not loaded yet"):
+        SpeculatorModel.verify_training_compatible(model)
 
 
 @pytest.mark.parametrize("layernorms,fusion_bias", FOUR)
@@ -419,24 +533,50 @@ def test_checkpoint(folder, tmp_path, layernorms, fusion_bias):
     "Exactly the documented tensors; the config says what the 0.4 line says; what is loaded drafts the same."
     model = fresh(folder, layernorms=layernorms, fusion_bias=fusion_bias)
     model.save_pretrained(tmp_path / "draft")
-    names = {"fusion_fc.weight", "transformer.post_attention_layernorm.weight", *(f"transformer.self_attn.{x}_proj.weight" for x in "qkvo"),
-             *(f"transformer.mlp.{x}_proj.weight" for x in ("gate", "up", "down"))}
+    names = {
+        "fusion_fc.weight",
+        "transformer.post_attention_layernorm.weight",
+        *(f"transformer.self_attn.{x}_proj.weight" for x in "qkvo"),
+        *(f"transformer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
+    }
     names |= {"fusion_fc.bias"} if fusion_bias else set()
-    names |= {"embedding_layernorm.weight", "transformer.input_layernorm.weight", "pre_lm_head_layernorm.weight"} if layernorms else set()
+    names |= (
+        {"embedding_layernorm.weight", "transformer.input_layernorm.weight", "pre_lm_head_layernorm.weight"}
+        if layernorms
+        else set()
+    )
     assert set(load_file(tmp_path / "draft/model.safetensors")) == names
     config = json.loads((tmp_path / "draft/config.json").read_text())
-    assert (config["speculators_model_type"], config["architectures"], config["transformer_layer_architecture"]) == ("eagle", ["EagleSpeculator", "LlamaDecoderLayer"], "LlamaDecoderLayer")
-    assert (config["layernorms"], config["fusion_bias"], config["transformer_layer_config"]["num_hidden_layers"]) == (layernorms, fusion_bias, 1)
+    assert (config["speculators_model_type"], config["architectures"], config["transformer_layer_architecture"]) == (
+        "eagle",
+        ["EagleSpeculator", "LlamaDecoderLayer"],
+        "LlamaDecoderLayer",
+    )
+    assert (config["layernorms"], config["fusion_bias"], config["transformer_layer_config"]["num_hidden_layers"]) == (
+        layernorms,
+        fusion_bias,
+        1,
+    )
     assert "model_type" not in config and "draft_vocab_size" not in config
     again = SpeculatorModel.from_pretrained(tmp_path / "draft")
     ids, features = torch.randint(V, (1, 4)), torch.randn(1, 4, H)
-    assert again.verifier_attachment_mode == "train_only" and torch.equal(again(ids, features).logits, model(ids, features).logits)
+    assert again.verifier_attachment_mode == "train_only" and torch.equal(
+        again(ids, features).logits, model(ids, features).logits
+    )
     SpeculatorModel.verify_training_compatible(again)
     violations = check_vllm_contract(tmp_path / "draft")
     assert len(violations) == 1 and "save_native" in violations[0]
     assert EagleSpeculator.from_pretrained(tmp_path / "draft", verifier_attachment_mode="detached").embed_tokens is None
-    assert EagleSpeculator.from_pretrained(tmp_path / "draft", verifier_attachment_mode="full").verifier.config.num_hidden_layers == 3
-    assert EagleSpeculator.from_pretrained(tmp_path / "draft", verifier=Qwen3ForCausalLM.from_pretrained(folder)).verifier is not None
+    assert (
+        EagleSpeculator.from_pretrained(
+            tmp_path / "draft", verifier_attachment_mode="full"
+        ).verifier.config.num_hidden_layers
+        == 3
+    )
+    assert (
+        EagleSpeculator.from_pretrained(tmp_path / "draft", verifier=Qwen3ForCausalLM.from_pretrained(folder)).verifier
+        is not None
+    )
     config["speculators_config"]["verifier"]["name_or_path"] = "nowhere/to-be-found"
     (tmp_path / "draft/config.json").write_text(json.dumps(config))
     assert SpeculatorModel.from_pretrained(tmp_path / "draft").verifier_attachment_mode == "detached"
@@ -445,31 +585,64 @@ def test_checkpoint(folder, tmp_path, layernorms, fusion_bias):
 def test_native_layout(folder, tmp_path):
     model = fresh(folder)
     model.save_native(tmp_path / "native")
-    tensors, config = load_file(tmp_path / "native/model.safetensors"), json.loads((tmp_path / "native/config.json").read_text())
-    assert (config["model_type"], config["architectures"], config["num_hidden_layers"]) == ("llama", ["LlamaForCausalLM"], 1)
-    assert set(tensors) == {"fc.weight", "embed_tokens.weight", "layers.0.post_attention_layernorm.weight", *(f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"),
-                            *(f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down"))}
-    assert torch.equal(tensors["fc.weight"], model.fusion_fc.weight) and torch.equal(tensors["layers.0.mlp.up_proj.weight"], model.transformer.mlp.up_proj.weight)
-    assert not {"speculators_model_type", "layer_types"} & config.keys() and LlamaConfig.from_pretrained(tmp_path / "native").hidden_size == H
-    with pytest.raises(ValueError, match="fusion_bias=True: vLLM"): fresh(folder, fusion_bias=True).save_native(tmp_path / "no")
+    tensors, config = (
+        load_file(tmp_path / "native/model.safetensors"),
+        json.loads((tmp_path / "native/config.json").read_text()),
+    )
+    assert (config["model_type"], config["architectures"], config["num_hidden_layers"]) == (
+        "llama",
+        ["LlamaForCausalLM"],
+        1,
+    )
+    assert set(tensors) == {
+        "fc.weight",
+        "embed_tokens.weight",
+        "layers.0.post_attention_layernorm.weight",
+        *(f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"),
+        *(f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
+    }
+    assert torch.equal(tensors["fc.weight"], model.fusion_fc.weight) and torch.equal(
+        tensors["layers.0.mlp.up_proj.weight"], model.transformer.mlp.up_proj.weight
+    )
+    assert (
+        not {"speculators_model_type", "layer_types"} & config.keys()
+        and LlamaConfig.from_pretrained(tmp_path / "native").hidden_size == H
+    )
+    with pytest.raises(ValueError, match="fusion_bias=True: vLLM"):
+        fresh(folder, fusion_bias=True).save_native(tmp_path / "no")
     torch.manual_seed(0)
-    slides = EagleSpeculator.from_training_args(draft_layer_config(Qwen3Config(**SHAPE), full_attention=()), verifier_name_or_path=str(folder))
-    with pytest.raises(ValueError, match="sliding window: vLLM"): slides.save_native(tmp_path / "no")
-    qwen = EagleSpeculator.from_training_args(draft_layer_config(Qwen3Config(**SHAPE), "qwen3"), verifier_name_or_path=str(folder))
-    with pytest.raises(ValueError, match="'qwen3': vLLM's EAGLE-1 has a Llama layer"): qwen.save_native(tmp_path / "no")
+    slides = EagleSpeculator.from_training_args(
+        draft_layer_config(Qwen3Config(**SHAPE), full_attention=()), verifier_name_or_path=str(folder)
+    )
+    with pytest.raises(ValueError, match="sliding window: vLLM"):
+        slides.save_native(tmp_path / "no")
+    qwen = EagleSpeculator.from_training_args(
+        draft_layer_config(Qwen3Config(**SHAPE), "qwen3"), verifier_name_or_path=str(folder)
+    )
+    with pytest.raises(ValueError, match="'qwen3': vLLM's EAGLE-1 has a Llama layer"):
+        qwen.save_native(tmp_path / "no")
 
 
 def test_training_arguments(folder):
     kwargs, val = EagleSpeculator.get_trainer_kwargs(learning_rate=1.0)
     assert kwargs == val == dict(forward_num_total=1, feature_weight=1.0, loss_config={"soft_ce": 0.1}, noise_std=0.2)
     assert EagleSpeculator.get_trainer_kwargs(forward_num_total=3)[0]["loss_config"] == {"soft_ce": 0.1, "topk_ce": 1.0}
-    assert EagleSpeculator.get_trainer_kwargs(forward_num_total=3, loss_fn="kl_div")[0]["loss_config"] == {"kl_div": 1.0}
+    assert EagleSpeculator.get_trainer_kwargs(forward_num_total=3, loss_fn="kl_div")[0]["loss_config"] == {
+        "kl_div": 1.0
+    }
     assert SpeculatorModelConfig.registered_class("eagle") is EagleSpeculatorConfig
-    layers = EagleSpeculator.from_training_args(Qwen3Config(**SHAPE, num_hidden_layers=3), verifier_name_or_path=str(folder)).config.transformer_layer_config
+    layers = EagleSpeculator.from_training_args(
+        Qwen3Config(**SHAPE, num_hidden_layers=3), verifier_name_or_path=str(folder)
+    ).config.transformer_layer_config
     assert (layers.num_hidden_layers, layers.layer_types) == (1, ["full_attention"])
     t2d = torch.arange(V) < 12
     with pytest.raises(ValueError, match="draft_vocab_size=12 of 24: EAGLE shares"):
-        EagleSpeculator.from_training_args(draft_layer_config(Qwen3Config(**SHAPE)), t2d, torch.zeros(12), verifier_name_or_path=str(folder))
+        EagleSpeculator.from_training_args(
+            draft_layer_config(Qwen3Config(**SHAPE)), t2d, torch.zeros(12), verifier_name_or_path=str(folder)
+        )
     with pytest.raises(ValueError, match="draft_vocab_size=12 of 24"):
-        EagleSpeculator.from_training_args(draft_layer_config(Qwen3Config(**SHAPE)), verifier_name_or_path=str(folder), draft_vocab_size=12)
-    with pytest.raises(ValueError, match="forward_num_total=0"): (lambda m, b, g: m(**b, forward_num_total=0))(*random_model(0))
+        EagleSpeculator.from_training_args(
+            draft_layer_config(Qwen3Config(**SHAPE)), verifier_name_or_path=str(folder), draft_vocab_size=12
+        )
+    with pytest.raises(ValueError, match="forward_num_total=0"):
+        (lambda m, b, g: m(**b, forward_num_total=0))(*random_model(0))

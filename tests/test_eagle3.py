@@ -6,9 +6,9 @@ from recorded import cases, load_case
 from safetensors.torch import load_file
 from transformers import LlamaConfig, Qwen3Config
 
+from speculators_nb.core.tree import Sampling
 from speculators_nb.models.eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators_nb.nn.supervision import ttt_supervision
-from speculators_nb.core.tree import Sampling
 
 CASES = cases("eagle3")
 
@@ -16,16 +16,20 @@ CASES = cases("eagle3")
 @pytest.mark.parametrize("name", CASES)
 def test_logits(name):
     "Draft logits of every step and the targets, all rows, to 1e-4 absolute (they reach 30)."
-    model, batch, kwargs, info, folder = load_case(name)
+    model, batch, kwargs, _, folder = load_case(name)
     want, x = load_file(folder / "outputs.safetensors"), {k: v[0] for k, v in batch.items()}
     with torch.no_grad():
-        hidden = model.dense_hidden(x["input_ids"], x["hidden_states"], x["document_ids"], x["position_ids"], kwargs["ttt_steps"])
+        hidden = model.dense_hidden(
+            x["input_ids"], x["hidden_states"], x["document_ids"], x["position_ids"], kwargs["ttt_steps"]
+        )
         for t, h in enumerate(hidden):
             torch.testing.assert_close(model.lm_head(h), want[f"lm_head_out.{t}"][0], rtol=0, atol=1e-4)
-        torch.testing.assert_close(model.target_head(x["verifier_last_hidden_states"]), want["verifier_lm_head_out.0"][0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            model.target_head(x["verifier_last_hidden_states"]), want["verifier_lm_head_out.0"][0], rtol=0, atol=1e-4
+        )
         tokens, *_ = model(**batch, **kwargs, cross_document_targets=True, lean=False)
     for t, row in enumerate(tokens):
-        kept = row.shape[1] - t                     # upstream's returned ids are draft ids; the last t rows have no target
+        kept = row.shape[1] - t  # upstream's returned ids are draft ids; the last t rows have no target
         mine = row if model.d2t is None else torch.searchsorted(model.to_verifier(torch.arange(len(model.d2t))), row)
         assert torch.equal(mine[:, :kept], want[f"returned.{t}"][:, :kept])
 
@@ -39,12 +43,29 @@ def random_model(seed, windows=True):
 
     layers, heads, kv = pick(1, 2, 3), 4, pick(1, 2, 4)
     types = [pick("full_attention", "sliding_attention" if windows else "full_attention") for _ in range(layers)]
-    layer = pick(LlamaConfig, Qwen3Config)(hidden_size=32, intermediate_size=40, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv, head_dim=8,
-                                           vocab_size=60, layer_types=types, sliding_window=5, use_sliding_window=True)
+    layer = pick(LlamaConfig, Qwen3Config)(
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=8,
+        vocab_size=60,
+        layer_types=types,
+        sliding_window=5,
+        use_sliding_window=True,
+    )
     norms = pick({}, {"norm_before_fc": True}, {"fc_norm": True})
     aux = pick([1], [1, 2], [1, 2, 4])
-    config = Eagle3SpeculatorConfig(transformer_layer_config=layer, draft_vocab_size=pick(40, 60), eagle_aux_hidden_state_layer_ids=aux, norm_output=pick(True, False),
-                                    norm_before_residual=pick(True, False), embed_requires_grad=pick(True, False), **norms)
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=pick(40, 60),
+        eagle_aux_hidden_state_layer_ids=aux,
+        norm_output=pick(True, False),
+        norm_before_residual=pick(True, False),
+        embed_requires_grad=pick(True, False),
+        **norms,
+    )
     model = Eagle3DraftModel(config)
     with torch.no_grad():
         for p in model.parameters():
@@ -52,21 +73,29 @@ def random_model(seed, windows=True):
     model.target_head.set_rows(torch.randn(config.draft_vocab_size, 32, generator=g))
     L = 50
     documents = torch.randint(0, 5, (L,), generator=g).sort().values
-    documents[L - int(torch.randint(0, 6, (), generator=g)):] = -1
-    batch = dict(input_ids=torch.randint(60, (1, L), generator=g), hidden_states=torch.randn(1, L, 32 * len(aux), generator=g), document_ids=documents[None],
-                 loss_mask=((torch.rand(1, L, generator=g) < 0.5) & (documents >= 0)), verifier_last_hidden_states=torch.randn(1, L, 32, generator=g),
-                 position_ids=torch.arange(1, L + 1)[None])
+    documents[L - int(torch.randint(0, 6, (), generator=g)) :] = -1
+    batch = dict(
+        input_ids=torch.randint(60, (1, L), generator=g),
+        hidden_states=torch.randn(1, L, 32 * len(aux), generator=g),
+        document_ids=documents[None],
+        loss_mask=((torch.rand(1, L, generator=g) < 0.5) & (documents >= 0)),
+        verifier_last_hidden_states=torch.randn(1, L, 32, generator=g),
+        position_ids=torch.arange(1, L + 1)[None],
+    )
     return model, batch, pick(1, 2, 4)
 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_lean_is_dense(seed):
-    "Over random shapes, windows, norms and packings: loss, metrics and gradients of the lean path are those of the definition, to 1e-5."
+    """Over random shapes, windows, norms and packings: loss, metrics and gradients of the lean path are those of the
+    definition, to 1e-5."""
     model, batch, steps = random_model(seed)
     results = []
     for lean in (True, False):
         model.zero_grad()
-        _, loss, metrics = model(**batch, ttt_steps=steps, ttt_step_loss_decay=0.7, loss_config={"kl_div": 1.0, "tv": 0.5}, lean=lean)
+        _, loss, metrics = model(
+            **batch, ttt_steps=steps, ttt_step_loss_decay=0.7, loss_config={"kl_div": 1.0, "tv": 0.5}, lean=lean
+        )
         loss.backward()
         results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
     (a, ma, ga), (b, mb, gb) = results
@@ -79,16 +108,19 @@ def test_lean_is_dense(seed):
 
 
 def test_targets_stay_in_their_document():
-    "A later document's last states are no target of the earlier one: what the loss says to the earlier one's features does not change with them. Upstream's rule lets them in."
+    """A later document's last states are no target of the earlier one: what the loss says to the earlier one's features
+    does not change with them. Upstream's rule lets them in."""
     model, batch, _ = random_model(3)
     documents = torch.tensor([0] * 20 + [1] * 30)
     batch |= dict(document_ids=documents[None], loss_mask=torch.ones(1, 50, dtype=torch.bool))
-    batch["loss_mask"][0, 24:] = False                      # of document 1, the first rows alone
+    batch["loss_mask"][0, 24:] = False  # of document 1, the first rows alone
     other = batch | dict(verifier_last_hidden_states=batch["verifier_last_hidden_states"].clone())
     other["verifier_last_hidden_states"][0, 20:24] += 1
     for cross, same in ((False, True), (True, False)):
         supervised = ttt_supervision(batch["loss_mask"][0], documents, 3, cross)
-        assert bool((supervised[1:, 18:20] & (torch.arange(18, 20) + torch.arange(1, 3)[:, None] >= 20)).any()) is not same
+        assert (
+            bool((supervised[1:, 18:20] & (torch.arange(18, 20) + torch.arange(1, 3)[:, None] >= 20)).any()) is not same
+        )
         reach = []
         for b in (batch, other):
             states = b["hidden_states"].detach().requires_grad_(True)
@@ -97,7 +129,7 @@ def test_targets_stay_in_their_document():
         first, second = documents == 0, documents == 1
         assert reach[0][first].abs().sum() > 0
         assert torch.allclose(reach[0][first], reach[1][first], rtol=1e-5, atol=1e-9) is same
-        assert not torch.allclose(reach[0][second], reach[1][second])   # document 1 itself is trained either way
+        assert not torch.allclose(reach[0][second], reach[1][second])  # document 1 itself is trained either way
 
 
 def test_embeddings_really_train():
@@ -131,8 +163,10 @@ def test_bf16_products_and_autocast_stay_close():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_drafting_is_what_was_trained(seed):
-    """The drafter's key-value cache, fed in two parts, gives the logits of training's unrolled steps on the row that it drafted itself.
-    Full attention only: a sliding window moves on while drafting, as in the serving engine, but stays at its row in training, as upstream."""
+    """The drafter's key-value cache, fed in two parts, gives the logits of training's unrolled steps on the row that it
+    drafted itself.
+    Full attention only: a sliding window moves on while drafting, as in the serving engine, but stays at its row in
+    training, as upstream."""
     model, _, _ = random_model(seed, windows=False)
     model.d2t = model.t2d = None
     model.config.speculators_config = None
@@ -146,6 +180,12 @@ def test_drafting_is_what_was_trained(seed):
     tree = drafter.propose(tokens, features[6:], k, Sampling(1.0, g))
     row = torch.cat([tokens[1:], tree.tokens])
     with torch.no_grad():
-        hidden = model.dense_hidden(row, torch.cat([features, torch.zeros(k, features.shape[1])]), torch.zeros(len(row), dtype=torch.long), torch.arange(1, len(row) + 1), k)
+        hidden = model.dense_hidden(
+            row,
+            torch.cat([features, torch.zeros(k, features.shape[1])]),
+            torch.zeros(len(row), dtype=torch.long),
+            torch.arange(1, len(row) + 1),
+            k,
+        )
         for t, law in enumerate(tree.probs):
             torch.testing.assert_close(law, model.lm_head(hidden[t][n - 2]).softmax(-1), rtol=1e-4, atol=1e-5)

@@ -1,4 +1,6 @@
-"""`evaluate.load`, `evaluate.engine`, `evaluate.guidellm`: every count of a stand-in for vLLM is known beforehand (fake_engine.expected)."""
+"""`evaluate.load`, `evaluate.engine`, `evaluate.guidellm`: every count of a stand-in for vLLM is known beforehand
+(fake_engine.expected)."""
+
 import json
 import sys
 import time
@@ -14,13 +16,23 @@ import speculators_nb.evaluate.load as load_module
 from speculators_nb.core.http_client import Endpoint, EndpointError
 from speculators_nb.decode.generate import Generation, Step
 from speculators_nb.evaluate.acceptance import COUNTS, acceptance_table, evaluate
-from speculators_nb.evaluate.engine import EngineEvaluation, as_engine_counts, compare_runs, evaluate_as_engine, evaluate_engine
+from speculators_nb.evaluate.engine import (
+    EngineEvaluation,
+    as_engine_counts,
+    compare_runs,
+    evaluate_as_engine,
+    evaluate_engine,
+)
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report, replies_of
 from speculators_nb.evaluate.load import Prompt, ask, read_prompts, run_load
 from speculators_nb.evaluate.vllm_metrics import Meter, MetricsError
 from speculators_nb.serve.server import Server
 
-HERE, VERIFIER, HELDOUT = Path(__file__).parent, Path(__file__).parents[1] / "data/tiny-verifier", Path(__file__).parents[1] / "data/corpus/heldout.jsonl"
+HERE, VERIFIER, HELDOUT = (
+    Path(__file__).parent,
+    Path(__file__).parents[1] / "data/tiny-verifier",
+    Path(__file__).parents[1] / "data/corpus/heldout.jsonl",
+)
 PROMPTS = [dict(prompt=f"question {i}", domain="ab"[i % 2]) for i in range(6)]
 
 
@@ -35,34 +47,68 @@ def engine(tmp_path, monkeypatch):
     return script
 
 
-def ngram(**more): return dict(method="ngram") | more
+def ngram(**more):
+    return dict(method="ngram") | more
 
 
 def test_a_sweep(engine, tmp_path):
-    found = evaluate_engine(VERIFIER, PROMPTS, k=[1, 2, 3], concurrency=[1, 4], max_new_tokens=20, output_dir=tmp_path / "run", method="ngram")
+    found = evaluate_engine(
+        VERIFIER,
+        PROMPTS,
+        k=[1, 2, 3],
+        concurrency=[1, 4],
+        max_new_tokens=20,
+        output_dir=tmp_path / "run",
+        method="ngram",
+    )
     assert set(zip(found.performance.k, found.performance.concurrency)) == {(k, c) for k in range(4) for c in (1, 4)}
     assert set(found.performance.drafter) == {"n-gram", "no drafter"}
     for k in (1, 2, 3):
-        steps, accepted, pieces = expected(k, 20)
+        steps, accepted, _ = expected(k, 20)
         for c in (1, 4):
             rows = found.positions[(found.positions.k == k) & (found.positions.concurrency == c)]
             np.testing.assert_allclose(rows.unconditional, np.array(accepted) / steps)
             np.testing.assert_allclose(rows.conditional, np.array(accepted) / np.array([steps, *accepted[:-1]]))
-            assert rows.unconditional_low.isna().all() == (c == 4)                    # intervals need requests that were counted one by one
+            assert rows.unconditional_low.isna().all() == (
+                c == 4
+            )  # intervals need requests that were counted one by one
             total = found.summary[(found.summary.k == k) & (found.summary.concurrency == c)].set_index("domain")
             assert list(total.index) == ["all", "a", "b"]
-            assert total.loc["all", ["requests", "tokens", "steps", "proposed", "accepted"]].tolist() == [6, 120, 6 * steps, 6 * k * steps, 6 * sum(accepted)]
+            assert total.loc["all", ["requests", "tokens", "steps", "proposed", "accepted"]].tolist() == [
+                6,
+                120,
+                6 * steps,
+                6 * k * steps,
+                6 * sum(accepted),
+            ]
             assert total.loc["b", "steps"] == 3 * steps
             assert total.loc["all", "mean_length"] == pytest.approx(1 + sum(accepted) / steps)
             assert total.loc["all", "tokens_per_step"] == pytest.approx(19 / steps)
     assert found.performance[found.performance.k == 0].speedup.eq(1).all() and found.performance.speedup.gt(0).all()
     alone = found.requests[(found.requests.k == 2) & (found.requests.concurrency == 1)]
-    assert alone.prompt.tolist() == list(range(6)) and all(ids == list(range(20)) for ids in alone.token_ids) and alone.pieces.eq(1 + expected(2, 20)[0]).all()
+    assert (
+        alone.prompt.tolist() == list(range(6))
+        and all(ids == list(range(20)) for ids in alone.token_ids)
+        and alone.pieces.eq(1 + expected(2, 20)[0]).all()
+    )
     assert len(found.settings["commands"]) == 4 and found.settings["domains"] == {"a": 3, "b": 3}
     names = {p.name for p in (tmp_path / "run").iterdir()}
-    assert {"summary.csv", "positions.csv", "performance.csv", "requests.jsonl", "settings.json", "acceptance.png", "speed.png", "provenance.json", "server-k0.log"} <= names
+    assert {
+        "summary.csv",
+        "positions.csv",
+        "performance.csv",
+        "requests.jsonl",
+        "settings.json",
+        "acceptance.png",
+        "speed.png",
+        "provenance.json",
+        "server-k0.log",
+    } <= names
     again = EngineEvaluation.read(tmp_path / "run")
-    assert again.positions.round(12).equals(found.positions.round(12)) and again.requests.accepted_at.dropna().tolist() == found.requests.accepted_at.dropna().tolist()
+    assert (
+        again.positions.round(12).equals(found.positions.round(12))
+        and again.requests.accepted_at.dropna().tolist() == found.requests.accepted_at.dropna().tolist()
+    )
     both = compare_runs({"now": found, "again": tmp_path / "run"})
     assert set(both.table().run) == {"now", "again"} and len(both.table()) == 2 * 6 and "at 3" in both.table()
     assert both.plot()._suptitle.get_text() == "The same acceptance at every position"
@@ -72,50 +118,78 @@ def test_a_sweep(engine, tmp_path):
 def test_a_server_that_runs(engine):
     with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:
         found = evaluate_engine(server.url, PROMPTS, max_new_tokens=9, max_samples=1, name="mine")
-        assert found.summary.drafter.eq("mine").all() and found.positions.k.eq(2).all() and found.summary.iloc[0].requests == 2
-        assert found.performance.speedup.isna().all()                                  # nothing to compare with
-        with pytest.raises(ValueError, match="runs already"): evaluate_engine(server.url, PROMPTS, dtype="float32")
-        with pytest.raises(EndpointError, match="400: too long"): evaluate_engine(server.url, PROMPTS, max_new_tokens=501)
+        assert (
+            found.summary.drafter.eq("mine").all()
+            and found.positions.k.eq(2).all()
+            and found.summary.iloc[0].requests == 2
+        )
+        assert found.performance.speedup.isna().all()  # nothing to compare with
+        with pytest.raises(ValueError, match="runs already"):
+            evaluate_engine(server.url, PROMPTS, dtype="float32")
+        with pytest.raises(EndpointError, match="400: too long"):
+            evaluate_engine(server.url, PROMPTS, max_new_tokens=501)
     with Server(["vllm", "serve", "m"]) as server:
         found = evaluate_engine(server.url, PROMPTS, max_new_tokens=9)
         assert found.positions.empty and found.summary.empty and found.performance.k.eq(0).all()
-        with pytest.raises(ValueError, match="nothing was drafted"): found.plot()
+        with pytest.raises(ValueError, match="nothing was drafted"):
+            found.plot()
 
 
-@pytest.mark.parametrize("behaviour, error, words, concurrency", [
-    ("foreign", MetricsError, "somebody else", 1), ("foreign", MetricsError, "somebody else", 3), ("restart", MetricsError, "started again", 1),
-    ("broken", EndpointError, "the engine is dead", 1), ("die", EndpointError, r"(GET|POST) http://127.0.0.1:\d+/.*1 try", 1), ("broken", EndpointError, "the engine is dead", 3)])
+@pytest.mark.parametrize(
+    "behaviour, error, words, concurrency",
+    [
+        ("foreign", MetricsError, "somebody else", 1),
+        ("foreign", MetricsError, "somebody else", 3),
+        ("restart", MetricsError, "started again", 1),
+        ("broken", EndpointError, "the engine is dead", 1),
+        ("die", EndpointError, r"(GET|POST) http://127.0.0.1:\d+/.*1 try", 1),
+        ("broken", EndpointError, "the engine is dead", 3),
+    ],
+)
 def test_what_cannot_be_attributed_is_no_number(engine, monkeypatch, behaviour, error, words, concurrency):
     monkeypatch.setenv("FAKE_ENGINE", behaviour)
     with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:
         endpoint = Endpoint(server.url, tries=1)
-        with pytest.raises(error, match=words): run_load(endpoint, read_prompts(PROMPTS), concurrency, 12)
+        with pytest.raises(error, match=words):
+            run_load(endpoint, read_prompts(PROMPTS), concurrency, 12)
 
 
 def test_counters_that_never_come_are_waited_for_and_given_up(engine):
     with Server(["vllm", "serve", "m"]) as server:
         meter = Meter(Endpoint(server.url, tries=1), patience=0.3)
-        with pytest.raises(MetricsError, match="counts 0 finished requests, 1 were answered"): meter.stop(1)
+        with pytest.raises(MetricsError, match="counts 0 finished requests, 1 were answered"):
+            meter.stop(1)
 
 
 def test_a_request_begins_after_the_one_before_is_counted(engine, monkeypatch):
     "else its first steps would be counted for another"
     events, real_ask, real_stop = [], load_module.ask, Meter.stop
     monkeypatch.setattr(load_module, "ask", lambda *a, **k: (events.append("ask"), real_ask(*a, **k))[1])
-    monkeypatch.setattr(Meter, "stop", lambda *a, **k: (time.sleep(0.05), real_stop(*a, **k), events.append("counted"))[1])
+    monkeypatch.setattr(
+        Meter, "stop", lambda *a, **k: (time.sleep(0.05), real_stop(*a, **k), events.append("counted"))[1]
+    )
     with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:
         run_load(Endpoint(server.url, tries=1), read_prompts(PROMPTS), 1, 6)
-    assert events == ["ask"] + ["ask", "counted"] * 6                                 # the first is not measured
+    assert events == ["ask"] + ["ask", "counted"] * 6  # the first is not measured
 
 
 def test_one_answer(engine, monkeypatch):
     monkeypatch.setenv("FAKE_PAUSE", "0.05")
     with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 3}']) as server:
         endpoint = Endpoint(server.url, tries=1)
-        for prompt in (Prompt("a", messages=[dict(role="user", content="hi")]), Prompt("a", text=[1, 2, 3]), Prompt("a", text="hi")):
+        for prompt in (
+            Prompt("a", messages=[dict(role="user", content="hi")]),
+            Prompt("a", text=[1, 2, 3]),
+            Prompt("a", text="hi"),
+        ):
             reply = ask(endpoint, "m", prompt, 12)
             pieces = expected(3, 12)[2]
-            assert (reply.tokens, reply.pieces, reply.token_ids, reply.finish_reason) == (12, len(pieces), list(range(12)), "length")
+            assert (reply.tokens, reply.pieces, reply.token_ids, reply.finish_reason) == (
+                12,
+                len(pieces),
+                list(range(12)),
+                "length",
+            )
             assert reply.first < reply.seconds  # by how much is up to how busy the machine is
             assert reply.between == pytest.approx((reply.seconds - reply.first) / 11)
 
@@ -127,72 +201,108 @@ def test_suffix_decoding_starts_anew_for_every_load(engine):
 
 
 def test_a_wrong_setting_is_said_before_any_server_starts(engine, tmp_path):
-    with pytest.raises(ValueError, match="load='wrk'"): evaluate_engine(VERIFIER, PROMPTS, load="wrk")
-    with pytest.raises(ValueError, match="is not known"): evaluate_engine(VERIFIER, PROMPTS, k=2, method="magic", output_dir=tmp_path / "run")
-    with pytest.raises(ValueError, match="no prompts"): evaluate_engine(VERIFIER, [], k=2, method="ngram")
+    with pytest.raises(ValueError, match="load='wrk'"):
+        evaluate_engine(VERIFIER, PROMPTS, load="wrk")
+    with pytest.raises(ValueError, match="is not known"):
+        evaluate_engine(VERIFIER, PROMPTS, k=2, method="magic", output_dir=tmp_path / "run")
+    with pytest.raises(ValueError, match="no prompts"):
+        evaluate_engine(VERIFIER, [], k=2, method="ngram")
     assert not (tmp_path / "run").exists()
 
 
-# --------------------------------------------------------------------------------------------------------------------- in process
+# ----------------------------------------------------------------------------------------------------------- in process
 @given(st.integers(1, 4), st.integers(1, 30), st.data())
 def test_steps_are_counted_that_begin_before_the_limit(k, limit, data):
     kept, begins, tokens, steps = [], 1, 1, []
     while tokens < limit + k:
         n = min(data.draw(st.integers(0, k)), limit + k - tokens - 1)
         steps.append(Step(min(k, limit + k - tokens), list(range(k)), n, list(range(n + 1))))
-        if begins < limit: kept.append(n)
+        if begins < limit:
+            kept.append(n)
         begins, tokens = begins + n + 1, tokens + n + 1
     row = as_engine_counts(Generation([0], list(range(tokens)), steps, "length"), k, limit)
-    assert row.tolist() == [len(kept), len(kept), k * len(kept), sum(kept), *(sum(n >= i for n in kept) for i in range(1, k + 1))]
-    assert all(s.asked == k for s, _ in zip(steps, kept))               # there was room for k everywhere, as in the engine
+    assert row.tolist() == [
+        len(kept),
+        len(kept),
+        k * len(kept),
+        sum(kept),
+        *(sum(n >= i for n in kept) for i in range(1, k + 1)),
+    ]
+    assert all(s.asked == k for s, _ in zip(steps, kept))  # there was room for k everywhere, as in the engine
 
 
 def test_both_evaluations_have_the_same_columns_and_agree_where_no_limit_is_near(tmp_path):
     from speculators_nb.decode.ngram import NgramDrafter
     from speculators_nb.lab.experiment import heldout_setting
+
     verifier, prompts, domains, eos = heldout_setting({}, 6)
-    there = evaluate(verifier, {"n-gram": NgramDrafter()}, prompts, k=2, max_new_tokens=200, eos_token_ids=eos, domains=domains)
-    here = evaluate_as_engine(verifier, {"n-gram": NgramDrafter()}, prompts, k=2, max_new_tokens=200, eos_token_ids=eos, domains=domains)
-    assert [c for c in here.summary if c not in ("k", "concurrency")] == list(there.summary) and [c for c in here.positions if c not in ("k", "concurrency")] == list(there.positions)
-    assert here.positions[list(there.positions)].equals(there.positions)                # every answer ended by itself
-    merged = here.summary.set_index("domain").loc[there.summary.domain, list(there.summary.columns.drop("domain"))].reset_index(drop=True)
+    there = evaluate(
+        verifier, {"n-gram": NgramDrafter()}, prompts, k=2, max_new_tokens=200, eos_token_ids=eos, domains=domains
+    )
+    here = evaluate_as_engine(
+        verifier, {"n-gram": NgramDrafter()}, prompts, k=2, max_new_tokens=200, eos_token_ids=eos, domains=domains
+    )
+    assert [c for c in here.summary if c not in ("k", "concurrency")] == list(there.summary) and [
+        c for c in here.positions if c not in ("k", "concurrency")
+    ] == list(there.positions)
+    assert here.positions[list(there.positions)].equals(there.positions)  # every answer ended by itself
+    merged = (
+        here.summary.set_index("domain")
+        .loc[there.summary.domain, list(there.summary.columns.drop("domain"))]
+        .reset_index(drop=True)
+    )
     assert merged.astype(object).equals(there.summary.drop(columns="domain").astype(object))
     both = compare_runs({"a": there, "b": here.save(tmp_path / "run")})
-    assert not (tmp_path / "run/speed.png").exists()                                    # nothing was timed
+    assert not (tmp_path / "run/speed.png").exists()  # nothing was timed
     assert both.table().groupby("run").size().tolist() == [1, 1] and set(both.summary.k) == {2}
-    with pytest.raises(ValueError, match="runs is empty"): compare_runs({})
+    with pytest.raises(ValueError, match="runs is empty"):
+        compare_runs({})
 
 
 def test_tables_from_rows_are_those_from_generations():
     rows = np.array([[3, 2, 6, 5, 2, 2, 1], [4, 4, 12, 6, 4, 1, 1]], dtype=float)
     table = acceptance_table(rows, 3)
-    np.testing.assert_allclose(table.unconditional, rows[:, len(COUNTS):].sum(0) / 7)
+    np.testing.assert_allclose(table.unconditional, rows[:, len(COUNTS) :].sum(0) / 7)
 
 
-# ----------------------------------------------------------------------------------------------------------------------- GuideLLM
+# ------------------------------------------------------------------------------------------------------------- GuideLLM
 def test_prompts_of_files_keep_order_and_domain(tmp_path):
     prompts = read_prompts(HELDOUT, 2)
     assert len(prompts) == 12 and len({p.domain for p in prompts}) == 6 and prompts[0].messages[-1]["role"] == "user"
     assert [p.domain for p in read_prompts({"x": [dict(prompt="a")], "y": [dict(prompt=[1, 2])]})] == ["x", "y"]
-    with pytest.raises(ValueError, match="row 1"): read_prompts([dict(messages=[dict(role="assistant", content="hi")])])
+    with pytest.raises(ValueError, match="row 1"):
+        read_prompts([dict(messages=[dict(role="assistant", content="hi")])])
 
 
 def test_guidellm_report():
     file = HERE / "fixtures/guidellm_report.json"
     table = read_report(file).iloc[0]
     load = json.loads(file.read_text())["benchmarks"][0]
-    assert (table.requests, table.tokens, table.errors, table.concurrency) == (4, sum(r["output_tokens"] for r in load["requests"]["successful"]), 0, 2)
+    assert (table.requests, table.tokens, table.errors, table.concurrency) == (
+        4,
+        sum(r["output_tokens"] for r in load["requests"]["successful"]),
+        0,
+        2,
+    )
     assert [r.tokens for r in replies_of(load)] == [r["output_tokens"] for r in load["requests"]["successful"]]
 
 
-@pytest.mark.parametrize("change, words", [(lambda r: r["benchmarks"][0]["requests"].update(successful=[]), "none of 0 requests"), (lambda r: r.pop("benchmarks"), "no benchmarks")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda r: r["benchmarks"][0]["requests"].update(successful=[]), "none of 0 requests"),
+        (lambda r: r.pop("benchmarks"), "no benchmarks"),
+    ],
+)
 def test_a_report_that_says_nothing(tmp_path, change, words):
     report = json.loads((HERE / "fixtures/guidellm_report.json").read_text())
     change(report)
     (tmp_path / "r.json").write_text(json.dumps(report))
-    with pytest.raises(ValueError, match=words): read_report(tmp_path / "r.json")
+    with pytest.raises(ValueError, match=words):
+        read_report(tmp_path / "r.json")
     (tmp_path / "r.json").write_text('{"bench')
-    with pytest.raises(ValueError, match="cut off"): read_report(tmp_path / "r.json")
+    with pytest.raises(ValueError, match="cut off"):
+        read_report(tmp_path / "r.json")
 
 
 def test_guidellm_as_the_load(engine, tmp_path, monkeypatch):
@@ -205,7 +315,8 @@ backend, data, out = (json.loads(of[name]) for name in ("--backend", "--data", "
 report = json.load(open({str(HERE / "fixtures/guidellm_report.json")!r}))
 for line in open(data["path"]):
     body = dict(json.loads(line), max_tokens=backend["max_tokens"], **backend["extras"]["body"])
-    urllib.request.urlopen(urllib.request.Request(backend["target"] + "/v1/chat/completions", json.dumps(body).encode())).read()
+    asked = urllib.request.Request(backend["target"] + "/v1/chat/completions", json.dumps(body).encode())
+    urllib.request.urlopen(asked).read()
 json.dump(report, open(out["path"], "w"))
 """)
     program.chmod(0o755)
@@ -215,11 +326,18 @@ json.dump(report, open(out["path"], "w"))
     np.testing.assert_allclose(found.positions.unconditional, np.array(accepted) / steps)
     assert found.performance[(found.performance.k == 2) & (found.performance.domain == "a")].requests.item() == 4
     program.write_text("#!/bin/sh\necho no tokenizer here >&2; exit 3\n")
-    with pytest.raises(RuntimeError, match="code 3:\nno tokenizer here"): evaluate_engine(VERIFIER, PROMPTS, k=2, load="guidellm", method="ngram", baseline=False)
+    with pytest.raises(RuntimeError, match="code 3:\nno tokenizer here"):
+        evaluate_engine(VERIFIER, PROMPTS, k=2, load="guidellm", method="ngram", baseline=False)
 
 
 def test_guidellm_command():
-    command = guidellm_command("http://h:1", "r.json", "m", rate=2.5, streams=None, max_seconds=9, prompt_tokens=7, max_tokens=5)
+    command = guidellm_command(
+        "http://h:1", "r.json", "m", rate=2.5, streams=None, max_seconds=9, prompt_tokens=7, max_tokens=5
+    )
     assert json.loads(command[command.index("--profile") + 1]) == {"kind": "poisson", "rate": 2.5}
-    assert json.loads(command[command.index("--data") + 1]) == {"kind": "synthetic_text", "prompt_tokens": 7, "output_tokens": 5}
+    assert json.loads(command[command.index("--data") + 1]) == {
+        "kind": "synthetic_text",
+        "prompt_tokens": 7,
+        "output_tokens": 5,
+    }
     assert json.loads(command[command.index("--constraint") + 1]) == {"kind": "max_duration", "seconds": 9}

@@ -1,4 +1,5 @@
 """Same data, same measure: the shipped answers, features made once, and budgets that agree."""
+
 import contextlib
 import dataclasses
 import inspect
@@ -9,15 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.lab import experiment
 from speculators_nb.lab.corpus import read_corpus
-from speculators_nb.features.feature_folder import FeatureDataset
-from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.train.trainer import SpeculatorTrainingArguments
-from transformers import AutoTokenizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 def clone(tmp_path):
     "A clone of its own: nothing is written into the real one."
     (tmp_path / "data").symlink_to(ROOT / "data")
-    with contextlib.chdir(tmp_path): yield tmp_path
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
 
 
 def test_answers_belong_to_the_corpus_and_the_verifier():
@@ -37,9 +39,15 @@ def test_answers_belong_to_the_corpus_and_the_verifier():
     for row in rows[:50]:
         asked = questions[row["id"]]
         assert row["domain"] == asked["domain"]
-        prompt = tokenizer.apply_chat_template(asked["messages"][:1], add_generation_prompt=True, return_dict=True)["input_ids"]
-        assert row["input_ids"][:len(prompt)] == prompt
-        assert set(row["loss_mask"]) == {0, 1} and not any(row["loss_mask"][:len(prompt)]) and row["loss_mask"][len(prompt)] == 1
+        prompt = tokenizer.apply_chat_template(asked["messages"][:1], add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        assert row["input_ids"][: len(prompt)] == prompt
+        assert (
+            set(row["loss_mask"]) == {0, 1}
+            and not any(row["loss_mask"][: len(prompt)])
+            and row["loss_mask"][len(prompt)] == 1
+        )
     held = {row["messages"][0]["content"] for row in read_corpus(ROOT / "data/corpus/heldout.jsonl")}
     assert not held & {questions[r["id"]]["messages"][0]["content"] for r in rows}
 
@@ -47,7 +55,13 @@ def test_answers_belong_to_the_corpus_and_the_verifier():
 def test_features_are_made_once_by_however_many_ask(clone):
     "Two processes ask at once; one builds, both get the same complete folder, and a third call touches nothing."
     code = "from speculators_nb.experiment import shipped_features; print(shipped_features(n=12))"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=clone, env=os.environ | {"OMP_NUM_THREADS": "1"}) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=clone,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as other:
         here = experiment.shipped_features(n=12)
         answers = {here, Path(other.communicate(timeout=120)[0].strip().splitlines()[-1])}
     assert len(answers) == 1 and other.returncode == 0
@@ -64,21 +78,28 @@ def test_an_interrupted_build_is_gone_on_with(clone, monkeypatch):
     def torn(verifier, rows, out, **kwargs):
         real(verifier, rows, out, indices=range(3))
         raise KeyboardInterrupt
+
     real = experiment.extract_features
     monkeypatch.setattr(experiment, "extract_features", torn)
-    with pytest.raises(KeyboardInterrupt): experiment.shipped_features(n=8)
+    with pytest.raises(KeyboardInterrupt):
+        experiment.shipped_features(n=8)
     assert not [p for p in (clone / "output").iterdir() if p.is_dir() and p.suffix != ".building"]
     monkeypatch.setattr(experiment, "extract_features", real)
     assert len(FeatureDataset(experiment.shipped_features(n=8))) == 8
 
 
 def test_outside_a_clone(tmp_path):
-    with contextlib.chdir(tmp_path), pytest.raises(FileNotFoundError, match="clone"): experiment.shipped_data()
+    with contextlib.chdir(tmp_path), pytest.raises(FileNotFoundError, match="clone"):
+        experiment.shipped_data()
 
 
 def names_taken(klass):
-    "The training arguments that somebody reads when a drafter of this class is trained. (The models' functions also let unknown names pass: each takes what is its own.)"
-    takers = [inspect.signature(f).parameters.values() for f in (klass.from_training_args, klass.get_trainer_kwargs, train_drafter)]
+    """The training arguments that somebody reads when a drafter of this class is trained. (The models' functions also
+    let unknown names pass: each takes what is its own.)"""
+    takers = [
+        inspect.signature(f).parameters.values()
+        for f in (klass.from_training_args, klass.get_trainer_kwargs, train_drafter)
+    ]
     named = {p.name for parameters in takers for p in parameters if p.kind is not p.VAR_KEYWORD}
     return named | {f.name for f in dataclasses.fields(SpeculatorTrainingArguments)}
 
@@ -94,15 +115,17 @@ def test_equal_budgets(clone):
     features, few = experiment.shipped_features(n=12), {name: experiment.CONTENDERS[name] for name in ("eagle3", "mlp")}
     table = experiment.train_equally(clone / "drafters", 3e9, few, k=2, features=features, total_seq_len=256)
     spent = table.mflops_per_token * 1e6 * table.epochs * sum(FeatureDataset(features).lengths)
-    assert (abs(spent / 3e9 - 1) < .15).all(), spent                # a whole number of steps
+    assert (abs(spent / 3e9 - 1) < 0.15).all(), spent  # a whole number of steps
     assert table.steps["mlp"] > table.steps["eagle3"]
     weights = clone / "drafters/mlp/model.safetensors"
     before = weights.stat().st_mtime_ns
     again = experiment.train_equally(clone / "drafters", 3e9, few, k=2, features=features, total_seq_len=256)
-    assert again.equals(table) and weights.stat().st_mtime_ns == before            # kept
+    assert again.equals(table) and weights.stat().st_mtime_ns == before  # kept
     drafter = SpeculatorModel.from_pretrained(clone / "drafters/eagle3").drafter()
     assert drafter.trained_tokens == 2
-    measured = experiment.measure_heldout({"eagle3": drafter}, k=2, n_prompts=2, max_new_tokens=12, domains=(experiment.FREE_CHOICE,))
+    measured = experiment.measure_heldout(
+        {"eagle3": drafter}, k=2, n_prompts=2, max_new_tokens=12, domains=(experiment.FREE_CHOICE,)
+    )
     assert set(measured.summary.domain) == {"all", "free"} and set(measured.summary.drafter) == {"n-gram", "eagle3"}
     assert list(experiment.standing(measured).columns) == ["mean length", "on free-choice turns", "first position"]
     prices = experiment.price({"eagle3": drafter, "n-gram": NgramDrafter()}, k=2, n_prompts=1)

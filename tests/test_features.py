@@ -1,4 +1,6 @@
-"""Feature files: what is wrong with one is found before it is trained on, and an interrupted extraction keeps what it finished."""
+"""Feature files: what is wrong with one is found before it is trained on, and an interrupted extraction keeps what it
+finished."""
+
 import errno
 import json
 import os
@@ -14,16 +16,21 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from speculators_nb.features import feature_file
-from speculators_nb.features.feature_file import FP8, from_fp8, read_legacy, to_fp8, write_features
-from speculators_nb.features.feature_folder import layout_of, table_of
-from speculators_nb.features.in_process import LiveFeatures, extract_features, states_of, token_batches
-from speculators_nb.features.feature_folder import FeatureDataset
-from speculators_nb.features.feature_file import FeatureError
-from speculators_nb.features.feature_file import feature_path
-from speculators_nb.features.feature_file import read_features
-from speculators_nb.train.train_drafter import open_features, train_drafter
 from speculators_nb.core.checkpoints import save_tensors
+from speculators_nb.features import feature_file
+from speculators_nb.features.feature_file import (
+    FP8,
+    FeatureError,
+    feature_path,
+    from_fp8,
+    read_features,
+    read_legacy,
+    to_fp8,
+    write_features,
+)
+from speculators_nb.features.feature_folder import FeatureDataset, layout_of, table_of
+from speculators_nb.features.in_process import LiveFeatures, extract_features, states_of, token_batches
+from speculators_nb.train.train_drafter import open_features, train_drafter
 from speculators_nb.verifier.tapped_model import Verifier
 
 N = 24
@@ -31,14 +38,23 @@ N = 24
 
 def make_verifier(seed=0, aux=None):
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     return Verifier(LlamaForCausalLM(config), aux)
 
 
 def make_rows(n=N, seed=0):
     rng = np.random.default_rng(seed)
     rows = [rng.integers(0, 64, k) for k in rng.integers(3, 30, n)]
-    return Dataset.from_dict({"input_ids": rows, "loss_mask": [np.arange(len(r)) >= 2 for r in rows], "seq_len": [len(r) for r in rows]})
+    return Dataset.from_dict(
+        {"input_ids": rows, "loss_mask": [np.arange(len(r)) >= 2 for r in rows], "seq_len": [len(r) for r in rows]}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,32 +71,48 @@ def test_states_are_those_of_the_row_alone(made):
         hf = verifier.model(ids, output_hidden_states=True)
         states = read_features(feature_path(made, i), ids[0])
         assert states.shape == (ids.shape[1], 4, 16)
-        for slot, layer in enumerate(verifier.aux_layer_ids):  # float32 sums in another order: 1e-5 of values of order one
+        for slot, layer in enumerate(
+            verifier.aux_layer_ids
+        ):  # float32 sums in another order: 1e-5 of values of order one
             torch.testing.assert_close(states[:, slot], hf.hidden_states[layer][0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(verifier.norm(states[:, -1]), hf.hidden_states[-1][0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("spoil, reason", [
-    (lambda p, t: p.unlink(), "missing"),
-    (lambda p, t: p.write_bytes(b""), "cut off"),
-    (lambda p, t: p.write_bytes(p.read_bytes()[:-1]), "cut off"),
-    (lambda p, t: p.write_bytes(os.urandom(4096)), "cut off"),
-    (lambda p, t: save_tensors({"hidden_states": t["hidden_states"]}, p), "no token_ids"),
-    (lambda p, t: save_tensors({"token_ids": t["token_ids"]}, p), "no hidden_states"),
-    (lambda p, t: save_tensors({}, p), "no hidden_states and no token_ids"),
-    (lambda p, t: save_tensors(t | {"token_ids": t["token_ids"].flip(0)}, p), "other tokens"),
-    (lambda p, t: save_tensors({k: v[:-1] for k, v in t.items()}, p), "the dataset's row"),
-    (lambda p, t: save_tensors(t | {"hidden_states": t["hidden_states"][:-1]}, p), "expected [seq, A+1, H]"),
-    (lambda p, t: save_tensors(t | {"hidden_states": t["hidden_states"].flatten(1)}, p), "expected [seq, A+1, H]"),
-    (lambda p, t: save_tensors(t | {"hidden_states": t["hidden_states"].clone().index_fill_(0, torch.tensor(1), float("nan"))}, p), "nan at"),
-    (lambda p, t: save_tensors(t | {"hidden_states": t["hidden_states"].clone().index_fill_(2, torch.tensor(3), float("inf"))}, p), "inf at"),
-])
+@pytest.mark.parametrize(
+    "spoil, reason",
+    [
+        (lambda p, t: p.unlink(), "missing"),
+        (lambda p, t: p.write_bytes(b""), "cut off"),
+        (lambda p, t: p.write_bytes(p.read_bytes()[:-1]), "cut off"),
+        (lambda p, t: p.write_bytes(os.urandom(4096)), "cut off"),
+        (lambda p, t: save_tensors({"hidden_states": t["hidden_states"]}, p), "no token_ids"),
+        (lambda p, t: save_tensors({"token_ids": t["token_ids"]}, p), "no hidden_states"),
+        (lambda p, t: save_tensors({}, p), "no hidden_states and no token_ids"),
+        (lambda p, t: save_tensors(t | {"token_ids": t["token_ids"].flip(0)}, p), "other tokens"),
+        (lambda p, t: save_tensors({k: v[:-1] for k, v in t.items()}, p), "the dataset's row"),
+        (lambda p, t: save_tensors(t | {"hidden_states": t["hidden_states"][:-1]}, p), "expected [seq, A+1, H]"),
+        (lambda p, t: save_tensors(t | {"hidden_states": t["hidden_states"].flatten(1)}, p), "expected [seq, A+1, H]"),
+        (
+            lambda p, t: save_tensors(
+                t | {"hidden_states": t["hidden_states"].clone().index_fill_(0, torch.tensor(1), float("nan"))}, p
+            ),
+            "nan at",
+        ),
+        (
+            lambda p, t: save_tensors(
+                t | {"hidden_states": t["hidden_states"].clone().index_fill_(2, torch.tensor(3), float("inf"))}, p
+            ),
+            "inf at",
+        ),
+    ],
+)
 def test_a_bad_file_is_named_with_its_reason(tmp_path, spoil, reason):
     path, tensors = feature_path(tmp_path, 4), {"hidden_states": torch.randn(6, 3, 8), "token_ids": torch.arange(6)}
     save_tensors(tensors, path)
     assert read_features(path, range(6)).shape == (6, 3, 8)
     spoil(path, tensors)
-    with pytest.raises(FeatureError) as e: read_features(path, range(6))
+    with pytest.raises(FeatureError) as e:
+        read_features(path, range(6))
     assert reason in e.value.reason and e.value.path == path and "hs_4.safetensors" in str(e.value)
 
 
@@ -90,38 +122,52 @@ def test_dataset_raises_or_skips(tmp_path, caplog):
     data = FeatureDataset(tmp_path)
     assert data.lengths == rows["seq_len"][:] and (data.slots, data.hidden_size) == (4, 16)
     assert {k: tuple(v.shape) for k, v in data[1].items()} == {
-        "input_ids": (data.lengths[1],), "loss_mask": (data.lengths[1],), "hidden_states": (data.lengths[1], 48), "verifier_last_hidden_states": (data.lengths[1], 16)}
+        "input_ids": (data.lengths[1],),
+        "loss_mask": (data.lengths[1],),
+        "hidden_states": (data.lengths[1], 48),
+        "verifier_last_hidden_states": (data.lengths[1], 16),
+    }
     feature_path(tmp_path, 0).write_bytes(b"x")  # the first file: the shape has to come from another
     feature_path(tmp_path, 9).unlink()
-    with pytest.raises(FeatureError, match="hs_0"): FeatureDataset(tmp_path)
+    with pytest.raises(FeatureError, match="hs_0"):
+        FeatureDataset(tmp_path)
     data = FeatureDataset(tmp_path, on_bad="skip")
     samples = [data[i] for i in range(N)] + [data[9]]
     assert data.bad.nonzero().flatten().tolist() == [0, 9]
     assert sum("skipped" in r.message for r in caplog.records) == 2  # named once each
     assert not samples[0]["loss_mask"].any() and not samples[0]["hidden_states"].any() and samples[1]["loss_mask"].any()
-    with pytest.raises(ValueError, match="on_bad='ignore'"): FeatureDataset(tmp_path, on_bad="ignore")
-    with pytest.raises(FileNotFoundError, match="no folder 'rows'"): FeatureDataset(tmp_path / "elsewhere")
-    for i in range(N): feature_path(tmp_path, i).unlink(missing_ok=True)
-    with pytest.raises(FeatureError, match="every other file"): FeatureDataset(tmp_path, on_bad="skip")
+    with pytest.raises(ValueError, match="on_bad='ignore'"):
+        FeatureDataset(tmp_path, on_bad="ignore")
+    with pytest.raises(FileNotFoundError, match="no folder 'rows'"):
+        FeatureDataset(tmp_path / "elsewhere")
+    for i in range(N):
+        feature_path(tmp_path, i).unlink(missing_ok=True)
+    with pytest.raises(FeatureError, match="every other file"):
+        FeatureDataset(tmp_path, on_bad="skip")
 
 
 def test_live_features_are_the_stored_ones(made):
     stored, live = FeatureDataset(made), LiveFeatures(make_verifier(), make_rows(), dtype=torch.float32)
     assert stored.lengths == live.lengths
     for i in (0, 5):
-        for k, v in live[i].items(): torch.testing.assert_close(stored[i][k], v, rtol=1e-5, atol=1e-5)
+        for k, v in live[i].items():
+            torch.testing.assert_close(stored[i][k], v, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("change, field", [
-    (lambda: dict(verifier=make_verifier(seed=1)), "model.fingerprint"),
-    (lambda: dict(verifier=make_verifier(aux=[0, 1])), "hidden_states.layer_ids"),
-    (lambda: dict(dtype=torch.bfloat16), "hidden_states.dtype"),
-    (lambda: dict(dataset=make_rows(seed=1)), "data.fingerprint"),
-])
+@pytest.mark.parametrize(
+    "change, field",
+    [
+        (lambda: dict(verifier=make_verifier(seed=1)), "model.fingerprint"),
+        (lambda: dict(verifier=make_verifier(aux=[0, 1])), "hidden_states.layer_ids"),
+        (lambda: dict(dtype=torch.bfloat16), "hidden_states.dtype"),
+        (lambda: dict(dataset=make_rows(seed=1)), "data.fingerprint"),
+    ],
+)
 def test_another_origin_is_refused(made, change, field):
     kwargs = dict(verifier=make_verifier(), dataset=make_rows(), out_dir=made, dtype=torch.float32) | change()
     before = sorted(p.stat().st_mtime_ns for p in made.glob("hs_*"))
-    with pytest.raises(ValueError, match=field.replace(".", r"\.")): extract_features(**kwargs)
+    with pytest.raises(ValueError, match=field.replace(".", r"\.")):
+        extract_features(**kwargs)
     assert sorted(p.stat().st_mtime_ns for p in made.glob("hs_*")) == before
 
 
@@ -140,11 +186,13 @@ def test_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
 
     def save(*args):
         left[0] -= 1
-        if left[0] < 0: raise OSError(errno.ENOSPC, "No space left on device")
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
         save_tensors(*args)
 
     monkeypatch.setattr(feature_file, "save_tensors", save)
-    with pytest.raises(OSError, match="10 of 24 rows are complete and kept") as e: extract_features(verifier, rows, tmp_path, max_tokens=64)
+    with pytest.raises(OSError, match="10 of 24 rows are complete and kept") as e:
+        extract_features(verifier, rows, tmp_path, max_tokens=64)
     assert e.value.errno == errno.ENOSPC and "No space left" in str(e.value)
     monkeypatch.undo()
     assert extract_features(verifier, rows, tmp_path) == {"written": 14, "kept": 10}
@@ -152,8 +200,10 @@ def test_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
 
 def test_overflow_is_not_written(tmp_path):
     verifier = make_verifier()
-    with torch.no_grad(): verifier.layers[3].mlp.down_proj.weight.fill_(1e37)
-    with pytest.raises(FeatureError, match="not finite"): extract_features(verifier, make_rows(), tmp_path, dtype=torch.float16)
+    with torch.no_grad():
+        verifier.layers[3].mlp.down_proj.weight.fill_(1e37)
+    with pytest.raises(FeatureError, match="not finite"):
+        extract_features(verifier, make_rows(), tmp_path, dtype=torch.float16)
     assert not list(tmp_path.glob("hs_*"))
 
 
@@ -178,12 +228,14 @@ def test_kill_in_the_middle_then_resume(tmp_path):
         deadline = time.time() + 100
         while len(list(tmp_path.glob("hs_*"))) < 3:
             assert child.poll() is None and time.time() < deadline, "the extraction ended before it could be killed"
-            time.sleep(.01)
+            time.sleep(0.01)
     finally:
-        child.send_signal(signal.SIGKILL); child.wait()
+        child.send_signal(signal.SIGKILL)
+        child.wait()
     rows, found = make_rows(), sorted(tmp_path.glob("hs_*"))
     assert 3 <= len(found) < N
-    for path in found: read_features(path, rows[int(path.stem[3:])]["input_ids"])
+    for path in found:
+        read_features(path, rows[int(path.stem[3:])]["input_ids"])
     assert extract_features(make_verifier(), rows, tmp_path) == {"written": N - len(found), "kept": len(found)}
     assert len([FeatureDataset(tmp_path)[i] for i in range(N)]) == N
 
@@ -204,7 +256,7 @@ def test_batches_respect_the_budget():
 
 def test_a_row_does_not_see_its_neighbours():
     verifier = make_verifier()
-    short, = states_of(verifier, [[1, 2, 3]], torch.float32)
+    (short,) = states_of(verifier, [[1, 2, 3]], torch.float32)
     beside = states_of(verifier, [[1, 2, 3], list(range(20))], torch.float32)[0]
     torch.testing.assert_close(short, beside, rtol=1e-5, atol=1e-5)
 
@@ -213,24 +265,35 @@ def test_a_row_does_not_see_its_neighbours():
 def test_what_is_stored_is_read(tmp_path, dtype):
     states = torch.randn(7, 4, 16) * torch.logspace(-1, 2, 7)[:, None, None]
     write_features(feature_path(tmp_path, 0), states, range(7), dtype)
-    eps = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 0, "float8_e4m3fn": 2**-4 + 2**-8}[dtype]  # half a step of the mantissa; fp8 is read as bfloat16
-    assert ((read_features(feature_path(tmp_path, 0), range(7)).float() - states).abs() <= eps * states.abs() + 1e-4 * states.abs().amax((1, 2), keepdim=True)).all()
+    eps = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 0, "float8_e4m3fn": 2**-4 + 2**-8}[
+        dtype
+    ]  # half a step of the mantissa; fp8 is read as bfloat16
+    assert (
+        (read_features(feature_path(tmp_path, 0), range(7)).float() - states).abs()
+        <= eps * states.abs() + 1e-4 * states.abs().amax((1, 2), keepdim=True)
+    ).all()
 
 
 def test_a_flipped_bit_is_found(tmp_path):
-    """Every byte of the tensors is covered by the checksum; a number that still looks like a number is not passed on."""
+    """Every byte of the tensors is covered by the checksum; a number that still looks like a number is not passed
+    on."""
     path = feature_path(tmp_path, 0)
     write_features(path, torch.randn(5, 2, 8), range(5))
     data = path.read_bytes()
     for at in range(8 + int.from_bytes(data[:8], "little"), len(data), 7):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1:])
-        with pytest.raises(FeatureError, match="checksum|other tokens"): read_features(path, range(5))
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        with pytest.raises(FeatureError, match="checksum|other tokens"):
+            read_features(path, range(5))
 
 
 def test_scales_are_read_in_either_spelling_and_shape(tmp_path):
     states = torch.randn(6, 3, 8)
     codes, scales = to_fp8(states)
-    for name, s in (("hidden_states_scales", scales), ("hidden_states_scale", scales), ("hidden_states_scales", scales.expand(-1, 3, 1).clone())):
+    for name, s in (
+        ("hidden_states_scales", scales),
+        ("hidden_states_scale", scales),
+        ("hidden_states_scales", scales.expand(-1, 3, 1).clone()),
+    ):
         save_file({"hidden_states": codes, name: s, "token_ids": torch.arange(6)}, feature_path(tmp_path, 0))
         assert torch.equal(read_features(feature_path(tmp_path, 0)), from_fp8(codes, scales))
     assert codes.dtype is FP8 and scales.shape == (6, 1, 1) and codes.float().abs().amax((1, 2)).eq(448).all()
@@ -239,31 +302,55 @@ def test_scales_are_read_in_either_spelling_and_shape(tmp_path):
 def test_mixture_of_experts(tmp_path):
     """Tokens are routed one by one: a row's states are those of the row alone, in any batch."""
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-                                               num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=2))
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            decoder_sparse_step=2,
+        )
+    )
     verifier, rows = Verifier(model), make_rows()
     extract_features(verifier, rows, tmp_path, dtype="float32")
     for i in range(N):
         ids = torch.tensor(rows[i]["input_ids"])[None]
         hf = model(ids, output_hidden_states=True).hidden_states
         states = read_features(feature_path(tmp_path, i), ids[0])
-        for slot, layer in enumerate(verifier.aux_layer_ids): torch.testing.assert_close(states[:, slot], hf[layer][0], rtol=1e-5, atol=1e-5)
+        for slot, layer in enumerate(verifier.aux_layer_ids):
+            torch.testing.assert_close(states[:, slot], hf[layer][0], rtol=1e-5, atol=1e-5)
 
 
 class Marker:
     """A pickle that makes a file when it is run."""
-    def __init__(self, path): self.path = str(path)
-    def __reduce__(self): return os.mkdir, (self.path,)
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
 
 
 @pytest.mark.parametrize("where", ["whole", "inside", "legacy tar"])
 def test_a_malicious_pickle_is_refused(tmp_path, where):
     marker, path = tmp_path / "ran", tmp_path / "data_0.pt"
-    content = Marker(marker) if where == "whole" else {"input_ids": torch.arange(3), "loss_mask": torch.ones(3), "hidden_states": [Marker(marker)]}
+    content = (
+        Marker(marker)
+        if where == "whole"
+        else {"input_ids": torch.arange(3), "loss_mask": torch.ones(3), "hidden_states": [Marker(marker)]}
+    )
     torch.save(content, path, _use_new_zipfile_serialization=where != "legacy tar")
-    with pytest.raises(FeatureError, match="refused"): read_legacy(path)
+    with pytest.raises(FeatureError, match="refused"):
+        read_legacy(path)
     (tmp_path / "data_config.json").write_text("{}")
-    with pytest.raises(FeatureError, match="refused"): FeatureDataset(tmp_path)
+    with pytest.raises(FeatureError, match="refused"):
+        FeatureDataset(tmp_path)
     torch.save(Marker(marker), tmp_path / "token_freq.pt")
     assert not marker.exists()
     torch.load(path, weights_only=False)  # the same file, read without care
@@ -275,17 +362,28 @@ def upstream_folder(made, folder, layout):
     rows = table_of(made)
     folder.mkdir()
     if layout == "upstream":
-        rows.remove_columns([c for c in rows.column_names if c not in ("input_ids", "loss_mask", "seq_len")]).save_to_disk(folder)
+        rows.remove_columns(
+            [c for c in rows.column_names if c not in ("input_ids", "loss_mask", "seq_len")]
+        ).save_to_disk(folder)
         (folder / "hidden_states").mkdir()
     else:
-        (folder / "data_config.json").write_text(json.dumps({"version": "2.0", "hidden_states": {"layer_ids": [0, 1, 2, 3]}}))
+        (folder / "data_config.json").write_text(
+            json.dumps({"version": "2.0", "hidden_states": {"layer_ids": [0, 1, 2, 3]}})
+        )
         (folder / "sample_lengths.json").write_text(json.dumps({str(i): n for i, n in enumerate(rows["seq_len"])}))
     for i, row in enumerate(rows):
         states, ids = read_features(feature_path(made, i)), torch.as_tensor(row["input_ids"]).long()
         if layout == "upstream":
             save_file({"hidden_states": states, "token_ids": ids}, feature_path(folder / "hidden_states", i))
         else:
-            torch.save({"input_ids": ids, "loss_mask": torch.as_tensor(row["loss_mask"]).long(), "hidden_states": [*states.unbind(1)]}, folder / f"data_{i}.pt")
+            torch.save(
+                {
+                    "input_ids": ids,
+                    "loss_mask": torch.as_tensor(row["loss_mask"]).long(),
+                    "hidden_states": [*states.unbind(1)],
+                },
+                folder / f"data_{i}.pt",
+            )
     return folder
 
 
@@ -295,23 +393,50 @@ def test_upstream_folders_train_the_same_drafter(made, tmp_path, layout):
     make_verifier().model.save_pretrained(verifier)
     folder = upstream_folder(made, tmp_path / layout, layout)
     assert layout_of(folder) == layout
-    given = dict(algorithm="eagle3", verifier=verifier, draft_vocab_size=32, eval_share=0, ttt_steps=2, total_seq_len=64, max_steps=3, disable_tqdm=True, save_strategy="no")
-    losses = [train_drafter(data, tmp_path / f"out-{i}", **given).state.log_history[-1]["train_loss"] for i, data in enumerate((made, folder))]
+    given = dict(
+        algorithm="eagle3",
+        verifier=verifier,
+        draft_vocab_size=32,
+        eval_share=0,
+        ttt_steps=2,
+        total_seq_len=64,
+        max_steps=3,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    losses = [
+        train_drafter(data, tmp_path / f"out-{i}", **given).state.log_history[-1]["train_loss"]
+        for i, data in enumerate((made, folder))
+    ]
     assert losses[0] == losses[1]
 
 
 def test_live_features_train_too(tmp_path):
-    """A prepared folder and no features: the verifier runs beside the training, and sees what extraction would have stored."""
+    """A prepared folder and no features: the verifier runs beside the training, and sees what extraction would have
+    stored."""
     verifier = make_verifier()
     verifier.model.save_pretrained(tmp_path / "verifier")
     make_rows().save_to_disk(tmp_path / "prepared")
     extract_features(verifier, tmp_path / "prepared", tmp_path / "features")
-    given = dict(algorithm="eagle3", verifier=tmp_path / "verifier", ttt_steps=2, total_seq_len=64, max_steps=3, disable_tqdm=True)
-    one, other = (train_drafter(tmp_path / d, tmp_path / f"{d}-out", **given).state.log_history[-1]["train_loss"] for d in ("features", "prepared"))
+    given = dict(
+        algorithm="eagle3",
+        verifier=tmp_path / "verifier",
+        ttt_steps=2,
+        total_seq_len=64,
+        max_steps=3,
+        disable_tqdm=True,
+    )
+    one, other = (
+        train_drafter(tmp_path / d, tmp_path / f"{d}-out", **given).state.log_history[-1]["train_loss"]
+        for d in ("features", "prepared")
+    )
     assert one == pytest.approx(other, rel=1e-3)  # bfloat16 of sums in another order
-    with pytest.raises(ValueError, match="dataloader_num_workers=2"): train_drafter(tmp_path / "prepared", tmp_path / "x", dataloader_num_workers=2, **given)
-    with pytest.raises(ValueError, match="has features already"): open_features(tmp_path / "features", tmp_path / "verifier", url="http://127.0.0.1:1")
-    with pytest.raises(ValueError, match="storage=None"): open_features(tmp_path / "prepared", tmp_path / "verifier", url="http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="dataloader_num_workers=2"):
+        train_drafter(tmp_path / "prepared", tmp_path / "x", dataloader_num_workers=2, **given)
+    with pytest.raises(ValueError, match="has features already"):
+        open_features(tmp_path / "features", tmp_path / "verifier", url="http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="storage=None"):
+        open_features(tmp_path / "prepared", tmp_path / "verifier", url="http://127.0.0.1:1")
 
 
 def test_the_split_of_a_prepared_folder_is_kept(tmp_path):

@@ -1,4 +1,6 @@
-"""The generation loop against two references that know nothing of it: transformers' own greedy decoding, and the exact law of a tiny language."""
+"""The generation loop against two references that know nothing of it: transformers' own greedy decoding, and the exact
+law of a tiny language."""
+
 import itertools
 import warnings
 from functools import partial
@@ -8,31 +10,66 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM,
-                          Qwen3Config, Qwen3ForCausalLM)
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from speculators_nb.core.config import SpeculatorsConfig, VerifierConfig
-from speculators_nb.decode import acceptance_rules as accept
-from speculators_nb.decode.draft_model import DraftModel
-from speculators_nb.decode.proposal_setup import TreeDrafter
-from speculators_nb.decode.generate import NoDrafter, Trace, generate
-from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.decode.suffix import SuffixDrafter
-from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators_nb.core.proposals import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig
 from speculators_nb.core.tree import Sampling, TokenTree, probabilities
+from speculators_nb.decode import acceptance_rules as accept
+from speculators_nb.decode.draft_model import DraftModel
+from speculators_nb.decode.generate import NoDrafter, Trace, generate
+from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.decode.proposal_setup import TreeDrafter
+from speculators_nb.decode.suffix import SuffixDrafter
+from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators_nb.verifier.tapped_model import Verifier
 
 EOS, VOCAB = 1, 40
-SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-             max_position_embeddings=96, initializer_range=0.3, bos_token_id=0, eos_token_id=EOS, pad_token_id=0)
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=96,
+    initializer_range=0.3,
+    bos_token_id=0,
+    eos_token_id=EOS,
+    pad_token_id=0,
+)
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, sliding_window=8)),       # soft-caps, and a window that the text outgrows
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SHAPE, sliding_window=8)
+    ),  # soft-caps, and a window that the text outgrows
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=8)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=96, n_embd=32, n_layer=4, n_head=4, initializer_range=0.3,
-                                               bos_token_id=0, eos_token_id=EOS, pad_token_id=0)),   # learned positions
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB,
+            n_positions=96,
+            n_embd=32,
+            n_layer=4,
+            n_head=4,
+            initializer_range=0.3,
+            bos_token_id=0,
+            eos_token_id=EOS,
+            pad_token_id=0,
+        )
+    ),  # learned positions
 }
 
 
@@ -49,9 +86,13 @@ def verifier(verifiers):
 
 class Scripted:
     """Proposes what `guess(tokens, k)` says, and notes what it was handed."""
+
     def __init__(self, guess, aux_layer_ids=()):
         self.guess, self.aux_layer_ids, self.calls, self.resets = guess, aux_layer_ids, [], 0
-    def reset(self): self.resets += 1
+
+    def reset(self):
+        self.resets += 1
+
     def propose(self, tokens, features, k, sampling):
         self.calls.append((tokens.clone(), features, k))
         return TokenTree.chain(self.guess(tokens.tolist(), k))
@@ -59,14 +100,20 @@ class Scripted:
 
 def oracle(text, wrong_every=0):
     """Knows the answer, and is wrong at every n-th place of it."""
+
     def guess(tokens, k):
-        truth = text[len(tokens):len(tokens) + k]
-        return [(t + 1) % VOCAB if wrong_every and (len(tokens) + i) % wrong_every == 0 else t for i, t in enumerate(truth)]
+        truth = text[len(tokens) : len(tokens) + k]
+        return [
+            (t + 1) % VOCAB if wrong_every and (len(tokens) + i) % wrong_every == 0 else t for i, t in enumerate(truth)
+        ]
+
     return guess
 
 
 def hf_greedy(verifier, prompt, n):
-    return verifier.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=n, eos_token_id=EOS)[0, len(prompt):].tolist()
+    return verifier.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=n, eos_token_id=EOS)[
+        0, len(prompt) :
+    ].tolist()
 
 
 PROMPTS = [[5, 9, 2, 7, 9, 2], [3], [30, 31, 30, 31, 30, 31, 8]]
@@ -78,8 +125,13 @@ def test_greedy_is_what_transformers_generates(verifiers, family, prompt):
     """Token for token in float32, for drafters from perfect to useless."""
     v = verifiers[family]
     truth = hf_greedy(v, prompt, 24)
-    drafters = {"none": NoDrafter(), "n-gram": NgramDrafter(1, 4), "perfect": Scripted(oracle(prompt + truth)), "wrong at 3": Scripted(oracle(prompt + truth, 3)),
-                "always wrong": Scripted(oracle(prompt + truth, 1))}
+    drafters = {
+        "none": NoDrafter(),
+        "n-gram": NgramDrafter(1, 4),
+        "perfect": Scripted(oracle(prompt + truth)),
+        "wrong at 3": Scripted(oracle(prompt + truth, 3)),
+        "always wrong": Scripted(oracle(prompt + truth, 1)),
+    }
     for name, drafter in drafters.items():
         for k, rule in ((4, "standard"), (1, "greedy")):
             g = generate(v, drafter, prompt, max_new_tokens=24, k=k, eos_token_ids=[EOS], rule=rule)
@@ -94,18 +146,23 @@ def test_any_drafter_leaves_greedy_output_alone(verifier, data):
     """Proposals of any length, also longer than asked, with true and false tokens mixed."""
     prompt, n = data.draw(st.sampled_from(PROMPTS)), data.draw(st.integers(1, 20))
     truth = hf_greedy(verifier, prompt, 24)
+
     def guess(tokens, k):
-        right = (prompt + truth)[len(tokens):]
+        right = (prompt + truth)[len(tokens) :]
         length = data.draw(st.integers(0, min(len(right), k + 2)))
         return [t if data.draw(st.booleans()) else data.draw(st.integers(0, VOCAB - 1)) for t in right[:length]]
-    g = generate(verifier, Scripted(guess), prompt, max_new_tokens=n, k=data.draw(st.integers(0, 6)), eos_token_ids=[EOS])
+
+    g = generate(
+        verifier, Scripted(guess), prompt, max_new_tokens=n, k=data.draw(st.integers(0, 6)), eos_token_ids=[EOS]
+    )
     assert g.tokens == truth[:n]
     assert all(s.accepted <= len(s.draft) <= s.asked for s in g.steps)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_are_the_rows_of_decided_tokens(verifiers, family):
-    """All rows ever handed over, in order, are those of one pass over the final text: no rejected token, no gap, no repetition.
+    """All rows ever handed over, in order, are those of one pass over the final text: no rejected token, no gap, no
+    repetition.
     Float32 sums in another order: 1e-4 relative to rows of size about 1 to 10."""
     v, prompt = verifiers[family], PROMPTS[0]
     truth = generate(v, NoDrafter(), prompt, max_new_tokens=30, k=0).tokens
@@ -115,20 +172,28 @@ def test_features_are_the_rows_of_decided_tokens(verifiers, family):
     for tokens, features, k in drafter.calls:
         assert features.shape[0] > 0 and features.shape[1] == 2 * v.hidden_size and 1 <= k <= 3
     rows = torch.cat([f for _, f, _ in drafter.calls])
-    assert len(rows) == len(drafter.calls[-1][0]) - 1     # every position but the last decided token's
-    whole = v(torch.tensor([prompt + g.tokens])).hidden_states[0, :len(rows)]
+    assert len(rows) == len(drafter.calls[-1][0]) - 1  # every position but the last decided token's
+    whole = v(torch.tensor([prompt + g.tokens])).hidden_states[0, : len(rows)]
     h = v.hidden_size
-    torch.testing.assert_close(rows, torch.cat([whole[:, :h], whole[:, 2 * h:]], -1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rows, torch.cat([whole[:, :h], whole[:, 2 * h :]], -1), rtol=1e-4, atol=1e-4)
     assert drafter.resets == 1
 
 
 def random_eagle(verifier, layer_ids, draft_vocab):
     "A drafter with features, a cache of its own and a reduced vocabulary, its weights random."
     layer = LlamaConfig(**SHAPE | dict(num_hidden_layers=1))
-    proposal = SpeculatorsConfig(algorithm="eagle3", proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=4)], default_proposal_method="greedy",
-                                 verifier=VerifierConfig(name_or_path=None, architectures=[]))
-    config = Eagle3SpeculatorConfig(transformer_layer_config=layer, draft_vocab_size=draft_vocab, eagle_aux_hidden_state_layer_ids=layer_ids,
-                                    speculators_config=proposal)
+    proposal = SpeculatorsConfig(
+        algorithm="eagle3",
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=4)],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path=None, architectures=[]),
+    )
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=draft_vocab,
+        eagle_aux_hidden_state_layer_ids=layer_ids,
+        speculators_config=proposal,
+    )
     model = Eagle3DraftModel(config)
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -141,26 +206,41 @@ def random_eagle(verifier, layer_ids, draft_vocab):
 
 @pytest.mark.parametrize("layer_ids", [[0, 2, 4], [2]])
 def test_a_trained_kind_of_drafter(verifier, layer_ids):
-    """Features, a reduced vocabulary, probabilities at temperature 1: greedy output unchanged, sampled output reproducible, nothing left over from request to request."""
+    """Features, a reduced vocabulary, probabilities at temperature 1: greedy output unchanged, sampled output
+    reproducible, nothing left over from request to request."""
     drafter, prompt = random_eagle(verifier, layer_ids, 30), PROMPTS[0]
     greedy = generate(verifier, drafter, prompt, max_new_tokens=24, k=4, eos_token_ids=[EOS])
     assert greedy.tokens == hf_greedy(verifier, prompt, 24)
-    runs = [generate(verifier, drafter, prompt, max_new_tokens=24, k=4, sampling=Sampling(1., torch.Generator().manual_seed(5))) for _ in range(2)]
+    runs = [
+        generate(
+            verifier, drafter, prompt, max_new_tokens=24, k=4, sampling=Sampling(1.0, torch.Generator().manual_seed(5))
+        )
+        for _ in range(2)
+    ]
     assert runs[0] == runs[1]
     assert any(s.accepted for s in runs[0].steps) and any(s.accepted < len(s.draft) for s in runs[0].steps)
     assert generate(verifier, drafter, prompt, max_new_tokens=24, k=4, eos_token_ids=[EOS]) == greedy
 
 
 class Bushy(Scripted):
-    """Branches at random, with the truth among them where `oracle` knows it; every node's token is new among its siblings."""
+    """Branches at random, with the truth among them where `oracle` knows it; every node's token is new among its
+    siblings."""
+
     def __init__(self, text, seed, aux_layer_ids=()):
         super().__init__(None, aux_layer_ids)
         self.text, self.g = text, torch.Generator().manual_seed(seed)
+
     def propose(self, tokens, features, k, sampling):
         self.calls.append((tokens.clone(), features, k))
-        truth, nodes, parents, right = self.text[len(tokens):len(tokens) + k], [], [], -1
+        truth, nodes, parents, right = self.text[len(tokens) : len(tokens) + k], [], [], -1
         for depth, t in enumerate(truth):
-            below = list({t if int(torch.randint(4, (1,), generator=self.g)) else (t + 1) % VOCAB, (t + 2) % VOCAB, int(torch.randint(VOCAB, (1,), generator=self.g))})
+            below = list(
+                {
+                    t if int(torch.randint(4, (1,), generator=self.g)) else (t + 1) % VOCAB,
+                    (t + 2) % VOCAB,
+                    int(torch.randint(VOCAB, (1,), generator=self.g)),
+                }
+            )
             at = len(nodes)
             nodes += below
             parents += [right] * len(below)
@@ -170,7 +250,8 @@ class Bushy(Scripted):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trees_and_batches_leave_greedy_output_alone(verifiers, family):
-    """One pass over a tree, ragged requests together, every rule that is lossless at temperature 0; features are still those of one pass over the text."""
+    """One pass over a tree, ragged requests together, every rule that is lossless at temperature 0; features are still
+    those of one pass over the text."""
     v = verifiers[family]
     truths = [hf_greedy(v, p, 24) for p in PROMPTS]
     for rule in ("greedy", "strict", "standard"):
@@ -180,8 +261,10 @@ def test_trees_and_batches_leave_greedy_output_alone(verifiers, family):
             assert g.tokens == truth and all(s.accepted == len(s.path) for s in g.steps if s.path is not None)
             assert len(truth) < 9 or any(s.parents for s in g.steps)
             rows = torch.cat([f for _, f, _ in bushy.calls]) if bushy.calls else torch.empty(0, 0)
-            whole, h = v(torch.tensor([prompt + g.tokens])).hidden_states[0, :len(rows)], v.hidden_size
-            torch.testing.assert_close(rows, torch.cat([whole[:, :h], whole[:, 2 * h:]], -1) if bushy.calls else rows, rtol=1e-4, atol=1e-4)
+            whole, h = v(torch.tensor([prompt + g.tokens])).hidden_states[0, : len(rows)], v.hidden_size
+            torch.testing.assert_close(
+                rows, torch.cat([whole[:, :h], whole[:, 2 * h :]], -1) if bushy.calls else rows, rtol=1e-4, atol=1e-4
+            )
     for drafter in (NoDrafter(), NgramDrafter(1, 4)):
         together = generate(v, drafter, PROMPTS, max_new_tokens=24, k=3, eos_token_ids=[EOS])
         assert [g.tokens for g in together] == truths
@@ -191,7 +274,8 @@ def test_trees_and_batches_leave_greedy_output_alone(verifiers, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_draft_model_of_every_family(verifiers, family):
-    """A random llama, and the verifier itself: the text is the verifier's, and a perfect draft model is never wrong. Alone and in a batch."""
+    """A random llama, and the verifier itself: the text is the verifier's, and a perfect draft model is never wrong.
+    Alone and in a batch."""
     v = verifiers[family]
     truths = [hf_greedy(v, p, 24) for p in PROMPTS]
     for model, perfect in ((verifiers["llama"].model, family == "llama"), (v.model, True)):
@@ -213,54 +297,71 @@ def test_a_batch_of_one_and_a_changing_k(verifier):
     truth = hf_greedy(verifier, prompt, 12)
     assert generate(verifier, NoDrafter(), [prompt], max_new_tokens=12, k=0, eos_token_ids=[EOS])[0].tokens == truth
     asked = []
+
     def k(steps):
         asked.append(len(steps))
         return (0, 1, 5)[len(steps) % 3]
+
     g = generate(verifier, Scripted(oracle(prompt + truth)), prompt, max_new_tokens=12, k=k, eos_token_ids=[EOS])
     assert g.tokens == truth and asked == list(range(len(g.steps))) and [s.asked for s in g.steps[:3]] == [0, 1, 5]
 
 
 def test_steps_of_a_perfect_drafter(verifier):
-    """The pass over the prompt gives one token; then every step gives k + 1, and the last one is cut to what is left."""
+    """The pass over the prompt gives one token; then every step gives k + 1, and the last one is cut to what is
+    left."""
     prompt = PROMPTS[0]
     truth = generate(verifier, NoDrafter(), prompt, max_new_tokens=12, k=0).tokens
     g = generate(verifier, Scripted(oracle(prompt + truth)), prompt, max_new_tokens=12, k=3)
-    assert [(s.asked, len(s.draft), s.accepted, len(s.tokens)) for s in g.steps] == [(3, 3, 3, 4), (3, 3, 3, 4), (2, 2, 2, 3)]
+    assert [(s.asked, len(s.draft), s.accepted, len(s.tokens)) for s in g.steps] == [
+        (3, 3, 3, 4),
+        (3, 3, 3, 4),
+        (2, 2, 2, 3),
+    ]
     plain = generate(verifier, NoDrafter(), prompt, max_new_tokens=12, k=3)
-    assert [(s.asked, len(s.draft), len(s.tokens)) for s in plain.steps] == [(3, 0, 1)] * 8 + [(2, 0, 1), (1, 0, 1), (0, 0, 1)]
+    assert [(s.asked, len(s.draft), len(s.tokens)) for s in plain.steps] == [(3, 0, 1)] * 8 + [
+        (2, 0, 1),
+        (1, 0, 1),
+        (0, 0, 1),
+    ]
 
 
 def test_a_stop_token_inside_the_accepted_run_ends_the_output(verifier):
     prompt = PROMPTS[0]
     truth = generate(verifier, NoDrafter(), prompt, max_new_tokens=20, k=0).tokens
-    stop = next(t for i, t in enumerate(truth[2:], 2) if t not in truth[:i])   # first seen in the middle of a run
+    stop = next(t for i, t in enumerate(truth[2:], 2) if t not in truth[:i])  # first seen in the middle of a run
     at = truth.index(stop)
     g = generate(verifier, Scripted(oracle(prompt + truth)), prompt, max_new_tokens=20, k=5, eos_token_ids={stop})
-    assert g.tokens == truth[:at + 1] and g.finish_reason == "stop"
-    assert g.steps[-1].accepted == 5 and len(g.steps[-1].tokens) < 5      # the rule's count, and what reached the output
+    assert g.tokens == truth[: at + 1] and g.finish_reason == "stop"
+    assert g.steps[-1].accepted == 5 and len(g.steps[-1].tokens) < 5  # the rule's count, and what reached the output
     first = generate(verifier, NoDrafter(), prompt, max_new_tokens=20, k=5, eos_token_ids={truth[0]})
     assert first.tokens == truth[:1] and first.steps == [] and first.finish_reason == "stop"
 
 
 def test_the_context_limits_the_output(verifier):
-    prompt = [2] * 90    # 96 positions
+    prompt = [2] * 90  # 96 positions
     g = generate(verifier, NgramDrafter(1, 3), prompt, max_new_tokens=50, k=4)
     assert len(g.tokens) == 6 and g.finish_reason == "length"
     assert g.tokens == hf_greedy(verifier, prompt, 6) or EOS in g.tokens
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(prompt_ids=[]), "empty"),
-    (dict(prompt_ids=[2] * 96), "context 96"),
-    (dict(prompt_ids=[2, VOCAB]), f"verifier has {VOCAB} tokens"),
-    (dict(prompt_ids=[-1]), "-1"),
-    (dict(prompt_ids=torch.ones(2, 3)), "one request"),
-    (dict(k=-1), "k=-1"),
-    (dict(max_new_tokens=0), "max_new_tokens=0"),
-    (dict(rule="lenient"), "rule='lenient': is not known; choose standard, greedy"),
-    (dict(drafter=Scripted(lambda t, k: [VOCAB])), f"outside the vocabulary of {VOCAB}"),
-    (dict(drafter=Scripted(lambda t, k: [1], aux_layer_ids=(1, 3))), r"reads layers \[1, 3\].*aux_layer_ids=\[1, 3\]"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(prompt_ids=[]), "empty"),
+        (dict(prompt_ids=[2] * 96), "context 96"),
+        (dict(prompt_ids=[2, VOCAB]), f"verifier has {VOCAB} tokens"),
+        (dict(prompt_ids=[-1]), "-1"),
+        (dict(prompt_ids=torch.ones(2, 3)), "one request"),
+        (dict(k=-1), "k=-1"),
+        (dict(max_new_tokens=0), "max_new_tokens=0"),
+        (dict(rule="lenient"), "rule='lenient': is not known; choose standard, greedy"),
+        (dict(drafter=Scripted(lambda t, k: [VOCAB])), f"outside the vocabulary of {VOCAB}"),
+        (
+            dict(drafter=Scripted(lambda t, k: [1], aux_layer_ids=(1, 3))),
+            r"reads layers \[1, 3\].*aux_layer_ids=\[1, 3\]",
+        ),
+    ],
+)
 def test_refused_requests(verifier, change, message):
     request = dict(drafter=NoDrafter(), prompt_ids=[2, 3], max_new_tokens=5, k=2) | change
     with pytest.raises(ValueError, match=message):
@@ -269,14 +370,16 @@ def test_refused_requests(verifier, change, message):
 
 def test_refuses_foreign_probabilities(verifier):
     class Bad(Scripted):
-        def propose(self, tokens, features, k, sampling): return self.guess(tokens, k)
+        def propose(self, tokens, features, k, sampling):
+            return self.guess(tokens, k)
+
     narrow = Bad(lambda t, k: TokenTree.chain([3], torch.full((1, 8), 1 / 8)))
     with pytest.raises(ValueError, match="over 8 tokens"):
         generate(verifier, narrow, [2], max_new_tokens=5, k=2)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("temperature", [0., 1.])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_refuses_nan_logits(value, temperature):
     torch.manual_seed(0)
     broken = LlamaForCausalLM(LlamaConfig(**SHAPE))
@@ -299,12 +402,14 @@ def test_refuses_a_draft_model_of_nan(verifier):
 @pytest.mark.parametrize("proposal", [None, [1, 2], torch.tensor([1])])
 def test_refuses_what_is_no_tree(verifier, proposal):
     class Bad(Scripted):
-        def propose(self, tokens, features, k, sampling): return proposal
+        def propose(self, tokens, features, k, sampling):
+            return proposal
+
     with pytest.raises(TypeError, match=f"proposed a {type(proposal).__name__}: `propose` must return a TokenTree"):
         generate(verifier, Bad(None), [2], max_new_tokens=5, k=2)
 
 
-@pytest.mark.parametrize("token", [-1, VOCAB, 10 ** 9])
+@pytest.mark.parametrize("token", [-1, VOCAB, 10**9])
 @pytest.mark.parametrize("many", [False, True])
 def test_refuses_tokens_out_of_the_vocabulary(verifier, token, many):
     "In the second step, in a batch or alone; ids below 0 too, which an embedding on a GPU would read from somewhere."
@@ -313,25 +418,57 @@ def test_refuses_tokens_out_of_the_vocabulary(verifier, token, many):
         generate(verifier, drafter, [[2, 3], [4]] if many else [2, 3], max_new_tokens=12, k=1)
 
 
-@pytest.mark.parametrize("prompts, message", [([[2], []], "empty"), ([[]], "empty"), ([[2], [3] * 96], "context 96"), ([[2], [VOCAB]], f"verifier has {VOCAB} tokens")])
+@pytest.mark.parametrize(
+    "prompts, message",
+    [
+        ([[2], []], "empty"),
+        ([[]], "empty"),
+        ([[2], [3] * 96], "context 96"),
+        ([[2], [VOCAB]], f"verifier has {VOCAB} tokens"),
+    ],
+)
 def test_one_bad_request_of_a_batch_is_refused(verifier, prompts, message):
-    with pytest.raises(ValueError, match=message): generate(verifier, NgramDrafter(), prompts, max_new_tokens=5)
+    with pytest.raises(ValueError, match=message):
+        generate(verifier, NgramDrafter(), prompts, max_new_tokens=5)
 
 
 def test_a_draft_model_with_a_shorter_context(verifier):
-    """It drafts as long as it can read the text, chain or tree, and then no more; GPT-2 has no position beyond its table, so reading on would raise."""
+    """It drafts as long as it can read the text, chain or tree, and then no more; GPT-2 has no position beyond its
+    table, so reading on would raise."""
     torch.manual_seed(1)
-    small = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=EOS, pad_token_id=0)).eval()
+    small = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB,
+            n_positions=16,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=EOS,
+            pad_token_id=0,
+        )
+    ).eval()
     drafter = DraftModel(small, verifier)
     plain = generate(verifier, NoDrafter(), [2, 3, 4], max_new_tokens=30, k=0)
-    for who in (drafter, TreeDrafter(drafter, [(0,), (1,), (0, 0), (0, 0, 0)]), TreeDrafter(drafter, DynamicTreeTokenProposalConfig(speculative_tokens=5, expansion_factor=2, depth=3))):
+    for who in (
+        drafter,
+        TreeDrafter(drafter, [(0,), (1,), (0, 0), (0, 0, 0)]),
+        TreeDrafter(drafter, DynamicTreeTokenProposalConfig(speculative_tokens=5, expansion_factor=2, depth=3)),
+    ):
         g = generate(verifier, who, [2, 3, 4], max_new_tokens=30, k=3)
         assert g.tokens == plain.tokens
         at = 4
         for s in g.steps:
-            deepest = len(s.draft) if s.parents is None else int(TokenTree(torch.tensor(s.draft), torch.tensor(s.parents)).depth.max())
+            deepest = (
+                len(s.draft)
+                if s.parents is None
+                else int(TokenTree(torch.tensor(s.draft), torch.tensor(s.parents)).depth.max())
+            )
             room = max(0, min(s.asked, 16 - at + 1))
-            assert deepest == room or isinstance(getattr(who, "method", None), DynamicTreeTokenProposalConfig) and min(1, room) <= deepest <= room, (at, s)
+            assert deepest == room or (
+                isinstance(getattr(who, "method", None), DynamicTreeTokenProposalConfig)
+                and min(1, room) <= deepest <= room
+            ), (at, s)
             at += len(s.tokens)
         assert at > 20
     assert len(generate(verifier, drafter, [5] * 40, max_new_tokens=5, k=3).steps) == 4
@@ -346,16 +483,31 @@ def test_on_a_gpu():
     small = LlamaForCausalLM(LlamaConfig(**SHAPE | dict(num_hidden_layers=1))).eval().cuda()
     plain = generate(v, NoDrafter(), PROMPTS, max_new_tokens=20, k=0)
     draft = DraftModel(small, v)
-    for drafter in (NgramDrafter(), SuffixDrafter(), draft, TreeDrafter(draft, [(0,), (1,), (0, 0)]), TreeDrafter(draft, DynamicTreeTokenProposalConfig(speculative_tokens=5, depth=3))):
+    for drafter in (
+        NgramDrafter(),
+        SuffixDrafter(),
+        draft,
+        TreeDrafter(draft, [(0,), (1,), (0, 0)]),
+        TreeDrafter(draft, DynamicTreeTokenProposalConfig(speculative_tokens=5, depth=3)),
+    ):
         assert [g.tokens for g in generate(v, drafter, PROMPTS, max_new_tokens=20, k=3)] == [g.tokens for g in plain]
         for rule in ("standard", "strict"):
-            generate(v, drafter, PROMPTS, max_new_tokens=20, k=3, rule=rule, sampling=Sampling(1.0, torch.Generator("cuda").manual_seed(0), top_k=5, top_p=0.9, min_p=0.01))
+            generate(
+                v,
+                drafter,
+                PROMPTS,
+                max_new_tokens=20,
+                k=3,
+                rule=rule,
+                sampling=Sampling(1.0, torch.Generator("cuda").manual_seed(0), top_k=5, top_p=0.9, min_p=0.01),
+            )
 
 
 def test_refuses_a_verifier_with_recurrent_layers(verifier):
     class Hybrid:
         config = SimpleNamespace(layer_types=["linear_attention", "full_attention"], max_position_embeddings=96)
         vocab_size, aux_layer_ids, hidden_size, device = VOCAB, (), 8, "cpu"
+
     with pytest.raises(ValueError, match="linear_attention"):
         generate(Hybrid(), NoDrafter(), [2], max_new_tokens=3, k=2)
 
@@ -376,35 +528,61 @@ def test_trace_shows_every_token_once(verifier):
     g = generate(verifier, Scripted(oracle(prompt + truth, 3)), prompt, max_new_tokens=12, k=3)
     trace = Trace(g, lambda t: f"<{t}>")
     assert [t for t, kind in trace.pieces if kind != "rejected"] == g.tokens
-    assert [t for t, kind in trace.pieces if kind == "rejected"] == [t for s in g.steps for t in s.draft[s.accepted:]]
+    assert [t for t, kind in trace.pieces if kind == "rejected"] == [t for s in g.steps for t in s.draft[s.accepted :]]
     page = trace._repr_html_()
-    assert "&lt;" in page and f"<{truth[0]}>" not in page      # text is escaped
+    assert "&lt;" in page and f"<{truth[0]}>" not in page  # text is escaped
     assert "~~" in repr(trace) and "**" in repr(trace)
 
 
 # The law of the output at temperature 1
 
-LANGUAGE, NEW, PROMPT = 3, 4, (0, 1, 2, 0, 1, 2, 1)   # the prompt repeats itself, so that an n-gram drafter has something to say
+LANGUAGE, NEW, PROMPT = (
+    3,
+    4,
+    (0, 1, 2, 0, 1, 2, 1),
+)  # the prompt repeats itself, so that an n-gram drafter has something to say
 
 
 class TableVerifier:
-    """A verifier whose logits come from a table of contexts. It keeps the tokens it has read in the KV cache itself, so a cache that is cropped wrongly
+    """A verifier whose logits come from a table of contexts. It keeps the tokens it has read in the KV cache itself, so
+    a cache that is cropped wrongly
     gives a wrong context, and thousands of requests take seconds."""
-    vocab_size, aux_layer_ids, hidden_size, device, dtype, config = LANGUAGE, (), 1, "cpu", torch.float32, SimpleNamespace()
-    def __init__(self, table): self.table = table
+
+    vocab_size, aux_layer_ids, hidden_size, device, dtype, config = (
+        LANGUAGE,
+        (),
+        1,
+        "cpu",
+        torch.float32,
+        SimpleNamespace(),
+    )
+
+    def __init__(self, table):
+        self.table = table
+
     def __call__(self, input_ids, past_key_values, want_logits):
         new = input_ids[:, None, :, None].float()
         context = past_key_values.update(new, new, 0)[0].flatten().long().tolist()
         n = want_logits
-        return SimpleNamespace(logits=torch.stack([self.table[tuple(context[:i])] for i in range(len(context) - n + 1, len(context) + 1)])[None],
-                               hidden_states=torch.empty(1, input_ids.shape[1], 0))
+        return SimpleNamespace(
+            logits=torch.stack([self.table[tuple(context[:i])] for i in range(len(context) - n + 1, len(context) + 1)])[
+                None
+            ],
+            hidden_states=torch.empty(1, input_ids.shape[1], 0),
+        )
 
 
 class DraftTable:
     """A stochastic draft model: its own law of each context, drawn from, probabilities reported."""
+
     aux_layer_ids = ()
-    def __init__(self, table): self.table = table
-    def reset(self): pass
+
+    def __init__(self, table):
+        self.table = table
+
+    def reset(self):
+        pass
+
     def propose(self, tokens, features, k, sampling):
         context, probs = tokens.tolist(), []
         for _ in range(k):
@@ -414,10 +592,15 @@ class DraftTable:
 
 
 def language(seed):
-    """Logits of every context of up to NEW tokens behind the prompt, from a random Llama, in one batch for each length."""
+    """Logits of every context of up to NEW tokens behind the prompt, from a random Llama, in one batch for each
+    length."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(SHAPE | dict(vocab_size=LANGUAGE, num_hidden_layers=2, initializer_range=0.4)))).eval()
-    table = {PROMPT[:i]: torch.zeros(LANGUAGE) for i in range(1, len(PROMPT))}   # what the verifier says inside the prompt is never looked at
+    model = LlamaForCausalLM(
+        LlamaConfig(**(SHAPE | dict(vocab_size=LANGUAGE, num_hidden_layers=2, initializer_range=0.4)))
+    ).eval()
+    table = {
+        PROMPT[:i]: torch.zeros(LANGUAGE) for i in range(1, len(PROMPT))
+    }  # what the verifier says inside the prompt is never looked at
     for length in range(NEW):
         contexts = [(*PROMPT, *c) for c in itertools.product(range(LANGUAGE), repeat=length)]
         with torch.no_grad():
@@ -453,13 +636,14 @@ def sample(table, drafter, n, seed):
 
 @pytest.mark.parametrize("who", ["n-gram", "draft model"])
 def test_the_output_law_is_the_verifiers(who):
-    """5000 outputs of 4 tokens against the exact law of 81 sequences. The seed is fixed, so the test cannot flicker; a correct loop passes p > 1e-3 for
+    """5000 outputs of 4 tokens against the exact law of 81 sequences. The seed is fixed, so the test cannot flicker; a
+    correct loop passes p > 1e-3 for
     999 seeds of 1000, and the wrong rule below reaches p < 1e-12 with fewer outputs."""
     table = language(1)
     drafter = NgramDrafter(1, 3) if who == "n-gram" else DraftTable(language(2))
     generations = sample(table, drafter, 5000, seed=0)
     accepted = [s.accepted for g in generations for s in g.steps]
-    assert {0, 1, 2} <= set(accepted)     # the law is reached through rejections and full runs
+    assert {0, 1, 2} <= set(accepted)  # the law is reached through rejections and full runs
     assert chi_square_p([g.tokens for g in generations], exact_law(table)) > 1e-3
 
 
@@ -469,10 +653,13 @@ def test_the_chi_square_test_has_teeth(monkeypatch):
             q = 1 if tree.probs is None else tree.probs[i, tree.tokens[i]]
             if accept.flip(p[tree.tokens[i]] / q, generator):
                 return i, p
-        return None, p          # not the residual
+        return None, p  # not the residual
+
     monkeypatch.setitem(accept.RULES, "standard", accept.Rule(partial(accept.walk, step), False, "wrong"))
     table = language(1)
-    assert chi_square_p([g.tokens for g in sample(table, DraftTable(language(2)), 2000, seed=0)], exact_law(table)) < 1e-12
+    assert (
+        chi_square_p([g.tokens for g in sample(table, DraftTable(language(2)), 2000, seed=0)], exact_law(table)) < 1e-12
+    )
 
 
 def test_a_draft_model_that_is_the_verifier_is_always_accepted():

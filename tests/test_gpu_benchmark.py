@@ -283,7 +283,13 @@ def test_every_drafter_has_its_cells():
     }
     assert named == set(equal.DRAFTERS)
     algorithms = {algorithm for algorithm, _, _ in equal.DRAFTERS.values()}
-    known = {file.stem for file in (ROOT / "speculators_nb/models").glob("*.py")} - {"__init__", "base", "convert", "formats", "mtp_native"}
+    known = {file.stem for file in (ROOT / "speculators_nb/models").glob("*.py")} - {
+        "__init__",
+        "base",
+        "convert",
+        "formats",
+        "mtp_native",
+    }
     assert algorithms == {name.removesuffix("_speculator") for name in known}
 
 

@@ -1,12 +1,13 @@
 """Chunked head and loss against whole tensors and autograd."""
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.nn.target_head import TargetHead
 from speculators_nb.nn.head_loss import dense_head_loss, dense_token_loss, head_loss, target_slots, token_loss
 from speculators_nb.nn.losses import LOSSES
+from speculators_nb.nn.target_head import TargetHead
 
 
 def case(seed, n=23, targets=9, vocab=40, hidden=12, softcap=None, shared=True):
@@ -15,18 +16,30 @@ def case(seed, n=23, targets=9, vocab=40, hidden=12, softcap=None, shared=True):
     target = TargetHead(hidden, softcap=softcap)
     target.norm.weight.data = torch.rand(hidden, generator=g) + 0.5
     target.set_rows(head if shared else torch.randn(vocab, hidden, generator=g))
-    return dict(hidden=torch.randn(n, hidden, generator=g, requires_grad=True), head=head, target_head=target,
-                target_hidden=3 * torch.randn(targets, hidden, generator=g), target_of_row=torch.randint(targets, (n,), generator=g),
-                weight=torch.rand(n, generator=g))
+    return dict(
+        hidden=torch.randn(n, hidden, generator=g, requires_grad=True),
+        head=head,
+        target_head=target,
+        target_hidden=3 * torch.randn(targets, hidden, generator=g),
+        target_of_row=torch.randint(targets, (n,), generator=g),
+        weight=torch.rand(n, generator=g),
+    )
 
 
-@pytest.mark.parametrize("mixture", [{name: 1.0} for name in LOSSES] + [{"ce": 0.1, "tv": 0.9}, {"kl_div": 0.5, "rkl": 2.0, "jsd": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "mixture",
+    [{name: 1.0} for name in LOSSES] + [{"ce": 0.1, "tv": 0.9}, {"kl_div": 0.5, "rkl": 2.0, "jsd": 1.0}],
+    ids=str,
+)
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_equals_whole_tensors(mixture, chunk):
     "Float32 closed forms against float32 autograd: 1e-5 of the gradient's norm."
     for seed, options in enumerate([{}, dict(softcap=2.0), dict(shared=False)]):
         c = case(seed, **options)
-        want, got = dense_head_loss(**c, mixture=mixture), head_loss(**c, mixture=mixture, chunk=chunk, want_accept=True)
+        want, got = (
+            dense_head_loss(**c, mixture=mixture),
+            head_loss(**c, mixture=mixture, chunk=chunk, want_accept=True),
+        )
         assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
         a, b = (torch.autograd.grad(3 * out.loss, c["hidden"])[0] for out in (want, got))
         assert (a - b).norm() <= 1e-5 * a.norm()
@@ -55,7 +68,10 @@ def test_no_rows():
 def test_low_precision_products_stay_close():
     "bfloat16 products round to 2^-8: loss within 1 %, gradient direction kept to 0.1 % of its square."
     c = case(1, n=200, targets=80, vocab=400, hidden=32)
-    full, low = head_loss(**c, mixture={"kl_div": 1.0}), head_loss(**c, mixture={"kl_div": 1.0}, gemm_dtype=torch.bfloat16)
+    full, low = (
+        head_loss(**c, mixture={"kl_div": 1.0}),
+        head_loss(**c, mixture={"kl_div": 1.0}, gemm_dtype=torch.bfloat16),
+    )
     assert low.loss.item() == pytest.approx(full.loss.item(), rel=1e-2)
     a, b = (torch.autograd.grad(out.loss, c["hidden"])[0].flatten() for out in (full, low))
     assert torch.cosine_similarity(a, b, dim=0) > 0.999
@@ -71,7 +87,10 @@ def test_low_rank_term_and_weights_from_losses(chunk, by_loss):
         c["weight"] = lambda rows: torch.exp(-rows["ce"])
     for extra in (None, bias):
         leaves = [c["hidden"], *(extra or [])]
-        want, got = (f(**c, mixture={"ce": 0.3, "kl_div": 1.0}, bias=extra, **o) for f, o in ((dense_head_loss, {}), (head_loss, dict(chunk=chunk))))
+        want, got = (
+            f(**c, mixture={"ce": 0.3, "kl_div": 1.0}, bias=extra, **o)
+            for f, o in ((dense_head_loss, {}), (head_loss, dict(chunk=chunk)))
+        )
         assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
         for a, b in zip(*(torch.autograd.grad(2 * out.loss, leaves) for out in (want, got))):
             assert (a - b).norm() <= 1e-5 * a.norm()
@@ -80,13 +99,20 @@ def test_low_rank_term_and_weights_from_losses(chunk, by_loss):
 @pytest.mark.parametrize("chunk,tile", [(1, 1), (5, 2), (100, 3), (100, 100)])
 @pytest.mark.parametrize("by_loss", [False, True])
 def test_low_rank_term_of_targets(chunk, tile, by_loss, monkeypatch):
-    "One row of the low-rank term for each target: what rows that share it give it back is added up; targets that nothing asks for get no gradient."
+    """One row of the low-rank term for each target: what rows that share it give it back is added up; targets that
+    nothing asks for get no gradient."""
     monkeypatch.setattr("speculators_nb.nn.head_loss.TILE_BYTES", 4 * 40 * tile)
     c, g = case(3, n=31), torch.Generator().manual_seed(4)
-    bias = [torch.randn(len(c["target_hidden"]), 5, generator=g, requires_grad=True), torch.randn(40, 5, generator=g, requires_grad=True)]
+    bias = [
+        torch.randn(len(c["target_hidden"]), 5, generator=g, requires_grad=True),
+        torch.randn(40, 5, generator=g, requires_grad=True),
+    ]
     if by_loss:
         c["weight"] = lambda rows: torch.exp(-rows["ce"])
-    want, got = (f(**c, mixture={"ce": 0.3, "kl_div": 1.0}, bias=bias, bias_by_target=True, **o) for f, o in ((dense_head_loss, {}), (head_loss, dict(chunk=chunk))))
+    want, got = (
+        f(**c, mixture={"ce": 0.3, "kl_div": 1.0}, bias=bias, bias_by_target=True, **o)
+        for f, o in ((dense_head_loss, {}), (head_loss, dict(chunk=chunk)))
+    )
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5) and torch.equal(got.correct, want.correct)
     for a, b in zip(*(torch.autograd.grad(2 * out.loss, [c["hidden"], *bias]) for out in (want, got))):
         assert (a - b).norm() <= 1e-5 * a.norm()
@@ -96,7 +122,10 @@ def test_low_rank_term_of_targets(chunk, tile, by_loss, monkeypatch):
 @pytest.mark.parametrize("trained_head", [False, True])
 def test_token_loss_equals_whole_tensors(n, chunk, trained_head):
     g = torch.Generator().manual_seed(n)
-    hidden, head = torch.randn(n, 12, generator=g, requires_grad=True), torch.randn(40, 12, generator=g).requires_grad_(trained_head)
+    hidden, head = (
+        torch.randn(n, 12, generator=g, requires_grad=True),
+        torch.randn(40, 12, generator=g).requires_grad_(trained_head),
+    )
     tokens, weight = torch.randint(40, (n,), generator=g), torch.rand(n, generator=g)
     want, got = dense_token_loss(hidden, head, tokens, weight), token_loss(hidden, head, tokens, weight, chunk=chunk)
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
@@ -109,9 +138,14 @@ def test_token_loss_equals_whole_tensors(n, chunk, trained_head):
 
 def test_tiles_do_not_change_token_loss(monkeypatch):
     g = torch.Generator().manual_seed(9)
-    case = torch.randn(23, 12, generator=g), torch.randn(40, 12, generator=g), torch.randint(40, (23,), generator=g), torch.rand(23, generator=g)
+    case = (
+        torch.randn(23, 12, generator=g),
+        torch.randn(40, 12, generator=g),
+        torch.randint(40, (23,), generator=g),
+        torch.rand(23, generator=g),
+    )
     whole = token_loss(*case, chunk=10)
-    monkeypatch.setattr("speculators_nb.nn.head_loss.TILE_BYTES", 4 * 40 * 3)   # three rows at a time
+    monkeypatch.setattr("speculators_nb.nn.head_loss.TILE_BYTES", 4 * 40 * 3)  # three rows at a time
     assert torch.equal(token_loss(*case, chunk=10).rows["ce"], whole.rows["ce"])
 
 

@@ -1,4 +1,6 @@
-"""A tiny Qwen2-VL made here: pictures through its processor into rows, features and the tapped verifier; and what a stranger's data may not do."""
+"""A tiny Qwen2-VL made here: pictures through its processor into rows, features and the tapped verifier; and what a
+stranger's data may not do."""
+
 import base64
 import io
 import json
@@ -9,43 +11,110 @@ import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3VLConfig,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from speculators_nb.features.in_process import LiveFeatures, extract_features
-from speculators_nb.features.feature_folder import FeatureDataset
-from speculators_nb.data.images import carry_mask, for_template, has_pictures, inputs_of, load_processor, open_picture, pictures_of, process, resolve_images
+from speculators_nb.data.chat_template import ChatTemplate
+from speculators_nb.data.images import (
+    carry_mask,
+    for_template,
+    has_pictures,
+    inputs_of,
+    load_processor,
+    open_picture,
+    pictures_of,
+    process,
+    resolve_images,
+)
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
-from speculators_nb.data.chat_template import ChatTemplate
+from speculators_nb.features.feature_folder import FeatureDataset
+from speculators_nb.features.in_process import LiveFeatures, extract_features
 from speculators_nb.verifier.tapped_model import Verifier
 
-CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-          "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
-          "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' "
+    "%}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endif %}"
+)
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, rope_parameters=ROPE, bos_token_id=None)
+TEXT = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    rope_parameters=ROPE,
+    bos_token_id=None,
+)
 FAMILIES = {
-    "qwen2_vl": (Qwen2VLConfig, {}, dict(depth=2, embed_dim=16, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=14)),
-    "qwen2_5_vl": (Qwen2_5_VLConfig, {}, dict(depth=2, hidden_size=16, out_hidden_size=32, intermediate_size=32, num_heads=2, patch_size=14, window_size=56, fullatt_block_indexes=[1])),
-    "qwen3_vl": (Qwen3VLConfig, dict(head_dim=8), dict(depth=3, hidden_size=16, out_hidden_size=32, intermediate_size=32, num_heads=2, patch_size=14, num_position_embeddings=64, deepstack_visual_indexes=[0, 1])),
+    "qwen2_vl": (
+        Qwen2VLConfig,
+        {},
+        dict(depth=2, embed_dim=16, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=14),
+    ),
+    "qwen2_5_vl": (
+        Qwen2_5_VLConfig,
+        {},
+        dict(
+            depth=2,
+            hidden_size=16,
+            out_hidden_size=32,
+            intermediate_size=32,
+            num_heads=2,
+            patch_size=14,
+            window_size=56,
+            fullatt_block_indexes=[1],
+        ),
+    ),
+    "qwen3_vl": (
+        Qwen3VLConfig,
+        dict(head_dim=8),
+        dict(
+            depth=3,
+            hidden_size=16,
+            out_hidden_size=32,
+            intermediate_size=32,
+            num_heads=2,
+            patch_size=14,
+            num_position_embeddings=64,
+            deepstack_visual_indexes=[0, 1],
+        ),
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("vl")
-    bpe = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    bpe = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     bpe.add_special_tokens(SPECIAL)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=CHATML)
     number = dict(zip(SPECIAL, tokenizer.convert_tokens_to_ids(SPECIAL)))
     for name, (config, text, vision) in FAMILIES.items():
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config(
-            text_config=TEXT | text | dict(vocab_size=len(tokenizer), eos_token_id=number["<|im_end|>"]), vision_config=vision, image_token_id=number["<|image_pad|>"],
-            video_token_id=number["<|video_pad|>"], vision_start_token_id=number["<|vision_start|>"], vision_end_token_id=number["<|vision_end|>"]))
+        model = AutoModelForImageTextToText.from_config(
+            config(
+                text_config=TEXT | text | dict(vocab_size=len(tokenizer), eos_token_id=number["<|im_end|>"]),
+                vision_config=vision,
+                image_token_id=number["<|image_pad|>"],
+                video_token_id=number["<|video_pad|>"],
+                vision_start_token_id=number["<|vision_start|>"],
+                vision_end_token_id=number["<|vision_end|>"],
+            )
+        )
         for part in (tokenizer, Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 12), model):
             part.save_pretrained(root / name)
     (root / "pictures").mkdir()
@@ -58,11 +127,29 @@ def folder(tmp_path_factory):
 def chats(folder):
     small = base64.b64encode((folder / "pictures/b.png").read_bytes()).decode()
     return [
-        {"messages": [{"role": "user", "content": [{"type": "image", "path": "pictures/a.png"}, {"type": "text", "text": "What?"}]}, {"role": "assistant", "content": "Noise."},
-                      {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "image", "base64": small}]}, {"role": "assistant", "content": "More noise."}]},
-        {"image": "pictures/b.png", "conversations": [{"from": "human", "value": "<image>\nColour?"}, {"from": "gpt", "value": "Many."}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "path": "pictures/a.png"}, {"type": "text", "text": "What?"}],
+                },
+                {"role": "assistant", "content": "Noise."},
+                {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "image", "base64": small}]},
+                {"role": "assistant", "content": "More noise."},
+            ]
+        },
+        {
+            "image": "pictures/b.png",
+            "conversations": [{"from": "human", "value": "<image>\nColour?"}, {"from": "gpt", "value": "Many."}],
+        },
         {"messages": [{"role": "user", "content": "no picture"}, {"role": "assistant", "content": "right"}]},
-        {"images": ["pictures/a.png"], "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}, {"role": "assistant", "content": "!"}]},
+        {
+            "images": ["pictures/a.png"],
+            "messages": [
+                {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},
+                {"role": "assistant", "content": "!"},
+            ],
+        },
     ]
 
 
@@ -76,12 +163,26 @@ def test_rows_with_pictures(folder, prepared):
     processor = load_processor(folder / "qwen2_vl")
     tok = processor.tokenizer
     said = [tok.decode(r["input_ids"][r["loss_mask"].bool()]) for r in prepared.rows]
-    assert said == ["Noise.<|im_end|>\nMore noise.<|im_end|>\n", "Many.<|im_end|>\n", "right<|im_end|>\n", "!<|im_end|>\n"]
+    assert said == [
+        "Noise.<|im_end|>\nMore noise.<|im_end|>\n",
+        "Many.<|im_end|>\n",
+        "right<|im_end|>\n",
+        "!<|im_end|>\n",
+    ]
     assert prepared.rows[2]["messages"] == [] and prepared.rows[1]["messages"][0]["content"][0]["type"] == "image_url"
     for row in prepared.rows:  # what the processor's own one-call path gives
-        text = [m | {"content": [{"type": "image"} if p["type"] == "image_url" else p for p in m["content"]]} if isinstance(m["content"], list) else m for m in row["messages"]]
+        text = [
+            m | {"content": [{"type": "image"} if p["type"] == "image_url" else p for p in m["content"]]}
+            if isinstance(m["content"], list)
+            else m
+            for m in row["messages"]
+        ]
         if text:
-            theirs = processor(text=[tok.apply_chat_template(text, tokenize=False)], images=pictures_of(row["messages"]), return_tensors="pt")
+            theirs = processor(
+                text=[tok.apply_chat_template(text, tokenize=False)],
+                images=pictures_of(row["messages"]),
+                return_tensors="pt",
+            )
             assert theirs["input_ids"][0].tolist() == row["input_ids"].tolist()
     (stored,) = (folder / "prepared-images").iterdir()
     assert stored.read_bytes() == (folder / "pictures/b.png").read_bytes()
@@ -101,16 +202,28 @@ def test_features_are_the_models_own(folder, prepared, tmp_path, family):
         else:
             whole = {"input_ids": row["input_ids"][None]}
         grabbed = {}
-        hooks = [verifier.layers[j].register_forward_pre_hook(lambda m, a, k, j=j: grabbed.update({j: a[0] if a else k["hidden_states"]}), with_kwargs=True) for j in layers[:-1]]
+        hooks = [
+            verifier.layers[j].register_forward_pre_hook(
+                lambda m, a, k, j=j: grabbed.update({j: a[0] if a else k["hidden_states"]}), with_kwargs=True
+            )
+            for j in layers[:-1]
+        ]
         hooks.append(verifier.norm.register_forward_pre_hook(lambda m, a: grabbed.update({layers[-1]: a[0]})))
         with torch.no_grad():
             verifier.model(**whole, use_cache=False)  # the model's own forward pass, from the processor's own output
         for h in hooks:
             h.remove()
         for sample in (data[i], live[i]):
-            torch.testing.assert_close(sample["hidden_states"], torch.cat([grabbed[j][0] for j in layers[:-1]], -1), rtol=1e-5, atol=1e-6)  # batched text beside alone
-            torch.testing.assert_close(sample["verifier_last_hidden_states"], grabbed[layers[-1]][0], rtol=1e-5, atol=1e-6)
-    assert extract_features(verifier, prepared.rows, tmp_path / "features", dtype=torch.float32) == {"written": 0, "kept": 4}
+            torch.testing.assert_close(
+                sample["hidden_states"], torch.cat([grabbed[j][0] for j in layers[:-1]], -1), rtol=1e-5, atol=1e-6
+            )  # batched text beside alone
+            torch.testing.assert_close(
+                sample["verifier_last_hidden_states"], grabbed[layers[-1]][0], rtol=1e-5, atol=1e-6
+            )
+    assert extract_features(verifier, prepared.rows, tmp_path / "features", dtype=torch.float32) == {
+        "written": 0,
+        "kept": 4,
+    }
 
 
 def test_the_pictures_matter(folder, prepared):
@@ -118,7 +231,8 @@ def test_the_pictures_matter(folder, prepared):
     row, template = prepared.rows.with_format(None)[0], ChatTemplate(load_processor(folder / "qwen2_vl"))
     ids, inputs = torch.tensor(row["input_ids"])[None], inputs_of(row, template)
     assert (verifier(ids, inputs=inputs).hidden_states - verifier(ids).hidden_states).abs().max() > 1e-2
-    with pytest.raises(ValueError, match="Prepare the data again"): inputs_of(row | {"input_ids": row["input_ids"][:-1]}, template)
+    with pytest.raises(ValueError, match="Prepare the data again"):
+        inputs_of(row | {"input_ids": row["input_ids"][:-1]}, template)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,18 +259,31 @@ def test_a_text_model_refuses_pictures_and_says_so(folder, tmp_path):
     assert any("holds more than text" in r for r in out.dropped.index)
 
 
-@pytest.mark.parametrize("part, words", [
-    ({"type": "image", "path": "../secret.png"}, "lies outside"), ({"type": "image", "path": "/etc/hostname"}, "lies outside"), ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "lies outside"),
-    ({"type": "image", "path": "link.png"}, "lies outside"), ({"type": "image", "path": "none.png"}, "no picture 'none.png'"), ({"type": "image", "url": "http://127.0.0.1:9/x.png"}, "fetched from the network"),
-    ({"type": "image"}, "none left in 'images'"), ({"type": "video", "path": "a.mp4"}, "type 'video'"), ({"type": "image", "base64": "%%%"}, "base64 is damaged"),
-    ({"type": "image", "base64": base64.b64encode(b"no picture").decode()}, "no picture in a format that is known"),
-])
+@pytest.mark.parametrize(
+    "part, words",
+    [
+        ({"type": "image", "path": "../secret.png"}, "lies outside"),
+        ({"type": "image", "path": "/etc/hostname"}, "lies outside"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "lies outside"),
+        ({"type": "image", "path": "link.png"}, "lies outside"),
+        ({"type": "image", "path": "none.png"}, "no picture 'none.png'"),
+        ({"type": "image", "url": "http://127.0.0.1:9/x.png"}, "fetched from the network"),
+        ({"type": "image"}, "none left in 'images'"),
+        ({"type": "video", "path": "a.mp4"}, "type 'video'"),
+        ({"type": "image", "base64": "%%%"}, "base64 is damaged"),
+        ({"type": "image", "base64": base64.b64encode(b"no picture").decode()}, "no picture in a format that is known"),
+    ],
+)
 def test_what_a_data_set_may_not_do(tmp_path, part, words):
     (tmp_path / "data").mkdir()
     (tmp_path / "secret.png").write_bytes(b"x")
     (tmp_path / "data/link.png").symlink_to(tmp_path / "secret.png")
     with pytest.raises(Exception, match=words):
-        resolve_images({"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x"}]}, tmp_path / "data", store=tmp_path / "store")
+        resolve_images(
+            {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x"}]},
+            tmp_path / "data",
+            store=tmp_path / "store",
+        )
     assert not list(tmp_path.glob("store/*"))
 
 
@@ -167,19 +294,30 @@ def picture(kind, size=(8, 8)):
 
 
 def test_formats_and_sizes_of_pictures(tmp_path):
-    "Five formats of some forty that Pillow opens, whatever the name says, and no more pixels than fit into memory; seen in the header, in a data set's bytes and in its files."
+    """Five formats of some forty that Pillow opens, whatever the name says, and no more pixels than fit into memory;
+    seen in the header, in a data set's bytes and in its files."""
     for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
         assert open_picture(picture(kind)).format == kind
     huge = bytearray(picture("PNG"))
     huge[16:24] = (20_000).to_bytes(4, "big") * 2
     huge[29:33] = zlib.crc32(huge[12:29]).to_bytes(4, "big")
-    refused = {kind: (picture(kind), "no picture in a format that is known; convert it to one of PNG") for kind in ("TIFF", "PPM", "EPS", "ICO", "PDF", "TGA", "PCX", "ICNS")}
+    refused = {
+        kind: (picture(kind), "no picture in a format that is known; convert it to one of PNG")
+        for kind in ("TIFF", "PPM", "EPS", "ICO", "PDF", "TGA", "PCX", "ICNS")
+    }
     refused["pixels"] = (bytes(huge), "pixels; make it smaller")
     for name, (content, words) in refused.items():
         (tmp_path / f"{name}.png").write_bytes(content)
-        for part in ({"type": "image", "path": f"{name}.png"}, {"type": "image", "base64": base64.b64encode(content).decode()}):
+        for part in (
+            {"type": "image", "path": f"{name}.png"},
+            {"type": "image", "base64": base64.b64encode(content).decode()},
+        ):
             with pytest.raises(ValueError, match=words):
-                resolve_images({"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x"}]}, tmp_path, store=tmp_path / "store")
+                resolve_images(
+                    {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x"}]},
+                    tmp_path,
+                    store=tmp_path / "store",
+                )
     assert not list(tmp_path.glob("store/*"))
 
 
@@ -188,17 +326,29 @@ def test_pictures_of_datasets_and_pillow(tmp_path):
         Image.new("RGB", (8, 8), "red").save(f, "PNG")
         data = f.getvalue()
     for image in ({"bytes": data, "path": None}, Image.new("RGB", (8, 8), "red")):
-        messages = resolve_images({"images": [image], "messages": [{"role": "user", "content": [{"type": "image"}]}]}, tmp_path, store=tmp_path / "store")
+        messages = resolve_images(
+            {"images": [image], "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            tmp_path,
+            store=tmp_path / "store",
+        )
         assert pictures_of(messages)[0].getpixel((0, 0)) == (255, 0, 0)
-    with pytest.raises(ValueError, match="1 pictures more"): resolve_images({"images": [data], "messages": [{"role": "user", "content": "x"}]}, tmp_path)
+    with pytest.raises(ValueError, match="1 pictures more"):
+        resolve_images({"images": [data], "messages": [{"role": "user", "content": "x"}]}, tmp_path)
 
 
 def test_has_pictures():
-    assert has_pictures({"image": "a.png", "messages": []}) and has_pictures({"messages": [{"content": [{"type": "image_url"}]}]})
-    assert not has_pictures({"images": [], "messages": [{"content": [{"type": "text", "text": "x"}]}]}) and not has_pictures({"input_ids": [1], "images": ["x"]})
+    assert has_pictures({"image": "a.png", "messages": []}) and has_pictures(
+        {"messages": [{"content": [{"type": "image_url"}]}]}
+    )
+    assert not has_pictures(
+        {"images": [], "messages": [{"content": [{"type": "text", "text": "x"}]}]}
+    ) and not has_pictures({"input_ids": [1], "images": ["x"]})
 
 
 def test_a_mask_is_carried_or_refused():
     mask = np.array([0, 0, 1, 0, 1], bool)
-    assert carry_mask(mask, [1, 9, 2, 9, 2], [1, 8, 9, 9, 9, 8, 2, 8, 9, 9, 8, 2]).tolist() == [False] * 6 + [True] + [False] * 4 + [True]
-    with pytest.raises(ValueError, match="1 of 2 trained tokens"): carry_mask(mask, [1, 9, 2, 9, 2], [1, 9, 9, 2])
+    assert carry_mask(mask, [1, 9, 2, 9, 2], [1, 8, 9, 9, 9, 8, 2, 8, 9, 9, 8, 2]).tolist() == [False] * 6 + [True] + [
+        False
+    ] * 4 + [True]
+    with pytest.raises(ValueError, match="1 of 2 trained tokens"):
+        carry_mask(mask, [1, 9, 2, 9, 2], [1, 9, 9, 2])

@@ -1,4 +1,6 @@
-"Packed documents do not know of each other: with a loss on one of them, the other has no gradient, and whatever stands in it changes neither loss nor gradients."
+"""Packed documents do not know of each other: with a loss on one of them, the other has no gradient, and whatever
+stands in it changes neither loss nor gradients."""
+
 import json
 from pathlib import Path
 
@@ -16,7 +18,13 @@ DRAFTERS = ["eagle", "hass", "eagle3", "peagle", "dflash", "dspark", "mtp", "mlp
 def load(name):
     "(model, what its forward is called with, two samples)"
     model = SpeculatorModel.from_pretrained(RELEASE / name, verifier=RELEASE / "verifier", dtype=torch.float32).train()
-    kwargs, _ = model.get_trainer_kwargs(**{k: v for k, v in json.loads((RELEASE / name / "run.json").read_text())["args"].items() if k in ("ttt_steps", "forward_num_total", "num_depths", "max_anchors", "num_speculative_steps")})
+    kwargs, _ = model.get_trainer_kwargs(
+        **{
+            k: v
+            for k, v in json.loads((RELEASE / name / "run.json").read_text())["args"].items()
+            if k in ("ttt_steps", "forward_num_total", "num_depths", "max_anchors", "num_speculative_steps")
+        }
+    )
     data = FeatureDataset(RELEASE / "features", layers=list(model.drafter().aux_layer_ids))
     return model, kwargs, [data[5], data[2]]
 
@@ -31,7 +39,12 @@ def step(model, kwargs, samples, trained):
     loss = model(**batch, **kwargs)[1]
     loss.backward()
     reach = batch["hidden_states"].grad[0].abs().sum(-1) if batch["hidden_states"].grad is not None else None
-    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, reach, batch["document_ids"][0]
+    return (
+        loss.detach(),
+        {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+        reach,
+        batch["document_ids"][0],
+    )
 
 
 def changed(sample, seed=0):
@@ -58,5 +71,6 @@ def test_the_other_document_is_not_seen(name, trained):
     for key in grads:
         assert (grads2[key] - grads[key]).norm() <= 1e-5 * grads[key].norm() + 1e-7, key
     other[trained] = changed(samples[trained])
-    assert not torch.allclose(step(model, kwargs, other, trained)[0], loss)  # what stands in its own document does count
-
+    assert not torch.allclose(
+        step(model, kwargs, other, trained)[0], loss
+    )  # what stands in its own document does count

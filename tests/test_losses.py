@@ -1,4 +1,5 @@
 """Losses: upstream's recorded values and gradients, closed forms against autograd, edges."""
+
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ def test_upstream(name):
     target, draft = Law(RECORDED["targets"][0]), Law(RECORDED["logits"][0])
     terms, grad = loss_and_grad(target, draft, {name: 1.0})
     torch.testing.assert_close(terms[name], RECORDED[f"{name}.loss"][0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(grad * RECORDED["grad_output"][0][:, None], RECORDED[f"{name}.grad_logits"][0], rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(
+        grad * RECORDED["grad_output"][0][:, None], RECORDED[f"{name}.grad_logits"][0], rtol=1e-4, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -30,11 +33,13 @@ def test_gradient_is_autograds(name, seed, scale, vocab):
     z, t = (scale * torch.randn(4, vocab, generator=g, dtype=torch.float64) for _ in range(2))
     z.requires_grad_()
     value = row_loss(z, t, {name: 1.0})[name]
-    auto, = torch.autograd.grad(value.sum(), z)
+    (auto,) = torch.autograd.grad(value.sum(), z)
     terms, grad = loss_and_grad(Law(t), Law(z.detach()), {name: 1.0})
     assert torch.allclose(terms[name], value.detach(), rtol=0, atol=1e-10)
     assert torch.allclose(grad, auto, rtol=0, atol=1e-10)
-    assert torch.allclose(grad.sum(-1), torch.zeros(4, dtype=torch.float64), atol=1e-10)     # a constant on all logits changes nothing
+    assert torch.allclose(
+        grad.sum(-1), torch.zeros(4, dtype=torch.float64), atol=1e-10
+    )  # a constant on all logits changes nothing
 
 
 @given(st.integers(0, 2**31))
@@ -44,8 +49,10 @@ def test_overlap_is_the_acceptance_rate(seed):
     g = torch.Generator().manual_seed(seed)
     p, q = (Law(3 * torch.randn(5, 11, generator=g, dtype=torch.float64)) for _ in range(2))
     alpha = overlap(p, q)
-    assert ((0 <= alpha) & (alpha <= 1)).all() and torch.equal(alpha, overlap(q, p))
-    assert torch.allclose(alpha, 1 - (p.probs - q.probs).abs().sum(-1) / 2) and torch.allclose(overlap(p, p), torch.ones(5, dtype=torch.float64))
+    assert ((alpha >= 0) & (alpha <= 1)).all() and torch.equal(alpha, overlap(q, p))
+    assert torch.allclose(alpha, 1 - (p.probs - q.probs).abs().sum(-1) / 2) and torch.allclose(
+        overlap(p, p), torch.ones(5, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -60,11 +67,14 @@ def test_mixture_is_the_weighted_sum():
     g = torch.Generator().manual_seed(0)
     p, q = (Law(torch.randn(6, 9, generator=g)) for _ in range(2))
     parts = {name: loss_and_grad(p, q, {name: 1.0})[1] for name in ("kl_div", "tv")}
-    torch.testing.assert_close(loss_and_grad(p, q, {"kl_div": 0.3, "tv": 2.0})[1], 0.3 * parts["kl_div"] + 2 * parts["tv"])
+    torch.testing.assert_close(
+        loss_and_grad(p, q, {"kl_div": 0.3, "tv": 2.0})[1], 0.3 * parts["kl_div"] + 2 * parts["tv"]
+    )
 
 
 def test_cross_entropies_by_hand():
-    "soft_ce is KL plus the target's entropy; topk_ce sums its ten largest terms, and is soft_ce where there are no more tokens."
+    """soft_ce is KL plus the target's entropy; topk_ce sums its ten largest terms, and is soft_ce where there are no
+    more tokens."""
     g = torch.Generator().manual_seed(1)
     t, z = (3 * torch.randn(6, 40, generator=g, dtype=torch.float64) for _ in range(2))
     p, logq = t.softmax(-1), z.log_softmax(-1)
@@ -77,7 +87,15 @@ def test_cross_entropies_by_hand():
     assert torch.allclose(few["soft_ce"], few["topk_ce"])
 
 
-@pytest.mark.parametrize("spec,message", [("hinge", "unknown name 'hinge'"), ({"tv": "a"}, "weight of 'tv'"), ({}, "empty"), ('{"tv": true}', "weight of 'tv'")])
+@pytest.mark.parametrize(
+    "spec,message",
+    [
+        ("hinge", "unknown name 'hinge'"),
+        ({"tv": "a"}, "weight of 'tv'"),
+        ({}, "empty"),
+        ('{"tv": true}', "weight of 'tv'"),
+    ],
+)
 def test_bad_specifications(spec, message):
     with pytest.raises(ValueError, match=message):
         parse_loss(spec)

@@ -6,7 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from speculators_nb.nn.masks import Mask, anchored_blocks, causal, itself, repeated_diagonal, rollouts, same_document, sliding_window, ttt
+from speculators_nb.nn.masks import (
+    Mask,
+    anchored_blocks,
+    causal,
+    itself,
+    repeated_diagonal,
+    rollouts,
+    same_document,
+    sliding_window,
+    ttt,
+)
 
 packings = st.tuples(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 4)).map(
     lambda p: [d for d, n in enumerate(p[0]) for _ in range(n)] + [-1] * p[1]
@@ -26,7 +36,9 @@ def test_each_sentence(ids, window, passes):
     documents = torch.tensor(ids)
     assert torch.equal(causal().dense(L, kv), loop(lambda q, k: k <= q, L, kv))
     assert torch.equal(itself().dense(L, kv), loop(lambda q, k: k == q, L, kv))
-    assert torch.equal(same_document(documents).dense(L, kv), loop(lambda q, k: ids[q] != -1 and ids[q] == ids[k % L], L, kv))
+    assert torch.equal(
+        same_document(documents).dense(L, kv), loop(lambda q, k: ids[q] != -1 and ids[q] == ids[k % L], L, kv)
+    )
     assert torch.equal(repeated_diagonal(L).dense(L, kv), loop(lambda q, k: k >= L and k % L == q, L, kv))
     if window:
         assert torch.equal(sliding_window(window).dense(L, kv), loop(lambda q, k: k > q - window, L, kv))
@@ -53,7 +65,11 @@ def test_algebra_is_that_of_the_dense_masks(ids, window):
     L = len(ids)
     a, b = same_document(torch.tensor(ids)), sliding_window(window)
     A, B = a.dense(L, L), b.dense(L, L)
-    assert torch.equal((a & b).dense(L, L), A & B) and torch.equal((a | b).dense(L, L), A | B) and torch.equal((~a).dense(L, L), ~A)
+    assert (
+        torch.equal((a & b).dense(L, L), A & B)
+        and torch.equal((a | b).dense(L, L), A | B)
+        and torch.equal((~a).dense(L, L), ~A)
+    )
     assert torch.equal((~(a & b)).dense(L, L), (~a | ~b).dense(L, L))
 
 
@@ -67,7 +83,9 @@ def random_rows(ids, seed):
 def test_blocks_at_anchors(ids, seed, block, window, inside):
     anchors, _ = random_rows(ids, seed)
     L, n = len(ids), len(anchors) * block
-    dense = anchored_blocks(anchors, torch.tensor(ids), block, window, inside).dense(n, L + n) if n else torch.zeros(0, L)
+    dense = (
+        anchored_blocks(anchors, torch.tensor(ids), block, window, inside).dense(n, L + n) if n else torch.zeros(0, L)
+    )
     for q, row in enumerate(dense):
         anchor, slot = int(anchors[q // block]), q % block
         before = {j for j in range(anchor) if ids[j] == ids[anchor] != -1 and (window is None or anchor - j <= window)}
@@ -82,7 +100,9 @@ def test_rollouts(ids, seed, depths, window):
     for d in range(1, depths):
         at += [(a, d) for a in random_rows(ids, seed)[0].tolist()]
     at = [(i, 0) for i in range(L)] + at
-    dense = rollouts(torch.tensor([a for a, _ in at]), torch.tensor([d for _, d in at]), torch.tensor(ids), window).dense(len(at), len(at))
+    dense = rollouts(
+        torch.tensor([a for a, _ in at]), torch.tensor([d for _, d in at]), torch.tensor(ids), window
+    ).dense(len(at), len(at))
     for q, (a, d) in enumerate(at):
         past = {(j, 0) for j in range(a + 1) if window is None or j > a + d - window} | {(a, e) for e in range(d + 1)}
         want = {kv for kv, (j, e) in enumerate(at) if (j, e) in past and ids[j] == ids[a] != -1}
@@ -112,7 +132,8 @@ def test_dense_in_bands():
 
 
 def test_flex_attention_agrees_with_the_dense_mask():
-    "Same predicate under vmap and evaluated; 300 positions so that whole blocks are empty. Tolerance: float32 sums over <= 300 terms."
+    """Same predicate under vmap and evaluated; 300 positions so that whole blocks are empty. Tolerance: float32 sums
+    over <= 300 terms."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.tensor([0] * 130 + [1] * 140 + [-1] * 30)
     q, k, v = (torch.randn(1, 1, n, 8, generator=generator) for n in (300, 600, 600))
@@ -127,7 +148,9 @@ def test_errors_and_drawing():
         sliding_window(0)
     with pytest.raises(ValueError, match=r"shape \(2, 3\)"):
         same_document(torch.zeros(2, 3))
-    figure = Mask(lambda b, h, q, kv: kv <= q).draw(4, documents=torch.tensor([[0, 0, 1, -1]]), title="t", xlabel="x", ylabel="y")
+    figure = Mask(lambda b, h, q, kv: kv <= q).draw(
+        4, documents=torch.tensor([[0, 0, 1, -1]]), title="t", xlabel="x", ylabel="y"
+    )
     axes = figure.axes[0]
     assert (axes.get_title("left"), axes.get_xlabel(), axes.get_ylabel()) == ("t", "x", "y")
     assert len(axes.lines) == 4  # two borders, each a row line and a column line

@@ -1,4 +1,6 @@
-"""Medusa against a plain re-derivation: Python loops over positions and heads, float64, from the formulas of 2401.10774."""
+"""Medusa against a plain re-derivation: Python loops over positions and heads, float64, from the formulas of
+2401.10774."""
+
 import json
 
 import pytest
@@ -6,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.serve.vllm_contract import check_vllm_contract
+from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.acceptance_rules import RULES
 from speculators_nb.decode.generate import NoDrafter, generate
-from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.medusa import MedusaModel, MedusaSpeculatorConfig
-from speculators_nb.core.tree import Sampling
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.verifier.tapped_model import Verifier
 
 V, H, LAYERS = 40, 16, 3
@@ -22,7 +24,17 @@ V, H, LAYERS = 40, 16, 3
 def verifier(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verifier")
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1, head_dim=8))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=V,
+            hidden_size=H,
+            intermediate_size=24,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+        )
+    )
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -31,7 +43,9 @@ def verifier(tmp_path_factory):
 
 
 def fresh(verifier, heads=3, **options):
-    layer = draft_layer_config(Qwen3Config(vocab_size=V, hidden_size=H, num_attention_heads=2, num_key_value_heads=1, head_dim=8))
+    layer = draft_layer_config(
+        Qwen3Config(vocab_size=V, hidden_size=H, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    )
     return MedusaModel.from_training_args(layer, verifier_name_or_path=str(verifier), num_heads=heads, **options)
 
 
@@ -40,7 +54,8 @@ def moved(model, seed=0, scale=0.3):
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            if p.requires_grad: p.add_(scale * torch.randn(p.shape, generator=g))
+            if p.requires_grad:
+                p.add_(scale * torch.randn(p.shape, generator=g))
     return model
 
 
@@ -49,8 +64,14 @@ def row(seed, lengths=(13, 9), padding=4, holes=0.3):
     g = torch.Generator().manual_seed(seed)
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)])
     L = len(documents)
-    return dict(input_ids=torch.randint(V, (1, L), generator=g), document_ids=documents[None], loss_mask=torch.rand(1, L, generator=g) > holes,
-                verifier_last_hidden_states=torch.randn(1, L, H, generator=g), hidden_states=torch.randn(1, L, H, generator=g), position_ids=torch.zeros(1, L, dtype=torch.long))
+    return dict(
+        input_ids=torch.randint(V, (1, L), generator=g),
+        document_ids=documents[None],
+        loss_mask=torch.rand(1, L, generator=g) > holes,
+        verifier_last_hidden_states=torch.randn(1, L, H, generator=g),
+        hidden_states=torch.randn(1, L, H, generator=g),
+        position_ids=torch.zeros(1, L, dtype=torch.long),
+    )
 
 
 def plain_logits(w, state, k, depth, norm, eps=1e-6):
@@ -62,20 +83,33 @@ def plain_logits(w, state, k, depth, norm, eps=1e-6):
     return w[f"lm_heads.{k}.weight"] @ x
 
 
-@pytest.mark.parametrize("seed,heads,depth,decay,cross", [(0, 3, 1, None, False), (1, 5, 2, 1.0, False), (2, 2, 1, 0.5, True)])
+@pytest.mark.parametrize(
+    "seed,heads,depth,decay,cross", [(0, 3, 1, None, False), (1, 5, 2, 1.0, False), (2, 2, 1, 0.5, True)]
+)
 def test_loss_gradients_tokens(verifier, seed, heads, depth, decay, cross):
-    "Loss to 1e-6 relative, gradients to 1e-5 of their norm, float32 against float64; lean and dense alike. Without a word on it, head k weighs 0.8^(k+1)."
+    """Loss to 1e-6 relative, gradients to 1e-5 of their norm, float32 against float64; lean and dense alike. Without a
+    word on it, head k weighs 0.8^(k+1)."""
     model, batch = moved(fresh(verifier, heads, num_hidden_layers=depth), seed).train(), row(seed)
-    ids, docs, mask, states = (batch[k][0] for k in ("input_ids", "document_ids", "loss_mask", "verifier_last_hidden_states"))
-    w, norm = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters() if p.requires_grad}, model.target_head.norm.weight.double()
-    want, means, right, counts, argmax = 0., [], [], [], []
+    ids, docs, mask, states = (
+        batch[k][0] for k in ("input_ids", "document_ids", "loss_mask", "verifier_last_hidden_states")
+    )
+    w, norm = (
+        {n: p.detach().double().requires_grad_() for n, p in model.named_parameters() if p.requires_grad},
+        model.target_head.norm.weight.double(),
+    )
+    want, means, right, counts, argmax = 0.0, [], [], [], []
     for k in range(heads):
         total, n, hits, best = torch.zeros((), dtype=torch.float64), 0, 0, []
         for t in range(len(ids)):
             logits, target = plain_logits(w, states[t].double(), k, depth, norm), t + k + 2
             best.append(logits.argmax().item())
-            if target >= len(ids) or docs[t] < 0 or not mask[target] or (docs[target] != docs[t] and not cross): continue
-            total, n, hits = total + torch.logsumexp(logits, 0) - logits[ids[target]], n + 1, hits + int(best[-1] == ids[target])
+            if target >= len(ids) or docs[t] < 0 or not mask[target] or (docs[target] != docs[t] and not cross):
+                continue
+            total, n, hits = (
+                total + torch.logsumexp(logits, 0) - logits[ids[target]],
+                n + 1,
+                hits + int(best[-1] == ids[target]),
+            )
         means.append(total / (n + 1e-5)), right.append(hits), counts.append(n), argmax.append(best)
         want = want + (0.8 if decay is None else decay) ** (k + 1) * means[-1]
     want.backward()
@@ -86,10 +120,13 @@ def test_loss_gradients_tokens(verifier, seed, heads, depth, decay, cross):
         loss.backward()
         assert loss.item() == pytest.approx(want.item(), rel=1e-6)
         for k in range(heads):
-            assert (metrics[f"loss_{k}_sum"] / metrics[f"loss_{k}_total"]).item() == pytest.approx(means[k].item(), rel=1e-5)
+            assert (metrics[f"loss_{k}_sum"] / metrics[f"loss_{k}_total"]).item() == pytest.approx(
+                means[k].item(), rel=1e-5
+            )
             assert (metrics[f"position_{k}_acc_sum"], metrics[f"position_{k}_acc_total"]) == (right[k], counts[k])
         for name, p in model.named_parameters():
-            if p.requires_grad: assert (p.grad - w[name].grad).norm() <= 1e-5 * w[name].grad.norm() + 1e-7, (name, lean)
+            if p.requires_grad:
+                assert (p.grad - w[name].grad).norm() <= 1e-5 * w[name].grad.norm() + 1e-7, (name, lean)
     assert [x[0].tolist() for x in tokens] == argmax
 
 
@@ -104,8 +141,8 @@ def test_starts_as_the_verifiers_own_head(verifier):
 
 def test_targets_stay_in_their_document(verifier):
     "Other tokens in the second document leave the first one's loss alone, unless asked otherwise."
-    model, batch = moved(fresh(verifier)).eval(), row(6, lengths=(10, 12), padding=0, holes=0.)
-    batch["loss_mask"][0, 12:] = False                     # only targets within reach of the first document's last rows
+    model, batch = moved(fresh(verifier)).eval(), row(6, lengths=(10, 12), padding=0, holes=0.0)
+    batch["loss_mask"][0, 12:] = False  # only targets within reach of the first document's last rows
     changed = batch | dict(input_ids=batch["input_ids"].clone())
     changed["input_ids"][0, 10:] = (changed["input_ids"][0, 10:] + 1) % V
     assert model(**batch)[1] == model(**changed)[1]
@@ -123,30 +160,54 @@ def test_no_row_no_nan(verifier):
 def test_no_logits_of_all_rows(verifier, monkeypatch):
     "The only [.., V] buffer of a head is one chunk, here 16 of 200 rows."
     import speculators_nb.nn.head_loss as module
+
     model, batch, buffers = fresh(verifier), row(0, lengths=(200,)), []
     monkeypatch.setattr(module, "chunk_rows", lambda *_: 16)
     empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape, **kw: (buffers.append(shape), empty(x, *shape, **kw))[1])
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda x, *shape, **kw: (buffers.append(shape), empty(x, *shape, **kw))[1]
+    )
     model(**batch)[1].backward()
     assert [s for s in buffers if len(s) == 2 and s[1] == V] == [(16, V)] * 3
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_saved_loaded_and_native(verifier, tmp_path, bias):
-    "Both formats hold the same tensors, under the names that vLLM's loader has; nothing of the verifier's is among them."
+    """Both formats hold the same tensors, under the names that vLLM's loader has; nothing of the verifier's is among
+    them."""
     model = fresh(verifier, num_hidden_layers=2)
-    if bias: model = moved(MedusaModel.for_verifier(MedusaSpeculatorConfig(**model.config.to_dict() | dict(medusa_fc_bias=True))))
+    if bias:
+        model = moved(
+            MedusaModel.for_verifier(MedusaSpeculatorConfig(**model.config.to_dict() | dict(medusa_fc_bias=True)))
+        )
     model.save_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
     model.save_native(tmp_path / "native", dtype=torch.bfloat16)
     ours, native = (load_file(tmp_path / d / "model.safetensors") for d in ("ours", "native"))
-    shapes = {f"blocks.{k}.layers.{j}.weight": (H, H) for k in range(3) for j in range(2)} | {f"lm_heads.{k}.weight": (V, H) for k in range(3)}
-    if bias: shapes |= {f"blocks.{k}.layers.{j}.bias": (H,) for k in range(3) for j in range(2)}
+    shapes = {f"blocks.{k}.layers.{j}.weight": (H, H) for k in range(3) for j in range(2)} | {
+        f"lm_heads.{k}.weight": (V, H) for k in range(3)
+    }
+    if bias:
+        shapes |= {f"blocks.{k}.layers.{j}.bias": (H,) for k in range(3) for j in range(2)}
     assert {n: tuple(w.shape) for n, w in ours.items()} == shapes
     assert ours.keys() == native.keys() and all(torch.equal(ours[n], native[n]) for n in ours)
     config = json.loads((tmp_path / "native/config.json").read_text())
-    assert config == dict(model_type="medusa", architectures=["MedusaModel"], hidden_size=H, vocab_size=V, num_heads=3, num_hidden_layers=2, medusa_fc_bias=bias, dtype="bfloat16")
+    assert config == dict(
+        model_type="medusa",
+        architectures=["MedusaModel"],
+        hidden_size=H,
+        vocab_size=V,
+        num_heads=3,
+        num_hidden_layers=2,
+        medusa_fc_bias=bias,
+        dtype="bfloat16",
+    )
     again = SpeculatorModel.from_pretrained(tmp_path / "ours")
-    assert type(again) is MedusaModel and again.dtype == torch.bfloat16 and again.config == model.config and again.drafter().aux_layer_ids == (LAYERS,)
+    assert (
+        type(again) is MedusaModel
+        and again.dtype == torch.bfloat16
+        and again.config == model.config
+        and again.drafter().aux_layer_ids == (LAYERS,)
+    )
     assert all(torch.equal(w, again.state_dict()[n]) for n, w in ours.items())
     found = check_vllm_contract(tmp_path / "ours")
     assert len(found) == 1 and "save_native" in found[0]
@@ -157,7 +218,9 @@ def test_a_trained_head_is_kept(verifier, tmp_path):
     model = moved(fresh(verifier))
     model.save_pretrained(tmp_path)
     again = SpeculatorModel.from_pretrained(tmp_path, verifier=verifier)
-    assert torch.equal(again.lm_heads[1].weight, model.lm_heads[1].weight) and not torch.equal(again.lm_heads[1].weight, fresh(verifier).lm_heads[1].weight)
+    assert torch.equal(again.lm_heads[1].weight, model.lm_heads[1].weight) and not torch.equal(
+        again.lm_heads[1].weight, fresh(verifier).lm_heads[1].weight
+    )
 
 
 def test_drafting_is_what_was_trained(verifier):
@@ -173,8 +236,13 @@ def test_drafting_is_what_was_trained(verifier):
 
 
 def test_the_text_is_the_verifiers(verifier):
-    "Greedy text with and without the drafter, token for token. Heads at random, and heads that always guess the commonest token, so that some drafts are kept."
-    plain, tapped, prompt = Verifier.from_pretrained(verifier), Verifier.from_pretrained(verifier, [LAYERS]), torch.tensor([3, 1, 4])
+    """Greedy text with and without the drafter, token for token. Heads at random, and heads that always guess the
+    commonest token, so that some drafts are kept."""
+    plain, tapped, prompt = (
+        Verifier.from_pretrained(verifier),
+        Verifier.from_pretrained(verifier, [LAYERS]),
+        torch.tensor([3, 1, 4]),
+    )
     text = generate(plain, NoDrafter(), prompt, max_new_tokens=32, k=0).tokens
     common = max(text, key=text.count)
 
@@ -183,6 +251,7 @@ def test_the_text_is_the_verifiers(verifier):
             tree = super().propose(*args)
             tree.tokens[:] = common
             return tree
+
     random = moved(fresh(verifier))
     for drafter, some in ((random.drafter(), False), (Constant(random), True)):
         ours = generate(tapped, drafter, prompt, max_new_tokens=32, k=3)
@@ -190,9 +259,14 @@ def test_the_text_is_the_verifiers(verifier):
 
 
 def test_sampled_text_has_the_verifiers_law(verifier):
-    "Under speculative sampling the tokens of 500 steps follow the verifier's laws, given here, place by place; chi-squared, 0.1 % level."
+    """Under speculative sampling the tokens of 500 steps follow the verifier's laws, given here, place by place;
+    chi-squared, 0.1 % level."""
     drafter, g, n = moved(fresh(verifier)).drafter(), torch.Generator().manual_seed(0), 500
-    tokens, features, law = torch.randint(V, (6,), generator=g), torch.randn(5, H, generator=g), torch.randn(V, generator=g).softmax(-1)
+    tokens, features, law = (
+        torch.randint(V, (6,), generator=g),
+        torch.randn(5, H, generator=g),
+        torch.randn(V, generator=g).softmax(-1),
+    )
     seen = [[], []]
     for _ in range(n):
         tree = drafter.propose(tokens, features, 1, Sampling(1.0, g))
@@ -202,11 +276,18 @@ def test_sampled_text_has_the_verifiers_law(verifier):
     for place in seen:
         counts, expected = torch.bincount(torch.tensor(place), minlength=V), len(place) * law
         statistic = ((counts - expected) ** 2 / expected).sum()
-        assert torch.special.gammaincc(torch.tensor((V - 1) / 2, dtype=torch.float64), torch.as_tensor(statistic / 2, dtype=torch.float64)) > 0.001
+        assert (
+            torch.special.gammaincc(
+                torch.tensor((V - 1) / 2, dtype=torch.float64), torch.as_tensor(statistic / 2, dtype=torch.float64)
+            )
+            > 0.001
+        )
     assert len(seen[0]) == n and len(seen[1]) > n / 5
 
 
-@pytest.mark.parametrize("change", [dict(num_heads=0), dict(num_hidden_layers=0), dict(vocab_size=0), dict(hidden_size=0)])
+@pytest.mark.parametrize(
+    "change", [dict(num_heads=0), dict(num_hidden_layers=0), dict(vocab_size=0), dict(hidden_size=0)]
+)
 def test_bad_configs(change):
     with pytest.raises(ValueError, match=f"{next(iter(change))}=0: must be at least 1"):
         MedusaSpeculatorConfig(**change)

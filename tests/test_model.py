@@ -1,4 +1,5 @@
 """Checkpoints in and out: what is refused and what is said; what a kill leaves behind."""
+
 import json
 import os
 import signal
@@ -11,12 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.serve.vllm_contract import check_vllm_contract
-from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.eagle3 import Eagle3DraftModel
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.serve.vllm_contract import check_vllm_contract
 
-SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+SHAPE = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +42,9 @@ def mapping(v=64):
 
 
 def fresh(verifier, **options):
-    return Eagle3DraftModel.from_training_args(draft_layer_config(Qwen3Config(**SHAPE)), verifier_name_or_path=str(verifier), **options)
+    return Eagle3DraftModel.from_training_args(
+        draft_layer_config(Qwen3Config(**SHAPE)), verifier_name_or_path=str(verifier), **options
+    )
 
 
 @pytest.fixture
@@ -74,15 +85,18 @@ def edit(checkpoint, change):
     (checkpoint / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("change,message", [
-    (lambda c: c.pop("speculators_model_type"), "speculators_model_type is missing"),
-    (lambda c: c.update(speculators_model_type="eagle9"), "'eagle9' is not known"),
-    (lambda c: c.update(draft_vocab_size=100), "larger than the verifier's vocabulary of 64"),
-    (lambda c: c.update(draft_vocab_size=31), r"misshapen tensors: d2t \(32,\) instead of \(31,\)"),
-    (lambda c: c["transformer_layer_config"].update(intermediate_size=8), "misshapen tensors"),
-    (lambda c: c.update(norm_before_fc=True), "misses tensors: input_norm.weight"),
-    (lambda c: c["transformer_layer_config"].update(model_type="gemma"), "'gemma' is not a draft layer family"),
-])
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda c: c.pop("speculators_model_type"), "speculators_model_type is missing"),
+        (lambda c: c.update(speculators_model_type="eagle9"), "'eagle9' is not known"),
+        (lambda c: c.update(draft_vocab_size=100), "larger than the verifier's vocabulary of 64"),
+        (lambda c: c.update(draft_vocab_size=31), r"misshapen tensors: d2t \(32,\) instead of \(31,\)"),
+        (lambda c: c["transformer_layer_config"].update(intermediate_size=8), "misshapen tensors"),
+        (lambda c: c.update(norm_before_fc=True), "misses tensors: input_norm.weight"),
+        (lambda c: c["transformer_layer_config"].update(model_type="gemma"), "'gemma' is not a draft layer family"),
+    ],
+)
 def test_bad_configs(checkpoint, change, message):
     edit(checkpoint, change)
     with pytest.raises(ValueError, match=message):
@@ -121,11 +135,18 @@ def test_verifier_of_another_vocabulary(checkpoint, tmp_path):
         SpeculatorModel.from_pretrained(checkpoint, verifier=tmp_path / "other")
 
 
-@pytest.mark.parametrize("options,message", [
-    (dict(t2d=mapping()[0]), "d2t is missing"), (dict(d2t=mapping()[1]), "t2d is missing|draft_vocab_size"), (dict(draft_vocab_size=65), "larger than the verifier's"),
-    (dict(draft_vocab_size=32), "t2d and d2t are missing"), (dict(t2d=mapping(60)[0], d2t=mapping(60)[1]), "t2d"), (dict(norm_before_fc=True, fc_norm=True), "choose one"),
-    (dict(target_layer_ids=[2, 1]), "ascending"),
-])
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (dict(t2d=mapping()[0]), "d2t is missing"),
+        (dict(d2t=mapping()[1]), "t2d is missing|draft_vocab_size"),
+        (dict(draft_vocab_size=65), "larger than the verifier's"),
+        (dict(draft_vocab_size=32), "t2d and d2t are missing"),
+        (dict(t2d=mapping(60)[0], d2t=mapping(60)[1]), "t2d"),
+        (dict(norm_before_fc=True, fc_norm=True), "choose one"),
+        (dict(target_layer_ids=[2, 1]), "ascending"),
+    ],
+)
 def test_bad_training_arguments(verifier, options, message):
     with pytest.raises(ValueError, match=message):
         fresh(verifier, **options)
@@ -137,7 +158,9 @@ def test_different_head_is_kept_apart(verifier):
     state = model.saved_state()
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     other = SpeculatorModel.from_pretrained(config=model.config, state_dict=state)
-    assert torch.equal(other.target_head.weight, model.lm_head.weight) and torch.equal(other.lm_head.weight, model.lm_head.weight + 1)
+    assert torch.equal(other.target_head.weight, model.lm_head.weight) and torch.equal(
+        other.lm_head.weight, model.lm_head.weight + 1
+    )
     assert other.to(torch.float64).target_head.weight.dtype == torch.float64
 
 
@@ -152,7 +175,9 @@ def test_kill_during_save_leaves_a_whole_checkpoint(checkpoint):
         while True: model.save_pretrained({str(checkpoint)!r}, state_dict=state)
     """)
     before = load_file(checkpoint / "model.safetensors")
-    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    run = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     assert run.stdout.readline() == b"ready\n"
     try:
         run.wait(timeout=0.3)
@@ -160,7 +185,9 @@ def test_kill_during_save_leaves_a_whole_checkpoint(checkpoint):
         run.send_signal(signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
     after = load_file(checkpoint / "model.safetensors")
-    same = {torch.equal(after[n], before[n]) for n in before if before[n].is_floating_point() and not (before[n] == 1).all()}
+    same = {
+        torch.equal(after[n], before[n]) for n in before if before[n].is_floating_point() and not (before[n] == 1).all()
+    }
     assert len(same) == 1
     SpeculatorModel.from_pretrained(checkpoint)
 
@@ -171,6 +198,8 @@ def test_sharded_checkpoint(checkpoint):
     parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
     for file, part in parts.items():
         save_file({n: state[n] for n in part}, checkpoint / file)
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {n: f for f, part in parts.items() for n in part}}))
+    (checkpoint / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {n: f for f, part in parts.items() for n in part}})
+    )
     (checkpoint / "model.safetensors").unlink()
     assert torch.equal(SpeculatorModel.from_pretrained(checkpoint).fc.weight, state["fc.weight"])

@@ -1,4 +1,6 @@
-"""MTP heads: against upstream's recorded numbers, the lean path against the dense definition and that against transformers' own layers, extraction and stitching."""
+"""MTP heads: against upstream's recorded numbers, the lean path against the dense definition and that against
+transformers' own layers, extraction and stitching."""
+
 import json
 import shutil
 from pathlib import Path
@@ -11,13 +13,13 @@ from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
-from speculators_nb.serve.vllm_contract import check_vllm_contract
+from speculators_nb.core.proposals import GreedyTokenProposalConfig
+from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.mtp import MTPDraftModel, MTPSpeculatorConfig, documents_of, mtp_supervision, prefix_rows
 from speculators_nb.models.mtp_native import extract_mtp, fuse_experts, split_experts, stitch_mtp
-from speculators_nb.core.proposals import GreedyTokenProposalConfig
-from speculators_nb.core.tree import Sampling
+from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.verifier.tapped_model import Verifier
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -39,7 +41,8 @@ def load_case(name):
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])
 @pytest.mark.parametrize("name", CASES)
 def test_upstream(name, lean):
-    """Loss and metrics to 1e-5 relative, gradients to 1e-3 relative per tensor norm: the noise between upstream's own attention back ends is 1e-6.
+    """Loss and metrics to 1e-5 relative, gradients to 1e-3 relative per tensor norm: the noise between upstream's own
+    attention back ends is 1e-6.
     Without document_ids, as upstream, positions tell the documents apart."""
     model, batch, kwargs, info, folder = load_case(name)
     if lean:
@@ -86,7 +89,9 @@ def test_checkpoint_is_upstreams(name, tmp_path):
     "The same tensors under the same names; the same config keys and values."
     model, _, _, _, folder = load_case(name)
     model.save_pretrained(tmp_path)
-    assert sorted(load_file(tmp_path / "model.safetensors")) == json.loads((folder / "saved_pretrained_keys.json").read_text())
+    assert sorted(load_file(tmp_path / "model.safetensors")) == json.loads(
+        (folder / "saved_pretrained_keys.json").read_text()
+    )
     want, got = (json.loads((d / "config.json").read_text()) for d in (folder / "saved_pretrained", tmp_path))
     for key in ("auto_map", "transformers_version"):
         want.pop(key, None), got.pop(key, None)
@@ -95,7 +100,8 @@ def test_checkpoint_is_upstreams(name, tmp_path):
 
 @pytest.mark.parametrize("name", [c for c in CASES if c != "mtp"])
 def test_extraction_is_upstreams(name, monkeypatch):
-    "from_training_args finds the verifier's head, sharded or not, experts one by one or fused; its config is upstream's."
+    """from_training_args finds the verifier's head, sharded or not, experts one by one or fused; its config is
+    upstream's."""
     monkeypatch.chdir(FIXTURES)
     _, _, _, info, folder = load_case(name)
     args = info["training_args"]
@@ -112,7 +118,10 @@ def test_upstreams_checkpoint_loads(name, tmp_path, monkeypatch):
     monkeypatch.chdir(FIXTURES)
     _, batch, kwargs, info, folder = load_case(name)
     shutil.copy(folder / "saved_pretrained/config.json", tmp_path)
-    state, keys = load_file(folder / "state_dict.safetensors"), json.loads((folder / "saved_pretrained_keys.json").read_text())
+    state, keys = (
+        load_file(folder / "state_dict.safetensors"),
+        json.loads((folder / "saved_pretrained_keys.json").read_text()),
+    )
     save_file({n: state[n] for n in keys}, tmp_path / "model.safetensors")
     model = SpeculatorModel.from_pretrained(tmp_path)
     with torch.no_grad():
@@ -121,19 +130,31 @@ def test_upstreams_checkpoint_loads(name, tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ definitions
 SMALL = dict(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
-HYBRID = dict(layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,
-              rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[1, 1, 0]))
+HYBRID = dict(
+    layer_types=["linear_attention", "full_attention"],
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[1, 1, 0]),
+)
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
 NEXT = {**HYBRID, "rope_parameters": {k: v for k, v in HYBRID["rope_parameters"].items() if k != "mrope_section"}}
-LAYERS = {"qwen3": lambda kv: Qwen3Config(**SMALL, intermediate_size=40, num_key_value_heads=kv),
-          "qwen3_next": lambda kv: Qwen3NextConfig(**SMALL, **MOE, **NEXT, num_key_value_heads=kv),
-          "qwen3_5_text": lambda kv: Qwen3_5TextConfig(**SMALL, **HYBRID, intermediate_size=40, num_key_value_heads=kv),
-          "qwen3_5_moe_text": lambda kv: Qwen3_5MoeTextConfig(**SMALL, **MOE, **HYBRID, num_key_value_heads=kv)}
+LAYERS = {
+    "qwen3": lambda kv: Qwen3Config(**SMALL, intermediate_size=40, num_key_value_heads=kv),
+    "qwen3_next": lambda kv: Qwen3NextConfig(**SMALL, **MOE, **NEXT, num_key_value_heads=kv),
+    "qwen3_5_text": lambda kv: Qwen3_5TextConfig(**SMALL, **HYBRID, intermediate_size=40, num_key_value_heads=kv),
+    "qwen3_5_moe_text": lambda kv: Qwen3_5MoeTextConfig(**SMALL, **MOE, **HYBRID, num_key_value_heads=kv),
+}
 
 
 def steps_config(k):
-    return SpeculatorsConfig(algorithm="mtp", proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=k)], default_proposal_method="greedy",
-                             verifier=VerifierConfig(name_or_path=None, architectures=[]))
+    return SpeculatorsConfig(
+        algorithm="mtp",
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=k)],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path=None, architectures=[]),
+    )
 
 
 def random_model(seed, family=None):
@@ -144,24 +165,38 @@ def random_model(seed, family=None):
         return options[int(torch.randint(len(options), (), generator=g))]
 
     layer = LAYERS[family or list(LAYERS)[seed % 4]](pick(1, 2, 4))
-    model = MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=layer, speculators_config=steps_config(pick(1, 2, 3, 5)), verifier_norm=pick(True, False)))
+    model = MTPDraftModel(
+        MTPSpeculatorConfig(
+            transformer_layer_config=layer,
+            speculators_config=steps_config(pick(1, 2, 3, 5)),
+            verifier_norm=pick(True, False),
+        )
+    )
     with torch.no_grad():
         for p in [*model.parameters(), model.target_head.norm.weight]:
             p.copy_(torch.randn(p.shape, generator=g) * (0.2 if p.ndim > 1 else 0.1) + (p.ndim == 1))
     model.target_head.set_rows(torch.randn(60, 32, generator=g))
     L = 50
     documents = torch.randint(0, 5, (L,), generator=g).sort().values
-    documents[L - int(torch.randint(0, 6, (), generator=g)):] = -1
-    positions = torch.cat([torch.arange(n) for n in torch.unique_consecutive(documents, return_counts=True)[1].tolist()])
-    batch = dict(input_ids=torch.randint(60, (1, L), generator=g), hidden_states=torch.randn(1, L, 32, generator=g), document_ids=documents[None],
-                 loss_mask=((torch.rand(1, L, generator=g) < 0.5) & (documents >= 0)), position_ids=positions[None])
+    documents[L - int(torch.randint(0, 6, (), generator=g)) :] = -1
+    positions = torch.cat(
+        [torch.arange(n) for n in torch.unique_consecutive(documents, return_counts=True)[1].tolist()]
+    )
+    batch = dict(
+        input_ids=torch.randint(60, (1, L), generator=g),
+        hidden_states=torch.randn(1, L, 32, generator=g),
+        document_ids=documents[None],
+        loss_mask=((torch.rand(1, L, generator=g) < 0.5) & (documents >= 0)),
+        position_ids=positions[None],
+    )
     return model, batch
 
 
 @pytest.mark.parametrize("as_served", [False, True], ids=["per step", "as served"])
 @pytest.mark.parametrize("seed", range(12))
 def test_lean_is_dense(seed, as_served):
-    "Over families, shapes and packings: loss, metrics and gradients of the lean path are those of the definition, to 1e-5."
+    """Over families, shapes and packings: loss, metrics and gradients of the lean path are those of the definition, to
+    1e-5."""
     model, batch = random_model(seed)
     results = []
     for lean in (True, False):
@@ -180,9 +215,14 @@ def test_lean_is_dense(seed, as_served):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_definition_from_loops(seed):
-    "One document at a time through transformers' own decoder layer, and targets by counting: independent of masks, packing and row selection."
+    """One document at a time through transformers' own decoder layer, and targets by counting: independent of masks,
+    packing and row selection."""
     model, batch = random_model(seed)
-    layer, config, steps = model.mtp_layers[0], model.config.transformer_layer_config, model.config.num_speculative_steps
+    layer, config, steps = (
+        model.mtp_layers[0],
+        model.config.transformer_layer_config,
+        model.config.num_speculative_steps,
+    )
     config._attn_implementation = "sdpa"
     x, total, counts = {k: v[0] for k, v in batch.items()}, [0.0] * steps, [0] * steps
     with torch.no_grad():
@@ -192,22 +232,37 @@ def test_definition_from_loops(seed):
             ids, mask, hidden = x["input_ids"][rows], x["loss_mask"][rows], model.features(x["hidden_states"][rows])
             n = len(ids)
             for s in range(steps):
-                m = n - 2 - s                                 # rows whose target lies in the document
+                m = n - 2 - s  # rows whose target lies in the document
                 if m < 1:
                     break
-                mixed = torch.cat([layer.token_layernorm(model.embed_tokens(ids[1 + s:1 + s + m])), layer.hidden_layernorm(hidden[:m])], -1)
+                mixed = torch.cat(
+                    [
+                        layer.token_layernorm(model.embed_tokens(ids[1 + s : 1 + s + m])),
+                        layer.hidden_layernorm(hidden[:m]),
+                    ],
+                    -1,
+                )
                 h = layer.input_proj(mixed)[None]
                 rope = tuple(t[None] for t in model.rope(torch.arange(m)))
                 causal = torch.ones(m, m).tril().bool()[None, None]
-                h = h + layer.self_attn(hidden_states=layer.input_layernorm(h), position_embeddings=rope, attention_mask=causal)[0]
+                h = (
+                    h
+                    + layer.self_attn(
+                        hidden_states=layer.input_layernorm(h), position_embeddings=rope, attention_mask=causal
+                    )[0]
+                )
                 hidden = layer.final_layernorm(h + layer.mlp(layer.post_attention_layernorm(h)))[0]
-                ce = torch.nn.functional.cross_entropy(model.lm_head(hidden), ids[2 + s:], reduction="none")[mask[2 + s:]]
+                ce = torch.nn.functional.cross_entropy(model.lm_head(hidden), ids[2 + s :], reduction="none")[
+                    mask[2 + s :]
+                ]
                 total[s] += ce.sum().item()
                 counts[s] += len(ce)
     for s in range(steps):
         assert int(metrics[f"loss_step_{s}_total"]) == counts[s]
         assert metrics[f"loss_step_{s}_sum"].item() == pytest.approx((0.5 + s) * total[s], rel=1e-4, abs=1e-5)
-    assert loss.item() == pytest.approx(sum((0.5 + s) * t / max(1, c) for s, (t, c) in enumerate(zip(total, counts))), rel=1e-4)
+    assert loss.item() == pytest.approx(
+        sum((0.5 + s) * t / max(1, c) for s, (t, c) in enumerate(zip(total, counts))), rel=1e-4
+    )
 
 
 def test_accuracies_count_runs():
@@ -234,9 +289,13 @@ def test_supervision_stays_in_its_document():
     documents = torch.tensor([0] * 5 + [1] * 4 + [-1] * 2)
     mask = torch.ones(11, dtype=torch.bool)
     inside = mtp_supervision(mask, documents, 3)
-    assert inside.int().tolist() == [[1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]]
+    assert inside.int().tolist() == [
+        [1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0],
+        [1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    ]
     across = mtp_supervision(mask, documents, 3, cross_document=True)
-    assert across[:, :7].all() and not across[:, 7:].any()        # L - K - 1 rows at every step
+    assert across[:, :7].all() and not across[:, 7:].any()  # L - K - 1 rows at every step
     assert prefix_rows(inside, documents).int().sum(-1).tolist() == [5, 3, 1]
     assert documents_of(torch.tensor([0, 1, 2, 0, 1, 0, 0, 3])).tolist() == [0, 0, 0, 1, 1, 2, 3, 4]
 
@@ -247,8 +306,15 @@ def test_another_documents_tokens_change_nothing():
     model.config.speculators_config = steps_config(3)
     documents = torch.tensor([0] * 20 + [1] * 30)
     mask = torch.arange(50) < 20
-    batch |= dict(document_ids=documents[None], loss_mask=mask[None], position_ids=torch.cat([torch.arange(20), torch.arange(30)])[None])
-    other = batch | dict(input_ids=torch.where(mask, batch["input_ids"], 7), hidden_states=torch.where(mask[:, None], batch["hidden_states"], 1.0))
+    batch |= dict(
+        document_ids=documents[None],
+        loss_mask=mask[None],
+        position_ids=torch.cat([torch.arange(20), torch.arange(30)])[None],
+    )
+    other = batch | dict(
+        input_ids=torch.where(mask, batch["input_ids"], 7),
+        hidden_states=torch.where(mask[:, None], batch["hidden_states"], 1.0),
+    )
     for as_served in (False, True):
         assert model(**batch, as_served=as_served)[1] == model(**other, as_served=as_served)[1]
 
@@ -267,7 +333,9 @@ def test_rows_too_short_for_all_steps():
     model, batch = random_model(0, "qwen3")
     model.config.speculators_config = steps_config(5)
     for n in (2, 3, 5):
-        short = {k: v[:, :n] for k, v in batch.items()} | dict(document_ids=torch.zeros(1, n, dtype=torch.long), loss_mask=torch.ones(1, n, dtype=torch.bool))
+        short = {k: v[:, :n] for k, v in batch.items()} | dict(
+            document_ids=torch.zeros(1, n, dtype=torch.long), loss_mask=torch.ones(1, n, dtype=torch.bool)
+        )
         for options in ({}, dict(as_served=True), dict(cross_document_targets=True), dict(lean=False)):
             assert (model(**short, **options)[1] > 0) == (n > 2)
 
@@ -275,7 +343,8 @@ def test_rows_too_short_for_all_steps():
 # ------------------------------------------------------------------------------------------------ drafting
 @pytest.mark.parametrize("seed", range(8))
 def test_drafting_is_what_as_served_trains(seed):
-    "The drafter's key-value cache, fed in two parts, gives the logits of training's unrolled steps on the row that it drafted itself."
+    """The drafter's key-value cache, fed in two parts, gives the logits of training's unrolled steps on the row that it
+    drafted itself."""
     model, _ = random_model(seed)
     model.config.speculators_config = steps_config(3)
     drafter, g = model.eval().drafter(), torch.Generator().manual_seed(seed)
@@ -285,7 +354,14 @@ def test_drafting_is_what_as_served_trains(seed):
     tree = drafter.propose(tokens, features[6:], k, Sampling(1.0, g))
     row = torch.cat([tokens, tree.tokens])
     with torch.no_grad():
-        hidden = model.dense_hidden(row, torch.cat([features, torch.zeros(k + 1, 32)]), torch.zeros(len(row), dtype=torch.long), torch.arange(len(row)), k, as_served=True)
+        hidden = model.dense_hidden(
+            row,
+            torch.cat([features, torch.zeros(k + 1, 32)]),
+            torch.zeros(len(row), dtype=torch.long),
+            torch.arange(len(row)),
+            k,
+            as_served=True,
+        )
         for s, law in enumerate(tree.probs):
             torch.testing.assert_close(law, model.lm_head(hidden[s][n - 2]).softmax(-1), rtol=1e-4, atol=1e-5)
 
@@ -293,6 +369,7 @@ def test_drafting_is_what_as_served_trains(seed):
 def tiny_verifier(folder, head=True, sharded=False, family="qwen3", dtype=torch.float32):
     "A whole tiny verifier with transformers' own class, with or without MTP tensors."
     from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LAYERS[family](2), dtype=dtype)
     model.save_pretrained(folder, max_shard_size="16KB" if sharded else "5GB")
@@ -323,7 +400,8 @@ def test_the_text_is_the_verifiers(tmp_path, verifier_norm):
 
 
 def test_sampled_drafts_come_with_their_laws(tmp_path):
-    "Each drafted token is drawn from the law that is reported for it: over many draws the first token's frequencies match, within 5 standard deviations."
+    """Each drafted token is drawn from the law that is reported for it: over many draws the first token's frequencies
+    match, within 5 standard deviations."""
     model, _ = random_model(0, "qwen3")
     drafter, g = model.eval().drafter(), torch.Generator().manual_seed(0)
     tokens, features, n = torch.randint(60, (6,), generator=g), torch.randn(5, 32, generator=g), 1000
@@ -336,18 +414,21 @@ def test_sampled_drafts_come_with_their_laws(tmp_path):
     assert ((counts / n - p).abs() <= 5 * (p * (1 - p) / n).sqrt() + 1e-9).all()
 
 
-# ------------------------------------------------------------------------------------------------ extraction and stitching
+# --------------------------------------------------------------------------------------------- extraction and stitching
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sharded"])
 @pytest.mark.parametrize("family", LAYERS)
 def test_stitching_inverts_extraction(tmp_path, family, sharded):
-    "Out of the verifier, through a checkpoint of ours, and back in: every tensor of the verifier is the same to the bit, and a changed head arrives whole."
+    """Out of the verifier, through a checkpoint of ours, and back in: every tensor of the verifier is the same to the
+    bit, and a changed head arrives whole."""
     folder = tiny_verifier(tmp_path / "v", sharded=sharded, family=family, dtype=torch.bfloat16)
     before = {n: t for f in folder.glob("*.safetensors") for n, t in load_file(f).items()}
     assert len(list(folder.glob("*.safetensors"))) > 1 or not sharded
     MTPDraftModel.from_training_args(verifier_name_or_path=str(folder)).save_pretrained(tmp_path / "d")
     stitch_mtp(tmp_path / "d", folder, tmp_path / "out")
     after = {n: t for f in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(f).items()}
-    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before
+    )
     assert sorted(f.name for f in folder.iterdir()) == sorted(f.name for f in (tmp_path / "out").iterdir())
     assert (folder / "config.json").read_bytes() == (tmp_path / "out" / "config.json").read_bytes()
     model = SpeculatorModel.from_pretrained(tmp_path / "d")
@@ -356,7 +437,7 @@ def test_stitching_inverts_extraction(tmp_path, family, sharded):
             p.add_(torch.randn_like(p)).copy_(p.bfloat16())
     model.save_pretrained(tmp_path / "d2")
     stitch_mtp(tmp_path / "d2", folder, tmp_path / "out2", link=True)
-    got, want = extract_mtp(tmp_path / "out2"), {n: w for n, w in model.saved_state().items()}
+    got, want = extract_mtp(tmp_path / "out2"), dict(model.saved_state().items())
     assert got.keys() == want.keys() and all(torch.equal(got[n].float(), want[n]) for n in want)
     after = {n: t for f in (tmp_path / "out2").glob("*.safetensors") for n, t in load_file(f).items()}
     assert all(torch.equal(before[n], after[n]) == (not n.startswith("mtp.")) for n in before)
@@ -383,7 +464,9 @@ def test_a_verifier_gets_its_first_head(tmp_path, family, sharded):
     assert new == old | added
     if sharded:
         index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == sum(t.nbytes for f in (tmp_path / "out").glob("*.safetensors") for t in load_file(f).values())
+        assert index["metadata"]["total_size"] == sum(
+            t.nbytes for f in (tmp_path / "out").glob("*.safetensors") for t in load_file(f).values()
+        )
     assert Verifier.from_pretrained(str(tmp_path / "out"), [2])
 
 
@@ -405,7 +488,9 @@ def test_stitching_is_whole_or_not_at_all(tmp_path, monkeypatch):
     folder = tiny_verifier(tmp_path / "v")
     MTPDraftModel.from_training_args(verifier_name_or_path=str(folder)).save_pretrained(tmp_path / "d")
     with monkeypatch.context() as m, pytest.raises(OSError, match="disk full"):
-        m.setattr("speculators_nb.models.mtp_native.save_tensors", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+        m.setattr(
+            "speculators_nb.models.mtp_native.save_tensors", lambda *a: (_ for _ in ()).throw(OSError("disk full"))
+        )
         stitch_mtp(tmp_path / "d", folder, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d", "v"]
     stitch_mtp(tmp_path / "d", folder, tmp_path / "out")
@@ -415,15 +500,23 @@ def test_stitching_is_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_a_foreign_head_is_refused(tmp_path):
     folder = tiny_verifier(tmp_path / "v")
-    for name, config in (("wide", Qwen3Config(**SMALL | dict(hidden_size=48), intermediate_size=40, num_key_value_heads=2)), ("gated", LAYERS["qwen3_next"](2))):
-        MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=config, speculators_config=steps_config(3))).save_pretrained(tmp_path / name)
+    for name, config in (
+        ("wide", Qwen3Config(**SMALL | dict(hidden_size=48), intermediate_size=40, num_key_value_heads=2)),
+        ("gated", LAYERS["qwen3_next"](2)),
+    ):
+        MTPDraftModel(
+            MTPSpeculatorConfig(transformer_layer_config=config, speculators_config=steps_config(3))
+        ).save_pretrained(tmp_path / name)
         with pytest.raises(ValueError, match="trained for another verifier"):
             stitch_mtp(tmp_path / name, folder, tmp_path / "out")
         assert not (tmp_path / "out").exists()
     MTPDraftModel.from_training_args(verifier_name_or_path=str(folder)).save_pretrained(tmp_path / "d")
     state = load_file(tmp_path / "d/model.safetensors")
     name = next(n for n in state if n.endswith("k_norm.weight"))
-    for weight, said in ((state[name].to(torch.int8), "holds torch.int8"), (state[name] * torch.nan, "holds NaN or infinity")):
+    for weight, said in (
+        (state[name].to(torch.int8), "holds torch.int8"),
+        (state[name] * torch.nan, "holds NaN or infinity"),
+    ):
         save_file(state | {name: weight}, tmp_path / "d/model.safetensors")
         with pytest.raises(ValueError, match=f"tensor {name} {said}"):
             stitch_mtp(tmp_path / "d", folder, tmp_path / "out")
@@ -435,7 +528,11 @@ def test_a_foreign_head_is_refused(tmp_path):
 
 def test_experts_one_by_one_or_fused():
     g = torch.Generator().manual_seed(0)
-    fused = {"a.experts.gate_up_proj": torch.randn(3, 8, 5, generator=g), "a.experts.down_proj": torch.randn(3, 5, 4, generator=g), "b": torch.ones(1)}
+    fused = {
+        "a.experts.gate_up_proj": torch.randn(3, 8, 5, generator=g),
+        "a.experts.down_proj": torch.randn(3, 5, 4, generator=g),
+        "b": torch.ones(1),
+    }
     split = split_experts(fused)
     assert len(split) == 10 and split["a.experts.2.up_proj.weight"].shape == (4, 5)
     again = fuse_experts(split)
@@ -456,12 +553,14 @@ def test_errors(tmp_path):
     with pytest.raises(ValueError, match="draft_vocab_size=30 of 60"):
         MTPSpeculatorConfig(transformer_layer_config=LAYERS["qwen3"](2), draft_vocab_size=30)
     with pytest.raises(ValueError, match="speculators_config is missing"):
-        MTPSpeculatorConfig().num_speculative_steps
+        _ = MTPSpeculatorConfig().num_speculative_steps
     for layer in (LlamaConfig(**SMALL), MTPSpeculatorConfig().transformer_layer_config):
         with pytest.raises(ValueError, match="MTP heads are known for qwen3, qwen3_next"):
             MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=layer))
     with pytest.raises(ValueError, match="full_attention layer"):
-        config = Qwen3NextConfig(**SMALL, **MOE, **NEXT | dict(layer_types=["linear_attention"] * 2), num_key_value_heads=2)
+        config = Qwen3NextConfig(
+            **SMALL, **MOE, **NEXT | dict(layer_types=["linear_attention"] * 2), num_key_value_heads=2
+        )
         MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=config, speculators_config=steps_config(3)))
     folder = tiny_verifier(tmp_path / "v", head=False)
     with pytest.raises(ValueError, match="has no MTP head.*fresh_head=True"):
@@ -470,7 +569,10 @@ def test_errors(tmp_path):
         MTPDraftModel.from_training_args(verifier_name_or_path=str(folder), fresh_head=True, draft_vocab_size=30)
     deep = load_file(FIXTURES / "mtp_verifier_qwen3/model.safetensors")
     shutil.copytree(FIXTURES / "mtp_verifier_qwen3", tmp_path / "deep")
-    save_file(deep | {n.replace("layers.0", "layers.1"): t.clone() for n, t in deep.items() if n.startswith("mtp.layers.0")}, tmp_path / "deep/model.safetensors")
+    save_file(
+        deep | {n.replace("layers.0", "layers.1"): t.clone() for n, t in deep.items() if n.startswith("mtp.layers.0")},
+        tmp_path / "deep/model.safetensors",
+    )
     with pytest.raises(ValueError, match="mtp.layers.1.*not a tensor of an MTP head of one layer"):
         MTPDraftModel.from_training_args(verifier_name_or_path=str(tmp_path / "deep"))
 
@@ -478,7 +580,9 @@ def test_errors(tmp_path):
 def test_an_experts_head_starts_with_finite_weights():
     "transformers leaves a mixture's experts uninitialised; a fresh head must not."
     torch.manual_seed(0)
-    model = MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=LAYERS["qwen3_5_moe_text"](2), speculators_config=steps_config(3)))
+    model = MTPDraftModel(
+        MTPSpeculatorConfig(transformer_layer_config=LAYERS["qwen3_5_moe_text"](2), speculators_config=steps_config(3))
+    )
     for name, p in model.mtp_layers.named_parameters():
         if p.ndim > 1:
             assert 0.01 < p.std() < 0.03, name
@@ -489,6 +593,8 @@ def test_serving_needs_stitching(tmp_path):
     MTPDraftModel.from_training_args(verifier_name_or_path=str(folder)).save_pretrained(tmp_path / "d")
     found = check_vllm_contract(tmp_path / "d")
     assert len(found) == 2 and "stitch_mtp" in found[0] and "verifier_norm" in found[1]
-    MTPDraftModel.from_training_args(verifier_name_or_path=str(folder), verifier_norm=True).save_pretrained(tmp_path / "n")
+    MTPDraftModel.from_training_args(verifier_name_or_path=str(folder), verifier_norm=True).save_pretrained(
+        tmp_path / "n"
+    )
     assert len(check_vllm_contract(tmp_path / "n")) == 1
     assert SpeculatorModel.from_pretrained(tmp_path / "n").config.verifier_norm

@@ -1,4 +1,5 @@
 """What every notebook in its final form has in common. `tests/notebooks.py` runs them."""
+
 import ast
 import importlib.util
 import json
@@ -44,7 +45,9 @@ def test_imports_stand_alone(path):
         body = ast.parse(re.sub(r"^\s*[%!].*", "", c["source"], flags=re.M)).body
         kinds = {isinstance(n, IMPORTS) for n in body}
         assert len(kinds) < 2, f"cell {c['id']} mixes imports with other code"
-        assert not any(a.name == "*" for n in body if isinstance(n, ast.ImportFrom) for a in n.names), f"cell {c['id']}: import *"
+        assert not any(a.name == "*" for n in body if isinstance(n, ast.ImportFrom) for a in n.names), (
+            f"cell {c['id']}: import *"
+        )
 
 
 @every_notebook
@@ -55,17 +58,24 @@ def test_outputs_are_stored_and_clean(path):
         assert c["execution_count"] is None, "run nbdev_clean"
         assert not any(o["output_type"] == "error" for o in c["outputs"]), f"cell {c['id']} holds an error"
         text = "\n".join(printed(c))
-        assert not (found := unstable(c["outputs"])), f"cell {c['id']} stores {found}: `make notebooks` leaves it out, or mend the cell"
+        assert not (found := unstable(c["outputs"])), (
+            f"cell {c['id']} stores {found}: `make notebooks` leaves it out, or mend the cell"
+        )
         assert len(text) < 30_000, f"cell {c['id']} prints {len(text)} characters"
 
 
 # what is another in the next run, or on the next machine
 UNSTABLE = {
-    "a path of the machine that ran it": r"(?<![\w.])/(home|root|tmp|work|Users|opt|mnt|private|var/folders)/|\b[A-Z]:\\\\\w",
+    "a path of the machine that ran it": (
+        r"(?<![\w.])/(home|root|tmp|work|Users|opt|mnt|private|var/folders)/|\b[A-Z]:\\\\\w"
+    ),
     "a memory address": r"\b0x[0-9a-f]{7,}\b",
     "a progress bar": r"\d%\|.*\||<progress\b|\b(it/s|s/it)\]|jupyter-widgets|\[\d\d:\d\d[<,]",
     "a random id of a pandas Styler": r"\bT_[0-9a-f]{5}(_|\b)",
-    "a duration": r"\b(in|after|took) \d+(\.\d+)? ?(s|sec|seconds|ms|min|minutes)\b|\b(seconds|elapsed|duration|runtime)\b['\"]?[:=] ?\d|_per_second['\"]?[:=]",
+    "a duration": (
+        r"\b(in|after|took) \d+(\.\d+)? "
+        r"?(s|sec|seconds|ms|min|minutes)\b|\b(seconds|elapsed|duration|runtime)\b['\"]?[:=] ?\d|_per_second['\"]?[:=]"
+    ),
 }
 
 
@@ -80,15 +90,27 @@ def unstable(outputs):
                     return f"{what} ({found[0]!r})"
 
 
-@pytest.mark.parametrize("text, what", [
-    ("<module at 0x7f12ab34cd56>", "a memory address"), ("0x7f12ab34cd56", "a memory address"), ("kept in /tmp/tmpab12/x", "a path"), (r"C:\\Users\\me", "a path"),
-    ("Loading weights: 100%|██████████| 69/69 [00:00<00:00, 27824.92it/s]", "a progress bar"), ("<progress value='3' max='9'>", "a progress bar"),
-    ("#T_3fa91_row0_col0 {", "a random id"), ("done in 12.5 s", "a duration"), ("{'written': 2, 'seconds': 0.02}", "a duration"), ("train_samples_per_second: 3.2", "a duration"),
-])
+@pytest.mark.parametrize(
+    "text, what",
+    [
+        ("<module at 0x7f12ab34cd56>", "a memory address"),
+        ("0x7f12ab34cd56", "a memory address"),
+        ("kept in /tmp/tmpab12/x", "a path"),
+        (r"C:\\Users\\me", "a path"),
+        ("Loading weights: 100%|██████████| 69/69 [00:00<00:00, 27824.92it/s]", "a progress bar"),
+        ("<progress value='3' max='9'>", "a progress bar"),
+        ("#T_3fa91_row0_col0 {", "a random id"),
+        ("done in 12.5 s", "a duration"),
+        ("{'written': 2, 'seconds': 0.02}", "a duration"),
+        ("train_samples_per_second: 3.2", "a duration"),
+    ],
+)
 def test_what_is_not_stored_would_be_found(text, what):
     assert unstable([{"output_type": "stream", "name": "stdout", "text": [text]}]).startswith(what)
     assert unstable([{"output_type": "display_data", "data": {"text/html": [text]}}]).startswith(what)
-    assert unstable([{"output_type": "stream", "name": "stderr", "text": ["-"]}]) and not unstable([{"output_type": "stream", "name": "stdout", "text": ["97 %, 0x1f, T_cost"]}])
+    assert unstable([{"output_type": "stream", "name": "stderr", "text": ["-"]}]) and not unstable(
+        [{"output_type": "stream", "name": "stdout", "text": ["97 %, 0x1f, T_cost"]}]
+    )
 
 
 @every_notebook
@@ -98,7 +120,9 @@ def test_figures_are_stored_as_pictures(path):
         for o in c["outputs"]:
             text = "".join(o.get("data", {}).get("text/plain", ""))
             assert not text.startswith("<Axes"), f"cell {c['id']} shows {text}: end it with the figure"
-            assert not text.startswith("<Figure") or "image/png" in o["data"], f"cell {c['id']} shows {text} without a picture"
+            assert not text.startswith("<Figure") or "image/png" in o["data"], (
+                f"cell {c['id']} shows {text} without a picture"
+            )
 
 
 @every_notebook
@@ -116,17 +140,27 @@ def test_pictures_are_small(path):
             assert len(png) * 3 / 4 <= 100_000, f"cell {c['id']}: a picture of {len(png) * 3 // 4000} kB"
 
 
-@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if "default_exp" in p.read_text()], ids=lambda p: str(p.relative_to(ROOT / "nbs")))
+@pytest.mark.parametrize(
+    "path", [p for p in NOTEBOOKS if "default_exp" in p.read_text()], ids=lambda p: str(p.relative_to(ROOT / "nbs"))
+)
 def test_module_notebook_shows_and_asserts(path):
     """A module notebook is documentation and test: it displays something, and something in it can fail."""
     code = [c["source"] for c in cells(path) if not re.search(r"^#\| *export", c["source"], flags=re.M)]
     assert any(re.search(r"\btest_\w+\(|\bassert\b|\bexpect_fail\b", s) for s in code)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "speculators_nb").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "speculators_nb").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_the_package_does_not_speak_of_the_page(path):
     "A module has no prose around its definitions: its comments and docstrings stand alone."
-    found = re.search(r"\b(as|see|described|given) (above|below)\b|\bthe (rule|text|formula|figure|table|word|section|cell|example)s? (above|below)\b", path.read_text())
+    found = re.search(
+        (
+            r"\b(as|see|described|given) (above|below)\b|\bthe "
+            r"(rule|text|formula|figure|table|word|section|cell|example)s? (above|below)\b"
+        ),
+        path.read_text(),
+    )
     assert not found, f"{found[0]!r}: say it"
 
 

@@ -1,4 +1,5 @@
 "Muon + AdamW behind one optimizer: who gets which parameter, the arithmetic, state, schedules, clipping, accelerate."
+
 import copy
 
 import pytest
@@ -13,9 +14,17 @@ from speculators_nb.train.optimizers import build_optimizer, parameter_groups, p
 class Net(nn.Module):
     def __init__(self, hidden=8, vocab=20):
         super().__init__()
-        self.embed_tokens, self.fc, self.norm = nn.Embedding(vocab, hidden), nn.Linear(hidden, hidden), nn.RMSNorm(hidden)
-        self.gate, self.markov_w1, self.lm_head = nn.Linear(hidden, 1), nn.Linear(vocab, hidden, bias=False), nn.Linear(hidden, vocab, bias=False)
-        self.table = nn.Embedding(4, hidden)       # a table whose name says nothing
+        self.embed_tokens, self.fc, self.norm = (
+            nn.Embedding(vocab, hidden),
+            nn.Linear(hidden, hidden),
+            nn.RMSNorm(hidden),
+        )
+        self.gate, self.markov_w1, self.lm_head = (
+            nn.Linear(hidden, 1),
+            nn.Linear(vocab, hidden, bias=False),
+            nn.Linear(hidden, vocab, bias=False),
+        )
+        self.table = nn.Embedding(4, hidden)  # a table whose name says nothing
         self.frozen = nn.Linear(hidden, hidden).requires_grad_(False)
 
     def forward(self, ids):
@@ -40,19 +49,30 @@ def test_every_parameter_has_one_kind(net):
     kinds = parameter_kinds(net)
     assert set(kinds) == {n for n, _ in net.named_parameters()}
     assert [n for n, k in kinds.items() if k == "hidden"] == ["fc.weight"]
-    assert {n for n, k in kinds.items() if k == "lookup"} == {"embed_tokens.weight", "markov_w1.weight", "lm_head.weight", "table.weight"}
+    assert {n for n, k in kinds.items() if k == "lookup"} == {
+        "embed_tokens.weight",
+        "markov_w1.weight",
+        "lm_head.weight",
+        "table.weight",
+    }
     assert {n for n, k in kinds.items() if k == "frozen"} == {"frozen.weight", "frozen.bias"}
 
 
 def test_tied_weights_are_listed_and_stepped_once(net):
     net.lm_head.weight = net.embed_tokens.weight
     assert "lm_head.weight" not in parameter_kinds(net)
-    assert sum(len(g["params"]) for g in build_optimizer(net, "muon").param_groups) == sum(p.requires_grad for p in net.parameters())
+    assert sum(len(g["params"]) for g in build_optimizer(net, "muon").param_groups) == sum(
+        p.requires_grad for p in net.parameters()
+    )
 
 
 def test_table_says_what_the_optimizer_does(net):
     table = parameter_groups(net, "muon")
-    decay = {id(p): (g["kind"], g["weight_decay"] > 0) for g in build_optimizer(net, "muon").param_groups for p in g["params"]}
+    decay = {
+        id(p): (g["kind"], g["weight_decay"] > 0)
+        for g in build_optimizer(net, "muon").param_groups
+        for p in g["params"]
+    }
     for name, p in net.named_parameters():
         row = table.loc[name]
         assert (row["optimizer"], bool(row["decay"])) == decay.get(id(p), ("-", False)), name
@@ -67,8 +87,11 @@ def test_same_arithmetic_as_torchs_two_optimizers(net):
 
     def of(kind):
         return [named[n] for n, k in kinds.items() if k == kind]
+
     muon = torch.optim.Muon(of("hidden"), 3e-2, 0.1, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW([{"params": of("vector"), "weight_decay": 0.0}, {"params": of("lookup")}], 1e-2, weight_decay=0.1)
+    adamw = torch.optim.AdamW(
+        [{"params": of("vector"), "weight_decay": 0.0}, {"params": of("lookup")}], 1e-2, weight_decay=0.1
+    )
 
     class Two:
         def step(self):
@@ -78,6 +101,7 @@ def test_same_arithmetic_as_torchs_two_optimizers(net):
         def zero_grad(self):
             muon.zero_grad()
             adamw.zero_grad()
+
     for i in range(4):
         step(net, both, i)
         step(twin, Two(), i)
@@ -87,14 +111,14 @@ def test_same_arithmetic_as_torchs_two_optimizers(net):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_state_survives_a_round_trip_to_the_bit(net, name, tmp_path):
     opt = build_optimizer(net, name, lr=1e-2)
-    schedule = LambdaLR(opt, lambda i: 0.9 ** i)
+    schedule = LambdaLR(opt, lambda i: 0.9**i)
     for i in range(3):
         step(net, opt, i)
         schedule.step()
     torch.save([opt.state_dict(), schedule.state_dict()], tmp_path / "state.pt")
     twin = copy.deepcopy(net)
     opt2 = build_optimizer(twin, name, lr=1e-2)
-    schedule2 = LambdaLR(opt2, lambda i: 0.9 ** i)
+    schedule2 = LambdaLR(opt2, lambda i: 0.9**i)
     for part, state in zip([opt2, schedule2], torch.load(tmp_path / "state.pt", weights_only=True)):
         part.load_state_dict(state)
     for i in range(3, 6):
@@ -123,6 +147,7 @@ def test_closure_and_clipping(net):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
         return loss
+
     first = opt.step(closure)
     assert first.requires_grad and opt.step(closure) < first
 
@@ -130,6 +155,7 @@ def test_closure_and_clipping(net):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_accelerate_prepares_it(net, name):
     from accelerate import Accelerator
+
     twin = copy.deepcopy(net)
     plain, accelerator = build_optimizer(twin, name, lr=1e-2), Accelerator(cpu=True)
     prepared, opt = accelerator.prepare(net, build_optimizer(net, name, lr=1e-2))
@@ -148,7 +174,8 @@ def test_errors_name_the_remedy(net):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_tables_by_rows_are_the_same_arithmetic(net, optimizer, monkeypatch):
-    "Row gradients, a few table rows at a time, clipped and accumulated over two batches: the weights of ordinary AdamW after eight steps, to float32 rounding."
+    """Row gradients, a few table rows at a time, clipped and accumulated over two batches: the weights of ordinary
+    AdamW after eight steps, to float32 rounding."""
     monkeypatch.setattr(rows, "PIECE_BYTES", 3 * 8 * 4)
     twin, nets = copy.deepcopy(net), []
     for model, by_rows in ((net, False), (twin, True)):
@@ -156,7 +183,9 @@ def test_tables_by_rows_are_the_same_arithmetic(net, optimizer, monkeypatch):
         norms = []
         for i in range(8):
             for j in range(2):
-                ids = torch.randint(0, 12 + i, (2, 3), generator=torch.Generator().manual_seed(10 * i + j))    # rows 19 on: only at the end
+                ids = torch.randint(
+                    0, 12 + i, (2, 3), generator=torch.Generator().manual_seed(10 * i + j)
+                )  # rows 19 on: only at the end
                 torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
             assert model.embed_tokens.weight.grad.is_sparse == by_rows
             norms.append(rows.clip_gradients(model.parameters(), 0.5).item())

@@ -1,4 +1,6 @@
-"One rule for each option of each command, and for what a drafter is trained with; the words in the rules are those that the code knows."
+"""One rule for each option of each command, and for what a drafter is trained with; the words in the rules are those
+that the code knows."""
+
 import dataclasses
 import inspect
 import math
@@ -14,25 +16,27 @@ import yaml
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from speculators_nb.cli import main as cli
+from speculators_nb.cli.recipe import read_recipe, resolve
 from speculators_nb.core import options
-from speculators_nb.nn.attention import BACK_ENDS
 from speculators_nb.core.config import import_models
-from speculators_nb.features.feature_file import stored_dtype
+from speculators_nb.core.options import IN, RELATIONS, RULES, algorithms, check_options, pairs, rule_of
 from speculators_nb.decode.acceptance_rules import RULES as ACCEPTANCE
-from speculators_nb.serve.vllm_methods import METHODS
 from speculators_nb.evaluate.engine import GENERATORS
-from speculators_nb.nn.layers import LAYER_FAMILIES
-from speculators_nb.nn.losses import LOSSES
+from speculators_nb.features.feature_file import stored_dtype
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dspark import MARKOV_HEADS
-from speculators_nb.core.options import IN, RELATIONS, RULES, algorithms, check_options, pairs, rule_of
-from speculators_nb.cli.recipe import read_recipe, resolve
+from speculators_nb.nn.attention import BACK_ENDS
+from speculators_nb.nn.layers import LAYER_FAMILIES
+from speculators_nb.nn.losses import LOSSES
+from speculators_nb.serve.vllm_methods import METHODS
 from speculators_nb.train.optimizers import OPTIMIZERS
 from speculators_nb.train.trainer import SpeculatorTrainingArguments
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = cli.app.functions
-OPTIONS = [(command, p) for command, function in COMMANDS.items() for p in inspect.signature(function).parameters.values()]
+OPTIONS = [
+    (command, p) for command, function in COMMANDS.items() for p in inspect.signature(function).parameters.values()
+]
 EVERY = [(where, rule) for where, rule in [*RULES.items(), *IN.items()]]
 import_models()
 
@@ -44,18 +48,23 @@ def problem(values, where=""):
         return str(e)
 
 
-# --- nothing is left out ------------------------------------------------------------------------------------------------
+# --- nothing is left out ----------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("command,parameter", OPTIONS, ids=[f"{c}.{p.name}" for c, p in OPTIONS])
 def test_every_option_has_a_rule(command, parameter):
     rule = rule_of(parameter.name, command)
     assert rule, "give it one in options.RULES"
     optional = parameter.default is None
-    assert rule.none == optional or rule.none and not optional, "None is a value of this option, and the rule refuses it"
+    assert rule.none == optional or (rule.none and not optional), (
+        "None is a value of this option, and the rule refuses it"
+    )
     if parameter.default is not parameter.empty:
         assert rule.problem(parameter.default) is None, "its default breaks its rule"
     if parameter.default is parameter.empty:
-        assert rule.problem(None) or f"{command}.{parameter.name}" == "regenerate.verifier", "it must be given, and the rule does without"
+        assert rule.problem(None) or f"{command}.{parameter.name}" == "regenerate.verifier", (
+            "it must be given, and the rule does without"
+        )
 
 
 @pytest.mark.parametrize("where,rule", EVERY, ids=[w for w, _ in EVERY])
@@ -70,22 +79,68 @@ def test_an_example_is_right(where, rule):
 @pytest.mark.parametrize("where,rule", EVERY, ids=[w for w, _ in EVERY])
 def test_a_rule_refuses(where, rule):
     "A rule that lets everything pass is none."
-    wrong = {"number": math.nan, "whole": 1.5, "switch": 1, "word": "xyzzy", "text": "", "path": "", "resume": "", "list": [[]], "mapping": 3, "loss": "xyzzy"}[rule.kind]
+    wrong = {
+        "number": math.nan,
+        "whole": 1.5,
+        "switch": 1,
+        "word": "xyzzy",
+        "text": "",
+        "path": "",
+        "resume": "",
+        "list": [[]],
+        "mapping": 3,
+        "loss": "xyzzy",
+    }[rule.kind]
     assert rule.problem(wrong) and rule.problem(object() if not rule.objects else b"x")
 
 
-# fields of TrainingArguments whose values transformers itself checks well, or that need another machine than one with this library alone
-LEFT = {"output_dir", "optim", "optim_args", "optim_target_modules", "torch_compile_backend", "torch_compile_mode", "liger_kernel_config", "use_cache",
-        "include_num_input_tokens_seen", "log_level", "log_level_replica", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "include_for_metrics",
-        "hub_token", "hub_model_id", "hub_strategy", "hub_revision", "accelerator_config", "parallelism_config", "dataloader_multiprocessing_context", "label_names",
-        "train_sampling_strategy", "length_column_name", "ddp_backend", "fsdp", "fsdp_config", "deepspeed", "debug", "local_rank"}
+# fields of TrainingArguments whose values transformers itself checks well, or that need another machine than one with
+# this library alone
+LEFT = {
+    "output_dir",
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "liger_kernel_config",
+    "use_cache",
+    "include_num_input_tokens_seen",
+    "log_level",
+    "log_level_replica",
+    "project",
+    "trackio_space_id",
+    "trackio_bucket_id",
+    "trackio_static_space_id",
+    "include_for_metrics",
+    "hub_token",
+    "hub_model_id",
+    "hub_strategy",
+    "hub_revision",
+    "accelerator_config",
+    "parallelism_config",
+    "dataloader_multiprocessing_context",
+    "label_names",
+    "train_sampling_strategy",
+    "length_column_name",
+    "ddp_backend",
+    "fsdp",
+    "fsdp_config",
+    "deepspeed",
+    "debug",
+    "local_rank",
+}
 
 
 def test_training_arguments_have_rules():
     fields = {f.name: f for f in dataclasses.fields(SpeculatorTrainingArguments) if f.init}
     assert sorted(fields.keys() - RULES.keys() - LEFT) == []
-    assert sorted(LEFT & RULES.keys() - {"output_dir"}) == [] and LEFT <= fields.keys()
-    wrong = {n: why for n, f in fields.items() if n in RULES and f.default is not dataclasses.MISSING and (why := RULES[n].problem(f.default))}
+    assert sorted(LEFT & RULES.keys() - {"output_dir"}) == [] and fields.keys() >= LEFT
+    wrong = {
+        n: why
+        for n, f in fields.items()
+        if n in RULES and f.default is not dataclasses.MISSING and (why := RULES[n].problem(f.default))
+    }
     assert wrong == {}, "a default that its rule refuses"
 
 
@@ -95,7 +150,7 @@ def test_arguments_of_drafters_have_rules(name):
     for taker in (klass.get_trainer_kwargs, klass.from_training_args):
         for p in inspect.signature(taker).parameters.values():
             if p.name in ("t2d", "d2t", "transformer_layer_config", "verifier_name_or_path") or p.kind is p.VAR_KEYWORD:
-                continue   # objects that the caller makes
+                continue  # objects that the caller makes
             assert p.name in RULES
             assert p.default is p.empty or RULES[p.name].problem(p.default) is None
 
@@ -105,7 +160,7 @@ def test_relations_name_options():
     for where, names, _ in RELATIONS:
         takers = [where] if where else list(COMMANDS)
         having = [c for c in takers if set(names) <= set(inspect.signature(COMMANDS[c]).parameters)]
-        assert having or set(names) <= RULES.keys() and where is None
+        assert having or (set(names) <= RULES.keys() and where is None)
 
 
 def test_shipped_recipes_pass():
@@ -115,13 +170,38 @@ def test_shipped_recipes_pass():
                 check_options(resolve(COMMANDS[name], {}, read_recipe(file, name, COMMANDS)), name)
 
 
-# --- the words are those of the code ------------------------------------------------------------------------------------
+# --- the words are those of the code ----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("words,known", [
-    (options.LOSSES, LOSSES), (options.METHODS, METHODS), (options.SCHEDULES, [s.value for s in SchedulerType]), (RULES["optimizer"].words, OPTIMIZERS),
-    (RULES["rule"].words, ACCEPTANCE), (RULES["load"].words, GENERATORS), (RULES["draft_arch"].words, LAYER_FAMILIES), (RULES["markov_head_type"].words, MARKOV_HEADS),
-    (RULES["attn_impl"].words, {*BACK_ENDS, "blocked"}), (RULES["eval_strategy"].words, [s.value for s in IntervalStrategy]), (RULES["save_strategy"].words, [s.value for s in SaveStrategy]),
-], ids=["losses", "methods", "schedules", "optimizers", "acceptance rules", "load", "layers", "markov heads", "attention", "eval_strategy", "save_strategy"])
+
+@pytest.mark.parametrize(
+    "words,known",
+    [
+        (options.LOSSES, LOSSES),
+        (options.METHODS, METHODS),
+        (options.SCHEDULES, [s.value for s in SchedulerType]),
+        (RULES["optimizer"].words, OPTIMIZERS),
+        (RULES["rule"].words, ACCEPTANCE),
+        (RULES["load"].words, GENERATORS),
+        (RULES["draft_arch"].words, LAYER_FAMILIES),
+        (RULES["markov_head_type"].words, MARKOV_HEADS),
+        (RULES["attn_impl"].words, {*BACK_ENDS, "blocked"}),
+        (RULES["eval_strategy"].words, [s.value for s in IntervalStrategy]),
+        (RULES["save_strategy"].words, [s.value for s in SaveStrategy]),
+    ],
+    ids=[
+        "losses",
+        "methods",
+        "schedules",
+        "optimizers",
+        "acceptance rules",
+        "load",
+        "layers",
+        "markov heads",
+        "attention",
+        "eval_strategy",
+        "save_strategy",
+    ],
+)
 def test_words(words, known):
     assert set(words) == set(known)
 
@@ -135,15 +215,20 @@ def test_dtypes():
 
 def test_algorithms_are_read_without_an_import():
     assert set(algorithms()) == set(SpeculatorModel.registry)
-    code = "import sys; from speculators_nb.options import algorithms; print(*sorted(algorithms()), 'torch' in sys.modules)"
+    code = (
+        "import sys; from speculators_nb.options import algorithms; print(*sorted(algorithms()), 'torch' in "
+        "sys.modules)"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == [*sorted(algorithms()), "False"]
 
 
 def test_a_registered_drafter_is_known():
     try:
+
         @SpeculatorModel.register("mine_alone")
         class Mine(SpeculatorModel):
             pass
+
         check_options({"algorithm": "mine_alone"}, "train")
     finally:
         SpeculatorModel.registry.pop("mine_alone", None)
@@ -151,77 +236,120 @@ def test_a_registered_drafter_is_known():
     assert "algorithm='mine_alone'" in problem({"algorithm": "mine_alone"})
 
 
-# --- what Python gives ----------------------------------------------------------------------------------------------------
+# --- what Python gives ------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("values", [
-    {"k": 3}, {"k": [1, 2]}, {"k": (1, 2)}, {"k": lambda steps: 3}, {"temperatures": np.array([0.0, 1.0])}, {"seed": np.int64(3)}, {"learning_rate": np.float32(1e-3)},
-    {"dtype": torch.bfloat16}, {"gemm_dtype": torch.float32}, {"rule": ACCEPTANCE["block"]}, {"output_dir": Path("x")}, {"data": [{"messages": []}]}, {"device": torch.device("cpu")},
-    {"dedup": np.bool_(True)}, {"lr_scheduler_type": SchedulerType.COSINE}, {"aux_layer_ids": range(1, 3)}, {"resume_from_checkpoint": None}, {"loss_fn": {"ce": 0.1, "tv": 1}},
-    {"a_name_of_ones_own": object()},
-], ids=lambda v: f"{next(iter(v))}={type(next(iter(v.values()))).__name__}")
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"k": 3},
+        {"k": [1, 2]},
+        {"k": (1, 2)},
+        {"k": lambda steps: 3},
+        {"temperatures": np.array([0.0, 1.0])},
+        {"seed": np.int64(3)},
+        {"learning_rate": np.float32(1e-3)},
+        {"dtype": torch.bfloat16},
+        {"gemm_dtype": torch.float32},
+        {"rule": ACCEPTANCE["block"]},
+        {"output_dir": Path("x")},
+        {"data": [{"messages": []}]},
+        {"device": torch.device("cpu")},
+        {"dedup": np.bool_(True)},
+        {"lr_scheduler_type": SchedulerType.COSINE},
+        {"aux_layer_ids": range(1, 3)},
+        {"resume_from_checkpoint": None},
+        {"loss_fn": {"ce": 0.1, "tv": 1}},
+        {"a_name_of_ones_own": object()},
+    ],
+    ids=lambda v: f"{next(iter(v))}={type(next(iter(v.values()))).__name__}",
+)
 def test_right_values_of_python(values):
     check_options(values)
 
 
-@pytest.mark.parametrize("values,words", [
-    ({"num_train_epochs": -1}, ("num_train_epochs=-1: must be greater than 0", "e.g. 3")),
-    ({"seed": True}, ("seed=True: must be a whole number",)),
-    ({"learning_rate": math.inf}, ("learning_rate=inf: must be finite", "0.0001")),
-    ({"learning_rate": "1e-4"}, ("learning_rate='1e-4': is text, and must be a number",)),
-    ({"num_layers": 2.0}, ("num_layers=2.0: must be a whole number",)),
-    ({"num_layers": np.float64(2)}, ("must be a whole number",)),
-    ({"k": [1, -2]}, ("k=[1, -2]: must be at least 0",)),
-    ({"k": 10**9}, ("k=1000000000: must be at least 0 and at most 4096",)),
-    ({"aux_layer_ids": [2, 1]}, ("aux_layer_ids=[2, 1]: must ascend", "[1, 2]")),
-    ({"optimizer": "adamv"}, ("optimizer='adamv': is not known; choose adamw or muon", "Did you mean adamw?")),
-    ({"algorithm": "eagle4"}, ("algorithm='eagle4': is not known", "Did you mean eagle?")),
-    ({"server": "localhost:8000"}, ("server='localhost:8000': is no address of a server", "http://127.0.0.1:8000")),
-    ({"server": "http://u:hidden-word@h:1"}, ("holds a password",)),
-    ({"port": 0}, ("port=0: must be at least 1 and at most 65535",)),
-    ({"save_dtype": "int8"}, ("save_dtype='int8'", "bfloat16")),
-    ({"output_dir": ""}, ("output_dir='': is empty",)),
-    ({"output_dir": "a\0b"}, ("output_dir='a\\x00b'", "leave it out")),
-    ({"output_dir": "a" * 300}, ("too long for a path",)),
-    ({"eval_strategy": False}, ("eval_strategy=False: is no word", "in quotes in a recipe")),
-    ({"logging_steps": 2.5}, ("logging_steps=2.5: must be a whole number",)),
-    ({"max_steps": 0}, ("max_steps=0: trains nothing",)),
-    ({"loss_fn": "kl"}, ("loss_fn='kl': 'kl' is no loss", "kl_div")),
-    ({"loss_fn": {"ce": math.nan}}, ("the weight of ce must be finite",)),
-    ({"loss_fn": '{"ce": 1'}, ("is not JSON",)),
-    ({"rank": 1, "world_size": 1}, ("rank=1: must be less than world_size=1",)),
-    ({"seed": "x" * 10_000}, ("...: is text",)),
-])
+@pytest.mark.parametrize(
+    "values,words",
+    [
+        ({"num_train_epochs": -1}, ("num_train_epochs=-1: must be greater than 0", "e.g. 3")),
+        ({"seed": True}, ("seed=True: must be a whole number",)),
+        ({"learning_rate": math.inf}, ("learning_rate=inf: must be finite", "0.0001")),
+        ({"learning_rate": "1e-4"}, ("learning_rate='1e-4': is text, and must be a number",)),
+        ({"num_layers": 2.0}, ("num_layers=2.0: must be a whole number",)),
+        ({"num_layers": np.float64(2)}, ("must be a whole number",)),
+        ({"k": [1, -2]}, ("k=[1, -2]: must be at least 0",)),
+        ({"k": 10**9}, ("k=1000000000: must be at least 0 and at most 4096",)),
+        ({"aux_layer_ids": [2, 1]}, ("aux_layer_ids=[2, 1]: must ascend", "[1, 2]")),
+        ({"optimizer": "adamv"}, ("optimizer='adamv': is not known; choose adamw or muon", "Did you mean adamw?")),
+        ({"algorithm": "eagle4"}, ("algorithm='eagle4': is not known", "Did you mean eagle?")),
+        ({"server": "localhost:8000"}, ("server='localhost:8000': is no address of a server", "http://127.0.0.1:8000")),
+        ({"server": "http://u:hidden-word@h:1"}, ("holds a password",)),
+        ({"port": 0}, ("port=0: must be at least 1 and at most 65535",)),
+        ({"save_dtype": "int8"}, ("save_dtype='int8'", "bfloat16")),
+        ({"output_dir": ""}, ("output_dir='': is empty",)),
+        ({"output_dir": "a\0b"}, ("output_dir='a\\x00b'", "leave it out")),
+        ({"output_dir": "a" * 300}, ("too long for a path",)),
+        ({"eval_strategy": False}, ("eval_strategy=False: is no word", "in quotes in a recipe")),
+        ({"logging_steps": 2.5}, ("logging_steps=2.5: must be a whole number",)),
+        ({"max_steps": 0}, ("max_steps=0: trains nothing",)),
+        ({"loss_fn": "kl"}, ("loss_fn='kl': 'kl' is no loss", "kl_div")),
+        ({"loss_fn": {"ce": math.nan}}, ("the weight of ce must be finite",)),
+        ({"loss_fn": '{"ce": 1'}, ("is not JSON",)),
+        ({"rank": 1, "world_size": 1}, ("rank=1: must be less than world_size=1",)),
+        ({"seed": "x" * 10_000}, ("...: is text",)),
+    ],
+)
 def test_wrong_values(values, words):
     said = problem(values)
     assert said and all(w in said for w in words), said
     assert "hidden-word" not in said and len(said) < 400 and "\n" not in said
 
 
-@pytest.mark.parametrize("where,values,words", [
-    ("train", {"extra": ["warmup_steps=-1"]}, ("warmup_steps=-1: must be at least 0",)),
-    ("train", {"extra": ["bf16x=True", "adam_beta1=1.5"]}, ("adam_beta1=1.5: must be at least 0 and less than 1",)),
-    ("train", {"extra": ["save_steps=True"]}, ("save_steps='True': is text",)),
-    ("train", {"extra": ["seed=1"], "seed": 0}, ("extra='seed=1': has an option of its own; use --seed",)),
-    ("train", {"extra": ["warmup_steps"]}, ("extra='warmup_steps': write name=value",)),
-    ("train", {"extra": ["a=1", "a=2"]}, ("a stands there twice",)),
-    ("train", {"early_stopping_patience": 2, "eval_share": 0}, ("early_stopping_patience=2: needs evaluations", "raise eval_share")),
-    ("train", {"from_pretrained": "x", "server": None, "storage": "s"}, ("storage='s': has no effect without a server", "give server")),
-    ("serve", {"extra": ["--port=1"]}, ("extra='--port=1': has an option of its own; use port",)),
-    ("serve", {"hidden_states": "f", "k": 4}, ("k=4: hidden_states serves the verifier alone; leave it out",)),
-    ("evaluate", {"engine": "reference", "k": [1, 2]}, ("k=[1, 2]: the reference decoder measures one draft length",)),
-    ("evaluate", {"engine": "reference", "k": [0]}, ("k=[0]",)),
-    ("evaluate", {"engine": "vllm", "as_engine": True}, ("as_engine=True: has no effect with engine=vllm",)),
-    ("features", {"source": "vllm", "storage": None}, ("storage=None: is missing; name the folder",)),
-    ("regenerate", {"verifier": None, "server": None}, ("who shall answer?",)),
-    ("prepare", {"data": "a", "output_dir": "./a/"}, ("output_dir='./a/': is data itself",)),
-])
+@pytest.mark.parametrize(
+    "where,values,words",
+    [
+        ("train", {"extra": ["warmup_steps=-1"]}, ("warmup_steps=-1: must be at least 0",)),
+        ("train", {"extra": ["bf16x=True", "adam_beta1=1.5"]}, ("adam_beta1=1.5: must be at least 0 and less than 1",)),
+        ("train", {"extra": ["save_steps=True"]}, ("save_steps='True': is text",)),
+        ("train", {"extra": ["seed=1"], "seed": 0}, ("extra='seed=1': has an option of its own; use --seed",)),
+        ("train", {"extra": ["warmup_steps"]}, ("extra='warmup_steps': write name=value",)),
+        ("train", {"extra": ["a=1", "a=2"]}, ("a stands there twice",)),
+        (
+            "train",
+            {"early_stopping_patience": 2, "eval_share": 0},
+            ("early_stopping_patience=2: needs evaluations", "raise eval_share"),
+        ),
+        (
+            "train",
+            {"from_pretrained": "x", "server": None, "storage": "s"},
+            ("storage='s': has no effect without a server", "give server"),
+        ),
+        ("serve", {"extra": ["--port=1"]}, ("extra='--port=1': has an option of its own; use port",)),
+        ("serve", {"hidden_states": "f", "k": 4}, ("k=4: hidden_states serves the verifier alone; leave it out",)),
+        (
+            "evaluate",
+            {"engine": "reference", "k": [1, 2]},
+            ("k=[1, 2]: the reference decoder measures one draft length",),
+        ),
+        ("evaluate", {"engine": "reference", "k": [0]}, ("k=[0]",)),
+        ("evaluate", {"engine": "vllm", "as_engine": True}, ("as_engine=True: has no effect with engine=vllm",)),
+        ("features", {"source": "vllm", "storage": None}, ("storage=None: is missing; name the folder",)),
+        ("regenerate", {"verifier": None, "server": None}, ("who shall answer?",)),
+        ("prepare", {"data": "a", "output_dir": "./a/"}, ("output_dir='./a/': is data itself",)),
+    ],
+)
 def test_options_that_depend_on_each_other(where, values, words):
     said = problem(values, where)
     assert said and all(w in said for w in words), said
 
 
 def test_pairs():
-    assert pairs(["warmup-steps=100", "loss_fn={\"ce\": 0.1}", "family=qwen3", "a=b=c"]) == {"warmup_steps": 100, "loss_fn": {"ce": 0.1}, "family": "qwen3", "a": "b=c"}
+    assert pairs(["warmup-steps=100", 'loss_fn={"ce": 0.1}', "family=qwen3", "a=b=c"]) == {
+        "warmup_steps": 100,
+        "loss_fn": {"ce": 0.1},
+        "family": "qwen3",
+        "a": "b=c",
+    }
     assert pairs({"a": 1}) == {"a": 1} and pairs(None) == {}
 
 
@@ -229,4 +357,5 @@ def test_pairs():
 def test_every_option_is_tried_with_bad_values(command, parameter):
     "At least two of them stand in tests/bad/commands.py."
     from bad.commands import CASES
+
     assert len([c for c in CASES if c.name.startswith(f"{command}: {parameter.name} ")]) >= 2

@@ -1,4 +1,5 @@
 """P-EAGLE against upstream's recorded numbers, and the lean path against the dense definition."""
+
 import json
 
 import pytest
@@ -10,12 +11,12 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
+from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.models.peagle import PEagleDrafter, PEagleDraftModel, PEagleSpeculatorConfig, cod_sample
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.nn.masks import rollouts
-from speculators_nb.models.peagle import PEagleDrafter, PEagleDraftModel, PEagleSpeculatorConfig, cod_sample
 from speculators_nb.train.trainer import train
-from speculators_nb.core.tree import Sampling
 from speculators_nb.verifier.tapped_model import Verifier
 
 CASES = cases("peagle")
@@ -24,12 +25,16 @@ CASES = cases("peagle")
 @pytest.mark.parametrize("name", CASES)
 def test_logits(name):
     "Draft logits of every row and the targets, to 1e-4 absolute (they reach 30)."
-    model, batch, kwargs, info, folder = load_case(name)
+    model, batch, _, _, folder = load_case(name)
     want, x = load_file(folder / "outputs.safetensors"), {k: v[0] if k[:3] != "cod" else v for k, v in batch.items()}
     with torch.no_grad():
-        hidden = model.dense_rollouts(x["input_ids"], x["hidden_states"], x["document_ids"], x["cod_anchor_pos"], x["cod_depth"])
+        hidden = model.dense_rollouts(
+            x["input_ids"], x["hidden_states"], x["document_ids"], x["cod_anchor_pos"], x["cod_depth"]
+        )
         torch.testing.assert_close(model.lm_head(hidden), want["lm_head_out.0"][0], rtol=0, atol=1e-4)
-        torch.testing.assert_close(model.target_head(x["verifier_last_hidden_states"]), want["verifier_lm_head_out.0"][0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            model.target_head(x["verifier_last_hidden_states"]), want["verifier_lm_head_out.0"][0], rtol=0, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -38,18 +43,26 @@ def test_the_sample_is_upstreams(name):
     _, batch, kwargs, info, _ = load_case(name)
     names = ("num_depths", "down_sample_ratio", "down_sample_ratio_min", "max_anchors")
     g = torch.Generator().manual_seed(info.get("sample_seed", 1239))
-    anchor, depth = cod_sample(batch["loss_mask"], batch["document_ids"], **{k: kwargs[k] for k in names}, generator=g, cross_document=True)
+    anchor, depth = cod_sample(
+        batch["loss_mask"], batch["document_ids"], **{k: kwargs[k] for k in names}, generator=g, cross_document=True
+    )
     assert torch.equal(anchor, batch["cod_anchor_pos"]) and torch.equal(depth, batch["cod_depth"])
 
 
 def random_row(g, L=50):
     "Packed documents with padding and a loss mask with holes."
     documents = torch.randint(0, 5, (L,), generator=g).sort().values
-    documents[L - int(torch.randint(0, 6, (), generator=g)):] = -1
+    documents[L - int(torch.randint(0, 6, (), generator=g)) :] = -1
     return documents, (torch.rand(L, generator=g) < 0.6) & (documents >= 0)
 
 
-@given(seed=st.integers(0, 10 ** 6), depths=st.integers(1, 7), ratio=st.floats(0.05, 1), floor=st.floats(0, 1), anchors=st.none() | st.integers(1, 30))
+@given(
+    seed=st.integers(0, 10**6),
+    depths=st.integers(1, 7),
+    ratio=st.floats(0.05, 1),
+    floor=st.floats(0, 1),
+    anchors=st.none() | st.integers(1, 30),
+)
 @settings(max_examples=60, deadline=None)
 def test_rollouts_are_nested_and_stay_at_home(seed, depths, ratio, floor, anchors):
     g = torch.Generator().manual_seed(seed)
@@ -59,12 +72,17 @@ def test_rollouts_are_nested_and_stay_at_home(seed, depths, ratio, floor, anchor
     assert len(pairs) == len(anchor) and {(a, 0) for a in range(50)} <= pairs
     trained = int(mask.sum()) if anchors is None else min(anchors, int(mask.sum()))
     for d in range(1, depths):
-        assert sum(e == d for _, e in pairs) <= int(max(0, trained - d) * max(ratio ** d, floor))
+        assert sum(e == d for _, e in pairs) <= int(max(0, trained - d) * max(ratio**d, floor))
     for a, d in pairs:
         if d:
             assert (a, d - 1) in pairs and mask[a + d] and documents[a] == documents[a + d] >= 0
     again = cod_sample(mask, documents, depths, ratio, floor, anchors, torch.Generator().manual_seed(7))
-    assert all(torch.equal(x, y) for x, y in zip(again, cod_sample(mask, documents, depths, ratio, floor, anchors, torch.Generator().manual_seed(7))))
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(
+            again, cod_sample(mask, documents, depths, ratio, floor, anchors, torch.Generator().manual_seed(7))
+        )
+    )
 
 
 def random_model(seed, windows=True, depths=None):
@@ -76,30 +94,63 @@ def random_model(seed, windows=True, depths=None):
 
     layers, kv = pick(1, 2, 3), pick(1, 2, 4)
     types = [pick("full_attention", "sliding_attention" if windows else "full_attention") for _ in range(layers)]
-    layer = pick(LlamaConfig, Qwen3Config)(hidden_size=32, intermediate_size=40, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=kv, head_dim=8,
-                                           vocab_size=60, layer_types=types, sliding_window=pick(2, 5), use_sliding_window=True)
+    layer = pick(LlamaConfig, Qwen3Config)(
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=kv,
+        head_dim=8,
+        vocab_size=60,
+        layer_types=types,
+        sliding_window=pick(2, 5),
+        use_sliding_window=True,
+    )
     norms, aux = pick({}, {"norm_before_fc": True}, {"fc_norm": True}), pick([1], [1, 2], [1, 2, 4])
-    config = PEagleSpeculatorConfig(transformer_layer_config=layer, draft_vocab_size=pick(40, 60), eagle_aux_hidden_state_layer_ids=aux, mask_token_id=59,
-                                    norm_before_residual=pick(True, False), embed_requires_grad=pick(True, False), **norms)
+    config = PEagleSpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=pick(40, 60),
+        eagle_aux_hidden_state_layer_ids=aux,
+        mask_token_id=59,
+        norm_before_residual=pick(True, False),
+        embed_requires_grad=pick(True, False),
+        **norms,
+    )
     model = PEagleDraftModel(config)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=g) * (0.2 if p.ndim > 1 else 0.1) + (p.ndim == 1))
     model.target_head.set_rows(torch.randn(config.draft_vocab_size, 32, generator=g))
     documents, mask = random_row(g)
-    batch = dict(input_ids=torch.randint(60, (1, 50), generator=g), hidden_states=torch.randn(1, 50, 32 * len(aux), generator=g), document_ids=documents[None],
-                 loss_mask=mask[None], verifier_last_hidden_states=torch.randn(1, 50, 32, generator=g))
-    return model, batch, dict(num_depths=depths or pick(1, 2, 6), down_sample_ratio=pick(0.6, 1.0), max_anchors=pick(None, 10))
+    batch = dict(
+        input_ids=torch.randint(60, (1, 50), generator=g),
+        hidden_states=torch.randn(1, 50, 32 * len(aux), generator=g),
+        document_ids=documents[None],
+        loss_mask=mask[None],
+        verifier_last_hidden_states=torch.randn(1, 50, 32, generator=g),
+    )
+    return (
+        model,
+        batch,
+        dict(num_depths=depths or pick(1, 2, 6), down_sample_ratio=pick(0.6, 1.0), max_anchors=pick(None, 10)),
+    )
 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_lean_is_dense(seed):
-    "Over random shapes, windows, norms and packings: loss, metrics and gradients of the lean path are those of the definition, to 1e-5."
+    """Over random shapes, windows, norms and packings: loss, metrics and gradients of the lean path are those of the
+    definition, to 1e-5."""
     model, batch, kwargs = random_model(seed)
     results = []
     for lean in (True, False):
         model.zero_grad()
-        _, loss, metrics = model(**batch, **kwargs, loss_config={"kl_div": 1.0, "tv": 0.5}, generator=torch.Generator().manual_seed(seed), lean=lean)
+        _, loss, metrics = model(
+            **batch,
+            **kwargs,
+            loss_config={"kl_div": 1.0, "tv": 0.5},
+            generator=torch.Generator().manual_seed(seed),
+            lean=lean,
+        )
         loss.backward()
         results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
     (a, ma, ga), (b, mb, gb) = results
@@ -133,7 +184,11 @@ def test_rollouts_stay_in_their_document():
     documents = torch.tensor([0] * 20 + [1] * 30)
     batch |= dict(document_ids=documents[None], loss_mask=torch.zeros(1, 50, dtype=torch.bool))
     batch["loss_mask"][0, 15:23] = True
-    given = dict(cod_anchor_pos=torch.cat([torch.arange(50), torch.tensor([16, 19, 17, 19])]), cod_depth=torch.tensor([0] * 50 + [1, 1, 1, 2]), num_depths=3)
+    given = dict(
+        cod_anchor_pos=torch.cat([torch.arange(50), torch.tensor([16, 19, 17, 19])]),
+        cod_depth=torch.tensor([0] * 50 + [1, 1, 1, 2]),
+        num_depths=3,
+    )
     given = {k: v[[*range(50), 50, 52, 51, 53]] if k != "num_depths" else v for k, v in given.items()}
     _, _, inside = model(**batch, **given)
     _, _, across = model(**batch, **given, cross_document_targets=True)
@@ -147,7 +202,7 @@ def test_only_read_rows_of_the_table_move():
     model(**batch, num_depths=4)[1].backward()
     used = torch.zeros(60, dtype=torch.bool)
     used[batch["input_ids"][batch["document_ids"] >= 0]] = True
-    used[59] = True                                         # the mask
+    used[59] = True  # the mask
     moved = model.embed_tokens.weight.grad.abs().sum(-1) > 0
     assert moved[59] and not (moved & ~used).any() and model.mask_hidden.grad.abs().sum() > 0
 
@@ -166,13 +221,14 @@ def test_nothing_to_train_is_no_nan():
 
 
 def test_padding_is_no_nan():
-    "Rows that see nothing are what makes upstream's eager attention NaN; here padding changes no loss, by any back end."
+    """Rows that see nothing are what makes upstream's eager attention NaN; here padding changes no loss, by any back
+    end."""
     model, batch, _ = random_model(4)
     batch["document_ids"][0, 40:], batch["loss_mask"][0, 40:] = -1, False
     short = {k: v[:, :40] for k, v in batch.items()}
     losses = []
     for b in (batch, short):
-        for options in (dict(), dict(lean=False), dict(lean=False, attn_impl="eager")):
+        for options in ({}, dict(lean=False), dict(lean=False, attn_impl="eager")):
             model.zero_grad()
             loss = model(**b, num_depths=4, generator=torch.Generator().manual_seed(0), **options)[1]
             loss.backward()
@@ -183,17 +239,33 @@ def test_padding_is_no_nan():
 
 def test_bad_input_is_named():
     model, batch, _ = random_model(2)
-    for kwargs, words in ((dict(num_depths=0), "num_depths=0"), (dict(down_sample_ratio=0.0), "down_sample_ratio=0.0"), (dict(down_sample_ratio=1.1), "down_sample_ratio=1.1"),
-                          (dict(down_sample_ratio_min=-0.1), "down_sample_ratio_min=-0.1"), (dict(max_anchors=0), "max_anchors=0"), (dict(loss_config="hinge"), "hinge"),
-                          (dict(cod_anchor_pos=torch.tensor([0, 1, 0]), cod_depth=torch.tensor([0, 0, 2]), num_depths=4, cross_document_targets=True), "lacks a depth"),
-                          (dict(cod_anchor_pos=torch.arange(50), cod_depth=None), "cod_depth"),
-                          (dict(cod_anchor_pos=torch.arange(50), cod_depth=torch.ones(50, dtype=torch.long)), "outside the row"),
-                          (dict(cod_anchor_pos=torch.tensor([0, 0]), cod_depth=torch.tensor([0, 1]), num_depths=1), "num_depths=1")):
+    for kwargs, words in (
+        (dict(num_depths=0), "num_depths=0"),
+        (dict(down_sample_ratio=0.0), "down_sample_ratio=0.0"),
+        (dict(down_sample_ratio=1.1), "down_sample_ratio=1.1"),
+        (dict(down_sample_ratio_min=-0.1), "down_sample_ratio_min=-0.1"),
+        (dict(max_anchors=0), "max_anchors=0"),
+        (dict(loss_config="hinge"), "hinge"),
+        (
+            dict(
+                cod_anchor_pos=torch.tensor([0, 1, 0]),
+                cod_depth=torch.tensor([0, 0, 2]),
+                num_depths=4,
+                cross_document_targets=True,
+            ),
+            "lacks a depth",
+        ),
+        (dict(cod_anchor_pos=torch.arange(50), cod_depth=None), "cod_depth"),
+        (dict(cod_anchor_pos=torch.arange(50), cod_depth=torch.ones(50, dtype=torch.long)), "outside the row"),
+        (dict(cod_anchor_pos=torch.tensor([0, 0]), cod_depth=torch.tensor([0, 1]), num_depths=1), "num_depths=1"),
+    ):
         with pytest.raises(ValueError, match=words):
             model(**batch, **kwargs)
     for token in (60, -1):
         with pytest.raises(ValueError, match=f"mask_token_id={token}"):
-            PEagleSpeculatorConfig(transformer_layer_config=model.config.transformer_layer_config, draft_vocab_size=40, mask_token_id=token)
+            PEagleSpeculatorConfig(
+                transformer_layer_config=model.config.transformer_layer_config, draft_vocab_size=40, mask_token_id=token
+            )
     model.config.mask_token_id = None
     with pytest.raises(ValueError, match="mask_token_id"):
         model(**batch, num_depths=2)
@@ -201,7 +273,8 @@ def test_bad_input_is_named():
 
 
 def test_the_same_seed_gives_the_same_step():
-    "Training follows torch's generator (which the trainer saves and restores); evaluation always sees the same rollouts; an explicit generator decides alone."
+    """Training follows torch's generator (which the trainer saves and restores); evaluation always sees the same
+    rollouts; an explicit generator decides alone."""
     model, batch, _ = random_model(7)
 
     def losses(n=3, **kwargs):
@@ -212,15 +285,19 @@ def test_the_same_seed_gives_the_same_step():
     first = losses()
     torch.manual_seed(1)
     assert losses() == first and len(set(first)) > 1
-    assert losses(1, generator=torch.Generator().manual_seed(3)) == losses(1, generator=torch.Generator().manual_seed(3))
+    assert losses(1, generator=torch.Generator().manual_seed(3)) == losses(
+        1, generator=torch.Generator().manual_seed(3)
+    )
     model.eval()
     assert len(set(losses())) == 1 and losses(seed=1) != losses(seed=2)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_drafting_is_what_was_trained(seed):
-    """One pass with a cache, fed in two parts, gives the laws of the training row whose anchor is the last decided token.
-    Windows at least as long as the rollout: the engine's moving window hides a rollout's own first positions, training's does not."""
+    """One pass with a cache, fed in two parts, gives the laws of the training row whose anchor is the last decided
+    token.
+    Windows at least as long as the rollout: the engine's moving window hides a rollout's own first positions,
+    training's does not."""
     model, _, _ = random_model(seed, windows=False)
     model.d2t = model.t2d = None
     drafter, config = PEagleDrafter.__new__(PEagleDrafter), model.config
@@ -231,13 +308,15 @@ def test_drafting_is_what_was_trained(seed):
     tokens, features = torch.randint(vd, (n,), generator=g), torch.randn(n - 1, 32 * config.num_aux, generator=g)
     drafter.propose(tokens[:7], features[:6], 3, Sampling())
     tree = drafter.propose(tokens, features[6:], k, Sampling(1.0, g))
-    assert drafter.cache[0][0].shape[-2] == n - 1                          # masks are not kept
+    assert drafter.cache[0][0].shape[-2] == n - 1  # masks are not kept
     anchor = torch.cat([torch.arange(n - 1), torch.full((k - 1,), n - 2)])
     depth = torch.cat([torch.zeros(n - 1, dtype=torch.long), torch.arange(1, k)])
     row, padded = F.pad(tokens[1:], (0, k)), F.pad(features, (0, 0, 0, k))
     with torch.no_grad():
         hidden = model.dense_rollouts(row, padded, torch.zeros(len(row), dtype=torch.long), anchor, depth)
-        torch.testing.assert_close(tree.probs, model.lm_head(hidden[[n - 2, *range(n - 1, n + k - 2)]]).softmax(-1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            tree.probs, model.lm_head(hidden[[n - 2, *range(n - 1, n + k - 2)]]).softmax(-1), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_bf16_products_and_autocast_stay_close():
@@ -253,17 +332,29 @@ def test_bf16_products_and_autocast_stay_close():
 
 
 def test_what_the_engine_would_read_otherwise(tmp_path):
-    model, *_, folder = load_case("peagle")
+    *_, folder = load_case("peagle")
     raw = json.loads((folder / "saved_pretrained" / "config.json").read_text())
     raw["transformer_layer_config"]["num_aux_hidden_states"] = 3
     assert PEagleDraftModel.serving_violations(raw) == []
-    for change, words in (({"mask_token_id": None}, "mask_token_id"), ({"fc_norm": True}, "fc_norm"),
-                          ({"transformer_layer_config": raw["transformer_layer_config"] | {"sliding_window": 3}}, "sliding_window is 3")):
+    for change, words in (
+        ({"mask_token_id": None}, "mask_token_id"),
+        ({"fc_norm": True}, "fc_norm"),
+        ({"transformer_layer_config": raw["transformer_layer_config"] | {"sliding_window": 3}}, "sliding_window is 3"),
+    ):
         found = PEagleDraftModel.serving_violations(raw | change)
         assert len(found) == 1 and words in found[0]
 
 
-SHAPE = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=96)
+SHAPE = dict(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=96,
+)
 
 
 @pytest.fixture(scope="module")
@@ -274,8 +365,15 @@ def served(tmp_path_factory):
     Qwen3ForCausalLM(Qwen3Config(**SHAPE, initializer_range=0.3)).eval().save_pretrained(folder)
     verifier = Verifier.from_pretrained(folder, [1, 2, 4])
     kept = torch.arange(40) % 2 == 0
-    model = PEagleDraftModel.from_training_args(draft_layer_config(verifier.model.config, num_layers=2), kept, kept.nonzero()[:, 0] - torch.arange(20), verifier_name_or_path=str(folder),
-                                                target_layer_ids=[1, 2, 4], mask_token_id=39, num_depths=4)
+    model = PEagleDraftModel.from_training_args(
+        draft_layer_config(verifier.model.config, num_layers=2),
+        kept,
+        kept.nonzero()[:, 0] - torch.arange(20),
+        verifier_name_or_path=str(folder),
+        target_layer_ids=[1, 2, 4],
+        mask_token_id=39,
+        num_depths=4,
+    )
     return verifier, model
 
 
@@ -291,7 +389,8 @@ def test_greedy_text_is_the_verifiers(served):
 
 
 def test_guesses_follow_the_law_that_is_handed_over(served):
-    "3000 draws of a block of three: each position by the law in `probs` (chi-squared, 19 degrees of freedom: above 50 in one of 7000 runs), the positions independent of each other."
+    """3000 draws of a block of three: each position by the law in `probs` (chi-squared, 19 degrees of freedom: above 50
+    in one of 7000 runs), the positions independent of each other."""
     _, model = served
     g = torch.Generator().manual_seed(0)
     drafter, tokens, features = model.drafter(), torch.randint(40, (6,), generator=g), torch.randn(5, 96, generator=g)
@@ -300,7 +399,11 @@ def test_guesses_follow_the_law_that_is_handed_over(served):
         drafter.reset()
         trees.append(drafter.propose(tokens, features, 3, Sampling(1.5, g)))
     law, drawn = trees[0].probs, torch.stack([t.tokens for t in trees])
-    assert all(torch.equal(t.probs, law) for t in trees[:10]) and not law[:, 1::2].any() and torch.allclose(law.sum(-1), torch.ones(3))
+    assert (
+        all(torch.equal(t.probs, law) for t in trees[:10])
+        and not law[:, 1::2].any()
+        and torch.allclose(law.sum(-1), torch.ones(3))
+    )
     for j in range(3):
         expected = law[j, ::2] * len(drawn)
         assert ((torch.bincount(drawn[:, j], minlength=40)[::2] - expected) ** 2 / expected.clamp_min(1e-9)).sum() < 50
@@ -314,9 +417,26 @@ def test_a_killed_run_goes_on_to_the_same_bits(served, tmp_path):
     _, model = served
     start = {n: w.clone() for n, w in model.state_dict().items()}
     g = torch.Generator().manual_seed(0)
-    samples = [dict(input_ids=torch.randint(40, (12,), generator=g), loss_mask=torch.arange(12) > 3, hidden_states=torch.randn(12, 96, generator=g),
-                    verifier_last_hidden_states=torch.randn(12, 32, generator=g)) for _ in range(12)]
-    options = dict(total_seq_len=24, num_train_epochs=2, save_strategy="steps", save_steps=4, learning_rate=1e-2, num_depths=4, max_anchors=8, disable_tqdm=True, optimizer="muon")
+    samples = [
+        dict(
+            input_ids=torch.randint(40, (12,), generator=g),
+            loss_mask=torch.arange(12) > 3,
+            hidden_states=torch.randn(12, 96, generator=g),
+            verifier_last_hidden_states=torch.randn(12, 32, generator=g),
+        )
+        for _ in range(12)
+    ]
+    options = dict(
+        total_seq_len=24,
+        num_train_epochs=2,
+        save_strategy="steps",
+        save_steps=4,
+        learning_rate=1e-2,
+        num_depths=4,
+        max_anchors=8,
+        disable_tqdm=True,
+        optimizer="muon",
+    )
 
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -328,12 +448,17 @@ def test_a_killed_run_goes_on_to_the_same_bits(served, tmp_path):
         torch.manual_seed(seed)
         return model.train()
 
-    whole = {n: p.clone() for n, p in train(fresh(0), samples, output_dir=str(tmp_path / "whole"), **options).model.named_parameters()}
+    whole = {
+        n: p.clone()
+        for n, p in train(fresh(0), samples, output_dir=str(tmp_path / "whole"), **options).model.named_parameters()
+    }
     with pytest.raises(KeyboardInterrupt):
         train(fresh(0), samples, output_dir=str(tmp_path / "cut"), callbacks=[Stop()], **options)
     resumed = train(fresh(9), samples, output_dir=str(tmp_path / "cut"), resume_from_checkpoint=True, **options)
     assert all(torch.equal(p, whole[n]) for n, p in resumed.model.named_parameters())
-    assert not torch.equal(whole["embed_tokens.weight"][39], start["embed_tokens.weight"][39]) and not torch.equal(whole["mask_hidden"], start["mask_hidden"])
+    assert not torch.equal(whole["embed_tokens.weight"][39], start["embed_tokens.weight"][39]) and not torch.equal(
+        whole["mask_hidden"], start["mask_hidden"]
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 4])
@@ -347,11 +472,20 @@ def test_flex_is_blocked(seed):
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "peagle"])
 def test_training_arguments_make_upstreams_config(name, monkeypatch):
-    "The arguments that upstream's training takes give the config that it writes; its flag for the embedding table is not taken there either."
+    """The arguments that upstream's training takes give the config that it writes; its flag for the embedding table is
+    not taken there either."""
     monkeypatch.chdir(FIXTURES)
-    model, _, _, info, folder = load_case(name)
-    fresh = PEagleDraftModel.from_training_args(model.config.transformer_layer_config, model.t2d, model.d2t, **info["training_args"], embed_requires_grad=False)
-    assert fresh.config.to_dict() == model.config.to_dict() | {"architectures": fresh.config.architectures, "dtype": fresh.config.to_dict()["dtype"],
-                                                               "speculators_version": fresh.config.speculators_version}
+    model, _, _, info, _ = load_case(name)
+    fresh = PEagleDraftModel.from_training_args(
+        model.config.transformer_layer_config, model.t2d, model.d2t, **info["training_args"], embed_requires_grad=False
+    )
+    assert fresh.config.to_dict() == model.config.to_dict() | {
+        "architectures": fresh.config.architectures,
+        "dtype": fresh.config.to_dict()["dtype"],
+        "speculators_version": fresh.config.speculators_version,
+    }
     assert fresh.embed_tokens.weight.requires_grad and not fresh.lm_head.weight.requires_grad
-    assert torch.equal(fresh.embed_tokens.weight, load_file(f"{info['training_args']['verifier_name_or_path']}/model.safetensors")["model.embed_tokens.weight"])
+    assert torch.equal(
+        fresh.embed_tokens.weight,
+        load_file(f"{info['training_args']['verifier_name_or_path']}/model.safetensors")["model.embed_tokens.weight"],
+    )

@@ -1,16 +1,22 @@
-"""bfloat16: every drafter with every loss it takes, for verifiers of every convention, under autocast as the trainer uses it; float16 is refused by name."""
+"""bfloat16: every drafter with every loss it takes, for verifiers of every convention, under autocast as the trainer
+uses it; float16 is refused by name."""
+
 import pytest
 import torch
 from matrix import DRAFTERS, batch_for, drafter, losses_of, train_step, verifier
+from test_head_loss import case
 from torch.nn.functional import cosine_similarity
 
 from speculators_nb.nn.attention import block_attention
 from speculators_nb.nn.head_loss import dense_head_loss, head_loss, token_loss
 from speculators_nb.nn.losses import LOSSES, Law, rowdot
-from test_head_loss import case
 
 FAMILIES = ("llama", "qwen3", "gemma2", "cohere", "gpt_neox")
-CELLS = [(name, family) for name in DRAFTERS for family in (("qwen3", "qwen3_next", "qwen3_5") if name == "mtp" else FAMILIES)]
+CELLS = [
+    (name, family)
+    for name in DRAFTERS
+    for family in (("qwen3", "qwen3_next", "qwen3_5") if name == "mtp" else FAMILIES)
+]
 STEPPED = ("tv", "nla")  # their gradient has a step where the two distributions cross
 
 
@@ -20,7 +26,8 @@ def gap(a, b):
 
 
 def rounded_weights(model, batch, name, loss):
-    "The gradient in float32 with every trained weight rounded to bfloat16: what no bfloat16 product can do better than."
+    """The gradient in float32 with every trained weight rounded to bfloat16: what no bfloat16 product can do better
+    than."""
     kept = [p.data.clone() for p in model.parameters() if p.requires_grad]
     for p in model.parameters():
         p.data = p.data.bfloat16().float() if p.requires_grad else p.data
@@ -32,7 +39,8 @@ def rounded_weights(model, batch, name, loss):
 
 @pytest.mark.parametrize("name,family", CELLS, ids=lambda x: x)
 def test_bf16_is_close_to_float32(name, family):
-    """Loss within 1 % of float32, gradient cosine over all parameters at least 0.999 (0.99 for tv and nla). An untrained HASS without norms is
+    """Loss within 1 % of float32, gradient cosine over all parameters at least 0.999 (0.99 for tv and nla). An
+    untrained HASS without norms is
     so sensitive that rounding its weights moves the gradient by more; it gets twice that."""
     model = drafter(name, family)
     batch = batch_for(model, family)
@@ -48,7 +56,8 @@ def test_bf16_is_close_to_float32(name, family):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_bf16_verifier(name):
-    "Features, embedding and head as a verifier in bfloat16 gives them: the step under autocast is that of float32 on the same values."
+    """Features, embedding and head as a verifier in bfloat16 gives them: the step under autocast is that of float32 on
+    the same values."""
     family = "qwen3" if name == "mtp" else "llama"
     model = drafter(name, family)
     batch = batch_for(model, family)
@@ -78,8 +87,12 @@ def test_what_wants_float32_stays_float32():
     a, b = torch.randn(2, 5, 300)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.linalg.vecdot(a, b).dtype == torch.bfloat16
-        assert rowdot(a, b).dtype == torch.float32 and torch.allclose(rowdot(a, b), (a * b).sum(-1), rtol=1e-5, atol=1e-4)
-        assert {Law(a).neg_entropy.dtype, *(loss.value(Law(a), Law(b)).dtype for loss in LOSSES.values())} == {torch.float32}
+        assert rowdot(a, b).dtype == torch.float32 and torch.allclose(
+            rowdot(a, b), (a * b).sum(-1), rtol=1e-5, atol=1e-4
+        )
+        assert {Law(a).neg_entropy.dtype, *(loss.value(Law(a), Law(b)).dtype for loss in LOSSES.values())} == {
+            torch.float32
+        }
 
 
 def test_head_loss_does_not_depend_on_autocast():
@@ -96,7 +109,8 @@ def test_head_loss_does_not_depend_on_autocast():
 
 @pytest.mark.parametrize("name", ["ce", "topk_ce", "kl_div"])
 def test_targets_are_not_rounded(name):
-    """With bfloat16 products the verifier's logits stay float32: the likeliest token, and the ten likeliest, are the verifier's own, where rounded
+    """With bfloat16 products the verifier's logits stay float32: the likeliest token, and the ten likeliest, are the
+    verifier's own, where rounded
     logits of 20 are multiples of an eighth."""
     c = case(5, n=400, targets=150, vocab=600, hidden=32)
     c["target_hidden"] = c["target_hidden"] * 3
@@ -107,7 +121,8 @@ def test_targets_are_not_rounded(name):
 
 
 def test_attention_takes_what_norms_hand_over():
-    "A family's norm returns float32 queries and keys beside bfloat16 values under autocast: forward and backward run, close to float32."
+    """A family's norm returns float32 queries and keys beside bfloat16 values under autocast: forward and backward run,
+    close to float32."""
     g = torch.Generator().manual_seed(0)
     documents, anchors = torch.arange(40) // 14, torch.arange(1, 40, 2)
     shapes = dict(q=(4, 20, 2, 8), k=(2, 40, 8), v=(2, 40, 8), own_k=(2, 20, 2, 8), own_v=(2, 20, 2, 8))
@@ -137,6 +152,11 @@ def test_float16_is_refused_by_name():
 def test_the_matrix_has_every_drafter():
     "A drafter that registers gets a row here."
     from speculators_nb.core.config import SpeculatorModelConfig, import_models
+
     import_models()
-    own = {name for name, cls in SpeculatorModelConfig.registry.items() if cls.__module__.startswith("speculators_nb.models.")}
+    own = {
+        name
+        for name, cls in SpeculatorModelConfig.registry.items()
+        if cls.__module__.startswith("speculators_nb.models.")
+    }
     assert own == {algorithm for algorithm, *_ in DRAFTERS.values()} and verifier("llama")[0].is_dir()

@@ -1,4 +1,6 @@
-"""From chats to a folder: what goes, what stays, what is refused, what a kill costs, and what the upstream library's folders hold."""
+"""From chats to a folder: what goes, what stays, what is refused, what a kill costs, and what the upstream library's
+folders hold."""
+
 import gzip
 import json
 import multiprocessing
@@ -14,45 +16,54 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bad import data as bad
 from datasets import Dataset, disable_progress_bars
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from bad import data as bad
 from speculators_nb.data.chat_encoding import encode, prepare, to_dataset
-from speculators_nb.lab.corpus import corpus
-from speculators_nb.data.row_filter import filter_rows
 from speculators_nb.data.messages import normalize
 from speculators_nb.data.prepare import fingerprint_data, prepare_data
 from speculators_nb.data.prepared_folder import changes, load_prepared, read_token_freq
+from speculators_nb.data.row_filter import filter_rows
+from speculators_nb.lab.corpus import corpus
 from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
 
 VERIFIER = Path(__file__).parents[1] / "data/tiny-verifier"
-PLAIN = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if "
+    "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 disable_progress_bars()
 
 
 @pytest.fixture(scope="module")
-def chats(): return corpus(120)
+def chats():
+    return corpus(120)
 
 
 @pytest.fixture(scope="module")
-def tok(): return AutoTokenizer.from_pretrained(VERIFIER)
+def tok():
+    return AutoTokenizer.from_pretrained(VERIFIER)
 
 
 def bytes_tokenizer():
-    bpe = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    bpe = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     bpe.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=PLAIN)
 
 
-def rows_in(prepared): return [(r["input_ids"].tolist(), r["loss_mask"].int().tolist()) for r in prepared.rows]
+def rows_in(prepared):
+    return [(r["input_ids"].tolist(), r["loss_mask"].int().tolist()) for r in prepared.rows]
 
 
-def everything(folder): return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in Path(folder).iterdir()}
+def everything(folder):
+    return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in Path(folder).iterdir()}
 
 
 def test_rows_are_those_of_encode(chats, tok, tmp_path):
@@ -72,11 +83,25 @@ def test_what_is_written(chats, tmp_path):
     counts = {}
     for ids, mask in rows_in(prepared):
         for i, m in zip(ids, mask):
-            if m: counts[i] = counts.get(i, 0) + 1
-    assert prepared.token_freq == counts == read_token_freq(folder) == torch.load(folder / "token_freq.pt", weights_only=True)
+            if m:
+                counts[i] = counts.get(i, 0) + 1
+    assert (
+        prepared.token_freq
+        == counts
+        == read_token_freq(folder)
+        == torch.load(folder / "token_freq.pt", weights_only=True)
+    )
     config = json.loads((folder / "data_config.json").read_text())
-    assert config["command"] == "prepare_data" and config["origin"]["max_length"] == 2048 and config["reproducibility"]["package_versions"]["tokenizers"]
-    assert config["data"]["num_samples"] == 120 and config["data"]["num_tokens"] == sum(lengths.values()) and config["split"] == {"train": 108, "val": 12}
+    assert (
+        config["command"] == "prepare_data"
+        and config["origin"]["max_length"] == 2048
+        and config["reproducibility"]["package_versions"]["tokenizers"]
+    )
+    assert (
+        config["data"]["num_samples"] == 120
+        and config["data"]["num_tokens"] == sum(lengths.values())
+        and config["split"] == {"train": 108, "val": 12}
+    )
     t2d, d2t = load_vocab_mapping(folder, 256, 2048)
     top = sorted(counts, key=lambda i: (-counts[i], i))[:256]
     assert t2d.nonzero().flatten().tolist() == sorted(top) == (d2t + torch.arange(256)).tolist()
@@ -93,20 +118,36 @@ def test_the_same_call_again_does_nothing(chats, tmp_path, val_fraction):
     os.rename(tmp_path / "c.jsonl", tmp_path / "elsewhere.jsonl")  # the content counts, not the name
     prepare_data(str(tmp_path / "elsewhere.jsonl"), str(VERIFIER), tmp_path / "p", val_fraction=val_fraction)
     assert everything(tmp_path / "p") == before
-    prepare_data(tmp_path / "elsewhere.jsonl", VERIFIER, tmp_path / "p", val_fraction=val_fraction, draft_vocab_size=128)  # adds a mapping, changes nothing
+    prepare_data(
+        tmp_path / "elsewhere.jsonl", VERIFIER, tmp_path / "p", val_fraction=val_fraction, draft_vocab_size=128
+    )  # adds a mapping, changes nothing
     after = everything(tmp_path / "p")
     assert {k: after[k] for k in before} == before and after.keys() - before.keys() == {"d2t-128.npy", "t2d-128.npy"}
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(max_length=99), "max_length was 2048, is 99"), (dict(max_samples=7), "max_samples was None, is 7"), (dict(rows="turn"), "rows was 'conversation', is 'turn'"), (dict(seed=1), "seed was 0, is 1"),
-    (dict(too_long="drop"), "too_long was"), (dict(dedup=False), "dedup was True"), (dict(shuffle=False), "shuffle was"), (dict(val_fraction=0.5), "val_fraction was 0.0, is 0.5"),
-    (dict(min_trained=3), "min_trained was 1"), (dict(template_kwargs={"x": 1}), "template_kwargs was"), (dict(data=corpus(121)), "data was '"), (dict(verifier=bytes_tokenizer()), "tokenizer was '")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(max_length=99), "max_length was 2048, is 99"),
+        (dict(max_samples=7), "max_samples was None, is 7"),
+        (dict(rows="turn"), "rows was 'conversation', is 'turn'"),
+        (dict(seed=1), "seed was 0, is 1"),
+        (dict(too_long="drop"), "too_long was"),
+        (dict(dedup=False), "dedup was True"),
+        (dict(shuffle=False), "shuffle was"),
+        (dict(val_fraction=0.5), "val_fraction was 0.0, is 0.5"),
+        (dict(min_trained=3), "min_trained was 1"),
+        (dict(template_kwargs={"x": 1}), "template_kwargs was"),
+        (dict(data=corpus(121)), "data was '"),
+        (dict(verifier=bytes_tokenizer()), "tokenizer was '"),
+    ],
+)
 def test_a_stale_folder_is_refused_by_what_changed(chats, tmp_path, change, words):
     prepare_data(chats, VERIFIER, tmp_path / "p")
     before = everything(tmp_path / "p")
     args = dict(data=chats, verifier=VERIFIER, output_dir=tmp_path / "p") | change
-    with pytest.raises(ValueError, match="was prepared from something else") as e: prepare_data(**args)
+    with pytest.raises(ValueError, match="was prepared from something else") as e:
+        prepare_data(**args)
     assert words in str(e.value) and str(e.value).count(" was ") == 1 + 1  # the one difference
     assert everything(tmp_path / "p") == before
     assert len(prepare_data(**args, overwrite=True)) > 0
@@ -117,42 +158,69 @@ def test_another_template_is_another_origin(chats, tmp_path):
     a, b = bytes_tokenizer(), bytes_tokenizer()
     b.chat_template = PLAIN.replace("<|im_end|>", "")
     prepare_data(chats, a, tmp_path / "p")
-    with pytest.raises(ValueError, match="tokenizer was"): prepare_data(chats, b, tmp_path / "p")
+    with pytest.raises(ValueError, match="tokenizer was"):
+        prepare_data(chats, b, tmp_path / "p")
 
 
 def test_only_prepared_folders_are_ever_replaced(chats, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("years")
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="not a prepared folder"): prepare_data(chats, VERIFIER, tmp_path / "mine", overwrite=overwrite)
+        with pytest.raises(ValueError, match="not a prepared folder"):
+            prepare_data(chats, VERIFIER, tmp_path / "mine", overwrite=overwrite)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match="not a prepared folder"): prepare_data(chats, VERIFIER, tmp_path / "file")
+    with pytest.raises(ValueError, match="not a prepared folder"):
+        prepare_data(chats, VERIFIER, tmp_path / "file")
     (tmp_path / "empty").mkdir()
     assert len(prepare_data(chats, VERIFIER, tmp_path / "empty")) == 120
     assert (tmp_path / "mine/thesis.tex").read_text() == "years"
 
 
-@pytest.mark.parametrize("wrong, words", [
-    (dict(rows="all"), "rows='all': is not known; choose conversation or turn"), (dict(too_long="split"), "too_long='split'"), (dict(max_length=0), "max_length=0"), (dict(max_samples=0), "max_samples=0"),
-    (dict(val_fraction=1.0), "val_fraction=1.0"), (dict(min_trained=0), "min_trained=0"), (dict(draft_vocab_size=5000), "draft_vocab_size=5000 must lie between 1 and the verifier's vocabulary, 2048")])
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (dict(rows="all"), "rows='all': is not known; choose conversation or turn"),
+        (dict(too_long="split"), "too_long='split'"),
+        (dict(max_length=0), "max_length=0"),
+        (dict(max_samples=0), "max_samples=0"),
+        (dict(val_fraction=1.0), "val_fraction=1.0"),
+        (dict(min_trained=0), "min_trained=0"),
+        (dict(draft_vocab_size=5000), "draft_vocab_size=5000 must lie between 1 and the verifier's vocabulary, 2048"),
+    ],
+)
 def test_settings_are_checked(chats, tmp_path, wrong, words):
-    with pytest.raises(ValueError) as e: prepare_data(chats, VERIFIER, tmp_path / "p", **wrong)
+    with pytest.raises(ValueError) as e:
+        prepare_data(chats, VERIFIER, tmp_path / "p", **wrong)
     assert words in str(e.value)
 
 
 def test_the_report_counts_all_that_went(chats, tmp_path):
-    bad = [[{"role": "user", "content": "nobody answers"}], {"messages": [{"role": "narrator", "content": "x"}]}, {"tools": "{", "messages": chats[0]["messages"]}, {"input_ids": [1, 2], "loss_mask": [0, 0]},
-           {"input_ids": [1] * 80, "loss_mask": [0] * 70 + [1] * 10}, {"input_ids": [1] * 80, "loss_mask": [0] * 60 + [1] * 20}]
+    bad = [
+        [{"role": "user", "content": "nobody answers"}],
+        {"messages": [{"role": "narrator", "content": "x"}]},
+        {"tools": "{", "messages": chats[0]["messages"]},
+        {"input_ids": [1, 2], "loss_mask": [0, 0]},
+        {"input_ids": [1] * 80, "loss_mask": [0] * 70 + [1] * 10},
+        {"input_ids": [1] * 80, "loss_mask": [0] * 60 + [1] * 20},
+    ]
     prepared = prepare_data(chats + chats[:9] + bad, VERIFIER, tmp_path / "p", max_length=64, min_trained=2)
     stages = prepared.table["conversations"].dropna().to_dict()
-    made = [row for c in chats for row in encode(normalize(c), AutoTokenizer.from_pretrained(VERIFIER))] + [([1] * 80, [0] * 60 + [1] * 20)]
+    made = [row for c in chats for row in encode(normalize(c), AutoTokenizer.from_pretrained(VERIFIER))] + [
+        ([1] * 80, [0] * 60 + [1] * 20)
+    ]
     kept = [(i[:64], m[:64]) for i, m in made if sum(m[:64]) >= 2]
     assert stages["read"] == 135 and stages["duplicates"] == 9 and stages["without a row"] == 126 - len(kept)
     assert sorted(rows_in(prepared)) == sorted(kept)
-    assert prepared.table.loc["cut", "tokens"] == sum(len(i) - 64 for i, m in made if sum(m[:64]) >= 2 and len(i) > 64) and prepared.table.loc["cut", "rows"] == sum(len(i) > 64 for i, m in made if sum(m[:64]) >= 2)
+    assert prepared.table.loc["cut", "tokens"] == sum(
+        len(i) - 64 for i, m in made if sum(m[:64]) >= 2 and len(i) > 64
+    ) and prepared.table.loc["cut", "rows"] == sum(len(i) > 64 for i, m in made if sum(m[:64]) >= 2)
     reasons = prepared.dropped
     assert reasons.loc["no assistant message that answers another", "first"] == "conversation 129"
-    assert reasons["count"].sum() == 126 - len(kept) and any("narrator" in r for r in reasons.index) and any("tools: not JSON" in r for r in reasons.index)
+    assert (
+        reasons["count"].sum() == 126 - len(kept)
+        and any("narrator" in r for r in reasons.index)
+        and any("tools: not JSON" in r for r in reasons.index)
+    )
     assert prepared.table.loc["train", "tokens"] == sum(len(i) for i, _ in kept)
     html = prepared._repr_html_()
     assert "narrator" in html and "duplicates" in html and prepared.plot().axes
@@ -161,15 +229,26 @@ def test_the_report_counts_all_that_went(chats, tmp_path):
 def test_too_long_is_dropped_or_cut():
     rows = [(np.arange(10), np.arange(10) >= 4), (np.arange(3), np.arange(3) >= 1)]
     assert [len(r[0]) for r in filter_rows(rows, 6)[0]] == [6, 3] and filter_rows(rows, 6)[1:] == ([], 4)
-    assert [len(r[0]) for r in filter_rows(rows, 6, "drop")[0]] == [3] and filter_rows(rows, 6, "drop")[1:] == (["longer than 6 tokens"], 0)
-    assert filter_rows(rows, 4)[1] == ["no trained token in the first 4"] and filter_rows(rows, 6, min_trained=3)[1] == ["fewer than 3 trained tokens in the first 6"] * 2
+    assert [len(r[0]) for r in filter_rows(rows, 6, "drop")[0]] == [3] and filter_rows(rows, 6, "drop")[1:] == (
+        ["longer than 6 tokens"],
+        0,
+    )
+    assert (
+        filter_rows(rows, 4)[1] == ["no trained token in the first 4"]
+        and filter_rows(rows, 6, min_trained=3)[1] == ["fewer than 3 trained tokens in the first 6"] * 2
+    )
     assert filter_rows(ValueError("x\ny"), 6) == ([], ["ValueError: x"], 0)
 
 
 def test_nothing_left_says_why(tmp_path):
-    with pytest.raises(ValueError, match=r"no row left of 2 conversations \(1 × .*narrator.* \(first: conversation 0, message 0\)"):
-        prepare_data([[{"role": "narrator", "content": "x"}], {"input_ids": [1], "loss_mask": [0]}], VERIFIER, tmp_path / "p")
-    with pytest.raises(ValueError, match="there were none"): prepare_data([], VERIFIER, tmp_path / "p")
+    with pytest.raises(
+        ValueError, match=r"no row left of 2 conversations \(1 × .*narrator.* \(first: conversation 0, message 0\)"
+    ):
+        prepare_data(
+            [[{"role": "narrator", "content": "x"}], {"input_ids": [1], "loss_mask": [0]}], VERIFIER, tmp_path / "p"
+        )
+    with pytest.raises(ValueError, match="there were none"):
+        prepare_data([], VERIFIER, tmp_path / "p")
     assert not (tmp_path / "p").exists()
 
 
@@ -177,14 +256,26 @@ def test_a_broken_line_is_counted_and_named(chats, tmp_path):
     (tmp_path / "c.jsonl").write_text(json.dumps(chats[0]) + "\n" + json.dumps(chats[1])[:30])
     prepared = prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")
     assert len(prepared) == 1 and prepared.table.loc["without a row", "conversations"] == 1
-    assert prepared.dropped.loc["not JSON", "first"].startswith(f"{tmp_path}/c.jsonl, line 2, ") and prepared.dropped.loc["not JSON", "count"] == 1
+    assert (
+        prepared.dropped.loc["not JSON", "first"].startswith(f"{tmp_path}/c.jsonl, line 2, ")
+        and prepared.dropped.loc["not JSON", "count"] == 1
+    )
 
 
-@pytest.mark.parametrize("good, bad, refused", [(9, 1, False), (0, 1, True), (0, 20, True), (100, 10, False), (100, 11, False), (98, 11, True), (2, 9, False)])
+@pytest.mark.parametrize(
+    "good, bad, refused",
+    [(9, 1, False), (0, 1, True), (0, 20, True), (100, 10, False), (100, 11, False), (98, 11, True), (2, 9, False)],
+)
 def test_a_file_of_which_much_is_broken_is_refused(chats, tmp_path, good, bad, refused):
     (tmp_path / "c.jsonl").write_text("\n".join([*map(json.dumps, chats[:good]), *["{"] * bad]))
     if refused:
-        with pytest.raises(ValueError, match=rf"c.jsonl: {bad} of {good + bad} conversations cannot be read.*first is .*c.jsonl, line {good + 1}: not JSON"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                rf"c.jsonl: {bad} of {good + bad} conversations cannot be read.*first is .*c.jsonl, line {good + 1}: "
+                r"not JSON"
+            ),
+        ):
             prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")
         assert not (tmp_path / "p").exists()
     else:
@@ -193,10 +284,18 @@ def test_a_file_of_which_much_is_broken_is_refused(chats, tmp_path, good, bad, r
 
 def test_max_samples_is_a_fair_lot(tmp_path):
     chats = [{"input_ids": [i, i], "loss_mask": [0, 1]} for i in range(50)] * 2
-    taken = [{r["input_ids"][0].item() for r in prepare_data(chats, bytes_tokenizer(), tmp_path / f"p{s}", max_samples=10, seed=s).rows} for s in range(12)]
+    taken = [
+        {
+            r["input_ids"][0].item()
+            for r in prepare_data(chats, bytes_tokenizer(), tmp_path / f"p{s}", max_samples=10, seed=s).rows
+        }
+        for s in range(12)
+    ]
     assert all(len(t) == 10 for t in taken) and taken[0] != taken[1]
     hits = np.bincount([i for t in taken for i in t], minlength=50)
-    assert hits.max() < 12 and hits[:25].sum() in range(33, 88)  # 120 draws, half of them expected in either half: 5 standard deviations
+    assert hits.max() < 12 and hits[:25].sum() in range(
+        33, 88
+    )  # 120 draws, half of them expected in either half: 5 standard deviations
     again = prepare_data(chats, bytes_tokenizer(), tmp_path / "again", max_samples=10, seed=3)
     assert {r["input_ids"][0].item() for r in again.rows} == taken[3]
     first = prepare_data(chats, bytes_tokenizer(), tmp_path / "first", max_samples=10, shuffle=False)
@@ -204,14 +303,31 @@ def test_max_samples_is_a_fair_lot(tmp_path):
     assert first.table.loc["read", "conversations"] == 10  # the rest was not even read
 
 
-@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(turns=st.lists(st.integers(1, 4), min_size=2, max_size=20), fraction=st.floats(0.05, 0.9), seed=st.integers(0, 5))
+@settings(
+    deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+@given(
+    turns=st.lists(st.integers(1, 4), min_size=2, max_size=20), fraction=st.floats(0.05, 0.9), seed=st.integers(0, 5)
+)
 def test_no_conversation_is_on_both_sides(tmp_path_factory, turns, fraction, seed):
-    chats = [[m for t in range(n) for m in ({"role": "user", "content": f"{i} {t}?"}, {"role": "assistant", "content": f"{i}"})] for i, n in enumerate(turns)]
+    chats = [
+        [
+            m
+            for t in range(n)
+            for m in ({"role": "user", "content": f"{i} {t}?"}, {"role": "assistant", "content": f"{i}"})
+        ]
+        for i, n in enumerate(turns)
+    ]
     tok, folder = bytes_tokenizer(), tmp_path_factory.mktemp("s")
     prepared = prepare_data(chats, tok, folder / "p", rows="turn", val_fraction=fraction, seed=seed)
-    train, val = ([tok.decode(r["input_ids"]).split("\n")[1].split()[0] for r in part] for part in (prepared.train, prepared.val))
-    assert not set(train) & set(val) and len(train) + len(val) == sum(turns) and set(train) | set(val) == {str(i) for i in range(len(turns))}
+    train, val = (
+        [tok.decode(r["input_ids"]).split("\n")[1].split()[0] for r in part] for part in (prepared.train, prepared.val)
+    )
+    assert (
+        not set(train) & set(val)
+        and len(train) + len(val) == sum(turns)
+        and set(train) | set(val) == {str(i) for i in range(len(turns))}
+    )
     assert len(set(val)) == min(len(turns) - 1, max(1, round(fraction * len(turns))))
 
 
@@ -223,8 +339,12 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
 
 def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
     from speculators_nb.data import prepare
-    monkeypatch.setattr(prepare, "encode_batch", lambda *a: os.kill(os.getpid(), signal.SIGKILL))  # as if memory had run out
-    with pytest.raises(ChildProcessError, match="smaller num_proc"): prepare_data(corpus(700), VERIFIER, tmp_path / "p", num_proc=2)
+
+    monkeypatch.setattr(
+        prepare, "encode_batch", lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+    )  # as if memory had run out
+    with pytest.raises(ChildProcessError, match="smaller num_proc"):
+        prepare_data(corpus(700), VERIFIER, tmp_path / "p", num_proc=2)
     assert not (tmp_path / "p").exists()
 
 
@@ -237,15 +357,20 @@ def stop_after(module, name, pipe, first=False):
         pipe.send("now")
         time.sleep(60)
         return out
+
     setattr(module, name, slow)
 
 
 def run_until(where, data, folder, pipe):
     from speculators_nb.core import files as utils
     from speculators_nb.data import prepare
-    if where == "tokenise": stop_after(prepare, "encode_batch", pipe)
-    if where == "write": stop_after(prepare.torch, "save", pipe)  # the table is there, the record is not
-    if where == "rename": stop_after(utils.os, "rename", pipe, first=True)  # complete, under its temporary name
+
+    if where == "tokenise":
+        stop_after(prepare, "encode_batch", pipe)
+    if where == "write":
+        stop_after(prepare.torch, "save", pipe)  # the table is there, the record is not
+    if where == "rename":
+        stop_after(utils.os, "rename", pipe, first=True)  # complete, under its temporary name
     prepare_data(data, VERIFIER, folder, num_proc=1)
 
 
@@ -263,7 +388,9 @@ def test_killed_in_the_middle(chats, tmp_path, where):
     left = [p for p in tmp_path.iterdir() if p.is_dir()]
     assert len(left) == (where != "tokenise")
     prepared = prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")
-    assert len(prepared) == 120 and len({tuple(i) for i, _ in rows_in(prepared)}) == len({tuple(i) for c in chats for i, _ in encode(normalize(c), AutoTokenizer.from_pretrained(VERIFIER))})
+    assert len(prepared) == 120 and len({tuple(i) for i, _ in rows_in(prepared)}) == len(
+        {tuple(i) for c in chats for i, _ in encode(normalize(c), AutoTokenizer.from_pretrained(VERIFIER))}
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == [".p.lock", "c.jsonl", "p"]
 
 
@@ -276,36 +403,50 @@ def test_two_at_once_make_one(chats, tmp_path):
 
 
 def upstream_like(folder, freq):
-    to_dataset([(np.array([5, 6, 7, 6]), np.array([0, 0, 1, 1])), (np.array([5, 6]), np.array([0, 1]))]).with_format("torch").save_to_disk(str(folder))
-    if freq is not None: torch.save(freq, folder / "token_freq.pt")
+    to_dataset([(np.array([5, 6, 7, 6]), np.array([0, 0, 1, 1])), (np.array([5, 6]), np.array([0, 1]))]).with_format(
+        "torch"
+    ).save_to_disk(str(folder))
+    if freq is not None:
+        torch.save(freq, folder / "token_freq.pt")
     return folder
 
 
 @pytest.mark.parametrize("freq", [{6: 2, 7: 1}, {9: 4}, None])
 def test_upstreams_folder(tmp_path, freq):
     prepared = load_prepared(upstream_like(tmp_path, freq))
-    assert prepared.token_freq == {6: 2, 7: 1} and prepared.lengths.tolist() == [4, 2] and prepared.trained.tolist() == [2, 1]
-    with pytest.raises(ValueError, match="pass vocab_size"): prepared.add_vocab_mapping(2)
+    assert (
+        prepared.token_freq == {6: 2, 7: 1}
+        and prepared.lengths.tolist() == [4, 2]
+        and prepared.trained.tolist() == [2, 1]
+    )
+    with pytest.raises(ValueError, match="pass vocab_size"):
+        prepared.add_vocab_mapping(2)
     assert prepared.add_vocab_mapping(2, 10)[0].nonzero().flatten().tolist() == [6, 7]
-    assert rows_in(prepare_data(tmp_path, bytes_tokenizer(), tmp_path / "again", shuffle=False)) == rows_in(prepared)  # and is a source
+    assert rows_in(prepare_data(tmp_path, bytes_tokenizer(), tmp_path / "again", shuffle=False)) == rows_in(
+        prepared
+    )  # and is a source
 
 
 class Trap:
-    def __reduce__(self): return os.system, ("touch /tmp/never",)
+    def __reduce__(self):
+        return os.system, ("touch /tmp/never",)
 
 
 @pytest.mark.parametrize("content, words", [({6: Trap()}, "refused"), ([1, 2], "expected token id -> count")])
 def test_counts_that_are_no_counts(tmp_path, content, words):
-    with pytest.raises(ValueError, match=words): load_prepared(upstream_like(tmp_path, content)).token_freq
+    with pytest.raises(ValueError, match=words):
+        _ = load_prepared(upstream_like(tmp_path, content)).token_freq
 
 
 def test_parts_of_different_runs(chats, tmp_path):
     prepare_data(chats, VERIFIER, tmp_path / "p")
     config = tmp_path / "p/data_config.json"
     config.write_text(config.read_text().replace('"train": 120', '"train": 119'))
-    with pytest.raises(ValueError, match="counts 119 rows, the table has 120"): load_prepared(tmp_path / "p")
+    with pytest.raises(ValueError, match="counts 119 rows, the table has 120"):
+        load_prepared(tmp_path / "p")
     Dataset.from_list([{"text": "x"}]).save_to_disk(str(tmp_path / "other"))
-    with pytest.raises(ValueError, match="no column input_ids, loss_mask"): load_prepared(tmp_path / "other")
+    with pytest.raises(ValueError, match="no column input_ids, loss_mask"):
+        load_prepared(tmp_path / "other")
 
 
 def test_secrets_do_not_reach_the_record(chats, tmp_path, monkeypatch):
@@ -316,7 +457,9 @@ def test_secrets_do_not_reach_the_record(chats, tmp_path, monkeypatch):
 
 
 def test_changes_and_fingerprints(tmp_path):
-    assert changes({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == ["b was 2, is 3", "c was None, is 4"] and changes({"d": 1}, {}) == ["d was 1, is None"]
+    assert changes({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == ["b was 2, is 3", "c was None, is 4"] and changes(
+        {"d": 1}, {}
+    ) == ["d was 1, is None"]
     rows = [{"input_ids": [1], "loss_mask": [1]}]
     assert fingerprint_data(iter(rows))[0] == fingerprint_data(rows)[0] != fingerprint_data(rows * 2)[0]
     (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
@@ -325,25 +468,34 @@ def test_changes_and_fingerprints(tmp_path):
 
 
 def test_masks_of_whole_numbers_are_masks(tmp_path):
-    rows = Dataset.from_list([{"input_ids": [5, 6, 7, 6], "loss_mask": [0, 0, 1, 1], "seq_len": 4}]).with_format("torch")  # upstream stores int64
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7, 6], "loss_mask": [0, 0, 1, 1], "seq_len": 4}]).with_format(
+        "torch"
+    )  # upstream stores int64
     rows.save_to_disk(str(tmp_path / "t"))
     prepared = load_prepared(tmp_path / "t")
     assert prepared.token_freq == {6: 1, 7: 1} and prepared.trained.tolist() == [2]
 
 
-def bad_rows(): return [row for _, row, _ in bad.MESSAGES + bad.TEXT_ONLY + bad.UNANSWERED + bad.IDS]
+def bad_rows():
+    return [row for _, row, _ in bad.MESSAGES + bad.TEXT_ONLY + bad.UNANSWERED + bad.IDS]
 
 
 def test_one_road(chats, tok, tmp_path):
-    "What the table in memory refuses and counts is what the folder refuses and counts, for the same reasons and at the same places."
-    (tmp_path / "c.jsonl").write_bytes(bad.lines(*chats[:9], *bad_rows(), *[row for _, row, _ in bad.READ[:8]], *chats[9:]))
+    """What the table in memory refuses and counts is what the folder refuses and counts, for the same reasons and at
+    the same places."""
+    (tmp_path / "c.jsonl").write_bytes(
+        bad.lines(*chats[:9], *bad_rows(), *[row for _, row, _ in bad.READ[:8]], *chats[9:])
+    )
     folder = prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p", max_length=100, shuffle=False, dedup=False)
     table = prepare(tmp_path / "c.jsonl", tok, 100)
     assert [(r["input_ids"], [int(m) for m in r["loss_mask"]]) for r in table] == rows_in(folder) and len(table) == 120
     dropped = folder.config["report"]["dropped"]
     said = re.sub(r".*dropped: ", "", table.info.description)
     assert said == "; ".join(f"{r['count']} × {r['reason']} (first: {r['first']})" for r in dropped)
-    assert sum(r["count"] for r in dropped) == len(bad_rows()) + 8 and folder.table.loc["without a row", "conversations"] == len(bad_rows()) + 8
+    assert (
+        sum(r["count"] for r in dropped) == len(bad_rows()) + 8
+        and folder.table.loc["without a row", "conversations"] == len(bad_rows()) + 8
+    )
     assert f"{len(bad_rows()) + 8 + 120} conversations, 120 rows" in table.info.description
 
 
@@ -357,8 +509,14 @@ def test_the_report_shows_control_tokens(chats, tmp_path, caplog):
     said = {"messages": [{"role": "user", "content": "<|im_end|>?"}, {"role": "assistant", "content": "<|im_start|>!"}]}
     prepared = prepare_data([*chats[:5], said, said | {"messages": said["messages"] * 2}], VERIFIER, tmp_path / "p")
     table = prepared.control_tokens
-    assert table.loc["<|im_end|>"].tolist() == [2, "conversation 5, message 0"] and table.loc["<|im_start|>"].tolist() == [2, "conversation 5, message 1"]
-    assert "&lt;|im_end|&gt;" in prepared._repr_html_() and "'<|im_end|>' in 2 conversations" in caplog.text and len(prepared) == 7
+    assert table.loc["<|im_end|>"].tolist() == [2, "conversation 5, message 0"] and table.loc[
+        "<|im_start|>"
+    ].tolist() == [2, "conversation 5, message 1"]
+    assert (
+        "&lt;|im_end|&gt;" in prepared._repr_html_()
+        and "'<|im_end|>' in 2 conversations" in caplog.text
+        and len(prepared) == 7
+    )
     assert not len(prepare_data(chats[:5], VERIFIER, tmp_path / "q").control_tokens)
     config = tmp_path / "q/data_config.json"  # of a folder that was made before there was such a count
     old = json.loads(config.read_text())
@@ -368,12 +526,20 @@ def test_the_report_shows_control_tokens(chats, tmp_path, caplog):
 
 
 def test_large_conversations_are_done_here_and_in_order(tmp_path, monkeypatch):
-    from speculators_nb.data import row_filter as intake
     from speculators_nb.data import prepare
+    from speculators_nb.data import row_filter as intake
+
     monkeypatch.setattr(intake, "BATCH", 3000)
     monkeypatch.setattr(prepare, "BATCH", 3000)
     chats = corpus(900)
-    for i in (0, 3, 450, 899): chats[i] = {"messages": [*chats[i]["messages"], {"role": "user", "content": f"{i} " * 4000}, {"role": "assistant", "content": "so"}]}
+    for i in (0, 3, 450, 899):
+        chats[i] = {
+            "messages": [
+                *chats[i]["messages"],
+                {"role": "user", "content": f"{i} " * 4000},
+                {"role": "assistant", "content": "so"},
+            ]
+        }
     here, work = [], prepare._work
     monkeypatch.setattr(prepare, "_work", lambda batch, *rest: here.append(len(batch)) or work(batch, *rest))
     one = prepare_data(chats, VERIFIER, tmp_path / "1", num_proc=1, shuffle=False, max_length=64)
@@ -395,15 +561,34 @@ print(len(made), list(made.dropped.index), (resource.getrusage(resource.RUSAGE_S
 """
 
 
-@pytest.mark.parametrize("kind, most", [("a line", 300), ("one word", 700), ("an emoji and a text", 1100), ("empty objects", 1500)])
+@pytest.mark.parametrize(
+    "kind, most", [("a line", 300), ("one word", 700), ("an emoji and a text", 1100), ("empty objects", 1500)]
+)
 def test_memory_is_bounded_whatever_a_line_holds(tmp_path, kind, most):
     "Peak memory of a process, in MB, beyond what its imports take. The first took 22 GB."
     good, path = bad.lines(bad.TALK), tmp_path / "c.jsonl.gz"
     million = b"x" * (1 << 20)
-    bomb = {"a line": (b'{"messages": [{"role": "user", "content": "', million, 300, b'"}, {"role": "assistant", "content": "x"}]}'),
-            "one word": (b'{"messages": [{"role": "user", "content": "', million, 31, b'"}, {"role": "assistant", "content": "x"}]}'),
-            "an emoji and a text": ('{"messages": [{"role": "user", "content": "😀'.encode(), b"word " * (1 << 18), 24, b'"}, {"role": "assistant", "content": "x"}]}'),
-            "empty objects": (b'{"messages": [{}', b",{}" * (1 << 18), 40, b"]}")}[kind]
+    bomb = {
+        "a line": (
+            b'{"messages": [{"role": "user", "content": "',
+            million,
+            300,
+            b'"}, {"role": "assistant", "content": "x"}]}',
+        ),
+        "one word": (
+            b'{"messages": [{"role": "user", "content": "',
+            million,
+            31,
+            b'"}, {"role": "assistant", "content": "x"}]}',
+        ),
+        "an emoji and a text": (
+            '{"messages": [{"role": "user", "content": "😀'.encode(),
+            b"word " * (1 << 18),
+            24,
+            b'"}, {"role": "assistant", "content": "x"}]}',
+        ),
+        "empty objects": (b'{"messages": [{}', b",{}" * (1 << 18), 40, b"]}"),
+    }[kind]
     path.write_bytes(gzip.compress(good + bomb[0]) + gzip.compress(bomb[1]) * bomb[2] + gzip.compress(bomb[3] + b"\n"))
     assert path.stat().st_size < 1 << 20
     done = subprocess.run([sys.executable, "-c", PEAK, path, VERIFIER], capture_output=True, text=True, check=True)

@@ -1,5 +1,8 @@
-"""The smaller part of `make proofs`: every proposer under every lossless rule, the law of sampled texts by chi-square and greedy texts token for token. tests/proofs/run.py does it with trained
-drafters of the shipped verifier, 50 000 texts each; here the models are random and the vocabulary has eight tokens, so that drafts are accepted often enough and contexts are few."""
+"""The smaller part of `make proofs`: every proposer under every lossless rule, the law of sampled texts by chi-square
+and greedy texts token for token. tests/proofs/run.py does it with trained
+drafters of the shipped verifier, 50 000 texts each; here the models are random and the vocabulary has eight tokens, so
+that drafts are accepted often enough and contexts are few."""
+
 import functools
 import json
 import sys
@@ -12,20 +15,27 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent / "proofs"))
-from memo import inverse  # noqa: E402
-from run import CHAINS, GROWERS, WRONG, combinations  # noqa: E402
-from setting import LEARNED, SHIPPED, Sampler, chi_square, exact_law, make, remembered, shipped  # noqa: E402
+from memo import inverse
+from run import CHAINS, GROWERS, WRONG, combinations
+from setting import LEARNED, SHIPPED, Sampler, chi_square, exact_law, make, remembered, shipped
 
-from speculators_nb.decode.acceptance_rules import lenient  # noqa: E402
-from speculators_nb.decode.generate import NoDrafter, generate  # noqa: E402
-from speculators_nb.lab.experiment import CONTENDERS  # noqa: E402
-from speculators_nb.train.train_drafter import new_drafter  # noqa: E402
-from speculators_nb.core.tree import Sampling  # noqa: E402
-from speculators_nb.verifier.tapped_model import Verifier  # noqa: E402
+from speculators_nb.core.tree import Sampling
+from speculators_nb.decode.acceptance_rules import lenient
+from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.lab.experiment import CONTENDERS
+from speculators_nb.train.train_drafter import new_drafter
+from speculators_nb.verifier.tapped_model import Verifier
 
 V, PROMPT, NEW, FILTERS = 8, (2, 3, 4, 5, 2, 3, 4), 4, dict(top_p=0.9)
-OWN = dict(dflash=dict(draft_arch="qwen3", block_size=5), dspark=dict(draft_arch="qwen3", block_size=4, markov_rank=4), peagle=dict(num_depths=4), mtp=dict(fresh_head=True, num_speculative_steps=4),
-           mlp=dict(num_heads=4), medusa=dict(num_heads=4), hass=dict(fusion_bias=True))
+OWN = dict(
+    dflash=dict(draft_arch="qwen3", block_size=5),
+    dspark=dict(draft_arch="qwen3", block_size=4, markov_rank=4),
+    peagle=dict(num_depths=4),
+    mtp=dict(fresh_head=True, num_speculative_steps=4),
+    mlp=dict(num_heads=4),
+    medusa=dict(num_heads=4),
+    hass=dict(fusion_bias=True),
+)
 FEW = 400
 # seeds are fixed, so a passing test cannot flicker; a sound decoder fails one of so many with this probability in all
 ALPHA = 1e-3
@@ -36,10 +46,14 @@ def fresh(folder, name, mask):
     algorithm = CONTENDERS[name][0]
     last_state = algorithm in ("eagle", "mtp", "mlp", "medusa")
     own = OWN.get(name, {}) | (dict(mask_token_id=mask) if algorithm in ("peagle", "dflash", "dspark") else {})
-    model, g = new_drafter(algorithm, folder, target_layer_ids=None if last_state else [0, 2, 4], **own), torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    model, g = (
+        new_drafter(algorithm, folder, target_layer_ids=None if last_state else [0, 2, 4], **own),
+        torch.Generator().manual_seed(zlib.crc32(name.encode())),
+    )
     with torch.no_grad():
         for p in model.parameters():
-            if p.requires_grad: p.add_(torch.randn(p.shape, generator=g) * 0.1)
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape, generator=g) * 0.1)
     return model.drafter()
 
 
@@ -47,8 +61,22 @@ def fresh(folder, name, mask):
 def small(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("verifier")
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=64,
-                                 initializer_range=0.3, bos_token_id=0, eos_token_id=1, pad_token_id=0)).save_pretrained(folder)
+    Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=V,
+            hidden_size=16,
+            intermediate_size=20,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=4,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    ).save_pretrained(folder)
     return Verifier.from_pretrained(folder, [0, 2, 4]), {name: fresh(folder, name, V - 1) for name in LEARNED}
 
 
@@ -60,8 +88,17 @@ def law_of(small):
 def p_value(small, law, name, rule, temperature, n=FEW):
     verifier, drafters = small
     sampler = Sampler(verifier, PROMPT, new=NEW)
-    sampling = sampler.memory.sampling(temperature, zlib.crc32(f"{name} {rule if isinstance(rule, str) else rule.about} {temperature}".encode()), **FILTERS)
-    texts = sampler.draw(remembered(name, make(name, drafters, verifier), sampler.memory), n, sampling, WRONG.get(rule, rule) if isinstance(rule, str) else rule)
+    sampling = sampler.memory.sampling(
+        temperature,
+        zlib.crc32(f"{name} {rule if isinstance(rule, str) else rule.about} {temperature}".encode()),
+        **FILTERS,
+    )
+    texts = sampler.draw(
+        remembered(name, make(name, drafters, verifier), sampler.memory),
+        n,
+        sampling,
+        WRONG.get(rule, rule) if isinstance(rule, str) else rule,
+    )
     return chi_square(Counter(tuple(g.tokens) for g in texts), law)[2], [s for g in texts for s in g.steps]
 
 
@@ -73,10 +110,19 @@ def test_the_law_of_texts_is_the_verifiers(small, law_of, name, rule):
     temperature = (0.7, 1.0)[ALL.index((name, rule)) % 2]
     p, steps = p_value(small, law_of(temperature), name, rule, temperature)
     assert p > ALPHA / len(ALL)
-    assert any(s.accepted for s in steps) and any(s.accepted < len(s.draft) for s in steps)      # it was put to the test
+    assert any(s.accepted for s in steps) and any(s.accepted < len(s.draft) for s in steps)  # it was put to the test
 
 
-@pytest.mark.parametrize("name, rule", [("eagle", "wrong: no residual"), ("eagle static", "wrong: no residual"), ("draft-model", "wrong: no residual"), ("eagle", lenient(0.3))], ids=lambda x: x if isinstance(x, str) else "lenient")
+@pytest.mark.parametrize(
+    "name, rule",
+    [
+        ("eagle", "wrong: no residual"),
+        ("eagle static", "wrong: no residual"),
+        ("draft-model", "wrong: no residual"),
+        ("eagle", lenient(0.3)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "lenient",
+)
 def test_a_wrong_rule_is_caught(small, law_of, name, rule):
     "The same threshold; a few more texts."
     assert p_value(small, law_of(1.0), name, rule, 1.0, 4 * FEW)[0] < ALPHA / len(ALL)
@@ -87,26 +133,45 @@ def test_remembering_changes_nothing(small, law_of):
     verifier, drafters = small
     sampling = Sampling(1.0, torch.Generator().manual_seed(0), **FILTERS)
     for name in ("eagle", "mlp static"):
-        texts = generate(verifier, make(name, drafters, verifier), [list(PROMPT)] * 500, max_new_tokens=NEW, k=3, sampling=sampling)
+        texts = generate(
+            verifier, make(name, drafters, verifier), [list(PROMPT)] * 500, max_new_tokens=NEW, k=3, sampling=sampling
+        )
         assert chi_square(Counter(tuple(g.tokens) for g in texts), law_of(1.0))[2] > 1e-3
 
 
 def test_the_quick_draw_is_a_draw():
-    law, g = torch.tensor([[0., .5, 0., .3, .2, 0.]]), torch.Generator().manual_seed(0)
+    law, g = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2, 0.0]]), torch.Generator().manual_seed(0)
     seen = torch.bincount(torch.cat([inverse(law, 1, generator=g)[0] for _ in range(20_000)]), minlength=6)
     assert seen[law[0] == 0].sum() == 0
-    assert chi_square({i: int(c) for i, c in enumerate(seen) if c}, {i: float(p) for i, p in enumerate(law[0]) if p})[2] > 1e-3
+    assert (
+        chi_square({i: int(c) for i, c in enumerate(seen) if c}, {i: float(p) for i, p in enumerate(law[0]) if p})[2]
+        > 1e-3
+    )
 
 
 @pytest.fixture(scope="module")
 def tiny():
     verifier, _, prompts = shipped([0, 2, 4, 6])
     prompts = [p[-40:] for p in prompts[::30]][:4]
-    return verifier, {name: fresh(SHIPPED, name, json.loads((SHIPPED / "config.json").read_text())["vocab_size"] - 1) for name in LEARNED}, prompts, \
-        [generate(verifier, NoDrafter(), p, max_new_tokens=10, k=0).tokens for p in prompts]
+    return (
+        verifier,
+        {
+            name: fresh(SHIPPED, name, json.loads((SHIPPED / "config.json").read_text())["vocab_size"] - 1)
+            for name in LEARNED
+        },
+        prompts,
+        [generate(verifier, NoDrafter(), p, max_new_tokens=10, k=0).tokens for p in prompts],
+    )
 
 
-@pytest.mark.parametrize("name", [*(c for c in CHAINS if "argmax" not in c), "medusa Medusa's", *(f"{g} {kind}" for g in GROWERS for kind in ("static", "dynamic"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(c for c in CHAINS if "argmax" not in c),
+        "medusa Medusa's",
+        *(f"{g} {kind}" for g in GROWERS for kind in ("static", "dynamic")),
+    ],
+)
 def test_greedy_texts_are_the_verifiers(tiny, name):
     "The shipped verifier: four prompts, ten tokens, one at a time and together."
     verifier, drafters, prompts, plain = tiny

@@ -1,4 +1,5 @@
 """README.md is nbs/index.ipynb, and what both say about the repository is so."""
+
 import re
 import subprocess
 import sys
@@ -21,14 +22,20 @@ def test_readme_is_the_index_notebook():
         assert (ROOT / path).read_bytes() == png, f"{path}: run `make export`"
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
 def test_relative_links_lead_somewhere(page):
     targets = re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", (ROOT / page).read_text())
     assert [t for t in targets if not ((ROOT / page).parent / t).exists()] == []
 
 
 def test_every_notebook_is_in_the_index():
-    assert [str(p.relative_to(ROOT)) for p in NOTEBOOKS if p.name != "index.ipynb" and f"({p.relative_to(ROOT)})" not in TEXT] == []
+    assert [
+        str(p.relative_to(ROOT))
+        for p in NOTEBOOKS
+        if p.name != "index.ipynb" and f"({p.relative_to(ROOT)})" not in TEXT
+    ] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
@@ -40,8 +47,10 @@ def test_make_targets_exist(page):
 
 def test_shell_commands_exist():
     """Every `speculators-nb` line of the README names a command with these options."""
-    from speculators_nb.cli.main import app
     from typer.main import get_command
+
+    from speculators_nb.cli.main import app
+
     commands = get_command(app).commands
     lines = re.findall(r"^speculators-nb (\w+)(.*)$", TEXT, flags=re.M)
     assert lines
@@ -57,18 +66,28 @@ def test_ci_calls_the_commands_of_the_readme():
 
 def test_quarto_files_parse_and_agree():
     """`nbdev_docs` renders with Quarto where it is installed; here its three files are read."""
-    quarto, nbdev, sidebar = (yaml.safe_load((ROOT / f"nbs/{f}.yml").read_text()) for f in ("_quarto", "nbdev", "sidebar"))
+    quarto, nbdev, sidebar = (
+        yaml.safe_load((ROOT / f"nbs/{f}.yml").read_text()) for f in ("_quarto", "nbdev", "sidebar")
+    )
     assert quarto["metadata-files"] == ["nbdev.yml", "sidebar.yml"]
     assert nbdev["project"]["output-dir"] == "_docs" and nbdev["website"]["title"] == "speculators_nb"
-    listed = [p for section in sidebar["website"]["sidebar"]["contents"] for p in (ROOT / "nbs").glob(section["contents"])]
+    listed = [
+        p for section in sidebar["website"]["sidebar"]["contents"] for p in (ROOT / "nbs").glob(section["contents"])
+    ]
     assert sorted(listed) == NOTEBOOKS, "every notebook has one place in the sidebar"
 
 
 def test_nbdev_leaves_the_quarto_files_alone(tmp_path):
     """nbdev writes nbdev.yml itself before it renders; ours must be what it would write."""
     import shutil
+
     for f in ("pyproject.toml", "settings.ini"):
         shutil.copy(ROOT / f, tmp_path)
     (tmp_path / "nbs").mkdir()
-    subprocess.run([sys.executable, "-c", "from nbdev.quarto import refresh_quarto_yml; refresh_quarto_yml()"], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", "from nbdev.quarto import refresh_quarto_yml; refresh_quarto_yml()"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
     assert (tmp_path / "nbs/nbdev.yml").read_text() == (ROOT / "nbs/nbdev.yml").read_text()

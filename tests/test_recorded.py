@@ -1,4 +1,6 @@
-"""Our models against upstream's recorded numbers: loss, metrics, gradients, five optimizer steps, and what a checkpoint holds."""
+"""Our models against upstream's recorded numbers: loss, metrics, gradients, five optimizer steps, and what a checkpoint
+holds."""
+
 import json
 
 import pytest
@@ -12,7 +14,8 @@ CASES = [name for algorithm in ("eagle3", "peagle", "dflash", "dspark") for name
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])
 @pytest.mark.parametrize("name", CASES)
 def test_upstream(name, lean):
-    """Loss and metrics to 1e-5 relative, gradients to 1e-3 relative per tensor norm: the noise between upstream's own attention back ends is 1e-6.
+    """Loss and metrics to 1e-5 relative, gradients to 1e-3 relative per tensor norm: the noise between upstream's own
+    attention back ends is 1e-6.
     DSpark's `confidence_cumprod_bias` is a difference of sums that nearly cancel, so it gets 1e-5 of those sums."""
     model, batch, kwargs, info, folder = load_case(name)
     model.train()
@@ -46,14 +49,19 @@ def test_five_adamw_steps(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_checkpoint_is_upstreams(name, tmp_path):
-    """The same tensors under the same names (a head and its mapping only for a reduced vocabulary), the same config keys and values, but for the
+    """The same tensors under the same names (a head and its mapping only for a reduced vocabulary), the same config
+    keys and values, but for the
     entry that vLLM's EAGLE-3 needs and upstream leaves out."""
     model, _, _, _, folder = load_case(name)
     model.save_pretrained(tmp_path)
-    assert sorted(load_file(tmp_path / "model.safetensors")) == json.loads((folder / "saved_pretrained_keys.json").read_text())
+    assert sorted(load_file(tmp_path / "model.safetensors")) == json.loads(
+        (folder / "saved_pretrained_keys.json").read_text()
+    )
     want, got = (json.loads((d / "config.json").read_text()) for d in (folder / "saved_pretrained", tmp_path))
     if name.startswith(("eagle3", "peagle")):
-        assert got["transformer_layer_config"].pop("num_aux_hidden_states") == len(want["eagle_aux_hidden_state_layer_ids"])
+        assert got["transformer_layer_config"].pop("num_aux_hidden_states") == len(
+            want["eagle_aux_hidden_state_layer_ids"]
+        )
     for key in ("auto_map", "transformers_version"):
         want.pop(key, None), got.pop(key, None)
     assert got == want

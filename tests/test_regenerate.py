@@ -1,4 +1,5 @@
 """Regenerated answers are those of the verifier, independent of batch and interruption, and counted when they fail."""
+
 import json
 import os
 import signal
@@ -13,35 +14,71 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Q
 
 from speculators_nb.data.chat_encoding import prepare
 from speculators_nb.regenerate.in_process import answer, eos_ids_of, pick, regenerate
-from speculators_nb.regenerate.replay import Replay
 from speculators_nb.regenerate.journal import read_regenerated
+from speculators_nb.regenerate.replay import Replay
 from speculators_nb.verifier.tapped_model import Verifier
 
-TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-            "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content "
+    "}}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endif %}"
+)
 
 
 def tokenizer():
-    bpe = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    bpe = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     bpe.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=TEMPLATE)
 
 
-def make_verifier(kind="qwen3", eos_bias=2.):
+def make_verifier(kind="qwen3", eos_bias=2.0):
     "Random weights; the end token is made likely, so that answers end at different lengths."
     torch.manual_seed(1)
-    if kind == "gpt2": model = GPT2LMHeadModel(GPT2Config(vocab_size=258, n_embd=32, n_layer=3, n_head=2, n_positions=512, bos_token_id=257, eos_token_id=257))
-    else: model = Qwen3ForCausalLM(Qwen3Config(vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
-                                               num_key_value_heads=1, head_dim=16, initializer_range=.3, eos_token_id=257))
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=258, n_embd=32, n_layer=3, n_head=2, n_positions=512, bos_token_id=257, eos_token_id=257
+            )
+        )
+    else:
+        model = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=258,
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=16,
+                initializer_range=0.3,
+                eos_token_id=257,
+            )
+        )
     head = model.lm_head
     model.lm_head = torch.nn.Linear(32, 258, bias=True)
     with torch.no_grad():
-        model.lm_head.weight.copy_(head.weight); model.lm_head.bias.zero_(); model.lm_head.bias[257] = eos_bias
+        model.lm_head.weight.copy_(head.weight)
+        model.lm_head.bias.zero_()
+        model.lm_head.bias[257] = eos_bias
     return Verifier(model)
 
 
-def talks(n): return [{"id": i, "messages": [{"role": r, "content": f"{t} {i}" + "!" * (i % 5)} for t in range(1 + i % 3) for r in ("user", "assistant")]} for i in range(n)]
+def talks(n):
+    return [
+        {
+            "id": i,
+            "messages": [
+                {"role": r, "content": f"{t} {i}" + "!" * (i % 5)}
+                for t in range(1 + i % 3)
+                for r in ("user", "assistant")
+            ],
+        }
+        for i in range(n)
+    ]
 
 
 PROMPTS = [[1, 2, 3], [4] * 9, [5, 6], [7] * 20, [8, 9, 10, 11]]
@@ -52,13 +89,20 @@ def test_greedy_answers_are_those_of_generate(kind):
     verifier = make_verifier(kind)
     ours = answer(verifier, PROMPTS, 24, {257})
     for p, a in zip(PROMPTS, ours):
-        hf = verifier.model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), max_new_tokens=24, do_sample=False, eos_token_id=257, pad_token_id=257)
-        assert a == hf[0, len(p):].tolist()
+        hf = verifier.model.generate(
+            torch.tensor([p]),
+            attention_mask=torch.ones(1, len(p)),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=257,
+            pad_token_id=257,
+        )
+        assert a == hf[0, len(p) :].tolist()
 
 
-@pytest.mark.parametrize("temperature", [0., 1.])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_answer_does_not_depend_on_its_batch(temperature):
-    verifier = make_verifier(eos_bias=6.)
+    verifier = make_verifier(eos_bias=6.0)
     together = answer(verifier, PROMPTS, 40, {257}, temperature, seeds=range(5))
     assert len(set(map(len, together))) > 1 or temperature == 0  # rows really leave at different times
     assert together == [answer(verifier, [p], 40, {257}, temperature, seeds=[s])[0] for s, p in enumerate(PROMPTS)]
@@ -66,29 +110,37 @@ def test_an_answer_does_not_depend_on_its_batch(temperature):
 
 
 def test_finished_rows_cost_nothing():
-    verifier, sizes = make_verifier(eos_bias=6.), []
-    handle = verifier.decoder.register_forward_pre_hook(lambda m, a, k: sizes.append(k["input_ids"].shape[0]), with_kwargs=True)
-    answers = answer(verifier, [[i] for i in range(32)], 60, {257}, 1., seeds=range(32))
+    verifier, sizes = make_verifier(eos_bias=6.0), []
+    handle = verifier.decoder.register_forward_pre_hook(
+        lambda m, a, k: sizes.append(k["input_ids"].shape[0]), with_kwargs=True
+    )
+    answers = answer(verifier, [[i] for i in range(32)], 60, {257}, 1.0, seeds=range(32))
     handle.remove()
     assert sizes[0] == 32 and sizes == sorted(sizes, reverse=True)
     assert len(sizes) == max(map(len, answers))
-    for step, size in enumerate(sizes): assert sum(len(a) > step for a in answers) > .75 * size - 1  # at most a quarter of a batch is idle
+    for step, size in enumerate(sizes):
+        assert sum(len(a) > step for a in answers) > 0.75 * size - 1  # at most a quarter of a batch is idle
 
 
 def test_pick_draws_from_the_distribution():
     logits = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 2
     logits[7] = -torch.inf
-    p, n = (logits / .7).softmax(-1), 20000
-    drawn = pick(logits.expand(n, -1), torch.rand(n, generator=torch.Generator().manual_seed(1)), .7).bincount(minlength=64)
+    p, n = (logits / 0.7).softmax(-1), 20000
+    drawn = pick(logits.expand(n, -1), torch.rand(n, generator=torch.Generator().manual_seed(1)), 0.7).bincount(
+        minlength=64
+    )
     assert drawn[7] == 0
     chi2 = ((drawn - n * p)[p > 0] ** 2 / (n * p)[p > 0]).sum()
-    assert chi2 < 62 + 5 * (2 * 62) ** .5  # 62 degrees of freedom, five standard deviations
-    for u in (0., 1 - 2**-24): assert p[pick(logits[None], torch.tensor([u]), .7)] > 0
+    assert chi2 < 62 + 5 * (2 * 62) ** 0.5  # 62 degrees of freedom, five standard deviations
+    for u in (0.0, 1 - 2**-24):
+        assert p[pick(logits[None], torch.tensor([u]), 0.7)] > 0
 
 
 def test_conversations_are_replayed(tmp_path):
-    tok, verifier = tokenizer(), make_verifier(eos_bias=6.)
-    report = regenerate(verifier, tok, talks(9), tmp_path / "out.jsonl", max_new_tokens=200, batch_size=2, temperature=1.)
+    tok, verifier = tokenizer(), make_verifier(eos_bias=6.0)
+    report = regenerate(
+        verifier, tok, talks(9), tmp_path / "out.jsonl", max_new_tokens=200, batch_size=2, temperature=1.0
+    )
     lines = list(read_regenerated(tmp_path / "out.jsonl"))
     assert report["written"] == 9 and not report["failed"] and report["cut"] == 0
     assert sorted(line["primary_id"] for line in lines if line["part"][0] == 0) == [str(i) for i in range(9)]
@@ -105,7 +157,7 @@ def test_conversations_are_replayed(tmp_path):
 
 def test_a_row_is_what_the_verifier_saw():
     """Each row's trained tokens, given the tokens before them, are the verifier's own greedy choices."""
-    tok, verifier = tokenizer(), make_verifier(eos_bias=4.)
+    tok, verifier = tokenizer(), make_verifier(eos_bias=4.0)
     replay = Replay(talks(3)[2])
     while history := replay.ask():
         prompt = replay.render(history, tok)
@@ -117,14 +169,20 @@ def test_a_row_is_what_the_verifier_saw():
 
 
 def test_cut_answers_end_the_conversation(tmp_path):
-    report = regenerate(make_verifier(eos_bias=-100.), tokenizer(), talks(3), tmp_path / "out.jsonl", max_new_tokens=5)
+    report = regenerate(make_verifier(eos_bias=-100.0), tokenizer(), talks(3), tmp_path / "out.jsonl", max_new_tokens=5)
     assert report["cut"] == 3
-    assert all(len(line["messages"]) == 2 and line["metadata"]["finish_reasons"] == ["length"] and sum(line["loss_mask"]) == 5
-               for line in read_regenerated(tmp_path / "out.jsonl"))
+    assert all(
+        len(line["messages"]) == 2 and line["metadata"]["finish_reasons"] == ["length"] and sum(line["loss_mask"]) == 5
+        for line in read_regenerated(tmp_path / "out.jsonl")
+    )
 
 
 def test_resume_is_the_run_that_was_not_interrupted(tmp_path):
-    tok, verifier, kwargs = tokenizer(), make_verifier(eos_bias=6.), dict(max_new_tokens=60, temperature=1., batch_size=3)
+    tok, verifier, kwargs = (
+        tokenizer(),
+        make_verifier(eos_bias=6.0),
+        dict(max_new_tokens=60, temperature=1.0, batch_size=3),
+    )
     whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
     regenerate(verifier, tok, talks(12), whole, **kwargs)
     regenerate(verifier, tok, talks(7), torn, **kwargs)
@@ -132,80 +190,160 @@ def test_resume_is_the_run_that_was_not_interrupted(tmp_path):
     assert len({line["primary_id"] for line in read_regenerated(torn)}) == 6
     report = regenerate(verifier, tok, talks(12), torn, **kwargs)
     assert (report["kept"], report["written"]) == (6, 6)
-    lines = lambda path: sorted(path.read_bytes().splitlines())  # noqa: E731
+    lines = lambda path: sorted(path.read_bytes().splitlines())
     assert lines(torn) == lines(whole) and torn.read_bytes().endswith(b"\n")
     assert regenerate(verifier, tok, talks(12), torn, **kwargs)["written"] == 0 and lines(torn) == lines(whole)
 
 
-@pytest.mark.parametrize("change, words", [(dict(temperature=.5), "sampling was {'temperature': 0.0}, is {'temperature': 0.5}"), (dict(seed=3), "seed was 0, is 3"),
-                                           (dict(verifier=make_verifier("gpt2")), "verifier was")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(temperature=0.5), "sampling was {'temperature': 0.0}, is {'temperature': 0.5}"),
+        (dict(seed=3), "seed was 0, is 3"),
+        (dict(verifier=make_verifier("gpt2")), "verifier was"),
+    ],
+)
 def test_other_settings_are_refused(tmp_path, change, words):
-    kwargs = dict(verifier=make_verifier(), tokenizer=tokenizer(), conversations=talks(2), out_path=tmp_path / "o.jsonl", max_new_tokens=4)
+    kwargs = dict(
+        verifier=make_verifier(),
+        tokenizer=tokenizer(),
+        conversations=talks(2),
+        out_path=tmp_path / "o.jsonl",
+        max_new_tokens=4,
+    )
     regenerate(**kwargs)
-    with pytest.raises(ValueError, match=words): regenerate(**(kwargs | change))
+    with pytest.raises(ValueError, match=words):
+        regenerate(**(kwargs | change))
 
 
 def test_damage_in_the_middle_is_not_skipped(tmp_path):
     path = tmp_path / "o.jsonl"
     regenerate(make_verifier(), tokenizer(), talks(3), path, max_new_tokens=4)
     path.write_bytes(path.read_bytes().replace(b'"part"', b'"part', 1))
-    with pytest.raises(ValueError, match="line 1: no regenerated row"): list(read_regenerated(path))
+    with pytest.raises(ValueError, match="line 1: no regenerated row"):
+        list(read_regenerated(path))
 
 
 def test_failures_are_counted_and_named(tmp_path, caplog):
     user = [{"role": "user", "content": "?"}]
-    rows = [*talks(2), talks(1)[0], {"id": "x", "messages": [{"role": "narrator", "content": "?"}]}, {"id": "y", "messages": [{"role": "assistant", "content": "first"}]},
-            {"id": "z", "messages": [{"role": "user", "content": "?" * 300}]}, {"id": "k", "messages": user, "top_k": 3}, {"id": "t", "messages": user, "temperature": -1}]
+    rows = [
+        *talks(2),
+        talks(1)[0],
+        {"id": "x", "messages": [{"role": "narrator", "content": "?"}]},
+        {"id": "y", "messages": [{"role": "assistant", "content": "first"}]},
+        {"id": "z", "messages": [{"role": "user", "content": "?" * 300}]},
+        {"id": "k", "messages": user, "top_k": 3},
+        {"id": "t", "messages": user, "temperature": -1},
+    ]
     report = regenerate(make_verifier(), tokenizer(), rows, tmp_path / "o.jsonl", max_new_tokens=4, max_length=200)
     assert report["written"] == 2 and report["failed"].total() == 5 and report["duplicates"] == 1
     named = {e["id"]: e["error"] for e in map(json.loads, (tmp_path / "o.errors.jsonl").read_text().splitlines())}
-    words = dict(x="'narrator' is unknown", y="no user message", z="prompt of 200 tokens or more", k="top_k: only a server", t="temperature: -1 is out of range")
+    words = dict(
+        x="'narrator' is unknown",
+        y="no user message",
+        z="prompt of 200 tokens or more",
+        k="top_k: only a server",
+        t="temperature: -1 is out of range",
+    )
     assert named.keys() == words.keys() and all(w in named[k] for k, w in words.items())
     assert "5 conversations failed" in caplog.text
     assert "duplicates" in str(report) and "narrator" in report._repr_html_()
-    assert regenerate(make_verifier(), tokenizer(), talks(2), tmp_path / "o.jsonl", max_new_tokens=4, max_length=200)["kept"] == 2
-    assert not (tmp_path / "o.errors.jsonl").exists() and not (tmp_path / "o.jsonl.lock").exists()  # nothing failed in the last run
+    assert (
+        regenerate(make_verifier(), tokenizer(), talks(2), tmp_path / "o.jsonl", max_new_tokens=4, max_length=200)[
+            "kept"
+        ]
+        == 2
+    )
+    assert (
+        not (tmp_path / "o.errors.jsonl").exists() and not (tmp_path / "o.jsonl.lock").exists()
+    )  # nothing failed in the last run
 
 
 def test_a_prompt_that_is_too_long_ends_a_conversation_and_keeps_what_was_said(tmp_path):
-    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, {"role": "user", "content": "?" * 300}]}
-    report = regenerate(make_verifier(eos_bias=6.), tokenizer(), [row], tmp_path / "o.jsonl", max_new_tokens=100, temperature=1., max_length=200)
+    row = {
+        "messages": [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "!"},
+            {"role": "user", "content": "?" * 300},
+        ]
+    }
+    report = regenerate(
+        make_verifier(eos_bias=6.0),
+        tokenizer(),
+        [row],
+        tmp_path / "o.jsonl",
+        max_new_tokens=100,
+        temperature=1.0,
+        max_length=200,
+    )
     (line,) = read_regenerated(tmp_path / "o.jsonl")
-    assert len(line["messages"]) == 2 and line["metadata"]["truncated"] == "prompt of 200 tokens or more" and report["truncated"].total() == 1
+    assert (
+        len(line["messages"]) == 2
+        and line["metadata"]["truncated"] == "prompt of 200 tokens or more"
+        and report["truncated"].total() == 1
+    )
 
 
 def test_sampling_of_each_conversation(tmp_path):
     """What a conversation draws or brings along decides its answers, whatever stands beside it in the batch."""
-    tok, verifier = tokenizer(), make_verifier(eos_bias=4.)
-    rows = [t | ({"temperature": .5, "top_p": .6} if t["id"] % 3 == 0 else {}) for t in talks(30)]
-    mix = {"temperature": [[0, 1], [1., 1]]}
+    tok, verifier = tokenizer(), make_verifier(eos_bias=4.0)
+    rows = [t | ({"temperature": 0.5, "top_p": 0.6} if t["id"] % 3 == 0 else {}) for t in talks(30)]
+    mix = {"temperature": [[0, 1], [1.0, 1]]}
     regenerate(verifier, tok, rows, tmp_path / "mix.jsonl", max_new_tokens=30, sampling=mix, batch_size=8)
     mixed = {line["id"]: line for line in read_regenerated(tmp_path / "mix.jsonl")}
     got = {line["primary_id"]: line["metadata"]["sampling_params"] for line in mixed.values()}
-    assert all(got[str(i)] == {"temperature": .5, "top_p": .6} for i in range(0, 30, 3)) and {p["temperature"] for p in got.values()} == {0, .5, 1.}
-    for t in (0., 1.):
-        regenerate(verifier, tok, [r for r in talks(30) if got[str(r["id"])]["temperature"] == t], tmp_path / f"{t}.jsonl", max_new_tokens=30, temperature=t)
+    assert all(got[str(i)] == {"temperature": 0.5, "top_p": 0.6} for i in range(0, 30, 3)) and {
+        p["temperature"] for p in got.values()
+    } == {0, 0.5, 1.0}
+    for t in (0.0, 1.0):
+        regenerate(
+            verifier,
+            tok,
+            [r for r in talks(30) if got[str(r["id"])]["temperature"] == t],
+            tmp_path / f"{t}.jsonl",
+            max_new_tokens=30,
+            temperature=t,
+        )
         alone = list(read_regenerated(tmp_path / f"{t}.jsonl"))
         assert alone and all(mixed[line["id"]]["input_ids"] == line["input_ids"] for line in alone)
-    with pytest.raises(ValueError, match="'top_k' is not known here"): regenerate(verifier, tok, rows, tmp_path / "x.jsonl", sampling={"top_k": 3})
+    with pytest.raises(ValueError, match="'top_k' is not known here"):
+        regenerate(verifier, tok, rows, tmp_path / "x.jsonl", sampling={"top_k": 3})
 
 
 def test_tools_in_this_process_need_a_parser(tmp_path):
-    """Without `response_template` a conversation ends before what its first call brought; with it, the call gets its old result."""
-    tok, verifier = tokenizer(), make_verifier(eos_bias=-100.)
+    """Without `response_template` a conversation ends before what its first call brought; with it, the call gets its
+    old result."""
+    tok, verifier = tokenizer(), make_verifier(eos_bias=-100.0)
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "f", "content": "42"},
-                        {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}
-    verifier.model.lm_head.bias.data[257] = 100.  # every answer is one end token
+    row = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "f", "content": "42"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ]
+    }
+    verifier.model.lm_head.bias.data[257] = 100.0  # every answer is one end token
     regenerate(verifier, tok, [row], tmp_path / "a.jsonl", max_new_tokens=4)
     (line,) = read_regenerated(tmp_path / "a.jsonl")
     assert [m["role"] for m in line["messages"]] == ["user", "assistant"]
     tok.response_template = {"x": 1}
     heard = []
-    tok.parse_response = lambda ids, prefix, tools: heard.append((ids, prefix)) or ({"role": "assistant", "tool_calls": [call]} if len(heard) == 1 else {"role": "assistant", "content": "z"})
+    tok.parse_response = lambda ids, prefix, tools: (
+        heard.append((ids, prefix))
+        or ({"role": "assistant", "tool_calls": [call]} if len(heard) == 1 else {"role": "assistant", "content": "z"})
+    )
     regenerate(verifier, tok, [row], tmp_path / "b.jsonl", max_new_tokens=4)
     line = list(read_regenerated(tmp_path / "b.jsonl"))[-1]
-    assert [m["role"] for m in line["messages"]] == ["user", "assistant", "tool", "assistant", "user", "assistant"] and line["messages"][2]["content"] == "42"
+    assert [m["role"] for m in line["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+    ] and line["messages"][2]["content"] == "42"
     assert line["metadata"]["finish_reasons"] == ["tool_calls", "stop", "stop"] and heard[0][0] == [257]
 
 
@@ -213,13 +351,15 @@ def test_an_end_token_is_needed():
     tok, verifier = tokenizer(), make_verifier()
     assert eos_ids_of(verifier, tok) == {257}
     tok.eos_token, verifier.model.generation_config.eos_token_id = None, None
-    with pytest.raises(ValueError, match="answers would never end"): eos_ids_of(verifier, tok)
+    with pytest.raises(ValueError, match="answers would never end"):
+        eos_ids_of(verifier, tok)
 
 
 ENDLESS = """
 import sys; sys.path.insert(0, {here!r})
 from test_regenerate import make_verifier, regenerate, talks, tokenizer
-regenerate(make_verifier(eos_bias=6.), tokenizer(), talks(400), {out!r}, max_new_tokens=60, temperature=1., batch_size=1)
+verifier = make_verifier(eos_bias=6.)
+regenerate(verifier, tokenizer(), talks(400), {out!r}, max_new_tokens=60, temperature=1., batch_size=1)
 """
 
 
@@ -230,9 +370,18 @@ def test_kill_then_resume(tmp_path):
         deadline = time.time() + 100
         while not (path.exists() and path.stat().st_size > 3000):
             assert child.poll() is None and time.time() < deadline, "the run ended before it could be killed"
-            time.sleep(.01)
+            time.sleep(0.01)
     finally:
-        child.send_signal(signal.SIGKILL); child.wait()
+        child.send_signal(signal.SIGKILL)
+        child.wait()
     kept = len({line["primary_id"] for line in read_regenerated(path)})
-    report = regenerate(make_verifier(eos_bias=6.), tokenizer(), talks(kept + 5), path, max_new_tokens=60, temperature=1., batch_size=8)
+    report = regenerate(
+        make_verifier(eos_bias=6.0),
+        tokenizer(),
+        talks(kept + 5),
+        path,
+        max_new_tokens=60,
+        temperature=1.0,
+        batch_size=8,
+    )
     assert kept and (report["kept"], report["written"]) == (kept, 5)

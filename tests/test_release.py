@@ -55,7 +55,7 @@ INSIDE = {"a/__init__.py", "a-0.2.0.dist-info/METADATA", "a-0.2.0.dist-info/lice
     [
         (INSIDE, METADATA, None),
         (INSIDE - {"a/__init__.py"}, METADATA, "lacks a/__init__.py"),
-        (INSIDE | {"tests/test_a.py"}, METADATA, "tests/test_a.py, which is no module"),
+        (INSIDE | {"tests/test_a.py"}, METADATA, "tests/test_a.py, which is no part"),
         (INSIDE, METADATA.replace("0.2.0", "0.1.0"), "version 0.1.0"),
         (INSIDE, METADATA.replace("Apache-2.0", "MIT"), "licence"),
         (INSIDE - {"a-0.2.0.dist-info/licenses/LICENSE"}, METADATA, "licence"),

@@ -1,4 +1,6 @@
-"""Every RoPE type of transformers, partial rotation and parameters by layer type: against transformers' own modules, in training and in drafting."""
+"""Every RoPE type of transformers, partial rotation and parameters by layer type: against transformers' own modules, in
+training and in drafting."""
+
 import copy
 
 import pytest
@@ -12,24 +14,57 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.attention import attention
 from speculators_nb.nn.layers import DecoderLayer, Rotary, draft_layer_config, rotate
 from speculators_nb.nn.masks import causal
-from speculators_nb.models.base import SpeculatorModel
 
 D, SHORT = 8, 16  # channels of a head; what the models were trained for: rows and documents here are longer
 BASE = dict(rope_theta=100.0)
 TYPES = {
-    "default": {}, "linear": dict(factor=2.0), "dynamic": dict(factor=3.0), "yarn": dict(factor=4.0, original_max_position_embeddings=4, beta_fast=2.0, beta_slow=0.25),
-    "longrope": dict(factor=2.0, short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[3.0, 2.0, 4.0, 5.0], original_max_position_embeddings=SHORT),
-    "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8), "proportional": dict(partial_rotary_factor=0.5)}
+    "default": {},
+    "linear": dict(factor=2.0),
+    "dynamic": dict(factor=3.0),
+    "yarn": dict(factor=4.0, original_max_position_embeddings=4, beta_fast=2.0, beta_slow=0.25),
+    "longrope": dict(
+        factor=2.0,
+        short_factor=[1.0, 1.5, 2.0, 2.5],
+        long_factor=[3.0, 2.0, 4.0, 5.0],
+        original_max_position_embeddings=SHORT,
+    ),
+    "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8),
+    "proportional": dict(partial_rotary_factor=0.5),
+}
 ROPES = {kind: BASE | dict(rope_type=kind) | given for kind, given in TYPES.items()}
-HALF = {f"{kind}, half": rope | dict(partial_rotary_factor=0.5) | ({k: [1.0, 4.0] if "short" in k else [3.0, 6.0] for k in ("short_factor", "long_factor")} if kind == "longrope" else {})
-        for kind, rope in ROPES.items() if kind != "proportional"}
-NESTED = {"by layer type": dict(full_attention=BASE | dict(rope_type="default"), sliding_attention=dict(rope_type="linear", rope_theta=7.0, factor=2.0))}
+HALF = {
+    f"{kind}, half": rope
+    | dict(partial_rotary_factor=0.5)
+    | (
+        {k: [1.0, 4.0] if "short" in k else [3.0, 6.0] for k in ("short_factor", "long_factor")}
+        if kind == "longrope"
+        else {}
+    )
+    for kind, rope in ROPES.items()
+    if kind != "proportional"
+}
+NESTED = {
+    "by layer type": dict(
+        full_attention=BASE | dict(rope_type="default"),
+        sliding_attention=dict(rope_type="linear", rope_theta=7.0, factor=2.0),
+    )
+}
 EVERY = ROPES | HALF | NESTED
-SIZES = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=D, num_hidden_layers=1, vocab_size=64,
-             max_position_embeddings=SHORT, attn_implementation="eager")
+SIZES = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=D,
+    num_hidden_layers=1,
+    vocab_size=64,
+    max_position_embeddings=SHORT,
+    attn_implementation="eager",
+)
 WITH_ATTENTION = ["eagle", "eagle3", "eagle3 qwen3", "peagle", "dflash", "dspark vanilla", "mtp"]
 
 
@@ -51,7 +86,8 @@ def test_every_type_is_here():
 @pytest.mark.parametrize("length", [3, SHORT, SHORT + 1, 60])
 @pytest.mark.parametrize("name", [*ROPES, *NESTED])
 def test_the_table_is_transformers(name, length):
-    "Cosines and sines of a whole row, of parts of it given its length, and in another order of calls: to 1e-6 of a fresh module of transformers."
+    """Cosines and sines of a whole row, of parts of it given its length, and in another order of calls: to 1e-6 of a
+    fresh module of transformers."""
     x, at, ours = torch.zeros(1, length, 32), torch.arange(length), Rotary(layer_config(EVERY[name]))
     theirs = LlamaRotaryEmbedding(layer_config(flat(name)))(x, at[None])
     for _ in range(2):
@@ -59,7 +95,7 @@ def test_the_table_is_transformers(name, length):
             torch.testing.assert_close(mine, want[0], rtol=1e-6, atol=1e-6)
         for mine, want in zip(ours(x, at[::2], ours.length(at)), theirs):
             torch.testing.assert_close(mine, want[0, ::2], rtol=1e-6, atol=1e-6)
-        ours(x, torch.arange(200))         # a longer text in between leaves nothing behind
+        ours(x, torch.arange(200))  # a longer text in between leaves nothing behind
     assert ours.length(at) == (length if name in ("dynamic", "longrope") else None)
     assert [t.shape for t in ours(x, at[:0])] == [(0, D)] * 2
 
@@ -67,14 +103,15 @@ def test_the_table_is_transformers(name, length):
 @pytest.mark.parametrize("length", [SHORT, 40])
 @pytest.mark.parametrize("name", HALF)
 def test_half_a_head(name, length):
-    "With partial_rotary_factor the first channels are rotated, as in Phi-3's layers and by the frequencies of Qwen3-Next's module, and the rest stays."
+    """With partial_rotary_factor the first channels are rotated, as in Phi-3's layers and by the frequencies of
+    Qwen3-Next's module, and the rest stays."""
     config = layer_config(EVERY[name], Qwen3NextConfig)
     x, at, q = torch.zeros(1, length, 32), torch.arange(length), torch.randn(1, 4, length, D)
     theirs, ours = Qwen3NextRotaryEmbedding(config)(x, at[None]), Rotary(layer_config(EVERY[name]))(x, at)
     for mine, want in zip(ours, theirs):
         torch.testing.assert_close(mine, want[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(rotate(q[0], ours), apply_rotary_pos_emb(q, q, *theirs)[0][0], rtol=1e-5, atol=1e-6)
-    assert torch.equal(rotate(q[0], ours)[..., D // 2:], q[0, ..., D // 2:])
+    assert torch.equal(rotate(q[0], ours)[..., D // 2 :], q[0, ..., D // 2 :])
     assert Phi3Config().model_type == "phi3"
 
 
@@ -91,7 +128,10 @@ def test_text_positions_of_a_family_with_three_coordinates():
 @pytest.mark.parametrize("name", [*ROPES, *NESTED])
 def test_the_layer_is_transformers(name, family):
     "A decoder layer with the same weights, on a text that is longer than what it was trained for."
-    cls, layer, table = dict(llama=(LlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding), qwen3=(Qwen3Config, Qwen3DecoderLayer, Qwen3RotaryEmbedding))[family]
+    cls, layer, table = dict(
+        llama=(LlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding),
+        qwen3=(Qwen3Config, Qwen3DecoderLayer, Qwen3RotaryEmbedding),
+    )[family]
     torch.manual_seed(0)
     theirs, ours = layer(layer_config(flat(name), cls), 0).eval(), DecoderLayer(layer_config(EVERY[name], cls))
     for p in theirs.parameters():
@@ -99,10 +139,14 @@ def test_the_layer_is_transformers(name, family):
     ours.load_state_dict(theirs.state_dict())
     x, at = torch.randn(1, 40, 32), torch.arange(40)
     rope, (z, residual) = Rotary(layer_config(EVERY[name], cls))(x, at), ours.inputs(x[0])
-    heads = attention(ours.self_attn.query(z, rope)[None], *(t[None] for t in ours.self_attn.key_value(z, rope)), causal())[0]
+    heads = attention(
+        ours.self_attn.query(z, rope)[None], *(t[None] for t in ours.self_attn.key_value(z, rope)), causal()
+    )[0]
     bias = torch.full((40, 40), float("-inf")).triu(1)[None, None]
     want = theirs(x, attention_mask=bias, position_embeddings=table(layer_config(flat(name), cls))(x, at[None]))
-    torch.testing.assert_close(ours.finish(heads, residual), (want if torch.is_tensor(want) else want[0])[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours.finish(heads, residual), (want if torch.is_tensor(want) else want[0])[0], rtol=1e-5, atol=1e-5
+    )
 
 
 def with_rope(name, rope):
@@ -116,7 +160,9 @@ def with_rope(name, rope):
     for key, value in given.items():
         setattr(config.transformer_layer_config, key, value)
     other = type(model)(config)
-    other.load_state_dict({n: w for n, w in model.state_dict().items() if not n.startswith("target_head.")}, strict=False)
+    other.load_state_dict(
+        {n: w for n, w in model.state_dict().items() if not n.startswith("target_head.")}, strict=False
+    )
     other.target_head, other.verifier_layers = model.target_head, model.verifier_layers
     return other, family
 
@@ -124,7 +170,8 @@ def with_rope(name, rope):
 @pytest.mark.parametrize("rope", EVERY)
 @pytest.mark.parametrize("name", WITH_ATTENTION)
 def test_training(name, rope):
-    """Packed rows, several steps or blocks, subsets of rows: the lean step is the definition; a second call on the same batch gives the same bits,
+    """Packed rows, several steps or blocks, subsets of rows: the lean step is the definition; a second call on the same
+    batch gives the same bits,
     whatever was called in between; a row without supervision has loss 0; and the parameters matter."""
     model, family = with_rope(name, rope)
     batch = batch_for(model, family)
@@ -145,15 +192,18 @@ TOKENS = torch.randint(V - 1, (26,), generator=torch.Generator().manual_seed(3))
 
 
 def drafted(model, k):
-    "Log-probabilities [k, V] of a chain of zeros behind TOKENS, read in three parts as a decoder does, drafting in between."
+    """Log-probabilities [k, V] of a chain of zeros behind TOKENS, read in three parts as a decoder does, drafting in
+    between."""
     agent, (_, target, _), n = model.drafter(), verifier("qwen3"), len(TOKENS)
     out = target(TOKENS[None], want_logits=False, use_cache=False).hidden_states[0]
-    features = torch.cat([out[:, i * H:(i + 1) * H] for i in agent.aux_layer_ids], -1)
+    features = torch.cat([out[:, i * H : (i + 1) * H] for i in agent.aux_layer_ids], -1)
     for start, stop in ((0, 9), (9, 17)):
-        with torch.no_grad(), agent.grow(TOKENS[:stop + 1], features[start:stop], k) as law:
+        with torch.no_grad(), agent.grow(TOKENS[: stop + 1], features[start:stop], k) as law:
             law(torch.tensor([-1]), TOKENS[:0], TOKENS[:0])
-    with torch.no_grad(), agent.grow(TOKENS, features[17:n - 1], k) as law:
-        rows = [law(torch.tensor([i]), torch.zeros(i + 1, dtype=torch.long), torch.arange(-1, i)) for i in range(-1, k - 1)]
+    with torch.no_grad(), agent.grow(TOKENS, features[17 : n - 1], k) as law:
+        rows = [
+            law(torch.tensor([i]), torch.zeros(i + 1, dtype=torch.long), torch.arange(-1, i)) for i in range(-1, k - 1)
+        ]
     return torch.cat(rows), features
 
 
@@ -162,19 +212,41 @@ def dense(model, name, features, k):
     n, zero = len(TOKENS), torch.zeros(1, dtype=torch.long)
     with torch.no_grad():
         if name == "mtp":
-            hidden = model.dense_hidden(TOKENS, features, zero.expand(n), torch.arange(n), k, True, length=model.rotary.length(torch.arange(n - 1)))
+            hidden = model.dense_hidden(
+                TOKENS,
+                features,
+                zero.expand(n),
+                torch.arange(n),
+                k,
+                True,
+                length=model.rotary.length(torch.arange(n - 1)),
+            )
             return torch.stack([model.lm_head(h[n - 2]) for h in hidden]).log_softmax(-1)
         if name == "dflash":
             masks = model.block_tokens(TOKENS[-1:])
-            row = torch.cat([features[:n - 1], torch.zeros_like(features[:1])])
-            states = model.block_hidden(masks, model.context(row), torch.tensor([n - 1]), zero.expand(n), torch.arange(n), lean=False, impl="sdpa")
+            row = torch.cat([features[: n - 1], torch.zeros_like(features[:1])])
+            states = model.block_hidden(
+                masks,
+                model.context(row),
+                torch.tensor([n - 1]),
+                zero.expand(n),
+                torch.arange(n),
+                lean=False,
+                impl="sdpa",
+            )
             return model.lm_head(states[0, -k:]).log_softmax(-1)
         if name == "peagle":
-            ids, rows = torch.cat([TOKENS[1:], zero.expand(k - 1)]), torch.cat([features[:n - 1], torch.zeros(k - 1, features.shape[1])])
-            anchor, depth = torch.cat([torch.arange(n - 1), torch.full((k - 1,), n - 2)]), torch.cat([zero.expand(n - 1), torch.arange(1, k)])
+            ids, rows = (
+                torch.cat([TOKENS[1:], zero.expand(k - 1)]),
+                torch.cat([features[: n - 1], torch.zeros(k - 1, features.shape[1])]),
+            )
+            anchor, depth = (
+                torch.cat([torch.arange(n - 1), torch.full((k - 1,), n - 2)]),
+                torch.cat([zero.expand(n - 1), torch.arange(1, k)]),
+            )
             states = model.dense_rollouts(ids, rows, zero.expand(len(ids)), anchor, depth)
-            return model.lm_head(states[n - 2:]).log_softmax(-1)
-        first = model.target_head.norm(features[:n - 1]) if name == "eagle" else features[:n - 1]
+            return model.lm_head(states[n - 2 :]).log_softmax(-1)
+        first = model.target_head.norm(features[: n - 1]) if name == "eagle" else features[: n - 1]
         hidden = model.dense_hidden(TOKENS[1:], first, zero.expand(n - 1), torch.arange(1, n), k)
         head = model.logits if name == "eagle" else model.lm_head
         return torch.stack([head(h[-1]) for h in hidden]).log_softmax(-1)
@@ -183,7 +255,8 @@ def dense(model, name, features, k):
 @pytest.mark.parametrize("rope", EVERY)
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3 qwen3", "peagle", "dflash", "mtp"])
 def test_drafting(name, rope):
-    "What is drafted step by step, with a cache that was begun when the text was shorter, is the definition on the whole text."
+    """What is drafted step by step, with a cache that was begun when the text was shorter, is the definition on the
+    whole text."""
     model, _ = with_rope(name, rope)
     k = 3
     got, features = drafted(model.eval(), k)
@@ -198,7 +271,11 @@ def test_frequencies_stay_float32():
     model = drafter("eagle3", "llama")
     want = model.rotary.inv_freq.clone()
     model.to(torch.bfloat16)
-    assert model.fc.weight.dtype == torch.bfloat16 and model.rotary.inv_freq.dtype == torch.float32 and torch.equal(model.rotary.inv_freq, want)
+    assert (
+        model.fc.weight.dtype == torch.bfloat16
+        and model.rotary.inv_freq.dtype == torch.float32
+        and torch.equal(model.rotary.inv_freq, want)
+    )
     assert "rotary.inv_freq" not in model.state_dict()
     with torch.device("meta"):
         assert not type(model)(model.config).rotary.inv_freq.is_meta
@@ -206,13 +283,23 @@ def test_frequencies_stay_float32():
 
 @pytest.mark.parametrize("kind", ["longrope", "nested", "proportional"])
 def test_draft_layers_for_a_verifier(kind):
-    "Draft layers take a verifier's RoPE: longrope with the part of a head that its factors are made for, of parameters by layer type those of their own type."
+    """Draft layers take a verifier's RoPE: longrope with the part of a head that its factors are made for, of
+    parameters by layer type those of their own type."""
     if kind == "longrope":
-        config = draft_layer_config(Phi3Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, rope_parameters=HALF["longrope, half"], original_max_position_embeddings=SHORT))
+        config = draft_layer_config(
+            Phi3Config(
+                **{k: v for k, v in SIZES.items() if k != "head_dim"},
+                rope_parameters=HALF["longrope, half"],
+                original_max_position_embeddings=SHORT,
+            )
+        )
         assert Rotary(config).inv_freq.shape == (2,)
     elif kind == "nested":
         text = layer_config(NESTED["by layer type"], Qwen3Config, num_hidden_layers=2)
-        assert draft_layer_config(text).rope_parameters["rope_theta"] == 100.0 and draft_layer_config(text, full_attention=()).rope_parameters["rope_theta"] == 7.0
+        assert (
+            draft_layer_config(text).rope_parameters["rope_theta"] == 100.0
+            and draft_layer_config(text, full_attention=()).rope_parameters["rope_theta"] == 7.0
+        )
     else:
         assert Rotary(draft_layer_config(layer_config(ROPES["proportional"]))).inv_freq.shape == (D // 2,)
     assert SpeculatorModel.registered_class(DRAFTERS["eagle3"][0]).__name__ == "Eagle3DraftModel"

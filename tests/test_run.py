@@ -1,4 +1,6 @@
-"A training run never lies: what is not finite is not saved, nothing is trained over, a resume continues the same run or says why it cannot."
+"""A training run never lies: what is not finite is not saved, nothing is trained over, a resume continues the same run
+or says why it cannot."""
+
 import json
 import shutil
 from pathlib import Path
@@ -33,11 +35,15 @@ class Diverges(Toy):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("kwargs", [
-    dict(logging_steps=100, save_strategy="no", load_best_model_at_end=False),  # nobody looks before the end
-    dict(logging_steps=100, **STEPS),  # seen at a save
-    dict(logging_steps=1),  # seen at a log
-], ids=["end", "save", "log"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(logging_steps=100, save_strategy="no", load_best_model_at_end=False),  # nobody looks before the end
+        dict(logging_steps=100, **STEPS),  # seen at a save
+        dict(logging_steps=1),  # seen at a log
+    ],
+    ids=["end", "save", "log"],
+)
 def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(tmp_path, value, kwargs):
     torch.manual_seed(0)
     with pytest.raises(FloatingPointError, match="loss.*not finite.*learning_rate=0.01"):
@@ -49,12 +55,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(tmp_pa
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path):
     "The loss of every step is finite; the last update is not."
+
     class Spoil(Stop):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             if state.global_step == self.step:
                 model.fc.weight.data[0, 0] = float("inf")
+
     with pytest.raises(FloatingPointError, match=r"fc\.weight.*not finite"):
-        train(toy(), samples(), samples(3, 1), arguments(tmp_path, max_steps=4, eval_strategy="no", load_best_model_at_end=False), callbacks=[Spoil(4)])
+        train(
+            toy(),
+            samples(),
+            samples(3, 1),
+            arguments(tmp_path, max_steps=4, eval_strategy="no", load_best_model_at_end=False),
+            callbacks=[Spoil(4)],
+        )
     assert not (tmp_path / "model.safetensors").exists() and not list(tmp_path.glob("checkpoint-*"))
 
 
@@ -74,8 +88,20 @@ def test_trainers_filter_stays_off(tmp_path):
 def test_a_learning_rate_of_a_thousand_million(tmp_path):
     "The measured case: 12 of 14 tensors were NaN and the exit code was 0."
     with pytest.raises(FloatingPointError, match="not finite"):
-        train_drafter(RELEASE / "features", tmp_path / "d", RELEASE / "verifier", "eagle3", ttt_steps=2, total_seq_len=32, learning_rate=1e9, max_steps=3,
-                      lr_scheduler_type="constant", warmup_steps=0, disable_tqdm=True, eval_share=0.0)
+        train_drafter(
+            RELEASE / "features",
+            tmp_path / "d",
+            RELEASE / "verifier",
+            "eagle3",
+            ttt_steps=2,
+            total_seq_len=32,
+            learning_rate=1e9,
+            max_steps=3,
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+            disable_tqdm=True,
+            eval_share=0.0,
+        )
     assert not (tmp_path / "d/model.safetensors").exists()
 
 
@@ -108,15 +134,20 @@ def test_a_folder_with_other_files_is_free(tmp_path):
 
 
 def test_an_overwritten_run_keeps_the_old_drafter_until_it_saves_and_mixes_no_checkpoints(tmp_path):
-    "Killed before its first save: the old drafter is whole. Resumed: the old run's checkpoints are not taken. Saved: they are gone."
+    """Killed before its first save: the old drafter is whole. Resumed: the old run's checkpoints are not taken. Saved:
+    they are gone."""
     train(toy(), samples(), samples(3, 1), arguments(tmp_path, **STEPS))
     old, drafter = sorted(p.name for p in tmp_path.glob("checkpoint-*")), (tmp_path / "model.safetensors").read_bytes()
     other = samples(seed=7)
     with pytest.raises(KeyboardInterrupt):
         train(toy(), other, samples(3, 1), arguments(tmp_path, overwrite=True, **STEPS), callbacks=[Stop(1)])
-    assert (tmp_path / "model.safetensors").read_bytes() == drafter and sorted(p.name for p in tmp_path.glob("checkpoint-*")) == old
+    assert (tmp_path / "model.safetensors").read_bytes() == drafter and sorted(
+        p.name for p in tmp_path.glob("checkpoint-*")
+    ) == old
     with pytest.raises(KeyboardInterrupt):
-        train(toy(), other, samples(3, 1), arguments(tmp_path, resume_from_checkpoint=True, **STEPS), callbacks=[Stop(3)])
+        train(
+            toy(), other, samples(3, 1), arguments(tmp_path, resume_from_checkpoint=True, **STEPS), callbacks=[Stop(3)]
+        )
     assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     whole = train(toy(), other, samples(3, 1), arguments(tmp_path / "whole", **STEPS))
     resumed = train(toy(), other, samples(3, 1), arguments(tmp_path, resume_from_checkpoint=True, **STEPS))
@@ -134,16 +165,19 @@ def cut(folder, step=5, n=16, **kwargs):
     return given
 
 
-@pytest.mark.parametrize("change,words", [
-    (dict(learning_rate=2e-2), "learning_rate was 0.01, is 0.02"),
-    (dict(optimizer="muon"), "optimizer was 'adamw', is 'muon'"),
-    (dict(seed=4), "seed was 3, is 4"),
-    (dict(total_seq_len=48), "total_seq_len was 32, is 48"),
-    (dict(gradient_accumulation_steps=2), "rows in a step was 1, is 2"),
-    (dict(lr_scheduler_type="cosine"), "lr_scheduler_type was 'linear', is 'cosine'"),
-    (dict(bf16=True), "bf16 was False, is True"),
-    (dict(weight_decay=0.5), "weight_decay was 0.01, is 0.5"),
-])
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        (dict(learning_rate=2e-2), "learning_rate was 0.01, is 0.02"),
+        (dict(optimizer="muon"), "optimizer was 'adamw', is 'muon'"),
+        (dict(seed=4), "seed was 3, is 4"),
+        (dict(total_seq_len=48), "total_seq_len was 32, is 48"),
+        (dict(gradient_accumulation_steps=2), "rows in a step was 1, is 2"),
+        (dict(lr_scheduler_type="cosine"), "lr_scheduler_type was 'linear', is 'cosine'"),
+        (dict(bf16=True), "bf16 was False, is True"),
+        (dict(weight_decay=0.5), "weight_decay was 0.01, is 0.5"),
+    ],
+)
 def test_other_settings_are_refused(tmp_path, change, words):
     given = cut(tmp_path)
     before = sorted(p.name for p in tmp_path.glob("checkpoint-*"))
@@ -154,7 +188,10 @@ def test_other_settings_are_refused(tmp_path, change, words):
 
 def test_other_data_are_refused(tmp_path):
     given = cut(tmp_path)
-    for data, words in ((samples(17), "training rows was 16, is 17"), (samples(16, seed=5), "training data was .*, is ")):
+    for data, words in (
+        (samples(17), "training rows was 16, is 17"),
+        (samples(16, seed=5), "training data was .*, is "),
+    ):
         with pytest.raises(ValueError, match=f"cannot resume.*{words}"):
             train(toy(), data, samples(4, 1), arguments(tmp_path, **given, resume_from_checkpoint=True))
 
@@ -174,7 +211,8 @@ def test_what_may_change(tmp_path):
 
 
 def test_ranks_are_converted_where_a_step_keeps_its_rows(tmp_path):
-    "A checkpoint of two ranks goes on in one process that accumulates two rows; with another number of rows in a step it is refused."
+    """A checkpoint of two ranks goes on in one process that accumulates two rows; with another number of rows in a step
+    it is refused."""
     given = cut(tmp_path / "a", step=4, gradient_accumulation_steps=2)
     for checkpoint in (tmp_path / "a").glob("checkpoint-*"):  # as two ranks would have written it
         record = json.loads((checkpoint / "run.json").read_text())
@@ -185,13 +223,26 @@ def test_ranks_are_converted_where_a_step_keeps_its_rows(tmp_path):
     resumed = train(toy(), samples(16), samples(4, 1), arguments(tmp_path / "a", **given, resume_from_checkpoint=True))
     assert torch.equal(weights(resumed.model), weights(whole.model))
     with pytest.raises(ValueError, match="rows in a step was 2, is 1.*gradient_accumulation_steps=2"):
-        train(toy(), samples(16), samples(4, 1), arguments(tmp_path / "b", **(given | dict(gradient_accumulation_steps=1)), resume_from_checkpoint=True))
+        train(
+            toy(),
+            samples(16),
+            samples(4, 1),
+            arguments(tmp_path / "b", **(given | dict(gradient_accumulation_steps=1)), resume_from_checkpoint=True),
+        )
 
 
 def test_a_checkpoint_knows_its_run(tmp_path):
     cut(tmp_path)
     record = json.loads((Path(last_checkpoint(tmp_path)) / "run.json").read_text())
-    assert {"run", "model", "data", "verifier", "world_size", "gradient_accumulation_steps", "settings"} <= record.keys()
+    assert {
+        "run",
+        "model",
+        "data",
+        "verifier",
+        "world_size",
+        "gradient_accumulation_steps",
+        "settings",
+    } <= record.keys()
     assert record["data"]["rows"] == 16 and record["settings"]["total_seq_len"] == 32
     assert record["run"] == json.loads((tmp_path / "run.json").read_text())["run"]
 
@@ -199,19 +250,36 @@ def test_a_checkpoint_knows_its_run(tmp_path):
 def test_a_checkpoint_that_is_named_must_fit_too(tmp_path):
     given = cut(tmp_path / "a")
     with pytest.raises(ValueError, match="cannot resume.*learning_rate"):
-        train(toy(), samples(16), samples(4, 1), arguments(tmp_path / "b", **(given | dict(learning_rate=1.0)), resume_from_checkpoint=last_checkpoint(tmp_path / "a")))
+        train(
+            toy(),
+            samples(16),
+            samples(4, 1),
+            arguments(
+                tmp_path / "b",
+                **(given | dict(learning_rate=1.0)),
+                resume_from_checkpoint=last_checkpoint(tmp_path / "a"),
+            ),
+        )
 
 
 # --- a finished run is finished -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kwargs", [
-    dict(max_steps=6, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2),  # ended inside an epoch
-    dict(num_train_epochs=1.5),
-    dict(num_train_epochs=2),
-    dict(learning_rate=0.3, num_train_epochs=30, early_stopping_patience=2, lr_scheduler_type="constant"),  # ended early
-    dict(num_train_epochs=1, save_strategy="no", load_best_model_at_end=False),  # left no checkpoint
-], ids=["max_steps", "half an epoch", "epochs", "early stopping", "no checkpoints"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(
+            max_steps=6, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2
+        ),  # ended inside an epoch
+        dict(num_train_epochs=1.5),
+        dict(num_train_epochs=2),
+        dict(
+            learning_rate=0.3, num_train_epochs=30, early_stopping_patience=2, lr_scheduler_type="constant"
+        ),  # ended early
+        dict(num_train_epochs=1, save_strategy="no", load_best_model_at_end=False),  # left no checkpoint
+    ],
+    ids=["max_steps", "half an epoch", "epochs", "early stopping", "no checkpoints"],
+)
 def test_a_finished_run_resumed_does_nothing(tmp_path, kwargs):
     first = train(toy(), samples(), samples(5, 1), arguments(tmp_path, **kwargs))
     files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -232,7 +300,15 @@ def test_a_run_that_was_killed_between_its_last_step_and_its_end_is_finished(tmp
     "All steps are done, the drafter is not saved: a resume takes no further step and saves the best."
     whole = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "whole"))
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(SpeculatorTrainer, "save_model", lambda self, folder=None, **kw: super(SpeculatorTrainer, self).save_model(folder, **kw) if folder else (_ for _ in ()).throw(KeyboardInterrupt))
+        m.setattr(
+            SpeculatorTrainer,
+            "save_model",
+            lambda self, folder=None, **kw: (
+                super(SpeculatorTrainer, self).save_model(folder, **kw)
+                if folder
+                else (_ for _ in ()).throw(KeyboardInterrupt)
+            ),
+        )
         train(toy(), samples(), samples(5, 1), arguments(tmp_path / "cut"))
     assert not (tmp_path / "cut/model.safetensors").exists()
     resumed = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "cut", resume_from_checkpoint=True))
@@ -245,9 +321,17 @@ def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path):
     given = dict(learning_rate=0.3, num_train_epochs=6, lr_scheduler_type="constant", save_total_limit=None)
     whole = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "whole", **given))
     with pytest.raises(KeyboardInterrupt):
-        train(toy(), samples(), samples(5, 1), arguments(tmp_path / "here", **given), callbacks=[Stop(whole.state.max_steps - 1)])
+        train(
+            toy(),
+            samples(),
+            samples(5, 1),
+            arguments(tmp_path / "here", **given),
+            callbacks=[Stop(whole.state.max_steps - 1)],
+        )
     shutil.move(tmp_path / "here", tmp_path / "there")
-    resumed = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "there", **given, resume_from_checkpoint=True))
+    resumed = train(
+        toy(), samples(), samples(5, 1), arguments(tmp_path / "there", **given, resume_from_checkpoint=True)
+    )
     assert resumed.state.best_model_checkpoint == str(tmp_path / f"there/checkpoint-{whole.state.best_global_step}")
     assert torch.equal(weights(resumed.model), weights(whole.model))
 
@@ -255,23 +339,26 @@ def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path):
 # --- refused by name ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kwargs,words", [
-    (dict(fsdp="full_shard"), "fsdp=.*DDP"),
-    (dict(fsdp=True), "fsdp=.*DDP"),
-    (dict(save_dtype="int8"), "save_dtype='int8'.*bfloat16"),
-    (dict(save_dtype="int7"), "save_dtype='int7'.*bfloat16"),
-    (dict(gradient_accumulation_steps=-1), "gradient_accumulation_steps=-1"),
-    (dict(num_train_epochs=0), "num_train_epochs=0"),
-    (dict(num_train_epochs=-1), "num_train_epochs=-1"),
-    (dict(max_grad_norm=float("nan")), "max_grad_norm=nan"),
-    (dict(adam_beta1=1.5), "adam_beta1=1.5"),
-    (dict(learning_rate=float("nan")), "learning_rate=nan"),
-    (dict(learning_rate=-1.0), "learning_rate=-1.0"),
-    (dict(weight_decay=-0.1), "weight_decay=-0.1"),
-    (dict(gradient_checkpointing=True), "gradient_checkpointing=True"),
-    (dict(save_only_model=True), "save_only_model=True"),
-    (dict(auto_find_batch_size=True), "auto_find_batch_size=True"),
-])
+@pytest.mark.parametrize(
+    "kwargs,words",
+    [
+        (dict(fsdp="full_shard"), "fsdp=.*DDP"),
+        (dict(fsdp=True), "fsdp=.*DDP"),
+        (dict(save_dtype="int8"), "save_dtype='int8'.*bfloat16"),
+        (dict(save_dtype="int7"), "save_dtype='int7'.*bfloat16"),
+        (dict(gradient_accumulation_steps=-1), "gradient_accumulation_steps=-1"),
+        (dict(num_train_epochs=0), "num_train_epochs=0"),
+        (dict(num_train_epochs=-1), "num_train_epochs=-1"),
+        (dict(max_grad_norm=float("nan")), "max_grad_norm=nan"),
+        (dict(adam_beta1=1.5), "adam_beta1=1.5"),
+        (dict(learning_rate=float("nan")), "learning_rate=nan"),
+        (dict(learning_rate=-1.0), "learning_rate=-1.0"),
+        (dict(weight_decay=-0.1), "weight_decay=-0.1"),
+        (dict(gradient_checkpointing=True), "gradient_checkpointing=True"),
+        (dict(save_only_model=True), "save_only_model=True"),
+        (dict(auto_find_batch_size=True), "auto_find_batch_size=True"),
+    ],
+)
 def test_training_arguments_that_make_no_sense(tmp_path, kwargs, words):
     with pytest.raises(ValueError, match=words):
         arguments(tmp_path, **kwargs)

@@ -1,6 +1,7 @@
 """tests/notebooks.py: what it runs, what it calls a failure, what it stores.
 Small notebooks, each about one thing, in a project of their own.
 """
+
 import json
 import os
 import re
@@ -34,8 +35,14 @@ NOTEBOOKS = {
     "fails": ["x = 1", "assert x == 2, 'x is not two'", "x = 3"],
     "hangs": ["import time", "time.sleep(600)"],
     "dies": ["import os", "os._exit(3)"],
-    "skips": ["ran = []", "#| eval: false\nraise SystemError", "#| slow\nran.append('slow')\n'slow ran'",
-              "#| cuda\nraise SystemError", "#| eval: true\nran.append('eval')", "print(*ran)"],
+    "skips": [
+        "ran = []",
+        "#| eval: false\nraise SystemError",
+        "#| slow\nran.append('slow')\n'slow ran'",
+        "#| cuda\nraise SystemError",
+        "#| eval: true\nran.append('eval')",
+        "print(*ran)",
+    ],
     "skips_all": ["md:---\nskip_exec: true\n---", "raise SystemError"],
     "defaults": ["md:---\neval: false\n---", "raise SystemError", "#| eval: true\nprint('only this')"],
     "unstable": [
@@ -45,10 +52,17 @@ NOTEBOOKS = {
         "for _ in text_bar(range(3), file=sys.stdout): time.sleep(.01)\nprint('after the bar')",
         "warnings.warn('noise')\nprint('noise', file=sys.stderr)",
         "bar = display(HTML('<progress value=1>'), display_id=True)\nbar.update(HTML('<progress value=2>'))",
-        "object()", "print(object())", "print('a\\rb')\nsys.stdout.flush()\nprint('c')", IMPORT, DRAW,
-        "print('a')\ndisplay(HTML('<progress value=1>'))\nprint('b')"],
-    "place": ["from pathlib import Path",
-              "Path.cwd().name, Path('place.ipynb').exists(), __name__, get_ipython().__class__.__name__"],
+        "object()",
+        "print(object())",
+        "print('a\\rb')\nsys.stdout.flush()\nprint('c')",
+        IMPORT,
+        DRAW,
+        "print('a')\ndisplay(HTML('<progress value=1>'))\nprint('b')",
+    ],
+    "place": [
+        "from pathlib import Path",
+        "Path.cwd().name, Path('place.ipynb').exists(), __name__, get_ipython().__class__.__name__",
+    ],
 }
 
 
@@ -126,15 +140,18 @@ def test_passes(project, name):
     assert verdict(project[1], name).startswith("passed"), project[1].stdout
 
 
-@pytest.mark.parametrize("name, why", [
-    ("blank", r"cell 1 \(c1\) picture 0 is blank"),
-    ("empty", r"cell 1 \(c1\) shows <Figure size 100x100 with 0 Axes> and no picture"),
-    ("axes", r"cell 2 \(c2\) shows <Axes: > and no picture"),
-    ("twice", r"cell 1 \(c1\) shows <Figure size 144x72 with 1 Axes> twice"),
-    ("fails", r"cell 1 \(c1\) failed(.|\n)*AssertionError: x is not two"),
-    ("hangs", r"cell 1 \(c1\) was running when the notebook's 0.25 minutes were over"),
-    ("dies", r"cell 1 \(c1\): the kernel died"),
-])
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("blank", r"cell 1 \(c1\) picture 0 is blank"),
+        ("empty", r"cell 1 \(c1\) shows <Figure size 100x100 with 0 Axes> and no picture"),
+        ("axes", r"cell 2 \(c2\) shows <Axes: > and no picture"),
+        ("twice", r"cell 1 \(c1\) shows <Figure size 144x72 with 1 Axes> twice"),
+        ("fails", r"cell 1 \(c1\) failed(.|\n)*AssertionError: x is not two"),
+        ("hangs", r"cell 1 \(c1\) was running when the notebook's 0.25 minutes were over"),
+        ("dies", r"cell 1 \(c1\): the kernel died"),
+    ],
+)
 def test_fails_with_notebook_cell_and_reason(project, name, why):
     nbs, said = project
     assert said.returncode == 1 and "\x1b" not in said.stdout

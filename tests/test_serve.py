@@ -1,4 +1,6 @@
-"""`serve`: the command for every kind of checkpoint, and a server of which nothing is left. A script of this folder stands in for vLLM."""
+"""`serve`: the command for every kind of checkpoint, and a server of which nothing is left. A script of this folder
+stands in for vLLM."""
+
 import json
 import os
 import shutil
@@ -11,10 +13,17 @@ from pathlib import Path
 import pytest
 
 from speculators_nb.cli import drafter_commands as drafter_steps
+from speculators_nb.core.http_client import Endpoint
 from speculators_nb.lab import experiment
 from speculators_nb.serve import server as serve
-from speculators_nb.core.http_client import Endpoint
-from speculators_nb.serve.server import Server, ServerError, find_executable, serve_command, serve_environment, what_to_serve
+from speculators_nb.serve.server import (
+    Server,
+    ServerError,
+    find_executable,
+    serve_command,
+    serve_environment,
+    what_to_serve,
+)
 from speculators_nb.train.train_drafter import new_drafter
 
 HERE, VERIFIER = Path(__file__).parent, Path(__file__).parents[1] / "data/tiny-verifier"
@@ -24,7 +33,9 @@ HERE, VERIFIER = Path(__file__).parent, Path(__file__).parents[1] / "data/tiny-v
 def drafters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafters")
     for name in ("eagle3", "peagle", "dflash", "dspark", "eagle", "medusa", "mlp", "mtp"):
-        kind = {"draft_arch": "qwen3"} if name in ("dflash", "dspark") else {"fresh_head": True} if name == "mtp" else {}
+        kind = (
+            {"draft_arch": "qwen3"} if name in ("dflash", "dspark") else {"fresh_head": True} if name == "mtp" else {}
+        )
         new_drafter(name, VERIFIER, **kind).save_pretrained(folder / name)
     return folder
 
@@ -43,7 +54,7 @@ def said(command):
     return json.loads(command[command.index("--speculative-config") + 1]) if "--speculative-config" in command else None
 
 
-# ------------------------------------------------------------------------------------------------------------------ the command
+# ---------------------------------------------------------------------------------------------------------- the command
 @pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dspark"])
 def test_a_checkpoint_is_served_by_its_folder(drafters, name):
     command = serve_command(drafters / name)
@@ -57,7 +68,12 @@ def test_a_checkpoint_is_served_by_its_folder(drafters, name):
 def test_another_verifier_needs_the_method_in_words(drafters):
     model, words = what_to_serve(drafters / "peagle", k=3, verifier=VERIFIER)
     assert model == str(VERIFIER)
-    assert words == {"num_speculative_tokens": 3, "model": str(drafters / "peagle"), "method": "eagle3", "parallel_drafting": True}
+    assert words == {
+        "num_speculative_tokens": 3,
+        "model": str(drafters / "peagle"),
+        "method": "eagle3",
+        "parallel_drafting": True,
+    }
 
 
 @pytest.mark.parametrize("name, method", [("eagle", "eagle"), ("medusa", "medusa")])
@@ -71,7 +87,7 @@ def test_a_family_with_a_layout_of_its_own_is_written_in_that(drafters, tmp_path
     assert "speculators_model_type" not in json.loads((tmp_path / "native/config.json").read_text())
     stamp = (tmp_path / "native/model.safetensors").stat().st_mtime_ns
     assert said(serve_command(drafters / name, k=1, native=tmp_path / "native"))["num_speculative_tokens"] == 1
-    assert (tmp_path / "native/model.safetensors").stat().st_mtime_ns == stamp        # written once
+    assert (tmp_path / "native/model.safetensors").stat().st_mtime_ns == stamp  # written once
 
 
 @pytest.mark.parametrize("name, why", [("mlp", "no MLP speculator"), ("mtp", "stitch_mtp")])
@@ -97,8 +113,15 @@ def test_a_checkpoint_that_would_load_wrongly_is_refused(drafters, tmp_path):
 def test_methods_without_a_checkpoint():
     assert said(serve_command(VERIFIER)) is None
     assert said(serve_command(VERIFIER, k=4, method="ngram"))["num_speculative_tokens"] == 4
-    assert said(serve_command(VERIFIER, speculative_config=dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)))["prompt_lookup_max"] == 3
-    model, words = what_to_serve(VERIFIER, k=3, verifier=VERIFIER, method="draft_model")
+    assert (
+        said(
+            serve_command(
+                VERIFIER, speculative_config=dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
+            )
+        )["prompt_lookup_max"]
+        == 3
+    )
+    _, words = what_to_serve(VERIFIER, k=3, verifier=VERIFIER, method="draft_model")
     assert words == {"num_speculative_tokens": 3, "model": str(VERIFIER), "method": "draft_model"}
     with pytest.raises(ValueError, match="num_speculative_tokens"):
         serve_command(VERIFIER, method="ngram")
@@ -109,7 +132,9 @@ def test_methods_without_a_checkpoint():
 
 
 def test_a_head_inside_the_verifier(tmp_path):
-    config = dict(model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"], mtp_num_hidden_layers=1, vocab_size=32)
+    config = dict(
+        model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"], mtp_num_hidden_layers=1, vocab_size=32
+    )
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert said(serve_command(tmp_path, k=2)) == {"num_speculative_tokens": 2, "method": "mtp"}
     assert said(serve_command(tmp_path))["method"] == "mtp"
@@ -131,7 +156,9 @@ def test_the_command_may_be_for_another_machine(drafters, tmp_path, monkeypatch)
     assert serve_command(tmp_path, k=0)[2] == "org/verifier"
     with pytest.raises(FileNotFoundError, match="neither a folder"):
         serve_command("org/drafter")
-    with pytest.raises(FileNotFoundError, match="org/verifier.* names it as its verifier.*--verifier"):       # but for a server that is to run here
+    with pytest.raises(
+        FileNotFoundError, match="org/verifier.* names it as its verifier.*--verifier"
+    ):  # but for a server that is to run here
         drafter_steps.serve(str(tmp_path), run=True)
     with pytest.raises(FileNotFoundError, match="org/other"):
         drafter_steps.serve(str(tmp_path), verifier="org/other", run=True)
@@ -147,15 +174,21 @@ def test_keys_and_open_doors(monkeypatch):
 
 
 def test_options(monkeypatch):
-    command = serve_command(VERIFIER, port=81, dtype="float32", max_model_len=64, extra=["--max-num-seqs", 2], vllm="/x/vllm")
+    command = serve_command(
+        VERIFIER, port=81, dtype="float32", max_model_len=64, extra=["--max-num-seqs", 2], vllm="/x/vllm"
+    )
     assert command[0] == "/x/vllm" and command[-2:] == ["--max-num-seqs", "2"]
     assert [command[command.index(o) + 1] for o in ("--port", "--dtype", "--max-model-len")] == ["81", "float32", "64"]
     monkeypatch.setattr(serve, "accelerated", lambda: False)
-    assert "--enforce-eager" in serve_command(VERIFIER) and "--enforce-eager" not in serve_command(VERIFIER, enforce_eager=False)
+    assert "--enforce-eager" in serve_command(VERIFIER) and "--enforce-eager" not in serve_command(
+        VERIFIER, enforce_eager=False
+    )
     assert serve_environment(3, {})["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert "VLLM_CPU_KVCACHE_SPACE" not in serve_environment(3, {"VLLM_CPU_KVCACHE_SPACE": "9"})
     monkeypatch.setattr(serve, "accelerated", lambda: True)
-    assert "--enforce-eager" not in serve_command(VERIFIER) and "VLLM_CPU_KVCACHE_SPACE" not in serve_environment(env={})
+    assert "--enforce-eager" not in serve_command(VERIFIER) and "VLLM_CPU_KVCACHE_SPACE" not in serve_environment(
+        env={}
+    )
 
 
 def test_where_the_engine_is(engine, tmp_path, monkeypatch):
@@ -168,7 +201,8 @@ def test_where_the_engine_is(engine, tmp_path, monkeypatch):
     clone = tmp_path / ".venv-vllm/bin/vllm"
     clone.parent.mkdir(parents=True)
     clone.symlink_to(engine)
-    for folder in (clone.parent, clone.parents[1]): folder.chmod(0o755)  # also under umask 002
+    for folder in (clone.parent, clone.parents[1]):
+        folder.chmod(0o755)  # also under umask 002
     assert find_executable("vllm") == str(clone)
     monkeypatch.setenv("PATH", str(engine.parent))
     assert find_executable("vllm") == str(engine)
@@ -186,7 +220,8 @@ def planted(engine, tmp_path, monkeypatch):
     place = shared / ".venv-vllm/bin/vllm"
     place.parent.mkdir(parents=True)
     shutil.copy(engine, place)
-    for path in (place, place.parent, place.parents[1]): path.chmod(0o755)
+    for path in (place, place.parent, place.parents[1]):
+        path.chmod(0o755)
     (shared / "a/b/c").mkdir(parents=True)
     monkeypatch.chdir(shared / "a/b/c")
     monkeypatch.setenv("PATH", "/nowhere")
@@ -195,25 +230,31 @@ def planted(engine, tmp_path, monkeypatch):
     return place
 
 
-def test_a_program_of_the_users_own_is_started(planted): assert find_executable("vllm") == str(planted)
+def test_a_program_of_the_users_own_is_started(planted):
+    assert find_executable("vllm") == str(planted)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
 def test_a_program_that_others_can_change_is_not(planted, level, mode):
     [planted, *planted.parents][level].chmod(mode)
-    with pytest.raises(FileNotFoundError, match=f"not started: .*mode {mode:o}; chmod go-w.*SPECULATORS_NB_VLLM"): find_executable("vllm")
+    with pytest.raises(FileNotFoundError, match=f"not started: .*mode {mode:o}; chmod go-w.*SPECULATORS_NB_VLLM"):
+        find_executable("vllm")
 
 
 def test_a_program_of_another_user_is_not(planted, monkeypatch):
     "Also as root, and where a link of one's own leads to it."
     mine, real = os.geteuid(), os.stat
+
     def theirs(path, *args, **kwargs):
         found = list(real(path, *args, **kwargs))
-        if str(path).endswith("bin/vllm"): found[4] = mine + 1000
+        if str(path).endswith("bin/vllm"):
+            found[4] = mine + 1000
         return os.stat_result(found)
+
     monkeypatch.setattr(os, "stat", theirs)
-    with pytest.raises(FileNotFoundError, match=f"belongs to another user .uid {mine + 1000}."): find_executable("vllm")
+    with pytest.raises(FileNotFoundError, match=f"belongs to another user .uid {mine + 1000}."):
+        find_executable("vllm")
 
 
 def test_the_clone_of_this_package_needs_no_such_check(planted, monkeypatch):
@@ -226,19 +267,23 @@ def test_the_clone_of_this_package_needs_no_such_check(planted, monkeypatch):
 def test_modules_in_the_working_folder_are_not_run(engine, tmp_path, monkeypatch):
     "The guard is Python code, and `python -c` imports from the working folder first."
     monkeypatch.chdir(tmp_path)
-    for name in ("subprocess", "signal", "threading"): (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(7)")
-    with Server(["vllm", "serve", "m"], vllm=engine): pass
+    for name in ("subprocess", "signal", "threading"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(7)")
+    with Server(["vllm", "serve", "m"], vllm=engine):
+        pass
     assert not (tmp_path / "ran").exists()
 
 
 def test_shipped_data_of_somebody_else(tmp_path, monkeypatch):
     (tmp_path / "data/tiny-verifier").mkdir(parents=True)
     (tmp_path / "work").mkdir()
-    for folder in (tmp_path / "data", tmp_path / "data/tiny-verifier"): folder.chmod(0o755)
+    for folder in (tmp_path / "data", tmp_path / "data/tiny-verifier"):
+        folder.chmod(0o755)
     monkeypatch.chdir(tmp_path / "work")
     assert experiment.shipped_data() == tmp_path / "data"
     (tmp_path / "data").chmod(0o777)
-    with pytest.raises(FileNotFoundError, match="only yours: .*mode 777"): experiment.shipped_data()
+    with pytest.raises(FileNotFoundError, match="only yours: .*mode 777"):
+        experiment.shipped_data()
 
 
 @pytest.mark.parametrize("name", ["-rf", "--config=/tmp/x.yaml", "--trust-remote-code", "a\nb"])
@@ -248,24 +293,42 @@ def test_a_models_name_is_no_option(drafters, tmp_path, name):
     config["speculators_config"]["verifier"]["name_or_path"] = name
     (tmp_path / "config.json").write_text(json.dumps(config))
     shutil.copy(drafters / "eagle3/model.safetensors", tmp_path)
-    with pytest.raises(ValueError, match="neither a folder nor the name of a model"): serve_command(tmp_path, k=0)
+    with pytest.raises(ValueError, match="neither a folder nor the name of a model"):
+        serve_command(tmp_path, k=0)
 
 
 @pytest.mark.parametrize("option", ["--api-key", "--hf-token", "--ssl-keyfile-password", "--my-secret"])
 @pytest.mark.parametrize("spelling", ["{} x", "{}=x"])
 def test_no_secret_among_the_arguments(option, spelling):
-    with pytest.raises(ValueError, match=f"extra holds {option}: everybody on the machine"): serve_command(VERIFIER, extra=spelling.format(option).split())
+    with pytest.raises(ValueError, match=f"extra holds {option}: everybody on the machine"):
+        serve_command(VERIFIER, extra=spelling.format(option).split())
 
 
-@pytest.mark.parametrize("content, words", [("", "not JSON"), ("[" * 100_000, "not JSON"), ("null", "holds null"), ("[]", "holds a list"), ('{"speculators_model_type": "eagle3", "speculators_config": [1]}', "speculators_config=.1.: must be an object"),
-                                            ('{"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": 5}}}', "name_or_path")])
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("null", "holds null"),
+        ("[]", "holds a list"),
+        (
+            '{"speculators_model_type": "eagle3", "speculators_config": [1]}',
+            "speculators_config=.1.: must be an object",
+        ),
+        (
+            '{"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": 5}}}',
+            "name_or_path",
+        ),
+    ],
+)
 def test_a_config_that_is_none(tmp_path, content, words):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=words) as e: what_to_serve(tmp_path)
+    with pytest.raises(ValueError, match=words) as e:
+        what_to_serve(tmp_path)
     assert str(tmp_path) in str(e.value)
 
 
-# ------------------------------------------------------------------------------------------------------------------- the server
+# ----------------------------------------------------------------------------------------------------------- the server
 def alive(pid):
     try:
         os.kill(pid, 0)
@@ -276,11 +339,13 @@ def alive(pid):
 
 def gone(pids, seconds=5):
     end = time.time() + seconds
-    while time.time() < end and any(map(alive, pids)): time.sleep(0.05)
+    while time.time() < end and any(map(alive, pids)):
+        time.sleep(0.05)
     return not any(map(alive, pids))
 
 
-def worker(server): return int(next(line for line in server.tail().splitlines() if line.startswith("worker")).split()[1])
+def worker(server):
+    return int(next(line for line in server.tail().splitlines() if line.startswith("worker")).split()[1])
 
 
 def test_it_runs_as_long_as_the_block_and_leaves_nobody(engine, drafters, monkeypatch):
@@ -293,25 +358,31 @@ def test_it_runs_as_long_as_the_block_and_leaves_nobody(engine, drafters, monkey
 
 
 def test_it_ends_where_the_block_fails(engine, tmp_path):
-    with pytest.raises(ZeroDivisionError):
-        with Server(["vllm", "serve", "m"], vllm=engine, log=tmp_path / "logs/server.log") as server:
-            pids = [server.process.pid, worker(server)]
-            1 / 0
+    with (
+        pytest.raises(ZeroDivisionError),
+        Server(["vllm", "serve", "m"], vllm=engine, log=tmp_path / "logs/server.log") as server,
+    ):
+        pids = [server.process.pid, worker(server)]
+        raise ZeroDivisionError
     assert gone(pids, 0.5) and "worker" in (tmp_path / "logs/server.log").read_text()
 
 
 def test_a_server_that_cannot_start_says_why(engine, monkeypatch):
     monkeypatch.setenv("FAKE_ENGINE", "fail")
-    with pytest.raises(ServerError) as e, Server(["vllm", "serve", "m"], vllm=engine): pass
+    with pytest.raises(ServerError) as e, Server(["vllm", "serve", "m"], vllm=engine):
+        pass
     text = str(e.value)
     assert "ended with code 1" in text and "initialization failed" in text
-    assert "ValueError: no room for the cache" in text and "consequence 3\n" not in text      # the cause is far above the end
+    assert (
+        "ValueError: no room for the cache" in text and "consequence 3\n" not in text
+    )  # the cause is far above the end
 
 
 def test_a_server_that_never_answers_is_given_up(engine, monkeypatch):
     monkeypatch.setenv("FAKE_ENGINE", "mute")
     server = Server(["vllm", "serve", "m"], vllm=engine, timeout=1.5)
-    with pytest.raises(ServerError, match="did not answer within 1.5 s"), server: pass
+    with pytest.raises(ServerError, match="did not answer within 1.5 s"), server:
+        pass
     assert gone([server.process.pid], 0.5)
 
 
@@ -319,14 +390,19 @@ def test_a_server_that_ends_is_noticed(engine):
     with Server(["vllm", "serve", "m"], vllm=engine) as server:
         os.killpg(server.process.pid, signal.SIGKILL)
         server.process.wait()
-        with pytest.raises(ServerError, match="ended with code"): server.check()
+        with pytest.raises(ServerError, match="ended with code"):
+            server.check()
 
 
 def test_a_port_that_is_taken(engine):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
-        with pytest.raises(ServerError, match="is taken"), Server(["vllm", "serve", "m", "--port", str(s.getsockname()[1])], vllm=engine): pass
+        with (
+            pytest.raises(ServerError, match="is taken"),
+            Server(["vllm", "serve", "m", "--port", str(s.getsockname()[1])], vllm=engine),
+        ):
+            pass
     assert Server(["vllm", "serve", "m", "--port=1234"], vllm=engine).url == "http://127.0.0.1:1234"
 
 
@@ -340,7 +416,8 @@ def test_nobody_outlives_a_client_that_was_killed(engine, tmp_path):
         os._exit(0)
     try:
         end = time.time() + 30
-        while not (tmp_path / "pids").exists() and time.time() < end: time.sleep(0.05)
+        while not (tmp_path / "pids").exists() and time.time() < end:
+            time.sleep(0.05)
         pids = list(map(int, (tmp_path / "pids").read_text().split()))
         assert all(map(alive, pids))
     finally:

@@ -1,4 +1,5 @@
 """One project, two configurations: pyproject.toml (pip, nbdev 3) and settings.ini (nbdev 2.4) must say the same."""
+
 import ast
 import re
 import subprocess
@@ -43,7 +44,8 @@ def test_project_agrees():
 
 
 def test_the_address_is_in_three_files_and_the_same():
-    "settings.ini, pyproject.toml and nbs/nbdev.yml; the rest of the repository does not spell it, and no address of a stranger stands in for it."
+    """settings.ini, pyproject.toml and nbs/nbdev.yml; the rest of the repository does not spell it, and no address of a
+    stranger stands in for it."""
     url = INI["git_url"]
     assert NBDEV["git_url"] == PROJECT.get("urls", {}).get("Repository", "") == url
     assert re.findall(r"repo-url: *[\"']?([^\"'\s]*)", (ROOT / "nbs/nbdev.yml").read_text()) == [url]
@@ -51,7 +53,19 @@ def test_the_address_is_in_three_files_and_the_same():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     words = [re.escape(url)] if url else [r"github\.com[/:][\w-]*/speculators[_-]nb", r"users\.noreply"]
     for name in set(tracked) - holds - {"tests/test_settings.py"}:
-        if (ROOT / name).suffix in (".py", ".md", ".ipynb", ".toml", ".ini", ".yml", ".yaml", ".json", ".txt", ".cfg", ""):
+        if (ROOT / name).suffix in (
+            ".py",
+            ".md",
+            ".ipynb",
+            ".toml",
+            ".ini",
+            ".yml",
+            ".yaml",
+            ".json",
+            ".txt",
+            ".cfg",
+            "",
+        ):
             text = (ROOT / name).read_text(errors="replace") if (ROOT / name).is_file() else ""
             assert not re.search("|".join(words), text), name
 
@@ -65,20 +79,29 @@ def test_exports_stay_byte_identical():
     """What nbdev 2 and 3 would otherwise write differently into the package."""
     assert "Documentation" not in PROJECT.get("urls", {}), "nbdev 3 would add a Docs: line to every module docstring"
     assert INI["doc_host"] == "" and INI["doc_baseurl"] == "/" and not INI.getboolean("update_pyproject")
-    assert PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == ["speculators_nb*"], "subpackages must be in the wheel"
+    assert PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == ["speculators_nb*"], (
+        "subpackages must be in the wheel"
+    )
 
 
 def pins():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return {r.name.lower().replace("_", "-"): r for r in (Requirement(line) for line in lines if line and line[0] != "#")}
+    return {
+        r.name.lower().replace("_", "-"): r for r in (Requirement(line) for line in lines if line and line[0] != "#")
+    }
 
 
 def test_constraints_satisfy_the_requirements():
     """Every pin lies within the declared bounds; torch is chosen by the Makefile's knob alone."""
     found = pins()
     assert "torch" not in found
-    assert [name for name, r in found.items() if not re.fullmatch(r"==[^+]+", str(r.specifier))] == [], "pins are ==, no local versions"
-    wanted = [Requirement(r) for r in PROJECT["dependencies"] + sum((PROJECT["optional-dependencies"][x] for x in ("dev", "docs")), [])]
+    assert [name for name, r in found.items() if not re.fullmatch(r"==[^+]+", str(r.specifier))] == [], (
+        "pins are ==, no local versions"
+    )
+    wanted = [
+        Requirement(r)
+        for r in PROJECT["dependencies"] + sum((PROJECT["optional-dependencies"][x] for x in ("dev", "docs")), [])
+    ]
     for r in wanted:
         if r.name != "torch":
             pin = found[r.name.lower().replace("_", "-")].specifier
@@ -98,8 +121,16 @@ def test_makefile_default_torch_is_supported():
 
 
 OPTIONAL = {Requirement(r).name for extra in ("vllm", "loggers") for r in PROJECT["optional-dependencies"][extra]}
-COMES_WITH = {"pydantic_core": "pydantic", "IPython": "nbdev", "yaml": "pyyaml", "PIL": "pillow", "pyarrow": "datasets", "ipykernel": "jupyterlab",
-              "nbformat": "nbclient", "jupyter_client": "nbclient"}
+COMES_WITH = {
+    "pydantic_core": "pydantic",
+    "IPython": "nbdev",
+    "yaml": "pyyaml",
+    "PIL": "pillow",
+    "pyarrow": "datasets",
+    "ipykernel": "jupyterlab",
+    "nbformat": "nbclient",
+    "jupyter_client": "nbclient",
+}
 
 
 def third_party(path):
@@ -110,12 +141,16 @@ def third_party(path):
     return {n.split(".")[0] for n in names} - set(sys.stdlib_module_names) - {"speculators_nb", "benchmarks"}
 
 
-@pytest.mark.parametrize("files,extras", [("speculators_nb/**/*.py", []), ("tests/*.py", ["dev", "docs"]), ("docs/*.py", ["dev", "docs"])])
+@pytest.mark.parametrize(
+    "files,extras", [("speculators_nb/**/*.py", []), ("tests/*.py", ["dev", "docs"]), ("docs/*.py", ["dev", "docs"])]
+)
 def test_imports_are_declared(files, extras):
     """What the code imports is what pyproject.toml asks for."""
     declared = PROJECT["dependencies"] + sum((PROJECT["optional-dependencies"][x] for x in extras), [])
     declared = {Requirement(r).name.replace("-", "_") for r in declared} | OPTIONAL
     files = list(ROOT.glob(files))
-    local = {p.stem for p in [*files, *ROOT.glob("docs/*.py"), *ROOT.glob("tests/*/*.py")]} | {p.name for p in (ROOT / "tests").iterdir() if p.is_dir()}
+    local = {p.stem for p in [*files, *ROOT.glob("docs/*.py"), *ROOT.glob("tests/*/*.py")]} | {
+        p.name for p in (ROOT / "tests").iterdir() if p.is_dir()
+    }
     unknown = {COMES_WITH.get(name, name): path.name for path in files for name in third_party(path) - local}
     assert files and {name: path for name, path in unknown.items() if name not in declared} == {}

@@ -1,4 +1,5 @@
 """Where conversations come from: every kind of source, every kind of damage, and who is who."""
+
 import gzip
 import json
 import os
@@ -22,7 +23,9 @@ SHAREGPT = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gp
 def write(path, *rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows)
-    (gzip.open if path.suffix == ".gz" else open)(path, "wt").write(text) if path.suffix != ".gz" else path.write_bytes(gzip.compress(text.encode()))
+    (gzip.open if path.suffix == ".gz" else open)(path, "wt").write(text) if path.suffix != ".gz" else path.write_bytes(
+        gzip.compress(text.encode())
+    )
     return path
 
 
@@ -33,8 +36,16 @@ def test_lines(tmp_path, name):
     assert list(read_conversations(str(path), 1)) == [CHAT]
 
 
-@pytest.mark.parametrize("whole, rows", [([CHAT, SHAREGPT], [CHAT, SHAREGPT]), (CHAT, [CHAT]), (CHAT["messages"], [{"messages": CHAT["messages"]}]), ([], []),
-                                         ([CHAT["messages"]] * 2, [{"messages": CHAT["messages"]}] * 2)])
+@pytest.mark.parametrize(
+    "whole, rows",
+    [
+        ([CHAT, SHAREGPT], [CHAT, SHAREGPT]),
+        (CHAT, [CHAT]),
+        (CHAT["messages"], [{"messages": CHAT["messages"]}]),
+        ([], []),
+        ([CHAT["messages"]] * 2, [{"messages": CHAT["messages"]}] * 2),
+    ],
+)
 def test_json(tmp_path, whole, rows):
     assert list(read_conversations(write(tmp_path / "a.json", json.dumps(whole, indent=1)))) == rows
 
@@ -58,7 +69,11 @@ def test_a_folder_is_read_below_in_order_and_records_are_passed_over(tmp_path):
     for name in ("a.jsonl.provenance.json", "out.errors.jsonl", "b/data_config.json", ".hidden/x.jsonl", "notes.txt"):
         write(tmp_path / name, "{}")
     assert [r["id"] for r in read_conversations(tmp_path)] == [1, 2, 3]
-    assert [w.removeprefix(str(tmp_path)) for w, _ in located(tmp_path)] == ["/a.jsonl, line 1", "/b/2.jsonl, line 1", "/c.json.gz, item 0"]
+    assert [w.removeprefix(str(tmp_path)) for w, _ in located(tmp_path)] == [
+        "/a.jsonl, line 1",
+        "/b/2.jsonl, line 1",
+        "/c.json.gz, item 0",
+    ]
 
 
 def test_hub_ids_through_datasets(tmp_path):
@@ -68,12 +83,14 @@ def test_hub_ids_through_datasets(tmp_path):
     assert len(list(read_conversations(f"hf:{tmp_path}:test"))) == 1
     assert len(list(read_conversations(f"hf:{tmp_path}:default:test"))) == 1
     assert len(list(read_conversations(f"hf:{tmp_path}:default", 1))) == 1
-    with pytest.raises(ValueError, match="split 'validation' cannot be loaded"): list(read_conversations(f"hf:{tmp_path}:validation"))
+    with pytest.raises(ValueError, match="split 'validation' cannot be loaded"):
+        list(read_conversations(f"hf:{tmp_path}:validation"))
 
 
 @pytest.mark.parametrize("spec", ["hf:", "hf:a::b", "hf:a:b:c:d", "hf://datasets/a/b", "hf://models/a/b/c.jsonl"])
 def test_malformed_hub_ids(spec):
-    with pytest.raises(ValueError, match="expected hf:"): list(read_conversations(spec))
+    with pytest.raises(ValueError, match="expected hf:"):
+        list(read_conversations(spec))
 
 
 def test_iterables_stream_and_mix(tmp_path):
@@ -82,18 +99,34 @@ def test_iterables_stream_and_mix(tmp_path):
     def endless():
         while True:
             yield SHAREGPT
+
     assert list(read_conversations(endless(), 3)) == [SHAREGPT] * 3
-    assert list(read_conversations([path, CHAT["messages"], SHAREGPT, str(tmp_path)])) == [CHAT, {"messages": CHAT["messages"]}, SHAREGPT, CHAT]
+    assert list(read_conversations([path, CHAT["messages"], SHAREGPT, str(tmp_path)])) == [
+        CHAT,
+        {"messages": CHAT["messages"]},
+        SHAREGPT,
+        CHAT,
+    ]
 
 
-@pytest.mark.parametrize("rows, words", [((CHAT, '{"id": "b", "mess'), "a.jsonl, line 2: not JSON"), ((CHAT, "", "7"), "a.jsonl, line 3: holds a int"), (('"text"',), "line 1: holds a str")])
+@pytest.mark.parametrize(
+    "rows, words",
+    [
+        ((CHAT, '{"id": "b", "mess'), "a.jsonl, line 2: not JSON"),
+        ((CHAT, "", "7"), "a.jsonl, line 3: holds a int"),
+        (('"text"',), "line 1: holds a str"),
+    ],
+)
 def test_broken_lines_are_named(tmp_path, rows, words):
-    with pytest.raises(ValueError, match=words): list(read_conversations(write(tmp_path / "a.jsonl", *rows)))
+    with pytest.raises(ValueError, match=words):
+        list(read_conversations(write(tmp_path / "a.jsonl", *rows)))
 
 
 def test_broken_json_is_named(tmp_path):
-    with pytest.raises(ValueError, match="a.json, line 3: not JSON"): list(read_conversations(write(tmp_path / "a.json", "[", "{},", "{]")))
-    with pytest.raises(ValueError, match="item 1: holds a int"): list(read_conversations(write(tmp_path / "b.json", "[{}, 3]")))
+    with pytest.raises(ValueError, match="a.json, line 3: not JSON"):
+        list(read_conversations(write(tmp_path / "a.json", "[", "{},", "{]")))
+    with pytest.raises(ValueError, match="item 1: holds a int"):
+        list(read_conversations(write(tmp_path / "b.json", "[{}, 3]")))
 
 
 def test_a_cut_off_gzip_file_is_an_error_after_what_could_be_read(tmp_path):
@@ -101,19 +134,24 @@ def test_a_cut_off_gzip_file_is_an_error_after_what_could_be_read(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     seen = []
     with pytest.raises(ValueError, match=r"a.jsonl.gz, after line \d+: the compressed file is cut off"):
-        for row in read_conversations(path): seen.append(row)
+        for row in read_conversations(path):
+            seen.append(row)  # noqa: PERF402 - what came before the error counts
     assert 0 < len(seen) <= 3000
 
 
 def test_not_utf8(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{}\n{"x": "\xff"}')
-    with pytest.raises(ValueError, match="a.jsonl, line 2: not UTF-8"): list(read_conversations(tmp_path / "a.jsonl"))
+    with pytest.raises(ValueError, match="a.jsonl, line 2: not UTF-8"):
+        list(read_conversations(tmp_path / "a.jsonl"))
 
 
 def test_what_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="hf:"): list(read_conversations(tmp_path / "none"))
-    with pytest.raises(FileNotFoundError, match="holds no file"): files_of(tmp_path)
-    with pytest.raises(ValueError, match="cannot read this kind"): files_of(write(tmp_path / "a.txt", "x"))
+    with pytest.raises(FileNotFoundError, match="hf:"):
+        list(read_conversations(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError, match="holds no file"):
+        files_of(tmp_path)
+    with pytest.raises(ValueError, match="cannot read this kind"):
+        files_of(write(tmp_path / "a.txt", "x"))
 
 
 @pytest.mark.parametrize("name", ["../out.arrow", "/etc/passwd", "..", ""])
@@ -123,7 +161,8 @@ def test_a_table_cannot_name_files_elsewhere(tmp_path, name):
     state = json.loads((tmp_path / "table/state.json").read_text())
     state["_data_files"] = [{"filename": name}]
     (tmp_path / "table/state.json").write_text(json.dumps(state))
-    with pytest.raises(ValueError, match="leads out of the folder"): load_table(tmp_path / "table")
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        load_table(tmp_path / "table")
 
 
 def test_a_link_does_not_lead_out_either(tmp_path):
@@ -132,15 +171,18 @@ def test_a_link_does_not_lead_out_either(tmp_path):
     (file,) = (tmp_path / "table").glob("*.arrow")
     file.unlink()
     file.symlink_to(next((tmp_path / "out").glob("*.arrow")))
-    with pytest.raises(ValueError, match="leads out of the folder"): load_table(tmp_path / "table")
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        load_table(tmp_path / "table")
 
 
 def test_a_torn_table_is_refused(tmp_path):
     Dataset.from_list([CHAT] * 50).save_to_disk(str(tmp_path / "table"))
     (file,) = (tmp_path / "table").glob("*.arrow")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(ValueError, match="cannot be read|leads out"): load_table(tmp_path / "table")
-    with pytest.raises(FileNotFoundError, match="no state.json"): load_table(tmp_path)
+    with pytest.raises(ValueError, match="cannot be read|leads out"):
+        load_table(tmp_path / "table")
+    with pytest.raises(FileNotFoundError, match="no state.json"):
+        load_table(tmp_path)
 
 
 def test_identity():
@@ -150,9 +192,16 @@ def test_identity():
 
 def test_content_is_what_is_said():
     assert content_hash(CHAT) == content_hash(SHAREGPT) == content_hash(CHAT | {"id": 9, "domain": "x"})
-    others = [CHAT | {"tools": [{"name": "f"}]}, {"messages": CHAT["messages"][:1]}, {"messages": CHAT["messages"][::-1]}, CHAT | {"images": ["a.png"]},
-              {"messages": [CHAT["messages"][0], CHAT["messages"][1] | {"reasoning_content": "2 and 2"}]}, {"input_ids": [1], "loss_mask": [1]}, {"input_ids": [1], "loss_mask": [0]},
-              {"input_ids": [1, 1], "loss_mask": [0]}]
+    others = [
+        CHAT | {"tools": [{"name": "f"}]},
+        {"messages": CHAT["messages"][:1]},
+        {"messages": CHAT["messages"][::-1]},
+        CHAT | {"images": ["a.png"]},
+        {"messages": [CHAT["messages"][0], CHAT["messages"][1] | {"reasoning_content": "2 and 2"}]},
+        {"input_ids": [1], "loss_mask": [1]},
+        {"input_ids": [1], "loss_mask": [0]},
+        {"input_ids": [1, 1], "loss_mask": [0]},
+    ]
     assert len({content_hash(x) for x in [CHAT, *others]}) == len(others) + 1
 
 
@@ -169,36 +218,75 @@ def test_a_chat_has_one_hash_in_every_spelling():
     for word, role in ROLES.items():  # bot, model, chatgpt, human, developer, observation, …
         words = [word if r == role else r for r, _ in talk]
         for who, what in (("role", "content"), ("from", "value")):
-            for spell in (str, lambda t: [{"type": "text", "text": t}], lambda t: [t], lambda t: [{"type": "text", "text": t[:2], "image": None}, t[2:]]):
+            for spell in (
+                str,
+                lambda t: [{"type": "text", "text": t}],
+                lambda t: [t],
+                lambda t: [{"type": "text", "text": t[:2], "image": None}, t[2:]],
+            ):
                 turns = [{who: w, what: spell(t)} for w, (_, t) in zip(words, talk)]
-                for row in ({"messages": turns}, {"conversations": turns, "id": 7}, {"messages": json.dumps(turns)}, turns, {"messages": None, "conversations": [t | {"weight": None} for t in turns]}):
+                for row in (
+                    {"messages": turns},
+                    {"conversations": turns, "id": 7},
+                    {"messages": json.dumps(turns)},
+                    turns,
+                    {"messages": None, "conversations": [t | {"weight": None} for t in turns]},
+                ):
                     assert content_hash(row) == plain, row
-    assert content_hash({"messages": [{"role": "assistant" if r == "tool" else r, "content": t} for r, t in talk]}) != plain
+    assert (
+        content_hash({"messages": [{"role": "assistant" if r == "tool" else r, "content": t} for r, t in talk]})
+        != plain
+    )
     thought = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
     for name in ("reasoning", "thinking"):
-        assert content_hash({"messages": [thought["messages"][0], thought["messages"][1] | {name: "hm"}]}) == \
-            content_hash({"messages": [thought["messages"][0], thought["messages"][1] | {"reasoning_content": "hm"}]}) != content_hash(thought)
+        assert (
+            content_hash({"messages": [thought["messages"][0], thought["messages"][1] | {name: "hm"}]})
+            == content_hash(
+                {"messages": [thought["messages"][0], thought["messages"][1] | {"reasoning_content": "hm"}]}
+            )
+            != content_hash(thought)
+        )
     tools = [{"name": "f"}]
-    assert content_hash(thought | {"tools": tools}) == content_hash(thought | {"tools": json.dumps(tools)}) == content_hash(thought | {"tools": [json.dumps(tools[0])]})
+    assert (
+        content_hash(thought | {"tools": tools})
+        == content_hash(thought | {"tools": json.dumps(tools)})
+        == content_hash(thought | {"tools": [json.dumps(tools[0])]})
+    )
 
 
 def test_hashes_of_the_first_release():
     "A run of `regenerate` that was begun with 0.1.0 finds what it has done."
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}
-    rows = [CHAT, SHAREGPT, {"messages": [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "x", "tool_call_id": "c", "name": "f"}], "tools": [{"name": "f"}]},
-            {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}]}, {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}], "images": ["a"]},
-            {"input_ids": [1, 2], "loss_mask": [0, 1]}, {"input_ids": [1, 2], "loss_mask": [False, True]}, {"messages": []}]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    rows = [
+        CHAT,
+        SHAREGPT,
+        {
+            "messages": [
+                *CHAT["messages"],
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": "x", "tool_call_id": "c", "name": "f"},
+            ],
+            "tools": [{"name": "f"}],
+        },
+        {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}], "images": ["a"]},
+        {"input_ids": [1, 2], "loss_mask": [0, 1]},
+        {"input_ids": [1, 2], "loss_mask": [False, True]},
+        {"messages": []},
+    ]
     assert [content_hash(r) for r in rows] == HASHES
 
 
-HASHES = ["350217b1061c7242a52eafee2e1a2d78",
-          "350217b1061c7242a52eafee2e1a2d78",
-          "621ea0904698b4d00223500418f489ed",
-          "7b9219871aee1452409a9e58061d3c71",
-          "9b081a2c86639cdeb0894e6f87e9a483",
-          "e184dc5b0565f2c8f66e72149fe9dd54",
-          "e184dc5b0565f2c8f66e72149fe9dd54",
-          "b4848660d62b08b3c9acbc73afa64564"]
+HASHES = [
+    "350217b1061c7242a52eafee2e1a2d78",
+    "350217b1061c7242a52eafee2e1a2d78",
+    "621ea0904698b4d00223500418f489ed",
+    "7b9219871aee1452409a9e58061d3c71",
+    "9b081a2c86639cdeb0894e6f87e9a483",
+    "e184dc5b0565f2c8f66e72149fe9dd54",
+    "e184dc5b0565f2c8f66e72149fe9dd54",
+    "b4848660d62b08b3c9acbc73afa64564",
+]
 
 
 def test_a_long_line_is_passed_over(tmp_path, monkeypatch):
@@ -213,11 +301,24 @@ def test_a_long_line_is_passed_over(tmp_path, monkeypatch):
     assert {r.reason for _, r in read if isinstance(r, BadRow)} == {files.TOO_LONG}
 
 
-@given(st.lists(st.one_of(st.integers(), st.text(max_size=30), st.lists(st.integers(-9, 9), max_size=5), st.dictionaries(st.text(max_size=3), st.text(max_size=20), max_size=3)), max_size=9),
-       st.sampled_from([None, 0, 1]), st.integers(1, 40))
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(),
+            st.text(max_size=30),
+            st.lists(st.integers(-9, 9), max_size=5),
+            st.dictionaries(st.text(max_size=3), st.text(max_size=20), max_size=3),
+        ),
+        max_size=9,
+    ),
+    st.sampled_from([None, 0, 1]),
+    st.integers(1, 40),
+)
 def test_lists_are_read_piece_by_piece(tmp_path_factory, rows, indent, piece):
     path = tmp_path_factory.mktemp("list") / "a.json"
-    path.write_text(json.dumps(rows, indent=indent, ensure_ascii=piece % 2 == 0), encoding="utf-8", errors="surrogatepass")
+    path.write_text(
+        json.dumps(rows, indent=indent, ensure_ascii=piece % 2 == 0), encoding="utf-8", errors="surrogatepass"
+    )
     expected = [r if isinstance(r, dict) else {"messages": r} if isinstance(r, list) else None for r in rows]
     with open(path, "rb") as file:
         text = files._Text(path, file)
@@ -226,21 +327,28 @@ def test_lists_are_read_piece_by_piece(tmp_path_factory, rows, indent, piece):
         assert text.peek() == "["
         text.at += 1
         found = [None if isinstance(r, BadRow) else r for _, r in files._read_list(path, text)]
-    assert found == expected or rows and isinstance(rows[0], dict) and {"role", "from"} & rows[0].keys()
+    assert found == expected or (rows and isinstance(rows[0], dict) and {"role", "from"} & rows[0].keys())
 
 
 def test_an_item_without_end_is_no_reason_to_read_on(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LINE", 1000)
     path = tmp_path / "a.json"
     path.write_text('[{"id": 1},\n{"x": "' + "y" * 10**7)
-    with pytest.raises(ValueError, match="a.json, line 2: an item has no end, or is longer than"): list(located(path))
+    with pytest.raises(ValueError, match="a.json, line 2: an item has no end, or is longer than"):
+        list(located(path))
     path.write_text(json.dumps([{"role": "user", "content": "y" * 99}] * 50))
-    with pytest.raises(ValueError, match="a.json, line 1: one conversation is longer than"): list(located(path))
+    with pytest.raises(ValueError, match="a.json, line 1: one conversation is longer than"):
+        list(located(path))
 
 
 def test_flipped_bits_in_a_table_end_no_process(tmp_path):
     "One of seven in the offsets ended the process before the offsets were looked at."
-    Dataset.from_list([{"messages": [{"role": "user", "content": "x" * i}], "input_ids": list(range(i)), "loss_mask": [True] * i} for i in range(30)]).save_to_disk(str(tmp_path / "t"))
+    Dataset.from_list(
+        [
+            {"messages": [{"role": "user", "content": "x" * i}], "input_ids": list(range(i)), "loss_mask": [True] * i}
+            for i in range(30)
+        ]
+    ).save_to_disk(str(tmp_path / "t"))
     (file,) = (tmp_path / "t").glob("*.arrow")
     whole, rng, ends = file.read_bytes(), random.Random(0), []
     for _ in range(60):
@@ -249,8 +357,11 @@ def test_flipped_bits_in_a_table_end_no_process(tmp_path):
         file.write_bytes(data)
         if not (pid := os.fork()):
             code = 3
-            try: code = len(list(located(tmp_path / "t"))) < 0
-            except ValueError: code = 2
-            finally: os._exit(code)
+            try:
+                code = len(list(located(tmp_path / "t"))) < 0
+            except ValueError:
+                code = 2
+            finally:
+                os._exit(code)
         ends.append(os.waitpid(pid, 0)[1])
     assert {os.waitstatus_to_exitcode(e) for e in ends} == {0, 2}

@@ -1,86 +1,116 @@
-"""Expected speed-up: against the formula written out; the simulator through the real decoder; the measurements on a tiny verifier."""
+"""Expected speed-up: against the formula written out; the simulator through the real decoder; the measurements on a
+tiny verifier."""
+
 from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from speculators_nb.core.tree import TokenTree
 from speculators_nb.decode.acceptance_rules import synthetic
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.evaluate import cost
 from speculators_nb.evaluate.acceptance import acceptance_summary, expected_length
-from speculators_nb.evaluate.speed import best_gamma, lengths, measured_speedup, speedups, verify_costs
-from speculators_nb.core.tree import TokenTree
+from speculators_nb.evaluate.speedup import best_gamma, lengths, measured_speedup, speedups, verify_costs
 from speculators_nb.verifier.tapped_model import Verifier
 
 
 @pytest.fixture(scope="module")
 def verifier():
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
     return Verifier(LlamaForCausalLM(config).eval())
 
 
 class Anything(NoDrafter):
-    def propose(self, tokens, features, k, sampling): return TokenTree.chain([5] * k)
+    def propose(self, tokens, features, k, sampling):
+        return TokenTree.chain([5] * k)
 
 
-@pytest.mark.parametrize("alpha, gamma, speedup", [(.6, 4, 1.92), (.7, 6, 2.35), (.8, 8, 3.09), (.9, 13, 4.67)])
+@pytest.mark.parametrize("alpha, gamma, speedup", [(0.6, 4, 1.92), (0.7, 6, 2.35), (0.8, 8, 3.09), (0.9, 13, 4.67)])
 def test_best_gamma_at_a_twentieth(alpha, gamma, speedup):
-    curve = speedups([expected_length(alpha, n) for n in range(40)], .05)
-    assert best_gamma(curve) == gamma and curve[gamma] == pytest.approx(speedup, abs=.005)
+    curve = speedups([expected_length(alpha, n) for n in range(40)], 0.05)
+    assert best_gamma(curve) == gamma and curve[gamma] == pytest.approx(speedup, abs=0.005)
 
 
-@pytest.mark.parametrize("alpha, row", [(.6, (2.18, 2.38, 2.46, 2.50)), (.7, (2.53, 2.94, 3.14, 3.32)), (.8, (2.95, 3.69, 4.16, 4.86)), (.9, (3.44, 4.69, 5.70, 8.15))])
+@pytest.mark.parametrize(
+    "alpha, row",
+    [
+        (0.6, (2.18, 2.38, 2.46, 2.50)),
+        (0.7, (2.53, 2.94, 3.14, 3.32)),
+        (0.8, (2.95, 3.69, 4.16, 4.86)),
+        (0.9, (3.44, 4.69, 5.70, 8.15)),
+    ],
+)
 def test_lengths_of_independent_rates(alpha, row):
-    by_rate = lengths([alpha ** i for i in range(1, 16)])
-    assert [by_rate[n] for n in (3, 5, 7, 15)] == pytest.approx(row, abs=.0051)     # the anchors have two decimals
+    by_rate = lengths([alpha**i for i in range(1, 16)])
+    assert [by_rate[n] for n in (3, 5, 7, 15)] == pytest.approx(row, abs=0.0051)  # the anchors have two decimals
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 9), st.integers(0, 20), st.integers(0, 10), st.booleans())
 def test_the_formula_with_fractions(tenths, c, v, parallel):
     alpha, cost_, n = Fraction(tenths, 10), Fraction(c, 20), 6
-    E = [sum(alpha ** i for i in range(g + 1)) for g in range(n + 1)]
+    E = [sum(alpha**i for i in range(g + 1)) for g in range(n + 1)]
     verify = [1 + Fraction(v * g, 20) for g in range(n + 1)]
     exact = [e / ((cost_ if parallel else g * cost_) * (g > 0) + verify[g]) for g, e in enumerate(E)]
-    ours = speedups(lengths([float(alpha) ** i for i in range(1, n + 1)]), float(cost_), [float(x) for x in verify], parallel)
+    ours = speedups(
+        lengths([float(alpha) ** i for i in range(1, n + 1)]), float(cost_), [float(x) for x in verify], parallel
+    )
     assert ours == pytest.approx([float(x) for x in exact], rel=1e-12)
     assert ours[0] == 1
-    if not parallel and not v: assert (max(exact) > 1) == (alpha > cost_)            # improves if and only if a guess is kept more often than it costs
+    if not parallel and not v:
+        assert (max(exact) > 1) == (alpha > cost_)  # improves if and only if a guess is kept more often than it costs
 
 
 def test_equal_speeds_take_the_fewest_guesses():
-    assert best_gamma([1., 1.5, 1.5, 1.2]) == 1 and best_gamma([1., .9]) == 0
+    assert best_gamma([1.0, 1.5, 1.5, 1.2]) == 1 and best_gamma([1.0, 0.9]) == 0
 
 
 def test_too_few_verifier_costs():
-    with pytest.raises(ValueError, match="2 costs for 3 lengths.*1 … 3 tokens"): speedups([1, 1.5, 1.8], .1, [1, 1])
+    with pytest.raises(ValueError, match="2 costs for 3 lengths.*1 … 3 tokens"):
+        speedups([1, 1.5, 1.8], 0.1, [1, 1])
 
 
-@pytest.mark.parametrize("rates", [[.8, .64, .512], [.9, .2, 0.], [1., .5, .5]])
+@pytest.mark.parametrize("rates", [[0.8, 0.64, 0.512], [0.9, 0.2, 0.0], [1.0, 0.5, 0.5]])
 def test_the_simulator_gives_the_predicted_length(verifier, rates):
     torch.manual_seed(1)
-    s = acceptance_summary(generate(verifier, Anything(), [[3, i] for i in range(20)], k=3, max_new_tokens=120, rule=synthetic(rates)), 3)
+    s = acceptance_summary(
+        generate(verifier, Anything(), [[3, i] for i in range(20)], k=3, max_new_tokens=120, rule=synthetic(rates)), 3
+    )
     # a step keeps 0 to 3 guesses: its deviation is at most 1.5, and five standard errors of the mean are allowed
-    assert abs(s["mean_length"] - lengths(rates)[-1]) < 5 * 1.5 / s["steps"] ** .5 < .3
+    assert abs(s["mean_length"] - lengths(rates)[-1]) < 5 * 1.5 / s["steps"] ** 0.5 < 0.3
 
 
 def test_verifier_costs_are_ratios_of_medians_within_a_round(verifier, monkeypatch):
     widths = []
+
     class Watched:
         device = verifier.device
+
         def __call__(self, ids, past_key_values):
             widths.append(ids.shape[1])
             return verifier(ids, past_key_values=past_key_values)
-    def ticks(run):       # a machine that is slower in every second round: ratios do not notice
+
+    def ticks(run):  # a machine that is slower in every second round: ratios do not notice
         ticks.calls += 1
         run()
         return widths[-1] * (3 if (ticks.calls - 1) // 4 % 2 else 1)
+
     ticks.calls = 0
-    monkeypatch.setattr("speculators_nb.evaluate.speed.seconds", ticks)
+    monkeypatch.setattr("speculators_nb.evaluate.speedup.seconds", ticks)
     assert verify_costs(Watched(), 3, context=8, rounds=4) == [1, 2, 3, 4]
     assert widths == [8] + [1, 2, 3, 4] * 5
 
@@ -88,19 +118,28 @@ def test_verifier_costs_are_ratios_of_medians_within_a_round(verifier, monkeypat
 def test_measured_speedup_is_plain_over_drafted_per_token(verifier, monkeypatch):
     def ticks(run):
         made = []
-        monkeypatch.setattr("speculators_nb.evaluate.speed.generate", lambda *a, **k: made.append((a[1], out := generate(*a, **k))) or out)
+        monkeypatch.setattr(
+            "speculators_nb.evaluate.speedup.generate",
+            lambda *a, **k: made.append((a[1], out := generate(*a, **k))) or out,
+        )
         run()
-        return (6. if isinstance(made[0][0], NoDrafter) else 2.) * len(made[0][1].tokens)
-    monkeypatch.setattr("speculators_nb.evaluate.speed.seconds", ticks)
-    got = measured_speedup(verifier, NgramDrafter(), [[1, 2, 1], [7, 7]], k=2, max_new_tokens=6, temperature=1.)
+        return (6.0 if isinstance(made[0][0], NoDrafter) else 2.0) * len(made[0][1].tokens)
+
+    monkeypatch.setattr("speculators_nb.evaluate.speedup.seconds", ticks)
+    got = measured_speedup(verifier, NgramDrafter(), [[1, 2, 1], [7, 7]], k=2, max_new_tokens=6, temperature=1.0)
     assert got == pytest.approx(dict(low=3, speedup=3, high=3))
 
 
 def test_one_thread_is_timed_by_the_processor(monkeypatch):
     import time
-    if torch.cuda.is_available(): pytest.skip("a device is timed by the wall clock")
-    def nap(): time.sleep(.05)
+
+    if torch.cuda.is_available():
+        pytest.skip("a device is timed by the wall clock")
+
+    def nap():
+        time.sleep(0.05)
+
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert cost.seconds(nap) < .03
+    assert cost.seconds(nap) < 0.03
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert cost.seconds(nap) >= .05
+    assert cost.seconds(nap) >= 0.05

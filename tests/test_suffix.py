@@ -1,4 +1,6 @@
-"""Suffix decoding against the counted tree that it stands for and against Arctic Inference, and what a drafter remembers."""
+"""Suffix decoding against the counted tree that it stands for and against Arctic Inference, and what a drafter
+remembers."""
+
 import copy
 import importlib.util
 import sys
@@ -10,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.decode.suffix import Followers, SuffixDrafter, SuffixIndex, _Part, first_of_equals
 from speculators_nb.core.tree import Sampling
+from speculators_nb.decode.suffix import Followers, SuffixDrafter, SuffixIndex, _Part, first_of_equals
 
 
 class Counted:
     "Every part of up to `depth` tokens: how often it occurs, and what followed it, in the order of time."
 
     def __init__(self, sequences, log, depth):
-        self.count, self.nexts, texts = {}, {}, {s: () for s in sequences}
+        self.count, self.nexts, texts = {}, {}, dict.fromkeys(sequences, ())
         for s, t in log:
             if s in texts:
                 texts[s] += (t,)
@@ -47,22 +49,26 @@ class Counted:
 @given(st.data())
 def test_guesses_are_those_of_the_counted_tree(data):
     words, depth = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 8))
-    k, factor, min_prob = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.5])), data.draw(st.sampled_from([0.0, 0.1, 0.5]))
+    k, factor, min_prob = (
+        data.draw(st.integers(1, 6)),
+        data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.5])),
+        data.draw(st.sampled_from([0.0, 0.1, 0.5])),
+    )
     text = st.lists(st.integers(0, words - 1), max_size=20)
     index, log, kept = SuffixIndex(depth), [], []
-    index.many = data.draw(st.sampled_from([1, 2, 5, 64]))                          # parts are told apart early, or never
+    index.many = data.draw(st.sampled_from([1, 2, 5, 64]))  # parts are told apart early, or never
     for _ in range(data.draw(st.integers(1, 4))):
         grown = {index.start(): iter(data.draw(text)) for _ in range(data.draw(st.integers(1, 3)))}
         kept += grown
-        for s in data.draw(st.lists(st.sampled_from([*grown]), max_size=30)):       # side by side
+        for s in data.draw(st.lists(st.sampled_from([*grown]), max_size=30)):  # side by side
             part = [t for _, t in zip(range(3), grown[s])]
             index.extend(s, part)
             log += [(s, t) for t in part]
             if data.draw(st.booleans()):
-                index.guess(data.draw(text), k)                                     # asking changes nothing
+                index.guess(data.draw(text), k)  # asking changes nothing
         if len(kept) > 3:
             index.forget()
-            index.extend(kept.pop(0), [0, 1])                                       # and what is forgotten grows no more
+            index.extend(kept.pop(0), [0, 1])  # and what is forgotten grows no more
         for context in ([t for s, t in log if s == kept[-1]], data.draw(text)):
             got = index.guess(context, k, factor, min_prob)
             tokens, score, match = Counted(kept, log, depth).guess(context, k, factor, min_prob, depth)
@@ -78,7 +84,12 @@ def test_followers_are_sorted_as_first_of_equals_sorts_them(nexts):
         assert followers.first() == first_of_equals(nexts[:n])
 
 
-TEXTS = {"one token": [7], "two by turns": [7, 8], "equals by turns": [7, 8, 7, 9], "a table": [1, 5, 1, 6, 1, 5, 1, 6, 2]}
+TEXTS = {
+    "one token": [7],
+    "two by turns": [7, 8],
+    "equals by turns": [7, 8, 7, 9],
+    "a table": [1, 5, 1, 6, 1, 5, 1, 6, 2],
+}
 
 
 @pytest.mark.parametrize("period", TEXTS)
@@ -86,18 +97,21 @@ def test_a_proposal_looks_at_few_places_however_often_a_text_repeats_itself(peri
     text, k = (TEXTS[period] * 20_000)[:20_000], 8
     index, most, steps = SuffixIndex(), 0, 0
     index.extend(sequence := index.start(), text[:-1])
+
     def places(self, places, m):
         nonlocal most
         most = max(most, len(places))
         return starts(self, places, m)
+
     def first(self, part):
         nonlocal steps
         steps += 1
         return firsts(self, part)
+
     starts, firsts = SuffixIndex._starts, SuffixIndex.first
     monkeypatch.setattr(SuffixIndex, "_starts", places)
     monkeypatch.setattr(SuffixIndex, "first", first)
-    monkeypatch.setattr(SuffixIndex, "_all", None)       # all places are looked through only after something was forgotten
+    monkeypatch.setattr(SuffixIndex, "_all", None)  # all places are looked through only after something was forgotten
     guess = index.guess(text[:-1], k)
     assert guess.tokens[0] == text[-1] and most <= index.many and 0 < steps <= 24 * k
     touched = []
@@ -110,7 +124,7 @@ def test_a_proposal_looks_at_few_places_however_often_a_text_repeats_itself(peri
         assert isinstance(part, _Part) and part.n
         stored += len(part.places)
         parts += (part.longer or {}).values()
-    assert stored == len(text) == len(index)             # a place is in one part only
+    assert stored == len(text) == len(index)  # a place is in one part only
 
 
 def test_forgetting_frees_memory():
@@ -130,7 +144,9 @@ def arctic():
         home = Path(__file__).resolve().parents[1] / ".venv-vllm" / here
         if not home.is_dir():
             pytest.skip("arctic-inference is not installed (tests/vllm/check_vllm.py builds it)")
-        spec = importlib.util.spec_from_file_location("arctic_inference", home / "__init__.py", submodule_search_locations=[str(home)])
+        spec = importlib.util.spec_from_file_location(
+            "arctic_inference", home / "__init__.py", submodule_search_locations=[str(home)]
+        )
         sys.modules["arctic_inference"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["arctic_inference"])
     return pytest.importorskip("arctic_inference.suffix_decoding").SuffixDecodingCache
@@ -140,7 +156,7 @@ def beside_arctic(seed, keep):
     "Both write the same random texts, up to three requests at a time; yields what each proposes."
     rng = np.random.default_rng(seed)
     words, depth, k = (int(rng.integers(*r)) for r in ((2, 7), (2, 25), (1, 9)))
-    factor, min_prob = float(rng.choice([0, .5, 1, 1.5, 3])), float(rng.choice([0, .1, .3, .5]))
+    factor, min_prob = float(rng.choice([0, 0.5, 1, 1.5, 3])), float(rng.choice([0, 0.1, 0.3, 0.5]))
     ours, theirs = SuffixDrafter(depth, keep, factor, min_prob), arctic()(depth, keep)
     for wave in range(4):
         requests = []
@@ -156,7 +172,9 @@ def beside_arctic(seed, keep):
                 theirs.add_active_response(request, new)
                 answer += new
                 text = prompt + answer
-                wanted = theirs.speculate(request, text[-depth:], max_spec_tokens=k, max_spec_factor=factor, min_token_prob=min_prob)
+                wanted = theirs.speculate(
+                    request, text[-depth:], max_spec_tokens=k, max_spec_factor=factor, min_token_prob=min_prob
+                )
                 yield propose(drafter, text, k), wanted.token_ids
         for drafter, request, prompt, answer in requests:
             drafter.finish(torch.tensor(prompt + answer))
@@ -171,7 +189,8 @@ def test_drafts_are_those_of_arctic_inference(first):
 
 
 def test_only_ties_differ_from_arctic_inference_once_answers_are_forgotten():
-    "Forgetting moves tokens within Arctic's lists, and which of equally frequent ones leads then is not kept here: one draft in a thousand."
+    """Forgetting moves tokens within Arctic's lists, and which of equally frequent ones leads then is not kept here:
+    one draft in a thousand."""
     pairs = [pair for seed in range(80) for pair in beside_arctic(seed, keep=2 + seed % 3)]
     differ = sum(a != b for a, b in pairs)
     assert len(pairs) > 3000 and differ <= len(pairs) / 250
@@ -185,11 +204,11 @@ def propose(drafter, tokens, k=4):
 def test_a_drafter_learns_from_answers_not_from_prompts():
     drafter = SuffixDrafter()
     assert propose(drafter, [1, 2, 3, 9]) == []
-    drafter.finish(torch.tensor([1, 2, 3, 9, 8, 7, 6]))      # the prompt is 1 2 3
+    drafter.finish(torch.tensor([1, 2, 3, 9, 8, 7, 6]))  # the prompt is 1 2 3
     drafter.reset()
-    assert propose(drafter, [5, 9, 8]) == [7, 6]             # match of two, two tokens
+    assert propose(drafter, [5, 9, 8]) == [7, 6]  # match of two, two tokens
     drafter.reset()
-    assert propose(drafter, [5, 1, 2]) == []                 # prompts are not remembered
+    assert propose(drafter, [5, 1, 2]) == []  # prompts are not remembered
 
 
 def test_requests_that_run_side_by_side_learn_from_each_other():
@@ -218,8 +237,15 @@ def test_the_own_text_wins_a_tie():
     assert propose(drafter, [4, 5, 4, 5, 4], k=1) == [5]
 
 
-@pytest.mark.parametrize("options, message", [(dict(depth=1), "max_tree_depth=1"), (dict(max_requests=-1), "max_cached_requests=-1"),
-                                              (dict(factor=-0.5), "max_spec_factor=-0.5"), (dict(min_prob=1.5), "min_token_prob=1.5")])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(depth=1), "max_tree_depth=1"),
+        (dict(max_requests=-1), "max_cached_requests=-1"),
+        (dict(factor=-0.5), "max_spec_factor=-0.5"),
+        (dict(min_prob=1.5), "min_token_prob=1.5"),
+    ],
+)
 def test_refused_parameters(options, message):
     with pytest.raises(ValueError, match=message):
         SuffixDrafter(**options)

@@ -1,4 +1,6 @@
-"""The notebooks are the source: exporting and cleaning them must change nothing. Run on a copy, so that a failure leaves the tree alone."""
+"""The notebooks are the source: exporting and cleaning them must change nothing. Run on a copy, so that a failure
+leaves the tree alone."""
+
 import os
 import shutil
 import subprocess
@@ -14,14 +16,20 @@ KEPT = ("nbs", "speculators_nb")
 def nbdev(command, cwd):
     "Run one nbdev command as this environment's own executable, in `cwd`"
     env = {**os.environ, "HOME": str(cwd)}  # nbdev looks into ~/.config and ~/.jupyter
-    p = subprocess.run([Path(sys.executable).with_name(f"nbdev-{command}")], cwd=cwd, env=env, capture_output=True, text=True)
+    p = subprocess.run(
+        [Path(sys.executable).with_name(f"nbdev-{command}")], cwd=cwd, env=env, capture_output=True, text=True
+    )
     assert p.returncode == 0, p.stdout + p.stderr
 
 
 def snapshot(root):
     "Every file under the exported and the authored tree: path -> bytes"
     files = (p for k in KEPT for p in (root / k).rglob("*") if p.is_file())
-    return {str(p.relative_to(root)): p.read_bytes() for p in files if not {"__pycache__", ".ipynb_checkpoints"} & set(p.parts)}
+    return {
+        str(p.relative_to(root)): p.read_bytes()
+        for p in files
+        if not {"__pycache__", ".ipynb_checkpoints"} & set(p.parts)
+    }
 
 
 def changed(before, after):
@@ -45,11 +53,14 @@ def test_export_and_clean_change_nothing(copy):
 
 
 def test_update_changes_nothing(copy):
-    """`nbdev-update` carries edits of the package back into the notebooks; where there are none, it must write what is there. (It turns `from .. import x`, which is what the
+    """`nbdev-update` carries edits of the package back into the notebooks; where there are none, it must write what is
+    there. (It turns `from .. import x`, which is what the
     export makes of `from speculators_nb import x` in a module of a subpackage, into an import from that subpackage.)"""
     before = snapshot(copy)
     nbdev("update", copy)
-    assert changed(before, snapshot(copy)) == [], "import from the module that defines the name, not from speculators_nb"
+    assert changed(before, snapshot(copy)) == [], (
+        "import from the module that defines the name, not from speculators_nb"
+    )
 
 
 def test_hand_edit_of_the_package_is_seen(copy):

@@ -1,8 +1,11 @@
-"The trainer's promises, on a toy that keeps the training contract and nothing else: token-weighted accumulation, still evaluation, whole checkpoints, exact resume."
+"""The trainer's promises, on a toy that keeps the training contract and nothing else: token-weighted accumulation,
+still evaluation, whole checkpoints, exact resume."""
+
 import json
 import math
 import os
 import shutil
+from itertools import pairwise
 
 import pandas as pd
 import pytest
@@ -10,13 +13,20 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from speculators_nb.nn.supervision import shift_by_one
-from speculators_nb.features.in_process import states_of
 from speculators_nb.features.feature_folder import sample_of
-from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.features.in_process import states_of
 from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.nn.supervision import shift_by_one
 from speculators_nb.train.checkpoint import WholeCheckpoints, checkpoint_problem, last_checkpoint
-from speculators_nb.train.trainer import SpeculatorTrainer, SpeculatorTrainingArguments, Tally, lengths_of, log_table, train
+from speculators_nb.train.trainer import (
+    SpeculatorTrainer,
+    SpeculatorTrainingArguments,
+    Tally,
+    lengths_of,
+    log_table,
+    train,
+)
 from speculators_nb.verifier.tapped_model import Verifier
 
 HIDDEN, VOCAB = 8, 16
@@ -24,6 +34,7 @@ HIDDEN, VOCAB = 8, 16
 
 class Toy(nn.Module):
     "Predicts the next token from the features; `noise` is its random choice, made anew in every forward."
+
     shift = staticmethod(shift_by_one)
 
     def __init__(self):
@@ -34,12 +45,16 @@ class Toy(nn.Module):
     def get_trainer_kwargs(noise=0.0):
         return {"noise": noise}, {"noise": noise}
 
-    def forward(self, input_ids, hidden_states, verifier_last_hidden_states, loss_mask, position_ids, document_ids, noise=0.0):
+    def forward(
+        self, input_ids, hidden_states, verifier_last_hidden_states, loss_mask, position_ids, document_ids, noise=0.0
+    ):
         x = hidden_states + noise * torch.randn_like(hidden_states)
         logits = self.head(self.norm(self.fc(x)))
         target = verifier_last_hidden_states[..., 0].long()
         n = loss_mask.sum()
-        loss = (nn.functional.cross_entropy(logits.float()[0], target[0], reduction="none") * loss_mask[0]).sum() / n.clamp_min(1)
+        loss = (
+            nn.functional.cross_entropy(logits.float()[0], target[0], reduction="none") * loss_mask[0]
+        ).sum() / n.clamp_min(1)
         right = ((logits.argmax(-1) == target) & loss_mask).sum()
         return None, loss, {"acc_sum": right.float(), "acc_total": n.float()}
 
@@ -51,9 +66,15 @@ def samples(n=12, seed=0, masked=0.3):
         length = int(torch.randint(6, 20, (), generator=g))
         aux = torch.randn(length + 1, 2 * HIDDEN, generator=g)
         last = torch.zeros(length, HIDDEN)
-        last[1:, 0] = (aux[:length - 1] @ w).argmax(-1).float()
-        out.append({"input_ids": torch.randint(0, VOCAB, (length,), generator=g), "hidden_states": aux[:length],
-                    "verifier_last_hidden_states": last, "loss_mask": torch.rand(length, generator=g) > masked * (i % 3)})
+        last[1:, 0] = (aux[: length - 1] @ w).argmax(-1).float()
+        out.append(
+            {
+                "input_ids": torch.randint(0, VOCAB, (length,), generator=g),
+                "hidden_states": aux[:length],
+                "verifier_last_hidden_states": last,
+                "loss_mask": torch.rand(length, generator=g) > masked * (i % 3),
+            }
+        )
     return out
 
 
@@ -73,6 +94,7 @@ def weights(model):
 
 class Stop(TrainerCallback):
     "Break off at a step, as a killed process would."
+
     def __init__(self, step):
         self.step = step
 
@@ -83,22 +105,39 @@ class Stop(TrainerCallback):
 
 # --- accumulation ------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_accumulated_micro_batches_equal_one_big_batch(tmp_path, optimizer):
     "Two rows of 32 with accumulation 2 hold the same samples as one row of 64; their loss-token counts differ."
     data = samples(4)
     runs = {}
-    for name, kwargs in {"one row": dict(total_seq_len=64), "two rows": dict(total_seq_len=32, gradient_accumulation_steps=2)}.items():
-        trainer = SpeculatorTrainer(toy(), arguments(tmp_path / name, optimizer=optimizer, eval_strategy="no", load_best_model_at_end=False,
-                                                     save_strategy="no", max_steps=4, **kwargs), data)
+    for name, kwargs in {
+        "one row": dict(total_seq_len=64),
+        "two rows": dict(total_seq_len=32, gradient_accumulation_steps=2),
+    }.items():
+        trainer = SpeculatorTrainer(
+            toy(),
+            arguments(
+                tmp_path / name,
+                optimizer=optimizer,
+                eval_strategy="no",
+                load_best_model_at_end=False,
+                save_strategy="no",
+                max_steps=4,
+                **kwargs,
+            ),
+            data,
+        )
         assert len(trainer.rows(data)) == {"one row": 1, "two rows": 2}[name]
         trainer.train()
         runs[name] = trainer
     counts = {int(sum(data[i]["loss_mask"][1:].sum() for i in row)) for row in runs["two rows"].rows(data)}
     assert len(counts) == 2, "the micro-batches must differ in tokens, or the test shows nothing"
     a, b = (weights(r.model) for r in runs.values())
-    assert (a - b).abs().max() < (1e-6 if optimizer == "adamw" else 2e-4)   # Muon rounds its step to bfloat16
-    pd.testing.assert_series_equal(*(log_table(r)["loss"] for r in runs.values()), rtol=1e-5 if optimizer == "adamw" else 1e-3)
+    assert (a - b).abs().max() < (1e-6 if optimizer == "adamw" else 2e-4)  # Muon rounds its step to bfloat16
+    pd.testing.assert_series_equal(
+        *(log_table(r)["loss"] for r in runs.values()), rtol=1e-5 if optimizer == "adamw" else 1e-3
+    )
     assert log_table(runs["one row"])["acc"].tolist() == log_table(runs["two rows"])["acc"].tolist()
 
 
@@ -121,11 +160,25 @@ def test_a_step_without_loss_tokens_changes_nothing(tmp_path):
     class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             seen.append(weights(model))
-    trainer = SpeculatorTrainer(toy(), arguments(tmp_path, total_seq_len=20, eval_strategy="no", load_best_model_at_end=False, weight_decay=0.1,
-                                                 save_strategy="no", num_train_epochs=3, lr_scheduler_type="constant"), data, callbacks=[Watch()])
+
+    trainer = SpeculatorTrainer(
+        toy(),
+        arguments(
+            tmp_path,
+            total_seq_len=20,
+            eval_strategy="no",
+            load_best_model_at_end=False,
+            weight_decay=0.1,
+            save_strategy="no",
+            num_train_epochs=3,
+            lr_scheduler_type="constant",
+        ),
+        data,
+        callbacks=[Watch()],
+    )
     trainer.train()
-    moved = [not torch.equal(a, b) for a, b in zip(seen, seen[1:])]
-    assert 0 < sum(moved) < len(moved), moved           # some rows hold sample 0, the others nothing to learn from
+    moved = [not torch.equal(a, b) for a, b in pairwise(seen)]
+    assert 0 < sum(moved) < len(moved), moved  # some rows hold sample 0, the others nothing to learn from
     assert torch.isfinite(weights(trainer.model)).all()
     assert log_table(trainer)["loss"].notna().all()
 
@@ -151,6 +204,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
 
 # --- precision, clipping, schedules -------------------------------------------------------------------------------
 
+
 def test_bf16_autocast_over_float32_weights(tmp_path):
     trainer = train(toy().bfloat16(), samples(), samples(3, 1), arguments(tmp_path, bf16=True))
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
@@ -165,13 +219,32 @@ def test_bf16_autocast_over_float32_weights(tmp_path):
 
 def test_features_in_bfloat16_train_in_float32(tmp_path):
     data = [{k: v.bfloat16() if v.is_floating_point() else v for k, v in s.items()} for s in samples()]
-    assert train(toy(), data, args=arguments(tmp_path, eval_strategy="no", load_best_model_at_end=False)).model.fc.weight.dtype == torch.float32
+    assert (
+        train(
+            toy(), data, args=arguments(tmp_path, eval_strategy="no", load_best_model_at_end=False)
+        ).model.fc.weight.dtype
+        == torch.float32
+    )
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant_with_warmup"])
 def test_schedules_warm_up(tmp_path, schedule):
-    trainer = SpeculatorTrainer(toy(), arguments(tmp_path, lr_scheduler_type=schedule, warmup_steps=4, max_steps=12, eval_strategy="no", save_strategy="no",
-                                                 load_best_model_at_end=False, max_grad_norm=0.01, optimizer="muon", muon_learning_rate=3e-3), samples())
+    trainer = SpeculatorTrainer(
+        toy(),
+        arguments(
+            tmp_path,
+            lr_scheduler_type=schedule,
+            warmup_steps=4,
+            max_steps=12,
+            eval_strategy="no",
+            save_strategy="no",
+            load_best_model_at_end=False,
+            max_grad_norm=0.01,
+            optimizer="muon",
+            muon_learning_rate=3e-3,
+        ),
+        samples(),
+    )
     trainer.train()
     rates = log_table(trainer)["learning_rate"].tolist()
     assert rates[:5] == pytest.approx([0, 0.25e-2, 0.5e-2, 0.75e-2, 1e-2])
@@ -186,17 +259,21 @@ def test_gradients_are_clipped(tmp_path):
 
         def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
             self.norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
-    SpeculatorTrainer(toy(), arguments(tmp_path, max_grad_norm=0.01, max_steps=3), samples(), samples(3, 1), callbacks=[Norm()]).train()
+
+    SpeculatorTrainer(
+        toy(), arguments(tmp_path, max_grad_norm=0.01, max_steps=3), samples(), samples(3, 1), callbacks=[Norm()]
+    ).train()
     assert Norm.norms == pytest.approx([0.01] * 3, rel=1e-3)
 
 
 # --- evaluation ---------------------------------------------------------------------------------------------------
 
+
 def test_evaluation_sums_first_and_divides_once(tmp_path):
     data = samples(9, 1)
     trainer = SpeculatorTrainer(toy(), arguments(tmp_path), samples(), data)
     got, one_row = trainer.evaluate(), []
-    for s in data:      # a reference without packing: sample by sample
+    for s in data:  # a reference without packing: sample by sample
         shifted = {k: v[None] for k, v in shift_by_one(s).items()}
         _, loss, m = trainer.model(**shifted, document_ids=None)
         one_row.append((loss * m["acc_total"], m["acc_sum"], m["acc_total"]))
@@ -207,18 +284,28 @@ def test_evaluation_sums_first_and_divides_once(tmp_path):
 
 def test_evaluation_holds_still_and_leaves_training_alone(tmp_path):
     data, held = samples(), samples(5, 1)
-    runs = [SpeculatorTrainer(toy(), arguments(tmp_path / str(i), eval_strategy="steps", eval_steps=every, save_steps=every, save_strategy="steps"),
-                              data, held, {"noise": 0.5}) for i, every in enumerate([2, 4])]
+    runs = [
+        SpeculatorTrainer(
+            toy(),
+            arguments(
+                tmp_path / str(i), eval_strategy="steps", eval_steps=every, save_steps=every, save_strategy="steps"
+            ),
+            data,
+            held,
+            {"noise": 0.5},
+        )
+        for i, every in enumerate([2, 4])
+    ]
     evaluations = []
     for seed in (1, 2):
-        torch.manual_seed(seed)     # whatever training has drawn before
+        torch.manual_seed(seed)  # whatever training has drawn before
         evaluations.append(runs[0].evaluate()["eval_loss"])
     assert evaluations[0] == evaluations[1]
     for r in runs:
         torch.manual_seed(5)
         r.train()
     a, b = (log_table(r)["loss"] for r in runs)
-    assert a.tolist() == b.tolist()      # evaluating twice as often changes nothing in training
+    assert a.tolist() == b.tolist()  # evaluating twice as often changes nothing in training
 
 
 def test_several_evaluation_sets(tmp_path):
@@ -239,8 +326,14 @@ def test_tally_wants_pairs():
 
 # --- best, early stop, log ------------------------------------------------------------------------------------------
 
+
 def test_best_checkpoint_is_loaded_and_kept(tmp_path):
-    trainer = train(toy(), samples(), samples(5, 1), arguments(tmp_path, learning_rate=0.3, num_train_epochs=6, lr_scheduler_type="constant"))
+    trainer = train(
+        toy(),
+        samples(),
+        samples(5, 1),
+        arguments(tmp_path, learning_rate=0.3, num_train_epochs=6, lr_scheduler_type="constant"),
+    )
     table = log_table(trainer)
     best = table["eval_loss"].dropna()
     assert best.idxmin() == trainer.state.best_global_step != best.index[-1]
@@ -254,15 +347,30 @@ def test_best_checkpoint_is_loaded_and_kept(tmp_path):
 
 
 def test_early_stopping(tmp_path):
-    trainer = train(toy(), samples(), samples(5, 1), arguments(tmp_path, learning_rate=0.3, num_train_epochs=30, early_stopping_patience=2,
-                                                               lr_scheduler_type="constant"))
+    trainer = train(
+        toy(),
+        samples(),
+        samples(5, 1),
+        arguments(
+            tmp_path, learning_rate=0.3, num_train_epochs=30, early_stopping_patience=2, lr_scheduler_type="constant"
+        ),
+    )
     evals = log_table(trainer)["eval_loss"].dropna()
     assert len(evals) < 30 and evals.argmin() == len(evals) - 3
 
 
 def test_log_table_and_final_folder(tmp_path):
-    trainer = train(toy(), samples(), samples(3, 1), output_dir=str(tmp_path), total_seq_len=32, num_train_epochs=1, logging_steps=2,
-                    disable_tqdm=True, noise=0.1)
+    trainer = train(
+        toy(),
+        samples(),
+        samples(3, 1),
+        output_dir=str(tmp_path),
+        total_seq_len=32,
+        num_train_epochs=1,
+        logging_steps=2,
+        disable_tqdm=True,
+        noise=0.1,
+    )
     table = log_table(trainer)
     assert {"epoch", "loss", "grad_norm", "learning_rate", "acc", "eval_loss", "eval_acc"} <= set(table)
     assert table.index.is_monotonic_increasing and table.index.name == "step"
@@ -275,18 +383,32 @@ def test_log_table_and_final_folder(tmp_path):
 
 def test_notebook_table_shows_the_models_metrics(tmp_path, monkeypatch):
     from transformers.utils import notebook
+
     pages = []
-    monkeypatch.setattr(notebook.NotebookTrainingTracker, "display", lambda self: pages.append(notebook.text_to_html_table(self.inner_table) if self.inner_table else ""))
+    monkeypatch.setattr(
+        notebook.NotebookTrainingTracker,
+        "display",
+        lambda self: pages.append(notebook.text_to_html_table(self.inner_table) if self.inner_table else ""),
+    )
     monkeypatch.setattr(notebook.disp, "display", lambda *a, **k: None)
     monkeypatch.setattr(notebook.NotebookProgressBar, "display", lambda self: None)
-    SpeculatorTrainer(toy(), arguments(tmp_path, num_train_epochs=1), samples(), samples(3, 1), callbacks=[notebook.NotebookProgressCallback]).train()
+    SpeculatorTrainer(
+        toy(),
+        arguments(tmp_path, num_train_epochs=1),
+        samples(),
+        samples(3, 1),
+        callbacks=[notebook.NotebookProgressCallback],
+    ).train()
     assert all(word in pages[-1] for word in ("Training Loss", "Validation Loss", "Acc"))
 
 
 def test_tensorboard_gets_the_metrics(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    SpeculatorTrainer(toy(), arguments(tmp_path, num_train_epochs=1, report_to="tensorboard"), samples(), samples(3, 1)).train()
+
+    SpeculatorTrainer(
+        toy(), arguments(tmp_path, num_train_epochs=1, report_to="tensorboard"), samples(), samples(3, 1)
+    ).train()
     file = next(tmp_path.rglob("events.out.tfevents*"))
     tags = EventAccumulator(str(file.parent)).Reload().Tags()["scalars"]
     assert {"train/acc", "eval/acc"} <= set(tags)
@@ -294,15 +416,29 @@ def test_tensorboard_gets_the_metrics(tmp_path):
 
 # --- checkpoints and resume -------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("stop,accumulate,optimizer", [(5, 1, "adamw"), (8, 1, "muon"), (6, 2, "adamw")])
 def test_a_stopped_run_goes_on_to_the_bit(tmp_path, stop, accumulate, optimizer):
-    "Stopped in mid-epoch or at the end of one, with random choices in every forward: the same losses and the same weights as without the stop."
-    data, held, kwargs = samples(16), samples(4, 1), dict(save_strategy="steps", eval_strategy="steps", save_steps=2, eval_steps=2, save_total_limit=None,
-                                                          num_train_epochs=4, gradient_accumulation_steps=accumulate, optimizer=optimizer)
+    """Stopped in mid-epoch or at the end of one, with random choices in every forward: the same losses and the same
+    weights as without the stop."""
+    data, held, kwargs = (
+        samples(16),
+        samples(4, 1),
+        dict(
+            save_strategy="steps",
+            eval_strategy="steps",
+            save_steps=2,
+            eval_steps=2,
+            save_total_limit=None,
+            num_train_epochs=4,
+            gradient_accumulation_steps=accumulate,
+            optimizer=optimizer,
+        ),
+    )
     whole = train(toy(), data, held, arguments(tmp_path / "whole", **kwargs), noise=0.3)
     with pytest.raises(KeyboardInterrupt):
         train(toy(), data, held, arguments(tmp_path / "cut", **kwargs), callbacks=[Stop(stop)], noise=0.3)
-    torch.manual_seed(1234)     # another process starts from another random state and other weights
+    torch.manual_seed(1234)  # another process starts from another random state and other weights
     resumed = train(Toy(), data, held, arguments(tmp_path / "cut", **kwargs, resume_from_checkpoint=True), noise=0.3)
     columns = ["epoch", "loss", "learning_rate", "acc", "eval_loss", "eval_acc", "grad_norm"]
     pd.testing.assert_frame_equal(log_table(resumed)[columns], log_table(whole)[columns], check_exact=True)
@@ -310,7 +446,13 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path, stop, accumulate, optimizer)
 
 
 def test_patience_is_counted_on_after_a_resume(tmp_path):
-    kwargs = dict(learning_rate=0.3, num_train_epochs=30, early_stopping_patience=4, lr_scheduler_type="constant", save_total_limit=None)
+    kwargs = dict(
+        learning_rate=0.3,
+        num_train_epochs=30,
+        early_stopping_patience=4,
+        lr_scheduler_type="constant",
+        save_total_limit=None,
+    )
     whole = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "whole", **kwargs))
     stop = whole.state.global_step - 2
     with pytest.raises(KeyboardInterrupt):
@@ -322,7 +464,12 @@ def test_patience_is_counted_on_after_a_resume(tmp_path):
 @pytest.mark.parametrize("where", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
 def test_a_killed_save_leaves_no_checkpoint(tmp_path, monkeypatch, where):
     from transformers import trainer_callback
-    kwargs, save, to_json = dict(save_strategy="steps", eval_strategy="steps", save_steps=2, eval_steps=2), torch.save, trainer_callback.TrainerState.save_to_json
+
+    kwargs, save, to_json = (
+        dict(save_strategy="steps", eval_strategy="steps", save_steps=2, eval_steps=2),
+        torch.save,
+        trainer_callback.TrainerState.save_to_json,
+    )
 
     def cut(obj, file, *args, **kw):
         if "checkpoint-4" in str(file) and os.path.basename(file) == where:
@@ -337,6 +484,7 @@ def test_a_killed_save_leaves_no_checkpoint(tmp_path, monkeypatch, where):
                 f.write('{"global_st')
             raise KeyboardInterrupt
         return to_json(self, path)
+
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(torch, "save", cut)
         m.setattr(trainer_callback.TrainerState, "save_to_json", cut_json)
@@ -351,7 +499,10 @@ def test_a_kill_while_old_checkpoints_are_deleted_tears_none(tmp_path, monkeypat
     def cut(folder, *args, **kwargs):
         if list(os.scandir(folder)):
             raise KeyboardInterrupt
-    kwargs = dict(save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1, save_total_limit=1, max_steps=6)
+
+    kwargs = dict(
+        save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1, save_total_limit=1, max_steps=6
+    )
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(shutil, "rmtree", lambda folder, *a, **k: cut(folder) if os.path.isdir(folder) else None)
         train(toy(), samples(), samples(4, 1), arguments(tmp_path, **kwargs))
@@ -359,9 +510,21 @@ def test_a_kill_while_old_checkpoints_are_deleted_tears_none(tmp_path, monkeypat
     assert [checkpoint_problem(c) for c in tmp_path.glob("checkpoint-*")] == [None]
 
 
-@pytest.mark.parametrize("limit,now,best,removed", [
-    (2, 5, 3, [1, 2, 4]), (2, 5, 1, [2, 3, 4]), (1, 5, 3, [1, 2, 4]), (1, 5, 5, [1, 2, 3, 4]), (None, 5, 1, []), (9, 5, 1, []), (3, 5, None, [1, 2]),
-    (2, 2, 1, [3, 4, 5]), (1, 2, 1, [3, 4, 5]), (4, 2, None, [3])])   # now=2: 3 to 5 are an earlier run's
+@pytest.mark.parametrize(
+    "limit,now,best,removed",
+    [
+        (2, 5, 3, [1, 2, 4]),
+        (2, 5, 1, [2, 3, 4]),
+        (1, 5, 3, [1, 2, 4]),
+        (1, 5, 5, [1, 2, 3, 4]),
+        (None, 5, 1, []),
+        (9, 5, 1, []),
+        (3, 5, None, [1, 2]),
+        (2, 2, 1, [3, 4, 5]),
+        (1, 2, 1, [3, 4, 5]),
+        (4, 2, None, [3]),
+    ],
+)  # now=2: 3 to 5 are an earlier run's
 def test_which_checkpoints_go(tmp_path, limit, now, best, removed):
     class Run:
         class args:
@@ -369,6 +532,7 @@ def test_which_checkpoints_go(tmp_path, limit, now, best, removed):
 
         class state:
             global_step, best_model_checkpoint = now, best and str(tmp_path / f"checkpoint-{best}")
+
     for step in range(1, 6):
         (tmp_path / f"checkpoint-{step}").mkdir()
     assert WholeCheckpoints._obsolete(Run, tmp_path) == [str(tmp_path / f"checkpoint-{step}") for step in removed]
@@ -399,7 +563,9 @@ def test_torn_checkpoints_are_passed_over(checkpoint, tmp_path, file, damage, ca
 
 
 def test_resume_without_checkpoint_starts_anew(tmp_path):
-    trainer = train(toy(), samples(), samples(4, 1), arguments(tmp_path, num_train_epochs=1, resume_from_checkpoint=True))
+    trainer = train(
+        toy(), samples(), samples(4, 1), arguments(tmp_path, num_train_epochs=1, resume_from_checkpoint=True)
+    )
     assert trainer.state.global_step == len(trainer.train_rows)
 
 
@@ -410,15 +576,19 @@ def test_saving_over_an_older_run_replaces_it(tmp_path):
     assert checkpoint_problem(last_checkpoint(tmp_path)) is None and not (tmp_path / ".saving").exists()
 
 
-# --- arguments ----------------------------------------------------------------------------------------------------------
+# --- arguments --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kwargs,message", [
-    (dict(optim="adafactor"), "optim='adafactor' has no effect here: optimizer decides"),
-    (dict(per_device_train_batch_size=4), "total_seq_len decides"),
-    (dict(optimizer="sgd"), "optimizer=.sgd.: is not known; choose adamw or muon"),
-    (dict(total_seq_len=1), "total_seq_len=1"),
-    (dict(early_stopping_patience=1, eval_strategy="no"), "needs evaluations"),
-])
+
+@pytest.mark.parametrize(
+    "kwargs,message",
+    [
+        (dict(optim="adafactor"), "optim='adafactor' has no effect here: optimizer decides"),
+        (dict(per_device_train_batch_size=4), "total_seq_len decides"),
+        (dict(optimizer="sgd"), "optimizer=.sgd.: is not known; choose adamw or muon"),
+        (dict(total_seq_len=1), "total_seq_len=1"),
+        (dict(early_stopping_patience=1, eval_strategy="no"), "needs evaluations"),
+    ],
+)
 def test_arguments_without_meaning_are_refused(tmp_path, kwargs, message):
     with pytest.raises(ValueError, match=message):
         SpeculatorTrainingArguments(str(tmp_path), **kwargs)
@@ -439,20 +609,31 @@ def test_missing_logger_says_so(tmp_path):
 def test_lengths_are_not_read_where_they_are_known():
     class Known(list):
         lengths = [7, 8, 9]
+
     assert lengths_of(Known([None] * 3)) == [7, 8, 9]
     assert lengths_of(torch.utils.data.Subset(Known([None] * 3), [2, 0])) == [9, 7]
     assert lengths_of(samples(3)) == [len(s["input_ids"]) for s in samples(3)]
 
 
-# --- a real drafter -------------------------------------------------------------------------------------------------------
+# --- a real drafter ---------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory):
-    "A function that makes an EAGLE-3 drafter for a tiny random verifier, and samples of that verifier's states in bfloat16."
+    """A function that makes an EAGLE-3 drafter for a tiny random verifier, and samples of that verifier's states in
+    bfloat16."""
     from speculators_nb.models.eagle3 import Eagle3DraftModel
+
     folder = tmp_path_factory.mktemp("verifier")
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     verifier, g = Verifier.from_pretrained(str(folder)), torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 64, (int(n),), generator=g) for n in torch.randint(10, 24, (14,), generator=g)]
@@ -460,13 +641,22 @@ def drafter(tmp_path_factory):
 
     def make(seed=0, **kwargs):
         torch.manual_seed(seed)
-        return Eagle3DraftModel.from_training_args(draft_layer_config(config), verifier_name_or_path=str(folder), **kwargs)
+        return Eagle3DraftModel.from_training_args(
+            draft_layer_config(config), verifier_name_or_path=str(folder), **kwargs
+        )
+
     return make, data[:10], data[10:]
 
 
 def test_a_drafter_learns_and_its_checkpoints_load(drafter, tmp_path):
     make, data, held = drafter
-    trainer = train(make(), data, held, arguments(tmp_path, num_train_epochs=6, total_seq_len=64, save_dtype="bfloat16"), ttt_steps=2)
+    trainer = train(
+        make(),
+        data,
+        held,
+        arguments(tmp_path, num_train_epochs=6, total_seq_len=64, save_dtype="bfloat16"),
+        ttt_steps=2,
+    )
     table = log_table(trainer)
     assert table["loss"].iloc[-1] < table["loss"].iloc[0]
     assert {"full_acc_0", "full_acc_1", "loss_0", "eval_accept_0"} <= set(table) and "full_acc_2" not in table
@@ -483,7 +673,15 @@ def test_a_drafter_learns_and_its_checkpoints_load(drafter, tmp_path):
 @pytest.mark.parametrize("optimizer,bf16", [("adamw", False), ("muon", True)])
 def test_a_stopped_drafter_goes_on_to_the_bit(drafter, tmp_path, optimizer, bf16):
     make, data, held = drafter
-    kwargs = dict(save_strategy="steps", eval_strategy="steps", save_steps=2, eval_steps=2, num_train_epochs=3, optimizer=optimizer, bf16=bf16)
+    kwargs = dict(
+        save_strategy="steps",
+        eval_strategy="steps",
+        save_steps=2,
+        eval_steps=2,
+        num_train_epochs=3,
+        optimizer=optimizer,
+        bf16=bf16,
+    )
     whole = train(make(), data, held, arguments(tmp_path / "whole", **kwargs))
     with pytest.raises(KeyboardInterrupt):
         train(make(), data, held, arguments(tmp_path / "cut", **kwargs), callbacks=[Stop(5)])
@@ -493,12 +691,22 @@ def test_a_stopped_drafter_goes_on_to_the_bit(drafter, tmp_path, optimizer, bf16
 
 
 def test_a_drafters_accumulated_rows_equal_one_row(drafter, tmp_path):
-    "Every document has more loss tokens than TTT steps, so all steps have the same counts and the equality is exact up to rounding."
+    """Every document has more loss tokens than TTT steps, so all steps have the same counts and the equality is exact
+    up to rounding."""
     make, data, _ = drafter
-    common = dict(eval_strategy="no", load_best_model_at_end=False, save_strategy="no", max_steps=3, max_grad_norm=0, lr_scheduler_type="constant")
+    common = dict(
+        eval_strategy="no",
+        load_best_model_at_end=False,
+        save_strategy="no",
+        max_steps=3,
+        max_grad_norm=0,
+        lr_scheduler_type="constant",
+    )
     one = train(make(), data, args=arguments(tmp_path / "1", total_seq_len=256, **common))
     rows = len(SpeculatorTrainer(make(), arguments(tmp_path / "r", total_seq_len=48, **common), data).rows(data))
-    many = train(make(), data, args=arguments(tmp_path / "n", total_seq_len=48, gradient_accumulation_steps=rows, **common))
+    many = train(
+        make(), data, args=arguments(tmp_path / "n", total_seq_len=48, gradient_accumulation_steps=rows, **common)
+    )
     assert rows > 2 and len(one.train_rows) == 1
     losses = [log_table(t)["loss"].tolist() for t in (one, many)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -518,8 +726,15 @@ def test_a_misspelt_training_argument_is_refused(drafter, tmp_path):
         train(make(), data, output_dir=str(tmp_path), ttt_step=3)
     with pytest.raises(ValueError, match="lean=False"):
         train(make(), data, output_dir=str(tmp_path), lean=False)
-    assert train(make(), data, output_dir=str(tmp_path), max_steps=1, disable_tqdm=True, total_seq_len=64,
-                 cross_document_targets=True).train_kwargs["cross_document_targets"]
+    assert train(
+        make(),
+        data,
+        output_dir=str(tmp_path),
+        max_steps=1,
+        disable_tqdm=True,
+        total_seq_len=64,
+        cross_document_targets=True,
+    ).train_kwargs["cross_document_targets"]
 
 
 def test_weights_that_were_never_loaded_are_named(drafter, tmp_path):

@@ -13,7 +13,7 @@ quick = settings(max_examples=80, deadline=None)
 
 
 def path(parents, i):
-    return path(parents, parents[i]) + [i] if i >= 0 else []
+    return [*path(parents, parents[i]), i] if i >= 0 else []
 
 
 @quick
@@ -33,18 +33,26 @@ def test_relations(parents):
 def test_a_chain_has_one_path(tokens):
     tree = TokenTree.chain(tokens, torch.full((len(tokens), 7), 1 / 7))
     assert tree.parents.tolist() == list(range(-1, len(tokens) - 1)) and tree.tokens.dtype == torch.int64
-    assert tree.paths() == ([list(range(len(tokens)))] if tokens else []) and tree.depth.tolist() == list(range(1, len(tokens) + 1))
+    assert tree.paths() == ([list(range(len(tokens)))] if tokens else []) and tree.depth.tolist() == list(
+        range(1, len(tokens) + 1)
+    )
 
 
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: TokenTree(torch.tensor([1, 2]), torch.tensor([-1, 1])), r"parents\[1\]=1 must be -1 or smaller than 1"),
+        (
+            lambda: TokenTree(torch.tensor([1, 2]), torch.tensor([-1, 1])),
+            r"parents\[1\]=1 must be -1 or smaller than 1",
+        ),
         (lambda: TokenTree(torch.tensor([1, 2]), torch.tensor([-2, 0])), r"parents\[0\]=-2"),
         (lambda: TokenTree(torch.tensor([1, 2]), torch.tensor([-1])), "one parent for each"),
         (lambda: TokenTree(torch.tensor([[1, 2]]), torch.tensor([[-1, 0]])), r"row of integers.*\(1, 2\)"),
         (lambda: TokenTree(torch.tensor([1.0]), torch.tensor([-1])), "torch.float32"),
-        (lambda: TokenTree.chain([1, 7], torch.ones(2, 7) / 7), r"tokens\[1\]=7 is outside the vocabulary of 7.*mapped to verifier ids"),
+        (
+            lambda: TokenTree.chain([1, 7], torch.ones(2, 7) / 7),
+            r"tokens\[1\]=7 is outside the vocabulary of 7.*mapped to verifier ids",
+        ),
         (lambda: TokenTree.chain([-1]).check_vocabulary(7), r"tokens\[0\]=-1"),
         (lambda: TokenTree.chain([1, 2], torch.ones(1, 7) / 7), "one row"),
         (lambda: TokenTree.chain([1, 2], torch.ones(2)), "one row"),
@@ -79,7 +87,9 @@ def test_drawing_follows_the_law_and_the_seed():
 
     assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
     share = drawn(1).bincount(minlength=4) / 5000
-    assert share[3] == 0 and float((share - law).abs().max()) < 0.03  # 0.03: more than 4 standard errors of a share of 5000
+    assert (
+        share[3] == 0 and float((share - law).abs().max()) < 0.03
+    )  # 0.03: more than 4 standard errors of a share of 5000
     assert Sampling(1.0).draw(law.expand(2, 3, 4)).shape == (2, 3)
 
 

@@ -1,4 +1,5 @@
-"Files: whole or not at all, whatever goes wrong; clear errors for what was cut off, misnamed, hostile or pickled. Registries."
+"""Files: whole or not at all, whatever goes wrong; clear errors for what was cut off, misnamed, hostile or pickled.
+Registries."""
 
 import errno
 import json
@@ -16,7 +17,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from speculators_nb.core import files as utils
-from speculators_nb.core.checkpoints import checkpoint_index, load_tensors, read_checkpoint_tensors, resolve_checkpoint, save_tensors
+from speculators_nb.core.checkpoints import (
+    checkpoint_index,
+    load_tensors,
+    read_checkpoint_tensors,
+    resolve_checkpoint,
+    save_tensors,
+)
 from speculators_nb.core.files import atomic_folder, atomic_write
 from speculators_nb.core.registry import ClassRegistryMixin, PydanticClassRegistryMixin, ReloadableBaseModel
 
@@ -28,13 +35,15 @@ def names(folder):
 # --- atomic writes under faults ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError(errno.ENOSPC, "No space left on device"), ValueError("bad")])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, SystemExit, OSError(errno.ENOSPC, "No space left on device"), ValueError("bad")]
+)
 def test_exception_half_way_keeps_the_old_file_and_nothing_else(tmp_path, error):
     (tmp_path / "a.json").write_text("old")
-    with pytest.raises(error if isinstance(error, type) else type(error)):
-        with atomic_write(tmp_path / "a.json") as temporary:
-            temporary.write_text("ne")
-            raise error
+    kind = error if isinstance(error, type) else type(error)
+    with pytest.raises(kind), atomic_write(tmp_path / "a.json") as temporary:
+        temporary.write_text("ne")
+        raise error
     assert (tmp_path / "a.json").read_text() == "old" and names(tmp_path) == ["a.json"]
 
 
@@ -70,7 +79,8 @@ def test_killed_in_the_middle_of_a_write(tmp_path):
     (tmp_path / "a.json").write_text('{"step": 1}')
     code = (
         "import os, signal, sys\nfrom speculators_nb.utils import atomic_write\n"
-        "with atomic_write(sys.argv[1]) as t:\n    t.write_text('{\"step\": ')\n    os.kill(os.getpid(), signal.SIGKILL)"
+        "with atomic_write(sys.argv[1]) as t:\n    t.write_text('{\"step\": ')\n    os.kill(os.getpid(), "
+        "signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.json")], timeout=60)
     assert done.returncode == -signal.SIGKILL
@@ -120,7 +130,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool,
 @settings(max_examples=30, deadline=None)
 @given(
     st.dictionaries(
-        st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=1, max_size=8).filter(lambda n: n != "__metadata__"),
+        st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=1, max_size=8).filter(
+            lambda n: n != "__metadata__"
+        ),
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)),
         min_size=1,
         max_size=4,
@@ -194,7 +206,9 @@ def test_single_and_sharded_folders_read_only_what_is_wanted(tmp_path):
         read_checkpoint_tensors(two, "input_norm.weight")
 
 
-@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "sub/../../secret.safetensors", "sub/a.safetensors", "..", ""])
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/passwd", "sub/../../secret.safetensors", "sub/a.safetensors", "..", ""]
+)
 def test_index_that_leads_out_of_the_folder(tmp_path, shard):
     folder = tmp_path / "model"
     folder.mkdir()

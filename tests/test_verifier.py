@@ -1,24 +1,77 @@
-"""The tapped verifier gives vLLM's aux states for every layout, with padding, with a cache, and refuses what it does not know."""
+"""The tapped verifier gives vLLM's aux states for every layout, with padding, with a cache, and refuses what it does
+not know."""
+
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (AutoModelForCausalLM, CTRLConfig, DynamicCache, Gemma2Config, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, LlamaConfig,
-                          MistralConfig, MixtralConfig, OPTConfig, PhiConfig, Qwen3Config)
+from transformers import (
+    AutoModelForCausalLM,
+    CTRLConfig,
+    DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    PhiConfig,
+    Qwen3Config,
+)
 
-from speculators_nb.verifier.tapped_model import Verifier, check_aux_layer_ids, crop_cache, default_aux_layer_ids, find_taps, fingerprint
+from speculators_nb.verifier.tapped_model import (
+    Verifier,
+    check_aux_layer_ids,
+    crop_cache,
+    default_aux_layer_ids,
+    find_taps,
+    fingerprint,
+)
 
-SIZES = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-             max_position_embeddings=64, initializer_range=.2)
-PLAIN = {k: SIZES[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")}
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    initializer_range=0.2,
+)
+PLAIN = {
+    k: SIZES[k]
+    for k in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    )
+}
 CONFIGS = {
-    "llama": LlamaConfig(**SIZES), "qwen3": Qwen3Config(**SIZES), "mistral": MistralConfig(**SIZES, sliding_window=4), "mixtral": MixtralConfig(**SIZES),
+    "llama": LlamaConfig(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=4),
+    "mixtral": MixtralConfig(**SIZES),
     "gemma2": Gemma2Config(**SIZES, sliding_window=4),
     "gemma3": Gemma3TextConfig(**SIZES, sliding_window=4, layer_types=["sliding_attention", "full_attention"] * 2),
     "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=4, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0),
-    "neox": GPTNeoXConfig(**PLAIN), "phi": PhiConfig(**PLAIN),
-    "opt": OPTConfig(vocab_size=97, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, ffn_dim=64, max_position_embeddings=64, word_embed_proj_dim=32),
+    "neox": GPTNeoXConfig(**PLAIN),
+    "phi": PhiConfig(**PLAIN),
+    "opt": OPTConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        ffn_dim=64,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+    ),
 }
 IDS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))
 CLOSE = dict(rtol=1e-4, atol=1e-4)  # float32, other order of sums; logits are of order ten
@@ -33,7 +86,8 @@ def verifier(request):
 def test_ids_are_those_of_output_hidden_states_and_the_last_is_before_the_norm(verifier):
     out, hf = verifier(IDS), verifier.model(IDS, output_hidden_states=True)
     taps = out.hidden_states.split(32, -1)
-    for tap, entry in zip(taps[:4], hf.hidden_states): assert torch.equal(tap, entry)
+    for tap, entry in zip(taps[:4], hf.hidden_states):
+        assert torch.equal(tap, entry)
     assert torch.equal(verifier.norm(taps[4]), hf.hidden_states[4]) and not torch.equal(taps[4], hf.hidden_states[4])
     assert torch.equal(taps[4], out.last_hidden_states) and torch.equal(out.logits, hf.logits)
 
@@ -60,7 +114,8 @@ def test_padding_changes_nothing(verifier, side):
     batch = torch.stack([whole, torch.cat([pad, short] if side == "left" else [short, pad])])
     mask = torch.ones(2, 12, dtype=torch.long)
     real = slice(5, None) if side == "left" else slice(0, 7)
-    mask[1] = 0; mask[1, real] = 1
+    mask[1] = 0
+    mask[1, real] = 1
     out, alone = verifier(batch, mask), verifier(short[None])
     torch.testing.assert_close(out.logits[1, real], alone.logits[0], **CLOSE)
     torch.testing.assert_close(out.hidden_states[1, real], alone.hidden_states[0], **CLOSE)
@@ -81,7 +136,8 @@ def test_cache_continues_and_forgets(verifier):
 
 
 def test_left_padding_with_a_cache(verifier):
-    mask = torch.ones(2, 12, dtype=torch.long); mask[1, :4] = 0
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :4] = 0
     whole = verifier(IDS, mask)
     cache = verifier(IDS[:, :9], mask[:, :9]).past_key_values
     out = verifier(IDS[:, 9:], mask, past_key_values=cache)
@@ -91,7 +147,8 @@ def test_left_padding_with_a_cache(verifier):
 def test_model_is_left_as_it_was(verifier):
     verifier(IDS)
     assert not any(m._forward_pre_hooks for m in verifier.model.modules())
-    with pytest.raises(Exception): verifier(torch.tensor([[10**6]]))
+    with pytest.raises(IndexError):
+        verifier(torch.tensor([[10**6]]))
     assert not any(m._forward_pre_hooks for m in verifier.model.modules())
 
 
@@ -99,25 +156,45 @@ def test_features_may_enter_a_backward_pass(verifier):
     fc = torch.nn.Linear(5 * 32, 8)
     fc(verifier(IDS).hidden_states).sum().backward()
     assert fc.weight.grad is not None
-    with torch.inference_mode(): assert verifier(IDS).hidden_states.is_inference()
+    with torch.inference_mode():
+        assert verifier(IDS).hidden_states.is_inference()
 
 
-@pytest.mark.parametrize("n, ids", [(2, [0, 1, 2]), (3, [1, 2, 3]), (4, [1, 2, 3]), (5, [2, 3, 4]), (6, [2, 3, 4]), (7, [2, 3, 4]), (8, [2, 4, 5]), (32, [2, 16, 29])])
-def test_default_ids(n, ids): assert default_aux_layer_ids(n) == ids
+@pytest.mark.parametrize(
+    "n, ids",
+    [
+        (2, [0, 1, 2]),
+        (3, [1, 2, 3]),
+        (4, [1, 2, 3]),
+        (5, [2, 3, 4]),
+        (6, [2, 3, 4]),
+        (7, [2, 3, 4]),
+        (8, [2, 4, 5]),
+        (32, [2, 16, 29]),
+    ],
+)
+def test_default_ids(n, ids):
+    assert default_aux_layer_ids(n) == ids
 
 
-@pytest.mark.parametrize("ids, rule", [([], "empty"), ([1, 1], "not distinct"), ([2, 1], "not ascending"), ([-1, 2], "outside"), ([1, 5], "outside")])
+@pytest.mark.parametrize(
+    "ids, rule",
+    [([], "empty"), ([1, 1], "not distinct"), ([2, 1], "not ascending"), ([-1, 2], "outside"), ([1, 5], "outside")],
+)
 def test_bad_ids_are_named(ids, rule):
-    with pytest.raises(ValueError, match=rule): check_aux_layer_ids(ids, 4)
+    with pytest.raises(ValueError, match=rule):
+        check_aux_layer_ids(ids, 4)
 
 
 def test_too_shallow():
-    with pytest.raises(ValueError, match="num_hidden_layers=1"): default_aux_layer_ids(1)
+    with pytest.raises(ValueError, match="num_hidden_layers=1"):
+        default_aux_layer_ids(1)
 
 
 def test_unknown_layout_is_refused():
     model = AutoModelForCausalLM.from_config(CTRLConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=2, dff=32))
-    with pytest.raises(ValueError, match="CTRLLMHeadModel: found no list of 2 layers"): find_taps(model)
+    with pytest.raises(ValueError, match="CTRLLMHeadModel: found no list of 2 layers"):
+        find_taps(model)
 
 
 @pytest.fixture
@@ -140,16 +217,19 @@ def test_folder_without_weights(saved):
     folder, _ = saved
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")  # a pickle is not taken instead
-    with pytest.raises(FileNotFoundError, match="no weights"): Verifier.from_pretrained(folder)
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        Verifier.from_pretrained(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="no config.json"): Verifier.from_pretrained(folder)
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        Verifier.from_pretrained(folder)
 
 
 def test_config_of_another_model(saved):
     folder, _ = saved
     config = json.loads((folder / "config.json").read_text()) | {"hidden_size": 48}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"is \[\d+, 32\], by the config \[\d+, 48\]"): Verifier.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"is \[\d+, 32\], by the config \[\d+, 48\]"):
+        Verifier.from_pretrained(folder)
 
 
 def test_missing_tensor(saved):
@@ -157,11 +237,13 @@ def test_missing_tensor(saved):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.2.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="model.layers.2.mlp.up_proj.weight is missing"): Verifier.from_pretrained(folder)
+    with pytest.raises(ValueError, match="model.layers.2.mlp.up_proj.weight is missing"):
+        Verifier.from_pretrained(folder)
 
 
 def test_fingerprint_sees_one_weight(saved):
     _, model = saved
     before = fingerprint(model)
-    with torch.no_grad(): model.model.layers[2].mlp.up_proj.weight[0, 0] += 1e-3
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[0, 0] += 1e-3
     assert fingerprint(model) != before

@@ -1,4 +1,6 @@
-"""Features over HTTP with everything that can be killed, killed: the server, the client, the trainer. Each row is there once, whole, and nothing is left behind."""
+"""Features over HTTP with everything that can be killed, killed: the server, the client, the trainer. Each row is there
+once, whole, and nothing is left behind."""
+
 import json
 import os
 import signal
@@ -21,12 +23,21 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, os.path.dirname(__file__))
-from fake_extraction import states_for  # noqa: E402
-from speculators_nb.data.chat_encoding import save_prepared  # noqa: E402
-from speculators_nb.features.extraction_client import HOST, HiddenStatesClient, collect, extraction_options, file_of_reply, request_name, sweep  # noqa: E402
-from speculators_nb.features.feature_file import FeatureError, feature_path, read_features  # noqa: E402
-from speculators_nb.features.from_server import ServerFeatures, extract_from_server  # noqa: E402
-from speculators_nb.train.train_drafter import train_drafter  # noqa: E402
+from fake_extraction import states_for
+
+from speculators_nb.data.chat_encoding import save_prepared
+from speculators_nb.features.extraction_client import (
+    HOST,
+    HiddenStatesClient,
+    collect,
+    extraction_options,
+    file_of_reply,
+    request_name,
+    sweep,
+)
+from speculators_nb.features.feature_file import FeatureError, feature_path, read_features
+from speculators_nb.features.from_server import ServerFeatures, extract_from_server
+from speculators_nb.train.train_drafter import train_drafter
 
 HERE, LAYERS = Path(__file__).parent, [1, 2, 3, 4]
 
@@ -34,7 +45,9 @@ HERE, LAYERS = Path(__file__).parent, [1, 2, 3, 4]
 def make_rows(n=40, seed=0):
     rng = np.random.default_rng(seed)
     rows = [rng.integers(0, 48, k) for k in rng.integers(6, 30, n)]
-    return Dataset.from_dict({"input_ids": rows, "loss_mask": [np.arange(len(r)) >= 2 for r in rows], "seq_len": [len(r) for r in rows]})
+    return Dataset.from_dict(
+        {"input_ids": rows, "loss_mask": [np.arange(len(r)) >= 2 for r in rows], "seq_len": [len(r) for r in rows]}
+    )
 
 
 class Fake:
@@ -48,7 +61,14 @@ class Fake:
         self.storage.mkdir(exist_ok=True)
 
     def __enter__(self):
-        command = [sys.executable, str(HERE / "fake_extraction.py"), str(self.storage), "--port", str(self.port), *self.options]
+        command = [
+            sys.executable,
+            str(HERE / "fake_extraction.py"),
+            str(self.storage),
+            "--port",
+            str(self.port),
+            *self.options,
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout.readline(), "the stand-in did not start"
         return self
@@ -61,8 +81,11 @@ class Fake:
     def writing(self):
         "Hold the server; whether it is in the middle of a file. If not, it goes on."
         self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # the signal takes effect a moment later, when every thread has seen it
-        if self.torn(): return True
+        os.waitid(
+            os.P_PID, self.process.pid, os.WSTOPPED
+        )  # the signal takes effect a moment later, when every thread has seen it
+        if self.torn():
+            return True
         self.process.send_signal(signal.SIGCONT)
         return False
 
@@ -70,13 +93,17 @@ class Fake:
         "Files that were begun; a whole one the client reads and deletes in its own time."
         begun = []
         for path in self.storage.glob("*.safetensors"):
-            try: load_file(path)
-            except SafetensorError: begun.append(path)
-            except FileNotFoundError: pass
+            try:
+                load_file(path)
+            except SafetensorError:
+                begun.append(path)
+            except FileNotFoundError:
+                pass
         return begun
 
     def __exit__(self, *_):
-        if self.process.poll() is None: self.kill()
+        if self.process.poll() is None:
+            self.kill()
 
     def left(self):
         return sorted(p.name for p in self.storage.iterdir())
@@ -100,11 +127,17 @@ def wait_for(condition, process=None, seconds=240):
 
 
 def test_server_killed_and_started_anew(tmp_path):
-    """The client is not told: it waits, asks again, and every row comes out right, also those whose file the kill tore."""
+    """The client is not told: it waits, asks again, and every row comes out right, also those whose file the kill
+    tore."""
     rows, out = make_rows(), tmp_path / "features"
     with Fake(tmp_path / "storage", "--slow", "0.1") as fake:
         result = []
-        client = threading.Thread(target=lambda: result.append(extract_from_server(fake.url, rows, out, fake.storage, LAYERS, concurrency=4, dtype="float32")), daemon=True)
+        client = threading.Thread(
+            target=lambda: result.append(
+                extract_from_server(fake.url, rows, out, fake.storage, LAYERS, concurrency=4, dtype="float32")
+            ),
+            daemon=True,
+        )
         client.start()
         wait_for(lambda: len(list(out.glob("hs_*"))) >= 5 and fake.writing())
         fake.kill()
@@ -123,12 +156,18 @@ def test_server_down_for_good_then_resumed(tmp_path):
         killer = threading.Thread(target=lambda: (wait_for(lambda: len(list(out.glob("hs_*"))) >= 5), fake.kill()))
         killer.start()
         with pytest.raises(RuntimeError, match="3 failures in a row.*what was finished is kept"):
-            extract_from_server(fake.url, rows, out, fake.storage, LAYERS, concurrency=4, dtype="float32", tries=1, max_failures=3)
+            extract_from_server(
+                fake.url, rows, out, fake.storage, LAYERS, concurrency=4, dtype="float32", tries=1, max_failures=3
+            )
         killer.join()
         found = check(out, rows)
         assert 5 <= len(found) < 40
         fake.__enter__()
-        assert extract_from_server(fake.url, rows, out, fake.storage, LAYERS, dtype="float32") == {"written": 40 - len(found), "kept": len(found), "failed": 0}
+        assert extract_from_server(fake.url, rows, out, fake.storage, LAYERS, dtype="float32") == {
+            "written": 40 - len(found),
+            "kept": len(found),
+            "failed": 0,
+        }
         check(out, rows, 40)
         assert fake.left() == []
 
@@ -138,7 +177,8 @@ import sys
 sys.path.insert(0, {here!r})
 from test_vllm_features import LAYERS, make_rows
 from speculators_nb.features.from_server import extract_from_server
-print(extract_from_server({url!r}, make_rows(), {out!r}, {storage!r}, LAYERS, concurrency=4, dtype="float32", rank={rank}, world_size={world}))
+print(extract_from_server({url!r}, make_rows(), {out!r}, {storage!r}, LAYERS, concurrency=4, dtype="float32",
+                          rank={rank}, world_size={world}))
 """
 
 
@@ -151,13 +191,20 @@ def test_client_killed_then_resumed(tmp_path):
     rows, out = make_rows(), tmp_path / "features"
     with Fake(tmp_path / "storage", "--slow", "0.1") as fake:
         child = client(fake, out)
-        try: wait_for(lambda: len(list(out.glob("hs_*"))) >= 5, child)
-        finally: child.send_signal(signal.SIGKILL); child.communicate()
+        try:
+            wait_for(lambda: len(list(out.glob("hs_*"))) >= 5, child)
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.communicate()
         found = check(out, rows)
         assert 5 <= len(found) < 40
-        wait_for(fake.left)                                  # it died with requests in flight: the server writes what nobody fetches
-        time.sleep(0.2)                                      # all of them
-        assert extract_from_server(fake.url, rows, out, fake.storage, LAYERS, dtype="float32") == {"written": 40 - len(found), "kept": len(found), "failed": 0}
+        wait_for(fake.left)  # it died with requests in flight: the server writes what nobody fetches
+        time.sleep(0.2)  # all of them
+        assert extract_from_server(fake.url, rows, out, fake.storage, LAYERS, dtype="float32") == {
+            "written": 40 - len(found),
+            "kept": len(found),
+            "failed": 0,
+        }
         check(out, rows, 40)
         assert fake.left() == [] and not list(out.glob(".hs_*"))
 
@@ -171,17 +218,35 @@ def test_two_clients_share_a_folder(tmp_path):
         check(tmp_path / "features", rows, 40)
         assert fake.left() == []
     asked = sorted(json.loads(line) for line in log.read_text().splitlines())
-    assert asked == sorted(rows["input_ids"])                # each row was asked for once
+    assert asked == sorted(rows["input_ids"])  # each row was asked for once
 
 
 def make_verifier(folder):
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+    config = LlamaConfig(
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-TRAIN = dict(algorithm="eagle3", draft_vocab_size=40, eval_share=0, ttt_steps=2, total_seq_len=128, num_train_epochs=3, learning_rate=3e-3, save_strategy="steps",
-             save_steps=2, disable_tqdm=True, logging_steps=50)
+TRAIN = dict(
+    algorithm="eagle3",
+    draft_vocab_size=40,
+    eval_share=0,
+    ttt_steps=2,
+    total_seq_len=128,
+    num_train_epochs=3,
+    learning_rate=3e-3,
+    save_strategy="steps",
+    save_steps=2,
+    disable_tqdm=True,
+    logging_steps=50,
+)
 TRAINER = """
 import sys
 sys.path.insert(0, {here!r})
@@ -192,24 +257,39 @@ train_drafter({rows!r}, {out!r}, {verifier!r}, url={url!r}, storage={storage!r},
 
 
 def test_trainer_killed_then_resumed(tmp_path):
-    """Online: the run that was killed and resumed ends with the weights of the run that was not, and the shared folder is empty."""
+    """Online: the run that was killed and resumed ends with the weights of the run that was not, and the shared folder
+    is empty."""
     save_prepared(make_rows(), tmp_path / "rows")
     make_verifier(tmp_path / "verifier")
     with Fake(tmp_path / "storage", "--slow", "0.05", "--root", str(tmp_path / "verifier")) as fake:
-        (fake.storage / "extraction.json").write_text(json.dumps({"model": str(tmp_path / "verifier"), "layer_ids": LAYERS, "dtype": "float32"}))
-        where = dict(here=str(HERE), rows=str(tmp_path / "rows"), verifier=str(tmp_path / "verifier"), url=fake.url, storage=str(fake.storage))
+        (fake.storage / "extraction.json").write_text(
+            json.dumps({"model": str(tmp_path / "verifier"), "layer_ids": LAYERS, "dtype": "float32"})
+        )
+        where = dict(
+            here=str(HERE),
+            rows=str(tmp_path / "rows"),
+            verifier=str(tmp_path / "verifier"),
+            url=fake.url,
+            storage=str(fake.storage),
+        )
         child = subprocess.Popen([sys.executable, "-c", TRAINER.format(out=str(tmp_path / "killed"), **where)])
-        try: wait_for(lambda: list((tmp_path / "killed").glob("checkpoint-4")) and len(fake.left()) > 1, child)
-        finally: child.send_signal(signal.SIGKILL); child.wait()
+        try:
+            wait_for(lambda: list((tmp_path / "killed").glob("checkpoint-4")) and len(fake.left()) > 1, child)
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
         assert len(fake.left()) > 1
         time.sleep(0.2)
-        given = dict(data_dir=tmp_path / "rows", verifier=tmp_path / "verifier", url=fake.url, storage=fake.storage) | TRAIN
+        given = (
+            dict(data_dir=tmp_path / "rows", verifier=tmp_path / "verifier", url=fake.url, storage=fake.storage) | TRAIN
+        )
         resumed = train_drafter(output_dir=tmp_path / "killed", resume_from_checkpoint=True, **given)
         whole = train_drafter(output_dir=tmp_path / "whole", **given)
         assert fake.left() == ["extraction.json"]
     assert resumed.state.global_step == whole.state.global_step
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("killed", "whole"))
-    for name in one: torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=1e-7)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=1e-7)
 
 
 def test_loader_workers_fetch_ahead(tmp_path):
@@ -226,22 +306,56 @@ def test_loader_workers_fetch_ahead(tmp_path):
 SECRET = b"this belongs to somebody else"
 
 
-@pytest.mark.parametrize("handle", ["/etc/passwd", "../secret-r7.safetensors", "link/secret-r7.safetensors", "", "..", "link", ".", "/", "model-r7.safetensors/../../secret-r7.safetensors", "extraction.json", "other.safetensors",
-                                    "cmpl-r70-0.safetensors.lock", "r7", "r7.safetensors\0", "r7\n.safetensors", "r7" + "x" * 300 + ".safetensors", "x/" * 3000 + "r7.safetensors", "\ud800r7.safetensors", None, 3, True,
-                                    ["r7.safetensors"], {"a": "r7.safetensors"}])
+@pytest.mark.parametrize(
+    "handle",
+    [
+        "/etc/passwd",
+        "../secret-r7.safetensors",
+        "link/secret-r7.safetensors",
+        "",
+        "..",
+        "link",
+        ".",
+        "/",
+        "model-r7.safetensors/../../secret-r7.safetensors",
+        "extraction.json",
+        "other.safetensors",
+        "cmpl-r70-0.safetensors.lock",
+        "r7",
+        "r7.safetensors\0",
+        "r7\n.safetensors",
+        "r7" + "x" * 300 + ".safetensors",
+        "x/" * 3000 + "r7.safetensors",
+        "\ud800r7.safetensors",
+        None,
+        3,
+        True,
+        ["r7.safetensors"],
+        {"a": "r7.safetensors"},
+    ],
+)
 def test_a_server_that_lies_about_paths(tmp_path, handle):
     """Nothing but this request's file, directly in the folder, is read or deleted."""
     storage = tmp_path / "storage"
     storage.mkdir()
     (storage / "link").symlink_to(tmp_path)
-    for path in (tmp_path / "secret-r7.safetensors", storage / "other.safetensors", storage / "extraction.json"): path.write_bytes(SECRET)
-    with pytest.raises(FeatureError, match="nothing is read") as e: file_of_reply(storage, handle, "r7")
+    for path in (tmp_path / "secret-r7.safetensors", storage / "other.safetensors", storage / "extraction.json"):
+        path.write_bytes(SECRET)
+    with pytest.raises(FeatureError, match="nothing is read") as e:
+        file_of_reply(storage, handle, "r7")
     assert "\n" not in str(e.value) and len(str(e.value)) < 900
-    assert all(p.read_bytes() == SECRET for p in (tmp_path / "secret-r7.safetensors", storage / "other.safetensors", storage / "extraction.json"))
+    assert all(
+        p.read_bytes() == SECRET
+        for p in (tmp_path / "secret-r7.safetensors", storage / "other.safetensors", storage / "extraction.json")
+    )
 
 
 def test_names_that_are_the_requests_own(tmp_path):
-    for handle in ("cmpl-r7-0-ab.safetensors", str(tmp_path / "chatcmpl-r7-0.safetensors"), f"{tmp_path}/x/../r7.safetensors"):
+    for handle in (
+        "cmpl-r7-0-ab.safetensors",
+        str(tmp_path / "chatcmpl-r7-0.safetensors"),
+        f"{tmp_path}/x/../r7.safetensors",
+    ):
         assert file_of_reply(tmp_path, handle, "r7").parent == tmp_path.resolve()
 
 
@@ -251,21 +365,35 @@ def test_what_is_no_file_is_not_opened(tmp_path, what):
     (tmp_path / "secret").write_bytes(SECRET)
     path = tmp_path / "r7.safetensors"
     place = Path(f"{path}.lock") if what.endswith("lock") else path
-    {"link": lambda: place.symlink_to(tmp_path / "secret"), "folder": place.mkdir, "pipe": lambda: os.mkfifo(place), "dangling": lambda: place.symlink_to("nowhere")}[what.split()[0]]()
+    {
+        "link": lambda: place.symlink_to(tmp_path / "secret"),
+        "folder": place.mkdir,
+        "pipe": lambda: os.mkfifo(place),
+        "dangling": lambda: place.symlink_to("nowhere"),
+    }[what.split()[0]]()
     start = time.monotonic()
-    with pytest.raises(FeatureError, match="is not read"): collect(path, [1, 2], timeout=20)
+    with pytest.raises(FeatureError, match="is not read"):
+        collect(path, [1, 2], timeout=20)
     assert time.monotonic() - start < 5 and (tmp_path / "secret").read_bytes() == SECRET and os.path.lexists(place)
 
 
 class Lying(BaseHTTPRequestHandler):
     "Answers as vLLM does, but names the file that the test chooses."
-    def log_message(self, *args): pass
 
-    def do_GET(self): self.reply({"data": [{"id": "fake", "root": "a verifier"}]})
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        self.reply({"data": [{"id": "fake", "root": "a verifier"}]})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.reply({"choices": [{"prompt_token_ids": body["prompt"]}], "kv_transfer_params": {"hidden_states_path": self.server.lie(body["request_id"])}})
+        self.reply(
+            {
+                "choices": [{"prompt_token_ids": body["prompt"]}],
+                "kv_transfer_params": {"hidden_states_path": self.server.lie(body["request_id"])},
+            }
+        )
 
     def reply(self, answer):
         data = json.dumps(answer).encode()
@@ -281,16 +409,20 @@ def lying(lie):
     with ThreadingHTTPServer(("127.0.0.1", 0), Lying) as server:
         server.lie = lie
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        try: yield f"http://127.0.0.1:{server.server_port}"
-        finally: server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def test_a_client_deletes_nothing_that_it_did_not_ask_for(tmp_path):
-    """Over HTTP: the server names other files of the folder, links out of it, and folders; they are all still there, and each reply is refused at once."""
+    """Over HTTP: the server names other files of the folder, links out of it, and folders; they are all still there,
+    and each reply is refused at once."""
     storage, home = tmp_path / "storage", tmp_path / "home"
     storage.mkdir(), home.mkdir()
     (home / "thesis.safetensors").write_bytes(SECRET)
-    for name in ("hs_0.safetensors", "cmpl-somebody.safetensors"): (storage / name).write_bytes(SECRET)
+    for name in ("hs_0.safetensors", "cmpl-somebody.safetensors"):
+        (storage / name).write_bytes(SECRET)
 
     def linked(name):
         (storage / f"{name}.safetensors").symlink_to(home / "thesis.safetensors")
@@ -300,23 +432,42 @@ def test_a_client_deletes_nothing_that_it_did_not_ask_for(tmp_path):
         (storage / f"{name}.safetensors").mkdir()
         return f"{name}.safetensors"
 
-    for lie in (lambda name: "hs_0.safetensors", lambda name: str(storage / "cmpl-somebody.safetensors"), lambda name: str(home / "thesis.safetensors"), lambda name: f"../home/thesis.safetensors?{name}.safetensors", linked, folder):
+    for lie in (
+        lambda name: "hs_0.safetensors",
+        lambda name: str(storage / "cmpl-somebody.safetensors"),
+        lambda name: str(home / "thesis.safetensors"),
+        lambda name: f"../home/thesis.safetensors?{name}.safetensors",
+        linked,
+        folder,
+    ):
         with lying(lie) as url:
             client = HiddenStatesClient(url, storage, LAYERS, tries=1)
-            with pytest.raises(FeatureError): client.states([1, 2, 3])
+            with pytest.raises(FeatureError):
+                client.states([1, 2, 3])
         assert (home / "thesis.safetensors").read_bytes() == SECRET
-        assert (storage / "hs_0.safetensors").read_bytes() == (storage / "cmpl-somebody.safetensors").read_bytes() == SECRET
+        assert (
+            (storage / "hs_0.safetensors").read_bytes()
+            == (storage / "cmpl-somebody.safetensors").read_bytes()
+            == SECRET
+        )
 
 
 def test_sweep_touches_only_requests_of_the_dead(tmp_path):
     keep = [f"cmpl-{request_name()}-0-a.safetensors", "hs_0.safetensors", "model.safetensors", "extraction.json"]
-    for name in [*keep, f"cmpl-{request_name()}-0-a.safetensors".replace(f"-{os.getpid()}-", f"-{2**22 + 7}-")]: (tmp_path / name).touch()
+    for name in [*keep, f"cmpl-{request_name()}-0-a.safetensors".replace(f"-{os.getpid()}-", f"-{2**22 + 7}-")]:
+        (tmp_path / name).touch()
     dead = f"hs-{HOST}-{2**22 + 7}-0a"
     odd = [f"hs-{HOST}-{10**40}-0a.safetensors", f"x{dead}.safetensors", f"{dead}.txt", f"hs-{HOST}-²-0a.safetensors"]
-    for name in odd: (tmp_path / name).touch()
+    for name in odd:
+        (tmp_path / name).touch()
     (tmp_path / f"{dead}.safetensors").mkdir()
     (tmp_path / f"{dead}-1.safetensors").symlink_to(tmp_path / "model.safetensors")
-    assert sweep(tmp_path) == 1 and {p.name for p in tmp_path.iterdir()} == {*keep, *odd, f"{dead}.safetensors", f"{dead}-1.safetensors"}
+    assert sweep(tmp_path) == 1 and {p.name for p in tmp_path.iterdir()} == {
+        *keep,
+        *odd,
+        f"{dead}.safetensors",
+        f"{dead}-1.safetensors",
+    }
 
 
 def test_the_storage_is_an_absolute_path(tmp_path, monkeypatch):

@@ -18,7 +18,9 @@ from speculators_nb.nn.draft_vocabulary import (
 )
 
 # (counts of each of V tokens, Vd)
-cases = st.lists(st.integers(0, 5), min_size=1, max_size=30).flatmap(lambda c: st.tuples(st.just(c), st.integers(1, len(c))))
+cases = st.lists(st.integers(0, 5), min_size=1, max_size=30).flatmap(
+    lambda c: st.tuples(st.just(c), st.integers(1, len(c)))
+)
 quick = settings(max_examples=100, deadline=None)
 
 
@@ -51,7 +53,11 @@ def test_translations_are_inverse_and_keep_probability(case, seed):
 
 def test_full_vocabulary_needs_no_mapping():
     ids, probs = torch.tensor([3, 1]), torch.rand(2, 4)
-    assert draft_to_verifier(ids, None) is ids and verifier_to_draft(ids, None) is ids and scatter_probs(probs, None, 4) is probs
+    assert (
+        draft_to_verifier(ids, None) is ids
+        and verifier_to_draft(ids, None) is ids
+        and scatter_probs(probs, None, 4) is probs
+    )
     check_vocab_mapping(None, None, 4, 4)
     check_vocab_mapping(torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64), 4, 4)
 
@@ -84,7 +90,10 @@ T2D, D2T = torch.tensor([1, 0, 1, 0]).bool(), torch.tensor([0, 1])
         ((T2D, D2T, 4, 5), "draft_vocab_size=5 must lie between 1 and the verifier's vocabulary, 4"),
         ((T2D, D2T, 4, 0), "draft_vocab_size=0"),
         ((~T2D | T2D, D2T, 4, 2), "t2d keeps 4 tokens"),
-        ((T2D, torch.tensor([0, 2]), 4, 2), r"d2t\[1\]=2 maps draft id 1 to verifier id 3, but by t2d it is 2. d2t holds offsets"),
+        (
+            (T2D, torch.tensor([0, 2]), 4, 2),
+            r"d2t\[1\]=2 maps draft id 1 to verifier id 3, but by t2d it is 2. d2t holds offsets",
+        ),
         ((T2D, torch.tensor([2, -1]), 4, 2), "ascending"),
     ],
 )

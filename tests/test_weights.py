@@ -27,9 +27,13 @@ def test_fixture():
     close = dict(atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(exponential(0.8, k), ref["exp_gamma0.8"], **close)
     torch.testing.assert_close(block_decay(k), ref["dflash_gamma4"], **close)
-    torch.testing.assert_close(block_decay(k, sample_from_anchor=True), ref["dflash_gamma4_sample_from_anchor"], **close)
     torch.testing.assert_close(
-        dpace(ref["elementwise_loss"].view(3, 8), ref["loss_mask"].view(3, 8)).view(1, 24), ref["dpace_block8_alpha0.5"], **close
+        block_decay(k, sample_from_anchor=True), ref["dflash_gamma4_sample_from_anchor"], **close
+    )
+    torch.testing.assert_close(
+        dpace(ref["elementwise_loss"].view(3, 8), ref["loss_mask"].view(3, 8)).view(1, 24),
+        ref["dpace_block8_alpha0.5"],
+        **close,
     )
 
 

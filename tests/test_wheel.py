@@ -1,4 +1,5 @@
 """What `pip install` of a built wheel gives: every subpackage, the commands, the licence, the public names."""
+
 import json
 import os
 import shutil
@@ -19,8 +20,11 @@ def wheel(tmp_path_factory):
     for f in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / f, tmp)
     shutil.copytree(ROOT / "speculators_nb", tmp / "speculators_nb", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp / "out", tmp],
-                   check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp / "out", tmp],
+        check=True,
+        capture_output=True,
+    )
     return next((tmp / "out").glob("*.whl"))
 
 
@@ -28,13 +32,18 @@ def wheel(tmp_path_factory):
 def installed(wheel, tmp_path_factory):
     "A run of Python that finds the wheel's package ahead of this repository's editable install"
     site = tmp_path_factory.mktemp("site")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, wheel], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, wheel],
+        check=True,
+        capture_output=True,
+    )
 
     def run(code):
         env = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
         p = subprocess.run([sys.executable, "-c", code], cwd=site.parent, env=env, capture_output=True, text=True)
         assert p.returncode == 0, p.stderr
         return json.loads(p.stdout.splitlines()[-1])
+
     assert Path(run("import json, speculators_nb; print(json.dumps(speculators_nb.__file__))")).is_relative_to(site)
     return run
 
@@ -52,12 +61,17 @@ def test_metadata(wheel):
     assert "licenses/LICENSE" in info
     assert "Requires-Dist: torch>=" in info["METADATA"] and "Requires-Python: >=3.11" in info["METADATA"]
     assert "speculators-nb = speculators_nb.cli.main:app" in info["entry_points.txt"]
-    assert "speculators_nb = speculators_nb._modidx:d" in info["entry_points.txt"], "nbdev of other projects links to our docs by it"
+    assert "speculators_nb = speculators_nb._modidx:d" in info["entry_points.txt"], (
+        "nbdev of other projects links to our docs by it"
+    )
 
 
 def test_public_names_import(installed):
-    names = installed("import json, speculators_nb as s; print(json.dumps([getattr(s, n).__name__ for n in sorted(s._PUBLIC)]))")
+    names = installed(
+        "import json, speculators_nb as s; print(json.dumps([getattr(s, n).__name__ for n in sorted(s._PUBLIC)]))"
+    )
     import speculators_nb
+
     assert names == sorted(speculators_nb._PUBLIC)
 
 

@@ -6,8 +6,10 @@
 Method: `verify_costs` for passes over 1 to 7 tokens, `draft_cost` for a block of six guesses and `measured_speedup`
 for whole answers, on six held-out prompts, one of each kind. The clock is this process's processor time in one thread,
 and every number is a ratio to plain passes timed in turn with it; still, do not run it beside other work.
-Results: benchmarks/costs/results/. Tutorials 7 and 8 and the notebook on speed measure the same on the reader's machine.
+Results: benchmarks/costs/results/. Tutorials 7 and 8 and the notebook on speed measure the same on the reader's
+machine.
 """
+
 import os
 import platform
 from datetime import date
@@ -22,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.evaluate.cost import draft_cost
-from speculators_nb.evaluate.speed import measured_speedup, verify_costs
+from speculators_nb.evaluate.speedup import measured_speedup, verify_costs
 from speculators_nb.lab.experiment import heldout_setting, shipped_data, train_equally
 from speculators_nb.models.base import SpeculatorModel
 
@@ -43,7 +45,9 @@ def speedups(verifier, drafters, prompts, stop):
     rows = []
     for name in ("n-gram", "eagle"):
         for k in range(1, K + 1):
-            found = measured_speedup(verifier, drafters[name], prompts, k=k, max_new_tokens=48, eos_token_ids=stop, rounds=4)
+            found = measured_speedup(
+                verifier, drafters[name], prompts, k=k, max_new_tokens=48, eos_token_ids=stop, rounds=4
+            )
             rows.append({"drafter": name, "k": k, **found})
     return pd.DataFrame(rows)
 
@@ -61,17 +65,21 @@ def main():
     RESULTS.mkdir(exist_ok=True)
     table.round(3).to_csv(RESULTS / "costs.csv")
     clocked.round(3).to_csv(RESULTS / "speedups.csv", index=False)
-    (RESULTS / "README.md").write_text(f"""# Costs of reading and making guesses, {date.today()}
+    (RESULTS / "README.md").write_text(
+        f"""# Costs of reading and making guesses, {date.today()}
 
-Verifier `data/tiny-verifier`, one thread, torch {torch.__version__}, {platform.machine()}. Everything is in passes of the verifier over one token.
-Written by `python benchmarks/costs/run.py`; drawn by the notebook on speed and by tutorials 7 and 8.
+Verifier `data/tiny-verifier`, one thread, torch {torch.__version__}, {platform.machine()}. Everything is in
+passes of the verifier over one token. Written by `python benchmarks/costs/run.py`; drawn by the notebook on speed and
+by tutorials 7 and 8.
 
 {table.round(2).to_markdown()}
 
 ## Whole answers: how many times faster
 
 {clocked.round(2).to_markdown(index=False)}
-""", encoding="utf-8")
+""",
+        encoding="utf-8",
+    )
     print(table.round(2).to_string(), clocked.round(2).to_string(index=False), sep="\n\n")
 
 

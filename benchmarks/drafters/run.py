@@ -4,11 +4,15 @@
     python benchmarks/drafters/run.py --only medusa mlp  train these and stop
     python benchmarks/drafters/run.py --budget 4e12      more training for each
 
-Method: `experiment.compare` counts the FLOPs of one training step of each family on the shipped answers, forward, backward, heads and
-targets included, and trains for as many steps as the budget holds, with the settings of `experiment.SETTINGS`. All are then decoded on the
-same held-out prompts, greedily and at temperature 1, and the price of a block of drafts is counted beside it. A drafter that is
+Method: `experiment.compare` counts the FLOPs of one training step of each family on the shipped answers, forward,
+backward, heads and
+targets included, and trains for as many steps as the budget holds, with the settings of `experiment.SETTINGS`. All are
+then decoded on the
+same held-out prompts, greedily and at temperature 1, and the price of a block of drafts is counted beside it. A drafter
+that is
 trained is kept in output/drafters, so that a run may be interrupted. Results: benchmarks/drafters/results/.
 """
+
 import argparse
 import os
 import subprocess
@@ -25,8 +29,18 @@ from speculators_nb.lab.experiment import BUDGET, CONTENDERS, compare, settings,
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TITLES = {"mean_length": "mean length", "free_choice": "free choice", "mflops_per_token": "training MFLOPs a token", "flops": "draft, FLOPs", "weights": "draft, weights",
-          "deep": "draft, weights, 36 layers", "time": "draft, time", "verify": "verify, time", "speedup": "speed-up here", "speedup_deep": "speed-up, 36 layers"}
+TITLES = {
+    "mean_length": "mean length",
+    "free_choice": "free choice",
+    "mflops_per_token": "training MFLOPs a token",
+    "flops": "draft, FLOPs",
+    "weights": "draft, weights",
+    "deep": "draft, weights, 36 layers",
+    "time": "draft, time",
+    "verify": "verify, time",
+    "speedup": "speed-up here",
+    "speedup_deep": "speed-up, 36 layers",
+}
 
 
 def page(table, positions, budget, row, n_prompts):
@@ -34,11 +48,13 @@ def page(table, positions, budget, row, n_prompts):
     shown = table.rename(columns=TITLES).round({"training MFLOPs a token": 1, "epochs": 1, "seconds": 0})
     columns = [c for c in shown if c not in ("mean_length_low", "mean_length_high")]
     rates = positions.pivot(index=["temperature", "drafter"], columns="position", values="unconditional")
+    given = pd.Series({name: str(settings(algorithm) | own) for name, (algorithm, own) in CONTENDERS.items()})
     return f"""# Drafters compared, {date.today()}
 
-Verifier `data/tiny-verifier`, training answers `data/answers`, {budget:.3g} training FLOPs each in rows of {row}, {n_prompts} held-out prompts, 4 tokens drafted in a step. Lengths are
-tokens a step, greedy; `draft` columns are a block of four in passes of the verifier over one token (36 layers: were the verifier that deep);
-times are of this machine, one thread, and swing with what else it does. Written by `make compare`.
+Verifier `data/tiny-verifier`, training answers `data/answers`, {budget:.3g} training FLOPs each in rows of {row},
+{n_prompts} held-out prompts, 4 tokens drafted in a step. Lengths are tokens a step, greedy; `draft` columns are a block
+of four in passes of the verifier over one token (36 layers: were the verifier that deep); times are of this machine,
+one thread, and swing with what else it does. Written by `make compare`.
 
 {shown[columns].sort_values("mean length", ascending=False).to_markdown(floatfmt=".2f")}
 
@@ -48,7 +64,7 @@ times are of this machine, one thread, and swing with what else it does. Written
 
 ## Settings
 
-{pd.Series({name: str(settings(algorithm) | own) for name, (algorithm, own) in CONTENDERS.items()}).rename("arguments of train_drafter").to_markdown()}
+{given.rename("arguments of train_drafter").to_markdown()}
 """
 
 
@@ -56,7 +72,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=5 * BUDGET, help="training FLOPs of each drafter")
     parser.add_argument("--prompts", type=int, default=60, help="held-out prompts, at most 180")
-    parser.add_argument("--row", type=int, default=1024, help="positions in a packed row: half as many, twice the steps")
+    parser.add_argument(
+        "--row", type=int, default=1024, help="positions in a packed row: half as many, twice the steps"
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes that share the training")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, help="train these and stop")
     args = parser.parse_args()
@@ -64,15 +82,42 @@ if __name__ == "__main__":
     disable_progress_bar()
     folder = ROOT / "output/drafters"
     if args.only:
-        print(train_equally(folder, args.budget, {name: CONTENDERS[name] for name in args.only}, total_seq_len=args.row).to_string())
+        print(
+            train_equally(
+                folder, args.budget, {name: CONTENDERS[name] for name in args.only}, total_seq_len=args.row
+            ).to_string()
+        )
     else:
         names = list(CONTENDERS)
-        workers = [subprocess.Popen([sys.executable, __file__, "--budget", str(args.budget), "--row", str(args.row), "--only", *names[i::args.workers]]) for i in range(min(args.workers, len(names)))]
-        if any([w.wait() for w in workers]): sys.exit("a worker failed: its message is above")
-        table, measured = compare(folder, args.budget, n_prompts=args.prompts, temperatures=(0.0, 1.0), total_seq_len=args.row)
+        workers = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    __file__,
+                    "--budget",
+                    str(args.budget),
+                    "--row",
+                    str(args.row),
+                    "--only",
+                    *names[i :: args.workers],
+                ]
+            )
+            for i in range(min(args.workers, len(names)))
+        ]
+        if any([w.wait() for w in workers]):  # noqa: C419 - all are waited for, whether one fails or not
+            sys.exit("a worker failed: its message is above")
+        table, measured = compare(
+            folder, args.budget, n_prompts=args.prompts, temperatures=(0.0, 1.0), total_seq_len=args.row
+        )
         results = HERE / "results"
         results.mkdir(exist_ok=True)
-        for name, data in (("comparison", table.reset_index()), ("summary", measured.summary), ("positions", measured.positions)):
+        for name, data in (
+            ("comparison", table.reset_index()),
+            ("summary", measured.summary),
+            ("positions", measured.positions),
+        ):
             data.round(4).to_csv(results / f"{name}.csv", index=False)
-        (results / "README.md").write_text(page(table, measured.positions, args.budget, args.row, args.prompts), encoding="utf-8")
+        (results / "README.md").write_text(
+            page(table, measured.positions, args.budget, args.row, args.prompts), encoding="utf-8"
+        )
         print(table.round(2).to_string())

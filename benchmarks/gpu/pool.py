@@ -25,7 +25,7 @@ class Worker:
 
     def __init__(self, cells, inbox, environment, command):
         self.given, self.cells, self.now, self.began, self.stopped = cells, list(cells), None, time.monotonic(), False
-        self.errors = tempfile.TemporaryFile("w+", errors="replace")
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
             [*command, json.dumps(cells)],
             stdin=subprocess.PIPE,

@@ -94,7 +94,7 @@ class Report:
         """Number of rows with an error or outside their tolerance. What does not fit into the memory is a result."""
         rows = [row for rows in self.rows.values() for row in rows]
         groups = step_groups(self).values()
-        return sum("error" in r and r.get("kind") != "memory" or r.get("ok") is False for r in rows) + sum(
+        return sum(("error" in r and r.get("kind") != "memory") or r.get("ok") is False for r in rows) + sum(
             apart(r, group) for group in groups for r in group
         )
 

@@ -1,18 +1,24 @@
 """Train steps: ours beside the upstream library's, on the same weights, packed batch and random choices, in one run.
 
-    python benchmarks/train_step/run.py                               every case; upstream gets an environment of its own, once
+    python benchmarks/train_step/run.py                               every case; upstream gets an environment of its
+    own, once
     python benchmarks/train_step/run.py --algorithm peagle mtp        the cases of some algorithms
     python benchmarks/train_step/run.py --case eagle3/2048/8000 --rounds 2     one case
     python benchmarks/train_step/run.py --upstream-python PATH        an environment that holds upstream already
     python benchmarks/train_step/run.py --sides ours ours-bf16        without upstream
 
-Method: each side is a process that waits for a line and makes one whole train step (forward, backward, clipping, AdamW). The sides take
-turns, one step each, so that a busy machine slows them alike; the first step of each is not timed. Ratios are medians over rounds.
-Memory is counted over what stays between steps (model, batch, gradients, AdamW state, code): as the peak of the resident set (Linux:
-/proc/self), and as the most bytes that torch's allocator held at once, which does not depend on how the C library reuses pages.
+Method: each side is a process that waits for a line and makes one whole train step (forward, backward, clipping,
+AdamW). The sides take
+turns, one step each, so that a busy machine slows them alike; the first step of each is not timed. Ratios are medians
+over rounds.
+Memory is counted over what stays between steps (model, batch, gradients, AdamW state, code): as the peak of the
+resident set (Linux:
+/proc/self), and as the most bytes that torch's allocator held at once, which does not depend on how the C library
+reuses pages.
 The floor is the work that no implementation can avoid, divided by what this machine's thread reached in the same run.
 Results go to benchmarks/train_step/results/, a page and a JSON file per algorithm.
 """
+
 import argparse
 import json
 import os
@@ -26,39 +32,71 @@ from statistics import median
 
 import torch
 from safetensors.torch import load_file
-from worker import ALGORITHMS, AUX, HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, VOCAB, WINDOW, configuration, prepare, training_of
+from worker import (
+    ALGORITHMS,
+    AUX,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INTERMEDIATE,
+    KV_HEADS,
+    VOCAB,
+    WINDOW,
+    configuration,
+    prepare,
+    training_of,
+)
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from upstream import upstream_python  # noqa: E402
+
 DOCUMENTS = {2048: [704, 512, 384, 256, 192], 4096: [1024, 768, 640, 512, 448, 320, 256, 128]}
 
 
 def case(algorithm, length, draft_vocab, anchors=None, prompt=0.25):
-    """(name, case): length / draft vocabulary / anchors x block; `prompt` is the share of each document outside the loss mask."""
+    """(name, case): length / draft vocabulary / anchors x block; `prompt` is the share of each document outside the
+    loss mask."""
     of = dict(algorithm=algorithm, draft_vocab=draft_vocab, documents=DOCUMENTS[length], prompt=prompt)
     block = ALGORITHMS[algorithm]["config"].get("block_size")
     name = f"{algorithm}/{length}/{draft_vocab}" + (f"/{anchors}x{block}" if anchors else "")
     return name, of | ({"anchors": anchors} if anchors else {})
 
 
-CASES = dict([
-    *(case("eagle3", length, draft, prompt=0.5) for length in DOCUMENTS for draft in (8000, VOCAB)),
-    case("peagle", 2048, 8000), case("peagle", 2048, VOCAB), case("mtp", 2048, VOCAB),
-    case("dflash", 2048, VOCAB, 128), case("dflash", 2048, VOCAB, 512), case("dspark", 2048, VOCAB, 128), case("dspark", 2048, VOCAB, 512)])
+CASES = dict(
+    [
+        *(case("eagle3", length, draft, prompt=0.5) for length in DOCUMENTS for draft in (8000, VOCAB)),
+        case("peagle", 2048, 8000),
+        case("peagle", 2048, VOCAB),
+        case("mtp", 2048, VOCAB),
+        case("dflash", 2048, VOCAB, 128),
+        case("dflash", 2048, VOCAB, 512),
+        case("dspark", 2048, VOCAB, 128),
+        case("dspark", 2048, VOCAB, 512),
+    ]
+)
 
 
-# ------------------------------------------------------------------------------------------------------------ environments
+# --------------------------------------------------------------------------------------------------------- environments
 def environment():
-    return os.environ | dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    return os.environ | dict(
+        OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"
+    )
 
 
 class Side:
     """A worker process, asked for one train step at a time."""
+
     def __init__(self, name, python, folder, log):
         self.name = name
-        self.process = subprocess.Popen([python, HERE / "worker.py", name, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=log, text=True, env=environment())
+        self.process = subprocess.Popen(
+            [python, HERE / "worker.py", name, folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment(),
+        )
         self.hello = self.read()
 
     def read(self):
@@ -79,25 +117,41 @@ class Side:
 
 def worker(*args):
     """Whatever worker.py prints for these arguments."""
-    out = subprocess.run([sys.executable, HERE / "worker.py", *map(str, args)], check=True, text=True, stdout=subprocess.PIPE,
-                         env=environment()).stdout
+    out = subprocess.run(
+        [sys.executable, HERE / "worker.py", *map(str, args)],
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        env=environment(),
+    ).stdout
     return json.loads(out) if out.strip() else None
 
 
-# ------------------------------------------------------------------------------------------------------------------- floor
-# Per algorithm: the rows that the loss reads, from the shapes, the mask and the random choices alone. Each gives `loss` rows (scored against
-# a law or a token), `targets` (verifier rows whose law is needed), `out` rows (a layer's output is read), `kv` rows (its keys and values
-# are), `pairs` (query, key) that attend, all summed over layers; `own` rows are computed before the layers, `fuse` weights multiply them.
+# ---------------------------------------------------------------------------------------------------------------- floor
+# Per algorithm: the rows that the loss reads, from the shapes, the mask and the random choices alone. Each gives `loss`
+# rows (scored against a law or a token), `targets` (verifier rows whose law is needed), `out` rows (a layer's output is
+# read), `kv` rows (its keys and values are), `pairs` (query, key) that attend, all summed over layers; `own` rows are
+# computed before the layers, `fuse` weights multiply them.
 def eagle3_rows(case, batch):
     steps = ALGORITHMS["eagle3"]["training"]["ttt_steps"]
     mask = [m.tolist() for m in batch["loss_mask"][0].split(case["documents"])]
-    loss = [sum(sum(m[k:]) for m in mask) for k in range(steps)]             # row i of step k is scored against target i + k
-    live = [[[any(m[i + k:i + steps]) for i in range(len(m))] for m in mask] for k in range(steps)]    # someone reads the row's output
+    loss = [sum(sum(m[k:]) for m in mask) for k in range(steps)]  # row i of step k is scored against target i + k
+    live = [
+        [[any(m[i + k : i + steps]) for i in range(len(m))] for m in mask] for k in range(steps)
+    ]  # someone reads the row's output
     rows = [sum(map(sum, r)) for r in live]
     pairs = sum(min(i + 1, WINDOW) + k for k in range(steps) for r in live[k] for i, on in enumerate(r) if on)
-    length = sum(case["documents"])                                          # the first pass feeds everyone's keys and values
-    return dict(loss=sum(loss), targets=sum(map(sum, mask)), out=sum(rows), kv=length + sum(rows[1:]), pairs=pairs, own=length,
-                fuse=AUX * HIDDEN * HIDDEN, wide=2)
+    length = sum(case["documents"])  # the first pass feeds everyone's keys and values
+    return dict(
+        loss=sum(loss),
+        targets=sum(map(sum, mask)),
+        out=sum(rows),
+        kv=length + sum(rows[1:]),
+        pairs=pairs,
+        own=length,
+        fuse=AUX * HIDDEN * HIDDEN,
+        wide=2,
+    )
 
 
 def peagle_rows(case, batch):
@@ -105,33 +159,55 @@ def peagle_rows(case, batch):
     start = torch.tensor([0, *case["documents"]]).cumsum(0)
     loss = batch["loss_mask"][0][anchor + depth]
     chain = torch.zeros(len(batch["loss_mask"][0]), int(depth.max()) + 1, dtype=torch.int64)
-    chain[anchor, depth] = 1                                                 # a row attends to the shallower rows of its own rollout
+    chain[anchor, depth] = 1  # a row attends to the shallower rows of its own rollout
     before = chain.cumsum(1)[anchor, depth]
-    pairs = (anchor - start[docs[anchor]] + before)[loss].sum()              # the anchor's prefix, and the rollout beyond depth 0
-    return dict(loss=int(loss.sum()), targets=len((anchor + depth)[loss].unique()), out=int(loss.sum()), kv=len(anchor), pairs=int(pairs),
-                own=len(docs) + 1, fuse=AUX * HIDDEN * HIDDEN, wide=2, trained=VOCAB * HIDDEN)
+    pairs = (anchor - start[docs[anchor]] + before)[loss].sum()  # the anchor's prefix, and the rollout beyond depth 0
+    return dict(
+        loss=int(loss.sum()),
+        targets=len((anchor + depth)[loss].unique()),
+        out=int(loss.sum()),
+        kv=len(anchor),
+        pairs=int(pairs),
+        own=len(docs) + 1,
+        fuse=AUX * HIDDEN * HIDDEN,
+        wide=2,
+        trained=VOCAB * HIDDEN,
+    )
 
 
 def dflash_rows(case, batch):
     config = configuration(case)
-    block, layers, sampled = config["block_size"], config["transformer_layer_config"]["num_hidden_layers"], config["sample_from_anchor"]
+    block, layers, sampled = (
+        config["block_size"],
+        config["transformer_layer_config"]["num_hidden_layers"],
+        config["sample_from_anchor"],
+    )
     anchor = batch["anchor_positions"][batch["anchor_valid"]]
     start = torch.tensor([0, *case["documents"]]).cumsum(0)
     own = anchor - start[batch["document_ids"][0][anchor]]
     slots = anchor[:, None] + torch.arange(0 if sampled else 1, block)
     loss = batch["loss_mask"][0][slots]
     rows, length = len(anchor) * block, sum(case["documents"])
-    causal = block * (block + 1) // 2                                        # sliding layers are causal within the block
+    causal = block * (block + 1) // 2  # sliding layers are causal within the block
     pairs = layers * int((own * block + causal).sum())
-    return dict(loss=int(loss.sum()), targets=len(slots[loss].unique()), out=layers * rows, kv=layers * (length + rows), pairs=pairs,
-                own=length, fuse=AUX * HIDDEN * HIDDEN, wide=1, bias=config.get("markov_rank", 0))
+    return dict(
+        loss=int(loss.sum()),
+        targets=len(slots[loss].unique()),
+        out=layers * rows,
+        kv=layers * (length + rows),
+        pairs=pairs,
+        own=length,
+        fuse=AUX * HIDDEN * HIDDEN,
+        wide=1,
+        bias=config.get("markov_rank", 0),
+    )
 
 
 def mtp_rows(case, batch):
     steps = ALGORITHMS["mtp"]["training"]["num_speculative_steps"]
     mask, length = batch["loss_mask"][0], sum(case["documents"])
-    loss = sum(int(mask[s + 2:length - steps + 1 + s].sum()) for s in range(steps))
-    rows = sum(n - s - 2 for n in case["documents"] for s in range(steps))   # each step's rows are the next one's keys
+    loss = sum(int(mask[s + 2 : length - steps + 1 + s].sum()) for s in range(steps))
+    rows = sum(n - s - 2 for n in case["documents"] for s in range(steps))  # each step's rows are the next one's keys
     pairs = sum((n - s - 2) * (n - s - 1) // 2 for n in case["documents"] for s in range(steps))
     return dict(loss=loss, targets=0, out=rows, kv=rows, pairs=pairs, own=rows, fuse=2 * HIDDEN * HIDDEN, wide=1)
 
@@ -145,23 +221,43 @@ def needed(case, folder):
     layers = configuration(case)["transformer_layer_config"]["num_hidden_layers"] if case["algorithm"] != "mtp" else 1
     q, kv, wide, bias = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, n["wide"] * HIDDEN, n.get("bias", 0)
     layer = n["out"] * (wide * q + q * HIDDEN + 3 * HIDDEN * INTERMEDIATE) + n["kv"] * wide * 2 * kv
-    trained = n["fuse"] + layers * (wide * (q + 2 * kv) + q * HIDDEN + 3 * HIDDEN * INTERMEDIATE) + n.get("trained", 0) + bias * (VOCAB + draft)
-    saved = n["out"] * (wide + q + HIDDEN + 3 * INTERMEDIATE + q) + n["kv"] * 2 * kv + n["own"] * n["fuse"] // HIDDEN + n["loss"] * HIDDEN
+    trained = (
+        n["fuse"]
+        + layers * (wide * (q + 2 * kv) + q * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
+        + n.get("trained", 0)
+        + bias * (VOCAB + draft)
+    )
+    saved = (
+        n["out"] * (wide + q + HIDDEN + 3 * INTERMEDIATE + q)
+        + n["kv"] * 2 * kv
+        + n["own"] * n["fuse"] // HIDDEN
+        + n["loss"] * HIDDEN
+    )
     return dict(
-        head=2 * draft * (HIDDEN * (n["targets"] + 2 * n["loss"]) + 3 * bias * n["loss"]),   # targets once; logits and their gradient; no dW
+        head=2
+        * draft
+        * (
+            HIDDEN * (n["targets"] + 2 * n["loss"]) + 3 * bias * n["loss"]
+        ),  # targets once; logits and their gradient; no dW
         rest=3 * 2 * (n["own"] * n["fuse"] + layer) + 12 * n["pairs"] * q,
         exp=(n["targets"] + n["loss"]) * draft,
         bytes=4 * (draft * HIDDEN + n["own"] * (AUX + 2) * HIDDEN + 2 * saved + 8 * trained),
-        memory=4 * saved / 2**20)
+        memory=4 * saved / 2**20,
+    )
 
 
 def floor(n, rates, head):
-    """(seconds, GEMM seconds, exponential seconds, memory-traffic seconds) of the needed work at this machine's rates."""
-    gemm, exp, traffic = n["head"] / rates[head] + n["rest"] / rates["gemm_fp32"], n["exp"] / rates["exp"], n["bytes"] / rates["copy"]
+    """(seconds, GEMM seconds, exponential seconds, memory-traffic seconds) of the needed work at this machine's
+    rates."""
+    gemm, exp, traffic = (
+        n["head"] / rates[head] + n["rest"] / rates["gemm_fp32"],
+        n["exp"] / rates["exp"],
+        n["bytes"] / rates["copy"],
+    )
     return max(gemm + exp, traffic), gemm, exp, traffic
 
 
-# --------------------------------------------------------------------------------------------------------------------- run
+# ------------------------------------------------------------------------------------------------------------------ run
 def measure(name, case, pythons, rounds, folder):
     """All sides of one case, step by step in turn; {side: its records}."""
     prepare(case, folder)
@@ -173,8 +269,11 @@ def measure(name, case, pythons, rounds, folder):
                 for side in sides[::-1] if i % 2 else sides:
                     got = side.ask("step")
                     records[side.name]["steps"].append(got)
-                    print(f"{name:>22} round {i + 1} {side.name:>9} {got['cpu']:7.2f} CPU s {got['wall']:7.2f} s +{got['peak']:5.0f} MiB  "
-                          f"loss {got['loss']:.6f}", flush=True)
+                    print(
+                        f"{name:>22} round {i + 1} {side.name:>9} {got['cpu']:7.2f} CPU s {got['wall']:7.2f} s "
+                        f"+{got['peak']:5.0f} MiB  loss {got['loss']:.6f}",
+                        flush=True,
+                    )
             for side in sides:
                 records[side.name] |= side.ask("allocated")
         except SystemExit:
@@ -195,19 +294,39 @@ def summarize(name, case, records, rates, work):
         bound = floor(work, rates, "gemm_bf16" if side.endswith("bf16") else "gemm_fp32")
         cpu = median(s["cpu"] for s in steps)
         peak, other_peak = (max(s["peak"] for s in r["steps"]) for r in (record, reference))
-        rows.append(dict(
-            algorithm=case["algorithm"], case=name, length=length, documents=len(case["documents"]), draft_vocab=case["draft_vocab"],
-            anchors=case.get("anchors"), outside_loss_mask=case["prompt"], side=side, rounds=len(steps),
-            cpu_s=cpu, cpu_s_min=min(s["cpu"] for s in steps), wall_s=median(s["wall"] for s in steps), tokens_per_cpu_s=length / cpu,
-            speed_vs_upstream=median(r["cpu"] / s["cpu"] for r, s in pairs),
-            wall_speed_vs_upstream=median(r["wall"] / s["wall"] for r, s in pairs),
-            peak_resident_mib=peak, resident_vs_upstream=peak / other_peak, peak_allocated_mib=record["allocated"],
-            allocated_vs_upstream=record["allocated"] / reference["allocated"], first_loss=record["hello"]["loss"],
-            first_loss_rel_diff=abs(record["hello"]["loss"] / reference["hello"]["loss"] - 1),
-            first_grad_norm_rel_diff=abs(record["hello"]["grad_norm"] / reference["hello"]["grad_norm"] - 1),
-            last_loss_rel_diff=abs(steps[-1]["loss"] / reference["steps"][-1]["loss"] - 1),
-            floor_s=bound[0], floor_gemm_s=bound[1], floor_exp_s=bound[2], floor_traffic_s=bound[3], cpu_over_floor=cpu / bound[0],
-            floor_saved_mib=work["memory"]))
+        rows.append(
+            dict(
+                algorithm=case["algorithm"],
+                case=name,
+                length=length,
+                documents=len(case["documents"]),
+                draft_vocab=case["draft_vocab"],
+                anchors=case.get("anchors"),
+                outside_loss_mask=case["prompt"],
+                side=side,
+                rounds=len(steps),
+                cpu_s=cpu,
+                cpu_s_min=min(s["cpu"] for s in steps),
+                wall_s=median(s["wall"] for s in steps),
+                tokens_per_cpu_s=length / cpu,
+                speed_vs_upstream=median(r["cpu"] / s["cpu"] for r, s in pairs),
+                wall_speed_vs_upstream=median(r["wall"] / s["wall"] for r, s in pairs),
+                peak_resident_mib=peak,
+                resident_vs_upstream=peak / other_peak,
+                peak_allocated_mib=record["allocated"],
+                allocated_vs_upstream=record["allocated"] / reference["allocated"],
+                first_loss=record["hello"]["loss"],
+                first_loss_rel_diff=abs(record["hello"]["loss"] / reference["hello"]["loss"] - 1),
+                first_grad_norm_rel_diff=abs(record["hello"]["grad_norm"] / reference["hello"]["grad_norm"] - 1),
+                last_loss_rel_diff=abs(steps[-1]["loss"] / reference["steps"][-1]["loss"] - 1),
+                floor_s=bound[0],
+                floor_gemm_s=bound[1],
+                floor_exp_s=bound[2],
+                floor_traffic_s=bound[3],
+                cpu_over_floor=cpu / bound[0],
+                floor_saved_mib=work["memory"],
+            )
+        )
     return rows
 
 
@@ -215,38 +334,52 @@ def report(algorithm, rows, rates, versions, cpu):
     """The Markdown page of one algorithm."""
     sides = "; ".join(f"{side}: " + ", ".join(f"{k} {v}" for k, v in got.items()) for side, got in versions.items())
     lines = [
-        f"# {algorithm}: train step, {date.today()}", "", f"{cpu}, one thread. {sides}.",
-        f"Measured rates: fp32 GEMM {rates['gemm_fp32'] / 1e9:.0f} GFLOP/s, bf16 GEMM {rates['gemm_bf16'] / 1e9:.0f} GFLOP/s, "
-        f"{rates['exp'] / 1e9:.2f} G exponentials/s, copy {rates['copy'] / 1e9:.0f} GB/s.", "",
-        f"Hidden {HIDDEN}, {HEADS} heads / {KV_HEADS} KV heads of {HEAD_DIM}, intermediate {INTERMEDIATE}, {ALGORITHMS[algorithm]['layers']} draft "
-        f"layer(s), {1 if algorithm == 'mtp' else AUX} verifier layer(s) read, verifier vocabulary {VOCAB}, float32; the first "
-        f"{rows[0]['outside_loss_mask']:.0%} of each document is outside the loss mask. Training arguments: "
-        f"{json.dumps(training_of(dict(algorithm=algorithm)))}. Upstream runs its sdpa attention and eager losses, the only ones that train on "
-        "a CPU. Both get the same weights, batch and random choices. A step is forward, backward, clipping and AdamW. `ours-bf16` makes the "
-        "products with the head in bfloat16.", "",
-        "| case | side | CPU s/step (min) | wall s/step | tokens/CPU s | speed | peak resident MiB | peak allocated MiB | floor s "
-        "| step / floor |",
-        "|---|---|---|---|---|---|---|---|---|---|"]
+        f"# {algorithm}: train step, {date.today()}",
+        "",
+        f"{cpu}, one thread. {sides}.",
+        f"Measured rates: fp32 GEMM {rates['gemm_fp32'] / 1e9:.0f} GFLOP/s, bf16 GEMM {rates['gemm_bf16'] / 1e9:.0f} "
+        f"GFLOP/s, {rates['exp'] / 1e9:.2f} G exponentials/s, copy {rates['copy'] / 1e9:.0f} GB/s.",
+        "",
+        f"Hidden {HIDDEN}, {HEADS} heads / {KV_HEADS} KV heads of {HEAD_DIM}, intermediate {INTERMEDIATE}, "
+        f"{ALGORITHMS[algorithm]['layers']} draft layer(s), {1 if algorithm == 'mtp' else AUX} verifier layer(s) "
+        f"read, verifier vocabulary {VOCAB}, float32; the first {rows[0]['outside_loss_mask']:.0%} of each document "
+        f"is outside the loss mask. Training arguments: {json.dumps(training_of(dict(algorithm=algorithm)))}. "
+        "Upstream runs its sdpa attention and eager losses, the only ones that train on a CPU. Both get the same "
+        "weights, batch and random choices. A step is forward, backward, clipping and AdamW. `ours-bf16` makes the "
+        "products with the head in bfloat16.",
+        "",
+        "| case | side | CPU s/step (min) | wall s/step | tokens/CPU s | speed | peak resident MiB | peak allocated "
+        "MiB | floor s | step / floor |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
     for r in rows:
         lines.append(
-            f"| {r['case']} | {r['side']} | {r['cpu_s']:.2f} ({r['cpu_s_min']:.2f}) | {r['wall_s']:.2f} | {r['tokens_per_cpu_s']:.0f} "
-            f"| {r['speed_vs_upstream']:.1f}x | {r['peak_resident_mib']:.0f} (1/{1 / r['resident_vs_upstream']:.1f}) "
-            f"| {r['peak_allocated_mib']:.0f} (1/{1 / r['allocated_vs_upstream']:.1f}) | {r['floor_s']:.2f} | {r['cpu_over_floor']:.2f} |")
+            f"| {r['case']} | {r['side']} | {r['cpu_s']:.2f} ({r['cpu_s_min']:.2f}) | {r['wall_s']:.2f} | "
+            f"{r['tokens_per_cpu_s']:.0f} | {r['speed_vs_upstream']:.1f}x | {r['peak_resident_mib']:.0f} "
+            f"(1/{1 / r['resident_vs_upstream']:.1f}) | {r['peak_allocated_mib']:.0f} "
+            f"(1/{1 / r['allocated_vs_upstream']:.1f}) | {r['floor_s']:.2f} | {r['cpu_over_floor']:.2f} |"
+        )
     saved = ", ".join(f"{m:.0f} MiB in {n}" for n, m in {r["case"]: r["floor_saved_mib"] for r in rows}.items())
     docs = ", ".join(f"{len(DOCUMENTS[n])} at {n}" for n in sorted({r["length"] for r in rows}))
     lines += [
-        "", f"Cases are algorithm / packed length / draft vocabulary / anchors x block (documents: {docs}). *Speed* is the median over rounds "
-        "of upstream's CPU time over this side's in the same round. *Peaks* are over what stays between steps: model, batch, gradients, AdamW "
-        "state. The *floor* is the GEMM and exponential work on the rows that the loss reads, at the rates above (for `ours-bf16` the head's "
-        "at bf16's), or the unavoidable memory traffic where that takes longer. Inputs of the needed GEMMs, kept for backward: "
-        f"{saved}; less only with recomputation.", "",
-        "| case | side | floor: GEMM s | exponentials s | traffic s | first loss | rel. diff. | its gradient norm, rel. diff. "
-        "| last loss, rel. diff. |", "|---|---|---|---|---|---|---|---|---|"]
+        "",
+        f"Cases are algorithm / packed length / draft vocabulary / anchors x block (documents: {docs}). *Speed* is "
+        "the median over rounds of upstream's CPU time over this side's in the same round. *Peaks* are over what "
+        "stays between steps: model, batch, gradients, AdamW state. The *floor* is the GEMM and exponential work on "
+        "the rows that the loss reads, at the rates above (for `ours-bf16` the head's at bf16's), or the unavoidable "
+        f"memory traffic where that takes longer. Inputs of the needed GEMMs, kept for backward: {saved}; less only "
+        "with recomputation.",
+        "",
+        "| case | side | floor: GEMM s | exponentials s | traffic s | first loss | rel. diff. | its gradient norm, "
+        "rel. diff. | last loss, rel. diff. |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for r in rows:
         lines.append(
-            f"| {r['case']} | {r['side']} | {r['floor_gemm_s']:.2f} | {r['floor_exp_s']:.2f} | {r['floor_traffic_s']:.3f} "
-            f"| {r['first_loss']:.5f} | {r['first_loss_rel_diff']:.1e} | {r['first_grad_norm_rel_diff']:.1e} "
-            f"| {r['last_loss_rel_diff']:.1e} |")
+            f"| {r['case']} | {r['side']} | {r['floor_gemm_s']:.2f} | {r['floor_exp_s']:.2f} | "
+            f"{r['floor_traffic_s']:.3f} | {r['first_loss']:.5f} | {r['first_loss_rel_diff']:.1e} | "
+            f"{r['first_grad_norm_rel_diff']:.1e} | {r['last_loss_rel_diff']:.1e} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -260,8 +393,16 @@ def write(folder, rows, rates, versions):
         stem = folder / f"{algorithm}-{date.today()}-{re.sub(r'[^a-z0-9]+', '-', cpu.lower()).strip('-')}"
         pages.append(report(algorithm, mine, rates, versions, cpu))
         Path(f"{stem}.md").write_text(pages[-1])
-        facts = dict(date=str(date.today()), cpu=cpu, threads=1, rates=rates, versions=versions,
-                     training=training_of(dict(algorithm=algorithm)), upstream=dict(attention="sdpa", losses="eager"), rows=mine)
+        facts = dict(
+            date=str(date.today()),
+            cpu=cpu,
+            threads=1,
+            rates=rates,
+            versions=versions,
+            training=training_of(dict(algorithm=algorithm)),
+            upstream=dict(attention="sdpa", losses="eager"),
+            rows=mine,
+        )
         Path(f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
     return "\n".join(pages)
 
@@ -281,13 +422,15 @@ def main():
     rates, measured, versions = {}, {}, {}
     with tempfile.TemporaryDirectory() as tmp:
         for name in names:
-            rates = {k: max(v, rates.get(k, 0.0)) for k, v in worker("rates").items()}   # before each case: the machine is shared
+            rates = {
+                k: max(v, rates.get(k, 0.0)) for k, v in worker("rates").items()
+            }  # before each case: the machine is shared
             folder, of = Path(tmp) / name.replace("/", "_"), CASES[name]
             records = measure(name, of, pythons, opt.rounds, folder)
             measured[name] = (of, records, needed(of, folder))
             versions |= {s: r["hello"]["versions"] for s, r in records.items() if s != "ours-bf16"}
             rows = [row for done, (of, got, work) in measured.items() for row in summarize(done, of, got, rates, work)]
-            text = write(opt.out, rows, rates, versions)                     # after every case: a run that is cut short leaves what it has
+            text = write(opt.out, rows, rates, versions)  # after every case: a run that is cut short leaves what it has
     print("\n" + text)
 
 

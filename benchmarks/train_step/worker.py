@@ -1,4 +1,5 @@
-"""One side of the measurement, in a process of its own: loads a prepared case, then makes a train step whenever it is told to.
+"""One side of the measurement, in a process of its own: loads a prepared case, then makes a train step whenever it is
+told to.
 
     python worker.py prepare CASE_JSON FOLDER          write a case's weights, batch and configuration (torch only)
     python worker.py rates                             print what this machine's one thread can do
@@ -7,6 +8,7 @@
 
 The file imports neither library before it knows which side it is, so both interpreters can run it.
 """
+
 import ctypes
 import gc
 import json
@@ -25,37 +27,83 @@ from safetensors.torch import load_file, save_file
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, AUX, VOCAB, WINDOW = 256, 4, 2, 64, 704, 3, 32000, 2048
 SHAPE = dict(
-    hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, intermediate=INTERMEDIATE, vocab=VOCAB, window=WINDOW)
+    hidden=HIDDEN,
+    heads=HEADS,
+    kv_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    intermediate=INTERMEDIATE,
+    vocab=VOCAB,
+    window=WINDOW,
+)
 SEED = 7
 
-# What each algorithm trains with here: upstream's command-line defaults, but that the loss is the eager one. `config` and `layer` override
-# entries of config.json and of its transformer_layer_config, `ours` adds to our forward arguments; `tokens` are drafted at a time.
+# What each algorithm trains with here: upstream's command-line defaults, but that the loss is the eager one. `config`
+# and `layer` override entries of config.json and of its transformer_layer_config, `ours` adds to our forward arguments;
+# `tokens` are drafted at a time.
 ALGORITHMS = {
     "eagle3": dict(
-        prefix="Eagle3", layers=1, tokens=3, training=dict(ttt_steps=3, ttt_step_loss_decay=1.0, loss_fn="kl_div"),
-        config=dict(fc_norm=False, norm_before_fc=True, norm_before_residual=True, norm_output=True, embed_requires_grad=False),
-        layer=dict(model_type="llama", mlp_bias=False)),
+        prefix="Eagle3",
+        layers=1,
+        tokens=3,
+        training=dict(ttt_steps=3, ttt_step_loss_decay=1.0, loss_fn="kl_div"),
+        config=dict(
+            fc_norm=False, norm_before_fc=True, norm_before_residual=True, norm_output=True, embed_requires_grad=False
+        ),
+        layer=dict(model_type="llama", mlp_bias=False),
+    ),
     "peagle": dict(
-        prefix="PEagle", layers=1, tokens=8,
-        training=dict(num_depths=8, down_sample_ratio=0.7, down_sample_ratio_min=0.2, max_anchors=512, loss_fn="kl_div"),
-        config=dict(fc_norm=False, norm_before_fc=False, norm_before_residual=True, norm_output=False, embed_requires_grad=True)),
+        prefix="PEagle",
+        layers=1,
+        tokens=8,
+        training=dict(
+            num_depths=8, down_sample_ratio=0.7, down_sample_ratio_min=0.2, max_anchors=512, loss_fn="kl_div"
+        ),
+        config=dict(
+            fc_norm=False, norm_before_fc=False, norm_before_residual=True, norm_output=False, embed_requires_grad=True
+        ),
+    ),
     "dflash": dict(
-        prefix="DFlash", layers=5, tokens=15, training=dict(loss_fn="ce", per_position_loss_weight="dpace", dpace_alpha=0.5),
-        config=dict(block_size=16, sample_from_anchor=False, sliding_window_non_causal=False)),
+        prefix="DFlash",
+        layers=5,
+        tokens=15,
+        training=dict(loss_fn="ce", per_position_loss_weight="dpace", dpace_alpha=0.5),
+        config=dict(block_size=16, sample_from_anchor=False, sliding_window_non_causal=False),
+    ),
     "dspark": dict(
-        prefix="DSpark", layers=5, tokens=8,
-        training=dict(loss_fn="kl_div", per_position_loss_weight="fixed-exp-decay", dflash_decay_gamma=4.0, confidence_head_alpha=1.0),
-        config=dict(block_size=8, sample_from_anchor=True, sliding_window_non_causal=False, markov_rank=256,
-                    markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True)),
+        prefix="DSpark",
+        layers=5,
+        tokens=8,
+        training=dict(
+            loss_fn="kl_div",
+            per_position_loss_weight="fixed-exp-decay",
+            dflash_decay_gamma=4.0,
+            confidence_head_alpha=1.0,
+        ),
+        config=dict(
+            block_size=8,
+            sample_from_anchor=True,
+            sliding_window_non_causal=False,
+            markov_rank=256,
+            markov_head_type="vanilla",
+            enable_confidence_head=True,
+            confidence_head_with_markov=True,
+        ),
+    ),
     "mtp": dict(
-        prefix="MTP", layers=1, tokens=3, training=dict(num_speculative_steps=3, step_weight_beta=0.6),
-        ours=dict(cross_document_targets=True),                              # upstream leaves out the row's last rows
+        prefix="MTP",
+        layers=1,
+        tokens=3,
+        training=dict(num_speculative_steps=3, step_weight_beta=0.6),
+        ours=dict(cross_document_targets=True),  # upstream leaves out the row's last rows
         config=dict(num_nextn_predict_layers=1),
-        layer=dict(num_hidden_layers=4, layer_types=["full_attention"] * 4, use_sliding_window=False, sliding_window=None)),
+        layer=dict(
+            num_hidden_layers=4, layer_types=["full_attention"] * 4, use_sliding_window=False, sliding_window=None
+        ),
+    ),
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------- the case
+# ------------------------------------------------------------------------------------------------------------- the case
 def shape(case):
     """Sizes of verifier and draft layers, those above or the case's. `window` None: layers see their whole document."""
     return SimpleNamespace(**SHAPE | case.get("shape", {}))
@@ -72,23 +120,50 @@ def configuration(case):
     mask = dict(mask_token_id=size.vocab - 1) if name in ("peagle", "dflash", "dspark") else {}
     sliding = dict(layer_types=["sliding_attention"] * layers, sliding_window=size.window, use_sliding_window=True)
     full = dict(layer_types=["full_attention"] * layers, sliding_window=None, use_sliding_window=False)
-    return vocabulary | aux.get(name, dict(aux_hidden_state_layer_ids=[1, 2, 3])) | mask | of["config"] | {
-        "architectures": [of["prefix"] + "DraftModel"], "speculators_model_type": name, "speculators_version": "0.9.0",
-        "tie_word_embeddings": False,
-        "speculators_config": {
-            "algorithm": name, "default_proposal_method": "greedy",
-            "proposal_methods": [{"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": of["tokens"],
-                                  "verifier_accept_k": 1}],
-            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": None}},
-        "transformer_layer_config": {
-            "attention_bias": False, "attention_dropout": 0.0, "head_dim": size.head_dim, "hidden_act": "silu",
-            "hidden_size": size.hidden,
-            "intermediate_size": size.intermediate, "max_position_embeddings": 32768, "model_type": "qwen3",
-            "num_attention_heads": size.heads, "num_hidden_layers": layers, "num_key_value_heads": size.kv_heads,
-            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-            "tie_word_embeddings": False, "vocab_size": size.vocab,
-        } | (sliding if size.window else full) | of.get("layer", {}),
-    }
+    return (
+        vocabulary
+        | aux.get(name, dict(aux_hidden_state_layer_ids=[1, 2, 3]))
+        | mask
+        | of["config"]
+        | {
+            "architectures": [of["prefix"] + "DraftModel"],
+            "speculators_model_type": name,
+            "speculators_version": "0.9.0",
+            "tie_word_embeddings": False,
+            "speculators_config": {
+                "algorithm": name,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {
+                        "accept_tolerance": 0.0,
+                        "proposal_type": "greedy",
+                        "speculative_tokens": of["tokens"],
+                        "verifier_accept_k": 1,
+                    }
+                ],
+                "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": None},
+            },
+            "transformer_layer_config": {
+                "attention_bias": False,
+                "attention_dropout": 0.0,
+                "head_dim": size.head_dim,
+                "hidden_act": "silu",
+                "hidden_size": size.hidden,
+                "intermediate_size": size.intermediate,
+                "max_position_embeddings": 32768,
+                "model_type": "qwen3",
+                "num_attention_heads": size.heads,
+                "num_hidden_layers": layers,
+                "num_key_value_heads": size.kv_heads,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+                "tie_word_embeddings": False,
+                "vocab_size": size.vocab,
+            }
+            | (sliding if size.window else full)
+            | of.get("layer", {}),
+        }
+    )
 
 
 def weights(case, config, g):
@@ -106,20 +181,33 @@ def weights(case, config, g):
         attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         qk_norms = {f"{attn}.{n}_norm.weight": gain(dim) for n in "qk"} if layer["model_type"] == "qwen3" else {}
         return qk_norms | {
-            f"{prefix}.input_layernorm.weight": gain(hidden), f"{prefix}.post_attention_layernorm.weight": gain(hidden),
-            f"{attn}.q_proj.weight": w(size.heads * dim, wide), f"{attn}.k_proj.weight": w(size.kv_heads * dim, wide),
-            f"{attn}.v_proj.weight": w(size.kv_heads * dim, wide), f"{attn}.o_proj.weight": w(hidden, size.heads * dim),
-            f"{mlp}.gate_proj.weight": w(size.intermediate, hidden), f"{mlp}.up_proj.weight": w(size.intermediate, hidden),
-            f"{mlp}.down_proj.weight": w(hidden, size.intermediate)}
+            f"{prefix}.input_layernorm.weight": gain(hidden),
+            f"{prefix}.post_attention_layernorm.weight": gain(hidden),
+            f"{attn}.q_proj.weight": w(size.heads * dim, wide),
+            f"{attn}.k_proj.weight": w(size.kv_heads * dim, wide),
+            f"{attn}.v_proj.weight": w(size.kv_heads * dim, wide),
+            f"{attn}.o_proj.weight": w(hidden, size.heads * dim),
+            f"{mlp}.gate_proj.weight": w(size.intermediate, hidden),
+            f"{mlp}.up_proj.weight": w(size.intermediate, hidden),
+            f"{mlp}.down_proj.weight": w(hidden, size.intermediate),
+        }
 
     head = w(draft, hidden, std=0.15)
     state = {"embed_tokens.weight": w(size.vocab, hidden, std=0.3), "lm_head.weight": head}
     if name == "mtp":
         prefix = "mtp_layers.0"
-        return state | decoder(prefix) | {f"{prefix}.input_proj.weight": w(hidden, 2 * hidden)} | {
-            f"{prefix}.{n}_layernorm.weight": gain(hidden) for n in ("hidden", "token", "final")}
-    state |= {"verifier_lm_head.weight": head.clone(), "verifier_norm.weight": gain(hidden), "norm.weight": gain(hidden),
-              "fc.weight": w(hidden, AUX * hidden)}
+        return (
+            state
+            | decoder(prefix)
+            | {f"{prefix}.input_proj.weight": w(hidden, 2 * hidden)}
+            | {f"{prefix}.{n}_layernorm.weight": gain(hidden) for n in ("hidden", "token", "final")}
+        )
+    state |= {
+        "verifier_lm_head.weight": head.clone(),
+        "verifier_norm.weight": gain(hidden),
+        "norm.weight": gain(hidden),
+        "fc.weight": w(hidden, AUX * hidden),
+    }
     if name in ("eagle3", "peagle"):
         state |= decoder("layers.0", 2 * hidden) | {"layers.0.hidden_norm.weight": gain(hidden)}
         state |= {"input_norm.weight": gain(AUX * hidden)} if config["norm_before_fc"] else {}
@@ -130,8 +218,12 @@ def weights(case, config, g):
             state |= decoder(f"layers.{i}")
     if name == "dspark":
         rank = config["markov_rank"]
-        state |= {"markov_head.markov_w1.weight": w(size.vocab, rank, std=0.1), "markov_head.markov_w2.weight": w(draft, rank, std=0.1),
-                  "confidence_head.proj.weight": w(1, hidden + rank), "confidence_head.proj.bias": w(1, std=0.1)}
+        state |= {
+            "markov_head.markov_w1.weight": w(size.vocab, rank, std=0.1),
+            "markov_head.markov_w2.weight": w(draft, rank, std=0.1),
+            "confidence_head.proj.weight": w(1, hidden + rank),
+            "confidence_head.proj.bias": w(1, std=0.1),
+        }
     if draft < size.vocab:
         ids = torch.randperm(size.vocab, generator=g, device=g.device)[:draft].sort().values
         known = torch.zeros(size.vocab, dtype=torch.bool, device=g.device)
@@ -140,7 +232,8 @@ def weights(case, config, g):
 
 
 def anchors(loss_mask, count, block, g):
-    """DFlash: `count` positions of the loss mask, not among the last `block` of the row, ascending; and which of them are real."""
+    """DFlash: `count` positions of the loss mask, not among the last `block` of the row, ascending; and which of them
+    are real."""
     valid, on = loss_mask[:-block].nonzero().flatten(), dict(device=g.device)
     chosen = valid[torch.randperm(len(valid), generator=g, **on)[:count]].sort().values
     filler = torch.zeros(count - len(chosen), dtype=torch.int64, **on)
@@ -148,14 +241,15 @@ def anchors(loss_mask, count, block, g):
 
 
 def rollouts(loss_mask, training, g):
-    """P-EAGLE: every position at depth 0, then nested chains within the loss mask, thinned out by `down_sample_ratio` a depth."""
+    """P-EAGLE: every position at depth 0, then nested chains within the loss mask, thinned out by `down_sample_ratio` a
+    depth."""
     length, valid, on = len(loss_mask), loss_mask.nonzero().flatten(), dict(device=g.device)
-    pool = seeds = valid[torch.randperm(len(valid), generator=g, **on)[:training["max_anchors"]]].sort().values
+    pool = seeds = valid[torch.randperm(len(valid), generator=g, **on)[: training["max_anchors"]]].sort().values
     anchor, depth = [torch.arange(length, **on)], [torch.zeros(length, dtype=torch.int64, **on)]
     for d in range(1, training["num_depths"]):
         count = int((len(seeds) - d) * max(training["down_sample_ratio"] ** d, training["down_sample_ratio_min"]))
         pool = pool[torch.randperm(len(pool), generator=g, **on)[:count]].sort().values
-        anchor, depth = anchor + [pool - d], depth + [torch.full_like(pool, d)]
+        anchor, depth = [*anchor, pool - d], [*depth, torch.full_like(pool, d)]
         pool = pool[pool + 1 < length] + 1
         pool = pool[loss_mask[pool]]
     return {"cod_anchor_pos": torch.cat(anchor), "cod_depth": torch.cat(depth)}
@@ -165,7 +259,7 @@ def packed_batch(case, config, g):
     """A packed batch as training hands it over, with all random choices made, on the device of the generator."""
     name, docs, size, on = case["algorithm"], case["documents"], shape(case), dict(device=g.device)
     length, training = sum(docs), training_of(case)
-    first = 0 if name in ("mtp", "dflash", "dspark") else 1                   # these rows are not shifted
+    first = 0 if name in ("mtp", "dflash", "dspark") else 1  # these rows are not shifted
     wide = size.hidden if name == "mtp" else AUX * size.hidden
     batch = {
         "input_ids": torch.randint(size.vocab, (1, length), generator=g, **on),
@@ -196,8 +290,13 @@ def prepare(case, folder):
     (folder / "case.json").write_text(json.dumps(case))
 
 
-# --------------------------------------------------------------------------------------------------------------- the sides
-CHOICES = {"anchor_positions": "anchors", "anchor_valid": "anchors", "cod_anchor_pos": "rollouts", "cod_depth": "rollouts"}
+# ------------------------------------------------------------------------------------------------------------ the sides
+CHOICES = {
+    "anchor_positions": "anchors",
+    "anchor_valid": "anchors",
+    "cod_anchor_pos": "rollouts",
+    "cod_depth": "rollouts",
+}
 
 
 def training_of(case):
@@ -215,19 +314,23 @@ def load_upstream(folder, case, batch, attention="sdpa", losses="eager"):
     config.transformer_layer_config._attn_implementation = attention
     model = model_class(config=config)
     if name == "mtp":
-        del model.verifier_lm_head                                           # as loading a verifier does there
+        del model.verifier_lm_head  # as loading a verifier does there
     call, _ = model_class.get_trainer_kwargs(**training_of(case), loss_implementation=losses)
     given = {k: batch.pop(k) for k in CHOICES if k in batch}
     if "cod_depth" in given:
         core.generate_cod_sample_indices = lambda *_, **__: (given["cod_anchor_pos"], given["cod_depth"])
     if "anchor_valid" in given:
-        import_module("speculators.models.dflash.core").select_anchors = lambda *_: (given["anchor_positions"], given["anchor_valid"])
+        import_module("speculators.models.dflash.core").select_anchors = lambda *_: (
+            given["anchor_positions"],
+            given["anchor_valid"],
+        )
     return model, call, batch
 
 
 def load_ours(folder, case, batch):
     from speculators_nb.core.config import SpeculatorModelConfig
     from speculators_nb.models.base import SpeculatorModel
+
     config = SpeculatorModelConfig.from_pretrained(folder)
     model_class = SpeculatorModel.registered_model_class_from_config(config)
     call, _ = model_class.get_trainer_kwargs(**training_of(case))
@@ -243,7 +346,8 @@ SIDES = {"upstream": load_upstream, "ours": load_ours, "ours-bf16": load_ours_bf
 
 
 def stepper(model, call, batch, run=None, autocast=None, **adamw):
-    """A function that makes one train step: forward (by `run`, if it is not the model itself), backward, clip, AdamW."""
+    """A function that makes one train step: forward (by `run`, if it is not the model itself), backward, clip,
+    AdamW."""
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.01, **adamw)
 
@@ -255,17 +359,20 @@ def stepper(model, call, batch, run=None, autocast=None, **adamw):
         norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         return dict(loss=loss.item(), grad_norm=norm.item())
+
     return step
 
 
 def trainer(side, folder):
     """The step of a prepared case."""
-    model, call, batch = SIDES[side](folder, json.loads((folder / "case.json").read_text()), load_file(folder / "batch.safetensors"))
+    model, call, batch = SIDES[side](
+        folder, json.loads((folder / "case.json").read_text()), load_file(folder / "batch.safetensors")
+    )
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return stepper(model, call, batch)
 
 
-# -------------------------------------------------------------------------------------------------------------- the memory
+# ----------------------------------------------------------------------------------------------------------- the memory
 def resident():
     """(resident set now, its highest value since the last reset), MiB."""
     status = Path("/proc/self/status").read_text()
@@ -273,7 +380,8 @@ def resident():
 
 
 def settle():
-    """Give freed pages back to the system, let the kernel forget the high-water mark so far; returns the resident set, MiB."""
+    """Give freed pages back to the system, let the kernel forget the high-water mark so far; returns the resident set,
+    MiB."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -281,7 +389,8 @@ def settle():
 
 
 def allocated_peak(step):
-    """Most bytes of tensors that a step holds at once beyond those it starts with, MiB, from the profiler's record of the allocator."""
+    """Most bytes of tensors that a step holds at once beyond those it starts with, MiB, from the profiler's record of
+    the allocator."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as prof:
         step()
     with tempfile.NamedTemporaryFile(suffix=".json") as f:
@@ -292,7 +401,7 @@ def allocated_peak(step):
     return (max(held) - (first["Total Allocated"] - first["Bytes"])) / 2**20
 
 
-# --------------------------------------------------------------------------------------------------------------- the rates
+# ------------------------------------------------------------------------------------------------------------ the rates
 def best(f, seconds=0.4):
     """Least CPU time of one call."""
     f()
@@ -305,7 +414,8 @@ def best(f, seconds=0.4):
 
 
 def rates():
-    """What one thread reaches on the shapes of the step: GEMM in FLOP/s, exponentials per second, bytes copied per second."""
+    """What one thread reaches on the shapes of the step: GEMM in FLOP/s, exponentials per second, bytes copied per
+    second."""
     torch.manual_seed(0)
     out = {}
     for name, dtype in (("gemm_fp32", torch.float32), ("gemm_bf16", torch.bfloat16)):
@@ -314,31 +424,39 @@ def rates():
             c = torch.empty(rows, cols, dtype=dtype)
             rate = 2 * rows * cols * HIDDEN / best(lambda: torch.mm(a, b.t(), out=c))
             out[name] = max(out.get(name, 0.0), rate)
-    x = torch.randn(1 << 15)                                                 # in the first cache levels
+    x = torch.randn(1 << 15)  # in the first cache levels
     y = torch.empty_like(x)
     out["exp"] = x.numel() / best(lambda: torch.exp(x, out=y), 0.3)
-    x = torch.randn(1 << 26)                                                 # far beyond the last one
+    x = torch.randn(1 << 26)  # far beyond the last one
     y = torch.empty_like(x)
     out["copy"] = 2 * 4 * x.numel() / best(lambda: y.copy_(x))
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------------ running
+# -------------------------------------------------------------------------------------------------------------- running
 def versions(side):
     import transformers
-    got = dict(python=".".join(map(str, sys.version_info[:3])), torch=torch.__version__, transformers=transformers.__version__)
+
+    got = dict(
+        python=".".join(map(str, sys.version_info[:3])), torch=torch.__version__, transformers=transformers.__version__
+    )
     from importlib.metadata import version
-    return got | ({"speculators": version("speculators")} if side == "upstream" else {"speculators_nb": version("speculators_nb")})
+
+    return got | (
+        {"speculators": version("speculators")} if side == "upstream" else {"speculators_nb": version("speculators_nb")}
+    )
 
 
 def serve(side, folder):
-    """Make one step untimed, then answer each line on stdin with one step; "allocated" asks for the allocator's peak instead.
+    """Make one step untimed, then answer each line on stdin with one step; "allocated" asks for the allocator's peak
+    instead.
     Everything else that is printed goes to stderr."""
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
     def answer(**fields):
         print(json.dumps(fields), file=reply, flush=True)
+
     step = trainer(side, folder)
     first = step()
     base = settle()
@@ -364,7 +482,9 @@ def profile(folder, side="ours"):
     rows = sorted(prof.key_averages(group_by_input_shape=True), key=lambda e: -e.self_cpu_time_total)[:25]
     total = sum(e.self_cpu_time_total for e in prof.key_averages())
     for e in rows:
-        print(f"{100 * e.self_cpu_time_total / total:5.1f} % {e.count:5d} {e.key:40s} {[s for s in e.input_shapes if s]}")
+        print(
+            f"{100 * e.self_cpu_time_total / total:5.1f} % {e.count:5d} {e.key:40s} {[s for s in e.input_shapes if s]}"
+        )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import tokenize
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -226,7 +226,7 @@ def _unknown_option(option, command, takes):
 
 
 def usage(
-    e: Exception,  # of Typer's parser
+    e: Any,  # an exception of Typer's parser, whose classes are private
 ) -> str:  # one line
     "What is said about a command line that cannot be read."
     context, kind, said = e.ctx, type(e).__name__, e.message.rstrip(".")
@@ -368,7 +368,7 @@ READERS = {
 }
 
 
-def _reader(name, annotation, command):
+def _reader(name, annotation, command) -> dict[str, Any]:
     "How Typer reads a number or an object; text that is none is answered by the option's rule."
     kinds = {annotation, *getattr(annotation, "__args__", ())}
     kinds |= {inner for kind in kinds for inner in getattr(kind, "__args__", ())}

@@ -8,6 +8,7 @@ __all__ = ['TOKENIZER', 'device_of', 'open_tokenizer', 'open_verifier', 'regener
 # %% ../../nbs/cli/03_data_commands.ipynb #75073b48
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -93,9 +94,9 @@ def open_verifier(
     aux_layer_ids: list[int] | None = None,  # layers to tap; None: the default three
     device: str | None = None,  # as in `device_of`
     trust_remote_code: bool = False,  # run code that comes with it
-) -> tuple:  # Verifier, tokenizer
+) -> tuple[Verifier, Any]:  # and its tokenizer
     "A verifier and its tokenizer. FileNotFoundError: neither a folder nor on the hub."
-    remote = {"trust_remote_code": True} if trust_remote_code else {}
+    remote: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     resolve_checkpoint(verifier)  # says what is wrong with the name, in words
     place, tokenizer = (
         device_of(device),
@@ -124,7 +125,7 @@ def regenerate(
 ) -> Report:  # counts; what failed and why
     "Let the verifier answer the questions itself."
     check_options(locals(), "regenerate")
-    given = dict(
+    given: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,

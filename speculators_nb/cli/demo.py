@@ -10,6 +10,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -175,8 +176,8 @@ def keep_to(
 def demo(
     output_dir: str | os.PathLike = "output/demo",  # everything is left here
     verifier: str | os.PathLike = "data/tiny-verifier",  # folder or hub id
-    prompts: str | os.PathLike = "data/corpus/train.jsonl",  # conversations; training questions
-    heldout: str | os.PathLike = "data/corpus/heldout.jsonl",  # conversations; first questions
+    prompts: str | Path = "data/corpus/train.jsonl",  # conversations; training questions
+    heldout: str | Path = "data/corpus/heldout.jsonl",  # conversations; first questions
     algorithm: str = "eagle3",  # a name of `experiment.SETTINGS`, or another registered one
     n_prompts: int | None = 1000,  # of the prompts; None: all
     n_heldout: int | None = 48,  # of the held-out ones; None: all
@@ -258,7 +259,7 @@ def demo(
     extract_features(model, rows, folder / "features")
 
     stage(3, f"training a drafter ({algorithm}, to draft {k} tokens)")
-    given = settings(algorithm, k) | dict(num_train_epochs=epochs)
+    given: dict[str, Any] = settings(algorithm, k) | dict(num_train_epochs=epochs)
     trainer = train_drafter(
         folder / "features",
         folder / "drafter",

@@ -8,6 +8,7 @@ __all__ = ['train', 'prompts_of', 'evaluate', 'compare', 'serve']
 # %% ../../nbs/cli/04_drafter_commands.ipynb #b05a1f9a
 import time
 from pathlib import Path
+from typing import Any
 
 from .data_commands import device_of, open_verifier
 from ..core.checkpoints import remote_code
@@ -102,7 +103,7 @@ def train(
     verifier = verifier or read_data_config(data_dir).get("model", {}).get("target_model_path")
     if not verifier:
         raise ValueError(f"verifier is missing: {data_dir} does not say which one made it")
-    given = dict(
+    given: dict[str, Any] = dict(
         num_train_epochs=num_train_epochs,
         total_seq_len=total_seq_len,
         gradient_accumulation_steps=gradient_accumulation_steps,
@@ -160,7 +161,7 @@ def train(
 
 # %% ../../nbs/cli/04_drafter_commands.ipynb #489697f2
 def prompts_of(
-    data: str,  # conversations
+    data: str | Path,  # conversations
     tokenizer,  # with a chat template
     max_samples: int | None = None,  # the first so many; None: all
 ) -> tuple[list[list[int]], list[str | None]]:  # token ids, and the domain of each conversation
@@ -236,7 +237,7 @@ def evaluate(
     )
     if engine == "vllm":
         rows = list(read_conversations(data, max_samples))
-        started = (
+        started: dict[str, Any] = (
             {}
             if server
             else dict(
@@ -265,10 +266,10 @@ def evaluate(
     verifier = verifier or model.config.speculators_config.verifier.name_or_path
     target, tokenizer = open_verifier(verifier, trained.aux_layer_ids, device)
     prompts, domains = prompts_of(data, tokenizer, max_samples)
-    drafters = {model.config.speculators_model_type: trained} | (
+    drafters: dict[str, Any] = {model.config.speculators_model_type: trained} | (
         {"n-gram": NgramDrafter()} if ngram else {}
     )
-    given = dict(
+    given: dict[str, Any] = dict(
         k=lengths[0] if lengths else getattr(trained, "trained_tokens", 3),
         temperatures=temperatures,
         max_new_tokens=max_new_tokens,
@@ -350,7 +351,7 @@ def serve(
 ) -> tuple[list[str], dict] | None:  # command and environment; None where it ran
     "Serve a drafter with vLLM."
     check_options(locals(), "serve")
-    options = dict(
+    options: dict[str, Any] = dict(
         host=host,
         port=port,
         dtype=dtype,

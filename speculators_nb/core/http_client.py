@@ -17,7 +17,7 @@ import random
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -68,7 +68,7 @@ def pause(
 
 # %% ../../nbs/core/07_http_client.ipynb #endp0002
 LARGEST = 256 << 20  # bytes of one reply
-_END = ContextVar(
+_END: ContextVar[float | None] = ContextVar(
     "end", default=None
 )  # of the exchange that this thread is in, by time.monotonic
 
@@ -88,9 +88,10 @@ def time_limit(
 
 def _left(timeout):
     "What one read or write may take."
-    if _END.get() is None:
+    end = _END.get()
+    if end is None:
         return timeout
-    left = _END.get() - time.monotonic()
+    left = end - time.monotonic()
     if left <= 0:
         raise httpcore.ReadTimeout("the time for the whole answer is over")
     return left if timeout is None else min(timeout, left)
@@ -333,7 +334,7 @@ class Endpoint:
         "What the server serves."
         return [m["id"] for m in self.served()]
 
-    def _ask(self, method, path, body):
+    def _ask(self, method, path, body) -> Any:
         if self._process != os.getpid():  # forked: connections are not shared with the parent
             self.__init__(self.url, self.api_key_env, self.timeout, self.tries)
         given = _json(body)
@@ -516,7 +517,9 @@ def concurrently(
     function: Callable,  # of one item; runs in `concurrency` threads
     items: Iterable,  # read as work proceeds
     concurrency: int,  # items in work at once
-) -> Iterator[tuple]:  # (item, result or exception from `function`), in order of completion
+) -> Generator[
+    tuple, None, None
+]:  # (item, result or exception from `function`), in order of completion
     "Map in threads. An error of `items` itself is raised after what was begun has come out."
     if concurrency < 1:
         raise ValueError(f"concurrency: {concurrency}; it must be 1 or more")

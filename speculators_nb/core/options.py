@@ -17,10 +17,11 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import speculators_nb
@@ -48,13 +49,15 @@ class OptionRule:
     "What one option may be."
 
     kind: str  # a key of KINDS
-    example: object  # a value that is right
+    example: Any  # a value that is right
     none: bool = False  # None may stand for it: it is left out
     low: float | None = None  # smallest value
     high: float | None = None  # largest
     above: float | None = None  # it must be greater
     below: float | None = None  # it must be less
-    words: tuple | Callable = ()  # of a word: the only ones, or a function that gives them
+    words: (
+        tuple[str, ...] | Callable[[], Sequence[str]]
+    ) = ()  # of a word: the only ones, or a function that gives them
     of: "OptionRule | None" = None  # of a list: the rule of each item
     alone: bool = False  # of a list: one value stands for a list of it
     objects: bool = False  # also what only Python can give: a function, a tokenizer
@@ -112,7 +115,7 @@ def _switch(rule, value):
     return f"must be true or false, e.g. {str(rule.example).lower()}"
 
 # %% ../../nbs/core/01_options.ipynb #e10cf9e8
-def _word(rule, value):
+def _word(rule: OptionRule, value):
     words = rule.words() if callable(rule.words) else rule.words
     said = str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else value
     if isinstance(said, str) and said in words:
@@ -197,7 +200,7 @@ def several(of: OptionRule, example, **more) -> OptionRule:
 MOST_DRAFTED = 4096  # tokens in a step
 MOST_TOKENS = 2**22  # in a row, an answer, a pass
 SEED = dict(low=0, high=2**32 - 1)  # NumPy takes no other
-TEMPERATURE = dict(low=0, high=100)
+TEMPERATURE: dict[str, Any] = dict(low=0, high=100)
 
 # %% ../../nbs/core/01_options.ipynb #9a59a0de
 def _address(value):

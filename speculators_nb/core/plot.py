@@ -38,7 +38,7 @@ COLOURS = {
 MARKERS = dict(zip(COLOURS, ["x", "s", "o", "v", "D", "^", "<", ">", "P", "h", "*", "p", "X"]))
 # colour and marker of names that are not in the palette
 _SPARE = list(zip(["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc"], "dH8123"))
-STYLE = {
+STYLE: dict[Any, Any] = {
     "figure.facecolor": "white",
     "axes.facecolor": "white",
     "savefig.facecolor": "white",
@@ -83,7 +83,7 @@ def colour(
 @contextmanager
 def styled() -> Iterator[None]:
     "Figures made inside have the workbench's style, the first one of a session too."
-    before = {key: plt.rcParams[key] for key in STYLE}
+    before: dict[Any, Any] = {key: plt.rcParams[key] for key in STYLE}
     plt.rcParams.update(STYLE)
     try:
         yield
@@ -103,6 +103,13 @@ def new_axes(
     left, no box."""
     with styled():
         return plt.subplots(1, columns, figsize=(width * columns, height), **kwargs)
+
+
+def _own_axes(width: float = 5.5, height: float = 3.4) -> Axes:
+    "Axes of a figure that is shown where it is returned and nowhere else."
+    fig, ax = new_axes(width, height)
+    plt.close(fig)
+    return ax
 
 
 def _finish(ax: Axes, title: str | None, xlabel: str, ylabel: str) -> Figure:
@@ -203,8 +210,7 @@ def plot_mask(
     rows, columns = dense.shape
     if ax is None:
         scale = 4.2 / max(dense.shape)
-        fig, ax = new_axes(max(2.5, columns * scale) + 0.9, max(1.6, rows * scale) + 0.9)
-        plt.close(fig)
+        ax = _own_axes(max(2.5, columns * scale) + 0.9, max(1.6, rows * scale) + 0.9)
     with styled():
         image = np.full((rows, columns, 3), 1.0)
         image[dense] = [int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -239,9 +245,10 @@ def plot_loss(
 ) -> Figure:  # the figure drawn on
     "Training loss against steps, one colour per drafter; the validation loss dashed."
     if ax is None:
-        fig, ax = new_axes()
-        plt.close(fig)
-    groups = list(log.groupby("drafter", sort=False)) if "drafter" in log else [("", log)]
+        ax = _own_axes()
+    groups: list[tuple[Any, pd.DataFrame]] = (
+        list(log.groupby("drafter", sort=False)) if "drafter" in log else [("", log)]
+    )
     looks = (
         look([name for name, _ in groups])
         if "drafter" in log
@@ -275,8 +282,7 @@ def plot_step_weights(
 ) -> Figure:  # the figure drawn on
     "Loss weight of each draft step, one line per scheme."
     if ax is None:
-        fig, ax = new_axes()
-        plt.close(fig)
+        ax = _own_axes()
     for name, (colour, marker) in look(list(weights)).items():
         values = np.asarray(weights[name], dtype=float)
         ax.plot(np.arange(len(values)), values, color=colour, marker=marker, label=name)
@@ -317,10 +323,10 @@ def plot_tree(
     for node in reversed(order):
         if children[node]:
             height[node] = sum(height[c] for c in children[node]) / len(children[node])
-    accepted = {-1, *(int(i) for i in accepted)}
+    path = {-1, *(int(i) for i in accepted)}
     fig, ax = new_axes(1.1 + 1.15 * max(depth.values()), 0.9 + 0.42 * leaves)
     for node in order:
-        kept = node in accepted
+        kept = node in path
         if node >= 0:
             parent = parents[node]
             x, y = (

@@ -36,16 +36,16 @@ class GreedyTokenProposalConfig(TokenProposalConfig):
 
     proposal_type: Literal["greedy"] = "greedy"
     speculative_tokens: int = Field(
-        5, ge=1, le=MOST_DRAFTED, description="How many tokens to draft at a time."
+        default=5, ge=1, le=MOST_DRAFTED, description="How many tokens to draft at a time."
     )
     verifier_accept_k: int = Field(
-        1,
+        default=1,
         ge=1,
         le=2**20,
         description="Accept a drafted token that is among the verifier's k likeliest.",
     )
     accept_tolerance: float = Field(
-        0.0,
+        default=0.0,
         ge=0.0,
         description="Accept a drafted token within this log-likelihood of the verifier's best.",
     )
@@ -58,10 +58,10 @@ class SamplingTokenProposalConfig(TokenProposalConfig):
 
     proposal_type: Literal["sampling"] = "sampling"
     speculative_tokens: int = Field(
-        5, ge=1, le=MOST_DRAFTED, description="How many tokens to draft at a time."
+        default=5, ge=1, le=MOST_DRAFTED, description="How many tokens to draft at a time."
     )
     accept_lenience: float = Field(
-        1.0,
+        default=1.0,
         gt=0.0,
         le=1.0,
         description="1 keeps the verifier's law exactly; smaller values accept more.",
@@ -75,13 +75,13 @@ class StaticTreeTokenProposalConfig(TokenProposalConfig):
 
     proposal_type: Literal["static_tree"] = "static_tree"
     initial_branching_factor: int = Field(
-        4, ge=1, le=MOST_WIDE, description="Children of the last decided token."
+        default=4, ge=1, le=MOST_WIDE, description="Children of the last decided token."
     )
     branching_factor: int = Field(
-        2, ge=1, le=MOST_WIDE, description="Children of every other inner node."
+        default=2, ge=1, le=MOST_WIDE, description="Children of every other inner node."
     )
     depth: int = Field(
-        5, ge=1, le=MOST_DRAFTED, description="Drafted tokens on the longest path."
+        default=5, ge=1, le=MOST_DRAFTED, description="Drafted tokens on the longest path."
     )
 
     @model_validator(mode="after")
@@ -105,14 +105,14 @@ class DynamicTreeTokenProposalConfig(TokenProposalConfig):
 
     proposal_type: Literal["dynamic_tree"] = "dynamic_tree"
     speculative_tokens: int = Field(
-        48, ge=1, le=MOST_DRAFTED, description="Nodes kept for verification."
+        default=48, ge=1, le=MOST_DRAFTED, description="Nodes kept for verification."
     )
     expansion_factor: int = Field(
-        10,
+        default=10,
         ge=1,
         le=MOST_WIDE,
         description="Nodes expanded at each level, and children tried for each.",
     )
     depth: int = Field(
-        6, ge=1, le=MOST_DRAFTED, description="Drafted tokens on the longest path."
+        default=6, ge=1, le=MOST_DRAFTED, description="Drafted tokens on the longest path."
     )

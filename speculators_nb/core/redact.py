@@ -15,6 +15,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping
+from typing import Any
 from urllib.parse import quote
 
 # %% ../../nbs/core/02_redact.ipynb #645004bb
@@ -97,9 +98,9 @@ def _known_secrets() -> list[str]:
 
 
 def without_secrets(
-    value,  # anything that JSON knows; paths and other objects become text
+    value: Any,  # anything that JSON knows; paths and other objects become text
     name: str = "",  # of the argument that holds it
-):  # -> the same, keys and passwords replaced by ***
+) -> Any:  # the same, keys and passwords replaced by ***
     """A copy that can be written down. `api_key=…`, `https://user:password@host`, `?token=…`,
     `Bearer …` and `hf_…` lose what is secret, and so does every text with the value of an
     environment

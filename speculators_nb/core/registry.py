@@ -7,7 +7,8 @@ __all__ = ['ClassRegistryMixin', 'explain', 'no_truth_for_a_number', 'Reloadable
 
 # %% ../../nbs/core/05_registry.ipynb #regi0003
 import re
-from typing import ClassVar, get_args
+from collections.abc import Callable
+from typing import ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import core_schema
@@ -15,6 +16,9 @@ from pydantic_core import core_schema
 from .options import shown
 
 # %% ../../nbs/core/05_registry.ipynb #7a226e3c
+_Class = TypeVar("_Class")
+
+
 class ClassRegistryMixin:
     "A base class that keeps a table `name -> class` of those that registered with it."
 
@@ -29,7 +33,7 @@ class ClassRegistryMixin:
     def register(
         cls,
         name: str,  # the word that configs carry
-    ):  # -> a class decorator that returns the class unchanged
+    ) -> Callable[[type[_Class]], type[_Class]]:  # a decorator that returns the class unchanged
         """Decorator: enter a class in this base's table. A name that another class has taken
         raises `ValueError`."""
         return lambda klass: cls.register_decorator(klass, name)
@@ -37,9 +41,9 @@ class ClassRegistryMixin:
     @classmethod
     def register_decorator(
         cls,
-        klass: type,  # the class to enter
+        klass: type[_Class],  # the class to enter
         name: str,  # the word that configs carry
-    ) -> type:  # `klass`
+    ) -> type[_Class]:  # `klass`
         """Enter `klass` as `name`. The same class (by its qualified name) may come again, as
         when a notebook cell is run twice; where both a notebook
         and the module exported from it define it, the module's stands."""

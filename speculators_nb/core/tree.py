@@ -278,6 +278,7 @@ class Drafter(Protocol):
         sampling: Sampling,  # temperature and random numbers of this request
     ) -> TokenTree:  # may be shallower than k, or empty
         "Propose what may come after `tokens`."
+        ...
 
     # A drafter that learns from finished texts has `finish(tokens)` too, which is called with
     # the whole text of each request.

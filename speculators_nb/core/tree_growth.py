@@ -64,7 +64,7 @@ def static_shape(
     ).items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    levels = [[(c,) for c in range(initial_branching_factor)]]
+    levels: list[list[tuple[int, ...]]] = [[(c,) for c in range(initial_branching_factor)]]
     while len(levels) < depth:
         levels.append([(*path, c) for path in levels[-1] for c in range(branching_factor)])
         if sum(map(len, levels)) > MOST_DRAFTED:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -84,7 +85,7 @@ def encode_batch(
     return out
 
 
-def _render(row, template, rows, first):
+def _render(row, template, rows, first) -> tuple[list, bool]:
     "(text, trained characters) per row of a conversation; whether it goes on behind them."
     messages = normalize(row)
     if more := [i for i, m in enumerate(messages) if isinstance(m["content"], list)]:
@@ -252,7 +253,7 @@ def prepare(
     def usable():
         nonlocal n
         stream = islice(read_rows(conversations, vocab_size), limit)
-        for _n, (where, row) in enumerate(
+        for n, (where, row) in enumerate(
             tqdm(stream, desc="tokenise", leave=False, delay=1), 1
         ):
             if isinstance(row, Exception):
@@ -301,6 +302,7 @@ def token_frequencies(
 ) -> dict[int, int]:  # token id -> number of trained occurrences, ascending ids; absent: none
     "Count the trained tokens."
     counts = np.zeros(0, np.int64)
+    batch: Any  # arrays by name
     for batch in (
         dataset.select_columns(["input_ids", "loss_mask"]).with_format("numpy").iter(1000)
     ):

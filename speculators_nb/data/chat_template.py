@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from tokenizers import Tokenizer, processors
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -133,7 +134,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer,  # a fast HF tokenizer or a processor, with a chat template
+        tokenizer: Any,  # a fast HF tokenizer or a processor, with a chat template
         **kwargs,  # for the template, e.g. enable_thinking=False
     ):
         self.owner, self.tokenizer, self.kwargs = (
@@ -143,7 +144,7 @@ class ChatTemplate:
         )
         self.multimodal = self.owner is not self.tokenizer
         self.name = self.tokenizer.name_or_path
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
         if (
             backend is not None
             and backend.post_processor is not None
@@ -276,7 +277,7 @@ def turns_of(
     template: ChatTemplate,  # renders them
     tools: list[dict] | None = None,  # as from `tools_of`
     first: int | None = None,  # tokens of a row that are needed; None: all
-) -> list[tuple[str, list[tuple[int, int]]]]:  # (text through turn, trained characters) of each
+) -> "Turns":  # [(text through turn, trained characters)], a list with `partial`
     """Render what the verifier saw and said at each assistant turn; with `first`, but for turns
     that
     lie behind these tokens. ValueError if no border is sure; BadRow: too many turns."""

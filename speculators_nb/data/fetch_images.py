@@ -52,7 +52,7 @@ def public_addresses(
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise ValueError(f"the host {host[:80]!r} has no address") from None
-    addresses = list(dict.fromkeys(entry[4][0] for entry in found))
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     for address in addresses:
         if not is_public(address):
             raise ValueError(

@@ -9,6 +9,7 @@ __all__ = ['ROLES', 'KEPT', 'THOUGHT', 'PARTS', 'brief', 'BadRow', 'check_text',
 # %% ../../nbs/data/01_messages.ipynb #9ab446de
 import json
 import reprlib
+from typing import Any
 
 # %% ../../nbs/data/01_messages.ipynb #12424df4
 _REPR = reprlib.Repr()
@@ -84,9 +85,11 @@ def normalize(
 
 def messages_of(
     row,  # as in `normalize`
-) -> list[dict]:  # as they are written
+) -> list[dict[str, Any]]:  # as they are written
     "The messages of a conversation. BadRow: there are none, or they are no list of objects."
-    found = [row.get("messages"), row.get("conversations")] if isinstance(row, dict) else [row]
+    found: list[Any] = (
+        [row.get("messages"), row.get("conversations")] if isinstance(row, dict) else [row]
+    )
     found = [t.tolist() if hasattr(t, "tolist") else t for t in found]
     turns = next((t for t in found if t), None)
     if isinstance(turns, str) and turns[:1] == "[":
@@ -192,7 +195,7 @@ def tools_of(
     row,  # a conversation; its "tools" may be a list or a string of JSON, as tables store it
 ) -> list[dict] | None:  # for the template
     "What could be called. BadRow: unreadable; a prompt without its tools is another prompt."
-    tools = as_json(row.get("tools"), "tools") if isinstance(row, dict) else None
+    tools: Any = as_json(row.get("tools"), "tools") if isinstance(row, dict) else None
     if isinstance(tools, list):
         tools = [as_json(t, "tools") for t in tools]
     if tools and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):

@@ -8,8 +8,10 @@ __all__ = ['read_token_freq', 'read_data_config', 'Prepared', 'changes', 'load_p
 # %% ../../nbs/data/09_prepared_folder.ipynb #006aa0b3
 import json
 import operator
+import os
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -32,7 +34,7 @@ from speculators_nb.nn.draft_vocabulary import (
 
 # %% ../../nbs/data/09_prepared_folder.ipynb #a898b389
 def read_token_freq(
-    folder: str | Path,  # a prepared folder, ours or upstream's
+    folder: str | os.PathLike,  # a prepared folder, ours or upstream's
     trained: int | None = None,  # what the counts must add up to; None: not checked
 ) -> dict[int, int] | None:  # token id -> trained occurrences; None: none, or of another table
     """Read `token_freq.json`, else `token_freq.pt` (as data: ValueError for a pickle of
@@ -169,7 +171,7 @@ class Prepared:
     @cached_property
     def trained(self) -> np.ndarray:  # [rows] tokens inside the mask
         "Trained tokens of each row."
-        masks = self.rows.with_format("arrow")["loss_mask"]
+        masks: Any = self.rows.with_format("arrow")["loss_mask"]
         return np.concatenate(
             [
                 np.array(

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, load_from_disk
 
@@ -65,7 +66,7 @@ def load_table(
                 "folder again."
             )
     try:
-        table = load_from_disk(str(folder))
+        table: Any = load_from_disk(str(folder))
         table.data.table.validate(full=True)  # damaged offsets lead out of its memory
         return table
     except Exception as e:

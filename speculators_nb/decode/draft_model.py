@@ -9,7 +9,8 @@ __all__ = ['DraftModel']
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..core.tree import Sampling, TokenTree, likeliest
 from .verification import Context
@@ -24,7 +25,7 @@ class DraftModel:
 
     def __init__(
         self,
-        model: nn.Module,  # a Hugging Face causal LM
+        model: PreTrainedModel,  # a Hugging Face causal LM
         verifier: Verifier,  # whose tokens it shall propose
     ):
         "Errors: ValueError for another vocabulary size than the verifier's."

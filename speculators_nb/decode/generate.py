@@ -105,7 +105,7 @@ def check_proposal(
     draft: TokenTree,  # what the drafter returned
     asked: int,  # how much room there is
     vocab_size: int,  # the verifier's
-    device="cpu",  # likewise
+    device: str | torch.device = "cpu",  # likewise
 ) -> TokenTree:  # at most `asked` deep
     """A tree of the verifier's tokens, cut to the room left. TypeError for anything but a tree,
     ValueError for tokens that the verifier does not have."""
@@ -188,7 +188,7 @@ class Request:
 
     def propose(
         self,
-        k,  # tokens to draft, or a function of the steps so far
+        k: int | Callable,  # tokens to draft, or a function of the steps so far
         vocab_size: int,  # the verifier's
     ) -> tuple[int, TokenTree]:  # how deep the drafter could go, and what it proposes
         "None for the prompt; one place is the verifier's."

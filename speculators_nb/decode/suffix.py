@@ -9,7 +9,7 @@ __all__ = ['first_of_equals', 'Followers', 'Guess', 'PartIndex', 'SuffixIndex', 
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -149,7 +149,7 @@ class _Part:
             "q"
         )  # end positions, oldest first; when told apart, only those with nothing in front
         self.longer = None  # token in front -> the part longer by it; None: not split
-        self.followers = None  # what follows, where it is told apart
+        self.followers: Any = None  # Followers: what follows, where it is told apart
 
 
 class PartIndex:
@@ -373,7 +373,7 @@ class SuffixIndex(PartIndex):
     ) -> Guess:
         """The continuation with the best score over all lengths of the match; no tokens where
         the last one has not occurred before."""
-        context, min_prob, best = (
+        context, least, best = (
             list(context[-self.depth :]),
             np.float32(min_prob),
             Guess([], 0.0, 0),
@@ -391,16 +391,16 @@ class SuffixIndex(PartIndex):
             found.append((m, n, here))
         for m, _, here in reversed(found):
             if budget(m) > best.score:
-                guess = self._follow(context[-m:], here, budget(m), min_prob)
+                guess = self._follow(context[-m:], here, budget(m), least)
                 best = max(best, guess, key=lambda guess: guess.score)
         return best
 
-    def _follow(self, said, here, budget, min_prob):
+    def _follow(self, said, here: Any, budget, min_prob):
         tokens, p, score = [], np.float32(1), np.float32(0)  # as the reference rounds
         while len(tokens) < budget:
             told_apart = isinstance(here, _Part)
             n = here.n if told_apart else len(here)
-            found = self.first(here) if told_apart else self._most(here)
+            found: Any = self.first(here) if told_apart else self._most(here)
             if found is None:
                 break
             p *= np.float32(found[1]) / np.float32(n)

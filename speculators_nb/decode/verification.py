@@ -6,7 +6,7 @@
 __all__ = ['Layout', 'layout', 'Context']
 
 # %% ../../nbs/decode/02_verification.ipynb #7cebcd3e
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,9 @@ class Context:
         self,
         unread: list[Tensor],  # B rows [m_b], decided tokens that are not in the cache
         trees: list[TokenTree],  # B proposals
-    ) -> tuple:  # B pairs: logits [N_b+1, V] (last token, nodes); hidden states [m_b+N_b, A·H]
+    ) -> list[
+        tuple[Tensor, Tensor]
+    ]:  # logits [N_b+1, V] (last token, nodes); hidden states [m_b+N_b, A·H]
         "One pass of the verifier over all requests."
         starts = self.lengths() if len(unread) > 1 or self.at.numel() else [0] * len(unread)
         rows = [layout(u, t, s) for u, t, s in zip(unread, trees, starts)]
@@ -118,7 +120,7 @@ class Context:
             for b, (f, t, r) in enumerate(zip(first, trees, rows))
         ]
 
-    def _mask(self, rows):
+    def _mask(self, rows) -> Any:
         "Additive masks [B, 1, W, C+W], one for each kind of layer."
         (B, W), C = self.new.shape, self.at.shape[1]
         sees = torch.zeros(B, W, C + W, dtype=torch.bool, device=self.at.device)

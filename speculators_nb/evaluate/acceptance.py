@@ -7,6 +7,7 @@ __all__ = ['COUNTS', 'RESULTS', 'count', 'bootstrap', 'acceptance_table', 'accep
            'Evaluation', 'evaluate']
 
 # %% ../../nbs/evaluate/01_acceptance.ipynb #e23390fa
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +109,9 @@ def acceptance_summary(
     k: int,  # draft length that was asked for
     draws: int = 1000,  # bootstrap resamplings
     seed: int = 0,  # of the resampling
-    sizes: np.ndarray | None = None,  # for rows: [requests, tokens, step tokens, steps] summed
+    sizes: Sequence[float]
+    | np.ndarray
+    | None = None,  # for rows: [requests, tokens, step tokens, steps] summed
 ) -> dict:  # one row of a table
     """Mean acceptance length (vLLM's 1 + accepted/steps) with its 95 % interval, and what else
     is worth a column."""

@@ -6,12 +6,14 @@
 __all__ = ['Prompt', 'prompt_of', 'read_prompts', 'Reply', 'ask', 'Load', 'run_load', 'rows_of', 'performance']
 
 # %% ../../nbs/evaluate/05_load.ipynb #5a96136a
+import os
 import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -62,7 +64,10 @@ def prompt_of(
 
 
 def read_prompts(
-    data: str | Path | Mapping | Iterable,  # `read_conversations` data, {domain: data} or rows
+    data: str
+    | os.PathLike
+    | Mapping
+    | Iterable,  # `read_conversations` data, {domain: data} or rows
     limit: int | None = None,  # of each domain
 ) -> list[Prompt]:  # in the order of the source
     "Collect prompts. Errors: ValueError where there is none, or a row asks nothing."
@@ -250,7 +255,7 @@ def rows_of(
     steps without a draft are lost."""
     replies = [r for r in load.replies if domain in (None, r.domain)]
     if all(r.counts for r in replies):
-        parts = [(r.counts, [r]) for r in replies]
+        parts: list[tuple[dict[str, Any], list]] = [(r.counts, [r]) for r in replies]
     else:
         groups = [c for d, c in load.counts.items() if domain in (None, d)]
         parts = [

@@ -10,10 +10,12 @@ __all__ = ['log', 'ORIGIN', 'split_of', 'table_of', 'origin', 'check_origin', 's
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +54,7 @@ def split_of(
 
 
 def table_of(
-    rows: Dataset | str | Path,  # a prepared table, or its folder
+    rows: Dataset | str | os.PathLike,  # a prepared table, or its folder
 ) -> Dataset:  # with a column seq_len
     "Open a prepared table by path. FileNotFoundError: there is none."
     if not isinstance(rows, Dataset):
@@ -250,6 +252,9 @@ def sample_of(
 class FeatureRows(torch.utils.data.Dataset):
     """Samples with features. A source defines `read(i)`, and sets `shape` (slots, hidden size)
     and `split` (rows to train on, rows held out) when it knows them."""
+
+    shape: tuple[int, ...] | None  # slots A+1, hidden size H; None: not known yet
+    split: dict[str, Any] | None  # rows to train on, rows held out
 
     def __init__(
         self,
@@ -480,7 +485,7 @@ class FeatureDataset(FeatureRows):
             for n, p in zip(numbers, self.legacy)
         ]
 
-    def _shape(self):
+    def _shape(self) -> Any:
         first = FeatureError(self.data_dir, "holds no rows")
         for i in range(len(self)):
             try:

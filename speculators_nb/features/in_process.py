@@ -9,6 +9,7 @@ __all__ = ['token_batches', 'states_of', 'model_of', 'check_tokens', 'extract_fe
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute as pc
 import torch
@@ -106,7 +107,7 @@ def model_of(
     verifier: Verifier,  # the tapped model
 ) -> dict:  # the "model" part of data_config.json
     "What a verifier is known by."
-    path = verifier.model.name_or_path
+    path: Any = verifier.model.name_or_path
     stored = (
         {"checkpoint": checkpoint_fingerprint(path)}
         if (Path(path) / "config.json").is_file()

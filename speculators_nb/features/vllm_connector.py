@@ -13,6 +13,7 @@ import re
 import stat
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -23,7 +24,7 @@ try:
         ExampleHiddenStatesConnector,
     )
 except ImportError:  # outside vLLM's environment the class can be looked at, not used
-    ExampleHiddenStatesConnector = object
+    ExampleHiddenStatesConnector: Any = object
 
 # %% ../../nbs/features/04_vllm_connector.ipynb #3cd66c6a
 class Done:

@@ -15,6 +15,7 @@ import random
 import re
 import string
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from fastcore.script import call_parse
@@ -515,7 +516,7 @@ def is_heldout(
 def corpus(
     n: int,  # number of conversations
     seed: int = 0,  # the same seed gives the same conversations; a smaller n gives a prefix
-    domains: list[str] = tuple(
+    domains: Sequence[str] = tuple(
         DOMAINS
     ),  # each comes once in every len(domains) rows, in shuffled order: no stride picks one
     heldout: bool = False,  # which part: see `is_heldout`

@@ -15,6 +15,7 @@ import tempfile
 import time
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -102,7 +103,7 @@ def write_answers(
     place = {q["id"]: i for i, q in enumerate(questions)}
     rows.sort(key=lambda r: place[r["primary_id"]])
     domain = {q["id"]: q["domain"] for q in questions}
-    compact = dict(ensure_ascii=False, separators=(",", ":"))
+    compact: dict[str, Any] = dict(ensure_ascii=False, separators=(",", ":"))
     with atomic_write(out) as tmp:
         tmp.write_text(
             "".join(
@@ -183,7 +184,7 @@ SETTINGS = {  # algorithm -> its arguments of `train_drafter`; k: tokens that it
 def settings(
     algorithm: str,  # a registered `speculators_model_type`
     k: int = 4,  # tokens that it will draft
-) -> dict:  # arguments of `train_drafter`
+) -> dict[str, Any]:  # arguments of `train_drafter`
     "What this project trains an algorithm with on the shipped answers."
     check_options(dict(k=k))
     return COMMON | SETTINGS.get(algorithm, lambda k: {})(k)
@@ -197,7 +198,9 @@ def train_on_shipped(
     **args,  # of `train_drafter`, before `settings`
 ) -> SpeculatorTrainer:  # has run; its model is saved in `output`
     "Train a drafter for the shipped verifier, without intermediate checkpoints."
-    once = dict(save_strategy="no", load_best_model_at_end=False, disable_tqdm=True)
+    once: dict[str, Any] = dict(
+        save_strategy="no", load_best_model_at_end=False, disable_tqdm=True
+    )
     return train_drafter(
         features or shipped_features(),
         output,

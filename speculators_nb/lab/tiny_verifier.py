@@ -11,6 +11,7 @@ __all__ = ['CHAT_TEMPLATE', 'SPLIT', 'CARD', 'train_tokenizer', 'encode', 'make_
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -81,7 +82,7 @@ def encode(
     messages: list[dict],  # one conversation
 ) -> tuple[list[int], list[int]]:  # token ids; 1 for every assistant token
     "A conversation as ids and assistant mask."
-    out = tokenizer.apply_chat_template(
+    out: Any = tokenizer.apply_chat_template(
         messages, return_assistant_tokens_mask=True, return_dict=True
     )
     return out["input_ids"], out["assistant_masks"]
@@ -119,7 +120,8 @@ def add_copying_heads(
     """Write an induction circuit (2209.11895) into the initial weights: head 0 of layer 0 and
     head 0 of layer 1."""
     width, dim = model.config.hidden_size, model.config.head_dim
-    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    heads: list[Any] = [layer.self_attn for layer in model.model.layers[:2]]
+    first, second = heads
     embedding = model.model.embed_tokens.weight.normal_(0, 0.3)
     embedding[:, 0] = 1.0  # the same in every token: what a head can look at to see no content
     model.lm_head.weight.copy_(0.1 * embedding)
@@ -302,7 +304,7 @@ def answers(
     )
     new = []
     for start in range(0, len(prompts), batch_size):
-        batch = tokenizer.apply_chat_template(
+        batch: Any = tokenizer.apply_chat_template(
             prompts[start : start + batch_size],
             add_generation_prompt=True,
             return_dict=True,

@@ -8,6 +8,7 @@ __all__ = ['SpeculatorModel']
 # %% ../../nbs/models/01_base.ipynb #c6ed54a6
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -70,6 +71,9 @@ def _adopt_upstream_names(model, state, prefix, *_):
         state.setdefault(name, value)
 
 
+_Class = TypeVar("_Class")
+
+
 class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     """Base of all drafters: borrowed embedding and heads, draft vocabulary, loading and saving.
 
@@ -77,7 +81,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     `layers`, `forward`, `get_trainer_kwargs`,
     `from_training_args`, `shift` and `drafter` (the contracts of docs/architecture.md)."""
 
-    config_class = SpeculatorModelConfig
+    config_class: type[SpeculatorModelConfig] = SpeculatorModelConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
     not_saved = ("target_head.",)  # prefixes of what a checkpoint leaves out
@@ -87,8 +91,22 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     )  # needed to draft; may be absent from a checkpoint: the verifier has them
     own_heads = False  # True: own heads, and only the verifier's final norm
 
+    if TYPE_CHECKING:  # attributes that `__init__` or a subclass makes, for type checkers
+        embed_tokens: nn.Embedding  # [V, H]; None with `own_heads`
+        lm_head: nn.Linear  # [Vd, H]; None with `own_heads`
+        t2d: torch.Tensor | None  # [V] bool; None: the whole vocabulary
+        d2t: torch.Tensor | None  # [Vd] int64
+        shift: Any  # a function of one sample, or None
+
+        def drafter(self, *args: Any, **kwargs: Any) -> Any: ...  # a Drafter
+
+        @staticmethod
+        def get_trainer_kwargs(*args: Any, **kwargs: Any) -> Any: ...
+
+        def to(self, *args: Any, **kwargs: Any) -> Self: ...
+
     @classmethod
-    def register_decorator(cls, klass: type, name: str) -> type:
+    def register_decorator(cls, klass: type[_Class], name: str) -> type[_Class]:
         "Enter a drafter; its name is a word of the option `algorithm` from then on."
         REGISTERED.add(name)
         return super().register_decorator(klass, name)
@@ -102,7 +120,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
                 f"draft_vocab_size: {vd} is larger than the verifier's vocabulary of {v}; "
                 f"choose at most {v}"
             )
-        self.embed_tokens = self.lm_head = None
+        self.embed_tokens = self.lm_head = None  # type: ignore[assignment] (see the class)
         if not self.own_heads:
             self.embed_tokens = nn.Embedding(v, h, _weight=torch.full((v, h), float("nan")))
             self.embed_tokens.weight.requires_grad_(
@@ -207,7 +225,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         config: SpeculatorModelConfig,  # of the new drafter; it names the verifier
         t2d: torch.Tensor | None = None,  # [V] bool and
         d2t: torch.Tensor | None = None,  # [Vd], for a reduced draft vocabulary
-    ) -> "SpeculatorModel":  # with the verifier's weights, ready to train
+    ) -> Self:  # with the verifier's weights, ready to train
         """A fresh drafter. Errors: ValueError for a reduced draft vocabulary without its
         mapping, or a verifier of another shape."""
         model = cls(config)
@@ -280,7 +298,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         d2t: torch.Tensor | None = None,  # [Vd]
         verifier: str | os.PathLike | None = None,  # folder; None: the config's, if present
         dtype: torch.dtype | None = None,  # of all floating weights; None: as stored
-    ) -> "SpeculatorModel":  # of the class that the config names, in eval mode
+    ) -> Self:  # of the class that the config names, in eval mode
         """Load a drafter. Its class is found by the config's `speculators_model_type`. The
         verifier's folder is needed to train and for weights that the
         checkpoint leaves to it; without it the drafter can still draft. Errors: ValueError

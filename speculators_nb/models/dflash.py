@@ -8,8 +8,10 @@ __all__ = ['NEUTRAL', 'DFlashSpeculatorConfig', 'DFlashDraftModel', 'DFlashDraft
 # %% ../../nbs/models/07_dflash.ipynb #47c6f781
 import copy
 import os
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -120,7 +122,9 @@ class DFlashDraftModel(SpeculatorModel):
     states), `slot_weight` and `block_loss` (states to loss and metrics). Drafting:
     `DFlashDrafter.read_block`."""
 
-    config_class = DFlashSpeculatorConfig
+    config_class: type[DFlashSpeculatorConfig] = DFlashSpeculatorConfig
+    if TYPE_CHECKING:
+        layers: Sequence[DecoderLayer]  # an nn.ModuleList
     not_saved = ("target_head.", "embed_tokens.")
 
     def __init__(self, config: DFlashSpeculatorConfig):
@@ -140,7 +144,7 @@ class DFlashDraftModel(SpeculatorModel):
             bias=False,
         )
         self.hidden_norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
-        self.layers = nn.ModuleList(
+        self.layers = nn.ModuleList(  # type: ignore[assignment] (its items are declared)
             DecoderLayer(layer, i) for i in range(layer.num_hidden_layers)
         )
         self.norm, self.rotary = RMSNorm(layer.hidden_size, layer.rms_norm_eps), Rotary(layer)
@@ -176,12 +180,13 @@ class DFlashDraftModel(SpeculatorModel):
         blocks = anchored_blocks(
             anchors, document_ids, B, layer.window, self.causal_in_block(layer)
         )
-        if layer.window is None or not serving_window:
+        window = layer.window
+        if window is None or not serving_window:
             return blocks
 
         def near(b, h, q, kv):
             distance = torch.where(kv < L, anchors[q // B] + q % B - kv, q % B - (kv - L) % B)
-            return (distance < layer.window) & (distance > -layer.window)
+            return (distance < window) & (distance > -window)
 
         return blocks & Mask(near)
 
@@ -349,7 +354,7 @@ class DFlashDraftModel(SpeculatorModel):
         blocks: Blocks,
         target_hidden: torch.Tensor,  # [L, H] the verifier's stream before its final norm
         mixture: dict,  # from `losses.parse_loss`
-        weight,  # from `slot_weight`
+        weight: torch.Tensor | Callable,  # from `slot_weight`
         upstream: bool = False,  # metrics as upstream reports them
         lean: bool = True,  # False: by whole tensors and autograd
         **options,  # of `head_loss`: bias, gemm_dtype, want_accept
@@ -738,7 +743,7 @@ class DFlashDrafter:
         length = n - 1 + size
         features, again = self.to_read(features, n - 1 - len(features), length)
         if again:
-            self.cache = [None] * len(model.layers)
+            self.cache: list[Any] = [None] * len(model.layers)
         context, start = model.context(features), n - 1 - len(features)
         at = torch.arange(start, length, device=tokens.device)
         rope, slots = (
@@ -924,12 +929,10 @@ def write_research(
             "sample_from_anchor is True: z-lab's layout has no word for it; train with "
             "sample_from_anchor=False"
         )
-    layer, block = (
-        config.transformer_layer_config,
-        dict(
-            mask_token_id=config.mask_token_id,
-            target_layer_ids=[i - 1 for i in config.aux_hidden_state_layer_ids],
-        ),
+    layer = config.transformer_layer_config
+    block: dict[str, Any] = dict(
+        mask_token_id=config.mask_token_id,
+        target_layer_ids=[i - 1 for i in config.aux_hidden_state_layer_ids],
     )
     if "sliding_attention" in (layer.layer_types or ()) and config.sliding_window_non_causal:
         block["causal"] = False

@@ -6,6 +6,8 @@
 __all__ = ['MARKOV_HEADS', 'DSparkSpeculatorConfig', 'MarkovHead', 'ConfidenceHead', 'DSparkDraftModel', 'DSparkDrafter']
 
 # %% ../../nbs/models/08_dspark.ipynb #d6655d17
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -133,7 +135,7 @@ class DSparkDraftModel(DFlashDraftModel):
     """DSpark ([2607.05147](https://arxiv.org/abs/2607.05147)): DFlash's blocks, a Markov bias
     from slot to slot, and a confidence for each slot."""
 
-    config_class = DSparkSpeculatorConfig
+    config_class: type[DSparkSpeculatorConfig] = DSparkSpeculatorConfig
 
     def __init__(self, config: DSparkSpeculatorConfig):
         super().__init__(config)
@@ -472,6 +474,9 @@ class DSparkDrafter(DFlashDrafter):
     """One pass for the states of all slots, then word by word: the bias of the token just
     drafted, the next token (the `tree.Drafter` protocol).
     Errors: ValueError for a threshold outside [0, 1] or without a confidence head."""
+
+    if TYPE_CHECKING:
+        model: DSparkDraftModel
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import copy
 import os
 from contextlib import contextmanager
 from dataclasses import field
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,7 +83,7 @@ class EagleSpeculator(SpeculatorModel):
     """EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)): the verifier's feature and the
     token that followed in, its next feature out."""
 
-    config_class = EagleSpeculatorConfig
+    config_class: type[EagleSpeculatorConfig] = EagleSpeculatorConfig
     not_saved = ("target_head.", "embed_tokens.", "lm_head.")
     from_verifier = ()  # a checkpoint is complete without its verifier
 
@@ -120,7 +121,7 @@ class EagleSpeculator(SpeculatorModel):
 
     # the verifier
     def _forget(self):
-        self.embed_tokens = self.lm_head = None
+        self.embed_tokens = self.lm_head = None  # type: ignore[assignment] (see the base)
         self.target_head, self.verifier_layers = TargetHead(self.fusion_fc.out_features), None
         self._verifier, self.verifier_attachment_mode = (
             (None,),
@@ -496,6 +497,7 @@ class EagleSpeculator(SpeculatorModel):
         weight = (1 / (totals + 1e-5))[rows[:, 0]]
         truth = self.target_head.norm(verifier_last_hidden_states[0][rows.sum(-1)])
         distance = F.smooth_l1_loss(guess.to(truth.dtype), truth, reduction="none").mean(-1)
+        options: dict[str, Any]
         loss_of, options = (
             (head_loss, dict(gemm_dtype=gemm_dtype, want_accept=not self.training))
             if lean

@@ -9,8 +9,10 @@ __all__ = ['RESEARCH_NAMES', 'Eagle3SpeculatorConfig', 'Eagle3DraftModel', 'Eagl
 import copy
 import os
 import re
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -106,7 +108,9 @@ class Eagle3DraftModel(SpeculatorModel):
     """EAGLE-3 ([2503.01840](https://arxiv.org/abs/2503.01840)): features of several verifier
     layers in, tokens of the draft vocabulary out."""
 
-    config_class = Eagle3SpeculatorConfig
+    config_class: type[Eagle3SpeculatorConfig] = Eagle3SpeculatorConfig
+    if TYPE_CHECKING:
+        layers: Sequence[DecoderLayer]  # an nn.ModuleList
 
     def __init__(self, config: Eagle3SpeculatorConfig):
         super().__init__(config)
@@ -124,7 +128,7 @@ class Eagle3DraftModel(SpeculatorModel):
             else None
         )
         self.fc = nn.Linear(config.num_aux * feature, layer.hidden_size, bias=False)
-        self.layers = nn.ModuleList(
+        self.layers = nn.ModuleList(  # type: ignore[assignment] (its items are declared)
             DecoderLayer(
                 layer, i, with_embeds=i == 0, norm_before_residual=config.norm_before_residual
             )
@@ -295,7 +299,9 @@ class Eagle3DraftModel(SpeculatorModel):
         decay = ttt_step_loss_decay ** torch.arange(ttt_steps, device=ids.device).float()
         weight = (decay / totals)[rows[:, 0]] * supervised[rows[:, 0], rows[:, 1]]
         loss_of = head_loss if lean else dense_head_loss
-        options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training) if lean else {}
+        options: dict[str, Any] = (
+            dict(gemm_dtype=gemm_dtype, want_accept=not self.training) if lean else {}
+        )
         out = loss_of(
             torch.cat(hidden),
             self.lm_head.weight,
@@ -525,7 +531,7 @@ class Eagle3Drafter:
         "The features to read, with an empty cache where these are all."
         features, again = self.to_read(features, len(tokens) - 1 - len(features), length)
         if again:
-            self.cache = [None] * len(self.model.layers)
+            self.cache: list[Any] = [None] * len(self.model.layers)
         return features
 
     def _step(self, hidden, ids, start, sees=None, length=None):

@@ -11,7 +11,7 @@ __all__ = ['FORMATS', 'WEIGHTS', 'BUFFERS', 'Target', 'NativeFormat', 'register_
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -267,7 +267,7 @@ def flat(
 
 
 def count_layers(
-    names: list,  # of tensors, `layers.0.…`
+    names: Iterable[str],  # of tensors, `layers.0.…`
 ) -> int:  # 1 more than the highest number
     "How many decoder layers there are."
     return 1 + max(

@@ -62,7 +62,7 @@ class ResidualBlocks(nn.Module):
 class MedusaModel(TokenHeads):
     "Medusa-1 ([2401.10774](https://arxiv.org/abs/2401.10774)): heads beside a frozen verifier."
 
-    config_class = MedusaSpeculatorConfig
+    config_class: type[MedusaSpeculatorConfig] = MedusaSpeculatorConfig
     head_loss_decay = 0.8
 
     def __init__(self, config: MedusaSpeculatorConfig):

@@ -11,6 +11,7 @@ import math
 import os
 from contextlib import contextmanager
 from dataclasses import field
+from typing import Self
 
 import torch
 from torch import nn
@@ -146,7 +147,7 @@ class TokenHeads(SpeculatorModel):
         return sample
 
     @classmethod
-    def _fresh(cls, verifier, sizes, draft_vocab_size, t2d, heads, **fields):
+    def _fresh(cls, verifier, sizes, draft_vocab_size, t2d, heads, **fields) -> Self:
         "A new model with the verifier's weights."
         if t2d is not None or draft_vocab_size not in (None, sizes.vocab_size):
             raise ValueError(
@@ -236,7 +237,7 @@ class ShiftedNorm(nn.Module):
 class MLPSpeculator(TokenHeads):
     "MLP speculator ([2404.19124](https://arxiv.org/abs/2404.19124))."
 
-    config_class = MLPSpeculatorConfig
+    config_class: type[MLPSpeculatorConfig] = MLPSpeculatorConfig
 
     def __init__(self, config: MLPSpeculatorConfig):
         super().__init__(config)

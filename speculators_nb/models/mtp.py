@@ -7,9 +7,11 @@ __all__ = ['FAMILIES', 'MTPSpeculatorConfig', 'family_part', 'MTPLayer', 'docume
            'prefix_rows', 'MTPDraftModel', 'MTPDrafter']
 
 # %% ../../nbs/models/10_mtp.ipynb #51799ea8
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -223,13 +225,16 @@ class MTPDraftModel(SpeculatorModel):
     """One layer that predicts the token after next, applied to its own output (FastMTP,
     [2509.18362](https://arxiv.org/abs/2509.18362)); embedding and head are the verifier's."""
 
-    config_class = MTPSpeculatorConfig
+    config_class: type[MTPSpeculatorConfig] = MTPSpeculatorConfig
+    if TYPE_CHECKING:
+        mtp_layers: Sequence[MTPLayer]  # an nn.ModuleList
     not_saved = ("target_head.", "embed_tokens.", "lm_head.")
 
     def __init__(self, config: MTPSpeculatorConfig):
         super().__init__(config)
         layer = config.transformer_layer_config
-        self.mtp_layers = nn.ModuleList([MTPLayer(layer)])
+        layers = nn.ModuleList([MTPLayer(layer)])
+        self.mtp_layers = layers  # type: ignore[assignment] (its items are declared)
         self.rotary = Rotary(layer)
         self.post_init()
 
@@ -243,7 +248,7 @@ class MTPDraftModel(SpeculatorModel):
                     w.data.normal_(0, self.config.transformer_layer_config.initializer_range)
 
     @property
-    def layers(self) -> nn.ModuleList:  # what distributed training shards by
+    def layers(self) -> Sequence[MTPLayer]:  # what distributed training shards by
         return self.mtp_layers
 
     def rope(
@@ -408,6 +413,7 @@ class MTPDraftModel(SpeculatorModel):
         at = supervised.nonzero()  # [N, 2] of (step, row), the order of `hidden`
         counts = supervised.sum(-1)
         weight = (torch.tensor(step_weights, device=ids.device) / counts.clamp(min=1))[at[:, 0]]
+        options: dict[str, Any]
         loss_of, options = (
             (token_loss, dict(gemm_dtype=gemm_dtype)) if lean else (dense_token_loss, {})
         )

@@ -7,7 +7,7 @@ __all__ = ['PEagleSpeculatorConfig', 'cod_sample', 'RolloutPlan', 'plan_rollouts
 
 # %% ../../nbs/models/06_peagle.ipynb #d0cc853c
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -60,7 +60,9 @@ def cod_sample(
     max_anchors: int | None = None,  # trained positions that start depths above 0; None: all
     generator: torch.Generator | None = None,  # of the choices, on the CPU; None: torch's own
     cross_document: bool = False,  # True: as upstream, a rollout may run into the next document
-) -> tuple:  # anchor_pos [T], depth [T] int64: predict anchor_pos + depth, seeing to anchor_pos
+) -> tuple[
+    torch.Tensor, torch.Tensor
+]:  # anchor_pos [T], depth [T] int64: predict anchor_pos + depth, seeing to anchor_pos
     """Conditional drop of tokens ([2602.01469](https://arxiv.org/abs/2602.01469)). All
     positions at depth 0, then at each depth a random subset of those that the depth before
     allows to go on:
@@ -161,7 +163,7 @@ class PEagleDraftModel(Eagle3DraftModel):
     """P-EAGLE ([2602.01469](https://arxiv.org/abs/2602.01469)): EAGLE-3's network, asked for
     all tokens of a draft at once."""
 
-    config_class = PEagleSpeculatorConfig
+    config_class: type[PEagleSpeculatorConfig] = PEagleSpeculatorConfig
 
     def __init__(self, config: PEagleSpeculatorConfig):
         super().__init__(config)
@@ -345,7 +347,9 @@ class PEagleDraftModel(Eagle3DraftModel):
         total = scored.sum().float() + 1e-5
         weight = (1 / total).expand(len(depth))
         loss_of = head_loss if lean else dense_head_loss
-        options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training) if lean else {}
+        options: dict[str, Any] = (
+            dict(gemm_dtype=gemm_dtype, want_accept=not self.training) if lean else {}
+        )
         out = loss_of(
             hidden,
             self.lm_head.weight,

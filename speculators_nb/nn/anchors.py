@@ -18,7 +18,9 @@ def block_supervision(
     block_size: int,  # B
     sample_from_anchor: bool = False,  # slot 0 predicts too; each slot the token after its own
     cross_document: bool = False,  # True: only the loss mask decides, as upstream
-) -> tuple:  # targets [A, B] int64 (verifier state's row), supervised [A, B] bool (has loss)
+) -> tuple[
+    torch.Tensor, torch.Tensor
+]:  # targets [A, B] int64 (verifier state's row), supervised [A, B] bool (has loss)
     """What the slots of blocks are scored on. Targets of slots without loss point anywhere in
     the row."""
     mask, documents = loss_mask.flatten().bool(), document_ids.flatten()
@@ -44,7 +46,9 @@ def select_anchors(
     generator: torch.Generator | None = None,  # of the draw, on the CPU; None: torch's own
     sample_from_anchor: bool = False,  # as in `block_supervision`
     cross_document: bool = False,  # True: as upstream, any trained position but the last B
-) -> tuple:  # anchor_positions [N] int64, ascending where valid, else 0; anchor_valid [N]
+) -> tuple[
+    torch.Tensor, torch.Tensor
+]:  # anchor_positions [N] int64, ascending where valid, else 0; anchor_valid [N]
     """Draw the positions of a row at which blocks start. Errors: ValueError for a block that is
     longer than the row, and for max_anchors below 1."""
     mask = loss_mask.flatten().bool()

@@ -7,7 +7,9 @@ __all__ = ['BACK_ENDS', 'attention', 'flex_prefix', 'prefix_blocks', 'merge_own'
 
 # %% ../../nbs/nn/02_attention.ipynb #7628adb4
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -72,7 +74,7 @@ def attention(
 
 # %% ../../nbs/nn/02_attention.ipynb #61c94c41
 @lru_cache(None)
-def _flex_on(device_type: str):
+def _flex_on(device_type: str) -> Callable:
     return (
         torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
     )
@@ -84,13 +86,15 @@ def flex_prefix(
     v: torch.Tensor,  # [B, Hkv, K, D]
     mask: Mask,  # predicate
     scale: float,  # on the scores
-) -> tuple:  # ([B, Hq, Q, D], log-sum-exp [B, Hq, Q] float32)
+) -> tuple[torch.Tensor, torch.Tensor]:  # [B, Hq, Q, D], log-sum-exp [B, Hq, Q] float32
     """flex_attention with its log-sum-exp, both differentiable on CUDA.
     Errors: ValueError when a gradient is wanted on a CPU."""
     if not torch.is_grad_enabled():
         q, k, v = q.detach(), k.detach(), v.detach()  # flex looks at requires_grad alone
     block_mask = create_block_mask(mask, None, None, q.shape[-2], k.shape[-2], device=q.device)
-    options = dict(block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    options: dict[str, Any] = dict(
+        block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     try:
         out, aux = _flex_on(q.device.type)(q, k, v, **options, return_aux=AuxRequest(lse=True))
     except NotImplementedError as error:  # torch knows what it has no backward for

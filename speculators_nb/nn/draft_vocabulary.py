@@ -107,7 +107,7 @@ def check_vocab_mapping(
         raise ValueError(
             f"{'t2d' if t2d is None else 'd2t'} is missing: give both t2d and d2t, or neither"
         )
-    if t2d is None:
+    if t2d is None or d2t is None:  # both
         if draft_vocab_size != vocab_size:
             raise ValueError(
                 f"t2d and d2t are missing, but the drafter knows only {draft_vocab_size} of "

@@ -9,6 +9,8 @@ __all__ = ['ROPE', 'LAYER_FAMILIES', 'KINDS', 'DRAFT_SLIDING_WINDOW', 'RMSNorm',
 
 # %% ../../nbs/nn/04_layers.ipynb #e53d7547
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -176,7 +178,7 @@ class Rotary(nn.Module):
 # %% ../../nbs/nn/04_layers.ipynb #a1b2d889
 def rotate(
     x: torch.Tensor,  # [..., heads, N, D]
-    rope: tuple,  # cos, sin [..., N, R]
+    rope: Sequence[torch.Tensor],  # cos, sin [..., N, R]
 ) -> torch.Tensor:  # [..., heads, N, D]
     "Rotate the first R channels of each head by its position; halves are paired, as in Llama."
     cos, sin = (t.unsqueeze(-3).to(x.dtype) for t in rope)
@@ -246,15 +248,15 @@ class Attention(nn.Module):
         return x.unflatten(-1, (x.shape[-1] // self.d, self.d)).transpose(-3, -2)
 
     def query(
-        self, x: torch.Tensor, rope: tuple
+        self, x: torch.Tensor, rope: Sequence[torch.Tensor]
     ) -> torch.Tensor:  # [..., N, size] -> [..., Hq, N, D]
         "Rotated queries."
         q = self._heads(self.q_proj(x))
         return rotate(q if self.q_norm is None else self.q_norm(q), rope)
 
     def key_value(
-        self, x: torch.Tensor, rope: tuple
-    ) -> tuple:  # [..., N, size] -> two of [..., Hkv, N, D]
+        self, x: torch.Tensor, rope: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [..., N, size] -> two of [..., Hkv, N, D]
         "Rotated keys, and values."
         k = self._heads(self.k_proj(x))
         return rotate(k if self.k_norm is None else self.k_norm(k), rope), self._heads(
@@ -419,7 +421,7 @@ def draft_layer_config(
     text = text_config(verifier)
     heads = text.num_attention_heads
     kv = getattr(text, "num_key_value_heads", None) or heads
-    rope = dict(
+    rope: dict[str, Any] = dict(
         getattr(text, "rope_parameters", None) or dict(rope_type="default", rope_theta=10000.0)
     )
     own, other = KINDS if full_attention else KINDS[::-1]
@@ -439,7 +441,7 @@ def draft_layer_config(
         else getattr(text, "intermediate_size", None)
     )
     try:
-        return CONFIG_MAPPING[family](
+        fields: dict[str, Any] = dict(
             vocab_size=text.vocab_size,
             hidden_size=text.hidden_size,
             num_hidden_layers=num_layers,
@@ -460,6 +462,7 @@ def draft_layer_config(
             eos_token_id=text.eos_token_id,
             pad_token_id=text.pad_token_id,
         )
+        return CONFIG_MAPPING[family](**fields)
     except Exception as e:  # transformers' own classes of errors are no ValueError
         raise ValueError(
             f"no {family} layers fit a verifier of hidden_size={text.hidden_size} and "

@@ -10,7 +10,7 @@ __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'Law', 'rowdot'
 import json
 from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -193,8 +193,8 @@ LOSSES = dict(
 
 # %% ../../nbs/nn/05_losses.ipynb #b267b69a
 def parse_loss(
-    spec: "str | dict[str, float]",  # loss name, dict name -> weight, or that dict as JSON text
-) -> dict:  # name -> weight
+    spec: str | dict[str, Any],  # loss name, dict name -> weight, or that dict as JSON text
+) -> dict[str, float]:  # name -> weight
     """The mixture that `spec` names. Errors: ValueError naming an unknown loss, a weight that
     is not a number, or an empty mixture."""
     if isinstance(spec, str):

@@ -10,6 +10,7 @@ __all__ = ['NORM_KINDS', 'OFFSET_NORM', 'LAYER_NORM', 'EPS_NAMES', 'NORM_NAMES',
 # %% ../../nbs/nn/03_target_head.ipynb #d2a4ba93
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -311,9 +312,11 @@ def _check_tie(path, own_head, found):
 
 
 def load_verifier_tensors(
-    path: str,  # the verifier's folder, or a hub id
+    path: str | os.PathLike,  # the verifier's folder, or a hub id
     rows: torch.Tensor | None = None,  # bool [V]: head rows of the draft vocabulary; None: all
-) -> dict:  # norm_weight [H], head [Vd, H], embeddings [V, H], norm_bias, head_bias or None
+) -> dict[
+    str, Any
+]:  # norm_weight [H], head [Vd, H], embeddings [V, H], norm_bias, head_bias or None
     """The verifier's final norm, head rows and embedding table. A head that the checkpoint does
     not hold is tied to the embeddings. Errors: ValueError naming what is missing."""
     index = checkpoint_index(path)
@@ -335,7 +338,7 @@ def load_verifier_tensors(
                 f"verifier {str(path)!r}: found no tensor for its {part}; is this the "
                 "checkpoint of a causal language model?"
             )
-    found = {
+    found: dict[str, Any] = {
         part: load_tensors(index[name], [name])[name] if name else None
         for part, name in wanted.items()
     }

@@ -8,6 +8,7 @@ __all__ = ['IN_PROCESS', 'pick', 'answer', 'regenerate', 'eos_ids_of']
 # %% ../../nbs/regenerate/04_in_process.ipynb #b8c15f34
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ def pick(
     logits: torch.Tensor,  # [B, V]
     u: torch.Tensor,  # [B] uniform in [0, 1)
     temperature,  # [B] or one number; 0: the most probable token
-    top_p=1.0,  # [B] or one number: the most probable tokens that together reach it are kept
+    top_p: Any = 1.0,  # [B] or one number: the most probable tokens that reach it are kept
 ) -> torch.Tensor:  # [B] token ids
     "Inverse transform sampling: the first token at which the distribution function exceeds u."
     greedy = logits.argmax(-1)
@@ -57,9 +58,9 @@ def answer(
     prompts: list[list[int]],  # token ids, generation prompt included
     max_new_tokens: int,  # an answer that reaches it is cut
     eos_ids,  # ids that end an answer; the one that did is part of it
-    temperature=0.0,  # of each answer, or one for all; 0: greedy
+    temperature: Any = 0.0,  # of each answer, or one for all; 0: greedy
     seeds: list[int] | None = None,  # seed of each answer; needed above temperature 0
-    top_p=1.0,  # of each answer, or one for all
+    top_p: Any = 1.0,  # of each answer, or one for all
 ) -> list[list[int]]:  # the answers' token ids
     "Batched generation; finished rows leave the batch."
     device, n = verifier.device, len(prompts)

@@ -179,7 +179,7 @@ def language_of(
     if script in BY_LETTER:
         only, rest = BY_LETTER[script]
         seen = {language: sum(text.count(c) for c in own) for language, own in only.items()}
-        best = max(seen, key=seen.get)
+        best = max(seen, key=seen.__getitem__)
         return best if seen[best] > 0.005 * letters else rest
     if script != "latin":
         return "und"

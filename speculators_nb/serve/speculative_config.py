@@ -147,107 +147,113 @@ class SpeculativeConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     num_speculative_tokens: int | None = Field(
-        None,
+        default=None,
         gt=0,
         le=MOST_DRAFTED,
         description="Tokens to draft in a step. None: what the draft's config says.",
     )
     model: str | None = Field(
-        None, description="Folder or hub id of the draft. None with mtp: the target itself."
+        default=None,
+        description="Folder or hub id of the draft. None with mtp: the target itself.",
     )
     method: str | None = Field(
-        None, description="A key of METHODS. None: found by the draft's config and name."
+        default=None,
+        description="A key of METHODS. None: found by the draft's config and name.",
     )
     enforce_eager: bool | None = Field(
-        None, description="No graphs for the drafter. None: as for the target."
+        default=None, description="No graphs for the drafter. None: as for the target."
     )
     draft_tensor_parallel_size: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="Devices to split the draft over: 1 or the target's number. None: that.",
     )
     tensor_parallel_size: int | None = Field(
-        None, description="Refused: write draft_tensor_parallel_size."
+        default=None, description="Refused: write draft_tensor_parallel_size."
     )
     quantization: str | None = Field(
-        None, description="Of the draft's weights. None: as its config says."
+        default=None, description="Of the draft's weights. None: as its config says."
     )
     moe_backend: str | None = Field(
-        None, description="Kernels for the draft's experts. None: as for the target."
+        default=None, description="Kernels for the draft's experts. None: as for the target."
     )
     max_model_len: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="Longest text that is drafted for; at most the draft's and the target's.",
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of the draft.")
-    code_revision: str | None = Field(None, description="The same, of its code.")
+    revision: str | None = Field(
+        default=None, description="Branch, tag or commit of the draft."
+    )
+    code_revision: str | None = Field(default=None, description="The same, of its code.")
     draft_load_config: dict[str, Any] | None = Field(
-        None, description="How to load the draft. None: as the target."
+        default=None, description="How to load the draft. None: as the target."
     )
     draft_model_config: dict[str, Any] | None = Field(
-        None,
+        default=None,
         description=(
             "For extract_hidden_states: {'hf_config': {'eagle_aux_hidden_state_layer_ids': "
             "[...]}}."
         ),
     )
     disable_padded_drafter_batch: bool = Field(
-        False,
+        default=False,
         description="Requests of a batch keep different lengths (some attention backends).",
     )
     use_local_argmax_reduction: bool = Field(
-        False,
+        default=False,
         description="Each device sends its best token, not all logits. Greedy chains only.",
     )
     parallel_drafting: bool = Field(
-        False, description="All tokens in one pass, by a draft that was trained for it."
+        default=False, description="All tokens in one pass, by a draft that was trained for it."
     )
     speculative_token_tree: str | list[tuple] | None = Field(
-        None, description="Paths of a tree of drafts. None: a chain."
+        default=None, description="Paths of a tree of drafts. None: a chain."
     )
     prompt_lookup_max: int | None = Field(
-        None, ge=1, le=2**20, description="n-gram: longest suffix that is looked up."
+        default=None, ge=1, le=2**20, description="n-gram: longest suffix that is looked up."
     )
     prompt_lookup_min: int | None = Field(
-        None,
+        default=None,
         ge=1,
         le=2**20,
         description="n-gram: shortest one. One of both set: both are that. None set: 5.",
     )
     suffix_decoding_max_tree_depth: int = Field(
-        24,
+        default=24,
         ge=1,
         le=MOST_DRAFTED,
         description="Suffix: match and continuation together are at most so long.",
     )
     suffix_decoding_max_cached_requests: int = Field(
-        10_000, ge=0, description="Suffix: finished answers kept, first in, first out; 0: none."
+        default=10_000,
+        ge=0,
+        description="Suffix: finished answers kept, first in, first out; 0: none.",
     )
     suffix_decoding_max_spec_factor: float = Field(
-        1.0, ge=0, description="Suffix: tokens drafted for each token of the match."
+        default=1.0, ge=0, description="Suffix: tokens drafted for each token of the match."
     )
     suffix_decoding_min_token_prob: float = Field(
-        0.1, ge=0, le=1, description="Suffix: drafts end where they are less likely."
+        default=0.1, ge=0, le=1, description="Suffix: drafts end where they are less likely."
     )
     rejection_sample_method: Literal[
         "strict", "probabilistic", "synthetic", "standard", "block"
-    ] = Field("strict", description="Verification, in the words of either line.")
+    ] = Field(default="strict", description="Verification, in the words of either line.")
     draft_sample_method: Literal["greedy", "probabilistic"] | None = Field(
-        None,
+        default=None,
         description=(
             "The draft's tokens: its argmax, or drawn. None: as rejection_sample_method says, "
             "else greedy."
         ),
     )
     synthetic_acceptance_rates: list[float] | None = Field(
-        None, description="Unconditional rate of each position."
+        default=None, description="Unconditional rate of each position."
     )
     synthetic_acceptance_length: float | None = Field(
-        None, description="Instead of rates: mean tokens a step; it becomes the rates."
+        default=None, description="Instead of rates: mean tokens a step; it becomes the rates."
     )
     target_model_config: Any = Field(
-        None,
+        default=None,
         exclude=True,
         description=(
             "The verifier's folder, config.json or config. None: checks against it are left "
@@ -255,7 +261,7 @@ class SpeculativeConfig(BaseModel):
         ),
     )
     target_tensor_parallel_size: int = Field(
-        1, ge=1, exclude=True, description="Devices that the verifier is split over."
+        default=1, ge=1, exclude=True, description="Devices that the verifier is split over."
     )
     _draft: dict = PrivateAttr(default_factory=dict)  # the draft's config.json
     _own_head: bool = PrivateAttr(False)  # the draft is a part of the target

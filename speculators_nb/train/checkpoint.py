@@ -12,7 +12,9 @@ import os
 import pickle
 import shutil
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer, TrainerState
@@ -135,9 +137,15 @@ class WholeCheckpoints(Trainer):
     """transformers' Trainer whose checkpoint folders are complete or absent, and which
     continues a run only with what the run was begun with."""
 
+    if TYPE_CHECKING:  # as `Trainer.__init__` leaves them
+        args: Any  # TrainingArguments whose `output_dir` is set
+        optimizer: Any
+
     saving = False  # a checkpoint is being written
     done = False  # the run had finished before, and nothing was left to do
-    outdated = ()  # checkpoints of the run being replaced; they go when this one first saves
+    outdated: Sequence[
+        str
+    ] = ()  # checkpoints of the run being replaced; they go when this one first saves
 
     def run_record(self) -> dict:  # as from `run_record.run_record`
         "What this run is; a subclass that knows its data says more."

@@ -7,6 +7,7 @@ __all__ = ['PIECE_BYTES', 'RowAdamW', 'use_row_gradients', 'clip_gradients']
 
 # %% ../../nbs/train/01_row_gradients.ipynb #6811a67b
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ class RowAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            options = dict(
+            options: dict[str, Any] = dict(
                 amsgrad=False,
                 maximize=False,
                 beta1=group["betas"][0],

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -93,6 +94,9 @@ _NOT_SUPPORTED = {  # field -> why, and what to do
 @dataclass
 class SpeculatorTrainingArguments(TrainingArguments):
     "transformers' TrainingArguments: other defaults, and the fields above the line are new."
+
+    if TYPE_CHECKING:
+        output_dir: str = ""  # what `TrainingArguments` makes of None
 
     total_seq_len: int = 2048  # positions in a packed row; one row per device and accumulation
     optimizer: str = "adamw"  # "adamw", or "muon": Muon for hidden matrices, AdamW for the rest
@@ -242,6 +246,12 @@ class _Steps(TrainerCallback):
 class SpeculatorTrainer(WholeCheckpoints):
     """transformers' Trainer for any model that keeps the training contract: `model(**batch,
     **kwargs) -> (draft tokens or None, loss, metrics)`."""
+
+    if TYPE_CHECKING:  # as `Trainer.__init__` leaves them
+        args: SpeculatorTrainingArguments
+        model: Any  # a drafter
+        eval_dataset: Any
+        train_dataset: Any
 
     def __init__(
         self,
@@ -493,7 +503,7 @@ class SpeculatorTrainer(WholeCheckpoints):
         dataset = getattr(self.train_dataset, "dataset", self.train_dataset)
         return getattr(dataset, "verifier_fingerprint", None)
 
-    def _add_up(self, tensor):
+    def _add_up(self, tensor) -> Any:
         return self.accelerator.reduce(tensor, "sum")
 
     def evaluation_loop(

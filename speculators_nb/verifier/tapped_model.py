@@ -10,15 +10,22 @@ __all__ = ['log', 'FINAL_NORMS', 'default_aux_layer_ids', 'check_aux_layer_ids',
 import hashlib
 import inspect
 import logging
+import os
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PreTrainedModel,
+)
 
 from ..core.checkpoints import remote_code_allowed
 from ..core.files import check_length
@@ -66,7 +73,7 @@ FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
 
 
 def find_taps(
-    model: nn.Module,  # an HF causal LM
+    model: PreTrainedModel,  # an HF causal LM
 ) -> tuple[nn.Module, nn.ModuleList, nn.Module]:  # headless decoder, its layers, its final norm
     """Locate the decoder's layer list (of length `num_hidden_layers`) and its final norm;
     ValueError when the layout is not known."""
@@ -104,7 +111,7 @@ class VerifierOutput:
 
 
 def unfit(
-    model: nn.Module,  # as loaded
+    model: PreTrainedModel,  # as loaded
     info: dict,  # what `from_pretrained` says about the loading
 ) -> list[str]:  # what does not fit, tensor by tensor
     """What is in the weights and not in the config, or the other way round. Transformers loads
@@ -178,7 +185,7 @@ class Verifier:
 
     def __init__(
         self,
-        model: nn.Module,  # HF causal LM; put into eval mode
+        model: PreTrainedModel,  # HF causal LM; put into eval mode
         aux_layer_ids=None,  # ascending ids within [0, n]; None: `default_aux_layer_ids`
     ):
         self.model, self.config = model.eval(), model.config.get_text_config()
@@ -203,10 +210,10 @@ class Verifier:
     @classmethod
     def from_pretrained(
         cls,
-        path: str,  # folder, or hub id
+        path: str | os.PathLike,  # folder, or hub id
         aux_layer_ids=None,  # ascending ids within [0, n]; None: `default_aux_layer_ids`
-        dtype="auto",  # torch dtype; "auto": the checkpoint's
-        device="cpu",  # torch device
+        dtype: str | torch.dtype = "auto",  # torch dtype; "auto": the checkpoint's
+        device: str | torch.device | None = "cpu",  # torch device
         trust_remote_code: bool | None = None,  # run code; None: `checkpoints.remote_code` (no)
     ) -> "Verifier":  # ready for use
         """Load from safetensors. FileNotFoundError: no config or no weights in the folder;
@@ -299,7 +306,7 @@ class Verifier:
         without meaning."""
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
-        kwargs = dict(
+        kwargs: dict[str, Any] = dict(
             attention_mask=attention_mask, past_key_values=past_key_values, use_cache=use_cache
         )
         if (

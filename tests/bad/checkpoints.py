@@ -1,4 +1,6 @@
-"""Drafters and verifiers on the disk whose files are torn, of two models, or hold what no model can hold: each is refused by file and tensor, by whatever opens it."""
+"""Drafters and verifiers on the disk whose files are torn, of two models, or hold what no model can hold: each is
+refused by file and tensor, by whatever opens it."""
+
 import json
 import shutil
 
@@ -16,8 +18,11 @@ DRAFTER, VERIFIER, HEADS = GOOD["drafter"], GOOD["verifier"], RELEASE / "medusa"
 
 
 def copy_of(source, tensors=None, config=None, drop=(), files=None, index=None):
-    """A function that puts a copy of a checkpoint at a path, changed: `tensors` name -> new tensor or a function of the old one, `drop` names left out, `config` a
-    function that changes config.json in place, `files` name -> content (None: removed), `index` what model.safetensors.index.json says of the files."""
+    """A function that puts a copy of a checkpoint at a path, changed: `tensors` name -> new tensor or a function of the
+    old one, `drop` names left out, `config` a
+    function that changes config.json in place, `files` name -> content (None: removed), `index` what
+    model.safetensors.index.json says of the files."""
+
     def put(path):
         shutil.copytree(source, path, ignore=lambda *_: ["checkpoint-2"])
         state = {n: w for n, w in load_file(path / "model.safetensors").items() if n not in drop}
@@ -34,14 +39,17 @@ def copy_of(source, tensors=None, config=None, drop=(), files=None, index=None):
                 (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
         if index:
             index(path, state)
+
     return put
 
 
 def one(value):
     "A tensor with one value replaced."
+
     def change(w):
         w.view(-1)[w.numel() // 2] = value
         return w
+
     return change
 
 
@@ -54,7 +62,11 @@ def shards(path, state, names=None, lost=None, foreign=None):
     for name, part in halves.items():
         if name != lost:
             save_file(part, path / name)
-    weight_map = {n: (foreign or name) if name.endswith("2-of-00002.safetensors") else name for name, part in halves.items() for n in part}
+    weight_map = {
+        n: (foreign or name) if name.endswith("2-of-00002.safetensors") else name
+        for name, part in halves.items()
+        for n in part
+    }
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map | (names or {})}))
 
 
@@ -68,62 +80,199 @@ def beside(path, state):
 HALF = (DRAFTER / "model.safetensors").read_bytes()
 ENTRY = "layers.0.mlp.up_proj.weight"
 DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
-    "NaN in a layer": (dict(tensors={ENTRY: one(torch.nan)}), f"checkpoint '.*new': tensor {ENTRY} holds NaN or infinity; train it anew, or take an earlier"),
+    "NaN in a layer": (
+        dict(tensors={ENTRY: one(torch.nan)}),
+        f"checkpoint '.*new': tensor {ENTRY} holds NaN or infinity; train it anew, or take an earlier",
+    ),
     "infinity in a norm": (dict(tensors={"norm.weight": one(torch.inf)}), "tensor norm.weight holds NaN or infinity"),
-    "minus infinity in the head": (dict(tensors={"lm_head.weight": one(-torch.inf)}), "tensor lm_head.weight holds NaN or infinity"),
-    "all NaN": (dict(tensors={n: lambda w: w * torch.nan if w.is_floating_point() else w for n in ("fc.weight", ENTRY, "norm.weight", "layers.0.mlp.down_proj.weight")}),
-                "tensor fc.weight holds NaN or infinity; tensor layers.0.mlp.down_proj.weight .* …"),
+    "minus infinity in the head": (
+        dict(tensors={"lm_head.weight": one(-torch.inf)}),
+        "tensor lm_head.weight holds NaN or infinity",
+    ),
+    "all NaN": (
+        dict(
+            tensors={
+                n: lambda w: w * torch.nan if w.is_floating_point() else w
+                for n in ("fc.weight", ENTRY, "norm.weight", "layers.0.mlp.down_proj.weight")
+            }
+        ),
+        "tensor fc.weight holds NaN or infinity; tensor layers.0.mlp.down_proj.weight .* …",
+    ),
     "a tensor is missing": (dict(drop=[ENTRY]), f"misses tensors: {ENTRY}; its config.json describes another model"),
-    "a layer is missing": (dict(drop=[f"layers.0.self_attn.{p}_proj.weight" for p in "qkvo"]), "misses tensors: layers.0.self_attn.k_proj.weight, layers.0.self_attn.o_proj.weight"),
+    "a layer is missing": (
+        dict(drop=[f"layers.0.self_attn.{p}_proj.weight" for p in "qkvo"]),
+        "misses tensors: layers.0.self_attn.k_proj.weight, layers.0.self_attn.o_proj.weight",
+    ),
     "t2d is missing": (dict(drop=["t2d"]), "misses tensors: t2d"),
     "the mapping is missing": (dict(drop=["t2d", "d2t"]), "misses tensors: d2t, t2d"),
     "a tensor too many": (dict(tensors={"extra.weight": torch.ones(2)}), "has unknown tensors: extra.weight"),
-    "another name": (dict(drop=["norm.weight"], tensors={"model.norm.weight": torch.ones(16)}), "misses tensors: norm.weight"),
-    "a layer too many": (dict(tensors={"layers.1.mlp.up_proj.weight": torch.ones(32, 16)}), "has unknown tensors: layers.1.mlp.up_proj.weight"),
-    "another shape": (dict(tensors={"norm.weight": torch.ones(15)}), "has misshapen tensors: norm.weight \\(15,\\) instead of \\(16,\\)"),
-    "transposed": (dict(tensors={ENTRY: lambda w: w.T}), f"has misshapen tensors: {ENTRY} \\(16, 32\\) instead of \\(32, 16\\)"),
+    "another name": (
+        dict(drop=["norm.weight"], tensors={"model.norm.weight": torch.ones(16)}),
+        "misses tensors: norm.weight",
+    ),
+    "a layer too many": (
+        dict(tensors={"layers.1.mlp.up_proj.weight": torch.ones(32, 16)}),
+        "has unknown tensors: layers.1.mlp.up_proj.weight",
+    ),
+    "another shape": (
+        dict(tensors={"norm.weight": torch.ones(15)}),
+        "has misshapen tensors: norm.weight \\(15,\\) instead of \\(16,\\)",
+    ),
+    "transposed": (
+        dict(tensors={ENTRY: lambda w: w.T}),
+        f"has misshapen tensors: {ENTRY} \\(16, 32\\) instead of \\(32, 16\\)",
+    ),
     "no rows": (dict(tensors={"fc.weight": torch.ones(0, 48)}), "has misshapen tensors: fc.weight \\(0, 48\\)"),
     "a scalar": (dict(tensors={"norm.weight": torch.ones(())}), "has misshapen tensors: norm.weight \\(\\) instead"),
-    "integers for weights": (dict(tensors={"norm.weight": torch.ones(16, dtype=torch.int32)}), "tensor norm.weight holds torch.int32, the config describes torch.float32"),
-    "truth values for weights": (dict(tensors={"norm.weight": torch.ones(16, dtype=torch.bool)}), "tensor norm.weight holds torch.bool"),
-    "eight bits for weights": (dict(tensors={"norm.weight": torch.ones(16).to(torch.float8_e4m3fn)}), "tensor norm.weight holds torch.float8_e4m3fn"),
-    "complex weights": (dict(tensors={"norm.weight": torch.ones(16, dtype=torch.complex64)}), "tensor norm.weight holds torch.complex64"),
-    "numbers for t2d": (dict(tensors={"t2d": torch.ones(64)}), "tensor t2d holds torch.float32, the config describes torch.bool"),
-    "fractions for d2t": (dict(tensors={"d2t": lambda w: w.float()}), "tensor d2t holds torch.float32, the config describes torch.int64"),
-    "t2d keeps another number": (dict(tensors={"t2d": torch.ones(64, dtype=torch.bool)}), "t2d keeps 64 tokens, but draft_vocab_size=40"),
-    "t2d keeps none": (dict(tensors={"t2d": torch.zeros(64, dtype=torch.bool)}), "t2d keeps 0 tokens, but draft_vocab_size=40"),
-    "d2t and t2d disagree": (dict(tensors={"d2t": lambda w: w.flip(0)}), "d2t\\[0\\]=\\d+ maps draft id 0 to verifier id \\d+, but by t2d it is"),
-    "one offset is off": (dict(tensors={"d2t": one(1000)}), "d2t\\[20\\]=1000 maps draft id 20 to verifier id 1020, but by t2d"),
+    "integers for weights": (
+        dict(tensors={"norm.weight": torch.ones(16, dtype=torch.int32)}),
+        "tensor norm.weight holds torch.int32, the config describes torch.float32",
+    ),
+    "truth values for weights": (
+        dict(tensors={"norm.weight": torch.ones(16, dtype=torch.bool)}),
+        "tensor norm.weight holds torch.bool",
+    ),
+    "eight bits for weights": (
+        dict(tensors={"norm.weight": torch.ones(16).to(torch.float8_e4m3fn)}),
+        "tensor norm.weight holds torch.float8_e4m3fn",
+    ),
+    "complex weights": (
+        dict(tensors={"norm.weight": torch.ones(16, dtype=torch.complex64)}),
+        "tensor norm.weight holds torch.complex64",
+    ),
+    "numbers for t2d": (
+        dict(tensors={"t2d": torch.ones(64)}),
+        "tensor t2d holds torch.float32, the config describes torch.bool",
+    ),
+    "fractions for d2t": (
+        dict(tensors={"d2t": lambda w: w.float()}),
+        "tensor d2t holds torch.float32, the config describes torch.int64",
+    ),
+    "t2d keeps another number": (
+        dict(tensors={"t2d": torch.ones(64, dtype=torch.bool)}),
+        "t2d keeps 64 tokens, but draft_vocab_size=40",
+    ),
+    "t2d keeps none": (
+        dict(tensors={"t2d": torch.zeros(64, dtype=torch.bool)}),
+        "t2d keeps 0 tokens, but draft_vocab_size=40",
+    ),
+    "d2t and t2d disagree": (
+        dict(tensors={"d2t": lambda w: w.flip(0)}),
+        "d2t\\[0\\]=\\d+ maps draft id 0 to verifier id \\d+, but by t2d it is",
+    ),
+    "one offset is off": (
+        dict(tensors={"d2t": one(1000)}),
+        "d2t\\[20\\]=1000 maps draft id 20 to verifier id 1020, but by t2d",
+    ),
     "ids for offsets": (dict(tensors={"d2t": lambda w: w + torch.arange(40)}), "d2t holds offsets|but by t2d it is"),
-    "negative offsets": (dict(tensors={"d2t": lambda w: w - 5}), "d2t\\[0\\]=-\\d maps draft id 0 to verifier id -\\d, but by t2d"),
-    "another draft vocabulary": (dict(config=lambda c: c.update(draft_vocab_size=30)), "misshapen tensors: d2t \\(40,\\) instead of \\(30,\\)"),
-    "another size": (dict(config=lambda c: c["transformer_layer_config"].update(hidden_size=32)), "misshapen tensors: "),
-    "a million tokens": (dict(config=lambda c: c["transformer_layer_config"].update(vocab_size=10**7)), "misshapen tensors: .*10000000"),
-    "a giant": (dict(config=lambda c: c["transformer_layer_config"].update(hidden_size=2**20, intermediate_size=2**24)), "misshapen tensors: "),
-    "two layers by the config": (dict(config=lambda c: c["transformer_layer_config"].update(num_hidden_layers=2, layer_types=["full_attention"] * 2)), "misses tensors: layers.1"),
-    "another algorithm": (dict(config=lambda c: c.update(speculators_model_type="dflash", mask_token_id=3)), "misses tensors|has unknown tensors|block_size|transformer"),
-    "no weights": (dict(files={"model.safetensors": None}), "new: no model.safetensors and no model.safetensors.index.json"),
-    "empty weights": (dict(files={"model.safetensors": b""}), "model.safetensors: not a complete safetensors file.*make or fetch it again"),
-    "half of the weights": (dict(files={"model.safetensors": HALF[: len(HALF) // 2]}), "model.safetensors: not a complete safetensors file"),
-    "half of the header": (dict(files={"model.safetensors": HALF[:60]}), "model.safetensors: not a complete safetensors file"),
-    "text for weights": (dict(files={"model.safetensors": "version https://git-lfs.github.com/spec/v1\n"}), "model.safetensors: not a complete safetensors file"),
-    "a header without end": (dict(files={"model.safetensors": (2**62).to_bytes(8, "little") + b"{}"}), "model.safetensors: not a complete safetensors file"),
-    "a pickle": (dict(files={"model.safetensors": None, "pytorch_model.bin": b"\x80\x02}q\x00."}), "no model.safetensors.*pytorch_model.bin: pickles can run code when read, so they are refused"),
+    "negative offsets": (
+        dict(tensors={"d2t": lambda w: w - 5}),
+        "d2t\\[0\\]=-\\d maps draft id 0 to verifier id -\\d, but by t2d",
+    ),
+    "another draft vocabulary": (
+        dict(config=lambda c: c.update(draft_vocab_size=30)),
+        "misshapen tensors: d2t \\(40,\\) instead of \\(30,\\)",
+    ),
+    "another size": (
+        dict(config=lambda c: c["transformer_layer_config"].update(hidden_size=32)),
+        "misshapen tensors: ",
+    ),
+    "a million tokens": (
+        dict(config=lambda c: c["transformer_layer_config"].update(vocab_size=10**7)),
+        "misshapen tensors: .*10000000",
+    ),
+    "a giant": (
+        dict(config=lambda c: c["transformer_layer_config"].update(hidden_size=2**20, intermediate_size=2**24)),
+        "misshapen tensors: ",
+    ),
+    "two layers by the config": (
+        dict(
+            config=lambda c: c["transformer_layer_config"].update(
+                num_hidden_layers=2, layer_types=["full_attention"] * 2
+            )
+        ),
+        "misses tensors: layers.1",
+    ),
+    "another algorithm": (
+        dict(config=lambda c: c.update(speculators_model_type="dflash", mask_token_id=3)),
+        "misses tensors|has unknown tensors|block_size|transformer",
+    ),
+    "no weights": (
+        dict(files={"model.safetensors": None}),
+        "new: no model.safetensors and no model.safetensors.index.json",
+    ),
+    "empty weights": (
+        dict(files={"model.safetensors": b""}),
+        "model.safetensors: not a complete safetensors file.*make or fetch it again",
+    ),
+    "half of the weights": (
+        dict(files={"model.safetensors": HALF[: len(HALF) // 2]}),
+        "model.safetensors: not a complete safetensors file",
+    ),
+    "half of the header": (
+        dict(files={"model.safetensors": HALF[:60]}),
+        "model.safetensors: not a complete safetensors file",
+    ),
+    "text for weights": (
+        dict(files={"model.safetensors": "version https://git-lfs.github.com/spec/v1\n"}),
+        "model.safetensors: not a complete safetensors file",
+    ),
+    "a header without end": (
+        dict(files={"model.safetensors": (2**62).to_bytes(8, "little") + b"{}"}),
+        "model.safetensors: not a complete safetensors file",
+    ),
+    "a pickle": (
+        dict(files={"model.safetensors": None, "pytorch_model.bin": b"\x80\x02}q\x00."}),
+        "no model.safetensors.*pytorch_model.bin: pickles can run code when read, so they are refused",
+    ),
     "no config": (dict(files={"config.json": None}), "new: has no config.json, so it is no drafter"),
-    "an index without shards": (dict(index=lambda p, s: shards(p, s, lost="model-00002-of-00002.safetensors")), "model-00002-of-00002.safetensors: no such file, and model.safetensors.index.json says"),
-    "an index of other names": (dict(index=lambda p, s: shards(p, s, {"extra.weight": "model-00001-of-00002.safetensors"})), "no tensor named extra.weight|unknown tensors: extra.weight"),
-    "an index out of the folder": (dict(index=lambda p, s: shards(p, s, foreign="../x.safetensors")), "'../x.safetensors' leads out of the folder"),
-    "an index of numbers": (dict(files={"model.safetensors": None, "model.safetensors.index.json": '{"weight_map": {"a": 3}}'}), "index.json|leads out of the folder|file name 3"),
-    "an index that is a list": (dict(files={"model.safetensors": None, "model.safetensors.index.json": "[]"}), "model.safetensors.index.json: holds a list"),
-    "an index cut off": (dict(files={"model.safetensors": None, "model.safetensors.index.json": '{"weight_map": {"a'}), "model.safetensors.index.json: not JSON"),
-    "an index of another time": (dict(index=beside), "holds model.safetensors and model.safetensors.index.json, which names other files; remove whichever is the older"),
+    "an index without shards": (
+        dict(index=lambda p, s: shards(p, s, lost="model-00002-of-00002.safetensors")),
+        "model-00002-of-00002.safetensors: no such file, and model.safetensors.index.json says",
+    ),
+    "an index of other names": (
+        dict(index=lambda p, s: shards(p, s, {"extra.weight": "model-00001-of-00002.safetensors"})),
+        "no tensor named extra.weight|unknown tensors: extra.weight",
+    ),
+    "an index out of the folder": (
+        dict(index=lambda p, s: shards(p, s, foreign="../x.safetensors")),
+        "'../x.safetensors' leads out of the folder",
+    ),
+    "an index of numbers": (
+        dict(files={"model.safetensors": None, "model.safetensors.index.json": '{"weight_map": {"a": 3}}'}),
+        "index.json|leads out of the folder|file name 3",
+    ),
+    "an index that is a list": (
+        dict(files={"model.safetensors": None, "model.safetensors.index.json": "[]"}),
+        "model.safetensors.index.json: holds a list",
+    ),
+    "an index cut off": (
+        dict(files={"model.safetensors": None, "model.safetensors.index.json": '{"weight_map": {"a'}),
+        "model.safetensors.index.json: not JSON",
+    ),
+    "an index of another time": (
+        dict(index=beside),
+        (
+            "holds model.safetensors and model.safetensors.index.json, which names other files; remove whichever is "
+            "the older"
+        ),
+    ),
 }
 USERS = {  # who opens it: a command each, and the function
     "from_pretrained": lambda folder: SpeculatorModel.from_pretrained(folder / "new"),
     "evaluate": "evaluate {here}/new {corpus} --verifier {verifier}",
     "export": "export {here}/new {here}/out",
 }
-ALSO = ("NaN in a layer", "a tensor is missing", "d2t and t2d disagree", "half of the weights", "an index without shards", "another size", "no config", "an index of another time")  # by every user
+ALSO = (
+    "NaN in a layer",
+    "a tensor is missing",
+    "d2t and t2d disagree",
+    "half of the weights",
+    "an index without shards",
+    "another size",
+    "no config",
+    "an index of another time",
+)  # by every user
 
 
 def layers(w):
@@ -131,47 +280,124 @@ def layers(w):
 
 
 VERIFIERS = {
-    "fewer layers in the config": (dict(config=lambda c: c.update(num_hidden_layers=2, layer_types=["full_attention"] * 2)),
-                                   "model.layers.2.input_layernorm.weight is of a layer beyond num_hidden_layers=2.*Take both files from one checkpoint"),
-    "more layers in the config": (dict(config=lambda c: c.update(num_hidden_layers=5, layer_types=["full_attention"] * 5)), "config.json and weights do not belong together: model.layers.4.* is missing"),
+    "fewer layers in the config": (
+        dict(config=lambda c: c.update(num_hidden_layers=2, layer_types=["full_attention"] * 2)),
+        (
+            "model.layers.2.input_layernorm.weight is of a layer beyond num_hidden_layers=2.*Take both files from one "
+            "checkpoint"
+        ),
+    ),
+    "more layers in the config": (
+        dict(config=lambda c: c.update(num_hidden_layers=5, layer_types=["full_attention"] * 5)),
+        "config.json and weights do not belong together: model.layers.4.* is missing",
+    ),
     "a tensor is missing": (dict(drop=["model.norm.weight"]), "model.norm.weight is missing"),
     "the head is missing": (dict(drop=["lm_head.weight"]), "lm_head.weight is missing"),
-    "tied by the config, not by the weights": (dict(config=lambda c: c.update(tie_word_embeddings=True)), "the head differs from the embeddings, and by the config \\(tie_word_embeddings\\) they are one"),
-    "another shape": (dict(tensors={"model.norm.weight": torch.ones(15)}), "model.norm.weight is \\[15\\], by the config \\[16\\]"),
-    "another size": (dict(config=lambda c: c.update(hidden_size=24, head_dim=8)), "config.json and weights do not belong together"),
-    "another vocabulary": (dict(config=lambda c: c.update(vocab_size=65)), "lm_head.weight is \\[64, 16\\], by the config \\[65, 16\\]"),
-    "NaN in a layer": (dict(tensors={"model.layers.1.mlp.up_proj.weight": one(torch.nan)}), "NaN or infinity in model.layers.1.mlp.up_proj.weight; fetch or save the weights again"),
+    "tied by the config, not by the weights": (
+        dict(config=lambda c: c.update(tie_word_embeddings=True)),
+        "the head differs from the embeddings, and by the config \\(tie_word_embeddings\\) they are one",
+    ),
+    "another shape": (
+        dict(tensors={"model.norm.weight": torch.ones(15)}),
+        "model.norm.weight is \\[15\\], by the config \\[16\\]",
+    ),
+    "another size": (
+        dict(config=lambda c: c.update(hidden_size=24, head_dim=8)),
+        "config.json and weights do not belong together",
+    ),
+    "another vocabulary": (
+        dict(config=lambda c: c.update(vocab_size=65)),
+        "lm_head.weight is \\[64, 16\\], by the config \\[65, 16\\]",
+    ),
+    "NaN in a layer": (
+        dict(tensors={"model.layers.1.mlp.up_proj.weight": one(torch.nan)}),
+        "NaN or infinity in model.layers.1.mlp.up_proj.weight; fetch or save the weights again",
+    ),
     "infinity in the head": (dict(tensors={"lm_head.weight": one(torch.inf)}), "NaN or infinity in lm_head.weight"),
     "no weights": (dict(files={"model.safetensors": None}), "has no weights \\(\\*.safetensors\\)"),
-    "half of the weights": (dict(files={"model.safetensors": (VERIFIER / "model.safetensors").read_bytes()[:2000]}), "its weights cannot be read .*fetch or save them again"),
+    "half of the weights": (
+        dict(files={"model.safetensors": (VERIFIER / "model.safetensors").read_bytes()[:2000]}),
+        "its weights cannot be read .*fetch or save them again",
+    ),
     "empty weights": (dict(files={"model.safetensors": b""}), "its weights cannot be read"),
     "no config": (dict(files={"config.json": None}), "has no config.json"),
     "a config cut off": (dict(files={"config.json": '{"model_type": "qw'}), "config.json: not JSON .*cut off"),
     "an empty config": (dict(files={"config.json": ""}), "config.json: not JSON"),
-    "a config that is a list": (dict(files={"config.json": "[]"}), "config.json: holds a list, and must hold an object"),
+    "a config that is a list": (
+        dict(files={"config.json": "[]"}),
+        "config.json: holds a list, and must hold an object",
+    ),
     "a config that is null": (dict(files={"config.json": "null"}), "config.json: holds null"),
     "a config that says nothing": (dict(files={"config.json": "{}"}), "config.json: .*(model_type|Unrecognized model)"),
     "an unknown family": (dict(config=lambda c: c.update(model_type="no_such_model")), "config.json: .*no_such_model"),
-    "a family that is a number": (dict(config=lambda c: c.update(model_type=3)), "config.json: model_type=3: must be text"),
-    "architectures that are text": (dict(config=lambda c: c.update(architectures="Qwen3ForCausalLM")), "config.json: architectures='Qwen3ForCausalLM': must be a list"),
-    "a negative size": (dict(config=lambda c: c.update(hidden_size=-16)), "config.json: hidden_size=-16: must be at least 1"),
-    "no heads": (dict(config=lambda c: c.update(num_attention_heads=0)), "config.json: num_attention_heads=0: must be at least 1"),
-    "no layers": (dict(config=lambda c: c.update(num_hidden_layers=0)), "config.json: num_hidden_layers=0: must be at least 1"),
-    "layers as text": (dict(config=lambda c: c.update(num_hidden_layers="4")), "config.json: num_hidden_layers='4': must be a whole number"),
-    "an unknown activation": (dict(config=lambda c: c.update(hidden_act="slu")), "config.json: hidden_act='slu': is not known; choose"),
-    "an epsilon of NaN": (dict(config=lambda c: c.update(rms_norm_eps=float("nan"))), "config.json: rms_norm_eps=nan: must be finite"),
-    "positions that are text": (dict(config=lambda c: c.update(max_position_embeddings="long")), "config.json: max_position_embeddings='long': must be a whole number"),
+    "a family that is a number": (
+        dict(config=lambda c: c.update(model_type=3)),
+        "config.json: model_type=3: must be text",
+    ),
+    "architectures that are text": (
+        dict(config=lambda c: c.update(architectures="Qwen3ForCausalLM")),
+        "config.json: architectures='Qwen3ForCausalLM': must be a list",
+    ),
+    "a negative size": (
+        dict(config=lambda c: c.update(hidden_size=-16)),
+        "config.json: hidden_size=-16: must be at least 1",
+    ),
+    "no heads": (
+        dict(config=lambda c: c.update(num_attention_heads=0)),
+        "config.json: num_attention_heads=0: must be at least 1",
+    ),
+    "no layers": (
+        dict(config=lambda c: c.update(num_hidden_layers=0)),
+        "config.json: num_hidden_layers=0: must be at least 1",
+    ),
+    "layers as text": (
+        dict(config=lambda c: c.update(num_hidden_layers="4")),
+        "config.json: num_hidden_layers='4': must be a whole number",
+    ),
+    "an unknown activation": (
+        dict(config=lambda c: c.update(hidden_act="slu")),
+        "config.json: hidden_act='slu': is not known; choose",
+    ),
+    "an epsilon of NaN": (
+        dict(config=lambda c: c.update(rms_norm_eps=float("nan"))),
+        "config.json: rms_norm_eps=nan: must be finite",
+    ),
+    "positions that are text": (
+        dict(config=lambda c: c.update(max_position_embeddings="long")),
+        "config.json: max_position_embeddings='long': must be a whole number",
+    ),
     "a rope of nothing": (dict(config=lambda c: c.update(rope_parameters=3)), "config.json: .*rope"),
-    "a vocabulary of one": (dict(config=lambda c: c.update(vocab_size=1)), "config.json: pad_token_id=2: must be less than vocab_size=1"),
-    "a drafter": (dict(config=lambda c: c.update(speculators_model_type="eagle3")), "is a drafter \\(speculators_model_type='eagle3'\\); name the verifier"),
+    "a vocabulary of one": (
+        dict(config=lambda c: c.update(vocab_size=1)),
+        "config.json: pad_token_id=2: must be less than vocab_size=1",
+    ),
+    "a drafter": (
+        dict(config=lambda c: c.update(speculators_model_type="eagle3")),
+        "is a drafter \\(speculators_model_type='eagle3'\\); name the verifier",
+    ),
 }
 BORROWED = {  # a verifier that a drafter borrows from
-    "NaN in the embeddings": (dict(tensors={"model.embed_tokens.weight": one(torch.nan)}), "verifier '.*new': its embeddings hold NaN or infinity; fetch or save it again"),
-    "NaN in the final norm": (dict(tensors={"model.norm.weight": one(torch.nan)}), "its norm_weight hold NaN or infinity"),
+    "NaN in the embeddings": (
+        dict(tensors={"model.embed_tokens.weight": one(torch.nan)}),
+        "verifier '.*new': its embeddings hold NaN or infinity; fetch or save it again",
+    ),
+    "NaN in the final norm": (
+        dict(tensors={"model.norm.weight": one(torch.nan)}),
+        "its norm_weight hold NaN or infinity",
+    ),
     "no head of its own": (dict(drop=["lm_head.weight"]), "lm_head.*tie_word_embeddings"),
-    "tied by the config, not by the weights": (dict(config=lambda c: c.update(tie_word_embeddings=True)), "tie_word_embeddings"),
-    "another size": (dict(config=lambda c: c.update(hidden_size=24)), "has hidden_size 24, this drafter's LlamaConfig has 16; they must be equal"),
-    "another vocabulary": (dict(tensors={n: torch.ones(65, 16) for n in ("lm_head.weight", "model.embed_tokens.weight")}), "embeds 65 tokens|its head has 65 rows"),
+    "tied by the config, not by the weights": (
+        dict(config=lambda c: c.update(tie_word_embeddings=True)),
+        "tie_word_embeddings",
+    ),
+    "another size": (
+        dict(config=lambda c: c.update(hidden_size=24)),
+        "has hidden_size 24, this drafter's LlamaConfig has 16; they must be equal",
+    ),
+    "another vocabulary": (
+        dict(tensors={n: torch.ones(65, 16) for n in ("lm_head.weight", "model.embed_tokens.weight")}),
+        "embeds 65 tokens|its head has 65 rows",
+    ),
     "no final norm": (dict(drop=["model.norm.weight"]), "found no tensor for its norm_weight"),
 }
 
@@ -180,6 +406,7 @@ def _tokenizer(text, name="tokenizer.json"):
     def put(path):
         shutil.copytree(VERIFIER, path)
         (path / name).write_text(text)
+
     return put
 
 
@@ -199,17 +426,66 @@ def _native(path):
 
 
 CASES = [
-    *(Case(f"from_pretrained: {name}", USERS["from_pretrained"], expect, {"new": copy_of(DRAFTER, **how)}) for name, (how, expect) in DRAFTERS.items()),
-    *(Case(f"{user}: {name}", USERS[user], DRAFTERS[name][1], {"new": copy_of(DRAFTER, **DRAFTERS[name][0])}) for user in ("evaluate", "export") for name in ALSO),
-    *(Case(f"Verifier: {name}", lambda folder: Verifier.from_pretrained(str(folder / "new")), expect, {"new": copy_of(VERIFIER, **how)}) for name, (how, expect) in VERIFIERS.items()),
-    *(Case(f"borrowing: {name}", lambda folder: SpeculatorModel.from_pretrained(DRAFTER, verifier=folder / "new"), expect, {"new": copy_of(VERIFIER, **how)})
-      for name, (how, expect) in BORROWED.items()),
-    *(Case(f"tokenizer: {name}", lambda folder: open_verifier(folder / "new"), expect, {"new": put}) for name, (put, expect) in TOKENIZERS.items()),
-    Case("serve: a native folder of another drafter", lambda folder: what_to_serve(HEADS, native=folder / "native", verifier=VERIFIER), "native='.*native': holds the layout of another drafter; name another",
-         {"native": _native}),
-    Case("from_pretrained: features", lambda folder: SpeculatorModel.from_pretrained(GOOD["features"]), "features: has no config.json, so it is no drafter, but features; train a drafter"),
-    Case("from_pretrained: a verifier", lambda folder: SpeculatorModel.from_pretrained(VERIFIER), "verifier: is no drafter of this library: speculators_model_type is missing"),
-    Case("from_pretrained: a file", lambda folder: SpeculatorModel.from_pretrained(DRAFTER / "model.safetensors"), "model.safetensors: is a file, and a drafter is a folder"),
-    Case("from_pretrained: nothing", lambda folder: SpeculatorModel.from_pretrained(folder / "none"), "none: neither a local folder nor a model"),
-    Case("from_pretrained: neither path nor config", lambda folder: SpeculatorModel.from_pretrained(), "from_pretrained needs a path or a config"),
+    *(
+        Case(f"from_pretrained: {name}", USERS["from_pretrained"], expect, {"new": copy_of(DRAFTER, **how)})
+        for name, (how, expect) in DRAFTERS.items()
+    ),
+    *(
+        Case(f"{user}: {name}", USERS[user], DRAFTERS[name][1], {"new": copy_of(DRAFTER, **DRAFTERS[name][0])})
+        for user in ("evaluate", "export")
+        for name in ALSO
+    ),
+    *(
+        Case(
+            f"Verifier: {name}",
+            lambda folder: Verifier.from_pretrained(str(folder / "new")),
+            expect,
+            {"new": copy_of(VERIFIER, **how)},
+        )
+        for name, (how, expect) in VERIFIERS.items()
+    ),
+    *(
+        Case(
+            f"borrowing: {name}",
+            lambda folder: SpeculatorModel.from_pretrained(DRAFTER, verifier=folder / "new"),
+            expect,
+            {"new": copy_of(VERIFIER, **how)},
+        )
+        for name, (how, expect) in BORROWED.items()
+    ),
+    *(
+        Case(f"tokenizer: {name}", lambda folder: open_verifier(folder / "new"), expect, {"new": put})
+        for name, (put, expect) in TOKENIZERS.items()
+    ),
+    Case(
+        "serve: a native folder of another drafter",
+        lambda folder: what_to_serve(HEADS, native=folder / "native", verifier=VERIFIER),
+        "native='.*native': holds the layout of another drafter; name another",
+        {"native": _native},
+    ),
+    Case(
+        "from_pretrained: features",
+        lambda folder: SpeculatorModel.from_pretrained(GOOD["features"]),
+        "features: has no config.json, so it is no drafter, but features; train a drafter",
+    ),
+    Case(
+        "from_pretrained: a verifier",
+        lambda folder: SpeculatorModel.from_pretrained(VERIFIER),
+        "verifier: is no drafter of this library: speculators_model_type is missing",
+    ),
+    Case(
+        "from_pretrained: a file",
+        lambda folder: SpeculatorModel.from_pretrained(DRAFTER / "model.safetensors"),
+        "model.safetensors: is a file, and a drafter is a folder",
+    ),
+    Case(
+        "from_pretrained: nothing",
+        lambda folder: SpeculatorModel.from_pretrained(folder / "none"),
+        "none: neither a local folder nor a model",
+    ),
+    Case(
+        "from_pretrained: neither path nor config",
+        lambda folder: SpeculatorModel.from_pretrained(),
+        "from_pretrained needs a path or a config",
+    ),
 ]

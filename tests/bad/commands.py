@@ -1,6 +1,9 @@
-"""Options of all commands: what makes no sense, what is no number, what is no word. The first part is made of two tables, which values are wrong and which command
-takes which option; `tests/test_options.py` sees that every option is in it. Every such case is answered before a model is loaded. The rest is about what options
+"""Options of all commands: what makes no sense, what is no number, what is no word. The first part is made of two
+tables, which values are wrong and which command
+takes which option; `tests/test_options.py` sees that every option is in it. Every such case is answered before a model
+is loaded. The rest is about what options
 say together, recipes, and arguments that name the wrong thing."""
+
 import inspect
 
 from speculators_nb.cli import main as cli
@@ -24,19 +27,62 @@ LINES = {  # command -> a line that would run, with names of harness.GOOD
 }
 LONG = "x" * 300
 PATH = [("''", "{}='': is empty; write something like"), (LONG, "{}='xxx.*: is too long for a path")]
-COUNT = [("0", "{}=\\[?0\\]?: must be at least 1"), ("-3", "{}=\\[?-3\\]?: must be at least 1"), ("many", "{}='many': is text, and must be a whole number"),
-         ("99999999999", "{}=\\[?99999999999\\]?: must be at least 1 and at most")]
-SEED = [("-1", "{}=-1: must be at least 0 and at most 4294967295"), ("4294967296", "{}=4294967296: must be at least 0 and at most"), ("1.5", "{}='1.5': is text, and must be a whole number")]
-SHARE = [("1", "{}=1.0: must be at least 0 and less than 1"), ("-0.1", "{}=-0.1: must be at least 0"), ("nan", "{}=nan: must be finite"), ("half", "{}='half': is text, and must be a number")]
-ABOVE = [("0", "{}=0.0: must be greater than 0"), ("-1", "{}=-1.0: must be greater than 0"), ("nan", "{}=nan: must be finite"), ("inf", "{}=inf: must be finite")]
-WARM = [("-1", "{}=-1.0: must be at least 0"), ("nan", "{}=nan: must be finite"), ("1000", "{}=1000.0: must be at least 0 and at most 100"), ("hot", "{}='hot': is text, and must be a number")]
-SERVER = [("localhost:8000", "{}='localhost:8000': is no address of a server; write something like http"), ("http://", "{}='http://': is no address of a server"),
-          ("http://me:password@host:80", "{}='http://\\*\\*\\*@host:80': holds a (password|\\*+) or a query"), ("http://host:99999", "{}='http://host:99999': is no address"),
-          ("ftp://host", "{}='ftp://host': is no address of a server")]
-OBJECT = [("[1,2]", "{}='\\[1,2\\]': must be a mapping of names and values"), ("text", "{}='text': must be a mapping"), ("{'a':1}", "{}='.a:1.': must be a mapping")]
-LAYERS = [("-1", "{}=\\[-1\\]: must be at least 0"), ("two", "{}='two': is text"), ("3 {option} 2", "{}=\\[3, 2\\]: must ascend, each id once, e.g. \\[2, 3\\]")]
-DEVICE = [("foo", "{}='foo': is no device; choose cpu, cuda, mps"), ("cpu:x", "{}='cpu:x': is no device"), ("meta", "{}='meta': is no device")]
-FLOATS = [("int8", "{}='int8': is not known; choose bfloat16"), ("bf61", "{}='bf61': is not known; choose bfloat16"), ("float", "{}='float': is not known")]
+COUNT = [
+    ("0", "{}=\\[?0\\]?: must be at least 1"),
+    ("-3", "{}=\\[?-3\\]?: must be at least 1"),
+    ("many", "{}='many': is text, and must be a whole number"),
+    ("99999999999", "{}=\\[?99999999999\\]?: must be at least 1 and at most"),
+]
+SEED = [
+    ("-1", "{}=-1: must be at least 0 and at most 4294967295"),
+    ("4294967296", "{}=4294967296: must be at least 0 and at most"),
+    ("1.5", "{}='1.5': is text, and must be a whole number"),
+]
+SHARE = [
+    ("1", "{}=1.0: must be at least 0 and less than 1"),
+    ("-0.1", "{}=-0.1: must be at least 0"),
+    ("nan", "{}=nan: must be finite"),
+    ("half", "{}='half': is text, and must be a number"),
+]
+ABOVE = [
+    ("0", "{}=0.0: must be greater than 0"),
+    ("-1", "{}=-1.0: must be greater than 0"),
+    ("nan", "{}=nan: must be finite"),
+    ("inf", "{}=inf: must be finite"),
+]
+WARM = [
+    ("-1", "{}=-1.0: must be at least 0"),
+    ("nan", "{}=nan: must be finite"),
+    ("1000", "{}=1000.0: must be at least 0 and at most 100"),
+    ("hot", "{}='hot': is text, and must be a number"),
+]
+SERVER = [
+    ("localhost:8000", "{}='localhost:8000': is no address of a server; write something like http"),
+    ("http://", "{}='http://': is no address of a server"),
+    ("http://me:password@host:80", "{}='http://\\*\\*\\*@host:80': holds a (password|\\*+) or a query"),
+    ("http://host:99999", "{}='http://host:99999': is no address"),
+    ("ftp://host", "{}='ftp://host': is no address of a server"),
+]
+OBJECT = [
+    ("[1,2]", "{}='\\[1,2\\]': must be a mapping of names and values"),
+    ("text", "{}='text': must be a mapping"),
+    ("{'a':1}", "{}='.a:1.': must be a mapping"),
+]
+LAYERS = [
+    ("-1", "{}=\\[-1\\]: must be at least 0"),
+    ("two", "{}='two': is text"),
+    ("3 {option} 2", "{}=\\[3, 2\\]: must ascend, each id once, e.g. \\[2, 3\\]"),
+]
+DEVICE = [
+    ("foo", "{}='foo': is no device; choose cpu, cuda, mps"),
+    ("cpu:x", "{}='cpu:x': is no device"),
+    ("meta", "{}='meta': is no device"),
+]
+FLOATS = [
+    ("int8", "{}='int8': is not known; choose bfloat16"),
+    ("bf61", "{}='bf61': is not known; choose bfloat16"),
+    ("float", "{}='float': is not known"),
+]
 
 
 def words(known, *wrong):
@@ -44,21 +90,100 @@ def words(known, *wrong):
 
 
 BAD = {  # option, or command.option -> (what is typed, what must be answered)
-    **{name: PATH for name in ("data", "data_dir", "output", "output_dir", "out", "folder", "verifier", "drafter", "checkpoint", "from_pretrained", "native", "storage",
-                               "hidden_states", "image_folder", "prompts", "heldout", "vllm", "convert.source")},
-    **{name: COUNT for name in ("max_samples", "n_prompts", "n_heldout", "max_new_tokens", "max_tokens", "max_model_len", "min_trained", "concurrency", "num_proc",
-                                "early_stopping_patience", "demo.k")},
-    "num_layers": [("0", "{}=0: must be at least 1"), ("1000000", "{}=1000000: must be at least 1 and at most 1000"), ("one", "{}='one': is text")],
-    "gradient_accumulation_steps": [("0", "{}=0: must be at least 1"), ("-1", "{}=-1: must be at least 1"), ("0.5", "{}='0.5': is text")],
-    "speculative_tokens": [("0", "{}=0: must be at least 1"), ("1000000000", "{}=1000000000: must be at least 1 and at most 4096"), ("x", "{}='x': is text")],
-    "max_length": [("-1", "{}=-1: must be at least 2"), ("1", "{}=1: must be at least 2"), ("10000000000", "{}=10000000000: must be .*at most 4194304")],
-    "total_seq_len": [("1", "{}=1: must be at least 2"), ("-2048", "{}=-2048: must be at least 2"), ("1000000000000", "{}=1000000000000: must be .*at most 4194304")],
-    "draft_vocab_size": [("0", "{}=0: must be at least 1"), ("-5", "{}=-5: must be at least 1"), ("all", "{}='all': is text")],
-    "vocab_size": [("0", "{}=0: must be at least 1"), ("-1", "{}=-1: must be at least 1"), ("1e3", "{}='1e3': is text")],
-    "k": [("-1", "{}=\\[?-1\\]?: must be at least 0"), ("4097", "{}=\\[?4097\\]?: must be at least 0 and at most 4096"), ("four", "{}='four': is text")],
-    "rank": [("-1", "{}=-1: must be at least 0"), ("1", "{}=1: must be less than world_size=1; lower it"), ("first", "{}='first': is text")],
-    "world_size": [("0", "{}=0: must be at least 1"), ("-2", "{}=-2: must be at least 1"), ("two", "{}='two': is text")],
-    "port": [("0", "{}=0: must be at least 1 and at most 65535"), ("70000", "{}=70000: must be at least 1 and at most 65535"), ("http", "{}='http': is text")],
+    **dict.fromkeys(
+        (
+            "data",
+            "data_dir",
+            "output",
+            "output_dir",
+            "out",
+            "folder",
+            "verifier",
+            "drafter",
+            "checkpoint",
+            "from_pretrained",
+            "native",
+            "storage",
+            "hidden_states",
+            "image_folder",
+            "prompts",
+            "heldout",
+            "vllm",
+            "convert.source",
+        ),
+        PATH,
+    ),
+    **dict.fromkeys(
+        (
+            "max_samples",
+            "n_prompts",
+            "n_heldout",
+            "max_new_tokens",
+            "max_tokens",
+            "max_model_len",
+            "min_trained",
+            "concurrency",
+            "num_proc",
+            "early_stopping_patience",
+            "demo.k",
+        ),
+        COUNT,
+    ),
+    "num_layers": [
+        ("0", "{}=0: must be at least 1"),
+        ("1000000", "{}=1000000: must be at least 1 and at most 1000"),
+        ("one", "{}='one': is text"),
+    ],
+    "gradient_accumulation_steps": [
+        ("0", "{}=0: must be at least 1"),
+        ("-1", "{}=-1: must be at least 1"),
+        ("0.5", "{}='0.5': is text"),
+    ],
+    "speculative_tokens": [
+        ("0", "{}=0: must be at least 1"),
+        ("1000000000", "{}=1000000000: must be at least 1 and at most 4096"),
+        ("x", "{}='x': is text"),
+    ],
+    "max_length": [
+        ("-1", "{}=-1: must be at least 2"),
+        ("1", "{}=1: must be at least 2"),
+        ("10000000000", "{}=10000000000: must be .*at most 4194304"),
+    ],
+    "total_seq_len": [
+        ("1", "{}=1: must be at least 2"),
+        ("-2048", "{}=-2048: must be at least 2"),
+        ("1000000000000", "{}=1000000000000: must be .*at most 4194304"),
+    ],
+    "draft_vocab_size": [
+        ("0", "{}=0: must be at least 1"),
+        ("-5", "{}=-5: must be at least 1"),
+        ("all", "{}='all': is text"),
+    ],
+    "vocab_size": [
+        ("0", "{}=0: must be at least 1"),
+        ("-1", "{}=-1: must be at least 1"),
+        ("1e3", "{}='1e3': is text"),
+    ],
+    "k": [
+        ("-1", "{}=\\[?-1\\]?: must be at least 0"),
+        ("4097", "{}=\\[?4097\\]?: must be at least 0 and at most 4096"),
+        ("four", "{}='four': is text"),
+    ],
+    "rank": [
+        ("-1", "{}=-1: must be at least 0"),
+        ("1", "{}=1: must be less than world_size=1; lower it"),
+        ("first", "{}='first': is text"),
+    ],
+    "world_size": [
+        ("0", "{}=0: must be at least 1"),
+        ("-2", "{}=-2: must be at least 1"),
+        ("two", "{}='two': is text"),
+    ],
+    "port": [
+        ("0", "{}=0: must be at least 1 and at most 65535"),
+        ("70000", "{}=70000: must be at least 1 and at most 65535"),
+        ("http", "{}='http': is text"),
+    ],
     "seed": SEED,
     "num_train_epochs": [*ABOVE, ("9999999", "{}=9999999.0: must be greater than 0 and at most 1000000")],
     "epochs": ABOVE,
@@ -66,24 +191,48 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "eval_share": SHARE,
     "val_fraction": SHARE,
     "temperature": WARM,
-    "temperatures": [("-1", "{}=\\[-1.0\\]: must be at least 0"), ("nan", "{}=\\[nan\\]: must be finite"), ("0 {option} -inf", "{}=\\[0.0, -inf\\]: must be finite")],
+    "temperatures": [
+        ("-1", "{}=\\[-1.0\\]: must be at least 0"),
+        ("nan", "{}=\\[nan\\]: must be finite"),
+        ("0 {option} -inf", "{}=\\[0.0, -inf\\]: must be finite"),
+    ],
     "server": SERVER,
-    "host": [("'a b'", "{}='a b': is no address to listen on; write something like 127.0.0.1"), ("http://127.0.0.1", "{}='http://127.0.0.1': is no address to listen on")],
+    "host": [
+        ("'a b'", "{}='a b': is no address to listen on; write something like 127.0.0.1"),
+        ("http://127.0.0.1", "{}='http://127.0.0.1': is no address to listen on"),
+    ],
     "device": DEVICE,
     "sampling": OBJECT,
     "template_kwargs": OBJECT,
     "config": OBJECT,
     "aux_layer_ids": LAYERS,
-    "languages": [("''", "{}=\\[''\\]: is empty"), ("en {option} ''", "{}=\\['en', ''\\]: is empty; write something like en")],
+    "languages": [
+        ("''", "{}=\\[''\\]: is empty"),
+        ("en {option} ''", "{}=\\['en', ''\\]: is empty; write something like en"),
+    ],
     "runs": [("''", "{}=\\[''.*\\]: is empty"), ("' '", "{}=\\[' '.*\\]: is empty")],
     "model": [("''", "{}='': is empty; write something like"), ("'  '", "{}=' *': is empty")],
     "format": [("''", "{}='': is empty"), ("' '", "{}=' ': is empty")],
-    "train.extra": [("warmup_steps", "extra='warmup_steps': write name=value"), ("seed=1", "extra='seed=1': has an option of its own; use --seed"), ("=3", "extra='=3': write name=value"),
-                    ("warmup_steps=1 --extra warmup-steps=2", "warmup_steps stands there twice; leave one out")],
-    "evaluate.extra": [("--port=9 --engine vllm", "extra='--port=9': has an option of its own; use port"), ("''", "{}=\\[''\\]: is empty")],
-    "serve.extra": [("--port=9", "extra='--port=9': has an option of its own; use port"), ("--dtype=half", "extra='--dtype=half': has an option of its own; use dtype"),
-                    ("--speculative-config={}", "extra=.*use k and method")],
-    "algorithm": [("eagel3", "{}='eagel3': is not known; choose .*Did you mean eagle3"), ("gpt", "{}='gpt': is not known; choose .*eagle3"), ("EAGLE3", "{}='EAGLE3': is not known")],
+    "train.extra": [
+        ("warmup_steps", "extra='warmup_steps': write name=value"),
+        ("seed=1", "extra='seed=1': has an option of its own; use --seed"),
+        ("=3", "extra='=3': write name=value"),
+        ("warmup_steps=1 --extra warmup-steps=2", "warmup_steps stands there twice; leave one out"),
+    ],
+    "evaluate.extra": [
+        ("--port=9 --engine vllm", "extra='--port=9': has an option of its own; use port"),
+        ("''", "{}=\\[''\\]: is empty"),
+    ],
+    "serve.extra": [
+        ("--port=9", "extra='--port=9': has an option of its own; use port"),
+        ("--dtype=half", "extra='--dtype=half': has an option of its own; use dtype"),
+        ("--speculative-config={}", "extra=.*use k and method"),
+    ],
+    "algorithm": [
+        ("eagel3", "{}='eagel3': is not known; choose .*Did you mean eagle3"),
+        ("gpt", "{}='gpt': is not known; choose .*eagle3"),
+        ("EAGLE3", "{}='EAGLE3': is not known"),
+    ],
     "draft_arch": words("llama", "lama", "gpt2"),
     "optimizer": words("adamw or muon", "adam", "sgd"),
     "on_bad": words("raise or skip", "ignore", "Raise"),
@@ -95,52 +244,159 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "rows": words("conversation or turn", "turns", "all"),
     "too_long": words("cut or drop", "dorp", "keep"),
     "save_dtype": FLOATS,
-    "features.dtype": [("int8", "{}='int8': is not known; choose bfloat16"), ("bf61", "{}='bf61': is not known"), ("float64", "{}='float64': is not known")],
+    "features.dtype": [
+        ("int8", "{}='int8': is not known; choose bfloat16"),
+        ("bf61", "{}='bf61': is not known"),
+        ("float64", "{}='float64': is not known"),
+    ],
     "dtype": words("auto", "int8", "fp4"),
 }
 FURTHER = [  # --extra of train: (name=value, what must be answered)
-    ("max_steps=0", "max_steps=0: trains nothing; give a number of steps"), ("max_steps=-2", "max_steps=-2: must be at least -1"), ("max_steps=1.5", "max_steps=1.5: must be a whole number"),
-    ("warmup_steps=-1", "warmup_steps=-1: must be at least 0"), ("warmup_steps=NaN", "warmup_steps=nan: must be finite"), ("warmup_steps=few", "warmup_steps='few': is text"),
-    ("weight_decay=-0.1", "weight_decay=-0.1: must be at least 0"), ("weight_decay=Infinity", "weight_decay=inf: must be finite"),
-    ("adam_beta1=1.5", "adam_beta1=1.5: must be at least 0 and less than 1"), ("adam_beta1=-0.1", "adam_beta1=-0.1: must be at least 0"),
-    ("adam_beta2=1", "adam_beta2=1: must be at least 0 and less than 1"), ("adam_beta2=NaN", "adam_beta2=nan: must be finite"),
-    ("max_grad_norm=NaN", "max_grad_norm=nan: must be finite"), ("max_grad_norm=-1", "max_grad_norm=-1: must be at least 0"), ("max_grad_norm=true", "max_grad_norm=True: must be a number"),
-    ("logging_steps=0", "logging_steps=0: must be greater than 0"), ("logging_steps=2.5", "logging_steps=2.5: must be a whole number"),
-    ("save_steps=-1", "save_steps=-1: must be greater than 0"), ("eval_steps=0", "eval_steps=0: must be greater than 0"), ("save_total_limit=0", "save_total_limit=0: must be at least 1"),
-    ("lr_scheduler_type=cosin", "lr_scheduler_type='cosin': is not known; choose .*Did you mean cosine"), ("lr_scheduler_kwargs=3", "lr_scheduler_kwargs=3: must be a mapping"),
-    ("eval_strategy=sometimes", "eval_strategy='sometimes': is not known; choose no, steps or epoch"), ("save_strategy=true", "save_strategy=True: is no word"),
-    ("muon_learning_rate=0", "muon_learning_rate=0: must be greater than 0"), ("data_seed=-1", "data_seed=-1: must be at least 0"), ("dataloader_num_workers=-1", "dataloader_num_workers=-1: must be at least 0"),
-    ("bf16_full_eval=True", "bf16_full_eval='True': must be true or false"), ("use_cpu=1", "use_cpu=1: must be true or false"), ("gradient_checkpointing=null", "gradient_checkpointing=None: is missing"),
-    ("ttt_steps=0", "ttt_steps=0: must be at least 1"), ("ttt_steps=1000", "ttt_steps=1000: must be at least 1 and at most 64"), ("ttt_steps=2.5", "ttt_steps=2.5: must be a whole number"),
-    ("ttt_step_loss_decay=0", "ttt_step_loss_decay=0: must be greater than 0"), ("ttt_step_loss_decay=NaN", "ttt_step_loss_decay=nan: must be finite"),
-    ("loss_fn=kl", "loss_fn='kl': 'kl' is no loss; choose from kl_div"), ('loss_fn={\"ce\":-1}', "loss_fn={'ce': -1}: the weight of ce must be at least 0"),
-    ('loss_fn={\"ce\":0}', "loss_fn={'ce': 0}: all weights are 0"), ("loss_fn=3", "loss_fn=3: must name a loss"), ("loss_fn={}", "loss_fn={}: names no loss"),
-    ("norm_before_fc=yes", "norm_before_fc='yes': must be true or false"), ("attn_impl=auto", "attn_impl='auto': is not known; choose blocked, sdpa"),
-    ("gemm_dtype=int8", "gemm_dtype='int8': is not known"), ("target_layer_ids=[3,1]", "target_layer_ids=\\[3, 1\\]: must ascend"), ("target_layer_ids=2", "target_layer_ids=2: must be a list"),
-    ("block_size=1", "block_size=1: must be at least 2"), ("max_anchors=0", "max_anchors=0: must be at least 1"), ("num_heads=0", "num_heads=0: must be at least 1"),
-    ("markov_rank=-1", "markov_rank=-1: must be at least 0"), ("dpace_alpha=2", "dpace_alpha=2: must be at least 0 and at most 1"), ("noise_std=-1", "noise_std=-1: must be at least 0"),
-    ("down_sample_ratio=0", "down_sample_ratio=0: must be greater than 0"), ("step_weights=[0.5,-1]", "step_weights=\\[0.5, -1\\]: must be at least 0"),
-    ("mask_token_id=-1", "mask_token_id=-1: must be at least 0"), ("disable_tqdm=maybe", "disable_tqdm='maybe': must be true or false"),
+    ("max_steps=0", "max_steps=0: trains nothing; give a number of steps"),
+    ("max_steps=-2", "max_steps=-2: must be at least -1"),
+    ("max_steps=1.5", "max_steps=1.5: must be a whole number"),
+    ("warmup_steps=-1", "warmup_steps=-1: must be at least 0"),
+    ("warmup_steps=NaN", "warmup_steps=nan: must be finite"),
+    ("warmup_steps=few", "warmup_steps='few': is text"),
+    ("weight_decay=-0.1", "weight_decay=-0.1: must be at least 0"),
+    ("weight_decay=Infinity", "weight_decay=inf: must be finite"),
+    ("adam_beta1=1.5", "adam_beta1=1.5: must be at least 0 and less than 1"),
+    ("adam_beta1=-0.1", "adam_beta1=-0.1: must be at least 0"),
+    ("adam_beta2=1", "adam_beta2=1: must be at least 0 and less than 1"),
+    ("adam_beta2=NaN", "adam_beta2=nan: must be finite"),
+    ("max_grad_norm=NaN", "max_grad_norm=nan: must be finite"),
+    ("max_grad_norm=-1", "max_grad_norm=-1: must be at least 0"),
+    ("max_grad_norm=true", "max_grad_norm=True: must be a number"),
+    ("logging_steps=0", "logging_steps=0: must be greater than 0"),
+    ("logging_steps=2.5", "logging_steps=2.5: must be a whole number"),
+    ("save_steps=-1", "save_steps=-1: must be greater than 0"),
+    ("eval_steps=0", "eval_steps=0: must be greater than 0"),
+    ("save_total_limit=0", "save_total_limit=0: must be at least 1"),
+    ("lr_scheduler_type=cosin", "lr_scheduler_type='cosin': is not known; choose .*Did you mean cosine"),
+    ("lr_scheduler_kwargs=3", "lr_scheduler_kwargs=3: must be a mapping"),
+    ("eval_strategy=sometimes", "eval_strategy='sometimes': is not known; choose no, steps or epoch"),
+    ("save_strategy=true", "save_strategy=True: is no word"),
+    ("muon_learning_rate=0", "muon_learning_rate=0: must be greater than 0"),
+    ("data_seed=-1", "data_seed=-1: must be at least 0"),
+    ("dataloader_num_workers=-1", "dataloader_num_workers=-1: must be at least 0"),
+    ("bf16_full_eval=True", "bf16_full_eval='True': must be true or false"),
+    ("use_cpu=1", "use_cpu=1: must be true or false"),
+    ("gradient_checkpointing=null", "gradient_checkpointing=None: is missing"),
+    ("ttt_steps=0", "ttt_steps=0: must be at least 1"),
+    ("ttt_steps=1000", "ttt_steps=1000: must be at least 1 and at most 64"),
+    ("ttt_steps=2.5", "ttt_steps=2.5: must be a whole number"),
+    ("ttt_step_loss_decay=0", "ttt_step_loss_decay=0: must be greater than 0"),
+    ("ttt_step_loss_decay=NaN", "ttt_step_loss_decay=nan: must be finite"),
+    ("loss_fn=kl", "loss_fn='kl': 'kl' is no loss; choose from kl_div"),
+    ('loss_fn={"ce":-1}', "loss_fn={'ce': -1}: the weight of ce must be at least 0"),
+    ('loss_fn={"ce":0}', "loss_fn={'ce': 0}: all weights are 0"),
+    ("loss_fn=3", "loss_fn=3: must name a loss"),
+    ("loss_fn={}", "loss_fn={}: names no loss"),
+    ("norm_before_fc=yes", "norm_before_fc='yes': must be true or false"),
+    ("attn_impl=auto", "attn_impl='auto': is not known; choose blocked, sdpa"),
+    ("gemm_dtype=int8", "gemm_dtype='int8': is not known"),
+    ("target_layer_ids=[3,1]", "target_layer_ids=\\[3, 1\\]: must ascend"),
+    ("target_layer_ids=2", "target_layer_ids=2: must be a list"),
+    ("block_size=1", "block_size=1: must be at least 2"),
+    ("max_anchors=0", "max_anchors=0: must be at least 1"),
+    ("num_heads=0", "num_heads=0: must be at least 1"),
+    ("markov_rank=-1", "markov_rank=-1: must be at least 0"),
+    ("dpace_alpha=2", "dpace_alpha=2: must be at least 0 and at most 1"),
+    ("noise_std=-1", "noise_std=-1: must be at least 0"),
+    ("down_sample_ratio=0", "down_sample_ratio=0: must be greater than 0"),
+    ("step_weights=[0.5,-1]", "step_weights=\\[0.5, -1\\]: must be at least 0"),
+    ("mask_token_id=-1", "mask_token_id=-1: must be at least 0"),
+    ("disable_tqdm=maybe", "disable_tqdm='maybe': must be true or false"),
 ]
 TOGETHER = [  # (name, line after the command's own, what must be answered)
-    ("train", "patience without evaluations", "--early-stopping-patience 2 --eval-share 0", "early_stopping_patience=2: needs evaluations.*raise eval_share"),
-    ("train", "a folder without a server", "--storage {here}", "storage=.*: has no effect without a server; leave it out, or give server"),
-    ("train", "a server without its folder", "--server http://127.0.0.1:1", "storage=None: is missing; name the folder"),
-    ("train", "ratios that cross", "--extra down_sample_ratio=0.2 --extra down_sample_ratio_min=0.5", "down_sample_ratio_min=0.5: must be at most down_sample_ratio=0.2"),
+    (
+        "train",
+        "patience without evaluations",
+        "--early-stopping-patience 2 --eval-share 0",
+        "early_stopping_patience=2: needs evaluations.*raise eval_share",
+    ),
+    (
+        "train",
+        "a folder without a server",
+        "--storage {here}",
+        "storage=.*: has no effect without a server; leave it out, or give server",
+    ),
+    (
+        "train",
+        "a server without its folder",
+        "--server http://127.0.0.1:1",
+        "storage=None: is missing; name the folder",
+    ),
+    (
+        "train",
+        "ratios that cross",
+        "--extra down_sample_ratio=0.2 --extra down_sample_ratio_min=0.5",
+        "down_sample_ratio_min=0.5: must be at most down_sample_ratio=0.2",
+    ),
     ("features", "a server's folder is missing", "--source vllm", "storage=None: is missing; name the folder"),
-    ("features", "a folder for nothing", "--storage {here}", "storage=.*: has no effect with source=hf; leave it out, or set source=vllm"),
-    ("features", "rank beyond the number of processes", "--rank 3 --world-size 2", "rank=3: must be less than world_size=2"),
-    ("evaluate", "several lengths at once", "--k 1 --k 2", "k=\\[1, 2\\]: the reference decoder measures one draft length at a time"),
+    (
+        "features",
+        "a folder for nothing",
+        "--storage {here}",
+        "storage=.*: has no effect with source=hf; leave it out, or set source=vllm",
+    ),
+    (
+        "features",
+        "rank beyond the number of processes",
+        "--rank 3 --world-size 2",
+        "rank=3: must be less than world_size=2",
+    ),
+    (
+        "evaluate",
+        "several lengths at once",
+        "--k 1 --k 2",
+        "k=\\[1, 2\\]: the reference decoder measures one draft length at a time",
+    ),
     ("evaluate", "no drafting, measured", "--k 0", "k=\\[0\\]: the reference decoder.*of at least 1"),
-    ("evaluate", "load without an engine", "--concurrency 4", "concurrency=\\[4\\]: has no effect with engine=reference; leave it out, or set engine=vllm"),
+    (
+        "evaluate",
+        "load without an engine",
+        "--concurrency 4",
+        "concurrency=\\[4\\]: has no effect with engine=reference; leave it out, or set engine=vllm",
+    ),
     ("evaluate", "a dtype without an engine", "--dtype half", "dtype='half': has no effect with engine=reference"),
-    ("evaluate", "no baseline without an engine", "--no-baseline", "baseline=False: has no effect with engine=reference"),
-    ("evaluate", "counting as vLLM counts, by vLLM", "--engine vllm --as-engine", "as_engine=True: has no effect with engine=vllm; leave it out"),
-    ("evaluate", "our rule in the engine", "--engine vllm --rule block", "rule='block': has no effect with engine=vllm"),
-    ("evaluate", "a length for a server that runs", "--engine vllm --server http://127.0.0.1:1 --k 2", "k=\\[2\\]: is decided when a server starts"),
+    (
+        "evaluate",
+        "no baseline without an engine",
+        "--no-baseline",
+        "baseline=False: has no effect with engine=reference",
+    ),
+    (
+        "evaluate",
+        "counting as vLLM counts, by vLLM",
+        "--engine vllm --as-engine",
+        "as_engine=True: has no effect with engine=vllm; leave it out",
+    ),
+    (
+        "evaluate",
+        "our rule in the engine",
+        "--engine vllm --rule block",
+        "rule='block': has no effect with engine=vllm",
+    ),
+    (
+        "evaluate",
+        "a length for a server that runs",
+        "--engine vllm --server http://127.0.0.1:1 --k 2",
+        "k=\\[2\\]: is decided when a server starts",
+    ),
     ("serve", "layers for nothing", "--aux-layer-ids 1", "aux_layer_ids=\\[1\\]: has no effect without hidden_states"),
-    ("serve", "drafting while states are written", "--hidden-states {here}/h --k 3", "k=3: hidden_states serves the verifier alone; leave it out"),
-    ("serve", "a method while states are written", "--hidden-states {here}/h --method ngram", "method='ngram': hidden_states serves the verifier alone"),
+    (
+        "serve",
+        "drafting while states are written",
+        "--hidden-states {here}/h --k 3",
+        "k=3: hidden_states serves the verifier alone; leave it out",
+    ),
+    (
+        "serve",
+        "a method while states are written",
+        "--hidden-states {here}/h --method ngram",
+        "method='ngram': hidden_states serves the verifier alone",
+    ),
 ]
 PLACES = [  # what is made may not take the place of what it is made from
     ("regenerate {corpus} {corpus} --verifier {tiny}", "output=.*: is data itself; name another place"),
@@ -153,63 +409,197 @@ PLACES = [  # what is made may not take the place of what it is made from
     ("regenerate {corpus} {here}/a.jsonl", "who shall answer\\? Give verifier .* or server"),
 ]
 SPELLING = [  # lines that cannot be read
-    ("trian {features} {here}/d", "'trian': there is no such command. Did you mean train"), ("xyzzy", "'xyzzy': there is no such command. Known: check"),
-    ("train {features} {here}/d --lerning-rate 1", "--lerning-rate: train has no such option; Did you mean --learning-rate"),
+    ("trian {features} {here}/d", "'trian': there is no such command. Did you mean train"),
+    ("xyzzy", "'xyzzy': there is no such command. Known: check"),
+    (
+        "train {features} {here}/d --lerning-rate 1",
+        "--lerning-rate: train has no such option; Did you mean --learning-rate",
+    ),
     ("train {features} {here}/d --ttt-steps 4", "--ttt-steps: train has no such option; write --extra ttt_steps=3"),
     ("train {features} {here}/d --warmup-steps=4", "--warmup-steps.*write --extra warmup_steps="),
     ("serve {drafter} --max-num-seqs 8", "--max-num-seqs: serve has no such option.*--extra=--max-num-seqs=8"),
-    ("evaluate {drafter} {corpus} --temperature 1", "--temperature: evaluate has no such option; Did you mean --temperatures"),
+    (
+        "evaluate {drafter} {corpus} --temperature 1",
+        "--temperature: evaluate has no such option; Did you mean --temperatures",
+    ),
     ("check {drafter} --verbose-output", "--verbose-output: check has no such option; `check --help`"),
-    ("check {drafter} {drafter}", "Got unexpected extra argument.*check takes FOLDER"), ("train {features} {here}/d {here}", "unexpected extra argument.*train takes DATA_DIR, OUTPUT_DIR"),
-    ("train {features} {here}/d --seed", "'--seed' requires an argument.*write --seed 0"), ("train {features} {here}/d --recipe", "'--recipe' requires an argument"),
-    ("train", "data_dir is missing: give it on the command line"), ("prepare {corpus} {tiny}", "output_dir is missing"), ("check", "folder is missing"),
+    ("check {drafter} {drafter}", "Got unexpected extra argument.*check takes FOLDER"),
+    ("train {features} {here}/d {here}", "unexpected extra argument.*train takes DATA_DIR, OUTPUT_DIR"),
+    ("train {features} {here}/d --seed", "'--seed' requires an argument.*write --seed 0"),
+    ("train {features} {here}/d --recipe", "'--recipe' requires an argument"),
+    ("train", "data_dir is missing: give it on the command line"),
+    ("prepare {corpus} {tiny}", "output_dir is missing"),
+    ("check", "folder is missing"),
     ("check {drafter} --folder {drafter}", "folder=.*: stands there as an argument and as an option; leave one out"),
     ("--tracebak check {drafter}", "--tracebak: .*no such option; Did you mean --traceback"),
 ]
 RECIPES = [  # (name, file, content, what must be answered)
-    ("no such file", "none.yaml", None, "none.yaml: no such recipe"), ("a folder", "x/none.yaml", "", "recipe.yaml: no such recipe"), ("empty", "recipe.yaml", "", "recipe.yaml: is empty, expected a mapping"),
-    ("a list", "recipe.yaml", "- seed", "recipe.yaml: holds a list, expected a mapping"), ("a word", "recipe.yaml", "train", "recipe.yaml: holds a str, expected a mapping"),
-    ("a number", "recipe.yaml", "3", "recipe.yaml: holds a int"), ("cut off", "recipe.yaml", "train: {seed: 1", "recipe.yaml, line 1: not YAML"),
-    ("a tab", "recipe.yaml", "train:\n\tseed: 1", "recipe.yaml, line 2: not YAML"), ("a key twice", "recipe.yaml", "train:\n  seed: 1\n  seed: 2", "line 3: not YAML .*'seed' stands there twice"),
-    ("a Python object", "recipe.yaml", "seed: !!python/object/apply:os.getcwd []", "recipe.yaml.*not YAML .*could not determine a constructor"),
-    ("not text", "recipe.yaml", b"\xff\xfe\x00seed", "recipe.yaml: not text in UTF-8 \\(byte 0\\)"), ("JSON cut off", "recipe.json", '{"seed": ', "recipe.json: not JSON of a recipe"),
-    ("nested without end", "recipe.yaml", "[" * 3000, "recipe.yaml: more than 8 levels deep|recipe.yaml.*not YAML"), ("JSON nested without end", "recipe.json", '{"a":' * 5000, "recipe.json: more than 8 levels deep"),
-    ("a part that repeats itself", "recipe.yaml", "a: &a [1,1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b,*b]\nd: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d,*d,*d]",
-     "recipe.yaml: .*more than 10,000 values"),
-    ("a part that holds itself", "recipe.yaml", "a: &a [*a]", "recipe.yaml: .*more than 8 levels deep"), ("two megabytes", "recipe.yaml", "# x\n" * 600_000, "recipe.yaml: has 2,400,000 bytes, a recipe at most"),
-    ("a number of 5000 digits", "recipe.yaml", "seed: " + "9" * 5000, "recipe.yaml: not YAML of a recipe|recipe.yaml: seed="),
-    ("no such command", "recipe.yaml", "trian: {seed: 1}", "recipe.yaml: section 'trian': there is no such command. Did you mean train"),
-    ("no such field", "recipe.yaml", "train: {lerning_rate: 1}", "recipe.yaml: train.lerning_rate=1: the command train has no such field. Did you mean learning_rate"),
-    ("a shared value for nobody", "recipe.yaml", "sed: 3", "recipe.yaml: sed=3: no command has such a field. Did you mean seed"),
-    ("text for a number", "recipe.yaml", "train: {seed: one}", "recipe.yaml: train.seed='one': is str, expected int"), ("a number for a switch", "recipe.yaml", "train: {bf16: 1}", "recipe.yaml: train.bf16=1: is int, expected bool"),
-    ("a switch for a number", "recipe.yaml", "seed: true", "recipe.yaml: seed=True: is bool, expected int"), ("a date for a path", "recipe.yaml", "train: {output_dir: 2026-01-01}", "train.output_dir=datetime.date.*expected"),
-    ("a list for a path", "recipe.yaml", "train: {output_dir: [a]}", "train.output_dir=\\['a'\\]: is list"), ("nothing for a number", "recipe.yaml", "train: {seed: null}", "train.seed=None: is NoneType, expected int"),
-    ("another command's mistake", "recipe.yaml", "serve: {port: 0}", "recipe.yaml: serve.port=0: must be at least 1 and at most 65535"),
-    ("NaN", "recipe.yaml", "train: {learning_rate: .nan}", "recipe.yaml: train.learning_rate=nan: must be finite"), ("infinity", "recipe.json", '{"train": {"learning_rate": Infinity}}', "train.learning_rate=inf: must be finite"),
-    ("no learning", "recipe.yaml", "train: {num_train_epochs: 0}", "recipe.yaml: train.num_train_epochs=0(.0)?: must be greater than 0"),
+    ("no such file", "none.yaml", None, "none.yaml: no such recipe"),
+    ("a folder", "x/none.yaml", "", "recipe.yaml: no such recipe"),
+    ("empty", "recipe.yaml", "", "recipe.yaml: is empty, expected a mapping"),
+    ("a list", "recipe.yaml", "- seed", "recipe.yaml: holds a list, expected a mapping"),
+    ("a word", "recipe.yaml", "train", "recipe.yaml: holds a str, expected a mapping"),
+    ("a number", "recipe.yaml", "3", "recipe.yaml: holds a int"),
+    ("cut off", "recipe.yaml", "train: {seed: 1", "recipe.yaml, line 1: not YAML"),
+    ("a tab", "recipe.yaml", "train:\n\tseed: 1", "recipe.yaml, line 2: not YAML"),
+    ("a key twice", "recipe.yaml", "train:\n  seed: 1\n  seed: 2", "line 3: not YAML .*'seed' stands there twice"),
+    (
+        "a Python object",
+        "recipe.yaml",
+        "seed: !!python/object/apply:os.getcwd []",
+        "recipe.yaml.*not YAML .*could not determine a constructor",
+    ),
+    ("not text", "recipe.yaml", b"\xff\xfe\x00seed", "recipe.yaml: not text in UTF-8 \\(byte 0\\)"),
+    ("JSON cut off", "recipe.json", '{"seed": ', "recipe.json: not JSON of a recipe"),
+    ("nested without end", "recipe.yaml", "[" * 3000, "recipe.yaml: more than 8 levels deep|recipe.yaml.*not YAML"),
+    ("JSON nested without end", "recipe.json", '{"a":' * 5000, "recipe.json: more than 8 levels deep"),
+    (
+        "a part that repeats itself",
+        "recipe.yaml",
+        (
+            "a: &a [1,1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c "
+            "[*b,*b,*b,*b,*b,*b,*b,*b,*b,*b]\nd: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d,*d,*d]"
+        ),
+        "recipe.yaml: .*more than 10,000 values",
+    ),
+    ("a part that holds itself", "recipe.yaml", "a: &a [*a]", "recipe.yaml: .*more than 8 levels deep"),
+    ("two megabytes", "recipe.yaml", "# x\n" * 600_000, "recipe.yaml: has 2,400,000 bytes, a recipe at most"),
+    (
+        "a number of 5000 digits",
+        "recipe.yaml",
+        "seed: " + "9" * 5000,
+        "recipe.yaml: not YAML of a recipe|recipe.yaml: seed=",
+    ),
+    (
+        "no such command",
+        "recipe.yaml",
+        "trian: {seed: 1}",
+        "recipe.yaml: section 'trian': there is no such command. Did you mean train",
+    ),
+    (
+        "no such field",
+        "recipe.yaml",
+        "train: {lerning_rate: 1}",
+        "recipe.yaml: train.lerning_rate=1: the command train has no such field. Did you mean learning_rate",
+    ),
+    (
+        "a shared value for nobody",
+        "recipe.yaml",
+        "sed: 3",
+        "recipe.yaml: sed=3: no command has such a field. Did you mean seed",
+    ),
+    ("text for a number", "recipe.yaml", "train: {seed: one}", "recipe.yaml: train.seed='one': is str, expected int"),
+    ("a number for a switch", "recipe.yaml", "train: {bf16: 1}", "recipe.yaml: train.bf16=1: is int, expected bool"),
+    ("a switch for a number", "recipe.yaml", "seed: true", "recipe.yaml: seed=True: is bool, expected int"),
+    ("a date for a path", "recipe.yaml", "train: {output_dir: 2026-01-01}", "train.output_dir=datetime.date.*expected"),
+    ("a list for a path", "recipe.yaml", "train: {output_dir: [a]}", "train.output_dir=\\['a'\\]: is list"),
+    ("nothing for a number", "recipe.yaml", "train: {seed: null}", "train.seed=None: is NoneType, expected int"),
+    (
+        "another command's mistake",
+        "recipe.yaml",
+        "serve: {port: 0}",
+        "recipe.yaml: serve.port=0: must be at least 1 and at most 65535",
+    ),
+    ("NaN", "recipe.yaml", "train: {learning_rate: .nan}", "recipe.yaml: train.learning_rate=nan: must be finite"),
+    ("infinity", "recipe.json", '{"train": {"learning_rate": Infinity}}', "train.learning_rate=inf: must be finite"),
+    (
+        "no learning",
+        "recipe.yaml",
+        "train: {num_train_epochs: 0}",
+        "recipe.yaml: train.num_train_epochs=0(.0)?: must be greater than 0",
+    ),
     ("a shared value that is wrong", "recipe.yaml", "seed: -1", "recipe.yaml: seed=-1: must be at least 0"),
-    ("a further argument", "recipe.yaml", "train: {extra: {ttt_steps: 0}}", "recipe.yaml: train.ttt_steps=0: must be at least 1"),
-    ("a truth value for a word", "recipe.yaml", "train: {extra: {eval_strategy: no}}", "eval_strategy=False: is no word.*in quotes in a recipe"),
+    (
+        "a further argument",
+        "recipe.yaml",
+        "train: {extra: {ttt_steps: 0}}",
+        "recipe.yaml: train.ttt_steps=0: must be at least 1",
+    ),
+    (
+        "a truth value for a word",
+        "recipe.yaml",
+        "train: {extra: {eval_strategy: no}}",
+        "eval_strategy=False: is no word.*in quotes in a recipe",
+    ),
 ]
 WRONG = [  # arguments that name something else than is wanted
     ("features are missing", "train {here}/none {here}/d", "none: no such folder.*features"),
-    ("conversations for features", "train {corpus} {here}/d", "data_dir=.*heldout.jsonl': is a file, and a drafter is trained on features. Make them: speculators-nb features VERIFIER .*heldout.jsonl"),
-    ("a verifier for features", "train {verifier} {here}/d", "data_dir=.*verifier': is a model, and features are wanted. Make them"),
-    ("a drafter for features", "train {drafter} {here}/d --verifier {verifier}", "data_dir=.*eagle3': is a drafter, and features are wanted. Make them: speculators-nb features .*verifier DATA"),
-    ("an empty folder for features", "train {here} {here}/d --verifier {verifier}", "no folder 'rows' with the prepared dataset, no Arrow table|no features"),
-    ("a verifier for a drafter", "evaluate {tiny} {corpus}", "tiny-verifier: is no drafter of this library: .*A verifier goes into --verifier"),
-    ("features for a drafter", "evaluate {features} {corpus}", "features: has no config.json, so it is no drafter, but features; train a drafter on them first"),
-    ("a file for a drafter", "evaluate {drafter}/model.safetensors {corpus}", "model.safetensors: is a file, and a drafter is a folder"),
-    ("nothing for a drafter", "evaluate {here} {corpus}", "has no config.json, so it is no drafter; name the output of speculators-nb train"),
-    ("a drafter for a verifier", "features {drafter} {corpus} {here}/f", "eagle3: has no tokenizer|eagle3: is a drafter \\(speculators_model_type='eagle3'\\); name the verifier"),
+    (
+        "conversations for features",
+        "train {corpus} {here}/d",
+        (
+            "data_dir=.*heldout.jsonl': is a file, and a drafter is trained on features. Make them: speculators-nb "
+            "features VERIFIER .*heldout.jsonl"
+        ),
+    ),
+    (
+        "a verifier for features",
+        "train {verifier} {here}/d",
+        "data_dir=.*verifier': is a model, and features are wanted. Make them",
+    ),
+    (
+        "a drafter for features",
+        "train {drafter} {here}/d --verifier {verifier}",
+        "data_dir=.*eagle3': is a drafter, and features are wanted. Make them: speculators-nb features .*verifier DATA",
+    ),
+    (
+        "an empty folder for features",
+        "train {here} {here}/d --verifier {verifier}",
+        "no folder 'rows' with the prepared dataset, no Arrow table|no features",
+    ),
+    (
+        "a verifier for a drafter",
+        "evaluate {tiny} {corpus}",
+        "tiny-verifier: is no drafter of this library: .*A verifier goes into --verifier",
+    ),
+    (
+        "features for a drafter",
+        "evaluate {features} {corpus}",
+        "features: has no config.json, so it is no drafter, but features; train a drafter on them first",
+    ),
+    (
+        "a file for a drafter",
+        "evaluate {drafter}/model.safetensors {corpus}",
+        "model.safetensors: is a file, and a drafter is a folder",
+    ),
+    (
+        "nothing for a drafter",
+        "evaluate {here} {corpus}",
+        "has no config.json, so it is no drafter; name the output of speculators-nb train",
+    ),
+    (
+        "a drafter for a verifier",
+        "features {drafter} {corpus} {here}/f",
+        "eagle3: has no tokenizer|eagle3: is a drafter \\(speculators_model_type='eagle3'\\); name the verifier",
+    ),
     ("an empty folder for a verifier", "features {here} {corpus} {here}/f", "has no tokenizer|has no config.json"),
-    ("a verifier without a tokenizer", "features {verifier} {corpus} {here}/f", "verifier: has no tokenizer .*save the verifier's there"),
-    ("a device that is not here", "features {tiny} {corpus} {here}/f --device cuda:7", "device='cuda:7': torch finds no such device.* on this machine; leave it out for"),
+    (
+        "a verifier without a tokenizer",
+        "features {verifier} {corpus} {here}/f",
+        "verifier: has no tokenizer .*save the verifier's there",
+    ),
+    (
+        "a device that is not here",
+        "features {tiny} {corpus} {here}/f --device cuda:7",
+        "device='cuda:7': torch finds no such device.* on this machine; leave it out for",
+    ),
     ("no such verifier", "features {here}/none {corpus} {here}/f", "none: neither a local folder nor a model"),
-    ("features for conversations", f"evaluate {ROOT}/data/tiny-drafter {{features}} --verifier {{tiny}}", "features: .*jsonl"),
-    ("an evaluation that is not there", "compare {here}/none", "none: no settings.json; is it the output of an evaluation"),
+    (
+        "features for conversations",
+        f"evaluate {ROOT}/data/tiny-drafter {{features}} --verifier {{tiny}}",
+        "features: .*jsonl",
+    ),
+    (
+        "an evaluation that is not there",
+        "compare {here}/none",
+        "none: no settings.json; is it the output of an evaluation",
+    ),
     ("a drafter for an evaluation", "compare {drafter}", "eagle3: no settings.json"),
-    ("two runs of one name", "compare {drafter} {here}/eagle3", "runs=.*: another run is called 'eagle3', too; write name=folder"),
+    (
+        "two runs of one name",
+        "compare {drafter} {here}/eagle3",
+        "runs=.*: another run is called 'eagle3', too; write name=folder",
+    ),
     ("check of nothing", "check {here}/none", "none: neither a local folder nor a model"),
     ("serve of nothing", "serve {here}/none", "none: neither a folder nor a model"),
     ("export of a verifier", "export {tiny} {here}/new", "tiny-verifier: is no drafter of this library"),
@@ -226,9 +616,15 @@ def _typed(command, p, value):
     "The line for one option; an argument is given as an option of its name, in place of the one in the line."
     option, line = f"--{p.name.replace('_', '-')}", LINES[command].split()
     if p.default is p.empty:
-        place = [q.name for q in inspect.signature(cli.app.functions[command]).parameters.values() if q.default is q.empty].index(p.name) + 1
+        place = [
+            q.name for q in inspect.signature(cli.app.functions[command]).parameters.values() if q.default is q.empty
+        ].index(p.name) + 1
         line[place] = value
-        return " ".join(line) if not value.startswith("-") else " ".join([*line[:place], *line[place + 1 :], f"{option}={value}"])
+        return (
+            " ".join(line)
+            if not value.startswith("-")
+            else " ".join([*line[:place], *line[place + 1 :], f"{option}={value}"])
+        )
     line = " ".join(line).replace(f" {option} {{tiny}}", "").replace(f" {option} {{verifier}}", "")
     return f"{line} {option}={value.replace('{option} ', f'{option}=')}"
 
@@ -238,13 +634,23 @@ def _of_options():
         for p in inspect.signature(function).parameters.values():
             option = p.name.replace("_", "-")
             if p.annotation in (bool, bool | None):
-                yield Case(f"{command}: {p.name} with a value", f"{LINES[command]} --{option}=maybe", f"--{option}.*does not take a value|{p.name}='maybe'")
-                yield Case(f"{command}: {p.name} as a number", f"{LINES[command]} --recipe {{here}}/recipe.yaml", f"recipe.yaml: {command}.{p.name}=3: is int, expected .*bool",
-                           {"recipe.yaml": f"{command}: {{{p.name}: 3}}"})
+                yield Case(
+                    f"{command}: {p.name} with a value",
+                    f"{LINES[command]} --{option}=maybe",
+                    f"--{option}.*does not take a value|{p.name}='maybe'",
+                )
+                yield Case(
+                    f"{command}: {p.name} as a number",
+                    f"{LINES[command]} --recipe {{here}}/recipe.yaml",
+                    f"recipe.yaml: {command}.{p.name}=3: is int, expected .*bool",
+                    {"recipe.yaml": f"{command}: {{{p.name}: 3}}"},
+                )
                 continue
             for value, expect in BAD.get(f"{command}.{p.name}") or BAD[p.name]:
                 if expect is not None:
-                    yield Case(f"{command}: {p.name} {value[:30]}", _typed(command, p, value), expect.replace("{}", p.name, 1))
+                    yield Case(
+                        f"{command}: {p.name} {value[:30]}", _typed(command, p, value), expect.replace("{}", p.name, 1)
+                    )
 
 
 CASES = [
@@ -253,8 +659,20 @@ CASES = [
     *(Case(f"{command}: {name}", f"{LINES[command]} {more}", expect) for command, name, more, expect in TOGETHER),
     *(Case(f"place: {line}", line, expect) for line, expect in PLACES),
     *(Case(f"spelling: {line}", line, expect) for line, expect in SPELLING),
-    *(Case(f"recipe: {name}", f"train --recipe {{here}}/{'recipe.yaml' if '/' in file else file}", expect, {} if content is None else {file: content}) for name, file, content, expect in RECIPES),
+    *(
+        Case(
+            f"recipe: {name}",
+            f"train --recipe {{here}}/{'recipe.yaml' if '/' in file else file}",
+            expect,
+            {} if content is None else {file: content},
+        )
+        for name, file, content, expect in RECIPES
+    ),
     *(Case(name, line, expect) for name, line, expect in WRONG),
-    Case("a demo over another one", "demo --output-dir {here} --prompts {corpus} --heldout {corpus} --verifier {tiny} --algorithm medusa",
-         "algorithm='medusa': .* was begun with algorithm='eagle3'; name another output_dir", {"demo.json": {"algorithm": "eagle3"}}),
+    Case(
+        "a demo over another one",
+        "demo --output-dir {here} --prompts {corpus} --heldout {corpus} --verifier {tiny} --algorithm medusa",
+        "algorithm='medusa': .* was begun with algorithm='eagle3'; name another output_dir",
+        {"demo.json": {"algorithm": "eagle3"}},
+    ),
 ]

@@ -1,4 +1,6 @@
-"""Disks that refuse, made in the process of a case and seen by it alone: full, read-only, closed, with a limit on the size of a file. Work for root and for an ordinary user."""
+"""Disks that refuse, made in the process of a case and seen by it alone: full, read-only, closed, with a limit on the
+size of a file. Work for root and for an ordinary user."""
+
 import ctypes
 import os
 import resource
@@ -38,7 +40,9 @@ def closed(folder: Path):
     "A folder in which nothing may be made, not by root either."
     folder.mkdir(exist_ok=True)
     folder.chmod(0o555)
-    LIBC.capset(ctypes.byref((ctypes.c_uint32 * 2)(0x20080522, 0)), ctypes.byref((ctypes.c_uint32 * 6)()))  # no capability: root is an ordinary user
+    LIBC.capset(
+        ctypes.byref((ctypes.c_uint32 * 2)(0x20080522, 0)), ctypes.byref((ctypes.c_uint32 * 6)())
+    )  # no capability: root is an ordinary user
 
 
 def read_only(folder: Path):

@@ -1,7 +1,11 @@
-"""Bad input as a table: each case says what is given, to what, and what must be answered. tests/test_bad.py runs the tables of this folder.
+"""Bad input as a table: each case says what is given, to what, and what must be answered. tests/test_bad.py runs the
+tables of this folder.
 
-A case runs in a process of its own, forked after the imports, with a limit on memory and on time. It passes if the input is refused in one line that
-matches `expect` (exit code 2 in the shell), or, where `counted` is set, if the run succeeds and its report matches `expect`."""
+A case runs in a process of its own, forked after the imports, with a limit on memory and on time. It passes if the
+input is refused in one line that
+matches `expect` (exit code 2 in the shell), or, where `counted` is set, if the run succeeds and its report matches
+`expect`."""
+
 import contextlib
 import functools
 import json
@@ -29,16 +33,25 @@ GOOD = {  # what a case can name in braces, besides {here}, its own folder
     "corpus": ROOT / "data/corpus/heldout.jsonl",  # conversations
 }
 MEMORY, SECONDS = 2 << 30, 60  # that a case may take beyond what the imports took
-ANSWERS = (ValueError, OSError, ImportError, FloatingPointError)  # how a function of the library refuses; a TypeError only where `expect` says TypeError
+ANSWERS = (
+    ValueError,
+    OSError,
+    ImportError,
+    FloatingPointError,
+)  # how a function of the library refuses; a TypeError only where `expect` says TypeError
 
 
 class Case(NamedTuple):
     "One bad input: a command line, or a call of a function."
 
     name: str  # what is bad; unique within its table
-    what: str | Callable[[Path], object]  # what is typed after `speculators-nb`, with names of GOOD in braces; or a function of the case's folder that returns a report or raises
-    expect: str  # regular expression, found in the error line or in the report: the field, the value, a word of the remedy
-    files: dict = {}  # name -> text, bytes, a function of the path, or anything else, which is written as JSON; {here} is filled in texts
+    # what is typed after `speculators-nb`, with names of GOOD in braces; or a function of the case's folder that
+    # returns a report or raises
+    what: str | Callable[[Path], object]
+    # regular expression, found in the error line or in the report: the field, the value, a word of the remedy
+    expect: str
+    # name -> text, bytes, a function of the path, or anything else, which is written as JSON; {here} is filled in texts
+    files: dict = {}
     counted: bool = False  # True: the run must succeed, and say so in its report; False: it must be refused
 
     @property
@@ -81,10 +94,15 @@ def write_files(case: Case, folder: Path):
 
 
 def error_line(text):
-    "The one line in which a command refuses: it begins with Error: and is the last; None if there is no such line, or more than one."
+    """The one line in which a command refuses: it begins with Error: and is the last; None if there is no such line, or
+    more than one."""
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("Error: ")]
-    return errors[0] if len(errors) == 1 and lines[-1] == errors[0] and "Traceback (most recent call last)" not in text else None
+    return (
+        errors[0]
+        if len(errors) == 1 and lines[-1] == errors[0] and "Traceback (most recent call last)" not in text
+        else None
+    )
 
 
 @functools.cache
@@ -99,7 +117,10 @@ def program():
 
 def typed(words):
     "Run a command in this process, without a limit. Returns (exit code, stdout, stderr)."
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="backslashreplace") as err:  # as of a real process
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+", errors="backslashreplace") as err,
+    ):  # as of a real process
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 code = program()(words)
@@ -127,7 +148,7 @@ def _try(case, folder):
         line = error_line(str(e))
         return ("refused", line) if line else ("traceback", str(e))
     except Exception as e:
-        named = isinstance(e, ANSWERS) or isinstance(e, TypeError) and "TypeError" in case.expect
+        named = isinstance(e, ANSWERS) or (isinstance(e, TypeError) and "TypeError" in case.expect)
         text = f"{type(e).__name__}: {e}".strip()
         return ("refused", text) if named and "\n" not in text else ("traceback", traceback.format_exc())
 
@@ -162,7 +183,12 @@ def run(case: Case) -> Outcome:
         _, status, usage = os.wait4(pid, 0)
         seconds, megabytes = time.monotonic() - began, max(0, usage.ru_maxrss // 1024 - before)
         if os.WIFSIGNALED(status) or not report.exists():
-            return Outcome("killed", signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "no report", megabytes, seconds)
+            return Outcome(
+                "killed",
+                signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "no report",
+                megabytes,
+                seconds,
+            )
         return Outcome(*json.loads(report.read_text(encoding="utf-8")), megabytes, seconds)
 
 

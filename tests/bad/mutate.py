@@ -1,4 +1,6 @@
-"""Ways to spoil a file: each takes a random generator and a good file, and says what then stands there, and which words an answer must name one of."""
+"""Ways to spoil a file: each takes a random generator and a good file, and says what then stands there, and which words
+an answer must name one of."""
+
 import copy
 import io
 import json
@@ -38,8 +40,37 @@ def nested(depth):
     return json.loads("[" * depth + "]" * depth)
 
 
-WRONG = (None, [], {}, "", " ", "x", "16", -1, -2, 10**30, -(10**30), 0.5, True, math.nan, math.inf, -math.inf, [1], [None], {"a": {}}, {"": None},
-         "\ud800", "１６", "a\nb", "../../etc/passwd", nested(60), [[]], "é" * 5000, 2**31, 2**63)
+WRONG = (
+    None,
+    [],
+    {},
+    "",
+    " ",
+    "x",
+    "16",
+    -1,
+    -2,
+    10**30,
+    -(10**30),
+    0.5,
+    True,
+    math.nan,
+    math.inf,
+    -math.inf,
+    [1],
+    [None],
+    {"a": {}},
+    {"": None},
+    "\ud800",
+    "１６",  # noqa: RUF001 - digits that int() takes
+    "a\nb",
+    "../../etc/passwd",
+    nested(60),
+    [[]],
+    "é" * 5000,
+    2**31,
+    2**63,
+)
 
 
 def said(value):
@@ -56,14 +87,17 @@ def paths_of(tree, at=()):
 
 
 def spoil_tree(rng: random.Random, tree, optional=False):
-    "A copy with one place changed: (story, tree, names, excuse). With `optional` a field may be missing, and then has its default."
+    """A copy with one place changed: (story, tree, names, excuse). With `optional` a field may be missing, and then has
+    its default."""
     tree = copy.deepcopy(tree)
-    wide = [p for p in paths_of(tree)]
+    wide = list(paths_of(tree))
     groups = sorted({tuple("#" if isinstance(k, int) or len(str(k)) > 40 else str(k) for k in p[:2]) for p in wide})
     if not wide:
         return "left as it is", tree, (), ""
     head = rng.choice(groups)  # a large list or dictionary does not take every case
-    place = rng.choice([p for p in wide if tuple("#" if isinstance(k, int) or len(str(k)) > 40 else str(k) for k in p[:2]) == head])
+    place = rng.choice(
+        [p for p in wide if tuple("#" if isinstance(k, int) or len(str(k)) > 40 else str(k) for k in p[:2]) == head]
+    )
     parent = tree
     for key in place[:-1]:
         parent = parent[key]
@@ -79,9 +113,16 @@ def spoil_tree(rng: random.Random, tree, optional=False):
         return f"beside {dotted} stands a field that nobody knows", tree, ("ünknown field",), ""
     if act == "rename" and isinstance(parent, dict):
         parent[str(key).upper() + "_"] = parent.pop(key)
-        return f"{dotted} is called {str(key).upper()}_", tree, (*fields, str(key).upper() + "_"), "a field that is left out has its default" if optional else ""
+        return (
+            f"{dotted} is called {str(key).upper()}_",
+            tree,
+            (*fields, str(key).upper() + "_"),
+            "a field that is left out has its default" if optional else "",
+        )
     new = str(old) if act == "text" else rng.choice(WRONG)
-    if isinstance(old, float) and isinstance(new, float) and math.isfinite(new) or type(old) is type(new) is int and 0 <= new < 2 * old:
+    if (isinstance(old, float) and isinstance(new, float) and math.isfinite(new)) or (
+        type(old) is type(new) is int and 0 <= new < 2 * old
+    ):
         new = math.nan
     parent[key] = new
     return f"{dotted} is {str(new)[:40]!r}, was {str(old)[:40]!r}", tree, (*fields, *said(new)), ""
@@ -124,10 +165,25 @@ def whole(rng: random.Random, source: Path, others: list) -> Spoilt:
         path.write_bytes(b"")
         os.truncate(path, 6 << 30)  # a hole: it takes no room on the disk
 
-    ways = {"is missing": remove, "is a folder": folder, "is a link to itself": loop, "is a dangling link": dangling, "is a pipe": fifo, "is a socket": listening,
-            "may not be read": unreadable, "is a link to the memory": memory, "is a link to /dev/zero": endless, "is 6 GB of nothing": huge, "is empty": b"",
-            "is noise": rng.randbytes(rng.choice((1, 7, 300, 70000))), "is one zero byte": b"\0", "is zeros": bytes(size), "is a picture": b"\x89PNG\r\n\x1a\n" + rng.randbytes(200),
-            "is a pickle with code": pickle.dumps(Owned()), "is HTML": b"<!doctype html><title>404</title>Not found"}
+    ways = {
+        "is missing": remove,
+        "is a folder": folder,
+        "is a link to itself": loop,
+        "is a dangling link": dangling,
+        "is a pipe": fifo,
+        "is a socket": listening,
+        "may not be read": unreadable,
+        "is a link to the memory": memory,
+        "is a link to /dev/zero": endless,
+        "is 6 GB of nothing": huge,
+        "is empty": b"",
+        "is noise": rng.randbytes(rng.choice((1, 7, 300, 70000))),
+        "is one zero byte": b"\0",
+        "is zeros": bytes(size),
+        "is a picture": b"\x89PNG\r\n\x1a\n" + rng.randbytes(200),
+        "is a pickle with code": pickle.dumps(Owned()),
+        "is HTML": b"<!doctype html><title>404</title>Not found",
+    }
     if source.suffix in (".safetensors", ".arrow"):  # these are mapped into memory, as large as they are
         del ways["is 6 GB of nothing"]
     if size > 1:
@@ -143,10 +199,22 @@ def whole(rng: random.Random, source: Path, others: list) -> Spoilt:
 def json_file(rng: random.Random, source: Path) -> Spoilt:
     tree = json.loads(source.read_bytes())
     raw = source.read_bytes()
-    odd = {"begins with a byte order mark": b"\xef\xbb\xbf" + raw, "is UTF-16": raw.decode().encode("utf-16"), "stands there twice": raw + raw,
-           "is null": b"null", "is a number": b"5", "is a text": b'"text"', "is a list of itself": b"[" + raw + b"]", "is empty object": b"{}", "is empty list": b"[]",
-           "is 100,000 levels deep": b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "is brackets": b"[" * 200_000, "has a comma too many": raw.rstrip()[:-1] + b",}",
-           "holds a byte that is no UTF-8": raw.replace(b'"', b'"\xff', 1), "has a number of 10,000 digits": b'{"a":' + b"9" * 10_000 + b"}"}
+    odd = {
+        "begins with a byte order mark": b"\xef\xbb\xbf" + raw,
+        "is UTF-16": raw.decode().encode("utf-16"),
+        "stands there twice": raw + raw,
+        "is null": b"null",
+        "is a number": b"5",
+        "is a text": b'"text"',
+        "is a list of itself": b"[" + raw + b"]",
+        "is empty object": b"{}",
+        "is empty list": b"[]",
+        "is 100,000 levels deep": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        "is brackets": b"[" * 200_000,
+        "has a comma too many": raw.rstrip()[:-1] + b",}",
+        "holds a byte that is no UTF-8": raw.replace(b'"', b'"\xff', 1),
+        "has a number of 10,000 digits": b'{"a":' + b"9" * 10_000 + b"}",
+    }
     if rng.random() < 0.25:
         story = rng.choice(list(odd))
         return Spoilt(story, odd[story])
@@ -161,12 +229,33 @@ def jsonl_file(rng: random.Random, source: Path) -> Spoilt:
     i = rng.randrange(len(lines))
     line = lines[i]
     names = (f"line {i + 1}",)
-    odd = {"is cut": line[: rng.randrange(1, len(line))], "is no UTF-8": line.replace(b'"', b'"\xff\xfe', 1), "is null": b"null", "is a number": b"7", "is a list": b"[" + line + b"]",
-           "is noise": rng.randbytes(90).replace(b"\n", b" "), "is a brace": b"{", "is deep": b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "has a zero byte": line[:20] + b"\0" + line[20:],
-           "is 60 MB of text": b'{"messages":[{"role":"user","content":"' + b"a" * 60_000_000 + b'"},{"role":"assistant","content":"b"}]}', "is 30 MB that never ends": b'{"messages": "' + b"x" * 30_000_000,
-           "holds two rows": line + line, "is {}": b"{}", "has no messages": b'{"messages": []}', "has a key twice": b'{"messages": 5, ' + line[1:], "has 200,000 messages": b'{"messages":[' +
-           b",".join([b'{"role":"user","content":"a"},{"role":"assistant","content":"b"}'] * 100_000) + b"]}",
-           "is empty": b"", "is Markdown": b"# heading", "is followed by an empty one": line + b"\n", "ends with CR": line + b"\r", "has blanks before": b"   " + line}
+    odd = {
+        "is cut": line[: rng.randrange(1, len(line))],
+        "is no UTF-8": line.replace(b'"', b'"\xff\xfe', 1),
+        "is null": b"null",
+        "is a number": b"7",
+        "is a list": b"[" + line + b"]",
+        "is noise": rng.randbytes(90).replace(b"\n", b" "),
+        "is a brace": b"{",
+        "is deep": b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "has a zero byte": line[:20] + b"\0" + line[20:],
+        "is 60 MB of text": b'{"messages":[{"role":"user","content":"'
+        + b"a" * 60_000_000
+        + b'"},{"role":"assistant","content":"b"}]}',
+        "is 30 MB that never ends": b'{"messages": "' + b"x" * 30_000_000,
+        "holds two rows": line + line,
+        "is {}": b"{}",
+        "has no messages": b'{"messages": []}',
+        "has a key twice": b'{"messages": 5, ' + line[1:],
+        "has 200,000 messages": b'{"messages":['
+        + b",".join([b'{"role":"user","content":"a"},{"role":"assistant","content":"b"}'] * 100_000)
+        + b"]}",
+        "is empty": b"",
+        "is Markdown": b"# heading",
+        "is followed by an empty one": line + b"\n",
+        "ends with CR": line + b"\r",
+        "has blanks before": b"   " + line,
+    }
     if rng.random() < 0.35:
         story = rng.choice(list(odd))
         lines[i] = odd[story]
@@ -184,7 +273,26 @@ def safetensors_file(rng: random.Random, source: Path) -> Spoilt:
     tensors = load_file(source)
     name = rng.choice(sorted(tensors))
     tensor = tensors[name]
-    act = rng.choice(("flip", "flip", "length", "header", "header", "dtype", "value", "value", "value", "shape", "shape", "rename", "remove", "extra", "scalar", "none"))
+    act = rng.choice(
+        (
+            "flip",
+            "flip",
+            "length",
+            "header",
+            "header",
+            "dtype",
+            "value",
+            "value",
+            "value",
+            "shape",
+            "shape",
+            "rename",
+            "remove",
+            "extra",
+            "scalar",
+            "none",
+        )
+    )
     if act == "flip":
         at, bit = rng.randrange(8 + size), rng.randrange(8)
         flipped = bytearray(raw)
@@ -212,8 +320,14 @@ def safetensors_file(rng: random.Random, source: Path) -> Spoilt:
         tensors[name] = tensor.to(kind)
         act = f"{kind}"
     elif act == "shape":
-        shapes = {"without its last row": tensor[:-1], "with a row more": torch.cat([tensor, tensor[-1:]]) if tensor.dim() else tensor, "with an axis more": tensor[None], "flat": tensor.flatten(),
-                  "without elements": tensor[:0], "with one element a row": tensor[..., :1]}
+        shapes = {
+            "without its last row": tensor[:-1],
+            "with a row more": torch.cat([tensor, tensor[-1:]]) if tensor.dim() else tensor,
+            "with an axis more": tensor[None],
+            "flat": tensor.flatten(),
+            "without elements": tensor[:0],
+            "with one element a row": tensor[..., :1],
+        }
         shapes = {k: v for k, v in shapes.items() if v.shape != tensor.shape}
         if not shapes:
             return Spoilt("left as it is", raw)
@@ -232,13 +346,26 @@ def safetensors_file(rng: random.Random, source: Path) -> Spoilt:
         flat = tensor.flatten().clone()
         flat[rng.randrange(len(flat))] = act
         tensors[name] = flat.view(tensor.shape)
-    return Spoilt(f"{name}: {act}", save({k: v.clone() for k, v in tensors.items()}, {"format": "pt"}), (name, name.split(".")[-1]))
+    return Spoilt(
+        f"{name}: {act}",
+        save({k: v.clone() for k, v in tensors.items()}, {"format": "pt"}),
+        (name, name.split(".")[-1]),
+    )
 
 
 def npy_file(rng: random.Random, source: Path) -> Spoilt:
     array = np.load(source)
-    ways = {"other dtype": array.astype(rng.choice(("float64", "U5", "complex64", "int8"))), "shorter": array[:-1], "longer": np.append(array, array[-1:]), "two axes": array[None],
-            "out of range": np.where(np.arange(len(array)) == 1, 10**6, array), "negative": -array.astype(int) - 5, "all zero": array * 0, "objects": np.array([None, {}]), "scalar": np.array(3)}
+    ways = {
+        "other dtype": array.astype(rng.choice(("float64", "U5", "complex64", "int8"))),
+        "shorter": array[:-1],
+        "longer": np.append(array, array[-1:]),
+        "two axes": array[None],
+        "out of range": np.where(np.arange(len(array)) == 1, 10**6, array),
+        "negative": -array.astype(int) - 5,
+        "all zero": array * 0,
+        "objects": np.array([None, {}]),
+        "scalar": np.array(3),
+    }
     story = rng.choice(list(ways))
     file = io.BytesIO()
     np.save(file, ways[story], allow_pickle=True)
@@ -252,7 +379,7 @@ def table_file(rng: random.Random, source: Path) -> Spoilt:
     names = (rows[0][j], f"line {i + 1}", f"row {i}")
     act = rng.choice(("cell", "cell", "cell", "column", "names", "short", "nothing"))
     if act == "cell" and len(rows) > 1:
-        rows[i][j] = rng.choice(("abc", "-1", "inf", "1e999", "{}", '"a""', "１", "[1]"))
+        rows[i][j] = rng.choice(("abc", "-1", "inf", "1e999", "{}", '"a""', "１", "[1]"))  # noqa: RUF001
         names += (rows[i][j],)
         act = f"{rows[0][j]} in row {i} is {rows[i][j]}"
     elif act == "column":
@@ -269,11 +396,26 @@ def table_file(rng: random.Random, source: Path) -> Spoilt:
 
 def template_file(rng: random.Random, source: Path) -> Spoilt:
     "A chat template."
-    ways = {"is not closed": "{% for m in messages %}", "calls what is not there": "{{ nobody(messages) }}", "never ends": "{% for i in range(10**9) %}x{% endfor %}", "is nothing": "{# nothing #}",
-            "asks for a class": "{{ ''.__class__.__mro__ }}", "raises": "{{ raise_exception('no') }}", "divides by zero": "{{ 1 // 0 }}", "multiplies text": "{{ 'x' * 10**10 }}",
-            "calls itself": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "includes a file": "{% include '/etc/passwd' %}", "says the same of all": "hello", "powers": "{{ 9**9**9 }}"}
+    ways = {
+        "is not closed": "{% for m in messages %}",
+        "calls what is not there": "{{ nobody(messages) }}",
+        "never ends": "{% for i in range(10**9) %}x{% endfor %}",
+        "is nothing": "{# nothing #}",
+        "asks for a class": "{{ ''.__class__.__mro__ }}",
+        "raises": "{{ raise_exception('no') }}",
+        "divides by zero": "{{ 1 // 0 }}",
+        "multiplies text": "{{ 'x' * 10**10 }}",
+        "calls itself": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+        "includes a file": "{% include '/etc/passwd' %}",
+        "says the same of all": "hello",
+        "powers": "{{ 9**9**9 }}",
+    }
     story = rng.choice(list(ways))
-    return Spoilt(story, ways[story].encode(), excuse="a template may say what it likes" if story in ("says the same of all", "powers") else "")
+    return Spoilt(
+        story,
+        ways[story].encode(),
+        excuse="a template may say what it likes" if story in ("says the same of all", "powers") else "",
+    )
 
 
 def pytorch_file(rng: random.Random, source: Path) -> Spoilt:
@@ -306,7 +448,16 @@ def pytorch_file(rng: random.Random, source: Path) -> Spoilt:
     return Spoilt(act, file.getvalue())
 
 
-KINDS = {".json": json_file, ".jsonl": jsonl_file, ".safetensors": safetensors_file, ".npy": npy_file, ".csv": table_file, ".jinja": template_file, ".pt": pytorch_file, ".pth": pytorch_file}
+KINDS = {
+    ".json": json_file,
+    ".jsonl": jsonl_file,
+    ".safetensors": safetensors_file,
+    ".npy": npy_file,
+    ".csv": table_file,
+    ".jinja": template_file,
+    ".pt": pytorch_file,
+    ".pth": pytorch_file,
+}
 
 
 def spoil(rng: random.Random, source: Path, others: list) -> Spoilt:

@@ -1,4 +1,6 @@
-"Numbers: configurations of draft layers that say what a draft layer does not do, RoPE parameters that do not fit, precisions and attention that are not there."
+"""Numbers: configurations of draft layers that say what a draft layer does not do, RoPE parameters that do not fit,
+precisions and attention that are not there."""
+
 import copy
 import json
 import shutil
@@ -6,26 +8,31 @@ import shutil
 import torch
 from transformers import Qwen3Config
 
-from speculators_nb.nn.attention import attention, block_attention
 from speculators_nb.core.config import SpeculatorModelConfig
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.nn.attention import attention, block_attention
 from speculators_nb.nn.head_loss import head_loss, target_head_for, token_loss
 from speculators_nb.nn.layers import Rotary, draft_layer_config
 from speculators_nb.nn.masks import causal
-from speculators_nb.models.base import SpeculatorModel
 
 from .harness import GOOD, Case
 
-RAW = {kind: json.loads((GOOD["drafter"].parent / kind / "config.json").read_text()) for kind in ("eagle", "eagle3", "peagle", "dflash", "dspark", "mtp")}
+RAW = {
+    kind: json.loads((GOOD["drafter"].parent / kind / "config.json").read_text())
+    for kind in ("eagle", "eagle3", "peagle", "dflash", "dspark", "mtp")
+}
 LAYER = "transformer_layer_config"
 
 
 def build(kind, **change):
     "A drafter of a config with other entries for its layers."
+
     def run(folder):
         raw = copy.deepcopy(RAW[kind])
         raw[LAYER].update(change)
         config = SpeculatorModelConfig.from_dict(raw)
         return SpeculatorModel.registered_model_class_from_config(config)(config)
+
     return run
 
 
@@ -34,12 +41,21 @@ def rope(**given):
 
 
 def long(**given):
-    return rope(rope_type="longrope", original_max_position_embeddings=32, short_factor=[1.0] * 4, long_factor=[2.0] * 4, **given)
+    return rope(
+        rope_type="longrope",
+        original_max_position_embeddings=32,
+        short_factor=[1.0] * 4,
+        long_factor=[2.0] * 4,
+        **given,
+    )
 
 
 LAYERS = {  # what is bad -> (entries of the layers' config, what is said); head_dim is 8, num_hidden_layers 1
     "attention_dropout": (dict(attention_dropout=0.1), r"attention_dropout=0\.1.*set it to 0"),
-    "attention_dropout of 1": (dict(attention_dropout=1.0), r"attention_dropout=1\.0: must be at least 0 and less than 1"),
+    "attention_dropout of 1": (
+        dict(attention_dropout=1.0),
+        r"attention_dropout=1\.0: must be at least 0 and less than 1",
+    ),
     "soft-cap on scores": (dict(attn_logit_softcapping=50.0), r"attn_logit_softcapping=50\.0.*remove it"),
     "scale on queries": (dict(query_pre_attn_scalar=64), r"query_pre_attn_scalar=64.*set it to 8"),
     "clipped projections": (dict(clip_qkv=8.0), r"clip_qkv=8\.0.*remove it"),
@@ -54,36 +70,91 @@ LAYERS = {  # what is bad -> (entries of the layers' config, what is said); head
     "biases of projections alone": (dict(qkv_bias=True), r"qkv_bias=True.*set it to False"),
     "unknown activation": (dict(hidden_act="swishy"), r"hidden_act='swishy': is not known; choose .*silu"),
     "heads that do not divide": (dict(num_attention_heads=3), r"number of attention heads \(3\)"),
-    "key heads that do not divide": (dict(num_attention_heads=4, num_key_value_heads=3, hidden_size=32), r"num_key_value_heads=3: must divide num_attention_heads=4"),
+    "key heads that do not divide": (
+        dict(num_attention_heads=4, num_key_value_heads=3, hidden_size=32),
+        r"num_key_value_heads=3: must divide num_attention_heads=4",
+    ),
     "a family that is no draft layer": (dict(model_type="gemma2"), r"gemma2.*choose from llama, qwen3"),
-    "unknown kind of layer": (dict(layer_types=["chunked_attention"]), r"layer_types.*'chunked_attention' is unknown; choose from full_attention, sliding_attention"),
+    "unknown kind of layer": (
+        dict(layer_types=["chunked_attention"]),
+        r"layer_types.*'chunked_attention' is unknown; choose from full_attention, sliding_attention",
+    ),
     "linear attention": (dict(layer_types=["linear_attention"]), r"layer_types.*'linear_attention' is unknown; choose"),
     "kinds for another number of layers": (dict(layer_types=["full_attention"] * 3), r"num_hidden_layers|layer_types"),
-    "sliding without a window": (dict(layer_types=["sliding_attention"], sliding_window=None), r"sliding_window=None.*give a number of positions, or full_attention"),
-    "a window of 0": (dict(layer_types=["sliding_attention"], sliding_window=0), r"sliding_window=0.*give a number of positions"),
+    "sliding without a window": (
+        dict(layer_types=["sliding_attention"], sliding_window=None),
+        r"sliding_window=None.*give a number of positions, or full_attention",
+    ),
+    "a window of 0": (
+        dict(layer_types=["sliding_attention"], sliding_window=0),
+        r"sliding_window=0.*give a number of positions",
+    ),
     "a window of words": (dict(layer_types=["sliding_attention"], sliding_window="wide"), r"sliding_window.*wide"),
     "unknown rope_type": (rope(rope_type="ntk"), r"rope_type='ntk' is unknown; choose from default, .*llama3"),
-    "rope_type of pictures": (rope(rope_type="mrope", mrope_section=[1, 1, 2]), r"rope_type='mrope' is unknown; choose from default"),
-    "dynamic without factor": (rope(rope_type="dynamic"), r"transformer_layer_config: .*Missing required keys in .rope_parameters. for 'rope_type'='dynamic': ..factor"),
+    "rope_type of pictures": (
+        rope(rope_type="mrope", mrope_section=[1, 1, 2]),
+        r"rope_type='mrope' is unknown; choose from default",
+    ),
+    "dynamic without factor": (
+        rope(rope_type="dynamic"),
+        r"transformer_layer_config: .*Missing required keys in .rope_parameters. for 'rope_type'='dynamic': ..factor",
+    ),
     "longrope without factors": (rope(rope_type="longrope"), r"short_factor|long_factor"),
-    "longrope, three factors for four frequencies": (long() | rope(**long()["rope_parameters"] | dict(short_factor=[1.0] * 3)), r"longrope.*8 rotated channels"),
-    "longrope, words for factors": (long() | rope(**long()["rope_parameters"] | dict(short_factor=["a"] * 4)), r"short_factor.*\['a'|do not fit"),
-    "yarn by factor 0": (rope(rope_type="yarn", factor=0.0, original_max_position_embeddings=32), r"factor.*0\.0.*(do not fit|finite)"),
+    "longrope, three factors for four frequencies": (
+        long() | rope(**long()["rope_parameters"] | dict(short_factor=[1.0] * 3)),
+        r"longrope.*8 rotated channels",
+    ),
+    "longrope, words for factors": (
+        long() | rope(**long()["rope_parameters"] | dict(short_factor=["a"] * 4)),
+        r"short_factor.*\['a'|do not fit",
+    ),
+    "yarn by factor 0": (
+        rope(rope_type="yarn", factor=0.0, original_max_position_embeddings=32),
+        r"factor.*0\.0.*(do not fit|finite)",
+    ),
     "linear by factor 0": (rope(rope_type="linear", factor=0.0), r"factor.*0\.0.*(do not fit|finite)"),
-    "linear by a word": (rope(rope_type="linear", factor="two"), r"transformer_layer_config.rope_parameters=.*'factor': 'two'. do not fit rope_type='linear'"),
+    "linear by a word": (
+        rope(rope_type="linear", factor="two"),
+        r"transformer_layer_config.rope_parameters=.*'factor': 'two'. do not fit rope_type='linear'",
+    ),
     "rope_theta of 0": (rope(rope_type="default", rope_theta=0.0, partial_rotary_factor=3), r"partial_rotary_factor=3"),
-    "rotating half a channel pair": (rope(rope_type="default", partial_rotary_factor=0.4), r"partial_rotary_factor=0\.4 rotates 3 of 8 channels.*even"),
-    "rotating nothing": (rope(rope_type="default", partial_rotary_factor=0.0), r"partial_rotary_factor=0\.0 rotates 0 of 8.*choose"),
-    "rotating more than all": (rope(rope_type="linear", factor=2.0, partial_rotary_factor=1.5), r"partial_rotary_factor=1\.5.*choose a share"),
-    "rotating backwards": (rope(rope_type="default", partial_rotary_factor=-0.5), r"partial_rotary_factor=-0\.5.*choose a share"),
+    "rotating half a channel pair": (
+        rope(rope_type="default", partial_rotary_factor=0.4),
+        r"partial_rotary_factor=0\.4 rotates 3 of 8 channels.*even",
+    ),
+    "rotating nothing": (
+        rope(rope_type="default", partial_rotary_factor=0.0),
+        r"partial_rotary_factor=0\.0 rotates 0 of 8.*choose",
+    ),
+    "rotating more than all": (
+        rope(rope_type="linear", factor=2.0, partial_rotary_factor=1.5),
+        r"partial_rotary_factor=1\.5.*choose a share",
+    ),
+    "rotating backwards": (
+        rope(rope_type="default", partial_rotary_factor=-0.5),
+        r"partial_rotary_factor=-0\.5.*choose a share",
+    ),
     "a share in words": (rope(rope_type="default", partial_rotary_factor="half"), r"partial_rotary_factor.*half"),
-    "parameters of unknown kinds of layers": (dict(rope_parameters={"local": dict(rope_theta=1.0), "global": dict(rope_theta=2.0)}), r"rope_parameters.*one set of parameters"),
-    "a sliding entry that is none": (dict(rope_parameters={"sliding_attention": None, "full_attention": dict(rope_type="default", rope_theta=1e4)}), r"rope_parameters.*one set"),
+    "parameters of unknown kinds of layers": (
+        dict(rope_parameters={"local": dict(rope_theta=1.0), "global": dict(rope_theta=2.0)}),
+        r"rope_parameters.*one set of parameters",
+    ),
+    "a sliding entry that is none": (
+        dict(rope_parameters={"sliding_attention": None, "full_attention": dict(rope_type="default", rope_theta=1e4)}),
+        r"rope_parameters.*one set",
+    ),
 }
 QWEN3 = {  # likewise for Qwen3 layers of DFlash; two layers
     "no norm where Qwen3 has one": (dict(use_qk_norm=False), r"use_qk_norm=False.*set it to True"),
     "biases in the MLP": (dict(mlp_bias=True), r"mlp_bias=True.*qwen3.*set it to False"),
-    "a window that is switched off": (dict(layer_types=["sliding_attention"] * RAW["dflash"][LAYER]["num_hidden_layers"], sliding_window=8, use_sliding_window=False), r"sliding_window=None.*use_sliding_window=False"),
+    "a window that is switched off": (
+        dict(
+            layer_types=["sliding_attention"] * RAW["dflash"][LAYER]["num_hidden_layers"],
+            sliding_window=8,
+            use_sliding_window=False,
+        ),
+        r"sliding_window=None.*use_sliding_window=False",
+    ),
     "dropout": (dict(attention_dropout=0.2), r"attention_dropout=0\.2.*set it to 0"),
     "unknown rope_type": (rope(rope_type="deepseek_yarn"), r"rope_type='deepseek_yarn' is unknown"),
 }
@@ -93,15 +164,22 @@ def in_folder(kind, change):
     "Files of a drafter's folder with other entries for its layers."
     raw = copy.deepcopy(RAW[kind])
     raw[LAYER].update(change)
-    return {"drafter/config.json": raw, "drafter/model.safetensors": lambda path: shutil.copy(GOOD["drafter"].parent / kind / "model.safetensors", path)}
+    return {
+        "drafter/config.json": raw,
+        "drafter/model.safetensors": lambda path: shutil.copy(
+            GOOD["drafter"].parent / kind / "model.safetensors", path
+        ),
+    }
 
 
 def loss_of(function, *more):
     "A loss under autocast to float16."
+
     def run(folder):
         head, hidden = torch.randn(8, 4), torch.randn(3, 4, requires_grad=True)
         with torch.autocast("cpu", torch.float16):
             return function(hidden, head, *more)
+
     return run
 
 
@@ -113,7 +191,10 @@ def flex(folder):
 def impl(name):
     def run(folder):
         q, k, own = torch.randn(2, 3, 1, 8), torch.randn(2, 4, 8), torch.randn(2, 3, 1, 8)
-        return block_attention(q, k, k, own, own, torch.arange(3), torch.zeros(4, dtype=torch.long), inclusive=True, impl=name)
+        return block_attention(
+            q, k, k, own, own, torch.arange(3), torch.zeros(4, dtype=torch.long), inclusive=True, impl=name
+        )
+
     return run
 
 
@@ -125,23 +206,93 @@ def far_head(folder):
 
 TRAIN = "train {features} {here}/d --verifier {verifier}"
 CASES = [
-    *(Case(f"{kind} layer: {name}", build(kind, **change), said) for name, (change, said) in LAYERS.items() for kind in ("eagle3",)),
+    *(
+        Case(f"{kind} layer: {name}", build(kind, **change), said)
+        for name, (change, said) in LAYERS.items()
+        for kind in ("eagle3",)
+    ),
     *(Case(f"dflash layer: {name}", build("dflash", **change), said) for name, (change, said) in QWEN3.items()),
-    *(Case(f"{kind} layer: {name}", build(kind, **LAYERS[name][0]), LAYERS[name][1]) for kind in ("eagle", "peagle")
-      for name in ("attention_dropout", "unknown rope_type", "rotating half a channel pair", "soft-cap on scores", "unknown kind of layer")),
-    *(Case(f"mtp layer: {name}", build("mtp", **LAYERS[name][0]), LAYERS[name][1]) for name in ("attention_dropout", "unknown rope_type", "rotating half a channel pair", "rotating nothing")),
-    *(Case(f"from_pretrained: {name}", f"{TRAIN} --algorithm eagle3 --from-pretrained {{here}}/drafter", LAYERS[name][1], in_folder("eagle3", LAYERS[name][0]))
-      for name in ("attention_dropout", "unknown rope_type", "dynamic without factor", "rotating half a channel pair", "clipped projections", "unknown kind of layer", "unknown activation")),
+    *(
+        Case(f"{kind} layer: {name}", build(kind, **LAYERS[name][0]), LAYERS[name][1])
+        for kind in ("eagle", "peagle")
+        for name in (
+            "attention_dropout",
+            "unknown rope_type",
+            "rotating half a channel pair",
+            "soft-cap on scores",
+            "unknown kind of layer",
+        )
+    ),
+    *(
+        Case(f"mtp layer: {name}", build("mtp", **LAYERS[name][0]), LAYERS[name][1])
+        for name in ("attention_dropout", "unknown rope_type", "rotating half a channel pair", "rotating nothing")
+    ),
+    *(
+        Case(
+            f"from_pretrained: {name}",
+            f"{TRAIN} --algorithm eagle3 --from-pretrained {{here}}/drafter",
+            LAYERS[name][1],
+            in_folder("eagle3", LAYERS[name][0]),
+        )
+        for name in (
+            "attention_dropout",
+            "unknown rope_type",
+            "dynamic without factor",
+            "rotating half a channel pair",
+            "clipped projections",
+            "unknown kind of layer",
+            "unknown activation",
+        )
+    ),
     Case("float16", f"{TRAIN} --algorithm eagle3 --extra fp16=true", "fp16=True.*bf16=True"),
-    Case("flex attention on a processor", f"{TRAIN} --algorithm eagle3 --extra attn_impl=flex", "attn_impl='flex' has no backward on a CPU; leave attn_impl out"),
-    Case("unknown attention", f"{TRAIN} --algorithm eagle3 --extra attn_impl=fused", "attn_impl='fused': is not known; choose blocked, sdpa, flex"),
-    Case("unknown attention of blocks", f"{TRAIN} --algorithm dflash --extra mask_token_id=63 --extra block_size=4 --extra attn_impl=auto", "attn_impl='auto': is not known; choose blocked, sdpa, flex"),
-    Case("head_loss: float16", lambda folder: loss_of(head_loss, target_head_for(SpeculatorModelConfig.from_dict(RAW["eagle3"])), torch.randn(3, 4),
-                                                      torch.arange(3), torch.ones(3), {"ce": 1.0})(folder), "float16.*bf16=True"),
+    Case(
+        "flex attention on a processor",
+        f"{TRAIN} --algorithm eagle3 --extra attn_impl=flex",
+        "attn_impl='flex' has no backward on a CPU; leave attn_impl out",
+    ),
+    Case(
+        "unknown attention",
+        f"{TRAIN} --algorithm eagle3 --extra attn_impl=fused",
+        "attn_impl='fused': is not known; choose blocked, sdpa, flex",
+    ),
+    Case(
+        "unknown attention of blocks",
+        f"{TRAIN} --algorithm dflash --extra mask_token_id=63 --extra block_size=4 --extra attn_impl=auto",
+        "attn_impl='auto': is not known; choose blocked, sdpa, flex",
+    ),
+    Case(
+        "head_loss: float16",
+        lambda folder: loss_of(
+            head_loss,
+            target_head_for(SpeculatorModelConfig.from_dict(RAW["eagle3"])),
+            torch.randn(3, 4),
+            torch.arange(3),
+            torch.ones(3),
+            {"ce": 1.0},
+        )(folder),
+        "float16.*bf16=True",
+    ),
     Case("token_loss: float16", loss_of(token_loss, torch.arange(3), torch.ones(3)), "float16.*bf16=True"),
     Case("attention: flex with a gradient on a processor", flex, "attn_impl='flex' has no backward on a CPU"),
-    Case("block_attention: eager", impl("eager"), "attn_impl='eager' is unknown; choose from blocked, flex .*lean=False from eager"),
-    Case("target head: soft-cap of a verifier that is not here", far_head, "someone/gemma.*final_logit_softcapping.*load_verifier_weights"),
-    Case("draft_layer_config: parameters of unknown kinds of layers",
-         lambda folder: Rotary(draft_layer_config(Qwen3Config(num_hidden_layers=1, rope_parameters={"local": dict(rope_theta=1.0), "rope_type": "default"}))), "rope_parameters.*one set of parameters"),
+    Case(
+        "block_attention: eager",
+        impl("eager"),
+        "attn_impl='eager' is unknown; choose from blocked, flex .*lean=False from eager",
+    ),
+    Case(
+        "target head: soft-cap of a verifier that is not here",
+        far_head,
+        "someone/gemma.*final_logit_softcapping.*load_verifier_weights",
+    ),
+    Case(
+        "draft_layer_config: parameters of unknown kinds of layers",
+        lambda folder: Rotary(
+            draft_layer_config(
+                Qwen3Config(
+                    num_hidden_layers=1, rope_parameters={"local": dict(rope_theta=1.0), "rope_type": "default"}
+                )
+            )
+        ),
+        "rope_parameters.*one set of parameters",
+    ),
 ]

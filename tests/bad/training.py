@@ -1,10 +1,15 @@
-"What a run is begun or resumed with: folders that hold a drafter, settings and data of another run, checkpoints that are torn."
+"""What a run is begun or resumed with: folders that hold a drafter, settings and data of another run, checkpoints that
+are torn."""
+
 import json
 import shutil
 
 from .harness import RELEASE, Case
 
-RUN = "--verifier {verifier} --algorithm eagle3 --total-seq-len 32 --eval-share 0 --draft-vocab-size 40 --seed 3 --learning-rate 1e-2 --extra ttt_steps=2 --extra max_steps=4 --extra logging_steps=1"
+RUN = (
+    "--verifier {verifier} --algorithm eagle3 --total-seq-len 32 --eval-share 0 --draft-vocab-size 40 --seed 3 "
+    "--learning-rate 1e-2 --extra ttt_steps=2 --extra max_steps=4 --extra logging_steps=1"
+)
 
 
 def run(path):
@@ -18,18 +23,22 @@ def drafter(path):
 
 def torn(name, size):
     "A checkpoint in which a file is cut off."
+
     def make(path):
         run(path)
         file = path / "checkpoint-2" / name
         file.write_bytes(file.read_bytes()[:size])
+
     return make
 
 
 def with_record(content):
     "A checkpoint whose run.json is this."
+
     def make(path):
         run(path)
         (path / "checkpoint-2/run.json").write_text(content if isinstance(content, str) else json.dumps(content))
+
     return make
 
 
@@ -38,31 +47,103 @@ def resume(name, expect, change, made=run):
 
 
 CASES = [
-    Case("a drafter is there", "train {features} {here}/d --verifier {verifier}", "output_dir='.*/d' holds a drafter.*--overwrite.*--resume", {"d": drafter}),
-    Case("checkpoints are there", "train {features} {here}/d --verifier {verifier}", "output_dir='.*/d' holds a drafter or checkpoints.*--overwrite", {"d": run}),
-    Case("overwrite and resume", "train {features} {here}/d --verifier {verifier} --overwrite --resume", "overwrite and resume: choose one", {"d": drafter}),
-    Case("nothing to resume", "train {features} {here}/d --verifier {verifier} --resume", "holds a drafter and no complete checkpoint.*--overwrite",
-         {"d/model.safetensors": (RELEASE / "eagle3/model.safetensors").read_bytes(), "d/config.json": (RELEASE / "eagle3/config.json").read_text()}),
+    Case(
+        "a drafter is there",
+        "train {features} {here}/d --verifier {verifier}",
+        "output_dir='.*/d' holds a drafter.*--overwrite.*--resume",
+        {"d": drafter},
+    ),
+    Case(
+        "checkpoints are there",
+        "train {features} {here}/d --verifier {verifier}",
+        "output_dir='.*/d' holds a drafter or checkpoints.*--overwrite",
+        {"d": run},
+    ),
+    Case(
+        "overwrite and resume",
+        "train {features} {here}/d --verifier {verifier} --overwrite --resume",
+        "overwrite and resume: choose one",
+        {"d": drafter},
+    ),
+    Case(
+        "nothing to resume",
+        "train {features} {here}/d --verifier {verifier} --resume",
+        "holds a drafter and no complete checkpoint.*--overwrite",
+        {
+            "d/model.safetensors": (RELEASE / "eagle3/model.safetensors").read_bytes(),
+            "d/config.json": (RELEASE / "eagle3/config.json").read_text(),
+        },
+    ),
     resume("another learning rate", "learning_rate was 0.01, is 0.02", RUN.replace("1e-2", "2e-2")),
     resume("another seed", "seed was 3, is 4", RUN.replace("--seed 3", "--seed 4")),
-    resume("another row length", "total_seq_len was 32, is 48", RUN.replace("--total-seq-len 32", "--total-seq-len 48")),
+    resume(
+        "another row length", "total_seq_len was 32, is 48", RUN.replace("--total-seq-len 32", "--total-seq-len 48")
+    ),
     resume("another number of steps in the loss", "ttt_steps was 2, is 3", RUN.replace("ttt_steps=2", "ttt_steps=3")),
-    resume("another draft vocabulary", "draft_vocab_size was 40, is 32", RUN.replace("--draft-vocab-size 40", "--draft-vocab-size 32")),
+    resume(
+        "another draft vocabulary",
+        "draft_vocab_size was 40, is 32",
+        RUN.replace("--draft-vocab-size 40", "--draft-vocab-size 32"),
+    ),
     resume("more layers", "num_hidden_layers was 1, is 2", RUN + " --num-layers 2"),
     resume("another optimizer", "optimizer was 'adamw', is 'muon'", RUN + " --optimizer muon"),
     resume("another precision", "bf16 was False, is True", RUN + " --bf16"),
-    resume("another number of ranks", "rows in a step was 4, is 1.*gradient_accumulation_steps=4", RUN, with_record({"run": "x", "world_size": 4, "gradient_accumulation_steps": 1})),
-    resume("other rows", "training rows was 7, is 8", RUN, with_record({"run": "x", "data": {"rows": 7, "fingerprint": "0"}})),
-    resume("other data", "training data was '0', is", RUN, with_record({"run": "x", "data": {"rows": 8, "fingerprint": "0"}})),
+    resume(
+        "another number of ranks",
+        "rows in a step was 4, is 1.*gradient_accumulation_steps=4",
+        RUN,
+        with_record({"run": "x", "world_size": 4, "gradient_accumulation_steps": 1}),
+    ),
+    resume(
+        "other rows",
+        "training rows was 7, is 8",
+        RUN,
+        with_record({"run": "x", "data": {"rows": 7, "fingerprint": "0"}}),
+    ),
+    resume(
+        "other data",
+        "training data was '0', is",
+        RUN,
+        with_record({"run": "x", "data": {"rows": 8, "fingerprint": "0"}}),
+    ),
     resume("another verifier", "verifier was '0', is", RUN, with_record({"run": "x", "verifier": "0"})),
     resume("run.json is no JSON", "run.json: not JSON", RUN, with_record("{")),
     resume("run.json is a list", "run.json: holds a list, and must hold an object", RUN, with_record([1])),
-    resume("run.json has a number for its settings", "run.json: settings=7 must be an object", RUN, with_record({"run": "x", "settings": 7})),
+    resume(
+        "run.json has a number for its settings",
+        "run.json: settings=7 must be an object",
+        RUN,
+        with_record({"run": "x", "settings": 7}),
+    ),
     resume("fsdp", "fsdp=.*not supported.*DDP", RUN + " --extra fsdp=full_shard"),
-    *(Case(f"resume from a torn {name}", f"train {{features}} {{here}}/d {RUN} --extra resume_from_checkpoint={{here}}/d/checkpoint-2", "(cannot resume|resume_from_checkpoint).*", {"d": torn(name, size)})
-      for name, size in (("optimizer.pt", 100), ("scheduler.pt", 10), ("model.safetensors", 200), ("trainer_state.json", 20))),
-    Case("a loss that is not finite", "train {features} {here}/d --verifier {verifier} --total-seq-len 32 --eval-share 0 --learning-rate 1e9 --extra max_steps=3 --extra lr_scheduler_type=constant --extra warmup_steps=0",
-         "not finite.*learning_rate=1e\\+09"),
-    Case("an evaluation that is not finite, with both bars on the screen", "train {features} {here}/d --verifier {verifier} --learning-rate 1e9 --extra max_steps=3 --extra lr_scheduler_type=constant --extra warmup_steps=0",
-         "^Error: the evaluation loss is not finite.*learning_rate=1e\\+09"),
+    *(
+        Case(
+            f"resume from a torn {name}",
+            f"train {{features}} {{here}}/d {RUN} --extra resume_from_checkpoint={{here}}/d/checkpoint-2",
+            "(cannot resume|resume_from_checkpoint).*",
+            {"d": torn(name, size)},
+        )
+        for name, size in (
+            ("optimizer.pt", 100),
+            ("scheduler.pt", 10),
+            ("model.safetensors", 200),
+            ("trainer_state.json", 20),
+        )
+    ),
+    Case(
+        "a loss that is not finite",
+        (
+            "train {features} {here}/d --verifier {verifier} --total-seq-len 32 --eval-share 0 --learning-rate 1e9 "
+            "--extra max_steps=3 --extra lr_scheduler_type=constant --extra warmup_steps=0"
+        ),
+        "not finite.*learning_rate=1e\\+09",
+    ),
+    Case(
+        "an evaluation that is not finite, with both bars on the screen",
+        (
+            "train {features} {here}/d --verifier {verifier} --learning-rate 1e9 --extra max_steps=3 --extra "
+            "lr_scheduler_type=constant --extra warmup_steps=0"
+        ),
+        "^Error: the evaluation loss is not finite.*learning_rate=1e\\+09",
+    ),
 ]

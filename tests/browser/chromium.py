@@ -1,4 +1,5 @@
 """A headless Chromium whose every request, error and missing file is written down."""
+
 import contextlib
 import functools
 import http.server
@@ -29,9 +30,11 @@ def browser():
 @contextlib.contextmanager
 def serve(folder):
     "The folder on a free port of localhost"
+
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args):
             pass
+
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -44,11 +47,13 @@ def is_local(url):
 
 def watch(page, problems):
     "Append whatever goes wrong on `page` to `problems`; a request that would leave this machine is refused"
+
     def route(r):
         if is_local(r.request.url):
             return r.continue_()
         problems.append(f"{page.url}: asks {r.request.url}")
         r.abort()
+
     page.route("**/*", route)
     page.on("pageerror", lambda e: problems.append(f"{page.url}: {e}"))
     page.on("console", lambda m: problems.append(f"{page.url}: {m.text}") if m.type == "error" else None)

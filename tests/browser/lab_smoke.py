@@ -1,10 +1,12 @@
 #!/usr/bin/env python
-"""Work in JupyterLab as a reader would: open a notebook whose outputs were cleared, run all cells, see numbers at the prompts and every picture that it had.
+"""Work in JupyterLab as a reader would: open a notebook whose outputs were cleared, run all cells, see numbers at the
+prompts and every picture that it had.
 
     python tests/browser/lab_smoke.py [notebook below nbs/] [screenshot.png]
 
 The repository is copied into a folder of its own with a HOME of its own; nothing here is changed.
 """
+
 import json
 import os
 import re
@@ -23,19 +25,28 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("nbs", "speculators_nb", "data", "pyproject.toml", "settings.ini")
 MINUTES = 10
 # every cell in the page, not only those near the window; no question about news
-SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"}, "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
+SETTINGS = {
+    "notebook-extension/tracker": {"windowingMode": "none"},
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+}
 # Lab shows an error as it shows standard error; the words tell them apart
 ERROR = '[data-mime-type="application/vnd.jupyter.stderr"]:has-text("Traceback (most recent call last)")'
 # what Lab asks for and does not get in every installation, without harm to anybody
-HARMLESS = re.compile(r"404 .*/(lab/api/(workspaces|translations)|api/(contents|me|lsp|sessions)|static/lab/|lsp/|kernelspecs/)|Failed to load resource|the server responded with a status of 404")
+HARMLESS = re.compile(
+    r"404 .*/(lab/api/(workspaces|translations)|api/(contents|me|lsp|sessions)|static/lab/|lsp/|kernelspecs/)|Failed "
+    r"to load resource|the server responded with a status of 404"
+)
 
 
 def copy_repository(home, notebook):
-    "The repository without outputs in `notebook`; number of its code cells that will show a prompt, and of the pictures that it had stored"
+    """The repository without outputs in `notebook`; number of its code cells that will show a prompt, and of the
+    pictures that it had stored"""
     for name in NEEDED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, home / "work" / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+            shutil.copytree(
+                source, home / "work" / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+            )
         else:
             shutil.copy(source, home / "work" / name)
     path = home / "work/nbs" / notebook
@@ -60,11 +71,29 @@ def start_lab(home, port):
         path = home / f"settings/@jupyterlab/{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))
-    env = {**os.environ, "HOME": str(home), "JUPYTER_CONFIG_DIR": str(home / "config"), "JUPYTER_DATA_DIR": str(home / "data"),
-           "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"), "IPYTHONDIR": str(home / "ipython"), "PYTHONPATH": str(home / "work"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    command = [Path(sys.executable).with_name("jupyter"), "lab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--IdentityProvider.token=smoke",
-               "--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", *(["--allow-root"] if os.getuid() == 0 else [])]
-    log = open(home / "lab.log", "w")
+    env = {
+        **os.environ,
+        "HOME": str(home),
+        "JUPYTER_CONFIG_DIR": str(home / "config"),
+        "JUPYTER_DATA_DIR": str(home / "data"),
+        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+        "IPYTHONDIR": str(home / "ipython"),
+        "PYTHONPATH": str(home / "work"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    command = [
+        Path(sys.executable).with_name("jupyter"),
+        "lab",
+        "--no-browser",
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        "--IdentityProvider.token=smoke",
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        *(["--allow-root"] if os.getuid() == 0 else []),
+    ]
+    log = open(home / "lab.log", "w")  # noqa: SIM115 - the server writes it as long as it runs
     server = subprocess.Popen(command, cwd=home / "work/nbs", env=env, stdout=log, stderr=subprocess.STDOUT)
     for _ in range(120):
         try:
@@ -119,7 +148,9 @@ def main(notebook=None, shot=None):
                 assert not page.locator(ERROR).count()
                 pictures = page.locator(".jp-OutputArea-output img")
                 n_pictures = pictures.count()
-                assert n_stored and n_pictures >= n_stored, f"{notebook} drew {n_pictures} pictures in JupyterLab, and {n_stored} are stored"
+                assert n_stored and n_pictures >= n_stored, (
+                    f"{notebook} drew {n_pictures} pictures in JupyterLab, and {n_stored} are stored"
+                )
                 sizes = pictures.evaluate_all("all => all.map(i => [i.naturalWidth, i.naturalHeight])")
                 assert min(map(min, sizes)) > 50, f"{notebook}: pictures of {sizes} pixels"
                 pictures.last.scroll_into_view_if_needed()
@@ -131,7 +162,10 @@ def main(notebook=None, shot=None):
             server.wait(30)
     real = [p for p in problems if not HARMLESS.search(p)]
     assert not real, "\n".join(real)
-    print(f"Lab: {notebook} ran all {n_code} cells from a cleared copy and drew {n_pictures} pictures; nothing left this machine")
+    print(
+        f"Lab: {notebook} ran all {n_code} cells from a cleared copy and drew {n_pictures} pictures; nothing left this "
+        "machine"
+    )
 
 
 if __name__ == "__main__":

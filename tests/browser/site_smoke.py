@@ -1,8 +1,10 @@
 #!/usr/bin/env python
-"""Read the built site as a reader would: every page, no request that leaves this machine, mathematics, search, links, dark mode.
+"""Read the built site as a reader would: every page, no request that leaves this machine, mathematics, search, links,
+dark mode.
 
-    python tests/browser/site_smoke.py docs/_site [folder for screenshots]
+python tests/browser/site_smoke.py docs/_site [folder for screenshots]
 """
+
 import sys
 from pathlib import Path
 
@@ -26,7 +28,9 @@ def main(site, shots=None):
                 page.wait_for_selector("mjx-container svg", state="attached", timeout=15000)
                 failed = page.locator("mjx-merror, [data-mjx-error]").count()
                 assert not failed, f"{name}: {failed} formulas that MathJax cannot read"
-            assert page.locator("h1").count() == 1 or name in ("search.html", "genindex.html", "py-modindex.html"), f"{name} has no single title"
+            assert page.locator("h1").count() == 1 or name in ("search.html", "genindex.html", "py-modindex.html"), (
+                f"{name} has no single title"
+            )
             broken = page.evaluate("[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)")
             assert not broken, f"{name}: broken pictures {broken}"
             for width in (400, 1280):
@@ -48,7 +52,9 @@ def main(site, shots=None):
         page.get_by_role("link", name=SYMBOL, exact=False).first.click()
         page.wait_for_load_state("networkidle")
         anchor = page.url.split("#")[1]
-        assert page.evaluate("a => !!document.getElementById(a)", anchor), f"the index points to a missing anchor {anchor}"
+        assert page.evaluate("a => !!document.getElementById(a)", anchor), (
+            f"the index points to a missing anchor {anchor}"
+        )
 
         page.goto(f"{url}/index.html", wait_until="networkidle")
         assert page.locator(".sidebar-tree .caption").count() >= 3, "the sidebar lists no groups"
@@ -67,10 +73,17 @@ def main(site, shots=None):
                     watch(p, problems)
                     for name in pages:
                         p.goto(f"{url}/{name}", wait_until="networkidle")
-                        p.screenshot(path=Path(shots) / f"{Path(name).with_suffix('').as_posix().replace('/', '-')}-{scheme}-{width}.png", full_page=True)
+                        p.screenshot(
+                            path=Path(shots)
+                            / f"{Path(name).with_suffix('').as_posix().replace('/', '-')}-{scheme}-{width}.png",
+                            full_page=True,
+                        )
                     p.close()
     assert not problems, "\n".join(problems)
-    print(f"site: {len(pages)} pages, {n_math} formulas, {n_links} linked names, search, index and dark mode work; nothing left this machine")
+    print(
+        f"site: {len(pages)} pages, {n_math} formulas, {n_links} linked names, search, index and dark mode work; "
+        "nothing left this machine"
+    )
 
 
 if __name__ == "__main__":

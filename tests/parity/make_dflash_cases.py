@@ -1,4 +1,5 @@
 """Record what the upstream library `speculators` 0.9.0 computes for DFlash, case by case; `record.py` says how."""
+
 import speculators.models.dflash.core as dflash
 import torch
 from record import HIDDEN, VOCAB, Recorder, documents, heads, packed
@@ -6,34 +7,86 @@ from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 
 CASES = {
     "window_causal": dict(
-        note="two sliding layers, window of 6, causal in the block of 5; five padding rows; kl_div with plain decay, gamma 2; biases in the attention",
-        documents=[15, 12, 16], padding=5, layer_types=["sliding_attention"] * 2, decoder=dict(sliding_window=6, attention_bias=True),
-        args=dict(block_size=5, max_anchors=9, dflash_decay_gamma=2.0)),
+        note=(
+            "two sliding layers, window of 6, causal in the block of 5; five padding rows; kl_div with plain decay, "
+            "gamma 2; biases in the attention"
+        ),
+        documents=[15, 12, 16],
+        padding=5,
+        layer_types=["sliding_attention"] * 2,
+        decoder=dict(sliding_window=6, attention_bias=True),
+        args=dict(block_size=5, max_anchors=9, dflash_decay_gamma=2.0),
+    ),
     "window_wide_full_vocab": dict(
-        note="three layers (window of 4, full, window of 4), blocks bidirectional everywhere, full vocabulary (no t2d, d2t, lm_head), 0.1 ce + 0.9 tv, llama verifier",
-        verifier="llama", documents=[18, 9, 21], vocab=VOCAB, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        decoder=dict(sliding_window=4), args=dict(sliding_window_non_causal=True, block_size=6, max_anchors=7, loss_fn='{"ce": 0.1, "tv": 0.9}')),
+        note=(
+            "three layers (window of 4, full, window of 4), blocks bidirectional everywhere, full vocabulary (no t2d, "
+            "d2t, lm_head), 0.1 ce + 0.9 tv, llama verifier"
+        ),
+        verifier="llama",
+        documents=[18, 9, 21],
+        vocab=VOCAB,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        decoder=dict(sliding_window=4),
+        args=dict(sliding_window_non_causal=True, block_size=6, max_anchors=7, loss_fn='{"ce": 0.1, "tv": 0.9}'),
+    ),
     "shifted_full": dict(
-        note="sample_from_anchor; mixed layers, the sliding one causal; more anchors than places, so some are not valid; padding; targets of the whole row",
-        documents=[12, 12], padding=12, layer_types=["full_attention", "sliding_attention"], decoder=dict(sliding_window=7, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
-        args=dict(sample_from_anchor=True, block_size=4, max_anchors=24)),
+        note=(
+            "sample_from_anchor; mixed layers, the sliding one causal; more anchors than places, so some are not "
+            "valid; padding; targets of the whole row"
+        ),
+        documents=[12, 12],
+        padding=12,
+        layer_types=["full_attention", "sliding_attention"],
+        decoder=dict(sliding_window=7, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+        args=dict(sample_from_anchor=True, block_size=4, max_anchors=24),
+    ),
     "dpace_holes": dict(
-        note="D-PACE (alpha 0.3) on ce, loss mask with holes up to the row's end, documents shorter than a block, two auxiliary layers, head_dim 16 on hidden 32",
-        documents=[2, 17, 3, 14, 1, 19], loss="random", layer_types=["full_attention"], decoder=dict(head_dim=16),
-        args=dict(target_layer_ids=[0, 3], block_size=8, max_anchors=12, loss_fn="ce", per_position_loss_weight="dpace", dpace_alpha=0.3)),
+        note=(
+            "D-PACE (alpha 0.3) on ce, loss mask with holes up to the row's end, documents shorter than a block, two "
+            "auxiliary layers, head_dim 16 on hidden 32"
+        ),
+        documents=[2, 17, 3, 14, 1, 19],
+        loss="random",
+        layer_types=["full_attention"],
+        decoder=dict(head_dim=16),
+        args=dict(
+            target_layer_ids=[0, 3],
+            block_size=8,
+            max_anchors=12,
+            loss_fn="ce",
+            per_position_loss_weight="dpace",
+            dpace_alpha=0.3,
+        ),
+    ),
 }
-ARGS = dict(target_layer_ids=[1, 2, 3], mask_token_id=VOCAB - 1, block_size=4, max_anchors=8, dflash_decay_gamma=4.0, dpace_alpha=0.5,
-            per_position_loss_weight="fixed-exp-decay", loss_fn="kl_div", loss_implementation="eager", draft_attn_impl="sdpa")
+ARGS = dict(
+    target_layer_ids=[1, 2, 3],
+    mask_token_id=VOCAB - 1,
+    block_size=4,
+    max_anchors=8,
+    dflash_decay_gamma=4.0,
+    dpace_alpha=0.5,
+    per_position_loss_weight="fixed-exp-decay",
+    loss_fn="kl_div",
+    loss_implementation="eager",
+    draft_attn_impl="sdpa",
+)
 
 
 class DFlash(Recorder):
     name, model, config, cases, args, seed = "dflash", DFlashDraftModel, DFlashSpeculatorConfig, CASES, ARGS, 5432
 
     def batch(self, model, case, args, call, seed):
-        """With the anchors that upstream draws. The verifier agrees with the draft in some blocks from their start on."""
+        """With the anchors that upstream draws. The verifier agrees with the draft in some blocks from their start
+        on."""
         g, n_aux = self.generator(seed + 3), len(args["target_layer_ids"])
         holes = case.get("loss") == "random"
-        samples = documents(case["documents"], n_aux, g, lambda n: (torch.rand(n, generator=g) < 0.7) if holes else torch.arange(n) >= n // 4)
+        samples = documents(
+            case["documents"],
+            n_aux,
+            g,
+            lambda n: (torch.rand(n, generator=g) < 0.7) if holes else torch.arange(n) >= n // 4,
+        )
         batch = packed(case, samples, n_aux)
         batch.pop("lengths", None)
         torch.manual_seed(self.seed + seed + 5)
@@ -50,7 +103,10 @@ class DFlash(Recorder):
 
     def forward(self, model, batch, call):
         """With the batch's anchors."""
-        anchors, rest = (batch["anchor_positions"], batch["anchor_valid"]), {k: v for k, v in batch.items() if not k.startswith("anchor_")}
+        anchors, rest = (
+            (batch["anchor_positions"], batch["anchor_valid"]),
+            {k: v for k, v in batch.items() if not k.startswith("anchor_")},
+        )
         draw, dflash.select_anchors = dflash.select_anchors, lambda *_: anchors
         try:
             return heads(model, lambda: model(**rest, **call))
@@ -60,18 +116,31 @@ class DFlash(Recorder):
     def run(self, model, batch, call):
         (_, loss, metrics), seen = self.forward(model, batch, call)
         logits = seen["head_out"][0]
-        return dict(loss=loss, metrics=metrics, final=logits, outputs={"verifier_lm_head_out.0": seen["target"][0], "lm_head_out.0": logits})
+        return dict(
+            loss=loss,
+            metrics=metrics,
+            final=logits,
+            outputs={"verifier_lm_head_out.0": seen["target"][0], "lm_head_out.0": logits},
+        )
 
     def numbers(self, model, case, args, batch, seed):
-        """How many loss rows are scored on another document than their anchor's: only `loss_mask` keeps upstream from counting them."""
+        """How many loss rows are scored on another document than their anchor's: only `loss_mask` keeps upstream from
+        counting them."""
         doc, mask, first = batch["document_ids"][0], batch["loss_mask"][0], 0 if model.config.sample_from_anchor else 1
-        rows = [(a, a + k) for a in batch["anchor_positions"][batch["anchor_valid"]].tolist() for k in range(first, model.block_size)]
+        rows = [
+            (a, a + k)
+            for a in batch["anchor_positions"][batch["anchor_valid"]].tolist()
+            for k in range(first, model.block_size)
+        ]
         return dict(cross_document_slots=sum(bool(mask[p] and doc[p] != doc[a]) for a, p in rows))
 
     def line(self, numbers, batch):
         m = numbers["metrics"]
-        return (f"right {m['full_acc_sum']:.0f}/{m['full_acc_total']:.0f}, eal {m['eal_sum'] / m['eal_total']:.2f}, "
-                f"anchors {int(batch['anchor_valid'].sum())}/{len(batch['anchor_valid'])}, {numbers['cross_document_slots']} slots in the next document")
+        return (
+            f"right {m['full_acc_sum']:.0f}/{m['full_acc_total']:.0f}, eal {m['eal_sum'] / m['eal_total']:.2f}, "
+            f"anchors {int(batch['anchor_valid'].sum())}/{len(batch['anchor_valid'])}, "
+            f"{numbers['cross_document_slots']} slots in the next document"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What the proofs run on: the shipped verifier, every proposer, the prompts, and the exact law of what the verifier writes."""
+"""What the proofs run on: the shipped verifier, every proposer, the prompts, and the exact law of what the verifier
+writes."""
+
 import copy
 from pathlib import Path
 
@@ -7,23 +9,23 @@ from memo import Deterministic, Grown, Independent, Memory, Sequential, inverse
 from transformers import AutoTokenizer
 
 import speculators_nb.decode.generate as decoder
-from speculators_nb.lab.corpus import read_corpus
-from speculators_nb.decode.draft_model import DraftModel
-from speculators_nb.decode.proposal_setup import TreeDrafter
-from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.serve.speculative_config import ArgmaxDrafter
-from speculators_nb.decode.suffix import SuffixDrafter
-from speculators_nb.lab.experiment import CONTENDERS, heldout_prompts, train_equally
-from speculators_nb.core.tree_growth import parse_tree
-from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.core.proposals import DynamicTreeTokenProposalConfig, StaticTreeTokenProposalConfig
 from speculators_nb.core.tree import probabilities
+from speculators_nb.core.tree_growth import parse_tree
+from speculators_nb.decode.draft_model import DraftModel
+from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.decode.proposal_setup import TreeDrafter
+from speculators_nb.decode.suffix import SuffixDrafter
+from speculators_nb.lab.corpus import read_corpus
+from speculators_nb.lab.experiment import CONTENDERS, heldout_prompts, train_equally
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.serve.speculative_config import ArgmaxDrafter
 from speculators_nb.verifier.tapped_model import Verifier
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED, TRAINED = ROOT / "data/tiny-verifier", ROOT / "output/drafters"
 LEARNED = list(CONTENDERS)
-PARALLEL = ("peagle", "dflash", "medusa")      # the law of a slot does not depend on what was drawn before it
+PARALLEL = ("peagle", "dflash", "medusa")  # the law of a slot does not depend on what was drawn before it
 LOOKUPS = ("n-gram", "suffix")
 TREES = {
     "static": StaticTreeTokenProposalConfig(initial_branching_factor=2, branching_factor=2, depth=2),
@@ -34,87 +36,144 @@ TREES = {
 
 def learned(name):
     "A trained drafter; what `make compare` trained is taken, what is missing is trained and kept."
-    if not (TRAINED / name / "model.safetensors").is_file(): train_equally(TRAINED, contenders={name: CONTENDERS[name]})
+    if not (TRAINED / name / "model.safetensors").is_file():
+        train_equally(TRAINED, contenders={name: CONTENDERS[name]})
     return SpeculatorModel.from_pretrained(TRAINED / name, verifier=SHIPPED).drafter()
 
 
 def draft_model(verifier, layers=3):
     "The first layers of the verifier."
     small = copy.deepcopy(verifier.model)
-    small.model.layers, small.config.num_hidden_layers, small.config.layer_types = small.model.layers[:layers], layers, small.config.layer_types[:layers]
+    small.model.layers, small.config.num_hidden_layers, small.config.layer_types = (
+        small.model.layers[:layers],
+        layers,
+        small.config.layer_types[:layers],
+    )
     return DraftModel(small, verifier)
 
 
 def make(name, drafters, verifier):
     "A proposer by its name: 'eagle', 'eagle argmax', 'eagle static', 'n-gram' ..."
     base, _, kind = name.partition(" ")
-    if base == "n-gram": return NgramDrafter()
-    if base == "suffix": return SuffixDrafter(max_requests=50)
+    if base == "n-gram":
+        return NgramDrafter()
+    if base == "suffix":
+        return SuffixDrafter(max_requests=50)
     drafter = draft_model(verifier) if base == "draft-model" else drafters[base]
-    if kind == "argmax": return ArgmaxDrafter(drafter)
+    if kind == "argmax":
+        return ArgmaxDrafter(drafter)
     return TreeDrafter(drafter, TREES[kind]) if kind else drafter
 
 
 def remembered(name, drafter, memory):
     "The same, with its deterministic part remembered. Suffix decoding learns from text to text: nothing of it is."
     base, _, kind = name.partition(" ")
-    if base == "suffix": return drafter
-    if kind in ("argmax", "dynamic") or base == "n-gram": return Deterministic(drafter, memory)
-    if kind: return Grown(drafter, memory)
+    if base == "suffix":
+        return drafter
+    if kind in ("argmax", "dynamic") or base == "n-gram":
+        return Deterministic(drafter, memory)
+    if kind:
+        return Grown(drafter, memory)
     return (Independent if base in PARALLEL else Sequential)(drafter, memory)
 
 
 def shipped(layers):
     "The verifier, its tokenizer, and the held-out prompts with their domains."
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
-    return Verifier.from_pretrained(SHIPPED, layers), tokenizer, heldout_prompts(list(read_corpus(ROOT / "data/corpus/heldout.jsonl")), tokenizer)[0]
+    return (
+        Verifier.from_pretrained(SHIPPED, layers),
+        tokenizer,
+        heldout_prompts(list(read_corpus(ROOT / "data/corpus/heldout.jsonl")), tokenizer)[0],
+    )
 
 
 def stories(verifier, prompts):
-    """Two prompts within a story, where the verifier has choices. `once`: sixteen words into its answer to the eighth held-out prompt. `retold`: that answer whole, the prompt again, and fourteen
+    """Two prompts within a story, where the verifier has choices. `once`: sixteen words into its answer to the eighth
+    held-out prompt. `retold`: that answer whole, the prompt again, and fourteen
     words into the second telling; here look-up has something to find."""
     ask = prompts[7]
-    def greedy(n): return verifier.model.generate(torch.tensor([ask]), do_sample=False, max_new_tokens=n)[0, len(ask):].tolist()
+
+    def greedy(n):
+        return verifier.model.generate(torch.tensor([ask]), do_sample=False, max_new_tokens=n)[0, len(ask) :].tolist()
+
     story = greedy(60)
     return {"once": ask + story[:16], "retold": ask + story + ask + story[:14]}
 
 
 @torch.inference_mode()
 def exact_law(model, prompt, n, temperature, **filters):
-    "Probability of every text of n tokens that the verifier can write, {tokens: probability}, by plain forward passes of the Hugging Face model without any cache."
+    """Probability of every text of n tokens that the verifier can write, {tokens: probability}, by plain forward passes
+    of the Hugging Face model without any cache."""
     cells = {(): 1.0}
     for _ in range(n):
         longer, texts = {}, list(cells)
         for at in range(0, len(texts), 128):
-            part = texts[at:at + 128]
-            rows = probabilities(model(torch.tensor([[*prompt, *t] for t in part]), logits_to_keep=1).logits[:, -1], temperature, **filters).double()
-            for t, row in zip(part, rows): longer |= {(*t, int(x)): cells[t] * float(row[x]) for x in row.nonzero()[:, 0]}
+            part = texts[at : at + 128]
+            rows = probabilities(
+                model(torch.tensor([[*prompt, *t] for t in part]), logits_to_keep=1).logits[:, -1],
+                temperature,
+                **filters,
+            ).double()
+            for t, row in zip(part, rows):
+                longer |= {(*t, int(x)): cells[t] * float(row[x]) for x in row.nonzero()[:, 0]}
         cells = longer
     return cells
 
 
 def chi_square(counts, law):
-    """(statistic, degrees of freedom, p) of {tokens: count} under {tokens: probability}. Cells that expect fewer than 5 are pooled; a text that the verifier cannot write has p = 0."""
+    """(statistic, degrees of freedom, p) of {tokens: count} under {tokens: probability}. Cells that expect fewer than 5
+    are pooled; a text that the verifier cannot write has p = 0."""
     n = sum(counts.values())
-    if set(counts) - set(law): return float("inf"), len(law) - 1, 0.0
+    if set(counts) - set(law):
+        return float("inf"), len(law) - 1, 0.0
     seen, want = (torch.tensor([x.get(t, 0) for t in law], dtype=torch.float64) for x in (counts, law))
     want *= n / want.sum()
     rare = want < 5
-    if rare.any(): seen, want = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (seen, want))
+    if rare.any():
+        seen, want = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (seen, want))
     stat, free = float(((seen - want) ** 2 / want).sum()), len(want) - 1
-    return stat, free, float(torch.special.gammaincc(torch.tensor(free / 2, dtype=torch.float64), torch.tensor(stat / 2, dtype=torch.float64)))
+    return (
+        stat,
+        free,
+        float(
+            torch.special.gammaincc(
+                torch.tensor(free / 2, dtype=torch.float64), torch.tensor(stat / 2, dtype=torch.float64)
+            )
+        ),
+    )
 
 
 class Sampler:
-    "Texts of `new` tokens after one prompt, through `generate`, with the verifier's memory in the place of its cache. `fast` draws tokens by `memo.inverse`."
+    """Texts of `new` tokens after one prompt, through `generate`, with the verifier's memory in the place of its cache.
+    `fast` draws tokens by `memo.inverse`."""
+
     def __init__(self, verifier, prompt, new=5, k=3, fast=True):
-        self.verifier, self.prompt, self.new, self.k, self.fast, self.memory = verifier, prompt, new, k, fast, Memory(verifier, prompt)
+        self.verifier, self.prompt, self.new, self.k, self.fast, self.memory = (
+            verifier,
+            prompt,
+            new,
+            k,
+            fast,
+            Memory(verifier, prompt),
+        )
 
     def draw(self, drafter, n, sampling, rule, batch=500):
         "n generations. `drafter` is `remembered`."
         real = decoder.Context, torch.multinomial
         decoder.Context, torch.multinomial = self.memory.context_class(), inverse if self.fast else torch.multinomial
         try:
-            return [g for at in range(0, n, batch) for g in decoder.generate(self.verifier, drafter, [self.prompt] * min(batch, n - at), max_new_tokens=self.new, k=self.k,
-                                                                             sampling=sampling, rule=rule)]
-        finally: decoder.Context, torch.multinomial = real
+            return [
+                g
+                for at in range(0, n, batch)
+                for g in decoder.generate(
+                    self.verifier,
+                    drafter,
+                    [self.prompt] * min(batch, n - at),
+                    max_new_tokens=self.new,
+                    k=self.k,
+                    sampling=sampling,
+                    rule=rule,
+                )
+            ]
+        finally:
+            decoder.Context, torch.multinomial = real

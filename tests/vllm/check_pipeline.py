@@ -1,24 +1,32 @@
 #!/usr/bin/env python
-"""From chats to a measured drafter with nothing but commands and the real vLLM, on a CPU; each stage is killed once and goes on.
+"""From chats to a measured drafter with nothing but commands and the real vLLM, on a CPU; each stage is killed once and
+goes on.
 
-    .venv/bin/python tests/vllm/check_pipeline.py               all of it; the first call also makes .venv-vllm (4 minutes, 3.4 GB)
+    .venv/bin/python tests/vllm/check_pipeline.py               all of it; the first call also makes .venv-vllm (4
+    minutes, 3.4 GB)
     .venv/bin/python tests/vllm/check_pipeline.py --no-kills    without the interruptions
     .venv/bin/python tests/vllm/check_pipeline.py --keep DIR    leave what was made in DIR
 
 The commands are those of the README, on the shipped tiny verifier:
 
     serve VERIFIER --run                          vLLM on the verifier
-    regenerate --server                           its answers to the corpus' questions;   kill -9 of the client: goes on where it was
+    regenerate --server                           its answers to the corpus' questions;   kill -9 of the client: goes on
+    where it was
     prepare                                       answers to token ids and loss masks
     serve VERIFIER --hidden-states DIR --run      vLLM with our connector
-    features --source vllm                        hidden states over HTTP and files;      kill -9 of the server and of the client
+    features --source vllm                        hidden states over HTTP and files;      kill -9 of the server and of
+    the client
     features --source hf                          the same in this process: must differ by at most 1e-3, relative
-    train                                         EAGLE-3;                                kill -9 of the trainer: --resume gives the drafter that an undisturbed run gives
+    train                                         EAGLE-3;                                kill -9 of the trainer:
+    --resume gives the drafter that an undisturbed run gives
     check, serve DRAFTER --run                    vLLM with the drafter
-    evaluate --engine vllm, --engine reference    acceptance from its /metrics: must be what our decoder finds on the same prompts
+    evaluate --engine vllm, --engine reference    acceptance from its /metrics: must be what our decoder finds on the
+    same prompts
 
-Everything is asserted, a table of the stages is printed, and all of it must end within 20 minutes (LIMIT_MINUTES), the environment included.
+Everything is asserted, a table of the stages is printed, and all of it must end within 20 minutes (LIMIT_MINUTES), the
+environment included.
 """
+
 import argparse
 import json
 import os
@@ -41,8 +49,16 @@ from speculators_nb.serve.server import free_port
 
 COMMAND, CORPUS = Path(sys.executable).parent / "speculators-nb", ROOT / "data/corpus"
 CHATS, PROMPTS, TOKENS, K = 160, 16, 48, 3
-ENVIRONMENT = os.environ | dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1", VLLM_CPU_KVCACHE_SPACE="1",
-                                VLLM_LOGGING_LEVEL="WARNING", SPECULATORS_NB_VLLM=str(VENV / "bin/vllm"))
+ENVIRONMENT = os.environ | dict(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+    TQDM_DISABLE="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    SPECULATORS_NB_VLLM=str(VENV / "bin/vllm"),
+)
 STAGES = []
 
 
@@ -52,7 +68,13 @@ def stage(name):
     found, began = {}, time.monotonic()
     print(f"== {name}", flush=True)
     yield found
-    STAGES.append(dict(stage=name, seconds=round(time.monotonic() - began, 1), found=", ".join(f"{k} {v}" for k, v in found.items())))
+    STAGES.append(
+        dict(
+            stage=name,
+            seconds=round(time.monotonic() - began, 1),
+            found=", ".join(f"{k} {v}" for k, v in found.items()),
+        )
+    )
     print(f"   {STAGES[-1]['seconds']} s  {STAGES[-1]['found']}", flush=True)
 
 
@@ -65,7 +87,10 @@ def run(*args):
     """What a command prints; it must succeed."""
     done = subprocess.run([COMMAND, *map(str, args)], env=ENVIRONMENT, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"speculators-nb {' '.join(map(str, args))}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"speculators-nb {' '.join(map(str, args))}: exit code {done.returncode}\n"
+            f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
+        )
     return done.stdout
 
 
@@ -90,17 +115,37 @@ class Serving:
     """`speculators-nb serve … --run` in a process group of its own: started at once, ended with a `with` block."""
 
     def __init__(self, port, folder, *args):
-        self.port, self.url, self.log, self.args, self.process = port, f"http://127.0.0.1:{port}", folder / f"server-{port}.log", args, None
+        self.port, self.url, self.log, self.args, self.process = (
+            port,
+            f"http://127.0.0.1:{port}",
+            folder / f"server-{port}.log",
+            args,
+            None,
+        )
         self.start()
 
     def start(self):
         "Start it, and wait until it answers."
         with self.log.open("ab") as log:
-            self.process = start("serve", *self.args, "--dtype", "float32", "--max-model-len", 1024, "--port", self.port, "--run", "--extra=--max-num-seqs=8", log=log)
+            self.process = start(
+                "serve",
+                *self.args,
+                "--dtype",
+                "float32",
+                "--max-model-len",
+                1024,
+                "--port",
+                self.port,
+                "--run",
+                "--extra=--max-num-seqs=8",
+                log=log,
+            )
         endpoint, began = Endpoint(self.url, timeout=5, tries=1), time.monotonic()
         while True:
             if self.process.poll() is not None or time.monotonic() - began > 600:
-                raise SystemExit(f"serve {' '.join(map(str, self.args))}: no server\n{self.log.read_text(errors='replace')[-4000:]}")
+                raise SystemExit(
+                    f"serve {' '.join(map(str, self.args))}: no server\n{self.log.read_text(errors='replace')[-4000:]}"
+                )
             try:
                 endpoint.get("/health")
                 return
@@ -138,7 +183,8 @@ def states(path):
 
 
 def features_equal(ours, theirs):
-    """Largest difference of two feature folders, relative to the size of each layer's states; every row once, none torn."""
+    """Largest difference of two feature folders, relative to the size of each layer's states; every row once, none
+    torn."""
     names = sorted(p.name for p in ours.glob("hs_*.safetensors"))
     assert names and names == sorted(p.name for p in theirs.glob("hs_*.safetensors")), "the folders hold other rows"
     worst = 0
@@ -155,19 +201,35 @@ def check(folder, kills):
     with stage("install vLLM") as found:
         found["already there" if (VENV / ".complete").exists() else "made"] = VENV.name
         install()
-    answers, prepared, served, here, drafter = (folder / n for n in ("answers.jsonl", "prepared", "features-vllm", "features-hf", "drafter"))
+    answers, prepared, served, here, drafter = (
+        folder / n for n in ("answers.jsonl", "prepared", "features-vllm", "features-hf", "drafter")
+    )
 
     with stage("serve the verifier") as found:
         server = Serving(free_port(), folder, VERIFIER)
     with server, stage("regenerate") as found:
-        args = ("regenerate", CORPUS / "train.jsonl", answers, "--server", server.url, "--max-samples", CHATS, "--max-new-tokens", 96)
+        args = (
+            "regenerate",
+            CORPUS / "train.jsonl",
+            answers,
+            "--server",
+            server.url,
+            "--max-samples",
+            CHATS,
+            "--max-new-tokens",
+            96,
+        )
         if kills:
-            assert killed_when(lambda: lines(answers) >= CHATS // 4, *args), "the client was done before it could be killed"
+            assert killed_when(lambda: lines(answers) >= CHATS // 4, *args), (
+                "the client was done before it could be killed"
+            )
             found["client killed after"] = f"{lines(answers)} lines"
         run(*args)
         rows = [json.loads(line) for line in answers.open()]
         asked = [row["primary_id"] for row in rows if row["part"][0] == 0]
-        assert len(asked) == len(set(asked)) == CHATS, f"{len(asked)} conversations, {len(set(asked))} different ones, expected {CHATS}"
+        assert len(asked) == len(set(asked)) == CHATS, (
+            f"{len(asked)} conversations, {len(set(asked))} different ones, expected {CHATS}"
+        )
         found["conversations"] = len(asked)
     with stage("prepare") as found:
         run("prepare", answers, VERIFIER, prepared, "--max-length", 384, "--num-proc", 1)
@@ -176,7 +238,20 @@ def check(folder, kills):
 
     with stage("serve the verifier's hidden states"):
         server = Serving(free_port(), folder, VERIFIER, "--hidden-states", folder / "states")
-    args = ("features", VERIFIER, prepared, served, "--source", "vllm", "--storage", folder / "states", "--server", server.url, "--dtype", "float32")
+    args = (
+        "features",
+        VERIFIER,
+        prepared,
+        served,
+        "--source",
+        "vllm",
+        "--storage",
+        folder / "states",
+        "--server",
+        server.url,
+        "--dtype",
+        "float32",
+    )
 
     def made():
         return len(list(served.glob("hs_*.safetensors")))
@@ -206,16 +281,31 @@ def check(folder, kills):
         found["largest relative difference"] = f"{worst:.1e}"
         assert worst <= 1e-3, f"the engine's hidden states differ by {worst:.2e}"
 
-    args = ("--num-train-epochs", 4, "--learning-rate", "2e-3", "--total-seq-len", 512, "--extra", f"ttt_steps={K}", "--extra", "report_to=none")
+    args = (
+        "--num-train-epochs",
+        4,
+        "--learning-rate",
+        "2e-3",
+        "--total-seq-len",
+        512,
+        "--extra",
+        f"ttt_steps={K}",
+        "--extra",
+        "report_to=none",
+    )
     with stage("train EAGLE-3") as found:
         if kills:
-            assert killed_when(lambda: any(drafter.glob("checkpoint-*/trainer_state.json")), "train", served, drafter, *args), "the trainer was done before it could be killed"
+            assert killed_when(
+                lambda: any(drafter.glob("checkpoint-*/trainer_state.json")), "train", served, drafter, *args
+            ), "the trainer was done before it could be killed"
             found["killed with"] = ", ".join(sorted(p.name for p in drafter.glob("checkpoint-*")))
         run("train", served, drafter, *args, "--resume")
     if kills:
         with stage("train again, undisturbed") as found:
             run("train", served, folder / "undisturbed", *args)
-            assert (drafter / "model.safetensors").read_bytes() == (folder / "undisturbed/model.safetensors").read_bytes(), "the resumed drafter is another one"
+            assert (drafter / "model.safetensors").read_bytes() == (
+                folder / "undisturbed/model.safetensors"
+            ).read_bytes(), "the resumed drafter is another one"
             found["same drafter"] = "to the bit"
     with stage("check"):
         print("  ", run("check", drafter).strip())
@@ -228,18 +318,35 @@ def check(folder, kills):
     with stage("acceptance in process"):
         run("evaluate", *common, "--as-engine", "--no-ngram", "--k", K, "--output-dir", folder / "reference")
     with stage("compare") as found:
-        table = run("compare", f"vllm={folder / 'engine'}", f"reference={folder / 'reference'}", "--output-dir", folder / "comparison")
-        engine, reference = (pd.read_json(folder / name / "requests.jsonl", lines=True) for name in ("engine", "reference"))
+        table = run(
+            "compare",
+            f"vllm={folder / 'engine'}",
+            f"reference={folder / 'reference'}",
+            "--output-dir",
+            folder / "comparison",
+        )
+        engine, reference = (
+            pd.read_json(folder / name / "requests.jsonl", lines=True) for name in ("engine", "reference")
+        )
         assert len(engine) == len(reference) == PROMPTS
         for name in ("steps", "drafts", "proposed", "accepted", "accepted_at"):
-            assert engine[name].tolist() == reference[name].tolist(), f"{name}: vLLM {engine[name].tolist()}, here {reference[name].tolist()}"
+            assert engine[name].tolist() == reference[name].tolist(), (
+                f"{name}: vLLM {engine[name].tolist()}, here {reference[name].tolist()}"
+            )
         a, b = (pd.read_csv(folder / name / "positions.csv").unconditional for name in ("engine", "reference"))
         assert np.allclose(a, b, atol=0)
         assert engine.accepted.sum() > 0, "nothing was accepted, so nothing was compared"
-        found["prompts"], found["accepted"] = PROMPTS, f"{engine.accepted.sum()} of {engine.proposed.sum()} tokens, the same in each request"
+        found["prompts"], found["accepted"] = (
+            PROMPTS,
+            f"{engine.accepted.sum()} of {engine.proposed.sum()} tokens, the same in each request",
+        )
         print(table)
     for output in (answers, prepared, served, here, drafter, folder / "engine", folder / "reference"):
-        record = [output.with_name(f"{output.name}.provenance.json")] if output.is_file() else [output / "provenance.json", output / "data_config.json"]
+        record = (
+            [output.with_name(f"{output.name}.provenance.json")]
+            if output.is_file()
+            else [output / "provenance.json", output / "data_config.json"]
+        )
         assert any(r.is_file() for r in record), f"{output}: no provenance beside it"
     return time.monotonic() - began
 

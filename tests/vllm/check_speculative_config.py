@@ -1,15 +1,22 @@
 #!/usr/bin/env python
 """Ask vLLM's own SpeculativeConfig what it accepts, and write the answers down.
 
-    .venv-vllm/bin/python tests/vllm/check_speculative_config.py            compare with the record; fails where vLLM answers otherwise
-    .venv-vllm/bin/python tests/vllm/check_speculative_config.py --record   write tests/fixtures/speculative_config_vllm.json again
+    .venv-vllm/bin/python tests/vllm/check_speculative_config.py            compare with the record; fails where vLLM
+    answers otherwise
+    .venv-vllm/bin/python tests/vllm/check_speculative_config.py --record   write
+    tests/fixtures/speculative_config_vllm.json again
 
-`CASES` are dictionaries, right and wrong, and `write_models` makes the folders that they name: a config.json each, no weights, for vLLM builds no
-engine here. The record says for each case whether vLLM accepts it, and what it makes of it. tests/test_speculative_config.py feeds the same
-dictionaries to our class and compares it with the record, so that it needs no vLLM. Recorded too: what vLLM makes of every row of our MTP table.
-Then vLLM is given the JSON that our class emits for every dictionary that it accepts, and must make the same of it (.venv emits it).
+`CASES` are dictionaries, right and wrong, and `write_models` makes the folders that they name: a config.json each, no
+weights, for vLLM builds no
+engine here. The record says for each case whether vLLM accepts it, and what it makes of it.
+tests/test_speculative_config.py feeds the same
+dictionaries to our class and compares it with the record, so that it needs no vLLM. Recorded too: what vLLM makes of
+every row of our MTP table.
+Then vLLM is given the JSON that our class emits for every dictionary that it accepts, and must make the same of it
+(.venv emits it).
 The suffix cases need arctic-inference only to run: here vLLM is told that it is there.
 """
+
 import argparse
 import json
 import os
@@ -21,32 +28,87 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests/fixtures/speculative_config_vllm.json"
 VERIFIER = ROOT / "data/tiny-verifier"
-FIELDS = ("method", "num_speculative_tokens", "parallel_drafting", "synthetic_acceptance_rates", "draft_sample_method", "max_model_len", "quantization",
-          "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
+FIELDS = (
+    "method",
+    "num_speculative_tokens",
+    "parallel_drafting",
+    "synthetic_acceptance_rates",
+    "draft_sample_method",
+    "max_model_len",
+    "quantization",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+)
 
-LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=1,
-             num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, torch_dtype="float32")
+LLAMA = dict(
+    model_type="llama",
+    architectures=["LlamaForCausalLM"],
+    vocab_size=2048,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=1024,
+    torch_dtype="float32",
+)
 LAYER = LLAMA | dict(num_hidden_layers=1)
-SPECULATORS = dict(proposal_methods=[dict(proposal_type="greedy", speculative_tokens=3)], default_proposal_method="greedy",
-                   verifier=dict(name_or_path=str(VERIFIER), architectures=["Qwen3ForCausalLM"]))
+SPECULATORS = dict(
+    proposal_methods=[dict(proposal_type="greedy", speculative_tokens=3)],
+    default_proposal_method="greedy",
+    verifier=dict(name_or_path=str(VERIFIER), architectures=["Qwen3ForCausalLM"]),
+)
 MIMO = LLAMA | dict(model_type="qwen2", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
-BLOCKS = LLAMA | dict(model_type="qwen3", architectures=["DFlashDraftModel"], draft_vocab_size=2048, block_size=4, num_target_layers=6,
-                      dflash_config=dict(mask_token_id=0, target_layer_ids=[0, 2, 4]))
+BLOCKS = LLAMA | dict(
+    model_type="qwen3",
+    architectures=["DFlashDraftModel"],
+    draft_vocab_size=2048,
+    block_size=4,
+    num_target_layers=6,
+    dflash_config=dict(mask_token_id=0, target_layer_ids=[0, 2, 4]),
+)
 # folder -> config.json
 MODELS = {
     "small": LLAMA,
     "small-other-words": LLAMA | dict(vocab_size=1000),
-    "EAGLE-small": LLAMA, "small_eagle3": LLAMA, "small-dflash": BLOCKS, "blocks": BLOCKS,
-    "heads": dict(model_type="medusa", architectures=["MedusaModel"], hidden_size=128, vocab_size=2048, num_heads=4, num_hidden_layers=1),
-    "trained-eagle3": dict(architectures=["Eagle3Speculator"], speculators_model_type="eagle3", speculators_config=SPECULATORS | dict(algorithm="eagle3"),
-                           speculators_version="0.5.0", draft_vocab_size=2048, transformer_layer_config=LAYER, norm_before_residual=False,
-                           eagle_aux_hidden_state_layer_ids=[1, 3, 5], torch_dtype="float32"),
-    "mimo": MIMO, "two-heads": LLAMA | dict(model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"], num_nextn_predict_layers=2),
+    "EAGLE-small": LLAMA,
+    "small_eagle3": LLAMA,
+    "small-dflash": BLOCKS,
+    "blocks": BLOCKS,
+    "heads": dict(
+        model_type="medusa",
+        architectures=["MedusaModel"],
+        hidden_size=128,
+        vocab_size=2048,
+        num_heads=4,
+        num_hidden_layers=1,
+    ),
+    "trained-eagle3": dict(
+        architectures=["Eagle3Speculator"],
+        speculators_model_type="eagle3",
+        speculators_config=SPECULATORS | dict(algorithm="eagle3"),
+        speculators_version="0.5.0",
+        draft_vocab_size=2048,
+        transformer_layer_config=LAYER,
+        norm_before_residual=False,
+        eagle_aux_hidden_state_layer_ids=[1, 3, 5],
+        torch_dtype="float32",
+    ),
+    "mimo": MIMO,
+    "two-heads": LLAMA
+    | dict(model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"], num_nextn_predict_layers=2),
     "phi": dict(LLAMA, model_type="phi3", architectures=["Phi3ForCausalLM"], pad_token_id=0),
 }
-NGRAM, DRAFT = dict(method="ngram", num_speculative_tokens=3), dict(model="small", method="draft_model", num_speculative_tokens=3)
+NGRAM, DRAFT = (
+    dict(method="ngram", num_speculative_tokens=3),
+    dict(model="small", method="draft_model", num_speculative_tokens=3),
+)
 SYNTHETIC, SUFFIX = NGRAM | dict(rejection_sample_method="synthetic"), dict(method="suffix", num_speculative_tokens=8)
-# name -> dictionary; "target" is a folder (the tiny verifier without it), "target_tp" its devices; `model` is looked for among MODELS
+# name -> dictionary; "target" is a folder (the tiny verifier without it), "target_tp" its devices; `model` is looked
+# for among MODELS
 CASES = {
     "ngram": NGRAM,
     "ngram by model": dict(model="ngram", num_speculative_tokens=3),
@@ -108,7 +170,8 @@ CASES = {
     "draft model on 2 of 2": DRAFT | dict(draft_tensor_parallel_size=2, target_tp=2),
     "draft model on 3 of 2": DRAFT | dict(draft_tensor_parallel_size=3, target_tp=2),
     "draft model on 0": DRAFT | dict(draft_tensor_parallel_size=0),
-    "eager, padded, loaded": DRAFT | dict(enforce_eager=True, disable_padded_drafter_batch=True, draft_load_config=dict(load_format="dummy")),
+    "eager, padded, loaded": DRAFT
+    | dict(enforce_eager=True, disable_padded_drafter_batch=True, draft_load_config=dict(load_format="dummy")),
     "eagle by name": dict(model="EAGLE-small", num_speculative_tokens=3),
     "draft model, another word in its name": DRAFT | dict(model="small_eagle3"),
     "eagle3 by name": dict(model="small_eagle3", num_speculative_tokens=3),
@@ -129,8 +192,11 @@ CASES = {
     "mtp of two layers, 4 tokens": dict(method="mtp", num_speculative_tokens=4, target="two-heads"),
     "mtp of two layers, 3 tokens": dict(method="mtp", num_speculative_tokens=3, target="two-heads"),
     "mtp of a target without a head": dict(method="mtp", num_speculative_tokens=1),
-    "hidden states": dict(method="extract_hidden_states", num_speculative_tokens=1,
-                          draft_model_config=dict(hf_config=dict(eagle_aux_hidden_state_layer_ids=[1, 3, 5]))),
+    "hidden states": dict(
+        method="extract_hidden_states",
+        num_speculative_tokens=1,
+        draft_model_config=dict(hf_config=dict(eagle_aux_hidden_state_layer_ids=[1, 3, 5])),
+    ),
     "hidden states, no length": dict(method="extract_hidden_states"),
     "aux states of a foreign family": dict(model="small", method="eagle3", num_speculative_tokens=3, target="phi"),
     "ngram with parallel drafting": NGRAM | dict(parallel_drafting=True),
@@ -163,6 +229,7 @@ def emit(folder):
     """Runs inside .venv: {case: what our class writes for vLLM 0.32}, of those it has words for."""
     sys.path.insert(0, str(ROOT))
     from speculators_nb.serve.speculative_config import SpeculativeConfig
+
     written = {}
     for name, case in CASES.items():
         fields, target, devices = place(case, folder)
@@ -178,6 +245,7 @@ def ask_vllm(folder, dictionaries):
     """{case: what vLLM says to its dictionary}."""
     import vllm.config.speculative as module
     from vllm.config import ModelConfig, ParallelConfig
+
     module.has_arctic_inference = lambda: True
     targets, said = {}, {}
     for name, fields in dictionaries.items():
@@ -191,23 +259,42 @@ def ask_vllm(folder, dictionaries):
             raise SystemExit(f"{name}: vLLM refuses the target: {e}") from e
         try:
             c = module.SpeculativeConfig(**fields, target_model_config=targets[target], target_parallel_config=parallel)
-        except Exception as e:          # vLLM refuses with several classes
+        except Exception as e:  # vLLM refuses with several classes
             said[name] = dict(accepted=False, error=str(e).replace(folder, "").replace(str(ROOT), "")[:300])
             continue
-        lookup = dict(prompt_lookup_min=c.prompt_lookup_min, prompt_lookup_max=c.prompt_lookup_max) if c.method == "ngram" else {}
-        said[name] = dict(accepted=True, is_target=c.model == target, slots=c.max_num_new_slots_for_drafting,
-                          fields={f: getattr(c, f) for f in FIELDS} | lookup)
+        lookup = (
+            dict(prompt_lookup_min=c.prompt_lookup_min, prompt_lookup_max=c.prompt_lookup_max)
+            if c.method == "ngram"
+            else {}
+        )
+        said[name] = dict(
+            accepted=True,
+            is_target=c.model == target,
+            slots=c.max_num_new_slots_for_drafting,
+            fields={f: getattr(c, f) for f in FIELDS} | lookup,
+        )
     return said
 
 
 def ask_mtp(words):
-    """{word: [MTP type, tokens] or the error}: what vLLM makes of a verifier with such a model_type, or architecture."""
+    """{word: [MTP type, tokens] or the error}: what vLLM makes of a verifier with such a model_type, or
+    architecture."""
     from transformers import PretrainedConfig
     from vllm.config.speculative import SpeculativeConfig
+
     said = {}
     for word in words:
-        kind = dict(model_type="any", architectures=[word]) if word[0].isupper() else dict(model_type=word, architectures=["AnyForCausalLM"])
-        config = PretrainedConfig(num_nextn_predict_layers=2, mtp_num_hidden_layers=3, num_mtp_modules=4, **{k: v for k, v in kind.items() if k != "model_type"})
+        kind = (
+            dict(model_type="any", architectures=[word])
+            if word[0].isupper()
+            else dict(model_type=word, architectures=["AnyForCausalLM"])
+        )
+        config = PretrainedConfig(
+            num_nextn_predict_layers=2,
+            mtp_num_hidden_layers=3,
+            num_mtp_modules=4,
+            **{k: v for k, v in kind.items() if k != "model_type"},
+        )
         config.model_type = kind["model_type"]
         made = SpeculativeConfig.hf_config_override(config)
         said[word] = [made.model_type, made.n_predict]
@@ -218,6 +305,7 @@ def mtp_words():
     """All words of our table, read from the module's source: this interpreter has none of our requirements."""
     import ast
     import re
+
     source = (ROOT / "speculators_nb/serve/vllm_methods.py").read_text()
     rows = re.search(r"^MTP_FAMILIES = (\[.*?^\])", source, re.M | re.S)[1]
     return [w for row in ast.parse(rows, mode="eval").body.elts for w in ast.literal_eval(row.args[1])]
@@ -226,16 +314,26 @@ def mtp_words():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", action="store_true", help="write the record again")
-    parser.add_argument("--emit", metavar="FOLDER", help="print our class's JSON for the models in FOLDER (this script calls itself so)")
+    parser.add_argument(
+        "--emit", metavar="FOLDER", help="print our class's JSON for the models in FOLDER (this script calls itself so)"
+    )
     args = parser.parse_args()
     if args.emit:
         return print(json.dumps(emit(args.emit)))
     import vllm
+
     with tempfile.TemporaryDirectory() as folder:
         write_models(folder)
-        emitted = json.loads(subprocess.run([ROOT / ".venv/bin/python", "-W", "ignore", __file__, "--emit", folder], check=True, capture_output=True).stdout)
-        answer = dict(version=vllm.__version__, mtp=ask_mtp(mtp_words()),
-                      cases=ask_vllm(folder, {name: place(case, folder)[0] for name, case in CASES.items()}))
+        emitted = json.loads(
+            subprocess.run(
+                [ROOT / ".venv/bin/python", "-W", "ignore", __file__, "--emit", folder], check=True, capture_output=True
+            ).stdout
+        )
+        answer = dict(
+            version=vllm.__version__,
+            mtp=ask_mtp(mtp_words()),
+            cases=ask_vllm(folder, {name: place(case, folder)[0] for name, case in CASES.items()}),
+        )
         ours = ask_vllm(folder, emitted)
     for name, said in ours.items():
         if not said["accepted"] or (answer["cases"][name]["accepted"] and said != answer["cases"][name]):
@@ -245,14 +343,21 @@ def main():
         RECORD.write_text(json.dumps(answer, indent=1, sort_keys=True) + "\n")
     else:
         recorded = json.loads(RECORD.read_text())
-        differing = [f"{part}: {name}" for part in ("cases", "mtp") for name in recorded[part] | answer[part]
-                     if recorded[part].get(name) != answer[part].get(name)]
+        differing = [
+            f"{part}: {name}"
+            for part in ("cases", "mtp")
+            for name in recorded[part] | answer[part]
+            if recorded[part].get(name) != answer[part].get(name)
+        ]
         if differing:
             sys.exit("vLLM answers otherwise than recorded (--record writes it again): " + "; ".join(differing))
     accepted = sum(c["accepted"] for c in answer["cases"].values())
-    print(f"vLLM {answer['version']}: {accepted} dictionaries accepted, {len(CASES) - accepted} refused, {len(answer['mtp'])} words of the MTP table, "
-          f"{len(ours)} dictionaries of ours accepted with the same meaning; "
-          f"{'recorded' if args.record else 'as recorded'}")
+    print(
+        f"vLLM {answer['version']}: {accepted} dictionaries accepted, {len(CASES) - accepted} refused, "
+        f"{len(answer['mtp'])} words of the MTP table, "
+        f"{len(ours)} dictionaries of ours accepted with the same meaning; "
+        f"{'recorded' if args.record else 'as recorded'}"
+    )
 
 
 if __name__ == "__main__":

