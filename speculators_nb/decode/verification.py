@@ -81,9 +81,7 @@ class Context:
         self,
         unread: list[Tensor],  # B rows [m_b], decided tokens that are not in the cache
         trees: list[TokenTree],  # B proposals
-    ) -> list[
-        tuple[Tensor, Tensor]
-    ]:  # logits [N_b+1, V] (last token, nodes); hidden states [m_b+N_b, A·H]
+    ) -> list[tuple[Tensor, Tensor]]:  # B: logits [N_b+1, V], hidden states [m_b+N_b, A·H]
         "One pass of the verifier over all requests."
         starts = self.lengths() if len(unread) > 1 or self.at.numel() else [0] * len(unread)
         rows = [layout(u, t, s) for u, t, s in zip(unread, trees, starts)]

@@ -64,10 +64,7 @@ def prompt_of(
 
 
 def read_prompts(
-    data: str
-    | os.PathLike
-    | Mapping
-    | Iterable,  # `read_conversations` data, {domain: data} or rows
+    data: str | Path | Mapping | Iterable,  # `read_conversations` data, {domain: data} or rows
     limit: int | None = None,  # of each domain
 ) -> list[Prompt]:  # in the order of the source
     "Collect prompts. Errors: ValueError where there is none, or a row asks nothing."

@@ -22,6 +22,7 @@ from .extraction_client import HiddenStatesClient, Room
 from .feature_file import FeatureError
 from speculators_nb.features.feature_folder import (
     FeatureFolder,
+    FeatureRow,
     FeatureRows,
     origin,
     shard,
@@ -181,14 +182,15 @@ class ServerFeatures(FeatureRows):
         row = self.table[i]
         return self.client.states(row["input_ids"], more_than_text(row)).to(self.dtype)
 
-    def read(self, i: int) -> tuple:
+    def read(self, i: int) -> FeatureRow:
         try:
             states = self._states(i)
         except (FeatureError, EndpointError) as e:
             self.breaker.see(e)
             raise e if isinstance(e, FeatureError) else FeatureError(f"row {i}", str(e)) from e
         self.breaker.see(states)
-        return self.rows[i]["input_ids"].long(), self.rows[i]["loss_mask"].bool(), states
+        row = self.rows[i]
+        return FeatureRow(row["input_ids"].long(), row["loss_mask"].bool(), states)
 
     def __getitems__(self, indices: list[int]) -> list[dict]:
         made = {}

@@ -25,6 +25,7 @@ from speculators_nb.features.feature_file import (
 )
 from speculators_nb.features.feature_folder import (
     FeatureFolder,
+    FeatureRow,
     FeatureRows,
     origin,
     split_of,
@@ -243,7 +244,7 @@ class LiveFeatures(FeatureRows):
         if len(self):
             check_verifier_head(verifier, self.tokens(0)[0])
 
-    def read(self, i: int) -> tuple:
+    def read(self, i: int) -> FeatureRow:
         return self._read([i])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict]:
@@ -260,4 +261,7 @@ class LiveFeatures(FeatureRows):
             self.dtype,
             [self.inputs(i) for i in indices],
         )
-        return [(r["input_ids"].long(), r["loss_mask"].bool(), s) for r, s in zip(rows, states)]
+        return [
+            FeatureRow(r["input_ids"].long(), r["loss_mask"].bool(), s)
+            for r, s in zip(rows, states)
+        ]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMON', 'SETTINGS', 'FREE_CHOICE', 'BUDGET', 'CONTENDERS', 'shipped_data', 'write_answers', 'shipped_features',
-           'settings', 'train_on_shipped', 'shipped_drafter', 'heldout_prompts', 'heldout_setting', 'measure_heldout',
-           'with_interval', 'standing', 'flops_per_token', 'train_equally', 'price', 'compare']
+           'settings', 'train_on_shipped', 'shipped_drafter', 'heldout_prompts', 'HeldoutSetting', 'heldout_setting',
+           'measure_heldout', 'with_interval', 'standing', 'flops_per_token', 'train_equally', 'price', 'compare']
 
 # %% ../../nbs/lab/03_experiment.ipynb #a6ef44ba
 import hashlib
@@ -15,7 +15,7 @@ import tempfile
 import time
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -234,7 +234,7 @@ def heldout_prompts(
     conversations: list,  # with a domain each
     tokenizer,  # with a chat template
     n: int | None = None,  # the first so many; None: all
-) -> tuple:  # (token ids of each first turn, domain of each)
+) -> tuple[list[list[int]], list[str]]:  # token ids of each first turn, domain of each
     "First turns of held-out conversations, ready to be answered."
     ids = [
         tokenizer.apply_chat_template(
@@ -245,11 +245,20 @@ def heldout_prompts(
     return ids, [c["domain"] for c in conversations[:n]]
 
 
+class HeldoutSetting(NamedTuple):
+    "What is decoded when drafters are measured."
+
+    verifier: Verifier  # the shipped one, tapped where the drafters read
+    prompts: list[list[int]]  # token ids of each first turn
+    domains: list[str]  # of each prompt
+    eos_token_ids: set[int]  # ids that end an answer
+
+
 def heldout_setting(
     drafters: dict,  # name -> drafter
     n_prompts: int | None,  # the first so many; None: all
     domains: tuple | None = None,  # prompts of these only; None: all six
-) -> tuple:  # (tapped shipped verifier; prompts' token ids; domains; ids that end an answer)
+) -> HeldoutSetting:
     """What is decoded when drafters are measured. Errors: ValueError for a domain that the
     corpus does not have."""
     check_options(dict(n_prompts=n_prompts))
@@ -267,11 +276,8 @@ def heldout_setting(
             f"{near(unknown[0], known)}"
         )
     rows = [row for row in corpus if domains is None or row["domain"] in domains]
-    return (
-        verifier,
-        *heldout_prompts(rows, tokenizer, n_prompts),
-        eos_ids_of(verifier, tokenizer),
-    )
+    prompts, kinds = heldout_prompts(rows, tokenizer, n_prompts)
+    return HeldoutSetting(verifier, prompts, kinds, eos_ids_of(verifier, tokenizer))
 
 
 def measure_heldout(

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree, likeliest
 from ..core.tree_growth import product_law
-from .base import SpeculatorModel
+from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.formats import (
     NativeCheckpoint,
     NativeFormat,
@@ -41,7 +41,7 @@ from ..nn.head_loss import dense_head_loss, head_loss
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary, ToRead, served_rope
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
-from ..nn.masks import Mask, anchored_blocks
+from ..nn.masks import Mask, MaskSize, anchored_blocks
 from ..nn.step_weights import block_decay, dpace
 from ..nn.supervision import block_metrics
 from ..nn.target_head import text_config, verifier_config
@@ -436,7 +436,7 @@ class DFlashDraftModel(SpeculatorModel):
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
-    ) -> tuple:  # (draft tokens [1, N·B], or None where lean; loss, scalar; metrics)
+    ) -> ForwardOutput:  # tokens: [1, N·B], or None where lean
         """One packed row. The loss is the weighted sum over the slots with loss, divided by
         their number; a row without valid anchors has loss 0.
         Errors: ValueError for a block longer than the row, anchors outside it, an unknown loss
@@ -484,7 +484,7 @@ class DFlashDraftModel(SpeculatorModel):
             gemm_dtype=gemm_dtype,
             want_accept=not self.training,
         )
-        return (
+        return ForwardOutput(
             None if lean else self.to_verifier(self.lm_head(hidden).argmax(-1)).view(1, -1),
             out.loss,
             metrics,
@@ -497,13 +497,13 @@ class DFlashDraftModel(SpeculatorModel):
         max_anchors: int = 512,  # blocks drawn
         anchor_positions: torch.Tensor | None = None,  # given ones instead
         **others,  # what else `forward` takes
-    ) -> tuple:  # (Mask, A·B queries, L + A·B keys)
+    ) -> MaskSize:  # A·B queries, L + A·B keys
         "What the slots of the blocks see in the first layer: the row, then all blocks."
         documents, layer, B = batch["document_ids"][0], self.layers[0], self.config.block_size
         anchors = self.blocks(
             batch["loss_mask"][0], documents, max_anchors, anchor_positions
         ).anchors
-        return (
+        return MaskSize(
             self.mask(layer, anchors, documents),
             len(anchors) * B,
             len(documents) + len(anchors) * B,
@@ -595,7 +595,7 @@ class DFlashDraftModel(SpeculatorModel):
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
         **others,  # training arguments of other parts
-    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
+    ) -> tuple[dict[str, Any], dict[str, Any]]:  # of `forward` in training, in evaluation
         "What `forward` gets in training and in evaluation."
         mixture = parse_loss(loss_fn)
         scheme = per_position_loss_weight or (
@@ -833,7 +833,7 @@ NEUTRAL = {
 def read_research(
     native: NativeCheckpoint,
     target: Target,  # the verifier
-) -> tuple:  # (fields of our config, our names -> tensors)
+) -> tuple[dict[str, Any], dict[str, Any]]:  # our config's fields, our tensors by name
     """A DFlash checkpoint of z-lab's layout. Errors: ValueError for what this drafter cannot
     do, and for an embedding or head that is not the verifier's."""
 

@@ -6,7 +6,7 @@
 __all__ = ['MARKOV_HEADS', 'DSparkSpeculatorConfig', 'MarkovHead', 'ConfidenceHead', 'DSparkDraftModel', 'DSparkDrafter']
 
 # %% ../../nbs/models/08_dspark.ipynb #d6655d17
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
 from ..core.tree import Sampling, TokenTree
-from .base import SpeculatorModel
+from .base import ForwardOutput, SpeculatorModel
 from .dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
 from ..nn.draft_vocabulary import scatter_probs
 from ..nn.layers import served_rope
@@ -194,7 +194,7 @@ class DSparkDraftModel(DFlashDraftModel):
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
-    ) -> tuple:  # (draft tokens [1, N·B], or None where lean; loss, scalar; metrics)
+    ) -> ForwardOutput:  # tokens: [1, N·B], or None where lean
         """One packed row, as in DFlash, with the bias of the true token in front on every slot.
         The confidence loss is added. Errors: as in DFlash."""
         mixture, ids, documents = parse_loss(loss_config), input_ids[0], document_ids[0]
@@ -261,13 +261,14 @@ class DSparkDraftModel(DFlashDraftModel):
             out, hidden, embeds, blocks, gamma, confidence_head_alpha, cross_document_targets
         )
         if lean:
-            return None, loss, metrics | more
+            return ForwardOutput(None, loss, metrics | more)
         logits = (
             self.lm_head(hidden)
             if codes is None
             else self.lm_head(hidden) + self.markov_head.markov_w2(codes)
         )
-        return self.to_verifier(logits.argmax(-1)).view(1, -1), loss, metrics | more
+        tokens = self.to_verifier(logits.argmax(-1)).view(1, -1)
+        return ForwardOutput(tokens, loss, metrics | more)
 
     def _heads(self, out, hidden, embeds, blocks, gamma, alpha, upstream):
         "The confidence loss, and what only DSpark counts; sums and totals as in DFlash."
@@ -381,7 +382,7 @@ class DSparkDraftModel(DFlashDraftModel):
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
         **others,  # training arguments of other parts
-    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
+    ) -> tuple[dict[str, Any], dict[str, Any]]:  # of `forward` in training, in evaluation
         "What `forward` gets in training and in evaluation."
         kwargs, _ = DFlashDraftModel.get_trainer_kwargs(
             loss_fn=loss_fn,

@@ -29,7 +29,7 @@ from ..core.checkpoints import resolve_checkpoint
 from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree, likeliest
 from ..core.tree_growth import dynamic_tree, recurrent_law
-from .base import SpeculatorModel
+from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.formats import (
     NativeCheckpoint,
     NativeFormat,
@@ -461,7 +461,7 @@ class EagleSpeculator(SpeculatorModel):
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
-    ) -> tuple:  # (draft tokens: list of K [1, L], or None where lean; loss, scalar; metrics)
+    ) -> ForwardOutput:  # tokens: list of K [1, L], or None where lean
         """One packed row. The loss is the sum over steps of the mean over that step's rows; a
         run never leaves its document.
         Errors: ValueError for forward_num_total < 1 or an unknown loss."""
@@ -516,7 +516,7 @@ class EagleSpeculator(SpeculatorModel):
         )
         loss = out.loss + feature_weight * (weight * distance).sum()
         tokens = None if lean else [self.logits(g).argmax(-1)[None] for g in dense]
-        return (
+        return ForwardOutput(
             tokens,
             loss,
             self._metrics(out, distance, feature_weight, mixture, rows, supervised, totals),
@@ -597,7 +597,7 @@ class EagleSpeculator(SpeculatorModel):
         gemm_dtype: torch.dtype | None = None,  # last two as in `training_step`, where given
         attn_impl: str | None = None,
         **others,  # training arguments of other parts
-    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
+    ) -> tuple[dict[str, Any], dict[str, Any]]:  # of `forward` in training, in evaluation
         "What `forward` gets in training and in evaluation; evaluation is without noise."
         given = {
             k: v
@@ -788,7 +788,7 @@ RESEARCH_NAMES = {
 def read_research(
     native: NativeCheckpoint,
     target: Target,  # the verifier
-) -> tuple:  # (fields of our config, our names -> tensors)
+) -> tuple[dict[str, Any], dict[str, Any]]:  # our config's fields, our tensors by name
     """An EAGLE-1 or HASS checkpoint. Errors: ValueError for an embedding or head that is not
     the verifier's."""
     found = {

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree, likeliest
 from ..core.tree_growth import recurrent_law
-from .base import SpeculatorModel
+from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.formats import (
     NativeCheckpoint,
     NativeFormat,
@@ -47,7 +47,7 @@ from speculators_nb.nn.layers import (
     served_rope,
 )
 from ..nn.losses import parse_loss
-from ..nn.masks import ttt
+from ..nn.masks import MaskSize, ttt
 from speculators_nb.nn.supervision import (
     chain_metrics,
     needed_rows,
@@ -262,7 +262,7 @@ class Eagle3DraftModel(SpeculatorModel):
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
-    ) -> tuple:  # (draft tokens: list of K [1, L], or None where lean; loss, scalar; metrics)
+    ) -> ForwardOutput:  # tokens: list of K [1, L], or None where lean
         """One packed row through K TTT steps. The loss is the sum over steps of decay^t times
         the mean over that step's rows.
         Errors: ValueError for ttt_steps < 1 or an unknown loss."""
@@ -320,7 +320,7 @@ class Eagle3DraftModel(SpeculatorModel):
             if lean
             else [self.to_verifier(self.lm_head(h).argmax(-1))[None] for h in dense]
         )
-        return tokens, out.loss, metrics
+        return ForwardOutput(tokens, out.loss, metrics)
 
     @torch.no_grad()
     def _metrics(self, out, rows, weight, mixture, supervised, totals, upstream):
@@ -361,10 +361,10 @@ class Eagle3DraftModel(SpeculatorModel):
         batch: dict,  # a packed Batch
         ttt_steps: int = 3,  # K
         **others,  # what else `forward` takes
-    ) -> tuple:  # (Mask, L queries, K·L keys)
+    ) -> MaskSize:  # L queries, K·L keys
         "What a query sees at the last step of a training pass."
         documents = batch["document_ids"][0]
-        return (
+        return MaskSize(
             ttt(documents, len(documents), self.layers[0].window),
             len(documents),
             ttt_steps * len(documents),
@@ -421,7 +421,7 @@ class Eagle3DraftModel(SpeculatorModel):
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
         **others,  # training arguments of other parts
-    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
+    ) -> tuple[dict[str, Any], dict[str, Any]]:  # of `forward` in training, in evaluation
         """What `forward` gets in training and in evaluation: the same, since nothing here is
         random."""
         given = dict(
@@ -654,7 +654,7 @@ RESEARCH_NAMES = {"midlayer.": "layers.0.", "model.midlayer.": "layers.0.", "mod
 def read_research(
     native: NativeCheckpoint,
     target: Target,  # the verifier
-) -> tuple:  # (fields of our config, our names -> tensors)
+) -> tuple[dict[str, Any], dict[str, Any]]:  # our config's fields, our tensors by name
     """An EAGLE-3 research checkpoint. Errors: ValueError for features other than of several
     layers, layers in another order than ascending, or a vocabulary that is not the
     verifier's."""

@@ -11,7 +11,7 @@ import math
 import os
 from contextlib import contextmanager
 from dataclasses import field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree, likeliest
-from .base import SpeculatorModel
+from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.formats import (
     NativeCheckpoint,
     NativeFormat,
@@ -82,7 +82,7 @@ class TokenHeads(SpeculatorModel):
         cross_document_targets: bool = False,  # True: targets may lie in the next document
         lean: bool = True,  # False: dense, every row at every head; also returns draft tokens
         gemm_dtype: torch.dtype | None = None,  # of the heads' products, e.g. torch.bfloat16
-    ) -> tuple:  # (draft tokens: list of K [1, L], or None where lean; loss, scalar; metrics)
+    ) -> ForwardOutput:  # tokens: list of K [1, L], or None where lean
         """One packed row. The loss is the sum over heads of decay^(k+1) times the mean
         cross-entropy of that head's rows."""
         ids, heads, L = input_ids[0], self.head_weights(), input_ids.shape[1]
@@ -125,7 +125,7 @@ class TokenHeads(SpeculatorModel):
                 out.correct,
             )
         tokens = None if lean else [(h @ w.T).argmax(-1)[None] for h, w in zip(dense, heads)]
-        return (
+        return ForwardOutput(
             tokens,
             loss,
             self._metrics(rows, head_of, loss.detach(), totals)
@@ -172,7 +172,7 @@ class TokenHeads(SpeculatorModel):
         cross_document_targets: bool | None = None,
         gemm_dtype: torch.dtype | None = None,
         **others,  # training arguments of other parts
-    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
+    ) -> tuple[dict[str, Any], dict[str, Any]]:  # of `forward` in training, in evaluation
         """What `forward` gets in training and in evaluation: the same, since nothing here is
         random."""
         given = dict(
@@ -395,7 +395,7 @@ def shared_with(
 def read_published(
     native: NativeCheckpoint,
     target: Target,  # the verifier; not needed
-) -> tuple:  # (fields of our config, our names -> tensors)
+) -> tuple[dict[str, Any], dict[str, Any]]:  # our config's fields, our tensors by name
     "A published MLP speculator. Errors: ValueError for tied heads that differ."
     found, n, tied = (
         rename(native.tensors(), {"speculator.": ""}),

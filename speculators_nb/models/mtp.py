@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, Qwen2Config
 from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree
 from ..core.tree_growth import recurrent_law
-from .base import SpeculatorModel
+from .base import ForwardOutput, SpeculatorModel
 from .mtp_native import extract_mtp
 from ..nn.attention import attention, prefix_attention
 from ..nn.head_loss import dense_token_loss, token_loss
@@ -141,7 +141,7 @@ class MTPLayer(nn.Module):
         self,
         hidden: torch.Tensor,  # [N, H] the verifier's state, or the step before's output
         embeds: torch.Tensor,  # [N, H] of the token that follows
-    ) -> tuple:  # (what attention projects [N, H], residual [N, H])
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # what attention projects [N, H], residual [N, H]
         "Both inputs normed, mixed, and normed again."
         x = self.input_proj(
             torch.cat([self.token_layernorm(embeds), self.hidden_layernorm(hidden)], -1)
@@ -255,7 +255,7 @@ class MTPDraftModel(SpeculatorModel):
         self,
         positions: torch.Tensor,  # [N]
         length: int | None = None,  # as in `Rotary`
-    ) -> tuple:  # cos, sin [N, R], R the rotated part of a head
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # cos, sin [N, R], R the rotated part of a head
         "Text positions. A family's three coordinates of a picture are equal for text."
         return self.rotary(self.mtp_layers[0].input_proj.weight, positions, length)
 
@@ -368,7 +368,7 @@ class MTPDraftModel(SpeculatorModel):
         lean: bool = True,  # False: the dense definition, which also returns logits
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
-    ) -> tuple:  # (logits: list of K [1, rows, V], or None where lean; loss, scalar; metrics)
+    ) -> ForwardOutput:  # tokens: logits, list of K [1, rows, V], or None where lean
         """One packed row through K steps: step s reads token t+1+s and the output of step s-1,
         and predicts token t+2+s.
         Errors: ValueError for weights of another number than the config's steps."""
@@ -422,7 +422,7 @@ class MTPDraftModel(SpeculatorModel):
         )
         rows = upstream_rows(L, steps) if cross_document_targets else L
         logits = None if lean else [self.lm_head(h[:rows])[None] for h in dense]
-        return (
+        return ForwardOutput(
             logits,
             out.loss,
             self._metrics(out, at, weight, supervised, counts, cross_document_targets),
@@ -509,7 +509,7 @@ class MTPDraftModel(SpeculatorModel):
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
         **others,  # training arguments of other parts
-    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
+    ) -> tuple[dict[str, Any], dict[str, Any]]:  # of `forward` in training, in evaluation
         """What `forward` gets in training and in evaluation: the same, since nothing here is
         random."""
         if step_weights is None and num_speculative_steps is not None:

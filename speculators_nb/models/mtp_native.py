@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -313,7 +314,7 @@ def _announce(folder: Path, head: dict, home: Path, family: str, size: int):
 def read_head(
     native: NativeCheckpoint,  # a verifier's checkpoint, or what is left of one
     target: Target,  # the verifier
-) -> tuple:  # (fields of our config, our names -> tensors)
+) -> tuple[dict[str, Any], dict[str, Any]]:  # our config's fields, our tensors by name
     "A native head as a drafter of its own; of a sharded verifier nothing else is read."
     raw = native.config.get("text_config") or native.config
     layer = layer_config_from_dict(raw) if "model_type" in raw else target.config

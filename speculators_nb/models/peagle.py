@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from ..core.config import SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree, likeliest
 from ..core.tree_growth import product_law
-from .base import SpeculatorModel
+from .base import ForwardOutput, SpeculatorModel
 from .eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
 from ..nn.attention import attention, block_attention
 from ..nn.draft_vocabulary import scatter_probs
@@ -25,7 +25,7 @@ from ..nn.head_loss import dense_head_loss, head_loss
 from ..nn.layers import rotate
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
-from ..nn.masks import rollouts
+from ..nn.masks import MaskSize, rollouts
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.tapped_model import default_aux_layer_ids
 
@@ -291,7 +291,7 @@ class PEagleDraftModel(Eagle3DraftModel):
         lean: bool = True,  # False: the dense definition
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
-    ) -> tuple:  # (None; loss, scalar; metrics)
+    ) -> ForwardOutput:  # tokens: None
         """One packed row. The loss is the mean over all trained rows of all depths; a row
         without trained positions has loss 0.
         Errors: ValueError for rollouts that are not nested, for depths without a mask token,
@@ -360,7 +360,7 @@ class PEagleDraftModel(Eagle3DraftModel):
             mixture,
             **options,
         )
-        return (
+        return ForwardOutput(
             None,
             out.loss,
             self._metrics(out, depth, mixture, total, num_depths, cross_document_targets),
@@ -427,7 +427,7 @@ class PEagleDraftModel(Eagle3DraftModel):
         max_anchors: int | None = None,
         seed: int = 0,
         **others,
-    ) -> tuple:  # (Mask, T queries, T keys)
+    ) -> MaskSize:  # T queries, T keys
         "What a query sees in one training pass."
         documents = batch["document_ids"][0]
         anchor, depth = cod_sample(
@@ -439,7 +439,7 @@ class PEagleDraftModel(Eagle3DraftModel):
             max_anchors,
             torch.Generator().manual_seed(seed),
         )
-        return (
+        return MaskSize(
             rollouts(anchor, depth, documents, self.layers[0].window),
             len(anchor),
             len(anchor),
@@ -496,7 +496,7 @@ class PEagleDraftModel(Eagle3DraftModel):
         gemm_dtype: torch.dtype | None = None,
         attn_impl: str | None = None,
         **others,  # training arguments of other parts
-    ) -> tuple:  # (kwargs of `forward` in training, in evaluation)
+    ) -> tuple[dict[str, Any], dict[str, Any]]:  # of `forward` in training, in evaluation
         "What `forward` gets in training and in evaluation."
         given = dict(
             cross_document_targets=cross_document_targets,

@@ -28,7 +28,7 @@ from speculators_nb.nn.target_head import (
 def target_slots(
     target_of_row: torch.Tensor,  # [N] int64: which target each row is scored against
     n_targets: int,  # T
-) -> tuple:  # (order [T'], most wanted target first; slots: list of [T_s] rows for order[:T_s])
+) -> tuple[torch.Tensor, list[torch.Tensor]]:  # [T'], most wanted first; rows [T_s] of [:T_s]
     "Arrange rows so that the rows sharing a target line up with it, slot by slot."
     wanted = torch.bincount(target_of_row, minlength=n_targets)
     order = torch.argsort(wanted, descending=True, stable=True)[: int((wanted > 0).sum())]

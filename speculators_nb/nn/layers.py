@@ -165,7 +165,7 @@ class Rotary(nn.Module):
         x: torch.Tensor,  # only its dtype and device are used
         positions: torch.Tensor,  # [..., N] int64
         length: int | None = None,  # of the whole row; None: its largest position is in these
-    ) -> tuple:  # cos, sin [..., N, R], R the rotated channels
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # cos, sin [..., N, R], R the rotated channels
         "Cosines and sines at the given positions."
         inv_freq = self.inv_freq
         if self.by_length:
@@ -373,7 +373,9 @@ class DecoderLayer(nn.Module):
         self,
         hidden: torch.Tensor,  # [..., N, H]
         embeds: torch.Tensor | None = None,  # [..., N, H], for a layer with_embeds
-    ) -> tuple:  # (what attention projects [..., N, H or 2H], residual [..., N, H])
+    ) -> tuple[
+        torch.Tensor, torch.Tensor
+    ]:  # what attention projects [..., N, H or 2H], residual
         "Norms in front of the attention."
         if self.hidden_norm is None:
             return self.input_layernorm(hidden), hidden
@@ -473,7 +475,7 @@ def draft_layer_config(
 # %% ../../nbs/nn/04_layers.ipynb #4dcc2e5e
 def served_rope(
     layer: dict,  # transformer_layer_config as it is stored
-) -> tuple:  # (violations, warnings), lists of sentences with the remedy
+) -> tuple[list[str], list[str]]:  # violations, warnings: sentences with the remedy
     """Where vLLM (0.32) rotates draft layers by other angles than they were trained with:
     always, or for some requests."""
     rope, wrong, careful = layer.get("rope_parameters") or {}, [], []

@@ -272,7 +272,7 @@ def language_of_row(
     row,  # a conversation; its "language" counts, if it has one
     messages: list[dict],  # the same, as from `messages.normalize`
     wanted: frozenset | None,  # as from `wanted_languages`
-) -> tuple:  # (its language, whether it is wanted)
+) -> tuple[str | None, bool]:  # its language, whether it is wanted
     "Judge a conversation by its own word for it, else by what its users wrote."
     asked = "\n".join(
         m["content"] for m in messages if m["role"] == "user" and isinstance(m["content"], str)

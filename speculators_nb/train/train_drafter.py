@@ -80,7 +80,7 @@ def split_rows(
     n: int,  # rows
     eval_share: float,  # of them held out for evaluation
     seed: int = 0,  # of the shuffle
-) -> tuple:  # (training indices, evaluation indices), each ascending
+) -> tuple[list[int], list[int]]:  # training indices, evaluation indices, each ascending
     "Hold some rows out. At least one is trained on; a share above 0 holds out at least one."
     if not 0 <= eval_share < 1:
         raise ValueError(f"eval_share={eval_share} must be at least 0 and less than 1")

@@ -175,7 +175,7 @@ def test_server_down_for_good_then_resumed(tmp_path):
 CLIENT = """
 import sys
 sys.path.insert(0, {here!r})
-from test_vllm_features import LAYERS, make_rows
+from test_features_from_server import LAYERS, make_rows
 from speculators_nb.features.from_server import extract_from_server
 print(extract_from_server({url!r}, make_rows(), {out!r}, {storage!r}, LAYERS, concurrency=4, dtype="float32",
                           rank={rank}, world_size={world}))
@@ -250,7 +250,7 @@ TRAIN = dict(
 TRAINER = """
 import sys
 sys.path.insert(0, {here!r})
-from test_vllm_features import TRAIN
+from test_features_from_server import TRAIN
 from speculators_nb.train.train_drafter import train_drafter
 train_drafter({rows!r}, {out!r}, {verifier!r}, url={url!r}, storage={storage!r}, **TRAIN)
 """

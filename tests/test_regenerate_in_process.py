@@ -357,7 +357,7 @@ def test_an_end_token_is_needed():
 
 ENDLESS = """
 import sys; sys.path.insert(0, {here!r})
-from test_regenerate import make_verifier, regenerate, talks, tokenizer
+from test_regenerate_in_process import make_verifier, regenerate, talks, tokenizer
 verifier = make_verifier(eos_bias=6.)
 regenerate(verifier, tokenizer(), talks(400), {out!r}, max_new_tokens=60, temperature=1., batch_size=1)
 """

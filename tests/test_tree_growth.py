@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_accept import PAIRS, exact, outcomes, scripted, verifier_law  # noqa: F401
+from test_acceptance_rules import PAIRS, exact, outcomes, scripted, verifier_law  # noqa: F401
 
 from speculators_nb.core.tree import Sampling
 from speculators_nb.core.tree_growth import (
