@@ -428,6 +428,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'speculators_nb/core/options.py')},
             'speculators_nb.core.plot': { 'speculators_nb.core.plot._finish': ('core/plot.html#_finish', 'speculators_nb/core/plot.py'),
                                           'speculators_nb.core.plot._own_axes': ('core/plot.html#_own_axes', 'speculators_nb/core/plot.py'),
+                                          'speculators_nb.core.plot._whole_ticks': ( 'core/plot.html#_whole_ticks',
+                                                                                     'speculators_nb/core/plot.py'),
                                           'speculators_nb.core.plot.colour': ('core/plot.html#colour', 'speculators_nb/core/plot.py'),
                                           'speculators_nb.core.plot.look': ('core/plot.html#look', 'speculators_nb/core/plot.py'),
                                           'speculators_nb.core.plot.new_axes': ('core/plot.html#new_axes', 'speculators_nb/core/plot.py'),

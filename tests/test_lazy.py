@@ -34,15 +34,6 @@ def test_the_probe_sees_a_heavy_import():
     assert probe(PROBE.replace("import speculators_nb\n", "import speculators_nb, numpy\n", 1))["heavy"] == ["numpy"]
 
 
-@pytest.mark.parametrize(
-    "module", ["models.eagle3", "core.config", "core.tree", "nn.masks", "verifier.tapped_model", "decode.generate"]
-)
-def test_a_model_needs_neither_figures_nor_tables(module):
-    code = f"""import json, sys, speculators_nb.{module}
-print(json.dumps([m for m in ("matplotlib", "pandas", "datasets") if m in sys.modules]))"""
-    assert probe(code) == []
-
-
 def test_all_models_need_neither_figures_nor_tables():
     code = """import json, sys
 from speculators_nb.core.config import import_models

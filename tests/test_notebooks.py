@@ -36,6 +36,16 @@ def test_title_and_claim(path):
     assert first["cell_type"] == "markdown" and re.match(r"# \S", lines[0]) and re.match(r"> \S", lines[1])
 
 
+def for_types_only(node):
+    "`if TYPE_CHECKING:` with imports below it"
+    return (
+        isinstance(node, ast.If)
+        and ast.unparse(node.test) == "TYPE_CHECKING"
+        and not node.orelse
+        and all(isinstance(n, IMPORTS) for n in node.body)
+    )
+
+
 @every_notebook
 def test_imports_stand_alone(path):
     """nbdev's documentation runs any cell that imports, so such a cell must hold imports only, and no wildcard."""
@@ -43,7 +53,7 @@ def test_imports_stand_alone(path):
         if "eval: false" in c["source"]:
             continue
         body = ast.parse(re.sub(r"^\s*[%!].*", "", c["source"], flags=re.M)).body
-        kinds = {isinstance(n, IMPORTS) for n in body}
+        kinds = {isinstance(n, IMPORTS) or for_types_only(n) for n in body}
         assert len(kinds) < 2, f"cell {c['id']} mixes imports with other code"
         assert not any(a.name == "*" for n in body if isinstance(n, ast.ImportFrom) for a in n.names), (
             f"cell {c['id']}: import *"

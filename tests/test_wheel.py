@@ -49,7 +49,9 @@ def installed(wheel, tmp_path_factory):
 
 
 def test_every_module_is_inside(wheel):
-    ours = {str(p.relative_to(ROOT)) for p in (ROOT / "speculators_nb").rglob("*.py")}
+    files = [p for kind in ("*.py", "*.pyi", "py.typed") for p in (ROOT / "speculators_nb").rglob(kind)]
+    ours = {str(p.relative_to(ROOT)) for p in files}
+    assert {"speculators_nb/py.typed", "speculators_nb/config.pyi", "speculators_nb/proposals/greedy.pyi"} <= ours
     inside = set(zipfile.ZipFile(wheel).namelist())
     assert ours <= inside
     assert {n for n in inside if ".dist-info/" not in n} == ours, "nothing but the package is installed"

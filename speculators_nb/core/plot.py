@@ -112,6 +112,10 @@ def _own_axes(width: float = 5.5, height: float = 3.4) -> Axes:
     return ax
 
 
+def _whole_ticks(axis) -> None:
+    axis.get_major_locator().set_params(integer=True)
+
+
 def _finish(ax: Axes, title: str | None, xlabel: str, ylabel: str) -> Figure:
     ax.set_title(title or "", loc="left")
     ax.set(xlabel=xlabel, ylabel=ylabel)
@@ -233,8 +237,8 @@ def plot_mask(
             ax.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
             ax.grid(which="minor", color="#dddddd", linewidth=0.5)
             ax.tick_params(which="minor", length=0)
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.yaxis.get_major_locator().set_params(integer=True)
+        _whole_ticks(ax.xaxis)
+        _whole_ticks(ax.yaxis)
         return _finish(ax, title, xlabel, ylabel)
 
 # %% ../../nbs/core/08_plot.ipynb #34a2f069
@@ -286,7 +290,7 @@ def plot_step_weights(
     for name, (colour, marker) in look(list(weights)).items():
         values = np.asarray(weights[name], dtype=float)
         ax.plot(np.arange(len(values)), values, color=colour, marker=marker, label=name)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    _whole_ticks(ax.xaxis)
     ax.set_ylim(bottom=0)
     ax.legend(frameon=False)
     return _finish(ax, title, xlabel, "loss weight")

@@ -366,7 +366,7 @@ def gather(
 # %% ../../nbs/evaluate/07_engine.ipynb #a720287a
 def evaluate_engine(
     checkpoint: str | os.PathLike,  # what to serve, as in `serve_command`, or a server's URL
-    data: str | os.PathLike | Mapping | Iterable,  # prompts, as in `load.read_prompts`
+    data: str | Path | Mapping | Iterable,  # prompts, as in `load.read_prompts`
     *,
     k: int | Sequence | None = None,  # tokens to draft, or several; None: the checkpoint's
     concurrency: int | Sequence = 1,  # requests at once, or several; 1: counts each separately
@@ -400,6 +400,7 @@ def evaluate_engine(
             timeout=timeout,
         )
     )
+    settings: dict[str, Any]
     loads, settings, running = (
         [],
         dict(
@@ -417,7 +418,7 @@ def evaluate_engine(
             f"server starts, {checkpoint} runs already: leave them out"
         )
     concurrency = sorted([concurrency] if isinstance(concurrency, int) else concurrency)
-    lengths = (
+    lengths: list[int | None] = (
         [None]
         if running
         else list(

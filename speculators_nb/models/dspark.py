@@ -354,7 +354,7 @@ class DSparkDraftModel(DFlashDraftModel):
             sliding_window_non_causal,
             target_layer_ids,
         )
-        given = dict(
+        given: dict[str, Any] = dict(
             enable_confidence_head=enable_confidence_head,
             confidence_head_with_markov=confidence_head_with_markov,
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from ..core.checkpoints import checkpoint_index
 from speculators_nb.nn.target_head import (
@@ -78,7 +78,7 @@ def check_verifier_head(
 # %% ../../nbs/verifier/02_identity.ipynb #5e85fc53
 def meta_model(
     config,  # a verifier's PretrainedConfig
-) -> nn.Module | None:  # without weights; None: transformers cannot build it
+) -> PreTrainedModel | None:  # without weights; None: transformers cannot build it
     "The verifier's model, of shapes alone."
     image_text = type(config) in AutoModelForImageTextToText._model_mapping
     causal = type(config) in AutoModelForCausalLM._model_mapping
