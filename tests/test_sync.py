@@ -1,6 +1,7 @@
 """The notebooks are the source: exporting and cleaning them must change nothing. Run on a copy, so that a failure
 leaves the tree alone."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -70,3 +71,16 @@ def test_hand_edit_of_the_package_is_seen(copy):
     edited = snapshot(copy)
     nbdev("export", copy)
     assert changed(edited, snapshot(copy)) == [str(module.relative_to(copy))]
+
+
+def test_an_import_of_ours_is_exported_in_one_form():
+    """nbdev makes a one-line import relative, and leaves one of several lines as it is. (Of imports inside of functions
+    it makes either.)"""
+    forms = {}
+    for path in sorted((ROOT / "speculators_nb").glob("*/*.py")):
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("speculators_nb")):
+                one_line = node.lineno == node.end_lineno
+                forms.setdefault((one_line, node.level > 0), []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert set(forms) == {(True, True), (False, False)}, {form: lines[:3] for form, lines in forms.items()}

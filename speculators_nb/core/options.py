@@ -274,7 +274,7 @@ REGISTERED = set()  # types of drafters that were registered in this process
 
 
 @cache
-def _shipped() -> tuple:
+def _shipped() -> tuple[str, ...]:
     "Types of drafters that the modules of models/ register."
     files = sorted((Path(speculators_nb.__file__).parent / "models").glob("*.py"))
     entry = re.compile(r'^@SpeculatorModel\.register\("(\w+)"\)', flags=re.M)
@@ -282,7 +282,7 @@ def _shipped() -> tuple:
     return tuple(name for source in sources for name in entry.findall(source))
 
 
-def algorithms() -> tuple:
+def algorithms() -> tuple[str, ...]:
     "Every `speculators_model_type` that can be trained."
     return tuple(dict.fromkeys([*_shipped(), *sorted(REGISTERED)]))
 

@@ -79,7 +79,7 @@ def without_return(
     law: Tensor,  # [V]
     n: int,  # tokens wanted
     sampling: Sampling,  # draws
-) -> tuple:  # (list of at most n tokens, list of the laws [V] that each was drawn from)
+) -> tuple[list[int], list[Tensor]]:  # at most n tokens, the laws [V] that each was drawn from
     "Draw tokens one after the other, none twice; fewer where nothing is left."
     tokens, laws = [], []
     while len(tokens) < n and law.sum() > 0:
@@ -154,7 +154,7 @@ def dynamic_tree(
     top_k: int = 10,  # nodes expanded in a level, and children tried for each
     depth: int = 8,  # drafted tokens on the longest path
     total_tokens: int = 59,  # nodes kept at the end
-) -> tuple:  # (TokenTree on the device of the law, cumulative log-probability of nodes [N])
+) -> tuple[TokenTree, Tensor]:  # on the law's device; cumulative log-probability of nodes [N]
     "EAGLE-2's tree. Errors: ValueError for a number below 1."
     for name, value in dict(top_k=top_k, depth=depth, total_tokens=total_tokens).items():
         if value < 1:

@@ -6,7 +6,6 @@
 __all__ = ['Prompt', 'prompt_of', 'read_prompts', 'Reply', 'ask', 'Load', 'run_load', 'rows_of', 'performance']
 
 # %% ../../nbs/evaluate/05_load.ipynb #5a96136a
-import os
 import time
 import uuid
 from collections import Counter

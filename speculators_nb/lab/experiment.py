@@ -355,7 +355,7 @@ def flops_per_token(
     algorithm: str,  # a registered `speculators_model_type`
     features: Path,  # from `shipped_features`
     **args,  # of `train_drafter`
-) -> tuple:  # (FLOPs for each token of one packed row, trained parameters)
+) -> tuple[float, int]:  # FLOPs for each token of one packed row, trained parameters
     "What training an algorithm takes, counted on a fresh drafter and one row."
     layers = json.loads((features / "data_config.json").read_text())["hidden_states"][
         "layer_ids"
@@ -453,7 +453,7 @@ def compare(
     temperatures: tuple = (0.0,),  # of decoding; the table takes the first
     features: Path | None = None,  # None: `shipped_features()`
     **args,  # of `train_drafter`, for all
-) -> tuple:  # (DataFrame drafter -> all that is known of it, Evaluation)
+) -> tuple[pd.DataFrame, Evaluation]:  # a row for each drafter; what was measured
     "Train, measure and price every contender; the n-gram drafter stands beside them."
     folder = Path(folder)
     trained = train_equally(folder, budget, contenders, k, features, **args)

@@ -37,7 +37,7 @@ from speculators_nb.models.formats import (
 from ..nn.anchors import Blocks, block_supervision, select_anchors
 from ..nn.attention import attention, block_attention
 from ..nn.draft_vocabulary import scatter_probs
-from ..nn.head_loss import dense_head_loss, head_loss
+from ..nn.head_loss import HeadLoss, dense_head_loss, head_loss
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary, ToRead, served_rope
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
@@ -358,7 +358,7 @@ class DFlashDraftModel(SpeculatorModel):
         upstream: bool = False,  # metrics as upstream reports them
         lean: bool = True,  # False: by whole tensors and autograd
         **options,  # of `head_loss`: bias, gemm_dtype, want_accept
-    ) -> tuple:  # (HeadLoss over the slots with loss, metrics)
+    ) -> tuple[HeadLoss, dict[str, torch.Tensor]]:  # over the slots with loss; metrics
         "Mean over the slots with loss; targets are formed only there."
         supervised, total = blocks.supervised, blocks.supervised.sum() + 1e-5
         mean = (lambda rows: weight(rows) / total) if callable(weight) else weight / total

@@ -88,7 +88,7 @@ class MarkovHead(nn.Module):
         embeds: torch.Tensor,  # [..., r], W1 of the token in front
         hidden: torch.Tensor,  # [..., H], the slot's hidden state
         state: torch.Tensor | None = None,  # [..., r], left by the slot before; None: slot 0
-    ) -> tuple:  # (code [..., r], state [..., r])
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # code, state, each [..., r]
         "One slot."
         if self.kind == "vanilla":
             return embeds, None

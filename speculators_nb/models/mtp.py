@@ -153,14 +153,16 @@ class MTPLayer(nn.Module):
 
     def query(
         self, x: torch.Tensor, rope: tuple
-    ) -> tuple:  # [N, H] -> (rotated queries [Hq, N, D], gate [N, Hq·D] or None)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # queries [Hq, N, D], gate [N, Hq·D]
         "Queries, and the gate on what they will find where the family has one."
         q = self.self_attn.q_proj(x).unflatten(-1, (-1, self.d * (1 + self.gated)))
         return self._heads(q[..., : self.d], self.self_attn.q_norm, rope), torch.sigmoid(
             q[..., self.d :].flatten(-2)
         ) if self.gated else None
 
-    def key_value(self, x: torch.Tensor, rope: tuple) -> tuple:  # [N, H] -> two of [Hkv, N, D]
+    def key_value(
+        self, x: torch.Tensor, rope: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [N, H] -> two of [Hkv, N, D]
         "Rotated keys, and values."
         k, v = (
             proj(x).unflatten(-1, (-1, self.d))

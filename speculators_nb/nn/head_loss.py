@@ -9,7 +9,7 @@ __all__ = ['OWN_SCALES', 'CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES', 'TILE_
 
 # %% ../../nbs/nn/07_head_loss.ipynb #cb396337
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -195,7 +195,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         target_head,
         target_hidden,
         target_of_row,
-        weight,
+        weight: Any,  # [N], or a function of the row losses that gives it
         mixture,
         chunk,
         dtype,
@@ -382,7 +382,7 @@ def dense_head_loss(
         rows = row_loss(logits, targets.detach(), mixture)
     if callable(weight):
         weight = weight({k: v.detach() for k, v in rows.items()})
-    loss = sum((weight * rows[name] * w).sum() for name, w in mixture.items())
+    loss: Any = sum((weight * rows[name] * w).sum() for name, w in mixture.items())
     p, q = Law(targets), Law(logits.detach())
     return HeadLoss(
         loss, {k: v.detach() for k, v in rows.items()}, p.argmax == q.argmax, overlap(p, q)

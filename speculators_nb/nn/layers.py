@@ -143,7 +143,7 @@ class Rotary(nn.Module):
     def frequencies(
         self,
         length: int | None,  # of the text; None: not more than the model was trained for
-    ) -> tuple:  # (angles per position [R/2] float32, the factor on cosine and sine)
+    ) -> tuple[torch.Tensor, float]:  # angles per position [R/2] float32, factor on cos, sin
         "The frequencies for a text of this length."
         if self.kind != "default":
             seq_len = None if length is None else torch.tensor(length)
@@ -200,7 +200,7 @@ class ToRead:
         features: torch.Tensor,  # [m, F] the new ones
         before: int,  # positions before them
         length: int,  # of the text now, as in `Rotary.forward`
-    ) -> tuple:  # (features to read, whether into an empty cache)
+    ) -> tuple[torch.Tensor, bool]:  # features to read, whether into an empty cache
         "Called once a step."
         if not self.rotary.by_length:
             return features, False

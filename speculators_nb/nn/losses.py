@@ -224,7 +224,7 @@ def loss_and_grad(
     draft: Law,  # the drafter's law q, rows [N, V]
     mixture: dict,  # name -> weight, from `parse_loss`
     want_grad: bool = True,  # False: the gradient is not formed
-) -> tuple:  # (terms: name -> [N] unweighted; grad [N, V] of weighted sum by logits, or None)
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:  # [N] unweighted; [N, V] or None
     "The closed-form row losses of a mixture and the gradient of their weighted sum."
     terms = {name: LOSSES[name].value(target, draft) for name in mixture}
     if not want_grad:

@@ -624,7 +624,7 @@ class SpeculativeConfig(BaseModel):
         )
 
     @property
-    def aux_layer_ids(self) -> tuple:  # empty: the config does not say
+    def aux_layer_ids(self) -> tuple[int, ...]:  # empty: the config does not say
         "Layers of the target that the draft's config asks for."
         own = (self.draft_model_config or {}).get("hf_config") or self._draft
         return tuple(

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from ..core.checkpoints import checkpoint_index
