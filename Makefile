@@ -43,7 +43,8 @@ quick: .venv/.dev  ## lint, types, export in sync, tests of what changed since H
 	[ -z "$$failed" ]
 
 lint: .venv/.dev
-	$(BIN)/ruff check speculators_nb tests docs benchmarks .ci
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 types: .venv/.dev  ## what the annotations say
 	$(BIN)/python tests/typecheck.py
@@ -148,8 +149,9 @@ export: .venv/.dev  ## notebooks to package, README from nbs/index.ipynb
 	$(BIN)/nbdev-clean
 	$(BIN)/python docs/readme.py
 
-format: .venv/.dev  ## mend what ruff can mend, clean the notebooks, export
-	$(BIN)/ruff check --fix tests docs benchmarks
+format: .venv/.dev  ## mend what ruff can mend, format, clean the notebooks, export
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 	$(MAKE) export
 
 hooks: .venv/.dev  ## git hooks of this clone: notebook-aware merge and diff, and what a commit must pass (pre-commit)

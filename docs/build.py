@@ -29,6 +29,7 @@ LIB = "speculators_nb"
 PAGES = {
     "docs/architecture.md": "architecture.md",
     "docs/differences.md": "differences.md",
+    "docs/release.md": "release.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }  # beside the notebooks

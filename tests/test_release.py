@@ -1,7 +1,6 @@
 """What `make release-check` and the other scripts of .ci/ would let through, and what they would not."""
 
 import importlib.util
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ def script(name):
     return module
 
 
-release, formatter, proofs = script("release"), script("format"), script("proofs")
+release, proofs = script("release"), script("proofs")
 CHANGELOG = "# Changelog\n\n## Unreleased\n\n### Added\n\n## 0.2.0 - 2026-11-22\n\n- all\n\n## 0.1.0\n\nold\n"
 SAME = dict.fromkeys(["settings.ini", "CHANGELOG.md", "CITATION.cff"], "0.2.0")
 
@@ -70,21 +69,6 @@ def test_content(inside, metadata, fault):
 def test_no_wheel_is_no_release(tmp_path, monkeypatch):
     monkeypatch.setattr(release, "DIST", tmp_path)
     assert "holds 0 wheels" in release.check()[0]
-
-
-def test_only_what_was_formatted_is_formatted(tmp_path, monkeypatch):
-    monkeypatch.setattr(formatter, "ROOT", tmp_path)
-    own = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    (tmp_path / "tidy.py").write_text("a = 1\n")
-    (tmp_path / "old.py").write_text("a=1\n")
-    for arguments in (["init"], ["add", "."], ["commit", "-m", "one"]):
-        subprocess.run([*own, *arguments], cwd=tmp_path, check=True, capture_output=True)
-    for name in ("tidy.py", "old.py", "new.py"):
-        (tmp_path / name).write_text("a=1\nb=2\n")
-    assert formatter.main(["tidy.py", "old.py", "new.py"]) == 0
-    assert [(tmp_path / n).read_text() for n in ("tidy.py", "new.py")] == ["a = 1\nb = 2\n"] * 2
-    assert (tmp_path / "old.py").read_text() == "a=1\nb=2\n"
-    assert formatter.main([]) == 0
 
 
 def law(rule, p):
