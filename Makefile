@@ -32,7 +32,7 @@ help:  ## this list
 demo: .venv/.run  ## train a drafter for the shipped tiny verifier, measure it, write pictures and tables to output/demo
 	$(OFFLINE) $(BIN)/speculators-nb demo
 
-test: lint notebooks-test nbdev2 pytest  ## everything that must hold: lint, all notebooks, nbdev 2, pytest (sync included)
+test: lint types notebooks-test nbdev2 pytest  ## everything that must hold: lint, types, all notebooks, nbdev 2, pytest (sync included)
 
 # one shell, so that the last step knows what is left of the three minutes
 quick: .venv/.dev  ## lint, types, export in sync, tests of what changed since HEAD (BASE=main: since main); within three minutes
