@@ -113,7 +113,8 @@ def test_verifier_cost_by_hand(verifier):
     attention = 3 * 2 * 2 * 2 * 8 * 33  # layers, heads, two products, 2 FLOPs, width, keys
     one = verifier_cost(verifier, context=32, repeats=1)
     assert one["weights"] == weights
-    assert one["flops"] == 2 * weights + attention
+    angles = one["flops"] - (2 * weights + attention)
+    assert angles in (0, 8)  # transformers before 5.19 forms the rotary angles by a matrix product
     assert verifier_cost(verifier, context=32, tokens=3, repeats=1)["weights"] == weights
     assert c.num_hidden_layers == 3
 

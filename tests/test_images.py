@@ -5,10 +5,13 @@ import base64
 import io
 import json
 import zlib
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -37,6 +40,11 @@ from speculators_nb.data.prepared_folder import load_prepared
 from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.features.in_process import LiveFeatures, extract_features
 from speculators_nb.verifier.tapped_model import Verifier
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.18") and find_spec("torchvision") is None,
+    reason="transformers before 5.18 needs torchvision to read pictures",
+)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

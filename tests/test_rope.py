@@ -5,7 +5,9 @@ import copy
 
 import pytest
 import torch
+import transformers
 from matrix import DRAFTERS, H, V, batch_for, drafter, train_step, verifier
+from packaging.version import Version
 from transformers import LlamaConfig, Phi3Config, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -100,6 +102,10 @@ def test_the_table_is_transformers(name, length):
     assert [t.shape for t in ours(x, at[:0])] == [(0, D)] * 2
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"),
+    reason="transformers 5.16 rotates the whole head for these types",
+)
 @pytest.mark.parametrize("length", [SHORT, 40])
 @pytest.mark.parametrize("name", HALF)
 def test_half_a_head(name, length):

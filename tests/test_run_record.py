@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file
 from test_trainer import Stop, Toy, arguments, samples, toy, weights
 
@@ -317,6 +319,10 @@ def test_a_run_that_was_killed_between_its_last_step_and_its_end_is_finished(tmp
     assert load_file(tmp_path / "cut/model.safetensors").keys()
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"),
+    reason="transformers 5.16 records the best checkpoint by its full path",
+)
 def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path):
     given = dict(learning_rate=0.3, num_train_epochs=6, lr_scheduler_type="constant", save_total_limit=None)
     whole = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "whole", **given))
