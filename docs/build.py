@@ -35,9 +35,8 @@ PAGES = {
 }  # beside the notebooks
 FILES = "files"  # on the site: files of the repository that pages link to
 FOLD = 45  # an exported cell with more lines than this starts folded
-GIT_URL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["nbdev"][
-    "git_url"
-]  # empty: the project has no address yet
+# empty: the project has no address yet
+GIT_URL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["nbdev"]["git_url"]
 
 
 # ---- the reference: objects of an exported module
@@ -71,9 +70,8 @@ def parameters(fn, notes, drop=()):
     rows += [(arg.arg, arg, default) for arg, default in zip(a.kwonlyargs, a.kw_defaults)]
     if a.kwarg:
         rows.append(("**" + a.kwarg.arg, a.kwarg, None))
-    ends = [
-        n.end_lineno for _, arg, d in rows if arg for n in [d or arg]
-    ]  # a comment belongs to its line's only parameter
+    # a comment belongs to its line's only parameter
+    ends = [n.end_lineno for _, arg, d in rows if arg for n in [d or arg]]
     return [
         (
             shown,

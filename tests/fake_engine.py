@@ -121,21 +121,18 @@ def main():
         for i in range(40):
             print(f"(APIServer) consequence {i}", flush=True)
         raise RuntimeError("Engine core initialization failed")
-    child = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(600)"]
-    )  # a worker: it must not outlive the server
+    # a worker: it must not outlive the server
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print(f"worker {child.pid}", flush=True)
     config = Path(options["serve"]) / "config.json"
     drafter = config.is_file() and "speculators_model_type" in json.loads(config.read_text())
     said = json.loads(options.get("--speculative-config", "{}"))
     ThreadingHTTPServer.daemon_threads = True
     server = ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Handler)
-    server.k, server.model, server.ready, server.lock = (
-        said.get("num_speculative_tokens", 3 if drafter else 0),
-        options["serve"],
-        time.time() + ("late" in BEHAVIOUR),
-        threading.Lock(),
-    )
+    server.k = said.get("num_speculative_tokens", 3 if drafter else 0)
+    server.model = options["serve"]
+    server.ready = time.time() + ("late" in BEHAVIOUR)
+    server.lock = threading.Lock()
     server.pause, server.answered, server.accepted = float(os.environ.get("FAKE_PAUSE", 0)), 0, [0] * server.k
     names = (
         ["spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"]

@@ -48,10 +48,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         options = self.server.options
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        ids, path = (
-            body["prompt"],
-            Path(options.storage) / f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}.safetensors",
-        )
+        ids = body["prompt"]
+        path = Path(options.storage) / f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}.safetensors"
         if options.log:
             with self.lock, open(options.log, "a") as f:
                 f.write(json.dumps(ids) + "\n")

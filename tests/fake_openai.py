@@ -130,10 +130,8 @@ class Handler(BaseHTTPRequestHandler):
         tokenizer = self.server.tokenizer
         if tokenizer is None:
             return text, "stop", None
-        ids, limit = (
-            tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id],
-            body.get("max_tokens") or body.get("max_completion_tokens") or 10**6,
-        )
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        limit = body.get("max_tokens") or body.get("max_completion_tokens") or 10**6
         return (
             (text, "stop", ids)
             if len(ids) <= limit
@@ -162,10 +160,8 @@ class Handler(BaseHTTPRequestHandler):
                 }
                 for i, name in enumerate(question.removeprefix("use ").split(" and "))
             ]
-            text, reason = (
-                "".join(f"<tool_call>{json.dumps(c['function'])}</tool_call>" for c in message["tool_calls"]),
-                "tool_calls",
-            )
+            text = "".join(f"<tool_call>{json.dumps(c['function'])}</tool_call>" for c in message["tool_calls"])
+            reason = "tool_calls"
             ids = tokenizer and tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         else:
             text, reason, ids = self.finish_choice(body, reply(question, body.get("seed")), prompt)
@@ -213,15 +209,13 @@ def main():
     opt = parser.parse_args()
     ThreadingHTTPServer.daemon_threads, ThreadingHTTPServer.request_queue_size = True, 256
     server = ThreadingHTTPServer(("127.0.0.1", opt.port), Handler)
-    server.lock, server.faults, server.seen, server.delay, server.mute, server.thinks, server.tokenizer = (
-        threading.Lock(),
-        [],
-        [],
-        opt.delay,
-        opt.mute,
-        opt.thinks,
-        None,
-    )
+    server.lock = threading.Lock()
+    server.faults = []
+    server.seen = []
+    server.delay = opt.delay
+    server.mute = opt.mute
+    server.thinks = opt.thinks
+    server.tokenizer = None
     if opt.tokenizer == "letters":
         server.tokenizer = Letters()
     elif opt.tokenizer:

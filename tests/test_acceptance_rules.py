@@ -159,9 +159,8 @@ def test_lossless(scripted, name, size, width, how):
             block(TokenTree(torch.tensor([0, 1]), torch.tensor([-1, -1])), torch.ones(3, 2) / 2)
         return
     (_, depth), (p, q) = size, PAIRS[size]
-    depth = (
-        depth if width == 1 else min(depth, 2 if size[0] == 2 or how == "likeliest" else 1)
-    )  # outcomes multiply: thousands, not millions
+    # outcomes multiply: thousands, not millions
+    depth = depth if width == 1 else min(depth, 2 if size[0] == 2 or how == "likeliest" else 1)
     assert output_law(RULES[name].decide, p, q, depth, width, how) == verifier_law(p, depth)
 
 
@@ -322,10 +321,8 @@ def test_typical_takes_the_longest_then_likeliest_path():
     laws = torch.tensor(
         [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.4, 0.6, 0.0], [0.1, 0.8, 0.1], [0.98, 0.01, 0.01], [0.0, 0.0, 1.0]]
     )
-    assert typical(0.3, 0.09).decide(tree, laws) == (
-        [1, 3],
-        0,
-    )  # 1 -> 1, likelier than 1 -> 0; its child 2 has probability .01
+    # 1 -> 1, likelier than 1 -> 0; its child 2 has probability .01
+    assert typical(0.3, 0.09).decide(tree, laws) == ([1, 3], 0)
     assert typical(0.001, 1.0).decide(tree, laws)[0] == [1, 3, 4]  # less is asked for
     assert typical(0.6, 1.0).decide(tree, laws) == ([], 0)  # more than the first two have
 

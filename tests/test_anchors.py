@@ -77,10 +77,8 @@ def test_anchors_are_places_that_can_be_trained(row, n, seed):
 def test_upstreams_draw():
     """With torch's own generator and `cross_document`, the anchors that the recorded cases were made with: a
     permutation of the places, cut and sorted."""
-    mask, documents = (
-        torch.rand(60, generator=torch.Generator().manual_seed(0)) < 0.5,
-        torch.zeros(60, dtype=torch.long),
-    )
+    mask = torch.rand(60, generator=torch.Generator().manual_seed(0)) < 0.5
+    documents = torch.zeros(60, dtype=torch.long)
     torch.manual_seed(3)
     positions, valid = select_anchors(mask, documents, 8, 10, cross_document=True)
     torch.manual_seed(3)

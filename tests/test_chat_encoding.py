@@ -255,10 +255,8 @@ def subwords(kind, template=PLAIN):
         bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         bpe.decoder = decoders.Replace("▁", " ")
     else:
-        bpe.pre_tokenizer, bpe.decoder = (
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != "greedy"),
-            decoders.ByteLevel(),
-        )
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != "greedy")
+        bpe.decoder = decoders.ByteLevel()
         bpe.post_processor = processors.ByteLevel(trim_offsets=kind == "trimmed")
     special = ["<unk>", "<|im_start|>", "<|im_end|>", *(f"<0x{i:02X}>" for i in range(256))]
     bpe.train_from_iterator(
@@ -411,9 +409,8 @@ def test_template_arguments_move_the_border():
 def test_a_common_first_letter_is_no_part_of_the_prompt():
     tok = tokenizer(OPENED)
     tok.add_special_tokens({"additional_special_tokens": ["<think>"]})
-    (row,) = encode(
-        talk("a?", "<b>"), tok
-    )  # the prompt goes on with <think>, the answer with <b>: the tokens part before "<"
+    # the prompt goes on with <think>, the answer with <b>: the tokens part before "<"
+    (row,) = encode(talk("a?", "<b>"), tok)
     assert trained(tok, row) == "<b><|im_end|>\n"
 
 
@@ -442,9 +439,8 @@ def test_the_users_tokenizer_is_left_as_it_was():
     tok.chat_template = PLAIN
     before = tok("so so  so", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
     encode(talk("a b", "c d"), tok)
-    assert (
-        tok("so so  so", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"] == before
-    )  # still trimmed
+    # still trimmed
+    assert tok("so so  so", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"] == before
     assert before != [(o.item(0), o.item(1)) for o in np.array(ChatTemplate(tok).tokens(["so so  so"])[0].offsets)]
 
 
@@ -464,9 +460,8 @@ def test_messages_dialects():
 
 
 def test_rows_fit_any_number_of_tokens():
-    data = prepare(
-        [{"input_ids": np.arange(5), "loss_mask": np.ones(5)}] * 3, tokenizer(None), 4
-    )  # ready rows need no template
+    # ready rows need no template
+    data = prepare([{"input_ids": np.arange(5), "loss_mask": np.ones(5)}] * 3, tokenizer(None), 4)
     assert data["seq_len"][:] == [4, 4, 4]
 
 
@@ -570,14 +565,12 @@ def test_a_tokenizer_that_refuses_a_text_costs_that_text(monkeypatch):
 
 def test_a_tokenizer_with_more_tokens_than_the_verifier():
     tok = tokenizer(PLAIN)
-    good, bad = (
-        encode_batch(
-            [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2,
-            ChatTemplate(tok),
-            vocab_size=258,
-        ),
-        encode_batch([talk("a", "b")], ChatTemplate(tok), vocab_size=257),
+    good = encode_batch(
+        [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2,
+        ChatTemplate(tok),
+        vocab_size=258,
     )
+    bad = encode_batch([talk("a", "b")], ChatTemplate(tok), vocab_size=257)
     assert (
         len(good[0]) == 1
         and isinstance(bad[0], BadRow)
@@ -604,9 +597,8 @@ def test_control_tokens_in_what_was_said_are_counted():
     )
     assert "control" not in prepare(chats[2:], tok, 64).info.description
     (row,) = encode(chats[0], tok)
-    assert (
-        row[0].count(tok.convert_tokens_to_ids("<|im_end|>")) == 3 and trained(tok, row) == "ends<|im_end|>\n"
-    )  # read as a token, and not trained
+    # read as a token, and not trained
+    assert row[0].count(tok.convert_tokens_to_ids("<|im_end|>")) == 3 and trained(tok, row) == "ends<|im_end|>\n"
     parts = [
         {"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}, {"type": "image"}]},
         {"role": "assistant", "content": None, "reasoning_content": "<|im_start|>"},

@@ -217,9 +217,8 @@ def test_bad_data_is_named(conversations, tmp_path):
 def test_traceback_on_request(tmp_path):
     result = run("--traceback", "train", tmp_path / "none", tmp_path / "out")
     assert isinstance(result.exception, FileNotFoundError)
-    assert not isinstance(
-        run("train", tmp_path / "none", tmp_path / "out").exception, FileNotFoundError
-    )  # the switch does not stick
+    # the switch does not stick
+    assert not isinstance(run("train", tmp_path / "none", tmp_path / "out").exception, FileNotFoundError)
 
 
 def test_a_bug_is_not_hidden():
@@ -392,18 +391,16 @@ def echo():
 
 @pytest.mark.parametrize("name", ["r.yaml", "r.json"])
 def test_flag_before_file_before_default(recipe, name):
-    show, file = (
-        echo(),
-        recipe(
-            {
-                "n": 2,
-                "rate": 0.25,
-                "folder": "f",
-                "show": {"data": "d", "rate": 0.75, "ids": [1, 2], "more": {"a": 1}},
-                "other": {},
-            },
-            name,
-        ),
+    show = echo()
+    file = recipe(
+        {
+            "n": 2,
+            "rate": 0.25,
+            "folder": "f",
+            "show": {"data": "d", "rate": 0.75, "ids": [1, 2], "more": {"a": 1}},
+            "other": {},
+        },
+        name,
     )
     default = dict(data="d", n=2, rate=0.75, on=False, ids=[1, 2], more={"a": 1})
     assert json.loads(show("--recipe", file).stdout) == default

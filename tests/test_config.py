@@ -93,12 +93,8 @@ def test_upstream_files_survive_a_round_trip_key_for_key(tmp_path, name):
     written = json.loads((tmp_path / "config.json").read_text())
     del content["auto_map"]
     content["transformers_version"] = written["transformers_version"]  # of whoever writes
-    ours_only = {
-        "aux_layer_ids",
-        "norm_output",
-        "fc_norm",
-        "draft_vocab_size",
-    } - content.keys()  # declared by the toy, absent in the file
+    # declared by the toy, absent in the file
+    ours_only = {"aux_layer_ids", "norm_output", "fc_norm", "draft_vocab_size"} - content.keys()
     assert {k: v for k, v in written.items() if k not in ours_only} == content
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"]  # no stray config.py
     assert SpeculatorModelConfig.from_pretrained(tmp_path) == config

@@ -138,10 +138,8 @@ class OneLayer:
 
 @pytest.mark.parametrize("k", [2, 4])
 def test_draft_cost_counts_whole_blocks_only(verifier, k):
-    one, found = (
-        verifier_cost(verifier, repeats=1),
-        draft_cost(verifier, OneLayer(), [[1, 2, 3]], k=k, max_new_tokens=9),
-    )
+    one = verifier_cost(verifier, repeats=1)
+    found = draft_cost(verifier, OneLayer(), [[1, 2, 3]], k=k, max_new_tokens=9)
     assert found["weights"] * one["weights"] == pytest.approx(64 * k)
     assert found["flops"] * one["flops"] == pytest.approx(128 * k)
     assert found["time"] > 0

@@ -36,10 +36,8 @@ def test_cross_document_is_the_only_difference(name):
 def test_logits(name):
     "Draft logits of every slot of every block, and the targets, to 1e-4 absolute (they reach 30)."
     model, batch, _, _, folder = load_case(name)
-    want, x = (
-        load_file(folder / "outputs.safetensors"),
-        {k: v if k.startswith("anchor") else v[0] for k, v in batch.items()},
-    )
+    want = load_file(folder / "outputs.safetensors")
+    x = {k: v if k.startswith("anchor") else v[0] for k, v in batch.items()}
     anchors = x["anchor_positions"]
     with torch.no_grad():
         hidden = model.block_hidden(
@@ -351,9 +349,8 @@ def test_drafting_is_what_was_trained(seed):
     tokens, features = torch.randint(59, (12,), generator=g), torch.randn(11, model.fc.in_features, generator=g)
     drafter = DFlashDrafter(model)
     drafter.propose(tokens[:4], features[:3], 1, Sampling())
-    drafter.propose(
-        tokens[:7], torch.randn(3, model.fc.in_features), k, Sampling()
-    )  # positions 3..5 with other features: taken back below
+    # positions 3..5 with other features: taken back below
+    drafter.propose(tokens[:7], torch.randn(3, model.fc.in_features), k, Sampling())
     drafter.propose(tokens[:7], features[3:6], k, Sampling())
     tree = drafter.propose(tokens, features[6:], k, Sampling(1.0, g))
     assert len(tree) == k and all(keys.shape[1] == 11 for keys, _ in drafter.cache)

@@ -24,10 +24,8 @@ CASES = cases("dspark")
 def test_logits(name):
     "Base logits, and where recorded those with the bias, of every slot of every block, to 1e-4 absolute."
     model, batch, kwargs, _, folder = load_case(name)
-    want, x = (
-        load_file(folder / "outputs.safetensors"),
-        {k: v[0] for k, v in batch.items() if not k.startswith("anchor")},
-    )
+    want = load_file(folder / "outputs.safetensors")
+    x = {k: v[0] for k, v in batch.items() if not k.startswith("anchor")}
     anchors = batch["anchor_positions"]
     with torch.no_grad():
         tokens = model.block_tokens(x["input_ids"][anchors])
@@ -91,10 +89,8 @@ def block_by_loops(w, config, batch, anchor):
     [B, Vd], confidence logits [B] or None)."""
     layer, size = config.transformer_layer_config, config.block_size
     eps, d, theta = layer.rms_norm_eps, layer.head_dim, layer.rope_parameters["rope_theta"]
-    x, documents = (
-        {k: v[0] for k, v in batch.items() if k in ("input_ids", "hidden_states", "position_ids")},
-        batch["document_ids"][0],
-    )
+    x = {k: v[0] for k, v in batch.items() if k in ("input_ids", "hidden_states", "position_ids")}
+    documents = batch["document_ids"][0]
     context = rms(x["hidden_states"] @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
     ids = [int(x["input_ids"][anchor])] + [config.mask_token_id] * (size - 1)
     hidden = w["embed_tokens.weight"][ids]
@@ -143,9 +139,8 @@ def block_by_loops(w, config, batch, anchor):
     logits, final, confidence = hidden @ w["lm_head.weight"].T, [], []
     state = torch.zeros(config.markov_rank, dtype=hidden.dtype)
     for s in range(size):
-        before = (
-            anchor + s if config.sample_from_anchor else anchor + max(s - 1, 0)
-        )  # the token in front of the one that slot s predicts
+        # the token in front of the one that slot s predicts
+        before = anchor + s if config.sample_from_anchor else anchor + max(s - 1, 0)
         e = w["markov_head.markov_w1.weight"][x["input_ids"][before]] if config.markov_rank else None
         if config.markov_rank:
             code = e
@@ -585,9 +580,8 @@ def test_greedy_text_is_the_verifiers(tmp_path, args):
     for threshold in (None, 0.3, 1.0):
         out = generate(verifier, model.drafter(threshold), prompt, max_new_tokens=30, k=3)
         assert out.tokens == want
-    assert max(s.asked for s in out.steps) == 3 and not any(
-        s.draft for s in out.steps
-    )  # at threshold 1 nothing is drafted, and the text comes all the same
+    # at threshold 1 nothing is drafted, and the text comes all the same
+    assert max(s.asked for s in out.steps) == 3 and not any(s.draft for s in out.steps)
 
 
 @pytest.mark.parametrize("threshold", [None, 0.25])
@@ -596,11 +590,9 @@ def test_sampled_text_has_the_verifiers_law(tmp_path, threshold):
     draws, chi-square at about 0.999."""
     hf = tiny_verifier(tmp_path, vocab=4)
     model = fresh(tmp_path, hf)
-    verifier, prompt, counts = (
-        Verifier(hf, model.config.aux_hidden_state_layer_ids),
-        torch.tensor([2, 3, 1]),
-        torch.zeros(16),
-    )
+    verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
+    prompt = torch.tensor([2, 3, 1])
+    counts = torch.zeros(16)
     with torch.no_grad():
 
         def law(ids):

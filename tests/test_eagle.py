@@ -585,10 +585,8 @@ def test_checkpoint(folder, tmp_path, layernorms, fusion_bias):
 def test_native_layout(folder, tmp_path):
     model = fresh(folder)
     model.save_native(tmp_path / "native")
-    tensors, config = (
-        load_file(tmp_path / "native/model.safetensors"),
-        json.loads((tmp_path / "native/config.json").read_text()),
-    )
+    tensors = load_file(tmp_path / "native/model.safetensors")
+    config = json.loads((tmp_path / "native/config.json").read_text())
     assert (config["model_type"], config["architectures"], config["num_hidden_layers"]) == (
         "llama",
         ["LlamaForCausalLM"],

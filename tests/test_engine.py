@@ -28,11 +28,9 @@ from speculators_nb.evaluate.load import Prompt, ask, read_prompts, run_load
 from speculators_nb.evaluate.vllm_metrics import Meter, MetricsError
 from speculators_nb.serve.server import Server
 
-HERE, VERIFIER, HELDOUT = (
-    Path(__file__).parent,
-    Path(__file__).parents[1] / "data/tiny-verifier",
-    Path(__file__).parents[1] / "data/corpus/heldout.jsonl",
-)
+HERE = Path(__file__).parent
+VERIFIER = Path(__file__).parents[1] / "data/tiny-verifier"
+HELDOUT = Path(__file__).parents[1] / "data/corpus/heldout.jsonl"
 PROMPTS = [dict(prompt=f"question {i}", domain="ab"[i % 2]) for i in range(6)]
 
 
@@ -69,9 +67,8 @@ def test_a_sweep(engine, tmp_path):
             rows = found.positions[(found.positions.k == k) & (found.positions.concurrency == c)]
             np.testing.assert_allclose(rows.unconditional, np.array(accepted) / steps)
             np.testing.assert_allclose(rows.conditional, np.array(accepted) / np.array([steps, *accepted[:-1]]))
-            assert rows.unconditional_low.isna().all() == (
-                c == 4
-            )  # intervals need requests that were counted one by one
+            # intervals need requests that were counted one by one
+            assert rows.unconditional_low.isna().all() == (c == 4)
             total = found.summary[(found.summary.k == k) & (found.summary.concurrency == c)].set_index("domain")
             assert list(total.index) == ["all", "a", "b"]
             assert total.loc["all", ["requests", "tokens", "steps", "proposed", "accepted"]].tolist() == [

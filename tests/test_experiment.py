@@ -54,7 +54,7 @@ def test_answers_belong_to_the_corpus_and_the_verifier():
 
 def test_features_are_made_once_by_however_many_ask(clone):
     "Two processes ask at once; one builds, both get the same complete folder, and a third call touches nothing."
-    code = "from speculators_nb.experiment import shipped_features; print(shipped_features(n=12))"
+    code = "from speculators_nb.lab.experiment import shipped_features; print(shipped_features(n=12))"
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,

@@ -265,9 +265,8 @@ def test_a_row_does_not_see_its_neighbours():
 def test_what_is_stored_is_read(tmp_path, dtype):
     states = torch.randn(7, 4, 16) * torch.logspace(-1, 2, 7)[:, None, None]
     write_features(feature_path(tmp_path, 0), states, range(7), dtype)
-    eps = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 0, "float8_e4m3fn": 2**-4 + 2**-8}[
-        dtype
-    ]  # half a step of the mantissa; fp8 is read as bfloat16
+    # half a step of the mantissa; fp8 is read as bfloat16
+    eps = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 0, "float8_e4m3fn": 2**-4 + 2**-8}[dtype]
     assert (
         (read_features(feature_path(tmp_path, 0), range(7)).float() - states).abs()
         <= eps * states.abs() + 1e-4 * states.abs().amax((1, 2), keepdim=True)

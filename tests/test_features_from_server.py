@@ -81,9 +81,8 @@ class Fake:
     def writing(self):
         "Hold the server; whether it is in the middle of a file. If not, it goes on."
         self.process.send_signal(signal.SIGSTOP)
-        os.waitid(
-            os.P_PID, self.process.pid, os.WSTOPPED
-        )  # the signal takes effect a moment later, when every thread has seen it
+        # the signal takes effect a moment later, when every thread has seen it
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
         if self.torn():
             return True
         self.process.send_signal(signal.SIGCONT)

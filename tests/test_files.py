@@ -78,7 +78,7 @@ def test_killed_in_the_middle_of_a_write(tmp_path):
     "SIGKILL leaves no chance to clean up: a hidden neighbour may stay, but the file is the old one, whole."
     (tmp_path / "a.json").write_text('{"step": 1}')
     code = (
-        "import os, signal, sys\nfrom speculators_nb.utils import atomic_write\n"
+        "import os, signal, sys\nfrom speculators_nb.core.files import atomic_write\n"
         "with atomic_write(sys.argv[1]) as t:\n    t.write_text('{\"step\": ')\n    os.kill(os.getpid(), "
         "signal.SIGKILL)"
     )

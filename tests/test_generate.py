@@ -536,11 +536,10 @@ def test_trace_shows_every_token_once(verifier):
 
 # The law of the output at temperature 1
 
-LANGUAGE, NEW, PROMPT = (
-    3,
-    4,
-    (0, 1, 2, 0, 1, 2, 1),
-)  # the prompt repeats itself, so that an n-gram drafter has something to say
+# the prompt repeats itself, so that an n-gram drafter has something to say
+LANGUAGE = 3
+NEW = 4
+PROMPT = (0, 1, 2, 0, 1, 2, 1)
 
 
 class TableVerifier:
@@ -548,14 +547,12 @@ class TableVerifier:
     a cache that is cropped wrongly
     gives a wrong context, and thousands of requests take seconds."""
 
-    vocab_size, aux_layer_ids, hidden_size, device, dtype, config = (
-        LANGUAGE,
-        (),
-        1,
-        "cpu",
-        torch.float32,
-        SimpleNamespace(),
-    )
+    vocab_size = LANGUAGE
+    aux_layer_ids = ()
+    hidden_size = 1
+    device = "cpu"
+    dtype = torch.float32
+    config = SimpleNamespace()
 
     def __init__(self, table):
         self.table = table
@@ -598,9 +595,8 @@ def language(seed):
     model = LlamaForCausalLM(
         LlamaConfig(**(SHAPE | dict(vocab_size=LANGUAGE, num_hidden_layers=2, initializer_range=0.4)))
     ).eval()
-    table = {
-        PROMPT[:i]: torch.zeros(LANGUAGE) for i in range(1, len(PROMPT))
-    }  # what the verifier says inside the prompt is never looked at
+    # what the verifier says inside the prompt is never looked at
+    table = {PROMPT[:i]: torch.zeros(LANGUAGE) for i in range(1, len(PROMPT))}
     for length in range(NEW):
         contexts = [(*PROMPT, *c) for c in itertools.product(range(LANGUAGE), repeat=length)]
         with torch.no_grad():

@@ -109,10 +109,8 @@ def test_what_runs_out_of_memory_beside_others_is_tried_again_alone(tmp_path):
 
 # ---------------------------------------------------------------- bundle
 def test_the_bundle_and_the_machine_have_what_the_package_requires():
-    pins, needed = (
-        bundle.pins((ROOT / "benchmarks/gpu/bundle.txt").read_text()),
-        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"],
-    )
+    pins = bundle.pins((ROOT / "benchmarks/gpu/bundle.txt").read_text())
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert list(pins) == sorted(pins) and not set(pins) & set(bundle.EXPECTED)
     wheel = ("speculators-nb", "0", needed)
     assert not bundle.unmet([wheel, *((name, version, []) for name, version in pins.items())])
@@ -134,10 +132,8 @@ def test_the_bundle_has_the_upstream_release_that_is_measured():
 def test_the_bundle_differs_from_the_tested_versions_only_where_upstream_asks_for_it():
     pins = bundle.pins((ROOT / "benchmarks/gpu/bundle.txt").read_text())
     tested = bundle.pins((ROOT / "constraints.txt").read_text())
-    assert {name for name in pins if name in tested and pins[name] != tested[name]} == {
-        "datasets",
-        "fsspec",
-    }  # datasets<=5.1.0, and its bound on fsspec
+    # datasets<=5.1.0, and its bound on fsspec
+    assert {name for name in pins if name in tested and pins[name] != tested[name]} == {"datasets", "fsspec"}
 
 
 @pytest.mark.parametrize(

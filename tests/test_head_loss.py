@@ -36,10 +36,8 @@ def test_equals_whole_tensors(mixture, chunk):
     "Float32 closed forms against float32 autograd: 1e-5 of the gradient's norm."
     for seed, options in enumerate([{}, dict(softcap=2.0), dict(shared=False)]):
         c = case(seed, **options)
-        want, got = (
-            dense_head_loss(**c, mixture=mixture),
-            head_loss(**c, mixture=mixture, chunk=chunk, want_accept=True),
-        )
+        want = dense_head_loss(**c, mixture=mixture)
+        got = head_loss(**c, mixture=mixture, chunk=chunk, want_accept=True)
         assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
         a, b = (torch.autograd.grad(3 * out.loss, c["hidden"])[0] for out in (want, got))
         assert (a - b).norm() <= 1e-5 * a.norm()
@@ -68,10 +66,8 @@ def test_no_rows():
 def test_low_precision_products_stay_close():
     "bfloat16 products round to 2^-8: loss within 1 %, gradient direction kept to 0.1 % of its square."
     c = case(1, n=200, targets=80, vocab=400, hidden=32)
-    full, low = (
-        head_loss(**c, mixture={"kl_div": 1.0}),
-        head_loss(**c, mixture={"kl_div": 1.0}, gemm_dtype=torch.bfloat16),
-    )
+    full = head_loss(**c, mixture={"kl_div": 1.0})
+    low = head_loss(**c, mixture={"kl_div": 1.0}, gemm_dtype=torch.bfloat16)
     assert low.loss.item() == pytest.approx(full.loss.item(), rel=1e-2)
     a, b = (torch.autograd.grad(out.loss, c["hidden"])[0].flatten() for out in (full, low))
     assert torch.cosine_similarity(a, b, dim=0) > 0.999
@@ -122,10 +118,8 @@ def test_low_rank_term_of_targets(chunk, tile, by_loss, monkeypatch):
 @pytest.mark.parametrize("trained_head", [False, True])
 def test_token_loss_equals_whole_tensors(n, chunk, trained_head):
     g = torch.Generator().manual_seed(n)
-    hidden, head = (
-        torch.randn(n, 12, generator=g, requires_grad=True),
-        torch.randn(40, 12, generator=g).requires_grad_(trained_head),
-    )
+    hidden = torch.randn(n, 12, generator=g, requires_grad=True)
+    head = torch.randn(40, 12, generator=g).requires_grad_(trained_head)
     tokens, weight = torch.randint(40, (n,), generator=g), torch.rand(n, generator=g)
     want, got = dense_token_loss(hidden, head, tokens, weight), token_loss(hidden, head, tokens, weight, chunk=chunk)
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)

@@ -71,6 +71,5 @@ def test_the_other_document_is_not_seen(name, trained):
     for key in grads:
         assert (grads2[key] - grads[key]).norm() <= 1e-5 * grads[key].norm() + 1e-7, key
     other[trained] = changed(samples[trained])
-    assert not torch.allclose(
-        step(model, kwargs, other, trained)[0], loss
-    )  # what stands in its own document does count
+    # what stands in its own document does count
+    assert not torch.allclose(step(model, kwargs, other, trained)[0], loss)

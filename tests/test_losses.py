@@ -37,9 +37,8 @@ def test_gradient_is_autograds(name, seed, scale, vocab):
     terms, grad = loss_and_grad(Law(t), Law(z.detach()), {name: 1.0})
     assert torch.allclose(terms[name], value.detach(), rtol=0, atol=1e-10)
     assert torch.allclose(grad, auto, rtol=0, atol=1e-10)
-    assert torch.allclose(
-        grad.sum(-1), torch.zeros(4, dtype=torch.float64), atol=1e-10
-    )  # a constant on all logits changes nothing
+    # a constant on all logits changes nothing
+    assert torch.allclose(grad.sum(-1), torch.zeros(4, dtype=torch.float64), atol=1e-10)
 
 
 @given(st.integers(0, 2**31))

@@ -93,10 +93,8 @@ def test_loss_gradients_tokens(verifier, seed, heads, depth, decay, cross):
     ids, docs, mask, states = (
         batch[k][0] for k in ("input_ids", "document_ids", "loss_mask", "verifier_last_hidden_states")
     )
-    w, norm = (
-        {n: p.detach().double().requires_grad_() for n, p in model.named_parameters() if p.requires_grad},
-        model.target_head.norm.weight.double(),
-    )
+    w = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters() if p.requires_grad}
+    norm = model.target_head.norm.weight.double()
     want, means, right, counts, argmax = 0.0, [], [], [], []
     for k in range(heads):
         total, n, hits, best = torch.zeros((), dtype=torch.float64), 0, 0, []
@@ -105,11 +103,9 @@ def test_loss_gradients_tokens(verifier, seed, heads, depth, decay, cross):
             best.append(logits.argmax().item())
             if target >= len(ids) or docs[t] < 0 or not mask[target] or (docs[target] != docs[t] and not cross):
                 continue
-            total, n, hits = (
-                total + torch.logsumexp(logits, 0) - logits[ids[target]],
-                n + 1,
-                hits + int(best[-1] == ids[target]),
-            )
+            total = total + torch.logsumexp(logits, 0) - logits[ids[target]]
+            n = n + 1
+            hits = hits + int(best[-1] == ids[target])
         means.append(total / (n + 1e-5)), right.append(hits), counts.append(n), argmax.append(best)
         want = want + (0.8 if decay is None else decay) ** (k + 1) * means[-1]
     want.backward()
@@ -238,11 +234,9 @@ def test_drafting_is_what_was_trained(verifier):
 def test_the_text_is_the_verifiers(verifier):
     """Greedy text with and without the drafter, token for token. Heads at random, and heads that always guess the
     commonest token, so that some drafts are kept."""
-    plain, tapped, prompt = (
-        Verifier.from_pretrained(verifier),
-        Verifier.from_pretrained(verifier, [LAYERS]),
-        torch.tensor([3, 1, 4]),
-    )
+    plain = Verifier.from_pretrained(verifier)
+    tapped = Verifier.from_pretrained(verifier, [LAYERS])
+    prompt = torch.tensor([3, 1, 4])
     text = generate(plain, NoDrafter(), prompt, max_new_tokens=32, k=0).tokens
     common = max(text, key=text.count)
 
@@ -262,11 +256,9 @@ def test_sampled_text_has_the_verifiers_law(verifier):
     """Under speculative sampling the tokens of 500 steps follow the verifier's laws, given here, place by place;
     chi-squared, 0.1 % level."""
     drafter, g, n = moved(fresh(verifier)).drafter(), torch.Generator().manual_seed(0), 500
-    tokens, features, law = (
-        torch.randint(V, (6,), generator=g),
-        torch.randn(5, H, generator=g),
-        torch.randn(V, generator=g).softmax(-1),
-    )
+    tokens = torch.randint(V, (6,), generator=g)
+    features = torch.randn(5, H, generator=g)
+    law = torch.randn(V, generator=g).softmax(-1)
     seen = [[], []]
     for _ in range(n):
         tree = drafter.propose(tokens, features, 1, Sampling(1.0, g))

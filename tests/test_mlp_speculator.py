@@ -325,11 +325,9 @@ def test_drafting_is_what_was_trained(verifier, tied):
 def test_the_text_is_the_verifiers(verifier):
     """Greedy text with and without the drafter, token for token. One drafter guesses at random, the other always the
     commonest token, so that some drafts are kept."""
-    plain, tapped, prompt = (
-        Verifier.from_pretrained(verifier),
-        Verifier.from_pretrained(verifier, [LAYERS]),
-        torch.tensor([3, 1, 4]),
-    )
+    plain = Verifier.from_pretrained(verifier)
+    tapped = Verifier.from_pretrained(verifier, [LAYERS])
+    prompt = torch.tensor([3, 1, 4])
     text = generate(plain, NoDrafter(), prompt, max_new_tokens=32, k=0).tokens
     constant = fresh(verifier)
     with torch.no_grad():
@@ -344,11 +342,9 @@ def test_sampled_text_has_the_verifiers_law(verifier):
     """Under speculative sampling the first two tokens of 500 steps follow the verifier's laws, given here; chi-squared,
     0.1 % level. So the laws that the drafter reports are those it draws from."""
     model, g, n = sharp(fresh(verifier)).drafter(), torch.Generator().manual_seed(0), 500
-    tokens, features, law = (
-        torch.randint(V, (6,), generator=g),
-        torch.randn(5, H, generator=g),
-        torch.randn(V, generator=g).softmax(-1),
-    )
+    tokens = torch.randint(V, (6,), generator=g)
+    features = torch.randn(5, H, generator=g)
+    law = torch.randn(V, generator=g).softmax(-1)
     seen = [[], []]
     for _ in range(n):
         tree = model.propose(tokens, features, 1, Sampling(1.0, g))

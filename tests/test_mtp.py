@@ -118,10 +118,8 @@ def test_upstreams_checkpoint_loads(name, tmp_path, monkeypatch):
     monkeypatch.chdir(FIXTURES)
     _, batch, kwargs, info, folder = load_case(name)
     shutil.copy(folder / "saved_pretrained/config.json", tmp_path)
-    state, keys = (
-        load_file(folder / "state_dict.safetensors"),
-        json.loads((folder / "saved_pretrained_keys.json").read_text()),
-    )
+    state = load_file(folder / "state_dict.safetensors")
+    keys = json.loads((folder / "saved_pretrained_keys.json").read_text())
     save_file({n: state[n] for n in keys}, tmp_path / "model.safetensors")
     model = SpeculatorModel.from_pretrained(tmp_path)
     with torch.no_grad():
@@ -218,11 +216,9 @@ def test_definition_from_loops(seed):
     """One document at a time through transformers' own decoder layer, and targets by counting: independent of masks,
     packing and row selection."""
     model, batch = random_model(seed)
-    layer, config, steps = (
-        model.mtp_layers[0],
-        model.config.transformer_layer_config,
-        model.config.num_speculative_steps,
-    )
+    layer = model.mtp_layers[0]
+    config = model.config.transformer_layer_config
+    steps = model.config.num_speculative_steps
     config._attn_implementation = "sdpa"
     x, total, counts = {k: v[0] for k, v in batch.items()}, [0.0] * steps, [0] * steps
     with torch.no_grad():

@@ -14,16 +14,12 @@ from speculators_nb.train.optimizers import build_optimizer, parameter_groups, p
 class Net(nn.Module):
     def __init__(self, hidden=8, vocab=20):
         super().__init__()
-        self.embed_tokens, self.fc, self.norm = (
-            nn.Embedding(vocab, hidden),
-            nn.Linear(hidden, hidden),
-            nn.RMSNorm(hidden),
-        )
-        self.gate, self.markov_w1, self.lm_head = (
-            nn.Linear(hidden, 1),
-            nn.Linear(vocab, hidden, bias=False),
-            nn.Linear(hidden, vocab, bias=False),
-        )
+        self.embed_tokens = nn.Embedding(vocab, hidden)
+        self.fc = nn.Linear(hidden, hidden)
+        self.norm = nn.RMSNorm(hidden)
+        self.gate = nn.Linear(hidden, 1)
+        self.markov_w1 = nn.Linear(vocab, hidden, bias=False)
+        self.lm_head = nn.Linear(hidden, vocab, bias=False)
         self.table = nn.Embedding(4, hidden)  # a table whose name says nothing
         self.frozen = nn.Linear(hidden, hidden).requires_grad_(False)
 
@@ -183,9 +179,8 @@ def test_tables_by_rows_are_the_same_arithmetic(net, optimizer, monkeypatch):
         norms = []
         for i in range(8):
             for j in range(2):
-                ids = torch.randint(
-                    0, 12 + i, (2, 3), generator=torch.Generator().manual_seed(10 * i + j)
-                )  # rows 19 on: only at the end
+                # rows 19 on: only at the end
+                ids = torch.randint(0, 12 + i, (2, 3), generator=torch.Generator().manual_seed(10 * i + j))
                 torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
             assert model.embed_tokens.weight.grad.is_sparse == by_rows
             norms.append(rows.clip_gradients(model.parameters(), 0.5).item())

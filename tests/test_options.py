@@ -216,7 +216,7 @@ def test_dtypes():
 def test_algorithms_are_read_without_an_import():
     assert set(algorithms()) == set(SpeculatorModel.registry)
     code = (
-        "import sys; from speculators_nb.options import algorithms; print(*sorted(algorithms()), 'torch' in "
+        "import sys; from speculators_nb.core.options import algorithms; print(*sorted(algorithms()), 'torch' in "
         "sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == [*sorted(algorithms()), "False"]

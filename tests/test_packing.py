@@ -31,9 +31,8 @@ def test_pack_each_sample_once_within_capacity(lengths, capacity, seed, epoch):
     assert sorted(i for r in rows for i in r) == list(range(len(lengths)))
     clipped = [min(n, capacity) for n in lengths]
     assert all(r and sum(clipped[i] for i in r) <= capacity for r in rows)
-    assert len(rows) == len(
-        pack(lengths, capacity, seed + 1, epoch + 5)
-    )  # the number of rows is a property of the lengths
+    # the number of rows is a property of the lengths
+    assert len(rows) == len(pack(lengths, capacity, seed + 1, epoch + 5))
     assert rows == pack(lengths, capacity, seed, epoch)
 
 

@@ -70,9 +70,8 @@ def test_one_colour_per_drafter_and_none_twice():
     assert colour("eagle3") == colour("eagle3 (7 steps)") == COLOURS["eagle3"] != colour("eagle")
     assert colour("mine") == colour("mine") and colour("mine") not in COLOURS.values()
     assert len(set(look([f"variant {i}" for i in range(6)]).values())) == 6
-    assert (
-        len(look([f"variant {i}" for i in range(40)])) == 40
-    )  # more names than spare looks: they repeat, nothing breaks
+    # more names than spare looks: they repeat, nothing breaks
+    assert len(look([f"variant {i}" for i in range(40)])) == 40
 
 
 def test_a_mask_keeps_its_pixels():

@@ -293,9 +293,8 @@ def test_max_samples_is_a_fair_lot(tmp_path):
     ]
     assert all(len(t) == 10 for t in taken) and taken[0] != taken[1]
     hits = np.bincount([i for t in taken for i in t], minlength=50)
-    assert hits.max() < 12 and hits[:25].sum() in range(
-        33, 88
-    )  # 120 draws, half of them expected in either half: 5 standard deviations
+    # 120 draws, half of them expected in either half: 5 standard deviations
+    assert hits.max() < 12 and hits[:25].sum() in range(33, 88)
     again = prepare_data(chats, bytes_tokenizer(), tmp_path / "again", max_samples=10, seed=3)
     assert {r["input_ids"][0].item() for r in again.rows} == taken[3]
     first = prepare_data(chats, bytes_tokenizer(), tmp_path / "first", max_samples=10, shuffle=False)
@@ -340,9 +339,8 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
 def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
     from speculators_nb.data import prepare
 
-    monkeypatch.setattr(
-        prepare, "encode_batch", lambda *a: os.kill(os.getpid(), signal.SIGKILL)
-    )  # as if memory had run out
+    # as if memory had run out
+    monkeypatch.setattr(prepare, "encode_batch", lambda *a: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(ChildProcessError, match="smaller num_proc"):
         prepare_data(corpus(700), VERIFIER, tmp_path / "p", num_proc=2)
     assert not (tmp_path / "p").exists()
@@ -422,9 +420,8 @@ def test_upstreams_folder(tmp_path, freq):
     with pytest.raises(ValueError, match="pass vocab_size"):
         prepared.add_vocab_mapping(2)
     assert prepared.add_vocab_mapping(2, 10)[0].nonzero().flatten().tolist() == [6, 7]
-    assert rows_in(prepare_data(tmp_path, bytes_tokenizer(), tmp_path / "again", shuffle=False)) == rows_in(
-        prepared
-    )  # and is a source
+    # and is a source
+    assert rows_in(prepare_data(tmp_path, bytes_tokenizer(), tmp_path / "again", shuffle=False)) == rows_in(prepared)
 
 
 class Trap:

@@ -46,10 +46,8 @@ def fresh(folder, name, mask):
     algorithm = CONTENDERS[name][0]
     last_state = algorithm in ("eagle", "mtp", "mlp", "medusa")
     own = OWN.get(name, {}) | (dict(mask_token_id=mask) if algorithm in ("peagle", "dflash", "dspark") else {})
-    model, g = (
-        new_drafter(algorithm, folder, target_layer_ids=None if last_state else [0, 2, 4], **own),
-        torch.Generator().manual_seed(zlib.crc32(name.encode())),
-    )
+    model = new_drafter(algorithm, folder, target_layer_ids=None if last_state else [0, 2, 4], **own)
+    g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:

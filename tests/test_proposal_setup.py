@@ -96,16 +96,14 @@ def drafter_of(folder):
                     if (n := args.get("draft_vocab_size"))
                     else None
                 )
-                model, g = (
-                    new_drafter(
-                        algorithm,
-                        folder,
-                        mapping=mapping,
-                        target_layer_ids=[0, 2, 4] if algorithm not in LAST_STATE else None,
-                        **args,
-                    ),
-                    torch.Generator().manual_seed(1),
+                model = new_drafter(
+                    algorithm,
+                    folder,
+                    mapping=mapping,
+                    target_layer_ids=[0, 2, 4] if algorithm not in LAST_STATE else None,
+                    **args,
                 )
+                g = torch.Generator().manual_seed(1)
                 with torch.no_grad():
                     for p in model.parameters():
                         if p.requires_grad:
@@ -130,9 +128,8 @@ def test_greedy_text_is_the_verifiers(folder, drafter_of, name, method):
     one = generate(verifier, prompt_ids=prompts[0], max_new_tokens=30, **driven._asdict())
     assert one.tokens == plain[0] and len(one.steps) > 1
     assert (method in ("static", "dynamic")) == any(s.parents is not None for s in one.steps)
-    assert [
-        g.tokens for g in generate(verifier, prompt_ids=prompts, max_new_tokens=30, **driven._asdict())
-    ] == plain  # a batch: each its own state
+    # a batch: each its own state
+    assert [g.tokens for g in generate(verifier, prompt_ids=prompts, max_new_tokens=30, **driven._asdict())] == plain
 
 
 def paths_of(tree):
@@ -228,9 +225,8 @@ def test_window(folder):
     for layer in model.layers:
         layer.window = None
     drafter.reset()
-    assert not torch.equal(
-        chain.tokens, drafter.propose(tokens, states, 6, Sampling()).tokens
-    )  # the window matters here
+    # the window matters here
+    assert not torch.equal(chain.tokens, drafter.propose(tokens, states, 6, Sampling()).tokens)
 
 
 class TreeTable(DraftTable):
@@ -324,9 +320,8 @@ def test_a_shape_of_ones_own(folder, drafter_of, name):
     plain = [generate(verifier, NoDrafter(), p, max_new_tokens=30, k=0).tokens for p in prompts]
     got = generate(verifier, drafter, prompts, k=drafter.depth, max_new_tokens=30)
     assert [g.tokens for g in got] == plain and {len(s.draft) for g in got for s in g.steps[:5]} == {7}
-    assert [len(s.draft) for s in generate(verifier, drafter, prompts[0], k=2, max_new_tokens=8).steps[:1]] == [
-        6
-    ]  # (0, 0, 0) lies deeper
+    # (0, 0, 0) lies deeper
+    assert [len(s.draft) for s in generate(verifier, drafter, prompts[0], k=2, max_new_tokens=8).steps[:1]] == [6]
 
 
 def test_refused(drafter_of):

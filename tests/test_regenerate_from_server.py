@@ -72,9 +72,8 @@ def test_rows_are_what_the_server_read_and_said(server, tokenizer, tmp_path):
         requests = {r["messages"][-1]["content"]: r for r in asked(server, since)}
         for n, (q, a) in enumerate(zip(questions, line["messages"][1::2])):
             request = requests[q]
-            assert (
-                a["content"] == reply(q, request["seed"]) and request["messages"] == line["messages"][: 2 * n + 1]
-            )  # the history is the new one
+            # the history is the new one
+            assert a["content"] == reply(q, request["seed"]) and request["messages"] == line["messages"][: 2 * n + 1]
             assert (request["model"], request["temperature"], request["max_tokens"], request["return_token_ids"]) == (
                 MODEL,
                 0.7,
@@ -116,10 +115,8 @@ def test_what_fails_is_named_and_tried_again(server, tmp_path):
     assert (again["kept"], again["written"], again["failed"].total()) == (6, 2, 0) and not path.with_suffix(
         ".errors.jsonl"
     ).exists()
-    assert {r["messages"][0]["content"] for r in asked(server, since)} == {
-        "question 3, part 0",
-        "question 5, part 0",
-    }  # the rest is not asked again
+    # the rest is not asked again
+    assert {r["messages"][0]["content"] for r in asked(server, since)} == {"question 3, part 0", "question 5, part 0"}
     assert sorted(line["primary_id"] for line in read_regenerated(path)) == sorted(r["id"] for r in rows)
 
 
@@ -213,9 +210,8 @@ def test_tools_are_paired(server, tmp_path):
         "other than" in lines["other"]["metadata"]["truncated"]
         and "2 tool calls" in lines["two"]["metadata"]["truncated"]
     )
-    assert all(
-        len(lines[k]["messages"]) == 2 and any(lines[k]["loss_mask"]) for k in ("other", "two")
-    )  # the call itself is the verifier's
+    # the call itself is the verifier's
+    assert all(len(lines[k]["messages"]) == 2 and any(lines[k]["loss_mask"]) for k in ("other", "two"))
     assert report["truncated"].total() == 2 and all(r["tools"] == tools for r in asked(server, since))
 
 

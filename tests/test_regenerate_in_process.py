@@ -178,11 +178,9 @@ def test_cut_answers_end_the_conversation(tmp_path):
 
 
 def test_resume_is_the_run_that_was_not_interrupted(tmp_path):
-    tok, verifier, kwargs = (
-        tokenizer(),
-        make_verifier(eos_bias=6.0),
-        dict(max_new_tokens=60, temperature=1.0, batch_size=3),
-    )
+    tok = tokenizer()
+    verifier = make_verifier(eos_bias=6.0)
+    kwargs = dict(max_new_tokens=60, temperature=1.0, batch_size=3)
     whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
     regenerate(verifier, tok, talks(12), whole, **kwargs)
     regenerate(verifier, tok, talks(7), torn, **kwargs)
@@ -254,9 +252,8 @@ def test_failures_are_counted_and_named(tmp_path, caplog):
         ]
         == 2
     )
-    assert (
-        not (tmp_path / "o.errors.jsonl").exists() and not (tmp_path / "o.jsonl.lock").exists()
-    )  # nothing failed in the last run
+    # nothing failed in the last run
+    assert not (tmp_path / "o.errors.jsonl").exists() and not (tmp_path / "o.jsonl.lock").exists()
 
 
 def test_a_prompt_that_is_too_long_ends_a_conversation_and_keeps_what_was_said(tmp_path):

@@ -131,9 +131,8 @@ def test_calls_get_their_results_in_order_turn_by_turn():
         "r3",
     ] and not replay.about
     assert [m["tool_call_id"] for m in replay.messages if m["role"] == "tool"] == ["f-0", "g-0", "f-0"]
-    skipped = replayed(
-        say("assistant", "a"), call("f"), say("assistant", "b")
-    )  # the first turn's results are not the second turn's
+    # the first turn's results are not the second turn's
+    skipped = replayed(say("assistant", "a"), call("f"), say("assistant", "b"))
     assert [m["content"] for m in skipped.messages if m["role"] != "assistant"] == ["q1", "q2", "r3"]
 
 
@@ -189,9 +188,8 @@ def test_draws_follow_their_weights_and_nothing_else():
         and {d["chat_template_kwargs"]["a"] for d in drawn} == {1, 2}
         and {d["top_k"] for d in drawn} == {7}
     )
-    both = (
-        sum(d["temperature"] == 1 and d["chat_template_kwargs"]["a"] == 1 for d in drawn) / 3000
-    )  # drawn independently of each other
+    # drawn independently of each other
+    both = sum(d["temperature"] == 1 and d["chat_template_kwargs"]["a"] == 1 for d in drawn) / 3000
     assert abs(both - 0.375) < 5 * (0.375 * 0.625 / 3000) ** 0.5
     assert (
         drawn

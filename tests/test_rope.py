@@ -242,14 +242,10 @@ def dense(model, name, features, k):
             )
             return model.lm_head(states[0, -k:]).log_softmax(-1)
         if name == "peagle":
-            ids, rows = (
-                torch.cat([TOKENS[1:], zero.expand(k - 1)]),
-                torch.cat([features[: n - 1], torch.zeros(k - 1, features.shape[1])]),
-            )
-            anchor, depth = (
-                torch.cat([torch.arange(n - 1), torch.full((k - 1,), n - 2)]),
-                torch.cat([zero.expand(n - 1), torch.arange(1, k)]),
-            )
+            ids = torch.cat([TOKENS[1:], zero.expand(k - 1)])
+            rows = torch.cat([features[: n - 1], torch.zeros(k - 1, features.shape[1])])
+            anchor = torch.cat([torch.arange(n - 1), torch.full((k - 1,), n - 2)])
+            depth = torch.cat([zero.expand(n - 1), torch.arange(1, k)])
             states = model.dense_rollouts(ids, rows, zero.expand(len(ids)), anchor, depth)
             return model.lm_head(states[n - 2 :]).log_softmax(-1)
         first = model.target_head.norm(features[: n - 1]) if name == "eagle" else features[: n - 1]

@@ -22,7 +22,7 @@ lib_path = "toy"
 tst_flags = "cuda slow"
 """
 DRAW = "fig, ax = new_axes(2, 1)\nax.plot([1, 2]);"
-IMPORT = "from speculators_nb.plot import new_axes"
+IMPORT = "from speculators_nb.core.plot import new_axes"
 
 # name -> sources of its cells; "md:---" begins front matter
 NOTEBOOKS = {

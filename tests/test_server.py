@@ -373,9 +373,8 @@ def test_a_server_that_cannot_start_says_why(engine, monkeypatch):
         pass
     text = str(e.value)
     assert "ended with code 1" in text and "initialization failed" in text
-    assert (
-        "ValueError: no room for the cache" in text and "consequence 3\n" not in text
-    )  # the cause is far above the end
+    # the cause is far above the end
+    assert "ValueError: no room for the cache" in text and "consequence 3\n" not in text
 
 
 def test_a_server_that_never_answers_is_given_up(engine, monkeypatch):

@@ -176,9 +176,8 @@ def test_a_checkpoint_of_ours_says_what_it_is(models):
     raw = vllm.MODELS["trained-eagle3"] | dict(speculators_model_type="peagle")
     (models / "EAGLE-neutral").mkdir(exist_ok=True)
     (models / "EAGLE-neutral/config.json").write_text(json.dumps(raw))
-    config = SpeculativeConfig(
-        model=str(models / "EAGLE-neutral")
-    )  # vLLM would go by the name, and take it for an EAGLE-1
+    # vLLM would go by the name, and take it for an EAGLE-1
+    config = SpeculativeConfig(model=str(models / "EAGLE-neutral"))
     assert (config.method, config.parallel_drafting, config.num_speculative_tokens, config.slots) == (
         "eagle3",
         True,
@@ -279,9 +278,8 @@ def test_length_schedule(n, share):
     length = 1 + share * n
     rates = length_to_rates(length, n)
     assert len(rates) == n and abs(sum(rates) - (length - 1)) < 1e-9
-    assert (
-        all(1 >= a >= b >= 0 for a, b in zip(rates, [*rates[1:], 0])) and sum(0 < r < 1 for r in rates) <= 1
-    )  # two neighbouring lengths only
+    # two neighbouring lengths only
+    assert all(1 >= a >= b >= 0 for a, b in zip(rates, [*rates[1:], 0])) and sum(0 < r < 1 for r in rates) <= 1
     product = 1.0
     for rate, c in zip(rates, conditional_rates(rates)):
         product *= c
@@ -402,10 +400,8 @@ def test_a_tree_by_config(verifier, tmp_path, word):
         assert tree.parents.tolist() == [-1, -1, 0, 1, 2] and (tree.probs is not None) == (
             word == "probabilistic" and temperature > 0
         )
-    done, plain = (
-        speculate(verifier, config, [[1, 2, 3], [4]], max_new_tokens=30),
-        generate(verifier, NoDrafter(), [[1, 2, 3], [4]], k=0, max_new_tokens=30),
-    )
+    done = speculate(verifier, config, [[1, 2, 3], [4]], max_new_tokens=30)
+    plain = generate(verifier, NoDrafter(), [[1, 2, 3], [4]], k=0, max_new_tokens=30)
     assert [g.tokens for g in done] == [g.tokens for g in plain] and all(
         s.accepted == min(3, s.asked) for g in done for s in g.steps
     )
@@ -539,11 +535,9 @@ def test_rules():
         for w, r in (("strict", "strict"), ("standard", "standard"), ("probabilistic", "standard"), ("block", "block"))
     } == {True}
     rule = SpeculativeConfig(**NGRAM, rejection_sample_method="synthetic", synthetic_acceptance_length=2.5).rule()
-    g, tree, target = (
-        torch.Generator().manual_seed(0),
-        TokenTree.chain(torch.tensor([0, 1, 2])),
-        torch.full((4, 5), 0.2),
-    )
+    g = torch.Generator().manual_seed(0)
+    tree = TokenTree.chain(torch.tensor([0, 1, 2]))
+    target = torch.full((4, 5), 0.2)
     kept = [len(rule.decide(tree, target, g)[0]) for _ in range(2000)]
     assert set(kept) == {1, 2} and abs(sum(kept) / 2000 - 1.5) < 4 * 0.5 / 2000**0.5  # four standard errors
     assert not rule.lossless
@@ -554,10 +548,8 @@ def test_strict_and_standard_have_one_law():
     tree, p, n = TokenTree.chain(torch.tensor([0])), torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]), 4000
     law = {}
     for word in ("strict", "standard"):
-        rule, g = (
-            SpeculativeConfig(method="ngram", num_speculative_tokens=1, rejection_sample_method=word).rule(),
-            torch.Generator().manual_seed(1),
-        )
+        rule = SpeculativeConfig(method="ngram", num_speculative_tokens=1, rejection_sample_method=word).rule()
+        g = torch.Generator().manual_seed(1)
         first = [0 if path else token for path, token in (rule.decide(tree, p, g) for _ in range(n))]
         law[word] = torch.bincount(torch.tensor(first), minlength=3) / n
     for word in law:

@@ -49,11 +49,9 @@ class Counted:
 @given(st.data())
 def test_guesses_are_those_of_the_counted_tree(data):
     words, depth = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 8))
-    k, factor, min_prob = (
-        data.draw(st.integers(1, 6)),
-        data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.5])),
-        data.draw(st.sampled_from([0.0, 0.1, 0.5])),
-    )
+    k = data.draw(st.integers(1, 6))
+    factor = data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.5]))
+    min_prob = data.draw(st.sampled_from([0.0, 0.1, 0.5]))
     text = st.lists(st.integers(0, words - 1), max_size=20)
     index, log, kept = SuffixIndex(depth), [], []
     index.many = data.draw(st.sampled_from([1, 2, 5, 64]))  # parts are told apart early, or never

@@ -18,9 +18,8 @@ from speculators_nb.nn.target_head import TargetHead, check_target_head
 from speculators_nb.train.train_drafter import train_drafter
 
 VERIFIERS_OF = ("llama", "qwen3", "gemma2", "cohere", "gpt_neox", "qwen3_next", "qwen3_5")
-NAMES = [
-    name for name in DRAFTERS if DRAFTERS[name][0] not in ("eagle", "mtp")
-]  # EAGLE attaches a verifier, or says that it must; MTP is below
+# EAGLE attaches a verifier, or says that it must; MTP is below
+NAMES = [name for name in DRAFTERS if DRAFTERS[name][0] not in ("eagle", "mtp")]
 CELLS = [(name, family) for name in NAMES for family in ("llama", "gemma2", "cohere", "gpt_neox")]
 
 

@@ -421,19 +421,17 @@ def test_tensorboard_gets_the_metrics(tmp_path):
 def test_a_stopped_run_goes_on_to_the_bit(tmp_path, stop, accumulate, optimizer):
     """Stopped in mid-epoch or at the end of one, with random choices in every forward: the same losses and the same
     weights as without the stop."""
-    data, held, kwargs = (
-        samples(16),
-        samples(4, 1),
-        dict(
-            save_strategy="steps",
-            eval_strategy="steps",
-            save_steps=2,
-            eval_steps=2,
-            save_total_limit=None,
-            num_train_epochs=4,
-            gradient_accumulation_steps=accumulate,
-            optimizer=optimizer,
-        ),
+    data = samples(16)
+    held = samples(4, 1)
+    kwargs = dict(
+        save_strategy="steps",
+        eval_strategy="steps",
+        save_steps=2,
+        eval_steps=2,
+        save_total_limit=None,
+        num_train_epochs=4,
+        gradient_accumulation_steps=accumulate,
+        optimizer=optimizer,
     )
     whole = train(toy(), data, held, arguments(tmp_path / "whole", **kwargs), noise=0.3)
     with pytest.raises(KeyboardInterrupt):
@@ -465,11 +463,9 @@ def test_patience_is_counted_on_after_a_resume(tmp_path):
 def test_a_killed_save_leaves_no_checkpoint(tmp_path, monkeypatch, where):
     from transformers import trainer_callback
 
-    kwargs, save, to_json = (
-        dict(save_strategy="steps", eval_strategy="steps", save_steps=2, eval_steps=2),
-        torch.save,
-        trainer_callback.TrainerState.save_to_json,
-    )
+    kwargs = dict(save_strategy="steps", eval_strategy="steps", save_steps=2, eval_steps=2)
+    save = torch.save
+    to_json = trainer_callback.TrainerState.save_to_json
 
     def cut(obj, file, *args, **kw):
         if "checkpoint-4" in str(file) and os.path.basename(file) == where:

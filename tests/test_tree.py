@@ -87,9 +87,8 @@ def test_drawing_follows_the_law_and_the_seed():
 
     assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
     share = drawn(1).bincount(minlength=4) / 5000
-    assert (
-        share[3] == 0 and float((share - law).abs().max()) < 0.03
-    )  # 0.03: more than 4 standard errors of a share of 5000
+    # 0.03: more than 4 standard errors of a share of 5000
+    assert share[3] == 0 and float((share - law).abs().max()) < 0.03
     assert Sampling(1.0).draw(law.expand(2, 3, 4)).shape == (2, 3)
 
 

@@ -209,9 +209,8 @@ def test_filters_hold_for_siblings():
         tokens, laws = without_return(sampling.probabilities(logits), 3, sampling)
         orders[tuple(tokens)] += 1
         assert laws[1][tokens[1]] == 1
-    assert (
-        set(orders) == {(0, 2), (2, 0)} and abs(orders[0, 2] / 200 - 0.881) < 0.115
-    )  # sigmoid(2), five standard deviations at n = 200
+    # sigmoid(2), five standard deviations at n = 200
+    assert set(orders) == {(0, 2), (2, 0)} and abs(orders[0, 2] / 200 - 0.881) < 0.115
 
 
 # ------------------------------------------------------------------------------------------------ losslessness
@@ -302,9 +301,8 @@ def test_a_node_sees_decided_keys_its_ancestors_and_itself(keys, build):
         out = []
         for state, row in zip(states, sees):
             shown = [v for v, seen in zip(cache, row.tolist()) if seen]
-            assert shown[:keys] == list(range(100, 100 + keys)) and shown[keys:-1] == [
-                int(v) for v in state if v >= 0
-            ]  # the parent's state, and this token
+            # the parent's state, and this token
+            assert shown[:keys] == list(range(100, 100 + keys)) and shown[keys:-1] == [int(v) for v in state if v >= 0]
             out.append(torch.tensor(shown[keys:] + [-1] * (len(state) - len(shown) + keys)))
         return torch.stack(out)
 

@@ -97,10 +97,8 @@ def decoding(rounds):
     draft = DraftModel(small, verifier)
     hf = dict(do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW)
     assistant = copy.deepcopy(small)
-    assistant.generation_config.num_assistant_tokens, assistant.generation_config.num_assistant_tokens_schedule = (
-        K,
-        "constant",
-    )
+    assistant.generation_config.num_assistant_tokens = K
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0
 
     def theirs(prompt, **kwargs):

@@ -57,10 +57,8 @@ def run(cell, turn):
     options, asked = dict(max_new_tokens=TOKENS[cell["size"]], eos_token_ids=(2,)), prompts(TEXTS[cell["size"]])
     tied = wrong = kept = steps = 0
     for ids in asked:
-        alone, ours = (
-            generate(verifier, NoDrafter(), ids, k=0, **options),
-            generate(verifier, proposer, ids, k=DRAFTED, **options),
-        )
+        alone = generate(verifier, NoDrafter(), ids, k=0, **options)
+        ours = generate(verifier, proposer, ids, k=DRAFTED, **options)
         at = first_difference(alone.tokens, ours.tokens)
         steps, kept = steps + len(ours.steps), kept + sum(step.accepted for step in ours.steps)
         if at is not None:

@@ -21,10 +21,9 @@ from benchmarks.gpu.process import failure
 
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIER = ROOT / "data/tiny-verifier"
-LENGTH, DOCUMENTS = (
-    {"toy": 64, "device": 1024},
-    {"toy": [24, 18, 14], "device": [400, 250, 200, 120]},
-)  # the rest of the row is padding
+# the rest of the row is padding
+LENGTH = {"toy": 64, "device": 1024}
+DOCUMENTS = {"toy": [24, 18, 14], "device": [400, 250, 200, 120]}
 
 # Algorithm, arguments of a new drafter, training arguments. Noise is left out: its draws differ between devices.
 DRAFTERS = {
@@ -155,11 +154,11 @@ def run(cell, turn):
     """The rows of one drafter and dtype."""
     device, name, dtype = pick(), cell["drafter"], cell["dtype"]
     toy = cell["size"] == "toy"
-    model, ways = (
-        drafter(name, device),
+    model = drafter(name, device)
+    ways = (
         HEAD_WAYS
         if name in HEADS
-        else {w: a for w, a in WAYS.items() if not (toy and dtype == "bf16" and w == "masked")},
+        else {w: a for w, a in WAYS.items() if not (toy and dtype == "bf16" and w == "masked")}
     )
     row, (call, _) = batch(model, device, cell["size"]), type(model).get_trainer_kwargs(**DRAFTERS[name][2])
     results, times, calls = {}, {}, 1 if toy else 2

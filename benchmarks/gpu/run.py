@@ -28,15 +28,8 @@ from benchmarks.gpu.notebooks import flagged  # noqa: E402
 from benchmarks.gpu.pool import Pool  # noqa: E402
 from benchmarks.gpu.report import Report  # noqa: E402
 
-DRAFTERS = (
-    ("eagle3",),
-    ("dflash",),
-    ("peagle",),
-    ("eagle", "hass"),
-    ("dspark",),
-    ("mtp",),
-    ("mlp", "medusa"),
-)  # jobs of stage 1
+# jobs of stage 1
+DRAFTERS = ("eagle3",), ("dflash",), ("peagle",), ("eagle", "hass"), ("dspark",), ("mtp",), ("mlp", "medusa")
 LENGTHS = (8192, 32768, 2048)
 NEEDED = (
     "torch",
@@ -76,10 +69,8 @@ def step_cells(size, upstream):
         labels = dict(setting=setting, length=length, side=side)
         return dict(kind="step", name=f"{setting}, {length} positions, {side}", size=size, labels=labels, **labels)
 
-    settings, sides = (
-        ("EAGLE-3 K=3", "DFlash 512x16", "P-EAGLE", "EAGLE-3 K=7", "MTP"),
-        ("ours", "upstream") if upstream else ("ours",),
-    )
+    settings = ("EAGLE-3 K=3", "DFlash 512x16", "P-EAGLE", "EAGLE-3 K=7", "MTP")
+    sides = ("ours", "upstream") if upstream else ("ours",)
     if size == "toy":
         return [cell(setting, 256, side) for setting in settings if setting != "EAGLE-3 K=7" for side in sides]
     compiled = [cell(setting, 8192, "ours-compiled") for setting in settings]

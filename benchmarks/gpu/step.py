@@ -21,10 +21,8 @@ from benchmarks.train_step import worker
 QWEN3_8B = dict(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936, window=None)
 TOY = dict(hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=512, window=None)
 DRAFT_VOCAB, ANCHORS = {"device": 32000, "toy": 256}, {"device": 512, "toy": 8}
-DOCUMENTS = {
-    "device": (704, 512, 384, 256, 192),
-    "toy": (1024, 512, 512),
-}  # of 2048 positions; other rows have as many, longer or shorter
+# of 2048 positions; other rows have as many, longer or shorter
+DOCUMENTS = {"device": (704, 512, 384, 256, 192), "toy": (1024, 512, 512)}
 SETTINGS = {  # name -> algorithm, training arguments beside those of benchmarks/train_step
     "EAGLE-3 K=3": ("eagle3", {}),
     "EAGLE-3 K=7": ("eagle3", dict(ttt_steps=7)),

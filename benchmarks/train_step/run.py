@@ -136,9 +136,8 @@ def eagle3_rows(case, batch):
     steps = ALGORITHMS["eagle3"]["training"]["ttt_steps"]
     mask = [m.tolist() for m in batch["loss_mask"][0].split(case["documents"])]
     loss = [sum(sum(m[k:]) for m in mask) for k in range(steps)]  # row i of step k is scored against target i + k
-    live = [
-        [[any(m[i + k : i + steps]) for i in range(len(m))] for m in mask] for k in range(steps)
-    ]  # someone reads the row's output
+    # someone reads the row's output
+    live = [[[any(m[i + k : i + steps]) for i in range(len(m))] for m in mask] for k in range(steps)]
     rows = [sum(map(sum, r)) for r in live]
     pairs = sum(min(i + 1, WINDOW) + k for k in range(steps) for r in live[k] for i, on in enumerate(r) if on)
     length = sum(case["documents"])  # the first pass feeds everyone's keys and values
@@ -177,11 +176,9 @@ def peagle_rows(case, batch):
 
 def dflash_rows(case, batch):
     config = configuration(case)
-    block, layers, sampled = (
-        config["block_size"],
-        config["transformer_layer_config"]["num_hidden_layers"],
-        config["sample_from_anchor"],
-    )
+    block = config["block_size"]
+    layers = config["transformer_layer_config"]["num_hidden_layers"]
+    sampled = config["sample_from_anchor"]
     anchor = batch["anchor_positions"][batch["anchor_valid"]]
     start = torch.tensor([0, *case["documents"]]).cumsum(0)
     own = anchor - start[batch["document_ids"][0][anchor]]
@@ -249,11 +246,9 @@ def needed(case, folder):
 def floor(n, rates, head):
     """(seconds, GEMM seconds, exponential seconds, memory-traffic seconds) of the needed work at this machine's
     rates."""
-    gemm, exp, traffic = (
-        n["head"] / rates[head] + n["rest"] / rates["gemm_fp32"],
-        n["exp"] / rates["exp"],
-        n["bytes"] / rates["copy"],
-    )
+    gemm = n["head"] / rates[head] + n["rest"] / rates["gemm_fp32"]
+    exp = n["exp"] / rates["exp"]
+    traffic = n["bytes"] / rates["copy"]
     return max(gemm + exp, traffic), gemm, exp, traffic
 
 
@@ -422,9 +417,8 @@ def main():
     rates, measured, versions = {}, {}, {}
     with tempfile.TemporaryDirectory() as tmp:
         for name in names:
-            rates = {
-                k: max(v, rates.get(k, 0.0)) for k, v in worker("rates").items()
-            }  # before each case: the machine is shared
+            # before each case: the machine is shared
+            rates = {k: max(v, rates.get(k, 0.0)) for k, v in worker("rates").items()}
             folder, of = Path(tmp) / name.replace("/", "_"), CASES[name]
             records = measure(name, of, pythons, opt.rounds, folder)
             measured[name] = (of, records, needed(of, folder))

@@ -78,10 +78,8 @@ def comments_of(
         for t in tokenize.generate_tokens(lines)
         if t.type == tokenize.COMMENT
     }
-    args, defaults = (
-        [*node.args.args, *node.args.kwonlyargs],
-        [*node.args.defaults, *node.args.kw_defaults],
-    )
+    args = [*node.args.args, *node.args.kwonlyargs]
+    defaults = [*node.args.defaults, *node.args.kw_defaults]
     ends = [
         a.end_lineno for a in node.args.args[: len(node.args.args) - len(node.args.defaults)]
     ] + [d.end_lineno if d else 0 for d in defaults]
@@ -136,21 +134,15 @@ def library(
     def call(*args, **kwargs):
         return getattr(import_module(f"speculators_nb.{module}"), name)(*args, **kwargs)
 
-    call.__name__, call.__doc__, call.__module__ = (
-        name,
-        ast.get_docstring(node),
-        f"speculators_nb.{module}",
-    )
+    call.__name__ = name
+    call.__doc__ = ast.get_docstring(node)
+    call.__module__ = f"speculators_nb.{module}"
     call.__signature__, call.comments = inspect.Signature(parameters), comments | given
     return call
 
 # %% ../../nbs/cli/02_command.ipynb #7312e378
-EXPECTED = (
-    ValueError,
-    OSError,
-    ImportError,
-    FloatingPointError,
-)  # mistakes of the caller or of the data; so are the library's own
+# mistakes of the caller or of the data; so are the library's own
+EXPECTED = ValueError, OSError, ImportError, FloatingPointError
 REMEDIES = {
     errno.ENOSPC: "make room on the disk, and run the same command again",
     errno.EDQUOT: "make room, and run the same command again",
@@ -192,13 +184,11 @@ def failure(
     )
     ours = type(e).__module__.partition(".")[0] == "speculators_nb"
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError":
-        said, code = (
-            (
-                f"not enough memory ({said}); lower max_length, max_tokens, total_seq_len or "
-                "concurrency"
-            ),
-            2,
+        said = (
+            f"not enough memory ({said}); lower max_length, max_tokens, total_seq_len or "
+            "concurrency"
         )
+        code = 2
     elif ours or isinstance(e, EXPECTED):
         code = 2
     else:

@@ -98,10 +98,9 @@ def open_verifier(
     "A verifier and its tokenizer. FileNotFoundError: neither a folder nor on the hub."
     remote: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     resolve_checkpoint(verifier)  # says what is wrong with the name, in words
-    place, tokenizer = (
-        device_of(device),
-        open_tokenizer(verifier, trust_remote_code),
-    )  # before the weights are read
+    # before the weights are read
+    place = device_of(device)
+    tokenizer = open_tokenizer(verifier, trust_remote_code)
     return Verifier.from_pretrained(
         str(verifier), aux_layer_ids or None, device=place, **remote
     ), tokenizer

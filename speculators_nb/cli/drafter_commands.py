@@ -231,10 +231,8 @@ def evaluate(
     if output_dir is not None:
         writable_folder(output_dir)
     _room(output_dir, overwrite, *RESULTS)
-    lengths, temperatures = (
-        [k] if isinstance(k, int) else list(k or ()),
-        tuple(temperatures or (0.0,)),
-    )
+    lengths = [k] if isinstance(k, int) else list(k or ())
+    temperatures = tuple(temperatures or (0.0,))
     if engine == "vllm":
         rows = list(read_conversations(data, max_samples))
         started: dict[str, Any] = (
@@ -368,10 +366,8 @@ def serve(
         layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
         writable_folder(hidden_states)
         arguments, added = extraction_options(layers, hidden_states)
-        command, environment = (
-            serve_command(checkpoint, k=0, **options) + arguments,
-            environment | added,
-        )
+        command = serve_command(checkpoint, k=0, **options) + arguments
+        environment = environment | added
     if not run:
         return command, environment
     find_verifier(checkpoint, verifier)
@@ -385,9 +381,8 @@ def serve(
         try:
             rest = ""
             while server.process.poll() is None:
-                *lines, rest = (rest + said.read()).split(
-                    "\n"
-                )  # whole lines: half of a secret is not known as one
+                # whole lines: half of a secret is not known as one
+                *lines, rest = (rest + said.read()).split("\n")
                 for line in lines:
                     print(without_secrets(line), flush=True)
                 time.sleep(0.2)

@@ -248,10 +248,8 @@ def resolve(
     recipe: Mapping | None = None,  # from `read_recipe`
 ) -> dict:  # every argument of the function
     "Flag before file before default. ValueError names the argument that none of them gives."
-    given, parameters = (
-        dict(recipe or {}) | dict(flags),
-        inspect.signature(function).parameters.values(),
-    )
+    given = dict(recipe or {}) | dict(flags)
+    parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
     for name, default in defaults.items():
         if default is inspect.Parameter.empty and name not in given:
@@ -275,10 +273,8 @@ def recipe_path(
     )
 
 
-DECIDED_ANEW = (
-    "overwrite",
-    "resume",
-)  # what becomes of an output that is there: no part of how it is made
+# what becomes of an output that is there: no part of how it is made
+DECIDED_ANEW = "overwrite", "resume"
 
 
 def write_recipe(

@@ -154,9 +154,8 @@ def inside(
         ),
         home,
     )
-    place = os.path.realpath(
-        folder / name
-    )  # unlike Path.resolve it takes a link to itself, which reading refuses
+    # unlike Path.resolve it takes a link to itself, which reading refuses
+    place = os.path.realpath(folder / name)
     if not Path(place).is_relative_to(home):
         raise ValueError(
             f"{folder / name}: a link that leads out of the folder, to {place}. If that is "
@@ -281,11 +280,9 @@ def read_state(
     index beside weights of another time."""
     folder = resolve_checkpoint(path)
     index = checkpoint_index(folder)
-    files, single, listing = (
-        sorted(set(index.values())),
-        folder / "model.safetensors",
-        folder / "model.safetensors.index.json",
-    )
+    files = sorted(set(index.values()))
+    single = folder / "model.safetensors"
+    listing = folder / "model.safetensors.index.json"
     if listing.is_file() and single.is_file() and single not in files:
         raise ValueError(
             f"{folder}: holds {single.name} and {listing.name}, which names other files; "

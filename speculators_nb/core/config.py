@@ -308,9 +308,8 @@ def layer_config_from_dict(
         ) from e
 
 
-LayerConfig = Annotated[
-    Any, PlainValidator(layer_config_from_dict)
-]  # Any: pydantic cannot read transformers' dataclasses
+# Any: pydantic cannot read transformers' dataclasses
+LayerConfig = Annotated[Any, PlainValidator(layer_config_from_dict)]
 
 # %% ../../nbs/core/10_config.ipynb #bcde08a4
 SIGNS = {  # file in a folder -> what the folder is, and what to name instead
@@ -411,9 +410,8 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        cls.__eq__ = (
-            SpeculatorModelConfig.__eq__
-        )  # the dataclass decorator gives each subclass one that forgets undeclared keys
+        # the dataclass decorator gives each subclass one that forgets undeclared keys
+        cls.__eq__ = SpeculatorModelConfig.__eq__
 
     def __post_init__(self, **kwargs):
         kwargs.pop("auto_map", None)  # names Python files to run; this library runs none

@@ -46,14 +46,8 @@ REMEDIES = {  # errno -> what helps
         "See whether the disk is sound and mounted, and run the same call again",
     ),
 }
-_UNNAMED = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EROFS,
-    errno.ESTALE,
-}  # `write` names no file
+# `write` names no file
+_UNNAMED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE}
 
 
 class DiskError(OSError):
@@ -105,9 +99,8 @@ def _why(path: Path) -> int:
 def _refused(e: Exception, path: Path) -> tuple[int, Path] | None:
     "(errno, file) where it is the disk that stopped the writing of `path`."
     if isinstance(e, OSError) and isinstance(e.filename, (str, bytes, os.PathLike)):
-        gone = (
-            e.errno != errno.ENOENT or not Path(os.fsdecode(e.filename)).parent.is_dir()
-        )  # else it is a file to read that is missing
+        # else it is a file to read that is missing
+        gone = e.errno != errno.ENOENT or not Path(os.fsdecode(e.filename)).parent.is_dir()
         file = _concerned(e.filename, path) if e.errno in REMEDIES and gone else None
         return file and (e.errno, file)
     if isinstance(e, OSError) and e.errno is not None:
@@ -254,10 +247,8 @@ def atomic_folder(
     """Fill a folder as a whole or not at all: on an exception the old folder stays as it was. A
     link to a folder stays one: what it
     leads to is replaced. Permissions and DiskError: as of `atomic_write`."""
-    named, path = (
-        Path(path),
-        Path(os.path.realpath(path)) if os.path.islink(path) else Path(path),
-    )
+    named = Path(path)
+    path = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     temporary, aside = _neighbour(path), _neighbour(path)
     try:
         with disk_errors(named):

@@ -237,9 +237,8 @@ class Endpoint:
             raise ValueError(f"tries: {tries}; it must be 1 or more")
         self.url, self.api_key_env = str(parsed).rstrip("/").removesuffix("/v1"), api_key_env
         self.timeout, self.tries = timeout, tries
-        limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=None
-        )  # as many as threads
+        # as many as threads
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         transport = limited_transport(
             proxy=proxy_for(parsed), trust_env=not _is_local(parsed.host), limits=limits
         )
@@ -523,13 +522,11 @@ def concurrently(
     "Map in threads. An error of `items` itself is raised after what was begun has come out."
     if concurrency < 1:
         raise ValueError(f"concurrency: {concurrency}; it must be 1 or more")
-    asked, answered, items, ahead, broken = (
-        queue.SimpleQueue(),
-        queue.SimpleQueue(),
-        iter(items),
-        0,
-        None,
-    )
+    asked = queue.SimpleQueue()
+    answered = queue.SimpleQueue()
+    items = iter(items)
+    ahead = 0
+    broken = None
     stopped = threading.Event()
 
     def work():

@@ -141,9 +141,8 @@ def plot_acceptance(
     )
     drafters = look(list(dict.fromkeys(table["drafter"])))
     width = 0.8 / len(drafters)
-    lines = math.ceil(
-        sum(0.58 + 0.072 * len(name) for name in drafters) / (5.5 * len(panels))
-    )  # of the legend: a key and its letters, in inches
+    # of the legend: a key and its letters, in inches
+    lines = math.ceil(sum(0.58 + 0.072 * len(name) for name in drafters) / (5.5 * len(panels)))
     fig, axes = new_axes(5.5, 3.35 + 0.25 * lines, len(panels), sharey=True, squeeze=False)
     for ax, (temperature, rows) in zip(axes[0], panels):
         for i, (name, (colour, marker)) in enumerate(drafters.items()):
@@ -333,10 +332,8 @@ def plot_tree(
         kept = node in path
         if node >= 0:
             parent = parents[node]
-            x, y = (
-                np.array([depth[parent], depth[node]]),
-                np.array([height[parent], height[node]]),
-            )
+            x = np.array([depth[parent], depth[node]])
+            y = np.array([height[parent], height[node]])
             ax.plot(
                 x, y, color=fill if kept else "#aaaaaa", linewidth=2.5 if kept else 1, zorder=1
             )

@@ -22,10 +22,9 @@ from pathlib import Path
 from .redact import without_secrets
 
 # %% ../../nbs/core/06_provenance.ipynb #835b168e
-WHOLE, END = (
-    64 << 20,
-    1 << 20,
-)  # bytes: files up to WHOLE are hashed completely, of longer ones the first and the last END
+# bytes: files up to WHOLE are hashed completely, of longer ones the first and the last END
+WHOLE = 64 << 20
+END = 1 << 20
 RECORDS = ("provenance.json", "data_config.json")
 
 
@@ -77,9 +76,8 @@ def identify(
         )
         h = hashlib.sha256()
         for f in files:
-            content = (
-                _digest(f, END).hexdigest() if len(files) <= 1000 else ""
-            )  # a very large folder: names and sizes
+            # a very large folder: names and sizes
+            content = _digest(f, END).hexdigest() if len(files) <= 1000 else ""
             h.update(
                 f"{f.relative_to(path).as_posix()}:{f.stat().st_size}:{content}\n".encode()
             )

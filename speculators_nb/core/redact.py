@@ -23,13 +23,8 @@ SECRET_NAME = re.compile(
     r"(?i)(^|[_-])(api[_-]?key|key|secret|passw(or)?d|passphrase|credentials?|authorization|bearer|cookie|"
     r"pwd|(hf|hub|auth|access|api|bearer|refresh)?[_-]?token)([_-]?\d+)?$|password$"
 )
-NOT_SECRET = {
-    "eos_token",
-    "bos_token",
-    "pad_token",
-    "unk_token",
-    "mask_token",
-}  # tokens of another kind
+# tokens of another kind
+NOT_SECRET = {"eos_token", "bos_token", "pad_token", "unk_token", "mask_token"}
 _NAMED = (
     r"(?:[\w.-]*[_-])?(?:api[_-]?key|access[_-]?key(?:[_-]?id)?|secret(?:[_-]?key)?|passw(?:or)?d|passphrase|pwd|"
     r"private[_-]?key|credentials?|(?:hf|hub|auth|access|api|refresh|session|security)[_-]?token|[a-z]+password)"

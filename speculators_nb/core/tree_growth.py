@@ -165,21 +165,16 @@ def dynamic_tree(
     for _ in range(depth):
         rows = law(frontier, tokens, parents)
         best = rows.topk(min(top_k, rows.shape[1]))
-        words, new = (
-            best.indices.flatten().cpu(),
-            (reached[:, None] + best.values.cpu()).flatten(),
-        )
-        first, tokens, parents, scores = (
-            len(tokens),
-            torch.cat([tokens, words]),
-            torch.cat([parents, frontier.repeat_interleave(best.indices.shape[1])]),
-            torch.cat([scores, new]),
-        )
+        words = best.indices.flatten().cpu()
+        new = (reached[:, None] + best.values.cpu()).flatten()
+        first = len(tokens)
+        tokens = torch.cat([tokens, words])
+        parents = torch.cat([parents, frontier.repeat_interleave(best.indices.shape[1])])
+        scores = torch.cat([scores, new])
         chosen = new.argsort(descending=True, stable=True)[:top_k].sort().values
         frontier, reached = first + chosen, new[chosen]
-    kept = (
-        scores.argsort(descending=True, stable=True)[:total_tokens].sort().values
-    )  # stable: among equals a parent stands before its children
+    # stable: among equals a parent stands before its children
+    kept = scores.argsort(descending=True, stable=True)[:total_tokens].sort().values
     kept = kept[scores[kept] > -torch.inf]
     parents = torch.where(parents[kept] < 0, -1, torch.searchsorted(kept, parents[kept]))
     return TokenTree(tokens[kept].to(rows.device), parents.to(rows.device)), scores[kept]

@@ -170,10 +170,8 @@ class show_mask:
         loss_mask,  # [n]
         tokenizer,  # gives the text of each token
     ):
-        self.tokens, self.mask = (
-            [tokenizer.decode([int(i)]) for i in input_ids],
-            [bool(m) for m in loss_mask],
-        )
+        self.tokens = [tokenizer.decode([int(i)]) for i in input_ids]
+        self.mask = [bool(m) for m in loss_mask]
 
     def _repr_html_(self):
         span = (

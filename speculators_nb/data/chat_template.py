@@ -137,11 +137,9 @@ class ChatTemplate:
         tokenizer: Any,  # a fast HF tokenizer or a processor, with a chat template
         **kwargs,  # for the template, e.g. enable_thinking=False
     ):
-        self.owner, self.tokenizer, self.kwargs = (
-            tokenizer,
-            getattr(tokenizer, "tokenizer", tokenizer),
-            kwargs,
-        )
+        self.owner = tokenizer
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self.kwargs = kwargs
         self.multimodal = self.owner is not self.tokenizer
         self.name = self.tokenizer.name_or_path
         backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
@@ -304,10 +302,9 @@ def turns_of(
         if first and turns and m["role"] == "assistant" and j < last:
             turns.partial = j >= first
             if heard > far and not turns.partial:
-                far, whole = (
-                    2 * heard,
-                    heard <= len(turns[-1][0]),
-                )  # the template shows what was said
+                # the template shows what was said
+                far = 2 * heard
+                whole = heard <= len(turns[-1][0])
                 turns.partial = whole and _is_beyond(messages[: j + 1], template, first)
     return turns
 

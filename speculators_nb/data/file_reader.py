@@ -305,9 +305,8 @@ def read_file(
     "The conversations of one file. ValueError: the file is not what it claims to be."
     n, bad, first = 0, 0, None
     for where, row in _rows_of(path):
-        where = where.encode(
-            "utf-8", "backslashreplace"
-        ).decode()  # a file name may be any bytes
+        # a file name may be any bytes
+        where = where.encode("utf-8", "backslashreplace").decode()
         n += 1
         if isinstance(row, BadRow):
             bad, first = bad + 1, first or f"{where}: {row}"

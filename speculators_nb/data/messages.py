@@ -68,10 +68,8 @@ ROLES = {
     }.items()
     for role in roles.split()
 }
-KEPT = (
-    "tool_call_id",
-    "name",
-)  # what templates read besides role, content, tool calls and reasoning
+# what templates read besides role, content, tool calls and reasoning
+KEPT = "tool_call_id", "name"
 THOUGHT = ("reasoning_content", "thinking", "reasoning")
 PARTS = ("text", "image", "image_url")  # kinds of parts that a message may hold
 

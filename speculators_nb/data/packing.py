@@ -55,10 +55,9 @@ def pack(
     return rows
 
 
-TRADES, REACH = (
-    4,
-    64,
-)  # offers per sample, reach in the list of lengths: row mates meet about as often as by chance
+# offers per sample, reach in the list of lengths: row mates meet about as often as by chance
+TRADES = 4
+REACH = 64
 
 # %% ../../nbs/data/11_packing.ipynb #1c048ab8
 class PackedBatchSampler:

@@ -57,10 +57,8 @@ class DraftModel:
 
     def reset(self):
         "Start a new request."
-        self.context, self.seen = (
-            Context(self.model),
-            torch.empty(0, dtype=torch.long, device=self.model.device),
-        )
+        self.context = Context(self.model)
+        self.seen = torch.empty(0, dtype=torch.long, device=self.model.device)
 
     def _read(self, tokens):
         "Read what is new, having forgotten what was not kept: logits [V] after the last token."

@@ -128,11 +128,9 @@ def feature_columns(
     drafter: Drafter,  # reads some of them
 ) -> list[int] | slice:  # columns of the verifier's hidden_states that the drafter reads
     "ValueError where the drafter reads a layer that the verifier does not tap."
-    have, want, h = (
-        list(verifier.aux_layer_ids),
-        list(drafter.aux_layer_ids),
-        verifier.hidden_size,
-    )
+    have = list(verifier.aux_layer_ids)
+    want = list(drafter.aux_layer_ids)
+    h = verifier.hidden_size
     if have == want:
         return slice(None)
     if not {*want} <= {*have}:
@@ -235,10 +233,8 @@ class Request:
         if self.read:
             shape = {} if draft.is_chain else dict(parents=draft.parents.tolist(), path=path)
             self.steps.append(Step(asked, draft.tokens.tolist(), len(path), new[:end], **shape))
-        self.read, self.tokens = (
-            len(self.tokens) + len(path),
-            torch.cat([self.tokens, self.tokens.new_tensor(new[:end])]),
-        )
+        self.read = len(self.tokens) + len(path)
+        self.tokens = torch.cat([self.tokens, self.tokens.new_tensor(new[:end])])
         self.room -= len(new[:end])
         self.finish_reason = "stop" if end else None if self.room else "length"
         return path
@@ -331,10 +327,8 @@ class Trace:
         self.decode, steps = decode, [[(t, "verifier") for t in generation.tokens[:1]]]
         for s in generation.steps:
             kept, path = s.tokens[: s.accepted], range(s.accepted) if s.path is None else s.path
-            fell, own = (
-                [t for i, t in enumerate(s.draft) if i not in path[: len(kept)]],
-                s.tokens[s.accepted :],
-            )
+            fell = [t for i, t in enumerate(s.draft) if i not in path[: len(kept)]]
+            own = s.tokens[s.accepted :]
             steps.append(
                 [
                     *((t, "accepted") for t in kept),

@@ -41,13 +41,11 @@ class FirstPlaces:
         self._clear()
 
     def _clear(self):
-        self.tokens, self.text = (
-            [],
-            torch.empty(0, dtype=torch.long),
-        )  # the same twice: as a list, and with room at the end
-        self.first = [
-            {} for _ in range(self.min_n, self.max_n + 1)
-        ]  # of each length: run -> place after it
+        # the same twice: as a list, and with room at the end
+        self.tokens = []
+        self.text = torch.empty(0, dtype=torch.long)
+        # of each length: run -> place after it
+        self.first = [{} for _ in range(self.min_n, self.max_n + 1)]
 
     def read(
         self,

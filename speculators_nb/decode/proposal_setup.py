@@ -61,20 +61,17 @@ class TreeDrafter:
                 f"proposal_type={kind!r} grows no tree; static_tree and dynamic_tree do, and "
                 "the paths of a shape"
             )
-        self.drafter, self.method, self.kind, self.aux_layer_ids = (
-            drafter,
-            method,
-            kind,
-            drafter.aux_layer_ids,
-        )
+        self.drafter = drafter
+        self.method = method
+        self.kind = kind
+        self.aux_layer_ids = drafter.aux_layer_ids
         self.depth = max(map(len, method)) if kind == "shape" else method.depth
         if hasattr(drafter, "trained_tokens"):
             self.trained_tokens = drafter.trained_tokens
 
     def __copy__(self):
-        return TreeDrafter(
-            copy.copy(self.drafter), self.method
-        )  # requests of a batch share weights, not state
+        # requests of a batch share weights, not state
+        return TreeDrafter(copy.copy(self.drafter), self.method)
 
     def reset(self):
         "Start a new request."

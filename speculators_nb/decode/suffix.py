@@ -22,11 +22,10 @@ def first_of_equals(
 ) -> int:  # one of the most frequent
     """The head of a list sorted by count, in which a token moves as little as Arctic Inference
     moves it."""
-    order, count, more = (
-        [],
-        Counter(),
-        Counter(),
-    )  # more[c]: how many tokens were counted more than c times
+    # more[c]: how many tokens were counted more than c times
+    order = []
+    count = Counter()
+    more = Counter()
     for t in nexts:
         c = count[t]
         if c:
@@ -47,10 +46,9 @@ class Followers:
         self,
         tokens: Sequence[int] = (),  # in the order of time
     ):
-        self.count, self.lead = (
-            {},
-            {},
-        )  # token -> how often; count -> the first token that has it
+        # token -> how often; count -> the first token that has it
+        self.count = {}
+        self.lead = {}
         self.ahead, self.after = {}, {}  # token -> its neighbour in the order, or None
         self.head = self.tail = self.best = None
         self.ordered = True  # False: a token was taken back
@@ -145,9 +143,8 @@ class _Part:
 
     def __init__(self):
         self.n = 0  # how often it occurs
-        self.places = array(
-            "q"
-        )  # end positions, oldest first; when told apart, only those with nothing in front
+        # end positions, oldest first; when told apart, only those with nothing in front
+        self.places = array("q")
         self.longer = None  # token in front -> the part longer by it; None: not split
         self.followers: Any = None  # Followers: what follows, where it is told apart
 
@@ -166,19 +163,17 @@ class PartIndex:
             raise ValueError(
                 f"max_tree_depth={depth} must be at least 2: a match and a token after it"
             )
-        self.depth, self.started, self.ends = (
-            depth,
-            0,
-            {},
-        )  # ends: sequence -> place of its last token, the oldest first; -1: empty
+        # ends: sequence -> place of its last token, the oldest first; -1: empty
+        self.depth = depth
+        self.started = 0
+        self.ends = {}
         self._clear()
 
     def _clear(self):
-        self.tokens, self.before, self.behind = (
-            array("q"),
-            array("q"),
-            array("q"),
-        )  # in order of time, with the places of the neighbours; -1: none
+        # in order of time, with the places of the neighbours; -1: none
+        self.tokens = array("q")
+        self.before = array("q")
+        self.behind = array("q")
         self.parts, self.size = {}, 0  # parts: token -> the part that is this token alone
 
     def __len__(self):
@@ -373,11 +368,9 @@ class SuffixIndex(PartIndex):
     ) -> Guess:
         """The continuation with the best score over all lengths of the match; no tokens where
         the last one has not occurred before."""
-        context, least, best = (
-            list(context[-self.depth :]),
-            np.float32(min_prob),
-            Guess([], 0.0, 0),
-        )
+        context = list(context[-self.depth :])
+        least = np.float32(min_prob)
+        best = Guess([], 0.0, 0)
 
         def budget(m):
             return min(k, int(m * factor + 1e-6), self.depth - m)
@@ -452,12 +445,10 @@ class SuffixDrafter:
         ):
             if not ok:
                 raise ValueError(f"suffix decoding: {name}={value} is out of range")
-        self.answers, self.max_requests, self.factor, self.min_prob = (
-            SuffixIndex(depth),
-            max_requests,
-            factor,
-            min_prob,
-        )
+        self.answers = SuffixIndex(depth)
+        self.max_requests = max_requests
+        self.factor = factor
+        self.min_prob = min_prob
         self.reset()
 
     def reset(self):

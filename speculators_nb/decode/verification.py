@@ -54,9 +54,8 @@ class Context:
         requests: int = 1,  # B
     ):
         self.verifier, self.cache = verifier, DynamicCache()
-        self.at = torch.empty(
-            requests, 0, dtype=torch.long, device=verifier.device
-        )  # [B, C], -1: nothing
+        # [B, C], -1: nothing
+        self.at = torch.empty(requests, 0, dtype=torch.long, device=verifier.device)
         config = verifier.config
         kinds = set(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
@@ -86,9 +85,8 @@ class Context:
         starts = self.lengths() if len(unread) > 1 or self.at.numel() else [0] * len(unread)
         rows = [layout(u, t, s) for u, t, s in zip(unread, trees, starts)]
         width = max(len(r.ids) for r in rows)
-        tail = (
-            width - min(len(u) for u in unread) + 1
-        )  # of the last positions, logits are wanted
+        # of the last positions, logits are wanted
+        tail = width - min(len(u) for u in unread) + 1
         if len(rows) == 1 and trees[0].is_chain and bool((self.at >= 0).all()):
             out = self.verifier(rows[0].ids[None], past_key_values=self.cache, want_logits=tail)
             self.new = rows[0].positions[None]

@@ -83,9 +83,8 @@ def acceptance_table(
     counts = _counts(generations, k)
 
     def ratios(c):
-        reached = np.concatenate(
-            [c[..., :1], c[..., len(COUNTS) :]], -1
-        )  # position 0 is reached by every step
+        # position 0 is reached by every step
+        reached = np.concatenate([c[..., :1], c[..., len(COUNTS) :]], -1)
         return np.concatenate(
             [reached[..., 1:] / reached[..., :1], reached[..., 1:] / reached[..., :-1]], -1
         )
@@ -198,9 +197,7 @@ class Evaluation:
     "What `evaluate` measured."
 
     summary: pd.DataFrame  # one row for each drafter, temperature and domain ("all" first)
-    positions: (
-        pd.DataFrame
-    )  # one row for each drafter, temperature and position, all domains together
+    positions: pd.DataFrame  # one row per drafter, temperature, position; all domains together
     generations: dict[tuple[str, float], list[Generation]]  # (drafter, temperature) -> answers
 
     def plot(

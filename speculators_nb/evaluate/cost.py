@@ -148,10 +148,8 @@ def verifier_cost(
 ) -> dict:  # flops, weights, time (seconds) of one pass
     "What one pass over a few new tokens costs."
     check_options(dict(context=context, max_tokens=tokens, repeats=repeats))
-    ids, cache = (
-        torch.ones(1, context + tokens, dtype=torch.long, device=verifier.device),
-        DynamicCache(),
-    )
+    ids = torch.ones(1, context + tokens, dtype=torch.long, device=verifier.device)
+    cache = DynamicCache()
     verifier(ids[:, :context], past_key_values=cache)
 
     def run():

@@ -401,17 +401,15 @@ def evaluate_engine(
         )
     )
     settings: dict[str, Any]
-    loads, settings, running = (
-        [],
-        dict(
-            checkpoint=str(checkpoint),
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            load=load,
-            commands=[],
-        ),
-        str(checkpoint).startswith(("http://", "https://")),
+    loads = []
+    settings = dict(
+        checkpoint=str(checkpoint),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        load=load,
+        commands=[],
     )
+    running = str(checkpoint).startswith(("http://", "https://"))
     if running and (serve or k is not None):
         raise ValueError(
             f"k and {sorted(serve) or 'other arguments of serve_command'} are decided when a "
@@ -463,9 +461,8 @@ def evaluate_engine(
     if running:
         measure(str(checkpoint), concurrency)
     else:
-        commands = {
-            n: serve_command(checkpoint, n, **serve) for n in lengths
-        }  # a wrong one is said before the first has started
+        # a wrong one is said before the first has started
+        commands = {n: serve_command(checkpoint, n, **serve) for n in lengths}
         settings["tokenizer"] = find_verifier(checkpoint, serve.get("verifier"))
         for n in tqdm(lengths, desc="draft lengths"):
             for many in [[c] for c in concurrency] if remembers and n != 0 else [concurrency]:
@@ -518,20 +515,16 @@ def _by_guidellm(
 ):
     """The same prompts asked by GuideLLM, domain by domain; its requests are not known one by
     one to the counters."""
-    model, meter, replies, seconds, counts = (
-        model or endpoint.models()[0],
-        Meter(endpoint),
-        [],
-        {},
-        {},
-    )
+    model = model or endpoint.models()[0]
+    meter = Meter(endpoint)
+    replies = []
+    seconds = {}
+    counts = {}
     with tempfile.TemporaryDirectory() as tmp:
         for domain in dict.fromkeys(p.domain for p in prompts):
             mine = [p for p in prompts if p.domain == domain]
-            dataset, report = (
-                write_dataset(mine, Path(tmp) / "prompts.jsonl"),
-                Path(tmp) / "report.json",
-            )
+            dataset = write_dataset(mine, Path(tmp) / "prompts.jsonl")
+            report = Path(tmp) / "report.json"
             meter.start()
             run_guidellm(
                 guidellm_command(

@@ -144,10 +144,8 @@ def ask(
         reply.tokens = (piece.get("usage") or {}).get("completion_tokens", reply.tokens)
         for choice in piece.get("choices") or []:
             delta = choice.get("delta") or {}
-            text, ids = (
-                delta.get("content") or choice.get("text") or "",
-                choice.get("token_ids") or [],
-            )
+            text = delta.get("content") or choice.get("text") or ""
+            ids = choice.get("token_ids") or []
             reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
             if not (
                 text
@@ -161,10 +159,8 @@ def ask(
                 reply.first = now
             reply.pieces, reply.text, reply.seconds = reply.pieces + 1, reply.text + text, now
             reply.token_ids += ids
-    reply.tokens, reply.seconds = (
-        reply.tokens or len(reply.token_ids) or reply.pieces,
-        reply.seconds or time.perf_counter() - start,
-    )
+    reply.tokens = reply.tokens or len(reply.token_ids) or reply.pieces
+    reply.seconds = reply.seconds or time.perf_counter() - start
     return reply
 
 # %% ../../nbs/evaluate/05_load.ipynb #b789be70
@@ -207,10 +203,8 @@ def run_load(
 
     with tqdm(total=len(prompts), unit="request") as bar:
         for domain in dict.fromkeys(p.domain for p in prompts):
-            mine, start = (
-                [i for i, p in enumerate(prompts) if p.domain == domain],
-                time.perf_counter(),
-            )
+            mine = [i for i, p in enumerate(prompts) if p.domain == domain]
+            start = time.perf_counter()
             _settle(meter)
             for i, reply in (
                 ((i, one(i)) for i in mine)

@@ -65,10 +65,8 @@ def verify_costs(
 ) -> list[float]:  # of a pass over 1, 2, … k+1 tokens, in plain passes; the first is 1
     "What it costs to read guesses."
     check_options(dict(k=k, context=context, rounds=rounds))
-    ids, cache = (
-        torch.ones(1, context + k + 1, dtype=torch.long, device=verifier.device),
-        DynamicCache(),
-    )
+    ids = torch.ones(1, context + k + 1, dtype=torch.long, device=verifier.device)
+    cache = DynamicCache()
     verifier(ids[:, :context], past_key_values=cache)
 
     def read(n):
@@ -107,10 +105,8 @@ def measured_speedup(
         raise ValueError("prompts is empty: there is nothing to decode; give at least one")
 
     def time_per_token(who, i):
-        made, sampling = (
-            [],
-            Sampling(temperature, torch.Generator(verifier.device).manual_seed(seed + i)),
-        )
+        made = []
+        sampling = Sampling(temperature, torch.Generator(verifier.device).manual_seed(seed + i))
         took = seconds(
             lambda: made.append(
                 generate(

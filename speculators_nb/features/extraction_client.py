@@ -271,11 +271,9 @@ class HiddenStatesClient:
         timeout: float = 600.0,  # seconds that one answer may take
         tries: int = 8,  # requests for one answer, with back-off that outlasts a server restart
     ):
-        self.endpoint, self.storage, self.timeout = (
-            Endpoint(url, timeout=timeout, tries=tries),
-            Path(storage).resolve(),
-            timeout,
-        )
+        self.endpoint = Endpoint(url, timeout=timeout, tries=tries)
+        self.storage = Path(storage).resolve()
+        self.timeout = timeout
         if not self.storage.is_dir():
             raise FileNotFoundError(
                 f"storage={str(storage)!r}: no such folder; name the server's "
@@ -291,9 +289,9 @@ class HiddenStatesClient:
             )
         chosen = next(m for m in served if model in (None, m["id"]))
         root = chosen.get("root")
-        self.model, self.root = (
-            chosen["id"],
-            root if isinstance(root, str) and root.isprintable() and root else chosen["id"],
+        self.model = chosen["id"]
+        self.root = (
+            root if isinstance(root, str) and root.isprintable() and root else chosen["id"]
         )
         told = _what_is_served(self.storage / "extraction.json")
         if told and told["model"] not in (self.root, self.model):

@@ -42,10 +42,8 @@ def feature_path(
 # %% ../../nbs/features/01_feature_file.ipynb #05d7395e
 FP8 = torch.float8_e4m3fn
 STATES = (torch.bfloat16, torch.float16, torch.float32)  # that a file can hold besides
-SCALES = (
-    "hidden_states_scales",
-    "hidden_states_scale",
-)  # what is written, and another spelling that is read
+# what is written, and another spelling that is read
+SCALES = "hidden_states_scales", "hidden_states_scale"
 
 
 def to_fp8(
@@ -99,10 +97,8 @@ def write_features(
 ) -> None:
     """Write one feature file, whole or not at all. FeatureError: the states are not finite in
     `dtype`."""
-    dtype, tensors = (
-        stored_dtype(dtype),
-        {"token_ids": torch.as_tensor(token_ids, dtype=torch.long).cpu()},
-    )
+    dtype = stored_dtype(dtype)
+    tensors = {"token_ids": torch.as_tensor(token_ids, dtype=torch.long).cpu()}
     if dtype is FP8:
         tensors["hidden_states"], tensors[SCALES[0]] = (t.cpu() for t in to_fp8(states))
         checked = tensors[SCALES[0]]
@@ -131,10 +127,8 @@ def read_features(
             keys, told = set(f.keys()), (f.metadata() or {}).get("crc32")
             if absent := sorted({"hidden_states", "token_ids"} - keys):
                 raise FeatureError(path, f"has no {' and no '.join(absent)}")
-            shape, tensors = (
-                f.get_slice("hidden_states").get_shape(),
-                {"token_ids": f.get_tensor("token_ids")},
-            )
+            shape = f.get_slice("hidden_states").get_shape()
+            tensors = {"token_ids": f.get_tensor("token_ids")}
             if load:
                 tensors |= {k: f.get_tensor(k) for k in ("hidden_states", *SCALES) if k in keys}
     except FeatureError:
@@ -146,10 +140,8 @@ def read_features(
         return shape
     if told and told != _crc(tensors):
         raise FeatureError(path, "the checksum is another than when the file was written")
-    states, scales = (
-        tensors["hidden_states"],
-        next((tensors[k] for k in SCALES if k in tensors), None),
-    )
+    states = tensors["hidden_states"]
+    scales = next((tensors[k] for k in SCALES if k in tensors), None)
     if states.dtype not in (*STATES, FP8):
         raise FeatureError(
             path,

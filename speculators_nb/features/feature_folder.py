@@ -164,15 +164,11 @@ class FeatureFolder:
         config: dict,  # from `origin`
         indices: Iterable[int] | None = None,  # rows to make, e.g. from `shard(…)`; None: all
     ):
-        self.path, self.config, self.dtype = (
-            Path(out_dir),
-            config,
-            stored_dtype(config["hidden_states"]["dtype"]),
-        )
-        self.tokens, self.lengths = (
-            dataset.with_format("numpy")["input_ids"][:],
-            [int(n) for n in dataset["seq_len"][:]],
-        )
+        self.path = Path(out_dir)
+        self.config = config
+        self.dtype = stored_dtype(config["hidden_states"]["dtype"])
+        self.tokens = dataset.with_format("numpy")["input_ids"][:]
+        self.lengths = [int(n) for n in dataset["seq_len"][:]]
         self.wanted = sorted(set(range(len(dataset)) if indices is None else indices))
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -183,9 +179,8 @@ class FeatureFolder:
             if (file := self.path / "data_config.json").exists():
                 check_origin(file, config)
             else:
-                save_prepared(
-                    dataset.with_format("torch"), self.path / "rows"
-                )  # as upstream reads it
+                # as upstream reads it
+                save_prepared(dataset.with_format("torch"), self.path / "rows")
                 with atomic_write(file) as tmp:
                     tmp.write_text(json.dumps(config, indent=1), encoding="utf-8")
         mine = set(self.wanted)
@@ -273,14 +268,12 @@ class FeatureRows(torch.utils.data.Dataset):
     ):
         if on_bad not in ("raise", "skip"):
             raise ValueError(f"on_bad={on_bad!r}: choose 'raise' or 'skip'")
-        self.lengths, self.layer_ids, self.on_bad, self.columns, self.shape, self.split = (
-            lengths,
-            layer_ids,
-            on_bad,
-            None,
-            None,
-            None,
-        )
+        self.lengths = lengths
+        self.layer_ids = layer_ids
+        self.on_bad = on_bad
+        self.columns = None
+        self.shape = None
+        self.split = None
         self.vocab_size = None  # of the verifier, where token ids shall be compared with it
         self.bad = torch.zeros(len(lengths), dtype=torch.bool).share_memory_()
         if layers is not None:

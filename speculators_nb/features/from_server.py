@@ -88,22 +88,18 @@ def extract_from_server(
 ) -> dict:  # counts: written, kept, failed
     """Write the features of rows that have no valid file. ValueError: another origin;
     TooManyFailures: server down; DiskError: the rest is kept."""
-    dataset, client = (
-        table_of(rows),
-        HiddenStatesClient(url, storage, layer_ids, model, timeout, tries),
-    )
+    dataset = table_of(rows)
+    client = HiddenStatesClient(url, storage, layer_ids, model, timeout, tries)
     folder = FeatureFolder(
         output_dir,
         dataset,
         origin(client.about(), client.layer_ids, dataset, dtype),
         shard(len(dataset), rank, world_size),
     )
-    order, room, breaker, size = (
-        sorted(folder.todo, key=lambda i: -folder.lengths[i]),
-        Room(max_bytes),
-        Breaker(max_failures),
-        [0, 0],
-    )
+    order = sorted(folder.todo, key=lambda i: -folder.lengths[i])
+    room = Room(max_bytes)
+    breaker = Breaker(max_failures)
+    size = [0, 0]
     table, pictures = dataset.with_format(None), "messages" in dataset.column_names
 
     def one(i):
@@ -159,16 +155,12 @@ class ServerFeatures(FeatureRows):
         **server,  # model, timeout, tries: as in `HiddenStatesClient`
     ):
         self.table = table_of(rows).with_format(None)
-        self.rows, self.client = (
-            self.table.with_format("torch"),
-            HiddenStatesClient(url, storage, layer_ids, **server),
-        )
-        self.concurrency, self.dtype, self.breaker, self.where = (
-            concurrency,
-            dtype,
-            Breaker(max_failures),
-            f"the server {url!r}",
-        )
+        self.rows = self.table.with_format("torch")
+        self.client = HiddenStatesClient(url, storage, layer_ids, **server)
+        self.concurrency = concurrency
+        self.dtype = dtype
+        self.breaker = Breaker(max_failures)
+        self.where = f"the server {url!r}"
         super().__init__(
             [int(n) for n in self.rows["seq_len"][:]], self.client.layer_ids, layers, on_bad
         )

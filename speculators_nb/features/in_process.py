@@ -166,11 +166,9 @@ def extract_features(
         ),
         indices,
     )
-    todo, lengths, computed = (
-        folder.todo,
-        folder.lengths,
-        verifier.dtype if dtype is FP8 else dtype,
-    )
+    todo = folder.todo
+    lengths = folder.lengths
+    computed = verifier.dtype if dtype is FP8 else dtype
     if todo:
         check_verifier_head(verifier, folder.tokens[todo[0]])
     inputs = row_inputs(dataset, processor or verifier.model.name_or_path)
@@ -227,18 +225,14 @@ class LiveFeatures(FeatureRows):
         **kwargs,  # layers, on_bad: as in `FeatureRows`
     ):
         self.inputs = row_inputs(rows, processor or verifier.model.name_or_path)
-        self.verifier, self.rows, self.dtype, self.max_tokens = (
-            verifier,
-            rows.with_format("torch"),
-            dtype,
-            max_tokens,
-        )
+        self.verifier = verifier
+        self.rows = rows.with_format("torch")
+        self.dtype = dtype
+        self.max_tokens = max_tokens
         layer_ids = [*verifier.aux_layer_ids, verifier.num_layers]
         super().__init__([int(n) for n in self.rows["seq_len"][:]], layer_ids, **kwargs)
-        self.shape, self.split = (
-            (len(layer_ids), verifier.hidden_size),
-            split_of(rows).get("split"),
-        )
+        self.shape = (len(layer_ids), verifier.hidden_size)
+        self.split = split_of(rows).get("split")
         self.made_by = model_of(verifier)
         check_tokens(self.rows, verifier.vocab_size)
         if len(self):

@@ -94,10 +94,9 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
     def register_kv_caches(self, kv_caches):
         super().register_kv_caches(kv_caches)
         if self._is_tp_rank_zero:
-            config, ids = (
-                self._vllm_config,
-                self._vllm_config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids,
-            )
+            config = self._vllm_config
+            draft = config.speculative_config.draft_model_config.hf_config
+            ids = draft.eagle_aux_hidden_state_layer_ids
             say_what_is_served(
                 self._storage_path,
                 config.model_config.model,

@@ -217,10 +217,8 @@ def table(
     n: int,  # how many questions are asked about it
 ) -> list[tuple[str, str]]:  # (prompt, answer) for each turn; the first prompt holds the table
     "A small table, then questions that look up a cell or a row."
-    foods, columns = (
-        rng.sample(FOODS, rng.randint(3, 5)),
-        rng.sample(["price", "stock", "weight"], 2),
-    )
+    foods = rng.sample(FOODS, rng.randint(3, 5))
+    columns = rng.sample(["price", "stock", "weight"], 2)
     values = {
         column: dict(zip(foods, rng.sample(range(2, 99), len(foods)))) for column in columns
     }
@@ -230,10 +228,8 @@ def table(
     turns = []
     for food in rng.sample(foods, n):
         place = rng.randrange(2)
-        asked, row = (
-            columns[place],
-            f"{food} | {values[columns[0]][food]} | {values[columns[1]][food]}",
-        )
+        asked = columns[place]
+        row = f"{food} | {values[columns[0]][food]} | {values[columns[1]][food]}"
         if rng.random() < 0.7:
             prompt = (
                 f"[What is the {asked} of {food}?|Give me the {asked} of {food}.|Look up "
@@ -293,11 +289,9 @@ def function(
     rng: random.Random,  # source of the task, the names and the wording
 ) -> tuple[str, str]:  # prompt, answer
     "A Python function over a list, as a loop or as a comprehension."
-    k, item, items = (
-        rng.randint(2, 9),
-        rng.choice(["item", "value", "number", "x"]),
-        rng.choice(["items", "values", "numbers"]),
-    )
+    k = rng.randint(2, 9)
+    item = rng.choice(["item", "value", "number", "x"])
+    items = rng.choice(["items", "values", "numbers"])
     task, names, kept, test = rng.choice(
         [
             (

@@ -84,10 +84,8 @@ def write_answers(
         dict(max_samples=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     )
     data = shipped_data()
-    verifier, tokenizer = (
-        Verifier.from_pretrained(data / "tiny-verifier"),
-        AutoTokenizer.from_pretrained(data / "tiny-verifier"),
-    )
+    verifier = Verifier.from_pretrained(data / "tiny-verifier")
+    tokenizer = AutoTokenizer.from_pretrained(data / "tiny-verifier")
     questions = read_corpus(data / "corpus/train.jsonl")[:n]
     with tempfile.TemporaryDirectory() as tmp:
         regenerate(
@@ -264,10 +262,8 @@ def heldout_setting(
     check_options(dict(n_prompts=n_prompts))
     data = shipped_data()
     layers = sorted({i for drafter in drafters.values() for i in drafter.aux_layer_ids})
-    verifier, tokenizer = (
-        Verifier.from_pretrained(data / "tiny-verifier", layers or None),
-        AutoTokenizer.from_pretrained(data / "tiny-verifier"),
-    )
+    verifier = Verifier.from_pretrained(data / "tiny-verifier", layers or None)
+    tokenizer = AutoTokenizer.from_pretrained(data / "tiny-verifier")
     corpus = read_corpus(data / "corpus/heldout.jsonl")
     known = dict.fromkeys(row["domain"] for row in corpus)
     if unknown := [d for d in domains or () if d not in known]:
@@ -389,10 +385,8 @@ def train_equally(
     features, rows = features or shipped_features(), []
     lengths = FeatureDataset(features).lengths
     for name, (algorithm, own) in contenders.items():
-        given, record = (
-            settings(algorithm, k) | own | args,
-            Path(folder) / name / "trained.json",
-        )
+        given = settings(algorithm, k) | own | args
+        record = Path(folder) / name / "trained.json"
         asked = json.dumps(
             dict(budget=budget, features=features.name, **given), sort_keys=True, default=str
         )

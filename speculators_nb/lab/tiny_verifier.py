@@ -133,9 +133,8 @@ def add_copying_heads(
 
     size = frequency**0.25 * (frequency > 0.02)
     first.q_proj.weight[:dim], first.k_proj.weight[:dim] = 0.0, 0.0
-    first.q_proj.weight[:dim, 0] = torch.cat(
-        [size * frequency.cos(), -size * frequency.sin()]
-    )  # turned by one position against the key
+    # turned by one position against the key
+    first.q_proj.weight[:dim, 0] = torch.cat([size * frequency.cos(), -size * frequency.sin()])
     first.k_proj.weight[:dim, 0] = torch.cat([size, 0 * size])
     first.q_norm.weight.fill_(2.2)
     first.k_norm.weight.fill_(2.2)
@@ -144,9 +143,8 @@ def add_copying_heads(
     first.v_proj.weight[:dim] = read
     first.o_proj.weight[:, :dim] = write * embedding.pow(2).mean().sqrt() * target
 
-    slow = torch.cat(
-        [torch.arange(dim // 4, dim // 2), torch.arange(3 * dim // 4, dim)]
-    )  # rotary pairs that hardly turn
+    # rotary pairs that hardly turn
+    slow = torch.cat([torch.arange(dim // 4, dim // 2), torch.arange(3 * dim // 4, dim)])
     match = bases[2, : len(slow)] @ target @ target.T
     second.q_proj.weight[:dim], second.k_proj.weight[:dim] = 0.0, 0.0
     second.q_proj.weight[slow] = match @ target @ read
@@ -277,10 +275,8 @@ def perplexity(
         nats = count = 0.0
         for ids, mask in documents:
             ids, mask = torch.tensor([ids]), torch.tensor([mask], dtype=torch.float)
-            nats, count = (
-                nats + weighted_loss(model, ids, mask).item() * mask[:, 1:].sum().item(),
-                count + mask[:, 1:].sum().item(),
-            )
+            nats = nats + weighted_loss(model, ids, mask).item() * mask[:, 1:].sum().item()
+            count = count + mask[:, 1:].sum().item()
         values[domain] = math.exp(nats / count)
     return pd.Series(values, name="perplexity")
 
@@ -444,10 +440,8 @@ def main(
             training_documents(tokenizer, conversations, paragraphs, seed=seed), seed=seed
         ),
     )
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = (
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-    )
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
     by_domain, single = report(model, tokenizer, corpus(90, seed, heldout=True))
     samples = "\n\n".join(
         f"**{r.prompt}**\n\n{r.answer}"

@@ -40,10 +40,8 @@ def _nan(*shape):
 def _adopt_upstream_names(model, state, prefix, *_):
     """Read a state dict with upstream's names; what a checkpoint leaves out keeps its present
     value."""
-    norm, head = (
-        state.pop(prefix + "verifier_norm.weight", None),
-        state.pop(prefix + "verifier_lm_head.weight", None),
-    )
+    norm = state.pop(prefix + "verifier_norm.weight", None)
+    head = state.pop(prefix + "verifier_lm_head.weight", None)
     if norm is not None:
         state[prefix + "target_head.norm.weight"] = norm
     own = state.get(prefix + "lm_head.weight")
@@ -93,10 +91,8 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     not_saved = ("target_head.",)  # prefixes of what a checkpoint leaves out
-    from_verifier = (
-        "embed_tokens.weight",
-        "lm_head.weight",
-    )  # needed to draft; may be absent from a checkpoint: the verifier has them
+    # needed to draft; may be absent from a checkpoint: the verifier has them
+    from_verifier = "embed_tokens.weight", "lm_head.weight"
     own_heads = False  # True: own heads, and only the verifier's final norm
 
     if TYPE_CHECKING:  # attributes that `__init__` or a subclass makes, for type checkers
@@ -328,9 +324,8 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
             state_dict = read_state(folder)
         if state_dict is not None:
             with torch.device("meta"):
-                klass(config).check_state(
-                    state_dict, path
-                )  # before room is made for what the config describes
+                # before room is made for what the config describes
+                klass(config).check_state(state_dict, path)
         model = klass(config)
         if state_dict is not None:
             model.load_state_dict(dict(state_dict), strict=False)
@@ -367,10 +362,8 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         needs in the right shapes, finite, with one vocabulary, and nothing else."""
         mine = {n: w for n, w in self.state_dict().items() if not n.startswith(self.not_saved)}
         theirs = {n for n in state if not n.startswith(("verifier_", *self.not_saved))}
-        missing, extra = (
-            sorted(set(mine) - theirs - set(self.from_verifier)),
-            sorted(theirs - set(mine)),
-        )
+        missing = sorted(set(mine) - theirs - set(self.from_verifier))
+        extra = sorted(theirs - set(mine))
         shapes = [
             f"{n} {tuple(state[n].shape)} instead of {tuple(mine[n].shape)}"
             for n in sorted(theirs & set(mine))

@@ -103,11 +103,9 @@ def convert(
         | ({} if isinstance(config, str) else dict(config=config)),
         "convert",
     )
-    output, native, target = (
-        _empty(output_dir),
-        NativeCheckpoint(source),
-        verifier_target(verifier, trust_remote_code or None),
-    )
+    output = _empty(output_dir)
+    native = NativeCheckpoint(source)
+    target = verifier_target(verifier, trust_remote_code or None)
     entry = _format(native) if format is None else _named(format, formats(), "known are")
     try:
         fields, state = entry.read(native, target)

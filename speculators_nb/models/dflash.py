@@ -622,19 +622,15 @@ class DFlashDraftModel(SpeculatorModel):
         verifier: PretrainedConfig | None = None,  # its language model, if config is readable
     ) -> list:  # sentences with the remedy
         "What vLLM's DFlash would refuse, or read differently from what was trained."
-        layer, ids = (
-            raw.get("transformer_layer_config") or {},
-            raw.get("aux_hidden_state_layer_ids"),
-        )
+        layer = raw.get("transformer_layer_config") or {}
+        ids = raw.get("aux_hidden_state_layer_ids")
         found = [
             f"{name} is not written; vLLM asks for it"
             for name in ("mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size")
             if raw.get(name) is None
         ]
-        kinds, wide = (
-            set(layer.get("layer_types") or ["full_attention"]),
-            raw.get("sliding_window_non_causal", True),
-        )
+        kinds = set(layer.get("layer_types") or ["full_attention"])
+        wide = raw.get("sliding_window_non_causal", True)
         if len(kinds) > 1:
             found.append(
                 "transformer_layer_config.layer_types mixes kinds of attention; vLLM serves "
@@ -666,10 +662,8 @@ class DFlashDraftModel(SpeculatorModel):
                 "transformer_layer_config.rope_parameters.rope_type is longrope; vLLM's "
                 "DFlash has no table of its angles and fails at start, train with another"
             )
-        methods, B = (
-            (raw.get("speculators_config") or {}).get("proposal_methods") or [{}],
-            raw.get("block_size", 8),
-        )
+        methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        B = raw.get("block_size", 8)
         if isinstance(k := methods[0].get("speculative_tokens"), int) and k > B - 1:
             found.append(
                 f"speculative_tokens is {k}, but a block of {B} was trained to draft {B - 1}"
@@ -749,11 +743,9 @@ class DFlashDrafter:
         rope, slots = (
             model.rotary(context, part, length) for part in at.split([n - 1 - start, size])
         )
-        hidden, keys_at, own = (
-            model.embed_tokens(model.block_tokens(tokens[-1:], size)[0]),
-            torch.arange(n - 1 + size, device=tokens.device),
-            at[-size:, None],
-        )
+        hidden = model.embed_tokens(model.block_tokens(tokens[-1:], size)[0])
+        keys_at = torch.arange(n - 1 + size, device=tokens.device)
+        own = at[-size:, None]
         for i, layer in enumerate(model.layers):
             new, (x, residual) = layer.self_attn.key_value(context, rope), layer.inputs(hidden)
             self.cache[i] = (
@@ -853,9 +845,8 @@ def read_research(
         )
     tensors, n = native.tensors(), target.config.num_hidden_layers
     mapping = vocab_mapping(tensors, target.config.vocab_size, native.name)
-    head = (
-        {"lm_head.weight": tensors.pop("lm_head.weight", None)} if mapping else {}
-    )  # of the draft vocabulary, its own
+    # of the draft vocabulary, its own
+    head = {"lm_head.weight": tensors.pop("lm_head.weight", None)} if mapping else {}
     tensors = (
         without_borrowed(
             {k: w for k, w in tensors.items() if k not in ("t2d", "d2t")}, target, native.name
@@ -863,11 +854,9 @@ def read_research(
         | mapping
         | {k: w for k, w in head.items() if w is not None}
     )
-    forced, ids, causal = (
-        said("use_swa"),
-        said("target_layer_ids"),
-        native.said("is_causal", default=said("causal")),
-    )
+    forced = said("use_swa")
+    ids = said("target_layer_ids")
+    causal = native.said("is_causal", default=said("causal"))
     layer = layer_config(
         native,
         target,

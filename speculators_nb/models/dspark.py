@@ -73,10 +73,8 @@ class MarkovHead(nn.Module):
     ):
         super().__init__()
         self.kind = kind
-        self.markov_w1, self.markov_w2 = (
-            nn.Embedding(vocab_size, rank),
-            nn.Linear(rank, draft_vocab_size, bias=False),
-        )
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
         nn.init.normal_(self.markov_w1.weight, std=0.01)  # at first nearly no bias
         if kind == "gated":
             self.gate_proj = nn.Linear(hidden_size + rank, rank)
@@ -226,12 +224,10 @@ class DSparkDraftModel(DFlashDraftModel):
             serving_window,
             blocks.drawn,
         )
-        embeds, codes, bias, shared = (
-            None,
-            None,
-            None,
-            lean and self.config.markov_head_type == "vanilla",
-        )
+        embeds = None
+        codes = None
+        bias = None
+        shared = lean and self.config.markov_head_type == "vanilla"
         if self.markov_head is not None:
             embeds = self.markov_head.markov_w1(self.previous(ids, blocks.anchors))
             codes = self.markov_head(embeds, hidden)
@@ -412,9 +408,8 @@ class DSparkDraftModel(DFlashDraftModel):
             speculators_config={},
             transformer_layer_config=layer | {"layer_types": ["full_attention"]},
         )
-        found = DFlashDraftModel.serving_violations(
-            raw | plain, verifier
-        )  # what does not differ between the two
+        # what does not differ between the two
+        found = DFlashDraftModel.serving_violations(raw | plain, verifier)
         found += [
             f"{name} is not written; vLLM's default is not what was trained"
             for name in (
@@ -446,10 +441,8 @@ class DSparkDraftModel(DFlashDraftModel):
                     f"transformer_layer_config.sliding_window is {window}, less than the block "
                     f"of {B}; vLLM then hides a block's own first slots"
                 )
-        methods, drafted = (
-            (raw.get("speculators_config") or {}).get("proposal_methods") or [{}],
-            B - (not raw.get("sample_from_anchor", True)),
-        )
+        methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        drafted = B - (not raw.get("sample_from_anchor", True))
         if isinstance(k := methods[0].get("speculative_tokens"), int) and k > drafted:
             found.append(
                 f"speculative_tokens is {k}, but a block of {B} was trained to draft {drafted}"
@@ -510,18 +503,15 @@ class DSparkDrafter(DFlashDrafter):
         """Draft up to k tokens. Whether to stop is decided before a token is drawn, from the
         tokens in front of it, so the law of what is drafted stays exact."""
         model, states = self.model, self.read_block(tokens, features, k)
-        head, skip = (
-            model.markov_head,
-            len(states) - k,
-        )  # skip: the anchor's slot, where it predicts nothing
-        logits, last, state, sure, drafted, laws = (
-            model.lm_head(states[skip:]),
-            tokens[-1:],
-            None,
-            1.0,
-            [],
-            [],
-        )
+        # skip: the anchor's slot, where it predicts nothing
+        head = model.markov_head
+        skip = len(states) - k
+        logits = model.lm_head(states[skip:])
+        last = tokens[-1:]
+        state = None
+        sure = 1.0
+        drafted = []
+        laws = []
         for slot, hidden in enumerate(states.split(1), -skip):
             embeds = code = None
             if head is not None:

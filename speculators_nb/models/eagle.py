@@ -108,10 +108,8 @@ class EagleSpeculator(SpeculatorModel):
         self.pre_lm_head_layernorm = (
             RMSNorm(h, layer.rms_norm_eps) if config.layernorms else None
         )
-        self.fusion_fc, self.rotary = (
-            nn.Linear(2 * h, h, bias=config.fusion_bias),
-            Rotary(layer),
-        )
+        self.fusion_fc = nn.Linear(2 * h, h, bias=config.fusion_bias)
+        self.rotary = Rotary(layer)
         config.transformer_layer_architecture = decoder
         config.check()
         self._forget()
@@ -123,10 +121,9 @@ class EagleSpeculator(SpeculatorModel):
     def _forget(self):
         self.embed_tokens = self.lm_head = None  # type: ignore[assignment] (see the base)
         self.target_head, self.verifier_layers = TargetHead(self.fusion_fc.out_features), None
-        self._verifier, self.verifier_attachment_mode = (
-            (None,),
-            "detached",
-        )  # in a tuple, so that it is no submodule
+        # in a tuple, so that it is no submodule
+        self._verifier = (None,)
+        self.verifier_attachment_mode = "detached"
 
     def _borrow(self, parts, head):
         h, like = self.fusion_fc.out_features, self.fusion_fc.weight
@@ -207,11 +204,9 @@ class EagleSpeculator(SpeculatorModel):
         if mode == "train_only" and isinstance(verifier, (str, os.PathLike)):
             return self.load_verifier_weights(verifier)
         model = self.resolve_verifier(verifier)
-        norm, out, table = (
-            find_taps(model)[2],
-            model.get_output_embeddings(),
-            model.get_input_embeddings().weight.detach(),
-        )
+        norm = find_taps(model)[2]
+        out = model.get_output_embeddings()
+        table = model.get_input_embeddings().weight.detach()
         want = (self.target_vocab_size, self.fusion_fc.out_features)
         if tuple(table.shape) != want:
             raise ValueError(
@@ -233,14 +228,10 @@ class EagleSpeculator(SpeculatorModel):
             ),
             head,
         )
-        self.target_head, self.verifier_layers = (
-            head,
-            text_config(model.config).num_hidden_layers,
-        )
-        self.verifier_attachment_mode, self._verifier = (
-            mode or "full",
-            (model if mode != "train_only" else None,),
-        )
+        self.target_head = head
+        self.verifier_layers = text_config(model.config).num_hidden_layers
+        self.verifier_attachment_mode = mode or "full"
+        self._verifier = (model if mode != "train_only" else None,)
         return self.verifier
 
     def detach_verifier(self):
@@ -427,9 +418,8 @@ class EagleSpeculator(SpeculatorModel):
                     f"attention_mask has {mask.shape[1]} columns for {past} cached and {n} new "
                     "tokens"
                 )
-            own = torch.eye(n, past + n, dtype=torch.bool, device=mask.device).roll(
-                past, 1
-            )  # a padding row sees itself, not nothing
+            # a padding row sees itself, not nothing
+            own = torch.eye(n, past + n, dtype=torch.bool, device=mask.device).roll(past, 1)
             mask = ((self._causal(n, past + n, mask.device) & mask[:, None].bool()) | own)[
                 :, None
             ]
@@ -573,10 +563,9 @@ class EagleSpeculator(SpeculatorModel):
                 f"{v}: EAGLE shares the verifier's whole head; leave draft_vocab_size out"
             )
         layer = copy.deepcopy(transformer_layer_config)
-        layer.num_hidden_layers, layer.layer_types = (
-            1,
-            (getattr(layer, "layer_types", None) or ["full_attention"])[:1],
-        )  # whoever hands over a verifier's config means its layer
+        # whoever hands over a verifier's config means its layer
+        layer.num_hidden_layers = 1
+        layer.layer_types = (getattr(layer, "layer_types", None) or ["full_attention"])[:1]
         config = EagleSpeculatorConfig(
             transformer_layer_config=layer,
             layernorms=layernorms,

@@ -114,10 +114,8 @@ class Eagle3DraftModel(SpeculatorModel):
 
     def __init__(self, config: Eagle3SpeculatorConfig):
         super().__init__(config)
-        layer, eps = (
-            config.transformer_layer_config,
-            config.transformer_layer_config.rms_norm_eps,
-        )
+        layer = config.transformer_layer_config
+        eps = config.transformer_layer_config.rms_norm_eps
         feature = config.target_hidden_size or layer.hidden_size
         self.input_norm = (
             RMSNorm(config.num_aux * feature, eps) if config.norm_before_fc else None
@@ -162,12 +160,10 @@ class Eagle3DraftModel(SpeculatorModel):
     ) -> list:  # K tensors [N_t, H]: the normed hidden states of the needed rows
         """The lean unrolling: only rows that a loss will look at, and the keys that these look
         at."""
-        hidden, everything, outputs, caches = (
-            self.fuse(features),
-            torch.arange(len(input_ids), device=input_ids.device),
-            [],
-            [],
-        )
+        hidden = self.fuse(features)
+        everything = torch.arange(len(input_ids), device=input_ids.device)
+        outputs = []
+        caches = []
         length = self.rotary.length(position_ids)  # of the whole row: steps see parts of it
         embeds, rope = self.embed_tokens(input_ids), self.rotary(hidden, position_ids, length)
         for layer in self.layers:  # step 0
@@ -218,17 +214,13 @@ class Eagle3DraftModel(SpeculatorModel):
     ) -> list:  # K tensors [L, H], normed
         """The definition: every row at every step, attention over all keys so far under the
         `ttt` mask."""
-        L, hidden, outputs, caches = (
-            len(input_ids),
-            self.fuse(features),
-            [],
-            [[] for _ in self.layers],
-        )
+        L = len(input_ids)
+        hidden = self.fuse(features)
+        outputs = []
+        caches = [[] for _ in self.layers]
         for t in range(steps):
-            embeds, rope = (
-                self.embed_tokens(F.pad(input_ids[t:], (0, t))),
-                self.rotary(hidden, position_ids + t),
-            )
+            embeds = self.embed_tokens(F.pad(input_ids[t:], (0, t)))
+            rope = self.rotary(hidden, position_ids + t)
             for layer, cache in zip(self.layers, caches):
                 x, residual = layer.inputs(hidden, embeds)
                 cache.append(layer.self_attn.key_value(x, rope))
@@ -271,12 +263,10 @@ class Eagle3DraftModel(SpeculatorModel):
         mixture, L = parse_loss(loss_config), input_ids.shape[1]
         if position_ids is None:
             position_ids = torch.arange(1, L + 1, device=input_ids.device)[None]
-        ids, features, documents, positions = (
-            input_ids[0],
-            hidden_states[0].to(self.fc.weight.dtype),
-            document_ids[0],
-            position_ids[0],
-        )
+        ids = input_ids[0]
+        features = hidden_states[0].to(self.fc.weight.dtype)
+        documents = document_ids[0]
+        positions = position_ids[0]
         supervised = ttt_supervision(loss_mask[0], documents, ttt_steps, cross_document_targets)
         counted = supervised
         if (
@@ -442,10 +432,8 @@ class Eagle3DraftModel(SpeculatorModel):
         verifier: PretrainedConfig | None = None,  # its language model, if config is readable
     ) -> list:  # sentences with the remedy
         "What vLLM's EAGLE-3 would refuse, or read differently from what was trained."
-        layer, ids = (
-            raw.get("transformer_layer_config") or {},
-            raw.get("eagle_aux_hidden_state_layer_ids"),
-        )
+        layer = raw.get("transformer_layer_config") or {}
+        ids = raw.get("eagle_aux_hidden_state_layer_ids")
         found = [
             f"{name} is not written; vLLM's default need not be the trained value"
             for name in (

@@ -93,9 +93,8 @@ WEIGHTS = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
-BUFFERS = re.compile(
-    r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
-)  # computed from the config, stored by old versions
+# computed from the config, stored by old versions
+BUFFERS = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
 class NativeCheckpoint:
@@ -178,9 +177,8 @@ class NativeCheckpoint:
                     "says is there"
                 )
             else:
-                found |= {
-                    n: self._pickle(file)[n].clone() for n in names
-                }  # a pickle's tensors may share memory
+                # a pickle's tensors may share memory
+                found |= {n: self._pickle(file)[n].clone() for n in names}
         return {n: found[n] for n in wanted}
 
     def said(
@@ -231,10 +229,8 @@ def layer_config(
             f"{native.name}: no config.json with hidden_size beside {native.file.name}; the "
             "sizes of attention heads cannot be seen in the tensors"
         )
-    said, normed = (
-        native.config.get("model_type"),
-        any(n.endswith("q_norm.weight") for n in names),
-    )
+    said = native.config.get("model_type")
+    normed = any(n.endswith("q_norm.weight") for n in names)
     family = said if said in LAYER_FAMILIES else LAYER_FAMILIES[normed]
     known = {
         *CONFIG_MAPPING[family]().to_dict(),

@@ -168,11 +168,9 @@ class MedusaDrafter:
     "All tokens from one state, in one pass (the `tree.Drafter` protocol)."
 
     def __init__(self, model: MedusaModel):
-        self.model, self.aux_layer_ids, self.trained_tokens = (
-            model.eval(),
-            (model.verifier_layers,),
-            model.config.num_heads,
-        )
+        self.model = model.eval()
+        self.aux_layer_ids = (model.verifier_layers,)
+        self.trained_tokens = model.config.num_heads
 
     def reset(self):
         "There is nothing to forget."

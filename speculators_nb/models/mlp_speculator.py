@@ -92,10 +92,8 @@ class TokenHeads(SpeculatorModel):
         supervised = ttt_supervision(
             loss_mask[0], document_ids[0], len(heads) + AHEAD, cross_document_targets
         )[AHEAD:]
-        totals, states = (
-            supervised.sum(-1).float() + 1e-5,
-            self.verifier_states(verifier_last_hidden_states[0]),
-        )
+        totals = supervised.sum(-1).float() + 1e-5
+        states = self.verifier_states(verifier_last_hidden_states[0])
         needed = (
             needed_rows(supervised)
             if lean
@@ -105,11 +103,9 @@ class TokenHeads(SpeculatorModel):
         hidden = [h[s[rows]] for h, s, rows in zip(dense, supervised, needed)]
         head_of, row_of = supervised.nonzero().T  # the order of `hidden`
         targets, weight = ids[row_of + head_of + AHEAD], (decay / totals)[head_of]
-        loss, correct, rows = (
-            0.0,
-            torch.zeros_like(supervised),
-            torch.zeros(len(head_of), device=ids.device),
-        )
+        loss = 0.0
+        correct = torch.zeros_like(supervised)
+        rows = torch.zeros(len(head_of), device=ids.device)
         for head in {
             id(w): w for w in heads
         }.values():  # tied heads share one product and one gradient
@@ -241,12 +237,10 @@ class MLPSpeculator(TokenHeads):
 
     def __init__(self, config: MLPSpeculatorConfig):
         super().__init__(config)
-        n, h, d, v = (
-            config.num_layers,
-            config.hidden_size,
-            config.intermediate_size,
-            config.vocab_size,
-        )
+        n = config.num_layers
+        h = config.hidden_size
+        d = config.intermediate_size
+        v = config.vocab_size
         distinct = 1 if config.tie_weights else n
         self.emb = nn.ModuleList(nn.Embedding(v, d) for _ in range(distinct))
         self.proj = nn.ModuleList(
@@ -297,11 +291,9 @@ class MLPSpeculator(TokenHeads):
         self, states: torch.Tensor, input_ids: torch.Tensor, needed: list
     ) -> list:  # as in `TokenHeads`
         "The recursion, with the true tokens."
-        state, rows, outputs = (
-            self.start(states),
-            torch.arange(len(input_ids), device=input_ids.device),
-            [],
-        )
+        state = self.start(states)
+        rows = torch.arange(len(input_ids), device=input_ids.device)
+        outputs = []
         ids = F.pad(input_ids, (0, len(needed)))
         for i, keep in enumerate(needed):
             state = self.advance(i, state[torch.searchsorted(rows, keep)], ids[keep + 1 + i])
@@ -397,11 +389,9 @@ def read_published(
     target: Target,  # the verifier; not needed
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # our config's fields, our tensors by name
     "A published MLP speculator. Errors: ValueError for tied heads that differ."
-    found, n, tied = (
-        rename(native.tensors(), {"speculator.": ""}),
-        native.said("n_predict"),
-        bool(native.said("tie_weights", default=False)),
-    )
+    found = rename(native.tensors(), {"speculator.": ""})
+    n = native.said("n_predict")
+    tied = bool(native.said("tie_weights", default=False))
     if n is None:
         n = sum(name.startswith("ln.") and name.endswith("weight") for name in found)
     tied, tensors = tied and n > 1, {}
@@ -488,11 +478,9 @@ class MLPDrafter:
     "Chain drafting from the last state alone (the `tree.Drafter` protocol)."
 
     def __init__(self, model: MLPSpeculator):
-        self.model, self.aux_layer_ids, self.trained_tokens = (
-            model.eval(),
-            (model.verifier_layers,),
-            model.config.num_layers,
-        )
+        self.model = model.eval()
+        self.aux_layer_ids = (model.verifier_layers,)
+        self.trained_tokens = model.config.num_layers
 
     def reset(self):
         "There is nothing to forget."
@@ -525,14 +513,12 @@ class MLPDrafter:
     ):  # yields the law, as in `tree_growth`
         "Laws for the nodes of a tree: each takes its parent's state a step further."
         model, heads = self.model, self.model.head_weights()
-        states, depths = (
-            {
-                -1: model.advance(
-                    0, model.start(model.verifier_states(features[-1:])), tokens[-1:]
-                )[0]
-            },
-            {-1: 0},
-        )
+        states = {
+            -1: model.advance(
+                0, model.start(model.verifier_states(features[-1:])), tokens[-1:]
+            )[0]
+        }
+        depths = {-1: 0}
 
         def law(nodes, drafted, parents):
             nodes, up, ids = nodes.tolist(), parents.tolist(), drafted.to(tokens.device)

@@ -110,10 +110,8 @@ class MTPLayer(nn.Module):
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
-        kinds, decoder_layer = (
-            getattr(config, "layer_types", None) or [],
-            family_part(config, "DecoderLayer"),
-        )
+        kinds = getattr(config, "layer_types", None) or []
+        decoder_layer = family_part(config, "DecoderLayer")
         refuse_dropout(config)
         full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
         if config.model_type != "qwen3" and not full:
@@ -124,10 +122,8 @@ class MTPLayer(nn.Module):
             config._experts_implementation = "eager"
         layer = decoder_layer(config, 0 if config.model_type == "qwen3" else full[-1])
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
-        self.input_layernorm, self.post_attention_layernorm = (
-            layer.input_layernorm,
-            layer.post_attention_layernorm,
-        )
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
         norm, h = family_part(config, "RMSNorm"), config.hidden_size
         self.hidden_layernorm, self.token_layernorm, self.final_layernorm = (
             norm(h, eps=config.rms_norm_eps) for _ in range(3)
@@ -331,19 +327,15 @@ class MTPDraftModel(SpeculatorModel):
         length: int | None = None,  # as in `Rotary`; None: of all rows
     ) -> list:  # K tensors [L, H]
         "The definition: every row at every step, attention under a mask."
-        L, layer, outputs, cache, hidden = (
-            len(input_ids),
-            self.mtp_layers[0],
-            [],
-            [],
-            self.features(hidden),
-        )
+        L = len(input_ids)
+        layer = self.mtp_layers[0]
+        outputs = []
+        cache = []
+        hidden = self.features(hidden)
         length = length or self.rotary.length(position_ids)
         for s in range(steps):
-            rope, ahead = (
-                self.rope(position_ids + s, length and length + s * as_served),
-                min(s + 1, L),
-            )
+            rope = self.rope(position_ids + s, length and length + s * as_served)
+            ahead = min(s + 1, L)
             x, residual = layer.inputs(
                 hidden, self.embed_tokens(F.pad(input_ids[ahead:], (0, ahead)))
             )
@@ -374,11 +366,9 @@ class MTPDraftModel(SpeculatorModel):
         """One packed row through K steps: step s reads token t+1+s and the output of step s-1,
         and predicts token t+2+s.
         Errors: ValueError for weights of another number than the config's steps."""
-        ids, L, steps = (
-            input_ids[0].long(),
-            input_ids.shape[1],
-            self.config.num_speculative_steps,
-        )
+        ids = input_ids[0].long()
+        L = input_ids.shape[1]
+        steps = self.config.num_speculative_steps
         if step_weights is None:
             step_weights = (
                 [1.0] * steps
@@ -399,9 +389,8 @@ class MTPDraftModel(SpeculatorModel):
         )
         supervised = mtp_supervision(mask, documents, steps, cross_document_targets)
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
-        rows = (
-            upstream_rows(L, steps) if cross_document_targets else L - 1
-        )  # with a token behind
+        # with a token behind
+        rows = upstream_rows(L, steps) if cross_document_targets else L - 1
         length = self.rotary.length(positions[: max(0, rows)])
         if lean:
             hidden = self.hidden_rows(

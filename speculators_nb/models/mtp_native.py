@@ -288,9 +288,8 @@ def _announce(folder: Path, head: dict, home: Path, family: str, size: int):
         content = json.loads(file.read_text(encoding="utf-8"))
         change(content)
         with atomic_write(file) as new:
-            new.write_text(
-                json.dumps(content, indent=2) + "\n", encoding="utf-8"
-            )  # another file: the old one may be a link
+            # another file: the old one may be a link
+            new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def enter(index):
         index["weight_map"] |= dict.fromkeys(head, home.name)

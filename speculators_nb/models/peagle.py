@@ -167,9 +167,8 @@ class PEagleDraftModel(Eagle3DraftModel):
 
     def __init__(self, config: PEagleSpeculatorConfig):
         super().__init__(config)
-        self.mask_hidden = nn.Parameter(
-            torch.randn(1, 1, self.fc.in_features)
-        )  # the features that are not known yet
+        # the features that are not known yet
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def rollout_hidden(
         self,
@@ -188,10 +187,8 @@ class PEagleDraftModel(Eagle3DraftModel):
         embeds = self.embed_tokens(
             F.pad(input_ids[plan.order], (0, 1), value=self.config.mask_token_id or 0)
         )
-        rope, source = (
-            self.rotary(hidden, plan.anchor + plan.depth, len(input_ids)),
-            plan.source,
-        )
+        rope = self.rotary(hidden, plan.anchor + plan.depth, len(input_ids))
+        source = plan.source
         for layer in self.layers:
             skip = plan.segments[0][1] if layer is self.layers[-1] else 0
             attn, (x, residual) = layer.self_attn, layer.inputs(hidden, embeds)
@@ -201,14 +198,12 @@ class PEagleDraftModel(Eagle3DraftModel):
             else:  # layer 0: as many different rows as tokens read, and the mask
                 still = torch.ones_like(rope[0][:1]), torch.zeros_like(rope[1][:1])
                 k, v = (t[:, source] for t in attn.key_value(x, still))
-                q, k, residual = (
-                    rotate(
-                        attn.query(x[skip:], still)[:, source[skip:] - skip],
-                        [r[skip:] for r in rope],
-                    ),
-                    rotate(k, rope),
-                    residual[source[skip:]],
+                q = rotate(
+                    attn.query(x[skip:], still)[:, source[skip:] - skip],
+                    [r[skip:] for r in rope],
                 )
+                k = rotate(k, rope)
+                residual = residual[source[skip:]]
                 source = None
             keys, values, heads = k[:, plan.base], v[:, plan.base], []
             for a, b, m in plan.segments:
@@ -252,12 +247,10 @@ class PEagleDraftModel(Eagle3DraftModel):
                 known[:, None], features[at], self.mask_hidden.view(1, -1).to(features.dtype)
             )
         )
-        embeds, rope = (
-            self.embed_tokens(
-                torch.where(known, input_ids[at], self.config.mask_token_id or 0)
-            ),
-            self.rotary(hidden, at, len(input_ids)),
+        embeds = self.embed_tokens(
+            torch.where(known, input_ids[at], self.config.mask_token_id or 0)
         )
+        rope = self.rotary(hidden, at, len(input_ids))
         for layer in self.layers:
             x, residual = layer.inputs(hidden, embeds)
             keys, values = layer.self_attn.key_value(x, rope)
@@ -301,12 +294,10 @@ class PEagleDraftModel(Eagle3DraftModel):
                 f"num_depths={num_depths}, but the config has no mask_token_id; see "
                 "mask_token.resolve_mask_token"
             )
-        mixture, ids, documents, mask = (
-            parse_loss(loss_config),
-            input_ids[0],
-            document_ids[0],
-            loss_mask[0].bool(),
-        )
+        mixture = parse_loss(loss_config)
+        ids = input_ids[0]
+        documents = document_ids[0]
+        mask = loss_mask[0].bool()
         features = hidden_states[0].to(self.fc.weight.dtype)
         if cod_anchor_pos is None:
             generator = generator or self._generator(seed)
@@ -335,10 +326,8 @@ class PEagleDraftModel(Eagle3DraftModel):
         impl = attn_impl or ("flex" if ids.is_cuda else "blocked" if lean else "sdpa")
         if lean:
             plan = self._plan(anchor, depth, documents, mask)
-            hidden, skip = (
-                self.rollout_hidden(ids, features, documents, plan, impl),
-                plan.segments[0][1],
-            )
+            hidden = self.rollout_hidden(ids, features, documents, plan, impl)
+            skip = plan.segments[0][1]
             anchor, depth = plan.anchor[skip:], plan.depth[skip:]
         else:
             hidden = self.dense_rollouts(ids, features, documents, anchor, depth, impl)
@@ -518,10 +507,8 @@ class PEagleDraftModel(Eagle3DraftModel):
         verifier: PretrainedConfig | None = None,  # its language model, if config is readable
     ) -> list:  # sentences with the remedy
         "What vLLM's parallel EAGLE-3 would refuse, or read differently from what was trained."
-        found, layer = (
-            Eagle3DraftModel.serving_violations(raw, verifier),
-            raw.get("transformer_layer_config") or {},
-        )
+        found = Eagle3DraftModel.serving_violations(raw, verifier)
+        layer = raw.get("transformer_layer_config") or {}
         if raw.get("mask_token_id") is None:
             found.append(
                 "mask_token_id is not written; vLLM drafts in parallel only with the token "

@@ -83,8 +83,6 @@ class Blocks(NamedTuple):
     "The blocks of a training step."
 
     anchors: torch.Tensor  # [A] int64, ascending in the lean pass
-    targets: (
-        torch.Tensor
-    )  # [A, B] int64: row of the verifier's state that each slot is scored against
+    targets: torch.Tensor  # [A, B] int64: row of the verifier's state that scores each slot
     supervised: torch.Tensor  # [A, B] bool: slots that carry loss
     drawn: torch.Tensor  # [N] int64: all anchors, also those that the lean pass leaves out

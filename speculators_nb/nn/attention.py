@@ -19,9 +19,8 @@ from .masks import Mask
 
 # %% ../../nbs/nn/02_attention.ipynb #7ec5dd6d
 def _wide(x):
-    return (
-        x if x.dtype == torch.float64 else x.float()
-    )  # scores and their statistics: float32 at least
+    # scores and their statistics: float32 at least
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _eager(q, k, v, mask, scale):
@@ -145,9 +144,8 @@ def _scores(q, k, lo, last, first, bias=None):
         else torch.baddbmm(bias[..., None], q, k.transpose(-1, -2), beta=-1)
     )
     end, begin = int(last.min()) + 1 - lo, 0 if first is None else max(int(first.max()) - lo, 0)
-    key = torch.arange(
-        lo, lo + k.shape[1], device=q.device
-    )  # only the fringes differ between queries
+    # only the fringes differ between queries
+    key = torch.arange(lo, lo + k.shape[1], device=q.device)
     if end < len(key):
         s[..., max(end, 0) :].masked_fill_(key[max(end, 0) :] > last[:, None], -math.inf)
     if begin:
@@ -185,9 +183,8 @@ class _PrefixOwn(torch.autograd.Function):
             best = top[:, a:b].flatten(1)
             if hi > lo:
                 best = torch.maximum(best, s.amax(-1))
-            best = best.masked_fill(
-                best == -math.inf, 0
-            )  # a query that sees nothing gets zeros
+            # a query that sees nothing gets zeros
+            best = best.masked_fill(best == -math.inf, 0)
             p = s.sub_(best[..., None]).exp_()
             top[:, a:b], total[:, a:b] = (
                 best.unflatten(1, (b - a, -1)),
@@ -210,12 +207,10 @@ class _PrefixOwn(torch.autograd.Function):
         delta = (do * out).sum(-1)
         gq, gk, gv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for a, b, lo, hi in ctx.blocks:
-            qb, kb, vb, dob = (
-                q[:, a:b].flatten(1, 2),
-                k[:, lo:hi],
-                v[:, lo:hi],
-                do[:, a:b].flatten(1, 2),
-            )
+            qb = q[:, a:b].flatten(1, 2)
+            kb = k[:, lo:hi]
+            vb = v[:, lo:hi]
+            dob = do[:, a:b].flatten(1, 2)
             p = _scores(
                 qb,
                 kb,
@@ -257,9 +252,8 @@ def _flex_own(q, k, v, own_k, own_v, anchors, last, first, seen, document_ids):
     n = a * r
 
     def whole_blocks(x):
-        return F.pad(
-            x.flatten(), (0, -n % 128), value=int(x[-1, -1])
-        )  # few shapes to compile for
+        # few shapes to compile for
+        return F.pad(x.flatten(), (0, -n % 128), value=int(x[-1, -1]))
 
     row, last, first = (
         whole_blocks(x.expand(a, r))

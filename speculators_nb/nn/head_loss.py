@@ -43,12 +43,8 @@ def target_slots(
     ]
 
 # %% ../../nbs/nn/07_head_loss.ipynb #e08e7a9f
-OWN_SCALES = (
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "final_logit_softcapping",
-)  # config fields that change a family's logits
+# config fields that change a family's logits
+OWN_SCALES = "logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping"
 
 
 class UnknownHead(TargetHead):
@@ -103,22 +99,18 @@ def target_head_for(
 class HeadLoss(NamedTuple):
     "What `head_loss` returns. Only `loss` carries a gradient."
 
-    loss: (
-        torch.Tensor
-    )  # scalar: sum over rows of weight * sum over terms of (mixture weight * row loss)
+    loss: torch.Tensor  # scalar: sum over rows of weight * sum over terms of mixture * row loss
     rows: dict  # term name -> [N] unweighted row losses
     correct: torch.Tensor  # [N] bool: the draft's most likely token is the verifier's
     accept: "torch.Tensor | None"  # [N] alpha = sum min(p, q) over draft vocabulary, if wanted
 
 
-CHUNK_ROWS, CHUNK_BYTES = (
-    512,
-    64 << 20,
-)  # of logits in one product on a CPU: enough rows for the GEMM to pay for packing the head
+# of logits in one product on a CPU: enough rows for the GEMM to pay for packing the head
+CHUNK_ROWS = 512
+CHUNK_BYTES = 64 << 20
 CUDA_CHUNK_BYTES = 256 << 20
-TILE_BYTES = (
-    1 << 20
-)  # of logits between two products: softmax, loss, gradient are taken while they are in cache
+# of logits between two products: softmax, loss, gradient are taken while they are in cache
+TILE_BYTES = 1 << 20
 
 
 def chunk_rows(
@@ -209,10 +201,8 @@ class _ChunkedHeadLoss(torch.autograd.Function):
             for x in (hidden, extra, extra_head)
         )
         rows = {name: torch.zeros(n, device=dev) for name in mixture}
-        correct, accept = (
-            torch.zeros(n, dtype=torch.bool, device=dev),
-            torch.zeros(n, device=dev) if want_accept else None,
-        )
+        correct = torch.zeros(n, dtype=torch.bool, device=dev)
+        accept = torch.zeros(n, device=dev) if want_accept else None
         order, slots = target_slots(target_of_row, len(target_hidden))
         low = dtype in LOW_PRECISION
         precise = torch.float32 if low and dev.type != "cuda" else dtype  # see `wide_product`
@@ -231,10 +221,8 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         logits = hidden.new_empty(largest, len(head), dtype=dtype)  # the only large buffer
         for a, b, members in plan:
             r = torch.cat(members)
-            z, z_bias = (
-                logits[: b - a + len(r)],
-                logits[b - a + len(r) : 2 * (b - a) + len(r)] if by_target else None,
-            )
+            z = logits[: b - a + len(r)]
+            z_bias = logits[b - a + len(r) : 2 * (b - a) + len(r)] if by_target else None
             if low:
                 torch.mm(hidden[r].to(dtype), w_draft.T, out=z[b - a :])
             elif shared:
@@ -257,10 +245,9 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                     else (None, None)
                 )
                 for slot, z_draft in zip(members, z_drafts):
-                    at, z_at = (
-                        slot[i : i + tile],
-                        z_draft[i : i + tile],
-                    )  # a prefix of the tile's targets: fewer rows, or none, at the end
+                    # a prefix of the tile's targets: fewer rows, or none, at the end
+                    at = slot[i : i + tile]
+                    z_at = z_draft[i : i + tile]
                     if not len(at):
                         break
                     q = Law(
@@ -394,10 +381,8 @@ class _ChunkedTokenLoss(torch.autograd.Function):
     def forward(ctx, hidden, head, tokens, weight, chunk, dtype):
         want = ctx.needs_input_grad[:2]
         grads = [torch.zeros_like(x) if w else None for x, w in zip((hidden, head), want)]
-        rows, correct = (
-            torch.zeros(len(hidden), device=hidden.device),
-            torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device),
-        )
+        rows = torch.zeros(len(hidden), device=hidden.device)
+        correct = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
         w = head.to(dtype)
         buffer = hidden.new_empty(min(chunk, len(hidden)), len(head), dtype=dtype)
         tile = chunk if hidden.is_cuda else max(1, TILE_BYTES // (4 * len(head)))
@@ -405,10 +390,8 @@ class _ChunkedTokenLoss(torch.autograd.Function):
             h, at = hidden[a : a + chunk].to(dtype), slice(a, a + chunk)
             z = torch.mm(h, w.T, out=buffer[: len(h)])
             for i in range(a, a + len(h), tile):
-                part, y = (
-                    z[i - a : i - a + tile],
-                    tokens[i : i + tile].narrow(0, 0, min(tile, a + len(h) - i))[:, None],
-                )
+                part = z[i - a : i - a + tile]
+                y = tokens[i : i + tile].narrow(0, 0, min(tile, a + len(h) - i))[:, None]
                 q = Law(part.float())
                 own, here = q.logits.gather(-1, y), slice(i, i + len(y))
                 rows[here], correct[here] = q.lse - own[:, 0], own[:, 0] >= q.top

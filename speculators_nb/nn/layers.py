@@ -45,16 +45,12 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        h, i, bias = (
-            config.hidden_size,
-            config.intermediate_size,
-            getattr(config, "mlp_bias", False),
-        )
-        self.gate_proj, self.up_proj, self.down_proj = (
-            nn.Linear(h, i, bias=bias),
-            nn.Linear(h, i, bias=bias),
-            nn.Linear(i, h, bias=bias),
-        )
+        h = config.hidden_size
+        i = config.intermediate_size
+        bias = getattr(config, "mlp_bias", False)
+        self.gate_proj = nn.Linear(h, i, bias=bias)
+        self.up_proj = nn.Linear(h, i, bias=bias)
+        self.down_proj = nn.Linear(i, h, bias=bias)
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., H]
@@ -222,25 +218,19 @@ class Attention(nn.Module):
         input_size: int | None = None,  # of what is projected; None: hidden_size
     ):
         super().__init__()
-        d, hq, hkv, bias = (
-            head_dim(config),
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            getattr(config, "attention_bias", False),
-        )
+        d = head_dim(config)
+        hq = config.num_attention_heads
+        hkv = config.num_key_value_heads
+        bias = getattr(config, "attention_bias", False)
         size = input_size or config.hidden_size
         self.d = d
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(size, hq * d, bias=bias),
-            nn.Linear(size, hkv * d, bias=bias),
-            nn.Linear(size, hkv * d, bias=bias),
-        )
+        self.q_proj = nn.Linear(size, hq * d, bias=bias)
+        self.k_proj = nn.Linear(size, hkv * d, bias=bias)
+        self.v_proj = nn.Linear(size, hkv * d, bias=bias)
         self.o_proj = nn.Linear(hq * d, config.hidden_size, bias=bias)
         if config.model_type == "qwen3":
-            self.q_norm, self.k_norm = (
-                RMSNorm(d, config.rms_norm_eps),
-                RMSNorm(d, config.rms_norm_eps),
-            )
+            self.q_norm = RMSNorm(d, config.rms_norm_eps)
+            self.k_norm = RMSNorm(d, config.rms_norm_eps)
         else:
             self.q_norm = self.k_norm = None
 
@@ -361,10 +351,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         check_layer_config(config)
         h, eps = config.hidden_size, config.rms_norm_eps
-        self.window, self.norm_before_residual = (
-            layer_window(config, index),
-            norm_before_residual,
-        )
+        self.window = layer_window(config, index)
+        self.norm_before_residual = norm_before_residual
         self.self_attn, self.mlp = Attention(config, 2 * h if with_embeds else h), MLP(config)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(h, eps), RMSNorm(h, eps)
         self.hidden_norm = RMSNorm(h, eps) if with_embeds else None
@@ -428,9 +416,8 @@ def draft_layer_config(
     )
     own, other = KINDS if full_attention else KINDS[::-1]
     rope = dict(rope.get(own) or rope.get(other) or rope)  # by layer type: their own
-    part = ["partial_rotary_factor"] * (
-        rope.get("rope_type") != "longrope"
-    )  # made for that part
+    # made for that part
+    part = ["partial_rotary_factor"] * (rope.get("rope_type") != "longrope")
     for name in ("type", "mrope_interleaved", "mrope_section", *part):
         rope.pop(name, None)
     types = [

@@ -39,9 +39,8 @@ class Law:
 
     @cached_property
     def lse(self):
-        return (
-            self.top - self.probs.amax(-1).log()
-        )  # [N], log-sum-exp without a second pass of exponentials
+        # [N], log-sum-exp without a second pass of exponentials
+        return self.top - self.probs.amax(-1).log()
 
     @property
     def log_probs(self):
@@ -53,9 +52,8 @@ class Law:
 
     @cached_property
     def best(self):
-        return self.logits.topk(
-            min(TOP_K, self.logits.shape[-1]), -1
-        ).indices  # [N, TOP_K] the likeliest tokens
+        # [N, TOP_K] the likeliest tokens
+        return self.logits.topk(min(TOP_K, self.logits.shape[-1]), -1).indices
 
     def first(self, n: int) -> "Law":
         "The law of the first n rows, with the pieces that are computed already."
@@ -81,9 +79,8 @@ def overlap(
 # %% ../../nbs/nn/05_losses.ipynb #9b2b1065
 ALPHA_FLOOR = 1e-5  # nla stops here: below it the logarithm has no useful slope
 LK_DECAY = 3.0  # lambda = exp(-LK_DECAY * alpha) of lk_hybrid
-TINY = torch.finfo(
-    torch.float32
-).tiny  # a probability that underflowed to 0 contributes 0 * log(1), not 0 * -inf
+# a probability that underflowed to 0 contributes 0 * log(1), not 0 * -inf
+TINY = torch.finfo(torch.float32).tiny
 
 
 def _kl(p, q):

@@ -37,9 +37,8 @@ def resolve_mask_token(
             "tokenizer to ask; give mask_token_id"
         ) from e
     if tokenizer.mask_token_id is None and len(tokenizer) < vocab_size:
-        tokenizer.add_special_tokens(
-            {"mask_token": MASK_TOKEN}
-        )  # of the object in memory, to learn its id; the verifier's files stay
+        # of the object in memory, to learn its id; the verifier's files stay
+        tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
     if tokenizer.mask_token_id is not None:
         return _row_of_table(
             tokenizer.mask_token_id,

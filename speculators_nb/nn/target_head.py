@@ -131,10 +131,8 @@ def verifier_config(
 ) -> PretrainedConfig:
     """A verifier's configuration. Errors: FileNotFoundError; ValueError for one that needs its
     own code, unless that is trusted, one that cannot be, or a drafter's."""
-    trusted, folder = (
-        remote_code_allowed() if trust_remote_code is None else trust_remote_code,
-        resolve_checkpoint(verifier),
-    )
+    trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
+    folder = resolve_checkpoint(verifier)
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder}: has no config.json; is it a verifier's folder?")

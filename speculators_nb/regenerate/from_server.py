@@ -33,10 +33,8 @@ def retokenise(
 ) -> tuple[list[int], list[int]]:  # token ids of the prompt, and of the answer
     """The tokens that a text would have. ValueError: the template does not let an answer
     continue its prompt."""
-    prompt, full = (
-        replay.render(normalize(history), tokenizer),
-        replay.render(normalize([*history, message]), tokenizer, prompt=False),
-    )
+    prompt = replay.render(normalize(history), tokenizer)
+    full = replay.render(normalize([*history, message]), tokenizer, prompt=False)
     if full[: len(prompt)] != prompt:
         raise ValueError(
             "the server gives no token ids, and the chat template renders an answered question "
@@ -70,13 +68,11 @@ class Interview:
         max_new_tokens: int,  # per answer
         max_length: int | None,  # prompt length ending a conversation; None: server's limit
     ):
-        self.endpoint, self.model, self.tokenizer, self.max_new_tokens, self.max_length = (
-            endpoint,
-            model,
-            tokenizer,
-            max_new_tokens,
-            max_length,
-        )
+        self.endpoint = endpoint
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_new_tokens = max_new_tokens
+        self.max_length = max_length
         self._wants_ids, self._lock = True, threading.Lock()
 
     def __call__(
@@ -147,10 +143,8 @@ class Interview:
         }
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""
-        prompt, ids = (
-            told.get("prompt_token_ids") or choice.get("prompt_token_ids"),
-            choice.get("token_ids"),
-        )
+        prompt = told.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        ids = choice.get("token_ids")
         if prompt and ids is not None:
             return _token_ids(prompt), _token_ids(ids), message, finish
         with self._lock:  # a fast tokenizer is not made for threads
@@ -208,10 +202,8 @@ def regenerate_from_server(
     }
     if isinstance(tokenizer, (str, Path)):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-    interview, breaker = (
-        Interview(endpoint, model, tokenizer, max_new_tokens, max_length),
-        Breaker(max_failures),
-    )
+    interview = Interview(endpoint, model, tokenizer, max_new_tokens, max_length)
+    breaker = Breaker(max_failures)
     with (
         Journal(out_path, settings) as journal,
         tqdm(desc="regenerate", unit="conversation", delay=1) as bar,

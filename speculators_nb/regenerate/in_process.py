@@ -85,12 +85,10 @@ def answer(
                 for s in seeds
             ]
         ).to(device)
-    eos, row, out, cache = (
-        torch.tensor(sorted(eos_ids), device=device),
-        torch.arange(n, device=device),
-        [[] for _ in prompts],
-        DynamicCache(),
-    )
+    eos = torch.tensor(sorted(eos_ids), device=device)
+    row = torch.arange(n, device=device)
+    out = [[] for _ in prompts]
+    cache = DynamicCache()
     for step in range(max_new_tokens):
         positions = (
             None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -106,19 +104,16 @@ def answer(
         for r, t in zip(row.tolist(), token.tolist()):
             if r >= 0:
                 out[r].append(t)
-        row = row.masked_fill(
-            torch.isin(token, eos), -1
-        )  # finished: u[-1] is read and not used
+        # finished: u[-1] is read and not used
+        row = row.masked_fill(torch.isin(token, eos), -1)
         live = (row >= 0).nonzero().squeeze(-1)
         if not len(live):
             break
         if len(live) <= 0.75 * len(row):
             cache.batch_select_indices(live)
             row, token, mask = row[live], token[live], mask if mask is None else mask[live]
-        ids, mask = (
-            token[:, None],
-            mask if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], 1),
-        )
+        ids = token[:, None]
+        mask = mask if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
     return out
 
 # %% ../../nbs/regenerate/04_in_process.ipynb #0ee8258c
@@ -228,10 +223,8 @@ def regenerate(
         "regenerate",
     )
     check_template(tokenizer)
-    eos, size = (
-        eos_ids_of(verifier, tokenizer),
-        verifier.model.get_input_embeddings().weight.shape[0],
-    )
+    eos = eos_ids_of(verifier, tokenizer)
+    size = verifier.model.get_input_embeddings().weight.shape[0]
     sampling = check_sampling({"temperature": temperature} | (sampling or {}), IN_PROCESS)
     settings = {
         "verifier": fingerprint(verifier.model),
@@ -256,10 +249,8 @@ def regenerate(
         for part in _windows(todo, 4 * batch_size):
             asking = [r for r in part if _due(r, tokenizer, max_length, journal, size)]
             while asking:
-                asking, queue = (
-                    [],
-                    sorted(asking, key=lambda r: len(r.prompt)),
-                )  # little padding
+                # little padding
+                asking, queue = [], sorted(asking, key=lambda r: len(r.prompt))
                 for batch in (
                     queue[i : i + batch_size] for i in range(0, len(queue), batch_size)
                 ):

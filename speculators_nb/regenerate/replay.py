@@ -218,13 +218,11 @@ class Replay:
         ] or None
         self.sampling = draw_sampling(row, self.key, sampling or {}, seed)
         self.turns = turns_to_ask(self.original, tools)
-        self.messages, self.rows, self.finish, self.usage, self.about = (
-            [],
-            [],
-            [],
-            Counter(),
-            {},
-        )
+        self.messages = []
+        self.rows = []
+        self.finish = []
+        self.usage = Counter()
+        self.about = {}
         self._turn, self._calls, self.next = 0, 0, self.turns[0].asked
 
     @property
@@ -249,10 +247,8 @@ class Replay:
         "A history as the verifier reads it."
         kwargs = dict(tools=self.tools, add_generation_prompt=prompt, **self.template_kwargs)
         if limit and sum(len(str(m["content"])) for m in messages) > reach(limit):
-            text, end = (
-                tokenizer.apply_chat_template(messages, tokenize=False, **kwargs),
-                reach(limit),
-            )
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+            end = reach(limit)
             while end < len(text):
                 ids = tokenizer(text[:end], add_special_tokens=False)["input_ids"]
                 if len(ids) > limit + 100:  # the cut changes few tokens

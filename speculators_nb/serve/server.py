@@ -102,14 +102,12 @@ def _own_layout(
     klass = SpeculatorModel.registered_model_class_from_config(
         SpeculatorModelConfig.from_dict(config)
     )
-    native, said = (
-        Path(native),
-        {
-            name: value
-            for name, value in identify(folder / "model.safetensors").items()
-            if name != "path"
-        },
-    )
+    native = Path(native)
+    said = {
+        name: value
+        for name, value in identify(folder / "model.safetensors").items()
+        if name != "path"
+    }
     made_from = native / MADE_FROM
     if not (native / "config.json").is_file():
         klass.from_pretrained(folder).save_native(native)
@@ -314,10 +312,8 @@ def serve_environment(
 ) -> dict[str, str]:  # variables to add
     """What vLLM should find in its environment: no usage reports, and settings for processors
     where there is no accelerator."""
-    env, added = (
-        os.environ if env is None else env,
-        {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
-    )
+    env = os.environ if env is None else env
+    added = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if not accelerated():
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         cores = (
@@ -427,11 +423,9 @@ class Server:
         log: str | os.PathLike | None = None,  # file for its output; None: a temporary one
         vllm: str | os.PathLike | None = None,  # executable; None: from `find_executable`
     ):
-        self.command, self.env, self.timeout = (
-            list(map(str, command)),
-            dict(serve_environment() if env is None else env),
-            timeout,
-        )
+        self.command = list(map(str, command))
+        self.env = dict(serve_environment() if env is None else env)
+        self.timeout = timeout
         if vllm or os.sep not in self.command[0]:
             self.command[0] = find_executable(Path(self.command[0]).name, vllm)
         port = self._option("--port")
@@ -440,11 +434,9 @@ class Server:
             self.command += ["--port", str(self.port)]
         host = self._option("--host") or "127.0.0.1"
         self.url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}"
-        self._keep, self.log, self.process = (
-            log is not None,
-            Path(log or tempfile.mkstemp(prefix="server-", suffix=".log")[1]),
-            None,
-        )
+        self._keep = log is not None
+        self.log = Path(log or tempfile.mkstemp(prefix="server-", suffix=".log")[1])
+        self.process = None
 
     def _option(self, name):
         return next(
@@ -486,10 +478,8 @@ class Server:
             self.log.unlink(missing_ok=True)
 
     def _wait(self):
-        endpoint, start = (
-            Endpoint(self.url, api_key_env="VLLM_API_KEY", timeout=5, tries=1),
-            time.monotonic(),
-        )
+        endpoint = Endpoint(self.url, api_key_env="VLLM_API_KEY", timeout=5, tries=1)
+        start = time.monotonic()
         with tqdm(bar_format="{desc} {elapsed}", desc="starting the server") as bar:
             while True:
                 self.check()

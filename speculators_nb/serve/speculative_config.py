@@ -524,11 +524,9 @@ class SpeculativeConfig(BaseModel):
                     "draft_sample_method='greedy', no tree"
                 ),
             )
-        rates, length, n = (
-            self.synthetic_acceptance_rates,
-            self.synthetic_acceptance_length,
-            self.num_speculative_tokens,
-        )
+        rates = self.synthetic_acceptance_rates
+        length = self.synthetic_acceptance_length
+        n = self.num_speculative_tokens
         if how != "synthetic":
             for name in ("synthetic_acceptance_rates", "synthetic_acceptance_length"):
                 if getattr(self, name) is not None:
@@ -565,11 +563,9 @@ class SpeculativeConfig(BaseModel):
         self.synthetic_acceptance_rates, self.synthetic_acceptance_length = rates, None
 
     def _check_target(self, target):
-        kind, ours, theirs = (
-            str(target.get("model_type")),
-            entry(self._draft, "vocab_size"),
-            entry(target, "vocab_size"),
-        )
+        kind = str(target.get("model_type"))
+        ours = entry(self._draft, "vocab_size")
+        theirs = entry(target, "vocab_size")
         if self.spec.aux and not any(f in kind for f in AUX_FAMILIES):
             raise ValueError(
                 f"method={self.method!r} reads inner layers of the target, and targets of "
@@ -656,10 +652,8 @@ class SpeculativeConfig(BaseModel):
         words for."""
         if engine not in ENGINES:
             raise ValueError(f"engine={engine!r} is unknown; write one of {', '.join(ENGINES)}")
-        documented, pair = (
-            engine == "documented",
-            WORDS.get(self.rejection_sample_method, (self.rejection_sample_method, None)),
-        )
+        documented = engine == "documented"
+        pair = WORDS.get(self.rejection_sample_method, (self.rejection_sample_method, None))
         pair = (pair[0], self.draft_sample_method)
         word = next((w for w, p in WORDS.items() if p == pair), None)
         if engine not in self.spec.lines:

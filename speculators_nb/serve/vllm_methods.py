@@ -51,12 +51,8 @@ SERVED_AS = {
     "mlp": ("mlp_speculator", False),
     "mtp": ("mtp", False),
 }
-NAMED = {
-    "eagle-": "eagle",
-    "eagle3": "eagle3",
-    "dflash": "dflash",
-    "dspark": "dspark",
-}  # part of a foreign draft's name -> method, in this order
+# part of a foreign draft's name -> method, in this order
+NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 # parts of the model_type of targets that can hand out auxiliary hidden states
 AUX_FAMILIES = (
     "llama",

@@ -273,9 +273,8 @@ class WholeCheckpoints(Trainer):
             return []
         old, new = read_object(file), config.to_diff_dict()
         for side in (old, new):
-            side.get("speculators_config", {}).get("verifier", {}).pop(
-                "name_or_path", None
-            )  # a folder may move
+            # a folder may move
+            side.get("speculators_config", {}).get("verifier", {}).pop("name_or_path", None)
             for name in ("speculators_version", "transformers_version", "dtype", "torch_dtype"):
                 side.pop(name, None)
         return differences(old, new)
@@ -336,11 +335,9 @@ class WholeCheckpoints(Trainer):
     def _obsolete(self, folder):
         """Checkpoints beyond save_total_limit: first those of an earlier run, which are ahead
         of this one, then the oldest; never the last or the best."""
-        present, limit, last = (
-            sort_checkpoints(str(folder)),
-            self.args.save_total_limit,
-            f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}",
-        )
+        present = sort_checkpoints(str(folder))
+        limit = self.args.save_total_limit
+        last = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         now = next(i for i, c in enumerate(present) if Path(c).name == last)
         kept = {present[now], self.state.best_model_checkpoint} & set(present)
         removable = [c for c in present[now + 1 :] + present[:now] if c not in kept]
@@ -351,10 +348,8 @@ class WholeCheckpoints(Trainer):
         )
 
     def _save_checkpoint(self, model, trial):
-        folder, name = (
-            Path(self._get_output_dir(trial)),
-            f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}",
-        )
+        folder = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         staging, final = folder / ".saving", folder / name
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)

@@ -13,13 +13,8 @@ from torch import nn
 from .row_gradients import RowAdamW, use_row_gradients
 
 # %% ../../nbs/train/02_optimizers.ipynb #0dbc01a9
-LOOKUP_NAMES = (
-    "embed",
-    "head",
-    "codebook",
-    "markov",
-    "readout",
-)  # a parameter whose name holds one of these is a table or a head
+# a parameter whose name holds one of these is a table or a head
+LOOKUP_NAMES = "embed", "head", "codebook", "markov", "readout"
 
 
 def parameter_kinds(
@@ -107,10 +102,8 @@ class MuonAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for kind, inner in self._inner.items():
-            inner.state, inner.param_groups = (
-                self.state,
-                [g for g in self.param_groups if g["kind"] == kind],
-            )
+            inner.state = self.state
+            inner.param_groups = [g for g in self.param_groups if g["kind"] == kind]
             inner.step()
         return loss
 

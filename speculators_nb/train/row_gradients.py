@@ -78,16 +78,12 @@ def _pieces(p):
         yield slice(None), p.grad
         return
     grad = p.grad.coalesce()
-    ids, values, n = (
-        grad.indices()[0],
-        grad.values(),
-        max(1, PIECE_BYTES // (p[0].numel() * p.element_size())),
-    )
+    ids = grad.indices()[0]
+    values = grad.values()
+    n = max(1, PIECE_BYTES // (p[0].numel() * p.element_size()))
     starts = list(range(0, len(p), n))
-    buffer, cuts = (
-        torch.empty_like(p[:n]),
-        torch.searchsorted(ids, torch.tensor([*starts, len(p)], device=ids.device)).tolist(),
-    )
+    buffer = torch.empty_like(p[:n])
+    cuts = torch.searchsorted(ids, torch.tensor([*starts, len(p)], device=ids.device)).tolist()
     for start, (a, b) in zip(starts, pairwise(cuts)):
         piece = buffer[: len(p) - start].zero_()
         piece[ids[a:b] - start] = values[a:b]

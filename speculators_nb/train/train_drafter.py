@@ -52,9 +52,8 @@ def new_drafter(
 ) -> SpeculatorModel:  # with the verifier's weights, ready to train
     """A fresh drafter for a verifier. Errors: ValueError for an unknown algorithm or a draft
     vocabulary that does not fit."""
-    verifier = (
-        Path(verifier).resolve() if Path(verifier).is_dir() else verifier
-    )  # it is written into the checkpoint, for an engine started elsewhere
+    # it is written into the checkpoint, for an engine started elsewhere
+    verifier = Path(verifier).resolve() if Path(verifier).is_dir() else verifier
     klass, config = SpeculatorModel.registered_class(algorithm), verifier_config(verifier)
     v, (t2d, d2t) = text_config(config).vocab_size, mapping or (None, None)
     if t2d is None and draft_vocab_size not in (None, v):

@@ -296,17 +296,14 @@ class SpeculatorTrainer(WholeCheckpoints):
                     f"{name} is switched on by accelerate's configuration: "
                     f"{_NOT_SUPPORTED[name]}."
                 )
-        self.finite = torch.ones(
-            (), dtype=torch.bool, device=args.device
-        )  # every training loss since the start; read at each log and save
+        # every training loss since the start; read at each log and save
+        self.finite = torch.ones((), dtype=torch.bool, device=args.device)
         if not has_use_cache:
-            del (
-                config.use_cache
-            )  # Trainer's note to generating models; it has no place in a drafter's config.json
+            # Trainer's note to generating models; it has no place in a drafter's config.json
+            del config.use_cache
         if args.disable_tqdm:
-            self.remove_callback(
-                PrinterCallback
-            )  # no progress bar means silence, not a line per log
+            # no progress bar means silence, not a line per log
+            self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = True  # compute_loss divides already
 
     def rows(self, dataset) -> PackedBatchSampler:
@@ -372,11 +369,9 @@ class SpeculatorTrainer(WholeCheckpoints):
         )
         if dataset is None:
             raise ValueError("eval_dataset=None: there is nothing to evaluate on.")
-        rows, rank, world = (
-            list(self.rows(dataset)),
-            self.args.process_index,
-            self.args.world_size,
-        )
+        rows = list(self.rows(dataset))
+        rank = self.args.process_index
+        world = self.args.world_size
         self.n_eval_rows = len(rows)
         return self._loader(
             dataset,
@@ -550,13 +545,11 @@ class SpeculatorTrainer(WholeCheckpoints):
         )
 
     def _save(self, output_dir=None, state_dict=None):
-        folder, dtype = (
-            Path(output_dir or self.args.output_dir),
-            None if self.saving else self.args.save_dtype,
-        )  # a checkpoint keeps float32
-        (folder / "config.json").unlink(
-            missing_ok=True
-        )  # written last: until then no loader takes the folder
+        # a checkpoint keeps float32
+        folder = Path(output_dir or self.args.output_dir)
+        dtype = None if self.saving else self.args.save_dtype
+        # written last: until then no loader takes the folder
+        (folder / "config.json").unlink(missing_ok=True)
         if dtype:
             self.accelerator.unwrap_model(self.model).save_pretrained(
                 folder, state_dict=state_dict, dtype=getattr(torch, dtype)
@@ -580,10 +573,8 @@ def log_table(
     rows = [row for row in trainer.state.log_history if "train_runtime" not in row]
     if not rows:
         return pd.DataFrame()
-    table, first = (
-        pd.DataFrame(rows).groupby("step").first(),
-        ["epoch", "loss", "eval_loss", "learning_rate", "grad_norm"],
-    )
+    table = pd.DataFrame(rows).groupby("step").first()
+    first = ["epoch", "loss", "eval_loss", "learning_rate", "grad_norm"]
     rest = sorted(
         (
             c

@@ -98,16 +98,10 @@ def find_taps(
 class VerifierOutput:
     "What one call of the verifier gives."
 
-    logits: (
-        torch.Tensor | None
-    )  # [B, L, V], or of the last positions where only these were wanted, or None
-    hidden_states: (
-        torch.Tensor
-    )  # [B, L, A·H] residual stream at the aux layers, ascending layer id
+    logits: torch.Tensor | None  # [B, L, V] or of the last positions that were wanted; or None
+    hidden_states: torch.Tensor  # [B, L, A·H] residual stream at aux layers, ascending layer id
     last_hidden_states: torch.Tensor  # [B, L, H] residual stream before the final norm
-    past_key_values: (
-        DynamicCache | None
-    )  # the cache, extended by this call; `crop(n)` forgets all but n positions
+    past_key_values: DynamicCache | None  # extended by this call; `crop(n)` keeps n positions
 
 
 def unfit(
@@ -145,9 +139,8 @@ def unfit(
             " …" if others[3:] else "",
         )
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    said = {
-        getattr(part, "tie_word_embeddings", None) for part in (config, model.config)
-    }  # a text part may leave it to the whole
+    # a text part may leave it to the whole
+    said = {getattr(part, "tie_word_embeddings", None) for part in (config, model.config)}
     if (
         True in said
         and False not in said
@@ -168,9 +161,8 @@ def not_finite(
     fast pass and without a copy."""
 
     def extremes(w):
-        return torch.stack(
-            (w.bfloat16() if w.itemsize == 1 else w).aminmax()
-        )  # of eight bits torch knows no extremes
+        # of eight bits torch knows no extremes
+        return torch.stack((w.bfloat16() if w.itemsize == 1 else w).aminmax())
 
     return [
         name
@@ -190,11 +182,9 @@ class Verifier:
     ):
         self.model, self.config = model.eval(), model.config.get_text_config()
         self.decoder, self.layers, self.norm = find_taps(model)
-        self.num_layers, self.hidden_size, self.vocab_size = (
-            len(self.layers),
-            self.config.hidden_size,
-            self.config.vocab_size,
-        )
+        self.num_layers = len(self.layers)
+        self.hidden_size = self.config.hidden_size
+        self.vocab_size = self.config.vocab_size
         self.aux_layer_ids = check_aux_layer_ids(
             default_aux_layer_ids(self.num_layers) if aux_layer_ids is None else aux_layer_ids,
             self.num_layers,

@@ -152,10 +152,8 @@ UNANSWERED = [
     ("nobody answers", {"messages": [ASK]}, "no assistant message that answers another"),
     ("only an answer", {"messages": [{"role": "system", "content": "x"}]}, "no assistant message that answers another"),
 ]
-WHOLE, MASK = (
-    "input_ids must be one list of token ids, whole numbers from 0 on",
-    "loss_mask must be one list of 0 and 1",
-)
+WHOLE = "input_ids must be one list of token ids, whole numbers from 0 on"
+MASK = "loss_mask must be one list of 0 and 1"
 IDS = [  # what no tokenised row may be
     ("id of 2**32 + 5", ids([2**32 + 5, 6]), "whole numbers from 0 on, and below 2"),
     ("id of 10**400", ids([10**400, 6]), "whole numbers from 0 on, and below 2"),

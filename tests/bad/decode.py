@@ -31,9 +31,8 @@ from speculators_nb.verifier.tapped_model import Verifier, check_aux_layer_ids, 
 from .harness import GOOD, RELEASE, ROOT, Case
 
 INF, NAN = float("inf"), float("nan")
-TARGET, LAST = (
-    Verifier.from_pretrained(str(GOOD["verifier"]), layers) for layers in ([1, 2, 3], [4])
-)  # 64 tokens, 64 positions
+# 64 tokens, 64 positions
+TARGET, LAST = (Verifier.from_pretrained(str(GOOD["verifier"]), layers) for layers in ([1, 2, 3], [4]))
 
 
 class Proposes:

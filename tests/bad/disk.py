@@ -40,9 +40,8 @@ def closed(folder: Path):
     "A folder in which nothing may be made, not by root either."
     folder.mkdir(exist_ok=True)
     folder.chmod(0o555)
-    LIBC.capset(
-        ctypes.byref((ctypes.c_uint32 * 2)(0x20080522, 0)), ctypes.byref((ctypes.c_uint32 * 6)())
-    )  # no capability: root is an ordinary user
+    # no capability: root is an ordinary user
+    LIBC.capset(ctypes.byref((ctypes.c_uint32 * 2)(0x20080522, 0)), ctypes.byref((ctypes.c_uint32 * 6)()))
 
 
 def read_only(folder: Path):

@@ -714,15 +714,12 @@ def _spoil_recipe(rng, scene, drawn):
             )
         )
         fields[field] = value
-        content, story, names = (
-            yaml.safe_dump(tree).encode(errors="surrogatepass"),
-            f"{field} is {value!r}"[:80],
-            (field, *said(value)),
-        )
+        content = yaml.safe_dump(tree).encode(errors="surrogatepass")
+        story = f"{field} is {value!r}"[:80]
+        names = (field, *said(value))
         fine = allowed(field, value) or (value == [] and "list" in options[field])
-        fine = fine or (
-            field in OUTPUTS and isinstance(value, int) and not isinstance(value, bool)
-        )  # a folder may be called 2026
+        # a folder may be called 2026
+        fine = fine or (field in OUTPUTS and isinstance(value, int) and not isinstance(value, bool))
         excuse = "the option allows it" if fine else ""
         drawn = drawn._replace(printed=_elsewhere(scene, field, value))
     else:

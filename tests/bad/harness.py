@@ -33,12 +33,8 @@ GOOD = {  # what a case can name in braces, besides {here}, its own folder
     "corpus": ROOT / "data/corpus/heldout.jsonl",  # conversations
 }
 MEMORY, SECONDS = 2 << 30, 60  # that a case may take beyond what the imports took
-ANSWERS = (
-    ValueError,
-    OSError,
-    ImportError,
-    FloatingPointError,
-)  # how a function of the library refuses; a TypeError only where `expect` says TypeError
+# how a function of the library refuses; a TypeError only where `expect` says TypeError
+ANSWERS = ValueError, OSError, ImportError, FloatingPointError
 
 
 class Case(NamedTuple):

@@ -74,10 +74,8 @@ def upstream(folder):
     made.save_to_disk(folder / "theirs")
     save_token_frequency_distribution(made, folder / "theirs/token_freq.pt")
 
-    data, record = (
-        ArrowDataset(2048, folder / "ours", on_missing="skip"),
-        json.loads((folder / "ours/data_config.json").read_text()),
-    )
+    data = ArrowDataset(2048, folder / "ours", on_missing="skip")
+    record = json.loads((folder / "ours/data_config.json").read_text())
     split = [
         ArrowDataset(
             2048,
@@ -125,17 +123,14 @@ def main(python):
             if i % 4 == 0:
                 c["tools"] = [{"name": "add", "parameters": {"a": 1}}]
             if i % 5 == 0:
-                c["messages"][-1]["content"] = (
-                    "\n\n  " + c["messages"][-1]["content"] + " "
-                )  # spaces that merge with the template's
+                # spaces that merge with the template's
+                c["messages"][-1]["content"] = "\n\n  " + c["messages"][-1]["content"] + " "
         (folder / "chats.json").write_text(json.dumps(chats))
         ours = prepare_data(chats, VERIFIER, folder / "ours", max_length=120, val_fraction=0.1, draft_vocab_size=256)
         subprocess.run([python, __file__, "--upstream", folder], check=True)
-        tok, seen, rows = (
-            AutoTokenizer.from_pretrained(VERIFIER),
-            np.load(folder / "seen.npz"),
-            json.loads((folder / "rows.json").read_text()),
-        )
+        tok = AutoTokenizer.from_pretrained(VERIFIER)
+        seen = np.load(folder / "seen.npz")
+        rows = json.loads((folder / "rows.json").read_text())
         for name, template in TEMPLATES.items():
             tok.chat_template = template
             made = [[ids, mask] for c in chats for ids, mask in encode(normalize(c), tok, tools_of(c), rows="turn")]

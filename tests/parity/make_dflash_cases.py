@@ -103,10 +103,8 @@ class DFlash(Recorder):
 
     def forward(self, model, batch, call):
         """With the batch's anchors."""
-        anchors, rest = (
-            (batch["anchor_positions"], batch["anchor_valid"]),
-            {k: v for k, v in batch.items() if not k.startswith("anchor_")},
-        )
+        anchors = (batch["anchor_positions"], batch["anchor_valid"])
+        rest = {k: v for k, v in batch.items() if not k.startswith("anchor_")}
         draw, dflash.select_anchors = dflash.select_anchors, lambda *_: anchors
         try:
             return heads(model, lambda: model(**rest, **call))

@@ -106,10 +106,8 @@ class PEagle(Eagle3):
 
     def forward(self, model, batch, call):
         """On the batch's rollouts."""
-        given, rest = (
-            (batch["cod_anchor_pos"], batch["cod_depth"]),
-            {k: v for k, v in batch.items() if not k.startswith("cod_")},
-        )
+        given = (batch["cod_anchor_pos"], batch["cod_depth"])
+        rest = {k: v for k, v in batch.items() if not k.startswith("cod_")}
         sampler, core.generate_cod_sample_indices = core.generate_cod_sample_indices, lambda **_: given
         try:
             return heads(model, lambda: model(**rest, **call))

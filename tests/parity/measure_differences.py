@@ -103,10 +103,8 @@ def main(python):
     from speculators_nb.nn.layers import draft_layer_config
 
     ttt = dict(ttt_steps=3, ttt_step_loss_decay=0.8, loss_fn="kl_div")
-    rollouts, blocks = (
-        dict(num_depths=4, loss_fn="kl_div"),
-        dict(loss_fn="kl_div", per_position_loss_weight="fixed-exp-decay", max_anchors=6),
-    )
+    rollouts = dict(num_depths=4, loss_fn="kl_div")
+    blocks = dict(loss_fn="kl_div", per_position_loss_weight="fixed-exp-decay", max_anchors=6)
     tmp, job, ours = Path(tempfile.mkdtemp()), {}, {}
 
     def add(name, model, batch, train, edit=None, row=0, **kwargs):

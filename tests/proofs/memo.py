@@ -31,14 +31,12 @@ class Memory:
     "What the verifier says after one prompt. Its texts are tuples of token ids, the prompt included."
 
     def __init__(self, verifier, prompt):
-        self.verifier, self.prompt, self.passes, self.laws, self.states, self.read_texts = (
-            verifier,
-            tuple(prompt),
-            {},
-            {},
-            {},
-            0,
-        )
+        self.verifier = verifier
+        self.prompt = tuple(prompt)
+        self.passes = {}
+        self.laws = {}
+        self.states = {}
+        self.read_texts = 0
         self.start = Context(verifier)
         self.start.read([torch.tensor(prompt[:-1])], [TokenTree.chain([])])
         self.start.keep([[]])

@@ -55,9 +55,8 @@ CHAINS = [
     "draft-model",
     "eagle3",
 ]
-GROWERS = [name for name in LEARNED if name != "dspark"] + [
-    "draft-model"
-]  # dspark's slots hang on each other: chains only
+# dspark's slots hang on each other: chains only
+GROWERS = [name for name in LEARNED if name != "dspark"] + ["draft-model"]
 TOP_P = dict(top_p=0.9)
 
 
@@ -136,10 +135,8 @@ def append(name, row):
 
 
 def run_law(args):
-    start, done = (
-        time.monotonic(),
-        {(float(r["temperature"]), r["filters"], r["proposer"], r["rule"]) for r in rows("law.csv")},
-    )
+    start = time.monotonic()
+    done = {(float(r["temperature"]), r["filters"], r["proposer"], r["rule"]) for r in rows("law.csv")}
     todo = [
         c
         for c in combinations()
@@ -207,9 +204,8 @@ def run_text(args):
     drafters = {name: learned(name) for name in LEARNED}
     verifier, tokenizer, prompts = shipped([2, 3, 4, 6])
     prompts = [p for p in prompts if len(p) + new <= 1024]
-    prompts = (prompts + [p + tokenizer.encode(" Once") for p in prompts])[
-        :n
-    ]  # 180 are held out; twenty more are the first ones a word longer
+    # 180 are held out; twenty more are the first ones a word longer
+    prompts = (prompts + [p + tokenizer.encode(" Once") for p in prompts])[:n]
     file = ROOT / "output/proofs-plain.pt"
     plain = (
         torch.load(file, weights_only=True)

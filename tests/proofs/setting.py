@@ -44,11 +44,9 @@ def learned(name):
 def draft_model(verifier, layers=3):
     "The first layers of the verifier."
     small = copy.deepcopy(verifier.model)
-    small.model.layers, small.config.num_hidden_layers, small.config.layer_types = (
-        small.model.layers[:layers],
-        layers,
-        small.config.layer_types[:layers],
-    )
+    small.model.layers = small.model.layers[:layers]
+    small.config.num_hidden_layers = layers
+    small.config.layer_types = small.config.layer_types[:layers]
     return DraftModel(small, verifier)
 
 
@@ -148,14 +146,12 @@ class Sampler:
     `fast` draws tokens by `memo.inverse`."""
 
     def __init__(self, verifier, prompt, new=5, k=3, fast=True):
-        self.verifier, self.prompt, self.new, self.k, self.fast, self.memory = (
-            verifier,
-            prompt,
-            new,
-            k,
-            fast,
-            Memory(verifier, prompt),
-        )
+        self.verifier = verifier
+        self.prompt = prompt
+        self.new = new
+        self.k = k
+        self.fast = fast
+        self.memory = Memory(verifier, prompt)
 
     def draw(self, drafter, n, sampling, rule, batch=500):
         "n generations. `drafter` is `remembered`."

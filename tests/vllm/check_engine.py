@@ -62,10 +62,8 @@ def cases(folder, only):
 
 def compare(name, theirs, mine, plain):
     """What is wrong, as sentences."""
-    wrong, single = (
-        [],
-        theirs.requests[(theirs.requests.concurrency == 1) & (theirs.requests.k > 0)].set_index("prompt"),
-    )
+    wrong = []
+    single = theirs.requests[(theirs.requests.concurrency == 1) & (theirs.requests.k > 0)].set_index("prompt")
     for i, ours in mine.requests.set_index("prompt").iterrows():
         engine = single.loc[i]
         for what in ("token_ids", "drafts", "proposed", "accepted", "accepted_at"):

@@ -115,13 +115,11 @@ class Serving:
     """`speculators-nb serve … --run` in a process group of its own: started at once, ended with a `with` block."""
 
     def __init__(self, port, folder, *args):
-        self.port, self.url, self.log, self.args, self.process = (
-            port,
-            f"http://127.0.0.1:{port}",
-            folder / f"server-{port}.log",
-            args,
-            None,
-        )
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = folder / f"server-{port}.log"
+        self.args = args
+        self.process = None
         self.start()
 
     def start(self):

@@ -102,10 +102,8 @@ MODELS = {
     | dict(model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"], num_nextn_predict_layers=2),
     "phi": dict(LLAMA, model_type="phi3", architectures=["Phi3ForCausalLM"], pad_token_id=0),
 }
-NGRAM, DRAFT = (
-    dict(method="ngram", num_speculative_tokens=3),
-    dict(model="small", method="draft_model", num_speculative_tokens=3),
-)
+NGRAM = dict(method="ngram", num_speculative_tokens=3)
+DRAFT = dict(model="small", method="draft_model", num_speculative_tokens=3)
 SYNTHETIC, SUFFIX = NGRAM | dict(rejection_sample_method="synthetic"), dict(method="suffix", num_speculative_tokens=8)
 # name -> dictionary; "target" is a folder (the tiny verifier without it), "target_tp" its devices; `model` is looked
 # for among MODELS

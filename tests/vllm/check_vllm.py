@@ -172,10 +172,8 @@ def serve(job, answer):
 
     GPUModelRunner.propose_draft_token_ids = recorded
     job, results = json.loads(Path(job).read_text()), {}
-    prompts, sampling = (
-        [TokensPrompt(prompt_token_ids=p) for p in job["prompts"]],
-        SamplingParams(temperature=0, max_tokens=job["limit"]),
-    )
+    prompts = [TokensPrompt(prompt_token_ids=p) for p in job["prompts"]]
+    sampling = SamplingParams(temperature=0, max_tokens=job["limit"])
     for name, arguments in job["runs"].items():
         drafts.clear()
         try:
@@ -578,9 +576,8 @@ def compare(name, theirs, mine, plain):
     """One row of the table, and what is wrong with it."""
     if "error" in theirs:
         return [name, "not served"], [f"{name}: vLLM says {theirs['error']}"]
-    pairs = [
-        (a, b) for m, t in zip(mine["chains"], theirs["chains"]) for a, b in zip(m, t)
-    ]  # vLLM also drafts behind the end of a text
+    # vLLM also drafts behind the end of a text
+    pairs = [(a, b) for m, t in zip(mine["chains"], theirs["chains"]) for a, b in zip(m, t)]
     equal, steps = sum(a == b for a, b in pairs), sum(map(len, mine["chains"]))
     wrong = [
         f"{name}: {what}"
