@@ -134,6 +134,10 @@ class _Alias:
     def create_module(self, spec):
         return None
 
+    def get_code(self, fullname):
+        new = (DOCUMENTED.get(self.path) or MOVED[self.path])[0]
+        raise ImportError(f"{fullname} is now {PACKAGE}.{new}: run python -m {PACKAGE}.{new}")
+
     def exec_module(self, module):
         path = self.path
         targets = DOCUMENTED.get(path) or MOVED[path]

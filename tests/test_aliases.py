@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+import typing
 import warnings
 from pathlib import Path
 
@@ -145,3 +146,19 @@ def test_an_unknown_name_is_an_attribute_error(package):
     module = importlib.import_module(f"speculators_nb.{package}")
     with pytest.raises(AttributeError, match=f"module 'speculators_nb.{package}' has no attribute 'Nothing'"):
         module.Nothing  # noqa: B018
+
+
+def test_an_old_path_is_not_run_but_named():
+    done = subprocess.run(
+        [sys.executable, "-m", "speculators_nb.data_generation.corpus"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (
+        done.returncode and "run python -m speculators_nb.lab.corpus" in done.stderr and "Traceback" not in done.stderr
+    )
+
+
+@pytest.mark.parametrize("path,name", [("nn.masks", "Mask"), ("core.tree", "TokenTree")])
+def test_type_hints_resolve_without_matplotlib(path, name):
+    "What nbdev's show_doc asks for."
+    drawn = getattr(importlib.import_module(f"speculators_nb.{path}"), name).draw
+    assert "return" in typing.get_type_hints(drawn)

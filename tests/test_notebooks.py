@@ -37,11 +37,11 @@ def test_title_and_claim(path):
 
 
 def for_types_only(node):
-    "`if TYPE_CHECKING:` with imports below it"
+    "`if TYPE_CHECKING:` with imports below it, and stand-ins for the run time"
     return (
         isinstance(node, ast.If)
         and ast.unparse(node.test) == "TYPE_CHECKING"
-        and not node.orelse
+        and all(isinstance(n, ast.Assign) for n in node.orelse)
         and all(isinstance(n, IMPORTS) for n in node.body)
     )
 

@@ -87,7 +87,7 @@ def comments_of(
 
 
 def library(
-    module: str,  # within speculators_nb, e.g. "data_generation.prepare"
+    module: str,  # within speculators_nb, e.g. "data.prepare"
     name: str,  # of a function there
     **given,  # parameter -> comment to replace the function's own; None: omit the parameter
 ) -> Callable:  # calls the function; has its docstring, `comments` and signature for a shell

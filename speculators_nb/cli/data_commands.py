@@ -178,7 +178,7 @@ def features(
     storage: Path | None = None,  # with vllm: that FOLDER, as it is mounted here
     max_length: int = 2048,  # rows longer than this are cut, where `data` is not prepared yet
     max_samples: int | None = None,  # use the first so many; default: all
-    aux_layer_ids: list[int] | None = None,  # ascending (repeatable); default: three / server's
+    aux_layer_ids: list[int] | None = None,  # layers, ascending (repeatable); default: three
     dtype: str = "bfloat16",  # of the stored features; float8_e4m3fn halves the disk
     max_tokens: int = 8192,  # padded tokens in one forward pass, with hf
     concurrency: int = 8,  # requests in flight, with vllm

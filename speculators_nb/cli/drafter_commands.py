@@ -337,7 +337,7 @@ def serve(
     verifier: str | None = None,  # folder or hub id; default: the one that the checkpoint names
     native: Path | None = None,  # drafter in the engine's layout, if vLLM needs it
     hidden_states: Path | None = None,  # for verifier hidden states, for features --source vllm
-    aux_layer_ids: list[int] | None = None,  # layers, ascending (repeatable); default: three
+    aux_layer_ids: list[int] | None = None,  # with hidden_states; ascending; default: three
     host: str = "127.0.0.1",  # address to listen on; 0.0.0.0 lets other machines in
     port: int = 8000,  # to listen on
     dtype: str = "auto",  # of weights and arithmetic; on processors auto means bfloat16

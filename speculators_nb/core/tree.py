@@ -8,7 +8,7 @@ __all__ = ['likeliest', 'probabilities', 'Sampling', 'TokenTree', 'Drafter']
 # %% ../../nbs/core/11_tree.ipynb #9761dddd
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from .options import check_options
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+else:
+    Figure = Any  # matplotlib is imported only to draw
 
 # %% ../../nbs/core/11_tree.ipynb #94b82636
 def likeliest(
@@ -241,7 +243,7 @@ class TokenTree:
         accepted: Sequence[int] = (),  # nodes on the accepted path
         title: str | None = None,  # the finding
         root: str = "…",  # text of the last decided token
-    ) -> "Figure":  # depth goes to the right; an edge shows the drafter's probability
+    ) -> Figure:  # depth goes to the right; an edge shows the drafter's probability
         "Draw the tree."
         weights = (
             None

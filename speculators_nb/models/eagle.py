@@ -151,7 +151,7 @@ class EagleSpeculator(SpeculatorModel):
         path: str | os.PathLike | None = None,  # a checkpoint folder or hub id
         *,
         verifier: "str | os.PathLike | PreTrainedModel | None" = None,  # None: from the config
-        verifier_attachment_mode: str | None = None,  # "detached", "full", "train_only" or None
+        verifier_attachment_mode: str | None = None,  # None: "full", of a folder "train_only"
         **others,  # as in `SpeculatorModel.from_pretrained`
     ) -> "EagleSpeculator":  # in eval mode
         "Load a drafter and attach its verifier."

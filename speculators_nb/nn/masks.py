@@ -16,6 +16,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+else:
+    Figure = Any  # matplotlib is imported only to draw
 
 # %% ../../nbs/nn/01_masks.ipynb #6ea619c8
 Predicate = Callable[[Any, Any, Tensor, Tensor], Tensor]
@@ -86,7 +88,7 @@ class Mask:
         kv_len: int | None = None,  # number of keys; None: as many as queries
         documents: Sequence[int] | Tensor | None = None,  # of queries, as lines; -1 is shaded
         **kwargs,  # passed on to `plot_mask`: title, xlabel, ylabel, ax, ...
-    ) -> "Figure":  # the figure drawn on
+    ) -> Figure:  # the figure drawn on
         "Draw the mask: allowed filled, query rows down, document borders as lines."
         documents = None if documents is None else torch.as_tensor(documents).flatten().tolist()
         from speculators_nb.core.plot import plot_mask  # matplotlib, only to draw

@@ -234,7 +234,7 @@ class TargetHead(nn.Module):
         if parts["norm_bias"] is not None and self.norm.kind != "layer":
             raise ValueError(
                 "the verifier's final norm has a bias, but its family is read as an RMSNorm; "
-                "add its model_type to head.LAYER_NORM"
+                "add its model_type to target_head.LAYER_NORM"
             )
         with torch.no_grad():
             self.norm.weight.copy_(parts["norm_weight"])

@@ -119,7 +119,7 @@ def check_final_norm(
         raise ValueError(
             f"final norm of {family!r} is read as {ours.kind!r}, and differs from "
             f"transformers' {type(norm).__name__} by {gap:.1e}; "
-            "add the family to head.OFFSET_NORM or head.LAYER_NORM"
+            "add the family to OFFSET_NORM or LAYER_NORM of nn.target_head"
         )
 
 # %% ../../nbs/verifier/02_identity.ipynb #666a1ca6

@@ -285,7 +285,7 @@ class Verifier:
     def __call__(
         self,
         input_ids: torch.Tensor,  # [B, L] int64
-        attention_mask: torch.Tensor | None = None,  # [B, past + L] 1: real; 4-D; by layer kind
+        attention_mask: torch.Tensor | None = None,  # [B, past + L], 4-D, or one a layer kind
         past_key_values: DynamicCache | None = None,  # cache to extend in place
         want_logits: bool | int = True,  # False: no [H, V] head product; n: last n positions
         position_ids: torch.Tensor | None = None,  # [B, L]; None: from attention mask, cache
