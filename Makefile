@@ -42,7 +42,7 @@ quick: .venv/.dev  ## lint, types, export in sync, tests of what changed since H
 		--without tests/test_sync.py --seconds $$((170 - $$(date +%s) + began)) || failed=yes; \
 	[ -z "$$failed" ]
 
-lint: .venv/.dev
+lint: .venv/.dev  ## ruff: the rules and the handwriting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 
@@ -52,7 +52,7 @@ types: .venv/.dev  ## what the annotations say
 notebooks-test: .venv/.dev  ## every notebook in a kernel of its own: assertions hold, every stored figure is shown
 	$(OFFLINE) $(BIN)/python tests/notebooks.py --workers $(WORKERS)
 
-pytest: .venv/.dev
+pytest: .venv/.dev  ## the tests alone
 	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS)
 
 newest: .venv/.dev  ## pytest with the newest release of every requirement, our upper bounds lifted; says what will break
