@@ -42,7 +42,7 @@ quick: .venv/.dev  ## lint, types, export in sync, tests of what changed since H
 		--without tests/test_sync.py --seconds $$((170 - $$(date +%s) + began)) || failed=yes; \
 	[ -z "$$failed" ]
 
-lint: .venv/.dev  ## ruff: the rules and the handwriting
+lint: .venv/.dev  ## ruff: its rules, and the format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 
@@ -104,13 +104,13 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev bad-input upstream-test proofs  ## what takes longer than CI may: bad input by lot, upstream's checkpoints both ways, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev bad-input upstream-test proofs  ## what takes longer than CI may: random bad input, upstream's checkpoints both ways, the proofs (hours; they continue where they stopped)
 
 .PHONY: bad-input
 SEED ?= $(shell date +%Y%m%d)
 BAD_SEED ?= $(SEED)
 MINUTES ?= 300
-bad-input: .venv/.dev  ## 300 bad inputs drawn by lot, from BAD_SEED (today's date); says where an answer is wrong
+bad-input: .venv/.dev  ## 300 random bad inputs, from BAD_SEED (today's date); says where an answer is wrong
 	cd tests && $(OFFLINE) PYTHONPATH="$(CURDIR)" ../$(BIN)/python -m bad.draw --seed $(BAD_SEED) --n 300
 
 bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own

@@ -85,7 +85,7 @@ def parameters(fn, notes, drop=()):
 
 
 def shown_type(node):
-    "An annotation as a reader expects it: without the quotes of one that is not imported at run time"
+    "An annotation without the quotes of a forward reference"
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ast.unparse(node)
 
 
@@ -194,8 +194,8 @@ def directives(cell):
 
 def relink(text, here, where):
     """Relative links of a page that lies at `here` in the repository, as links from its place on the site. A file that
-    is no page is linked at the
-    project's address; where it has none, the file is put on the site, and the link to a folder becomes plain text."""
+    is no page is linked at the project's address; where it has none, the file is put on the site, and the link to a
+    folder becomes plain text."""
 
     def link(m):
         target, _, anchor = m[2].partition("#")

@@ -1,7 +1,9 @@
 """A notebook-centric research workbench for speculative decoding.
 
-The package is exported from the notebooks in `nbs/`. Importing it costs nothing: public names are resolved on first use.
+The package is exported from the notebooks in `nbs/`. Importing it costs nothing: public names are resolved on first
+use.
 """
+
 __version__ = "0.2.0"
 
 from importlib import import_module
@@ -11,18 +13,33 @@ from speculators_nb import _aliases
 
 # public name -> the module that defines it (the names that a user of the upstream library expects at the top level)
 _PUBLIC = {
-    "SpeculatorModelConfig": "core.config", "SpeculatorsConfig": "core.config", "VerifierConfig": "core.config", "reload_schemas": "core.config",
-    "TokenProposalConfig": "core.proposals", "GreedyTokenProposalConfig": "core.proposals", "SamplingTokenProposalConfig": "core.proposals",
-    "StaticTreeTokenProposalConfig": "core.proposals", "DynamicTreeTokenProposalConfig": "core.proposals",
-    "SpeculatorModel": "models.base", "SpeculativeConfig": "serve.speculative_config",
-    "EagleSpeculator": "models.eagle", "EagleSpeculatorConfig": "models.eagle",
-    "Eagle3DraftModel": "models.eagle3", "Eagle3SpeculatorConfig": "models.eagle3",
-    "DFlashDraftModel": "models.dflash", "DFlashSpeculatorConfig": "models.dflash",
-    "DSparkDraftModel": "models.dspark", "DSparkSpeculatorConfig": "models.dspark",
-    "PEagleDraftModel": "models.peagle", "PEagleSpeculatorConfig": "models.peagle",
-    "MLPSpeculator": "models.mlp_speculator", "MLPSpeculatorConfig": "models.mlp_speculator",
-    "MedusaModel": "models.medusa", "MedusaSpeculatorConfig": "models.medusa",
-    "MTPDraftModel": "models.mtp", "MTPSpeculatorConfig": "models.mtp",
+    "SpeculatorModelConfig": "core.config",
+    "SpeculatorsConfig": "core.config",
+    "VerifierConfig": "core.config",
+    "reload_schemas": "core.config",
+    "TokenProposalConfig": "core.proposals",
+    "GreedyTokenProposalConfig": "core.proposals",
+    "SamplingTokenProposalConfig": "core.proposals",
+    "StaticTreeTokenProposalConfig": "core.proposals",
+    "DynamicTreeTokenProposalConfig": "core.proposals",
+    "SpeculatorModel": "models.base",
+    "SpeculativeConfig": "serve.speculative_config",
+    "EagleSpeculator": "models.eagle",
+    "EagleSpeculatorConfig": "models.eagle",
+    "Eagle3DraftModel": "models.eagle3",
+    "Eagle3SpeculatorConfig": "models.eagle3",
+    "DFlashDraftModel": "models.dflash",
+    "DFlashSpeculatorConfig": "models.dflash",
+    "DSparkDraftModel": "models.dspark",
+    "DSparkSpeculatorConfig": "models.dspark",
+    "PEagleDraftModel": "models.peagle",
+    "PEagleSpeculatorConfig": "models.peagle",
+    "MLPSpeculator": "models.mlp_speculator",
+    "MLPSpeculatorConfig": "models.mlp_speculator",
+    "MedusaModel": "models.medusa",
+    "MedusaSpeculatorConfig": "models.medusa",
+    "MTPDraftModel": "models.mtp",
+    "MTPSpeculatorConfig": "models.mtp",
 }
 
 if TYPE_CHECKING:  # the same names, for those who read and do not run

@@ -3,6 +3,7 @@
 Written by hand, as `__init__.py` is; everything else in this package is exported from a notebook. The type checker's
 view of the documented paths is in the `.pyi` files.
 """
+
 import sys
 import warnings
 from importlib import import_module
@@ -103,8 +104,8 @@ FORMER_NAMES = {
     "verifier": ("verifier.tapped_model",),
 }
 
-# modules of today with documented paths below them
-PARENTS = {path.rpartition(".")[0] for path in DOCUMENTED if path.startswith("models.")}
+# paths with documented paths below them
+PARENTS = {path.rpartition(".")[0] for path in DOCUMENTED if "." in path}
 
 
 def _warn(old, new):
@@ -114,7 +115,10 @@ def _warn(old, new):
 
 def _lookup(path, targets, moved):
     "A module's `__getattr__`: the name in the first of the target modules that has it."
+
     def find(name):
+        if name == "__all__":
+            return sorted({name for target in targets for name in import_module(f"{PACKAGE}.{target}").__all__})
         for target in () if name.startswith("__") else targets:
             module = import_module(f"{PACKAGE}.{target}")
             if hasattr(module, name):
@@ -122,6 +126,7 @@ def _lookup(path, targets, moved):
                     _warn(f"{path}.{name}", f"{target}.{name}")
                 return getattr(module, name)
         raise AttributeError(f"module '{PACKAGE}.{path}' has no attribute {name!r}")
+
     return find
 
 
@@ -143,13 +148,11 @@ class _Alias:
         targets = DOCUMENTED.get(path) or MOVED[path]
         if path in MOVED:
             _warn(path, " and ".join(targets))
-        if len(targets) == 1 and path != "proposals":
+        if len(targets) == 1 and path not in PARENTS:
             sys.modules[module.__name__] = import_module(f"{PACKAGE}.{targets[0]}")
         else:
-            module.__path__ = []  # has paths below it
+            module.__path__ = []  # as of a package: imports look for paths below it
             module.__getattr__ = _lookup(path, targets, moved=False)
-            names = {name for target in targets for name in import_module(f"{PACKAGE}.{target}").__all__}
-            module.__all__ = sorted(names)
 
 
 class _Extended(SourceFileLoader):
@@ -179,7 +182,7 @@ class _Finder:
     def find_spec(fullname, path=None, target=None):
         if not fullname.startswith(f"{PACKAGE}."):
             return None
-        name = fullname[len(PACKAGE) + 1:]
+        name = fullname[len(PACKAGE) + 1 :]
         if name in DOCUMENTED or name in MOVED:
             return ModuleSpec(fullname, _Alias(name))
         if name in PARENTS or name in FORMER_NAMES or name == "models":

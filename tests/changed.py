@@ -48,8 +48,8 @@ def changed_files(base=None):
 
 def module_of(path):
     "The name by which Python imports the file, or its notebook's module; None where there is neither"
-    if match := re.fullmatch(r"nbs/(?:(.+)/)?\d+[a-z]?_(\w+)\.ipynb", path):
-        return ".".join(["speculators_nb", *(match[1] or "").split("/"), match[2]]).replace("..", ".")
+    if match := re.fullmatch(r"nbs/(\w+)/\d\d_(\w+)\.ipynb", path):
+        return f"speculators_nb.{match[1]}.{match[2]}"
     if not path.endswith(".py"):
         return None
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

@@ -4,9 +4,8 @@ no engine.
     python tests/fake_extraction.py STORAGE --port 8000 --hidden 16 --slow 0.05
 
 Files are written as vLLM's own connector writes them: under their final name, in two halves with `--slow` seconds
-between, while the lock is held. A process that
-is killed leaves a torn file. The states are a function of the tokens (`states_for`), so a test knows what every file
-must hold. Each request is a line in `--log`.
+between, while the lock is held. A process that is killed leaves a torn file. The states are a function of the tokens
+(`states_for`), so a test knows what every file must hold. Each request is a line in `--log`.
 """
 
 import argparse

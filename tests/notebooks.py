@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Run the notebooks as JupyterLab runs them: each in a kernel and a working folder of its own.
-One run checks the assertions and the figures, and can store the outputs.
+"""Run the notebooks as JupyterLab runs them: each in a kernel and a working folder of its own. One run checks the
+assertions and the figures, and can store the outputs.
 
     python tests/notebooks.py                                      all notebooks below nbs/; stores nothing
     python tests/notebooks.py nbs/nn/01_masks.ipynb nbs/train    these

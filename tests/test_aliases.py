@@ -148,6 +148,11 @@ def test_an_unknown_name_is_an_attribute_error(package):
         module.Nothing  # noqa: B018
 
 
+@pytest.mark.parametrize("path,name", [("utils", "ClassRegistryMixin"), ("verifier", "Verifier"), ("cli", "app")])
+def test_a_star_import_has_the_names(path, name):
+    python(f"from speculators_nb.{path} import *; {name}")
+
+
 def test_an_old_path_is_not_run_but_named():
     done = subprocess.run(
         [sys.executable, "-m", "speculators_nb.data_generation.corpus"], capture_output=True, text=True, cwd=ROOT

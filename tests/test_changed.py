@@ -26,8 +26,6 @@ SOURCES = {
     "path, module",
     [
         (MASKS, "speculators_nb.nn.masks"),
-        ("nbs/nn/06a_losses.ipynb", "speculators_nb.nn.losses"),
-        ("nbs/60_demo.ipynb", "speculators_nb.demo"),
         ("nbs/index.ipynb", None),
         ("speculators_nb/nn/masks.py", "speculators_nb.nn.masks"),
         ("speculators_nb/nn/__init__.py", "speculators_nb.nn"),

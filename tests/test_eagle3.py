@@ -164,9 +164,8 @@ def test_bf16_products_and_autocast_stay_close():
 @pytest.mark.parametrize("seed", range(6))
 def test_drafting_is_what_was_trained(seed):
     """The drafter's key-value cache, fed in two parts, gives the logits of training's unrolled steps on the row that it
-    drafted itself.
-    Full attention only: a sliding window moves on while drafting, as in the serving engine, but stays at its row in
-    training, as upstream."""
+    drafted itself. Full attention only: a sliding window moves on while drafting, as in the serving engine, but stays
+    at its row in training, as upstream."""
     model, _, _ = random_model(seed, windows=False)
     model.d2t = model.t2d = None
     model.config.speculators_config = None

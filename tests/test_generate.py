@@ -162,8 +162,7 @@ def test_any_drafter_leaves_greedy_output_alone(verifier, data):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_are_the_rows_of_decided_tokens(verifiers, family):
     """All rows ever handed over, in order, are those of one pass over the final text: no rejected token, no gap, no
-    repetition.
-    Float32 sums in another order: 1e-4 relative to rows of size about 1 to 10."""
+    repetition. Float32 sums in another order: 1e-4 relative to rows of size about 1 to 10."""
     v, prompt = verifiers[family], PROMPTS[0]
     truth = generate(v, NoDrafter(), prompt, max_new_tokens=30, k=0).tokens
     drafter = Scripted(oracle(prompt + truth, 3), aux_layer_ids=(0, 4))
@@ -544,8 +543,7 @@ PROMPT = (0, 1, 2, 0, 1, 2, 1)
 
 class TableVerifier:
     """A verifier whose logits come from a table of contexts. It keeps the tokens it has read in the KV cache itself, so
-    a cache that is cropped wrongly
-    gives a wrong context, and thousands of requests take seconds."""
+    a cache that is cropped wrongly gives a wrong context, and thousands of requests take seconds."""
 
     vocab_size = LANGUAGE
     aux_layer_ids = ()
@@ -633,8 +631,8 @@ def sample(table, drafter, n, seed):
 @pytest.mark.parametrize("who", ["n-gram", "draft model"])
 def test_the_output_law_is_the_verifiers(who):
     """5000 outputs of 4 tokens against the exact law of 81 sequences. The seed is fixed, so the test cannot flicker; a
-    correct loop passes p > 1e-3 for
-    999 seeds of 1000, and the wrong rule below reaches p < 1e-12 with fewer outputs."""
+    correct loop passes p > 1e-3 for 999 seeds of 1000, and the wrong rule below reaches p < 1e-12 with fewer
+    outputs."""
     table = language(1)
     drafter = NgramDrafter(1, 3) if who == "n-gram" else DraftTable(language(2))
     generations = sample(table, drafter, 5000, seed=0)

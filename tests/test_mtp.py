@@ -42,8 +42,7 @@ def load_case(name):
 @pytest.mark.parametrize("name", CASES)
 def test_upstream(name, lean):
     """Loss and metrics to 1e-5 relative, gradients to 1e-3 relative per tensor norm: the noise between upstream's own
-    attention back ends is 1e-6.
-    Without document_ids, as upstream, positions tell the documents apart."""
+    attention back ends is 1e-6. Without document_ids, as upstream, positions tell the documents apart."""
     model, batch, kwargs, info, folder = load_case(name)
     if lean:
         batch.pop("document_ids")

@@ -295,8 +295,7 @@ def test_the_same_seed_gives_the_same_step():
 @pytest.mark.parametrize("seed", range(6))
 def test_drafting_is_what_was_trained(seed):
     """One pass with a cache, fed in two parts, gives the laws of the training row whose anchor is the last decided
-    token.
-    Windows at least as long as the rollout: the engine's moving window hides a rollout's own first positions,
+    token. Windows at least as long as the rollout: the engine's moving window hides a rollout's own first positions,
     training's does not."""
     model, _, _ = random_model(seed, windows=False)
     model.d2t = model.t2d = None

@@ -40,8 +40,8 @@ def rounded_weights(model, batch, name, loss):
 @pytest.mark.parametrize("name,family", CELLS, ids=lambda x: x)
 def test_bf16_is_close_to_float32(name, family):
     """Loss within 1 % of float32, gradient cosine over all parameters at least 0.999 (0.99 for tv and nla). An
-    untrained HASS without norms is
-    so sensitive that rounding its weights moves the gradient by more; it gets twice that."""
+    untrained HASS without norms is so sensitive that rounding its weights moves the gradient by more; it gets twice
+    that."""
     model = drafter(name, family)
     batch = batch_for(model, family)
     for loss in losses_of(name):
@@ -110,8 +110,7 @@ def test_head_loss_does_not_depend_on_autocast():
 @pytest.mark.parametrize("name", ["ce", "topk_ce", "kl_div"])
 def test_targets_are_not_rounded(name):
     """With bfloat16 products the verifier's logits stay float32: the likeliest token, and the ten likeliest, are the
-    verifier's own, where rounded
-    logits of 20 are multiples of an eighth."""
+    verifier's own, where rounded logits of 20 are multiples of an eighth."""
     c = case(5, n=400, targets=150, vocab=600, hidden=32)
     c["target_hidden"] = c["target_hidden"] * 3
     full = head_loss(**c, mixture={name: 1.0})

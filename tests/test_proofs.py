@@ -1,7 +1,7 @@
 """The smaller part of `make proofs`: every proposer under every lossless rule, the law of sampled texts by chi-square
-and greedy texts token for token. tests/proofs/run.py does it with trained
-drafters of the shipped verifier, 50 000 texts each; here the models are random and the vocabulary has eight tokens, so
-that drafts are accepted often enough and contexts are few."""
+and greedy texts token for token. tests/proofs/run.py does it with trained drafters of the shipped verifier, 50 000
+texts each; here the models are random and the vocabulary has eight tokens, so that drafts are accepted often enough and
+contexts are few."""
 
 import functools
 import json

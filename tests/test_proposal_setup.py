@@ -161,8 +161,8 @@ def test_parallel_slots_make_a_product(folder, drafter_of, name):
 @pytest.mark.parametrize("name", [n for n in EVERY if n not in PARALLEL])
 def test_a_nodes_law_is_that_of_a_chain_along_its_path(folder, drafter_of, name):
     """Force the chain of `propose` along the path of each node, with a Sampling that says what to draw: float32
-    rounding alone lies between the laws (the largest seen is 6e-5, behind logits of 20 and more).
-    Before and after, the drafter's chains are the same: growing leaves no trace."""
+    rounding alone lies between the laws (the largest seen is 6e-5, behind logits of 20 and more). Before and after, the
+    drafter's chains are the same: growing leaves no trace."""
     drafter = drafter_of(name)
     verifier = Verifier.from_pretrained(folder, drafter.aux_layer_ids or [0])
     tokens = torch.randint(2, V, (9,), generator=torch.Generator().manual_seed(2))

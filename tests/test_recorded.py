@@ -15,8 +15,8 @@ CASES = [name for algorithm in ("eagle3", "peagle", "dflash", "dspark") for name
 @pytest.mark.parametrize("name", CASES)
 def test_upstream(name, lean):
     """Loss and metrics to 1e-5 relative, gradients to 1e-3 relative per tensor norm: the noise between upstream's own
-    attention back ends is 1e-6.
-    DSpark's `confidence_cumprod_bias` is a difference of sums that nearly cancel, so it gets 1e-5 of those sums."""
+    attention back ends is 1e-6. DSpark's `confidence_cumprod_bias` is a difference of sums that nearly cancel, so it
+    gets 1e-5 of those sums."""
     model, batch, kwargs, info, folder = load_case(name)
     model.train()
     _, loss, metrics = model(**batch, **kwargs, cross_document_targets=True, lean=lean)
@@ -50,8 +50,7 @@ def test_five_adamw_steps(name):
 @pytest.mark.parametrize("name", CASES)
 def test_checkpoint_is_upstreams(name, tmp_path):
     """The same tensors under the same names (a head and its mapping only for a reduced vocabulary), the same config
-    keys and values, but for the
-    entry that vLLM's EAGLE-3 needs and upstream leaves out."""
+    keys and values, but for the entry that vLLM's EAGLE-3 needs and upstream leaves out."""
     model, _, _, _, folder = load_case(name)
     model.save_pretrained(tmp_path)
     assert sorted(load_file(tmp_path / "model.safetensors")) == json.loads(

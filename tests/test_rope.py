@@ -177,8 +177,8 @@ def with_rope(name, rope):
 @pytest.mark.parametrize("name", WITH_ATTENTION)
 def test_training(name, rope):
     """Packed rows, several steps or blocks, subsets of rows: the lean step is the definition; a second call on the same
-    batch gives the same bits,
-    whatever was called in between; a row without supervision has loss 0; and the parameters matter."""
+    batch gives the same bits, whatever was called in between; a row without supervision has loss 0; and the parameters
+    matter."""
     model, family = with_rope(name, rope)
     batch = batch_for(model, family)
     loss, grad = train_step(model, batch, name)

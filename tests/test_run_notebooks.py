@@ -1,5 +1,5 @@
-"""tests/notebooks.py: what it runs, what it calls a failure, what it stores.
-Small notebooks, each about one thing, in a project of their own.
+"""tests/notebooks.py: what it runs, what it calls a failure, what it stores. Small notebooks, each about one thing, in
+a project of their own.
 """
 
 import json

@@ -55,8 +55,8 @@ def test_export_and_clean_change_nothing(copy):
 
 def test_update_changes_nothing(copy):
     """`nbdev-update` carries edits of the package back into the notebooks; where there are none, it must write what is
-    there. (It turns `from .. import x`, which is what the
-    export makes of `from speculators_nb import x` in a module of a subpackage, into an import from that subpackage.)"""
+    there. (It turns `from .. import x`, which is what the export makes of `from speculators_nb import x` in a module of
+    a subpackage, into an import from that subpackage.)"""
     before = snapshot(copy)
     nbdev("update", copy)
     assert changed(before, snapshot(copy)) == [], (

@@ -69,7 +69,7 @@ one thread, and swing with what else it does. Written by `make compare`.
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--budget", type=float, default=5 * BUDGET, help="training FLOPs of each drafter")
     parser.add_argument("--prompts", type=int, default=60, help="held-out prompts, at most 180")
     parser.add_argument(

@@ -7,12 +7,11 @@ and the load.
     python benchmarks/engine/run.py --out output/engine   elsewhere than benchmarks/engine/results
 
 vLLM is found as `server.find_executable` says (SPECULATORS_NB_VLLM, or .venv-vllm, which `make vllm-test` makes).
-Without an accelerator it is the build for
-processors, one thread, float32. Prompts are the first turns of the held-out corpus, domains in equal shares; greedy.
-Each K is a server of its own, and 0 is the server without drafting.
-Counts do not depend on the machine; the clock does, and on a shared one it is noisy: compare rows of one run, and read
-medians. A verifier this small (2 M parameters) spends its time on everything but
-the model, so speed here says what the engine around it costs, not what a drafter brings to a large verifier.
+Without an accelerator it is the build for processors, one thread, float32. Prompts are the first turns of the held-out
+corpus, domains in equal shares; greedy. Each K is a server of its own, and 0 is the server without drafting. Counts do
+not depend on the machine; the clock does, and on a shared one it is noisy: compare rows of one run, and read medians. A
+verifier this small (2 M parameters) spends its time on everything but the model, so speed here says what the engine
+around it costs, not what a drafter brings to a large verifier.
 """
 
 import argparse
@@ -37,7 +36,7 @@ ROOT = HERE.parents[1]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ks", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="K", help="tokens to draft")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4], help="requests at once")
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts")

@@ -7,8 +7,8 @@
 Conversations are made of English-like words by Zipf's law: one to four turns, answers of 20 to 400 words, about 1000
 tokens together, as chat data sets have them. The tokenizer is that of the shipped verifier (2048 tokens, hence more
 tokens a word than a large one makes). Besides the wall clock, which other work on the machine lengthens, the
-processor's own time is recorded (`cpu_s`, children included): on two idle processors
-the run takes a little over half of it.
+processor's own time is recorded (`cpu_s`, children included): on two idle processors the run takes a little over half
+of it.
 """
 
 import argparse

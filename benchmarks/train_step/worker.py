@@ -449,8 +449,7 @@ def versions(side):
 
 def serve(side, folder):
     """Make one step untimed, then answer each line on stdin with one step; "allocated" asks for the allocator's peak
-    instead.
-    Everything else that is printed goes to stderr."""
+    instead. Everything else that is printed goes to stderr."""
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -138,8 +138,8 @@ def inside(
     name: str,  # of a file in it, as the model's own files or a listing say
 ) -> Path:  # folder / name
     """A file of a foreign folder. Errors: ValueError for a name, or a link behind it, that
-    leads out of the folder. (The hub's cache keeps a snapshot as
-    links to the blobs of the same repository, which counts as inside.)"""
+    leads out of the folder. (The hub's cache keeps a snapshot as links to the blobs of the same
+    repository, which counts as inside.)"""
     folder, home = Path(folder), Path(os.path.realpath(folder))
     if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
         raise ValueError(

@@ -52,8 +52,7 @@ _UNNAMED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, err
 
 class DiskError(OSError):
     """What could not be written: `errno`, `strerror` and `filename` as of any OSError, `kept`
-    says what is not lost.
-    The text is one line: path, reason, remedy."""
+    says what is not lost. The text is one line: path, reason, remedy."""
 
     kept = ""
 
@@ -218,9 +217,8 @@ def atomic_write(
     path: str | os.PathLike,  # the file to make or replace; missing parent folders are made
 ) -> Iterator[Path]:  # a temporary path in the same folder: write the new content there
     """Write a file as a whole or not at all: on an exception the old file stays and nothing
-    else is left behind. The permissions are
-    those of any new file. DiskError: the disk is full, read-only or gone, the path is a folder
-    or cannot be made."""
+    else is left behind. The permissions are those of any new file. DiskError: the disk is full,
+    read-only or gone, the path is a folder or cannot be made."""
     path = Path(path)
     temporary = _neighbour(path)
     try:
@@ -245,8 +243,8 @@ def atomic_folder(
     path: str | os.PathLike,  # the folder to make or replace as a whole
 ) -> Iterator[Path]:  # an empty temporary folder beside it: write the new content there
     """Fill a folder as a whole or not at all: on an exception the old folder stays as it was. A
-    link to a folder stays one: what it
-    leads to is replaced. Permissions and DiskError: as of `atomic_write`."""
+    link to a folder stays one: what it leads to is replaced. Permissions and DiskError: as of
+    `atomic_write`."""
     named = Path(path)
     path = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     temporary, aside = _neighbour(path), _neighbour(path)

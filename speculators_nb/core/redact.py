@@ -67,9 +67,8 @@ SECRET_TEXT = [
 
 def _known_secrets() -> list[str]:
     """Values of environment variables that are named like secrets, and passwords of addresses
-    in others; as they are spelt
-    in texts, longest first. A path is no secret, whatever its variable is called (PWD,
-    GOOGLE_APPLICATION_CREDENTIALS)."""
+    in others; as they are spelt in texts, longest first. A path is no secret, whatever its
+    variable is called (PWD, GOOGLE_APPLICATION_CREDENTIALS)."""
     found = set()
     for name, value in os.environ.items():
         if name in ("PWD", "OLDPWD"):  # the shell's working folder, and no password
@@ -98,8 +97,7 @@ def without_secrets(
 ) -> Any:  # the same, keys and passwords replaced by ***
     """A copy that can be written down. `api_key=…`, `https://user:password@host`, `?token=…`,
     `Bearer …` and `hf_…` lose what is secret, and so does every text with the value of an
-    environment
-    variable that is named like a secret (`OPENAI_API_KEY`, `HF_TOKEN`)."""
+    environment variable that is named like a secret (`OPENAI_API_KEY`, `HF_TOKEN`)."""
     if isinstance(value, Mapping):
         return {without_secrets(str(k)): without_secrets(v, str(k)) for k, v in value.items()}
     if (

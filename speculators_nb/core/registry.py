@@ -45,8 +45,8 @@ class ClassRegistryMixin:
         name: str,  # the word that configs carry
     ) -> type[_Class]:  # `klass`
         """Enter `klass` as `name`. The same class (by its qualified name) may come again, as
-        when a notebook cell is run twice; where both a notebook
-        and the module exported from it define it, the module's stands."""
+        when a notebook cell is run twice; where both a notebook and the module exported from it
+        define it, the module's stands."""
         taken = cls.registry.get(name)
         if (
             taken is not None

@@ -277,8 +277,7 @@ def turns_of(
     first: int | None = None,  # tokens of a row that are needed; None: all
 ) -> "Turns":  # [(text through turn, trained characters)], a list with `partial`
     """Render what the verifier saw and said at each assistant turn; with `first`, but for turns
-    that
-    lie behind these tokens. ValueError if no border is sure; BadRow: too many turns."""
+    that lie behind these tokens. ValueError if no border is sure; BadRow: too many turns."""
     turns, said, heard, work, far = Turns(), 0, 0, 0, first and reach(first)
     last = max((j for j, m in enumerate(messages) if m["role"] == "assistant"), default=0)
     for j, m in enumerate(messages):

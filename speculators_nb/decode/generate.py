@@ -253,9 +253,8 @@ def generate(
     rule: str | Rule = "standard",  # a row of `RULES`, or a rule
 ) -> Generation | list[Generation]:  # tokens and steps; a list for a list of requests
     """Speculative decoding (2211.17192, algorithm 1). Under a lossless rule the output has the
-    verifier's law.
-    Requests of a list are read by the verifier together; each has a shallow copy of the
-    drafter, which shares its weights."""
+    verifier's law. Requests of a list are read by the verifier together; each has a shallow
+    copy of the drafter, which shares its weights."""
     check_options(dict(max_new_tokens=max_new_tokens, k=k, rule=rule))
     if isinstance(rule, str):
         rule = RULES[rule]

@@ -84,8 +84,8 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     """Base of all drafters: borrowed embedding and heads, draft vocabulary, loading and saving.
 
     A subclass registers under its `speculators_model_type`, names its `config_class`, and gives
-    `layers`, `forward`, `get_trainer_kwargs`,
-    `from_training_args`, `shift` and `drafter` (the contracts of docs/architecture.md)."""
+    `layers`, `forward`, `get_trainer_kwargs`, `from_training_args`, `shift` and `drafter` (the
+    contracts of docs/architecture.md)."""
 
     config_class: type[SpeculatorModelConfig] = SpeculatorModelConfig
     base_model_prefix = ""
@@ -304,9 +304,9 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         dtype: torch.dtype | None = None,  # of all floating weights; None: as stored
     ) -> Self:  # of the class that the config names, in eval mode
         """Load a drafter. Its class is found by the config's `speculators_model_type`. The
-        verifier's folder is needed to train and for weights that the
-        checkpoint leaves to it; without it the drafter can still draft. Errors: ValueError
-        naming missing, unexpected or misshapen tensors."""
+        verifier's folder is needed to train and for weights that the checkpoint leaves to it;
+        without it the drafter can still draft. Errors: ValueError naming missing, unexpected or
+        misshapen tensors."""
         if config is None and path is not None and os.path.exists(path):
             check_folder(path)
         folder = None if path is None else resolve_checkpoint(path)

@@ -59,9 +59,8 @@ class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
 class MarkovHead(nn.Module):
     """A bias on a slot's logits that depends on the token in front: W2 · code, with code =
     W1[previous] as it is ("vanilla"), gated by the hidden state ("gated"), or read from a state
-    that
-    runs along the block ("rnn"). The rank r keeps it small: r·(V + Vd) numbers instead of V·Vd
-    ([2607.05147](https://arxiv.org/abs/2607.05147))."""
+    that runs along the block ("rnn"). The rank r keeps it small: r·(V + Vd) numbers instead of
+    V·Vd ([2607.05147](https://arxiv.org/abs/2607.05147))."""
 
     def __init__(
         self,

@@ -524,9 +524,8 @@ class Eagle3Drafter:
 
     def _step(self, hidden, ids, start, sees=None, length=None):
         """Run n tokens at positions start.. through the layers, adding to the cache: hidden [n,
-        H] -> [n, H].
-        With sees [n, keys], bool: tokens of a tree, each at the position that follows from how
-        many keys it sees. `length` as in `Rotary`."""
+        H] -> [n, H]. With sees [n, keys], bool: tokens of a tree, each at the position that
+        follows from how many keys it sees. `length` as in `Rotary`."""
         model, n = self.model, len(ids)
         positions = (
             torch.arange(start, start + n, device=ids.device) if sees is None else sees.sum(-1)

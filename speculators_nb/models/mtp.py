@@ -561,9 +561,8 @@ class MTPDrafter:
 
     def _step(self, hidden, ids, start, sees=None):
         """Run n rows at positions start.. through the layer, adding to the cache: hidden [n,
-        H], ids [n] the tokens that follow -> [n, H].
-        With sees [n, keys], bool: tokens of a tree, each at the position that follows from how
-        many keys it sees."""
+        H], ids [n] the tokens that follow -> [n, H]. With sees [n, keys], bool: tokens of a
+        tree, each at the position that follows from how many keys it sees."""
         layer, n = self.model.mtp_layers[0], len(ids)
         rope = self.model.rope(
             torch.arange(start, start + n, device=ids.device)

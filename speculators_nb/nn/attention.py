@@ -160,8 +160,7 @@ def _own_scores(q, own_k, seen):  # [Hkv, A, R, D], [Hkv, A, S, D] -> [Hkv, A, R
 
 class _PrefixOwn(torch.autograd.Function):
     """q [Hkv, A, R, D] (scaled already), k and v [Hkv, L, D], own_k and own_v [Hkv, A, S, D],
-    all
-    float32 or all float64; last and first [A, R]; blocks are of anchors."""
+    all float32 or all float64; last and first [A, R]; blocks are of anchors."""
 
     @staticmethod
     def forward(ctx, q, k, v, own_k, own_v, last, first, seen, blocks):

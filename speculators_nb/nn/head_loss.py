@@ -311,8 +311,8 @@ def head_loss(
     bias_by_target: bool = False,  # e is [T, r]: rows of a target share its bias, computed once
 ) -> HeadLoss:
     """Weighted sum of distribution losses between the drafter's rows and the verifier's, never
-    holding more than one [chunk, Vd] buffer.
-    The gradient in `hidden` is formed on the way forward; head and targets get none."""
+    holding more than one [chunk, Vd] buffer. The gradient in `hidden` is formed on the way
+    forward; head and targets get none."""
     extra, extra_head = bias or (None, None)
     if bias is not None and callable(
         weight

@@ -57,10 +57,9 @@ def chain_metrics(
     upstream: bool = False,  # count as upstream does
 ) -> dict:  # full_acc_t and cond_acc_t as _sum and _total
     """Accuracy of drafting runs. A run starts at a row and counts at step t if it is supervised
-    up to t: `full_acc_t` is the share of runs right in all of 0..t,
-    `cond_acc_t` the share of those right before t that are right at t. Upstream counts every
-    row supervised at t in the first, also rows where no run starts, and every run still
-    right in the second."""
+    up to t: `full_acc_t` is the share of runs right in all of 0..t, `cond_acc_t` the share of
+    those right before t that are right at t. Upstream counts every row supervised at t in the
+    first, also rows where no run starts, and every run still right in the second."""
     alive, chain, metrics = supervised[0], supervised[0], {}
     for t in range(len(correct)):
         chain = chain & supervised[t]

@@ -181,9 +181,9 @@ def train_drafter(
     **training_args,  # SpeculatorTrainingArguments, `from_training_args`, `get_trainer_kwargs`
 ) -> SpeculatorTrainer:  # has run; its model is the best one and is saved in `output_dir`
     """Train a drafter on features. Errors: ValueError for a name that nothing takes, a folder
-    that holds a drafter already (`overwrite`, `resume_from_checkpoint`),
-    features of another verifier or of other layers; FloatingPointError for a loss or weights
-    that are not finite."""
+    that holds a drafter already (`overwrite`, `resume_from_checkpoint`), features of another
+    verifier or of other layers; FloatingPointError for a loss or weights that are not
+    finite."""
     check_options(
         dict(
             algorithm=algorithm,

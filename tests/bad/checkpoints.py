@@ -19,9 +19,8 @@ DRAFTER, VERIFIER, HEADS = GOOD["drafter"], GOOD["verifier"], RELEASE / "medusa"
 
 def copy_of(source, tensors=None, config=None, drop=(), files=None, index=None):
     """A function that puts a copy of a checkpoint at a path, changed: `tensors` name -> new tensor or a function of the
-    old one, `drop` names left out, `config` a
-    function that changes config.json in place, `files` name -> content (None: removed), `index` what
-    model.safetensors.index.json says of the files."""
+    old one, `drop` names left out, `config` a function that changes config.json in place, `files` name -> content
+    (None: removed), `index` what model.safetensors.index.json says of the files."""
 
     def put(path):
         shutil.copytree(source, path, ignore=lambda *_: ["checkpoint-2"])

@@ -1,8 +1,7 @@
 """Options of all commands: what makes no sense, what is no number, what is no word. The first part is made of two
-tables, which values are wrong and which command
-takes which option; `tests/test_options.py` sees that every option is in it. Every such case is answered before a model
-is loaded. The rest is about what options
-say together, recipes, and arguments that name the wrong thing."""
+tables, which values are wrong and which command takes which option; `tests/test_options.py` sees that every option is
+in it. Every such case is answered before a model is loaded. The rest is about what options say together, recipes, and
+arguments that name the wrong thing."""
 
 import inspect
 

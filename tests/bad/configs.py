@@ -1,6 +1,5 @@
 """What a config.json, a proposal method or a `--speculative-config` may not say: refused when it is read or made, by
-field and value. Each wrong config.json of a
-drafter is also given to `check`, which reports it instead."""
+field and value. Each wrong config.json of a drafter is also given to `check`, which reports it instead."""
 
 import json
 import shutil

@@ -1,6 +1,5 @@
 """Data that others made: rows, files, tables and folders through `prepare`, `features`, `regenerate` and `vocab`. A row
-that cannot be used is counted with its file and line;
-a file that is not what it claims to be is refused."""
+that cannot be used is counted with its file and line; a file that is not what it claims to be is refused."""
 
 import functools
 import gzip

@@ -1,4 +1,4 @@
-"""Bad input drawn by lot: every command, every kind of file, every option. `python -m bad.draw --seed 5 --n 300`, from
+"""Random bad input: every command, every kind of file, every option. `python -m bad.draw --seed 5 --n 300`, from
 tests/, says where the library disagrees with the oracle below.
 
 A good run of a command is spoilt in one or two places: an option gets a hostile value, a recipe a wrong field, a file
@@ -955,7 +955,7 @@ def judge(drawn: Drawn, outcome: Outcome, told: dict) -> tuple[str, str]:
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("--seed", type=int, required=True)
     p.add_argument("--n", type=int, default=300)
     p.add_argument("--only", type=int, nargs="*", help="numbers of cases: only these, at length")

@@ -1,4 +1,4 @@
-"What bad input drawn by lot (draw.py) has found, one case for each fault and its siblings."
+"What random bad input (draw.py) has found, one case for each fault and its siblings."
 
 import json
 import os

@@ -2,9 +2,8 @@
 tables of this folder.
 
 A case runs in a process of its own, forked after the imports, with a limit on memory and on time. It passes if the
-input is refused in one line that
-matches `expect` (exit code 2 in the shell), or, where `counted` is set, if the run succeeds and its report matches
-`expect`."""
+input is refused in one line that matches `expect` (exit code 2 in the shell), or, where `counted` is set, if the run
+succeeds and its report matches `expect`."""
 
 import contextlib
 import functools

@@ -2,9 +2,8 @@
 release, before anything changes.
 
 One folder below tests/fixtures/compat, named after the version: a tiny verifier, its features, and for each drafter the
-checkpoint in the middle of a run of
-four steps, the drafter at its end, and the losses of the way. tests/test_compat.py loads the drafters and resumes the
-runs."""
+checkpoint in the middle of a run of four steps, the drafter at its end, and the losses of the way. tests/test_compat.py
+loads the drafters and resumes the runs."""
 
 import json
 import shutil

@@ -9,8 +9,7 @@
     already
 
 speculators 0.9.0 converts EAGLE-3, DFlash and native MTP heads. The foreign folders are made here, name by name and
-from a seed, without our own
-exporter. tests/test_convert.py makes them again and holds our converter to the record.
+from a seed, without our own exporter. tests/test_convert.py makes them again and holds our converter to the record.
 """
 
 import argparse
@@ -263,7 +262,7 @@ def main(python, record):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--there", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
     parser.add_argument("--upstream-python", type=Path, help="interpreter of an environment with speculators 0.9.0")

@@ -6,8 +6,8 @@ number.
     python tests/parity/check_features.py --upstream-python PATH an environment that holds upstream already
 
 Upstream's classes do upstream's part, in upstream's environment: `FP8HiddenStatesConnector`'s quantisation and
-`save_to_disk` write its folders, `ArrowDataset` with `FileTransfer` and
-`FP8Transfer` read ours, `check_hidden_states` checks them.
+`save_to_disk` write its folders, `ArrowDataset` with `FileTransfer` and `FP8Transfer` read ours, `check_hidden_states`
+checks them.
 """
 
 import argparse

@@ -9,12 +9,10 @@ on the same batch.
     already
 
 For each case of the table a small drafter is made here for a verifier of tests/fixtures, moved off its initial values
-and saved. Upstream loads
-the folder (every tensor of it), computes the loss, the metrics and every gradient on our batch with our random choices,
-takes one
-AdamW step, and saves what it then has in a folder of its own. We load that folder and must get upstream's loss on it;
-what we save again must
-hold upstream's tensors, bit for bit, under upstream's names, and say the same in its config.json.
+and saved. Upstream loads the folder (every tensor of it), computes the loss, the metrics and every gradient on our
+batch with our random choices, takes one AdamW step, and saves what it then has in a folder of its own. We load that
+folder and must get upstream's loss on it; what we save again must hold upstream's tensors, bit for bit, under
+upstream's names, and say the same in its config.json.
 """
 
 import argparse
@@ -407,7 +405,7 @@ def main(names, python):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--there", metavar="JOB", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name begins so")
     parser.add_argument("--upstream-python", type=Path, help="interpreter of an environment with speculators 0.9.0")

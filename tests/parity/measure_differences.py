@@ -223,7 +223,7 @@ def main(python):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--there", metavar="JOB", help=argparse.SUPPRESS)
     parser.add_argument("--upstream-python", type=Path, help="interpreter of an environment with speculators 0.9.0")
     opt = parser.parse_args()

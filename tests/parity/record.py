@@ -6,14 +6,12 @@ written down, and run again.
     python tests/parity/make_X_cases.py --check tests/fixtures/X tests/fixtures/X_*
 
 `--check` rebuilds each model from its folder's config and weights, runs it again and prints the largest difference. The
-scripts run only in an
-environment that holds upstream (see README.md beside the fixtures); our package is not imported.
+scripts run only in an environment that holds upstream (see README.md beside the fixtures); our package is not imported.
 
 A case is a dictionary: `note` says what it is for, `documents` are lengths, `padding` are rows behind them, `loss` says
-which rows are trained
-("random": holes anywhere), `verifier` and `draft` are kinds of model, `vocab` is the draft vocabulary, `layer_types`
-are the draft's layers,
-`decoder` overrides entries of their configuration, `args` training arguments.
+which rows are trained ("random": holes anywhere), `verifier` and `draft` are kinds of model, `vocab` is the draft
+vocabulary, `layer_types` are the draft's layers, `decoder` overrides entries of their configuration, `args` training
+arguments.
 """
 
 import argparse
@@ -221,7 +219,7 @@ class Recorder:
         return max(diff.values())
 
     def main(self):
-        parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__.splitlines()[0])
+        parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__.split("\n\n")[0])
         parser.add_argument("names", nargs="*", help="cases to write (default: all), or folders with --check")
         parser.add_argument("--check", action="store_true", help="re-run folders instead of writing them")
         opt = parser.parse_args()

@@ -1,11 +1,10 @@
 """Fifty thousand texts from one prompt meet the same few hundred contexts again and again. Here what is a function of
-the context is computed once, by the real networks, and remembered;
-what is random is not: every token is drawn, every proposal sampled and every rule applied anew, inside the real
-`generate`.
+the context is computed once, by the real networks, and remembered; what is random is not: every token is drawn, every
+proposal sampled and every rule applied anew, inside the real `generate`.
 
 Remembered are the verifier's logits for a text and a proposal (from passes of the real `Context` over many ragged
-requests, tree masks and all), its laws after temperature and filters, and
-a drafter's laws along a path of drafted tokens."""
+requests, tree masks and all), its laws after temperature and filters, and a drafter's laws along a path of drafted
+tokens."""
 
 import copy
 

@@ -344,7 +344,7 @@ Of {text.prompts.iloc[0]} held-out prompts, 128 tokens each, four drafted in a s
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", nargs="*", default=["law", "text", "page"], help="law, text, page")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many; a later run goes on")
     parser.add_argument("--samples", type=int, default=50_000)

@@ -87,8 +87,8 @@ def shipped(layers):
 
 def stories(verifier, prompts):
     """Two prompts within a story, where the verifier has choices. `once`: sixteen words into its answer to the eighth
-    held-out prompt. `retold`: that answer whole, the prompt again, and fourteen
-    words into the second telling; here look-up has something to find."""
+    held-out prompt. `retold`: that answer whole, the prompt again, and fourteen words into the second telling; here
+    look-up has something to find."""
     ask = prompts[7]
 
     def greedy(n):

@@ -152,7 +152,7 @@ def main(only):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name begins so")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.exit(main(parser.parse_args().only))

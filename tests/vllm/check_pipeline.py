@@ -350,7 +350,7 @@ def check(folder, kills):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("--no-kills", dest="kills", action="store_false", help="leave the interruptions out")
     p.add_argument("--keep", type=Path, help="folder for what is made; default: a temporary one")
     args = p.parse_args()

@@ -7,14 +7,11 @@
     tests/fixtures/speculative_config_vllm.json again
 
 `CASES` are dictionaries, right and wrong, and `write_models` makes the folders that they name: a config.json each, no
-weights, for vLLM builds no
-engine here. The record says for each case whether vLLM accepts it, and what it makes of it.
-tests/test_speculative_config.py feeds the same
-dictionaries to our class and compares it with the record, so that it needs no vLLM. Recorded too: what vLLM makes of
-every row of our MTP table.
-Then vLLM is given the JSON that our class emits for every dictionary that it accepts, and must make the same of it
-(.venv emits it).
-The suffix cases need arctic-inference only to run: here vLLM is told that it is there.
+weights, for vLLM builds no engine here. The record says for each case whether vLLM accepts it, and what it makes of it.
+tests/test_speculative_config.py feeds the same dictionaries to our class and compares it with the record, so that it
+needs no vLLM. Recorded too: what vLLM makes of every row of our MTP table. Then vLLM is given the JSON that our class
+emits for every dictionary that it accepts, and must make the same of it (.venv emits it). The suffix cases need
+arctic-inference only to run: here vLLM is told that it is there.
 """
 
 import argparse
@@ -310,7 +307,7 @@ def mtp_words():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--record", action="store_true", help="write the record again")
     parser.add_argument(
         "--emit", metavar="FOLDER", help="print our class's JSON for the models in FOLDER (this script calls itself so)"

