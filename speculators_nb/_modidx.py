@@ -2362,6 +2362,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'speculators_nb/nn/layers.py'),
                                           'speculators_nb.nn.layers.DecoderLayer.finish': ( 'nn/layers.html#decoderlayer.finish',
                                                                                             'speculators_nb/nn/layers.py'),
+                                          'speculators_nb.nn.layers.DecoderLayer.forward': ( 'nn/layers.html#decoderlayer.forward',
+                                                                                             'speculators_nb/nn/layers.py'),
                                           'speculators_nb.nn.layers.DecoderLayer.inputs': ( 'nn/layers.html#decoderlayer.inputs',
                                                                                             'speculators_nb/nn/layers.py'),
                                           'speculators_nb.nn.layers.MLP': ('nn/layers.html#mlp', 'speculators_nb/nn/layers.py'),

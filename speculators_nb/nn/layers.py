@@ -9,7 +9,7 @@ __all__ = ['ROPE', 'LAYER_FAMILIES', 'KINDS', 'DRAFT_SLIDING_WINDOW', 'RMSNorm',
 
 # %% ../../nbs/nn/04_layers.ipynb #e53d7547
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -380,6 +380,20 @@ class DecoderLayer(nn.Module):
         "Output projection, residual, MLP."
         hidden = residual + self.self_attn.output(heads)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def forward(
+        self,
+        hidden: torch.Tensor,  # [..., N, H]
+        attend: Callable[[Attention, torch.Tensor], torch.Tensor],  # see below
+        embeds: torch.Tensor | None = None,  # [..., N, H], for a layer with_embeds
+        rows: torch.Tensor | None = None,  # [M] int64: only these are computed; None: all
+    ) -> torch.Tensor:  # [..., M or N, H]
+        """The layer. `attend(self_attn, x)` projects x [..., N, H or 2H] to queries, keys and
+        values and returns the heads [..., Hq, M or N, D]: what a query attends to differs
+        between training and drafting, and is all that differs."""
+        x, residual = self.inputs(hidden, embeds)
+        heads = attend(self.self_attn, x)
+        return self.finish(heads, residual if rows is None else residual[rows])
 
 
 def layer_window(config, index: int) -> "int | None":
