@@ -14,15 +14,15 @@ from test_acceptance_rules import PAIRS, exact, outcomes, scripted, verifier_law
 
 from speculators_nb.core.tree import Sampling
 from speculators_nb.core.tree_growth import (
+    draw_without_replacement,
     dynamic_tree,
-    parse_tree,
     independent_log_probs,
+    parse_tree,
     product_tree,
     recurrent_log_probs,
     shaped_tree,
     static_shape,
     static_tree,
-    draw_without_replacement,
 )
 from speculators_nb.decode.acceptance_rules import RULES
 
