@@ -46,7 +46,7 @@ class Rule(NamedTuple):
 
 
 def walk(
-    step: Callable,  # (p [V] float64, children, tree, generator) -> (child or None, weights [V])
+    step: Callable,  # (p [V] float64, children, tree, generator) -> (child | None, weights [V])
     tree: TokenTree,  # the proposal
     target_probs: torch.Tensor,  # [N+1, V] verifier, after the last decided token and each node
     generator: torch.Generator | None = None,  # on the device of `target_probs`
@@ -214,9 +214,7 @@ def lenient(
     """Rejection sampling with the ratio p / (lenience * q). Errors: ValueError for a lenience
     outside (0, 1]."""
     if not 0 < lenience <= 1:
-        raise ValueError(
-            f"accept_lenience={lenience} must lie in (0, 1]; 1 keeps the verifier's distribution"
-        )
+        raise ValueError(f"accept_lenience={lenience} must lie in (0, 1]; 1 is lossless")
     step = functools.partial(_rejection_sampling, lenience=lenience)
     return Rule(functools.partial(walk, step), lenience == 1, f"ratio p / ({lenience} q)")
 
