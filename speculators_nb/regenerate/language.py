@@ -114,9 +114,22 @@ def language_of(
     return "nb" if label == "no" else label
 
 # %% ../../nbs/regenerate/02_language.ipynb #6bac66af
+# Greek, Georgian and Armenian are languages above
 SCRIPTS = frozenset(
-    "latin cyrillic arabic cjk hebrew thai devanagari hangul bengali tamil telugu".split()
-)  # Greek, Georgian and Armenian are languages above
+    (
+        "latin",
+        "cyrillic",
+        "arabic",
+        "cjk",
+        "hebrew",
+        "thai",
+        "devanagari",
+        "hangul",
+        "bengali",
+        "tamil",
+        "telugu",
+    )
+)
 
 
 def code_of(
