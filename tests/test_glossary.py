@@ -32,8 +32,24 @@ def test_a_term_is_one_sentence_with_a_notebook(name, synonyms, sentence, link):
 
 @pytest.mark.parametrize(
     "word",
-    "target model|draft model|speculator|proposer|speculative sampling|residual distribution|bonus token|tree attention"
-    "|KV cache|TTT|d2t|t2d|on-policy|hidden state|mean acceptance length|self-generated".split("|"),
+    [
+        "target model",
+        "draft model",
+        "speculator",
+        "proposer",
+        "speculative sampling",
+        "residual distribution",
+        "bonus token",
+        "tree attention",
+        "KV cache",
+        "TTT",
+        "d2t",
+        "t2d",
+        "on-policy",
+        "hidden state",
+        "mean acceptance length",
+        "self-generated",
+    ],
 )
 def test_the_words_that_are_searched_for_are_there(word):
     assert word.lower() in PAGE.lower()
