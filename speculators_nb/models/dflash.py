@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree, likeliest
-from ..core.tree_growth import product_law
+from ..core.tree_growth import independent_log_probs
 from .base import ForwardOutput, SpeculatorModel
 from ..nn.anchors import Blocks, block_supervision, select_anchors
 from ..nn.attention import attention, block_attention
@@ -797,6 +797,6 @@ class DFlashDrafter:
             .float()
             .softmax(-1)
         )
-        yield product_law(
+        yield independent_log_probs(
             scatter_probs(laws, self.model.d2t, self.model.target_vocab_size).log()
         )
