@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree, likeliest
-from ..core.tree_growth import product_law
+from ..core.tree_growth import independent_log_probs
 from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.formats import (
     NativeCheckpoint,
@@ -810,7 +810,7 @@ class DFlashDrafter:
             .float()
             .softmax(-1)
         )
-        yield product_law(
+        yield independent_log_probs(
             scatter_probs(laws, self.model.d2t, self.model.target_vocab_size).log()
         )
 

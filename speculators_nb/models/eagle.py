@@ -28,7 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..core.checkpoints import resolve_checkpoint
 from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree, likeliest
-from ..core.tree_growth import dynamic_tree, recurrent_law
+from ..core.tree_growth import dynamic_tree, recurrent_log_probs
 from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.formats import (
     NativeCheckpoint,
@@ -747,7 +747,7 @@ class EagleDrafter:
 
         root = self._read(tokens, features)[0]
         try:
-            yield recurrent_law(step, self.model.logits, root, decided)
+            yield recurrent_log_probs(step, self.model.logits, root, decided)
         finally:
             crop_cache(self.cache, decided)
 

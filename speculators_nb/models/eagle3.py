@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree, likeliest
-from ..core.tree_growth import recurrent_law
+from ..core.tree_growth import recurrent_log_probs
 from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.formats import (
     NativeCheckpoint,
@@ -630,7 +630,7 @@ class Eagle3Drafter:
             ).log()
 
         try:
-            yield recurrent_law(step, logits, root, decided[0][0].shape[-2])
+            yield recurrent_log_probs(step, logits, root, decided[0][0].shape[-2])
         finally:
             self.cache = decided
 

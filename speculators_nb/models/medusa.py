@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
 from ..core.tree import Sampling, TokenTree, likeliest
-from ..core.tree_growth import product_law
+from ..core.tree_growth import independent_log_probs
 from .base import SpeculatorModel
 from speculators_nb.models.formats import (
     NativeCheckpoint,
@@ -208,7 +208,7 @@ class MedusaDrafter:
         depth: int,  # of the deepest node; nothing follows the last head's
     ):  # yields the law, as in `tree_growth`
         "Laws for the nodes of a tree: one for each depth."
-        yield product_law(self._slots(features, depth).float().log_softmax(-1))
+        yield independent_log_probs(self._slots(features, depth).float().log_softmax(-1))
 
 # %% ../../nbs/models/12_medusa.ipynb #1ec4a9bd
 ORIGINAL = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
