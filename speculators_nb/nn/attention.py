@@ -203,7 +203,7 @@ def prefix_gradients(
     grad_out: Tensor,  # [Hkv, A, R, D]
     delta: Tensor,  # [Hkv, A, R] grad_out · out
 ) -> tuple[Tensor, Tensor, Tensor]:  # gradients of q, k and v
-    "Backward pass of attention over the prefixes (FlashAttention, arXiv 2205.14135, appendix B)."
+    "Backward pass of attention over prefixes (FlashAttention, arXiv 2205.14135, appendix B)."
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for part in blocks:
         keys, shape = part.keys, (part.stop_anchor - part.first_anchor, -1)

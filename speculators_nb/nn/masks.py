@@ -256,7 +256,7 @@ def same_document(
     "Query and key are in the same document. Padding attends to nothing, nothing to padding."
     ids = document_ids.reshape(-1)
     L = len(ids)
-    if L != document_ids.shape[-1]:
+    if document_ids.shape[-1] != L:
         raise ValueError(
             f"document_ids has shape {tuple(document_ids.shape)}: a mask describes one packed "
             "row, [L] or [1, L]"
