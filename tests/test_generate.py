@@ -392,7 +392,7 @@ def test_refuses_a_draft_model_of_nan(verifier):
     broken = LlamaForCausalLM(LlamaConfig(**SHAPE))
     broken.lm_head.weight.data[3, 3] = float("nan")
     drafter = DraftModel(broken.eval(), verifier)
-    with pytest.raises(ValueError, match="DraftModel: the law to draw a token from is NaN at temperature=1"):
+    with pytest.raises(ValueError, match="DraftModel: the probabilities to draw a token from are NaN at temperature=1"):
         generate(verifier, drafter, [2], max_new_tokens=8, k=2, sampling=Sampling(1.0))
     with pytest.raises(ValueError, match="DraftModel: the logits to choose a token from are NaN or infinite"):
         generate(verifier, drafter, [2], max_new_tokens=8, k=2)
