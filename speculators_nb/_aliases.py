@@ -104,6 +104,31 @@ FORMER_NAMES = {
     "verifier": ("verifier.tapped_model",),
 }
 
+# name of version 0.1, in the module that has it or had it -> its name of today; gone with version 0.3
+RENAMED = {
+    "core.tree_growth.product_law": "core.tree_growth.independent_log_probs",
+    "core.tree_growth.recurrent_law": "core.tree_growth.recurrent_log_probs",
+    "core.tree_growth.without_return": "core.tree_growth.draw_without_replacement",
+    "models.dflash.NEUTRAL": "models.formats_dflash.NEUTRAL_VALUES",
+    "models.dflash.read_research": "models.formats_dflash.read_dflash",
+    "models.dflash.write_research": "models.formats_dflash.write_dflash",
+    "models.eagle.RESEARCH_NAMES": "models.formats_eagle.EAGLE_NAMES",
+    "models.eagle.read_research": "models.formats_eagle.read_eagle",
+    "models.eagle.write_research": "models.formats_eagle.write_eagle",
+    "models.eagle3.RESEARCH_NAMES": "models.formats_eagle.EAGLE3_NAMES",
+    "models.eagle3.read_research": "models.formats_eagle.read_eagle3",
+    "models.eagle3.write_research": "models.formats_eagle.write_eagle3",
+    "train.row_gradients.PIECE_BYTES": "train.row_gradients.SLICE_BYTES",
+    "train.trainer.Tally": "train.trainer.MetricSums",
+    "verifier.tapped_model.unfit": "verifier.tapped_model.loading_problems",
+}
+
+# names of version 0.1 without a successor: module of today -> helpers that nothing documented used
+DROPPED: dict[str, str] = {}
+
+# modules of today that answer to names of version 0.1
+FORMER = FORMER_NAMES.keys() | {name.rpartition(".")[0] for name in RENAMED}
+
 # paths with documented paths below them
 PARENTS = {path.rpartition(".")[0] for path in DOCUMENTED if "." in path}
 
@@ -119,6 +144,11 @@ def _lookup(path, targets, moved):
     def find(name):
         if name == "__all__":
             return sorted({name for target in targets for name in import_module(f"{PACKAGE}.{target}").__all__})
+        renamed = RENAMED.get(f"{path}.{name}")
+        if renamed:
+            _warn(f"{path}.{name}", renamed)
+            module, _, attribute = renamed.rpartition(".")
+            return getattr(import_module(f"{PACKAGE}.{module}"), attribute)
         for target in () if name.startswith("__") else targets:
             module = import_module(f"{PACKAGE}.{target}")
             if hasattr(module, name):
@@ -163,8 +193,8 @@ class _Extended(SourceFileLoader):
         path = module.__name__.removeprefix(f"{PACKAGE}.")
         if path in PARENTS:
             module.__path__ = []
-        if path in FORMER_NAMES:
-            module.__getattr__ = _lookup(path, FORMER_NAMES[path], moved=True)
+        if path in FORMER:
+            module.__getattr__ = _lookup(path, FORMER_NAMES.get(path, ()), moved=True)
         if path == "models":
             module.__getattr__ = lambda name: getattr(import_module(f"{PACKAGE}.{_model_of(name)}"), name)
 
@@ -185,7 +215,7 @@ class _Finder:
         name = fullname[len(PACKAGE) + 1 :]
         if name in DOCUMENTED or name in MOVED:
             return ModuleSpec(fullname, _Alias(name))
-        if name in PARENTS or name in FORMER_NAMES or name == "models":
+        if name in PARENTS or name in FORMER or name == "models":
             spec = PathFinder.find_spec(fullname, path, target)
             spec.loader = _Extended(fullname, spec.origin)
             return spec

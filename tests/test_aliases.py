@@ -89,7 +89,9 @@ def test_paths_of_0_1_have_their_names(module):
         warnings.simplefilter("ignore", FutureWarning)
         old = importlib.import_module(f"speculators_nb.{module}")
         missing = [name for name in NAMES_0_1[module] if not hasattr(old, name)]
-    assert missing == []
+    targets = _aliases.DOCUMENTED.get(module) or _aliases.MOVED.get(module) or (module,)
+    dropped = {name for target in targets for name in _aliases.DROPPED.get(target, "").split()}
+    assert set(missing) <= dropped
 
 
 def test_paths_of_0_1_warn():
@@ -151,6 +153,27 @@ def test_an_unknown_name_is_an_attribute_error(package):
 @pytest.mark.parametrize("path,name", [("utils", "ClassRegistryMixin"), ("verifier", "Verifier"), ("cli", "app")])
 def test_a_star_import_has_the_names(path, name):
     python(f"from speculators_nb.{path} import *; {name}")
+
+
+def test_a_renamed_name_warns_and_is_the_new_one():
+    said = python("""
+from speculators_nb.core.tree_growth import independent_log_probs, product_law
+assert product_law is independent_log_probs
+""").stderr
+    assert (
+        "speculators_nb.core.tree_growth.product_law is now speculators_nb.core.tree_growth.independent_log_probs; "
+        "the old path goes with version 0.3" in said
+    )
+    for old, new in _aliases.RENAMED.items():
+        module, _, name = new.rpartition(".")
+        today = importlib.import_module(f"speculators_nb.{module}")
+        assert name in vars(today), f"{old} -> {new}"
+
+
+def test_a_dropped_name_is_gone():
+    for module, names in _aliases.DROPPED.items():
+        today = vars(importlib.import_module(f"speculators_nb.{module}"))
+        assert [name for name in names.split() if name in today] == []
 
 
 def test_an_old_path_is_not_run_but_named():

@@ -241,6 +241,10 @@ def test_what_cannot_be_drawn_is_refused(wish, words):
     [
         ("Can you write a poem about the sea?", "en"),
         ("How do I sort a list in Python?", "en"),
+        ("Dobry dzień", "pl"),
+        ("Hvad hedder du?", "da"),
+        ("Hva heter du?", "nb"),
+        ("Question 3, part 0", "und"),
         ("Kannst du mir bitte ein Gedicht über das Meer schreiben?", "de"),
         ("Écris un poème sur la mer, s'il te plaît.", "fr"),
         ("¿Puedes escribir un poema sobre el mar?", "es"),

@@ -14,15 +14,15 @@ from test_acceptance_rules import PAIRS, exact, outcomes, scripted, verifier_law
 
 from speculators_nb.core.tree import Sampling
 from speculators_nb.core.tree_growth import (
+    draw_without_replacement,
     dynamic_tree,
+    independent_log_probs,
     parse_tree,
-    product_law,
     product_tree,
-    recurrent_law,
+    recurrent_log_probs,
     shaped_tree,
     static_shape,
     static_tree,
-    without_return,
 )
 from speculators_nb.decode.acceptance_rules import RULES
 
@@ -191,12 +191,12 @@ def test_nothing_impossible_is_proposed():
     laws = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0]]).log()
     draws = Sampling(1.0, torch.Generator().manual_seed(0))
     for sampling in (None, draws):
-        tree = static_tree(product_law(laws), 3, 3, 4, sampling)
+        tree = static_tree(independent_log_probs(laws), 3, 3, 4, sampling)
         assert sorted(said(tree)) == [(0,), (0, 0), (0, 1)]
-    assert sorted(said(dynamic_tree(product_law(laws), 5, 4, 50)[0])) == [(0,), (0, 0), (0, 1)]
+    assert sorted(said(dynamic_tree(independent_log_probs(laws), 5, 4, 50)[0])) == [(0,), (0, 0), (0, 1)]
     assert (
-        len(static_tree(product_law(laws[:0]), 2, 2, 2, draws))
-        == len(dynamic_tree(product_law(laws[:0]), 2, 2, 2)[0])
+        len(static_tree(independent_log_probs(laws[:0]), 2, 2, 2, draws))
+        == len(dynamic_tree(independent_log_probs(laws[:0]), 2, 2, 2)[0])
         == 0
     )
 
@@ -206,7 +206,7 @@ def test_filters_hold_for_siblings():
     logits = torch.tensor([3.0, 1.0, 2.0, 0.0]).log_softmax(-1)
     sampling, orders = Sampling(0.5, torch.Generator().manual_seed(0), top_k=2), Counter()
     for _ in range(200):
-        tokens, laws = without_return(sampling.probabilities(logits), 3, sampling)
+        tokens, laws = draw_without_replacement(sampling.probabilities(logits), 3, sampling)
         orders[tuple(tokens)] += 1
         assert laws[1][tokens[1]] == 1
     # sigmoid(2), five standard deviations at n = 200
@@ -309,4 +309,4 @@ def test_a_node_sees_decided_keys_its_ancestors_and_itself(keys, build):
     def logits(states):
         return torch.stack([path_law((0, *(int(v) for v in s if v >= 0)), 5) for s in states])
 
-    assert said(build(recurrent_law(step, logits, torch.full((6,), -1), keys))) == said(build(law_of(0, 5)))
+    assert said(build(recurrent_log_probs(step, logits, torch.full((6,), -1), keys))) == said(build(law_of(0, 5)))

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
 from ..core.tree import Sampling, TokenTree, likeliest
-from ..core.tree_growth import product_law
+from ..core.tree_growth import independent_log_probs
 from .base import SpeculatorModel
 from speculators_nb.models.formats import (
     NativeCheckpoint,
@@ -208,7 +208,7 @@ class MedusaDrafter:
         depth: int,  # of the deepest node; nothing follows the last head's
     ):  # yields the law, as in `tree_growth`
         "Laws for the nodes of a tree: one for each depth."
-        yield product_law(self._slots(features, depth).float().log_softmax(-1))
+        yield independent_log_probs(self._slots(features, depth).float().log_softmax(-1))
 
 # %% ../../nbs/models/12_medusa.ipynb #1ec4a9bd
 ORIGINAL = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
@@ -247,7 +247,7 @@ def read_heads(
     heads = 1 + max(
         (int(n.split(".")[1]) for n in tensors if re.match(r"blocks\.\d+\.", n)), default=-1
     )
-    for i in range(heads if native.said("original_lm_head") else 0):
+    for i in range(heads if native.config_value("original_lm_head") else 0):
         tensors[f"lm_heads.{i}.weight"] = tensors["lm_heads.0.weight"].clone()  # one for all
     if not {"blocks.0.layers.0.weight", "lm_heads.0.weight"} <= tensors.keys():
         raise ValueError(

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, Qwen2Config
 
 from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree
-from ..core.tree_growth import recurrent_law
+from ..core.tree_growth import recurrent_log_probs
 from .base import ForwardOutput, SpeculatorModel
 from .mtp_native import extract_mtp
 from ..nn.attention import attention, prefix_attention
@@ -630,7 +630,7 @@ class MTPDrafter:
         tokens and its own ancestors. Afterwards the cache is as it was."""
         root, decided = self._read(tokens, features)[0], self.cache
         try:
-            yield recurrent_law(
+            yield recurrent_log_probs(
                 lambda ids, states, sees: self._step(states, ids, None, sees),
                 self.model.lm_head,
                 root,

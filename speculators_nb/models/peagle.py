@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree, likeliest
-from ..core.tree_growth import product_law
+from ..core.tree_growth import independent_log_probs
 from .base import ForwardOutput, SpeculatorModel
 from .eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
 from ..nn.attention import attention, block_attention
@@ -584,6 +584,6 @@ class PEagleDrafter(Eagle3Drafter):
     ):  # yields the law, as in `tree_growth`
         "Laws for the nodes of a tree: one for each depth."
         laws = self._slots(tokens, features, depth).float().softmax(-1)
-        yield product_law(
+        yield independent_log_probs(
             scatter_probs(laws, self.model.d2t, self.model.target_vocab_size).log()
         )
