@@ -145,6 +145,8 @@ def check_names(
     known = set(accepted)
     if hasattr(model, "from_training_args"):
         known |= set(inspect.signature(model.from_training_args).parameters)
+    if hasattr(model, "training_arguments"):
+        known |= model.training_arguments().keys()
     if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         known |= model.get_trainer_kwargs(**given)[0].keys()
     settings = {f.name for f in fields(SpeculatorTrainingArguments)}
