@@ -157,9 +157,8 @@ class Eagle3DraftModel(SpeculatorModel):
             x, residual = layer.inputs(hidden, embeds)
             keys, values = layer.self_attn.key_value(x, rope)
             q = layer.self_attn.query(x[rows], [r[rows] for r in rope])
-            heads = prefix_attention(
-                q, keys, values, [], rows, document_ids, layer.window, impl
-            )
+            mask = ttt(document_ids, len(document_ids), layer.window)
+            heads = prefix_attention(q, keys, values, [], rows, mask, impl)
             hidden = layer.finish(heads, residual[rows])
             caches.append((keys, values, []))
         for t in range(len(needed)):
@@ -178,8 +177,7 @@ class Eagle3DraftModel(SpeculatorModel):
                         values,
                         own,
                         rows,
-                        document_ids,
-                        layer.window,
+                        ttt(document_ids, len(document_ids), layer.window),
                         impl,
                     )
                     hidden = layer.finish(heads, residual)
