@@ -20,9 +20,9 @@ from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.nn.supervision import shift_by_one
 from speculators_nb.train.checkpoint import WholeCheckpoints, checkpoint_problem, last_checkpoint
 from speculators_nb.train.trainer import (
+    MetricSums,
     SpeculatorTrainer,
     SpeculatorTrainingArguments,
-    MetricSums,
     lengths_of,
     log_table,
     train,
