@@ -27,6 +27,7 @@ ROOT = DOCS.parent
 SRC, SITE = DOCS / "_src", DOCS / "_site"
 LIB = "speculators_nb"
 PAGES = {
+    "docs/glossary.md": "glossary.md",
     "docs/architecture.md": "architecture.md",
     "docs/differences.md": "differences.md",
     "docs/release.md": "release.md",

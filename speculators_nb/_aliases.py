@@ -109,6 +109,15 @@ RENAMED = {
     "core.tree_growth.product_law": "core.tree_growth.independent_log_probs",
     "core.tree_growth.recurrent_law": "core.tree_growth.recurrent_log_probs",
     "core.tree_growth.without_return": "core.tree_growth.draw_without_replacement",
+    "models.dflash.NEUTRAL": "models.formats_dflash.NEUTRAL_VALUES",
+    "models.dflash.read_research": "models.formats_dflash.read_dflash",
+    "models.dflash.write_research": "models.formats_dflash.write_dflash",
+    "models.eagle.RESEARCH_NAMES": "models.formats_eagle.EAGLE_NAMES",
+    "models.eagle.read_research": "models.formats_eagle.read_eagle",
+    "models.eagle.write_research": "models.formats_eagle.write_eagle",
+    "models.eagle3.RESEARCH_NAMES": "models.formats_eagle.EAGLE3_NAMES",
+    "models.eagle3.read_research": "models.formats_eagle.read_eagle3",
+    "models.eagle3.write_research": "models.formats_eagle.write_eagle3",
 }
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used

@@ -44,9 +44,17 @@ MODULES = {
 }
 ALGORITHMS = sorted(
     m.split(".")[1]
-    for m in MODULES
-    if m.startswith("models.") and m.split(".")[1] not in ("base", "formats", "convert")
+    for m, p in MODULES.items()
+    if m.startswith("models.") and re.search(r"^@SpeculatorModel.register\(", p.read_text(), flags=re.M)
 )
+# modules that read and write the checkpoints of other projects -> the drafters whose formats they register
+FORMATS = {
+    m: set(re.findall(r'model_type="(\w+)"', p.read_text()))
+    for m, p in MODULES.items()
+    if m.startswith("models.")
+    and m.split(".")[1] not in ALGORITHMS
+    and re.search(r"^register_format\(", p.read_text(), flags=re.M)
+}
 
 
 def internal_imports(source, module):
@@ -178,7 +186,7 @@ def test_every_path_on_the_page_exists():
 
 
 # `plot` gives every drafter one colour everywhere, so its palette must spell their names; the engine's method words,
-# which `serve.vllm_methods` and `serve.speculative_config` read and write, are such names, and so is a key of its
+# which modules of `serve` read and write, are such names, and so is a key of its
 # extraction; in `cli` and `lab` a person chooses one
 SPELLS_NAMES = {
     "core.plot",
@@ -186,6 +194,8 @@ SPELLS_NAMES = {
     "features.vllm_connector",
     "features.extraction_client",
     "serve.vllm_methods",
+    "serve.speculative_fields",
+    "serve.draft_method",
     "serve.speculative_config",
 }
 
@@ -195,7 +205,9 @@ SPELLS_NAMES = {
     [
         m
         for m in MODULES
-        if m.split(".")[0] not in ("cli", "lab") and m not in SPELLS_NAMES and m.split(".")[1] not in ALGORITHMS
+        if m.split(".")[0] not in ("cli", "lab")
+        and m not in SPELLS_NAMES | set(FORMATS)
+        and m.split(".")[1] not in ALGORITHMS
     ],
 )
 def test_algorithms_are_named_in_their_own_modules_only(module):
@@ -206,11 +218,23 @@ def test_algorithms_are_named_in_their_own_modules_only(module):
 def test_an_algorithm_does_not_name_another():
     for module in (f"models.{a}" for a in ALGORITHMS):
         own = module.split(".")[1]
-        bases = {
-            m.split(".")[1] for m in internal_imports(MODULES[module].read_text(), module) if m.startswith("models.")
-        }
+        used = internal_imports(MODULES[module].read_text(), module)
+        assert not any(m.startswith("models.formats_") for m in used), "formats import drafters, not the reverse"
+        bases = {m.split(".")[1] for m in used if m.startswith("models.")}
         others = [a for a in ALGORITHMS if a not in {own, *bases} and a not in own]
         for word in code_words(MODULES[module].read_text()):
             assert not any(re.search(rf"(?<![a-z]){a}", word, re.I) for a in others), (
                 f"{module} names another algorithm: {word[:60]!r}"
             )
+
+
+@pytest.mark.parametrize("module", FORMATS)
+def test_a_format_names_only_the_drafters_whose_checkpoints_it_reads(module):
+    own = FORMATS[module]
+    others = [a for a in ALGORITHMS if not any(a == kind or a.startswith(kind + "_") for kind in own)]
+    words = set(code_words(MODULES[module].read_text()))
+    assert own and not [w[:60] for w in words for a in others if re.search(rf"(?<![a-z]){a}", w, re.I)]
+
+
+def test_the_formats_are_found():
+    assert {"models.formats_eagle", "models.formats_dflash"} <= set(FORMATS)

@@ -483,7 +483,7 @@ def test_dflash_as_others_write_it(home, tmp_path):
     for change, says in (
         (
             dict(config=dict(dflash_config=raw["dflash_config"] | dict(causal=True))),
-            "causal is True for layers that see everything",
+            "causal is True for layers with full attention",
         ),
         (
             dict(config=dict(dflash_config=raw["dflash_config"] | dict(target_layer_ids=[1, LAYERS - 1]))),

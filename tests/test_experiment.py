@@ -101,6 +101,7 @@ def names_taken(klass):
         for f in (klass.from_training_args, klass.get_trainer_kwargs, train_drafter)
     ]
     named = {p.name for parameters in takers for p in parameters if p.kind is not p.VAR_KEYWORD}
+    named |= klass.training_arguments().keys()
     return named | {f.name for f in dataclasses.fields(SpeculatorTrainingArguments)}
 
 

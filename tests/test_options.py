@@ -153,6 +153,8 @@ def test_arguments_of_drafters_have_rules(name):
                 continue  # objects that the caller makes
             assert p.name in RULES
             assert p.default is p.empty or RULES[p.name].problem(p.default) is None
+    for argument, default in klass.training_arguments().items():
+        assert default is None or RULES[argument].problem(default) is None
 
 
 def test_relations_name_options():

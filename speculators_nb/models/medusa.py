@@ -247,7 +247,7 @@ def read_heads(
     heads = 1 + max(
         (int(n.split(".")[1]) for n in tensors if re.match(r"blocks\.\d+\.", n)), default=-1
     )
-    for i in range(heads if native.said("original_lm_head") else 0):
+    for i in range(heads if native.config_value("original_lm_head") else 0):
         tensors[f"lm_heads.{i}.weight"] = tensors["lm_heads.0.weight"].clone()  # one for all
     if not {"blocks.0.layers.0.weight", "lm_heads.0.weight"} <= tensors.keys():
         raise ValueError(

@@ -390,8 +390,8 @@ def read_published(
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # our config's fields, our tensors by name
     "A published MLP speculator. Errors: ValueError for tied heads that differ."
     found = rename(native.tensors(), {"speculator.": ""})
-    n = native.said("n_predict")
-    tied = bool(native.said("tie_weights", default=False))
+    n = native.config_value("n_predict")
+    tied = bool(native.config_value("tie_weights", False))
     if n is None:
         n = sum(name.startswith("ln.") and name.endswith("weight") for name in found)
     tied, tensors = tied and n > 1, {}
@@ -405,12 +405,12 @@ def read_published(
             )
         tensors[first] = w
     fields = dict(
-        hidden_size=native.said("emb_dim"),
-        intermediate_size=native.said("inner_dim") or native.said("emb_dim"),
-        vocab_size=native.said("vocab_size"),
+        hidden_size=native.config_value("emb_dim"),
+        intermediate_size=native.config_value("inner_dim") or native.config_value("emb_dim"),
+        vocab_size=native.config_value("vocab_size"),
         num_layers=n,
         tie_weights=tied,
-        inputs_hidden_states_normalized=bool(native.said("scale_input", default=False)),
+        inputs_hidden_states_normalized=bool(native.config_value("scale_input", False)),
     )
     fields |= (
         {}

@@ -319,7 +319,7 @@ def read_head(
     layer = layer_config_from_dict(raw) if "model_type" in raw else target.config
     return dict(
         transformer_layer_config=layer,
-        speculative_tokens=native.said("speculative_tokens", default=3),
+        speculative_tokens=native.config_value("speculative_tokens", 3),
     ), ours_of(native.tensors("mtp."))
 
 
@@ -347,12 +347,12 @@ def write_head(
 
 register_format(
     NativeFormat(
-        "mtp",
-        "mtp",
-        "MTP heads inside their verifier (Qwen3-Next, Qwen3.5)",
-        "tensors mtp.*",
-        lambda config, names: any(n.startswith("mtp.") for n in names),
-        read_head,
-        write_head,
+        name="mtp",
+        model_type="mtp",
+        about="MTP heads inside their verifier (Qwen3-Next, Qwen3.5)",
+        looks_for="tensors mtp.*",
+        recognises=lambda config, names: any(n.startswith("mtp.") for n in names),
+        read=read_head,
+        write=write_head,
     )
 )

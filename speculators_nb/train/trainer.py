@@ -594,6 +594,8 @@ def _check_names(model, given):
         if f
     ]
     known = {p.name for parameters in takers for p in parameters}
+    if hasattr(model, "training_arguments"):
+        known |= model.training_arguments().keys()
     if any(p.kind is p.VAR_KEYWORD for p in takers[0]):
         known |= model.get_trainer_kwargs(**given)[0].keys()
     for name in given.keys() - known:
