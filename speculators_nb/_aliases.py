@@ -35,7 +35,7 @@ MOVED = {
     "command": ("cli.command",),
     "contract": ("serve.vllm_contract",),
     "data_generation.batch": ("data.packing", "nn.supervision"),
-    "data_generation.chat": ("data.chat_encoding",),
+    "data_generation.chat": ("data.chat_encoding", "data.prepare"),
     "data_generation.connector": ("features.vllm_connector",),
     "data_generation.corpus": ("lab.corpus",),
     "data_generation.endpoint": ("core.http_client",),
@@ -124,7 +124,10 @@ RENAMED = {
 }
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
-DROPPED: dict[str, str] = {}
+DROPPED: dict[str, str] = {
+    "data.chat_encoding": "spelled_out",
+    "regenerate.language": "BY_LETTER BY_SCRIPT BY_WORD OWN_LETTERS VIETNAMESE",
+}
 
 # modules of today that answer to names of version 0.1
 FORMER = FORMER_NAMES.keys() | {name.rpartition(".")[0] for name in RENAMED}
