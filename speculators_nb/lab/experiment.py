@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ..core.files import atomic_write, not_only_ours
 from ..core.options import check_options, near, shown
-from ..data.chat_encoding import prepare
 from ..data.packing import collate, pack
+from ..data.prepare import prepare
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import Evaluation, evaluate
 from speculators_nb.evaluate.cost import (
