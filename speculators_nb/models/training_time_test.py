@@ -6,7 +6,7 @@
 __all__ = ['StepInputs', 'StepOutput', 'UnrolledDrafter', 'all_steps', 'DenseUnrolling', 'LayerCache', 'StepAttention',
            'TrainingTimeTest']
 
-# %% ../../nbs/models/24_training_time_test.ipynb #f9d602a9
+# %% ../../nbs/models/24_training_time_test.ipynb #2171d775
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from .base import SpeculatorModel
 from ..nn.attention import attention, prefix_attention
 from ..nn.layers import Attention
 from ..nn.masks import Mask, MaskSize, ttt
-from ..nn.supervision import needed_rows, shift_by_one, ttt_supervision
+from ..nn.supervision import needed_rows, shift_by_one
 
 # %% ../../nbs/models/24_training_time_test.ipynb #ccf2fceb
 class StepInputs(NamedTuple):
