@@ -154,11 +154,13 @@ def check_vllm_contract(
         model, found = None, [*found, str(e)]
     for warning in klass.serving_warnings(raw) if hasattr(klass, "serving_warnings") else ():
         log.warning("warning: %s", warning)
-    if "serving_violations" not in vars(klass):  # inherited: the rules of another type
+    if (
+        not {"serving_violations", "serving_rules"} & vars(klass).keys()
+    ):  # inherited: the rules of another type
         found.append(
             f"{klass.__name__} does not say how vLLM serves speculators_model_type "
             f"{config.speculators_model_type!r}; "
-            "give it serving_violations of its own"
+            "give it serving_rules of its own"
         )
     found += klass.serving_violations(raw, _verifier_config(raw))
     return found if model is None else found + _tensors(folder, model)
