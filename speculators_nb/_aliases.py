@@ -97,6 +97,7 @@ MOVED = {
 # module or package of today that had further names in version 0.1 -> where these are now
 FORMER_NAMES = {
     "cli": ("cli.main",),
+    "decode.suffix": ("decode.suffix_index",),
     "evaluate.load": ("evaluate.vllm_metrics",),
     "models.base": ("core.checkpoints",),
     "serve": ("serve.server",),
@@ -109,6 +110,9 @@ RENAMED = {
     "core.tree_growth.product_law": "core.tree_growth.independent_log_probs",
     "core.tree_growth.recurrent_law": "core.tree_growth.recurrent_log_probs",
     "core.tree_growth.without_return": "core.tree_growth.draw_without_replacement",
+    "decode.acceptance_rules.guessed": "decode.acceptance_rules.child_with",
+    "decode.acceptance_rules.only": "decode.acceptance_rules.one_hot",
+    "decode.suffix.Guess": "decode.suffix.Continuation",
     "models.dflash.NEUTRAL": "models.formats_dflash.NEUTRAL_VALUES",
     "models.dflash.read_research": "models.formats_dflash.read_dflash",
     "models.dflash.write_research": "models.formats_dflash.write_dflash",
@@ -121,7 +125,9 @@ RENAMED = {
 }
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
-DROPPED: dict[str, str] = {}
+DROPPED: dict[str, str] = {
+    "decode.suffix": "first_of_equals",
+}
 
 # modules of today that answer to names of version 0.1
 FORMER = FORMER_NAMES.keys() | {name.rpartition(".")[0] for name in RENAMED}
