@@ -81,7 +81,7 @@ MOVED = {
     "plot": ("core.plot",),
     "provenance": ("core.provenance",),
     "recipe": ("cli.recipe",),
-    "redact": ("core.redact",),
+    "redact": ("core.provenance",),
     "supervision": ("nn.supervision",),
     "train.drafter": ("train.train_drafter",),
     "train.feature_check": ("features.checks",),
@@ -97,6 +97,7 @@ MOVED = {
 # module or package of today that had further names in version 0.1 -> where these are now
 FORMER_NAMES = {
     "cli": ("cli.main",),
+    "core.options": ("core.option_rules",),
     "evaluate.load": ("evaluate.vllm_metrics",),
     "models.base": ("core.checkpoints",),
     "serve": ("serve.server",),

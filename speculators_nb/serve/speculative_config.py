@@ -25,7 +25,8 @@ from transformers import PretrainedConfig
 
 from ..core.config import check_said
 from ..core.files import read_object
-from ..core.options import MOST_DRAFTED, shown
+from ..core.option_rules import shown
+from ..core.options import MOST_DRAFTED
 from ..core.registry import no_truth_for_a_number
 from ..core.tree import Drafter, Sampling, TokenTree
 from ..core.tree_growth import parse_tree

@@ -33,7 +33,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.files import atomic_write
 from ..core.options import check_options
-from ..core.redact import without_secrets
+from ..core.provenance import without_secrets
 from ..data.packing import PackedBatchSampler, collate
 from .checkpoint import WholeCheckpoints
 from .optimizers import build_optimizer
