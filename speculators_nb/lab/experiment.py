@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoTokenizer
 from ..core.files import atomic_write, not_only_ours
 from ..core.option_rules import near, shown
 from ..core.options import check_options
-from ..data.chat_encoding import prepare
 from ..data.packing import collate, pack
+from ..data.prepare import prepare
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import Evaluation, evaluate
 from speculators_nb.evaluate.cost import (
