@@ -35,7 +35,7 @@ MOVED = {
     "command": ("cli.command",),
     "contract": ("serve.vllm_contract",),
     "data_generation.batch": ("data.packing", "nn.supervision"),
-    "data_generation.chat": ("data.chat_encoding",),
+    "data_generation.chat": ("data.chat_encoding", "data.prepare"),
     "data_generation.connector": ("features.vllm_connector",),
     "data_generation.corpus": ("lab.corpus",),
     "data_generation.endpoint": ("core.http_client",),
@@ -81,7 +81,7 @@ MOVED = {
     "plot": ("core.plot",),
     "provenance": ("core.provenance",),
     "recipe": ("cli.recipe",),
-    "redact": ("core.redact",),
+    "redact": ("core.provenance",),
     "supervision": ("nn.supervision",),
     "train.drafter": ("train.train_drafter",),
     "train.feature_check": ("features.checks",),
@@ -98,6 +98,7 @@ MOVED = {
 FORMER_NAMES = {
     "cli": ("cli.main",),
     "decode.suffix": ("decode.suffix_index",),
+    "core.options": ("core.option_rules",),
     "evaluate.load": ("evaluate.vllm_metrics",),
     "models.base": ("core.checkpoints",),
     "serve": ("serve.server",),
@@ -122,11 +123,16 @@ RENAMED = {
     "models.eagle3.RESEARCH_NAMES": "models.formats_eagle.EAGLE3_NAMES",
     "models.eagle3.read_research": "models.formats_eagle.read_eagle3",
     "models.eagle3.write_research": "models.formats_eagle.write_eagle3",
+    "train.row_gradients.PIECE_BYTES": "train.row_gradients.SLICE_BYTES",
+    "train.trainer.Tally": "train.trainer.MetricSums",
+    "verifier.tapped_model.unfit": "verifier.tapped_model.loading_problems",
 }
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
 DROPPED: dict[str, str] = {
     "decode.suffix": "first_of_equals",
+    "data.chat_encoding": "spelled_out",
+    "regenerate.language": "BY_LETTER BY_SCRIPT BY_WORD OWN_LETTERS VIETNAMESE",
 }
 
 # modules of today that answer to names of version 0.1
