@@ -29,8 +29,8 @@ from speculators_nb.models.formats import (
     rename,
     write_native,
 )
-from ..nn.head_loss import dense_token_loss, token_loss
 from ..nn.supervision import block_metrics, needed_rows, ttt_supervision
+from ..nn.token_loss import dense_token_loss, token_loss
 
 # %% ../../nbs/models/11_mlp_speculator.ipynb #52a15c42
 AHEAD = 2  # the verifier's head gives token t+1; the first drafted after its state t is t+2
