@@ -98,6 +98,7 @@ MOVED = {
 FORMER_NAMES = {
     "cli": ("cli.main",),
     "evaluate.load": ("evaluate.vllm_metrics",),
+    "models.mlp_speculator": ("models.token_heads",),
     "models.base": ("core.checkpoints",),
     "serve": ("serve.server",),
     "train.trainer": ("train.checkpoint",),
@@ -118,6 +119,13 @@ RENAMED = {
     "models.eagle3.RESEARCH_NAMES": "models.formats_eagle.EAGLE3_NAMES",
     "models.eagle3.read_research": "models.formats_eagle.read_eagle3",
     "models.eagle3.write_research": "models.formats_eagle.write_eagle3",
+    "models.medusa.ORIGINAL": "models.formats_token_heads.ORIGINAL_NAME",
+    "models.medusa.read_heads": "models.formats_token_heads.read_medusa",
+    "models.medusa.write_engine": "models.formats_token_heads.write_medusa",
+    "models.medusa.write_original": "models.formats_token_heads.write_medusa_original",
+    "models.mlp_speculator.read_published": "models.formats_token_heads.read_mlp_speculator",
+    "models.mlp_speculator.shared_with": "models.formats_token_heads.storing_head",
+    "models.mlp_speculator.write_published": "models.formats_token_heads.write_mlp_speculator",
 }
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
