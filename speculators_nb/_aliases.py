@@ -35,7 +35,7 @@ MOVED = {
     "command": ("cli.command",),
     "contract": ("serve.vllm_contract",),
     "data_generation.batch": ("data.packing", "nn.supervision"),
-    "data_generation.chat": ("data.chat_encoding",),
+    "data_generation.chat": ("data.chat_encoding", "data.prepare"),
     "data_generation.connector": ("features.vllm_connector",),
     "data_generation.corpus": ("lab.corpus",),
     "data_generation.endpoint": ("core.http_client",),
@@ -81,7 +81,7 @@ MOVED = {
     "plot": ("core.plot",),
     "provenance": ("core.provenance",),
     "recipe": ("cli.recipe",),
-    "redact": ("core.redact",),
+    "redact": ("core.provenance",),
     "supervision": ("nn.supervision",),
     "train.drafter": ("train.train_drafter",),
     "train.feature_check": ("features.checks",),
@@ -97,6 +97,7 @@ MOVED = {
 # module or package of today that had further names in version 0.1 -> where these are now
 FORMER_NAMES = {
     "cli": ("cli.main",),
+    "core.options": ("core.option_rules",),
     "evaluate.load": ("evaluate.vllm_metrics",),
     "models.mlp_speculator": ("models.token_heads",),
     "models.base": ("core.checkpoints",),
@@ -126,10 +127,16 @@ RENAMED = {
     "models.mlp_speculator.read_published": "models.formats_token_heads.read_mlp_speculator",
     "models.mlp_speculator.shared_with": "models.formats_token_heads.storing_head",
     "models.mlp_speculator.write_published": "models.formats_token_heads.write_mlp_speculator",
+    "train.row_gradients.PIECE_BYTES": "train.row_gradients.SLICE_BYTES",
+    "train.trainer.Tally": "train.trainer.MetricSums",
+    "verifier.tapped_model.unfit": "verifier.tapped_model.loading_problems",
 }
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
-DROPPED: dict[str, str] = {}
+DROPPED: dict[str, str] = {
+    "data.chat_encoding": "spelled_out",
+    "regenerate.language": "BY_LETTER BY_SCRIPT BY_WORD OWN_LETTERS VIETNAMESE",
+}
 
 # modules of today that answer to names of version 0.1
 FORMER = FORMER_NAMES.keys() | {name.rpartition(".")[0] for name in RENAMED}

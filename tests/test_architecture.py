@@ -186,7 +186,7 @@ def test_every_path_on_the_page_exists():
 
 
 # `plot` gives every drafter one colour everywhere, so its palette must spell their names; the engine's method words,
-# which `serve.vllm_methods` and `serve.speculative_config` read and write, are such names, and so is a key of its
+# which modules of `serve` read and write, are such names, and so is a key of its
 # extraction; in `cli` and `lab` a person chooses one
 SPELLS_NAMES = {
     "core.plot",
@@ -194,6 +194,8 @@ SPELLS_NAMES = {
     "features.vllm_connector",
     "features.extraction_client",
     "serve.vllm_methods",
+    "serve.speculative_fields",
+    "serve.draft_method",
     "serve.speculative_config",
 }
 

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from speculators_nb.data.chat_encoding import encode, prepare, to_dataset
+from speculators_nb.data.chat_encoding import encode, to_dataset
 from speculators_nb.data.messages import normalize
-from speculators_nb.data.prepare import fingerprint_data, prepare_data
+from speculators_nb.data.prepare import fingerprint_data, prepare, prepare_data
 from speculators_nb.data.prepared_folder import changes, load_prepared, read_token_freq
 from speculators_nb.data.row_filter import filter_rows
 from speculators_nb.lab.corpus import corpus
@@ -537,8 +537,10 @@ def test_large_conversations_are_done_here_and_in_order(tmp_path, monkeypatch):
                 {"role": "assistant", "content": "so"},
             ]
         }
-    here, work = [], prepare._work
-    monkeypatch.setattr(prepare, "_work", lambda batch, *rest: here.append(len(batch)) or work(batch, *rest))
+    here, encode_here = [], prepare._encode
+    monkeypatch.setattr(
+        prepare, "_encode", lambda batch, encoder: here.append(len(batch)) or encode_here(batch, encoder)
+    )
     one = prepare_data(chats, VERIFIER, tmp_path / "1", num_proc=1, shuffle=False, max_length=64)
     assert len(here) > 100 and here.count(1) >= 4
     here.clear()

@@ -21,16 +21,18 @@ from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.serve.speculative_config import (
-    ENGINES,
-    WORDS,
     ArgmaxDrafter,
     SpeculativeConfig,
+    speculate,
+)
+from speculators_nb.serve.speculative_fields import (
+    DOCUMENTED_SAMPLING,
+    ENGINES,
     conditional_rates,
     length_to_rates,
     parse_token_tree,
-    speculate,
 )
-from speculators_nb.serve.vllm_methods import METHODS, MTP_FAMILIES, SERVED_AS, mtp_family
+from speculators_nb.serve.vllm_methods import METHOD_OF_TYPE, METHODS, MTP_FAMILIES, mtp_head
 from speculators_nb.verifier.tapped_model import Verifier
 
 ROOT = Path(__file__).parents[1]
@@ -113,7 +115,7 @@ def test_accepts_and_refuses_what_vllm_does(models, name):
 def law(config):
     "(verification, draft, rates): strict is standard on an argmax draft"
     return (
-        WORDS.get(config.rejection_sample_method, (config.rejection_sample_method,))[0],
+        DOCUMENTED_SAMPLING.get(config.rejection_sample_method, (config.rejection_sample_method,))[0],
         config.draft_sample_method,
         config.synthetic_acceptance_rates,
     )
@@ -126,7 +128,7 @@ def test_json_says_the_same_when_read_back(models, name, engine):
     try:
         text = config.to_json(engine)
     except ValueError as e:
-        assert re.search("no word|chains only|is not served", str(e))
+        assert re.search("no equivalent|chains only|is not served", str(e))
         return
     _, target, devices = vllm.place(vllm.CASES[name], models)
     with warnings.catch_warnings():
@@ -147,8 +149,8 @@ def test_mtp_table_is_vllms(word):
         else dict(model_type=word, architectures=["AnyForCausalLM"])
     )
     numbers = dict(num_nextn_predict_layers=2, mtp_num_hidden_layers=3, num_mtp_modules=4)  # as in ask_mtp
-    assert list(mtp_family(kind | numbers)) == RECORD["mtp"][word]
-    assert mtp_family(dict(model_type=RECORD["mtp"][word][0]))[0] == RECORD["mtp"][word][0]  # a head's own config
+    assert list(mtp_head(kind | numbers)) == RECORD["mtp"][word]
+    assert mtp_head(dict(model_type=RECORD["mtp"][word][0]))[0] == RECORD["mtp"][word][0]  # a head's own config
 
 
 def test_words_of_the_lines():
@@ -189,11 +191,11 @@ def test_a_checkpoint_of_ours_says_what_it_is(models):
 
 
 def test_every_type_of_ours_is_served_as_something():
-    "A key of SERVED_AS that no checkpoint carries is a checkpoint that is taken for an ordinary model."
+    "A key of METHOD_OF_TYPE that no checkpoint carries is a checkpoint that is taken for an ordinary model."
     import_models()
     assert (
-        SERVED_AS.keys() == SpeculatorModel.registry.keys()
-        and {method for method, _ in SERVED_AS.values()} <= METHODS.keys()
+        METHOD_OF_TYPE.keys() == SpeculatorModel.registry.keys()
+        and {method for method, _ in METHOD_OF_TYPE.values()} <= METHODS.keys()
     )
 
 
@@ -403,7 +405,7 @@ def test_a_tree_by_config(verifier, tmp_path, word):
     done = speculate(verifier, config, [[1, 2, 3], [4]], max_new_tokens=30)
     plain = generate(verifier, NoDrafter(), [[1, 2, 3], [4]], k=0, max_new_tokens=30)
     assert [g.tokens for g in done] == [g.tokens for g in plain] and all(
-        s.accepted == min(3, s.asked) for g in done for s in g.steps
+        s.accepted == min(3, s.requested) for g in done for s in g.steps
     )
 
 

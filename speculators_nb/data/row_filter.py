@@ -10,6 +10,7 @@ __all__ = ['BATCH', 'REASONS', 'ready_row', 'check_ids', 'used', 'read_rows', 'i
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,9 +95,11 @@ def used(
 def read_rows(
     data: str | Path | Iterable,  # as in `located`
     vocab_size: int | None = None,  # the verifier's; None: unknown
+    limit: int | None = None,  # stop after so many
 ) -> Iterator[tuple[str, dict | Exception]]:  # (where, as from `used`, or why it is unusable)
     "The conversations of a source, checked."
-    for where, row in data if isinstance(data, Located) else located(data):
+    source = data if isinstance(data, Located) else located(data)
+    for where, row in islice(source, limit):
         try:
             yield where, row if isinstance(row, BadRow) else used(row, vocab_size)
         except Exception as e:  # also RecursionError
@@ -279,4 +282,11 @@ class Counts:
         "The reasons, for a message."
         return "; ".join(
             f"{r['count']} × {r['reason']} (first: {r['first']})" for r in self.dropped
+        )
+
+    def spelled(self) -> str:  # on one line
+        "The control tokens, for a message."
+        return "text is read as control tokens: " + ", ".join(
+            f"{c['token']!r} in {c['conversations']} conversations (first: {c['first']})"
+            for c in self.control
         )

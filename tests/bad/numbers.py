@@ -191,9 +191,7 @@ def flex(folder):
 def impl(name):
     def run(folder):
         q, k, own = torch.randn(2, 3, 1, 8), torch.randn(2, 4, 8), torch.randn(2, 3, 1, 8)
-        return block_attention(
-            q, k, k, own, own, torch.arange(3), torch.zeros(4, dtype=torch.long), inclusive=True, impl=name
-        )
+        return block_attention(q, k, k, own, own, causal(), impl=name)
 
     return run
 
