@@ -99,7 +99,8 @@ FORMER_NAMES = {
     "cli": ("cli.main",),
     "evaluate.load": ("evaluate.vllm_metrics",),
     "models.base": ("core.checkpoints",),
-    "serve": ("serve.server",),
+    "serve": ("serve.server", "serve.serve_command"),
+    "serve.server": ("serve.serve_command",),
     "train.trainer": ("train.checkpoint",),
     "verifier": ("verifier.tapped_model",),
 }
@@ -118,6 +119,15 @@ RENAMED = {
     "models.eagle3.RESEARCH_NAMES": "models.formats_eagle.EAGLE3_NAMES",
     "models.eagle3.read_research": "models.formats_eagle.read_eagle3",
     "models.eagle3.write_research": "models.formats_eagle.write_eagle3",
+    "serve.speculative_config.WORDS": "serve.speculative_fields.DOCUMENTED_SAMPLING",
+    "serve.speculative_config.conditional_rates": "serve.speculative_fields.conditional_rates",
+    "serve.speculative_config.length_to_rates": "serve.speculative_fields.length_to_rates",
+    "serve.speculative_config.named": "serve.draft_method.method_in_name",
+    "serve.vllm_methods.NAMED": "serve.vllm_methods.METHOD_OF_NAME",
+    "serve.vllm_methods.SERVED_AS": "serve.vllm_methods.METHOD_OF_TYPE",
+    "serve.vllm_methods.entry": "serve.vllm_methods.find_field",
+    "serve.vllm_methods.mtp_family": "serve.vllm_methods.mtp_head",
+    "serve.vllm_methods.own_head": "serve.vllm_methods.built_in_method",
 }
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
