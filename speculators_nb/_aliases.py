@@ -35,7 +35,7 @@ MOVED = {
     "command": ("cli.command",),
     "contract": ("serve.vllm_contract",),
     "data_generation.batch": ("data.packing", "nn.supervision"),
-    "data_generation.chat": ("data.chat_encoding", "data.prepare"),
+    "data_generation.chat": ("data.chat_encoding", "data.pipeline"),
     "data_generation.connector": ("features.vllm_connector",),
     "data_generation.corpus": ("lab.corpus",),
     "data_generation.endpoint": ("core.http_client",),
