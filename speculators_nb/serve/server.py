@@ -34,8 +34,7 @@ from ..core.config import SpeculatorModelConfig, check_said
 from ..core.files import atomic_write, not_only_ours, read_object
 from ..core.http_client import Endpoint, EndpointError
 from ..core.options import check_options
-from ..core.provenance import identify
-from ..core.redact import SECRET_NAME, without_secrets
+from ..core.provenance import SECRET_NAME, identify, without_secrets
 from ..models.base import SpeculatorModel
 from .speculative_config import SpeculativeConfig
 from .vllm_contract import check_vllm_contract
