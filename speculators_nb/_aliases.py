@@ -35,7 +35,7 @@ MOVED = {
     "command": ("cli.command",),
     "contract": ("serve.vllm_contract",),
     "data_generation.batch": ("data.packing", "nn.supervision"),
-    "data_generation.chat": ("data.chat_encoding",),
+    "data_generation.chat": ("data.chat_encoding", "data.pipeline"),
     "data_generation.connector": ("features.vllm_connector",),
     "data_generation.corpus": ("lab.corpus",),
     "data_generation.endpoint": ("core.http_client",),
@@ -81,7 +81,7 @@ MOVED = {
     "plot": ("core.plot",),
     "provenance": ("core.provenance",),
     "recipe": ("cli.recipe",),
-    "redact": ("core.redact",),
+    "redact": ("core.provenance",),
     "supervision": ("nn.supervision",),
     "train.drafter": ("train.train_drafter",),
     "train.feature_check": ("features.checks",),
@@ -97,6 +97,8 @@ MOVED = {
 # module or package of today that had further names in version 0.1 -> where these are now
 FORMER_NAMES = {
     "cli": ("cli.main",),
+    "decode.suffix": ("decode.suffix_index",),
+    "core.options": ("core.option_rules",),
     "evaluate.load": ("evaluate.vllm_metrics",),
     "models.base": ("core.checkpoints",),
     "serve": ("serve.server", "serve.serve_command"),
@@ -110,6 +112,9 @@ RENAMED = {
     "core.tree_growth.product_law": "core.tree_growth.independent_log_probs",
     "core.tree_growth.recurrent_law": "core.tree_growth.recurrent_log_probs",
     "core.tree_growth.without_return": "core.tree_growth.draw_without_replacement",
+    "decode.acceptance_rules.guessed": "decode.acceptance_rules.child_with",
+    "decode.acceptance_rules.only": "decode.acceptance_rules.one_hot",
+    "decode.suffix.Guess": "decode.suffix.Continuation",
     "models.dflash.NEUTRAL": "models.formats_dflash.NEUTRAL_VALUES",
     "models.dflash.read_research": "models.formats_dflash.read_dflash",
     "models.dflash.write_research": "models.formats_dflash.write_dflash",
@@ -128,10 +133,17 @@ RENAMED = {
     "serve.vllm_methods.entry": "serve.vllm_methods.find_field",
     "serve.vllm_methods.mtp_family": "serve.vllm_methods.mtp_head",
     "serve.vllm_methods.own_head": "serve.vllm_methods.built_in_method",
+    "train.row_gradients.PIECE_BYTES": "train.row_gradients.SLICE_BYTES",
+    "train.trainer.Tally": "train.trainer.MetricSums",
+    "verifier.tapped_model.unfit": "verifier.tapped_model.loading_problems",
 }
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
-DROPPED: dict[str, str] = {}
+DROPPED: dict[str, str] = {
+    "decode.suffix": "first_of_equals",
+    "data.chat_encoding": "spelled_out",
+    "regenerate.language": "BY_LETTER BY_SCRIPT BY_WORD OWN_LETTERS VIETNAMESE",
+}
 
 # modules of today that answer to names of version 0.1
 FORMER = FORMER_NAMES.keys() | {name.rpartition(".")[0] for name in RENAMED}

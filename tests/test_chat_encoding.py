@@ -16,13 +16,13 @@ from speculators_nb.data.chat_encoding import (
     add_turn,
     encode,
     encode_batch,
-    prepare,
     save_prepared,
     show_mask,
     token_frequencies,
 )
 from speculators_nb.data.chat_template import ChatTemplate, turns_of
 from speculators_nb.data.messages import BadRow, normalize
+from speculators_nb.data.pipeline import prepare
 from speculators_nb.lab.corpus import corpus
 
 MARKED = (

@@ -581,7 +581,7 @@ def test_greedy_text_is_the_verifiers(tmp_path, args):
         out = generate(verifier, model.drafter(threshold), prompt, max_new_tokens=30, k=3)
         assert out.tokens == want
     # at threshold 1 nothing is drafted, and the text comes all the same
-    assert max(s.asked for s in out.steps) == 3 and not any(s.draft for s in out.steps)
+    assert max(s.requested for s in out.steps) == 3 and not any(s.draft for s in out.steps)
 
 
 @pytest.mark.parametrize("threshold", [None, 0.25])

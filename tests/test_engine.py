@@ -225,7 +225,7 @@ def test_steps_are_counted_that_begin_before_the_limit(k, limit, data):
         sum(kept),
         *(sum(n >= i for n in kept) for i in range(1, k + 1)),
     ]
-    assert all(s.asked == k for s, _ in zip(steps, kept))  # there was room for k everywhere, as in the engine
+    assert all(s.requested == k for s, _ in zip(steps, kept))  # there was room for k everywhere, as in the engine
 
 
 def test_both_evaluations_have_the_same_columns_and_agree_where_no_limit_is_near(tmp_path):

@@ -156,7 +156,7 @@ def test_any_drafter_leaves_greedy_output_alone(verifier, data):
         verifier, Scripted(guess), prompt, max_new_tokens=n, k=data.draw(st.integers(0, 6)), eos_token_ids=[EOS]
     )
     assert g.tokens == truth[:n]
-    assert all(s.accepted <= len(s.draft) <= s.asked for s in g.steps)
+    assert all(s.accepted <= len(s.draft) <= s.requested for s in g.steps)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -302,7 +302,7 @@ def test_a_batch_of_one_and_a_changing_k(verifier):
         return (0, 1, 5)[len(steps) % 3]
 
     g = generate(verifier, Scripted(oracle(prompt + truth)), prompt, max_new_tokens=12, k=k, eos_token_ids=[EOS])
-    assert g.tokens == truth and asked == list(range(len(g.steps))) and [s.asked for s in g.steps[:3]] == [0, 1, 5]
+    assert g.tokens == truth and asked == list(range(len(g.steps))) and [s.requested for s in g.steps[:3]] == [0, 1, 5]
 
 
 def test_steps_of_a_perfect_drafter(verifier):
@@ -311,13 +311,13 @@ def test_steps_of_a_perfect_drafter(verifier):
     prompt = PROMPTS[0]
     truth = generate(verifier, NoDrafter(), prompt, max_new_tokens=12, k=0).tokens
     g = generate(verifier, Scripted(oracle(prompt + truth)), prompt, max_new_tokens=12, k=3)
-    assert [(s.asked, len(s.draft), s.accepted, len(s.tokens)) for s in g.steps] == [
+    assert [(s.requested, len(s.draft), s.accepted, len(s.tokens)) for s in g.steps] == [
         (3, 3, 3, 4),
         (3, 3, 3, 4),
         (2, 2, 2, 3),
     ]
     plain = generate(verifier, NoDrafter(), prompt, max_new_tokens=12, k=3)
-    assert [(s.asked, len(s.draft), len(s.tokens)) for s in plain.steps] == [(3, 0, 1)] * 8 + [
+    assert [(s.requested, len(s.draft), len(s.tokens)) for s in plain.steps] == [(3, 0, 1)] * 8 + [
         (2, 0, 1),
         (1, 0, 1),
         (0, 0, 1),
@@ -463,7 +463,7 @@ def test_a_draft_model_with_a_shorter_context(verifier):
                 if s.parents is None
                 else int(TokenTree(torch.tensor(s.draft), torch.tensor(s.parents)).depth.max())
             )
-            room = max(0, min(s.asked, 16 - at + 1))
+            room = max(0, min(s.requested, 16 - at + 1))
             assert deepest == room or (
                 isinstance(getattr(who, "method", None), DynamicTreeTokenProposalConfig)
                 and min(1, room) <= deepest <= room

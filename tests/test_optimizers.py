@@ -172,7 +172,7 @@ def test_errors_name_the_remedy(net):
 def test_tables_by_rows_are_the_same_arithmetic(net, optimizer, monkeypatch):
     """Row gradients, a few table rows at a time, clipped and accumulated over two batches: the weights of ordinary
     AdamW after eight steps, to float32 rounding."""
-    monkeypatch.setattr(rows, "PIECE_BYTES", 3 * 8 * 4)
+    monkeypatch.setattr(rows, "SLICE_BYTES", 3 * 8 * 4)
     twin, nets = copy.deepcopy(net), []
     for model, by_rows in ((net, False), (twin, True)):
         opt = build_optimizer(model, optimizer, lr=1e-2, weight_decay=0.1, row_gradients=by_rows)

@@ -9,7 +9,8 @@ from torch.nn.functional import cosine_similarity
 
 from speculators_nb.nn.attention import block_attention
 from speculators_nb.nn.head_loss import dense_head_loss, head_loss, token_loss
-from speculators_nb.nn.losses import LOSSES, Law, rowdot
+from speculators_nb.nn.losses import LOSSES, Distribution, rowdot
+from speculators_nb.nn.masks import anchored_blocks
 
 FAMILIES = ("llama", "qwen3", "gemma2", "cohere", "gpt_neox")
 CELLS = [
@@ -90,9 +91,10 @@ def test_what_wants_float32_stays_float32():
         assert rowdot(a, b).dtype == torch.float32 and torch.allclose(
             rowdot(a, b), (a * b).sum(-1), rtol=1e-5, atol=1e-4
         )
-        assert {Law(a).neg_entropy.dtype, *(loss.value(Law(a), Law(b)).dtype for loss in LOSSES.values())} == {
-            torch.float32
-        }
+        assert {
+            Distribution(a).neg_entropy.dtype,
+            *(loss.value(Distribution(a), Distribution(b)).dtype for loss in LOSSES.values()),
+        } == {torch.float32}
 
 
 def test_head_loss_does_not_depend_on_autocast():
@@ -123,14 +125,14 @@ def test_attention_takes_what_norms_hand_over():
     """A family's norm returns float32 queries and keys beside bfloat16 values under autocast: forward and backward run,
     close to float32."""
     g = torch.Generator().manual_seed(0)
-    documents, anchors = torch.arange(40) // 14, torch.arange(1, 40, 2)
+    mask = anchored_blocks(torch.arange(1, 40, 2), torch.arange(40) // 14, 2)
     shapes = dict(q=(4, 20, 2, 8), k=(2, 40, 8), v=(2, 40, 8), own_k=(2, 20, 2, 8), own_v=(2, 20, 2, 8))
     full = {n: torch.randn(*s, generator=g).requires_grad_() for n, s in shapes.items()}
     mixed = {n: (t if n in ("q", "k") else t.bfloat16()).detach().requires_grad_() for n, t in full.items()}
     outs = []
     for tensors, on in ((full, False), (mixed, True)):
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            out = block_attention(*tensors.values(), anchors, documents, inclusive=True)
+            out = block_attention(*tensors.values(), mask)
         grads = torch.autograd.grad(out.float().square().sum(), list(tensors.values()))
         outs.append((out.float(), torch.cat([t.flatten().float() for t in grads])))
     assert torch.allclose(outs[0][0], outs[1][0], atol=3e-2) and gap(outs[0][1], outs[1][1]) < 1e-3

@@ -405,7 +405,7 @@ def test_a_tree_by_config(verifier, tmp_path, word):
     done = speculate(verifier, config, [[1, 2, 3], [4]], max_new_tokens=30)
     plain = generate(verifier, NoDrafter(), [[1, 2, 3], [4]], k=0, max_new_tokens=30)
     assert [g.tokens for g in done] == [g.tokens for g in plain] and all(
-        s.accepted == min(3, s.asked) for g in done for s in g.steps
+        s.accepted == min(3, s.requested) for g in done for s in g.steps
     )
 
 

@@ -20,9 +20,9 @@ from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.nn.supervision import shift_by_one
 from speculators_nb.train.checkpoint import WholeCheckpoints, checkpoint_problem, last_checkpoint
 from speculators_nb.train.trainer import (
+    MetricSums,
     SpeculatorTrainer,
     SpeculatorTrainingArguments,
-    Tally,
     lengths_of,
     log_table,
     train,
@@ -313,15 +313,15 @@ def test_several_evaluation_sets(tmp_path):
     assert {"eval_a_loss", "eval_b_loss", "eval_a_acc", "eval_b_acc"} <= set(trainer.evaluate())
 
 
-def test_tally_wants_pairs():
-    tally, one = Tally(), torch.ones(())
+def test_metrics_come_in_pairs():
+    sums, one = MetricSums(), torch.ones(())
     with pytest.raises(ValueError, match="'acc_sum': a model's metrics come in pairs, acc_sum and acc_total"):
-        tally.add({"acc_sum": one})
+        sums.add({"acc_sum": one})
     with pytest.raises(ValueError, match="metric 'acc'"):
-        tally.add({"acc": one})
-    tally.add({"a_sum": one, "a_total": 4 * one, "b_sum": one, "b_total": 0 * one})
-    tally.add({"a_sum": 2 * one, "a_total": 2 * one, "b_sum": one, "b_total": 0 * one})
-    assert tally.rates() == {"a": 0.5} and tally.rates() == {}
+        sums.add({"acc": one})
+    sums.add({"a_sum": one, "a_total": 4 * one, "b_sum": one, "b_total": 0 * one})
+    sums.add({"a_sum": 2 * one, "a_total": 2 * one, "b_sum": one, "b_total": 0 * one})
+    assert sums.rates() == {"a": 0.5} and sums.rates() == {}
 
 
 # --- best, early stop, log ------------------------------------------------------------------------------------------

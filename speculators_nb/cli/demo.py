@@ -21,8 +21,8 @@ from .drafter_commands import prompts_of
 from ..core.files import atomic_write, read_object
 from ..core.options import check_options
 from ..core.plot import plot_loss, plot_step_weights
-from ..data.chat_encoding import prepare
 from ..data.packing import collate
+from ..data.pipeline import prepare
 from ..decode.generate import NoDrafter
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import Evaluation, evaluate

@@ -34,7 +34,7 @@ def count(
 ) -> np.ndarray:  # [4 + k]: the four of `COUNTS`, then steps that kept at least 1, … k tokens
     """Sums over one request's steps; steps that were asked for less than k (length limit) are
     left out."""
-    steps = [s for s in generation.steps if s.asked == k]
+    steps = [s for s in generation.steps if s.requested == k]
     kept = np.array([s.accepted for s in steps], dtype=int)
     reached = (kept[:, None] >= np.arange(1, k + 1)).sum(0)
     return np.array(

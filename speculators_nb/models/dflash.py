@@ -28,7 +28,7 @@ from ..nn.head_loss import HeadLoss, dense_head_loss, head_loss
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary, ToRead, served_rope
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
-from ..nn.masks import Mask, MaskSize, anchored_blocks
+from ..nn.masks import Mask, MaskSize, anchored_blocks, slot_window
 from ..nn.step_weights import block_decay, dpace
 from ..nn.supervision import block_metrics
 from ..nn.target_head import text_config, verifier_config
@@ -142,19 +142,6 @@ class DFlashDraftModel(SpeculatorModel):
         the config says otherwise."""
         return layer.window is not None and not self.config.sliding_window_non_causal
 
-    def seen_slots(
-        self,
-        layer: DecoderLayer,
-        slot: torch.Tensor,  # [B]: 0 .. B-1
-        serving_window: bool = False,  # as in `forward`
-    ):  # [1, B, B] bool, or None: all
-        "Which slots of its block a slot sees."
-        behind, causal = slot[:, None] - slot, self.causal_in_block(layer)
-        limit = layer.window if serving_window and layer.window is not None else len(slot)
-        if limit >= len(slot) and not causal:
-            return None
-        return ((behind < limit) & (behind >= (0 if causal else 1 - limit)))[None]
-
     def mask(
         self,
         layer: DecoderLayer,
@@ -163,19 +150,11 @@ class DFlashDraftModel(SpeculatorModel):
         serving_window: bool = False,  # as in `forward`
     ) -> Mask:  # for A·B queries and L + A·B keys
         "What the slots of all blocks see: the row, then all blocks."
-        B, L = self.config.block_size, len(document_ids)
-        blocks = anchored_blocks(
-            anchors, document_ids, B, layer.window, self.causal_in_block(layer)
-        )
-        window = layer.window
+        B, window = self.config.block_size, layer.window
+        blocks = anchored_blocks(anchors, document_ids, B, window, self.causal_in_block(layer))
         if window is None or not serving_window:
             return blocks
-
-        def near(b, h, q, kv):
-            distance = torch.where(kv < L, anchors[q // B] + q % B - kv, q % B - (kv - L) % B)
-            return (distance < window) & (distance > -window)
-
-        return blocks & Mask(near)
+        return blocks & slot_window(anchors, len(document_ids), B, window)
 
     def context(self, features: torch.Tensor) -> torch.Tensor:  # [..., A·H] -> [..., H]
         """What the verifier thought at each position, mixed down; every layer makes keys and
@@ -231,12 +210,7 @@ class DFlashDraftModel(SpeculatorModel):
                     values,
                     own_k,
                     own_v,
-                    anchors,
-                    document_ids,
-                    inclusive=False,
-                    seen=self.seen_slots(layer, slot, serving_window),
-                    window=layer.window,
-                    offset=slot + 1 if serving_window else None,
+                    self.mask(layer, anchors, document_ids, serving_window),
                     impl=impl,
                 )
             else:

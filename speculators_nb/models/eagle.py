@@ -299,8 +299,7 @@ class EagleSpeculator(SpeculatorModel):
                 values,
                 own,
                 rows,
-                document_ids,
-                layer.window,
+                ttt(document_ids, len(document_ids), layer.window),
                 impl,
             )
             outputs.append(self.finish(heads, residual))

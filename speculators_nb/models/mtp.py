@@ -303,8 +303,7 @@ class MTPDraftModel(SpeculatorModel):
                 values,
                 own,
                 torch.searchsorted(first, asking) if as_served else at,
-                documents,
-                None,
+                ttt(documents, len(documents)),
                 impl,
             )
             hidden = layer.finish(heads, gate, residual[at])

@@ -25,7 +25,7 @@ from ..nn.head_loss import dense_head_loss, head_loss
 from ..nn.layers import rotate
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
-from ..nn.masks import MaskSize, rollouts
+from ..nn.masks import MaskSize, anchored_blocks, rollouts, slot_window
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.tapped_model import default_aux_layer_ids
 
@@ -209,8 +209,10 @@ class PEagleDraftModel(Eagle3DraftModel):
             for a, b, m in plan.segments:
                 if a < skip or a == b:
                     continue
-                block = (-1, m)
-                seen = torch.ones(1, m, m, dtype=torch.bool, device=q.device).tril()
+                block, anchors = (-1, m), rank[plan.anchor[a:b:m]]
+                mask = anchored_blocks(anchors, documents, m, causal=True)
+                if layer.window is not None:
+                    mask &= slot_window(anchors, len(documents), m, layer.window, False)
                 heads.append(
                     block_attention(
                         q[:, a - skip : b - skip].unflatten(1, block),
@@ -218,12 +220,7 @@ class PEagleDraftModel(Eagle3DraftModel):
                         values,
                         k[:, a:b].unflatten(1, block),
                         v[:, a:b].unflatten(1, block),
-                        rank[plan.anchor[a:b:m]],
-                        documents,
-                        inclusive=False,
-                        seen=seen,
-                        window=layer.window,
-                        offset=torch.arange(1, m + 1, device=q.device),
+                        mask,
                         impl=impl,
                     ).flatten(1, 2)
                 )

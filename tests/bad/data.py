@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoTokenizer
 
-from speculators_nb.data import chat_encoding as chat
+from speculators_nb.data.pipeline import prepare
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
 from speculators_nb.data.row_filter import ready_row
@@ -202,7 +202,7 @@ def prepared(folder, name="c.jsonl", **options):
 
 def tokenised(folder, name="c.jsonl"):
     "What `features` says of a file of conversations before it computes anything."
-    return chat.prepare(folder / name, tokenizer(), 2048).info.description
+    return prepare(folder / name, tokenizer(), 2048).info.description
 
 
 def answered(folder, name="c.jsonl", **options):

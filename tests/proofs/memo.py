@@ -45,7 +45,8 @@ class Memory:
         """One pass over texts that begin with the prompt: logits [N+1, V] and states of what lies behind the prompt's
         last token, itself included."""
         context, self.read_texts = Context(self.verifier, len(texts)), self.read_texts + len(texts)
-        context.cache, context.at = copy.deepcopy(self.start.cache), self.start.at.repeat(len(texts), 1)
+        context.cache = copy.deepcopy(self.start.cache)
+        context.positions = self.start.positions.repeat(len(texts), 1)
         context.cache.batch_repeat_interleave(len(texts))
         return context.read([torch.tensor(t[len(self.prompt) - 1 :]) for t in texts], trees)
 
