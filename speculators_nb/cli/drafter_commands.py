@@ -16,8 +16,7 @@ from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_write, disk_errors, read_object, writable_folder
 from ..core.options import check_options
 from ..core.options import pairs as _pairs
-from ..core.provenance import write_provenance
-from ..core.redact import without_secrets
+from ..core.provenance import without_secrets, write_provenance
 from ..data.chat_template import check_template
 from ..data.messages import normalize
 from ..data.prepared_folder import read_data_config

@@ -26,8 +26,7 @@ from ..core.files import atomic_write, read_object
 from ..core.http_client import Endpoint
 from ..core.options import check_options
 from ..core.plot import new_axes, plot_acceptance
-from ..core.provenance import write_provenance
-from ..core.redact import without_secrets
+from ..core.provenance import without_secrets, write_provenance
 from ..core.tree import Sampling
 from ..decode.generate import Generation, generate
 from speculators_nb.evaluate.acceptance import (

@@ -23,8 +23,7 @@ from ..core.checkpoints import resolve_checkpoint
 from ..core.config import SpeculatorModelConfig, check_said
 from ..core.files import atomic_write, read_object
 from ..core.options import check_options
-from ..core.provenance import identify
-from ..core.redact import SECRET_NAME
+from ..core.provenance import SECRET_NAME, identify
 from ..models.base import SpeculatorModel
 from .speculative_config import SpeculativeConfig
 from .vllm_contract import check_vllm_contract

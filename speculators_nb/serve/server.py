@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 from ..core.files import not_only_ours
 from ..core.http_client import Endpoint, EndpointError
-from ..core.redact import without_secrets
+from ..core.provenance import without_secrets
 from .serve_command import serve_environment
 
 # %% ../../nbs/serve/07_server.ipynb #4f86b90d
