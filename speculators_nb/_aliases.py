@@ -35,7 +35,7 @@ MOVED = {
     "command": ("cli.command",),
     "contract": ("serve.vllm_contract",),
     "data_generation.batch": ("data.packing", "nn.supervision"),
-    "data_generation.chat": ("data.chat_encoding", "data.prepare"),
+    "data_generation.chat": ("data.chat_encoding", "data.pipeline"),
     "data_generation.connector": ("features.vllm_connector",),
     "data_generation.corpus": ("lab.corpus",),
     "data_generation.endpoint": ("core.http_client",),
@@ -97,11 +97,13 @@ MOVED = {
 # module or package of today that had further names in version 0.1 -> where these are now
 FORMER_NAMES = {
     "cli": ("cli.main",),
+    "decode.suffix": ("decode.suffix_index",),
     "core.options": ("core.option_rules",),
     "evaluate.load": ("evaluate.vllm_metrics",),
     "models.mlp_speculator": ("models.token_heads",),
     "models.base": ("core.checkpoints",),
-    "serve": ("serve.server",),
+    "serve": ("serve.server", "serve.serve_command"),
+    "serve.server": ("serve.serve_command",),
     "train.trainer": ("train.checkpoint",),
     "verifier": ("verifier.tapped_model",),
 }
@@ -111,6 +113,9 @@ RENAMED = {
     "core.tree_growth.product_law": "core.tree_growth.independent_log_probs",
     "core.tree_growth.recurrent_law": "core.tree_growth.recurrent_log_probs",
     "core.tree_growth.without_return": "core.tree_growth.draw_without_replacement",
+    "decode.acceptance_rules.guessed": "decode.acceptance_rules.child_with",
+    "decode.acceptance_rules.only": "decode.acceptance_rules.one_hot",
+    "decode.suffix.Guess": "decode.suffix.Continuation",
     "models.dflash.NEUTRAL": "models.formats_dflash.NEUTRAL_VALUES",
     "models.dflash.read_research": "models.formats_dflash.read_dflash",
     "models.dflash.write_research": "models.formats_dflash.write_dflash",
@@ -127,6 +132,15 @@ RENAMED = {
     "models.mlp_speculator.read_published": "models.formats_token_heads.read_mlp_speculator",
     "models.mlp_speculator.shared_with": "models.formats_token_heads.storing_head",
     "models.mlp_speculator.write_published": "models.formats_token_heads.write_mlp_speculator",
+    "serve.speculative_config.WORDS": "serve.speculative_fields.DOCUMENTED_SAMPLING",
+    "serve.speculative_config.conditional_rates": "serve.speculative_fields.conditional_rates",
+    "serve.speculative_config.length_to_rates": "serve.speculative_fields.length_to_rates",
+    "serve.speculative_config.named": "serve.draft_method.method_in_name",
+    "serve.vllm_methods.NAMED": "serve.vllm_methods.METHOD_OF_NAME",
+    "serve.vllm_methods.SERVED_AS": "serve.vllm_methods.METHOD_OF_TYPE",
+    "serve.vllm_methods.entry": "serve.vllm_methods.find_field",
+    "serve.vllm_methods.mtp_family": "serve.vllm_methods.mtp_head",
+    "serve.vllm_methods.own_head": "serve.vllm_methods.built_in_method",
     "train.row_gradients.PIECE_BYTES": "train.row_gradients.SLICE_BYTES",
     "train.trainer.Tally": "train.trainer.MetricSums",
     "verifier.tapped_model.unfit": "verifier.tapped_model.loading_problems",
@@ -134,6 +148,7 @@ RENAMED = {
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
 DROPPED: dict[str, str] = {
+    "decode.suffix": "first_of_equals",
     "data.chat_encoding": "spelled_out",
     "regenerate.language": "BY_LETTER BY_SCRIPT BY_WORD OWN_LETTERS VIETNAMESE",
 }
