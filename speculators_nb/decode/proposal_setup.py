@@ -59,7 +59,7 @@ class TreeDrafter:
         if not callable(getattr(drafter, "grow", None)):
             raise TypeError(
                 f"{type(drafter).__name__} drafts chains only: it has no `grow`; use "
-                "proposal_type 'greedy' or 'sampling', or a drafter that gives probabilities at "
+                "proposal_type 'greedy' or 'sampling', or a drafter with probabilities at "
                 "any node"
             )
         if not isinstance(method, TreeMethod):
