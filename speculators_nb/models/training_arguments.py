@@ -79,7 +79,7 @@ def check_whole_vocabulary(
     size = draft_vocab_size if t2d is None else int(t2d.sum())
     raise ValueError(f"draft_vocab_size={size} of {layer.vocab_size}: {why}")
 
-# %% ../../nbs/models/20_training_arguments.ipynb #5867b419
+# %% ../../nbs/models/20_training_arguments.ipynb #355cb006
 class FreshDrafter(TrainingArguments):
     "Makes a drafter for a verifier from training arguments."
 
@@ -120,7 +120,7 @@ class FreshDrafter(TrainingArguments):
         draft_vocab_size: int | None = None,  # None: as many as t2d selects, or all
         **training_args,  # those of `training_arguments`; others are not looked at
     ) -> Self:  # with the verifier's weights, ready to train
-        "A fresh drafter. Errors: ValueError for a draft vocabulary that does not fit the config."
+        "A fresh drafter. Errors: ValueError for a draft vocabulary that does not fit."
         verifier = verifier_name_or_path
         layer = cls.draft_layers(transformer_layer_config, verifier)
         if cls.whole_vocabulary:
