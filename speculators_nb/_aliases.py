@@ -71,8 +71,8 @@ MOVED = {
     "experiment": ("lab.experiment",),
     "growth": ("core.tree_growth",),
     "head": ("nn.target_head",),
-    "head_loss": ("nn.head_loss",),
-    "layers": ("nn.layers",),
+    "head_loss": ("nn.head_loss", "nn.token_loss", "nn.target_head"),
+    "layers": ("nn.layers", "models.serving_rules"),
     "losses": ("nn.losses",),
     "mask_token": ("nn.mask_token",),
     "masks": ("nn.masks",),
@@ -102,6 +102,8 @@ FORMER_NAMES = {
     "evaluate.load": ("evaluate.vllm_metrics",),
     "models.mlp_speculator": ("models.token_heads",),
     "models.base": ("core.checkpoints",),
+    "nn.head_loss": ("nn.token_loss", "nn.target_head"),
+    "nn.layers": ("models.serving_rules",),
     "serve": ("serve.server", "serve.serve_command"),
     "serve.server": ("serve.serve_command",),
     "train.trainer": ("train.checkpoint",),
@@ -146,6 +148,8 @@ RENAMED = {
     "train.row_gradients.PIECE_BYTES": "train.row_gradients.SLICE_BYTES",
     "train.trainer.Tally": "train.trainer.MetricSums",
     "verifier.tapped_model.unfit": "verifier.tapped_model.loading_problems",
+    "losses.Law": "nn.losses.Distribution",
+    "nn.losses.Law": "nn.losses.Distribution",
 }
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used

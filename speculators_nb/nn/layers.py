@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ROPE', 'LAYER_FAMILIES', 'KINDS', 'DRAFT_SLIDING_WINDOW', 'RMSNorm', 'MLP', 'head_dim', 'rope_parameters',
            'rotated_channels', 'rope_frequencies', 'Rotary', 'rotate', 'ToRead', 'Attention', 'refuse_dropout',
-           'layer_window', 'check_layer_config', 'DecoderLayer', 'draft_layer_config', 'served_rope']
+           'layer_window', 'check_layer_config', 'DecoderLayer', 'draft_layer_config']
 
 # %% ../../nbs/nn/04_layers.ipynb #e53d7547
 import copy
@@ -114,10 +114,8 @@ def _checked_frequencies(config, rotated: int) -> tuple[Tensor, float]:
     rope = config.rope_parameters
     kind = rope["rope_type"]
     if kind not in ("default", *ROPE_INIT_FUNCTIONS):
-        choices = ", ".join(ROPE_INIT_FUNCTIONS)
-        raise ValueError(
-            f"{ROPE}.rope_type={kind!r} is unknown; choose from default, {choices}"
-        )
+        known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+        raise ValueError(f"{ROPE}.rope_type={kind!r} is unknown; choose from {known}")
     wanted = f"rope_type={kind!r} and {rotated} rotated channels"
     unfit = f"{ROPE}={rope} do not fit {wanted}"
     try:
@@ -210,10 +208,8 @@ class ToRead:
         if not self.rotary.by_length:
             return features, False
         earlier, self.length = self.length, length
-        if self.features is None:
-            self.features = features
-        else:
-            self.features = torch.cat([self.features[:before], features])
+        kept = [] if self.features is None else [self.features[:before]]
+        self.features = torch.cat([*kept, features])
         if earlier is None:
             return features, False
         then, now = self.rotary.frequencies(earlier), self.rotary.frequencies(length)
@@ -270,19 +266,15 @@ KINDS = ("full_attention", "sliding_attention")
 def _neutral(config) -> dict[str, tuple]:  # of draft layers -> field: values
     "Fields of other families that change a layer's numbers, and the values that do not."
     d, llama = head_dim(config), config.model_type == "llama"
-    normed = (None, not llama)
+    absent = "attn_logit_softcapping", "clip_qkv", "attention_chunk_size"
+    factors = "residual_multiplier", "embedding_multiplier", "logit_scale"
+    normed = "qk_norm", "use_qk_norm", "qk_layernorm"
     return dict(
-        attn_logit_softcapping=(None,),
-        clip_qkv=(None,),
-        attention_chunk_size=(None,),
+        **dict.fromkeys(absent, (None,)),
+        **dict.fromkeys(factors, (None, 1)),
+        **dict.fromkeys(normed, (None, not llama)),
         query_pre_attn_scalar=(None, d),
         attention_multiplier=(None, d**-0.5),
-        residual_multiplier=(None, 1),
-        embedding_multiplier=(None, 1),
-        logit_scale=(None, 1),
-        qk_norm=normed,
-        use_qk_norm=normed,
-        qk_layernorm=normed,
         mlp_bias=(None, True, False) if llama else (None, False),
         qkv_bias=(None, getattr(config, "attention_bias", False)),
         is_neox_style=(None, True),
@@ -302,7 +294,7 @@ def refuse_dropout(config):  # of draft layers
 
 # %% ../../nbs/nn/04_layers.ipynb #e336aa70
 def layer_window(config, index: int) -> int | None:
-    "The sliding window of a layer: config.sliding_window where config.layer_types has it slide."
+    "The sliding window of a layer: config.sliding_window if config.layer_types has it slide."
     types = getattr(config, "layer_types", None)
     return config.sliding_window if types and types[index] == "sliding_attention" else None
 
@@ -319,9 +311,8 @@ def _check_kinds(config):
     window = getattr(config, "sliding_window", None)
     if "sliding_attention" in types and not (isinstance(window, int) and window > 0):
         off = getattr(config, "use_sliding_window", True) is False
-        why = ", but layer_types has sliding_attention; give a number of positions, or "
-        why = " (use_sliding_window=False)" * off + why + "full_attention"
-        _refuse(config, "sliding_window", why)
+        why = ", but layer_types has sliding_attention; give a number, or full_attention"
+        _refuse(config, "sliding_window", " (use_sliding_window=False)" * off + why)
 
 
 def check_layer_config(config):  # of Llama or Qwen3 layers
@@ -362,35 +353,32 @@ class DecoderLayer(nn.Module):
 
     def inputs(
         self,
-        hidden: torch.Tensor,  # [..., N, H]
-        embeds: torch.Tensor | None = None,  # [..., N, H], for a layer with_embeds
-    ) -> tuple[
-        torch.Tensor, torch.Tensor
-    ]:  # what attention projects [..., N, H or 2H], residual
+        hidden: Tensor,  # [..., N, H]
+        embeds: Tensor | None = None,  # [..., N, H], for a layer with_embeds
+    ) -> tuple[Tensor, Tensor]:  # what attention projects [..., N, H or 2H], residual
         "Norms in front of the attention."
         if self.hidden_norm is None:
             return self.input_layernorm(hidden), hidden
         normed = self.hidden_norm(hidden)
-        return torch.cat(
-            [self.input_layernorm(embeds), normed], -1
-        ), normed if self.norm_before_residual else hidden
+        projected = torch.cat([self.input_layernorm(embeds), normed], -1)
+        return projected, normed if self.norm_before_residual else hidden
 
     def finish(
         self,
-        heads: torch.Tensor,  # [..., Hq, N, D] from attention
-        residual: torch.Tensor,  # [..., N, H] from `inputs`, the same rows
-    ) -> torch.Tensor:  # [..., N, H]
+        heads: Tensor,  # [..., Hq, N, D] from attention
+        residual: Tensor,  # [..., N, H] from `inputs`, the same rows
+    ) -> Tensor:  # [..., N, H]
         "Output projection, residual, MLP."
         hidden = residual + self.self_attn.output(heads)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def forward(
         self,
-        hidden: torch.Tensor,  # [..., N, H]
-        attend: Callable[[Attention, torch.Tensor], torch.Tensor],  # see below
-        embeds: torch.Tensor | None = None,  # [..., N, H], for a layer with_embeds
-        rows: torch.Tensor | None = None,  # [M] int64: only these are computed; None: all
-    ) -> torch.Tensor:  # [..., M or N, H]
+        hidden: Tensor,  # [..., N, H]
+        attend: Callable[[Attention, Tensor], Tensor],  # see below
+        embeds: Tensor | None = None,  # [..., N, H], for a layer with_embeds
+        rows: Tensor | None = None,  # [M] int64: only these are computed; None: all
+    ) -> Tensor:  # [..., M or N, H]
         """The layer. `attend(self_attn, x)` projects x [..., N, H or 2H] to queries, keys and
         values and returns the heads [..., Hq, M or N, D]: what a query attends to differs
         between training and drafting, and is all that differs."""
@@ -404,9 +392,9 @@ DRAFT_SLIDING_WINDOW = 2048
 
 def _draft_rope(text, kinds) -> dict[str, Any]:
     # the verifier's RoPE parameters, of the first of its layer types where they differ
-    rope = getattr(text, "rope_parameters", None)
-    rope = dict(rope or dict(rope_type="default", rope_theta=10000.0))
-    rope = dict(next((rope[kind] for kind in kinds if rope.get(kind)), rope))
+    default = dict(rope_type="default", rope_theta=10000.0)
+    rope = getattr(text, "rope_parameters", None) or default
+    rope = next((rope[kind] for kind in kinds if rope.get(kind)), rope)
     unused = {"type", "mrope_interleaved", "mrope_section"}
     if rope.get("rope_type") != "longrope":  # its factors are made for that part
         unused.add("partial_rotary_factor")
@@ -426,24 +414,22 @@ def draft_layer_config(
     full_attention: tuple | None = None,  # layer indices, others slide; None: all (vLLM no mix)
     intermediate_size: int | None = None,  # of the MLP; None: the verifier's
 ) -> PretrainedConfig:  # LlamaConfig or Qwen3Config
-    """The configuration of draft layers that fit a verifier. Errors: ValueError for an unknown
-    family or an index that is no layer."""
+    "Draft layers that fit a verifier. Errors: ValueError for an unknown family or layer index."
     if family not in LAYER_FAMILIES:
-        families = ", ".join(LAYER_FAMILIES)
-        raise ValueError(
-            f"family {family!r} is not a draft layer family; choose from {families}"
-        )
+        known = ", ".join(LAYER_FAMILIES)
+        raise ValueError(f"family {family!r} is not a draft layer family; choose from {known}")
     full = tuple(range(num_layers)) if full_attention is None else full_attention
     if any(not 0 <= i < num_layers for i in full):
         raise ValueError(f"full_attention={full}: layers are 0..{num_layers - 1}")
     types = ["full_attention" if i in full else "sliding_attention" for i in range(num_layers)]
     text = text_config(verifier)
-    heads = text.num_attention_heads
     copied = "vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings"
+    tokens = "bos_token_id", "eos_token_id", "pad_token_id"
+    kv_heads = getattr(text, "num_key_value_heads", None)
     try:
-        fields: dict[str, Any] = {name: getattr(text, name) for name in copied} | dict(
+        fields: dict[str, Any] = {n: getattr(text, n) for n in (*copied, *tokens)} | dict(
             num_hidden_layers=num_layers,
-            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+            num_key_value_heads=kv_heads or text.num_attention_heads,
             head_dim=head_dim(text),
             intermediate_size=intermediate_size or _dense_width(text),
             hidden_act="silu",
@@ -454,44 +440,11 @@ def draft_layer_config(
             sliding_window=DRAFT_SLIDING_WINDOW,
             use_sliding_window="sliding_attention" in types,
             tie_word_embeddings=False,
-            bos_token_id=text.bos_token_id,
-            eos_token_id=text.eos_token_id,
-            pad_token_id=text.pad_token_id,
         )
         return CONFIG_MAPPING[family](**fields)
     except Exception as e:  # transformers' own classes of errors are no ValueError
         raise ValueError(
             f"no {family} layers fit a verifier of hidden_size={text.hidden_size} and "
-            f"num_attention_heads={heads}, as in its config.json "
+            f"num_attention_heads={text.num_attention_heads}, as in its config.json "
             f"({' '.join(str(e).split())}); take config.json and weights from one checkpoint"
         ) from e
-
-# %% ../../nbs/nn/04_layers.ipynb #4dcc2e5e
-def served_rope(
-    layer: dict[str, Any],  # transformer_layer_config as it is stored
-) -> tuple[list[str], list[str]]:  # violations, warnings: sentences with the remedy
-    """Where vLLM (0.32) rotates draft layers by other angles than they were trained with:
-    always, or for some requests."""
-    rope, wrong, careful = layer.get("rope_parameters") or {}, [], []
-    kind, n = rope.get("rope_type"), rope.get("original_max_position_embeddings")
-    if any(isinstance(v, dict) for v in rope.values()):
-        wrong.append(
-            f"{ROPE} are given by layer type; vLLM's draft layers read rope_theta "
-            "beside them (10000 where there is none): write the parameters that were "
-            "trained with in their place, those of sliding_attention if there are any"
-        )
-    if kind == "proportional" and rope.get("factor", 1) != 1:
-        found = f"{ROPE}.factor is {rope['factor']}"
-        wrong.append(f"{found}; vLLM's proportional RoPE has no factor, train with 1")
-    if kind == "longrope":
-        careful.append(
-            f"{ROPE}.rope_type is longrope: vLLM takes the long factors for every "
-            f"text where max_model_len is above {n}, training takes them for longer "
-            f"texts alone; serve with max_model_len up to {n} for drafts as trained"
-        )
-    if "mrope_section" in rope:
-        careful.append(
-            f"{ROPE}.mrope_section: vLLM counts three coordinates for a picture's "
-            "tokens, the drafter was trained with one; drafts after pictures differ"
-        )
-    return wrong, careful
