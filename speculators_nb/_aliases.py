@@ -125,6 +125,7 @@ RENAMED = {
     "models.eagle3.RESEARCH_NAMES": "models.formats_eagle.EAGLE3_NAMES",
     "models.eagle3.read_research": "models.formats_eagle.read_eagle3",
     "models.eagle3.write_research": "models.formats_eagle.write_eagle3",
+    "models.formats.flat": "models.formats.flat_config",
     "models.medusa.ORIGINAL": "models.formats_token_heads.ORIGINAL_NAME",
     "models.medusa.read_heads": "models.formats_token_heads.read_medusa",
     "models.medusa.write_engine": "models.formats_token_heads.write_medusa",
