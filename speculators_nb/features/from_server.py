@@ -15,8 +15,9 @@ import torch
 from datasets import Dataset
 from tqdm.auto import tqdm
 
+from ..core.concurrency import Breaker, concurrently
 from ..core.files import DiskError
-from ..core.http_client import Breaker, EndpointError, concurrently
+from ..core.http_client import EndpointError
 from ..data.images import FORMATS, open_picture, picture_file
 from .extraction_client import HiddenStatesClient, Room
 from .feature_file import FeatureError
