@@ -652,7 +652,7 @@ def test_regenerated_answers_are_prepared(tmp_path):
     )
     result = run("features", VERIFIER, tmp_path / "p", tmp_path / "f")
     assert result.exit_code == 0 and "0 kept" in result.stdout, result.output
-    one_line(run("regenerate", CORPUS / "train.jsonl", tmp_path / "b.jsonl"), "who shall answer")
+    one_line(run("regenerate", CORPUS / "train.jsonl", tmp_path / "b.jsonl"), "nothing would write the answers")
     one_line(
         run("regenerate", CORPUS / "train.jsonl", tmp_path / "a.jsonl", "--verifier", VERIFIER, "--temperature", 1),
         "other settings",

@@ -17,7 +17,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 
 from speculators_nb.cli import main as cli
 from speculators_nb.cli.recipe import read_recipe, resolve
-from speculators_nb.core import options
+from speculators_nb.core import option_rules, options
 from speculators_nb.core.config import import_models
 from speculators_nb.core.options import IN, RELATIONS, RULES, algorithms, check_options, pairs, rule_of
 from speculators_nb.decode.acceptance_rules import RULES as ACCEPTANCE
@@ -178,7 +178,7 @@ def test_shipped_recipes_pass():
 @pytest.mark.parametrize(
     "words,known",
     [
-        (options.LOSSES, LOSSES),
+        (option_rules.LOSSES, LOSSES),
         (options.METHODS, METHODS),
         (options.SCHEDULES, [s.value for s in SchedulerType]),
         (RULES["optimizer"].words, OPTIMIZERS),
@@ -336,7 +336,7 @@ def test_wrong_values(values, words):
         ("evaluate", {"engine": "reference", "k": [0]}, ("k=[0]",)),
         ("evaluate", {"engine": "vllm", "as_engine": True}, ("as_engine=True: has no effect with engine=vllm",)),
         ("features", {"source": "vllm", "storage": None}, ("storage=None: is missing; name the folder",)),
-        ("regenerate", {"verifier": None, "server": None}, ("who shall answer?",)),
+        ("regenerate", {"verifier": None, "server": None}, ("nothing would write the answers",)),
         ("prepare", {"data": "a", "output_dir": "./a/"}, ("output_dir='./a/': is data itself",)),
     ],
 )

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from speculators_nb.core.checkpoints import checkpoint_index, inside, load_pickle, read_index, remote_code
 from speculators_nb.core.config import SpeculatorModelConfig
-from speculators_nb.core.redact import without_secrets
+from speculators_nb.core.provenance import without_secrets
 from speculators_nb.data.prepared_folder import read_token_freq
 from speculators_nb.features.feature_file import read_legacy
 from speculators_nb.models.base import SpeculatorModel

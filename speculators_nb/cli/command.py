@@ -29,7 +29,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..core.options import RULES, check_options, near, rule_of, shown
+from ..core.option_rules import near, shown
+from ..core.options import RULES, check_options, rule_of
 
 # %% ../../nbs/cli/02_command.ipynb #e65513bd
 SHELL = {
@@ -169,7 +170,7 @@ def failure(
     e: Exception,  # that ended a command
 ) -> tuple[str, int]:  # one line, exit code
     "What is said about an exception."
-    from speculators_nb.core.redact import (
+    from speculators_nb.core.provenance import (
         without_secrets,
     )  # an argument may be an address with a password
 
@@ -286,7 +287,7 @@ class Program(TyperGroup):
             if type(e).__name__ == "NoArgsIsHelpError":
                 e.show()
             else:
-                from speculators_nb.core.redact import without_secrets
+                from speculators_nb.core.provenance import without_secrets
 
                 typer.echo(
                     f"Error: {' '.join(without_secrets(usage(e)).split())[:1000]}", err=True
@@ -327,7 +328,7 @@ def new_app(
         ours = logging.getLogger("speculators_nb")
         ours.handlers, ours.level = [Echo()], logging.INFO
         os.environ["SPECULATORS_NB_TRACEBACK"] = "1" if traceback else ""
-        from speculators_nb.core.redact import hide_secrets
+        from speculators_nb.core.provenance import hide_secrets
 
         hide_secrets()
 
@@ -487,7 +488,7 @@ def command(
             result = function(**values)
             text = report(result)
             if text:
-                from speculators_nb.core.redact import without_secrets
+                from speculators_nb.core.provenance import without_secrets
 
                 typer.echo(without_secrets(text))
             if (

@@ -18,8 +18,9 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from ..core.options import check_options, near, shown
-from ..core.redact import NOT_SECRET, SECRET_NAME, without_secrets
+from ..core.option_rules import near, shown
+from ..core.options import check_options
+from ..core.provenance import NOT_SECRET, SECRET_NAME, without_secrets
 
 # %% ../../nbs/cli/01_recipe.ipynb #2ddfa564
 class _Strict(yaml.SafeLoader):

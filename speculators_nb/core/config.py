@@ -32,7 +32,8 @@ from transformers.activations import ACT2FN
 import speculators_nb
 from .checkpoints import resolve_checkpoint
 from .files import atomic_write, read_object
-from .options import RULES, OptionRule, number, several, shown, whole
+from .option_rules import OptionRule, number, several, shown, whole
+from .options import RULES
 from .proposals import GreedyTokenProposalConfig, TokenProposalConfig
 from .registry import ClassRegistryMixin, ReloadableBaseModel, explain
 

@@ -24,7 +24,7 @@ from typing import Any
 import httpcore
 import httpx
 
-from .redact import without_secrets
+from .provenance import without_secrets
 
 # %% ../../nbs/core/07_http_client.ipynb #2fb7cd70
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import core_schema
 
-from .options import shown
+from .option_rules import shown
 
 # %% ../../nbs/core/05_registry.ipynb #7a226e3c
 _Class = TypeVar("_Class")

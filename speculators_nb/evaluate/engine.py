@@ -26,8 +26,7 @@ from ..core.files import atomic_write, read_object
 from ..core.http_client import Endpoint
 from ..core.options import check_options
 from ..core.plot import new_axes, plot_acceptance
-from ..core.provenance import write_provenance
-from ..core.redact import without_secrets
+from ..core.provenance import without_secrets, write_provenance
 from ..core.tree import Sampling
 from ..decode.generate import Generation, generate
 from speculators_nb.evaluate.acceptance import (
@@ -45,8 +44,7 @@ from speculators_nb.evaluate.guidellm import (
 )
 from .load import Load, performance, read_prompts, rows_of, run_load
 from .vllm_metrics import Meter
-from speculators_nb.serve.server import (
-    Server,
+from speculators_nb.serve.serve_command import (
     as_shell,
     find_verifier,
     read_config,
@@ -54,6 +52,7 @@ from speculators_nb.serve.server import (
     serve_environment,
     what_to_serve,
 )
+from ..serve.server import Server
 
 # %% ../../nbs/evaluate/07_engine.ipynb #69a11289
 @dataclass

@@ -24,9 +24,10 @@ from filelock import FileLock
 from transformers import AutoConfig, AutoTokenizer
 
 from ..core.files import atomic_write, not_only_ours
-from ..core.options import check_options, near, shown
+from ..core.option_rules import near, shown
+from ..core.options import check_options
 from ..data.packing import collate, pack
-from ..data.prepare import prepare
+from ..data.pipeline import prepare
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import Evaluation, evaluate
 from speculators_nb.evaluate.cost import (

@@ -16,7 +16,8 @@ import torch
 from ..core.checkpoints import read_state, resolve_checkpoint
 from ..core.config import SpeculatorModelConfig, SpeculatorsConfig
 from ..core.files import atomic_folder, disk_errors
-from ..core.options import check_options, near, shown
+from ..core.option_rules import near, shown
+from ..core.options import check_options
 from ..core.provenance import write_provenance
 from .base import SpeculatorModel
 from .formats import NativeCheckpoint, formats, verifier_target

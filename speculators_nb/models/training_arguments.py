@@ -17,7 +17,7 @@ from ..nn.losses import parse_loss
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.tapped_model import default_aux_layer_ids
 
-# %% ../../nbs/models/20_training_arguments.ipynb #41485905
+# %% ../../nbs/models/20_training_arguments.ipynb #42601f40
 class TrainingArguments:
     "What a drafter takes of a trainer's arguments; a base of `models.base.SpeculatorModel`."
 
@@ -53,14 +53,12 @@ class TrainingArguments:
         cls,
         **training_args,  # a trainer's arguments, those of other parts too
     ) -> tuple[dict[str, Any], dict[str, Any]]:  # of `forward` in training, in evaluation
-        "What `forward` is called with. An argument that is None takes its default."
+        """What `forward` is called with. An argument that is None takes its default; a switch
+        that is off by default is left to `forward`."""
         defaults = cls.forward_arguments()
-        given = {
-            name: value
-            for name, value in training_args.items()
-            if name in defaults and value is not None
-        }
-        chosen = {n: value for n, value in (defaults | given).items() if value is not None}
+        on = {name: value for name, value in defaults.items() if value not in (None, False)}
+        given = {name: training_args.get(name) for name in defaults}
+        chosen = on | {name: value for name, value in given.items() if value is not None}
         kwargs = {cls.forward_names.get(name, name): value for name, value in chosen.items()}
         if "loss_config" in kwargs:
             kwargs["loss_config"] = parse_loss(kwargs["loss_config"])

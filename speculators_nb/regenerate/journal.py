@@ -20,7 +20,7 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from ..core.files import disk_errors
-from ..core.redact import without_secrets
+from ..core.provenance import without_secrets
 from ..data.chat_template import ControlTokens
 from ..data.file_reader import read_lines
 from ..data.messages import BadRow, brief

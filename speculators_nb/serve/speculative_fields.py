@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 
 from ..core.config import check_said
 from ..core.files import read_object
-from ..core.options import MOST_DRAFTED, shown
+from ..core.option_rules import shown
+from ..core.options import MOST_DRAFTED
 from ..core.registry import ReloadableBaseModel
 from ..core.tree_growth import parse_tree
 from ..decode.acceptance_rules import synthetic

@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_
 
 from ..core.checkpoints import checkpoint_index, load_tensors, read_state
 from ..core.files import atomic_write, read_object
-from ..core.options import shown
+from ..core.option_rules import shown
 from ..models.base import SpeculatorModel
 from speculators_nb.train.run_record import (
     differences,

@@ -23,7 +23,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.files import atomic_write
-from ..core.redact import without_secrets
+from ..core.provenance import without_secrets
 from .checkpoint import WholeCheckpoints
 from .optimizers import RowGradients
 from .packed_loaders import PackedLoaders, lengths_of

@@ -405,7 +405,7 @@ PLACES = [  # what is made may not take the place of what it is made from
     ("features {tiny} {corpus} {tiny}/", "output_dir=.*: is verifier itself"),
     ("train {features} {features} --verifier {verifier}", "output_dir=.*: is data_dir itself"),
     ("train {features} {verifier} --verifier {verifier}", "output_dir=.*: is verifier itself"),
-    ("regenerate {corpus} {here}/a.jsonl", "who shall answer\\? Give verifier .* or server"),
+    ("regenerate {corpus} {here}/a.jsonl", "nothing would write the answers; give verifier .* or server"),
 ]
 SPELLING = [  # lines that cannot be read
     ("trian {features} {here}/d", "'trian': there is no such command. Did you mean train"),
