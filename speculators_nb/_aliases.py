@@ -126,6 +126,8 @@ RENAMED = {
     "models.eagle3.read_research": "models.formats_eagle.read_eagle3",
     "models.eagle3.write_research": "models.formats_eagle.write_eagle3",
     "features.extraction_client.Room": "features.extraction_files.MemoryLimit",
+    "features.feature_folder.log": "features.feature_rows.log",
+    "features.feature_folder.sample_of": "features.feature_rows.sample_of",
     "models.medusa.ORIGINAL": "models.formats_token_heads.ORIGINAL_NAME",
     "models.medusa.read_heads": "models.formats_token_heads.read_medusa",
     "models.medusa.write_engine": "models.formats_token_heads.write_medusa",

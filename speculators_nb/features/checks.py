@@ -10,7 +10,7 @@ import logging
 import os
 from pathlib import Path
 
-from .feature_folder import FeatureRows
+from .feature_rows import FeatureRows
 from speculators_nb.verifier.identity import (
     VerifierInfo,
     check_final_norm,

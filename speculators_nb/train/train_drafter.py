@@ -20,10 +20,10 @@ from ..data.prepared_folder import read_token_freq
 from ..features.checks import check_features
 from speculators_nb.features.feature_folder import (
     FeatureDataset,
-    FeatureRows,
     layout_of,
     table_of,
 )
+from ..features.feature_rows import FeatureRows
 from ..features.from_server import ServerFeatures
 from ..features.in_process import LiveFeatures
 from ..models.base import SpeculatorModel
