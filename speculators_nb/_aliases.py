@@ -115,6 +115,8 @@ RENAMED = {
     "core.tree_growth.without_return": "core.tree_growth.draw_without_replacement",
     "decode.acceptance_rules.guessed": "decode.acceptance_rules.child_with",
     "decode.acceptance_rules.only": "decode.acceptance_rules.one_hot",
+    "decode.proposal_setup.Driven": "decode.proposal_setup.ProposalSetup",
+    "decode.proposal_setup.drive": "decode.proposal_setup.proposal_setup",
     "decode.suffix.Guess": "decode.suffix.Continuation",
     "models.dflash.NEUTRAL": "models.formats_dflash.NEUTRAL_VALUES",
     "models.dflash.read_research": "models.formats_dflash.read_dflash",
@@ -151,6 +153,7 @@ RENAMED = {
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
 DROPPED: dict[str, str] = {
+    "decode.proposal_setup": "METHODS TREES",
     "decode.suffix": "first_of_equals",
     "data.chat_encoding": "spelled_out",
     "regenerate.language": "BY_LETTER BY_SCRIPT BY_WORD OWN_LETTERS VIETNAMESE",
