@@ -140,7 +140,8 @@ def _rules_of(klass, raw) -> list[str]:
     for warning in klass.serving_warnings(raw) if hasattr(klass, "serving_warnings") else ():
         log.warning("warning: %s", warning)
     found = list(klass.serving_violations(raw, _verifier_config(raw)))
-    if "serving_violations" not in vars(klass):  # inherited: the rules of another type
+    own = {"serving_rules", "serving_violations"} & vars(klass).keys()
+    if not own:  # inherited: the rules of another type
         kind = raw["speculators_model_type"]
         found.insert(
             0,
