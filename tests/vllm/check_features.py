@@ -88,7 +88,8 @@ def make_moe(folder):
 def start(storage, layer_ids, log, model=VERIFIER):
     """The server, as a context."""
     from speculators_nb.features.extraction_client import extraction_options
-    from speculators_nb.serve.server import Server, free_port, serve_environment
+    from speculators_nb.serve.serve_command import serve_environment
+    from speculators_nb.serve.server import Server, free_port
 
     vllm = Path(install()).parent / "vllm"
     arguments, environment = extraction_options(layer_ids, storage)
