@@ -146,6 +146,7 @@ RENAMED = {
     "train.row_gradients.PIECE_BYTES": "train.row_gradients.SLICE_BYTES",
     "train.trainer.Tally": "train.trainer.MetricSums",
     "verifier.tapped_model.unfit": "verifier.tapped_model.loading_problems",
+    "regenerate.from_server.Interview": "regenerate.from_server.ServerReplay",
 }
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
