@@ -99,6 +99,7 @@ FORMER_NAMES = {
     "cli": ("cli.main",),
     "decode.suffix": ("decode.suffix_index",),
     "core.options": ("core.option_rules",),
+    "evaluate.engine": ("evaluate.engine_results", "evaluate.comparison"),
     "evaluate.load": ("evaluate.vllm_metrics",),
     "models.mlp_speculator": ("models.token_heads",),
     "models.base": ("core.checkpoints",),
