@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from ..core.config import SpeculatorsConfig
 from .base import ForwardOutput, SpeculatorModel
 from .formats import format_named
-from ..nn.head_loss import HeadLoss, dense_token_loss, token_loss
+from ..nn.head_loss import HeadLoss
 from speculators_nb.nn.supervision import (
     block_metrics,
     needed_rows,
@@ -24,6 +24,7 @@ from speculators_nb.nn.supervision import (
     supervised_steps,
     ttt_supervision,
 )
+from ..nn.token_loss import dense_token_loss, token_loss
 
 # %% ../../nbs/models/25_token_heads.ipynb #38ec5de0
 AHEAD = 2  # the verifier's head gives token t+1; the first drafted after its state t is t+2

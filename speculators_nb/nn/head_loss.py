@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES', 'TILE_BYTES', 'LOW_PRECISION', 'RowWeight', 'target_slots',
            'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype', 'wide_product', 'HeadProducts', 'NoBias',
-           'RowBias', 'TargetBias', 'HeadLoss', 'RowScores', 'score_chunk', 'HeadCase', 'head_loss', 'dense_head_loss',
-           'token_loss', 'dense_token_loss']
+           'RowBias', 'TargetBias', 'HeadLoss', 'RowScores', 'score_chunk', 'HeadCase', 'scaled_gradient', 'head_loss',
+           'dense_head_loss']
 
 # %% ../../nbs/nn/07_head_loss.ipynb #cb396337
 from collections.abc import Callable
@@ -128,7 +128,7 @@ def wide_product(
         return torch.mm(x, w.T, out_dtype=torch.float32)
     return torch.mm(x, w.T)
 
-
+# %% ../../nbs/nn/07_head_loss.ipynb #09c2f37b
 class HeadProducts:
     "Logits of a chunk's targets and rows, and the way back, for one drafter and its verifier."
 
@@ -158,9 +158,9 @@ class HeadProducts:
         "Raw products, without scale and soft-cap."
         targets = self.targets[chunk.first : chunk.stop]
         hidden = self.hidden[rows].to(self.dtype)
-        z_targets, z_rows = buffer[: len(targets) + len(rows)].split([len(targets), len(rows)])
+        both = buffer[: len(targets) + len(rows)]
+        z_targets, z_rows = both.split([len(targets), len(rows)])
         if self.shared and not self.low:  # one product reads the head once
-            both = buffer[: len(targets) + len(rows)]
             torch.mm(torch.cat([targets, hidden]), self.w_draft.T, out=both)
             return z_targets, z_rows
         torch.mm(hidden, self.w_draft.T, out=z_rows)
@@ -173,6 +173,8 @@ class NoBias:
     "No low-rank term."
 
     each = 1  # rows of logits that a target of a chunk takes by itself
+    grad_e: Tensor | None = None
+    grad_w: Tensor | None = None
 
     def begin(self, z_rows: Tensor, rows: Tensor, targets: Tensor, spare: Tensor):
         "A chunk's logits of `rows` are in z_rows; `targets` are its targets; spare: free rows."
@@ -188,12 +190,6 @@ class NoBias:
 
     def end(self, grad_rows: Tensor, weight: Tensor, rows: Tensor, targets: Tensor):
         "All rows of a chunk are scored; grad_rows has taken the place of their logits."
-
-    def scale(self, weight: Tensor):
-        "Multiply gradients that do not contain the rows' weights yet."
-
-    def gradients(self) -> tuple[Tensor | None, Tensor | None]:  # of e and of w
-        return None, None
 
 
 class RowBias(NoBias):
@@ -215,15 +211,9 @@ class RowBias(NoBias):
 
     def end(self, grad_rows, weight, rows, targets):
         weighted = (self.e[rows] * weight[rows, None]).to(self.dtype)
-        self.grad_e[rows] = (grad_rows @ self.w.to(self.dtype)).to(self.e.dtype)
+        grad_e = (grad_rows @ self.w.to(self.dtype)).to(self.e.dtype) * weight[rows, None]
+        self.grad_e[rows] = grad_e.to(self.e.dtype)
         self.grad_w += (grad_rows.T @ weighted).to(self.w.dtype)
-
-    def scale(self, weight):
-        if self.grad_e is not None:
-            self.grad_e.copy_(self.grad_e * weight[:, None])
-
-    def gradients(self):
-        return self.grad_e, self.grad_w
 
 # %% ../../nbs/nn/07_head_loss.ipynb #d5ace172
 class TargetBias(RowBias):
@@ -249,9 +239,6 @@ class TargetBias(RowBias):
     def end(self, grad_rows, weight, rows, targets):
         self.grad_e[targets] = (self.z @ self.w.to(self.dtype)).to(self.e.dtype)
         self.grad_w += (self.z.T @ self.e[targets].to(self.dtype)).to(self.w.dtype)
-
-    def scale(self, weight):
-        "They contain the weights: rows of a target are summed with them."
 
 # %% ../../nbs/nn/07_head_loss.ipynb #0f7dd1b0
 class HeadLoss(NamedTuple):
@@ -293,7 +280,7 @@ class RowScores:
         terms = (w * (weight * self.losses[name]).sum() for name, w in self.mixture.items())
         return sum(terms, torch.zeros((), device=weight.device))
 
-
+# %% ../../nbs/nn/07_head_loss.ipynb #ad6300ff
 def score_chunk(
     chunk: Chunk,
     z_targets: Tensor,  # raw logits of its targets
@@ -337,17 +324,16 @@ class HeadCase:
     want_accept: bool
     bias_by_target: bool
 
-
-def _times(grad: Tensor | None, factor: Tensor) -> Tensor | None:
-    # a gradient in any dtype, a float32 number
+# %% ../../nbs/nn/07_head_loss.ipynb #67bece63
+def scaled_gradient(grad: Tensor | None, factor: Tensor) -> Tensor | None:
+    "A gradient in any dtype times a float32 number."
     return None if grad is None else (grad * factor.view(1)).to(grad.dtype)
 
 
 class _ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, e, w, case: HeadCase):
-        want_grad = any(ctx.needs_input_grad[:3])
-        device, weight = hidden.device, case.weight
+        want_grad, weight = any(ctx.needs_input_grad[:3]), case.weight
         grad_hidden = torch.zeros_like(hidden) if want_grad else None
         bias = NoBias()
         if e is not None:
@@ -357,8 +343,8 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         plan = cut_chunks(order, slots, case.chunk, bias.each)
         targets = case.target_hidden[order]
         heads = HeadProducts(hidden, case.head, case.target_head, targets, case.dtype)
-        scores = RowScores(len(hidden), case.mixture, case.want_accept, device)
-        tile = tile_rows(len(case.head), device, case.chunk)
+        scores = RowScores(len(hidden), case.mixture, case.want_accept, hidden.device)
+        tile = tile_rows(len(case.head), hidden.device, case.chunk)
         largest = max((chunk.logits(bias.each) for chunk in plan), default=0)
         buffer = hidden.new_empty(largest, len(case.head), dtype=case.dtype)
         known_weight = hidden.new_ones(len(hidden)) if callable(weight) else weight
@@ -377,15 +363,14 @@ class _ChunkedHeadLoss(torch.autograd.Function):
             weight = weight(scores.losses)
         if want_grad:
             grad_hidden.copy_(grad_hidden * weight[:, None])
-            bias.scale(weight)
-        ctx.save_for_backward(grad_hidden, *bias.gradients())
+        ctx.save_for_backward(grad_hidden, bias.grad_e, bias.grad_w)
         outputs = scores.correct, scores.accept, *scores.losses.values()
         ctx.mark_non_differentiable(*(x for x in outputs if x is not None))
         return scores.total(weight), *outputs
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
-        return *(_times(grad, grad_loss) for grad in ctx.saved_tensors), None
+        return *(scaled_gradient(grad, grad_loss) for grad in ctx.saved_tensors), None
 
 # %% ../../nbs/nn/07_head_loss.ipynb #9a99e64e
 RowWeight = Tensor | Callable[[dict[str, Tensor]], Tensor]  # [N], or made from the row losses
@@ -412,10 +397,9 @@ def head_loss(
     if bias is not None and callable(weight):
         # the gradient of w sums over rows: their weights must be known first
         with torch.no_grad():
-            flat = hidden.new_zeros(len(hidden))
-            options: dict[str, Any] = dict(gemm_dtype=gemm_dtype, chunk=chunk)
+            none = hidden.new_zeros(len(hidden))
             known = head_loss(
-                *given, flat, mixture, bias, **options, bias_by_target=bias_by_target
+                *given, none, mixture, bias, gemm_dtype, chunk, bias_by_target=bias_by_target
             )
             weight = weight(known.rows)
     case = HeadCase(
@@ -464,76 +448,3 @@ def dense_head_loss(
     loss: Any = sum((weight * rows[name] * w).sum() for name, w in mixture.items())
     p, q = Distribution(targets), Distribution(logits.detach())
     return HeadLoss(loss, detached, p.argmax == q.argmax, overlap(p, q))
-
-# %% ../../nbs/nn/07_head_loss.ipynb #04f0d558
-class _ChunkedTokenLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, head, tokens, weight, chunk, dtype):
-        want_hidden, want_head = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden) if want_hidden else None
-        grad_head = torch.zeros_like(head) if want_head else None
-        losses = torch.zeros(len(hidden), device=hidden.device)
-        correct = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
-        w = head.to(dtype)
-        buffer = hidden.new_empty(min(chunk, len(hidden)), len(head), dtype=dtype)
-        tile = tile_rows(len(head), hidden.device, chunk)
-        for first in range(0, len(hidden), chunk):
-            rows = slice(first, min(first + chunk, len(hidden)))
-            h = hidden[rows].to(dtype)
-            z = torch.mm(h, w.T, out=buffer[: len(h)])
-            for start in range(rows.start, rows.stop, tile):
-                part = slice(start, min(start + tile, rows.stop))
-                z_tile = z[part.start - first : part.stop - first]
-                y = tokens[part, None]
-                q = Distribution(z_tile.float())
-                z_y = q.logits.gather(-1, y)
-                losses[part] = q.lse - z_y[:, 0]
-                correct[part] = z_y[:, 0] >= q.top
-                if want_hidden or want_head:
-                    z_tile.copy_(q.probs.scatter_add_(-1, y, -torch.ones_like(z_y)))
-            if want_hidden:
-                grad = (z @ w).float() * weight[rows, None]
-                grad_hidden[rows] = grad.to(hidden.dtype)
-            if want_head:
-                grad_head += (z.T @ (h * weight[rows, None].to(dtype))).to(head.dtype)
-        ctx.save_for_backward(grad_hidden, grad_head)
-        ctx.mark_non_differentiable(correct, losses)
-        return (weight * losses).sum(), correct, losses
-
-    @staticmethod
-    def backward(ctx, grad_loss, *_):
-        return *(_times(grad, grad_loss) for grad in ctx.saved_tensors), *[None] * 4
-
-# %% ../../nbs/nn/07_head_loss.ipynb #dd8fd724
-def token_loss(
-    hidden: Tensor,  # [N, H] rows of the drafter that carry loss; gradients flow
-    head: Tensor,  # [V, H]; gets a gradient where it requires one
-    tokens: Tensor,  # [N] int64: the token each row should predict, an id of head's rows
-    weight: Tensor,  # [N] float32 of each row in the summed loss
-    gemm_dtype: torch.dtype | None = None,  # of the products, as in `head_dtype`
-    chunk: int | None = None,  # rows of logits a chunk; None: `chunk_rows`
-) -> HeadLoss:  # its `rows` has one entry, "ce"; `correct`: the argmax is the data's token
-    """Weighted sum of cross-entropies against data tokens, never holding more than one [chunk,
-    V] buffer."""
-    dtype = head_dtype(hidden, gemm_dtype)
-    chunk = chunk or chunk_rows(len(head), hidden.device)
-    with torch.autocast(hidden.device.type, enabled=False):
-        loss, correct, rows = _ChunkedTokenLoss.apply(
-            hidden, head, tokens, weight, chunk, dtype
-        )
-    return HeadLoss(loss, {"ce": rows}, correct, None)
-
-
-def dense_token_loss(
-    hidden: Tensor,  # as in `token_loss`, all of them
-    head: Tensor,
-    tokens: Tensor,
-    weight: Tensor,
-) -> HeadLoss:
-    "The definition of `token_loss`, by whole tensors and autograd."
-    dtype = head_dtype(hidden)
-    with torch.autocast(hidden.device.type, enabled=False):
-        logits = (hidden.to(dtype) @ head.to(dtype).T).float()
-    rows = torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
-    correct = logits.argmax(-1) == tokens
-    return HeadLoss((weight * rows).sum(), {"ce": rows.detach()}, correct, None)

@@ -62,7 +62,7 @@ class Distribution:
         part.__dict__.update({name: piece[:n] for name, piece in self.__dict__.items()})
         return part
 
-
+# %% ../../nbs/nn/05_losses.ipynb #8e370e31
 def rowdot(
     a: Tensor,  # [N, V]
     b: Tensor,  # [N, V]
