@@ -99,6 +99,7 @@ FORMER_NAMES = {
     "cli": ("cli.main",),
     "decode.suffix": ("decode.suffix_index",),
     "core.options": ("core.option_rules",),
+    "evaluate.engine": ("evaluate.engine_results", "evaluate.comparison"),
     "evaluate.load": ("evaluate.vllm_metrics",),
     "models.mlp_speculator": ("models.token_heads",),
     "models.base": ("core.checkpoints",),
@@ -153,6 +154,7 @@ RENAMED = {
     "train.row_gradients.PIECE_BYTES": "train.row_gradients.SLICE_BYTES",
     "train.trainer.Tally": "train.trainer.MetricSums",
     "verifier.tapped_model.unfit": "verifier.tapped_model.loading_problems",
+    "regenerate.from_server.Interview": "regenerate.from_server.ServerReplay",
 }
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
