@@ -128,7 +128,7 @@ def _due(replay, tokenizer, max_length, journal, vocab_size):
                 f"{', '.join(unknown)}: only a server knows these sampling parameters; see "
                 "regenerate_from_server"
             )
-        if not (history := replay.ask()):
+        if not (history := replay.pending()):
             return False
         if more := [i for i, m in enumerate(history) if isinstance(m["content"], list)]:
             raise BadRow(
@@ -185,7 +185,7 @@ def _heard(replay, ids, tokenizer, eos, journal):
             if message.get("tool_calls")
             else "stop"
         )
-        replay.hear(replay.prompt, ids, message, finish)
+        replay.add_answer(replay.prompt, ids, message, finish)
         return True
     except Exception as e:  # a parser of answers may raise anything
         journal.fail(replay.key, e, replay.where)
@@ -264,7 +264,7 @@ def regenerate(
                         max_new_tokens,
                         eos,
                         t,
-                        [r.seed_now() for r in batch],
+                        [r.next_seed() for r in batch],
                         top_p,
                     )
                     for replay, ids in zip(batch, heard):
