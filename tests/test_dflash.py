@@ -353,7 +353,7 @@ def test_drafting_is_what_was_trained(seed):
     drafter.propose(tokens[:7], torch.randn(3, model.fc.in_features), k, Sampling())
     drafter.propose(tokens[:7], features[3:6], k, Sampling())
     tree = drafter.propose(tokens, features[6:], k, Sampling(1.0, g))
-    assert len(tree) == k and all(keys.shape[1] == 11 for keys, _ in drafter.cache)
+    assert len(tree) == k and all(layer.keys.shape[2] == 11 for layer in drafter.cache.layers)
     row = torch.cat([tokens, torch.zeros(B, dtype=torch.long)])
     with torch.no_grad():
         context = model.context(torch.cat([features, torch.zeros(B + 1, features.shape[1])]))
