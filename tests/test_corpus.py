@@ -17,10 +17,10 @@ from speculators_nb.lab.corpus import (
     is_heldout,
     is_right,
     main,
-    read_corpus,
     spin,
     topics,
 )
+from speculators_nb.lab.shipped import read_corpus
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ROOT / "data" / "corpus"

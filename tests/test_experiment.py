@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.lab import experiment
-from speculators_nb.lab.corpus import read_corpus
+from speculators_nb.lab.shipped import read_corpus
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.train.trainer import SpeculatorTrainingArguments
@@ -128,6 +128,6 @@ def test_equal_budgets(clone):
         {"eagle3": drafter}, k=2, n_prompts=2, max_new_tokens=12, domains=(experiment.FREE_CHOICE,)
     )
     assert set(measured.summary.domain) == {"all", "free"} and set(measured.summary.drafter) == {"n-gram", "eagle3"}
-    assert list(experiment.standing(measured).columns) == ["mean length", "on free-choice turns", "first position"]
-    prices = experiment.price({"eagle3": drafter, "n-gram": NgramDrafter()}, k=2, n_prompts=1)
+    assert list(experiment.summary_table(measured).columns) == ["mean length", "on free-choice turns", "first position"]
+    prices = experiment.drafting_cost({"eagle3": drafter, "n-gram": NgramDrafter()}, k=2, n_prompts=1)
     assert prices.flops["n-gram"] == 0 and 0 < prices.deep["eagle3"] < prices.weights["eagle3"]

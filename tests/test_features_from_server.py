@@ -26,15 +26,8 @@ sys.path.insert(0, os.path.dirname(__file__))
 from fake_extraction import states_for
 
 from speculators_nb.data.chat_encoding import save_prepared
-from speculators_nb.features.extraction_client import (
-    HOST,
-    HiddenStatesClient,
-    collect,
-    extraction_options,
-    file_of_reply,
-    request_name,
-    sweep,
-)
+from speculators_nb.features.extraction_client import HiddenStatesClient, extraction_options
+from speculators_nb.features.extraction_files import HOST, collect, file_of_reply, request_name, sweep
 from speculators_nb.features.feature_file import FeatureError, feature_path, read_features
 from speculators_nb.features.from_server import ServerFeatures, extract_from_server
 from speculators_nb.train.train_drafter import train_drafter

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.nn.head_loss import dense_head_loss, dense_token_loss, head_loss, target_slots, token_loss
+from speculators_nb.nn.head_loss import dense_head_loss, head_loss, target_slots
 from speculators_nb.nn.losses import LOSSES
 from speculators_nb.nn.target_head import TargetHead
+from speculators_nb.nn.token_loss import dense_token_loss, token_loss
 
 
 def case(seed, n=23, targets=9, vocab=40, hidden=12, softcap=None, shared=True):

@@ -155,7 +155,7 @@ def test_no_row_no_nan(verifier):
 
 def test_no_logits_of_all_rows(verifier, monkeypatch):
     "The only [.., V] buffer of a head is one chunk, here 16 of 200 rows."
-    import speculators_nb.nn.head_loss as module
+    import speculators_nb.nn.token_loss as module
 
     model, batch, buffers = fresh(verifier), row(0, lengths=(200,)), []
     monkeypatch.setattr(module, "chunk_rows", lambda *_: 16)

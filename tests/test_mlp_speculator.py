@@ -202,7 +202,7 @@ def test_no_row_no_nan(verifier):
 @pytest.mark.parametrize("tied", [True, False])
 def test_no_logits_of_all_rows(verifier, tied, monkeypatch):
     "The largest tensor that the heads make is one chunk of logits: no matrix of [rows, V] for 200 rows."
-    import speculators_nb.nn.head_loss as module
+    import speculators_nb.nn.token_loss as module
 
     model, batch, largest = fresh(verifier, tie_weights=tied), row(0, lengths=(200,)), []
     monkeypatch.setattr(module, "chunk_rows", lambda *_: 16)

@@ -13,7 +13,7 @@ from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
-from speculators_nb.core.proposals import GreedyTokenProposalConfig
+from speculators_nb.core.registry import GreedyTokenProposalConfig
 from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.models.base import SpeculatorModel

@@ -8,9 +8,10 @@ from test_head_loss import case
 from torch.nn.functional import cosine_similarity
 
 from speculators_nb.nn.attention import block_attention
-from speculators_nb.nn.head_loss import dense_head_loss, head_loss, token_loss
-from speculators_nb.nn.losses import LOSSES, Law, rowdot
+from speculators_nb.nn.head_loss import dense_head_loss, head_loss
+from speculators_nb.nn.losses import LOSSES, Distribution, rowdot
 from speculators_nb.nn.masks import anchored_blocks
+from speculators_nb.nn.token_loss import token_loss
 
 FAMILIES = ("llama", "qwen3", "gemma2", "cohere", "gpt_neox")
 CELLS = [
@@ -91,9 +92,10 @@ def test_what_wants_float32_stays_float32():
         assert rowdot(a, b).dtype == torch.float32 and torch.allclose(
             rowdot(a, b), (a * b).sum(-1), rtol=1e-5, atol=1e-4
         )
-        assert {Law(a).neg_entropy.dtype, *(loss.value(Law(a), Law(b)).dtype for loss in LOSSES.values())} == {
-            torch.float32
-        }
+        assert {
+            Distribution(a).neg_entropy.dtype,
+            *(loss.value(Distribution(a), Distribution(b)).dtype for loss in LOSSES.values()),
+        } == {torch.float32}
 
 
 def test_head_loss_does_not_depend_on_autocast():

@@ -25,7 +25,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from speculators_nb.data.chat_encoding import encode, to_dataset
 from speculators_nb.data.messages import normalize
-from speculators_nb.data.prepare import fingerprint_data, prepare, prepare_data
+from speculators_nb.data.pipeline import prepare
+from speculators_nb.data.prepare import fingerprint_data, prepare_data
 from speculators_nb.data.prepared_folder import changes, load_prepared, read_token_freq
 from speculators_nb.data.row_filter import filter_rows
 from speculators_nb.lab.corpus import corpus
@@ -337,10 +338,10 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
 
 
 def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
-    from speculators_nb.data import prepare
+    from speculators_nb.data import pipeline
 
     # as if memory had run out
-    monkeypatch.setattr(prepare, "encode_batch", lambda *a: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(pipeline, "encode_batch", lambda *a: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(ChildProcessError, match="smaller num_proc"):
         prepare_data(corpus(700), VERIFIER, tmp_path / "p", num_proc=2)
     assert not (tmp_path / "p").exists()
@@ -361,10 +362,10 @@ def stop_after(module, name, pipe, first=False):
 
 def run_until(where, data, folder, pipe):
     from speculators_nb.core import files as utils
-    from speculators_nb.data import prepare
+    from speculators_nb.data import pipeline, prepare
 
     if where == "tokenise":
-        stop_after(prepare, "encode_batch", pipe)
+        stop_after(pipeline, "encode_batch", pipe)
     if where == "write":
         stop_after(prepare.torch, "save", pipe)  # the table is there, the record is not
     if where == "rename":
@@ -523,11 +524,11 @@ def test_the_report_shows_control_tokens(chats, tmp_path, caplog):
 
 
 def test_large_conversations_are_done_here_and_in_order(tmp_path, monkeypatch):
-    from speculators_nb.data import prepare
+    from speculators_nb.data import pipeline
     from speculators_nb.data import row_filter as intake
 
     monkeypatch.setattr(intake, "BATCH", 3000)
-    monkeypatch.setattr(prepare, "BATCH", 3000)
+    monkeypatch.setattr(pipeline, "BATCH", 3000)
     chats = corpus(900)
     for i in (0, 3, 450, 899):
         chats[i] = {
@@ -537,9 +538,9 @@ def test_large_conversations_are_done_here_and_in_order(tmp_path, monkeypatch):
                 {"role": "assistant", "content": "so"},
             ]
         }
-    here, encode_here = [], prepare._encode
+    here, encode_here = [], pipeline._encode
     monkeypatch.setattr(
-        prepare, "_encode", lambda batch, encoder: here.append(len(batch)) or encode_here(batch, encoder)
+        pipeline, "_encode", lambda batch, encoder: here.append(len(batch)) or encode_here(batch, encoder)
     )
     one = prepare_data(chats, VERIFIER, tmp_path / "1", num_proc=1, shuffle=False, max_length=64)
     assert len(here) > 100 and here.count(1) >= 4

@@ -9,7 +9,7 @@ import torch
 from test_generate import NEW, PROMPT, DraftTable, chi_square_p, exact_law, language
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.core.proposals import (
+from speculators_nb.core.registry import (
     DynamicTreeTokenProposalConfig,
     GreedyTokenProposalConfig,
     SamplingTokenProposalConfig,
@@ -22,7 +22,7 @@ from speculators_nb.decode.acceptance_rules import RULES
 from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.decode.proposal_setup import TreeDrafter, drive
+from speculators_nb.decode.proposal_setup import TreeDrafter, proposal_setup
 from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
 from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.verifier.tapped_model import Verifier
@@ -120,16 +120,16 @@ EVERY = [*LEARNED, "draft model"]
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", EVERY)
 def test_greedy_text_is_the_verifiers(folder, drafter_of, name, method):
-    driven = drive(drafter_of(name), METHODS[method])
-    assert isinstance(driven.drafter, Drafter) and driven.rule.lossless
-    verifier = Verifier.from_pretrained(folder, driven.drafter.aux_layer_ids or [0])
+    setup = proposal_setup(drafter_of(name), METHODS[method])
+    assert isinstance(setup.drafter, Drafter) and setup.rule.lossless
+    verifier = Verifier.from_pretrained(folder, setup.drafter.aux_layer_ids or [0])
     prompts = [torch.randint(2, V, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (7, 3)]
     plain = [generate(verifier, NoDrafter(), p, max_new_tokens=30, k=0).tokens for p in prompts]
-    one = generate(verifier, prompt_ids=prompts[0], max_new_tokens=30, **driven._asdict())
+    one = generate(verifier, prompt_ids=prompts[0], max_new_tokens=30, **setup._asdict())
     assert one.tokens == plain[0] and len(one.steps) > 1
     assert (method in ("static", "dynamic")) == any(s.parents is not None for s in one.steps)
     # a batch: each its own state
-    assert [g.tokens for g in generate(verifier, prompt_ids=prompts, max_new_tokens=30, **driven._asdict())] == plain
+    assert [g.tokens for g in generate(verifier, prompt_ids=prompts, max_new_tokens=30, **setup._asdict())] == plain
 
 
 def paths_of(tree):
@@ -267,8 +267,8 @@ def test_rules():
         (SamplingTokenProposalConfig(), True),
         (SamplingTokenProposalConfig(accept_lenience=0.5), False),
     ):
-        driven = drive(drafter, method)
-        assert driven.drafter is drafter and driven.rule.lossless == lossless and driven.k == 5
+        setup = proposal_setup(drafter, method)
+        assert setup.drafter is drafter and setup.rule.lossless == lossless and setup.k == 5
 
 
 def test_the_tree_is_the_methods(drafter_of):
@@ -290,7 +290,7 @@ def test_a_markov_head_grows_no_tree(folder):
         "dspark", folder, draft_arch="qwen3", mask_token_id=V - 1, block_size=4, target_layer_ids=[0, 2, 4]
     ).drafter()
     with pytest.raises(TypeError, match="DSparkDrafter drafts chains only"):
-        drive(drafter, METHODS["static"])
+        proposal_setup(drafter, METHODS["static"])
 
 
 @pytest.mark.parametrize("name", ["medusa", "mlp", "mlp, untied"])
@@ -327,17 +327,17 @@ def test_a_shape_of_ones_own(folder, drafter_of, name):
 def test_refused(drafter_of):
     for name in ("static", "dynamic"):
         with pytest.raises(TypeError, match="NgramDrafter drafts chains only"):
-            drive(NgramDrafter(), METHODS[name])
+            proposal_setup(NgramDrafter(), METHODS[name])
     with pytest.raises(ValueError, match="'greedy' grows no tree"):
         TreeDrafter(drafter_of("draft model"), METHODS["greedy"])
     with pytest.raises(ValueError, match="accept_lenience=0"):
-        drive(NgramDrafter(), SamplingTokenProposalConfig(accept_lenience=0))
+        proposal_setup(NgramDrafter(), SamplingTokenProposalConfig(accept_lenience=0))
 
     class Other(TokenProposalConfig):
         pass
 
     with pytest.raises(ValueError, match="proposal_type='other' is not known"):
-        drive(NgramDrafter(), Other(proposal_type="other"))
+        proposal_setup(NgramDrafter(), Other(proposal_type="other"))
 
 
 def test_copies_share_weights_not_state(drafter_of):

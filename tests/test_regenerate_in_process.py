@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.data.prepare import prepare
+from speculators_nb.data.pipeline import prepare
 from speculators_nb.regenerate.in_process import answer, eos_ids_of, pick, regenerate
 from speculators_nb.regenerate.journal import read_regenerated
 from speculators_nb.regenerate.replay import Replay

@@ -15,15 +15,14 @@ import pytest
 from speculators_nb.cli import drafter_commands as drafter_steps
 from speculators_nb.core.http_client import Endpoint
 from speculators_nb.lab import experiment
+from speculators_nb.serve import serve_command as command_module
 from speculators_nb.serve import server as serve
-from speculators_nb.serve.server import (
-    Server,
-    ServerError,
-    find_executable,
+from speculators_nb.serve.serve_command import (
     serve_command,
     serve_environment,
     what_to_serve,
 )
+from speculators_nb.serve.server import Server, ServerError, find_executable
 from speculators_nb.train.train_drafter import new_drafter
 
 HERE, VERIFIER = Path(__file__).parent, Path(__file__).parents[1] / "data/tiny-verifier"
@@ -147,7 +146,7 @@ def test_a_head_inside_the_verifier(tmp_path):
 def test_the_command_may_be_for_another_machine(drafters, tmp_path, monkeypatch):
     "the verifier's folder or hub id need not be here"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(serve, "hf_hub_download", lambda *a, **k: (_ for _ in ()).throw(OSError("no network")))
+    monkeypatch.setattr(command_module, "hf_hub_download", lambda *a, **k: (_ for _ in ()).throw(OSError("no network")))
     config = json.loads((drafters / "eagle3/config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = "org/verifier"
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -179,13 +178,13 @@ def test_options(monkeypatch):
     )
     assert command[0] == "/x/vllm" and command[-2:] == ["--max-num-seqs", "2"]
     assert [command[command.index(o) + 1] for o in ("--port", "--dtype", "--max-model-len")] == ["81", "float32", "64"]
-    monkeypatch.setattr(serve, "accelerated", lambda: False)
+    monkeypatch.setattr(command_module, "accelerated", lambda: False)
     assert "--enforce-eager" in serve_command(VERIFIER) and "--enforce-eager" not in serve_command(
         VERIFIER, enforce_eager=False
     )
     assert serve_environment(3, {})["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert "VLLM_CPU_KVCACHE_SPACE" not in serve_environment(3, {"VLLM_CPU_KVCACHE_SPACE": "9"})
-    monkeypatch.setattr(serve, "accelerated", lambda: True)
+    monkeypatch.setattr(command_module, "accelerated", lambda: True)
     assert "--enforce-eager" not in serve_command(VERIFIER) and "VLLM_CPU_KVCACHE_SPACE" not in serve_environment(
         env={}
     )

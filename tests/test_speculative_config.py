@@ -201,7 +201,7 @@ def test_every_type_of_ours_is_served_as_something():
 
 def test_an_mlp_speculator_of_ours(tmp_path):
     "Its type is `mlp`: recognised, run by our decoder, and refused for vLLM with the reason that it has no such model."
-    from speculators_nb.serve.server import serve_command
+    from speculators_nb.serve.serve_command import serve_command
     from speculators_nb.train.train_drafter import new_drafter
 
     home = ROOT / "data/tiny-verifier"

@@ -4,6 +4,7 @@ remembers."""
 import copy
 import importlib.util
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculators_nb.core.tree import Sampling
-from speculators_nb.decode.suffix import Followers, SuffixDrafter, SuffixIndex, _Part, first_of_equals
+from speculators_nb.decode.suffix import SuffixDrafter, SuffixIndex
+from speculators_nb.decode.suffix_index import Followers, Part
+
+
+def first_of_equals(nexts):
+    "The first of Arctic's list: sorted by count, a token moves as little as it must."
+    order, count, more = [], Counter(), Counter()  # more[c]: how many tokens were counted more than c times
+    for t in nexts:
+        c = count[t]
+        if c:
+            place = order.index(t, more[c])
+            order.insert(more[c + (place == more[c])], order.pop(place))
+        else:
+            order.append(t)
+        count[t] += 1
+        more[c] += 1
+    return order[0]
 
 
 class Counted:
@@ -29,7 +46,7 @@ class Counted:
                     self.count[part] = self.count.get(part, 0) + 1
                     self.nexts.setdefault(part[:-1], []).append(t)
 
-    def guess(self, context, k, factor, min_prob, depth):
+    def propose(self, context, k, factor, min_prob, depth):
         context, best = context[-depth:], ([], 0.0, 0)
         for m in range(1, len(context)):
             said, tokens, score, p = tuple(context[-m:]), [], np.float32(0), np.float32(1)
@@ -47,14 +64,14 @@ class Counted:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_guesses_are_those_of_the_counted_tree(data):
+def test_proposals_are_those_of_the_counted_tree(data):
     words, depth = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 8))
     k = data.draw(st.integers(1, 6))
     factor = data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.5]))
     min_prob = data.draw(st.sampled_from([0.0, 0.1, 0.5]))
     text = st.lists(st.integers(0, words - 1), max_size=20)
     index, log, kept = SuffixIndex(depth), [], []
-    index.many = data.draw(st.sampled_from([1, 2, 5, 64]))  # parts are told apart early, or never
+    index.most_places = data.draw(st.sampled_from([1, 2, 5, 64]))  # parts are told apart early, or never
     for _ in range(data.draw(st.integers(1, 4))):
         grown = {index.start(): iter(data.draw(text)) for _ in range(data.draw(st.integers(1, 3)))}
         kept += grown
@@ -63,13 +80,13 @@ def test_guesses_are_those_of_the_counted_tree(data):
             index.extend(s, part)
             log += [(s, t) for t in part]
             if data.draw(st.booleans()):
-                index.guess(data.draw(text), k)  # asking changes nothing
+                index.propose(data.draw(text), k)  # asking changes nothing
         if len(kept) > 3:
             index.forget()
             index.extend(kept.pop(0), [0, 1])  # and what is forgotten grows no more
         for context in ([t for s, t in log if s == kept[-1]], data.draw(text)):
-            got = index.guess(context, k, factor, min_prob)
-            tokens, score, match = Counted(kept, log, depth).guess(context, k, factor, min_prob, depth)
+            got = index.propose(context, k, factor, min_prob)
+            tokens, score, match = Counted(kept, log, depth).propose(context, k, factor, min_prob, depth)
             assert (got.tokens, got.score, got.match) == (tokens, score, match)
 
 
@@ -110,8 +127,8 @@ def test_a_proposal_looks_at_few_places_however_often_a_text_repeats_itself(peri
     monkeypatch.setattr(SuffixIndex, "_starts", places)
     monkeypatch.setattr(SuffixIndex, "first", first)
     monkeypatch.setattr(SuffixIndex, "_all", None)  # all places are looked through only after something was forgotten
-    guess = index.guess(text[:-1], k)
-    assert guess.tokens[0] == text[-1] and most <= index.many and 0 < steps <= 24 * k
+    proposal = index.propose(text[:-1], k)
+    assert proposal.tokens[0] == text[-1] and most <= index.most_places and 0 < steps <= 24 * k
     touched = []
     monkeypatch.setattr(Followers, "add", lambda self, t: touched.append(t))
     index.extend(sequence, text[-1:])
@@ -119,7 +136,7 @@ def test_a_proposal_looks_at_few_places_however_often_a_text_repeats_itself(peri
     stored, parts = 0, list(index.parts.values())
     while parts:
         part = parts.pop()
-        assert isinstance(part, _Part) and part.n
+        assert isinstance(part, Part) and part.count
         stored += len(part.places)
         parts += (part.longer or {}).values()
     assert stored == len(text) == len(index)  # a place is in one part only
@@ -132,7 +149,7 @@ def test_forgetting_frees_memory():
         if len(index.ends) > 10:
             index.forget()
     assert len(index.tokens) < 1300 and len(index.ends) == 10 and len(index) == 220
-    assert index.guess([3, 4, 5], 4).tokens == [6, 7]
+    assert index.propose([3, 4, 5], 4).tokens == [6, 7]
 
 
 def arctic():

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from speculators_nb.features.feature_folder import sample_of
+from speculators_nb.features.feature_rows import sample_of
 from speculators_nb.features.in_process import states_of
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.layers import draft_layer_config

@@ -25,7 +25,8 @@ from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.evaluate.cost import draft_cost
 from speculators_nb.evaluate.speedup import measured_speedup, verify_costs
-from speculators_nb.lab.experiment import heldout_setting, shipped_data, train_equally
+from speculators_nb.lab.experiment import heldout_setting, train_equally
+from speculators_nb.lab.shipped import shipped_data
 from speculators_nb.models.base import SpeculatorModel
 
 RESULTS = Path(__file__).resolve().parent / "results"

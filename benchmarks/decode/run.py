@@ -169,7 +169,7 @@ def suffix_lookup(total=1_000_000, vocab=32_000):
 
     seconds, _ = clock(ingest)
     asked = [texts[rng.integers(len(texts))][: rng.integers(30, 400)] for _ in range(500)]
-    times = [clock(lambda: index.guess(context, 16))[0] * 1e3 for context in asked]
+    times = [clock(lambda: index.propose(context, 16))[0] * 1e3 for context in asked]
     return {
         "tokens": size,
         "ingested tokens per second": round(size / seconds, -3),

@@ -27,9 +27,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from speculators_nb.core.files import atomic_write
 from speculators_nb.evaluate.engine import evaluate_engine
-from speculators_nb.lab.corpus import read_corpus
 from speculators_nb.lab.experiment import shipped_drafter
-from speculators_nb.serve.server import accelerated, serve_environment
+from speculators_nb.lab.shipped import read_corpus
+from speculators_nb.serve.serve_command import accelerated, serve_environment
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

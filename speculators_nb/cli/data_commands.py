@@ -18,7 +18,7 @@ from ..core.checkpoints import resolve_checkpoint
 from ..core.options import check_options
 from ..core.provenance import write_provenance
 from ..data.chat_template import tokenizer_errors
-from ..data.prepare import prepare
+from ..data.pipeline import prepare
 from ..data.prepared_folder import load_prepared, read_data_config
 from ..features.feature_folder import shard, table_of
 from ..features.from_server import extract_from_server

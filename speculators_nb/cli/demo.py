@@ -22,7 +22,7 @@ from ..core.files import atomic_write, read_object
 from ..core.options import check_options
 from ..core.plot import plot_loss, plot_step_weights
 from ..data.packing import collate
-from ..data.prepare import prepare
+from ..data.pipeline import prepare
 from ..decode.generate import NoDrafter
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import Evaluation, evaluate

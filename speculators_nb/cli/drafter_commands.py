@@ -37,7 +37,12 @@ from ..models.base import SpeculatorModel
 from ..nn.target_head import text_config, verifier_config
 from ..regenerate.in_process import eos_ids_of
 from ..regenerate.replay import questions_of
-from ..serve.server import Server, find_verifier, serve_command, serve_environment
+from speculators_nb.serve.serve_command import (
+    find_verifier,
+    serve_command,
+    serve_environment,
+)
+from ..serve.server import Server
 from ..train.train_drafter import train_drafter
 from ..train.trainer import SpeculatorTrainer
 from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids

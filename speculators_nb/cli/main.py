@@ -146,7 +146,7 @@ check = command(
 
 # %% ../../nbs/cli/06_main.ipynb #0abef388
 def _served(words):
-    from speculators_nb.serve.server import as_shell
+    from speculators_nb.serve.serve_command import as_shell
 
     return words and as_shell(*words)
 

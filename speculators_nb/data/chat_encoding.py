@@ -92,7 +92,7 @@ def _render(row, template, rows, first, vocab_size):
     except Exception as e:  # a template may raise anything
         return e
 
-
+# %% ../../nbs/data/06_chat_encoding.ipynb #12e0f00b
 def _tokens(template, texts, first):
     "An Encoding for each text, or the error."
     try:

@@ -44,8 +44,7 @@ from speculators_nb.evaluate.guidellm import (
 )
 from .load import Load, performance, read_prompts, rows_of, run_load
 from .vllm_metrics import Meter
-from speculators_nb.serve.server import (
-    Server,
+from speculators_nb.serve.serve_command import (
     as_shell,
     find_verifier,
     read_config,
@@ -53,6 +52,7 @@ from speculators_nb.serve.server import (
     serve_environment,
     what_to_serve,
 )
+from ..serve.server import Server
 
 # %% ../../nbs/evaluate/07_engine.ipynb #69a11289
 @dataclass

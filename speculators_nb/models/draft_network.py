@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from ..core.checkpoints import save_tensors, tensor_problem
 from ..core.config import SpeculatorModelConfig
 from ..nn.draft_vocabulary import check_vocab_mapping, draft_to_verifier
-from ..nn.head_loss import target_head_for
 from speculators_nb.nn.target_head import (
     TargetHead,
     load_verifier_tensors,
+    target_head_for,
     text_config,
     verifier_config,
 )

@@ -180,7 +180,7 @@ def step_metrics(
     correct = torch.zeros_like(carries_loss).index_put_((entries.step, row), out.correct)
     return metrics | chain_metrics(correct, carries_loss, upstream)
 
-# %% ../../nbs/models/05_eagle3.ipynb #24c92c2a
+# %% ../../nbs/models/05_eagle3.ipynb #3bbcf04a
 class Eagle3Loss(Eagle3Network):
     "A training step of EAGLE-3."
 
@@ -224,7 +224,7 @@ class Eagle3Loss(Eagle3Network):
         mean = step_weight / (carries_loss.sum(-1).float() + 1e-5)
         in_loss = carries_loss[entries.step, entries.target - entries.step]
         weight = mean[entries.step] * in_loss
-        options = dict(gemm_dtype=gemm_dtype, want_accept=lean and not self.training)
+        options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training)
         states = verifier_last_hidden_states[0]
         out = distribution_loss(
             self, hidden, states, entries.target, weight, mixture, lean, **options

@@ -24,12 +24,12 @@ from ..core.tree_growth import recurrent_log_probs
 from .base import ForwardOutput, SpeculatorModel
 from .mtp_native import extract_mtp
 from ..nn.attention import attention, prefix_attention
-from ..nn.head_loss import dense_token_loss, token_loss
 from ..nn.layers import Rotary, ToRead, head_dim, refuse_dropout, rotate
 from ..nn.masks import ttt
 from ..nn.step_weights import normalised_steps
 from ..nn.supervision import chain_metrics, needed_rows, ttt_supervision
 from ..nn.target_head import text_config, verifier_config
+from ..nn.token_loss import dense_token_loss, token_loss
 
 # %% ../../nbs/models/10_mtp.ipynb #b7b589c3
 @SpeculatorModelConfig.register("mtp")

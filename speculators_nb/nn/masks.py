@@ -120,7 +120,7 @@ class BlockMap(NamedTuple):
     def partial(self) -> Tensor:  # bool: blocks in which a kernel evaluates the predicate
         return (self.allowed > 0) & ~self.full
 
-
+# %% ../../nbs/nn/01_masks.ipynb #24cdd1f0
 def _block_edges(length: int, block: int, device) -> Tensor:
     return torch.arange(0, length + block, block, device=device).clamp_max(length)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from ..core.http_client import Breaker, Endpoint, EndpointError, concurrently
+from ..core.concurrency import Breaker, concurrently
+from ..core.http_client import Endpoint, EndpointError
 from ..data.chat_template import ControlTokens
 from ..data.messages import normalize
 from ..data.row_filter import ready_row

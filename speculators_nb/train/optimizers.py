@@ -80,7 +80,7 @@ def parameter_groups(
 # %% ../../nbs/train/02_optimizers.ipynb #8ba105ae
 class MuonAdamW(torch.optim.Optimizer):
     """torch's Muon on hidden matrices, AdamW on the rest and on tables by rows, behind the
-    interface of one optimizer; a group's `kind` says which."""
+    interface of one optimizer; a group's `kind` chooses."""
 
     def __init__(
         self,

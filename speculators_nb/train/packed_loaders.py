@@ -73,7 +73,7 @@ class PackedRows(Trainer):
 
 # %% ../../nbs/train/06_packed_loaders.ipynb #3e70160b
 class PackedLoaders(PackedRows):
-    "The loaders that transformers' Trainer asks for, with packed rows."
+    "The data loaders of transformers' Trainer, with packed rows."
 
     if TYPE_CHECKING:
         eval_dataset: Any

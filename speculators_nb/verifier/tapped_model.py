@@ -53,8 +53,8 @@ def check_aux_layer_ids(
     ids: Iterable[int],  # aux layer ids
     n: int,  # number of decoder layers of the verifier
 ) -> list[int]:  # the ids as a list
-    """Ids must be non-empty, distinct, ascending and within [0, n]; ValueError says which rule
-    was broken."""
+    """Ids must be non-empty, distinct, ascending and within [0, n]; ValueError names the
+    rules that are broken."""
     ids = [int(i) for i in ids]
     rules = {
         "empty": not ids,

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from speculators_nb.cli.data_commands import open_verifier
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.serve.server import what_to_serve
+from speculators_nb.serve.serve_command import what_to_serve
 from speculators_nb.verifier.tapped_model import Verifier
 
 from .harness import GOOD, RELEASE, Case

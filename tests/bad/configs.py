@@ -5,7 +5,7 @@ import json
 import shutil
 
 from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig, layer_config_from_dict
-from speculators_nb.core.proposals import (
+from speculators_nb.core.registry import (
     DynamicTreeTokenProposalConfig,
     GreedyTokenProposalConfig,
     SamplingTokenProposalConfig,
@@ -17,7 +17,7 @@ from speculators_nb.models import (
     eagle3,  # noqa: F401  so that a case does not pay for the import
 )
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.serve.server import what_to_serve
+from speculators_nb.serve.serve_command import what_to_serve
 from speculators_nb.serve.speculative_config import SpeculativeConfig
 from speculators_nb.serve.speculative_fields import parse_token_tree
 from speculators_nb.serve.vllm_contract import check_vllm_contract

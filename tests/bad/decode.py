@@ -25,7 +25,7 @@ from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import convert, detect, export_native
 from speculators_nb.models.formats import NativeCheckpoint
 from speculators_nb.nn.anchors import select_anchors
-from speculators_nb.serve.server import serve_command
+from speculators_nb.serve.serve_command import serve_command
 from speculators_nb.verifier.tapped_model import Verifier, check_aux_layer_ids, default_aux_layer_ids
 
 from .harness import GOOD, RELEASE, ROOT, Case

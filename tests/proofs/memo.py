@@ -11,6 +11,7 @@ import copy
 import torch
 
 from speculators_nb.core.tree import Sampling, TokenTree
+from speculators_nb.decode.proposal_setup import grow_tree
 from speculators_nb.decode.verification import Context
 
 
@@ -200,7 +201,7 @@ class Grown(Remembered):
             return Rows(self.known[text, depth, paths[n]] for n in nodes.tolist())
 
         try:
-            return self.drafter.grown(remembered, depth, sampling)
+            return grow_tree(self.drafter.method, remembered, depth, sampling)
         except KeyError:
             sampling.generator.set_state(before)
         with torch.inference_mode(), self.drafter.drafter.grow(tokens, self.fresh(text), depth) as law:
@@ -211,4 +212,4 @@ class Grown(Remembered):
                     self.known |= {(text, depth, paths[n]): row.clone() for n, row in zip(nodes.tolist(), rows)}
                 return rows
 
-            return self.drafter.grown(noting, depth, sampling)
+            return grow_tree(self.drafter.method, noting, depth, sampling)

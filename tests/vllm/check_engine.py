@@ -87,10 +87,10 @@ def main(only):
     from transformers import AutoTokenizer
 
     from speculators_nb.evaluate.engine import compare_runs, evaluate_as_engine, evaluate_engine
-    from speculators_nb.lab.corpus import read_corpus
     from speculators_nb.lab.experiment import heldout_prompts
+    from speculators_nb.lab.shipped import read_corpus
     from speculators_nb.regenerate.in_process import eos_ids_of
-    from speculators_nb.serve.server import serve_environment
+    from speculators_nb.serve.serve_command import serve_environment
     from speculators_nb.verifier.tapped_model import Verifier
 
     torch.set_num_threads(1)

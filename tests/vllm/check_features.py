@@ -88,7 +88,8 @@ def make_moe(folder):
 def start(storage, layer_ids, log, model=VERIFIER):
     """The server, as a context."""
     from speculators_nb.features.extraction_client import extraction_options
-    from speculators_nb.serve.server import Server, free_port, serve_environment
+    from speculators_nb.serve.serve_command import serve_environment
+    from speculators_nb.serve.server import Server, free_port
 
     vllm = Path(install()).parent / "vllm"
     arguments, environment = extraction_options(layer_ids, storage)
@@ -153,7 +154,7 @@ def check_moe(layer_ids=(2, 3, 4, 6)):
 def main(layer_ids=(2, 3, 4, 6), rows=ROWS):
     import torch
 
-    from speculators_nb.core.http_client import TooManyFailures
+    from speculators_nb.core.concurrency import TooManyFailures
     from speculators_nb.features.extraction_client import HiddenStatesClient
     from speculators_nb.features.feature_folder import FeatureDataset
     from speculators_nb.features.from_server import ServerFeatures, extract_from_server

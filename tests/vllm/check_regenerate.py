@@ -37,7 +37,8 @@ def main():
     from speculators_nb.regenerate import from_server as module
     from speculators_nb.regenerate.in_process import regenerate
     from speculators_nb.regenerate.journal import read_regenerated
-    from speculators_nb.serve.server import Server, serve_command
+    from speculators_nb.serve.serve_command import serve_command
+    from speculators_nb.serve.server import Server
     from speculators_nb.verifier.tapped_model import Verifier
 
     ask, problems, start = module.regenerate_from_server, [], time.time()

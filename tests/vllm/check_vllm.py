@@ -637,8 +637,8 @@ def main(only):
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from speculators_nb.lab.corpus import read_corpus
     from speculators_nb.lab.experiment import heldout_prompts
+    from speculators_nb.lab.shipped import read_corpus
     from speculators_nb.serve.vllm_contract import check_vllm_contract
 
     torch.set_num_threads(1)
