@@ -291,8 +291,8 @@ def no_longrope(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -
     if rope.get("rope_type") != "longrope":
         return []
     return [
-        f"{LAYER}.rope_parameters.rope_type is longrope; vLLM's DFlash has no table of its "
-        "angles and fails at start, train with another"
+        f"{LAYER}.rope_parameters.rope_type is longrope; vLLM's block drafters have no "
+        "table of its angles and fail at start, train with another"
     ]
 
 
