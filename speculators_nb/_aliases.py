@@ -24,7 +24,7 @@ DOCUMENTED = {
     "models.dflash.core": ("models.dflash",),
     "models.eagle3.config": ("models.eagle3",),
     "models.eagle3.core": ("models.eagle3",),
-    "models.mtp.core": ("models.mtp",),
+    "models.mtp.core": ("models.mtp", "models.mtp_network"),
     "models.peagle.core": ("models.peagle",),
 }
 
