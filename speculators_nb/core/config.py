@@ -14,10 +14,8 @@ import importlib
 import inspect
 import os
 import pkgutil
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
-import torch
 from pydantic import (
     ConfigDict,
     Field,
