@@ -17,11 +17,11 @@ _PUBLIC = {
     "SpeculatorsConfig": "core.config",
     "VerifierConfig": "core.config",
     "reload_schemas": "core.config",
-    "TokenProposalConfig": "core.proposals",
-    "GreedyTokenProposalConfig": "core.proposals",
-    "SamplingTokenProposalConfig": "core.proposals",
-    "StaticTreeTokenProposalConfig": "core.proposals",
-    "DynamicTreeTokenProposalConfig": "core.proposals",
+    "TokenProposalConfig": "core.registry",
+    "GreedyTokenProposalConfig": "core.registry",
+    "SamplingTokenProposalConfig": "core.registry",
+    "StaticTreeTokenProposalConfig": "core.registry",
+    "DynamicTreeTokenProposalConfig": "core.registry",
     "SpeculatorModel": "models.base",
     "SpeculativeConfig": "serve.speculative_config",
     "EagleSpeculator": "models.eagle",
@@ -39,7 +39,7 @@ _PUBLIC = {
     "MedusaModel": "models.medusa",
     "MedusaSpeculatorConfig": "models.medusa",
     "MTPDraftModel": "models.mtp",
-    "MTPSpeculatorConfig": "models.mtp",
+    "MTPSpeculatorConfig": "models.mtp_network",
 }
 
 if TYPE_CHECKING:  # the same names, for those who read and do not run
@@ -47,11 +47,11 @@ if TYPE_CHECKING:  # the same names, for those who read and do not run
     from .core.config import SpeculatorsConfig as SpeculatorsConfig
     from .core.config import VerifierConfig as VerifierConfig
     from .core.config import reload_schemas as reload_schemas
-    from .core.proposals import DynamicTreeTokenProposalConfig as DynamicTreeTokenProposalConfig
-    from .core.proposals import GreedyTokenProposalConfig as GreedyTokenProposalConfig
-    from .core.proposals import SamplingTokenProposalConfig as SamplingTokenProposalConfig
-    from .core.proposals import StaticTreeTokenProposalConfig as StaticTreeTokenProposalConfig
-    from .core.proposals import TokenProposalConfig as TokenProposalConfig
+    from .core.registry import DynamicTreeTokenProposalConfig as DynamicTreeTokenProposalConfig
+    from .core.registry import GreedyTokenProposalConfig as GreedyTokenProposalConfig
+    from .core.registry import SamplingTokenProposalConfig as SamplingTokenProposalConfig
+    from .core.registry import StaticTreeTokenProposalConfig as StaticTreeTokenProposalConfig
+    from .core.registry import TokenProposalConfig as TokenProposalConfig
     from .models.base import SpeculatorModel as SpeculatorModel
     from .models.dflash import DFlashDraftModel as DFlashDraftModel
     from .models.dflash import DFlashSpeculatorConfig as DFlashSpeculatorConfig
@@ -66,7 +66,7 @@ if TYPE_CHECKING:  # the same names, for those who read and do not run
     from .models.mlp_speculator import MLPSpeculator as MLPSpeculator
     from .models.mlp_speculator import MLPSpeculatorConfig as MLPSpeculatorConfig
     from .models.mtp import MTPDraftModel as MTPDraftModel
-    from .models.mtp import MTPSpeculatorConfig as MTPSpeculatorConfig
+    from .models.mtp_network import MTPSpeculatorConfig as MTPSpeculatorConfig
     from .models.peagle import PEagleDraftModel as PEagleDraftModel
     from .models.peagle import PEagleSpeculatorConfig as PEagleSpeculatorConfig
     from .serve.speculative_config import SpeculativeConfig as SpeculativeConfig

@@ -22,7 +22,7 @@ from speculators_nb.core.config import (
     layer_config_from_dict,
     reload_schemas,
 )
-from speculators_nb.core.proposals import GreedyTokenProposalConfig, TokenProposalConfig
+from speculators_nb.core.registry import GreedyTokenProposalConfig, TokenProposalConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = {

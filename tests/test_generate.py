@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from speculators_nb.core.config import SpeculatorsConfig, VerifierConfig
-from speculators_nb.core.proposals import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig
+from speculators_nb.core.registry import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig
 from speculators_nb.core.tree import Sampling, TokenTree, probabilities
 from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.draft_model import DraftModel

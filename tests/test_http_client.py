@@ -14,7 +14,8 @@ import pytest
 from fake_openai import FakeServer, reply
 
 from speculators_nb.core import http_client as module
-from speculators_nb.core.http_client import Breaker, Endpoint, EndpointError, TooManyFailures, concurrently
+from speculators_nb.core.concurrency import Breaker, TooManyFailures, concurrently
+from speculators_nb.core.http_client import Endpoint, EndpointError
 
 KEY = "sk-0123456789abcdef"
 
@@ -218,7 +219,7 @@ def test_threads_go_when_the_consumer_goes():
 
 def test_a_long_answer_does_not_keep_the_program():
     code = (
-        "import time\nfrom speculators_nb.core.http_client import concurrently\nfor _ in concurrently(time.sleep, [0, "
+        "import time\nfrom speculators_nb.core.concurrency import concurrently\nfor _ in concurrently(time.sleep, [0, "
         "600], 2): break"
     )
     subprocess.run([sys.executable, "-c", code], timeout=20, check=True, env=os.environ)

@@ -9,7 +9,7 @@ import torch
 from test_generate import NEW, PROMPT, DraftTable, chi_square_p, exact_law, language
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.core.proposals import (
+from speculators_nb.core.registry import (
     DynamicTreeTokenProposalConfig,
     GreedyTokenProposalConfig,
     SamplingTokenProposalConfig,

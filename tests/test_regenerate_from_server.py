@@ -15,7 +15,8 @@ from fake_openai import MODEL, FakeServer, reply
 from transformers import AutoTokenizer
 
 from speculators_nb.core import http_client as module
-from speculators_nb.core.http_client import Endpoint, TooManyFailures
+from speculators_nb.core.concurrency import TooManyFailures
+from speculators_nb.core.http_client import Endpoint
 from speculators_nb.data.pipeline import prepare
 from speculators_nb.regenerate.from_server import regenerate_from_server
 from speculators_nb.regenerate.journal import read_regenerated

@@ -34,8 +34,13 @@ from .checkpoints import resolve_checkpoint
 from .files import atomic_write, read_object
 from .option_rules import OptionRule, number, several, shown, whole
 from .options import RULES
-from .proposals import GreedyTokenProposalConfig, TokenProposalConfig
-from .registry import ClassRegistryMixin, ReloadableBaseModel, explain
+from speculators_nb.core.registry import (
+    ClassRegistryMixin,
+    GreedyTokenProposalConfig,
+    ReloadableBaseModel,
+    TokenProposalConfig,
+    explain,
+)
 
 # %% ../../nbs/core/10_config.ipynb #f13ddc26
 SAID = {  # field of a config.json that is looked at -> its type

@@ -99,7 +99,7 @@ def _known_secrets() -> list[str]:
     spelt = {spelling for secret in secrets for spelling in _spellings(secret)}
     return sorted(spelt, key=len, reverse=True)
 
-
+# %% ../../nbs/core/06_provenance.ipynb #5be32905
 def without_secrets(
     value: Any,  # anything that JSON has; paths and other objects become text
     name: str = "",  # of the argument that holds it
@@ -192,7 +192,7 @@ def _hub_commit(name: str) -> str | None:
     parts = Path(file).parts if isinstance(file, str) else ()
     return parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
 
-
+# %% ../../nbs/core/06_provenance.ipynb #23c74786
 def identify(
     source: str | os.PathLike,  # a file, a folder, a hub id, or the address of a server
 ) -> dict:  # "path", and what is known of: "sha256", "bytes", "files", "record", "commit"
@@ -265,7 +265,7 @@ def git_commit() -> str | None:  # "1f2e3d4…", "-dirty" if tracked files diffe
         return None
     return described.stdout.strip() or None
 
-
+# %% ../../nbs/core/06_provenance.ipynb #785f1410
 def provenance(
     command: str,  # what ran: the name of the command or of the function
     arguments: Mapping | None = None,  # its arguments; secrets are removed
@@ -306,7 +306,7 @@ def provenance_path(
         return output.with_name(f"{output.name}.provenance.json")
     return output / "provenance.json"
 
-
+# %% ../../nbs/core/06_provenance.ipynb #245fa6f4
 def write_provenance(
     output: str | os.PathLike,  # the folder or file that was made
     command: str,  # what ran: the name of the command or of the function

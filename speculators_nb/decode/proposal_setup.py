@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speculators_nb.core.proposals import (
+from speculators_nb.core.registry import (
     DynamicTreeTokenProposalConfig,
     GreedyTokenProposalConfig,
     SamplingTokenProposalConfig,

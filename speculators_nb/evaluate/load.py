@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from ..core.http_client import Endpoint, concurrently
+from ..core.concurrency import concurrently
+from ..core.http_client import Endpoint
 from ..core.options import check_options
 from ..data.messages import normalize
 from ..data.sources import files_of, read_conversations

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 
+from ..core.concurrency import Breaker, concurrently
 from ..core.files import DiskError
-from ..core.http_client import Breaker, EndpointError, concurrently
+from ..core.http_client import EndpointError
 from ..data.images import FORMATS, open_picture, picture_file
 from .extraction_client import HiddenStatesClient
 from .extraction_files import MemoryLimit

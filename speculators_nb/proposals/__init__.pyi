@@ -1,1 +1,1 @@
-from ..core.proposals import *
+from ..core.registry import *

@@ -5,7 +5,7 @@ import json
 import shutil
 
 from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig, layer_config_from_dict
-from speculators_nb.core.proposals import (
+from speculators_nb.core.registry import (
     DynamicTreeTokenProposalConfig,
     GreedyTokenProposalConfig,
     SamplingTokenProposalConfig,

@@ -9,7 +9,7 @@ from memo import Deterministic, Grown, Independent, Memory, Sequential, inverse
 from transformers import AutoTokenizer
 
 import speculators_nb.decode.generate as decoder
-from speculators_nb.core.proposals import DynamicTreeTokenProposalConfig, StaticTreeTokenProposalConfig
+from speculators_nb.core.registry import DynamicTreeTokenProposalConfig, StaticTreeTokenProposalConfig
 from speculators_nb.core.tree import probabilities
 from speculators_nb.core.tree_growth import parse_tree
 from speculators_nb.decode.draft_model import DraftModel

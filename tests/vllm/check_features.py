@@ -154,7 +154,7 @@ def check_moe(layer_ids=(2, 3, 4, 6)):
 def main(layer_ids=(2, 3, 4, 6), rows=ROWS):
     import torch
 
-    from speculators_nb.core.http_client import TooManyFailures
+    from speculators_nb.core.concurrency import TooManyFailures
     from speculators_nb.features.extraction_client import HiddenStatesClient
     from speculators_nb.features.feature_folder import FeatureDataset
     from speculators_nb.features.from_server import ServerFeatures, extract_from_server
