@@ -25,13 +25,13 @@ from ..data.sources import read_conversations
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import RESULTS, Evaluation
 from ..evaluate.acceptance import evaluate as measure
-from speculators_nb.evaluate.engine import (
+from speculators_nb.evaluate.comparison import (
     Comparison,
-    EngineEvaluation,
     compare_runs,
     evaluate_as_engine,
-    evaluate_engine,
 )
+from ..evaluate.engine import evaluate_engine
+from ..evaluate.engine_results import EngineEvaluation
 from ..features.extraction_client import extraction_options
 from ..lab.experiment import settings
 from ..models.base import SpeculatorModel
