@@ -16,13 +16,9 @@ import speculators_nb.evaluate.load as load_module
 from speculators_nb.core.http_client import Endpoint, EndpointError
 from speculators_nb.decode.generate import Generation, Step
 from speculators_nb.evaluate.acceptance import COUNTS, acceptance_table, evaluate
-from speculators_nb.evaluate.engine import (
-    EngineEvaluation,
-    as_engine_counts,
-    compare_runs,
-    evaluate_as_engine,
-    evaluate_engine,
-)
+from speculators_nb.evaluate.comparison import as_engine_counts, compare_runs, evaluate_as_engine
+from speculators_nb.evaluate.engine import evaluate_engine
+from speculators_nb.evaluate.engine_results import EngineEvaluation
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report, replies_of
 from speculators_nb.evaluate.load import Prompt, ask, read_prompts, run_load
 from speculators_nb.evaluate.vllm_metrics import Meter, MetricsError

@@ -11,6 +11,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -162,13 +163,14 @@ def read_report(
 
 
 def replies_of(
-    load: dict,  # one of a report's benchmarks
-) -> list:  # of `load.Reply`, those that were completed
+    load: dict[str, Any],  # one of a report's benchmarks
+    domain: str = "all",  # group in which the replies are reported
+) -> list[Reply]:  # those that were completed
     """A load's requests. Its count of iterations is not that of the engine's steps, so it is
     left out."""
     return [
         Reply(
-            "all",
+            domain,
             seconds=r["request_latency"],
             first=(r["time_to_first_token_ms"] or float("nan")) / 1000,
             tokens=r["output_tokens"] or 0,

@@ -10,6 +10,7 @@ import json
 import os
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,7 +84,7 @@ def _served_model(
     model: str | None,  # served name; None: the only one
 ) -> tuple[str, str]:  # its name, and its folder or hub id
     "Errors: ValueError for a name that is not served."
-    served = endpoint.served()
+    served: Any = endpoint.served()
     names = [m["id"] for m in served]
     if model not in (None, *names):
         raise ValueError(
@@ -91,9 +92,9 @@ def _served_model(
             "leave model out"
         )
     chosen = next(m for m in served if model in (None, m["id"]))
-    root = chosen.get("root")
-    is_name = isinstance(root, str) and root.isprintable() and root
-    return chosen["id"], root if is_name else chosen["id"]
+    name, root = chosen["id"], chosen.get("root")
+    is_path = isinstance(root, str) and root.isprintable() and root
+    return name, root if is_path else name
 
 # %% ../../nbs/features/07_extraction_client.ipynb #e958e0c4
 class ExtractionServer:

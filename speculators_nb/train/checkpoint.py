@@ -307,7 +307,7 @@ def close_progress_bars(
     "So that an error message begins on a line of its own. The lower bar is closed first."
     for callback in trainer.callback_handler.callbacks:
         for name in ("prediction_bar", "training_bar"):
-            bar = getattr(callback, name, None)
+            bar: Any = getattr(callback, name, None)
             if hasattr(bar, "close"):
                 bar.close()
 

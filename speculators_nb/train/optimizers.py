@@ -156,12 +156,13 @@ class RowGradients(Trainer):
     "transformers' Trainer with AdamW or Muon, and gradients of embedding tables by rows."
 
     args: Any  # SpeculatorTrainingArguments
+    model: Any  # a drafter
 
     @property
     def _by_rows(self):
         return self.args.world_size == 1 and self.args.n_gpu < 2
 
-    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         "AdamW, or Muon and AdamW, over the trainable parameters."
         if self.optimizer is None:
             args = self.args

@@ -88,8 +88,9 @@ class PackedLoaders(PackedRows):
             raise ValueError("train_dataset=None: this trainer can only evaluate.")
         self.train_rows = self.rows(self.train_dataset)
         loader = self._loader(self.train_dataset, self.train_rows)
+        collate_rows: Any = loader.collate_fn
         batches = (
-            loader.collate_fn([self.train_dataset[i] for i in row]) for row in self.train_rows
+            collate_rows([self.train_dataset[i] for i in row]) for row in self.train_rows
         )
         if not any(batch["loss_mask"].any() for batch in batches):
             raise ValueError(

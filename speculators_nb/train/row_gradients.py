@@ -8,6 +8,7 @@ __all__ = ['SLICE_BYTES', 'table_slices', 'RowAdamW', 'use_row_gradients', 'clip
 # %% ../../nbs/train/01_row_gradients.ipynb #6811a67b
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ SLICE_BYTES = 4 << 20  # of a table, updated at a time
 
 
 def table_slices(
-    p: nn.Parameter,  # a table [V, ...] with a gradient
+    p: Any,  # a table [V, ...] with a gradient
 ) -> Iterator[tuple[slice, torch.Tensor]]:  # rows, their dense gradient
     "Slices of a table with their dense gradients; the buffer of the gradient is reused."
     if not p.grad.is_sparse:
@@ -92,7 +93,7 @@ class RowAdamW(torch.optim.Optimizer):
 # %% ../../nbs/train/01_row_gradients.ipynb #092d5d48
 def use_row_gradients(
     model: nn.Module,  # its trainable nn.Embedding tables are switched
-) -> list[nn.Parameter]:  # their weights
+) -> list[torch.Tensor]:  # their weights
     "From now on, the gradients of a model's embedding tables list the rows that were read."
     tables = [
         m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad
@@ -103,7 +104,7 @@ def use_row_gradients(
 
 
 def clip_gradients(
-    parameters: Iterable[nn.Parameter],  # those without a gradient are left out
+    parameters: Iterable[Any],  # tensors; those without a gradient are left out
     max_norm: float,  # norm of all gradients together is reduced to this; inf: only measured
 ) -> torch.Tensor:  # the norm before
     "`torch.nn.utils.clip_grad_norm_`, for row gradients too."

@@ -124,15 +124,15 @@ def open_features(
     verifier itself, which then runs beside the training."""
     layout = layout_of(data_dir)
     info = VerifierInfo.of(verifier)
-    if layout == "rows" and not url:
-        return _verifier_features(data_dir, info, layers, on_bad)
     if layout == "rows":
+        if not url:
+            return _verifier_features(data_dir, info, layers, on_bad)
         if storage is None:
             raise ValueError(
                 f"storage=None: name the folder that the server at {url} writes to (its "
                 "shared_storage_path)"
             )
-        return ServerFeatures(url, data_dir, storage, on_bad=on_bad)
+        return ServerFeatures(url, Path(data_dir), storage, on_bad=on_bad)
     if url:
         raise ValueError(
             f"url={url!r}: {data_dir} has features already; name the prepared folder, or leave "
@@ -187,13 +187,13 @@ def _model_and_features(
         wanted = list(model.drafter().aux_layer_ids) or None
         return model, open_features(data_dir, info, layers=wanted, **source)
     data = open_features(data_dir, info, layers=target_layer_ids, **source)
-    layers = target_layer_ids or (data.layer_ids and data.layer_ids[:-1])
+    stored = list(data.layer_ids or ())[:-1]
     model = new_drafter(
         algorithm,
         info,
         draft_vocab_size=draft_vocab_size,
         mapping=draft_vocabulary(data, data_dir, draft_vocab_size, info.text.vocab_size),
-        target_layer_ids=layers,
+        target_layer_ids=target_layer_ids or stored or None,
         **args,
     )
     return model, data

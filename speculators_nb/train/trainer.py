@@ -82,6 +82,7 @@ class MetricSums:
 class FiniteChecks(Trainer):
     "transformers' Trainer that stops at NaN or infinity, and does not save them."
 
+    model: Any  # a drafter
     finite: Any = True  # whether all training losses so far were finite; on the device
 
     def _note_loss(self, loss):
@@ -141,7 +142,7 @@ class TokenWeightedLoss(FiniteChecks):
         self.step_tokens = self.accelerator.reduce(tokens.float(), "mean")
         return batches, self.step_tokens
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch: Any = None):
         "The model's loss, weighted by its share of the step's loss tokens."
         draft_tokens, loss, metrics = model(**inputs, **self.train_kwargs)
         self._note_loss(loss)
@@ -172,7 +173,7 @@ class StepCallback(TrainerCallback):
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.trainer.train_rows.set_epoch(int(state.epoch or 0))
 
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+    def on_pre_optimizer_step(self, args, state, control, optimizer: Any = None, **kwargs):
         if not self.trainer.step_tokens:
             optimizer.zero_grad()  # to None: parameters without a gradient are passed over
 
@@ -226,7 +227,8 @@ class SeededEvaluation(FiniteChecks):
         metric_key_prefix="eval",
     ) -> EvalLoopOutput:
         "Sum the metrics over all rows and ranks, and divide once."
-        self.callback_handler.eval_dataloader = dataloader
+        handler: Any = self.callback_handler
+        handler.eval_dataloader = dataloader
         with kept_rng(self.args.device), torch.no_grad():
             sums = self._evaluation_sums(dataloader)
         rates = sums.rates(self._sum_over_ranks)
@@ -324,7 +326,6 @@ class SpeculatorTrainer(
 
     if TYPE_CHECKING:  # as `Trainer.__init__` leaves them
         args: SpeculatorTrainingArguments
-        model: Any  # a drafter
 
     def __init__(
         self,

@@ -15,8 +15,10 @@ from speculators_nb.decode.generate import generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.evaluate.acceptance import acceptance_table, bootstrap, evaluate
+from speculators_nb.evaluate.comparison import compare_runs, evaluate_as_engine
 from speculators_nb.evaluate.cost import draft_cost, verifier_cost
-from speculators_nb.evaluate.engine import EngineEvaluation, compare_runs, evaluate_as_engine, evaluate_engine
+from speculators_nb.evaluate.engine import evaluate_engine
+from speculators_nb.evaluate.engine_results import EngineEvaluation
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report
 from speculators_nb.evaluate.load import read_prompts
 from speculators_nb.evaluate.speedup import measured_speedup, speedups, verify_costs
@@ -274,7 +276,7 @@ MEASURES = {
     "verifier_cost: no context": (lambda: verifier_cost(TARGET, context=0), "context=0: must be at least 1"),
     "draft_cost: no prompts": (
         lambda: draft_cost(TARGET, NgramDrafter(), []),
-        "prompts is empty: there is nothing to decode",
+        "prompts is empty: there is nothing to measure",
     ),
     "draft_cost: negative": (lambda: draft_cost(TARGET, NgramDrafter(), [[5]], k=-1), "k=-1: must be at least 0"),
     "verify_costs: no rounds": (lambda: verify_costs(TARGET, 2, rounds=0), "rounds=0: must be at least 1"),

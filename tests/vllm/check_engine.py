@@ -86,7 +86,8 @@ def main(only):
     import torch
     from transformers import AutoTokenizer
 
-    from speculators_nb.evaluate.engine import compare_runs, evaluate_as_engine, evaluate_engine
+    from speculators_nb.evaluate.comparison import compare_runs, evaluate_as_engine
+    from speculators_nb.evaluate.engine import evaluate_engine
     from speculators_nb.lab.experiment import heldout_prompts
     from speculators_nb.lab.shipped import read_corpus
     from speculators_nb.regenerate.in_process import eos_ids_of
