@@ -37,6 +37,7 @@ from speculators_nb.models.serving_rules import (
     layer_of,
     layer_types_of,
     one_kind_of_attention,
+    served_rope,
 )
 from speculators_nb.models.training_arguments import (
     check_draft_vocab_size,
@@ -46,7 +47,7 @@ from speculators_nb.models.training_arguments import (
 )
 from ..nn.anchors import Blocks, slot_metrics
 from ..nn.head_loss import HeadLoss
-from ..nn.layers import KINDS, DecoderLayer, RMSNorm, Rotary, served_rope
+from ..nn.layers import KINDS, DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
 from ..nn.step_weights import StepWeights

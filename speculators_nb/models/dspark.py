@@ -26,10 +26,15 @@ from speculators_nb.models.dflash import (
     DFlashSpeculatorConfig,
     SlotBias,
 )
-from .serving_rules import Rule, layer_of, layer_types_of, written
+from speculators_nb.models.serving_rules import (
+    Rule,
+    layer_of,
+    layer_types_of,
+    served_rope,
+    written,
+)
 from ..nn.anchors import Blocks
 from ..nn.head_loss import HeadLoss
-from ..nn.layers import served_rope
 from ..nn.step_weights import StepWeights
 from ..nn.supervision import sum_and_total
 
