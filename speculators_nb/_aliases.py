@@ -24,7 +24,7 @@ DOCUMENTED = {
     "models.dflash.core": ("models.dflash",),
     "models.eagle3.config": ("models.eagle3",),
     "models.eagle3.core": ("models.eagle3",),
-    "models.mtp.core": ("models.mtp",),
+    "models.mtp.core": ("models.mtp", "models.mtp_network"),
     "models.peagle.core": ("models.peagle",),
 }
 
@@ -98,6 +98,7 @@ MOVED = {
 FORMER_NAMES = {
     "cli": ("cli.main",),
     "decode.suffix": ("decode.suffix_index",),
+    "core.config": ("core.checkpoints",),
     "core.options": ("core.option_rules",),
     "evaluate.engine": ("evaluate.engine_results", "evaluate.comparison"),
     "evaluate.load": ("evaluate.vllm_metrics",),
@@ -113,6 +114,8 @@ FORMER_NAMES = {
 
 # name of version 0.1, in the module that has it or had it -> its name of today; gone with version 0.3
 RENAMED = {
+    "core.config.SAID": "core.checkpoints.CHECKED_FIELDS",
+    "core.config.WORDS": "core.checkpoints.TYPE_NAMES",
     "core.tree_growth.product_law": "core.tree_growth.independent_log_probs",
     "core.tree_growth.recurrent_law": "core.tree_growth.recurrent_log_probs",
     "core.tree_growth.without_return": "core.tree_growth.draw_without_replacement",

@@ -267,7 +267,7 @@ def layer_config(
     fields["max_position_embeddings"] = max(fields.get("max_position_embeddings", 0), longest)
     return layer_config_from_dict(fields | dict(model_type=family, tie_word_embeddings=False))
 
-
+# %% ../../nbs/models/02_formats.ipynb #98147c14
 def flat_config(
     config: PretrainedConfig,  # of draft layers
     **others,  # entries beside them
@@ -327,7 +327,7 @@ def without_borrowed(
         check_copy(name, tensors[name], theirs, target, source, tolerance)
     return {name: w for name, w in tensors.items() if name not in BORROWED}
 
-# %% ../../nbs/models/02_formats.ipynb #d137d8fc
+# %% ../../nbs/models/02_formats.ipynb #8ff91caa
 def vocab_mapping(
     tensors: dict[str, torch.Tensor],  # with or without d2t and t2d
     vocab_size: int,  # V, the verifier's
