@@ -39,7 +39,7 @@ _PUBLIC = {
     "MedusaModel": "models.medusa",
     "MedusaSpeculatorConfig": "models.medusa",
     "MTPDraftModel": "models.mtp",
-    "MTPSpeculatorConfig": "models.mtp",
+    "MTPSpeculatorConfig": "models.mtp_network",
 }
 
 if TYPE_CHECKING:  # the same names, for those who read and do not run
@@ -66,7 +66,7 @@ if TYPE_CHECKING:  # the same names, for those who read and do not run
     from .models.mlp_speculator import MLPSpeculator as MLPSpeculator
     from .models.mlp_speculator import MLPSpeculatorConfig as MLPSpeculatorConfig
     from .models.mtp import MTPDraftModel as MTPDraftModel
-    from .models.mtp import MTPSpeculatorConfig as MTPSpeculatorConfig
+    from .models.mtp_network import MTPSpeculatorConfig as MTPSpeculatorConfig
     from .models.peagle import PEagleDraftModel as PEagleDraftModel
     from .models.peagle import PEagleSpeculatorConfig as PEagleSpeculatorConfig
     from .serve.speculative_config import SpeculativeConfig as SpeculativeConfig

@@ -24,7 +24,7 @@ DOCUMENTED = {
     "models.dflash.core": ("models.dflash",),
     "models.eagle3.config": ("models.eagle3",),
     "models.eagle3.core": ("models.eagle3",),
-    "models.mtp.core": ("models.mtp",),
+    "models.mtp.core": ("models.mtp", "models.mtp_network"),
     "models.peagle.core": ("models.peagle",),
 }
 
@@ -71,8 +71,8 @@ MOVED = {
     "experiment": ("lab.experiment",),
     "growth": ("core.tree_growth",),
     "head": ("nn.target_head",),
-    "head_loss": ("nn.head_loss",),
-    "layers": ("nn.layers",),
+    "head_loss": ("nn.head_loss", "nn.token_loss", "nn.target_head"),
+    "layers": ("nn.layers", "models.serving_rules"),
     "losses": ("nn.losses",),
     "mask_token": ("nn.mask_token",),
     "masks": ("nn.masks",),
@@ -98,11 +98,14 @@ MOVED = {
 FORMER_NAMES = {
     "cli": ("cli.main",),
     "decode.suffix": ("decode.suffix_index",),
+    "core.config": ("core.checkpoints",),
     "core.options": ("core.option_rules",),
     "evaluate.engine": ("evaluate.engine_results", "evaluate.comparison"),
     "evaluate.load": ("evaluate.vllm_metrics",),
     "models.mlp_speculator": ("models.token_heads",),
     "models.base": ("core.checkpoints",),
+    "nn.head_loss": ("nn.token_loss", "nn.target_head"),
+    "nn.layers": ("models.serving_rules",),
     "serve": ("serve.server", "serve.serve_command"),
     "serve.server": ("serve.serve_command",),
     "train.trainer": ("train.checkpoint",),
@@ -111,6 +114,8 @@ FORMER_NAMES = {
 
 # name of version 0.1, in the module that has it or had it -> its name of today; gone with version 0.3
 RENAMED = {
+    "core.config.SAID": "core.checkpoints.CHECKED_FIELDS",
+    "core.config.WORDS": "core.checkpoints.TYPE_NAMES",
     "core.tree_growth.product_law": "core.tree_growth.independent_log_probs",
     "core.tree_growth.recurrent_law": "core.tree_growth.recurrent_log_probs",
     "core.tree_growth.without_return": "core.tree_growth.draw_without_replacement",
@@ -128,6 +133,7 @@ RENAMED = {
     "models.eagle3.RESEARCH_NAMES": "models.formats_eagle.EAGLE3_NAMES",
     "models.eagle3.read_research": "models.formats_eagle.read_eagle3",
     "models.eagle3.write_research": "models.formats_eagle.write_eagle3",
+    "models.formats.flat": "models.formats.flat_config",
     "lab.corpus.read_corpus": "lab.shipped.read_corpus",
     "lab.experiment.price": "lab.experiment.drafting_cost",
     "lab.experiment.standing": "lab.experiment.summary_table",
@@ -153,6 +159,11 @@ RENAMED = {
     "train.row_gradients.PIECE_BYTES": "train.row_gradients.SLICE_BYTES",
     "train.trainer.Tally": "train.trainer.MetricSums",
     "verifier.tapped_model.unfit": "verifier.tapped_model.loading_problems",
+    "head_loss.chunks": "nn.head_loss.cut_chunks",
+    "losses.Law": "nn.losses.Distribution",
+    "nn.head_loss.chunks": "nn.head_loss.cut_chunks",
+    "nn.losses.Law": "nn.losses.Distribution",
+    "regenerate.from_server.Interview": "regenerate.from_server.ServerReplay",
 }
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used

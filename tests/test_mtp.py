@@ -17,8 +17,9 @@ from speculators_nb.core.registry import GreedyTokenProposalConfig
 from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.models.mtp import MTPDraftModel, MTPSpeculatorConfig, documents_of, mtp_supervision, prefix_rows
+from speculators_nb.models.mtp import MTPDraftModel
 from speculators_nb.models.mtp_native import extract_mtp, fuse_experts, split_experts, stitch_mtp
+from speculators_nb.models.mtp_network import MTPSpeculatorConfig, documents_of, mtp_supervision, prefix_rows
 from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.verifier.tapped_model import Verifier
 
@@ -541,7 +542,7 @@ def test_experts_one_by_one_or_fused():
 def test_errors(tmp_path):
     model, batch = random_model(0)
     model.config.speculators_config = steps_config(3)
-    with pytest.raises(ValueError, match="step_weights has 2 entries, but num_speculative_steps=3"):
+    with pytest.raises(ValueError, match="step_weights has 2 entries for 3 steps"):
         model(**batch, step_weights=[0.5, 0.5])
     with pytest.raises(ValueError, match="num_nextn_predict_layers=2"):
         MTPSpeculatorConfig(num_nextn_predict_layers=2)

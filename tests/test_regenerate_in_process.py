@@ -159,10 +159,12 @@ def test_a_row_is_what_the_verifier_saw():
     """Each row's trained tokens, given the tokens before them, are the verifier's own greedy choices."""
     tok, verifier = tokenizer(), make_verifier(eos_bias=4.0)
     replay = Replay(talks(3)[2])
-    while history := replay.ask():
+    while history := replay.pending():
         prompt = replay.render(history, tok)
         ids = answer(verifier, [prompt], 30, {257})[0]
-        replay.hear(prompt, ids, {"role": "assistant", "content": tok.decode(ids, skip_special_tokens=True)}, "stop")
+        replay.add_answer(
+            prompt, ids, {"role": "assistant", "content": tok.decode(ids, skip_special_tokens=True)}, "stop"
+        )
     for ids, mask in replay.rows:
         choice = verifier(torch.tensor([ids])).logits[0].argmax(-1)
         assert all(choice[i - 1] == ids[i] for i in range(1, len(ids)) if mask[i])

@@ -40,8 +40,8 @@ def test_the_old_assistant_is_dropped_and_everything_else_is_asked_in_order():
         say("system", "s2"),
         say("user", "3"),
     ]
-    assert [[m["content"] for m in t.asked] for t in turns_to_ask(talk)] == [["s", "1"], ["2a", "2b"], ["s2", "3"]]
-    assert [t.asked for t in turns_to_ask(talk)] == questions_of(talk)
+    assert [[m["content"] for m in t.messages] for t in turns_to_ask(talk)] == [["s", "1"], ["2a", "2b"], ["s2", "3"]]
+    assert [t.messages for t in turns_to_ask(talk)] == questions_of(talk)
 
 
 @settings(max_examples=200)
@@ -54,10 +54,10 @@ def test_nothing_that_was_said_to_the_assistant_is_lost_or_doubled(roles):
         return
     turns = turns_to_ask(talk)
     last_user = max(i for i, r in enumerate(roles) if r == "user")
-    asked = [m["content"] for t in turns for m in t.asked]
+    asked = [m["content"] for t in turns for m in t.messages]
     expected = [m["content"] for m in talk if m["role"] in ("system", "user")]
     assert asked == expected[: len(asked)] and str(last_user) in asked
-    assert all(any(m["role"] == "user" for m in t.asked) for t in turns)
+    assert all(any(m["role"] == "user" for m in t.messages) for t in turns)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ TALK = {
 
 def replayed(*answers, row=TALK):
     replay, answers = Replay(row), list(answers)
-    while history := replay.ask():
+    while history := replay.pending():
         message = answers.pop(0)
-        replay.hear([1] * len(history), [2], message, "tool_calls" if message.get("tool_calls") else "stop")
+        replay.add_answer([1] * len(history), [2], message, "tool_calls" if message.get("tool_calls") else "stop")
     assert not answers
     return replay
 
@@ -168,7 +168,7 @@ def test_tools_of_a_row():
 def test_an_empty_answer_is_an_error():
     replay = Replay([say("user")])
     with pytest.raises(ValueError, match="answer 0 has no tokens"):
-        replay.hear([1], [], say("assistant", ""), "stop")
+        replay.add_answer([1], [], say("assistant", ""), "stop")
 
 
 # ------------------------------------------------------------------------------------------------ with which randomness
@@ -299,8 +299,8 @@ def test_a_filter_reads_the_rows_own_word_first_and_the_users_words_else():
 # --------------------------------------------------------------------------------------------------------- what is done
 def two_rows(key):
     replay = Replay({"id": key, "messages": [say("user", "1"), say("assistant"), say("user", "2")]})
-    replay.hear([1, 2], [3], say("assistant", "a"), "stop")
-    replay.hear([9, 9], [3], say("assistant", "b"), "stop")  # the second prompt does not continue the first row
+    replay.add_answer([1, 2], [3], say("assistant", "a"), "stop")
+    replay.add_answer([9, 9], [3], say("assistant", "b"), "stop")  # the second prompt does not continue the first row
     return replay
 
 
@@ -358,7 +358,7 @@ def test_identity_is_the_id_and_else_the_content(tmp_path):
     def todo(rows, path="x.jsonl"):
         with Journal(tmp_path / path, {}) as journal:
             for replay in still_to_do(rows, journal, {}, 0):
-                replay.hear([1], [2], say("assistant"), "stop")
+                replay.add_answer([1], [2], say("assistant"), "stop")
                 journal.write(replay)
         return journal.report
 

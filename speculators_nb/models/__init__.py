@@ -15,6 +15,6 @@ if TYPE_CHECKING:  # resolved on first use by ../_aliases.py
     from .mlp_speculator import MLPSpeculator as MLPSpeculator
     from .mlp_speculator import MLPSpeculatorConfig as MLPSpeculatorConfig
     from .mtp import MTPDraftModel as MTPDraftModel
-    from .mtp import MTPSpeculatorConfig as MTPSpeculatorConfig
+    from .mtp_network import MTPSpeculatorConfig as MTPSpeculatorConfig
     from .peagle import PEagleDraftModel as PEagleDraftModel
     from .peagle import PEagleSpeculatorConfig as PEagleSpeculatorConfig

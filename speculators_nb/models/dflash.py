@@ -21,11 +21,12 @@ from ..core.config import LayerConfig, SpeculatorModelConfig, SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree, likeliest
 from ..core.tree_growth import independent_log_probs
 from .base import ForwardOutput, SpeculatorModel
+from .serving_rules import served_rope
 from ..nn.anchors import Blocks, block_supervision, select_anchors
 from ..nn.attention import attention, block_attention
 from ..nn.draft_vocabulary import scatter_probs
 from ..nn.head_loss import HeadLoss, dense_head_loss, head_loss
-from ..nn.layers import DecoderLayer, RMSNorm, Rotary, ToRead, served_rope
+from ..nn.layers import DecoderLayer, RMSNorm, Rotary, ToRead
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
 from ..nn.masks import Mask, MaskSize, anchored_blocks, slot_window

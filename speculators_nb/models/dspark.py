@@ -17,8 +17,8 @@ from ..core.config import SpeculatorModelConfig
 from ..core.tree import Sampling, TokenTree
 from .base import ForwardOutput, SpeculatorModel
 from .dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
+from .serving_rules import served_rope
 from ..nn.draft_vocabulary import scatter_probs
-from ..nn.layers import served_rope
 from ..nn.losses import parse_loss
 from ..nn.step_weights import block_decay
 

@@ -33,6 +33,7 @@ from speculators_nb.models.serving_rules import (
     one_kind_of_attention,
     reaches_as_far,
     rope_as_trained,
+    served_rope,
     silu_only,
     written,
 )
@@ -43,7 +44,7 @@ from speculators_nb.models.training_arguments import (
 )
 from .training_time_test import StepInputs, StepOutput, TrainingTimeTest
 from ..nn.head_loss import HeadLoss
-from ..nn.layers import DecoderLayer, RMSNorm, Rotary, served_rope
+from ..nn.layers import DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
 from ..nn.step_weights import StepWeights, weights_of_steps
 from speculators_nb.nn.supervision import (
@@ -314,6 +315,7 @@ EAGLE3_RULES: tuple[Rule, ...] = (
     silu_only,
     one_kind_of_attention("vLLM keeps one cache for all draft layers"),
     rope_as_trained,
+    served_rope,
     no_output_bias,
     layers_exist("eagle_aux_hidden_state_layer_ids"),
     reaches_as_far,

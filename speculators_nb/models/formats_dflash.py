@@ -20,7 +20,7 @@ from speculators_nb.models.formats import (
     NativeFormat,
     Target,
     count_layers,
-    flat,
+    flat_config,
     layer_config,
     register_format,
     vocab_mapping,
@@ -168,7 +168,7 @@ def write_dflash(
         speculative_tokens=config.speculators_config.speculative_tokens,
         num_target_layers=target and target.config.num_hidden_layers,
     )
-    raw = flat(
+    raw = flat_config(
         layer,
         architectures=["DFlashDraftModel"],
         block_size=config.block_size,

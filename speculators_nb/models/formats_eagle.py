@@ -21,7 +21,7 @@ from speculators_nb.models.formats import (
     NativeFormat,
     Target,
     count_layers,
-    flat,
+    flat_config,
     inverse,
     layer_config,
     register_format,
@@ -81,7 +81,7 @@ def write_eagle(
         dtype = tensors["fusion_fc.weight"].dtype
         tensors = tensors | {"embed_tokens.weight": embedding.to(dtype)}
     layer = config.transformer_layer_config
-    raw = flat(
+    raw = flat_config(
         layer,
         architectures=[f"{type(layer).__name__.removesuffix('Config')}ForCausalLM"],
         num_hidden_layers=1,
@@ -190,7 +190,7 @@ def write_eagle3(
     'Write an EAGLE-3 research checkpoint. vLLM serves it with method "eagle3".'
     layer = config.transformer_layer_config
     llama = layer.model_type == "llama"
-    raw = flat(
+    raw = flat_config(
         layer,
         architectures=["LlamaForCausalLMEagle3" if llama else "Eagle3Qwen3ForCausalLM"],
         speculative_tokens=config.speculators_config.speculative_tokens,

@@ -87,18 +87,18 @@ def main():
             all(report[k] == here[k] for k in ("written", "answers", "tokens", "cut", "finish_reasons")),
         )
 
-        class Mute(module.Interview):
+        class Mute(module.ServerReplay):
             "As if the server knew nothing of token ids."
 
             def __init__(self, *args):
                 super().__init__(*args)
                 self._wants_ids = False
 
-        whole, module.Interview = module.Interview, Mute
+        whole, module.ServerReplay = module.ServerReplay, Mute
         report = ask(
             server.url, CORPUS, tmp / "text.jsonl", max_new_tokens=LIMIT, temperature=0, limit=N, tokenizer=tokenizer
         )
-        module.Interview = whole
+        module.ServerReplay = whole
         c, other = rows(tmp / "text.jsonl"), report["other_tokens"]
         equal = sum(c.get(k) == v for k, v in a.items())
         check(
