@@ -140,7 +140,7 @@ def check_sizes(
                 "give the verifier that it was trained for"
             )
 
-
+# %% ../../nbs/models/03_convert.ipynb #c0f1b10d
 def read_foreign(
     entry: NativeFormat,
     native: NativeCheckpoint,
