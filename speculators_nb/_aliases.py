@@ -159,7 +159,9 @@ RENAMED = {
     "train.row_gradients.PIECE_BYTES": "train.row_gradients.SLICE_BYTES",
     "train.trainer.Tally": "train.trainer.MetricSums",
     "verifier.tapped_model.unfit": "verifier.tapped_model.loading_problems",
+    "head_loss.chunks": "nn.head_loss.cut_chunks",
     "losses.Law": "nn.losses.Distribution",
+    "nn.head_loss.chunks": "nn.head_loss.cut_chunks",
     "nn.losses.Law": "nn.losses.Distribution",
     "regenerate.from_server.Interview": "regenerate.from_server.ServerReplay",
 }
