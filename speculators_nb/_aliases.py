@@ -98,6 +98,7 @@ MOVED = {
 FORMER_NAMES = {
     "cli": ("cli.main",),
     "decode.suffix": ("decode.suffix_index",),
+    "core.config": ("core.checkpoints",),
     "core.options": ("core.option_rules",),
     "evaluate.engine": ("evaluate.engine_results", "evaluate.comparison"),
     "evaluate.load": ("evaluate.vllm_metrics",),
@@ -113,6 +114,8 @@ FORMER_NAMES = {
 
 # name of version 0.1, in the module that has it or had it -> its name of today; gone with version 0.3
 RENAMED = {
+    "core.config.SAID": "core.checkpoints.CHECKED_FIELDS",
+    "core.config.WORDS": "core.checkpoints.TYPE_NAMES",
     "core.tree_growth.product_law": "core.tree_growth.independent_log_probs",
     "core.tree_growth.recurrent_law": "core.tree_growth.recurrent_log_probs",
     "core.tree_growth.without_return": "core.tree_growth.draw_without_replacement",
@@ -156,7 +159,9 @@ RENAMED = {
     "train.row_gradients.PIECE_BYTES": "train.row_gradients.SLICE_BYTES",
     "train.trainer.Tally": "train.trainer.MetricSums",
     "verifier.tapped_model.unfit": "verifier.tapped_model.loading_problems",
+    "head_loss.chunks": "nn.head_loss.cut_chunks",
     "losses.Law": "nn.losses.Distribution",
+    "nn.head_loss.chunks": "nn.head_loss.cut_chunks",
     "nn.losses.Law": "nn.losses.Distribution",
     "regenerate.from_server.Interview": "regenerate.from_server.ServerReplay",
 }

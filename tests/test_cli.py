@@ -281,7 +281,7 @@ def test_failures_of_the_machine_have_a_remedy(error, words):
         ("regenerate d o --sampling [[1,2]]", ("sampling='[[1,2]]': must be a mapping",)),
         ("regenerate d o --sampling " + "[" * 5000, ("sampling=",)),
         ("check a b", ("Got unexpected extra argument", "check takes FOLDER")),
-        ("check a --folder b", ("folder='a': stands there as an argument and as an option; leave one out",)),
+        ("check a --folder b", ("folder='a': given as an argument and as an option; leave one out",)),
         ("train d o --bf16=1", ("'--bf16' does not take a value",)),
         ("--tracebak check a", ("--tracebak",)),
     ],

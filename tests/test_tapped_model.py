@@ -2,6 +2,7 @@
 not know."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -247,3 +248,20 @@ def test_fingerprint_sees_one_weight(saved):
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight[0, 0] += 1e-3
     assert fingerprint(model) != before
+
+
+def test_what_is_known_of_a_verifier_is_read_once(tmp_path, verifier, monkeypatch):
+    from speculators_nb.verifier import identity
+    from speculators_nb.verifier.identity import VerifierInfo, stored_fingerprint
+
+    verifier.model.save_pretrained(tmp_path)
+    reads = []
+    monkeypatch.setattr(
+        identity, "verifier_config", lambda v, read=identity.verifier_config: reads.append(v) or read(v)
+    )
+    info = VerifierInfo.of(tmp_path)
+    assert VerifierInfo.of(info) is info and os.fspath(info) == str(info) == str(tmp_path)
+    assert stored_fingerprint(info) == info.fingerprint == stored_fingerprint(info)
+    assert len(reads) == 1
+    with pytest.raises(FileNotFoundError):
+        VerifierInfo.of(tmp_path / "nowhere")

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FORMATS', 'WEIGHTS', 'BUFFERS', 'NOT_OF_LAYERS', 'SOMETIMES_UNDECLARED', 'BORROWED', 'Target', 'NativeFormat',
            'register_format', 'formats', 'format_named', 'verifier_target', 'find_weights', 'pickled_tensors',
-           'NativeCheckpoint', 'rename', 'inverse', 'layer_config', 'flat_config', 'count_layers', 'check_copy',
-           'without_borrowed', 'vocab_mapping', 'write_native']
+           'NativeConfig', 'NativeCheckpoint', 'rename', 'inverse', 'layer_config', 'flat_config', 'count_layers',
+           'check_copy', 'without_borrowed', 'vocab_mapping', 'write_native']
 
 # %% ../../nbs/models/02_formats.ipynb #4e5f2425
 import json
@@ -139,14 +139,9 @@ def pickled_tensors(file: Path) -> dict[str, torch.Tensor]:  # name -> tensor
         )
     return content
 
-# %% ../../nbs/models/02_formats.ipynb #8e3b9cc7
-# computed from the config, stored by old versions
-BUFFERS = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
-
-
-class NativeCheckpoint:
-    """A drafter's checkpoint as another project wrote it. Errors: FileNotFoundError naming the
-    files that were looked for; ValueError for what is not JSON or no tensor."""
+# %% ../../nbs/models/02_formats.ipynb #c0f1b10c
+class NativeConfig:
+    "The config.json of a checkpoint of another project; {} where there is none."
 
     def __init__(
         self,
@@ -156,6 +151,34 @@ class NativeCheckpoint:
         self.folder, self.file = find_weights(source)
         config = self.folder / "config.json"
         self.config = read_object(config) if config.is_file() else {}
+
+    def config_value(
+        self,
+        name: str,  # of a field
+        default: Any = None,  # if the field is absent or null
+        block: str | None = None,  # nested object that is read before the top level
+    ) -> Any:
+        "A field of config.json."
+        nested = self.config.get(block) or {}
+        for fields in (nested, self.config):
+            if fields.get(name) is not None:
+                return fields[name]
+        return default
+
+# %% ../../nbs/models/02_formats.ipynb #8e3b9cc7
+# computed from the config, stored by old versions
+BUFFERS = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+
+
+class NativeCheckpoint(NativeConfig):
+    """A drafter's checkpoint as another project wrote it. Errors: FileNotFoundError naming the
+    files that were looked for; ValueError for what is not JSON or no tensor."""
+
+    def __init__(
+        self,
+        source: str | os.PathLike,  # folder, hub id, or the file with the weights
+    ):
+        super().__init__(source)
         self._pickles: dict[Path, dict[str, torch.Tensor]] = {}
 
     def _pickle(self, file):
@@ -196,19 +219,6 @@ class NativeCheckpoint:
             # a pickle's tensors may share memory
             found |= {name: content[name].clone() for name in names}
         return {name: found[name] for name in file_of}
-
-    def config_value(
-        self,
-        name: str,  # of a field
-        default: Any = None,  # if the field is absent or null
-        block: str | None = None,  # nested object that is read before the top level
-    ) -> Any:
-        "A field of config.json."
-        nested = self.config.get(block) or {}
-        for fields in (nested, self.config):
-            if fields.get(name) is not None:
-                return fields[name]
-        return default
 
 # %% ../../nbs/models/02_formats.ipynb #83caeab3
 def rename(
@@ -267,7 +277,7 @@ def layer_config(
     fields["max_position_embeddings"] = max(fields.get("max_position_embeddings", 0), longest)
     return layer_config_from_dict(fields | dict(model_type=family, tie_word_embeddings=False))
 
-
+# %% ../../nbs/models/02_formats.ipynb #98147c14
 def flat_config(
     config: PretrainedConfig,  # of draft layers
     **others,  # entries beside them
@@ -327,7 +337,7 @@ def without_borrowed(
         check_copy(name, tensors[name], theirs, target, source, tolerance)
     return {name: w for name, w in tensors.items() if name not in BORROWED}
 
-# %% ../../nbs/models/02_formats.ipynb #d137d8fc
+# %% ../../nbs/models/02_formats.ipynb #8ff91caa
 def vocab_mapping(
     tensors: dict[str, torch.Tensor],  # with or without d2t and t2d
     vocab_size: int,  # V, the verifier's

@@ -70,7 +70,7 @@ def to_native(name: str) -> str:  # "mtp_layers.0.input_proj.weight" -> "mtp.fc.
             return "mtp." + theirs + rest.removeprefix(ours)
     return "mtp.layers.0." + rest
 
-# %% ../../nbs/models/09_mtp_native.ipynb #a5586e4a
+# %% ../../nbs/models/09_mtp_native.ipynb #a3854767
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 
@@ -118,7 +118,7 @@ def fuse_experts(
         fused |= stacked(block, parts)
     return fused
 
-
+# %% ../../nbs/models/09_mtp_native.ipynb #f2fbb473
 def split_experts(
     tensors: dict[str, torch.Tensor],  # stacked
 ) -> dict[str, torch.Tensor]:  # one tensor for each projection of each expert
@@ -138,7 +138,7 @@ def split_experts(
                 split[f"{block}.{expert}.{part}.weight"] = weight
     return split
 
-# %% ../../nbs/models/09_mtp_native.ipynb #f9832195
+# %% ../../nbs/models/09_mtp_native.ipynb #370dc0a4
 def ours_of(
     tensors: dict[str, torch.Tensor],  # mtp.*
 ) -> dict[str, torch.Tensor]:  # mtp_layers.0.*
@@ -171,7 +171,7 @@ def extract_mtp(
         )
     return ours_of(head)
 
-# %% ../../nbs/models/09_mtp_native.ipynb #0b632123
+# %% ../../nbs/models/09_mtp_native.ipynb #0fb4221b
 def check_head(
     head: dict[str, torch.Tensor],  # of the drafter
     expected: dict[str, torch.Tensor],  # names, shapes and kinds of numbers
@@ -204,7 +204,7 @@ def check_head(
             "train it anew, or take an earlier checkpoint"
         )
 
-
+# %% ../../nbs/models/09_mtp_native.ipynb #09200f42
 class Splice(NamedTuple):
     "A trained head that replaces or joins what a verifier's checkpoint has."
 
@@ -247,7 +247,7 @@ def prepare_splice(
     cast = {name: weight.to(dtype) for name, weight in head.items()}
     return Splice(cast, dict.fromkeys(head, home), True)
 
-# %% ../../nbs/models/09_mtp_native.ipynb #9eb7095d
+# %% ../../nbs/models/09_mtp_native.ipynb #b82075ab
 def copy_entry(
     source: Path,  # a file or folder
     target: Path,  # must not exist
@@ -282,7 +282,7 @@ def write_spliced_files(
             tensors = load_tensors(file) | tensors
         save_tensors(tensors, folder / file.name, metadata)
 
-# %% ../../nbs/models/09_mtp_native.ipynb #efc98185
+# %% ../../nbs/models/09_mtp_native.ipynb #66fd57e3
 def rewrite_json(
     file: Path,
     change: Callable[[dict], Any],  # changes the content in place
@@ -316,7 +316,7 @@ def announce_head(
     if family != "qwen3":
         rewrite_json(folder / "config.json", add_to_config)
 
-# %% ../../nbs/models/09_mtp_native.ipynb #ac69a2d6
+# %% ../../nbs/models/09_mtp_native.ipynb #bfca0a2e
 def stitch_into(
     folder: Path,  # there and empty
     config: SpeculatorModelConfig,  # of the drafter

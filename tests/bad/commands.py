@@ -429,7 +429,7 @@ SPELLING = [  # lines that cannot be read
     ("train", "data_dir is missing: give it on the command line"),
     ("prepare {corpus} {tiny}", "output_dir is missing"),
     ("check", "folder is missing"),
-    ("check {drafter} --folder {drafter}", "folder=.*: stands there as an argument and as an option; leave one out"),
+    ("check {drafter} --folder {drafter}", "folder=.*: given as an argument and as an option; leave one out"),
     ("--tracebak check {drafter}", "--tracebak: .*no such option; Did you mean --traceback"),
 ]
 RECIPES = [  # (name, file, content, what must be answered)
@@ -441,7 +441,7 @@ RECIPES = [  # (name, file, content, what must be answered)
     ("a number", "recipe.yaml", "3", "recipe.yaml: holds a int"),
     ("cut off", "recipe.yaml", "train: {seed: 1", "recipe.yaml, line 1: not YAML"),
     ("a tab", "recipe.yaml", "train:\n\tseed: 1", "recipe.yaml, line 2: not YAML"),
-    ("a key twice", "recipe.yaml", "train:\n  seed: 1\n  seed: 2", "line 3: not YAML .*'seed' stands there twice"),
+    ("a key twice", "recipe.yaml", "train:\n  seed: 1\n  seed: 2", "line 3: not YAML .*'seed' is given twice"),
     (
         "a Python object",
         "recipe.yaml",
