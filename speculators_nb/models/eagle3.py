@@ -315,7 +315,6 @@ EAGLE3_RULES: tuple[Rule, ...] = (
     silu_only,
     one_kind_of_attention("vLLM keeps one cache for all draft layers"),
     rope_as_trained,
-    rope_as_trained,
     no_output_bias,
     layers_exist("eagle_aux_hidden_state_layer_ids"),
     reaches_as_far,
