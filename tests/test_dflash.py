@@ -241,6 +241,32 @@ def test_slot_weights():
         model(**batch, per_position_loss_weight="dpace", loss_config={"ce": 1.0, "tv": 1.0})
 
 
+def test_given_slot_weights():
+    "The formula's own weights, given as numbers or as a function of the slot, are the same step; others are not."
+    model, batch = random_model(4, sample_from_anchor=False, block_size=5)
+    model.eval()  # draws the same blocks each time
+    loss = model(**batch, max_anchors=9)[1]
+    decay = [0.0, *torch.exp(-torch.arange(4) / 4).tolist()]
+    for weights in (decay, lambda slot: torch.exp(-(slot - 1) / 4)):
+        torch.testing.assert_close(model(**batch, max_anchors=9, step_weights=weights)[1], loss)
+    assert model(**batch, max_anchors=9, step_weights=[1.0] * 5)[1] > loss
+    with pytest.raises(ValueError, match="step_weights has 4 entries for 5 steps"):
+        model(**batch, step_weights=[1.0] * 4)
+
+
+def test_layers_are_called():
+    "A hook of a decoder layer fires once a training step and once a draft."
+    model, batch = random_model(3)
+    calls = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, args, output: calls.append(module))
+    for lean in (True, False):
+        model(**batch, max_anchors=9, lean=lean)
+    drafter = model.drafter()
+    drafter.propose(torch.arange(5), torch.randn(4, model.fc.in_features), 1, Sampling())
+    assert len(calls) == 3 * len(model.layers)
+
+
 def test_targets_stay_in_their_document():
     """Changing a later document's last states leaves the loss of blocks in the earlier one alone; upstream's rule lets
     them in."""
@@ -353,7 +379,7 @@ def test_drafting_is_what_was_trained(seed):
     drafter.propose(tokens[:7], torch.randn(3, model.fc.in_features), k, Sampling())
     drafter.propose(tokens[:7], features[3:6], k, Sampling())
     tree = drafter.propose(tokens, features[6:], k, Sampling(1.0, g))
-    assert len(tree) == k and all(keys.shape[1] == 11 for keys, _ in drafter.cache)
+    assert len(tree) == k and all(layer.keys.shape[2] == 11 for layer in drafter.cache.layers)
     row = torch.cat([tokens, torch.zeros(B, dtype=torch.long)])
     with torch.no_grad():
         context = model.context(torch.cat([features, torch.zeros(B + 1, features.shape[1])]))

@@ -108,9 +108,5 @@ def test_defaults():
     )
     args = SpeculatorTrainingArguments(eval_strategy="no", load_best_model_at_end=False)
     assert (args.optimizer, args.learning_rate, args.num_train_epochs, args.total_seq_len) == ("adamw", 1e-4, 3, 2048)
-    dflash, eagle3 = (SpeculatorModel.registered_class(name).from_training_args for name in ("dflash", "eagle3"))
-    assert (default(dflash, "block_size"), default(eagle3, "norm_before_fc"), default(eagle3, "norm_output")) == (
-        8,
-        False,
-        False,
-    )
+    dflash, eagle3 = (SpeculatorModel.registered_class(name).training_arguments() for name in ("dflash", "eagle3"))
+    assert (dflash["block_size"], eagle3["norm_before_fc"], eagle3["norm_output"]) == (8, False, False)

@@ -307,7 +307,7 @@ def test_drafting_is_what_was_trained(seed):
     tokens, features = torch.randint(vd, (n,), generator=g), torch.randn(n - 1, 32 * config.num_aux, generator=g)
     drafter.propose(tokens[:7], features[:6], 3, Sampling())
     tree = drafter.propose(tokens, features[6:], k, Sampling(1.0, g))
-    assert drafter.cache[0][0].shape[-2] == n - 1  # masks are not kept
+    assert drafter.cache.get_seq_length() == n - 1  # masks are not kept
     anchor = torch.cat([torch.arange(n - 1), torch.full((k - 1,), n - 2)])
     depth = torch.cat([torch.zeros(n - 1, dtype=torch.long), torch.arange(1, k)])
     row, padded = F.pad(tokens[1:], (0, k)), F.pad(features, (0, 0, 0, k))
