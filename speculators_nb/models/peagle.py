@@ -29,7 +29,7 @@ from speculators_nb.models.eagle3 import (
     Eagle3DraftModel,
     Eagle3SpeculatorConfig,
 )
-from speculators_nb.models.rollouts import (
+from speculators_nb.models.peagle_rollouts import (
     RolloutAttention,
     RolloutPlan,
     Rollouts,
