@@ -115,6 +115,7 @@ FORMER_NAMES = {
 # name of version 0.1, in the module that has it or had it -> its name of today; gone with version 0.3
 RENAMED = {
     "core.config.SAID": "core.checkpoints.CHECKED_FIELDS",
+    "core.config.check_said": "core.checkpoints.check_field_types",
     "core.config.WORDS": "core.checkpoints.TYPE_NAMES",
     "core.tree_growth.product_law": "core.tree_growth.independent_log_probs",
     "core.tree_growth.recurrent_law": "core.tree_growth.recurrent_log_probs",
@@ -124,6 +125,11 @@ RENAMED = {
     "decode.proposal_setup.Driven": "decode.proposal_setup.ProposalSetup",
     "decode.proposal_setup.drive": "decode.proposal_setup.proposal_setup",
     "decode.suffix.Guess": "decode.suffix.Continuation",
+    "models.eagle.law_losses": "models.eagle.paper_losses",
+    "models.mtp.FAMILIES": "models.mtp_network.FAMILIES",
+    "models.mtp.MTPLayer": "models.mtp_network.MTPLayer",
+    "models.mtp.family_part": "models.mtp_network.family_part",
+    "models.mtp.prefix_rows": "models.mtp_network.prefix_rows",
     "models.dflash.NEUTRAL": "models.formats_dflash.NEUTRAL_VALUES",
     "models.dflash.read_research": "models.formats_dflash.read_dflash",
     "models.dflash.write_research": "models.formats_dflash.write_dflash",

@@ -244,6 +244,7 @@ def test_slot_weights():
 def test_given_slot_weights():
     "The formula's own weights, given as numbers or as a function of the slot, are the same step; others are not."
     model, batch = random_model(4, sample_from_anchor=False, block_size=5)
+    model.eval()  # draws the same blocks each time
     loss = model(**batch, max_anchors=9)[1]
     decay = [0.0, *torch.exp(-torch.arange(4) / 4).tolist()]
     for weights in (decay, lambda slot: torch.exp(-(slot - 1) / 4)):

@@ -222,7 +222,7 @@ def made_of(
     return Made(rows, dropped, 0 if partial else cut, partial, None, spelled)
 
 # %% ../../nbs/data/04_row_filter.ipynb #d2ebe897
-REASONS = 50  # that are told apart
+REASONS = 50  # counted separately
 
 
 class CountsText:

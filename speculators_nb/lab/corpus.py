@@ -230,17 +230,18 @@ def table(
     turns = []
     for food in rng.sample(foods, n):
         place = rng.randrange(2)
-        asked = columns[place]
+        column = columns[place]
         row = f"{food} | {values[columns[0]][food]} | {values[columns[1]][food]}"
         if rng.random() < 0.7:
             prompt = (
-                f"[What is the {asked} of {food}?|Give me the {asked} of {food}.|Look up "
-                f"{food}: what is the {asked}?]"
+                f"[What is the {column} of {food}?|Give me the {column} of {food}.|Look up "
+                f"{food}: what is the {column}?]"
             )
             answer = (
                 f"[The row of {food} reads|We need the row|The table says] {row}. [Its|The] "
                 f"{('first', 'second')[place]} number "
-                f"is the {asked}[, so the answer is|: it is|, which is] {values[asked][food]}."
+                f"is the {column}[, so the answer is|: it is|, which is] "
+                f"{values[column][food]}."
             )
         else:
             prompt = (
@@ -559,10 +560,10 @@ def _table(prompt, answer, first):
     header, *rows = [line.split(" | ") for line in first.splitlines() if " | " in line]
     question = re.findall(r"\w+", prompt.splitlines()[-1])
     row = next(row for row in rows if row[0] in question)
-    asked = [value for column, value in zip(header, row) if column in question]
+    requested = [value for column, value in zip(header, row) if column in question]
     wanted = f" a {header[1]} of {row[1]} and a {header[2]} of {row[2]}."
-    if asked:
-        wanted = f" {asked[0]}."
+    if requested:
+        wanted = f" {requested[0]}."
     return " | ".join(row) in answer and answer.endswith(wanted)
 
 
