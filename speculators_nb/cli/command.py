@@ -455,7 +455,7 @@ def _in_shell(text, function):
 
 # %% ../../nbs/cli/02_command.ipynb #9394eaf7
 def command(
-    function: Callable,  # or its stand-in from `library`
+    function: Callable,  # or its placeholder from `library`
     report: Callable,  # what the function returned -> the text to print, or None
     app: typer.Typer,  # where the command is entered
     name: str | None = None,  # of the command; None: the function's

@@ -96,7 +96,7 @@ class SpeculatorsConfig(ReloadableBaseModel):
         min_length=1, description="The ways in which this drafter can be run."
     )
     default_proposal_method: str = Field(
-        description="The `proposal_type` to use when none is asked for."
+        description="The `proposal_type` to use when none is requested."
     )
     verifier: VerifierConfig = Field(description="The model that the drafter was trained for.")
 

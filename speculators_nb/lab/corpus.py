@@ -216,7 +216,7 @@ def sorted_words(
 # %% ../../nbs/lab/02_corpus.ipynb #3bf934b6
 def table(
     rng: random.Random,  # source of the table, the questions and the wording
-    n: int,  # how many questions are asked about it
+    n: int,  # number of questions about it
 ) -> list[tuple[str, str]]:  # (prompt, answer) for each turn; the first prompt holds the table
     "A small table, then questions that look up a cell or a row."
     foods = rng.sample(FOODS, rng.randint(3, 5))
@@ -447,7 +447,7 @@ PORTRAIT = [
 def free_choice(
     rng: random.Random,  # source of the subject and of every turn of the tale
 ) -> tuple[str, str]:  # prompt, answer
-    "A story or a description: the subject is asked for, the rest is free."
+    "A story or a description: the prompt gives the subject, the rest is free."
     animal, other = rng.sample(ANIMALS, 2)
     slots = dict(
         animal=animal,

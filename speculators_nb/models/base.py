@@ -44,8 +44,8 @@ class LoadedByName(ClassRegistryMixin, StoredNetwork):
         cls,
         name: str,  # a speculators_model_type
     ) -> type:  # the SpeculatorModel subclass
-        """Which class registered under a name; the package's own are imported when first asked
-        for. Errors: ValueError listing the known ones."""
+        """Which class registered under a name; the package's own are imported on first
+        use. Errors: ValueError listing the known ones."""
         if name not in SpeculatorModel.registry:
             import_models()
         return super().registered_class(name)
@@ -225,7 +225,7 @@ class SpeculatorModel(PretrainedDrafter):
 
 # %% ../../nbs/models/04_base.ipynb #081af660
 def attention_back_end(
-    attn_impl: str | None,  # as it was asked for; None: the best for this device
+    attn_impl: str | None,  # as requested; None: the best for this device
     device: torch.device,
     lean: bool,  # whether only the rows that carry loss are computed
 ) -> str:  # of `nn.attention`
