@@ -21,7 +21,7 @@ from ..core.options import REGISTERED
 from ..core.registry import ClassRegistryMixin
 from .draft_network import StoredNetwork
 from .serving_rules import Rule
-from .training_arguments import FreshDrafter
+from .drafter_arguments import FreshDrafter
 from ..nn.head_loss import HeadLoss, dense_head_loss, head_loss
 
 # %% ../../nbs/models/04_base.ipynb #8d0db1fa

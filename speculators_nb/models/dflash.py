@@ -39,7 +39,7 @@ from speculators_nb.models.serving_rules import (
     one_kind_of_attention,
     served_rope,
 )
-from speculators_nb.models.training_arguments import (
+from speculators_nb.models.drafter_arguments import (
     check_draft_vocab_size,
     check_layer_ids,
     check_mask_token,

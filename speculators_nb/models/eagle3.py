@@ -37,7 +37,7 @@ from speculators_nb.models.serving_rules import (
     silu_only,
     written,
 )
-from speculators_nb.models.training_arguments import (
+from speculators_nb.models.drafter_arguments import (
     check_draft_vocab_size,
     check_layer_ids,
     layers_to_read,

@@ -43,7 +43,7 @@ from speculators_nb.models.serving_rules import (
     layer_of,
     layer_types_of,
 )
-from .training_arguments import check_mask_token
+from .drafter_arguments import check_mask_token
 from ..nn.attention import attention
 from ..nn.head_loss import HeadLoss
 from ..nn.losses import parse_loss
