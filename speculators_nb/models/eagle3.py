@@ -23,6 +23,11 @@ from speculators_nb.models.base import (
     attention_back_end,
     distribution_loss,
 )
+from speculators_nb.models.drafter_arguments import (
+    check_draft_vocab_size,
+    check_layer_ids,
+    layers_to_read,
+)
 from .drafting import ChainDrafter, cached_attention
 from speculators_nb.models.serving_rules import (
     LAYER,
@@ -36,11 +41,6 @@ from speculators_nb.models.serving_rules import (
     served_rope,
     silu_only,
     written,
-)
-from speculators_nb.models.training_arguments import (
-    check_draft_vocab_size,
-    check_layer_ids,
-    layers_to_read,
 )
 from .training_time_test import StepInputs, StepOutput, TrainingTimeTest
 from ..nn.head_loss import HeadLoss
