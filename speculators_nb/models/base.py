@@ -20,8 +20,8 @@ from ..core.config import SpeculatorModelConfig, check_folder, import_models
 from ..core.options import REGISTERED
 from ..core.registry import ClassRegistryMixin
 from .draft_network import StoredNetwork
+from .drafter_arguments import FreshDrafter
 from .serving_rules import Rule
-from .training_arguments import FreshDrafter
 from ..nn.head_loss import HeadLoss, dense_head_loss, head_loss
 
 # %% ../../nbs/models/04_base.ipynb #8d0db1fa

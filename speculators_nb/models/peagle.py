@@ -22,6 +22,7 @@ from speculators_nb.models.base import (
     attention_back_end,
     distribution_loss,
 )
+from .drafter_arguments import check_mask_token
 from .drafting import SlotDrafter
 from speculators_nb.models.eagle3 import (
     EAGLE3_RULES,
@@ -43,7 +44,6 @@ from speculators_nb.models.serving_rules import (
     layer_of,
     layer_types_of,
 )
-from .training_arguments import check_mask_token
 from ..nn.attention import attention
 from ..nn.head_loss import HeadLoss
 from ..nn.losses import parse_loss
