@@ -179,6 +179,7 @@ def _refuse_overwriting(output_dir, overwrite, *names):
 def _evaluate_vllm(drafter, data, options) -> EngineEvaluation:
     "Acceptance, throughput and latency in vLLM, which is started unless it runs."
     server = options["server"]
+    started: dict[str, Any]
     if server:
         name = SpeculatorModelConfig.from_pretrained(drafter).speculators_model_type
         started = dict(name=name)
@@ -219,7 +220,7 @@ def _evaluate_reference(drafter, data, options) -> Evaluation:
         drafters,
         prompts,
         eos_token_ids=eos_ids_of(target, tokenizer),
-        domains=None if None in domains else domains,
+        domains=[d for d in domains if d is not None] if None not in domains else None,
         **given,
     )
     if output_dir := options["output_dir"]:

@@ -85,8 +85,8 @@ class DraftModel(CachedModel):
         verifier: Verifier,
     ) -> "DraftModel":  # on the verifier's device, in its dtype
         "Load from safetensors. Errors as in `Verifier.from_pretrained`."
-        options = dict(dtype=verifier.dtype, device=verifier.device)
-        return cls(Verifier.from_pretrained(path, [0], **options).model, verifier)
+        draft = Verifier.from_pretrained(path, [0], verifier.dtype, verifier.device)
+        return cls(draft.model, verifier)
 
     @torch.inference_mode()
     def propose(

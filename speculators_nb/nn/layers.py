@@ -393,7 +393,7 @@ DRAFT_SLIDING_WINDOW = 2048
 def _draft_rope(text, kinds) -> dict[str, Any]:
     # the verifier's RoPE parameters, of the first of its layer types where they differ
     default = dict(rope_type="default", rope_theta=10000.0)
-    rope = getattr(text, "rope_parameters", None) or default
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or default
     rope = next((rope[kind] for kind in kinds if rope.get(kind)), rope)
     unused = {"type", "mrope_interleaved", "mrope_section"}
     if rope.get("rope_type") != "longrope":  # its factors are made for that part
