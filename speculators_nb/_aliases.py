@@ -118,6 +118,7 @@ FORMER_NAMES = {
 # name of version 0.1, in the module that has it or had it -> its name of today; gone with version 0.3
 RENAMED = {
     "core.config.SAID": "core.checkpoints.CHECKED_FIELDS",
+    "core.config.check_said": "core.checkpoints.check_field_types",
     "core.config.WORDS": "core.checkpoints.TYPE_NAMES",
     "core.tree_growth.product_law": "core.tree_growth.independent_log_probs",
     "core.tree_growth.recurrent_law": "core.tree_growth.recurrent_log_probs",

@@ -137,6 +137,14 @@ def losses_of(name):
     return [None] if DRAFTERS[name][0] in TOKEN_LOSS else [*LOSSES, MIXTURE]
 
 
+def full_gradient(p):
+    "The gradient of a parameter, dense and gathered from all ranks where it is sharded; zeros where it has none."
+    grad = torch.zeros_like(p) if p.grad is None else p.grad
+    if hasattr(grad, "full_tensor"):
+        grad = grad.full_tensor()
+    return grad.to_dense() if grad.is_sparse else grad
+
+
 def train_step(model, batch, name, loss=None, autocast=None, seed=0, **kwargs):
     "(loss, gradient of every trained parameter as one vector) of a step, under autocast to a dtype where one is given."
     given = DRAFTERS[name][2] | ({} if loss is None else dict(loss_fn=loss))
@@ -146,9 +154,5 @@ def train_step(model, batch, name, loss=None, autocast=None, seed=0, **kwargs):
     with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
         value = model(**batch, **call)[1]
     value.backward()
-    grads = [
-        torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
-        for p in model.parameters()
-        if p.requires_grad
-    ]
+    grads = [full_gradient(p) for p in model.parameters() if p.requires_grad]
     return value.item(), torch.cat([g.flatten().double() for g in grads])

@@ -153,7 +153,7 @@ def checked(
     kind,  # the declared type
     where: str,  # file and field, for the message
 ):  # -> the value in that type
-    """Bring a value to its type. A mapping stands for a list of name=value texts. ValueError:
+    """Bring a value to its type. A mapping is read as a list of name=value texts. ValueError:
     another type."""
     if kind in (inspect.Parameter.empty, typing.Any):
         return value

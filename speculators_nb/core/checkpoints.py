@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FLOATS', 'CHECKED_FIELDS', 'TYPE_NAMES', 'SIGNS', 'save_tensors', 'tensor_names', 'load_tensors', 'load_pickle',
            'resolve_checkpoint', 'inside', 'read_index', 'checkpoint_index', 'read_checkpoint_tensors', 'remote_code',
-           'remote_code_allowed', 'tensor_problem', 'read_state', 'check_said', 'check_folder']
+           'remote_code_allowed', 'tensor_problem', 'read_state', 'check_field_types', 'check_folder']
 
 # %% ../../nbs/core/04_checkpoints.ipynb #chkp0003
 import contextlib
@@ -68,7 +68,7 @@ def tensor_names(
 def load_tensors(
     path: str | os.PathLike,  # a safetensors file
     names: Iterable[str] | None = None,  # the tensors wanted; None: all of them
-) -> dict[str, Tensor]:  # name -> tensor on the CPU; only what was asked for is read
+) -> dict[str, Tensor]:  # name -> tensor on the CPU; only the tensors requested are read
     """Read tensors from a safetensors file. A truncated file or a missing name raises
     `ValueError`."""
     with _open_tensors(path) as handle:
@@ -325,7 +325,7 @@ def _field_problem(name, value) -> str | None:
     return None
 
 
-def check_said(
+def check_field_types(
     config: dict[str, Any],  # of a config.json, of any model
     where: str = "",  # written before a field's name in the message
 ) -> None:
@@ -337,7 +337,7 @@ def check_said(
         if problem := _field_problem(name, value):
             raise ValueError(f"{where}{name}={shown(value)}: {problem}")
         if isinstance(value, dict):
-            check_said(value, f"{where}{name}.")
+            check_field_types(value, f"{where}{name}.")
         elif name == "proposal_methods":
             for i, method in enumerate(value):
                 place = f"{where}{name}.{i}"
@@ -346,7 +346,7 @@ def check_said(
                         f"{place}={shown(method)}: must be an object, e.g. {{'proposal_type': "
                         f"'greedy', 'speculative_tokens': 3}}"
                     )
-                check_said(method, f"{place}.")
+                check_field_types(method, f"{place}.")
 
 # %% ../../nbs/core/04_checkpoints.ipynb #96469f0a
 SIGNS = {  # file in a folder -> what the folder is, and what to name instead

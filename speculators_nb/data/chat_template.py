@@ -372,7 +372,7 @@ def _shared(a, b):
 def _unmarked(template, j):
     return BadRow(
         "an answer does not continue the rendering of the messages before it, so its tokens "
-        "cannot be told apart. Mark them in the chat template: {% generation %} before what "
+        "cannot be distinguished. Mark them in the chat template: {% generation %} before what "
         "the assistant says, {% endgeneration %} after its end token",
         detail=f"tokenizer {template.name!r}: message {j} (assistant) does not continue what "
         f"is before it. The template is:\n{template._text(None)[:1500]}",

@@ -113,7 +113,7 @@ class Reply:
 def ask(
     endpoint: Endpoint,  # a server
     model: str,  # as the server names it
-    prompt: Prompt,  # what is asked
+    prompt: Prompt,  # sent to the server
     max_tokens: int,  # of the answer
     temperature: float = 0.0,  # 0: greedy
     seed: int = 0,  # of the sampling
@@ -170,7 +170,7 @@ class Load:
 
 # %% ../../nbs/evaluate/05_load.ipynb #ca58189f
 def run_load(
-    endpoint: Endpoint,  # a server that nobody else uses
+    endpoint: Endpoint,  # a server without other users
     prompts: list[Prompt],
     concurrency: int = 1,  # requests at once
     max_tokens: int = 64,  # of an answer
@@ -222,7 +222,7 @@ def run_load(
 
 
 def _settle(meter):
-    "Wait until what was asked before is counted: two readings that are equal."
+    "Wait until earlier requests are counted: two readings that are equal."
     while meter.last != meter.start():
         time.sleep(0.02)
 

@@ -57,7 +57,7 @@ def weights_of_steps(
     step_weights: StepWeights,  # K numbers, or a function of the steps [K]; None: `default`
     default: Tensor,  # [K]
 ) -> Tensor:  # [K] float32
-    "The weights that were asked for. Errors: ValueError for weights of another number."
+    "The weights for these arguments. Errors: ValueError for weights of another number."
     steps = len(default)
     if step_weights is None:
         return default.float()

@@ -24,7 +24,7 @@ from speculators_nb.core.checkpoints import (
     remote_code_allowed,
     resolve_checkpoint,
 )
-from ..core.config import check_layers, check_said
+from ..core.config import check_field_types, check_layers
 from ..core.files import read_object
 
 # %% ../../nbs/nn/03_target_head.ipynb #6c6ba6df
@@ -144,7 +144,7 @@ def verifier_config(
             f"(speculators_model_type={raw['speculators_model_type']!r}); name the verifier "
             "that it was trained for"
         )
-    check_said(raw, f"{file}: ")
+    check_field_types(raw, f"{file}: ")
     for part, prefix in ((raw, ""), (raw.get("text_config"), "text_config.")):
         if isinstance(part, dict):
             check_layers(part, f"{file}: {prefix}")

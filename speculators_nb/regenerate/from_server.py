@@ -27,9 +27,9 @@ from .replay import Replay, check_sampling
 
 # %% ../../nbs/regenerate/05_from_server.ipynb #b4cfdfd3
 def retokenise(
-    replay: Replay,  # knows the tools and what the template is told
-    history: list[dict],  # what was asked
-    message: dict,  # what was answered
+    replay: Replay,  # has the tools and the template's arguments
+    history: list[dict],  # the messages of the request
+    message: dict,  # the answer
     finish: str,  # why it ended; "length": it was cut
     tokenizer,  # the verifier's, with its chat template
 ) -> tuple[list[int], list[int]]:  # token ids of the prompt, and of the answer
@@ -43,10 +43,10 @@ def retokenise(
             "otherwise than an open one, so they cannot be "
             "made from the text; use a server that knows return_token_ids (vLLM)"
         )
-    said = full[len(prompt) :]
+    answer = full[len(prompt) :]
     special = set(tokenizer.all_special_ids)
-    end = next((i for i in reversed(range(len(said))) if said[i] in special), None)
-    return prompt, said if end is None else said[: end + (finish != "length")]
+    end = next((i for i in reversed(range(len(answer))) if answer[i] in special), None)
+    return prompt, answer if end is None else answer[: end + (finish != "length")]
 
 # %% ../../nbs/regenerate/05_from_server.ipynb #987a51a9
 def _token_ids(ids):
@@ -167,7 +167,7 @@ class ServerReplay(_Requests):
         with self._lock:  # a fast tokenizer is not made for threads
             if self.tokenizer is None:
                 raise ValueError(
-                    "the server gives no token ids (vLLM does, asked by return_token_ids), and "
+                    "the server gives no token ids (vLLM does, with return_token_ids), and "
                     "without the verifier's tokenizer they cannot be made from the "
                     "text; name it: tokenizer=<folder or hub id>"
                 )

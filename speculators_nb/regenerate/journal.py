@@ -150,7 +150,7 @@ class Report(_Table):
         reason: str,  # under which it is counted
         where: str,  # file and line
     ) -> None:
-        "Count a case; more than `REASONS` reasons are not told apart."
+        "Count a case; more than `REASONS` reasons are counted as one."
         if reason not in self[name] and len(self[name]) >= REASONS:
             reason = "other reasons"
         self[name][reason] += 1
@@ -272,7 +272,7 @@ class Journal(_JournalFile):
             if replay.key in known:
                 if known[replay.key] != replay.content:
                     raise ValueError(
-                        "its id stands for another conversation already; give ids that differ, "
+                        "its id belongs to another conversation already; give ids that differ, "
                         "or none"
                     )
                 if replay.key not in self._seen:
@@ -328,8 +328,8 @@ def still_to_do(
     tools: bool = True,  # whether the assistant can call tools
     limit: int | None = None,  # stop after so many conversations of the input
     control: ControlTokens | None = None,  # the verifier's, to be looked for; None: not known
-) -> Iterator[Replay]:  # ready to be asked
-    """The conversations that are not done yet. One that cannot be read or asked is noted and
+) -> Iterator[Replay]:  # ready for its requests
+    """The conversations that are not done yet. One that cannot be read or sent is noted and
     passed over."""
     wanted = wanted_languages(languages)
     for where, row in islice(located(conversations), limit):
@@ -349,8 +349,8 @@ def still_to_do(
         if not good:
             journal.report["skipped"][language] += 1
         elif new:
-            said = control.spelled(replay.original, replay.tools) if control else {}
-            for token, i in said.items():
+            spelled = control.spelled(replay.original, replay.tools) if control else {}
+            for token, i in spelled.items():
                 journal.report.add("control_tokens", token, f"{where}, message {i}")
             yield replay
 

@@ -20,7 +20,7 @@ import torch
 from huggingface_hub import hf_hub_download
 
 from ..core.checkpoints import resolve_checkpoint
-from ..core.config import SpeculatorModelConfig, check_said
+from ..core.config import SpeculatorModelConfig, check_field_types
 from ..core.files import atomic_write, read_object
 from ..core.options import check_options
 from ..core.provenance import SECRET_NAME, identify
@@ -51,7 +51,7 @@ def read_config(
     if not file.is_file():
         raise FileNotFoundError(f"{model}: has no config.json; is it a model's folder?")
     config = read_object(file)
-    check_said(config, f"{file}: ")
+    check_field_types(config, f"{file}: ")
     return config
 
 

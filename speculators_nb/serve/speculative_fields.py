@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from transformers import PretrainedConfig
 
-from ..core.config import check_said
+from ..core.config import check_field_types
 from ..core.files import read_object
 from ..core.option_rules import shown
 from ..core.options import MOST_DRAFTED
@@ -106,13 +106,13 @@ def config_of(
             "config.json, or its config"
         )
     if isinstance(model, dict):
-        check_said(model)
+        check_field_types(model)
         return model
     file = Path(model) / "config.json"
     if not file.is_file():
         return None
     config = read_object(file)
-    check_said(config, f"{file}: ")
+    check_field_types(config, f"{file}: ")
     return config
 
 # %% ../../nbs/serve/02_speculative_fields.ipynb #50da3fec
