@@ -100,7 +100,7 @@ def usage(
     e: Any,  # an exception of Typer's parser, whose classes are private
 ) -> str:  # one line
     "The message for a command line that cannot be read."
-    context, kind, said = e.ctx, type(e).__name__, e.message.rstrip(".")
+    context, kind, message = e.ctx, type(e).__name__, e.message.rstrip(".")
     command = context.info_name if context else ""
     takes = [p.name.removesuffix("_") for p in context.command.params] if context else []
     if kind == "NoSuchOption":
@@ -109,19 +109,23 @@ def usage(
     if kind == "BadOptionUsage":
         rule = rule_of(e.option_name.lstrip("-").replace("-", "_"), command)
         return (
-            f"{said}; write {e.option_name} {rule.example}"
-            if rule and "requires" in said
-            else said
+            f"{message}; write {e.option_name} {rule.example}"
+            if rule and "requires" in message
+            else message
         )
     if kind == "BadParameter":
-        return said if "=" in said else f"{getattr(e.param, 'name', command)}: {said}"
-    if said.startswith("No such command"):
-        word = said.split("'")[1] if "'" in said else said
+        if "=" in message:
+            return message
+        return f"{getattr(e.param, 'name', command)}: {message}"
+    if message.startswith("No such command"):
+        word = message.split("'")[1] if "'" in message else message
         return f"{word!r}: there is no such command. {near(word, context.command.commands)}"
-    if said.startswith("Got unexpected extra"):
+    if message.startswith("Got unexpected extra"):
         places = [p.metavar for p in context.command.params if p.param_type_name == "argument"]
-        return f"{said}; {command} takes {', '.join(filter(None, places)) or 'options alone'}"
-    return f"{said}; `{command} --help` says what there is"
+        return (
+            f"{message}; {command} takes {', '.join(filter(None, places)) or 'options alone'}"
+        )
+    return f"{message}; `{command} --help` says what there is"
 
 # %% ../../nbs/cli/03_command.ipynb #1e934a9c
 INTERRUPTED = []  # Ctrl-C was pressed; an interrupted import raises an unrelated ImportError
@@ -157,7 +161,7 @@ class Program(TyperGroup):
             with _listening():
                 code = super().main(*args, standalone_mode=False, **kwargs)
             sys.stdout.flush()
-        except BrokenPipeError:  # whoever read the output, `head` say, has gone
+        except BrokenPipeError:  # the reader of the output (`head`, for example) has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 1
         except Exception as e:
@@ -306,13 +310,13 @@ def _values(function, name, app, context, recipe, typed):
     default."""
     from speculators_nb.cli.recipe import read_recipe, resolve
 
-    said = {n for n in typed if context.get_parameter_source(n).name == "COMMANDLINE"}
-    if twice := [n for n in said if f"{n}_" in said]:
+    given = {n for n in typed if context.get_parameter_source(n).name == "COMMANDLINE"}
+    if twice := [n for n in given if f"{n}_" in given]:
         raise ValueError(
             f"{twice[0]}={shown(typed[twice[0]])}: given as an argument and as an "
             "option; leave one out"
         )
-    flags = {n.removesuffix("_"): typed[n] for n in sorted(said)}
+    flags = {n.removesuffix("_"): typed[n] for n in sorted(given)}
     values = resolve(
         function, flags, read_recipe(recipe, name, app.functions) if recipe else None
     )
@@ -328,7 +332,7 @@ def _in_shell(text, function):
 
 # %% ../../nbs/cli/03_command.ipynb #9394eaf7
 def command(
-    function: Callable,  # or its stand-in from `library`
+    function: Callable,  # or its placeholder from `library`
     report: Callable,  # what the function returned -> the text to print, or None
     app: typer.Typer,  # where the command is entered
     name: str | None = None,  # of the command; None: the function's
@@ -363,15 +367,18 @@ def command(
                 raise typer.Exit(130) from None
             if os.environ.get("SPECULATORS_NB_TRACEBACK"):
                 raise
-            said, code = failure(e)
-            typer.echo(f"Error: {_in_shell(said, function)}", err=True)
+            message, code = failure(e)
+            typer.echo(f"Error: {_in_shell(message, function)}", err=True)
             raise typer.Exit(code) from None
 
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
-    said = " ".join((function.__doc__ or "").split())
+    help_text = " ".join((function.__doc__ or "").split())
     app.command(
-        name=name, help=said, short_help=said.split(". ")[0].rstrip("."), rich_help_panel=group
+        name=name,
+        help=help_text,
+        short_help=help_text.split(". ")[0].rstrip("."),
+        rich_help_panel=group,
     )(run)
     app.functions[name] = function
     return function

@@ -28,7 +28,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 
 import speculators_nb
-from .checkpoints import check_folder, check_said, resolve_checkpoint
+from .checkpoints import check_field_types, check_folder, resolve_checkpoint
 from .files import atomic_write, read_object
 from .option_rules import OptionRule, number, several, shown, whole
 from .options import RULES
@@ -78,7 +78,7 @@ class VerifierConfig(ReloadableBaseModel):
                 f"Is {name_or_path!r} a model folder?"
             )
         config = read_object(file)
-        check_said(config, f"{file}: ")
+        check_field_types(config, f"{file}: ")
         architectures = config.get("architectures") or []
         return cls(name_or_path=str(name_or_path), architectures=architectures)
 
@@ -96,7 +96,7 @@ class SpeculatorsConfig(ReloadableBaseModel):
         min_length=1, description="The ways in which this drafter can be run."
     )
     default_proposal_method: str = Field(
-        description="The `proposal_type` to use when none is asked for."
+        description="The `proposal_type` to use when none is requested."
     )
     verifier: VerifierConfig = Field(description="The model that the drafter was trained for.")
 

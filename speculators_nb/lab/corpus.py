@@ -117,10 +117,10 @@ def _table(prompt, answer, first):
     header, *rows = [line.split(" | ") for line in first.splitlines() if " | " in line]
     question = re.findall(r"\w+", prompt.splitlines()[-1])
     row = next(row for row in rows if row[0] in question)
-    asked = [value for column, value in zip(header, row) if column in question]
+    requested = [value for column, value in zip(header, row) if column in question]
     wanted = f" a {header[1]} of {row[1]} and a {header[2]} of {row[2]}."
-    if asked:
-        wanted = f" {asked[0]}."
+    if requested:
+        wanted = f" {requested[0]}."
     return " | ".join(row) in answer and answer.endswith(wanted)
 
 

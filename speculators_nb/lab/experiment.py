@@ -321,10 +321,10 @@ def _train_one(folder, name, budget, contender, k, features, args) -> dict:
     given = settings(algorithm, k) | own | args
     record = Path(folder) / name / "trained.json"
     request = dict(budget=budget, features=features.name, **given)
-    asked = json.dumps(request, sort_keys=True, default=str)
+    requested = json.dumps(request, sort_keys=True, default=str)
     if record.is_file():
         finished = json.loads(record.read_text())
-        if finished["asked"] == asked:
+        if finished["asked"] == requested:
             return finished["row"]
     lengths = FeatureDataset(features).lengths
     flops, parameters = flops_per_token(algorithm, features, **given)
@@ -342,7 +342,7 @@ def _train_one(folder, name, budget, contender, k, features, args) -> dict:
         seconds=time.perf_counter() - start,
     )
     with atomic_write(record) as tmp:
-        tmp.write_text(json.dumps(dict(asked=asked, row=row)))
+        tmp.write_text(json.dumps({"asked": requested, "row": row}))
     return row
 
 

@@ -155,7 +155,7 @@ def sorted_words(
 # %% ../../nbs/lab/02_prompt_makers.ipynb #3bf934b6
 def table(
     rng: random.Random,  # source of the table, the questions and the wording
-    n: int,  # how many questions are asked about it
+    n: int,  # number of questions about it
 ) -> list[tuple[str, str]]:  # (prompt, answer) for each turn; the first prompt holds the table
     "A small table, then questions that look up a cell or a row."
     foods = rng.sample(FOODS, rng.randint(3, 5))
@@ -169,17 +169,18 @@ def table(
     turns = []
     for food in rng.sample(foods, n):
         place = rng.randrange(2)
-        asked = columns[place]
+        column = columns[place]
         row = f"{food} | {values[columns[0]][food]} | {values[columns[1]][food]}"
         if rng.random() < 0.7:
             prompt = (
-                f"[What is the {asked} of {food}?|Give me the {asked} of {food}.|Look up "
-                f"{food}: what is the {asked}?]"
+                f"[What is the {column} of {food}?|Give me the {column} of {food}.|Look up "
+                f"{food}: what is the {column}?]"
             )
             answer = (
                 f"[The row of {food} reads|We need the row|The table says] {row}. [Its|The] "
                 f"{('first', 'second')[place]} number "
-                f"is the {asked}[, so the answer is|: it is|, which is] {values[asked][food]}."
+                f"is the {column}[, so the answer is|: it is|, which is] "
+                f"{values[column][food]}."
             )
         else:
             prompt = (
@@ -385,7 +386,7 @@ PORTRAIT = [
 def free_choice(
     rng: random.Random,  # source of the subject and of every turn of the tale
 ) -> tuple[str, str]:  # prompt, answer
-    "A story or a description: the subject is asked for, the rest is free."
+    "A story or a description: the prompt gives the subject, the rest is free."
     animal, other = rng.sample(ANIMALS, 2)
     slots = dict(
         animal=animal,
