@@ -315,7 +315,7 @@ def test_wrong_values(values, words):
         ("train", {"extra": ["save_steps=True"]}, ("save_steps='True': is text",)),
         ("train", {"extra": ["seed=1"], "seed": 0}, ("extra='seed=1': has an option of its own; use --seed",)),
         ("train", {"extra": ["warmup_steps"]}, ("extra='warmup_steps': write name=value",)),
-        ("train", {"extra": ["a=1", "a=2"]}, ("a stands there twice",)),
+        ("train", {"extra": ["a=1", "a=2"]}, ("a is given twice",)),
         (
             "train",
             {"early_stopping_patience": 2, "eval_share": 0},

@@ -366,6 +366,6 @@ def test_identity_is_the_id_and_else_the_content(tmp_path):
     assert (todo([a, b, a])["written"], todo([b, a, b])["kept"]) == (2, 2)  # without ids: by content, in any order
     report = todo([a | {"id": 1}, a | {"uuid": "u"}, b | {"id": 1}, a | {"id": 1}], "y.jsonl")
     assert (report["written"], report["duplicates"], report["failed"].total()) == (2, 1, 1)
-    assert "stands for another conversation" in (tmp_path / "y.errors.jsonl").read_text()
+    assert "belongs to another conversation" in (tmp_path / "y.errors.jsonl").read_text()
     again = todo([b | {"id": 1}, a | {"uuid": "u"}], "y.jsonl")  # the input was changed under an id
     assert (again["kept"], again["written"], again["failed"].total()) == (1, 0, 1)

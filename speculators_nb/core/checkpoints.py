@@ -68,7 +68,7 @@ def tensor_names(
 def load_tensors(
     path: str | os.PathLike,  # a safetensors file
     names: Iterable[str] | None = None,  # the tensors wanted; None: all of them
-) -> dict[str, Tensor]:  # name -> tensor on the CPU; only what was asked for is read
+) -> dict[str, Tensor]:  # name -> tensor on the CPU; only the tensors requested are read
     """Read tensors from a safetensors file. A truncated file or a missing name raises
     `ValueError`."""
     with _open_tensors(path) as handle:

@@ -96,7 +96,7 @@ class SpeculatorsConfig(ReloadableBaseModel):
         min_length=1, description="The ways in which this drafter can be run."
     )
     default_proposal_method: str = Field(
-        description="The `proposal_type` to use when none is asked for."
+        description="The `proposal_type` to use when none is requested."
     )
     verifier: VerifierConfig = Field(description="The model that the drafter was trained for.")
 
@@ -412,9 +412,8 @@ class SpeculatorModelConfig(ClassRegistryMixin, JsonConfig):
                 f"{cls.__name__}. Use {target.__name__}.from_dict, or "
                 "SpeculatorModelConfig.from_dict for any type."
             )
-        return super(SpeculatorModelConfig, target).from_dict(
-            copy.deepcopy(config_dict), **kwargs
-        )
+        config = copy.deepcopy(config_dict)
+        return super(SpeculatorModelConfig, target).from_dict(config, **kwargs)
 
 # %% ../../nbs/core/10_config.ipynb #c3f1c543
 def reload_schemas():

@@ -38,7 +38,7 @@ class _Decoder(json.JSONDecoder):
         return out
 
     def value(self, text, at=0):
-        "(value, where its text ends). A BadRow stands for a value that would lose something."
+        "(value, where its text ends). A BadRow is given for a value that would lose something."
         self.twice = None
         value, end = self.raw_decode(text, at)
         if self.twice is not None:
@@ -155,7 +155,7 @@ class _Text:
     def __init__(self, path, file):
         self.path, self.decoder = path, _Decoder()
         self.file = io.TextIOWrapper(file, "utf-8-sig", newline="")
-        self.text, self.at = "", 0  # what is at hand, and how much of it was used
+        self.text, self.at = "", 0  # the text read so far, and how much of it was used
         self.line, self.start = 1, 0  # the line and the character at which `text` begins
 
     def more(self):

@@ -227,7 +227,7 @@ def _inside(folder, name, at):
 
 # %% ../../nbs/data/08_images.ipynb #e5f0dcda
 def resolve_images(
-    row: dict,  # a conversation in any dialect
+    row: dict,  # a conversation in any format
     folder: str | Path = ".",  # pictures' paths start here, and may not leave it
     store: str | Path | None = None,  # folder for pictures given as bytes; None: refuse them
     allow_urls: bool = False,  # fetch http(s) addresses into `store`
@@ -299,7 +299,7 @@ def _part(part, at, beside, files):
 
 
 def has_pictures(
-    row: dict,  # a conversation in any dialect
+    row: dict,  # a conversation in any format
 ) -> bool:  # whether it holds more than text
     "Whether `resolve_images` has something to do."
     if not isinstance(row, dict) or row.get("input_ids") is not None:
@@ -419,7 +419,7 @@ def row_inputs(
     dataset: Dataset,  # a prepared table
     processor,  # from `load_processor`, or its folder, loaded when the first picture comes
 ) -> Callable[[int], dict]:  # row -> what the verifier takes beside its ids, {} for text
-    "The pictures of a prepared table, as tensors, when they are asked for."
+    "The pictures of a prepared table, as tensors, made when a row is read."
     if "messages" not in dataset.column_names:
         return lambda i: {}
     table = dataset.with_format(None)

@@ -207,7 +207,7 @@ def prepare_data(
     rows: str = "conversation",  # or "turn": a row per assistant turn, only that turn trained
     too_long: str = "cut",  # or "drop": what happens to a row that is longer
     min_trained: int = 1,  # trained tokens that a row must have
-    dedup: bool = True,  # pass over conversations whose messages say what another's said
+    dedup: bool = True,  # drop conversations with the same messages as another
     shuffle: bool = True,  # False: keep the order of conversations, max_samples takes the first
     val_fraction: float = 0.0,  # share of the conversations whose rows are for validation
     seed: int = 0,  # of the sample and the order

@@ -119,7 +119,7 @@ class Located(list):
 # %% ../../nbs/data/04_row_filter.ipynb #43aa2347
 def size_of(
     row: dict,  # as from `used`
-) -> int:  # characters, or what takes as much room
+) -> int:  # characters, or what takes as much memory
     "How large a conversation is."
     if "input_ids" in row:
         return 8 * len(row["input_ids"])

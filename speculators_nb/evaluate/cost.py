@@ -189,7 +189,7 @@ def draft_cost(
 # %% ../../nbs/evaluate/02_cost.ipynb #1595927c
 def expected_speedup(
     mean_length: float,  # acceptance length: tokens a step, the verifier's token included
-    cost: float,  # of a block, in plain passes of the verifier
+    cost: float,  # of a block, in forward passes of the verifier over one token
     verify: float = 1.0,  # of the pass over k+1 tokens, in plain passes
 ) -> float:  # how many times faster than plain decoding
     "Tokens a step over what a step costs (2211.17192, theorem 3.8)."

@@ -170,7 +170,7 @@ class Load:
 
 # %% ../../nbs/evaluate/05_load.ipynb #ca58189f
 def run_load(
-    endpoint: Endpoint,  # a server that nobody else uses
+    endpoint: Endpoint,  # a server without other users
     prompts: list[Prompt],
     concurrency: int = 1,  # requests at once
     max_tokens: int = 64,  # of an answer

@@ -20,8 +20,8 @@ from ..core.config import SpeculatorModelConfig, check_folder, import_models
 from ..core.options import REGISTERED
 from ..core.registry import ClassRegistryMixin
 from .draft_network import StoredNetwork
+from .drafter_arguments import FreshDrafter
 from .serving_rules import Rule
-from .training_arguments import FreshDrafter
 from ..nn.head_loss import HeadLoss, dense_head_loss, head_loss
 
 # %% ../../nbs/models/04_base.ipynb #8d0db1fa
@@ -44,8 +44,8 @@ class LoadedByName(ClassRegistryMixin, StoredNetwork):
         cls,
         name: str,  # a speculators_model_type
     ) -> type:  # the SpeculatorModel subclass
-        """Which class registered under a name; the package's own are imported when first asked
-        for. Errors: ValueError listing the known ones."""
+        """Which class registered under a name; the package's own are imported on first
+        use. Errors: ValueError listing the known ones."""
         if name not in SpeculatorModel.registry:
             import_models()
         return super().registered_class(name)
@@ -225,7 +225,7 @@ class SpeculatorModel(PretrainedDrafter):
 
 # %% ../../nbs/models/04_base.ipynb #081af660
 def attention_back_end(
-    attn_impl: str | None,  # as it was asked for; None: the best for this device
+    attn_impl: str | None,  # as requested; None: the best for this device
     device: torch.device,
     lean: bool,  # whether only the rows that carry loss are computed
 ) -> str:  # of `nn.attention`

@@ -30,6 +30,12 @@ from speculators_nb.models.blocks import (
     cached_block_attention,
     drafts_as_trained,
 )
+from speculators_nb.models.drafter_arguments import (
+    check_draft_vocab_size,
+    check_layer_ids,
+    check_mask_token,
+    layers_to_read,
+)
 from .drafting import SlotDrafter
 from speculators_nb.models.serving_rules import (
     LAYER,
@@ -38,12 +44,6 @@ from speculators_nb.models.serving_rules import (
     layer_types_of,
     one_kind_of_attention,
     served_rope,
-)
-from speculators_nb.models.training_arguments import (
-    check_draft_vocab_size,
-    check_layer_ids,
-    check_mask_token,
-    layers_to_read,
 )
 from ..nn.anchors import Blocks, slot_metrics
 from ..nn.head_loss import HeadLoss

@@ -22,6 +22,7 @@ from speculators_nb.models.base import (
     attention_back_end,
     distribution_loss,
 )
+from .drafter_arguments import check_mask_token
 from .drafting import SlotDrafter
 from speculators_nb.models.eagle3 import (
     EAGLE3_RULES,
@@ -43,7 +44,6 @@ from speculators_nb.models.serving_rules import (
     layer_of,
     layer_types_of,
 )
-from .training_arguments import check_mask_token
 from ..nn.attention import attention
 from ..nn.head_loss import HeadLoss
 from ..nn.losses import parse_loss
@@ -361,8 +361,8 @@ PEAGLE_RULES: tuple[Rule, ...] = (
 # %% ../../nbs/models/12_peagle.ipynb #1f0afce3
 @SpeculatorModel.register("peagle")
 class PEagleDraftModel(PEagleLoss):
-    """P-EAGLE ([2602.01469](https://arxiv.org/abs/2602.01469)): EAGLE-3's network, asked for
-    all tokens of a draft at once."""
+    """P-EAGLE ([2602.01469](https://arxiv.org/abs/2602.01469)): EAGLE-3's network, which
+    drafts all tokens in one forward pass."""
 
     serving_rules = PEAGLE_RULES
     config_arguments = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

@@ -183,7 +183,7 @@ def save_vocab_mapping(
 
 
 def load_vocab_mapping(
-    folder: str | os.PathLike,  # where d2t-{Vd}.npy and t2d-{Vd}.npy lie
+    folder: str | os.PathLike,  # the folder of d2t-{Vd}.npy and t2d-{Vd}.npy
     draft_vocab_size: int,  # Vd
     vocab_size: int,  # V, the verifier's
 ) -> tuple[Tensor, Tensor]:  # t2d [V] bool, d2t [Vd] int64

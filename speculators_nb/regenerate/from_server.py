@@ -167,7 +167,7 @@ class ServerReplay(_Requests):
         with self._lock:  # a fast tokenizer is not made for threads
             if self.tokenizer is None:
                 raise ValueError(
-                    "the server gives no token ids (vLLM does, asked by return_token_ids), and "
+                    "the server gives no token ids (vLLM does, with return_token_ids), and "
                     "without the verifier's tokenizer they cannot be made from the "
                     "text; name it: tokenizer=<folder or hub id>"
                 )

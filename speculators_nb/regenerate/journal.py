@@ -272,7 +272,7 @@ class Journal(_JournalFile):
             if replay.key in known:
                 if known[replay.key] != replay.content:
                     raise ValueError(
-                        "its id stands for another conversation already; give ids that differ, "
+                        "its id belongs to another conversation already; give ids that differ, "
                         "or none"
                     )
                 if replay.key not in self._seen:

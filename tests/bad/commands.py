@@ -216,7 +216,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         ("warmup_steps", "extra='warmup_steps': write name=value"),
         ("seed=1", "extra='seed=1': has an option of its own; use --seed"),
         ("=3", "extra='=3': write name=value"),
-        ("warmup_steps=1 --extra warmup-steps=2", "warmup_steps stands there twice; leave one out"),
+        ("warmup_steps=1 --extra warmup-steps=2", "warmup_steps is given twice; leave one out"),
     ],
     "evaluate.extra": [
         ("--port=9 --engine vllm", "extra='--port=9': has an option of its own; use port"),

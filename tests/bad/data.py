@@ -748,7 +748,7 @@ CASES += [
     Case(
         "regenerate: an id for two conversations",
         answered,
-        "failed,.*its id stands for another conversation.*line 2",
+        "failed,.*its id belongs to another conversation.*line 2",
         {"c.jsonl": lines(TALK | {"id": 1}, asked("5?") | {"id": 1})},
         counted=True,
     ),

@@ -244,7 +244,7 @@ MEASURES = {
     "evaluate: a domain too few": (lambda: meas(domains=[]), "0 domains for 1 prompts: give one for each"),
     "evaluate: no room": (
         lambda: meas(k=7, max_new_tokens=3),
-        "no step was asked for k=7 tokens: raise max_new_tokens above 8",
+        "no step drafted k=7 tokens: raise max_new_tokens above 8",
     ),
     "evaluate: a rule": (lambda: meas(rule="x"), "rule='x': is not known"),
     "evaluate_as_engine: no tokens": (
