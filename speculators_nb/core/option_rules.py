@@ -374,7 +374,7 @@ def pairs(
         if not equals or not name.isidentifier():
             raise ValueError(f"extra={shown(item)}: write name=value, e.g. warmup_steps=100")
         if name in found:
-            raise ValueError(f"extra={shown(item)}: {name} stands there twice; leave one out")
+            raise ValueError(f"extra={shown(item)}: {name} is given twice; leave one out")
         try:
             found[name] = json.loads(value)
         except (ValueError, RecursionError):

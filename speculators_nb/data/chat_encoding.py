@@ -50,7 +50,7 @@ class _Rendered(NamedTuple):
 
 
 def encode_batch(
-    conversations: list,  # conversations in any dialect, or rows with input_ids and loss_mask
+    conversations: list,  # conversations in any format, or rows with input_ids and loss_mask
     template: ChatTemplate,  # renders and tokenises
     rows: str = "conversation",  # "turn": a row per assistant turn, only that turn trained
     first: int | None = None,  # tokens of a row that are needed; None: all

@@ -144,7 +144,7 @@ def _counts(generations, k) -> np.ndarray:
         counts = np.stack([count(g, k) for g in generations])
     if not counts[:, 0].any():
         raise ValueError(
-            f"no step was asked for k={k} tokens: raise max_new_tokens above {k + 1}, or pass "
+            f"no step drafted k={k} tokens: raise max_new_tokens above {k + 1}, or pass "
             "the k of these generations"
         )
     return counts

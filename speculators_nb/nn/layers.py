@@ -227,10 +227,8 @@ class Attention(nn.Module):
     ):
         super().__init__()
         size, self.d = input_size or config.hidden_size, head_dim(config)
-        q_size, kv_size = (
-            config.num_attention_heads * self.d,
-            config.num_key_value_heads * self.d,
-        )
+        q_size = config.num_attention_heads * self.d
+        kv_size = config.num_key_value_heads * self.d
         bias = getattr(config, "attention_bias", False)
         self.q_proj = nn.Linear(size, q_size, bias=bias)
         self.k_proj = nn.Linear(size, kv_size, bias=bias)
@@ -406,7 +404,7 @@ def _dense_width(text) -> int:
     dense = None if experts else getattr(text, "intermediate_size", None)
     return dense or 3 * text.hidden_size
 
-
+# %% ../../nbs/nn/04_layers.ipynb #3ad4e7ee
 def draft_layer_config(
     verifier: PretrainedConfig,  # the verifier's, multimodal or not
     family: str = "llama",  # "llama" or "qwen3": what the draft layers are
