@@ -149,7 +149,7 @@ class ChainState(CachedDrafter):
         "The next token's logits."
         raise NotImplementedError
 
-    def fed_back(self, states: torch.Tensor) -> torch.Tensor:  # [n, H] -> [n, H]
+    def next_input(self, states: torch.Tensor) -> torch.Tensor:  # [n, H] -> [n, H]
         "What the next step reads of this step's output."
         return states
 
@@ -200,7 +200,7 @@ class ChainDrafter(ChainState):
                 token = likeliest(logits)
             drafted.append(self.model.to_verifier(token))
             if j + 1 < k:
-                states = self.step(self.fed_back(states), drafted[-1])
+                states = self.step(self.next_input(states), drafted[-1])
         crop_cache(self.cache, decided)
         if not draft_probs:
             return TokenTree.chain(torch.cat(drafted))
@@ -221,7 +221,7 @@ class ChainDrafter(ChainState):
         decided = self.cache.get_seq_length()
 
         def step(ids, states, ancestors):
-            return self.step(self.fed_back(states), ids, ancestors)
+            return self.step(self.next_input(states), ids, ancestors)
 
         def log_probs(states):
             probs = self.logits(states).float().softmax(-1)
