@@ -4,7 +4,8 @@
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-CLONE_ONLY = {("speculators_nb.lab", "corpus"), ("speculators_nb.lab", "tiny_verifier")}
+MAKERS = "prompt_makers", "corpus", "tiny_model", "tiny_verifier"
+CLONE_ONLY = {("speculators_nb.lab", maker) for maker in MAKERS}
 
 
 class WithoutMakers(build_py):

@@ -98,10 +98,13 @@ MOVED = {
 FORMER_NAMES = {
     "cli": ("cli.main",),
     "decode.suffix": ("decode.suffix_index",),
+    "cli.command": ("cli.signature",),
     "core.config": ("core.checkpoints",),
     "core.options": ("core.option_rules",),
     "evaluate.engine": ("evaluate.engine_results", "evaluate.comparison"),
     "evaluate.load": ("evaluate.vllm_metrics",),
+    "lab.corpus": ("lab.prompt_makers",),
+    "lab.tiny_verifier": ("lab.tiny_model",),
     "models.mlp_speculator": ("models.token_heads",),
     "models.base": ("core.checkpoints",),
     "nn.head_loss": ("nn.token_loss", "nn.target_head"),

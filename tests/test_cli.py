@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 
 from speculators_nb.cli import drafter_commands as drafter_steps
 from speculators_nb.cli import main as cli
-from speculators_nb.cli.command import command, library, new_app
+from speculators_nb.cli.command import command, new_app
 from speculators_nb.cli.recipe import read_recipe, resolve
+from speculators_nb.cli.signature import library
 from speculators_nb.core.provenance import read_provenance
 from speculators_nb.data.sources import read_conversations
 from speculators_nb.serve.server import free_port
@@ -110,7 +111,7 @@ def test_a_command_is_the_library_s_function(name):
 
 
 def test_heavy_imports_are_inside():
-    for module in (cli, sys.modules["speculators_nb.cli.command"]):
+    for module in (cli, *(sys.modules[f"speculators_nb.cli.{name}"] for name in ("command", "signature"))):
         tree = ast.parse(Path(module.__file__).read_text())
         tops = {
             (n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0]
@@ -132,6 +133,7 @@ def test_heavy_imports_are_inside():
             "collections",
             "pathlib",
             "signal",
+            "signature",
             "sys",
             "textwrap",
             "threading",

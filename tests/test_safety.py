@@ -377,7 +377,13 @@ def test_a_drafters_config_runs_nothing(tmp_path):
 
 # --- the source itself ------------------------------------------------------------------------------------------------
 
-OWN = {"cli.demo", "lab.experiment", "lab.tiny_verifier", "lab.corpus"}  # read what this repository ships
+OWN = {
+    "cli.demo",
+    "lab.experiment",
+    "lab.tiny_model",
+    "lab.tiny_verifier",
+    "lab.corpus",
+}  # read what this repository ships
 
 
 def calls():

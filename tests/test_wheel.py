@@ -49,7 +49,8 @@ def installed(wheel, tmp_path_factory):
 
 
 # what makes data/corpus and data/tiny-verifier is run from a clone
-MAKERS = {"speculators_nb/lab/corpus.py", "speculators_nb/lab/tiny_verifier.py"}
+COMMANDS = {"speculators_nb/lab/corpus.py", "speculators_nb/lab/tiny_verifier.py"}
+MAKERS = COMMANDS | {"speculators_nb/lab/prompt_makers.py", "speculators_nb/lab/tiny_model.py"}
 
 
 def test_every_module_is_inside(wheel):
@@ -63,7 +64,7 @@ def test_every_module_is_inside(wheel):
     assert {n for n in inside if ".dist-info/" not in n} == ours, "nothing but the package is installed"
 
 
-@pytest.mark.parametrize("maker", sorted(MAKERS))
+@pytest.mark.parametrize("maker", sorted(COMMANDS))
 def test_makers_run_in_the_clone(maker):
     module = maker.removesuffix(".py").replace("/", ".")
     p = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True)

@@ -412,9 +412,8 @@ class SpeculatorModelConfig(ClassRegistryMixin, JsonConfig):
                 f"{cls.__name__}. Use {target.__name__}.from_dict, or "
                 "SpeculatorModelConfig.from_dict for any type."
             )
-        return super(SpeculatorModelConfig, target).from_dict(
-            copy.deepcopy(config_dict), **kwargs
-        )
+        config = copy.deepcopy(config_dict)
+        return super(SpeculatorModelConfig, target).from_dict(config, **kwargs)
 
 # %% ../../nbs/core/10_config.ipynb #c3f1c543
 def reload_schemas():

@@ -87,9 +87,11 @@ class ContinuationIndex(MatchIndex):
         tokens = []
         p, score = np.float32(1), np.float32(0)  # rounded as Arctic Inference rounds
         while len(tokens) < budget:
-            split = isinstance(ends, Part)
-            total = ends.count if split else len(ends)
-            found = self.first(ends) if split else self._most_frequent(ends)
+            if isinstance(ends, Part):
+                total, found, ahead = ends.count, self.first(ends), None
+            else:
+                total = len(ends)
+                found, ahead = self._most_frequent(ends)
             if found is None:
                 break
             p *= np.float32(found[1]) / np.float32(total)
@@ -98,22 +100,23 @@ class ContinuationIndex(MatchIndex):
             tokens.append(int(found[0]))
             score += p
             if len(tokens) < budget:
-                ends = self._ends(text + tokens) if split else found[2]
+                ends = self._ends(text + tokens) if ahead is None else ahead
         return Continuation(tokens, float(score), len(text))
 
-    def _most_frequent(self, ends):
-        "(token, how often, where it ends) of what followed some places; None: nothing did."
+    def _most_frequent(self, ends) -> tuple[tuple[int, int] | None, np.ndarray]:
+        "What followed some places: (token, how often), None if nothing did; where it ends."
         tokens = self._row("tokens")
         ahead = self._row("behind")[ends]
         ahead = ahead[ahead >= 0]
         if not len(ahead):
-            return None
+            return None, ahead
         nexts = tokens[ahead]
         if (nexts == nexts[0]).all():
-            return nexts[0], len(nexts), ahead
+            return (nexts[0], len(nexts)), ahead
         followers = Followers(tokens[np.sort(ahead)].tolist())
         token = followers.first()
-        return token, followers.count[token], ahead[nexts == token]
+        assert token is not None  # their order is known
+        return (token, followers.count[token]), ahead[nexts == token]
 
 # %% ../../nbs/decode/06_suffix.ipynb #sufdra06
 class SuffixIndex(ContinuationIndex):

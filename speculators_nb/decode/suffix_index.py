@@ -35,18 +35,18 @@ class Followers:
         c = self.count.get(token, 0)
         self.count[token] = c + 1
         if self.equals is not None:
-            self._rise(token, c)
+            self._rise(self.equals, token, c)
         elif self.best not in (None, token) and c + 1 >= self.count[self.best]:
             self.best = token if c + 1 > self.count[self.best] else None
 
-    def _rise(self, token, c):
-        group = self.equals.get(c, ())
+    def _rise(self, equals, token, c):
+        group = equals.get(c, {})
         was_first = token == next(iter(group), None)
         if c:
             del group[token]
             if not group:
-                del self.equals[c]
-        above = self.equals.setdefault(c + 1, OrderedDict())
+                del equals[c]
+        above = equals.setdefault(c + 1, OrderedDict())
         above[token] = None
         above.move_to_end(token, last=not was_first)
         self.most = max(self.most, c + 1)
@@ -241,12 +241,14 @@ class PartIndex(GrowingParts):
         part: Part,  # split
     ) -> tuple[int, int] | None:  # (token, how often); None: nothing followed
         "What followed a part most often."
-        if not part.followers.count:
+        followers = part.followers
+        if followers is None or not followers.count:
             return None
-        if part.followers.first() is None:  # equals, after a token was removed
-            part.followers = Followers(self.next_tokens(self._all(part)))
-        token = part.followers.first()
-        return token, part.followers.count[token]
+        token = followers.first()
+        if token is None:  # equals, after a token was removed
+            followers = part.followers = Followers(self.next_tokens(self._all(part)))
+            token = followers.first()
+        return None if token is None else (token, followers.count[token])
 
     def _all(self, part):
         "All places of a part."

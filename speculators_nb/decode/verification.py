@@ -195,7 +195,7 @@ class Context(RequestCache):
         )
         width = ids.shape[1]
         tail = width - min(map(len, unread)) + 1  # logits of the last positions only
-        options = dict(past_key_values=self.cache, want_logits=tail)
+        options: dict[str, Any] = dict(past_key_values=self.cache, want_logits=tail)
         if len(trees) > 1 or not trees[0].is_chain or bool((self.positions < 0).any()):
             options["attention_mask"] = self._masks()
             options["position_ids"] = self.new.clamp(min=0)

@@ -93,7 +93,7 @@ def acceptance_table(
         return np.concatenate([unconditional, conditional], -1)
 
     found = bootstrap(_counts(generations, k), ratios, draws, seed)
-    table = {"position": range(1, k + 1)}
+    table: dict[str, Any] = {"position": range(1, k + 1)}
     for name, columns in (("unconditional", slice(0, k)), ("conditional", slice(k, 2 * k))):
         table[name] = found.value[columns]
         table[f"{name}_low"] = found.low[columns]
@@ -133,7 +133,7 @@ def acceptance_summary(
     )
 
 # %% ../../nbs/evaluate/01_acceptance.ipynb #c38587cd
-def _counts(generations, k):
+def _counts(generations, k) -> np.ndarray:
     "[R, 4 + k]; ValueError where there is nothing to count."
     if not len(generations):
         raise ValueError("no generations: nothing to measure")
@@ -269,7 +269,7 @@ def evaluate(
     seed: int = 0,  # of sampling and of the bootstrap
 ) -> Evaluation:  # tables, generations, `plot()`, `save(folder)`
     "Decode every prompt with every drafter at every temperature and count accepted tokens."
-    options = dict(k=k, max_new_tokens=max_new_tokens, rule=rule, seed=seed)
+    options: dict[str, Any] = dict(k=k, max_new_tokens=max_new_tokens, rule=rule, seed=seed)
     if not drafters:
         raise ValueError("drafters is empty: there is nothing to measure; give at least one")
     check_measurement(prompts=prompts, temperatures=temperatures, **options)

@@ -9,6 +9,7 @@ __all__ = ['Run', 'as_engine_counts', 'evaluate_as_engine', 'Comparison', 'read_
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -66,7 +67,7 @@ def evaluate_as_engine(
     "Decode with our own decoder and count as vLLM counts."
     check_options(dict(temperatures=temperatures, max_new_tokens=max_new_tokens))
     check_measurement(k, prompts, rule=rule, seed=seed)
-    options = dict(k=k, eos_token_ids=eos_token_ids, rule=rule, seed=seed)
+    options: dict[str, Any] = dict(k=k, eos_token_ids=eos_token_ids, rule=rule, seed=seed)
     parts = []
     with tqdm(total=len(drafters) * len(temperatures) * len(prompts), unit="request") as bar:
         for name, drafter in drafters.items():

@@ -134,7 +134,7 @@ def plot_engine_acceptance(
 def _lightest(table):
     return table[table.concurrency == table.concurrency.min()]
 
-
+# %% ../../nbs/evaluate/07_engine_results.ipynb #4348e636
 def plot_speed(
     performance: pd.DataFrame,  # of an `EngineEvaluation`
     title: str | None = None,  # None: the best and its speed-up

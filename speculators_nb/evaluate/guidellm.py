@@ -89,7 +89,7 @@ def guidellm_command(
     check_options(given | dict(max_requests=max_requests, max_seconds=max_seconds))
     load = _load_arguments(streams, rate, max_requests, max_seconds, endless=dataset is None)
     body = {"temperature": temperature, "top_p": 1.0}
-    backend = dict(target=url, model=model, extras={"body": body})
+    backend: dict[str, Any] = dict(target=url, model=model, extras={"body": body})
     if dataset:
         backend["max_tokens"] = max_tokens
         data = _kind("json_file", path=str(dataset))

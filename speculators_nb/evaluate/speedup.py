@@ -8,6 +8,7 @@ __all__ = ['lengths', 'speedups', 'best_gamma', 'verify_costs', 'measured_speedu
 # %% ../../nbs/evaluate/03_speedup.ipynb #9f81496c
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,7 +105,8 @@ def measured_speedup(
     )
     check_prompts(prompts)
 
-    options = dict(k=k, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
+    options: dict[str, Any] = dict(k=k, max_new_tokens=max_new_tokens)
+    options["eos_token_ids"] = eos_token_ids
 
     def time_per_token(drafter, i):
         sampling = Sampling(temperature, torch.Generator(verifier.device).manual_seed(seed + i))

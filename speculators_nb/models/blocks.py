@@ -7,8 +7,8 @@ __all__ = ['Rope', 'BLOCK_RULES', 'BlockMask', 'Projections', 'BlockAttention', 
            'cached_block_mask', 'cached_block_attention', 'no_longrope', 'window_covers_block', 'drafts_as_trained']
 
 # %% ../../nbs/models/13_blocks.ipynb #blkA0003
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -36,7 +36,7 @@ from speculators_nb.nn.anchors import (
     select_anchors,
 )
 from ..nn.attention import attention, block_attention
-from ..nn.layers import Attention, DecoderLayer
+from ..nn.layers import Attention, DecoderLayer, RMSNorm, Rotary
 from ..nn.masks import Mask, MaskSize, anchored_blocks, slot_window
 from ..nn.step_weights import StepWeights, block_decay, weights_of_steps
 
@@ -46,6 +46,11 @@ class BlockMask(SpeculatorModel):
     and `sliding_window_non_causal`."""
 
     shift = None  # index i of every tensor is token i
+
+    if TYPE_CHECKING:  # attributes that a subclass makes
+        layers: Sequence[DecoderLayer]  # an nn.ModuleList
+        norm: RMSNorm
+        rotary: Rotary
 
     def causal_in_block(self, layer: DecoderLayer) -> bool:
         """Whether a slot attends only to slots up to its own: in sliding layers, unless

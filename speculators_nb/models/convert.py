@@ -177,8 +177,8 @@ def convert(
     describes, and its sizes against the verifier.
     Errors: FileExistsError; ValueError for an unknown format, missing, unexpected or misshapen
     tensors, another verifier, or a pickle that holds more than tensors."""
-    options = dict(source=source, output_dir=output_dir, verifier=verifier, format=format)
-    options["speculative_tokens"] = speculative_tokens
+    options: dict[str, Any] = dict(source=source, output_dir=output_dir, verifier=verifier)
+    options |= dict(format=format, speculative_tokens=speculative_tokens)
     if not isinstance(config, str):
         options["config"] = config
     check_options(options, "convert")

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EagleSpeculatorConfig', 'EagleNetwork', 'EagleSteps', 'CachedForward', 'paper_losses', 'feature_noise',
-           'feature_metrics', 'EagleLoss', 'EagleDrafter', 'served_as_native', 'check_native_layer', 'TrainedEagle',
-           'EagleForward', 'EagleSpeculator']
+           'feature_metrics', 'EagleLoss', 'EagleDrafter', 'served_as_native', 'TrainedEagle', 'EagleForward',
+           'EagleSpeculator']
 
 # %% ../../nbs/models/09_eagle.ipynb #4ec86db9
 import copy
@@ -347,27 +347,6 @@ def served_as_native(
     ]
 
 
-def check_native_layer(model: CachedForward) -> None:
-    "Raise ValueError for what the layout of the EAGLE-1 repository has no place for."
-    layer = model.config.transformer_layer_config
-    extra = [name for name in ("layernorms", "fusion_bias") if getattr(model.config, name)]
-    if extra:
-        raise ValueError(
-            f"{' and '.join(extra)}=True: vLLM's EAGLE layer has no place for it; train "
-            f"with {'=False, '.join(extra)}=False"
-        )
-    if layer.model_type != "llama":
-        raise ValueError(
-            f"transformer_layer_config.model_type is {layer.model_type!r}: vLLM's EAGLE-1 "
-            "has a Llama layer; train with draft_arch='llama'"
-        )
-    if model.transformer.window is not None:
-        raise ValueError(
-            "transformer_layer_config.layer_types has a sliding window: vLLM's EAGLE-1 "
-            "attends to everything; train with full attention"
-        )
-
-
 class TrainedEagle(EagleLoss):
     "EAGLE's training arguments."
 
@@ -460,12 +439,8 @@ class EagleSpeculator(EagleForward):
         """Write the checkpoint layout of the EAGLE-1 repository, which vLLM serves with method
         "eagle". Errors: ValueError for what that layout has no place for."""
         self._check_attached()
-        check_native_layer(self)
-        format_named("eagle").write(
-            self.config,
-            self.saved_state() | {"embed_tokens.weight": self.embed_tokens.weight},
-            folder,
-        )
+        tensors = self.saved_state() | {"embed_tokens.weight": self.embed_tokens.weight}
+        format_named("eagle").write(self.config, tensors, folder, served=True)
 
     def drafter(self) -> EagleDrafter:
         "This model as a `tree.Drafter`."

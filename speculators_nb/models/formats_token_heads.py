@@ -215,7 +215,7 @@ def write_medusa_original(
 ):
     "Write what the original repository reads, as safetensors."
     num_blocks = config.num_hidden_layers
-    raw = dict(
+    raw: dict[str, Any] = dict(
         medusa_num_heads=config.num_heads,
         medusa_num_layers=num_blocks,
         hidden_size=config.hidden_size,

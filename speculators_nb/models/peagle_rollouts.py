@@ -38,7 +38,7 @@ def check_sampling(
             f"max_anchors={max_anchors}: give at least 1, or None for all trained positions"
         )
 
-
+# %% ../../nbs/models/11_peagle_rollouts.ipynb #ae9745dd
 def cod_sample(
     loss_mask: torch.Tensor,  # [L] or [1, L] bool
     document_ids: torch.Tensor,  # the same shape; -1 is padding

@@ -7,15 +7,15 @@ __all__ = ['StepInputs', 'StepOutput', 'UnrolledDrafter', 'all_steps', 'DenseUnr
            'TrainingTimeTest']
 
 # %% ../../nbs/models/06_training_time_test.ipynb #2171d775
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from .base import SpeculatorModel
 from ..nn.attention import attention, prefix_attention
-from ..nn.layers import Attention
+from ..nn.layers import Attention, DecoderLayer, Rotary
 from ..nn.masks import Mask, MaskSize, ttt
 from ..nn.supervision import needed_rows, shift_by_one
 
@@ -38,6 +38,10 @@ class UnrolledDrafter(SpeculatorModel):
     "A drafter with decoder layers that is trained on its own output."
 
     shift = staticmethod(shift_by_one)
+
+    if TYPE_CHECKING:  # attributes that a subclass makes
+        layers: Sequence[DecoderLayer]  # an nn.ModuleList
+        rotary: Rotary
 
     def first_inputs(self, input_ids: torch.Tensor, features: torch.Tensor) -> StepInputs:
         "What step 0 reads: tokens [N], features of the verifier [N, A·H]."
@@ -94,7 +98,7 @@ class DenseUnrolling(UnrolledDrafter):
         "The definition: every row at every step."
         L = len(input_ids)
         masks = [ttt(document_ids, L, layer.window) for layer in self.layers]
-        caches = [[] for _ in self.layers]
+        caches: list[list] = [[] for _ in self.layers]
         outputs = []
         hidden, embeds = self.first_inputs(input_ids, features)
         for t in range(steps):
@@ -201,7 +205,8 @@ class TrainingTimeTest(DenseUnrolling):
 
     def unroll(
         self,
-        row: tuple[torch.Tensor, ...],  # the four first arguments of `hidden_rows`
+        # the first four arguments of `hidden_rows`
+        row: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         counted: torch.Tensor,  # [K, L] bool: the rows whose states are returned
         lean: bool,  # False: by the definition
         impl: str,  # back end of attention

@@ -411,10 +411,9 @@ def head_loss(
         want_accept,
         bias_by_target,
     )
+    e, w = bias or (None, None)
     with torch.autocast(hidden.device.type, enabled=False):  # it would change these dtypes
-        loss, correct, accept, *rows = _ChunkedHeadLoss.apply(
-            hidden, *(bias or (None, None)), case
-        )
+        loss, correct, accept, *rows = _ChunkedHeadLoss.apply(hidden, e, w, case)
     return HeadLoss(loss, dict(zip(mixture, rows)), correct, accept)
 
 # %% ../../nbs/nn/07_head_loss.ipynb #f231dc26

@@ -227,10 +227,8 @@ class Attention(nn.Module):
     ):
         super().__init__()
         size, self.d = input_size or config.hidden_size, head_dim(config)
-        q_size, kv_size = (
-            config.num_attention_heads * self.d,
-            config.num_key_value_heads * self.d,
-        )
+        q_size = config.num_attention_heads * self.d
+        kv_size = config.num_key_value_heads * self.d
         bias = getattr(config, "attention_bias", False)
         self.q_proj = nn.Linear(size, q_size, bias=bias)
         self.k_proj = nn.Linear(size, kv_size, bias=bias)
@@ -393,7 +391,7 @@ DRAFT_SLIDING_WINDOW = 2048
 def _draft_rope(text, kinds) -> dict[str, Any]:
     # the verifier's RoPE parameters, of the first of its layer types where they differ
     default = dict(rope_type="default", rope_theta=10000.0)
-    rope = getattr(text, "rope_parameters", None) or default
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or default
     rope = next((rope[kind] for kind in kinds if rope.get(kind)), rope)
     unused = {"type", "mrope_interleaved", "mrope_section"}
     if rope.get("rope_type") != "longrope":  # its factors are made for that part
@@ -406,7 +404,7 @@ def _dense_width(text) -> int:
     dense = None if experts else getattr(text, "intermediate_size", None)
     return dense or 3 * text.hidden_size
 
-
+# %% ../../nbs/nn/04_layers.ipynb #3ad4e7ee
 def draft_layer_config(
     verifier: PretrainedConfig,  # the verifier's, multimodal or not
     family: str = "llama",  # "llama" or "qwen3": what the draft layers are

@@ -61,14 +61,12 @@ def weights_of_steps(
     steps = len(default)
     if step_weights is None:
         return default.float()
-    if callable(step_weights):
-        step_weights = step_weights(torch.arange(steps))
-    if len(step_weights) != steps:
+    given = step_weights(torch.arange(steps)) if callable(step_weights) else step_weights
+    if len(given) != steps:
         raise ValueError(
-            f"step_weights has {len(step_weights)} entries for {steps} steps; give one for "
-            "each step"
+            f"step_weights has {len(given)} entries for {steps} steps; give one for each step"
         )
-    return torch.as_tensor(step_weights).float()
+    return torch.as_tensor(given).float()
 
 # %% ../../nbs/nn/06_step_weights.ipynb #a4c15b62
 def dpace(

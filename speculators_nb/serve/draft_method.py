@@ -106,7 +106,7 @@ class DraftMethod(GivenMethod):
         self._normalise_method()
         self._find_draft(target)
         kind = self._draft.get("speculators_model_type")
-        served, parallel = METHOD_OF_TYPE.get(kind, (None, False))
+        served, parallel = METHOD_OF_TYPE.get(kind or "", (None, False))
         if served and self.method not in (None, served):
             self.refuse(
                 "method",

@@ -193,8 +193,9 @@ def what_to_serve(
             fields["method"] = built_in
         elif not fields:
             return Served(_model_argument(target), None)
-    model = {"model": _model_argument(draft)} if draft else {}
-    checked = SpeculativeConfig(**model | fields, target_model_config=_target_config(target))
+    given: dict[str, Any] = {"model": _model_argument(draft)} if draft else {}
+    given |= fields
+    checked = SpeculativeConfig(**given, target_model_config=_target_config(target))
     served = json.loads(checked.to_json("vllm-0.32"))  # refuses what that engine does not have
     if is_drafter and draft is checkpoint and not verifier:  # its config.json has the rest
         changed = {n: v for n, v in served.items() if n in fields and n != "method"}

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +292,7 @@ def _draft_model(config, verifier):
 
 
 # method -> (config, verifier) -> its drafter; all others are checkpoints of a drafter
-DRAFTERS = {
+DRAFTERS: dict[str, Callable[..., Any]] = {
     "ngram": _ngram,
     "ngram_gpu": _ngram,
     "suffix": _suffix,
@@ -305,14 +306,15 @@ def make_drafter(
     verifier: Verifier,  # for which tokens are drafted
 ) -> Drafter:  # grows the config's tree, and drafts greedily if the config does
     "The drafter of a config. Errors: as of `SpeculativeConfig.drafter`."
-    drafter = DRAFTERS.get(config.method, _trained)(config, verifier)
-    if not config.is_chain:
+    drafter = DRAFTERS.get(config.method or "", _trained)(config, verifier)
+    tree = config.speculative_token_tree
+    if tree and not config.is_chain:
         if not callable(getattr(drafter, "grow", None)):
             config.refuse(
                 "speculative_token_tree",
                 f"has branches, and method={config.method!r} drafts chains; leave it out",
             )
-        drafter = TreeDrafter(drafter, parse_token_tree(config.speculative_token_tree))
+        drafter = TreeDrafter(drafter, parse_token_tree(tree))
     if config.spec.weights and config.draft_sample_method == "greedy":
         return ArgmaxDrafter(drafter)
     return drafter
@@ -326,6 +328,7 @@ def speculate(
 ) -> Generation | list[Generation]:  # tokens and steps
     "Decode as a config describes."
     if isinstance(config, dict):
-        config = SpeculativeConfig(**{"target_model_config": verifier.config} | config)
+        given: dict[str, Any] = {"target_model_config": verifier.config} | config
+        config = SpeculativeConfig(**given)
     drafter = config.drafter(verifier)
     return generate(verifier, drafter, prompt_ids, k=config.depth, rule=config.rule(), **kwargs)
