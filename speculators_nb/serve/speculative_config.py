@@ -319,7 +319,7 @@ def make_drafter(
         return ArgmaxDrafter(drafter)
     return drafter
 
-
+# %% ../../nbs/serve/04_speculative_config.ipynb #5bec0a7e
 def speculate(
     verifier: Verifier,  # writes the text
     config: SpeculativeConfig | dict,  # a dictionary becomes a config for this verifier
