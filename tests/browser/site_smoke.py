@@ -11,6 +11,14 @@ from pathlib import Path
 from chromium import browser, serve, watch
 
 SYMBOL = "Eagle3DraftModel"  # what the search must find
+TERMS = {  # words of the field -> a page that explains them, which the search must find
+    "rejection sampling": "acceptance_rules",
+    "residual distribution": "acceptance_rules",
+    "target model": "tapped_model",
+    "tree attention": "verification",
+    "KV cache": "generate",
+    "proposer": "glossary",
+}
 PROSE_LINK = "a.reference.internal code.py-obj"  # a `name` in prose that became a link
 
 
@@ -47,6 +55,17 @@ def main(site, shots=None):
         hit.click()
         page.wait_for_load_state("networkidle")
         assert SYMBOL in page.content(), f"the first search result does not speak of {SYMBOL}"
+
+        for words, explained in TERMS.items():
+            page.goto(f"{url}/search.html?q={words.replace(' ', '+')}", wait_until="networkidle")
+            page.locator("#search-results li a").first.wait_for(timeout=15000)
+            page.wait_for_function(
+                "document.querySelector('#search-results p.search-summary')?.innerText.includes('found')"
+            )
+            links = page.locator("#search-results li > a").evaluate_all("links => links.map(link => link.href)")
+            assert any(explained in link for link in links), (
+                f"a search for {words!r} does not find {explained}: {links}"
+            )
 
         page.goto(f"{url}/genindex.html", wait_until="networkidle")
         page.get_by_role("link", name=SYMBOL, exact=False).first.click()
