@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from .options import MOST_DRAFTED
 from .tree import Sampling, TokenTree
 
+# %% ../../nbs/core/12_tree_growth.ipynb #21160f87
 NextLogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
 Choices = tuple[int, ...]  # a node of a shape: (0, 2) is the third choice after the first
 

@@ -171,7 +171,7 @@ class DrawnBlocks(BlockLayers):
         max_anchors: int = 512,  # blocks drawn
         anchor_positions: torch.Tensor | None = None,  # [N] given ones; None: draw
         anchor_valid: torch.Tensor | None = None,  # [N] which of the given count; None: all
-        generator: torch.Generator | None = None,  # of the draw, on the CPU; None: see below
+        generator: torch.Generator | None = None,  # of the draw, on the CPU; None: seeded
         seed: int = 0,  # of the draw in evaluation
         cross_document: bool = False,  # True: only the loss mask decides, as upstream
         lean: bool = True,  # keep only blocks that carry loss

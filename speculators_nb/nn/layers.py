@@ -309,7 +309,8 @@ def _check_kinds(config):
     window = getattr(config, "sliding_window", None)
     if "sliding_attention" in types and not (isinstance(window, int) and window > 0):
         off = getattr(config, "use_sliding_window", True) is False
-        why = ", but layer_types has sliding_attention; give a number, or full_attention"
+        what = "give a number of positions, or full_attention"
+        why = f", but layer_types has sliding_attention; {what}"
         _refuse(config, "sliding_window", " (use_sliding_window=False)" * off + why)
 
 
@@ -373,7 +374,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         hidden: Tensor,  # [..., N, H]
-        attend: Callable[[Attention, Tensor], Tensor],  # see below
+        attend: Callable[[Attention, Tensor], Tensor],  # (self_attn, x) -> heads
         embeds: Tensor | None = None,  # [..., N, H], for a layer with_embeds
         rows: Tensor | None = None,  # [M] int64: only these are computed; None: all
     ) -> Tensor:  # [..., M or N, H]

@@ -337,7 +337,7 @@ SPECULATIVE = {  # arguments of SpeculativeConfig -> what must be answered
     "nothing": ({}, "method=None and model=None: name a method, or the draft model"),
     "no number": (
         dict(method="ngram"),
-        "num_speculative_tokens=None and the config of the draft .* says no number; write how many",
+        "num_speculative_tokens=None and the config of the draft .* has no number; write how many",
     ),
     "no tokens": (
         dict(method="ngram", num_speculative_tokens=0),

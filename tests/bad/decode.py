@@ -446,8 +446,8 @@ CASES = [
                 temperatures=(t,),
             ),
             (
-                f"Drafter: the {'law' if t else 'logits'} to (draw|choose) a token from (is|are) NaN.*check weights "
-                "and dtype"
+                f"Drafter: the {'probabilities' if t else 'logits'} to (draw|choose) a token from (is|are) NaN.*check "
+                "weights and dtype"
             ),
         )
         for kind, name in OF_NAN.items()

@@ -518,7 +518,7 @@ CASES = [
     Case(
         "train: heads that no layer has",
         "train {features} {here}/d --verifier {here}/new",
-        "no llama layers fit a verifier of hidden_size=16 and num_attention_heads=32, as its config.json says",
+        "no llama layers fit a verifier of hidden_size=16 and num_attention_heads=32, as in its config.json",
         {
             "new": copied(
                 GOOD["verifier"], config__json=config(GOOD["verifier"], num_attention_heads=32, num_key_value_heads=1)
