@@ -166,7 +166,7 @@ def step_metrics(
     upstream: bool,  # cross_document_targets: losses are means over the batch, with total 1
 ) -> dict[str, torch.Tensor]:  # sums and totals
     "Losses, acceptance and accuracies by step. Each metric is a pair of sum and total."
-    # position i at step t is compared with the verifier's state at i+t, which predicts x_{i+2+t}
+    # position i at step t is scored with the state at i+t, which predicts x_{i+2+t}
     position = predictions.target - predictions.step
     counts = carries_loss.sum(-1).float() + 1e-5
     totals = torch.ones_like(counts) if upstream else counts
