@@ -107,6 +107,12 @@ class DraftMethod(GivenMethod):
         self._find_draft(target)
         kind = self._draft.get("speculators_model_type")
         served, parallel = METHOD_OF_TYPE.get(kind or "", (None, False))
+        if kind and not served:
+            self.refuse(
+                "model",
+                f"is a drafter with speculators_model_type={kind!r}, which vLLM does not "
+                f"serve; it serves {', '.join(METHOD_OF_TYPE)}",
+            )
         if served and self.method not in (None, served):
             self.refuse(
                 "method",

@@ -45,6 +45,7 @@ CHAINS = [
     "suffix",
     "medusa",
     "dspark",
+    "xpress",
     "dflash",
     "mlp",
     "mtp",
