@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
-from documented import SHAPE, H, V, batch, layer, write_verifier
+from documented import H, V, batch, layer, write_verifier
 from safetensors.torch import load_file
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
@@ -22,11 +22,8 @@ from speculators_nb import (
     reload_schemas,
 )
 from speculators_nb.models import (
-    DFlashDraftModel,
     Eagle3DraftModel,
     Eagle3SpeculatorConfig,
-    EagleSpeculatorConfig,
-    MTPDraftModel,
 )
 from speculators_nb.utils import ClassRegistryMixin
 

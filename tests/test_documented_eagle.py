@@ -1,6 +1,5 @@
 """The EAGLE pages of the documentation, statement by statement (docs/statements.yml)."""
 
-import importlib
 import inspect
 
 import pytest

@@ -4,9 +4,8 @@ import inspect
 
 import pytest
 import torch
-from documented import SHAPE, H, V, batch, layer, write_verifier
+from documented import H, V, batch, layer, write_verifier
 from safetensors.torch import load_file
-from transformers import LlamaConfig, Qwen3Config
 
 import speculators_nb.models as models
 from speculators_nb.models import (
@@ -51,7 +50,7 @@ def row(steps=9):
 
 @pytest.mark.statement("models-01")
 def test_exports():
-    for name in "DFlash Eagle3 MTP PEagle".split():
+    for name in ["DFlash", "Eagle3", "MTP", "PEagle"]:
         assert inspect.isclass(getattr(models, f"{name}DraftModel"))
         assert inspect.isclass(getattr(models, f"{name}SpeculatorConfig"))
 

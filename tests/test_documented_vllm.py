@@ -34,9 +34,9 @@ def head(**fields):
 @pytest.mark.statement("vllm-01", "vllm-09", "vllm-10", "vllm-12", "vllm-13", "vllm-14", "vllm-17", "vllm-24")
 def test_defaults():
     found = config(**NGRAM)
-    for name in "enforce_eager quantization moe_backend revision code_revision draft_load_config".split():
+    for name in ["enforce_eager", "quantization", "moe_backend", "revision", "code_revision", "draft_load_config"]:
         assert getattr(found, name) is None
-    for name in "disable_padded_drafter_batch use_local_argmax_reduction parallel_drafting".split():
+    for name in ["disable_padded_drafter_batch", "use_local_argmax_reduction", "parallel_drafting"]:
         assert getattr(found, name) is False
 
 
