@@ -32,17 +32,17 @@ from ..core.config import SpeculatorModelConfig, layer_config_from_dict
 from ..core.files import atomic_folder, atomic_write
 from ..core.provenance import write_provenance
 from .base import SpeculatorModel
-from speculators_nb.models.mtp_families import (
-    FAMILIES,
-    from_native,
-    head_stem,
-    to_native,
-)
 from speculators_nb.models.formats import (
     NativeCheckpoint,
     NativeFormat,
     Target,
     register_format,
+)
+from speculators_nb.models.mtp_families import (
+    FAMILIES,
+    from_native,
+    head_stem,
+    to_native,
 )
 from ..nn.target_head import text_config, verifier_config
 
@@ -409,7 +409,7 @@ register_format(
     NativeFormat(
         name="mtp",
         model_type="mtp",
-        about="MTP heads inside their verifier (Qwen3.5, DeepSeek-V3, GLM-4.5, MiMo and others)",
+        about="MTP heads inside their verifier (Qwen3.5, DeepSeek-V3, GLM-4.5, ...)",
         looks_for="tensors mtp.*, or those of the family's head",
         recognises=has_head,
         read=read_head,
