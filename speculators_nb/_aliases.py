@@ -79,8 +79,8 @@ NAMES = {
     "models.mtp.MTPSpeculatorConfig": "models.mtp_network.MTPSpeculatorConfig",
     "models.mtp.compute_step_weights": f"{FUNCTIONS}.compute_step_weights",
     "models.mtp.shift_batch_mtp": f"{FUNCTIONS}.shift_batch_mtp",
-    "models.mtp.model_definitions.MTPLayerMixin": "models.mtp_network.MTPLayer",
-    "models.mtp.model_definitions.mtp_model_classes": "models.mtp_network.FAMILIES",
+    "models.mtp.model_definitions.MTPLayerMixin": "models.mtp_layer.MTPLayer",
+    "models.mtp.model_definitions.mtp_model_classes": "models.mtp_families.FAMILIES",
 }
 
 # path of version 0.1 -> where its names are now; gone with version 0.3

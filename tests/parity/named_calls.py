@@ -94,7 +94,14 @@ LOSS = {}  # filled by the caller: loss_fn, an eager one
 CALLS = {
     **{
         f"losses.eager.{name}": loss
-        for name in "kl_div_loss reverse_kl_div_loss js_div_loss ce_loss tv_loss neg_log_acceptance_loss".split(" ")
+        for name in [
+            "kl_div_loss",
+            "reverse_kl_div_loss",
+            "js_div_loss",
+            "ce_loss",
+            "tv_loss",
+            "neg_log_acceptance_loss",
+        ]
     },
     "losses.eager.lk_hybrid_loss": lambda f: f(Q, P, eta=2.0),
     "losses.dflash_loss_decay": lambda f: f(torch.arange(4.0), gamma=2.0),
@@ -135,9 +142,14 @@ CALLS = {
     "convert.eagle.utils.find_vocab_size": lambda f: f({"a": {"b": {"vocab_size": 7}}}),
     "convert.eagle.utils.detect_fusion_bias_and_layernorms": lambda f: list(f({"fc.bias": Q})),
     "config.VerifierConfig": lambda C: C(**PAIR["verifier"]).model_dump(),
-    "config.SpeculatorsConfig": lambda C: C(
-        algorithm="eagle3", proposal_methods=[dict(proposal_type="greedy")], default_proposal_method="greedy", **PAIR
-    ).default_proposal_method,
+    "config.SpeculatorsConfig": lambda C: (
+        C(
+            algorithm="eagle3",
+            proposal_methods=[dict(proposal_type="greedy")],
+            default_proposal_method="greedy",
+            **PAIR,
+        ).default_proposal_method
+    ),
     "config.SpeculatorModelConfig": lambda C: (
         C.from_dict(
             dict(speculators_model_type="eagle3", draft_vocab_size=V, transformer_layer_config=layers().to_dict())
@@ -147,7 +159,6 @@ CALLS = {
     "model.SpeculatorModel": lambda C: "eagle3" in (C.registry or {}),
     "proposals.base.TokenProposalConfig": lambda C: "greedy" in C.registry,
     "proposals.greedy.GreedyTokenProposalConfig": lambda C: C(speculative_tokens=4).model_dump(),
-
     **{
         f"models{where}.Eagle3SpeculatorConfig": lambda C: described(
             C, transformer_layer_config=layers(), draft_vocab_size=V, norm_before_residual=True
@@ -168,9 +179,7 @@ CALLS = {
         for where in ("", f".{name.lower()}", f".{name.lower()}.config")
     },
     **{
-        f"models{where}.MTPSpeculatorConfig": lambda C: described(
-            C, transformer_layer_config=layers(Qwen3Config)
-        )
+        f"models{where}.MTPSpeculatorConfig": lambda C: described(C, transformer_layer_config=layers(Qwen3Config))
         for where in ("", ".mtp", ".mtp.config")
     },
     **{
