@@ -47,7 +47,8 @@ def states_of(model, batch):
     )
     drawn = anchors, batch["anchor_valid"]
     blocks = model.blocks(x["loss_mask"], x["document_ids"], 1, *drawn, cross_document=True, lean=False)
-    return x, BlockStates(blocks, hidden, model.slot_bias(x["input_ids"], blocks, hidden, False))
+    states = BlockStates(x["input_ids"], x["document_ids"], blocks, hidden)
+    return x, states._replace(bias=model.slot_bias(states, False))
 
 
 def test_cases_cover_the_corners():
@@ -67,7 +68,7 @@ def test_candidates_are_upstreams(name):
     want = load_file(folder / "outputs.safetensors")
     top_k = info["training_args"]["selector_top_k"]
     with torch.no_grad():
-        x, (blocks, hidden, bias) = states_of(model, batch)
+        x, (_, _, blocks, hidden, bias) = states_of(model, batch)
         logits = model.lm_head(hidden)
         torch.testing.assert_close(logits.flatten(0, 1), want["lm_head_out.0"][0], rtol=0, atol=1e-4)
         counted = blocks.supervised.flatten()

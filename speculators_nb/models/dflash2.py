@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NEW_FIELDS', 'DFLASH2_RULES', 'DFlash2SpeculatorConfig', 'convolve', 'SlotConvolution', 'ConvolvedLayer',
-           'CandidateSelector', 'DFlash2Network', 'candidate_metrics', 'SelectorLoss', 'DFlash2Loss', 'DFlash2Drafter',
+           'CandidateSelector', 'DFlash2Network', 'candidate_metrics', 'DFlash2Loss', 'DFlash2Drafter',
            'drafts_all_slots', 'DFlash2DraftModel']
 
 # %% ../../nbs/models/16_dflash2.ipynb #7d7da872
@@ -41,7 +41,6 @@ from speculators_nb.models.serving_rules import (
     written,
 )
 from ..nn.anchors import Blocks
-from ..nn.head_loss import HeadLoss
 from ..nn.layers import Attention, DecoderLayer
 from ..nn.step_weights import StepWeights
 from ..nn.supervision import block_metrics, sum_and_total
@@ -225,10 +224,13 @@ class DFlash2Network(DFlashDraftModel):
         return ConvolvedLayer(self.config, index)
 
     def slot_bias(
-        self, input_ids: torch.Tensor, blocks: Blocks, hidden: torch.Tensor, lean: bool
-    ) -> SlotBias:  # of [L] tokens, blocks, [A, B, H] states
+        self,
+        states: BlockStates,  # without a bias
+        lean: bool,  # the same either way
+    ) -> SlotBias:
         "What the selector adds, for candidates alone."
-        embeds, codes = self.candidate_selector(hidden, input_ids[blocks.targets])
+        in_front = states.input_ids[states.blocks.targets]
+        embeds, codes = self.candidate_selector(states.hidden, in_front)
         return SlotBias(embeds, codes, self.candidate_selector.successor_codebook, None)
 
     def draft_tokens(self, states: BlockStates) -> torch.Tensor:  # [1, A·B] int64
@@ -262,62 +264,48 @@ def candidate_metrics(
     return metrics | {name: selected[name] for name in ("eal_sum", "eal_total")}
 
 # %% ../../nbs/models/16_dflash2.ipynb #be172dbb
-class SelectorLoss(HeadLoss):
-    "The loss of the unary logits, and beside it that of the selector."
-
-    selector: torch.Tensor  # scalar: mean over the slots with loss
-
-
 class DFlash2Loss(DFlash2Network):
     "DFlash's loss and that of the selector."
 
     needs_acceptance = True
 
-    def block_loss(
+    def selector_rows(
         self,
         states: BlockStates,
         target_hidden: torch.Tensor,  # [L, H] the verifier's states before its final norm
-        mixture: dict[str, float],  # from `losses.parse_loss`
-        weight: torch.Tensor | Callable,  # from `slot_weight`
-        upstream: bool = False,  # metrics as upstream reports them
-        lean: bool = True,  # False: by whole tensors and autograd
-        **options,  # of `head_loss`: gemm_dtype, want_accept
-    ) -> tuple[SelectorLoss, dict[str, torch.Tensor]]:  # over the slots with loss; metrics
-        "Means over the slots with loss, of the unary logits and of the selector."
-        unary = states._replace(bias=None)
-        given = target_hidden, mixture, weight, upstream, lean
-        out, metrics = super().block_loss(unary, *given, **options)
-        blocks, supervised = states.blocks, states.blocks.supervised
+    ) -> tuple[Candidates, torch.Tensor]:  # candidates of N slots with loss; scores [N, C]
+        "Which tokens the selector chooses from, and their scores."
+        supervised = states.blocks.supervised
         hidden, codes = states.hidden[supervised], states.bias.codes[supervised]
-        head, targets = self.lm_head.weight, target_hidden[blocks.targets[supervised]]
+        head, targets = self.lm_head.weight, target_hidden[states.blocks.targets[supervised]]
         top_k = self.config.selector_top_k
         candidates = find_candidates(hidden, head, self.target_head, targets, top_k)
-        logits = candidate_logits(hidden, head, candidates.ids)
-        scores = self.candidate_selector.scores(logits, codes, candidates.ids)
-        errors = F.cross_entropy(scores, candidates.place, reduction="none")
-        by_slot = weight({"ce": errors.detach()}) if callable(weight) else weight
-        out = SelectorLoss(*out)
-        out.selector = (by_slot * errors).sum() / (supervised.sum() + 1e-5)
-        first = self.config.first_slot
-        metrics |= candidate_metrics(candidates, scores.detach(), blocks, first)
-        return out, metrics
+        unary = candidate_logits(hidden, head, candidates.ids)
+        return candidates, self.candidate_selector.scores(unary, codes, candidates.ids)
 
-    def extra_losses(
+    def step_loss(
         self,
         states: BlockStates,
-        out: SelectorLoss,  # of the slots with loss
-        gamma: float,  # not needed: the selector's loss has its weights
+        score: Callable,  # `block_loss` with everything but the states
+        gamma: float,  # not needed: the selector's loss has the slots' weights
         step_weights: StepWeights,  # likewise
         upstream: bool,  # metrics as upstream reports them
         selector_loss_alpha: float = 1.0,  # weight of the selector's loss
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # the whole loss, more metrics
-        "Add the selector's loss."
-        blocks = states.blocks
-        loss = out.loss + selector_loss_alpha * out.selector
-        count = blocks.supervised.sum().float()
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # loss, metrics
+        "The loss of the unary logits, and the selector's."
+        out, metrics = score(states._replace(bias=None))
+        bound: Any = score  # a functools.partial
+        weight, first = bound.keywords["weight"], self.config.first_slot
+        candidates, scores = self.selector_rows(states, bound.keywords["target_hidden"])
+        errors = F.cross_entropy(scores, candidates.place, reduction="none")
+        by_slot = weight({"ce": errors.detach()}) if callable(weight) else weight
+        count = states.blocks.supervised.sum().float()
+        selector = (by_slot * errors).sum() / (count + 1e-5)
+        loss = out.loss + selector_loss_alpha * selector
+        metrics |= acceptance_metrics(out.accept, states.blocks, first, upstream)
+        metrics |= candidate_metrics(candidates, scores.detach(), states.blocks, first)
         total = torch.ones_like(count) if upstream else count
-        metrics = acceptance_metrics(out.accept, blocks, self.config.first_slot, upstream)
-        parts = {"loss": loss, "unary_loss": out.loss, "selector_loss": out.selector}
+        parts = {"loss": loss, "unary_loss": out.loss, "selector_loss": selector}
         for name, value in parts.items():
             metrics |= sum_and_total(name, value.detach() * total, total)
         return loss, metrics
@@ -422,7 +410,7 @@ class DFlash2DraftModel(DFlash2Loss):
 
     @classmethod
     def forward_arguments(cls) -> dict[str, Any]:  # argument -> default
-        "DFlash's, and the weight of the selector's loss (see `extra_losses`)."
+        "DFlash's, and the weight of the selector's loss (see `step_loss`)."
         return super().forward_arguments() | {"selector_loss_alpha": 1.0}
 
     @staticmethod
