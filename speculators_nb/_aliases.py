@@ -1,4 +1,4 @@
-"""Import paths that differ from the layout: those of the documentation and of upstream, kept for good, and those of 0.1.
+"""Import paths that differ from the layout: those of documentation and upstream, kept for good, and those of 0.1.
 
 Written by hand, as `__init__.py` is; everything else in this package is exported from a notebook. The type checker's
 view of the documented paths is in the `.pyi` files.

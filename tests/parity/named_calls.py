@@ -89,20 +89,11 @@ def decayed(f):
     return f(Q, P, MASK, SLOT, decay_fn=lambda pos, **_: 0.5**pos, **LOSS)
 
 
+EAGER = ["kl_div_loss", "reverse_kl_div_loss", "js_div_loss", "ce_loss", "tv_loss", "neg_log_acceptance_loss"]
 LOSS = {}  # filled by the caller: loss_fn, an eager one
 
 CALLS = {
-    **{
-        f"losses.eager.{name}": loss
-        for name in [
-            "kl_div_loss",
-            "reverse_kl_div_loss",
-            "js_div_loss",
-            "ce_loss",
-            "tv_loss",
-            "neg_log_acceptance_loss",
-        ]
-    },
+    **{f"losses.eager.{name}": loss for name in EAGER},
     "losses.eager.lk_hybrid_loss": lambda f: f(Q, P, eta=2.0),
     "losses.dflash_loss_decay": lambda f: f(torch.arange(4.0), gamma=2.0),
     "losses.exp_loss_decay": lambda f: f(torch.arange(4.0), gamma=0.5),
