@@ -30,6 +30,7 @@ V, PROMPT, NEW, FILTERS = 8, (2, 3, 4, 5, 2, 3, 4), 4, dict(top_p=0.9)
 OWN = dict(
     dflash=dict(draft_arch="qwen3", block_size=5),
     dspark=dict(draft_arch="qwen3", block_size=4, markov_rank=4),
+    dflash2=dict(draft_arch="qwen3", block_size=5, selector_rank=4, selector_top_k=5),
     xpress=dict(draft_arch="qwen3", block_size=5, xpress_rank=4),
     peagle=dict(num_depths=4),
     mtp=dict(fresh_head=True, num_speculative_steps=4),
@@ -37,7 +38,7 @@ OWN = dict(
     medusa=dict(num_heads=4),
     hass=dict(fusion_bias=True),
 )
-MASKED = "peagle", "dflash", "dspark", "xpress"  # algorithms that read a mask token
+MASKED = "peagle", "dflash", "dflash2", "dspark", "xpress"  # algorithms that read a mask token
 FEW = 400
 # seeds are fixed, so a passing test cannot flicker; a sound decoder fails one of so many with this probability in all
 ALPHA = 1e-3

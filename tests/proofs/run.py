@@ -47,6 +47,7 @@ CHAINS = [
     "dspark",
     "xpress",
     "dflash",
+    "dflash2",
     "mlp",
     "mtp",
     "hass",
