@@ -9,9 +9,9 @@ __all__ = ['LAYER_RULES', 'ROPE_SCALES', 'LayerConfig', 'LlamaLayers', 'Qwen3Lay
 
 # %% ../../nbs/core/10_config.ipynb #07bd2f05
 import copy
-import functools
 import inspect
 import os
+from functools import cache, partial
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 from pydantic import (
@@ -222,7 +222,9 @@ def layer_config_from_dict(
         )
     check_layers(config)
     try:
-        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
+        # infinity is an object in JSON, e.g. Nemotron-H's time_step_limit
+        plain = PretrainedConfig._decode_special_floats(copy.deepcopy(config))
+        return CONFIG_MAPPING[model_type].from_dict(plain)
     except Exception as e:  # classes of transformers raise anything for a field of another type
         problem = " ".join(f"{type(e).__name__}: {e}".split())
         raise ValueError(f"transformers refuses this {model_type} config: {problem}") from e
@@ -231,12 +233,8 @@ def layer_config_from_dict(
 # Any: pydantic cannot read transformers' dataclasses
 LayerConfig = Annotated[Any, PlainValidator(layer_config_from_dict)]
 # the same, where a dictionary without `model_type` means Llama's layers, or Qwen3's
-LlamaLayers = Annotated[
-    Any, PlainValidator(functools.partial(layer_config_from_dict, family="llama"))
-]
-Qwen3Layers = Annotated[
-    Any, PlainValidator(functools.partial(layer_config_from_dict, family="qwen3"))
-]
+LlamaLayers = Annotated[Any, PlainValidator(partial(layer_config_from_dict, family="llama"))]
+Qwen3Layers = Annotated[Any, PlainValidator(partial(layer_config_from_dict, family="qwen3"))]
 
 # %% ../../nbs/core/10_config.ipynb #388c4885
 def _hints(cls: type) -> dict[str, Any]:
@@ -250,13 +248,13 @@ def _hints(cls: type) -> dict[str, Any]:
     }
 
 
-@functools.cache
+@cache
 def _field_types(cls: type) -> dict[str, TypeAdapter]:
     "A pydantic validator for each of them."
     return {name: TypeAdapter(hint) for name, hint in _hints(cls).items()}
 
 
-@functools.cache
+@cache
 def _numbers(cls: type) -> set[str]:
     "Fields that hold numbers, and no truth values, which Python takes for 0 and 1."
 
