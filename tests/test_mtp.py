@@ -601,7 +601,7 @@ def test_serving_needs_stitching(tmp_path):
 @pytest.mark.parametrize("as_served", [False, True], ids=["per step", "as served"])
 def test_a_batch_is_its_texts(side, as_served):
     "Logits of each text of a padded batch are those of the text alone; the loss is that of the packed row."
-    model, batch = random_model(5)
+    model, _ = random_model(5)
     model.config.speculators_config = steps_config(2)
     lengths, L = (9, 12, 5), 12
     g = torch.Generator().manual_seed(0)
