@@ -474,10 +474,9 @@ def _fails_later(case):
 
 
 def _of_unknown_family(case):
-    reads = case.get("method") in (None, "eagle3", "dflash", "dspark", "extract_hidden_states") or str(
-        case.get("model")
-    ).startswith("sparks")
-    return case.get("target") == "phi" and reads
+    by_method = case.get("method") in (None, "eagle3", "dflash", "dspark", "extract_hidden_states")
+    by_architecture = str(case.get("model")).startswith(("sparks", "muse"))  # found, whichever method is given
+    return case.get("target") == "phi" and (by_method or by_architecture)
 
 
 def _without_effect(case):
