@@ -31,9 +31,13 @@ HERE, VERIFIER = Path(__file__).parent, Path(__file__).parents[1] / "data/tiny-v
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafters")
-    for name in ("eagle3", "peagle", "dflash", "dspark", "eagle", "medusa", "mlp", "mtp"):
+    for name in ("eagle3", "peagle", "dflash", "dflash2", "dspark", "eagle", "medusa", "mlp", "mtp"):
         kind = (
-            {"draft_arch": "qwen3"} if name in ("dflash", "dspark") else {"fresh_head": True} if name == "mtp" else {}
+            {"draft_arch": "qwen3"}
+            if name in ("dflash", "dflash2", "dspark")
+            else {"fresh_head": True}
+            if name == "mtp"
+            else {}
         )
         new_drafter(name, VERIFIER, **kind).save_pretrained(folder / name)
     return folder
@@ -54,7 +58,8 @@ def said(command):
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
-@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dspark"])
+@pytest.mark.statement("release-55", "release-59")
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dflash2", "dspark"])
 def test_a_checkpoint_is_served_by_its_folder(drafters, name):
     command = serve_command(drafters / name)
     assert command[:3] == ["vllm", "serve", str(drafters / name)] and said(command) is None
@@ -64,6 +69,7 @@ def test_a_checkpoint_is_served_by_its_folder(drafters, name):
     assert (Path(plain[2]).resolve(), said(plain)) == (VERIFIER.resolve(), None)
 
 
+@pytest.mark.statement("release-60")
 def test_another_verifier_needs_the_method_in_words(drafters):
     model, words = what_to_serve(drafters / "peagle", k=3, verifier=VERIFIER)
     assert model == str(VERIFIER)
@@ -347,6 +353,7 @@ def worker(server):
     return int(next(line for line in server.tail().splitlines() if line.startswith("worker")).split()[1])
 
 
+@pytest.mark.statement("release-40")
 def test_it_runs_as_long_as_the_block_and_leaves_nobody(engine, drafters, monkeypatch):
     monkeypatch.setenv("FAKE_ENGINE", "late")
     with Server(serve_command(drafters / "eagle3"), vllm=engine) as server:

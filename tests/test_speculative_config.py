@@ -83,6 +83,22 @@ def test_the_record_is_of_these_cases():
     assert 60 < sum(accepted) < 240
 
 
+@pytest.mark.statement(
+    "vllm-05",
+    "vllm-07",
+    "vllm-18",
+    "vllm-51",
+    "vllm-58",
+    "vllm-65",
+    "vllm-66",
+    "vllm-71",
+    "vllm-72",
+    "vllm-76",
+    "vllm-86",
+    "vllm-64",
+    "vllm-87",
+    "vllm-88",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_decides_and_resolves_as_vllm_does(models, name):
     said, mine = RECORD["cases"][name], answer(models, CASES[name])
@@ -190,6 +206,22 @@ def test_words_of_fields_are_vllms():
     assert kinds == served
 
 
+@pytest.mark.statement(
+    "vllm-36",
+    "vllm-37",
+    "vllm-38",
+    "vllm-40",
+    "vllm-41",
+    "vllm-42",
+    "vllm-44",
+    "vllm-45",
+    "vllm-46",
+    "vllm-47",
+    "vllm-48",
+    "vllm-50",
+    "vllm-39",
+    "vllm-43",
+)
 @pytest.mark.parametrize("word", RECORD["mtp"])
 def test_mtp_table_is_vllms(word):
     said = RECORD["mtp"][word]
@@ -348,6 +380,7 @@ def test_length_schedule(n, share):
 paths = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=8)
 
 
+@pytest.mark.statement("vllm-16", "vllm-78")
 @given(paths, st.randoms())
 @settings(deadline=None)
 def test_token_tree_any_order(leaves, random):
@@ -488,6 +521,7 @@ def test_a_draft_in_the_engines_own_format(tmp_path):
     )
 
 
+@pytest.mark.statement("vllm-63")
 def test_hidden_states_are_handed_out(verifier):
     config = SpeculativeConfig(
         method="extract_hidden_states",
@@ -579,6 +613,7 @@ def test_a_trained_checkpoint_by_config(tmp_path):
     )
 
 
+@pytest.mark.statement("vllm-25", "vllm-26")
 @pytest.mark.parametrize("word", ["strict", "probabilistic", "standard", "block"])
 def test_lossless_rules_greedy(verifier, word):
     prompts = [[1, 2, 3, 1, 2], [4, 4, 4]]
@@ -625,6 +660,7 @@ def test_every_method_makes_something_or_says_why(verifier):
         )
 
 
+@pytest.mark.statement("vllm-80")
 def test_a_long_text_is_written_without_drafts(verifier, tmp_path):
     """`max_model_len`, or the shorter context of draft and target: beyond it nothing is drafted, and the text is still
     the verifier's."""
@@ -694,6 +730,7 @@ def test_the_family_is_that_of_the_text_model():
             assert SpeculativeConfig(**fields).use_eagle()
 
 
+@pytest.mark.statement("vllm-53")
 def test_a_head_needs_a_target_that_is_known():
     for method in ("mtp", "dspark"):
         with pytest.raises(ValueError, match=f"method='{method}' without a model.*target_model_config must be present"):
@@ -702,6 +739,7 @@ def test_a_head_needs_a_target_that_is_known():
         assert json.loads(config.to_json()).keys() <= {"method", "num_speculative_tokens", "parallel_drafting"}
 
 
+@pytest.mark.statement("vllm-54")
 def test_deepseek_v32_runs_its_head_eagerly_in_the_documented_line():
     target = dict(model_type="deepseek_v32", num_nextn_predict_layers=1, vocab_size=10)
     config = SpeculativeConfig(method="mtp", num_speculative_tokens=1, target_model_config=target)
@@ -716,6 +754,7 @@ def test_deepseek_v32_runs_its_head_eagerly_in_the_documented_line():
         )
 
 
+@pytest.mark.statement("vllm-67", "vllm-68")
 def test_layers_that_run_again_are_reported(models):
     with pytest.warns(UserWarning, match="mimo_mtp has 1 layer.s. that predict, which run again"):
         SpeculativeConfig(method="mtp", num_speculative_tokens=2, target_model_config=models / "mimo")
@@ -726,12 +765,14 @@ def test_layers_that_run_again_are_reported(models):
         SpeculativeConfig(method="mtp", num_speculative_tokens=2, target_model_config=models / "two-heads")
 
 
+@pytest.mark.statement("vllm-73", "vllm-79")
 def test_an_mlp_speculator_runs_on_one_device(models):
     with pytest.warns(UserWarning, match="draft_tensor_parallel_size=1: an MLP speculator runs on one device"):
         config = SpeculativeConfig(model=str(models / "mlp"), target_parallel_config=dict(tensor_parallel_size=2))
     assert (config.draft_tensor_parallel_size, config.num_lookahead_tokens, config.num_speculative_tokens) == (1, 3, 3)
 
 
+@pytest.mark.statement("vllm-81")
 def test_devices_of_the_draft(models):
     target = dict(tensor_parallel_size=2, pipeline_parallel_size=3, enable_expert_parallel=True)
     made = {
@@ -755,7 +796,24 @@ def test_engine_only_settings_are_no_drafter_of_ours(models, verifier):
         ours(models, CASES["custom class by its method"]).drafter(verifier)
 
 
+@pytest.mark.statement("vllm-89")
 def test_shown_as_vllm_shows_it():
     assert repr(SpeculativeConfig(**NGRAM)) == "SpeculativeConfig(method='ngram', model=None, num_spec_tokens=3)"
     config = SpeculativeConfig(model="org/EAGLE-x", num_speculative_tokens=2)
     assert str(config) == "SpeculativeConfig(method='eagle', model='org/EAGLE-x', num_spec_tokens=2)"
+
+
+@pytest.mark.statement("vllm-49")
+def test_mistral_large_is_served_by_its_eagle_class():
+    from speculators_nb.serve.draft_method import served_architecture
+    from speculators_nb.serve.vllm_methods import SERVED_ARCHITECTURES
+
+    served = served_architecture("eagle", dict(architectures=["MistralLarge3ForCausalLM"]))
+    assert served == "EagleMistralLarge3ForCausalLM" and served in SERVED_ARCHITECTURES["eagle"]
+
+
+@pytest.mark.statement("vllm-56", "vllm-77")
+def test_methods_without_a_checkpoint_are_their_own_model():
+    for method in ("ngram", "ngram_gpu", "suffix", "extract_hidden_states"):
+        config = SpeculativeConfig(method=method, num_speculative_tokens=3)
+        assert config.model == method and config.is_chain and config.depth == 3
