@@ -29,6 +29,7 @@ LIB = "speculators_nb"
 PAGES = {
     "docs/glossary.md": "glossary.md",
     "docs/architecture.md": "architecture.md",
+    "docs/verifiers.md": "verifiers.md",
     "docs/differences.md": "differences.md",
     "docs/release.md": "release.md",
     "CONTRIBUTING.md": "contributing.md",

@@ -112,7 +112,8 @@ FORMER_NAMES = {
     "serve": ("serve.server", "serve.serve_command"),
     "serve.server": ("serve.serve_command",),
     "train.trainer": ("train.checkpoint",),
-    "verifier": ("verifier.tapped_model",),
+    "verifier": ("verifier.tapped_model", "verifier.identity"),
+    "verifier.tapped_model": ("verifier.identity",),
 }
 
 # name of version 0.1, in the module that has it or had it -> its name of today; gone with version 0.3
