@@ -245,13 +245,13 @@ def distribution_loss(
     weight: torch.Tensor | Callable,  # [N] float32, or a function of the row losses
     mixture: dict[str, float],  # from `losses.parse_loss`
     lean: bool = True,  # False: by whole tensors and autograd
-    **options: Any,  # of `head_loss`: bias, bias_by_target, gemm_dtype, want_accept
+    **options: Any,  # of `head_loss`: bias, gemm_dtype, want_accept, labels …
 ) -> HeadLoss:
     "The weighted loss between the drafter's distributions and the verifier's."
     head, target_head = model.lm_head.weight, model.target_head
     rows = (hidden, head, target_head, target_hidden, target_positions, weight, mixture)
     if lean:
         return head_loss(*rows, **options)
-    dense = {name: options[name] for name in ("bias",) if name in options}
+    dense = {name: options[name] for name in ("bias", "labels") if name in options}
     out = dense_head_loss(*rows, **dense)
     return out if options.get("want_accept") else out._replace(accept=None)
