@@ -97,6 +97,7 @@ MOVED = {
 # module or package of today that had further names in version 0.1 -> where these are now
 FORMER_NAMES = {
     "cli": ("cli.main",),
+    "decode.generate": ("verifier.tapped_model",),
     "decode.suffix": ("decode.suffix_index",),
     "cli.command": ("cli.signature",),
     "core.config": ("core.checkpoints",),
