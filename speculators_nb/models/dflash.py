@@ -125,11 +125,15 @@ class DFlashNetwork(WeightedSlots):
         self.fc = nn.Linear(len(ids) * feature, H, bias=False)
         self.hidden_norm = RMSNorm(H, eps)
         self.layers = nn.ModuleList(  # type: ignore[assignment] (its items are declared)
-            DecoderLayer(layer, i) for i in range(layer.num_hidden_layers)
+            self.draft_layer(i) for i in range(layer.num_hidden_layers)
         )
         self.norm = RMSNorm(H, eps)
         self.rotary = Rotary(layer)
         self.post_init()
+
+    def draft_layer(self, index: int) -> DecoderLayer:
+        "One layer; a subclass may build another kind."
+        return DecoderLayer(self.config.transformer_layer_config, index)
 
     def context(self, features: torch.Tensor) -> torch.Tensor:  # [..., A·H] -> [..., H]
         "The features of each position, mixed down; every layer makes keys and values of them."

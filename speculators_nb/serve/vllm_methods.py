@@ -48,6 +48,7 @@ METHOD_OF_TYPE = {
     "eagle3": ("eagle3", False),
     "peagle": ("eagle3", True),
     "dflash": ("dflash", True),
+    "dflash2": ("dflash", True),
     "dspark": ("dspark", True),
     "medusa": ("medusa", False),
     "mlp": ("mlp_speculator", False),
