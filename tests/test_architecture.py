@@ -201,6 +201,8 @@ SPELLS_NAMES = {
     "serve.draft_and_target",
     "serve.checked_fields",
     "serve.speculative_config",
+    "train.upstream_losses",
+    "train.upstream_functions",
 }
 
 
