@@ -160,6 +160,7 @@ MOVED = {
 # module or package of today that had further names in version 0.1 -> where these are now
 FORMER_NAMES = {
     "cli": ("cli.main",),
+    "decode.generate": ("verifier.tapped_model",),
     "decode.suffix": ("decode.suffix_index",),
     "cli.command": ("cli.signature",),
     "core.config": ("core.checkpoints",),
@@ -175,7 +176,8 @@ FORMER_NAMES = {
     "serve": ("serve.server", "serve.serve_command"),
     "serve.server": ("serve.serve_command",),
     "train.trainer": ("train.checkpoint",),
-    "verifier": ("verifier.tapped_model",),
+    "verifier": ("verifier.tapped_model", "verifier.identity"),
+    "verifier.tapped_model": ("verifier.identity",),
 }
 
 # name of version 0.1, in the module that has it or had it -> its name of today; gone with version 0.3
@@ -221,6 +223,7 @@ RENAMED = {
     "models.mlp_speculator.shared_with": "models.formats_token_heads.storing_head",
     "models.mlp_speculator.write_published": "models.formats_token_heads.write_mlp_speculator",
     "serve.speculative_config.WORDS": "serve.speculative_fields.DOCUMENTED_SAMPLING",
+    "serve.speculative_config.config_of": "serve.speculative_fields.config_of",
     "serve.speculative_config.conditional_rates": "serve.speculative_fields.conditional_rates",
     "serve.speculative_config.length_to_rates": "serve.speculative_fields.length_to_rates",
     "serve.speculative_config.named": "serve.draft_method.method_in_name",
