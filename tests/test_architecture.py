@@ -199,6 +199,8 @@ SPELLS_NAMES = {
     "serve.speculative_fields",
     "serve.draft_method",
     "serve.speculative_config",
+    "train.upstream_losses",
+    "train.upstream_functions",
 }
 
 
