@@ -13,14 +13,28 @@ PACKAGE = __name__.rpartition(".")[0]
 
 LOSSES, FUNCTIONS = "train.upstream_losses", "train.upstream_functions"
 
-# documented path, or path of speculators 0.9.0 -> the modules that have its names
+# documented path -> the modules that have its names
 DOCUMENTED = {
     "config": ("core.config",),
     "model": ("models.base",),
     "proposals": ("core.registry",),
-    "proposals.base": ("core.registry",),
     "proposals.greedy": ("core.registry",),
     "convert": ("models.convert", FUNCTIONS),
+    "utils": ("core.registry", "core.checkpoints", "core.files"),
+    "data_generation": ("data.prepare", "data.prepared_folder"),
+    "models.dflash.config": ("models.dflash",),
+    "models.dflash.core": ("models.dflash",),
+    "models.eagle3.config": ("models.eagle3",),
+    "models.eagle3.core": ("models.eagle3",),
+    "models.mtp.core": ("models.mtp", "models.mtp_network", FUNCTIONS),
+    "models.peagle.core": ("models.peagle",),
+    "models.base_components": ("nn.layers",),
+    "models.mlp": ("models.mlp_speculator",),
+}
+
+# path of speculators 0.9.0 that no page documents -> the same
+UPSTREAM = {
+    "proposals.base": ("core.registry",),
     "convert.dflash": (FUNCTIONS,),
     "convert.dflash.converter": (FUNCTIONS,),
     "convert.eagle": (FUNCTIONS,),
@@ -33,38 +47,33 @@ DOCUMENTED = {
     "losses": (LOSSES, "nn.losses"),
     "losses.eager": (LOSSES,),
     "losses.utils": (LOSSES,),
-    "utils": ("core.registry", "core.checkpoints", "core.files"),
     "utils.loading": ("core.checkpoints",),
     "utils.pydantic_utils": ("core.registry",),
     "utils.registry": ("core.registry",),
-    "data_generation": ("data.prepare", "data.prepared_folder"),
     "models.attention": (FUNCTIONS,),
-    "models.base_components": ("nn.layers",),
     "models.dflash.attention": (FUNCTIONS,),
-    "models.dflash.config": ("models.dflash",),
-    "models.dflash.core": ("models.dflash",),
     "models.dflash.utils": (FUNCTIONS,),
+    "models.dflash2.config": ("models.dflash2",),
+    "models.dflash2.core": ("models.dflash2",),
+    "models.dflash2.metrics": ("models.dflash2",),
+    "models.dflash2.model_definitions": ("models.dflash2",),
     "models.dspark.config": ("models.dspark",),
     "models.dspark.core": ("models.dspark",),
     "models.dspark.model_definitions": ("models.dspark",),
     "models.eagle3.attention": (FUNCTIONS,),
-    "models.eagle3.config": ("models.eagle3",),
-    "models.eagle3.core": ("models.eagle3",),
     "models.eagle3.data": (FUNCTIONS,),
     "models.eagle3.metrics": (LOSSES,),
     "models.metrics": (LOSSES,),
-    "models.mlp": ("models.mlp_speculator",),
     "models.mtp.config": ("models.mtp_network",),
-    "models.mtp.core": ("models.mtp", "models.mtp_network", FUNCTIONS),
     "models.mtp.data": (FUNCTIONS,),
     "models.mtp.model_definitions": ("models.mtp_network", FUNCTIONS),
     "models.peagle.attention": (FUNCTIONS,),
     "models.peagle.config": ("models.peagle",),
-    "models.peagle.core": ("models.peagle",),
     "models.peagle.data": (FUNCTIONS,),
     "models.utils": (FUNCTIONS,),
     "train.config": ("train.training_arguments",),
 }
+PATHS = DOCUMENTED | UPSTREAM
 
 # a name that is another module's, or has another name here, in a documented path or in a module of today -> where it is
 NAMES = {
@@ -151,6 +160,7 @@ MOVED = {
 # module or package of today that had further names in version 0.1 -> where these are now
 FORMER_NAMES = {
     "cli": ("cli.main",),
+    "decode.generate": ("verifier.tapped_model",),
     "decode.suffix": ("decode.suffix_index",),
     "cli.command": ("cli.signature",),
     "core.config": ("core.checkpoints",),
@@ -166,7 +176,8 @@ FORMER_NAMES = {
     "serve": ("serve.server", "serve.serve_command"),
     "serve.server": ("serve.serve_command",),
     "train.trainer": ("train.checkpoint",),
-    "verifier": ("verifier.tapped_model",),
+    "verifier": ("verifier.tapped_model", "verifier.identity"),
+    "verifier.tapped_model": ("verifier.identity",),
 }
 
 # name of version 0.1, in the module that has it or had it -> its name of today; gone with version 0.3
@@ -212,6 +223,7 @@ RENAMED = {
     "models.mlp_speculator.shared_with": "models.formats_token_heads.storing_head",
     "models.mlp_speculator.write_published": "models.formats_token_heads.write_mlp_speculator",
     "serve.speculative_config.WORDS": "serve.speculative_fields.DOCUMENTED_SAMPLING",
+    "serve.speculative_config.config_of": "serve.speculative_fields.config_of",
     "serve.speculative_config.conditional_rates": "serve.speculative_fields.conditional_rates",
     "serve.speculative_config.length_to_rates": "serve.speculative_fields.length_to_rates",
     "serve.speculative_config.named": "serve.draft_method.method_in_name",
@@ -242,7 +254,7 @@ DROPPED: dict[str, str] = {
 FORMER = FORMER_NAMES.keys() | {name.rpartition(".")[0] for name in (RENAMED | NAMES)}
 
 # paths with documented paths below them
-PARENTS = {path.rpartition(".")[0] for path in DOCUMENTED if "." in path} - {"models", "train"}  # these are folders
+PARENTS = {path.rpartition(".")[0] for path in PATHS if "." in path} - {"models", "train"}  # these are folders
 # documented paths that are more than another name of one module
 LOOKED_UP = PARENTS | {name.rpartition(".")[0] for name in NAMES}
 
@@ -289,12 +301,12 @@ class _Alias:
         return None
 
     def get_code(self, fullname):
-        new = (DOCUMENTED.get(self.path) or MOVED[self.path])[0]
+        new = (PATHS.get(self.path) or MOVED[self.path])[0]
         raise ImportError(f"{fullname} is now {PACKAGE}.{new}: run python -m {PACKAGE}.{new}")
 
     def exec_module(self, module):
         path = self.path
-        targets = DOCUMENTED.get(path) or MOVED[path]
+        targets = PATHS.get(path) or MOVED[path]
         if path in MOVED:
             _warn(path, " and ".join(targets))
         if len(targets) == 1 and path not in LOOKED_UP:
@@ -332,7 +344,7 @@ class _Finder:
         if not fullname.startswith(f"{PACKAGE}."):
             return None
         name = fullname[len(PACKAGE) + 1 :]
-        if name in DOCUMENTED or name in MOVED:
+        if name in PATHS or name in MOVED:
             return ModuleSpec(fullname, _Alias(name))
         if name in PARENTS or name in FORMER or name == "models":
             spec = PathFinder.find_spec(fullname, path, target)
