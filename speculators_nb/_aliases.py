@@ -53,6 +53,10 @@ UPSTREAM = {
     "models.attention": (FUNCTIONS,),
     "models.dflash.attention": (FUNCTIONS,),
     "models.dflash.utils": (FUNCTIONS,),
+    "models.dflash2.config": ("models.dflash2",),
+    "models.dflash2.core": ("models.dflash2",),
+    "models.dflash2.metrics": ("models.dflash2",),
+    "models.dflash2.model_definitions": ("models.dflash2",),
     "models.dspark.config": ("models.dspark",),
     "models.dspark.core": ("models.dspark",),
     "models.dspark.model_definitions": ("models.dspark",),
@@ -132,7 +136,7 @@ MOVED = {
     "growth": ("core.tree_growth",),
     "head": ("nn.target_head",),
     "head_loss": ("nn.head_loss", "nn.token_loss", "nn.target_head"),
-    "layers": ("nn.layers", "models.serving_rules"),
+    "layers": ("nn.layers", "models.serving_rules", "models.drafting"),
     "mask_token": ("nn.mask_token",),
     "masks": ("nn.masks",),
     "native": ("models.formats",),
@@ -156,6 +160,7 @@ MOVED = {
 # module or package of today that had further names in version 0.1 -> where these are now
 FORMER_NAMES = {
     "cli": ("cli.main",),
+    "decode.generate": ("verifier.tapped_model",),
     "decode.suffix": ("decode.suffix_index",),
     "cli.command": ("cli.signature",),
     "core.config": ("core.checkpoints",),
@@ -167,11 +172,12 @@ FORMER_NAMES = {
     "models.mlp_speculator": ("models.token_heads",),
     "models.base": ("core.checkpoints",),
     "nn.head_loss": ("nn.token_loss", "nn.target_head"),
-    "nn.layers": ("models.serving_rules",),
+    "nn.layers": ("models.serving_rules", "models.drafting"),
     "serve": ("serve.server", "serve.serve_command"),
     "serve.server": ("serve.serve_command",),
     "train.trainer": ("train.checkpoint",),
-    "verifier": ("verifier.tapped_model",),
+    "verifier": ("verifier.tapped_model", "verifier.identity"),
+    "verifier.tapped_model": ("verifier.identity",),
 }
 
 # name of version 0.1, in the module that has it or had it -> its name of today; gone with version 0.3
@@ -217,6 +223,7 @@ RENAMED = {
     "models.mlp_speculator.shared_with": "models.formats_token_heads.storing_head",
     "models.mlp_speculator.write_published": "models.formats_token_heads.write_mlp_speculator",
     "serve.speculative_config.WORDS": "serve.speculative_fields.DOCUMENTED_SAMPLING",
+    "serve.speculative_config.config_of": "serve.speculative_fields.config_of",
     "serve.speculative_config.conditional_rates": "serve.speculative_fields.conditional_rates",
     "serve.speculative_config.length_to_rates": "serve.speculative_fields.length_to_rates",
     "serve.speculative_config.named": "serve.draft_method.method_in_name",

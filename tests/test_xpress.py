@@ -415,6 +415,6 @@ def test_defaults_are_the_documented_ones():
     kwargs, evaluation = XPressDraftModel.get_trainer_kwargs()
     assert kwargs == evaluation and kwargs["loss_config"] == {"ce": 0.1, "tv": 0.9}
     assert (kwargs["consistency_weight"], kwargs["consistency_passes"], kwargs["base_anchor_weight"]) == (0.3, 3, 0.6)
-    assert (kwargs["gamma"], kwargs["max_anchors"], kwargs["per_position_loss_weight"]) == (4.0, 512, "fixed-exp-decay")
+    assert (kwargs["gamma"], kwargs["per_position_loss_weight"]) == (4.0, "fixed-exp-decay")
     assert not {"ce_from_data", "base_anchor_full_weight"} & kwargs.keys()  # off
     assert XPressDraftModel.get_trainer_kwargs(ce_from_data=True, consistency_weight=0.0)[0]["ce_from_data"]

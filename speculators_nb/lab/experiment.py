@@ -44,7 +44,8 @@ from ..regenerate.in_process import eos_ids_of, regenerate
 from ..regenerate.journal import read_regenerated
 from ..train.train_drafter import new_drafter, train_drafter
 from ..train.trainer import SpeculatorTrainer
-from ..verifier.tapped_model import Verifier, default_aux_layer_ids, fingerprint
+from ..verifier.identity import fingerprint
+from ..verifier.tapped_model import Verifier, default_aux_layer_ids
 
 # %% ../../nbs/lab/06_experiment.ipynb #deed1023
 @call_parse

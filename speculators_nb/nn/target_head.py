@@ -36,6 +36,7 @@ NORM_KINDS = {
     "rms": lambda h, w, b, eps: w * _rms(h, eps),
     "rms+1": lambda h, w, b, eps: (1 + w) * _rms(h, eps),
     "layer": lambda h, w, b, eps: nn.functional.layer_norm(h, h.shape[-1:], w, b.float(), eps),
+    "layer+1": lambda h, w, b, eps: NORM_KINDS["layer"](h, 1 + w, b, eps),
 }
 
 
@@ -45,7 +46,7 @@ class FinalNorm(nn.Module):
     def __init__(
         self,
         hidden_size: int,  # H
-        kind: str = "rms",  # "rms", "rms+1" (stored as offset from 1) or "layer" (centred)
+        kind: str = "rms",  # "rms" or "layer" (centred); "…+1": stored as offset from 1
         eps: float = 1e-6,  # added to the variance
     ):
         super().__init__()
@@ -57,7 +58,7 @@ class FinalNorm(nn.Module):
         not_loaded = torch.full((hidden_size,), float("nan"))
         self.weight = nn.Parameter(not_loaded, requires_grad=False)
         self.bias = None
-        if kind == "layer":
+        if kind.startswith("layer"):
             self.bias = nn.Parameter(torch.zeros(hidden_size), requires_grad=False)
 
     def forward(self, h: Tensor) -> Tensor:  # [..., H] -> [..., H] float32
@@ -77,6 +78,7 @@ OFFSET_NORM = {
     "qwen3_5_text",
     "qwen3_5_moe",
     "qwen3_5_moe_text",
+    "nemotron",
 }
 LAYER_NORM = {
     "gpt2",
@@ -93,6 +95,8 @@ LAYER_NORM = {
     "cohere2",
     "mpt",
     "codegen",
+    "nemotron",
+    "phimoe",
 }
 EPS_NAMES = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
@@ -102,12 +106,11 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:  # multimodal or 
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def norm_kind(config: PretrainedConfig) -> str:  # "rms", "rms+1" or "layer"
+def norm_kind(config: PretrainedConfig) -> str:  # a key of `NORM_KINDS`
     "The final norm's convention of a verifier family."
     family = text_config(config).model_type
-    if family in OFFSET_NORM:
-        return "rms+1"
-    return "layer" if family in LAYER_NORM else "rms"
+    kind = "layer" if family in LAYER_NORM else "rms"
+    return f"{kind}+1" if family in OFFSET_NORM else kind
 
 
 def norm_eps(config: PretrainedConfig) -> float:
@@ -226,7 +229,7 @@ class TargetHead(HeadLayers):
     def load_norm(self, parts: dict[str, Any]):  # as `load_verifier_tensors` returns them
         "Take the norm from a verifier's tensors."
         weight, bias = parts["norm_weight"], parts["norm_bias"]
-        if bias is not None and self.norm.kind != "layer":
+        if bias is not None and self.norm.bias is None:
             raise ValueError(
                 "the verifier's final norm has a bias, but its family is read as an RMSNorm; "
                 "add its model_type to target_head.LAYER_NORM"
@@ -246,6 +249,7 @@ NORM_NAMES = (
     "model.norm",
     "model.final_layernorm",
     "model.final_norm",
+    "model.embedding_norm",
     "transformer.ln_f",
     "gpt_neox.final_layer_norm",
     "model.decoder.final_layer_norm",
@@ -266,9 +270,7 @@ EMBEDDING_NAMES = (
 )
 TENSOR_NAMES = {
     "norm_weight": [f"{stem}.weight" for stem in NORM_NAMES],
-    "norm_bias": [f"{stem}.bias" for stem in NORM_NAMES],
     "head": [f"{stem}.weight" for stem in HEAD_NAMES],
-    "head_bias": [f"{stem}.bias" for stem in HEAD_NAMES],
     "embeddings": [f"{stem}.weight" for stem in EMBEDDING_NAMES],
 }
 
@@ -314,6 +316,10 @@ def load_verifier_tensors(
     index = checkpoint_index(path)
     name_of = {part: _find(index, suffixes) for part, suffixes in TENSOR_NAMES.items()}
     own_head = name_of["head"] is not None
+    for part in ("norm", "head"):  # a bias is that of the same module
+        weight = name_of["norm_weight" if part == "norm" else "head"]
+        bias = (weight or "").removesuffix("weight") + "bias"
+        name_of[f"{part}_bias"] = bias if bias in index else None
     name_of["head"] = name_of["head"] or name_of["embeddings"]
     for part in ("norm_weight", "head", "embeddings"):
         if name_of[part] is None:
