@@ -411,7 +411,8 @@ def test_defaults_are_the_documented_ones():
     c = XPressSpeculatorConfig()
     assert (c.xpress_rank, c.xpress_mlp_ratio, c.num_jacobi_passes, c.sample_from_anchor) == (256, 2, 6, False)
     assert SpeculatorModel.registered_class("xpress") is XPressDraftModel
-    assert XPressDraftModel.training_arguments()["block_size"] == 16
+    arguments = XPressDraftModel.training_arguments()
+    assert (arguments["block_size"], arguments["max_anchors"]) == (16, 512)
     kwargs, evaluation = XPressDraftModel.get_trainer_kwargs()
     assert kwargs == evaluation and kwargs["loss_config"] == {"ce": 0.1, "tv": 0.9}
     assert (kwargs["consistency_weight"], kwargs["consistency_passes"], kwargs["base_anchor_weight"]) == (0.3, 3, 0.6)
