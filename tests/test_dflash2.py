@@ -150,6 +150,29 @@ def test_a_score_is_its_sentence():
                 assert scores[n, c] == pytest.approx(float(unary[n, c] + product.sum()), abs=1e-5)
 
 
+def test_convolution_and_scores_are_vllms():
+    """On what vLLM 0.32's own functions computed (tests/vllm/check_dflash2.py): both convolutions, and every candidate
+    behind every candidate of the slot before (behind the anchor for the first), to 1e-5."""
+    t = load_file(FIXTURES / "dflash2_vllm.safetensors")
+    _, taps, H = t["base"].shape
+    blocks, slots, top_k = t["unary"].shape
+    module = SlotConvolution(H, taps, 4)
+    module.load_state_dict({"base_kernel": t["base"], "kernel_projection.weight": t["projection"]})
+    x = t["x"].view(blocks, slots, H)
+    with torch.no_grad():
+        for name, kernel in zip(("front", "behind"), module(x)):
+            torch.testing.assert_close(convolve(x, kernel).flatten(0, 1), t[name], rtol=1e-5, atol=1e-5)
+        selector = CandidateSelector(40, H, 6, 0.02)
+        names = ("predecessor_codebook", "successor_codebook")
+        selector.load_state_dict({n: t[n] for n in names} | {"hidden_projection.weight": t["hidden_projection"]})
+        first = t["anchors"][:, None, None].expand(-1, 1, top_k)
+        previous = torch.cat([first, t["candidates"][:, :-1]], 1)  # [blocks, slots, C]
+        codes = selector(x[:, :, None].expand(-1, -1, top_k, -1), previous)[1]
+        behind_each = [y[:, :, None].expand(-1, -1, top_k, -1) for y in (t["unary"], t["candidates"])]
+        scores = selector.scores(behind_each[0], codes, behind_each[1])
+        torch.testing.assert_close(scores, t["edges"], rtol=1e-5, atol=1e-5)
+
+
 def test_a_fresh_drafter_is_dflash():
     "Convolutions that do nothing: the states are DFlash's, bit for bit, whatever the initialisation drew."
     for seed in range(3):
