@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SOUGHT', 'method_in_name', 'method_in_config', 'method_of_foreign_draft', 'names_python_class', 'GivenMethod',
-           'served_architecture', 'DraftMethod', 'predicted_tokens', 'default_length', 'DraftLength']
+           'served_architecture', 'ForeignDraft', 'DraftMethod', 'predicted_tokens', 'default_length', 'DraftLength']
 
 # %% ../../nbs/serve/03_draft_method.ipynb #6c838965
 import warnings
@@ -137,8 +137,41 @@ def served_architecture(
         named = named or architecture.endswith(prefix) or architecture == "LiLiCorrDraftModel"
     return architecture if named else prefix + architecture
 
+# %% ../../nbs/serve/03_draft_method.ipynb #3ac8cbf7
+class ForeignDraft(GivenMethod):
+    "A draft that another project has written, and the method that its config means."
+
+    def _check_foreign_draft(self):
+        kind = self._draft.get("model_type")
+        if self.method == "medusa":
+            kind = "medusa"  # old checkpoints have no type, so vLLM takes the method for it
+        found = method_in_config(self._draft | {"model_type": kind})
+        if kind is None:
+            self.refuse(
+                "model",
+                "has a config.json without model_type, so no engine can tell what it is; "
+                "add it, or write method='medusa' if the folder has Medusa heads",
+            )
+        if self.method in SOUGHT and found:
+            self.method = found
+        elif self.method in ("mtp", "mlp_speculator"):
+            needs = "a head that predicts further tokens"
+            self.refuse(
+                "method",
+                f"needs {needs if self.method == 'mtp' else 'an MLP speculator'}; "
+                f"{self.model} has model_type={kind!r}; leave method out",
+            )
+        if self.method in SERVED_ARCHITECTURES:
+            architecture = served_architecture(self.method, self._draft)
+            if architecture not in SERVED_ARCHITECTURES[self.method]:
+                self.refuse(
+                    "method",
+                    f"makes vLLM serve {self.model} as {architecture}, which it does not "
+                    "have; convert the draft, or leave method out",
+                )
+
 # %% ../../nbs/serve/03_draft_method.ipynb #6d6b702e
-class DraftMethod(GivenMethod):
+class DraftMethod(ForeignDraft):
     "The method that the fields of the draft model mean."
 
     def find_method(
@@ -172,35 +205,6 @@ class DraftMethod(GivenMethod):
         if self._draft and not served:
             self._check_foreign_draft()
         return parallel
-
-    def _check_foreign_draft(self):
-        kind = self._draft.get("model_type")
-        if self.method == "medusa":
-            kind = "medusa"  # old checkpoints have no type, so vLLM takes the method for it
-        found = method_in_config(self._draft | {"model_type": kind})
-        if kind is None:
-            self.refuse(
-                "model",
-                "has a config.json without model_type, so no engine can tell what it is; "
-                "add it, or write method='medusa' if the folder has Medusa heads",
-            )
-        if self.method in SOUGHT and found:
-            self.method = found
-        elif self.method in ("mtp", "mlp_speculator"):
-            needs = "a head that predicts further tokens"
-            self.refuse(
-                "method",
-                f"needs {needs if self.method == 'mtp' else 'an MLP speculator'}; "
-                f"{self.model} has model_type={kind!r}; leave method out",
-            )
-        if self.method in SERVED_ARCHITECTURES:
-            architecture = served_architecture(self.method, self._draft)
-            if architecture not in SERVED_ARCHITECTURES[self.method]:
-                self.refuse(
-                    "method",
-                    f"makes vLLM serve {self.model} as {architecture}, which it does not "
-                    "have; convert the draft, or leave method out",
-                )
 
     def _warn_of_path(self):
         # vLLM lets the path decide for every method that is not itself found by a name
