@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LAYER_RULES', 'ROPE_SCALES', 'LayerConfig', 'VerifierConfig', 'SpeculatorsConfig', 'check_layers',
-           'layer_config_from_dict', 'CheckedConfig', 'JsonConfig', 'import_models', 'SpeculatorModelConfig',
-           'reload_schemas']
+           'layer_config_from_dict', 'CheckedConfig', 'JsonConfig', 'import_models', 'FoundConfig',
+           'SpeculatorModelConfig', 'reload_schemas']
 
 # %% ../../nbs/core/10_config.ipynb #07bd2f05
 import copy
@@ -14,7 +14,7 @@ import importlib
 import inspect
 import os
 import pkgutil
-from typing import Annotated, Any, ClassVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 from pydantic import (
     ConfigDict,
@@ -28,8 +28,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 
 import speculators_nb
-from .checkpoints import check_field_types, check_folder, resolve_checkpoint
-from .files import atomic_write, read_object
+from .checkpoints import check_field_types, hub_access, model_file
+from .files import atomic_write, check_folder, read_object
 from .option_rules import OptionRule, number, several, shown, whole
 from .options import RULES
 from speculators_nb.core.registry import (
@@ -70,8 +70,8 @@ class VerifierConfig(ReloadableBaseModel):
         cls,
         name_or_path: str | os.PathLike,  # the verifier's folder or hub id
     ) -> "VerifierConfig":  # what the drafter's config will say
-        "Describe a verifier by its raw config.json."
-        file = resolve_checkpoint(name_or_path) / "config.json"
+        "Describe a verifier by its raw config.json; of a hub id nothing else is fetched."
+        file = model_file(name_or_path)
         if not file.is_file():
             raise FileNotFoundError(
                 f"{file}: no such file, so the verifier's architectures are unknown. "
@@ -353,8 +353,36 @@ def _class_of(config_dict) -> "type[SpeculatorModelConfig]":
         )
     return registry[name]
 
+# %% ../../nbs/core/10_config.ipynb #foundcfg
+class FoundConfig(JsonConfig):
+    "A config that is read from a folder or from a hub."
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike,  # a drafter's folder or hub id
+        cache_dir: str | os.PathLike | None = None,  # of a hub id, as in `hub_access`
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        **kwargs,  # passed on to transformers
+    ) -> Self:  # an object of the class that `speculators_model_type` names
+        """Read a drafter's config.json, and no other file. Errors: FileNotFoundError;
+        ValueError saying what the folder holds instead of a drafter."""
+        folder = name = pretrained_model_name_or_path
+        if not os.path.exists(name):
+            access = dict(cache_dir=cache_dir, token=token, revision=revision)
+            access["local_files_only"] = local_files_only or None
+            if force_download:
+                access |= dict(force_download=True, fetched=set())
+            with hub_access(**access):
+                folder = model_file(name).parent
+        check_folder(folder, name)
+        return super().from_pretrained(folder, **kwargs)
+
 # %% ../../nbs/core/10_config.ipynb #01a03e59
-class SpeculatorModelConfig(ClassRegistryMixin, JsonConfig):
+class SpeculatorModelConfig(ClassRegistryMixin, FoundConfig):
     """Base of all drafters' configs. Keys of a file that no field declares are kept. Two
     configs are equal when they would write the same file."""
 
@@ -383,18 +411,6 @@ class SpeculatorModelConfig(ClassRegistryMixin, JsonConfig):
     def target_vocab_size(self) -> int:  # V
         "The verifier's vocabulary size."
         return self.sizes.vocab_size
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: str | os.PathLike,  # a drafter's folder or hub id
-        **kwargs,  # passed on to transformers
-    ) -> "SpeculatorModelConfig":  # an object of the class that `speculators_model_type` names
-        """Read a drafter's config.json. Errors: FileNotFoundError; ValueError saying what the
-        folder holds instead of a drafter."""
-        if os.path.exists(path):
-            check_folder(path)
-        return super().from_pretrained(path, **kwargs)
 
     @classmethod
     def from_dict(
