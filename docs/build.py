@@ -20,6 +20,7 @@ import tomllib
 from importlib.metadata import files
 from pathlib import Path
 
+import conformance
 import yaml
 
 DOCS = Path(__file__).resolve().parent
@@ -30,10 +31,12 @@ PAGES = {
     "docs/glossary.md": "glossary.md",
     "docs/architecture.md": "architecture.md",
     "docs/differences.md": "differences.md",
+    "docs/conformance.md": "conformance.md",
     "docs/release.md": "release.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }  # beside the notebooks
+MADE = {"docs/conformance.md": conformance.page}  # those that no file holds
 FILES = "files"  # on the site: files of the repository that pages link to
 FOLD = 45  # an exported cell with more lines than this starts folded
 # empty: the project has no address yet
@@ -326,7 +329,8 @@ def stage():
     for here, place in PAGES.items():
         target = SRC / place
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(crosslink(relink((ROOT / here).read_text(), here, where), symbols))
+        text = MADE[here]() if here in MADE else (ROOT / here).read_text()
+        target.write_text(crosslink(relink(text, here, where), symbols))
     for path, nb in books.items():
         here, module = str(path.relative_to(ROOT)), exported(nb)
         local = symbols | {n: f"{LIB}.{module}.{n}" for n in refs[module][1]} if module else symbols

@@ -26,6 +26,7 @@ def request(*accepted, k=K):
 runs = st.lists(st.lists(st.integers(0, K), min_size=1, max_size=12), min_size=1, max_size=8)
 
 
+@pytest.mark.statement("release-44")
 @settings(max_examples=60, deadline=None)
 @given(runs)
 def test_definitions(rows):

@@ -391,6 +391,7 @@ def echo():
     )
 
 
+@pytest.mark.statement("release-45")
 @pytest.mark.parametrize("name", ["r.yaml", "r.json"])
 def test_flag_before_file_before_default(recipe, name):
     show = echo()
@@ -551,6 +552,7 @@ def test_features_are_kept_when_asked_again(features):
     )
 
 
+@pytest.mark.statement("release-06")
 def test_trained_as_asked(drafter):
     config = json.loads((drafter / "config.json").read_text())
     assert config["draft_vocab_size"] == 512 and config["dtype"] == "bfloat16"
@@ -569,6 +571,7 @@ def test_check(drafter, tmp_path):
     assert result.exit_code == 1 and result.stdout.startswith("- ") and "model_type" in result.stdout
 
 
+@pytest.mark.statement("release-16")
 def test_evaluate(drafter, tmp_path):
     result = run(
         "evaluate",
@@ -802,6 +805,7 @@ def test_features_from_a_server_that_is_not_there(tmp_path):
     )
 
 
+@pytest.mark.statement("release-57")
 def test_out_and_in_again(drafter, tmp_path):
     result = run("export", drafter, tmp_path / "theirs")
     assert result.exit_code == 0, result.output

@@ -230,6 +230,7 @@ def test_every_format_is_tested():
     assert {f.name: f.model_type for f in formats()} == KINDS
 
 
+@pytest.mark.statement("release-53")
 @pytest.mark.parametrize("name", KINDS)
 @TINY
 @given(data=st.data())
@@ -265,6 +266,7 @@ sys.path.insert(0, str(Path(__file__).parent / "parity"))
 import check_converters as upstream  # noqa: E402
 
 
+@pytest.mark.statement("release-47")
 @pytest.mark.parametrize("name", upstream.CASES)
 def test_upstreams_converter_makes_the_same(name, tmp_path):
     "Tensors to the bit, and what the configs say, against what speculators 0.9.0 made of the same folders."
@@ -343,6 +345,7 @@ def test_every_container(container, eagle3, home, tmp_path):
             detect(source)
 
 
+@pytest.mark.statement("release-48", "release-68", "release-69")
 def test_eagle3_as_others_write_it(eagle3, home, tmp_path):
     """No t2d; no embedding; buffers of old versions; names behind `model.`; layer ids and flags nowhere, or flat; whole
     vocabulary with an empty mapping."""

@@ -59,6 +59,7 @@ def test_logits(name):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.statement("models-04", "models-13")
 @pytest.mark.parametrize("name", [c for c in CASES if c != "dflash"])
 def test_a_checkpoint_comes_back(name, tmp_path, monkeypatch):
     "What a checkpoint leaves out comes from the verifier; without its folder that is an error."

@@ -24,6 +24,7 @@ cases = st.lists(st.integers(0, 5), min_size=1, max_size=30).flatmap(
 quick = settings(max_examples=100, deadline=None)
 
 
+@pytest.mark.statement("release-30")
 @quick
 @given(cases)
 def test_mapping_by_definition(case):
@@ -51,6 +52,7 @@ def test_translations_are_inverse_and_keep_probability(case, seed):
     assert full.shape == (2, 3, len(counts)) and torch.equal(full[..., t2d], probs) and not full[..., ~t2d].any()
 
 
+@pytest.mark.statement("release-21")
 def test_full_vocabulary_needs_no_mapping():
     ids, probs = torch.tensor([3, 1]), torch.rand(2, 4)
     assert (

@@ -167,6 +167,7 @@ def gradients(model):
     return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.statement("release-61", "release-66")
 @pytest.mark.parametrize("family", [LlamaConfig, Qwen3Config], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("layernorms,fusion_bias", FOUR)
 @pytest.mark.parametrize("steps", [1, 3], ids=["eagle", "hass"])
@@ -357,6 +358,7 @@ def fresh(folder, **options):
     return model.eval()
 
 
+@pytest.mark.statement("eagle-19")
 @pytest.mark.parametrize("layernorms,fusion_bias", FOUR)
 def test_drafting_is_what_was_trained(folder, layernorms, fusion_bias):
     "The drafter's cache, fed in two parts, gives the laws of training's steps on the row that it drafted itself."
@@ -378,6 +380,7 @@ def test_drafting_is_what_was_trained(folder, layernorms, fusion_bias):
     assert greedy.probs is None and greedy.parents.tolist() == [-1, 0, 1, 2]
 
 
+@pytest.mark.statement("eagle-21")
 def test_greedy_text_is_the_verifiers(folder):
     verifier, drafter = Verifier.from_pretrained(folder, [3]), fresh(folder).drafter()
     for seed in range(3):
@@ -457,6 +460,7 @@ def test_drafted_tree(folder):
 # ---------------------------------------------------------------------------------------------- config, verifier, files
 
 
+@pytest.mark.statement("eagle-50")
 def test_config():
     config = EagleSpeculatorConfig()
     assert (config.architectures, config.transformer_layer_architecture, config.layernorms, config.fusion_bias) == (
@@ -488,6 +492,7 @@ def test_config():
         )
 
 
+@pytest.mark.statement("eagle-28", "eagle-35")
 def test_the_verifier_comes_and_goes(folder):
     ready = Qwen3ForCausalLM.from_pretrained(folder)
     model = EagleSpeculator(fresh(folder).config)

@@ -13,6 +13,7 @@ from speculators_nb.nn.supervision import ttt_supervision
 CASES = cases("eagle3")
 
 
+@pytest.mark.statement("release-67")
 @pytest.mark.parametrize("name", CASES)
 def test_logits(name):
     "Draft logits of every step and the targets, all rows, to 1e-4 absolute (they reach 30)."
@@ -85,6 +86,7 @@ def random_model(seed, windows=True):
     return model, batch, pick(1, 2, 4)
 
 
+@pytest.mark.statement("release-32")
 @pytest.mark.parametrize("seed", range(16))
 def test_lean_is_dense(seed):
     """Over random shapes, windows, norms and packings: loss, metrics and gradients of the lean path are those of the
@@ -132,6 +134,7 @@ def test_targets_stay_in_their_document():
         assert not torch.allclose(reach[0][second], reach[1][second])  # document 1 itself is trained either way
 
 
+@pytest.mark.statement("release-14")
 def test_embeddings_really_train():
     model, batch, _ = random_model(5)
     model.embed_tokens.weight.requires_grad_(True)

@@ -45,6 +45,7 @@ def ngram(**more):
     return dict(method="ngram") | more
 
 
+@pytest.mark.statement("release-40")
 def test_a_sweep(engine, tmp_path):
     found = evaluate_engine(
         VERIFIER,
@@ -298,6 +299,7 @@ def test_a_report_that_says_nothing(tmp_path, change, words):
         read_report(tmp_path / "r.json")
 
 
+@pytest.mark.statement("release-38")
 def test_guidellm_as_the_load(engine, tmp_path, monkeypatch):
     "a program that reads the prompts as GuideLLM does, asks the server, and leaves the recorded report"
     program = tmp_path / "bin/guidellm"

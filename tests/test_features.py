@@ -64,6 +64,7 @@ def made(tmp_path_factory):
     return folder
 
 
+@pytest.mark.statement("release-22")
 def test_states_are_those_of_the_row_alone(made):
     verifier, rows = make_verifier(), make_rows()
     for i in range(N):
@@ -298,6 +299,7 @@ def test_scales_are_read_in_either_spelling_and_shape(tmp_path):
     assert codes.dtype is FP8 and scales.shape == (6, 1, 1) and codes.float().abs().amax((1, 2)).eq(448).all()
 
 
+@pytest.mark.statement("release-23")
 def test_mixture_of_experts(tmp_path):
     """Tokens are routed one by one: a row's states are those of the row alone, in any batch."""
     torch.manual_seed(0)
@@ -386,6 +388,7 @@ def upstream_folder(made, folder, layout):
     return folder
 
 
+@pytest.mark.statement("release-20")
 @pytest.mark.parametrize("layout", ["upstream", "legacy"])
 def test_upstream_folders_train_the_same_drafter(made, tmp_path, layout):
     verifier = tmp_path / "verifier"

@@ -142,6 +142,7 @@ def test_server_killed_and_started_anew(tmp_path):
         assert torn and fake.left() == []
 
 
+@pytest.mark.statement("release-12")
 def test_server_down_for_good_then_resumed(tmp_path):
     rows, out = make_rows(), tmp_path / "features"
     with Fake(tmp_path / "storage", "--slow", "0.05") as fake:

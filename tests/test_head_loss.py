@@ -48,6 +48,25 @@ def test_equals_whole_tensors(mixture, chunk):
         torch.testing.assert_close(got.accept, want.accept, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_given_labels_and_likeliest_tokens(chunk):
+    "`labels` are the right tokens of ce alone; `tokens` are those of the whole logits."
+    for mixture in ({"ce": 1.0}, {"ce": 0.3, "tv": 0.7}):
+        c, labels = case(5), torch.arange(9) % 40
+        e, w = torch.randn(23, 3), torch.randn(40, 3)
+        got = head_loss(**c, mixture=mixture, bias=(e, w), labels=labels, want_tokens=True, chunk=chunk)
+        want = dense_head_loss(**c, mixture=mixture, bias=(e, w), labels=labels)
+        logits = c["hidden"] @ c["head"].T + e @ w.T
+        ce = torch.nn.functional.cross_entropy(logits, labels[c["target_of_row"]], reduction="none")
+        torch.testing.assert_close(got.rows["ce"], ce, rtol=1e-5, atol=1e-5)
+        assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
+        a, b = (torch.autograd.grad(out.loss, c["hidden"])[0] for out in (want, got))
+        assert (a - b).norm() <= 1e-5 * a.norm()
+        assert torch.equal(got.tokens, logits.argmax(-1)) and torch.equal(want.tokens, got.tokens)
+        assert torch.equal(got.correct, want.correct)
+    assert head_loss(**c, mixture=mixture).tokens is None
+
+
 @given(st.lists(st.integers(0, 6), max_size=30))
 @settings(max_examples=100, deadline=None)
 def test_slots_hold_every_row_once(targets):

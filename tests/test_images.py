@@ -167,6 +167,7 @@ def prepared(folder):
     return prepare_data(folder / "chats.jsonl", folder / "qwen2_vl", folder / "prepared", shuffle=False)
 
 
+@pytest.mark.statement("release-08")
 def test_rows_with_pictures(folder, prepared):
     processor = load_processor(folder / "qwen2_vl")
     tok = processor.tokenizer
@@ -198,6 +199,7 @@ def test_rows_with_pictures(folder, prepared):
     assert again.rows[0]["messages"] == prepared.rows[0]["messages"] and again.token_freq == prepared.token_freq
 
 
+@pytest.mark.statement("release-08")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_are_the_models_own(folder, prepared, tmp_path, family):
     verifier, processor = Verifier.from_pretrained(str(folder / family)), load_processor(folder / family)

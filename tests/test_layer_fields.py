@@ -103,6 +103,7 @@ def test_every_field_has_a_place(config):
     assert config in (LlamaConfig, Qwen3Config) or config.model_type in FAMILIES
 
 
+@pytest.mark.statement("release-52")
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize(
     "change",

@@ -127,6 +127,7 @@ def one_rank(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.statement("api-48")
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch is built without gloo")
 def test_layers_can_be_sharded(tmp_path):
     "Two processes, each layer sharded, then the rest: the gradients of all drafters are those of one process."

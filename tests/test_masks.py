@@ -49,6 +49,7 @@ def test_each_sentence(ids, window, passes):
     assert torch.equal(ttt(documents, L, window).dense(L, kv), loop(step_rule, L, kv))
 
 
+@pytest.mark.statement("release-34")
 @quick
 @given(packings, windows, st.integers(1, 3))
 def test_every_row_sees_itself_and_no_real_row_sees_padding_or_another_document(ids, window, passes):
@@ -109,6 +110,7 @@ def test_rollouts(ids, seed, depths, window):
         assert set(dense[q].nonzero()[:, 0].tolist()) == want
 
 
+@pytest.mark.statement("release-35")
 @quick
 @given(packings, st.integers(1, 7), st.integers(1, 3))
 def test_block_counts_against_the_dense_mask(ids, block, passes):

@@ -53,6 +53,7 @@ def checkpoint(verifier, tmp_path):
     return tmp_path / "draft"
 
 
+@pytest.mark.statement("release-58")
 def test_round_trip(checkpoint):
     model = SpeculatorModel.from_pretrained(checkpoint)
     assert type(model) is Eagle3DraftModel and check_vllm_contract(checkpoint) == []

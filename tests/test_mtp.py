@@ -39,6 +39,7 @@ def load_case(name):
     return model, load_file(folder / "inputs.safetensors"), kwargs, info, folder
 
 
+@pytest.mark.statement("models-45")
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])
 @pytest.mark.parametrize("name", CASES)
 def test_upstream(name, lean):

@@ -86,6 +86,7 @@ def test_collate_is_invertible(lengths, L):
         assert not row[key][0, padding].any(), key
 
 
+@pytest.mark.statement("release-24")
 def test_collate_shapes_and_dtypes():
     row = collate([sample(4), sample(3, 1)], 10, dtype=torch.bfloat16)
     assert {k: (tuple(v.shape), v.dtype) for k, v in row.items()} == {

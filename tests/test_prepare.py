@@ -76,6 +76,7 @@ def test_rows_are_those_of_encode(chats, tok, tmp_path):
     assert turns.trained.sum() == prepared.trained.sum() and turns.lengths.sum() > prepared.lengths.sum()
 
 
+@pytest.mark.statement("release-19", "release-25", "release-26")
 def test_what_is_written(chats, tmp_path):
     prepared = prepare_data(chats, VERIFIER, tmp_path / "p", val_fraction=0.1, draft_vocab_size=256)
     folder = tmp_path / "p"

@@ -58,6 +58,7 @@ def errors(path):
     return {e["id"]: e for e in map(json.loads, path.with_suffix(".errors.jsonl").read_text().splitlines())}
 
 
+@pytest.mark.statement("release-01", "release-03")
 def test_rows_are_what_the_server_read_and_said(server, tokenizer, tmp_path):
     rows, path, since = [talk(i, 1 + i % 3) for i in range(12)], tmp_path / "out.jsonl", len(server.seen())
     report = regenerate_from_server(server.url, rows, path, temperature=0.7, max_new_tokens=64, concurrency=4)

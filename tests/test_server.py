@@ -54,6 +54,7 @@ def said(command):
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
+@pytest.mark.statement("release-55", "release-59")
 @pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dspark"])
 def test_a_checkpoint_is_served_by_its_folder(drafters, name):
     command = serve_command(drafters / name)
@@ -64,6 +65,7 @@ def test_a_checkpoint_is_served_by_its_folder(drafters, name):
     assert (Path(plain[2]).resolve(), said(plain)) == (VERIFIER.resolve(), None)
 
 
+@pytest.mark.statement("release-60")
 def test_another_verifier_needs_the_method_in_words(drafters):
     model, words = what_to_serve(drafters / "peagle", k=3, verifier=VERIFIER)
     assert model == str(VERIFIER)
@@ -347,6 +349,7 @@ def worker(server):
     return int(next(line for line in server.tail().splitlines() if line.startswith("worker")).split()[1])
 
 
+@pytest.mark.statement("release-40")
 def test_it_runs_as_long_as_the_block_and_leaves_nobody(engine, drafters, monkeypatch):
     monkeypatch.setenv("FAKE_ENGINE", "late")
     with Server(serve_command(drafters / "eagle3"), vllm=engine) as server:

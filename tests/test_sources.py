@@ -29,6 +29,7 @@ def write(path, *rows):
     return path
 
 
+@pytest.mark.statement("release-42")
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz"])
 def test_lines(tmp_path, name):
     path = write(tmp_path / name, CHAT, "", SHAREGPT)  # .json that holds lines is common
@@ -62,6 +63,7 @@ def test_parquet_and_tables(tmp_path):
     assert list(read_conversations(tmp_path / "table")) == [CHAT]
 
 
+@pytest.mark.statement("release-42")
 def test_a_folder_is_read_below_in_order_and_records_are_passed_over(tmp_path):
     write(tmp_path / "b/2.jsonl", {"id": 2, "messages": []})
     write(tmp_path / "a.jsonl", {"id": 1, "messages": []})

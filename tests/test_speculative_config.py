@@ -93,6 +93,19 @@ def test_the_record_is_of_these_cases():
     )
 
 
+@pytest.mark.statement(
+    "vllm-05",
+    "vllm-07",
+    "vllm-18",
+    "vllm-51",
+    "vllm-58",
+    "vllm-65",
+    "vllm-66",
+    "vllm-71",
+    "vllm-72",
+    "vllm-76",
+    "vllm-86",
+)
 @pytest.mark.parametrize("name", vllm.CASES)
 def test_accepts_and_refuses_what_vllm_does(models, name):
     said = RECORD["cases"][name]
@@ -141,6 +154,20 @@ def test_json_says_the_same_when_read_back(models, name, engine):
     assert engine != "documented" or "draft_sample_method" not in json.loads(text)
 
 
+@pytest.mark.statement(
+    "vllm-36",
+    "vllm-37",
+    "vllm-38",
+    "vllm-40",
+    "vllm-41",
+    "vllm-42",
+    "vllm-44",
+    "vllm-45",
+    "vllm-46",
+    "vllm-47",
+    "vllm-48",
+    "vllm-50",
+)
 @pytest.mark.parametrize("word", RECORD["mtp"])
 def test_mtp_table_is_vllms(word):
     kind = (
@@ -291,6 +318,7 @@ def test_length_schedule(n, share):
 paths = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=8)
 
 
+@pytest.mark.statement("vllm-16", "vllm-78")
 @given(paths, st.randoms())
 @settings(deadline=None)
 def test_token_tree_any_order(leaves, random):
@@ -431,6 +459,7 @@ def test_a_draft_in_the_engines_own_format(tmp_path):
     )
 
 
+@pytest.mark.statement("vllm-63")
 def test_hidden_states_are_handed_out(verifier):
     config = SpeculativeConfig(
         method="extract_hidden_states",
@@ -522,6 +551,7 @@ def test_a_trained_checkpoint_by_config(tmp_path):
     )
 
 
+@pytest.mark.statement("vllm-25", "vllm-26")
 @pytest.mark.parametrize("word", ["strict", "probabilistic", "standard", "block"])
 def test_lossless_rules_greedy(verifier, word):
     prompts = [[1, 2, 3, 1, 2], [4, 4, 4]]

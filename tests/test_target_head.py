@@ -31,6 +31,7 @@ def bare(model, config=None):
     return fresh
 
 
+@pytest.mark.statement("release-13")
 @pytest.mark.parametrize("family", VERIFIERS_OF)
 def test_the_head_is_the_verifiers(family):
     """Last states through the target head are the verifier's own logits, norm, bias, scale and soft-cap included; with

@@ -10,6 +10,7 @@ __all__ = ['DFLASH_RULES', 'DFlashSpeculatorConfig', 'DFlashNetwork', 'SlotBias'
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -165,11 +166,13 @@ class SlotBias(NamedTuple):
 
 
 class BlockStates(NamedTuple):
-    "Blocks, and what the layers made of them."
+    "Blocks of a row, and what the layers made of them."
 
+    input_ids: torch.Tensor  # [L] of the row
+    document_ids: torch.Tensor  # [L], -1 padding
     blocks: Blocks
     hidden: torch.Tensor  # [A, B, H], normed
-    bias: SlotBias | None
+    bias: SlotBias | None = None
 
 # %% ../../nbs/models/14_dflash.ipynb #blk00033
 class DFlashLoss(DFlashNetwork):
@@ -178,21 +181,24 @@ class DFlashLoss(DFlashNetwork):
     needs_acceptance = False  # True: acceptance probabilities are computed in training too
 
     def slot_bias(
-        self, input_ids: torch.Tensor, blocks: Blocks, hidden: torch.Tensor, lean: bool
-    ) -> SlotBias | None:  # of [L] tokens, blocks, [A, B, H] states
+        self,
+        states: BlockStates,  # without a bias
+        lean: bool,  # False: for the dense definition
+    ) -> SlotBias | None:
         "The bias on the logits of the slots; DFlash has none."
         return None
 
-    def extra_losses(
+    def step_loss(
         self,
         states: BlockStates,
-        out: HeadLoss,
+        score: Callable,  # `block_loss` with everything but the states; options may be added
         gamma: float,  # these two as in `slot_decay`
         step_weights: StepWeights,
         upstream: bool,  # metrics as upstream reports them
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # the whole loss, more metrics
-        "What is added to the loss of the slots; nothing in DFlash."
-        return out.loss, {}
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # loss, metrics
+        "The loss of a step: in DFlash, that of the slots."
+        out, metrics = score(states)
+        return out.loss, metrics
 
     def block_loss(
         self,
@@ -202,7 +208,7 @@ class DFlashLoss(DFlashNetwork):
         weight: torch.Tensor | Callable,  # from `slot_weight`
         upstream: bool = False,  # metrics as upstream reports them
         lean: bool = True,  # False: by whole tensors and autograd
-        **options,  # of `head_loss`: gemm_dtype, want_accept
+        **options,  # of `head_loss`: gemm_dtype, want_accept, want_tokens, labels
     ) -> tuple[HeadLoss, dict[str, torch.Tensor]]:  # over the slots with loss; metrics
         "Mean over the slots with loss."
         blocks = states.blocks
@@ -255,7 +261,7 @@ class DFlashTraining(DFlashLoss):
         serving_window: bool = False,  # window follows slots (vLLM); False: anchor (upstream)
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
-        **extra: Any,  # of `extra_losses`, in a subclass
+        **extra: Any,  # of `step_loss`, in a subclass
     ) -> ForwardOutput:  # tokens: [1, N·B], or None where lean
         """One packed row; a row without valid anchors has loss 0. Errors: ValueError for a
         block longer than the row, anchors outside it, an unknown loss or weighting, and a
@@ -271,17 +277,18 @@ class DFlashTraining(DFlashLoss):
         back_end = attention_back_end(attn_impl, ids.device, lean)
         way = lean, back_end, serving_window, blocks.drawn_anchors
         hidden = self.block_hidden(tokens, *row, *way)
-        states = BlockStates(blocks, hidden, self.slot_bias(ids, blocks, hidden, lean))
+        states = BlockStates(ids, documents, blocks, hidden)
+        states = states._replace(bias=self.slot_bias(states, lean))
         scheme = per_position_loss_weight, gamma, dpace_alpha, step_weights
         weight = self.slot_weight(blocks.supervised, *scheme)
         want_accept = self.needs_acceptance or not self.training
         options = dict(gemm_dtype=gemm_dtype, want_accept=want_accept)
+        options |= dict(mixture=mixture, weight=weight, upstream=upstream, lean=lean)
         targets = verifier_last_hidden_states[0]
-        out, metrics = self.block_loss(
-            states, targets, mixture, weight, upstream, lean, **options
-        )
-        loss, more = self.extra_losses(states, out, gamma, step_weights, upstream, **extra)
-        return ForwardOutput(None if lean else self.draft_tokens(states), loss, metrics | more)
+        score = partial(self.block_loss, target_hidden=targets, **options)
+        rest = gamma, step_weights, upstream
+        loss, metrics = self.step_loss(states, score, *rest, **extra)
+        return ForwardOutput(None if lean else self.draft_tokens(states), loss, metrics)
 
 # %% ../../nbs/models/14_dflash.ipynb #blk00023
 class DFlashDrafter(SlotDrafter):

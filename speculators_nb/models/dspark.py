@@ -8,6 +8,7 @@ __all__ = ['MARKOV_HEADS', 'DSPARK_RULES', 'DSparkSpeculatorConfig', 'MarkovHead
            'served_markov_head', 'sliding_is_causal', 'DSparkDraftModel']
 
 # %% ../../nbs/models/15_dspark.ipynb #d6655d17
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ from speculators_nb.models.serving_rules import (
     written,
 )
 from ..nn.anchors import Blocks
-from ..nn.head_loss import HeadLoss
 from ..nn.step_weights import StepWeights
 from ..nn.supervision import sum_and_total
 
@@ -167,18 +167,20 @@ class DSparkNetwork(DFlashDraftModel):
         return input_ids[(anchors[:, None] + in_front).clamp_max(len(input_ids) - 1)]
 
     def slot_bias(
-        self, input_ids: torch.Tensor, blocks: Blocks, hidden: torch.Tensor, lean: bool
-    ) -> SlotBias | None:  # of [L] tokens, blocks, [A, B, H] states
+        self,
+        states: BlockStates,  # without a bias
+        lean: bool,  # False: for the dense definition
+    ) -> SlotBias | None:
         "The Markov head's bias."
         head = self.markov_head
         if head is None:
             return None
-        embeds = head.markov_w1(self.previous(input_ids, blocks.anchors))
-        codes = head(embeds, hidden)
+        embeds = head.markov_w1(self.previous(states.input_ids, states.blocks.anchors))
+        codes = head(embeds, states.hidden)
         # the token in front is that of the target's position: slots that share a target
         # share a vanilla bias
         shared = lean and head.kind == "vanilla"
-        row_codes = head.markov_w1(input_ids) if shared else None
+        row_codes = head.markov_w1(states.input_ids) if shared else None
         return SlotBias(embeds, codes, head.markov_w2.weight, row_codes)
 
     def confidence(
@@ -238,20 +240,21 @@ class DSparkLoss(DSparkNetwork):
 
     needs_acceptance = True
 
-    def extra_losses(
+    def step_loss(
         self,
         states: BlockStates,
-        out: HeadLoss,  # of the slots with loss
+        score: Callable,  # states -> HeadLoss of the slots with loss, metrics
         gamma: float,  # slots over which a weight falls by a factor of e
         step_weights: StepWeights,  # instead: B weights, or a function of the slot
         upstream: bool,  # metrics as upstream reports them
         confidence_head_alpha: float = 1.0,  # weight of the confidence loss
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # the whole loss, more metrics
-        "Add the confidence loss."
-        blocks, hidden, bias = states
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # loss, metrics
+        "The loss of the slots, and the confidence loss."
+        out, metrics = score(states)
+        _, _, blocks, hidden, bias = states
         supervised, first = blocks.supervised, self.config.first_slot
         accept = out.accept.detach()
-        metrics = acceptance_metrics(accept, blocks, first, upstream)
+        metrics |= acceptance_metrics(accept, blocks, first, upstream)
         if self.confidence_head is None:
             return out.loss, metrics
         embeds = None if bias is None else bias.embeds[supervised]
@@ -403,7 +406,7 @@ class DSparkDraftModel(DSparkLoss):
 
     @classmethod
     def forward_arguments(cls) -> dict[str, Any]:  # argument -> default
-        "DFlash's, and the weight of the confidence loss (see `extra_losses`)."
+        "DFlash's, and the weight of the confidence loss (see `step_loss`)."
         return super().forward_arguments() | {"confidence_head_alpha": 1.0}
 
     @staticmethod

@@ -83,8 +83,8 @@ class Eagle3SpeculatorConfig(SpeculatorModelConfig):
     def check(self):
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are both True; choose one")
-        field = "eagle_aux_hidden_state_layer_ids"
-        check_layer_ids(field, self.eagle_aux_hidden_state_layer_ids)
+        ids = self.eagle_aux_hidden_state_layer_ids
+        check_layer_ids("eagle_aux_hidden_state_layer_ids", ids)
         check_draft_vocab_size(self)
 
     @property
@@ -144,7 +144,7 @@ class Eagle3Network(TrainingTimeTest):
 # %% ../../nbs/models/10_eagle3.ipynb #eaeda589
 def counted_positions(
     carries_loss: torch.Tensor,  # [K, L] bool
-    upstream: bool,  # also the positions that upstream counts in its accuracies
+    upstream: bool,  # cross_document_targets: also what upstream counts in its accuracies
 ) -> torch.Tensor:  # [K, L] bool
     "The positions whose predictions are needed, for the loss or for a metric."
     if not upstream:
@@ -163,10 +163,11 @@ def step_metrics(
     weight: torch.Tensor,  # [N]
     mixture: dict[str, float],  # loss name -> weight
     carries_loss: torch.Tensor,  # [K, L] bool
-    upstream: bool,  # losses as means over the batch, with total 1
+    upstream: bool,  # cross_document_targets: losses are means over the batch, with total 1
 ) -> dict[str, torch.Tensor]:  # sums and totals
     "Losses, acceptance and accuracies by step. Each metric is a pair of sum and total."
-    position = predictions.target - predictions.step  # the target is `step` positions ahead
+    # position i at step t is scored with the state at i+t, which predicts x_{i+2+t}
+    position = predictions.target - predictions.step
     counts = carries_loss.sum(-1).float() + 1e-5
     totals = torch.ones_like(counts) if upstream else counts
     losses = {"loss": sum(w * out.rows[name] for name, w in mixture.items())}
@@ -174,9 +175,9 @@ def step_metrics(
         losses |= {f"{name}_loss": out.rows[name] for name in mixture}
     metrics = {}
     for name, value in losses.items():
-        by_step = predictions.sum_by_step(weight * value)
-        metrics |= sum_and_total(name, by_step * totals, totals)
-        metrics |= sum_and_total(name, by_step.sum() * totals[0], totals[0])
+        weighted_means = predictions.sum_by_step(weight * value)  # w_t times the step's mean
+        metrics |= sum_and_total(name, weighted_means * totals, totals)  # loss_0, loss_1, …
+        metrics |= sum_and_total(name, weighted_means.sum() * totals[0], totals[0])  # loss
     if out.accept is not None and not upstream:
         accepted = out.accept * carries_loss[predictions.step, position]
         metrics |= sum_and_total("accept", predictions.sum_by_step(accepted), counts)
@@ -194,9 +195,10 @@ class Eagle3Loss(Eagle3Network):
         input_ids: torch.Tensor,  # [1, L] token x_{i+1}
         hidden_states: torch.Tensor,  # [1, L, A·H] features g_i
         document_ids: torch.Tensor,  # [1, L], -1 padding
-        loss_mask: torch.Tensor,  # [1, L]
+        loss_mask: torch.Tensor,  # [1, L] whether x_{i+1} is of an answer
         verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_{i+1}, before final norm
-        position_ids: torch.Tensor | None = None,  # [1, L]; None: counted along the row
+        position_ids: torch.Tensor
+        | None = None,  # [1, L] i+1 in each document; None: one document
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         *,
         ttt_steps: int = 3,  # K
@@ -205,7 +207,7 @@ class Eagle3Loss(Eagle3Network):
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
         cross_document_targets: bool = False,  # True: targets may cross documents, as upstream
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
-        attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
+        attn_impl: str | None = None,  # None: "flex" on CUDA; else "blocked", dense "sdpa"
     ) -> ForwardOutput:  # tokens: list of K [1, L], or None where lean
         """One packed sequence through K steps. The loss is the sum over steps of the step's
         weight times the mean over the positions that carry loss.

@@ -248,16 +248,20 @@ class HeadLoss(NamedTuple):
     rows: dict[str, Tensor]  # term name -> [N] unweighted row losses
     correct: Tensor  # [N] bool: the draft's most likely token is the verifier's
     accept: Tensor | None  # [N] alpha = sum min(p, q) over draft vocabulary, if wanted
+    tokens: Tensor | None = None  # [N] int64 the draft's most likely token, if wanted
 
 
 class RowScores:
     "Row losses by name, whether the likeliest token is right, and the acceptance probability."
 
-    def __init__(self, n: int, mixture: dict[str, float], want_accept: bool, device):
+    def __init__(
+        self, n: int, mixture: dict[str, float], want_accept: bool, want_tokens: bool, device
+    ):
         self.mixture = mixture
         self.losses = {name: torch.zeros(n, device=device) for name in mixture}
         self.correct = torch.zeros(n, dtype=torch.bool, device=device)
         self.accept = torch.zeros(n, device=device) if want_accept else None
+        self.tokens = torch.zeros(n, dtype=torch.long, device=device) if want_tokens else None
 
     def score(
         self,
@@ -273,6 +277,8 @@ class RowScores:
         self.correct[rows] = q.logits.gather(-1, p.argmax[:, None])[:, 0] >= q.top
         if self.accept is not None:
             self.accept[rows] = overlap(p, q)
+        if self.tokens is not None:
+            self.tokens[rows] = q.argmax
         return grad
 
     def total(self, weight: Tensor) -> Tensor:  # [N] -> scalar
@@ -290,11 +296,13 @@ def score_chunk(
     bias: NoBias,
     weight: Tensor | None,  # [N] weights of rows; None: no gradient is wanted
     tile: int,  # targets at a time
+    labels: Tensor | None = None,  # of its targets, the right tokens of `ce`
 ):
     "Score the rows of a chunk against its targets."
     z_slots = z_rows.split([len(rows) for rows in chunk.slots])
     for first in range(0, len(z_targets), tile):
-        p = Distribution(target_head.finish(z_targets[first : first + tile].float()))
+        label = None if labels is None else labels[first : first + tile]
+        p = Distribution(target_head.finish(z_targets[first : first + tile].float()), label)
         term = bias.tile(first, len(p.logits))
         for rows_of_slot, z_slot in zip(chunk.slots, z_slots):
             rows, z = rows_of_slot[first : first + tile], z_slot[first : first + tile]
@@ -323,6 +331,8 @@ class HeadCase:
     dtype: torch.dtype
     want_accept: bool
     bias_by_target: bool
+    labels: Tensor | None
+    want_tokens: bool
 
 # %% ../../nbs/nn/07_head_loss.ipynb #67bece63
 def scaled_gradient(grad: Tensor | None, factor: Tensor) -> Tensor | None:
@@ -343,7 +353,8 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         plan = cut_chunks(order, slots, case.chunk, bias.each)
         targets = case.target_hidden[order]
         heads = HeadProducts(hidden, case.head, case.target_head, targets, case.dtype)
-        scores = RowScores(len(hidden), case.mixture, case.want_accept, hidden.device)
+        wanted = case.want_accept, case.want_tokens
+        scores = RowScores(len(hidden), case.mixture, *wanted, hidden.device)
         tile = tile_rows(len(case.head), hidden.device, case.chunk)
         largest = max((chunk.logits(bias.each) for chunk in plan), default=0)
         buffer = hidden.new_empty(largest, len(case.head), dtype=case.dtype)
@@ -353,9 +364,9 @@ class _ChunkedHeadLoss(torch.autograd.Function):
             z_targets, z_rows = heads.logits(chunk, rows, buffer)
             bias.begin(z_rows, rows, used, buffer[chunk.logits(1) :])
             weight_here = known_weight if want_grad else None
-            score_chunk(
-                chunk, z_targets, z_rows, scores, case.target_head, bias, weight_here, tile
-            )
+            labels = None if case.labels is None else case.labels[used]
+            how = case.target_head, bias, weight_here, tile, labels
+            score_chunk(chunk, z_targets, z_rows, scores, *how)
             if want_grad:
                 grad_hidden[rows] = (z_rows @ heads.w_draft).to(hidden.dtype)
                 bias.end(z_rows, weight_here, rows, used)
@@ -364,7 +375,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         if want_grad:
             grad_hidden.copy_(grad_hidden * weight[:, None])
         ctx.save_for_backward(grad_hidden, bias.grad_e, bias.grad_w)
-        outputs = scores.correct, scores.accept, *scores.losses.values()
+        outputs = scores.correct, scores.accept, scores.tokens, *scores.losses.values()
         ctx.mark_non_differentiable(*(x for x in outputs if x is not None))
         return scores.total(weight), *outputs
 
@@ -389,6 +400,8 @@ def head_loss(
     chunk: int | None = None,  # rows of logits a chunk; None: `chunk_rows`
     want_accept: bool = False,  # also return the acceptance probability of each row
     bias_by_target: bool = False,  # e is [T, r]: rows of a target share its bias, computed once
+    labels: Tensor | None = None,  # [T] ids of head's rows: right in `ce`; None: the likeliest
+    want_tokens: bool = False,  # also return the most likely token of each row
 ) -> HeadLoss:
     """Weighted sum of distribution losses between the drafter's rows and the verifier's, never
     holding more than one [chunk, Vd] buffer. The gradient in `hidden` is formed on the way
@@ -398,9 +411,8 @@ def head_loss(
         # the gradient of w sums over rows: their weights must be known first
         with torch.no_grad():
             none = hidden.new_zeros(len(hidden))
-            known = head_loss(
-                *given, none, mixture, bias, gemm_dtype, chunk, bias_by_target=bias_by_target
-            )
+            fixed = dict(bias_by_target=bias_by_target, labels=labels)
+            known = head_loss(*given, none, mixture, bias, gemm_dtype, chunk, **fixed)
             weight = weight(known.rows)
     case = HeadCase(
         *given[1:],
@@ -410,11 +422,13 @@ def head_loss(
         head_dtype(hidden, gemm_dtype),
         want_accept,
         bias_by_target,
+        labels,
+        want_tokens,
     )
     e, w = bias or (None, None)
     with torch.autocast(hidden.device.type, enabled=False):  # it would change these dtypes
-        loss, correct, accept, *rows = _ChunkedHeadLoss.apply(hidden, e, w, case)
-    return HeadLoss(loss, dict(zip(mixture, rows)), correct, accept)
+        loss, correct, accept, tokens, *rows = _ChunkedHeadLoss.apply(hidden, e, w, case)
+    return HeadLoss(loss, dict(zip(mixture, rows)), correct, accept, tokens)
 
 # %% ../../nbs/nn/07_head_loss.ipynb #f231dc26
 def dense_head_loss(
@@ -427,6 +441,7 @@ def dense_head_loss(
     mixture: dict[str, float],
     bias: tuple[Tensor, Tensor] | None = None,
     bias_by_target: bool = False,
+    labels: Tensor | None = None,
 ) -> HeadLoss:
     "The definition of `head_loss`, by whole tensors and autograd. Arguments as there."
     dtype = head_dtype(hidden)
@@ -440,10 +455,11 @@ def dense_head_loss(
         if bias is not None:
             e, w = bias
             logits = logits + product(e[target_of_row] if bias_by_target else e, w)
-        rows = row_loss(logits, targets, mixture)
+        label = None if labels is None else labels[target_of_row]
+        rows = row_loss(logits, targets, mixture, label)
     detached = {name: losses.detach() for name, losses in rows.items()}
     if callable(weight):
         weight = weight(detached)
     loss: Any = sum((weight * rows[name] * w).sum() for name, w in mixture.items())
     p, q = Distribution(targets), Distribution(logits.detach())
-    return HeadLoss(loss, detached, p.argmax == q.argmax, overlap(p, q))
+    return HeadLoss(loss, detached, p.argmax == q.argmax, overlap(p, q), q.argmax)

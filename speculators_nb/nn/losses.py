@@ -23,8 +23,14 @@ TOP_K = 10  # tokens that `topk_ce` counts (HASS, 2408.15766)
 class Distribution:
     "Softmax over each row of `logits` [N, V]; every piece is computed once, when first used."
 
-    def __init__(self, logits: Tensor):  # [N, V], taken as float32 unless float64
+    def __init__(
+        self,
+        logits: Tensor,  # [N, V], taken as float32 unless float64
+        label: Tensor | None = None,  # [N] the right token of `ce`; None: the likeliest
+    ):
         self.logits = logits if logits.dtype == torch.float64 else logits.float()
+        if label is not None:
+            self.label = label
 
     @cached_property
     def probs(self) -> Tensor:  # [N, V]
@@ -37,6 +43,10 @@ class Distribution:
     @cached_property
     def argmax(self) -> Tensor:  # [N]
         return self.logits.argmax(-1)
+
+    @cached_property
+    def label(self) -> Tensor:  # [N] the right token of `ce`
+        return self.argmax
 
     @cached_property
     def lse(self) -> Tensor:  # [N], log-sum-exp without a second pass of exponentials
@@ -107,7 +117,7 @@ def _jsd(p, q):
 
 
 def _ce(p, q):
-    return q.lse - q.logits.gather(-1, p.argmax[:, None])[:, 0]
+    return q.lse - q.logits.gather(-1, p.label[:, None])[:, 0]
 
 
 def _soft_ce(p, q):
@@ -150,7 +160,7 @@ def _jsd_grad(p, q, value):
 
 
 def _ce_grad(p, q, value):
-    return q.probs.scatter_add(-1, p.argmax[:, None], -torch.ones_like(q.probs[:, :1]))
+    return q.probs.scatter_add(-1, p.label[:, None], -torch.ones_like(q.probs[:, :1]))
 
 
 def _topk_ce_grad(p, q, value):
@@ -235,8 +245,12 @@ def row_loss(
     logits: Tensor,  # [..., V] of the drafter; gradients flow
     target_logits: Tensor,  # [..., V] of the verifier
     mixture: dict[str, float],  # name -> weight
+    label: Tensor
+    | None = None,  # [...] the right token of `ce`; None: the verifier's likeliest
 ) -> dict[str, Tensor]:  # name -> [...] unweighted row losses
     "The losses of a mixture by whole tensors and autograd, the reference for `loss_and_grad`."
     v, shape = logits.shape[-1], logits.shape[:-1]
-    target, draft = (Distribution(x.reshape(-1, v)) for x in (target_logits, logits))
+    label = None if label is None else label.flatten()
+    target = Distribution(target_logits.reshape(-1, v), label)
+    draft = Distribution(logits.reshape(-1, v))
     return {name: LOSSES[name].value(target, draft).reshape(shape) for name in mixture}

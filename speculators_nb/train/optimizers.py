@@ -25,7 +25,9 @@ def parameter_kinds(
     model: nn.Module,  # any module
 ) -> dict[str, str]:  # parameter name -> "hidden" | "lookup" | "vector" | "frozen"
     """Sort a model's parameters by what they are; a tied parameter is listed once, under its
-    first name."""
+    first name. A drafter's `hidden_matrices` names those that are no tables, whatever they are
+    called."""
+    no_tables = tuple(getattr(model, "hidden_matrices", ()))
     tables = {
         id(p)
         for m in model.modules()
@@ -36,7 +38,8 @@ def parameter_kinds(
     def kind(name, p):
         if not p.requires_grad:
             return "frozen"
-        if id(p) in tables or any(word in name for word in LOOKUP_NAMES):
+        looks_up = id(p) in tables or any(word in name for word in LOOKUP_NAMES)
+        if looks_up and not name.startswith(no_tables):
             return "lookup"
         return "hidden" if p.ndim == 2 and min(p.shape) > 1 else "vector"
 
@@ -125,9 +128,11 @@ def build_optimizer(
     or nothing is trainable."""
     rules = _rules(optimizer)
     parameters = dict(model.named_parameters())
-    tables = {id(p) for p in use_row_gradients(model)} if row_gradients else set()
+    kinds = parameter_kinds(model)
+    hidden = {id(parameters[name]) for name, kind in kinds.items() if kind == "hidden"}
+    tables = {id(p) for p in use_row_gradients(model, hidden)} if row_gradients else set()
     members = {}  # (who updates them, whether they are decayed) -> parameters
-    for name, kind in parameter_kinds(model).items():
+    for name, kind in kinds.items():
         if kind == "frozen":
             continue
         updater, decayed = rules[kind]

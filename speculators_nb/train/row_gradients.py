@@ -6,7 +6,7 @@
 __all__ = ['SLICE_BYTES', 'table_slices', 'RowAdamW', 'use_row_gradients', 'clip_gradients']
 
 # %% ../../nbs/train/01_row_gradients.ipynb #6811a67b
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -93,10 +93,13 @@ class RowAdamW(torch.optim.Optimizer):
 # %% ../../nbs/train/01_row_gradients.ipynb #092d5d48
 def use_row_gradients(
     model: nn.Module,  # its trainable nn.Embedding tables are switched
+    dense: Container[int] = (),  # ids of weights that stay as they are
 ) -> list[torch.Tensor]:  # their weights
     "From now on, the gradients of a model's embedding tables list the rows that were read."
     tables = [
-        m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad
+        m
+        for m in model.modules()
+        if isinstance(m, nn.Embedding) and m.weight.requires_grad and id(m.weight) not in dense
     ]
     for m in tables:
         m.sparse = True

@@ -1,0 +1,209 @@
+"""The EAGLE pages of the documentation, statement by statement (docs/statements.yml)."""
+
+import inspect
+
+import pytest
+import torch
+from documented import SHAPE, H, V, batch, layer, write_verifier
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import speculators_nb.models as models
+from speculators_nb import SpeculatorModel, SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
+from speculators_nb.models import (
+    Eagle3DraftModel,
+    Eagle3SpeculatorConfig,
+    EagleSpeculator,
+    EagleSpeculatorConfig,
+    MLPSpeculatorConfig,
+)
+from speculators_nb.proposals import GreedyTokenProposalConfig
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_verifier(tmp_path_factory.mktemp("verifier"))
+
+
+@pytest.fixture(scope="module")
+def verifier(folder):
+    return LlamaForCausalLM.from_pretrained(folder).eval()
+
+
+def shared(name="verifier"):
+    return SpeculatorsConfig(
+        algorithm="eagle",
+        proposal_methods=[GreedyTokenProposalConfig()],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path=str(name), architectures=["LlamaForCausalLM"]),
+    )
+
+
+def eagle(**fields):
+    torch.manual_seed(2)
+    config = EagleSpeculatorConfig(transformer_layer_config=layer(), speculators_config=shared(), **fields)
+    return EagleSpeculator(config).eval()
+
+
+IDS, STATES = torch.arange(5)[None], torch.randn(1, 5, H, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.statement("eagle-01")
+def test_exports():
+    names = "Eagle3DraftModel Eagle3SpeculatorConfig EagleSpeculator EagleSpeculatorConfig MLPSpeculatorConfig"
+    for name in names.split():
+        assert inspect.isclass(getattr(models, name))
+
+
+@pytest.mark.statement("eagle-03", "eagle-04", "eagle-05", "eagle-06", "api-13", "release-31")
+def test_eagle3_from_training_args(folder):
+    t2d = torch.arange(V) % 2 == 0
+    d2t = t2d.nonzero()[:, 0] - torch.arange(V // 2)
+    model = Eagle3DraftModel.from_training_args(
+        layer(layers=2), t2d, d2t, verifier_name_or_path=str(folder), norm_before_residual=True, ttt_steps=4
+    )
+    config = model.config
+    assert type(model) is Eagle3DraftModel and len(model.layers) == 2
+    assert config.norm_before_residual and config.draft_vocab_size == V // 2
+    assert torch.equal(model.t2d, t2d) and torch.equal(model.d2t, d2t)
+    of = config.speculators_config
+    assert (of.algorithm, of.default_proposal_method) == ("eagle3", "greedy")
+    assert [m.speculative_tokens for m in of.proposal_methods] == [4]
+    assert of.verifier.name_or_path == str(folder) and of.verifier.architectures == ["LlamaForCausalLM"]
+
+
+@pytest.mark.statement("eagle-07", "api-15", "api-40")
+def test_eagle3_trainer_kwargs():
+    train, val = Eagle3DraftModel.get_trainer_kwargs(ttt_steps=3, ttt_step_loss_decay=0.5, loss_fn="kl_div", seed=1)
+    assert train["ttt_steps"] == val["ttt_steps"] == 3 and train["ttt_step_loss_decay"] == 0.5
+    assert train["loss_config"] == {"kl_div": 1.0}
+    assert set(train) <= set(inspect.signature(Eagle3DraftModel.forward).parameters)
+
+
+@pytest.mark.statement("eagle-08", "eagle-09", "eagle-11")
+def test_eagle3_config():
+    config = Eagle3SpeculatorConfig(transformer_layer_config=layer(), draft_vocab_size=12)
+    assert (config.draft_vocab_size, config.target_vocab_size) == (12, V)
+    assert isinstance(config.transformer_layer_config, LlamaConfig)
+
+
+@pytest.mark.statement("eagle-10")
+def test_norm_before_residual(folder):
+    def out(on):
+        torch.manual_seed(0)
+        args = dict(verifier_name_or_path=str(folder), norm_before_residual=on)
+        model = Eagle3DraftModel.from_training_args(layer(), **args)
+        # a norm that doubles is seen in the residual only where the residual is stored behind it
+        torch.nn.init.constant_(model.layers[0].hidden_norm.weight, 2.0)
+        return model(**batch(), ttt_steps=1)[1]
+
+    assert out(True) != out(False)
+
+
+@pytest.mark.statement("eagle-14", "eagle-18", "eagle-25", "eagle-23")
+def test_constructor():
+    model = eagle()
+    names = list(inspect.signature(EagleSpeculator.__init__).parameters)
+    assert names[1:4] == ["config", "verifier", "verifier_attachment_mode"]
+    assert isinstance(model, SpeculatorModel) and len(model.layers) == 1
+    assert model.embed_tokens is None and model.lm_head is None
+
+
+@pytest.mark.statement("eagle-15", "eagle-29", "eagle-34", "eagle-33", "eagle-32")
+def test_attached_in_full(verifier):
+    model = eagle()
+    assert model.attach_verifier(verifier) is verifier and model.verifier_attachment_mode == "full"
+    assert model.embed_tokens.weight.data_ptr() == verifier.get_input_embeddings().weight.data_ptr()
+    assert model.lm_head.weight.data_ptr() == verifier.get_output_embeddings().weight.data_ptr()
+
+
+@pytest.mark.statement("eagle-24")
+def test_a_folder_is_loaded(folder, verifier):
+    model, other = eagle(), eagle()
+    held = model.attach_verifier(str(folder))
+    other.attach_verifier(verifier)
+    assert isinstance(held, LlamaForCausalLM) and torch.equal(model(IDS, STATES).logits, other(IDS, STATES).logits)
+
+
+@pytest.mark.statement("eagle-16", "eagle-17", "eagle-49")
+def test_parts():
+    plain, hass = eagle(), eagle(layernorms=True, fusion_bias=True)
+    assert plain.fusion_fc.weight.shape == (H, 2 * H)
+    assert plain.fusion_fc.bias is None and hass.fusion_fc.bias is not None
+    norms = {name for name, _ in hass.named_parameters()} - {name for name, _ in plain.named_parameters()}
+    assert any("embedding_layernorm" in name for name in norms) and any("pre_lm_head" in name for name in norms)
+    config = EagleSpeculatorConfig()
+    assert not config.layernorms and not config.fusion_bias
+
+
+@pytest.mark.statement("eagle-22")
+def test_the_documented_example(tmp_path, verifier):
+    LlamaConfig(**SHAPE).save_pretrained(tmp_path)
+    from transformers import AutoConfig
+
+    config = EagleSpeculatorConfig(
+        transformer_layer_config=AutoConfig.from_pretrained(tmp_path), speculators_config=shared()
+    )
+    config.transformer_layer_config.num_hidden_layers = 1
+    model = EagleSpeculator(config, verifier=verifier, verifier_attachment_mode="full")
+    assert model.verifier is verifier and model(IDS, STATES).logits.shape == (1, 5, V)
+
+
+@pytest.mark.statement("eagle-26")
+def test_detached(verifier):
+    model = EagleSpeculator(eagle().config, verifier=verifier, verifier_attachment_mode="detached")
+    assert model.verifier is None and model.embed_tokens is None
+
+
+@pytest.mark.statement("eagle-36", "eagle-43", "eagle-44")
+def test_forward(verifier):
+    model = eagle()
+    model.attach_verifier(verifier)
+    names = "input_ids hidden_states attention_mask position_ids past_key_values use_cache output_attentions"
+    found = list(inspect.signature(model.forward).parameters)
+    assert found[:9] == [*names.split(), "output_hidden_states", "return_dict"]
+    ids, states = IDS.expand(2, -1), torch.cat([STATES, -STATES])
+    whole, raw = model(ids, states), model(ids, states, return_dict=False)
+    raw = raw if torch.is_tensor(raw) else raw[0]
+    assert isinstance(whole, CausalLMOutputWithPast) and raw.shape == (2, 5, V) and torch.equal(whole.logits, raw)
+
+
+@pytest.mark.statement("eagle-37")
+def test_attention_masks(verifier):
+    model = eagle()
+    model.attach_verifier(verifier)
+    flat = torch.tensor([[0, 0, 1, 1, 1]])
+    square = (torch.ones(5, 5).tril().bool() & flat[0].bool())[None, None]
+    got = [model(IDS, STATES, attention_mask=mask, position_ids=IDS).logits[:, 2:] for mask in (flat, square)]
+    torch.testing.assert_close(*got)
+    assert not torch.allclose(got[0], model(IDS, STATES, position_ids=IDS).logits[:, 2:])
+
+
+@pytest.mark.statement("eagle-38", "eagle-40")
+def test_cache(verifier):
+    model = eagle()
+    model.attach_verifier(verifier)
+    whole = model(IDS, STATES, use_cache=True)
+    first = model(IDS[:, :3], STATES[:, :3], use_cache=True)
+    rest = model(IDS[:, 3:], STATES[:, 3:], past_key_values=first.past_key_values, use_cache=True)
+    torch.testing.assert_close(rest.logits, whole.logits[:, 3:])
+    torch.testing.assert_close(model(IDS, STATES, position_ids=IDS).logits, whole.logits)
+    assert model(IDS, STATES, use_cache=False).past_key_values is None
+
+
+@pytest.mark.statement("eagle-46", "eagle-47")
+def test_from_training_args(folder):
+    model = EagleSpeculator.from_training_args(
+        layer(),
+        verifier_name_or_path=str(folder),
+        layernorms=True,
+        fusion_bias=True,
+        transformer_layer_architecture="LlamaDecoderLayer",
+    )
+    assert model.config.layernorms and model.config.fusion_bias
+    assert model.config.transformer_layer_architecture == "LlamaDecoderLayer"
+
+
+@pytest.mark.statement("eagle-53")
+def test_mlp_config():
+    assert issubclass(MLPSpeculatorConfig, SpeculatorModelConfig)
