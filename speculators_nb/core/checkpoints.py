@@ -165,10 +165,10 @@ def hub_problem(
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         remedy = f"fetch it where there is a network: hf download {name}"
         why = f"the hub {constants.ENDPOINT} cannot be reached (HF_ENDPOINT)"
-        if constants.HF_HUB_OFFLINE:
-            why = "HF_HUB_OFFLINE=1 allows no download"
-        elif access.local_files_only:
+        if access.local_files_only:
             why = "local_files_only=True allows no download"
+        elif constants.HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE=1 allows no download"
         return f"{missing} in the cache ({file}), and {why}; check the spelling, or {remedy}"
     if isinstance(error, errors.GatedRepoError):
         return f"{name}: gated; ask for access at {page}, then give token= (or hf auth login)"

@@ -222,7 +222,9 @@ def layer_config_from_dict(
         )
     check_layers(config)
     try:
-        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
+        # infinity is an object in JSON, e.g. Nemotron-H's time_step_limit
+        plain = PretrainedConfig._decode_special_floats(copy.deepcopy(config))
+        return CONFIG_MAPPING[model_type].from_dict(plain)
     except Exception as e:  # classes of transformers raise anything for a field of another type
         problem = " ".join(f"{type(e).__name__}: {e}".split())
         raise ValueError(f"transformers refuses this {model_type} config: {problem}") from e

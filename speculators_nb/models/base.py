@@ -123,7 +123,7 @@ def stored_config(
             f"config is a {type(config).__name__}; give a SpeculatorModelConfig, or the folder "
             "or file that holds one"
         )
-    place = path if config is None else config
+    place: Any = path if config is None else config
     if config is not None and os.path.isfile(place):
         return SpeculatorModelConfig.from_dict(read_object(place))
     return SpeculatorModelConfig.from_pretrained(place)
@@ -199,7 +199,7 @@ def requested_device(
     device_map: Any,  # a device, "auto", or {"": device}
 ) -> torch.device | None:  # None: where it is
     "A drafter is small and is kept on one device. Errors: ValueError."
-    place = device_map
+    place: Any = device_map
     if isinstance(device_map, dict):
         place = device_map.get("") if len(device_map) == 1 else "several"
     if place == "auto":
@@ -288,6 +288,7 @@ class PretrainedDrafter(LoadedDrafter):
         naming missing, unexpected or misshapen tensors."""
         path = pretrained_model_name_or_path
         device = requested_device(device_map)
+        wanted = requested_dtype(dtype or torch_dtype, None)
         if not weights_only:
             raise ValueError("weights_only=False: would run code of the checkpoint; leave it")
         access = dict(cache_dir=cache_dir, token=token, revision=revision)
@@ -300,7 +301,7 @@ class PretrainedDrafter(LoadedDrafter):
             if ignore_mismatched_sizes and state and t2d is not None and d2t is not None:
                 state = {**state, "t2d": t2d, "d2t": d2t}
             model = build(klass, config, state, path, ignore_mismatched_sizes)
-            if (found := requested_dtype(dtype or torch_dtype, state)) is not None:
+            if (found := wanted or requested_dtype(None, state)) is not None:
                 model.to(found)
             if t2d is not None or d2t is not None:
                 model.load_vocab_mappings(t2d, d2t)
@@ -394,13 +395,13 @@ def distribution_loss(
     weight: torch.Tensor | Callable,  # [N] float32, or a function of the row losses
     mixture: dict[str, float],  # from `losses.parse_loss`
     lean: bool = True,  # False: by whole tensors and autograd
-    **options: Any,  # of `head_loss`: bias, bias_by_target, gemm_dtype, want_accept
+    **options: Any,  # of `head_loss`: bias, gemm_dtype, want_accept, labels …
 ) -> HeadLoss:
     "The weighted loss between the drafter's distributions and the verifier's."
     head, target_head = model.lm_head.weight, model.target_head
     rows = (hidden, head, target_head, target_hidden, target_positions, weight, mixture)
     if lean:
         return head_loss(*rows, **options)
-    dense = {name: options[name] for name in ("bias",) if name in options}
+    dense = {name: options[name] for name in ("bias", "labels") if name in options}
     out = dense_head_loss(*rows, **dense)
     return out if options.get("want_accept") else out._replace(accept=None)

@@ -40,6 +40,8 @@ class DraftNetwork(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     own_heads = False  # True: own heads, and only the verifier's final norm
+    # prefixes of parameters whose matrices are hidden ones to an optimizer, tables among them
+    hidden_matrices: tuple[str, ...] = ()
 
     if TYPE_CHECKING:  # attributes that `__init__` or a subclass makes, for type checkers
         embed_tokens: nn.Embedding  # [V, H]; None with `own_heads`

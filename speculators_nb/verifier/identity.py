@@ -164,7 +164,7 @@ class VerifierInfo(os.PathLike):
                 raise
             return None  # a hub id whose weights are not in the cache
 
-
+# %% ../../nbs/verifier/02_identity.ipynb #storedfp
 def _stored_fingerprint(info):
     "The hash of `tapped_model.fingerprint`, computed from the files."
     model = meta_model(info.config)

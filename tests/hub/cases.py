@@ -344,6 +344,10 @@ def test_sizes_dtype_and_device(big, draft, tmp_path, caplog):
             SpeculatorModel.from_pretrained(tmp_path / "draft", **{wrong: words[0]})
     by_file = SpeculatorModel.from_pretrained("org/draft", config=SpeculatorModelConfig.from_pretrained("org/draft"))
     assert same(by_file.saved_state(), draft.saved_state())
+    draft.config.save_pretrained(tmp_path / "alone")
+    for place in (tmp_path / "alone", str(tmp_path / "alone/config.json"), "org/draft"):
+        model = SpeculatorModel.from_pretrained(config=place, state_dict=draft.saved_state())
+        assert same(model.saved_state(), draft.saved_state())
 
 
 def test_push_to_hub(big, draft):
