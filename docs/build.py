@@ -30,6 +30,8 @@ LIB = "speculators_nb"
 PAGES = {
     "docs/glossary.md": "glossary.md",
     "docs/architecture.md": "architecture.md",
+    "docs/verifiers.md": "verifiers.md",
+    "docs/coming_from_speculators.md": "coming_from_speculators.md",
     "docs/differences.md": "differences.md",
     "docs/conformance.md": "conformance.md",
     "docs/release.md": "release.md",

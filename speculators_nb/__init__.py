@@ -30,6 +30,8 @@ _PUBLIC = {
     "Eagle3SpeculatorConfig": "models.eagle3",
     "DFlashDraftModel": "models.dflash",
     "DFlashSpeculatorConfig": "models.dflash",
+    "DFlash2DraftModel": "models.dflash2",
+    "DFlash2SpeculatorConfig": "models.dflash2",
     "DSparkDraftModel": "models.dspark",
     "DSparkSpeculatorConfig": "models.dspark",
     "PEagleDraftModel": "models.peagle",
@@ -55,6 +57,8 @@ if TYPE_CHECKING:  # the same names, for those who read and do not run
     from .models.base import SpeculatorModel as SpeculatorModel
     from .models.dflash import DFlashDraftModel as DFlashDraftModel
     from .models.dflash import DFlashSpeculatorConfig as DFlashSpeculatorConfig
+    from .models.dflash2 import DFlash2DraftModel as DFlash2DraftModel
+    from .models.dflash2 import DFlash2SpeculatorConfig as DFlash2SpeculatorConfig
     from .models.dspark import DSparkDraftModel as DSparkDraftModel
     from .models.dspark import DSparkSpeculatorConfig as DSparkSpeculatorConfig
     from .models.eagle import EagleSpeculator as EagleSpeculator

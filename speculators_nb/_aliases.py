@@ -1,4 +1,4 @@
-"""Import paths that differ from the layout: those of the public documentation, kept for good, and those of version 0.1.
+"""Import paths that differ from the layout: those of documentation and upstream, kept for good, and those of 0.1.
 
 Written by hand, as `__init__.py` is; everything else in this package is exported from a notebook. The type checker's
 view of the documented paths is in the `.pyi` files.
@@ -11,21 +11,85 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 
 PACKAGE = __name__.rpartition(".")[0]
 
+LOSSES, FUNCTIONS = "train.upstream_losses", "train.upstream_functions"
+
 # documented path -> the modules that have its names
 DOCUMENTED = {
     "config": ("core.config",),
     "model": ("models.base",),
     "proposals": ("core.registry",),
     "proposals.greedy": ("core.registry",),
-    "convert": ("models.convert",),
+    "convert": ("models.convert", FUNCTIONS),
     "utils": ("core.registry", "core.checkpoints", "core.files"),
     "data_generation": ("data.prepare", "data.prepared_folder"),
     "models.dflash.config": ("models.dflash",),
     "models.dflash.core": ("models.dflash",),
     "models.eagle3.config": ("models.eagle3",),
     "models.eagle3.core": ("models.eagle3",),
-    "models.mtp.core": ("models.mtp", "models.mtp_network"),
+    "models.mtp.core": ("models.mtp", "models.mtp_network", FUNCTIONS),
     "models.peagle.core": ("models.peagle",),
+    "models.base_components": ("nn.layers",),
+    "models.mlp": ("models.mlp_speculator",),
+}
+
+# path of speculators 0.9.0 that no page documents -> the same
+UPSTREAM = {
+    "proposals.base": ("core.registry",),
+    "convert.dflash": (FUNCTIONS,),
+    "convert.dflash.converter": (FUNCTIONS,),
+    "convert.eagle": (FUNCTIONS,),
+    "convert.eagle.eagle3_converter": (FUNCTIONS,),
+    "convert.eagle.utils": (FUNCTIONS,),
+    "convert.entrypoints": (FUNCTIONS,),
+    "convert.mtp": (FUNCTIONS,),
+    "convert.mtp.converter": (FUNCTIONS,),
+    "convert.utils": (FUNCTIONS,),
+    "losses": (LOSSES, "nn.losses"),
+    "losses.eager": (LOSSES,),
+    "losses.utils": (LOSSES,),
+    "utils.loading": ("core.checkpoints",),
+    "utils.pydantic_utils": ("core.registry",),
+    "utils.registry": ("core.registry",),
+    "models.attention": (FUNCTIONS,),
+    "models.dflash.attention": (FUNCTIONS,),
+    "models.dflash.utils": (FUNCTIONS,),
+    "models.dflash2.config": ("models.dflash2",),
+    "models.dflash2.core": ("models.dflash2",),
+    "models.dflash2.metrics": ("models.dflash2",),
+    "models.dflash2.model_definitions": ("models.dflash2",),
+    "models.dspark.config": ("models.dspark",),
+    "models.dspark.core": ("models.dspark",),
+    "models.dspark.model_definitions": ("models.dspark",),
+    "models.eagle3.attention": (FUNCTIONS,),
+    "models.eagle3.data": (FUNCTIONS,),
+    "models.eagle3.metrics": (LOSSES,),
+    "models.metrics": (LOSSES,),
+    "models.mtp.config": ("models.mtp_network",),
+    "models.mtp.data": (FUNCTIONS,),
+    "models.mtp.model_definitions": ("models.mtp_network", FUNCTIONS),
+    "models.peagle.attention": (FUNCTIONS,),
+    "models.peagle.config": ("models.peagle",),
+    "models.peagle.data": (FUNCTIONS,),
+    "models.utils": (FUNCTIONS,),
+    "train.config": ("train.training_arguments",),
+}
+PATHS = DOCUMENTED | UPSTREAM
+
+# a name that is another module's, or has another name here, in a documented path or in a module of today -> where it is
+NAMES = {
+    "convert.dflash.DFlashConverter": f"{FUNCTIONS}.Converter",
+    "convert.dflash.converter.DFlashConverter": f"{FUNCTIONS}.Converter",
+    "convert.eagle.Eagle3Converter": f"{FUNCTIONS}.Converter",
+    "convert.eagle.eagle3_converter.Eagle3Converter": f"{FUNCTIONS}.Converter",
+    "convert.mtp.MTPConverter": f"{FUNCTIONS}.Converter",
+    "convert.mtp.converter.MTPConverter": f"{FUNCTIONS}.Converter",
+    "model.DraftVocabMixin": "models.draft_network.ReducedVocabulary",
+    "models.eagle3.shift_batch": f"{FUNCTIONS}.shift_batch",
+    "models.mtp.MTPSpeculatorConfig": "models.mtp_network.MTPSpeculatorConfig",
+    "models.mtp.compute_step_weights": f"{FUNCTIONS}.compute_step_weights",
+    "models.mtp.shift_batch_mtp": f"{FUNCTIONS}.shift_batch_mtp",
+    "models.mtp.model_definitions.MTPLayerMixin": "models.mtp_layer.MTPLayer",
+    "models.mtp.model_definitions.mtp_model_classes": "models.mtp_families.FAMILIES",
 }
 
 # path of version 0.1 -> where its names are now; gone with version 0.3
@@ -72,8 +136,7 @@ MOVED = {
     "growth": ("core.tree_growth",),
     "head": ("nn.target_head", "verifier.parts"),
     "head_loss": ("nn.head_loss", "nn.token_loss", "nn.target_head"),
-    "layers": ("nn.layers", "models.serving_rules"),
-    "losses": ("nn.losses",),
+    "layers": ("nn.layers", "models.serving_rules", "models.drafting"),
     "mask_token": ("nn.mask_token",),
     "masks": ("nn.masks",),
     "native": ("models.formats",),
@@ -97,6 +160,7 @@ MOVED = {
 # module or package of today that had further names in version 0.1 -> where these are now
 FORMER_NAMES = {
     "cli": ("cli.main",),
+    "decode.generate": ("verifier.tapped_model",),
     "decode.suffix": ("decode.suffix_index",),
     "cli.command": ("cli.signature",),
     "core.config": ("core.checkpoints", "core.files"),
@@ -108,11 +172,12 @@ FORMER_NAMES = {
     "models.mlp_speculator": ("models.token_heads",),
     "models.base": ("core.checkpoints",),
     "nn.head_loss": ("nn.token_loss", "nn.target_head"),
-    "nn.layers": ("models.serving_rules",),
+    "nn.layers": ("models.serving_rules", "models.drafting"),
     "serve": ("serve.server", "serve.serve_command"),
     "serve.server": ("serve.serve_command",),
     "train.trainer": ("train.checkpoint",),
-    "verifier": ("verifier.tapped_model",),
+    "verifier": ("verifier.tapped_model", "verifier.identity"),
+    "verifier.tapped_model": ("verifier.identity",),
 }
 
 # name of version 0.1, in the module that has it or had it -> its name of today; gone with version 0.3
@@ -158,6 +223,7 @@ RENAMED = {
     "models.mlp_speculator.shared_with": "models.formats_token_heads.storing_head",
     "models.mlp_speculator.write_published": "models.formats_token_heads.write_mlp_speculator",
     "serve.speculative_config.WORDS": "serve.speculative_fields.DOCUMENTED_SAMPLING",
+    "serve.speculative_config.config_of": "serve.speculative_fields.config_of",
     "serve.speculative_config.conditional_rates": "serve.speculative_fields.conditional_rates",
     "serve.speculative_config.length_to_rates": "serve.speculative_fields.length_to_rates",
     "serve.speculative_config.named": "serve.draft_method.method_in_name",
@@ -184,11 +250,18 @@ DROPPED: dict[str, str] = {
     "regenerate.language": "BY_LETTER BY_SCRIPT BY_WORD OWN_LETTERS VIETNAMESE",
 }
 
-# modules of today that answer to names of version 0.1
-FORMER = FORMER_NAMES.keys() | {name.rpartition(".")[0] for name in RENAMED}
+# modules of today that answer to further names
+FORMER = FORMER_NAMES.keys() | {name.rpartition(".")[0] for name in (RENAMED | NAMES)}
 
 # paths with documented paths below them
-PARENTS = {path.rpartition(".")[0] for path in DOCUMENTED if "." in path}
+PARENTS = {path.rpartition(".")[0] for path in PATHS if "." in path} - {"models", "train"}  # these are folders
+# documented paths that are more than another name of one module
+LOOKED_UP = PARENTS | {name.rpartition(".")[0] for name in NAMES}
+
+
+def _find(place):
+    module, _, name = place.rpartition(".")
+    return getattr(import_module(f"{PACKAGE}.{module}"), name)
 
 
 def _warn(old, new):
@@ -202,11 +275,11 @@ def _lookup(path, targets, moved):
     def find(name):
         if name == "__all__":
             return sorted({name for target in targets for name in import_module(f"{PACKAGE}.{target}").__all__})
-        renamed = RENAMED.get(f"{path}.{name}")
-        if renamed:
+        if place := NAMES.get(f"{path}.{name}"):
+            return _find(place)
+        if renamed := RENAMED.get(f"{path}.{name}"):
             _warn(f"{path}.{name}", renamed)
-            module, _, attribute = renamed.rpartition(".")
-            return getattr(import_module(f"{PACKAGE}.{module}"), attribute)
+            return _find(renamed)
         for target in () if name.startswith("__") else targets:
             module = import_module(f"{PACKAGE}.{target}")
             if hasattr(module, name):
@@ -228,15 +301,15 @@ class _Alias:
         return None
 
     def get_code(self, fullname):
-        new = (DOCUMENTED.get(self.path) or MOVED[self.path])[0]
+        new = (PATHS.get(self.path) or MOVED[self.path])[0]
         raise ImportError(f"{fullname} is now {PACKAGE}.{new}: run python -m {PACKAGE}.{new}")
 
     def exec_module(self, module):
         path = self.path
-        targets = DOCUMENTED.get(path) or MOVED[path]
+        targets = PATHS.get(path) or MOVED[path]
         if path in MOVED:
             _warn(path, " and ".join(targets))
-        if len(targets) == 1 and path not in PARENTS:
+        if len(targets) == 1 and path not in LOOKED_UP:
             sys.modules[module.__name__] = import_module(f"{PACKAGE}.{targets[0]}")
         else:
             module.__path__ = []  # as of a package: imports look for paths below it
@@ -271,7 +344,7 @@ class _Finder:
         if not fullname.startswith(f"{PACKAGE}."):
             return None
         name = fullname[len(PACKAGE) + 1 :]
-        if name in DOCUMENTED or name in MOVED:
+        if name in PATHS or name in MOVED:
             return ModuleSpec(fullname, _Alias(name))
         if name in PARENTS or name in FORMER or name == "models":
             spec = PathFinder.find_spec(fullname, path, target)

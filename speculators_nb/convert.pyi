@@ -1,1 +1,2 @@
 from .models.convert import *
+from .train.upstream_functions import *

@@ -13,7 +13,8 @@ FIXTURES = Path(__file__).parent / "fixtures"
 
 def cases(algorithm):
     "Names of its folders."
-    return sorted(p.name for p in FIXTURES.glob(f"{algorithm}*") if (p / "inputs.safetensors").exists())
+    folders = [p for pattern in (algorithm, f"{algorithm}_*") for p in FIXTURES.glob(pattern)]
+    return sorted(p.name for p in folders if (p / "inputs.safetensors").exists())
 
 
 def load_case(name):

@@ -22,8 +22,10 @@ from speculators_nb import (
     reload_schemas,
 )
 from speculators_nb.models import (
+    DFlashDraftModel,
     Eagle3DraftModel,
     Eagle3SpeculatorConfig,
+    MTPDraftModel,
 )
 from speculators_nb.utils import ClassRegistryMixin
 
@@ -57,6 +59,21 @@ def test_exports():
     names = "Eagle3DraftModel Eagle3SpeculatorConfig SpeculatorModel SpeculatorModelConfig SpeculatorsConfig"
     for name in [*names.split(), "TokenProposalConfig", "VerifierConfig", "reload_schemas"]:
         assert getattr(speculators_nb, name) and name in speculators_nb.__all__
+
+
+@pytest.mark.statement("api-04", "models-02", "models-27")
+def test_a_model_is_made_of_its_config(verifier, tmp_path):
+    other = write_verifier(tmp_path, "qwen3")
+    for model in (
+        fresh(verifier),
+        DFlashDraftModel.from_training_args(
+            layer("qwen3"), verifier_name_or_path=str(verifier), mask_token_id=V - 1, block_size=4
+        ),
+        MTPDraftModel.from_training_args(layer("qwen3"), verifier_name_or_path=str(other), fresh_head=True),
+    ):
+        again = type(model)(model.config)
+        trained = {name for name, _ in model.named_parameters() if not name.startswith("target_head")}
+        assert trained == {name for name, _ in again.named_parameters() if not name.startswith("target_head")}
 
 
 @pytest.mark.statement("api-06", "api-07", "api-08", "api-10", "api-12")
@@ -121,6 +138,12 @@ def test_mappings_on_loading(verifier, tmp_path):
     assert torch.equal(model.t2d, other) and torch.equal(model.d2t, d2t + 12)
 
 
+@pytest.mark.statement("api-34")
+def test_neither_path_nor_config():
+    with pytest.raises(ValueError):
+        SpeculatorModel.from_pretrained(None)
+
+
 @pytest.mark.statement("api-39", "release-04", "release-05", "release-56")
 def test_a_class_of_ones_own():
     @SpeculatorModel.register("statement_of_tests")
@@ -148,6 +171,15 @@ def test_a_class_of_ones_own():
 def test_class_of_a_config(saved):
     config = SpeculatorModelConfig.from_pretrained(saved)
     assert SpeculatorModel.registered_model_class_from_config(config) is Eagle3DraftModel
+
+
+@pytest.mark.statement("api-46")
+def test_an_unregistered_class(verifier):
+    class Unregistered(Eagle3DraftModel):
+        pass
+
+    with pytest.raises(ValueError, match="Unregistered"):
+        SpeculatorModel.verify_training_compatible(Unregistered(fresh(verifier).config))
 
 
 @pytest.mark.statement("api-49", "api-50", "api-51", "api-59", "api-60")

@@ -1,5 +1,6 @@
 """The EAGLE pages of the documentation, statement by statement (docs/statements.yml)."""
 
+import importlib
 import inspect
 
 import pytest
@@ -53,6 +54,12 @@ def test_exports():
     names = "Eagle3DraftModel Eagle3SpeculatorConfig EagleSpeculator EagleSpeculatorConfig MLPSpeculatorConfig"
     for name in names.split():
         assert inspect.isclass(getattr(models, name))
+
+
+@pytest.mark.statement("eagle-02")
+@pytest.mark.parametrize("module", ["base_components", "eagle", "eagle3", "mlp"])
+def test_modules(module):
+    assert importlib.import_module(f"speculators_nb.models.{module}")
 
 
 @pytest.mark.statement("eagle-03", "eagle-04", "eagle-05", "eagle-06", "api-13", "release-31")

@@ -85,6 +85,12 @@ def test_the_wrong_field_is_named():
         config(**NGRAM | dict(tensor_parallel_size=1))
 
 
+@pytest.mark.statement("vllm-51")
+@pytest.mark.parametrize("fields", [dict(model="ngram"), dict(model="[ngram]")])
+def test_words_for_ngram(fields):
+    assert config(num_speculative_tokens=3, **fields).method == "ngram"
+
+
 @pytest.mark.statement("vllm-51", "vllm-69")
 def test_any_other_model_is_a_draft_model():
     assert config(model="org/small", num_speculative_tokens=3).method == "draft_model"
@@ -135,6 +141,13 @@ def test_synthetic():
 def test_synthetic_errors(fields):
     with pytest.raises(ValueError, match="synthetic_acceptance"):
         config(**fields)
+
+
+@pytest.mark.statement("vllm-16", "vllm-78")
+def test_trees():
+    draft = dict(model="org/small", method="draft_model")
+    tree = config(**draft, num_speculative_tokens=3, speculative_token_tree="[(0, 0), (1,), (0,)]")
+    assert tree.speculative_token_tree == "[(0,), (1,), (0, 0)]"
 
 
 @pytest.mark.statement("vllm-76")

@@ -502,15 +502,6 @@ def test_on_a_gpu():
             )
 
 
-def test_refuses_a_verifier_with_recurrent_layers(verifier):
-    class Hybrid:
-        config = SimpleNamespace(layer_types=["linear_attention", "full_attention"], max_position_embeddings=96)
-        vocab_size, aux_layer_ids, hidden_size, device = VOCAB, (), 8, "cpu"
-
-    with pytest.raises(ValueError, match="linear_attention"):
-        generate(Hybrid(), NoDrafter(), [2], max_new_tokens=3, k=2)
-
-
 def test_drafting_beyond_the_training_warns(verifier):
     drafter = NgramDrafter()
     drafter.trained_tokens = 3

@@ -30,6 +30,7 @@ V, PROMPT, NEW, FILTERS = 8, (2, 3, 4, 5, 2, 3, 4), 4, dict(top_p=0.9)
 OWN = dict(
     dflash=dict(draft_arch="qwen3", block_size=5),
     dspark=dict(draft_arch="qwen3", block_size=4, markov_rank=4),
+    dflash2=dict(draft_arch="qwen3", block_size=5, selector_rank=4, selector_top_k=5),
     peagle=dict(num_depths=4),
     mtp=dict(fresh_head=True, num_speculative_steps=4),
     mlp=dict(num_heads=4),
@@ -45,7 +46,9 @@ def fresh(folder, name, mask):
     "A random drafter, not near the verifier."
     algorithm = CONTENDERS[name][0]
     last_state = algorithm in ("eagle", "mtp", "mlp", "medusa")
-    own = OWN.get(name, {}) | (dict(mask_token_id=mask) if algorithm in ("peagle", "dflash", "dspark") else {})
+    own = OWN.get(name, {}) | (
+        dict(mask_token_id=mask) if algorithm in ("peagle", "dflash", "dflash2", "dspark") else {}
+    )
     model = new_drafter(algorithm, folder, target_layer_ids=None if last_state else [0, 2, 4], **own)
     g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     with torch.no_grad():

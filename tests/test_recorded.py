@@ -8,7 +8,7 @@ import torch
 from recorded import cases, load_case
 from safetensors.torch import load_file
 
-CASES = [name for algorithm in ("eagle3", "peagle", "dflash", "dspark") for name in cases(algorithm)]
+CASES = [name for algorithm in ("eagle3", "peagle", "dflash", "dspark", "dflash2") for name in cases(algorithm)]
 
 
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])
@@ -26,9 +26,12 @@ def test_upstream(name, lean):
         assert float(metrics[key]) == pytest.approx(value, rel=1e-5, abs=1e-4 if "cumprod_bias" in key else 0), key
     loss.backward()
     want = load_file(folder / "grads.safetensors")
-    assert {n for n, p in model.named_parameters() if p.grad is not None} == want.keys()
+    got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    # without a block the lean pass reaches no parameter of the context: no gradient where upstream has zeros
+    got |= {n: torch.zeros_like(g) for n, g in want.items() if n not in got and not g.any()}
+    assert got.keys() == want.keys()
     for key, gradient in want.items():
-        assert (model.get_parameter(key).grad - gradient).norm() <= 1e-3 * gradient.norm() + 1e-5, key
+        assert (got[key] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-5, key
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -67,7 +67,7 @@ SIZES = dict(
     max_position_embeddings=SHORT,
     attn_implementation="eager",
 )
-WITH_ATTENTION = ["eagle", "eagle3", "eagle3 qwen3", "peagle", "dflash", "dspark vanilla", "mtp"]
+WITH_ATTENTION = ["eagle", "eagle3", "eagle3 qwen3", "peagle", "dflash", "dflash2", "dspark vanilla", "mtp"]
 
 
 def layer_config(rope, cls=LlamaConfig, **sizes):

@@ -31,9 +31,13 @@ HERE, VERIFIER = Path(__file__).parent, Path(__file__).parents[1] / "data/tiny-v
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafters")
-    for name in ("eagle3", "peagle", "dflash", "dspark", "eagle", "medusa", "mlp", "mtp"):
+    for name in ("eagle3", "peagle", "dflash", "dflash2", "dspark", "eagle", "medusa", "mlp", "mtp"):
         kind = (
-            {"draft_arch": "qwen3"} if name in ("dflash", "dspark") else {"fresh_head": True} if name == "mtp" else {}
+            {"draft_arch": "qwen3"}
+            if name in ("dflash", "dflash2", "dspark")
+            else {"fresh_head": True}
+            if name == "mtp"
+            else {}
         )
         new_drafter(name, VERIFIER, **kind).save_pretrained(folder / name)
     return folder
@@ -55,7 +59,7 @@ def said(command):
 
 # ---------------------------------------------------------------------------------------------------------- the command
 @pytest.mark.statement("release-55", "release-59")
-@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dspark"])
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dflash2", "dspark"])
 def test_a_checkpoint_is_served_by_its_folder(drafters, name):
     command = serve_command(drafters / name)
     assert command[:3] == ["vllm", "serve", str(drafters / name)] and said(command) is None

@@ -23,13 +23,13 @@ from transformers import (
     Qwen3Config,
 )
 
+from speculators_nb.verifier.identity import fingerprint
 from speculators_nb.verifier.tapped_model import (
     Verifier,
     check_aux_layer_ids,
     crop_cache,
     default_aux_layer_ids,
     find_taps,
-    fingerprint,
 )
 
 SIZES = dict(

@@ -51,7 +51,7 @@ def test_the_command_still_says_that_vllm_can_serve_it(tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and "can serve" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dspark vanilla"])
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dflash2", "dspark vanilla"])
 @pytest.mark.parametrize("kind", [*ROPES, *HALF, *NESTED])
 def test_rope_as_vllm_reads_it(name, kind, tmp_path, caplog):
     """Parameters by layer type are read otherwise; longrope depends on the server's longest text, and DFlash fails with
@@ -59,7 +59,7 @@ def test_rope_as_vllm_reads_it(name, kind, tmp_path, caplog):
     folder = checkpoint(tmp_path, name, rope_parameters=(ROPES | HALF | NESTED)[kind])
     with caplog.at_level(logging.WARNING):
         found = [line for line in check_vllm_contract(folder) if "rope_parameters" in line]
-    blocks, long = name in ("dflash", "dspark vanilla"), kind.startswith("longrope")
+    blocks, long = name in ("dflash", "dflash2", "dspark vanilla"), kind.startswith("longrope")
     assert len(found) == (kind in NESTED) + (blocks and long)
     assert ("given by layer type" in " ".join(found)) == (kind in NESTED) and any(
         "long factors" in line for line in caplog.messages

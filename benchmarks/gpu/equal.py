@@ -32,6 +32,11 @@ DRAFTERS = {
     "eagle3": ("eagle3", {}, dict(ttt_steps=3)),
     "peagle": ("peagle", dict(num_depths=4, mask_token_id=3), dict(num_depths=4, max_anchors=64)),
     "dflash": ("dflash", dict(draft_arch="qwen3", num_layers=2, block_size=8, mask_token_id=3), dict(max_anchors=24)),
+    "dflash2": (
+        "dflash2",
+        dict(draft_arch="qwen3", num_layers=2, block_size=8, selector_rank=16, mask_token_id=3),
+        dict(max_anchors=24),
+    ),
     "dspark": (
         "dspark",
         dict(draft_arch="qwen3", num_layers=2, block_size=7, markov_rank=16, mask_token_id=3),

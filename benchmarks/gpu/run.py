@@ -29,7 +29,7 @@ from benchmarks.gpu.pool import Pool  # noqa: E402
 from benchmarks.gpu.report import Report  # noqa: E402
 
 # jobs of stage 1
-DRAFTERS = ("eagle3",), ("dflash",), ("peagle",), ("eagle", "hass"), ("dspark",), ("mtp",), ("mlp", "medusa")
+DRAFTERS = ("eagle3",), ("dflash",), ("peagle",), ("eagle", "hass"), ("dspark", "dflash2"), ("mtp",), ("mlp", "medusa")
 LENGTHS = (8192, 32768, 2048)
 NEEDED = (
     "torch",

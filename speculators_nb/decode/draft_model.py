@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..core.tree import Sampling, TokenTree, likeliest
-from .verification import Context
+from .verification import context_for
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/decode/07_draft_model.ipynb #2b6d3846
@@ -41,7 +41,7 @@ class CachedModel:
 
     def reset(self):
         "Start a new request."
-        self.context = Context(self.model)
+        self.context = context_for(self.model)
         self.read_tokens = torch.empty(0, dtype=torch.long, device=self.model.device)
 
     def read(

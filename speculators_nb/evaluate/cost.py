@@ -14,13 +14,12 @@ from statistics import mean, median
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
-from transformers import DynamicCache
 
 from ..core.options import check_options
 from ..core.tree import Drafter
 from ..decode.generate import generate
 from .acceptance import check_prompts
-from ..verifier.tapped_model import Verifier, crop_cache
+from ..verifier.tapped_model import Verifier, crop_cache, new_cache
 
 # %% ../../nbs/evaluate/02_cost.ipynb #8d3d3574
 _ALSO = {
@@ -147,7 +146,7 @@ def verifier_cost(
     "What one pass over a few new tokens costs."
     check_options(dict(context=context, max_tokens=tokens, repeats=repeats))
     ids = torch.ones(1, context + tokens, dtype=torch.long, device=verifier.device)
-    cache = DynamicCache()
+    cache = new_cache(verifier.config)
     verifier(ids[:, :context], past_key_values=cache)
 
     def run():

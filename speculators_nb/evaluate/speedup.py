@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
 
 from ..core.options import check_options
 from ..core.tree import Drafter, Sampling
 from ..decode.generate import NoDrafter, generate
 from .acceptance import check_prompts
 from .cost import seconds
-from ..verifier.tapped_model import Verifier, crop_cache
+from ..verifier.tapped_model import Verifier, crop_cache, new_cache
 
 # %% ../../nbs/evaluate/03_speedup.ipynb #2cb0a93f
 def lengths(
@@ -68,7 +67,7 @@ def verify_costs(
     "What it costs to read draft tokens."
     check_options(dict(k=k, context=context, rounds=rounds))
     ids = torch.ones(1, context + k + 1, dtype=torch.long, device=verifier.device)
-    cache = DynamicCache()
+    cache = new_cache(verifier.config)
     verifier(ids[:, :context], past_key_values=cache)
 
     def read(n):

@@ -30,8 +30,12 @@ from speculators_nb.features.feature_folder import (
     table_of,
 )
 from .feature_rows import FeatureRow, FeatureRows
-from ..verifier.identity import check_verifier_head, checkpoint_fingerprint
-from ..verifier.tapped_model import Verifier, fingerprint
+from speculators_nb.verifier.identity import (
+    check_verifier_head,
+    checkpoint_fingerprint,
+    fingerprint,
+)
+from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/features/04_in_process.ipynb #bf5c525f
 def token_batches(

@@ -44,7 +44,8 @@ from ..regenerate.in_process import eos_ids_of, regenerate
 from ..regenerate.journal import read_regenerated
 from ..train.train_drafter import new_drafter, train_drafter
 from ..train.trainer import SpeculatorTrainer
-from ..verifier.tapped_model import Verifier, default_aux_layer_ids, fingerprint
+from ..verifier.identity import fingerprint
+from ..verifier.tapped_model import Verifier, default_aux_layer_ids
 
 # %% ../../nbs/lab/06_experiment.ipynb #deed1023
 @call_parse
@@ -129,6 +130,7 @@ SETTINGS = {  # algorithm -> its arguments of `train_drafter`; k: tokens that it
     "eagle3": lambda k: dict(ttt_steps=k, norm_before_fc=True, norm_output=True),
     "peagle": lambda k: dict(num_depths=k, norm_before_fc=True, norm_output=True),
     "dflash": lambda k: dict(draft_arch="qwen3", block_size=k + 1, max_anchors=256),
+    "dflash2": lambda k: dict(draft_arch="qwen3", block_size=k + 1, max_anchors=256),
     "dspark": lambda k: dict(draft_arch="qwen3", block_size=k, max_anchors=256, markov_rank=64),
     "mtp": lambda k: dict(num_speculative_steps=k, fresh_head=True),
     "mlp": lambda k: dict(num_heads=k),

@@ -4,6 +4,8 @@ if TYPE_CHECKING:  # resolved on first use by ../_aliases.py
     from .base import SpeculatorModel as SpeculatorModel
     from .dflash import DFlashDraftModel as DFlashDraftModel
     from .dflash import DFlashSpeculatorConfig as DFlashSpeculatorConfig
+    from .dflash2 import DFlash2DraftModel as DFlash2DraftModel
+    from .dflash2 import DFlash2SpeculatorConfig as DFlash2SpeculatorConfig
     from .dspark import DSparkDraftModel as DSparkDraftModel
     from .dspark import DSparkSpeculatorConfig as DSparkSpeculatorConfig
     from .eagle import EagleSpeculator as EagleSpeculator

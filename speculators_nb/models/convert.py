@@ -238,7 +238,7 @@ def convert(
         model = SpeculatorModel.registered_class(found.format.model_type)(found.config)
     with atomic_folder(output) as folder:
         model.to(commonest_dtype(found.state)).save_pretrained(folder, state_dict=found.state)
-        settings = dict(format=found.format.name, config=given)
+        settings: dict[str, Any] = dict(format=found.format.name, config=given)
         settings["speculative_tokens"] = found.speculative_tokens
         sources = {"source": source, "verifier": verifier}
         write_provenance(folder, "convert", settings, sources)

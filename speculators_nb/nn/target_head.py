@@ -30,6 +30,7 @@ NORM_KINDS = {
     "rms": lambda h, w, b, eps: w * _rms(h, eps),
     "rms+1": lambda h, w, b, eps: (1 + w) * _rms(h, eps),
     "layer": lambda h, w, b, eps: nn.functional.layer_norm(h, h.shape[-1:], w, b.float(), eps),
+    "layer+1": lambda h, w, b, eps: NORM_KINDS["layer"](h, 1 + w, b, eps),
 }
 
 
@@ -39,7 +40,7 @@ class FinalNorm(nn.Module):
     def __init__(
         self,
         hidden_size: int,  # H
-        kind: str = "rms",  # "rms", "rms+1" (stored as offset from 1) or "layer" (centred)
+        kind: str = "rms",  # "rms" or "layer" (centred); "…+1": stored as offset from 1
         eps: float = 1e-6,  # added to the variance
     ):
         super().__init__()
@@ -51,7 +52,7 @@ class FinalNorm(nn.Module):
         not_loaded = torch.full((hidden_size,), float("nan"))
         self.weight = nn.Parameter(not_loaded, requires_grad=False)
         self.bias = None
-        if kind == "layer":
+        if kind.startswith("layer"):
             self.bias = nn.Parameter(torch.zeros(hidden_size), requires_grad=False)
 
     def forward(self, h: Tensor) -> Tensor:  # [..., H] -> [..., H] float32
@@ -71,6 +72,7 @@ OFFSET_NORM = {
     "qwen3_5_text",
     "qwen3_5_moe",
     "qwen3_5_moe_text",
+    "nemotron",
 }
 LAYER_NORM = {
     "gpt2",
@@ -87,6 +89,8 @@ LAYER_NORM = {
     "cohere2",
     "mpt",
     "codegen",
+    "nemotron",
+    "phimoe",
 }
 EPS_NAMES = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
@@ -96,12 +100,11 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:  # multimodal or 
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def norm_kind(config: PretrainedConfig) -> str:  # "rms", "rms+1" or "layer"
+def norm_kind(config: PretrainedConfig) -> str:  # a key of `NORM_KINDS`
     "The final norm's convention of a verifier family."
     family = text_config(config).model_type
-    if family in OFFSET_NORM:
-        return "rms+1"
-    return "layer" if family in LAYER_NORM else "rms"
+    kind = "layer" if family in LAYER_NORM else "rms"
+    return f"{kind}+1" if family in OFFSET_NORM else kind
 
 
 def norm_eps(config: PretrainedConfig) -> float:
@@ -227,7 +230,7 @@ class TargetHead(HeadLayers):
     def load_norm(self, parts: dict[str, Any]):  # as `load_verifier_tensors` returns them
         "Take the norm from a verifier's tensors."
         weight, bias = parts["norm_weight"], parts["norm_bias"]
-        if bias is not None and self.norm.kind != "layer":
+        if bias is not None and self.norm.bias is None:
             raise ValueError(
                 "the verifier's final norm has a bias, but its family is read as an RMSNorm; "
                 "add its model_type to target_head.LAYER_NORM"

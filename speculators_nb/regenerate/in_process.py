@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from tqdm.auto import tqdm
-from transformers import DynamicCache
 
 from ..core.options import check_options
 from ..data.chat_template import ControlTokens, check_template
@@ -21,7 +20,8 @@ from ..data.messages import BadRow
 from ..data.row_filter import BATCH, check_ids
 from .journal import Journal, Report, still_to_do
 from .replay import check_sampling
-from ..verifier.tapped_model import Verifier, fingerprint
+from ..verifier.identity import fingerprint
+from ..verifier.tapped_model import Verifier, new_cache
 
 # %% ../../nbs/regenerate/04_in_process.ipynb #33955c22
 def pick(
@@ -73,7 +73,7 @@ def answer(
     eos = torch.tensor(sorted(eos_ids), device=device)
     row = torch.arange(n, device=device)  # the prompt of each row of the batch; -1: finished
     out = [[] for _ in prompts]
-    cache = DynamicCache()
+    cache = new_cache(verifier.config)
     for step in range(max_new_tokens):
         positions = None
         if mask is not None:
@@ -95,7 +95,7 @@ def answer(
         if not len(live):
             break
         if len(live) <= 0.75 * len(row):
-            cache.batch_select_indices(live)
+            cache.reorder_cache(live)
             row = row[live]
             token = token[live]
             mask = None if mask is None else mask[live]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'HEAD_TOLERANCE', 'HALF_TOLERANCE', 'head_of', 'check_verifier_head', 'meta_model', 'check_final_norm',
-           'VerifierInfo', 'stored_fingerprint', 'checkpoint_fingerprint']
+           'fingerprint', 'VerifierInfo', 'stored_fingerprint', 'checkpoint_fingerprint']
 
 # %% ../../nbs/verifier/02_identity.ipynb #ad841fdc
 import copy
@@ -119,6 +119,17 @@ def check_final_norm(
             "add the family to OFFSET_NORM or LAYER_NORM of nn.target_head"
         )
 
+# %% ../../nbs/verifier/02_identity.ipynb #b7913764
+def fingerprint(
+    model: torch.nn.Module,  # any model
+) -> str:  # 16 hex digits
+    "A hash over name, shape and the first 64 values of every parameter."
+    h = hashlib.sha256()
+    for name, p in model.named_parameters():
+        values = p.detach().flatten()[:64].float().cpu().numpy().tobytes()
+        h.update(f"{name}{tuple(p.shape)}".encode() + values)
+    return h.hexdigest()[:16]
+
 # %% ../../nbs/verifier/02_identity.ipynb #e0e7730c
 @dataclass(frozen=True)
 class VerifierInfo(os.PathLike):
@@ -166,7 +177,7 @@ class VerifierInfo(os.PathLike):
 
 # %% ../../nbs/verifier/02_identity.ipynb #storedfp
 def _stored_fingerprint(info):
-    "The hash of `tapped_model.fingerprint`, computed from the files."
+    "The hash of `fingerprint`, computed from the files."
     model = meta_model(info.config)
     if model is None or any(name not in info.files for name, _ in model.named_parameters()):
         return None

@@ -181,6 +181,7 @@ OF_NAN = {
     "eagle3": "fc.weight",
     "peagle": "fc.weight",
     "dflash": "norm.weight",
+    "dflash2": "norm.weight",
     "dspark": "norm.weight",
     "medusa": "lm_heads.0.weight",
     "mlp": "head.0.weight",

@@ -145,6 +145,28 @@ CASES = {
             confidence_head_with_markov=False,
         ),
     ),
+    "dflash2": dict(
+        verifier=QWEN3,
+        train=dict(max_anchors=8, loss_fn="kl_div"),
+        make=dict(
+            draft_arch="qwen3", num_layers=2, block_size=4, mask_token_id=255, selector_rank=8, selector_top_k=12
+        ),
+    ),
+    "dflash2 window, anchors sampled, dpace": dict(
+        verifier=LLAMA,
+        layer=WINDOW,
+        train=dict(max_anchors=7, loss_fn="ce", per_position_loss_weight="dpace", selector_loss_alpha=0.5),
+        make=dict(
+            draft_arch="qwen3",
+            num_layers=2,
+            block_size=5,
+            mask_token_id=9,
+            conv_kernel_size=3,
+            conv_group_size=4,
+            selector_rank=6,
+            sample_from_anchor=True,
+        ),
+    ),
     **{
         f"eagle3 rope {kind}": dict(
             verifier=LLAMA,
@@ -309,7 +331,7 @@ def make_batch(case, model, seed):
             mask, documents, train["num_depths"], max_anchors=train.get("max_anchors"), generator=g, cross_document=True
         )
         batch |= dict(cod_anchor_pos=pos, cod_depth=depth)
-    if case["algorithm"] in ("dflash", "dspark"):
+    if case["algorithm"] in ("dflash", "dflash2", "dspark"):
         pos, valid = select_anchors(
             mask, documents, model.config.block_size, train["max_anchors"], g, model.config.sample_from_anchor, True
         )

@@ -80,17 +80,19 @@ class DFlash(Recorder):
         """With the anchors that upstream draws. The verifier agrees with the draft in some blocks from their start
         on."""
         g, n_aux = self.generator(seed + 3), len(args["target_layer_ids"])
-        holes = case.get("loss") == "random"
-        samples = documents(
-            case["documents"],
-            n_aux,
-            g,
-            lambda n: (torch.rand(n, generator=g) < 0.7) if holes else torch.arange(n) >= n // 4,
-        )
+        trained = {
+            "random": lambda n: torch.rand(n, generator=g) < 0.7,
+            "all": lambda n: torch.ones(n, dtype=torch.bool),
+            "none": lambda n: torch.zeros(n, dtype=torch.bool),
+            "answers": lambda n: torch.arange(n) >= n // 4,
+        }
+        samples = documents(case["documents"], n_aux, g, trained[case.get("loss", "answers")])
         batch = packed(case, samples, n_aux)
         batch.pop("lengths", None)
         torch.manual_seed(self.seed + seed + 5)
         positions, valid = dflash.select_anchors(batch["loss_mask"], args["max_anchors"], args["block_size"])
+        if "anchors" in case:
+            positions, valid = torch.tensor(case["anchors"]), torch.ones(len(case["anchors"]), dtype=torch.bool)
         batch |= dict(anchor_positions=positions, anchor_valid=valid)
         size, first, g = model.block_size, 0 if model.config.sample_from_anchor else 1, self.generator(seed + 4)
         logits, y = self.run(model, batch, call)["final"], batch["verifier_last_hidden_states"]

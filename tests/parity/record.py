@@ -188,7 +188,7 @@ class Recorder:
             apart = max((other[k] - outputs[k]).abs().max().item() for k in outputs if k.startswith(self.logits))
             numbers |= dict(
                 loss_eager=eager["loss"],
-                grad_norm_rel_diff_eager=abs(eager["total_grad_norm"] / numbers["total_grad_norm"] - 1),
+                grad_norm_rel_diff_eager=abs(eager["total_grad_norm"] / (numbers["total_grad_norm"] or 1) - 1),
                 logits_max_abs_diff_eager=apart,
             )
         numbers |= dict(adamw_5_steps_loss_gradnorm=self.five_steps(self.restore(folder, "sdpa")[0], batch, call))

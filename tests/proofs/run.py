@@ -46,6 +46,7 @@ CHAINS = [
     "medusa",
     "dspark",
     "dflash",
+    "dflash2",
     "mlp",
     "mtp",
     "hass",

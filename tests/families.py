@@ -1,0 +1,349 @@
+"""Verifier families: a tiny random model of each, and what this library does with it. `python tests/families.py` writes
+the table of docs/verifiers.md; tests/test_families.py holds it."""
+
+import re
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from datasets import Dataset
+from transformers import CONFIG_MAPPING
+
+from speculators_nb.core.tree import TokenTree
+from speculators_nb.data.packing import collate
+from speculators_nb.decode.generate import generate
+from speculators_nb.features.feature_folder import FeatureDataset
+from speculators_nb.features.in_process import extract_features
+from speculators_nb.models.eagle3 import Eagle3DraftModel
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.regenerate.in_process import answer
+from speculators_nb.verifier.tapped_model import Verifier, auto_class, recurrent_kinds
+
+PAGE = Path(__file__).parents[1] / "docs/verifiers.md"
+V, H, N, WINDOW, NEW = 64, 32, 4, 8, 18
+PLAIN = dict(
+    vocab_size=V,
+    hidden_size=H,
+    intermediate_size=48,
+    num_hidden_layers=N,
+    num_attention_heads=4,
+    max_position_embeddings=128,
+    initializer_range=0.2,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+)
+GROUPED = PLAIN | dict(num_key_value_heads=2)
+SIZES = GROUPED | dict(head_dim=8)
+SLIDES = SIZES | dict(sliding_window=WINDOW)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+LOCAL = dict(num_local_experts=4, num_experts_per_tok=2)
+LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+GROUPS = dict(n_group=2, topk_group=1, first_k_dense_replace=1, num_key_value_heads=4)
+LINEAR = dict(
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+)
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=16)
+HALF = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+THREE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
+IMAGE = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, image_size=8, patch_size=4)
+QWEN_IMAGE = dict(
+    depth=1,
+    hidden_size=16,
+    out_hidden_size=H,
+    intermediate_size=16,
+    num_heads=2,
+    patch_size=4,
+    temporal_patch_size=1,
+    spatial_merge_size=2,
+)
+DEEPSTACK = QWEN_IMAGE | dict(deepstack_visual_indexes=[0], num_position_embeddings=16)
+LLAMA4 = SIZES | dict(
+    intermediate_size_mlp=48,
+    num_local_experts=2,
+    num_experts_per_tok=1,
+    attention_chunk_size=WINDOW,
+)
+LLAMA4_IMAGE = IMAGE | dict(intermediate_size=64, vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)
+FAMILIES = {  # model_type of transformers -> config
+    "llama": SIZES,
+    "llama4_text": LLAMA4,
+    "llama4": dict(text_config=LLAMA4, vision_config=LLAMA4_IMAGE),
+    "mistral": SLIDES,
+    "mistral3": dict(
+        text_config=SLIDES | dict(model_type="mistral"),
+        vision_config=IMAGE | dict(model_type="pixtral", head_dim=8, intermediate_size=16),
+    ),
+    "ministral": SLIDES | dict(layer_types=["sliding_attention", "full_attention"] * 2),
+    "mixtral": SLIDES | LOCAL,
+    "qwen2": GROUPED | dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
+    "qwen2_5_vl": dict(text_config=GROUPED | dict(rope_parameters=THREE), vision_config=QWEN_IMAGE),
+    "qwen3": SIZES,
+    "qwen3_moe": SIZES | EXPERTS,
+    "qwen3_vl": dict(text_config=SIZES | dict(rope_parameters=THREE), vision_config=DEEPSTACK),
+    "qwen3_vl_moe": dict(text_config=SIZES | EXPERTS | dict(rope_parameters=THREE), vision_config=DEEPSTACK),
+    "gemma": SIZES,
+    "gemma2": SLIDES | dict(final_logit_softcapping=10.0),
+    "gemma3_text": SLIDES | dict(layer_types=["sliding_attention", "full_attention"] * 2),
+    "gemma3": dict(
+        text_config=SLIDES | dict(layer_types=["sliding_attention", "full_attention"] * 2),
+        vision_config=IMAGE | dict(intermediate_size=16),
+        mm_tokens_per_image=4,
+    ),
+    "gpt_oss": SLIDES | LOCAL,
+    "deepseek_v3": SIZES | ROUTED | LATENT | GROUPS,
+    "glm4": SIZES,
+    "glm4_moe": SIZES | ROUTED,
+    "phi3": GROUPED | dict(sliding_window=WINDOW),
+    "phimoe": SLIDES | LOCAL,
+    "olmo2": GROUPED,
+    "olmo3": SLIDES,
+    "granite": GROUPED
+    | dict(logits_scaling=2.0, residual_multiplier=0.7, embedding_multiplier=3.0, attention_multiplier=0.3),
+    "cohere": GROUPED | dict(logit_scale=0.5),
+    "cohere2": SLIDES | dict(logit_scale=0.5),
+    "gpt_neox": PLAIN,
+    "nemotron": SIZES,
+    "smollm3": SIZES,
+    "exaone4": SLIDES,
+    "seed_oss": SIZES,
+    "ernie4_5_moe": SIZES | dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=16),
+    "minimax_m2": SIZES | LOCAL,
+    "qwen3_next": SIZES | LINEAR | EXPERTS | dict(shared_expert_intermediate_size=16, rope_parameters=HALF),
+    "qwen3_5_text": SIZES | LINEAR | dict(rope_parameters=HALF | dict(mrope_section=[1, 1, 0])),
+    "nemotron_h": SIZES
+    | ROUTED
+    | dict(
+        layers_block_type=["linear_attention", "full_attention", "moe", "mlp"],
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=16,
+        moe_shared_expert_intermediate_size=16,
+        moe_latent_size=None,
+        n_group=1,
+        topk_group=1,
+    ),
+    "falcon_h1": SIZES | MAMBA | dict(mamba_d_ssm=64, lm_head_multiplier=0.5),
+    "granitemoehybrid": GROUPED
+    | MAMBA
+    | dict(layer_types=LINEAR["layer_types"], shared_intermediate_size=16, position_embedding_type="rope")
+    | dict(num_local_experts=2, num_experts_per_tok=1),
+    "bamba": GROUPED | MAMBA | dict(attn_layer_indices=[1, 3]),
+    "lfm2": GROUPED | dict(layer_types=["conv", "full_attention"] * 2),
+    "gemma3n_text": SLIDES
+    | dict(
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=V,
+        num_kv_shared_layers=0,
+        laurel_rank=4,
+        intermediate_size=[48] * N,
+        activation_sparsity_pattern=[0.0] * N,
+    ),
+    "minimax": SIZES | LOCAL | dict(layer_types=LINEAR["layer_types"], block_size=8),
+}
+
+
+@lru_cache(None)
+def saved(family):
+    "A folder with a random model of the family."
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**FAMILIES[family])
+    model = auto_class(config).from_config(config, dtype=torch.float32)
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)  # norms and biases off their initial values
+    folder = tempfile.mkdtemp(prefix=f"{family}-")
+    model.save_pretrained(folder)
+    return folder
+
+
+@lru_cache(None)
+def verifier(family):
+    return Verifier.from_pretrained(saved(family), range(N + 1))
+
+
+def texts(lengths=(23, 9, 14)):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randint(2, V, (n,), generator=g).tolist() for n in lengths]
+
+
+def same(ours, theirs):
+    "Float32, sums in another order."
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def check_tap(family):
+    "Hidden states of every layer are those of transformers; the last one is before the final norm."
+    v, ids = verifier(family), torch.tensor(texts([24, 24]))
+    ours = v(ids, use_cache=False)
+    with torch.no_grad():
+        theirs = v.model(ids, output_hidden_states=True)
+        normed = v.norm(ours.last_hidden_states)
+    for tap, state in zip(ours.hidden_states.split(H, -1)[:N], theirs.hidden_states):
+        same(tap, state)
+    same(normed, theirs.hidden_states[N])
+    same(ours.logits, theirs.logits)
+
+
+@lru_cache(None)
+def features(family):
+    rows = texts()
+    data = dict(input_ids=rows, loss_mask=[[i > 1 for i in range(len(r))] for r in rows], seq_len=[*map(len, rows)])
+    folder = Path(tempfile.mkdtemp(prefix=f"{family}-features-")) / "out"
+    three = Verifier(verifier(family).model, [1, 2, 3])
+    extract_features(three, Dataset.from_dict(data), folder, dtype=torch.float32)
+    return FeatureDataset(folder)
+
+
+def check_features(family):
+    "What is read back is what transformers computes of each row alone; rows were padded together."
+    for sample, row in zip(features(family), texts()):
+        with torch.no_grad():
+            theirs = verifier(family).model(torch.tensor([row]), output_hidden_states=True).hidden_states
+            last = verifier(family).norm(sample["verifier_last_hidden_states"])
+        same(sample["hidden_states"], torch.cat(theirs[1:4], -1)[0])
+        same(last, theirs[N][0])
+
+
+def check_train(family):
+    "A step of EAGLE-3 whose targets are the verifier's own logits."
+    v, samples = verifier(family), features(family)
+    torch.manual_seed(1)
+    layer = draft_layer_config(v.model.config)
+    model = Eagle3DraftModel.from_training_args(layer, verifier_name_or_path=saved(family))
+    logits = v(torch.tensor(texts()[:1]), use_cache=False).logits[0]
+    same(model.target_head(features(family)[0]["verifier_last_hidden_states"]), logits)
+    batch = collate([samples[i] for i in range(3)], 48, shift=model.shift)
+    loss = model.train()(**batch, **model.get_trainer_kwargs(ttt_steps=2)[0])[1]
+    loss.backward()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert loss.isfinite() and grads.isfinite().all() and grads.norm() > 1e-3
+
+
+class Knowing:
+    "Knows the answers, is wrong at every third place, and has siblings where it shall branch."
+
+    def __init__(self, answers, branches):
+        self.answers, self.branches = answers, branches
+        self.aux_layer_ids, self.features = (0, N), []
+
+    def reset(self):
+        self.features = []
+
+    def propose(self, tokens, features, k, sampling):
+        self.features.append(features)
+        known, n = tokens.tolist(), len(tokens)
+        answer = next(a for a in self.answers if a[:n] == known)[n : n + k]
+        true = torch.tensor([(t + 1) % V if (n + i) % 3 == 0 else t for i, t in enumerate(answer)])
+        if not self.branches:
+            return TokenTree.chain(true)
+        right = torch.tensor(answer)
+        # siblings are right where the chain is wrong; each has a child, right again
+        siblings = torch.where(true == right, (true + 2) % V, right)
+        depth = torch.arange(len(true))
+        parents = torch.cat([depth - 1, depth - 1, len(true) + depth[:-1]])
+        return TokenTree(torch.cat([true, siblings, right[1:]]), parents)
+
+
+@lru_cache(None)
+def greedy(family):
+    "Prompts and what transformers writes after them."
+    model = verifier(family).model
+    model.generation_config.eos_token_id = None
+    prompts = texts((11, 3, 6))
+    with torch.no_grad():
+        outputs = [model.generate(torch.tensor([p]), do_sample=False, max_new_tokens=NEW) for p in prompts]
+    return prompts, [out[0].tolist() for out in outputs]
+
+
+def check_decode(family):
+    "Chains, trees and batches write what transformers writes, and hand over the features of that text."
+    v, (prompts, answers) = verifier(family), greedy(family)
+    for branches in (False, True):
+        drafter = Knowing(answers, branches)
+        together = generate(v, drafter, prompts, max_new_tokens=NEW, k=4)
+        assert [g.prompt + g.tokens for g in together] == answers
+        g = generate(v, drafter, prompts[0], max_new_tokens=NEW, k=4)
+        assert g.prompt + g.tokens == answers[0]
+        if branches:
+            assert any(max(s.path or [0]) > 3 for s in g.steps)  # nodes beyond the chain
+        else:
+            assert {s.accepted for s in g.steps} >= {0, 2}
+        handed = torch.cat(drafter.features)
+        alone = v(torch.tensor(answers[:1])).hidden_states[0, : len(handed)]
+        same(handed, torch.cat([alone[:, :H], alone[:, -H:]], -1))
+
+
+def check_regenerate(family):
+    "A batch of prompts of different length is answered as transformers answers each of them."
+    prompts, answers = greedy(family)
+    ours = answer(verifier(family), prompts, NEW, [V])
+    assert [p + a for p, a in zip(prompts, ours)] == answers
+
+
+CHECKS = {
+    "tap": check_tap,
+    "features": check_features,
+    "train step": check_train,
+    "decode": check_decode,
+    "regenerate": check_regenerate,
+}
+
+
+def attention_of(config):
+    "What its layers attend to, as the table has it."
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        kinds = ["sliding" if getattr(config, "sliding_window", None) else "full"]
+    return ", ".join(sorted({kind.removesuffix("_attention") for kind in kinds}))
+
+
+class Line(NamedTuple):
+    "What the page has of a family."
+
+    row: str
+    errors: list[str]
+
+
+def line_of(family):
+    "The checks of one family."
+    cells, errors = [], {}
+    for name, check in CHECKS.items():
+        try:
+            check(family)
+            cells.append("yes")
+        except Exception as e:
+            message = " ".join(f"{type(e).__name__}: {e}".split())
+            errors.setdefault(message, []).append(name)
+            cells.append("no")
+    config = CONFIG_MAPPING[family](**FAMILIES[family])
+    class_name = auto_class(config)._model_mapping[type(config)].__name__
+    config = config.get_text_config()
+    if recurrent_kinds(config) and "no" not in cells:
+        cells[list(CHECKS).index("decode")] = "reads again"
+    row = " | ".join([f"`{family}`", f"`{class_name}`", attention_of(config), *cells])
+    errors = [f"- `{family}`, {', '.join(names)}: ``{message}``" for message, names in errors.items()]
+    return Line(f"| {row} |", errors)
+
+
+def page(text, lines):
+    "The page with its table and its list of errors made anew."
+    head = ["family", "class of transformers", "layers", *CHECKS]
+    table = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|", *(line.row for line in lines)]
+    errors = [error for line in lines for error in line.errors]
+    for start, new in ((r"\| family", table), ("- `", errors)):
+        text = re.sub(rf"^{start}.*\n(?:[|-] .*\n)*", lambda _: "\n".join([*new, ""]), text, flags=re.M)
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(), [line_of(family) for family in FAMILIES]))

@@ -1,0 +1,558 @@
+"""DFlash2 against upstream's recorded candidates, against definitions by loops, and the lean pass against the dense
+one; drafting's distributions, chains and trees, against training's; serving rules. Loss, metrics, gradients, five
+optimizer steps and config.json are held to upstream in test_recorded.py."""
+
+import json
+import math
+
+import pytest
+import torch
+from recorded import FIXTURES, cases, load_case
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+
+from speculators_nb.core.registry import StaticTreeTokenProposalConfig
+from speculators_nb.core.tree import Sampling
+from speculators_nb.core.tree_growth import dynamic_tree, static_tree
+from speculators_nb.decode.generate import generate
+from speculators_nb.decode.proposal_setup import TreeDrafter
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.dflash import BlockStates, DFlashDraftModel, DFlashSpeculatorConfig
+from speculators_nb.models.dflash2 import (
+    CandidateSelector,
+    DFlash2DraftModel,
+    DFlash2SpeculatorConfig,
+    SlotConvolution,
+    convolve,
+)
+from speculators_nb.nn.token_loss import candidate_logits, find_candidates
+from speculators_nb.serve.draft_method import METHOD_OF_TYPE
+from speculators_nb.verifier.tapped_model import Verifier
+
+CASES = cases("dflash2")
+
+
+def states_of(model, batch):
+    "Blocks and their states by the dense definition."
+    x = {k: v[0] for k, v in batch.items() if not k.startswith("anchor")}
+    anchors = batch["anchor_positions"]
+    hidden = model.block_hidden(
+        model.block_tokens(x["input_ids"][anchors]),
+        model.context(x["hidden_states"]),
+        anchors,
+        x["document_ids"],
+        x["position_ids"],
+        lean=False,
+        impl="sdpa",
+    )
+    drawn = anchors, batch["anchor_valid"]
+    blocks = model.blocks(x["loss_mask"], x["document_ids"], 1, *drawn, cross_document=True, lean=False)
+    states = BlockStates(x["input_ids"], x["document_ids"], blocks, hidden)
+    return x, states._replace(bias=model.slot_bias(states, False))
+
+
+def test_cases_cover_the_corners():
+    "The configurations that parity is shown on."
+    found = {name: json.loads((FIXTURES / name / "outputs.json").read_text())["training_args"] for name in CASES}
+    assert len(CASES) == 10
+    assert {args.get("sample_from_anchor", False) for args in found.values()} == {True, False}
+    assert {args["per_position_loss_weight"] for args in found.values()} == {"fixed-exp-decay", "dpace"}
+    assert {args.get("conv_kernel_size", 2) for args in found.values()} == {1, 2, 3, 8}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_candidates_are_upstreams(name):
+    """Unary logits to 1e-4; of the slots with loss: the same candidate ids in the same places (before any loss, since a
+    tie would decide which one the answer replaces), the same tokens in front, scores to 1e-4."""
+    model, batch, _, info, folder = load_case(name)
+    want = load_file(folder / "outputs.safetensors")
+    top_k = info["training_args"]["selector_top_k"]
+    with torch.no_grad():
+        x, (_, _, blocks, hidden, bias) = states_of(model, batch)
+        logits = model.lm_head(hidden)
+        torch.testing.assert_close(logits.flatten(0, 1), want["lm_head_out.0"][0], rtol=0, atol=1e-4)
+        counted = blocks.supervised.flatten()
+        shape = blocks.supervised.shape
+        if name == "dflash2_empty_mask":
+            assert not counted.any()
+            return
+        states = hidden[blocks.supervised]
+        targets = x["verifier_last_hidden_states"][blocks.targets[blocks.supervised]]
+        found = find_candidates(states, model.lm_head.weight, model.target_head, targets, top_k, chunk=5)
+        assert torch.equal(found.ids, want["candidates"][0][counted])
+        in_front = x["input_ids"][blocks.targets[blocks.supervised]]
+        assert torch.equal(in_front, want["predecessors"].view(shape)[blocks.supervised])
+        unary = candidate_logits(states, model.lm_head.weight, found.ids, chunk=3)
+        scores = model.candidate_selector.scores(unary, bias.codes[blocks.supervised], found.ids)
+        torch.testing.assert_close(scores, want["candidate_logits"][0][counted], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_checkpoints_load_again(name, tmp_path, monkeypatch):
+    "Ours and upstream's, with the recorded loss."
+    model, batch, kwargs, info, folder = load_case(name)
+    model.save_pretrained(tmp_path)
+    monkeypatch.chdir(FIXTURES)
+    theirs = tmp_path / "upstream"  # as upstream's save_pretrained leaves it
+    theirs.mkdir()
+    keys = json.loads((folder / "saved_pretrained_keys.json").read_text())
+    state = load_file(folder / "state_dict.safetensors")
+    save_file({k: v for k, v in state.items() if k in keys}, theirs / "model.safetensors")
+    (theirs / "config.json").write_text((folder / "saved_pretrained" / "config.json").read_text())
+    for checkpoint in (tmp_path, theirs):
+        again = SpeculatorModel.from_pretrained(checkpoint).train()
+        assert again(**batch, **kwargs, cross_document_targets=True)[1].item() == pytest.approx(info["loss"], rel=1e-5)
+
+
+# ---- the definitions, by loops
+
+
+def test_a_convolution_is_its_sentence():
+    """out[t, c] = sum over taps of (base[side, tap, c] + delta[t, side, tap, group of c]) x[t - tap, c], only within a
+    block; the projection is read as (side, tap, group)."""
+    g = torch.Generator().manual_seed(0)
+    for blocks, slots, groups, size, taps in ((3, 4, 2, 3, 2), (2, 3, 1, 5, 3), (1, 5, 4, 1, 5), (2, 2, 3, 2, 1)):
+        H = groups * size
+        module = SlotConvolution(H, taps, size)
+        with torch.no_grad():
+            for p in module.parameters():
+                p.copy_(torch.randn(p.shape, generator=g))
+            x, y = torch.randn(2, blocks, slots, H, generator=g)
+            delta = module.kernel_projection(x)
+            for side, kernel in enumerate(module(x)):
+                out = convolve(y, kernel)
+                for b in range(blocks):
+                    for t in range(slots):
+                        for c in range(H):
+                            want = 0.0
+                            for tap in range(min(t, taps - 1) + 1):
+                                own = delta[b, t, (side * taps + tap) * groups + c // size]
+                                want += (module.base_kernel[side, tap, c] + own) * y[b, t - tap, c]
+                            assert out[b, t, c] == pytest.approx(float(want), abs=1e-4)
+
+
+def test_a_score_is_its_sentence():
+    "score(b | a, h) = unary(b) + sum over r of P[a] (W h) S[b]."
+    torch.manual_seed(0)
+    selector = CandidateSelector(9, 5, 3, 1.0)
+    hidden, previous, ids, unary = (
+        torch.randn(4, 5),
+        torch.randint(9, (4,)),
+        torch.randint(9, (4, 2)),
+        torch.randn(4, 2),
+    )
+    with torch.no_grad():
+        scores = selector.scores(unary, selector(hidden, previous)[1], ids)
+        for n in range(4):
+            wh = selector.hidden_projection.weight @ hidden[n]
+            for c in range(2):
+                product = selector.predecessor_codebook[previous[n]] * wh * selector.successor_codebook[ids[n, c]]
+                assert scores[n, c] == pytest.approx(float(unary[n, c] + product.sum()), abs=1e-5)
+
+
+def test_convolution_and_scores_are_vllms():
+    """On what vLLM 0.32's own functions computed (tests/vllm/check_dflash2.py): both convolutions, and every candidate
+    behind every candidate of the slot before (behind the anchor for the first), to 1e-5."""
+    t = load_file(FIXTURES / "dflash2_vllm.safetensors")
+    _, taps, H = t["base"].shape
+    blocks, slots, top_k = t["unary"].shape
+    module = SlotConvolution(H, taps, 4)
+    module.load_state_dict({"base_kernel": t["base"], "kernel_projection.weight": t["projection"]})
+    x = t["x"].view(blocks, slots, H)
+    with torch.no_grad():
+        for name, kernel in zip(("front", "behind"), module(x)):
+            torch.testing.assert_close(convolve(x, kernel).flatten(0, 1), t[name], rtol=1e-5, atol=1e-5)
+        selector = CandidateSelector(40, H, 6, 0.02)
+        names = ("predecessor_codebook", "successor_codebook")
+        selector.load_state_dict({n: t[n] for n in names} | {"hidden_projection.weight": t["hidden_projection"]})
+        first = t["anchors"][:, None, None].expand(-1, 1, top_k)
+        previous = torch.cat([first, t["candidates"][:, :-1]], 1)  # [blocks, slots, C]
+        codes = selector(x[:, :, None].expand(-1, -1, top_k, -1), previous)[1]
+        behind_each = [y[:, :, None].expand(-1, -1, top_k, -1) for y in (t["unary"], t["candidates"])]
+        scores = selector.scores(behind_each[0], codes, behind_each[1])
+        torch.testing.assert_close(scores, t["edges"], rtol=1e-5, atol=1e-5)
+
+
+def test_a_fresh_drafter_is_dflash():
+    "Convolutions that do nothing: the states are DFlash's, bit for bit, whatever the initialisation drew."
+    for seed in range(3):
+        model, batch = random_model(seed, moved=False)
+        fields = {
+            k: v
+            for k, v in model.config.to_dict().items()
+            if not k.startswith(("conv_", "selector_", "speculators_", "architectures"))
+        }
+        dflash = DFlashDraftModel(DFlashSpeculatorConfig(**fields))
+        dflash.load_state_dict(model.state_dict(), strict=False)
+        dflash.target_head = model.target_head
+        _, loss, metrics = model(**batch, loss_config="kl_div")
+        plain = dflash(**batch, loss_config="kl_div")
+        unary = metrics["unary_loss_sum"] / metrics["unary_loss_total"]
+        assert unary.item() == pytest.approx(plain.loss.item(), rel=1e-6) and loss > unary
+
+
+# ---- lean and dense
+
+
+def random_model(seed, moved=True, **fixed):
+    "A drafter of random shape with random weights, and a random packed row with its anchors."
+    g = torch.Generator().manual_seed(seed)
+
+    def pick(*options):
+        return options[int(torch.randint(len(options), (), generator=g))]
+
+    layers = pick(1, 2)
+    layer = Qwen3Config(
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=pick(1, 2, 4),
+        head_dim=6,
+        vocab_size=30,
+        layer_types=[pick("full_attention", "sliding_attention") for _ in range(layers)],
+        sliding_window=pick(3, 7),
+        use_sliding_window=True,
+    )
+    block = pick(2, 4, 5)
+    fields = dict(
+        transformer_layer_config=layer,
+        draft_vocab_size=30,
+        aux_hidden_state_layer_ids=pick([1], [1, 3]),
+        block_size=block,
+        mask_token_id=29,
+        sample_from_anchor=pick(True, False),
+        sliding_window_non_causal=pick(True, False),
+        conv_kernel_size=pick(1, 2),
+        conv_group_size=pick(1, 4, 16),
+        selector_rank=pick(1, 5),
+        selector_top_k=pick(1, 4, 30),
+    )
+    config = DFlash2SpeculatorConfig(**fields | fixed)
+    model = DFlash2DraftModel(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if moved or "_conv." not in name:
+                p.copy_(torch.randn(p.shape, generator=g) * (0.3 if p.ndim > 1 else 0.1) + (p.ndim == 1))
+        for p in model.candidate_selector.parameters():
+            p.mul_(3)
+    model.target_head.set_rows(torch.nn.Parameter(torch.randn(30, 16, generator=g), requires_grad=False))
+    L, A = 40, 16 * len(config.aux_hidden_state_layer_ids)
+    documents = torch.randint(0, 4, (L,), generator=g).sort().values
+    documents[L - int(torch.randint(0, 6, (), generator=g)) :] = -1
+    restart = torch.cat([torch.arange(int((documents == d).sum())) for d in [0, 1, 2, 3, -1]])
+    anchors = torch.randperm(L - config.block_size, generator=g)[:7].sort().values
+    batch = dict(
+        input_ids=torch.randint(30, (1, L), generator=g),
+        hidden_states=torch.randn(1, L, A, generator=g),
+        document_ids=documents[None],
+        loss_mask=((torch.rand(1, L, generator=g) < 0.8) & (documents >= 0)),
+        verifier_last_hidden_states=torch.randn(1, L, 16, generator=g),
+        position_ids=restart[None],
+        anchor_positions=anchors,
+        anchor_valid=torch.rand(7, generator=g) < 0.8,
+    )
+    return model, batch
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_lean_is_dense(seed):
+    """Over random shapes, windows and packings: loss, metrics and gradients of the lean pass are those of the dense
+    one, to 1e-5."""
+    model, batch = random_model(seed)
+    model.train()
+    weights = dict(loss_config={"kl_div": 1.0, "tv": 0.5}, selector_loss_alpha=0.4)
+    if seed % 3 == 0:
+        weights = dict(loss_config="ce", per_position_loss_weight="dpace")
+    results = []
+    for lean in (True, False):
+        model.zero_grad()
+        _, loss, metrics = model(**batch, **weights, serving_window=seed % 2 == 0, lean=lean)
+        loss.backward()
+        results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    (a, ma, ga), (b, mb, gb) = results
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert ma.keys() == mb.keys() and ga.keys() == gb.keys() and a > 0
+    for key in ma:
+        torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
+    for key in ga:
+        assert (ga[key] - gb[key]).norm() <= 1e-5 * gb[key].norm() + 1e-6, key
+
+
+def test_a_document_does_not_reach_another():
+    "With the loss on one document, the other's features and tokens change neither loss nor gradient."
+    model, batch = random_model(4, block_size=4, sample_from_anchor=False)
+    documents = batch["document_ids"][0]
+    trained = documents == 1
+    batch["loss_mask"] &= trained
+    other = dict(batch)
+    for name in ("hidden_states", "verifier_last_hidden_states"):
+        other[name] = torch.where(trained[None, :, None], batch[name], batch[name] + 1)
+    other["input_ids"] = torch.where(trained, batch["input_ids"], (batch["input_ids"] + 7) % 29)
+    one, two = (model(**b, max_anchors=9)[1] for b in (batch, other))
+    assert one > 0 and torch.equal(one, two)
+
+
+def test_an_empty_loss_mask_is_no_nan():
+    model, batch = random_model(7)
+    batch["loss_mask"].zero_()
+    for b in (batch, {k: v for k, v in batch.items() if not k.startswith("anchor")}):
+        for lean in (True, False):
+            _, loss, metrics = model(**b, lean=lean)
+            loss.backward()
+            assert loss == 0 and all(torch.isfinite(v) for v in metrics.values())
+
+
+def test_bf16_products_and_autocast_stay_close():
+    "bfloat16 keeps 8 bits: the loss moves by a few percent, with kernels as random as these."
+    model, batch = random_model(21, selector_top_k=30)
+    full = model(**batch)[1].item()
+    assert model(**batch, gemm_dtype=torch.bfloat16)[1].item() == pytest.approx(full, rel=2e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch)[1]
+    loss.backward()
+    assert loss.item() == pytest.approx(full, rel=5e-2)
+    assert model.bfloat16()(**batch)[1].item() == pytest.approx(full, rel=5e-2)
+
+
+def test_the_selector_trains_the_layers():
+    "The unary logits of its candidates are live: with the unary loss taken away the layers still get a gradient."
+    model, batch = random_model(3, sample_from_anchor=False, selector_top_k=4)
+    grads = []
+    for alpha in (0.0, 1.0):
+        model.zero_grad()
+        model(**batch, selector_loss_alpha=alpha)[1].backward()
+        grads.append(model.fc.weight.grad.clone())
+        assert model.candidate_selector.successor_codebook.grad.any() == bool(alpha)
+    assert (grads[0] - grads[1]).norm() > 1e-3 * grads[0].norm()
+
+
+# ---- drafting
+
+
+def block_rows(model, row, features, start, k):
+    """Training's rows [k, V] of a block at the last decided token, the drafted tokens in front being those of `row`:
+    softmax over the candidates, 0 elsewhere."""
+    L, first = len(row), model.config.first_slot
+    model.config.block_size = k + first
+    x = torch.cat([features, torch.zeros(L - len(features), features.shape[1])])
+    documents, anchors = torch.zeros(L, dtype=torch.long), torch.tensor([start])
+    with torch.no_grad():
+        hidden = model.block_hidden(
+            model.block_tokens(row[anchors]),
+            model.context(x),
+            anchors,
+            documents,
+            torch.arange(L),
+            lean=False,
+            impl="sdpa",
+            serving_window=True,
+        )[0, first:]
+        unary, ids = model.lm_head(hidden).topk(model.config.selector_top_k, -1)
+        codes = model.candidate_selector(hidden, row[start : start + k])[1]
+        few = model.candidate_selector.scores(unary, codes, ids).softmax(-1)
+    return torch.zeros(k, 30).scatter(-1, ids, few)
+
+
+def drafting_case(seed, **fixed):
+    "(drafter fed in two parts, tokens, features)"
+    model, _ = random_model(seed, **fixed)
+    g = torch.Generator().manual_seed(seed)
+    tokens, features = torch.randint(29, (12,), generator=g), torch.randn(11, model.fc.in_features, generator=g)
+    drafter = model.drafter()
+    drafter.propose(tokens[:7], features[:6], model.config.speculative_tokens, Sampling())
+    return drafter, tokens, features
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_chains_are_what_was_trained(seed):
+    """The drafter draws each token from the row that training's pass gives the slot when the drafted tokens are the
+    text (sliding windows as the engine counts them); greedy takes its argmax."""
+    drafter, tokens, features = drafting_case(40 + seed, sample_from_anchor=seed % 2 == 0, selector_top_k=4)
+    model, k = drafter.model, drafter.model.config.speculative_tokens
+    tree = drafter.propose(tokens, features[6:], k, Sampling(1.0, torch.Generator().manual_seed(seed)))
+    assert len(tree) == k and tree.parents.tolist() == list(range(-1, k - 1))
+    want = block_rows(model, torch.cat([tokens, tree.tokens]), features, 11, k)
+    torch.testing.assert_close(tree.probs, want, rtol=1e-4, atol=1e-6)
+    assert ((tree.probs > 0).sum(-1) <= 4).all() and (tree.probs[range(k), tree.tokens] > 0).all()
+    greedy = drafter.propose(tokens, features[11:], k, Sampling())
+    rows = block_rows(model, torch.cat([tokens, greedy.tokens]), features, 11, k)
+    assert greedy.probs is None and torch.equal(rows.argmax(-1), greedy.tokens)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_node_has_the_row_behind_its_token(seed):
+    "Every path of a grown tree is a chain's: its rows are those of training's pass on that path."
+    fixed = dict(block_size=4, selector_top_k=4, sample_from_anchor=seed % 2 == 0)
+    drafter, tokens, features = drafting_case(60 + seed, **fixed)
+    depth = 3
+    with torch.inference_mode(), drafter.grow(tokens, features[6:], depth) as next_log_probs:
+        tree = static_tree(next_log_probs, 3, 2, depth)
+        inner = torch.arange(-1, 9)  # the leaves are as deep as the block
+        rows = next_log_probs(inner, tree.tokens, tree.parents)
+    assert len(tree) == 3 + 6 + 12
+    for path in tree.paths():
+        words = tree.tokens[path]
+        want = block_rows(drafter.model, torch.cat([tokens, words]), features, 11, depth)
+        got = rows[[0, *(node + 1 for node in path[:-1])]].exp()
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    assert tree.parent_of[:3] == [-1] * 3 and (rows[1].exp() - rows[2].exp()).abs().sum() > 1e-3
+    assert (rows.isinf().sum(-1) == 26).all()
+    with torch.inference_mode(), drafter.grow(tokens, features[11:], depth) as next_log_probs:
+        grown = dynamic_tree(next_log_probs, top_k=6, depth=3, total_tokens=40).tree  # more than there are candidates
+    assert 4 < len(grown) <= 40
+
+
+def chi_square(counts, law, least=5):
+    "Pearson's statistic and its degrees of freedom, rare outcomes pooled."
+    expected = law * counts.sum()
+    rare = expected < least
+    parts = [(counts[~rare], expected[~rare])]
+    if expected[rare].sum() > 0:
+        parts.append((counts[rare].sum()[None], expected[rare].sum()[None]))
+    o, e = (torch.cat(x) for x in zip(*parts))
+    return float(((o - e) ** 2 / e).sum()), len(o) - 1
+
+
+def test_pairs_follow_the_distribution():
+    """400 drafted chains of two: the joint counts have the joint distribution, in which the second token depends on
+    the first. The 0.999 quantile of chi-square is below df + 4 sqrt(2 df)."""
+    drafter, tokens, features = drafting_case(
+        60, selector_top_k=5, selector_rank=5, sample_from_anchor=True, block_size=2, conv_kernel_size=1
+    )
+    counts, rows, g = torch.zeros(30, 30), torch.zeros(30, 30), torch.Generator().manual_seed(0)
+    drafter.propose(tokens, features[6:], 2, Sampling())
+    for _ in range(400):
+        tree = drafter.propose(tokens, features[11:], 2, Sampling(1.0, g))
+        a, b = tree.tokens.tolist()
+        counts[a, b] += 1
+        first, rows[a] = tree.probs
+    value, df = chi_square(counts.sum(1), first)
+    assert value < df + 4 * math.sqrt(2 * df)
+    common = counts.sum(1).topk(2).indices
+    assert (rows[common[0]] - rows[common[1]]).abs().sum() > 0.1  # it really depends on the token in front
+    for a in common:
+        value, df = chi_square(counts[a], rows[a])
+        assert value < df + 4 * math.sqrt(2 * df)
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_greedy_text_is_the_verifiers(tmp_path, tree):
+    "Token for token."
+    torch.manual_seed(0)
+    shape = dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=5, max_position_embeddings=128)
+    layers = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=4, head_dim=4, initializer_range=0.3, **shape
+    )
+    hf = LlamaForCausalLM(layers).eval()
+    hf.save_pretrained(tmp_path / "verifier")
+    layer = Qwen3Config(hidden_size=16, intermediate_size=20, num_hidden_layers=1, head_dim=6, **shape)
+    given = dict(verifier_name_or_path=str(tmp_path / "verifier"), block_size=4, mask_token_id=1)
+    model = DFlash2DraftModel.from_training_args(layer, **given, selector_rank=4, selector_top_k=3)
+    with torch.no_grad():
+        for p in model.candidate_selector.parameters():
+            p.normal_()
+    verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
+    prompt = torch.randint(1, 5, (9,), generator=torch.Generator().manual_seed(2))
+    want = hf.generate(prompt[None], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    drafter = model.drafter()
+    if tree:
+        shape = StaticTreeTokenProposalConfig(initial_branching_factor=2, branching_factor=2, depth=3)
+        drafter = TreeDrafter(drafter, shape)
+    out = generate(verifier, drafter, prompt, max_new_tokens=30, k=3)
+    assert out.tokens == want[0, 9:].tolist() and any(step.accepted for step in out.steps)
+
+
+# ---- bad input, serving
+
+
+def test_errors_name_the_field():
+    layer = Qwen3Config(
+        hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4, num_hidden_layers=1, vocab_size=30
+    )
+    ok = dict(transformer_layer_config=layer, draft_vocab_size=30, aux_hidden_state_layer_ids=[1], mask_token_id=29)
+    for wrong, words in (
+        (dict(conv_group_size=3), "conv_group_size=3 must divide the hidden size of 16"),
+        (dict(conv_group_size=0), "conv_group_size=0: must be at least 1"),
+        (dict(conv_kernel_size=9), "conv_kernel_size=9 is more than the 8 slots"),
+        (dict(conv_kernel_size=0), "conv_kernel_size=0: must be at least 1"),
+        (dict(selector_rank=0), "selector_rank=0: must be at least 1"),
+        (dict(selector_top_k=31), "selector_top_k=31 is more than the verifier's vocabulary of 30"),
+        (dict(selector_top_k=0), "selector_top_k=0: must be at least 1"),
+        (dict(mask_token_id=30), "mask_token_id=30"),
+        (dict(transformer_layer_config=LlamaConfig(vocab_size=30)), "model_type"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            DFlash2SpeculatorConfig(**ok | wrong)
+    DFlash2SpeculatorConfig(**ok)
+    with pytest.raises(ValueError, match="draft_vocab_size=20 of 30: candidates are tokens of the verifier's whole"):
+        DFlash2DraftModel(DFlash2SpeculatorConfig(**ok | dict(draft_vocab_size=20)))
+    model, batch = random_model(1)
+    with pytest.raises(ValueError, match="dpace"):
+        model(**batch, per_position_loss_weight="dpace", loss_config={"ce": 0.5, "tv": 0.5})
+
+
+def test_serving_violations():
+    layer = dict(
+        model_type="qwen3",
+        layer_types=["full_attention"],
+        hidden_act="silu",
+        sliding_window=None,
+        max_position_embeddings=128,
+    )
+    good = dict(
+        transformer_layer_config=layer,
+        mask_token_id=3,
+        aux_hidden_state_layer_ids=[1, 2],
+        draft_vocab_size=30,
+        block_size=4,
+        sample_from_anchor=False,
+        sliding_window_non_causal=True,
+        conv_kernel_size=2,
+        conv_group_size=16,
+        selector_rank=8,
+        selector_top_k=4,
+        speculators_config=dict(proposal_methods=[dict(speculative_tokens=3)]),
+    )
+
+    def proposing(k):
+        return dict(speculators_config=dict(proposal_methods=[dict(speculative_tokens=k)]))
+
+    slides = dict(transformer_layer_config=layer | dict(layer_types=["sliding_attention"], sliding_window=64))
+    mixed = dict(
+        transformer_layer_config=layer | dict(layer_types=["sliding_attention", "full_attention"], sliding_window=64)
+    )
+    check = DFlash2DraftModel.serving_violations
+    without = {k: v for k, v in good.items() if k != "sliding_window_non_causal"}
+    causal = good | slides | dict(sliding_window_non_causal=False)
+    # the runner that serves it knows mixed layers; a causal block does not see the masks that are missing
+    for fine in (good, good | mixed, without, without | mixed, causal, causal | proposing(2)):
+        assert check(fine) == [], fine
+    for wrong, words in (
+        (dict(sample_from_anchor=True), "sample_from_anchor is True"),
+        (proposing(2), "speculative_tokens is 2, but slots were trained to attend to all 3 masks"),
+        (proposing(4), "speculative_tokens is 4, but a block of 4 was trained to draft 3"),
+        (dict(sliding_window_non_causal=False), "sliding_window_non_causal is False"),
+        (mixed | dict(sliding_window_non_causal=False), "sliding_window_non_causal is False"),
+        (dict(mask_token_id=None), "mask_token_id"),
+        (dict(transformer_layer_config=layer | dict(hidden_act="gelu")), "hidden_act"),
+    ):
+        found = check(good | wrong)
+        assert len(found) == 1 and words in found[0], found
+    for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+        assert check({k: v for k, v in good.items() if k != name}) == [f"{name} is not written; vLLM requires it"]
+    assert "V2 model runner" in DFlash2DraftModel.serving_warnings(good)[0]
+    assert METHOD_OF_TYPE["dflash2"] == ("dflash", True)
+
+
+def test_defaults_are_the_documented_ones():
+    c = DFlash2SpeculatorConfig()
+    assert (c.conv_kernel_size, c.conv_group_size, c.selector_rank, c.selector_top_k) == (2, 16, 256, 16)
+    assert (c.block_size, c.sample_from_anchor, c.sliding_window_non_causal) == (8, False, True)
+    assert (c.speculators_model_type, c.architectures) == ("dflash2", ["DFlash2DraftModel"])
+    assert c.speculative_tokens == 7 and SpeculatorModel.registered_class("dflash2") is DFlash2DraftModel
+    kwargs, evaluation = DFlash2DraftModel.get_trainer_kwargs()
+    assert kwargs == evaluation and kwargs["loss_config"] == {"kl_div": 1.0}
+    assert (kwargs["gamma"], kwargs["max_anchors"], kwargs["dpace_alpha"]) == (4.0, 512, 0.5)
+    assert (kwargs["per_position_loss_weight"], kwargs["selector_loss_alpha"]) == ("fixed-exp-decay", 1.0)
+    assert DFlash2DraftModel.training_arguments()["sliding_window_non_causal"] is True

@@ -1,0 +1,63 @@
+"""Every verifier family: tap, features, train step, decoding and regeneration, as docs/verifiers.md has it."""
+
+import pytest
+import torch
+from families import CHECKS, FAMILIES, NEW, PAGE, H, Line, greedy, line_of, page, same, saved, texts, verifier
+
+from speculators_nb.decode.draft_model import DraftModel
+from speculators_nb.decode.generate import generate
+from speculators_nb.decode.proposal_setup import TreeDrafter
+from speculators_nb.verifier.parts import load_verifier_tensors
+
+TEXT = PAGE.read_text()
+ROWS = [line for line in TEXT.splitlines() if line.startswith("| `")]
+ERRORS = [line for line in TEXT.splitlines() if line.startswith("- `")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_page_is_what_the_checks_find(family):
+    row, errors = line_of(family)
+    assert errors == [error for error in ERRORS if error.startswith(f"- `{family}`")]
+    assert row in ROWS
+
+
+def test_the_page_is_written_by_these_tests():
+    "And by hand nowhere."
+    lines = [Line(row, ERRORS if row == ROWS[-1] else []) for row in ROWS]
+    assert page(TEXT, lines) == TEXT and [row.split("`")[1] for row in ROWS] == [*FAMILIES]
+
+
+def test_families_with_softmax_attention_do_everything():
+    cells = {row.split("`")[1]: [cell.strip() for cell in row.split("|")[3:-1]] for row in ROWS}
+    softmax = {f: c[1:] for f, c in cells.items() if {*c[0].split(", ")} <= {"full", "sliding", "chunked"}}
+    assert {f for f, c in softmax.items() if {*c} != {"yes"}} == {"gemma3n_text"}
+    hybrids = {f: c[1:] for f, c in cells.items() if f not in softmax}
+    assert {f for f, c in hybrids.items() if {*c} != {"yes", "reads again"}} == {"minimax"}
+    assert len(softmax) > 30 and len(hybrids) > 6 and len(CHECKS) == 5
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "qwen3_next", "falcon_h1"])
+def test_as_a_draft_model_of_itself(family):
+    "Never wrong; what it drafted is forgotten where the text goes on otherwise."
+    v, (prompts, answers) = verifier(family), greedy(family)
+    drafter = DraftModel(v.model, v)
+    for drafts in (drafter, TreeDrafter(drafter, [(0,), (1,), (0, 0), (1, 0)])):
+        g = generate(v, drafts, prompts[0], max_new_tokens=NEW, k=2)
+        assert g.prompt + g.tokens == answers[0]
+        assert all(s.accepted == min(s.requested, 2) for s in g.steps)
+    before = drafter.read(torch.tensor([5, 6, 7]))
+    drafter.read(torch.tensor([5, 6, 8, 9]))
+    same(drafter.read(torch.tensor([5, 6, 7])), before)
+
+
+def test_bamba_needs_positions():
+    "transformers counts positions of Bamba from 0 in every call, where none are given."
+    v, ids = verifier("bamba"), torch.tensor(texts([12]))
+    cache = v(ids[:, :5]).past_key_values
+    same(v(ids[:, 5:], past_key_values=cache).logits, v(ids).logits[:, 5:])
+
+
+def test_a_bias_is_of_the_same_module():
+    "A norm of the vision part has one, the final norm of the text has none."
+    assert load_verifier_tensors(saved("qwen3_vl"))["norm_bias"] is None
+    assert load_verifier_tensors(saved("phimoe"))["norm_bias"].shape == (H,)
