@@ -93,6 +93,7 @@ vllm-test: .venv/.run  ## checkpoints of ours in the real vLLM on the CPU, token
 	$(OFFLINE) $(BIN)/python tests/vllm/check_features.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_engine.py
 	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_speculative_config.py
+	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_dflash2.py
 
 upstream-test: .venv/.run  ## checkpoints of ours in speculators 0.9.0 and its in ours: the same loss (its own environment, 1.7 GB)
 	$(OFFLINE) $(BIN)/python tests/parity/check_upstream.py

@@ -198,6 +198,8 @@ SPELLS_NAMES = {
     "serve.vllm_methods",
     "serve.speculative_fields",
     "serve.draft_method",
+    "serve.draft_and_target",
+    "serve.checked_fields",
     "serve.speculative_config",
     "train.upstream_losses",
     "train.upstream_functions",

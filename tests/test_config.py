@@ -22,7 +22,7 @@ from speculators_nb.core.config import (
     layer_config_from_dict,
     reload_schemas,
 )
-from speculators_nb.core.registry import GreedyTokenProposalConfig, TokenProposalConfig
+from speculators_nb.core.registry import ClassRegistryMixin, GreedyTokenProposalConfig, TokenProposalConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = {
@@ -325,3 +325,128 @@ def test_proposal_defaults():
         "static_tree": dict(initial_branching_factor=4, branching_factor=2, depth=5),
         "dynamic_tree": dict(speculative_tokens=48, expansion_factor=10, depth=6),
     }
+
+
+def test_pydantic_names():
+    "What code written for pydantic calls, beside the names of transformers."
+    config = Toy(speculators_config=shared(), draft_vocab_size=128)
+    dumped = config.model_dump()
+    assert dumped == config.to_dict() == config.model_dump(mode="json")
+    assert json.loads(config.model_dump_json(indent=1)) == json.loads(json.dumps(dumped))
+    for made in (
+        Toy.model_validate(dumped),
+        SpeculatorModelConfig.model_validate(dumped),
+        Toy.model_validate_json(config.model_dump_json()),
+        Toy.model_validate(config),
+        config.model_copy(),
+    ):
+        assert type(made) is Toy and made == config
+    copied = config.model_copy(update=dict(draft_vocab_size=64))
+    assert (copied.draft_vocab_size, config.draft_vocab_size) == (64, 128)
+    with pytest.raises(ValueError, match="Toy.draft_vocab_size=0"):
+        config.model_copy(update=dict(draft_vocab_size=0))
+    with pytest.raises(ValueError, match="speculators_model_type='toy_config_test' makes a Toy"):
+        Child.model_validate(dumped)
+    with pytest.raises(TypeError, match="Toy.model_validate takes a dictionary, not list"):
+        Toy.model_validate([])
+    assert SpeculatorModelConfig.schema_discriminator == "speculators_model_type"
+
+
+def test_reload_schema_of_configs():
+    "A proposal method that registers later is accepted after any of the three reloads."
+    for name, reload in (
+        ("a", SpeculatorModelConfig.reload_schema),
+        ("b", Toy.reload_schema),
+        ("c", SpeculatorsConfig.reload_schema),
+    ):
+
+        @TokenProposalConfig.register(f"late_{name}")
+        class Late(TokenProposalConfig):
+            proposal_type: str = f"late_{name}"
+
+        reload()
+        method = {"proposal_type": f"late_{name}"}
+        made = SpeculatorsConfig(
+            **shared().model_dump() | dict(proposal_methods=[method], default_proposal_method=f"late_{name}")
+        )
+        assert type(made.proposal_methods[0]) is Late
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "peagle", "dspark", "mtp", "medusa"])
+def test_the_wrong_type_is_rejected(kind):
+    "Each class has one word; another drafter's is refused in the constructor and from a dictionary."
+    cls = SpeculatorModelConfig.registered_classes()[kind]
+    other = "mlp" if kind != "mlp" else "eagle"
+    with pytest.raises(ValueError, match=f"{cls.__name__}.speculators_model_type='{other}': must be '{kind}'"):
+        cls(speculators_model_type=other)
+    with pytest.raises(ValueError, match=f"speculators_model_type='{other}' makes a"):
+        cls.from_dict({"speculators_model_type": other})
+    assert cls(speculators_model_type=kind).speculators_model_type == kind
+
+
+def test_layers_without_a_model_type():
+    "Llama's in EAGLE, Qwen3's in the others, in the constructor and from a file; a word is still honoured."
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    for kind, want in (
+        ("eagle", LlamaConfig),
+        ("eagle3", Qwen3Config),
+        ("peagle", Qwen3Config),
+        ("dflash", Qwen3Config),
+    ):
+        cls = SpeculatorModelConfig.registered_classes()[kind]
+        fields = {"draft_vocab_size": 64} if kind != "eagle" else {}
+        made = cls(transformer_layer_config=dict(sizes), **fields)
+        read = cls.from_dict({"speculators_model_type": kind, "transformer_layer_config": dict(sizes), **fields})
+        assert type(made.transformer_layer_config) is type(read.transformer_layer_config) is want
+        assert made.transformer_layer_config.hidden_size == 32
+    named = SpeculatorModelConfig.registered_classes()["eagle3"](
+        transformer_layer_config=sizes | dict(model_type="llama"), draft_vocab_size=64
+    )
+    assert type(named.transformer_layer_config) is LlamaConfig
+    with pytest.raises(ValueError, match="model_type=None is missing"):
+        layer_config_from_dict(sizes)
+
+
+def test_drafters_of_your_own_package_are_found(tmp_path, monkeypatch):
+    "A config of a type that only a further package registers, by name of the package alone."
+    package = tmp_path / "my_drafters/deeper"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "mine.py").write_text(
+        "from speculators_nb.core.config import SpeculatorModelConfig\n"
+        "@SpeculatorModelConfig.register('mine')\n"
+        "class Mine(SpeculatorModelConfig):\n    speculators_model_type: str = 'mine'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="'mine' is not known"):
+        SpeculatorModelConfig.from_dict({"speculators_model_type": "mine"})
+    monkeypatch.setattr(SpeculatorModelConfig, "auto_package", ("speculators_nb.models", "my_drafters"))
+    try:
+        made = SpeculatorModelConfig.from_dict({"speculators_model_type": "mine"})
+        assert type(made).__name__ == "Mine" and "mine" in SpeculatorModelConfig.registered_classes()
+        monkeypatch.setattr(SpeculatorModelConfig, "auto_package", "no_such_drafters")
+        with pytest.raises(ImportError, match="no_such_drafters"):
+            SpeculatorModelConfig.registered_classes()
+    finally:
+        SpeculatorModelConfig.registry.pop("mine", None)
+
+
+def test_register_without_a_name():
+    "Under the class's own name, as documented; what is no class or no name is refused."
+
+    class Base(ClassRegistryMixin):
+        pass
+
+    @Base.register()
+    class Plain(Base):
+        pass
+
+    Base.register_decorator(int)
+    assert Base.registered_classes() == {"Plain": Plain, "int": int}
+    with pytest.raises(ValueError, match="the name is a string"):
+        Base.register(3)
+    with pytest.raises(TypeError, match="and 7 is none"):
+        Base.register()(7)
+    with pytest.raises(TypeError, match="no pydantic model"):
+        TokenProposalConfig.register("plain")(Plain)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from recorded import FIXTURES, cases, load_case
 from safetensors.torch import load_file
-from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
 from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import NoDrafter, generate
@@ -238,8 +238,8 @@ def test_slot_weights():
     )
     with pytest.raises(ValueError, match="per_position_loss_weight='linear'"):
         model.slot_weight(supervised, "linear")
-    with pytest.raises(ValueError, match="confidence from one loss"):
-        model(**batch, per_position_loss_weight="dpace", loss_config={"ce": 1.0, "tv": 1.0})
+    with pytest.raises(ValueError, match="confidence from ce, and the mixture is kl_div, tv"):
+        model(**batch, per_position_loss_weight="dpace", loss_config={"kl_div": 1.0, "tv": 1.0})
 
 
 def test_given_slot_weights():
@@ -331,9 +331,9 @@ def test_bad_input():
         (dict(block_size=1), "block_size=1: must be at least 2"),
         (dict(mask_token_id=60), "mask_token_id=60 lies outside"),
         (dict(mask_token_id=-1), "mask_token_id=-1"),
-        (dict(aux_hidden_state_layer_ids=[2, 1]), "must be distinct, ascending"),
+        (dict(aux_hidden_state_layer_ids=[1, 1]), "must be distinct and not negative"),
         (dict(draft_vocab_size=61), "draft_vocab_size=61"),
-        (dict(transformer_layer_config=LlamaConfig(vocab_size=60)), "model_type is 'llama'"),
+        (dict(transformer_layer_config=GPT2Config(vocab_size=60)), "model_type is 'gpt2'"),
         (dict(transformer_layer_config=layer.to_dict() | dict(layer_types=["linear_attention"])), "linear_attention"),
     ):
         with pytest.raises(ValueError, match=text.replace("(", r"\(")):
@@ -518,3 +518,51 @@ def test_fresh_checkpoint_keeps_the_contract(pair, tmp_path):
     del raw["sliding_window_non_causal"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert any("sliding_window_non_causal is not written" in line for line in check_vllm_contract(tmp_path))
+
+
+def test_anchors_of_the_config():
+    "max_anchors is a field, the default of a training step; a config.json without it has 512."
+    model, batch = random_model(3)
+    old = {name: value for name, value in model.config.to_dict().items() if name != "max_anchors"}
+    assert DFlashSpeculatorConfig.from_dict(old).max_anchors == 512
+    model.eval()
+    model.config.max_anchors = 3
+    assert torch.equal(model(**batch)[1], model(**batch, max_anchors=3)[1])
+    assert not torch.equal(model(**batch)[1], model(**batch, max_anchors=20)[1])
+    with pytest.raises(ValueError, match="DFlashSpeculatorConfig.max_anchors=0"):
+        model.config.max_anchors = 0
+    assert model.get_trainer_kwargs()[0].get("max_anchors") is None
+    assert DFlashDraftModel.training_arguments()["max_anchors"] == 512
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, MistralConfig, Qwen2Config])
+def test_layers_of_other_families_are_qwen3s(family):
+    "As upstream: the sizes of any of them, with norms on queries and keys, and stored as what they are."
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=40, vocab_size=60)
+    rope = dict(rope_type="default", rope_theta=5e5)
+    layer = family(**sizes, num_hidden_layers=2, rms_norm_eps=1e-5, rope_parameters=rope)
+    fields = dict(draft_vocab_size=60, aux_hidden_state_layer_ids=[1], mask_token_id=59)
+    config = DFlashSpeculatorConfig(transformer_layer_config=layer, **fields)
+    found = config.transformer_layer_config
+    assert type(found) is Qwen3Config and {k: getattr(found, k) for k in sizes} == sizes
+    assert (found.head_dim, found.rms_norm_eps, found.rope_parameters["rope_theta"]) == (8, 1e-5, 5e5)
+    assert found.layer_types == ["full_attention"] * 2
+    model = DFlashDraftModel(config)
+    assert model.layers[0].self_attn.q_norm.weight.shape == (8,)
+    assert DFlashSpeculatorConfig.from_dict(config.to_dict()) == config
+    named = {"model_type": family.model_type} | layer.to_diff_dict()
+    assert DFlashSpeculatorConfig(transformer_layer_config=named, **fields) == config
+
+
+def test_dpace_weights_a_mixture():
+    "ce says how confident the drafter is, and weights every term alike; without ce there is no confidence to read."
+    model, batch = random_model(2, block_size=5)
+    options = dict(anchor_positions=torch.tensor([4, 20, 30]), per_position_loss_weight="dpace")
+    alone = {name: model(**batch, **options, loss_config={"ce": 1.0, name: 0.5}) for name in ("tv", "kl_div")}
+    dense = model(**batch, **options, loss_config={"ce": 1.0, "tv": 0.5}, lean=False)
+    torch.testing.assert_close(alone["tv"].loss, dense.loss, rtol=1e-5, atol=1e-6)
+    ce = model(**batch, **options, loss_config={"ce": 1.0}).loss
+    double = model(**batch, **options, loss_config={"ce": 2.0, "tv": 0.5}).loss
+    torch.testing.assert_close(double - ce, alone["tv"].loss, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="confidence from ce, and the mixture is kl_div, tv"):
+        model(**batch, **options, loss_config={"kl_div": 1.0, "tv": 1.0})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from recorded import FIXTURES, cases, load_case
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from speculators_nb.core.registry import StaticTreeTokenProposalConfig
 from speculators_nb.core.tree import Sampling
@@ -148,6 +148,29 @@ def test_a_score_is_its_sentence():
             for c in range(2):
                 product = selector.predecessor_codebook[previous[n]] * wh * selector.successor_codebook[ids[n, c]]
                 assert scores[n, c] == pytest.approx(float(unary[n, c] + product.sum()), abs=1e-5)
+
+
+def test_convolution_and_scores_are_vllms():
+    """On what vLLM 0.32's own functions computed (tests/vllm/check_dflash2.py): both convolutions, and every candidate
+    behind every candidate of the slot before (behind the anchor for the first), to 1e-5."""
+    t = load_file(FIXTURES / "dflash2_vllm.safetensors")
+    _, taps, H = t["base"].shape
+    blocks, slots, top_k = t["unary"].shape
+    module = SlotConvolution(H, taps, 4)
+    module.load_state_dict({"base_kernel": t["base"], "kernel_projection.weight": t["projection"]})
+    x = t["x"].view(blocks, slots, H)
+    with torch.no_grad():
+        for name, kernel in zip(("front", "behind"), module(x)):
+            torch.testing.assert_close(convolve(x, kernel).flatten(0, 1), t[name], rtol=1e-5, atol=1e-5)
+        selector = CandidateSelector(40, H, 6, 0.02)
+        names = ("predecessor_codebook", "successor_codebook")
+        selector.load_state_dict({n: t[n] for n in names} | {"hidden_projection.weight": t["hidden_projection"]})
+        first = t["anchors"][:, None, None].expand(-1, 1, top_k)
+        previous = torch.cat([first, t["candidates"][:, :-1]], 1)  # [blocks, slots, C]
+        codes = selector(x[:, :, None].expand(-1, -1, top_k, -1), previous)[1]
+        behind_each = [y[:, :, None].expand(-1, -1, top_k, -1) for y in (t["unary"], t["candidates"])]
+        scores = selector.scores(behind_each[0], codes, behind_each[1])
+        torch.testing.assert_close(scores, t["edges"], rtol=1e-5, atol=1e-5)
 
 
 def test_a_fresh_drafter_is_dflash():
@@ -457,7 +480,7 @@ def test_errors_name_the_field():
         (dict(selector_top_k=31), "selector_top_k=31 is more than the verifier's vocabulary of 30"),
         (dict(selector_top_k=0), "selector_top_k=0: must be at least 1"),
         (dict(mask_token_id=30), "mask_token_id=30"),
-        (dict(transformer_layer_config=LlamaConfig(vocab_size=30)), "model_type"),
+        (dict(transformer_layer_config=GPT2Config(vocab_size=30)), "model_type"),
     ):
         with pytest.raises(ValueError, match=words):
             DFlash2SpeculatorConfig(**ok | wrong)
@@ -530,6 +553,6 @@ def test_defaults_are_the_documented_ones():
     assert c.speculative_tokens == 7 and SpeculatorModel.registered_class("dflash2") is DFlash2DraftModel
     kwargs, evaluation = DFlash2DraftModel.get_trainer_kwargs()
     assert kwargs == evaluation and kwargs["loss_config"] == {"kl_div": 1.0}
-    assert (kwargs["gamma"], kwargs["max_anchors"], kwargs["dpace_alpha"]) == (4.0, 512, 0.5)
+    assert (kwargs["gamma"], c.max_anchors, kwargs["dpace_alpha"]) == (4.0, 512, 0.5)
     assert (kwargs["per_position_loss_weight"], kwargs["selector_loss_alpha"]) == ("fixed-exp-decay", 1.0)
     assert DFlash2DraftModel.training_arguments()["sliding_window_non_causal"] is True

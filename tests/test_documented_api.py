@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
-from documented import H, V, batch, layer, write_verifier
+from documented import SHAPE, H, V, batch, layer, write_verifier
 from safetensors.torch import load_file
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
@@ -22,8 +22,11 @@ from speculators_nb import (
     reload_schemas,
 )
 from speculators_nb.models import (
+    DFlashDraftModel,
     Eagle3DraftModel,
     Eagle3SpeculatorConfig,
+    EagleSpeculatorConfig,
+    MTPDraftModel,
 )
 from speculators_nb.utils import ClassRegistryMixin
 
@@ -59,6 +62,21 @@ def test_exports():
         assert getattr(speculators_nb, name) and name in speculators_nb.__all__
 
 
+@pytest.mark.statement("api-04", "models-02", "models-27")
+def test_a_model_is_made_of_its_config(verifier, tmp_path):
+    other = write_verifier(tmp_path, "qwen3")
+    for model in (
+        fresh(verifier),
+        DFlashDraftModel.from_training_args(
+            layer("qwen3"), verifier_name_or_path=str(verifier), mask_token_id=V - 1, block_size=4
+        ),
+        MTPDraftModel.from_training_args(layer("qwen3"), verifier_name_or_path=str(other), fresh_head=True),
+    ):
+        again = type(model)(model.config)
+        trained = {name for name, _ in model.named_parameters() if not name.startswith("target_head")}
+        assert trained == {name for name, _ in again.named_parameters() if not name.startswith("target_head")}
+
+
 @pytest.mark.statement("api-06", "api-07", "api-08", "api-10", "api-12")
 def test_layers(verifier):
     model, normed = fresh(verifier), fresh(verifier, norm_before_fc=True)
@@ -84,10 +102,24 @@ def test_layers_to_read(verifier):
     assert fresh(verifier, target_layer_ids=[0, 1, 2]).config.eagle_aux_hidden_state_layer_ids == [0, 1, 2]
 
 
+@pytest.mark.statement("api-14")
+def test_off_policy_tokens():
+    train, val = Eagle3DraftModel.get_trainer_kwargs(ttt_steps=2, use_off_policy_tokens=True)
+    assert train["use_off_policy_tokens"] is True and not val.get("use_off_policy_tokens")
+
+
 @pytest.mark.statement("api-16", "api-17")
 def test_the_base_class(verifier):
     assert issubclass(SpeculatorModel, PreTrainedModel) and issubclass(SpeculatorModel, ClassRegistryMixin)
     assert SpeculatorModel.registry["eagle3"] is Eagle3DraftModel and fresh(verifier)(**batch(), ttt_steps=1)[1] > 0
+
+
+@pytest.mark.statement("api-18", "api-19")
+def test_a_model_needs_a_config():
+    with pytest.raises(ValueError):
+        Eagle3DraftModel(None)
+    with pytest.raises(TypeError):
+        Eagle3DraftModel(LlamaConfig(**SHAPE))
 
 
 @pytest.mark.statement("api-20")
@@ -121,6 +153,12 @@ def test_mappings_on_loading(verifier, tmp_path):
     assert torch.equal(model.t2d, other) and torch.equal(model.d2t, d2t + 12)
 
 
+@pytest.mark.statement("api-34")
+def test_neither_path_nor_config():
+    with pytest.raises(ValueError):
+        SpeculatorModel.from_pretrained(None)
+
+
 @pytest.mark.statement("api-39", "release-04", "release-05", "release-56")
 def test_a_class_of_ones_own():
     @SpeculatorModel.register("statement_of_tests")
@@ -148,6 +186,39 @@ def test_a_class_of_ones_own():
 def test_class_of_a_config(saved):
     config = SpeculatorModelConfig.from_pretrained(saved)
     assert SpeculatorModel.registered_model_class_from_config(config) is Eagle3DraftModel
+
+
+@pytest.mark.statement("api-42", "api-43", "api-44")
+def test_class_of_no_config():
+    for config in (LlamaConfig(), SpeculatorModelConfig()):
+        with pytest.raises(TypeError):
+            SpeculatorModel.registered_model_class_from_config(config)
+
+    class Other(SpeculatorModelConfig):
+        speculators_model_type: str = "nobody"
+
+    with pytest.raises(ValueError, match="eagle3"):
+        SpeculatorModel.registered_model_class_from_config(Other())
+
+
+@pytest.mark.statement("api-46")
+def test_an_unregistered_class(verifier):
+    class Unregistered(Eagle3DraftModel):
+        pass
+
+    with pytest.raises(ValueError, match="Unregistered"):
+        SpeculatorModel.verify_training_compatible(Unregistered(fresh(verifier).config))
+
+
+@pytest.mark.statement("api-45", "api-47")
+def test_verify_training_compatible(verifier):
+    model = fresh(verifier)
+    SpeculatorModel.verify_training_compatible(model)
+    with pytest.raises(TypeError):
+        SpeculatorModel.verify_training_compatible(torch.nn.Linear(2, 2))
+    del model.layers
+    with pytest.raises(AttributeError, match="layers"):
+        SpeculatorModel.verify_training_compatible(model)
 
 
 @pytest.mark.statement("api-49", "api-50", "api-51", "api-59", "api-60")
@@ -236,6 +307,14 @@ def test_verifier_config():
 @pytest.mark.statement("api-71")
 def test_verifier_config_of_a_folder(verifier):
     assert VerifierConfig.from_pretrained(verifier).architectures == ["LlamaForCausalLM"]
+
+
+@pytest.mark.statement("api-72")
+def test_pydantic_idioms(saved):
+    config = SpeculatorModelConfig.from_pretrained(saved)
+    again = SpeculatorModelConfig.model_validate(config.model_dump())
+    assert type(again) is Eagle3SpeculatorConfig and again == config
+    assert EagleSpeculatorConfig.model_validate(EagleSpeculatorConfig(layernorms=True).model_dump()).layernorms
 
 
 @pytest.mark.statement("release-51")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from recorded import FIXTURES, cases, load_case
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import generate
@@ -631,7 +631,7 @@ def test_errors_name_the_field():
         (dict(mask_token_id=30), "mask_token_id=30"),
         (dict(block_size=1), "block_size=1"),
         (dict(draft_vocab_size=31), "draft_vocab_size=31"),
-        (dict(transformer_layer_config=LlamaConfig(vocab_size=30)), "model_type"),
+        (dict(transformer_layer_config=GPT2Config(vocab_size=30)), "model_type"),
     ):
         with pytest.raises(ValueError, match=words):
             DSparkSpeculatorConfig(**ok | wrong)
@@ -647,7 +647,7 @@ def test_errors_name_the_field():
     with pytest.raises(ValueError, match="lstm|unknown"):
         model(**batch, per_position_loss_weight="lstm")
     with pytest.raises(ValueError, match="dpace"):
-        model(**batch, per_position_loss_weight="dpace", loss_config={"ce": 0.5, "tv": 0.5})
+        model(**batch, per_position_loss_weight="dpace", loss_config={"kl_div": 0.5, "tv": 0.5})
 
 
 def test_serving_violations():

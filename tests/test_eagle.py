@@ -8,9 +8,19 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from speculators_nb.core.config import SpeculatorModelConfig
+from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
+from speculators_nb.core.registry import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig
 from speculators_nb.core.tree import Drafter, Sampling
 from speculators_nb.core.tree_growth import dynamic_tree
 from speculators_nb.decode.generate import NoDrafter, generate
@@ -237,8 +247,6 @@ def test_padding_changes_nothing():
         with pytest.raises(ValueError, match="attention_mask has 6 columns for 4 cached and 6 new"):
             cache = model(ids[:, :4], features[:, :4], use_cache=True).past_key_values
             model(ids, features, attention_mask=torch.ones(1, 6), past_key_values=cache)
-        with pytest.raises(ValueError, match="output_attentions"):
-            model(ids, features, output_attentions=True)
         with pytest.raises(TypeError, match="no document_ids"):
             model(ids, features, forward_num_total=2)
 
@@ -505,7 +513,8 @@ def test_the_verifier_comes_and_goes(folder):
     logits = []
     for verifier, mode in ((ready, "full"), (ready, "train_only"), (str(folder), None), (folder, "train_only")):
         held = model.attach_verifier(verifier, mode)
-        assert model.verifier is held and (held is not None) == (mode != "train_only")
+        assert model.verifier is (None if mode == "train_only" else held)
+        assert held is None if verifier == folder else isinstance(held, Qwen3ForCausalLM)
         assert model.verifier_attachment_mode == (mode or "full")
         assert model.verifier_layers == 3 and not any(n.startswith("verifier") for n in model.state_dict())
         assert {p for p in model.parameters() if p.requires_grad} == {
@@ -649,3 +658,137 @@ def test_training_arguments(folder):
         )
     with pytest.raises(ValueError, match="forward_num_total=0"):
         (lambda m, b, g: m(**b, forward_num_total=0))(*random_model(0))
+
+
+def documented(folder, method=None, attach=True):
+    "The documentation's own example: a config, a verifier, mode full."
+    method = method or GreedyTokenProposalConfig(speculative_tokens=3)
+    config = EagleSpeculatorConfig(
+        transformer_layer_config=AutoConfig.from_pretrained(folder),
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle",
+            proposal_methods=[method],
+            default_proposal_method=method.proposal_type,
+            verifier=VerifierConfig(name_or_path=str(folder), architectures=["Qwen3ForCausalLM"]),
+        ),
+    )
+    torch.manual_seed(0)
+    return EagleSpeculator(config, verifier=str(folder) if attach else None, verifier_attachment_mode="full")
+
+
+def test_generate_is_the_verifiers_own(folder):
+    """Greedy, as `transformers` itself writes: one row, a padded batch, stop tokens, both limits; by a chain and by a
+    tree."""
+    ids = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    padding = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    tree = DynamicTreeTokenProposalConfig(speculative_tokens=8, expansion_factor=3, depth=3)
+    for speculator in (documented(folder), documented(folder, tree)):
+        verifier = speculator.verifier
+        for options in (
+            dict(max_new_tokens=9),
+            dict(max_length=12),
+            dict(max_new_tokens=9, attention_mask=padding),
+            dict(max_new_tokens=9, eos_token_id=int(verifier.generate(ids)[1, 8]), pad_token_id=7),
+            {},
+        ):
+            assert torch.equal(speculator.generate(ids, **options), verifier.generate(ids, do_sample=False, **options))
+        assert speculator.generate(ids[0], max_new_tokens=2).shape == (1, 7)
+    with pytest.raises(ValueError, match="repetition_penalty=1.5: speculative decoding here knows"):
+        speculator.generate(ids, repetition_penalty=1.5)
+    with pytest.raises(ValueError, match="max_length=4: the prompt has 5 tokens"):
+        speculator.generate(ids, max_length=4)
+    with pytest.raises(TypeError, match="generate got beam: not a field"):
+        speculator.generate(ids, beam=2)
+
+
+def test_generate_keeps_the_distribution(folder):
+    "The second sampled token's frequencies over 1,200 requests against the verifier's exact ones (chi squared)."
+    speculator, n = documented(folder), 1200
+    torch.manual_seed(1)
+    prompt = torch.tensor([[3, 1, 4]])
+    options = dict(max_new_tokens=3, do_sample=True, top_k=0, temperature=0.7)
+    drawn = speculator.generate(prompt.expand(n, -1), **options)[:, 4]
+    with torch.no_grad():
+        first = (speculator.verifier(prompt).logits[0, -1] / 0.7).softmax(-1)
+        rows = torch.cat([prompt.expand(V, -1), torch.arange(V)[:, None]], 1)
+        second = (speculator.verifier(rows).logits[:, -1] / 0.7).softmax(-1)
+    expected = n * (first @ second)
+    counts = torch.bincount(drawn, minlength=V)
+    assert ((counts - expected) ** 2 / expected).sum() < 50  # 23 degrees of freedom: p < 0.001
+    likeliest = second.argmax(-1)
+    (a, b) = speculator.generate(prompt.expand(2, -1), max_new_tokens=2, do_sample=True, top_k=1)[:, 3:]
+    assert torch.equal(a, b) and a[1] == likeliest[a[0]]
+
+
+def test_the_verifier_that_is_attached(folder):
+    "Returned in both modes; without the whole of it nothing is generated; ValueError as documented."
+    speculator = documented(folder, attach=False)
+    verifier = Qwen3ForCausalLM.from_pretrained(folder)
+    ids, features = torch.randint(V, (1, 4)), torch.randn(1, 4, H)
+    for use in (lambda: speculator(ids, features), lambda: speculator.generate(ids), speculator.detach_verifier):
+        with pytest.raises(ValueError, match="verifier"):
+            use()
+    assert speculator.attach_verifier(verifier, mode="train_only") is verifier and speculator.verifier is None
+    with pytest.raises(ValueError, match="verifier_attachment_mode='train_only'"):
+        speculator.generate(ids)
+    assert speculator(ids, features).logits.shape == (1, 4, V)
+    speculator.detach_verifier()
+    assert speculator.attach_verifier(verifier) is verifier is speculator.verifier
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attentions(window):
+    "Rows sum to one, nothing ahead or outside of the window or at padding, and they make the heads that are used."
+    kind = dict(layer_types=["sliding_attention"], sliding_window=3, use_sliding_window=True) if window else {}
+    model, _, g = random_model(3, True, True, Qwen3Config, **kind)
+    ids, features = torch.randint(V, (2, 6), generator=g), torch.randn(2, 6, H, generator=g)
+    padding = torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6])
+    plain = model(ids, features, attention_mask=padding)
+    out = model(ids, features, attention_mask=padding, output_attentions=True)
+    assert plain.attentions is None and torch.equal(plain.logits, out.logits)
+    (weights,) = out.attentions
+    assert weights.shape == (2, 4, 6, 6)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 6))
+    assert not weights.triu(1).any() and not weights[0, :, 1:, 0].any()
+    assert window is None or not weights.tril(-3).any()
+    x = model.transformer.inputs(model.fuse(ids, features))[0]
+    values = model.transformer.self_attn.key_value(x, model.rotary(x, torch.arange(6).expand(2, -1)))[1]
+    heads, found = weights @ values.repeat_interleave(2, 1), []
+    model.transformer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    model(ids, features, attention_mask=padding)
+    torch.testing.assert_close(found[0], heads.transpose(1, 2).flatten(2))
+
+
+def test_legacy_cache():
+    "Pairs of keys and values by layer, as transformers had them before it had a class."
+    model, _, g = random_model(2)
+    ids, features = torch.randint(V, (1, 6), generator=g), torch.randn(1, 6, H, generator=g)
+    cache = model(ids[:, :4], features[:, :4], use_cache=True).past_key_values
+    pairs = tuple((layer.keys.clone(), layer.values.clone()) for layer in cache.layers)
+    want = model(ids[:, 4:], features[:, 4:], past_key_values=cache).logits
+    out = model(ids[:, 4:], features[:, 4:], past_key_values=pairs)
+    assert torch.equal(out.logits, want) and out.past_key_values.get_seq_length() == 6
+    assert pairs[0][0].shape[-2] == 4
+    with pytest.raises(TypeError, match="past_key_values is a int"):
+        model(ids, features, past_key_values=3)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_layers_like_llamas(folder, tmp_path, family):
+    "Config, architectures, a training step and a checkpoint of the other families with the same layer."
+    config = {"mistral": MistralConfig, "qwen2": Qwen2Config}[family](**SHAPE, num_hidden_layers=2)
+    model = EagleSpeculator.from_training_args(config, verifier_name_or_path=str(folder))
+    decoder = {"mistral": "MistralDecoderLayer", "qwen2": "Qwen2DecoderLayer"}[family]
+    assert model.config.architectures == ["EagleSpeculator", decoder]
+    assert model.config.transformer_layer_architecture == decoder
+    assert model.transformer.window == (4096 if family == "mistral" else None)
+    assert (model.transformer.self_attn.q_proj.bias is not None) == (family == "qwen2")
+    batch = random_model(0)[1]
+    a, b = (model.eval()(**batch, forward_num_total=2, lean=lean)[1] for lean in (True, False))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    model.save_pretrained(tmp_path)
+    again = SpeculatorModel.from_pretrained(tmp_path, verifier=folder)
+    assert again.config == model.config
+    assert torch.equal(again.eval()(**batch)[1], model(**batch)[1])
+    named = EagleSpeculatorConfig(transformer_layer_config=config, transformer_layer_architecture=decoder)
+    assert named.architectures == ["EagleSpeculator", decoder]

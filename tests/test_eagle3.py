@@ -4,9 +4,10 @@ import pytest
 import torch
 from recorded import cases, load_case
 from safetensors.torch import load_file
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
 from speculators_nb.core.tree import Sampling
+from speculators_nb.models.base import SpeculatorModel, attention_back_end
 from speculators_nb.models.eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators_nb.nn.supervision import ttt_supervision
 
@@ -191,3 +192,131 @@ def test_drafting_is_what_was_trained(seed):
         )
         for t, law in enumerate(tree.probs):
             torch.testing.assert_close(law, model.lm_head(hidden[t][n - 2]).softmax(-1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_own_tokens_are_what_is_drafted(seed):
+    """use_off_policy_tokens=False: later steps read what the drafter itself drafts. The last row's tokens are the
+    drafter's chain; lean is dense in loss, metrics and gradients."""
+    model, batch, steps = random_model(seed, windows=False)
+    steps = max(steps, 2)
+    model.eval()
+    g = torch.Generator().manual_seed(seed)
+    if model.d2t is not None:
+        chosen = torch.randperm(60, generator=g)[: len(model.d2t)].sort().values
+        model.d2t.copy_(chosen - torch.arange(len(chosen)))
+    tokens, features = torch.randint(60, (12,), generator=g), torch.randn(11, 32 * model.config.num_aux, generator=g)
+    drafter = Eagle3Drafter.__new__(Eagle3Drafter)
+    drafter.model = model
+    drafter.reset()
+    row = tokens[None, 1:], features[None], torch.zeros(1, 11, dtype=torch.long)
+    drafted, loss, metrics = model(row[0], row[1], row[2], ttt_steps=steps, use_off_policy_tokens=False)
+    assert [int(t[0, -1]) for t in drafted] == drafter.propose(tokens, features, steps, Sampling()).tokens.tolist()
+    assert loss is None and metrics == {}
+    results = []
+    for lean in (True, False):
+        model.zero_grad()
+        _, loss, metrics = model(**batch, ttt_steps=steps, lean=lean, use_off_policy_tokens=False)
+        loss.backward()
+        results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    (a, ma, ga), (b, mb, gb) = results
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for key in ma:
+        torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
+    for key in ga:
+        assert (ga[key] - gb[key]).norm() <= 1e-5 * gb[key].norm() + 1e-6, key
+    assert loss != model(**batch, ttt_steps=steps)[1]
+    first = model(**batch, ttt_steps=1, use_off_policy_tokens=False)[1]
+    assert first == model(**batch, ttt_steps=1)[1]  # one step reads no drafted token
+
+
+def test_off_policy_in_training_alone():
+    "As documented where the argument is given; where it is not, evaluation is measured as training is."
+    given, evaluated = Eagle3DraftModel.get_trainer_kwargs(use_off_policy_tokens=True)
+    assert (given["use_off_policy_tokens"], evaluated["use_off_policy_tokens"]) == (True, False)
+    given, evaluated = Eagle3DraftModel.get_trainer_kwargs(use_off_policy_tokens=False)
+    assert (given["use_off_policy_tokens"], evaluated["use_off_policy_tokens"]) == (False, False)
+    given, evaluated = Eagle3DraftModel.get_trainer_kwargs()
+    assert given == evaluated and given["use_off_policy_tokens"]
+    assert "use_off_policy_tokens" not in SpeculatorModel.registered_class("peagle").training_arguments()
+
+
+def test_forward_without_targets():
+    "No verifier states: draft tokens and no loss, as the definition drafts them; no loss mask: every real position."
+    model, batch, _ = random_model(4)
+    model.eval()
+    want = model(**batch, ttt_steps=2, lean=False).tokens
+    given = {k: batch[k] for k in ("input_ids", "hidden_states", "document_ids")}
+    out = model(**given, ttt_steps=2)
+    assert out.loss is None and out.metrics == {} and all(map(torch.equal, out.tokens, want))
+    everywhere = batch | dict(loss_mask=batch["document_ids"] >= 0)
+    no_mask = {k: v for k, v in batch.items() if k != "loss_mask"}
+    assert torch.equal(model(**no_mask)[1], model(**everywhere)[1])
+
+
+SHAPE = dict(
+    hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=60
+)
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verifier")
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_hidden_layers=4)).save_pretrained(folder)
+    return str(folder)
+
+
+def test_unsorted_layers(verifier):
+    "vLLM reads layers in ascending order whatever the config says: so does the drafter."
+    layer = LlamaConfig(**SHAPE, num_hidden_layers=1)
+    model = Eagle3DraftModel.from_training_args(layer, verifier_name_or_path=verifier, target_layer_ids=[3, 1, 2])
+    assert model.config.eagle_aux_hidden_state_layer_ids == model.target_layer_ids == [1, 2, 3]
+    assert model.drafter().aux_layer_ids == (1, 2, 3)
+    read = Eagle3SpeculatorConfig.from_dict(model.config.to_dict() | dict(eagle_aux_hidden_state_layer_ids=[2, 3, 1]))
+    assert read == model.config
+
+
+def test_verifier_config_is_the_layers_config(verifier):
+    layer = LlamaConfig(**SHAPE, num_hidden_layers=1)
+    named = Eagle3DraftModel.from_training_args(verifier_config=layer, verifier_name_or_path=verifier)
+    assert named.config == Eagle3DraftModel.from_training_args(layer, verifier_name_or_path=verifier).config
+    with pytest.raises(TypeError, match="verifier_config is missing"):
+        Eagle3DraftModel.from_training_args(verifier_name_or_path=verifier)
+
+
+@pytest.mark.parametrize("family", [MistralConfig, Qwen2Config])
+def test_layers_like_llamas(family, verifier, tmp_path):
+    "Trained and stored; vLLM's EAGLE-3 does not serve them, which the check says."
+    layer = family(**SHAPE, num_hidden_layers=2)
+    model = Eagle3DraftModel.from_training_args(layer, verifier_name_or_path=verifier)
+    batch = random_model(0)[1]
+    states = torch.randn(1, 50, 96, generator=torch.Generator().manual_seed(0))
+    row = batch | dict(hidden_states=states)
+    a, b = (model.eval()(**row, lean=lean)[1] for lean in (True, False))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    model.save_pretrained(tmp_path)
+    again = SpeculatorModel.from_pretrained(tmp_path).eval()
+    assert again.config == model.config and torch.equal(again(**row)[1], a)
+    raw = model.config.to_dict()
+    (said,) = (s for s in model.serving_violations(raw) if "model_type" in s)
+    assert f"'{family.model_type}'" in said
+
+
+def test_attention_named_by_the_layers():
+    "`_attn_implementation` is the default; the argument `attn_impl` has the last word."
+    cpu, layer = torch.device("cpu"), LlamaConfig(**SHAPE)
+    for name, lean, dense in (
+        (None, "blocked", "sdpa"),
+        ("eager", "blocked", "eager"),
+        ("sdpa", "blocked", "sdpa"),
+        ("simple_flex_attention", "flex", "flex"),
+        ("flex_attention", "flex", "flex"),
+    ):
+        layer._attn_implementation = name
+        assert [attention_back_end(None, cpu, on, layer) for on in (True, False)] == [lean, dense]
+        assert attention_back_end("eager", cpu, False, layer) == "eager"
+    model, batch, _ = random_model(1)
+    model.config.transformer_layer_config._attn_implementation = "simple_flex_attention"
+    with pytest.raises(ValueError, match="attn_impl='flex' has no backward on a CPU"):
+        model(**batch)
+    assert model(**batch, attn_impl="blocked").loss.isfinite()

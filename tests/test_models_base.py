@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.eagle3 import Eagle3DraftModel
 from speculators_nb.nn.layers import draft_layer_config
@@ -145,7 +146,7 @@ def test_verifier_of_another_vocabulary(checkpoint, tmp_path):
         (dict(draft_vocab_size=32), "t2d and d2t are missing"),
         (dict(t2d=mapping(60)[0], d2t=mapping(60)[1]), "t2d"),
         (dict(norm_before_fc=True, fc_norm=True), "choose one"),
-        (dict(target_layer_ids=[2, 1]), "ascending"),
+        (dict(target_layer_ids=[1, 2, 1]), "must be distinct and not negative"),
     ],
 )
 def test_bad_training_arguments(verifier, options, message):
@@ -204,3 +205,47 @@ def test_sharded_checkpoint(checkpoint):
     )
     (checkpoint / "model.safetensors").unlink()
     assert torch.equal(SpeculatorModel.from_pretrained(checkpoint).fc.weight, state["fc.weight"])
+
+
+def test_documented_attributes(verifier):
+    "The names of the speculators library for what a drafter shares with its verifier."
+    t2d, d2t = mapping()
+    whole, reduced = fresh(verifier), fresh(verifier, t2d=t2d, d2t=d2t)
+    assert (whole.use_draft_vocab, reduced.use_draft_vocab) == (False, True)
+    assert (reduced.draft_vocab_size, reduced.verifier_vocab_size, reduced.hidden_size) == (32, 64, 32)
+    assert whole.target_layer_ids == whole.config.eagle_aux_hidden_state_layer_ids
+    states = torch.randn(3, 32)
+    with torch.no_grad():
+        logits = reduced.verifier_lm_head(reduced.verifier_norm(states))
+        torch.testing.assert_close(logits, reduced.target_head(states))
+    assert reduced.verifier_lm_head.weight.shape == (32, 32)
+    assert not any("verifier" in name for name in reduced.state_dict())
+    assert Eagle3DraftModel(whole.config).verifier_lm_head is None
+    eagle = SpeculatorModel.registered_class("eagle")
+    assert eagle(eagle.config_class()).target_layer_ids is None
+    layer = draft_layer_config(Qwen3Config(**SHAPE))
+    assert eagle.from_training_args(layer, verifier_name_or_path=str(verifier)).target_layer_ids == [4]
+    for kind in SpeculatorModel.registered_classes().values():
+        assert isinstance(kind.target_layer_ids, property) and isinstance(kind.verifier_norm, property)
+
+
+def test_documented_errors(verifier):
+    "TypeError and AttributeError where the documentation says so, and ValueError as before."
+    layers, base = Qwen3Config(**SHAPE), SpeculatorModelConfig()
+    for wrong in (layers, base, None):
+        for use in (
+            lambda wrong=wrong: Eagle3DraftModel(wrong),
+            lambda wrong=wrong: SpeculatorModel.registered_model_class_from_config(wrong),
+        ):
+            for kind in (TypeError, ValueError):
+                with pytest.raises(kind, match=f"config is a {type(wrong).__name__}"):
+                    use()
+    with pytest.raises(TypeError, match="config is a Qwen3Config"):
+        SpeculatorModel.from_pretrained(None, config=layers)
+    with pytest.raises(TypeError, match="not a SpeculatorModel"):
+        SpeculatorModel.verify_training_compatible(Qwen3ForCausalLM(layers))
+    without = fresh(verifier)
+    del without.layers
+    for kind in (AttributeError, ValueError):
+        with pytest.raises(kind, match="no attribute 'layers'"):
+            SpeculatorModel.verify_training_compatible(without)

@@ -595,3 +595,40 @@ def test_serving_needs_stitching(tmp_path):
     )
     assert len(check_vllm_contract(tmp_path / "n")) == 1
     assert SpeculatorModel.from_pretrained(tmp_path / "n").config.verifier_norm
+
+
+@pytest.mark.statement("models-38", "models-39")
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("as_served", [False, True], ids=["per step", "as served"])
+def test_a_batch_is_its_texts(side, as_served):
+    "Logits of each text of a padded batch are those of the text alone; the loss is that of the packed row."
+    model, _ = random_model(5)
+    model.config.speculators_config = steps_config(2)
+    lengths, L = (9, 12, 5), 12
+    g = torch.Generator().manual_seed(0)
+    ids, hidden = torch.randint(60, (3, L), generator=g), torch.randn(3, L, 32, generator=g)
+    at = torch.arange(L)
+    real = torch.stack([at >= L - n if side == "left" else at < n for n in lengths])
+    wanted = real & (torch.rand(3, L, generator=g) < 0.7)
+    options = dict(step_weights=[0.6, 0.4], as_served=as_served)
+    with torch.no_grad():
+        logits, loss, _ = model(ids, hidden, wanted, attention_mask=real.long(), lean=False, **options)
+        lean = model(ids, hidden, wanted, attention_mask=real.long(), **options)[1]
+        texts = [(ids[b, real[b]][None], hidden[b, real[b]][None]) for b in range(3)]
+        packed = model(
+            torch.cat([text for text, _ in texts], 1),
+            torch.cat([states for _, states in texts], 1),
+            wanted[real][None],
+            position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+            **options,
+        )[1]
+        for b, n in enumerate(lengths):
+            alone, _, _ = model(*texts[b], lean=False, **options)
+            first = L - n if side == "left" else 0
+            for s in range(2):
+                rows = n - 1 - s  # a later row reads a token behind the text
+                torch.testing.assert_close(logits[s][b, first : first + rows], alone[s][0, :rows], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lean, loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(packed, loss, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="cross_document_targets"):
+        model(ids, hidden, wanted, attention_mask=real.long(), cross_document_targets=True)

@@ -19,6 +19,8 @@ from speculators_nb.nn.masks import rollouts
 from speculators_nb.train.trainer import train
 from speculators_nb.verifier.tapped_model import Verifier
 
+SAMPLE = ("num_depths", "down_sample_ratio", "down_sample_ratio_min")
+
 CASES = cases("peagle")
 
 
@@ -482,9 +484,46 @@ def test_training_arguments_make_upstreams_config(name, monkeypatch):
         "architectures": fresh.config.architectures,
         "dtype": fresh.config.to_dict()["dtype"],
         "speculators_version": fresh.config.speculators_version,
+        # 0.9.0 no longer writes how it was trained
+        **{k: info["training_args"].get(k, d) for k, d in PEagleDraftModel.training_arguments().items() if k in SAMPLE},
     }
     assert fresh.embed_tokens.weight.requires_grad and not fresh.lm_head.weight.requires_grad
     assert torch.equal(
         fresh.embed_tokens.weight,
         load_file(f"{info['training_args']['verifier_name_or_path']}/model.safetensors")["model.embed_tokens.weight"],
     )
+
+
+def test_how_rollouts_are_drawn_is_in_the_config(tmp_path):
+    """num_depths and the two ratios are fields, the defaults of a training step; a config.json without them, of 0.9.0
+    or of an earlier version of this library, has the documented values; wrong ones are refused."""
+    layer = LlamaConfig(hidden_size=32, num_attention_heads=4, intermediate_size=40, vocab_size=60, num_hidden_layers=1)
+    fields = dict(transformer_layer_config=layer, draft_vocab_size=60, mask_token_id=59)
+    config = PEagleSpeculatorConfig(**fields, num_depths=3, down_sample_ratio=0.9, down_sample_ratio_min=0.1)
+    config.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert {name: stored[name] for name in SAMPLE} == dict(zip(SAMPLE, (3, 0.9, 0.1)))
+    old = {name: value for name, value in stored.items() if name not in SAMPLE}
+    read = PEagleSpeculatorConfig.from_dict(old)
+    assert [getattr(read, name) for name in SAMPLE] == [8, 0.7, 0.2]
+    for wrong in (dict(num_depths=0), dict(down_sample_ratio=1.5), dict(down_sample_ratio_min=-0.1)):
+        with pytest.raises(ValueError, match=f"PEagleSpeculatorConfig.{next(iter(wrong))}="):
+            PEagleSpeculatorConfig(**fields, **wrong)
+    torch.manual_seed(0)
+    model = PEagleDraftModel(config).eval()
+    torch.nn.init.normal_(model.embed_tokens.weight)
+    torch.nn.init.normal_(model.lm_head.weight)
+    torch.nn.init.ones_(model.verifier_norm.weight)
+    model.target_head.set_rows(torch.randn(60, 32))
+    batch = dict(
+        input_ids=torch.randint(60, (1, 30)),
+        hidden_states=torch.randn(1, 30, 96),
+        document_ids=torch.zeros(1, 30, dtype=torch.long),
+        loss_mask=torch.ones(1, 30, dtype=torch.bool),
+        verifier_last_hidden_states=torch.randn(1, 30, 32),
+    )
+    _, loss, metrics = model(**batch)
+    assert torch.equal(loss, model(**batch, **dict(zip(SAMPLE, (3, 0.9, 0.1))))[1])
+    assert not torch.equal(loss, model(**batch, num_depths=2)[1])
+    assert "position_2_acc_sum" in metrics and "position_3_acc_sum" not in metrics
+    assert model.training_mask(batch).queries == model.training_mask(batch, num_depths=3).queries

@@ -267,7 +267,7 @@ RULES |= switches(
     norm_output fresh_head verifier_norm tie_weights inputs_hidden_states_normalized""",
 )
 RULES |= switches(
-    """cross_document_targets serving_window sample_from_anchor as_served
+    """cross_document_targets serving_window use_off_policy_tokens sample_from_anchor as_served
     sliding_window_non_causal enable_confidence_head confidence_head_with_markov""",
     none=True,
 )

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, Qwen3Config
 
-from ..core.config import LayerConfig, SpeculatorModelConfig
+from ..core.config import Qwen3Layers, SpeculatorModelConfig
 from speculators_nb.models.base import (
     ForwardOutput,
     SpeculatorModel,
@@ -28,6 +28,7 @@ from speculators_nb.models.base import (
 from speculators_nb.models.blocks import (
     BLOCK_RULES,
     WeightedSlots,
+    as_qwen3_layers,
     cached_block_attention,
     drafts_as_trained,
 )
@@ -58,14 +59,15 @@ from ..verifier.tapped_model import crop_cache
 @SpeculatorModelConfig.register("dflash")
 class DFlashSpeculatorConfig(SpeculatorModelConfig):
     """A DFlash drafter. Errors: ValueError naming field and value for a block below 2, a mask
-    token outside the vocabulary, or layers that are not Qwen3's."""
+    token outside the vocabulary, or layers of another family."""
 
     speculators_model_type: str = "dflash"
     architectures: list[str] | None = None
-    # of the draft layers: Qwen3; its vocab_size is the verifier's
-    transformer_layer_config: LayerConfig = field(default_factory=Qwen3Config)
+    # of the draft layers: read as Qwen3's, `as_qwen3_layers`; its vocab_size is the verifier's
+    transformer_layer_config: Qwen3Layers = field(default_factory=Qwen3Config)
     draft_vocab_size: int = 32000  # rows of the drafter's head
     block_size: int = 8  # B: the anchor and B-1 masks
+    max_anchors: int = 512  # blocks drawn in a training step
     target_hidden_size: int | None = None  # of one feature; None: the draft's hidden_size
     aux_hidden_state_layer_ids: list[int] | None = None  # verifier layers read, ascending
     mask_token_id: int | None = None  # fills the slots to predict; see `resolve_mask_token`
@@ -73,22 +75,19 @@ class DFlashSpeculatorConfig(SpeculatorModelConfig):
     sample_from_anchor: bool = False  # the anchor's slot predicts too; each the token after it
 
     def __post_init__(self, **kwargs):
+        layer = as_qwen3_layers(self.transformer_layer_config)
+        self.transformer_layer_config = copy.deepcopy(layer)
         super().__post_init__(**kwargs)
-        self.transformer_layer_config = copy.deepcopy(self.transformer_layer_config)
 
     def check(self):
         layer = self.transformer_layer_config
-        if layer.model_type != "qwen3":
-            raise ValueError(
-                f"{LAYER}.model_type is {layer.model_type!r}; the draft layers of "
-                f"{self.speculators_model_type} are qwen3 (draft_arch='qwen3')"
-            )
         unknown = set(getattr(layer, "layer_types", None) or ()) - set(KINDS)
         if unknown:
             kinds = ", ".join(KINDS)
             raise ValueError(f"{LAYER}.layer_types has {sorted(unknown)}; choose from {kinds}")
         check_mask_token(self)
-        check_layer_ids("aux_hidden_state_layer_ids", self.aux_hidden_state_layer_ids)
+        ids = check_layer_ids("aux_hidden_state_layer_ids", self.aux_hidden_state_layer_ids)
+        self.aux_hidden_state_layer_ids = ids
         check_draft_vocab_size(self)
 
     @property
@@ -255,7 +254,7 @@ class DFlashTraining(DFlashLoss):
         seed: int = 0,  # of the draw in evaluation
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         *,
-        max_anchors: int = 512,  # blocks drawn
+        max_anchors: int | None = None,  # blocks drawn; None: the config's
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
         gamma: float = 4.0,  # slots over which a weight falls by a factor of e
         per_position_loss_weight: str = "fixed-exp-decay",  # or "dpace", see `slot_weight`
@@ -278,7 +277,8 @@ class DFlashTraining(DFlashLoss):
         blocks = self.blocks(loss_mask[0], documents, *draw)
         tokens = self.block_tokens(ids[blocks.anchors])
         row = self.context(hidden_states[0]), blocks.anchors, documents, position_ids[0]
-        back_end = attention_back_end(attn_impl, ids.device, lean)
+        layer = self.config.transformer_layer_config
+        back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         way = lean, back_end, serving_window, blocks.drawn_anchors
         hidden = self.block_hidden(tokens, *row, *way)
         states = BlockStates(ids, documents, blocks, hidden)
@@ -396,7 +396,7 @@ class DFlashDraftModel(DFlashTraining):
 
     serving_rules = DFLASH_RULES
     forward_names = {"loss_fn": "loss_config", "dflash_decay_gamma": "gamma"}
-    config_arguments = ("block_size", "sample_from_anchor")
+    config_arguments = ("block_size", "sample_from_anchor", "max_anchors")
     training_defaults: dict[str, Any] = {
         "loss_fn": "ce",
         "per_position_loss_weight": None,  # by the loss, see `get_trainer_kwargs`
@@ -428,7 +428,7 @@ class DFlashDraftModel(DFlashTraining):
         "The layers that are read, the mask token, and the direction of attention."
         non_causal = arguments["sliding_window_non_causal"]
         if non_causal is None:
-            non_causal = "sliding_attention" not in (layer.layer_types or ())
+            non_causal = "sliding_attention" not in (getattr(layer, "layer_types", None) or ())
         mask_token = resolve_mask_token(verifier, layer.vocab_size, arguments["mask_token_id"])
         return {
             "aux_hidden_state_layer_ids": layers_to_read(

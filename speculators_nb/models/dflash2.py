@@ -212,16 +212,17 @@ class DFlash2Network(DFlashDraftModel):
                 "are tokens of the verifier's whole vocabulary, leave draft_vocab_size out"
             )
         super().__init__(config)
-        for convolved in self.layers:
-            for convolution in (convolved.attention_conv, convolved.mlp_conv):
-                convolution.reset()  # the base class has drawn all linear maps anew
+        for module in self.modules():
+            if isinstance(module, SlotConvolution):
+                module.reset()  # the base class has drawn all linear maps anew
         std = getattr(layer, "initializer_range", 0.02)
         sizes = layer.vocab_size, layer.hidden_size, config.selector_rank
         self.candidate_selector = CandidateSelector(*sizes, std)
 
     def draft_layer(self, index: int) -> ConvolvedLayer:
         "One layer."
-        return ConvolvedLayer(self.config, index)
+        config: Any = self.config
+        return ConvolvedLayer(config, index)
 
     def slot_bias(
         self,
@@ -236,7 +237,8 @@ class DFlash2Network(DFlashDraftModel):
     def draft_tokens(self, states: BlockStates) -> torch.Tensor:  # [1, A·B] int64
         "The selected token of every slot, behind the text's own tokens."
         unary, candidates = self.lm_head(states.hidden).topk(self.config.selector_top_k, -1)
-        scores = self.candidate_selector.scores(unary, states.bias.codes, candidates)
+        bias: Any = states.bias  # of `slot_bias`
+        scores = self.candidate_selector.scores(unary, bias.codes, candidates)
         selected = scores.argmax(-1, keepdim=True)
         return candidates.gather(-1, selected).view(1, -1)
 
@@ -276,7 +278,8 @@ class DFlash2Loss(DFlash2Network):
     ) -> tuple[Candidates, torch.Tensor]:  # candidates of N slots with loss; scores [N, C]
         "Which tokens the selector chooses from, and their scores."
         supervised = states.blocks.supervised
-        hidden, codes = states.hidden[supervised], states.bias.codes[supervised]
+        bias: Any = states.bias  # of `slot_bias`
+        hidden, codes = states.hidden[supervised], bias.codes[supervised]
         head, targets = self.lm_head.weight, target_hidden[states.blocks.targets[supervised]]
         top_k = self.config.selector_top_k
         candidates = find_candidates(hidden, head, self.target_head, targets, top_k)
@@ -295,7 +298,8 @@ class DFlash2Loss(DFlash2Network):
         "The loss of the unary logits, and the selector's."
         out, metrics = score(states._replace(bias=None))
         bound: Any = score  # a functools.partial
-        weight, first = bound.keywords["weight"], self.config.first_slot
+        weight: Any = bound.keywords["weight"]
+        first = self.config.first_slot
         candidates, scores = self.selector_rows(states, bound.keywords["target_hidden"])
         errors = F.cross_entropy(scores, candidates.place, reduction="none")
         by_slot = weight({"ce": errors.detach()}) if callable(weight) else weight

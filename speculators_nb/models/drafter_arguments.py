@@ -127,17 +127,22 @@ class FreshDrafter(FreshParts):
     @classmethod
     def from_training_args(
         cls,
-        transformer_layer_config: PretrainedConfig,  # draft layers, `layers.draft_layer_config`
+        # of the draft layers, as `layers.draft_layer_config` makes it
+        transformer_layer_config: PretrainedConfig | None = None,
         t2d: torch.Tensor | None = None,  # [V] bool, for a reduced draft vocabulary
         d2t: torch.Tensor | None = None,  # [Vd] int64: verifier id minus draft id
         *,
+        verifier_config: PretrainedConfig | None = None,  # the first argument's documented name
         verifier_name_or_path: str,  # its folder or hub id
         draft_vocab_size: int | None = None,  # None: as many as t2d selects, or all
         **training_args,  # those of `training_arguments`; others are not looked at
     ) -> Self:  # with the verifier's weights, ready to train
         "A fresh drafter. Errors: ValueError for a draft vocabulary that does not fit."
         verifier = verifier_name_or_path
-        layer = cls.draft_layers(transformer_layer_config, verifier)
+        layer = transformer_layer_config or verifier_config
+        if layer is None:
+            raise TypeError("verifier_config is missing: the config of the draft layers")
+        layer = cls.draft_layers(layer, verifier)
         if cls.whole_vocabulary:
             check_whole_vocabulary(layer, t2d, d2t, draft_vocab_size, cls.whole_vocabulary)
             fields = {}
@@ -169,15 +174,15 @@ def layers_to_read(
 def check_layer_ids(
     field: str,  # of the config
     ids: list[int] | None,  # its value
-) -> None:
-    "Raise ValueError unless the layers are distinct and ascending, as features are stored."
+) -> list[int] | None:  # ascending, as features are stored, whatever the order given (as vLLM)
+    "Raise ValueError unless the layers are distinct and not negative."
     if ids is None:
-        return
-    if not ids or sorted(set(ids)) != ids or ids[0] < 0:
+        return None
+    if not ids or len(set(ids)) < len(ids) or min(ids) < 0:
         raise ValueError(
-            f"{field}={ids} must be distinct, ascending and not negative, as the verifier's "
-            "features are stored"
+            f"{field}={ids} must be distinct and not negative: ids of the verifier's layers"
         )
+    return sorted(ids)
 
 
 def check_draft_vocab_size(

@@ -10,6 +10,7 @@ __all__ = ['EagleSpeculatorConfig', 'EagleNetwork', 'EagleSteps', 'CachedForward
 # %% ../../nbs/models/09_eagle.ipynb #4ec86db9
 import copy
 import os
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..core.config import LayerConfig, SpeculatorModelConfig
+from ..core.config import LlamaLayers, SpeculatorModelConfig
 from ..core.tree import TokenTree
 from ..core.tree_growth import dynamic_tree
 from .attached_verifier import AttachableVerifier
@@ -29,7 +30,12 @@ from speculators_nb.models.base import (
     attention_back_end,
     distribution_loss,
 )
-from .drafting import ChainDrafter, cache_mask, padded_mask
+from speculators_nb.models.drafting import (
+    ChainDrafter,
+    as_cache,
+    padded_attention,
+    step_mask,
+)
 from .formats import format_named
 from .training_time_test import StepInputs, StepOutput
 from ..nn.head_loss import HeadLoss
@@ -53,8 +59,8 @@ class EagleSpeculatorConfig(SpeculatorModelConfig):
     # the model, and its decoder layer's class
     architectures: list[str] = field(default_factory=lambda: ["EagleSpeculator"])
     transformer_layer_architecture: str = "auto"  # class of the layer; "auto": the family's
-    # of the layer: Llama or Qwen3; its vocab_size is the verifier's
-    transformer_layer_config: LayerConfig = field(default_factory=LlamaConfig)
+    # of the layer: Llama, Qwen3, Mistral or Qwen2; its vocab_size is the verifier's
+    transformer_layer_config: LlamaLayers = field(default_factory=LlamaConfig)
     layernorms: bool = False  # norms on the embedding, before the layer and before the head
     fusion_bias: bool = False  # a bias in `fusion_fc`
 
@@ -146,24 +152,12 @@ class CachedForward(EagleSteps):
         positions: torch.Tensor,  # [B, N]
         cache: DynamicCache,  # extended in place
         mask: torch.Tensor | None = None,  # bool or additive, [B, 1, N, past + N]; None: causal
+        weights: list[torch.Tensor] | None = None,  # gets the attention's, [B, Hq, N, past + N]
     ) -> torch.Tensor:  # [B, N, H] predicted features
         "One step of drafting for some tokens."
         x = self.fuse(ids, features)
         rope = self.rotary(x, positions)
-
-        def attend(self_attn, x):
-            queries = self_attn.query(x, rope)
-            keys, values = cache.update(*self_attn.key_value(x, rope), 0)
-            n, total = queries.shape[-2], keys.shape[-2]
-            causal = cache_mask(n, total, self.transformer.window, device=x.device)
-            return F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                attn_mask=causal if mask is None else mask,
-                enable_gqa=queries.shape[1] != keys.shape[1],
-            )
-
+        attend = padded_attention(cache, rope, self.transformer.window, mask, weights)
         return self.finish(self.transformer(x, attend)).hidden
 
     def logits_forward(
@@ -173,21 +167,16 @@ class CachedForward(EagleSteps):
         attention_mask: torch.Tensor | None,  # [B, past + N], 1: real; or 4-D; None: all
         position_ids: torch.Tensor | None,  # [B, N]; None: counted on from the cache
         cache: DynamicCache,  # extended in place
+        weights: list[torch.Tensor] | None = None,  # gets the attention's
     ) -> tuple[torch.Tensor, torch.Tensor]:  # logits [B, N, V], predicted features [B, N, H]
         "Draft logits. Errors: ValueError for a mask of another length."
         past, n = cache.get_seq_length(), input_ids.shape[1]
         if position_ids is None:
             counted = torch.arange(past, past + n, device=input_ids.device)
             position_ids = counted.expand_as(input_ids)
-        mask = attention_mask
-        if mask is not None and mask.ndim == 2:
-            if mask.shape[1] != past + n:
-                raise ValueError(
-                    f"attention_mask has {mask.shape[1]} columns for {past} cached and {n} new "
-                    "tokens"
-                )
-            mask = padded_mask(mask, n, self.transformer.window)
-        features = self.step(input_ids, hidden_states, position_ids, cache, mask)
+        mask = step_mask(attention_mask, past, n, self.transformer.window)
+        batch = input_ids, hidden_states, position_ids
+        features = self.step(*batch, cache, mask, weights)
         return self.logits(features), features
 
 # %% ../../nbs/models/09_eagle.ipynb #0b874bd3
@@ -274,7 +263,8 @@ class EagleLoss(CachedForward):
             H = features.shape[-1]
             features = features + feature_noise(documents, H, noise_std, generator)
         carries_loss = ttt_supervision(loss_mask[0], documents, steps)
-        back_end = attention_back_end(attn_impl, ids.device, lean)
+        layer = self.config.transformer_layer_config
+        back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         row = ids, features, documents, position_ids[0]
         predicted, dense = self.unroll(row, carries_loss, lean, back_end)
         entries = supervised_steps(carries_loss)
@@ -291,8 +281,7 @@ class EagleLoss(CachedForward):
         )
         loss = out.loss + feature_weight * (weight * distance).sum()
         tokens = None if dense is None else [self.logits(f).argmax(-1)[None] for f in dense]
-        of_loss = out, distance, feature_weight, mixture
-        metrics = feature_metrics(*of_loss, entries, carries_loss)
+        metrics = feature_metrics(out, distance, feature_weight, mixture, entries, carries_loss)
         return ForwardOutput(tokens, loss, metrics)
 
 # %% ../../nbs/models/09_eagle.ipynb #2cbf43d6
@@ -361,7 +350,9 @@ class TrainedEagle(EagleLoss):
         "One layer: a verifier's config means the kind of its first one."
         layer = copy.deepcopy(layer)
         layer.num_hidden_layers = 1
-        layer.layer_types = (getattr(layer, "layer_types", None) or ["full_attention"])[:1]
+        kinds = getattr(layer, "layer_types", None)
+        if kinds or not getattr(layer, "sliding_window", None):  # Mistral slides without kinds
+            layer.layer_types = (kinds or ["full_attention"])[:1]
         return layer
 
     @classmethod
@@ -386,9 +377,9 @@ class EagleForward(TrainedEagle):
         hidden_states: torch.Tensor,  # [B, N, H] features f_i after final norm; Batch: before
         attention_mask: torch.Tensor | None = None,  # [B, past + N], 1: real; or 4-D; None: all
         position_ids: torch.Tensor | None = None,  # [B, N]; None: counted on from the cache
-        past_key_values: DynamicCache | None = None,  # cache, extended in place
+        past_key_values: "DynamicCache | Sequence | None" = None,  # extended
         use_cache: bool | None = None,  # return a cache; None: where one was given
-        output_attentions: bool | None = None,  # True is refused
+        output_attentions: bool | None = None,  # also return the attention's weights
         output_hidden_states: bool | None = None,  # also return the predicted features
         return_dict: bool | None = None,  # False: the logits alone
         *,
@@ -397,8 +388,8 @@ class EagleForward(TrainedEagle):
     ) -> "CausalLMOutputWithPast | torch.Tensor | tuple":
         """Draft logits; or, for a packed Batch, (draft tokens, loss, metrics) of
         `training_step`.
-        Errors: RuntimeError without a verifier; ValueError for a mask of another length or
-        output_attentions=True."""
+        Errors: `attached_verifier.NotAttached` without a verifier; ValueError for a mask of
+        another length."""
         self._check_attached()
         if document_ids is not None:
             batch = input_ids, hidden_states, document_ids
@@ -408,13 +399,10 @@ class EagleForward(TrainedEagle):
                 f"forward got {', '.join(training)} but no document_ids: a training step takes "
                 "a whole Batch"
             )
-        if output_attentions:
-            raise ValueError(
-                "output_attentions=True: fused attention keeps no weights; leave it out"
-            )
-        cache = past_key_values if past_key_values is not None else DynamicCache()
+        cache = as_cache(past_key_values)
+        weights = [] if output_attentions else None
         tokens = input_ids, hidden_states, attention_mask, position_ids
-        logits, features = self.logits_forward(*tokens, cache)
+        logits, features = self.logits_forward(*tokens, cache, weights)
         if return_dict is False:
             return logits
         keep = past_key_values is not None if use_cache is None else use_cache
@@ -422,6 +410,7 @@ class EagleForward(TrainedEagle):
             logits=logits,
             past_key_values=cache if keep else None,
             hidden_states=(features,) if output_hidden_states else None,
+            attentions=tuple(weights) if output_attentions else None,
         )
 
 # %% ../../nbs/models/09_eagle.ipynb #1693be27

@@ -114,8 +114,8 @@ def sparse_layer(config: PretrainedConfig) -> int:
     return len(kinds) - 1 - kinds[::-1].index("sparse")
 
 # %% ../../nbs/models/18_mtp_families.ipynb #7daa275c
-MODULE = dict(stem="mtp.", names=AS_MODULE)
-LAYER = dict(names=AS_LAYER, copies=COPIES, masks_first=True)
+MODULE: dict[str, Any] = dict(stem="mtp.", names=AS_MODULE)
+LAYER: dict[str, Any] = dict(names=AS_LAYER, copies=COPIES, masks_first=True)
 NOT_QWEN3 = "it serves those of qwen3_next, qwen3_5 and qwen3_5_moe"
 FAMILIES: dict[str, HeadFamily] = {
     "qwen3": HeadFamily("qwen3", "Qwen3", **MODULE, unserved=NOT_QWEN3),
@@ -215,7 +215,7 @@ def head_family(
 def family_part(
     config: PretrainedConfig,  # of a language model
     *names: str,  # "DecoderLayer", "RMSNorm", ...; the first one that the family has
-) -> type:
+) -> Any:
     "A class of the verifier's family. Errors: ValueError for a family without MTP heads."
     family = head_family(config)
     module = import_module(f"transformers.models.{family.module}.modeling_{family.module}")

@@ -7,6 +7,7 @@ __all__ = ['MTPLayerWeights', 'pairs_to_halves', 'Projections', 'LatentProjectio
 
 # %% ../../nbs/models/20_mtp_layer.ipynb #720ccc36
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,9 @@ from ..nn.target_head import norm_eps
 class MTPLayerWeights(nn.Module):
     """A decoder layer of the verifier's family between norms:
     norm(layer(proj[norm(embedding), norm(hidden)]))."""
+
+    self_attn: Any  # of the family, like the next
+    mlp: Any
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()

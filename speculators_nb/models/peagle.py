@@ -62,6 +62,9 @@ class PEagleSpeculatorConfig(Eagle3SpeculatorConfig):
     speculators_model_type: str = "peagle"
     embed_requires_grad: bool = True  # train the embedding table, for the mask token's row
     mask_token_id: int | None = None  # read where a token is not known yet; see `mask_token`
+    num_depths: int = 8  # K; these three are the defaults of training, see `forward`
+    down_sample_ratio: float = 0.7
+    down_sample_ratio_min: float = 0.2
 
     def check(self):
         super().check()
@@ -197,6 +200,17 @@ def depth_metrics(
 class SampledRollouts(LeanRollouts):
     "The rollouts of a training step, and their hidden states."
 
+    def sample_of(
+        self, num_depths: int | None, ratio: float | None, ratio_min: float | None
+    ) -> tuple[int, float, float]:  # of a training step: the same, the config's where None
+        "How rollouts are drawn."
+        config = self.config
+        return (
+            config.num_depths if num_depths is None else num_depths,
+            config.down_sample_ratio if ratio is None else ratio,
+            config.down_sample_ratio_min if ratio_min is None else ratio_min,
+        )
+
     def generator(self, seed: int) -> torch.Generator:
         """Evaluation always draws the same sample. Training draws its seeds from torch's own
         generator, which a trainer seeds, saves and restores."""
@@ -221,7 +235,9 @@ class SampledRollouts(LeanRollouts):
             given = Rollouts(anchor[inside], depth[inside])
         elif bool((anchor < 0).any()):
             lean = False  # upstream rollouts may start before the row; the dense form follows
-        back_end = attention_back_end(attn_impl, ids.device, lean)
+        back_end = attention_back_end(
+            attn_impl, ids.device, lean, self.config.transformer_layer_config
+        )
         if not lean:
             return self.dense_rollouts(ids, features, documents, *given, back_end), given
         plan = plan_of(given, documents, mask)
@@ -247,9 +263,10 @@ class PEagleLoss(SampledRollouts):
         seed: int = 0,  # of the sample in evaluation
         lean: bool = True,  # False: the dense definition
         *,
-        num_depths: int = 8,  # K
-        down_sample_ratio: float = 0.7,  # r: depth d keeps about r^d of the trained positions
-        down_sample_ratio_min: float = 0.2,  # but not less than this share
+        num_depths: int | None = None,  # K; None: of these three, the config's
+        # r: depth d keeps about r^d of the trained positions
+        down_sample_ratio: float | None = None,
+        down_sample_ratio_min: float | None = None,  # but not less than this share
         max_anchors: int | None = None,  # positions that start depths above 0; None: all
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
         step_weights: StepWeights = None,  # K weights, or a function of the depth; None: 1 each
@@ -260,6 +277,8 @@ class PEagleLoss(SampledRollouts):
         """One packed row; a row without trained positions has loss 0.
         Errors: ValueError for rollouts that are not nested, for depths without a mask token,
         and as in `cod_sample`."""
+        sample = self.sample_of(num_depths, down_sample_ratio, down_sample_ratio_min)
+        num_depths = sample[0]
         if num_depths > 1 and self.config.mask_token_id is None:
             raise ValueError(
                 f"num_depths={num_depths}, but the config has no mask_token_id; see "
@@ -268,9 +287,8 @@ class PEagleLoss(SampledRollouts):
         mixture, upstream = parse_loss(loss_config), cross_document_targets
         ids, documents, mask = input_ids[0], document_ids[0], loss_mask[0].bool()
         if cod_anchor_pos is None:
-            shares = down_sample_ratio, down_sample_ratio_min, max_anchors
             draws = generator or self.generator(seed)
-            given = cod_sample(mask, documents, num_depths, *shares, draws, upstream)
+            given = cod_sample(mask, documents, *sample, max_anchors, draws, upstream)
         else:
             check_given(cod_anchor_pos, cod_depth, len(ids), num_depths)
             given = Rollouts(cod_anchor_pos, cod_depth)
@@ -365,7 +383,10 @@ class PEagleDraftModel(PEagleLoss):
     drafts all tokens in one forward pass."""
 
     serving_rules = PEAGLE_RULES
-    config_arguments = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    config_arguments = (
+        *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+        *("num_depths", "down_sample_ratio", "down_sample_ratio_min"),
+    )
     training_defaults: dict[str, Any] = {
         "norm_before_residual": True,
         "target_layer_ids": None,
@@ -386,18 +407,18 @@ class PEagleDraftModel(PEagleLoss):
     def training_mask(
         self,
         batch: dict[str, torch.Tensor],  # a packed Batch
-        num_depths: int = 8,  # the next four as in `cod_sample`
-        down_sample_ratio: float = 0.7,
-        down_sample_ratio_min: float = 0.2,
+        num_depths: int | None = None,  # the next four as in `forward`
+        down_sample_ratio: float | None = None,
+        down_sample_ratio_min: float | None = None,
         max_anchors: int | None = None,
         seed: int = 0,  # of the sample
         **others,  # what else `forward` takes
     ) -> MaskSize:  # T queries, T keys
         "What a row attends to in a training step."
         documents = batch["document_ids"][0]
-        shares = down_sample_ratio, down_sample_ratio_min, max_anchors
+        sample = self.sample_of(num_depths, down_sample_ratio, down_sample_ratio_min)
         draws = torch.Generator().manual_seed(seed)
-        found = cod_sample(batch["loss_mask"][0], documents, num_depths, *shares, draws)
+        found = cod_sample(batch["loss_mask"][0], documents, *sample, max_anchors, draws)
         T = len(found.anchor)
         return MaskSize(rollouts(*found, documents, self.layers[0].window), T, T)
 

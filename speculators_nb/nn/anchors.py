@@ -130,15 +130,16 @@ def dpace_weights(
     supervised: torch.Tensor,  # [A, B] bool
     alpha: float,  # smoothing of D-PACE
 ) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:  # row losses {name: [N]} -> [N]
-    "D-PACE weights of the slots with loss, as a function of their losses (for `head_loss`)."
+    """D-PACE weights of the slots with loss, as a function of their losses (for `head_loss`).
+    In a mixture ce says how confident the drafter is, and its weights are every term's."""
 
     def weights(rows):
-        if len(rows) != 1:
+        if len(rows) > 1 and "ce" not in rows:
             raise ValueError(
-                "per_position_loss_weight='dpace' reads the drafter's confidence from one "
-                f"loss, the paper's is ce; the mixture is {', '.join(rows)}"
+                "per_position_loss_weight='dpace' reads the drafter's confidence from ce, and "
+                f"the mixture is {', '.join(rows)}; add ce, or take one loss"
             )
-        (loss,) = rows.values()
+        loss = rows.get("ce", next(iter(rows.values())))
         by_slot = torch.zeros_like(supervised, dtype=loss.dtype)
         by_slot = by_slot.masked_scatter(supervised, loss)
         return dpace(by_slot, supervised, alpha)[supervised]

