@@ -34,6 +34,8 @@ _PUBLIC = {
     "DFlash2SpeculatorConfig": "models.dflash2",
     "DSparkDraftModel": "models.dspark",
     "DSparkSpeculatorConfig": "models.dspark",
+    "XPressDraftModel": "models.xpress",
+    "XPressSpeculatorConfig": "models.xpress",
     "PEagleDraftModel": "models.peagle",
     "PEagleSpeculatorConfig": "models.peagle",
     "MLPSpeculator": "models.mlp_speculator",
@@ -73,6 +75,8 @@ if TYPE_CHECKING:  # the same names, for those who read and do not run
     from .models.mtp_network import MTPSpeculatorConfig as MTPSpeculatorConfig
     from .models.peagle import PEagleDraftModel as PEagleDraftModel
     from .models.peagle import PEagleSpeculatorConfig as PEagleSpeculatorConfig
+    from .models.xpress import XPressDraftModel as XPressDraftModel
+    from .models.xpress import XPressSpeculatorConfig as XPressSpeculatorConfig
     from .serve.speculative_config import SpeculativeConfig as SpeculativeConfig
 
 _aliases.install()

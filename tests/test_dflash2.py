@@ -9,7 +9,7 @@ import pytest
 import torch
 from recorded import FIXTURES, cases, load_case
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from speculators_nb.core.registry import StaticTreeTokenProposalConfig
 from speculators_nb.core.tree import Sampling
@@ -480,7 +480,7 @@ def test_errors_name_the_field():
         (dict(selector_top_k=31), "selector_top_k=31 is more than the verifier's vocabulary of 30"),
         (dict(selector_top_k=0), "selector_top_k=0: must be at least 1"),
         (dict(mask_token_id=30), "mask_token_id=30"),
-        (dict(transformer_layer_config=LlamaConfig(vocab_size=30)), "model_type"),
+        (dict(transformer_layer_config=GPT2Config(vocab_size=30)), "model_type"),
     ):
         with pytest.raises(ValueError, match=words):
             DFlash2SpeculatorConfig(**ok | wrong)
@@ -489,7 +489,7 @@ def test_errors_name_the_field():
         DFlash2DraftModel(DFlash2SpeculatorConfig(**ok | dict(draft_vocab_size=20)))
     model, batch = random_model(1)
     with pytest.raises(ValueError, match="dpace"):
-        model(**batch, per_position_loss_weight="dpace", loss_config={"ce": 0.5, "tv": 0.5})
+        model(**batch, per_position_loss_weight="dpace", loss_config={"kl_div": 0.5, "tv": 0.5})
 
 
 def test_serving_violations():
@@ -553,6 +553,6 @@ def test_defaults_are_the_documented_ones():
     assert c.speculative_tokens == 7 and SpeculatorModel.registered_class("dflash2") is DFlash2DraftModel
     kwargs, evaluation = DFlash2DraftModel.get_trainer_kwargs()
     assert kwargs == evaluation and kwargs["loss_config"] == {"kl_div": 1.0}
-    assert (kwargs["gamma"], kwargs["max_anchors"], kwargs["dpace_alpha"]) == (4.0, 512, 0.5)
+    assert (kwargs["gamma"], c.max_anchors, kwargs["dpace_alpha"]) == (4.0, 512, 0.5)
     assert (kwargs["per_position_loss_weight"], kwargs["selector_loss_alpha"]) == ("fixed-exp-decay", 1.0)
     assert DFlash2DraftModel.training_arguments()["sliding_window_non_causal"] is True

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
-from documented import H, V, batch, layer, write_verifier
+from documented import SHAPE, H, V, batch, layer, write_verifier
 from safetensors.torch import load_file
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
@@ -25,6 +25,7 @@ from speculators_nb.models import (
     DFlashDraftModel,
     Eagle3DraftModel,
     Eagle3SpeculatorConfig,
+    EagleSpeculatorConfig,
     MTPDraftModel,
 )
 from speculators_nb.utils import ClassRegistryMixin
@@ -101,10 +102,24 @@ def test_layers_to_read(verifier):
     assert fresh(verifier, target_layer_ids=[0, 1, 2]).config.eagle_aux_hidden_state_layer_ids == [0, 1, 2]
 
 
+@pytest.mark.statement("api-14")
+def test_off_policy_tokens():
+    train, val = Eagle3DraftModel.get_trainer_kwargs(ttt_steps=2, use_off_policy_tokens=True)
+    assert train["use_off_policy_tokens"] is True and not val.get("use_off_policy_tokens")
+
+
 @pytest.mark.statement("api-16", "api-17")
 def test_the_base_class(verifier):
     assert issubclass(SpeculatorModel, PreTrainedModel) and issubclass(SpeculatorModel, ClassRegistryMixin)
     assert SpeculatorModel.registry["eagle3"] is Eagle3DraftModel and fresh(verifier)(**batch(), ttt_steps=1)[1] > 0
+
+
+@pytest.mark.statement("api-18", "api-19")
+def test_a_model_needs_a_config():
+    with pytest.raises(ValueError):
+        Eagle3DraftModel(None)
+    with pytest.raises(TypeError):
+        Eagle3DraftModel(LlamaConfig(**SHAPE))
 
 
 @pytest.mark.statement("api-20")
@@ -173,6 +188,19 @@ def test_class_of_a_config(saved):
     assert SpeculatorModel.registered_model_class_from_config(config) is Eagle3DraftModel
 
 
+@pytest.mark.statement("api-42", "api-43", "api-44")
+def test_class_of_no_config():
+    for config in (LlamaConfig(), SpeculatorModelConfig()):
+        with pytest.raises(TypeError):
+            SpeculatorModel.registered_model_class_from_config(config)
+
+    class Other(SpeculatorModelConfig):
+        speculators_model_type: str = "nobody"
+
+    with pytest.raises(ValueError, match="eagle3"):
+        SpeculatorModel.registered_model_class_from_config(Other())
+
+
 @pytest.mark.statement("api-46")
 def test_an_unregistered_class(verifier):
     class Unregistered(Eagle3DraftModel):
@@ -180,6 +208,17 @@ def test_an_unregistered_class(verifier):
 
     with pytest.raises(ValueError, match="Unregistered"):
         SpeculatorModel.verify_training_compatible(Unregistered(fresh(verifier).config))
+
+
+@pytest.mark.statement("api-45", "api-47")
+def test_verify_training_compatible(verifier):
+    model = fresh(verifier)
+    SpeculatorModel.verify_training_compatible(model)
+    with pytest.raises(TypeError):
+        SpeculatorModel.verify_training_compatible(torch.nn.Linear(2, 2))
+    del model.layers
+    with pytest.raises(AttributeError, match="layers"):
+        SpeculatorModel.verify_training_compatible(model)
 
 
 @pytest.mark.statement("api-49", "api-50", "api-51", "api-59", "api-60")
@@ -268,6 +307,14 @@ def test_verifier_config():
 @pytest.mark.statement("api-71")
 def test_verifier_config_of_a_folder(verifier):
     assert VerifierConfig.from_pretrained(verifier).architectures == ["LlamaForCausalLM"]
+
+
+@pytest.mark.statement("api-72")
+def test_pydantic_idioms(saved):
+    config = SpeculatorModelConfig.from_pretrained(saved)
+    again = SpeculatorModelConfig.model_validate(config.model_dump())
+    assert type(again) is Eagle3SpeculatorConfig and again == config
+    assert EagleSpeculatorConfig.model_validate(EagleSpeculatorConfig(layernorms=True).model_dump()).layernorms
 
 
 @pytest.mark.statement("release-51")

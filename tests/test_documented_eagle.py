@@ -162,6 +162,35 @@ def test_detached(verifier):
     assert model.verifier is None and model.embed_tokens is None
 
 
+@pytest.mark.statement("eagle-28", "eagle-31")
+def test_train_only(verifier, folder):
+    for source in (verifier, folder):
+        model = eagle()
+        model.attach_verifier(source, mode="train_only")
+        assert model.verifier is None and model(IDS, STATES).logits.shape == (1, 5, V)
+        with pytest.raises((ValueError, RuntimeError), match="full"):
+            model.generate(IDS)
+
+
+@pytest.mark.statement("eagle-27", "eagle-30", "eagle-21", "eagle-19")
+def test_generate(verifier):
+    model = eagle()
+    model.attach_verifier(verifier)
+    out = model.generate(IDS, max_new_tokens=9)
+    assert out.tolist() == verifier.generate(IDS, max_new_tokens=9, do_sample=False, eos_token_id=None).tolist()
+
+
+@pytest.mark.statement("eagle-35")
+def test_detach(verifier):
+    model = eagle()
+    model.attach_verifier(verifier)
+    model.detach_verifier()
+    assert model.verifier is None and model.embed_tokens is None and model.lm_head is None
+    for call in (lambda: model(IDS, STATES), lambda: model.generate(IDS)):
+        with pytest.raises((ValueError, RuntimeError)):
+            call()
+
+
 @pytest.mark.statement("eagle-36", "eagle-43", "eagle-44")
 def test_forward(verifier):
     model = eagle()
@@ -196,6 +225,31 @@ def test_cache(verifier):
     torch.testing.assert_close(rest.logits, whole.logits[:, 3:])
     torch.testing.assert_close(model(IDS, STATES, position_ids=IDS).logits, whole.logits)
     assert model(IDS, STATES, use_cache=False).past_key_values is None
+
+
+@pytest.mark.statement("eagle-39")
+def test_past_key_values_as_tuples(verifier):
+    model = eagle()
+    model.attach_verifier(verifier)
+    cache = model(IDS[:, :3], STATES[:, :3], use_cache=True).past_key_values
+    pairs = tuple((layer.keys, layer.values) for layer in cache.layers)
+    rest = model(IDS[:, 3:], STATES[:, 3:], past_key_values=pairs)
+    torch.testing.assert_close(rest.logits, model(IDS, STATES).logits[:, 3:])
+
+
+@pytest.mark.statement("eagle-41")
+def test_output_attentions(verifier):
+    model = eagle()
+    model.attach_verifier(verifier)
+    (weights,) = model(IDS, STATES, output_attentions=True).attentions
+    assert weights.shape == (1, 2, 5, 5)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 5))
+
+
+@pytest.mark.statement("eagle-45")
+def test_not_attached():
+    with pytest.raises(ValueError, match="attach_verifier"):
+        eagle()(IDS, STATES)
 
 
 @pytest.mark.statement("eagle-46", "eagle-47")

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from documented import H, V, batch, layer, write_verifier
+from documented import SHAPE, H, V, batch, layer, write_verifier
 from safetensors.torch import load_file
 
 import speculators_nb.models as models
@@ -55,6 +55,16 @@ def test_exports():
         assert inspect.isclass(getattr(models, f"{name}SpeculatorConfig"))
 
 
+@pytest.mark.statement("models-03", "models-24", "models-33")
+def test_target_layer_ids(verifier):
+    assert dflash(verifier, target_layer_ids=[0, 2]).target_layer_ids == [0, 2]
+    eagle3 = Eagle3DraftModel.from_training_args(
+        layer("qwen3"), verifier_name_or_path=str(verifier), target_layer_ids=[0, 1, 2]
+    )
+    assert eagle3.target_layer_ids == [0, 1, 2]
+    assert mtp(verifier).target_layer_ids == [SHAPE["num_hidden_layers"]]
+
+
 @pytest.mark.statement("models-04", "models-07", "models-08", "models-13", "models-16", "models-17")
 def test_dflash_parts(verifier):
     model = dflash(verifier, layers=2)
@@ -95,6 +105,12 @@ def test_dflash_arguments(verifier):
     few, many = (model.train()(**data, **train | dict(max_anchors=n))[2] for n in (2, 9))
     name = "loss_total" if "loss_total" in few else next(n for n in few if n.endswith("_total"))
     assert few[name] < many[name]
+
+
+@pytest.mark.statement("models-11")
+def test_verifier_config_is_a_keyword(verifier):
+    given = dict(verifier_name_or_path=str(verifier), mask_token_id=V - 1)
+    assert DFlashDraftModel.from_training_args(verifier_config=layer("qwen3"), **given).layers
 
 
 @pytest.mark.statement("models-19")
@@ -204,6 +220,19 @@ def test_peagle_parts(verifier):
     t2d = torch.arange(V) % 2 == 0
     d2t = t2d.nonzero()[:, 0] - torch.arange(V // 2)
     assert peagle(verifier, t2d=t2d, d2t=d2t, norm_before_residual=False).config.draft_vocab_size == V // 2
+
+
+@pytest.mark.statement("models-55", "models-64", "models-68")
+def test_peagle_config(verifier):
+    config = peagle(verifier).config
+    found = config.num_depths, config.down_sample_ratio, config.down_sample_ratio_min, config.mask_token_id
+    assert found == (8, 0.7, 0.2, V - 1)
+    model = peagle(verifier, num_depths=4, down_sample_ratio=0.5, down_sample_ratio_min=0.1)
+    assert (model.config.num_depths, model.config.down_sample_ratio, model.config.down_sample_ratio_min) == (
+        4,
+        0.5,
+        0.1,
+    )
 
 
 @pytest.mark.statement("models-57", "models-60", "models-62", "models-63")

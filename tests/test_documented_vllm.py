@@ -143,6 +143,18 @@ def test_synthetic_errors(fields):
         config(**fields)
 
 
+@pytest.mark.statement("vllm-56")
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "extract_hidden_states"])
+def test_methods_that_are_their_own_model(method):
+    assert config(method=method, num_speculative_tokens=1).model == method
+
+
+@pytest.mark.statement("vllm-64")
+def test_no_lookup_elsewhere():
+    found = config(model="org/small", num_speculative_tokens=3)
+    assert (found.prompt_lookup_min, found.prompt_lookup_max) == (0, 0)
+
+
 @pytest.mark.statement("vllm-16", "vllm-78")
 def test_trees():
     draft = dict(model="org/small", method="draft_model")
@@ -154,6 +166,12 @@ def test_trees():
 def test_neither_tree_nor_number():
     with pytest.raises(ValueError, match="num_speculative_tokens"):
         config(model="org/small", method="draft_model")
+
+
+@pytest.mark.statement("vllm-53")
+def test_mtp_needs_a_target():
+    with pytest.raises(ValueError, match="target_model_config"):
+        config(method="mtp", num_speculative_tokens=1)
 
 
 @pytest.mark.statement("vllm-55", "vllm-52", "vllm-74", "vllm-03")
@@ -177,6 +195,32 @@ def test_a_multiple_of_the_heads():
         config(method="mtp", target_model_config=target, num_speculative_tokens=3)
 
 
+@pytest.mark.statement("vllm-87")
+def test_slots():
+    draft = dict(model="org/small", method="draft_model", num_speculative_tokens=3)
+    assert config(**NGRAM).max_num_new_slots_for_drafting == 0
+    assert config(**draft).max_num_new_slots_for_drafting == 1
+    assert config(**draft, parallel_drafting=True).max_num_new_slots_for_drafting == 3
+
+
+@pytest.mark.statement("vllm-88")
+def test_predicates():
+    ngram = config(**NGRAM)
+    names = ["use_eagle", "use_dflash", "uses_draft_model", "uses_extract_hidden_states", "use_ngram_gpu"]
+    assert not any(getattr(ngram, name)() for name in names)
+    assert config(method="ngram_gpu", num_speculative_tokens=2).use_ngram_gpu()
+    assert config(model="org/small", num_speculative_tokens=2).uses_draft_model()
+    assert config(method="extract_hidden_states", num_speculative_tokens=1).uses_extract_hidden_states()
+    assert config(method="eagle3", model="org/x", num_speculative_tokens=2).use_eagle()
+    block = config(method="dflash", model="org/x", num_speculative_tokens=2)
+    assert block.use_dflash() and block.use_eagle() and block.parallel_drafting
+
+
+@pytest.mark.statement("vllm-89")
+def test_repr():
+    assert repr(config(**NGRAM)) == "SpeculativeConfig(method='ngram', model=None, num_spec_tokens=3)"
+
+
 @pytest.mark.statement("vllm-85")
 def test_families_that_give_inner_states():
     draft = dict(method="eagle3", model="org/x", num_speculative_tokens=2)
@@ -196,3 +240,8 @@ def test_hash():
         return config(method="extract_hidden_states", num_speculative_tokens=1, draft_model_config=given).compute_hash()
 
     assert states([1, 2]) != states([1, 3]) and states([1, 2]) == states([1, 2])
+
+
+@pytest.mark.statement("vllm-58")
+def test_ngram_in_brackets():
+    assert config(method="[ngram]", num_speculative_tokens=3).method == "ngram"

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3NextC
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
-from speculators_nb.models.mtp_network import FAMILIES
+from speculators_nb.models.mtp_families import FAMILIES
 from speculators_nb.nn.attention import attention
 from speculators_nb.nn.layers import DecoderLayer, Rotary, layer_window, refuse_dropout
 from speculators_nb.nn.masks import causal, sliding_window

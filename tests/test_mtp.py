@@ -597,6 +597,7 @@ def test_serving_needs_stitching(tmp_path):
     assert SpeculatorModel.from_pretrained(tmp_path / "n").config.verifier_norm
 
 
+@pytest.mark.statement("models-38", "models-39")
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("as_served", [False, True], ids=["per step", "as served"])
 def test_a_batch_is_its_texts(side, as_served):

@@ -8,7 +8,9 @@ import torch
 from recorded import cases, load_case
 from safetensors.torch import load_file
 
-CASES = [name for algorithm in ("eagle3", "peagle", "dflash", "dspark", "dflash2") for name in cases(algorithm)]
+CASES = [
+    name for algorithm in ("eagle3", "peagle", "dflash", "dspark", "dflash2", "xpress") for name in cases(algorithm)
+]
 
 
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])

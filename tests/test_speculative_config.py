@@ -277,13 +277,17 @@ def test_a_checkpoint_of_ours_says_what_it_is(models):
         SpeculativeConfig(model=str(models / "EAGLE-neutral"), method="medusa")
 
 
-def test_every_type_of_ours_is_served_as_something():
-    "A key of METHOD_OF_TYPE that no checkpoint carries is a checkpoint that is taken for an ordinary model."
+def test_every_type_of_ours_is_served_as_something(tmp_path):
+    """A key of METHOD_OF_TYPE that no checkpoint carries is a checkpoint that is taken for an ordinary model. One that
+    is served by nothing is refused."""
     import_models()
-    assert (
-        METHOD_OF_TYPE.keys() == SpeculatorModel.registry.keys()
-        and {method for method, _ in METHOD_OF_TYPE.values()} <= METHODS.keys()
-    )
+    registered = set(SpeculatorModel.registry)
+    assert METHOD_OF_TYPE.keys() <= registered and {method for method, _ in METHOD_OF_TYPE.values()} <= METHODS.keys()
+    for kind in registered - METHOD_OF_TYPE.keys():
+        assert any("does not serve" in line for line in SpeculatorModel.registered_class(kind).serving_violations({}))
+        (tmp_path / "config.json").write_text(json.dumps(dict(speculators_model_type=kind)))
+        with pytest.raises(ValueError, match=f"speculators_model_type='{kind}', which vLLM does not serve"):
+            SpeculativeConfig(model=str(tmp_path), num_speculative_tokens=2)
 
 
 def test_an_mlp_speculator_of_ours(tmp_path):

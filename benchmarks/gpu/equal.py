@@ -42,6 +42,11 @@ DRAFTERS = {
         dict(draft_arch="qwen3", num_layers=2, block_size=7, markov_rank=16, mask_token_id=3),
         dict(max_anchors=24),
     ),
+    "xpress": (
+        "xpress",
+        dict(draft_arch="qwen3", num_layers=2, block_size=8, xpress_rank=16, mask_token_id=3),
+        dict(max_anchors=24),
+    ),
     "mtp": ("mtp", dict(num_speculative_steps=3, fresh_head=True), {}),
     "mlp": ("mlp", dict(num_heads=3), {}),
     "medusa": ("medusa", dict(num_heads=3), {}),

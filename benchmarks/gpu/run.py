@@ -29,7 +29,15 @@ from benchmarks.gpu.pool import Pool  # noqa: E402
 from benchmarks.gpu.report import Report  # noqa: E402
 
 # jobs of stage 1
-DRAFTERS = ("eagle3",), ("dflash",), ("peagle",), ("eagle", "hass"), ("dspark", "dflash2"), ("mtp",), ("mlp", "medusa")
+DRAFTERS = (
+    ("eagle3",),
+    ("dflash",),
+    ("peagle",),
+    ("eagle", "hass"),
+    ("dspark", "dflash2"),
+    ("xpress", "mtp"),
+    ("mlp", "medusa"),
+)
 LENGTHS = (8192, 32768, 2048)
 NEEDED = (
     "torch",

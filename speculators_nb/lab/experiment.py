@@ -132,6 +132,9 @@ SETTINGS = {  # algorithm -> its arguments of `train_drafter`; k: tokens that it
     "dflash": lambda k: dict(draft_arch="qwen3", block_size=k + 1, max_anchors=256),
     "dflash2": lambda k: dict(draft_arch="qwen3", block_size=k + 1, max_anchors=256),
     "dspark": lambda k: dict(draft_arch="qwen3", block_size=k, max_anchors=256, markov_rank=64),
+    "xpress": lambda k: dict(
+        draft_arch="qwen3", block_size=k + 1, max_anchors=256, xpress_rank=64
+    ),
     "mtp": lambda k: dict(num_speculative_steps=k, fresh_head=True),
     "mlp": lambda k: dict(num_heads=k),
     "medusa": lambda k: dict(num_heads=k),

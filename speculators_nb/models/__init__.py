@@ -20,3 +20,5 @@ if TYPE_CHECKING:  # resolved on first use by ../_aliases.py
     from .mtp_network import MTPSpeculatorConfig as MTPSpeculatorConfig
     from .peagle import PEagleDraftModel as PEagleDraftModel
     from .peagle import PEagleSpeculatorConfig as PEagleSpeculatorConfig
+    from .xpress import XPressDraftModel as XPressDraftModel
+    from .xpress import XPressSpeculatorConfig as XPressSpeculatorConfig

@@ -95,12 +95,13 @@ class CheckedFields(RelatedFields):
         self._settle_lookup()
         self.find_length(self.suffix_decoding_max_tree_depth)
         self.settle_sampling()
-        self.settle_tree(self.num_speculative_tokens)
+        tokens = self.num_speculative_tokens or 0  # found, or it was refused
+        self.settle_tree(tokens)
         self.check_schedule()
         self._check_drafting()
         self._check_sampling()
         if self.verification == "synthetic":
-            self.settle_rates(self.num_speculative_tokens)
+            self.settle_rates(tokens)
         else:
             self.refuse_rates()
         self.settle_devices()
@@ -131,14 +132,15 @@ class DerivedValues(CheckedFields):
     @property
     def max_num_new_slots_for_drafting(self) -> int:  # for each request
         "New places in the drafter's batch, beside the one that each request has."
-        drafted = self.num_speculative_tokens - 1 if self.parallel_drafting else 0
+        drafted = (self.num_speculative_tokens or 1) - 1 if self.parallel_drafting else 0
         return drafted + self.spec.slots
 
     @property
     def depth(self) -> int:  # tokens on the longest path
         "How many tokens deep a step drafts: the `k` of `generate`."
         tree = self.speculative_token_tree
-        return max(map(len, parse_token_tree(tree))) if tree else self.num_speculative_tokens
+        drafted = self.num_speculative_tokens or 0
+        return max(map(len, parse_token_tree(tree))) if tree else drafted
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:  # empty: the config has none

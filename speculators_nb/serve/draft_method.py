@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SOUGHT', 'method_in_name', 'method_in_config', 'method_of_foreign_draft', 'names_python_class', 'GivenMethod',
-           'served_architecture', 'DraftMethod', 'predicted_tokens', 'default_length', 'DraftLength']
+           'served_architecture', 'ForeignDraft', 'DraftMethod', 'predicted_tokens', 'default_length', 'DraftLength']
 
 # %% ../../nbs/serve/03_draft_method.ipynb #6c838965
 import warnings
@@ -137,35 +137,9 @@ def served_architecture(
         named = named or architecture.endswith(prefix) or architecture == "LiLiCorrDraftModel"
     return architecture if named else prefix + architecture
 
-# %% ../../nbs/serve/03_draft_method.ipynb #6d6b702e
-class DraftMethod(GivenMethod):
-    "The method that the fields of the draft model mean."
-
-    def find_method(
-        self,
-        target: dict[str, Any] | None,  # the target's config.json
-    ) -> bool:  # whether the checkpoint was trained to draft all tokens in one forward pass
-        "Set `method` and read the draft. Errors: ValueError if they do not fit."
-        self._normalise_method()
-        given = self.method
-        self._find_draft(target)
-        kind = self._draft.get("speculators_model_type")
-        served, parallel = METHOD_OF_TYPE.get(kind or "", (None, False))
-        if served and self.method not in (None, served):
-            self.refuse(
-                "method",
-                f"does not fit {self.model}, which is served as {served!r}; leave method out",
-            )
-        self.method = self.method or served or method_of_foreign_draft(self.model, self._draft)
-        needed = self.spec.weights or self.method == "custom_class"
-        if self.model is None and needed and not self._in_target:
-            what = "the draft's folder or hub id" if self.spec.weights else "package.Class"
-            self.refuse("model", f"and method={self.method!r}: give {what}")
-        if given not in METHOD_OF_NAME.values():
-            self._warn_of_path()
-        if self._draft and not served:
-            self._check_foreign_draft()
-        return parallel
+# %% ../../nbs/serve/03_draft_method.ipynb #3ac8cbf7
+class ForeignDraft(GivenMethod):
+    "A draft that another project has written, and the method that its config means."
 
     def _check_foreign_draft(self):
         kind = self._draft.get("model_type")
@@ -195,6 +169,42 @@ class DraftMethod(GivenMethod):
                     f"makes vLLM serve {self.model} as {architecture}, which it does not "
                     "have; convert the draft, or leave method out",
                 )
+
+# %% ../../nbs/serve/03_draft_method.ipynb #6d6b702e
+class DraftMethod(ForeignDraft):
+    "The method that the fields of the draft model mean."
+
+    def find_method(
+        self,
+        target: dict[str, Any] | None,  # the target's config.json
+    ) -> bool:  # whether the checkpoint was trained to draft all tokens in one forward pass
+        "Set `method` and read the draft. Errors: ValueError if they do not fit."
+        self._normalise_method()
+        given = self.method
+        self._find_draft(target)
+        kind = self._draft.get("speculators_model_type")
+        served, parallel = METHOD_OF_TYPE.get(kind or "", (None, False))
+        if kind and not served:
+            self.refuse(
+                "model",
+                f"is a drafter with speculators_model_type={kind!r}, which vLLM does not "
+                f"serve; it serves {', '.join(METHOD_OF_TYPE)}",
+            )
+        if served and self.method not in (None, served):
+            self.refuse(
+                "method",
+                f"does not fit {self.model}, which is served as {served!r}; leave method out",
+            )
+        self.method = self.method or served or method_of_foreign_draft(self.model, self._draft)
+        needed = self.spec.weights or self.method == "custom_class"
+        if self.model is None and needed and not self._in_target:
+            what = "the draft's folder or hub id" if self.spec.weights else "package.Class"
+            self.refuse("model", f"and method={self.method!r}: give {what}")
+        if given not in METHOD_OF_NAME.values():
+            self._warn_of_path()
+        if self._draft and not served:
+            self._check_foreign_draft()
+        return parallel
 
     def _warn_of_path(self):
         # vLLM lets the path decide for every method that is not itself found by a name

@@ -45,6 +45,7 @@ CHAINS = [
     "suffix",
     "medusa",
     "dspark",
+    "xpress",
     "dflash",
     "dflash2",
     "mlp",

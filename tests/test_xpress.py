@@ -1,0 +1,421 @@
+"""XPress against upstream's recorded logits, the lean pass against the dense one, Jacobi passes against drafting one
+token after the other, and what is drawn against the distribution that training's pass gives."""
+
+import json
+import math
+
+import pytest
+import torch
+from recorded import FIXTURES, cases, load_case
+from safetensors.torch import load_file, save_file
+from test_dspark import chi_square, tiny_verifier
+from transformers import Qwen3Config
+
+from speculators_nb.core.tree import Sampling
+from speculators_nb.core.tree_growth import dynamic_tree
+from speculators_nb.decode.generate import generate
+from speculators_nb.decode.proposal_setup import TreeDrafter
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.dflash import BlockStates
+from speculators_nb.models.xpress import XPressDraftModel, XPressSpeculatorConfig
+from speculators_nb.nn.anchors import Blocks
+from speculators_nb.serve.speculative_config import SpeculativeConfig
+from speculators_nb.serve.vllm_contract import check_vllm_contract
+from speculators_nb.train.optimizers import MuonAdamW, build_optimizer, parameter_groups
+from speculators_nb.verifier.tapped_model import Verifier
+
+CASES = cases("xpress")
+
+
+# ---- upstream's recorded numbers (loss, metrics, gradients, steps: test_recorded.py)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(name):
+    """Base logits of every slot, and those with the bias of the text's own tokens, to 1e-4 absolute; the tokens in
+    front that upstream took, of the text and of its first round."""
+    model, batch, _, _, folder = load_case(name)
+    want = load_file(folder / "outputs.safetensors")
+    x = {k: v[0] for k, v in batch.items() if not k.startswith("anchor")}
+    anchors = batch["anchor_positions"]
+    with torch.no_grad():
+        hidden = model.block_hidden(
+            model.block_tokens(x["input_ids"][anchors]),
+            model.context(x["hidden_states"]),
+            anchors,
+            x["document_ids"],
+            x["position_ids"],
+            lean=False,
+            impl="sdpa",
+        )
+        states = BlockStates(x["input_ids"], x["document_ids"], Blocks(anchors, anchors, anchors, anchors), hidden)
+        text, base = model.text_in_front(states), model.lm_head(hidden)
+        cache = model.refiner_head.cache(hidden)
+        assert torch.equal(text, want["previous.0"])
+        if "previous.1" in want:
+            known = text[:, : model.config.first_slot + 1]
+            assert torch.equal(model.draft_in_front(known, model.to_verifier(base.argmax(-1))), want["previous.1"])
+        bias = model.refiner_head.readout(model.refiner_head(model.refiner_head.token_embed(text), cache))
+    torch.testing.assert_close(base.flatten(0, 1), want["lm_head_out.0"][0], rtol=0, atol=1e-4)
+    torch.testing.assert_close((base + bias).flatten(0, 1), want["logits"][0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [c for c in CASES if "data" in c or "window" in c])
+def test_checkpoints_load_again(name, tmp_path, monkeypatch):
+    "Ours and upstream's, with the recorded loss."
+    model, batch, kwargs, info, folder = load_case(name)
+    model.save_pretrained(tmp_path)
+    monkeypatch.chdir(FIXTURES)
+    theirs = tmp_path / "upstream"  # as upstream's save_pretrained leaves it
+    theirs.mkdir()
+    keys = json.loads((folder / "saved_pretrained_keys.json").read_text())
+    state = load_file(folder / "state_dict.safetensors")
+    save_file({k: v for k, v in state.items() if k in keys}, theirs / "model.safetensors")
+    (theirs / "config.json").write_text((folder / "saved_pretrained" / "config.json").read_text())
+    for checkpoint in (tmp_path, theirs):
+        again = SpeculatorModel.from_pretrained(checkpoint).train()
+        assert isinstance(again, XPressDraftModel)
+        assert again(**batch, **kwargs, cross_document_targets=True)[1].item() == pytest.approx(info["loss"], rel=1e-5)
+
+
+# ---- random drafters
+
+
+def random_model(seed, refiner=0.6, **fixed):
+    """A drafter of random shape with random weights, and a random packed row with its anchors. With `refiner` 0.6 the
+    bias is as large as the base logits."""
+    g = torch.Generator().manual_seed(seed)
+
+    def pick(*options):
+        return options[int(torch.randint(len(options), (), generator=g))]
+
+    layers = pick(1, 2)
+    layer = Qwen3Config(
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=pick(1, 2, 4),
+        head_dim=6,
+        vocab_size=30,
+        layer_types=[pick("full_attention", "sliding_attention") for _ in range(layers)],
+        sliding_window=pick(3, 7),
+        use_sliding_window=True,
+    )
+    fields = dict(
+        transformer_layer_config=layer,
+        draft_vocab_size=pick(20, 30),
+        aux_hidden_state_layer_ids=pick([1], [1, 3]),
+        block_size=pick(2, 4, 6),
+        mask_token_id=29,
+        sample_from_anchor=pick(True, False),
+        sliding_window_non_causal=pick(True, False),
+        xpress_rank=pick(3, 8),
+        xpress_mlp_ratio=pick(1, 2),
+    )
+    config = XPressSpeculatorConfig(**fields | fixed)
+    model = XPressDraftModel(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            spread = refiner if "refiner" in name else 0.3
+            p.copy_(torch.randn(p.shape, generator=g) * (spread if p.ndim > 1 else 0.1) + (p.ndim == 1))
+    if model.d2t is not None:
+        ids = torch.randperm(30, generator=g)[:20].sort().values
+        model.load_vocab_mappings(torch.zeros(30, dtype=torch.bool).index_fill(0, ids, True), ids - torch.arange(20))
+    model.target_head.set_rows(torch.randn(config.draft_vocab_size, 16, generator=g))
+    L, A = 40, 16 * len(config.aux_hidden_state_layer_ids)
+    documents = torch.tensor([0] * 13 + [1] * 3 + [2] * 20 + [-1] * 4)
+    positions = torch.cat([torch.arange(n) for n in (13, 3, 20, 4)])
+    batch = dict(
+        input_ids=torch.randint(30, (1, L), generator=g),
+        hidden_states=torch.randn(1, L, A, generator=g),
+        document_ids=documents[None],
+        loss_mask=((torch.rand(1, L, generator=g) < 0.6) & (documents >= 0)),  # many holes
+        verifier_last_hidden_states=torch.randn(1, L, 16, generator=g),
+        position_ids=positions[None],
+        anchor_positions=torch.randperm(L - config.block_size, generator=g)[:9].sort().values,
+        anchor_valid=torch.rand(9, generator=g) < 0.8,
+    )
+    return model, batch
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lean_is_dense(seed):
+    """Over random shapes, windows and packings, with holes in front of trained slots: loss, metrics and gradients of
+    the lean pass are those of the dense one, to 1e-5."""
+    model, batch = random_model(seed, refiner=0.3)
+    model.train()
+    options = dict(loss_config={"kl_div": 0.5, "tv": 0.5})
+    if seed % 3 == 0:
+        options = dict(loss_config="ce", per_position_loss_weight="dpace", base_anchor_full_weight=True)
+    if seed % 2 and model.d2t is None:
+        options |= dict(ce_from_data=True, base_anchor_weight=0.0)
+    results = []
+    for lean in (True, False):
+        model.zero_grad()
+        tokens, loss, metrics = model(**batch, **options, consistency_passes=4, lean=lean)
+        loss.backward()
+        results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    assert tokens.shape == (1, 9 * model.config.block_size)
+    (a, ma, ga), (b, mb, gb) = results
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert ma.keys() == mb.keys() and ga.keys() == gb.keys()
+    for key in ma:
+        torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
+    for key in ga:
+        assert (ga[key] - gb[key]).norm() <= 1e-5 * gb[key].norm() + 1e-6, key
+
+
+def test_the_defaults_of_the_step():
+    "The mixer starts at 0, and rounds of weight 0 are not run."
+    model, batch = random_model(4, draft_vocab_size=30)
+    _, loss, metrics = model(**batch)
+    parts = {name: float(metrics[f"{name}_sum"] / metrics[f"{name}_total"]) for name in ("tf_loss", "base_anchor_loss")}
+    rounds = [float(metrics[f"consistency_round{j}_loss_sum"] / metrics["loss_total"]) for j in range(3)]
+    want = parts["tf_loss"] + 0.3 * sum(rounds) / 3 + 0.6 * parts["base_anchor_loss"]
+    assert loss.item() == pytest.approx(want, rel=1e-5)
+    _, alone, metrics = model(**batch, consistency_weight=0.0, base_anchor_weight=0.0)
+    assert alone.item() == pytest.approx(parts["tf_loss"], rel=1e-5)
+    assert not any(name.startswith(("consistency", "base")) for name in metrics)
+    assert not XPressDraftModel(model.config).refiner_head.mix_l.any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bf16_products_and_autocast_stay_close(seed):
+    "bfloat16 keeps 8 bits, and a round may draft another token where two are close: the loss moves by less than 5 %."
+    model, batch = random_model(20 + seed)
+    full = model(**batch)[1].item()
+    assert model(**batch, gemm_dtype=torch.bfloat16)[1].item() == pytest.approx(full, rel=5e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch)[1]
+    loss.backward()
+    assert loss.item() == pytest.approx(full, rel=5e-2)
+
+
+def test_an_empty_loss_mask_is_no_nan():
+    model, batch = random_model(7)
+    batch["loss_mask"].zero_()
+    for b in (batch, {k: v for k, v in batch.items() if not k.startswith("anchor")}):
+        _, loss, metrics = model(**b)
+        loss.backward()
+        assert loss == 0 and all(torch.isfinite(v) for v in metrics.values())
+
+
+# ---- drafting
+
+
+def text_and_features(model, n=12, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(29, (n,), generator=g), torch.randn(n - 1, model.fc.in_features, generator=g), g
+
+
+def block_distributions(model, row, features, anchor):
+    "The distribution of each slot that predicts, by training's pass on a block whose text is that of `row`."
+    first = model.config.first_slot
+    x = torch.cat([features, torch.zeros(len(row) - len(features), features.shape[1])])
+    documents, anchors = torch.zeros(len(row), dtype=torch.long), torch.tensor([anchor])
+    with torch.no_grad():
+        tokens, positions = model.block_tokens(row[anchors]), torch.arange(len(row))
+        context, head = model.context(x), model.refiner_head
+        hidden = model.block_hidden(
+            tokens, context, anchors, documents, positions, lean=False, impl="sdpa", serving_window=True
+        )
+        states = BlockStates(row, documents, Blocks(anchors, anchors, anchors, anchors), hidden)
+        codes = head(head.token_embed(model.text_in_front(states)), head.cache(hidden))
+        return (model.lm_head(hidden) + head.readout(codes))[0, first:].softmax(-1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drafting_is_what_was_trained(seed):
+    """The drafter, fed in two parts, draws each token from the distribution that training's pass gives the slot when
+    the drafted tokens stand in the text; fewer tokens are the first of as many as were trained."""
+    model, _ = random_model(40 + seed, sample_from_anchor=seed % 2 == 0)
+    k = model.config.speculative_tokens
+    tokens, features, g = text_and_features(model, seed=seed)
+    drafter = model.drafter()
+    drafter.propose(tokens[:7], features[:6], k, Sampling())
+    tree = drafter.propose(tokens, features[6:], k + 3, Sampling(1.0, g))  # the block ends at k
+    assert len(tree) == k and tree.parents.tolist() == list(range(-1, k - 1))
+    want = block_distributions(model, torch.cat([tokens, tree.tokens]), features, 11)
+    got = tree.probs if model.d2t is None else tree.probs[:, model.to_verifier(torch.arange(len(model.d2t)))]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    for shorter in range(1, k):
+        again = drafter.propose(tokens, features[:0], shorter, Sampling())
+        whole = serial_walk(model, drafter, tokens, features, shorter)
+        assert again.tokens.tolist() == whole and again.probs is None
+
+
+def serial_walk(model, drafter, tokens, features, k):
+    "One token after the other, each the likeliest of training's pass on the text and what is drafted so far."
+    row = tokens
+    for j in range(k):
+        probs = block_distributions(model, torch.cat([row, row[:1].expand(k)]), features, len(tokens) - 1)
+        row = torch.cat([row, model.to_verifier(probs[j].argmax())[None]])
+    return row[len(tokens) :].tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_after_m_passes_the_first_m_tokens_are_final(seed):
+    "Jacobi passes against the serial walk, which is exact with as many passes as tokens; without one it is not."
+    model, _ = random_model(60 + seed, block_size=6, sample_from_anchor=seed % 2 == 0)
+    k, drafter = model.config.speculative_tokens, model.drafter()
+    tokens, features, _ = text_and_features(model, seed=seed)
+    serial = serial_walk(model, drafter, tokens, features, k)
+    for m in range(k + 1):
+        model.config.num_jacobi_passes = m
+        drafter.reset()
+        drafted = drafter.propose(tokens, features, k, Sampling()).tokens.tolist()
+        assert drafted[:m] == serial[:m]
+        assert m or drafted != serial  # the bias is as large as the logits
+
+
+def test_a_text_of_one_token():
+    "The anchor stands in front of itself, as at a document's start."
+    model, _ = random_model(3, sample_from_anchor=False, block_size=4)
+    tokens, features, g = torch.tensor([5]), torch.zeros(0, model.fc.in_features), torch.Generator().manual_seed(0)
+    tree = model.drafter().propose(tokens, features, 3, Sampling(1.0, g))
+    want = block_distributions(model, torch.cat([tokens, tree.tokens]), features, 0)
+    got = tree.probs if model.d2t is None else tree.probs[:, model.to_verifier(torch.arange(len(model.d2t)))]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_a_tree_know_their_path(seed):
+    "A node's row is the row of a chain that has its path, and nothing grows behind the trained tokens."
+    model, _ = random_model(80 + seed, sample_from_anchor=seed % 2 == 0, block_size=4)
+    k, drafter = model.config.speculative_tokens, model.drafter()
+    tokens, features, _ = text_and_features(model, seed=seed)
+    with drafter.grow(tokens, features, k + 2) as next_log_probs, torch.inference_mode():
+        tree = dynamic_tree(next_log_probs, top_k=3, depth=k + 2, total_tokens=12).tree
+        assert int(tree.depth.max()) <= k
+        for node in range(len(tree)):
+            path, up = [], node
+            while up >= 0:
+                path, up = [int(tree.tokens[up]), *path], int(tree.parents[up])
+            row = next_log_probs(torch.tensor([node]), tree.tokens, tree.parents)[0]
+            if len(path) == k:
+                assert (row == -torch.inf).all()
+                continue
+            filled = torch.cat([tokens, torch.tensor(path), tokens[:k]])
+            want = block_distributions(model, filled, features, 11)[len(path)]
+            got = row.exp() if model.d2t is None else row.exp()[model.to_verifier(torch.arange(len(model.d2t)))]
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def fresh(tmp_path, verifier, **args):
+    layer = Qwen3Config(
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        vocab_size=verifier.config.vocab_size,
+        max_position_embeddings=128,
+    )
+    model = XPressDraftModel.from_training_args(
+        layer,
+        verifier_name_or_path=str(tmp_path / "verifier"),
+        **dict(block_size=4, mask_token_id=1, xpress_rank=4) | args,
+    )
+    with torch.no_grad():
+        for p in model.refiner_head.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_greedy_text_is_the_verifiers(tmp_path, shifted):
+    "Token for token, in chains and in trees, also where more is wanted than was trained."
+    hf = tiny_verifier(tmp_path)
+    model = fresh(tmp_path, hf, sample_from_anchor=shifted, num_jacobi_passes=2)
+    verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
+    prompt = torch.randint(30, (9,), generator=torch.Generator().manual_seed(2))
+    want = hf.generate(prompt[None], max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)[
+        0, 9:
+    ].tolist()
+    tree = TreeDrafter(model.drafter(), [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+    for drafter in (model.drafter(), tree):
+        assert generate(verifier, drafter, prompt, max_new_tokens=16, k=3).tokens == want
+
+
+def test_sampled_text_has_the_verifiers_distribution(tmp_path):
+    """Pairs of tokens sampled with drafts of two, from a vocabulary of four, against the verifier's own joint
+    distribution; 350 draws, chi-square at about 0.999."""
+    hf = tiny_verifier(tmp_path, vocab=4)
+    model = fresh(tmp_path, hf)
+    verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
+    with torch.no_grad():
+
+        def following(ids):
+            return hf(torch.tensor([ids])).logits[0, -1].softmax(-1)
+
+        start, joint = [2, 3, 1], torch.zeros(4, 4)
+        first = following(start)
+        for a in range(4):
+            second = following([*start, a])
+            for b in range(4):
+                joint[b] += first[a] * second[b] * following([*start, a, b])
+    g, drafter, counts = torch.Generator().manual_seed(0), model.drafter(), torch.zeros(4, 4)
+    for _ in range(350):
+        out = generate(verifier, drafter, torch.tensor(start), max_new_tokens=3, k=2, sampling=Sampling(1.0, g))
+        counts[out.tokens[1], out.tokens[2]] += 1
+    value, df = chi_square(counts.flatten(), joint.flatten())
+    assert value < df + 4 * math.sqrt(2 * df), (value, df)
+
+
+# ---- optimizers, errors, serving
+
+
+def test_muon_takes_the_refiners_tables_as_upstream():
+    "Matrices of the refiner by Muon, its two tables among them; the mixer, of three dimensions, by AdamW."
+    model, batch = random_model(1)
+    table = parameter_groups(model, "muon")
+    by = table.optimizer[[name for name in table.index if name.startswith("refiner_head.")]]
+    assert by.pop("refiner_head.mix_l") == "adamw" and set(by) == {"muon"} and len(by) == 8
+    optimizer = build_optimizer(model, "muon", lr=1e-2, row_gradients=True)
+    assert isinstance(optimizer, MuonAdamW)
+    before = model.refiner_head.token_embed.weight.clone()
+    model(**batch)[1].backward()
+    assert not model.refiner_head.token_embed.weight.grad.is_sparse
+    optimizer.step()
+    assert (model.refiner_head.token_embed.weight != before).all()  # Muon moves every row
+
+
+def test_errors_name_the_field():
+    layer = Qwen3Config(vocab_size=30)
+    ok = dict(transformer_layer_config=layer, draft_vocab_size=30, aux_hidden_state_layer_ids=[1], mask_token_id=29)
+    for wrong in ("xpress_rank=0", "xpress_mlp_ratio=0", "num_jacobi_passes=-1", "block_size=1", "mask_token_id=30"):
+        name, value = wrong.split("=")
+        with pytest.raises(ValueError, match=wrong):
+            XPressSpeculatorConfig(**ok | {name: int(value)})
+    model, batch = random_model(1, draft_vocab_size=20)
+    with pytest.raises(ValueError, match="ce_from_data=True with draft_vocab_size=20.*whole vocabulary"):
+        model(**batch, ce_from_data=True)
+
+
+def test_vllm_does_not_serve_it(tmp_path):
+    "One line of the contract, and nothing else is found in a good checkpoint."
+    model = fresh(tmp_path, tiny_verifier(tmp_path))
+    model.save_pretrained(tmp_path / "drafter")
+    (found,) = check_vllm_contract(tmp_path / "drafter")
+    assert "'xpress', which vLLM 0.32 does not serve" in found and "\n" not in found
+    target = dict(target_model_config=json.loads((tmp_path / "verifier/config.json").read_text()))
+    for given in ({}, {"method": "dflash"}):
+        with pytest.raises(ValueError, match="speculators_model_type='xpress', which vLLM does not serve") as refusal:
+            SpeculativeConfig(model=str(tmp_path / "drafter"), num_speculative_tokens=3, **target, **given)
+        assert "\n" not in str(refusal.value)
+
+
+def test_defaults_are_the_documented_ones():
+    c = XPressSpeculatorConfig()
+    assert (c.xpress_rank, c.xpress_mlp_ratio, c.num_jacobi_passes, c.sample_from_anchor) == (256, 2, 6, False)
+    assert SpeculatorModel.registered_class("xpress") is XPressDraftModel
+    arguments = XPressDraftModel.training_arguments()
+    assert (arguments["block_size"], arguments["max_anchors"]) == (16, 512)
+    kwargs, evaluation = XPressDraftModel.get_trainer_kwargs()
+    assert kwargs == evaluation and kwargs["loss_config"] == {"ce": 0.1, "tv": 0.9}
+    assert (kwargs["consistency_weight"], kwargs["consistency_passes"], kwargs["base_anchor_weight"]) == (0.3, 3, 0.6)
+    assert (kwargs["gamma"], kwargs["per_position_loss_weight"]) == (4.0, "fixed-exp-decay")
+    assert not {"ce_from_data", "base_anchor_full_weight"} & kwargs.keys()  # off
+    assert XPressDraftModel.get_trainer_kwargs(ce_from_data=True, consistency_weight=0.0)[0]["ce_from_data"]
