@@ -489,7 +489,7 @@ def test_errors_name_the_field():
         DFlash2DraftModel(DFlash2SpeculatorConfig(**ok | dict(draft_vocab_size=20)))
     model, batch = random_model(1)
     with pytest.raises(ValueError, match="dpace"):
-        model(**batch, per_position_loss_weight="dpace", loss_config={"ce": 0.5, "tv": 0.5})
+        model(**batch, per_position_loss_weight="dpace", loss_config={"kl_div": 0.5, "tv": 0.5})
 
 
 def test_serving_violations():

@@ -7,7 +7,7 @@ from families import CHECKS, FAMILIES, NEW, PAGE, H, Line, greedy, line_of, page
 from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.proposal_setup import TreeDrafter
-from speculators_nb.nn.target_head import load_verifier_tensors
+from speculators_nb.verifier.parts import load_verifier_tensors
 
 TEXT = PAGE.read_text()
 ROWS = [line for line in TEXT.splitlines() if line.startswith("| `")]

@@ -16,6 +16,7 @@ from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn import target_head as head_module
 from speculators_nb.nn.target_head import TargetHead, check_target_head
 from speculators_nb.train.train_drafter import train_drafter
+from speculators_nb.verifier import parts
 
 VERIFIERS_OF = ("llama", "qwen3", "gemma2", "cohere", "gpt_neox", "qwen3_next", "qwen3_5")
 # EAGLE attaches a verifier, or says that it must; MTP is below
@@ -180,12 +181,12 @@ def test_finish_keeps_its_input_and_its_dtype(dtype):
     ],
 )
 def test_a_text_part_that_is_silent_leaves_the_tie_to_the_whole(monkeypatch, tied, own_head, words, text):
-    monkeypatch.setattr(head_module, "verifier_config", lambda path: SimpleNamespace(tie_word_embeddings=tied))
+    monkeypatch.setattr(parts, "verifier_config", lambda path: SimpleNamespace(tie_word_embeddings=tied))
     monkeypatch.setattr(
-        head_module,
+        parts,
         "text_config",
         lambda config: SimpleNamespace(tie_word_embeddings=tied) if text else SimpleNamespace(),
     )
     found = {"head": torch.ones(4, 2), "embeddings": torch.zeros(4, 2)}
     with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
-        head_module._check_tie("v", own_head, found)
+        parts._check_tie("v", own_head, found)

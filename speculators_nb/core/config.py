@@ -26,12 +26,13 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 
 import speculators_nb
-from .checkpoints import check_field_types, check_folder, resolve_checkpoint
+from .checkpoints import check_field_types, model_file
 from .files import atomic_write, read_object
 from .option_rules import OptionRule, number, several, shown, whole
 from .options import RULES
 from speculators_nb.core.registry import (
     ClassRegistryMixin,
+    FoundOnHub,
     GreedyTokenProposalConfig,
     PydanticNames,
     ReloadableBaseModel,
@@ -69,8 +70,8 @@ class VerifierConfig(ReloadableBaseModel):
         cls,
         name_or_path: str | os.PathLike,  # the verifier's folder or hub id
     ) -> "VerifierConfig":  # what the drafter's config will say
-        "Describe a verifier by its raw config.json."
-        file = resolve_checkpoint(name_or_path) / "config.json"
+        "Describe a verifier by its raw config.json; of a hub id nothing else is fetched."
+        file = model_file(name_or_path)
         if not file.is_file():
             raise FileNotFoundError(
                 f"{file}: no such file, so the verifier's architectures are unknown. "
@@ -393,7 +394,7 @@ class DrafterFields(JsonConfig):
         return self.sizes.vocab_size
 
 # %% ../../nbs/core/10_config.ipynb #01a00001
-class SpeculatorModelConfig(PydanticNames, ClassRegistryMixin, DrafterFields):
+class SpeculatorModelConfig(PydanticNames, ClassRegistryMixin, FoundOnHub, DrafterFields):
     """Base of all drafters' configs. Keys of a file that no field declares are kept. Two
     configs are equal when they would write the same file."""
 
@@ -401,18 +402,6 @@ class SpeculatorModelConfig(PydanticNames, ClassRegistryMixin, DrafterFields):
     auto_package: ClassVar[str | tuple[str, ...] | None] = ("speculators_nb.models",)
     registry_auto_discovery: ClassVar[bool] = True
     schema_discriminator: ClassVar[str] = "speculators_model_type"
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: str | os.PathLike,  # a drafter's folder or hub id
-        **kwargs,  # passed on to transformers
-    ) -> "SpeculatorModelConfig":  # an object of the class that `speculators_model_type` names
-        """Read a drafter's config.json. Errors: FileNotFoundError; ValueError saying what the
-        folder holds instead of a drafter."""
-        if os.path.exists(path):
-            check_folder(path)
-        return super().from_pretrained(path, **kwargs)
 
     @classmethod
     def from_dict(

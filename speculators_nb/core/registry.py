@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = ['MOST_WIDE', 'ClassTable', 'ClassRegistryMixin', 'explain', 'no_truth_for_a_number', 'ReloadableBaseModel',
            'PydanticClassRegistryMixin', 'PydanticNames', 'TokenProposalConfig', 'GreedyTokenProposalConfig',
-           'SamplingTokenProposalConfig', 'StaticTreeTokenProposalConfig', 'DynamicTreeTokenProposalConfig']
+           'SamplingTokenProposalConfig', 'StaticTreeTokenProposalConfig', 'DynamicTreeTokenProposalConfig',
+           'FoundOnHub']
 
 # %% ../../nbs/core/05_registry.ipynb #regi0003
 import copy
 import importlib
 import json
+import os
 import pkgutil
 import re
 from collections.abc import Callable
@@ -19,6 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_arg
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import core_schema
 
+from .checkpoints import hub_access, model_file
+from .files import check_folder
 from .option_rules import shown
 from .options import MOST_DRAFTED
 
@@ -369,3 +373,31 @@ class DynamicTreeTokenProposalConfig(TokenProposalConfig):
     depth: int = Field(
         default=6, ge=1, le=MOST_DRAFTED, description="Draft tokens on the longest path."
     )
+
+# %% ../../nbs/core/05_registry.ipynb #foundcfg
+class FoundOnHub:
+    "Reads a drafter's config from a folder or a hub; mixed into a transformers config."
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike,  # a drafter's folder or hub id
+        cache_dir: str | os.PathLike | None = None,  # of a hub id, as in `hub_access`
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        **kwargs,  # passed on to transformers
+    ) -> Self:  # an object of the class that `speculators_model_type` names
+        """Read a drafter's config.json, and no other file. Errors: FileNotFoundError;
+        ValueError saying what the folder holds instead of a drafter."""
+        folder = name = pretrained_model_name_or_path
+        if not os.path.exists(name):
+            access = dict(cache_dir=cache_dir, token=token, revision=revision)
+            access["local_files_only"] = local_files_only or None
+            if force_download:
+                access |= dict(force_download=True, fetched=set())
+            with hub_access(**access):
+                folder = model_file(name).parent
+        check_folder(folder, name)
+        return super().from_pretrained(folder, **kwargs)  # type: ignore[misc] (a mixin)

@@ -284,7 +284,8 @@ class RecurrentContext(RecurrentCache):
     def _read(self, b, unread, tree):
         self.texts[b] = torch.cat([self.texts[b], unread])
         missing = self.texts[b][self.cached[b] :]
-        decided = self.verifier(missing[None], past_key_values=self.caches[b], want_logits=1)
+        cache = self.caches[b]
+        decided: Any = self.verifier(missing[None], past_key_values=cache, want_logits=1)
         self.cached[b] = len(self.texts[b])
 
         nodes, tail = len(tree), decided.hidden_states[0, -len(unread) :]
@@ -292,7 +293,7 @@ class RecurrentContext(RecurrentCache):
         hidden = torch.cat([tail, tail[-1:].expand(nodes, -1)])
         for path in tree.paths():
             cache = copy.deepcopy(self.caches[b])
-            out = self.verifier(tree.tokens[path][None], past_key_values=cache)
+            out: Any = self.verifier(tree.tokens[path][None], past_key_values=cache)
             at = torch.tensor(path, device=logits.device)
             logits[1 + at] = out.logits[0]
             hidden[len(unread) + at] = out.hidden_states[0]

@@ -272,7 +272,7 @@ class AttachableVerifier(GeneratingDrafter):
     @classmethod
     def from_pretrained(
         cls,
-        path: str | os.PathLike | None = None,  # a checkpoint folder or hub id
+        pretrained_model_name_or_path: str | os.PathLike | None = None,  # folder or hub id
         *,
         verifier: "str | os.PathLike | PreTrainedModel | None" = None,  # None: from the config
         verifier_attachment_mode: str | None = None,  # None: "full", of a folder "train_only"
@@ -281,7 +281,9 @@ class AttachableVerifier(GeneratingDrafter):
         "Load a drafter and attach its verifier."
         mode, ready = verifier_attachment_mode, isinstance(verifier, PreTrainedModel)
         model = super().from_pretrained(
-            path, verifier=None if ready or mode == "detached" else verifier, **others
+            pretrained_model_name_or_path,
+            verifier=False if ready or mode == "detached" else verifier,
+            **others,
         )
         if mode in ("detached", "full") or ready:
             if model.verifier_attachment_mode != "detached":

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['recognise', 'detect', 'choose_format', 'new_folder', 'json_object', 'check_fields', 'check_sizes', 'read_foreign',
-           'commonest_dtype', 'convert', 'formats_of', 'saved_tensors', 'export_native']
+           'commonest_dtype', 'Converted', 'converted', 'read_drafter', 'convert', 'formats_of', 'saved_tensors',
+           'export_native']
 
 # %% ../../nbs/models/29_convert.ipynb #ab9b5650
 import inspect
@@ -12,17 +13,17 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..core.checkpoints import read_state, resolve_checkpoint
+from ..core.checkpoints import hub_access, read_state, resolve_checkpoint
 from ..core.config import SpeculatorModelConfig, SpeculatorsConfig
 from ..core.files import atomic_folder, disk_errors
 from ..core.option_rules import near, shown
 from ..core.options import check_options
 from ..core.provenance import write_provenance
-from .base import SpeculatorModel
+from .base import FOREIGN, SpeculatorModel
 from speculators_nb.models.formats import (
     NativeCheckpoint,
     NativeFormat,
@@ -163,6 +164,56 @@ def commonest_dtype(state: dict[str, torch.Tensor]) -> torch.dtype:
     return max(counts, key=lambda dtype: (counts[dtype], str(dtype)))
 
 # %% ../../nbs/models/29_convert.ipynb #c797aa61
+class Converted(NamedTuple):
+    "A foreign drafter in this library's form."
+
+    config: SpeculatorModelConfig
+    state: dict[str, torch.Tensor]  # our name -> tensor
+    format: NativeFormat  # that it was stored in
+    speculative_tokens: int  # for engines
+
+
+def converted(
+    source: str | os.PathLike,  # the foreign drafter: folder, hub id, or file with its weights
+    verifier: str | os.PathLike,  # folder or hub id of the verifier that it was trained for
+    format: str | None = None,  # a name that `detect` gives; None: look
+    speculative_tokens: int | None = None,  # None: the source's or format's own
+    given: dict[str, Any] | None = None,  # config.json fields missing or wrong in source
+    trust_remote_code: bool = False,  # run configuration code that comes with the verifier
+) -> Converted:
+    """Read a foreign drafter. Tensors are renamed and keep values and dtype; names and shapes
+    are checked against the model that the new config describes, and its sizes against the
+    verifier. Errors: as from `convert`."""
+    native = NativeCheckpoint(source)
+    with hub_access(revision="main"):  # the verifier is another model
+        target = verifier_target(verifier, trust_remote_code or None)
+        if format is None:
+            entry = recognise(native)
+        else:
+            entry = choose_format(format, formats(), "known are")
+        fields, state = read_foreign(entry, native, target)
+        model_class = SpeculatorModel.registered_class(entry.model_type)
+        check_fields(given or {}, model_class.config_class)
+        fields |= given or {}
+        own_tokens = fields.pop("speculative_tokens")
+        tokens = speculative_tokens or own_tokens
+        shared = SpeculatorsConfig.greedy(entry.model_type, tokens, target.path)
+        config = model_class.config_class(**fields, speculators_config=shared)
+    check_sizes(config, target, native.name)
+    with torch.device("meta"):
+        model_class(config).check_state(state, native.name)
+    return Converted(config, state, entry, tokens)
+
+
+def read_drafter(path, verifier):
+    "What `SpeculatorModel.from_pretrained(verifier=)` does with a foreign checkpoint."
+    found = converted(path, verifier)
+    return found.config, found.state
+
+
+FOREIGN.append(read_drafter)
+
+# %% ../../nbs/models/29_convert.ipynb #convert1
 def convert(
     source: str | os.PathLike,  # the foreign drafter: folder, hub id, or file with its weights
     output_dir: str | os.PathLike,  # the new checkpoint; must not exist
@@ -172,9 +223,7 @@ def convert(
     config: dict | str | None = None,  # config.json fields missing or wrong in source; or JSON
     trust_remote_code: bool = False,  # run configuration code that comes with the verifier
 ) -> str:  # the new folder
-    """Convert a foreign drafter to this library's checkpoint. Tensors are renamed and keep
-    values and dtype; names and shapes are checked against the model that the new config
-    describes, and its sizes against the verifier.
+    """Convert a foreign drafter to this library's checkpoint, see `converted`.
     Errors: FileExistsError; ValueError for an unknown format, missing, unexpected or misshapen
     tensors, another verifier, or a pickle that holds more than tensors."""
     options: dict[str, Any] = dict(source=source, output_dir=output_dir, verifier=verifier)
@@ -182,31 +231,15 @@ def convert(
     if not isinstance(config, str):
         options["config"] = config
     check_options(options, "convert")
-    output = new_folder(output_dir)
-    native = NativeCheckpoint(source)
-    target = verifier_target(verifier, trust_remote_code or None)
-    if format is None:
-        entry = recognise(native)
-    else:
-        entry = choose_format(format, formats(), "known are")
-    fields, state = read_foreign(entry, native, target)
-    model_class = SpeculatorModel.registered_class(entry.model_type)
-    given = json_object(config)
-    check_fields(given, model_class.config_class)
-    fields |= given
-    own_tokens = fields.pop("speculative_tokens")
-    tokens = speculative_tokens or own_tokens
-    new_config = model_class.config_class(
-        **fields,
-        speculators_config=SpeculatorsConfig.greedy(entry.model_type, tokens, target.path),
-    )
-    check_sizes(new_config, target, native.name)
+    output, given = new_folder(output_dir), json_object(config)
+    how = (format, speculative_tokens, given, trust_remote_code)
+    found = converted(source, verifier, *how)
     with torch.device("meta"):
-        model = model_class(new_config)
-    model.check_state(state, native.name)
+        model = SpeculatorModel.registered_class(found.format.model_type)(found.config)
     with atomic_folder(output) as folder:
-        model.to(commonest_dtype(state)).save_pretrained(folder, state_dict=state)
-        settings = dict(format=entry.name, speculative_tokens=tokens, config=given)
+        model.to(commonest_dtype(found.state)).save_pretrained(folder, state_dict=found.state)
+        settings: dict[str, Any] = dict(format=found.format.name, config=given)
+        settings["speculative_tokens"] = found.speculative_tokens
         sources = {"source": source, "verifier": verifier}
         write_provenance(folder, "convert", settings, sources)
     return str(output)

@@ -20,11 +20,11 @@ from ..core.config import SpeculatorModelConfig
 from ..nn.draft_vocabulary import check_vocab_mapping, draft_to_verifier
 from speculators_nb.nn.target_head import (
     TargetHead,
-    load_verifier_tensors,
     target_head_for,
     text_config,
     verifier_config,
 )
+from ..verifier.parts import load_verifier_tensors
 
 # %% ../../nbs/models/03_draft_network.ipynb #8d4eeec3
 def unset(*shape: int) -> nn.Parameter:  # filled with NaN, not trained

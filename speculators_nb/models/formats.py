@@ -33,7 +33,8 @@ from speculators_nb.core.checkpoints import (
 from ..core.config import import_models, layer_config_from_dict
 from ..core.files import atomic_write, read_object
 from ..nn.layers import LAYER_FAMILIES
-from ..nn.target_head import load_verifier_tensors, text_config, verifier_config
+from ..nn.target_head import text_config, verifier_config
+from ..verifier.parts import load_verifier_tensors
 
 # %% ../../nbs/models/08_formats.ipynb #aa8ed6a4
 class Target(NamedTuple):

@@ -31,7 +31,7 @@ from speculators_nb.models.formats import (
     write_native,
 )
 from ..nn.layers import layer_window
-from ..nn.target_head import load_verifier_tensors
+from ..verifier.parts import load_verifier_tensors
 from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids
 
 # %% ../../nbs/models/26_formats_eagle.ipynb #5f627705

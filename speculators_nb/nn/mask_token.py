@@ -9,10 +9,11 @@ __all__ = ['MASK_TOKEN', 'resolve_mask_token']
 import operator
 import os
 import warnings
+from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from ..core.checkpoints import remote_code_allowed, resolve_checkpoint
+from ..core.checkpoints import current_hub_access, remote_code_allowed
 
 # %% ../../nbs/nn/11_mask_token.ipynb #6dba5a1b
 MASK_TOKEN = "<|MASK|>"
@@ -27,9 +28,12 @@ def resolve_mask_token(
     vocabulary, or where nothing can serve as a mask."""
     if mask_token_id is not None:
         return _row_of_table(mask_token_id, vocab_size, "mask_token_id")
+    name, access = str(verifier_name_or_path), {}
+    if not Path(name).is_dir():
+        access = current_hub_access().arguments(name, "tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            resolve_checkpoint(verifier_name_or_path), trust_remote_code=remote_code_allowed()
+            name, trust_remote_code=remote_code_allowed(), **access
         )
     except (OSError, ValueError) as e:
         raise ValueError(

@@ -91,7 +91,7 @@ def answer(
                 out[r].append(t)
         # finished: u[-1] is read and not used
         row = row.masked_fill(torch.isin(token, eos), -1)
-        live = (row >= 0).nonzero().squeeze(-1)
+        live: Any = (row >= 0).nonzero().squeeze(-1)
         if not len(live):
             break
         if len(live) <= 0.75 * len(row):

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..core.checkpoints import checkpoint_index
+from ..core.checkpoints import checkpoint_index, hub_access
 from speculators_nb.nn.target_head import (
     FinalNorm,
     TargetHead,
@@ -160,14 +160,22 @@ class VerifierInfo(os.PathLike):
         return text_config(self.config)
 
     @cached_property
-    def files(self) -> dict[str, Path]:  # tensor name -> safetensors file
-        return checkpoint_index(self.name)
+    def files(self) -> dict[str, Path]:  # tensor name -> safetensors file that is here
+        "Of a hub id: what the cache holds; nothing is fetched."
+        with hub_access(local_files_only=True):
+            index = checkpoint_index(self.name)
+        return {name: file for name, file in index.items() if file.is_file()}
 
     @cached_property
-    def fingerprint(self) -> str | None:  # None: it cannot be read from the files
-        return _stored_fingerprint(self)
+    def fingerprint(self) -> str | None:  # None: it cannot be read from the files here
+        try:
+            return _stored_fingerprint(self)
+        except FileNotFoundError:
+            if Path(self.name).is_dir():
+                raise
+            return None  # a hub id whose weights are not in the cache
 
-
+# %% ../../nbs/verifier/02_identity.ipynb #storedfp
 def _stored_fingerprint(info):
     "The hash of `fingerprint`, computed from the files."
     model = meta_model(info.config)

@@ -93,7 +93,7 @@ def find_taps(
             f"{type(model).__name__}: altup_num_inputs={streams} residual streams, and a "
             "drafter reads one; choose another verifier"
         )
-    base = model.get_decoder() or model.base_model
+    base: Any = model.get_decoder() or model.base_model
     if hasattr(base, "lm_head"):  # Llama-4's decoder has the head too
         base = base.model
     deeper = [m for k, m in base.named_children() if k == "decoder"]  # OPT's, one level deeper

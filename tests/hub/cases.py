@@ -1,0 +1,359 @@
+"""What is loaded from a hub, and how many bytes. `test_hub.py` runs this file in a process of its own, because the
+hub's client reads its address once, when it is imported."""
+
+import os
+import tempfile
+
+from server import Hub
+
+HUB = Hub()
+os.environ.update(HF_ENDPOINT=HUB.url, HF_HOME=tempfile.mkdtemp(), HF_HUB_DISABLE_XET="1", HF_HUB_DISABLE_TELEMETRY="1")
+for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
+    os.environ.pop(name, None)
+
+import json  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from huggingface_hub import constants  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+from speculators_nb.core.checkpoints import hub_access, resolve_checkpoint  # noqa: E402
+from speculators_nb.core.config import SpeculatorModelConfig, VerifierConfig  # noqa: E402
+from speculators_nb.models.base import SpeculatorModel  # noqa: E402
+from speculators_nb.models.convert import convert, export_native  # noqa: E402
+from speculators_nb.models.eagle3 import Eagle3DraftModel  # noqa: E402
+from speculators_nb.nn.layers import draft_layer_config  # noqa: E402
+from speculators_nb.nn.mask_token import resolve_mask_token  # noqa: E402
+from speculators_nb.nn.target_head import verifier_config  # noqa: E402
+from speculators_nb.verifier.identity import VerifierInfo  # noqa: E402
+from speculators_nb.verifier.parts import load_verifier_tensors  # noqa: E402
+
+SHAPE = dict(
+    vocab_size=4096,
+    hidden_size=64,
+    intermediate_size=512,
+    num_hidden_layers=16,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+
+
+@pytest.fixture(scope="session")
+def big(tmp_path_factory):
+    "A verifier of 16 shards: folder, published as org/big; the head is its own."
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False))
+    folder = tmp_path_factory.mktemp("big")
+    model.config.architectures = ["Qwen3ForCausalLM"]
+    model.config.save_pretrained(folder)
+    state, where = model.state_dict(), {}
+    for i in range(16):
+        file = f"model-{i + 1:05}-of-00016.safetensors"
+        part = {n: w for n, w in state.items() if f"layers.{i}." in n}
+        if i == 0:
+            part["model.embed_tokens.weight"] = state["model.embed_tokens.weight"]
+        if i == 15:
+            part |= {n: state[n] for n in ("model.norm.weight", "lm_head.weight")}
+        save_file(part, folder / file)
+        where |= dict.fromkeys(part, file)
+    assert where.keys() == state.keys()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    HUB.add("org/big", folder)
+    return folder
+
+
+@pytest.fixture
+def draft(big, tmp_path):
+    "A drafter for org/big, which was made from the folder; published as org/draft."
+    model = Eagle3DraftModel.from_training_args(
+        draft_layer_config(Qwen3Config(**SHAPE)), verifier_name_or_path=str(big)
+    )
+    model.config.speculators_config.verifier.name_or_path = "org/big"
+    model.save_pretrained(tmp_path / "draft")
+    HUB.add("org/draft", tmp_path / "draft")
+    return model
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path):
+    "Each test has a cache of its own."
+    HUB.ranges, HUB.gated, HUB.tokens = True, set(), {}
+    HUB.sent.clear()
+    with hub_access(cache_dir=tmp_path / "cache"):
+        yield
+
+
+def size(parts):
+    return sum(w.numel() * w.element_size() for w in parts.values() if w is not None)
+
+
+def bodies():
+    return [s.path for s in HUB.sent if s.size and s.status < 300]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_two_fields_of_a_config(big):
+    assert VerifierConfig.from_pretrained("org/big").architectures == ["Qwen3ForCausalLM"]
+    config = verifier_config("org/big")
+    assert (config.hidden_size, config.name_or_path) == (64, "org/big")
+    info = VerifierInfo.of("org/big")
+    assert (info.text.vocab_size, info.fingerprint) == (4096, None)
+    assert HUB.bytes() < 100_000 and len(bodies()) == 1
+    print("bytes for two fields:", HUB.bytes())
+
+
+def test_parts_of_a_verifier(big):
+    parts = load_verifier_tensors("org/big")
+    local = load_verifier_tensors(big)
+    assert all(torch.equal(parts[n], local[n]) for n in ("embeddings", "head", "norm_weight"))
+    assert HUB.bytes() < 1.05 * size(parts)
+    before = len(HUB.sent)
+    load_verifier_tensors("org/big")
+    assert HUB.bytes(before) == 0 and {s.method for s in HUB.sent[before:]} <= {"HEAD"}
+
+
+def test_a_new_drafter(big):
+    model = Eagle3DraftModel.from_training_args(
+        draft_layer_config(Qwen3Config(**SHAPE)), verifier_name_or_path="org/big"
+    )
+    SpeculatorModel.verify_training_compatible(model)
+    wanted = size(load_verifier_tensors(big))
+    assert HUB.bytes() < 1.05 * wanted
+    print("bytes for a new drafter:", HUB.bytes(), "of", wanted, "and", sum(p.stat().st_size for p in big.iterdir()))
+
+
+def test_nothing_else_of_a_shard_reaches_the_disk(big, tmp_path):
+    wanted = size(load_verifier_tensors("org/big"))
+    kept = sum(p.stat().st_size for p in (tmp_path / "cache").rglob("*") if p.is_file() and not p.is_symlink())
+    assert kept < 1.1 * wanted
+
+
+def test_a_storage_without_ranges_sends_the_shards(big):
+    HUB.ranges = False
+    parts = load_verifier_tensors("org/big")
+    assert torch.equal(parts["head"], load_verifier_tensors(big)["head"])
+    shards = {p.rsplit("/", 1)[1] for p in bodies() if p.endswith(".safetensors")}
+    assert {s for s in shards if "00001-of" not in s and "00016-of" not in s} == set()
+    before = len(HUB.sent)
+    load_verifier_tensors("org/big")
+    assert HUB.bytes(before) == 0
+
+
+def test_one_file(big, tmp_path):
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE | dict(num_hidden_layers=4), tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "tied")
+    HUB.add("org/tied", tmp_path / "tied")
+    parts = load_verifier_tensors("org/tied")
+    assert torch.equal(parts["embeddings"], model.model.embed_tokens.weight) and parts["head"] is parts["embeddings"]
+    assert HUB.bytes() < 1.05 * size({"table": parts["embeddings"]})
+    before = len(HUB.sent)
+    load_verifier_tensors("org/tied")
+    assert HUB.bytes(before) == 0
+
+
+def test_a_model_in_the_cache_is_read_there(big):
+    resolve_checkpoint("org/big")
+    before = len(HUB.sent)
+    load_verifier_tensors("org/big")
+    assert VerifierInfo.of("org/big").fingerprint == VerifierInfo.of(big).fingerprint is not None
+    assert HUB.bytes(before) == 0
+
+
+def test_a_drafter_and_its_verifier(big, draft):
+    model = SpeculatorModel.from_pretrained("org/draft")
+    assert same(model.saved_state(), draft.saved_state())
+    assert torch.equal(model.target_head.norm.weight, load_verifier_tensors(big)["norm_weight"])
+    SpeculatorModel.verify_training_compatible(model)
+    before = len(HUB.sent)
+    SpeculatorModel.from_pretrained("org/draft")
+    assert sum(s.size for s in HUB.sent[before:] if "/resolve/" in s.path) == 0
+
+
+def test_borrowed_weights_come_from_the_hub(big, draft, tmp_path):
+    "A checkpoint without embedding and head, whose verifier is a hub id."
+    file = tmp_path / "draft/model.safetensors"
+    state = {n: w for n, w in load_file(file).items() if n not in ("embed_tokens.weight", "lm_head.weight")}
+    save_file(state, file)
+    model = SpeculatorModel.from_pretrained(tmp_path / "draft")
+    assert torch.equal(model.embed_tokens.weight, draft.embed_tokens.weight)
+    with pytest.raises(ValueError, match="leaves embed_tokens.weight, lm_head.weight to the verifier.*verifier=False"):
+        SpeculatorModel.from_pretrained(tmp_path / "draft", verifier=False)
+    with pytest.raises(ValueError, match=r"org/big: .* in the cache .*local_files_only=True"):
+        SpeculatorModel.from_pretrained(tmp_path / "draft", local_files_only=True, cache_dir=tmp_path / "empty")
+
+
+def test_a_tokenizer_is_asked_for_without_the_weights(big):
+    assert resolve_mask_token("org/big", 4096) == resolve_mask_token(big, 4096)
+    assert not [p for p in bodies() if "safetensors" in p]
+
+
+def test_without_its_verifier_nothing_is_fetched(draft, tmp_path):
+    model = SpeculatorModel.from_pretrained(tmp_path / "draft", verifier=False)
+    assert HUB.sent == [] and model.target_head.weight is None
+
+
+def test_revision_is_the_drafters_alone(big, draft, tmp_path):
+    other = {n: w + 1 if w.is_floating_point() else w for n, w in draft.saved_state().items()}
+    draft.save_pretrained(tmp_path / "other", state_dict=other)
+    commit = HUB.add("org/draft", tmp_path / "other", revision="v2")
+    for revision in ("v2", commit):
+        model = SpeculatorModel.from_pretrained("org/draft", revision=revision)
+        assert torch.equal(model.fc.weight, draft.fc.weight + 1)
+    assert torch.equal(SpeculatorModel.from_pretrained("org/draft", revision="main").fc.weight, draft.fc.weight)
+    with pytest.raises(FileNotFoundError, match="org/draft: revision='v3' is not a branch"):
+        SpeculatorModel.from_pretrained("org/draft", revision="v3")
+    del HUB.models["org/draft"]["v2"]
+
+
+def test_cache_dir_force_download_local_files_only(big, draft, tmp_path):
+    there = dict(cache_dir=tmp_path / "there")
+    with pytest.raises(FileNotFoundError, match="org/draft: neither .* local_files_only=True") as e:
+        SpeculatorModel.from_pretrained("org/draft", local_files_only=True, **there)
+    assert HUB.sent == [] and "\n" not in str(e.value) and "hf download org/draft" in str(e.value)
+    SpeculatorModel.from_pretrained("org/draft", **there)
+    first = HUB.bytes()
+    assert (tmp_path / "there/models--org--draft").is_dir() and not (tmp_path / "cache").exists()
+    HUB.sent.clear()
+    SpeculatorModel.from_pretrained("org/draft", local_files_only=True, **there)
+    assert HUB.sent == []
+    SpeculatorModel.from_pretrained("org/draft", force_download=True, **there)
+    assert 0.9 * first < HUB.bytes() < 1.1 * first
+    HUB.sent.clear()
+    assert SpeculatorModelConfig.from_pretrained("org/draft", cache_dir=tmp_path / "new") == draft.config
+    assert len(bodies()) == 1
+
+
+def test_token(big, draft):
+    HUB.tokens["org/draft"] = HUB.tokens["org/big"] = "hf_secret"
+    for token in (None, False, "hf_wrong"):
+        with pytest.raises(FileNotFoundError, match="org/draft: neither a local folder nor a model") as e:
+            SpeculatorModel.from_pretrained("org/draft", token=token)
+        assert "token=" in str(e.value) and "\n" not in str(e.value) and "hf_wrong" not in str(e.value)
+    SpeculatorModel.verify_training_compatible(SpeculatorModel.from_pretrained("org/draft", token="hf_secret"))
+
+
+def test_gated_unknown_and_misspelt(big, draft):
+    HUB.gated.add("org/big")
+    with pytest.raises(FileNotFoundError, match="org/big: gated; ask for access .* token=") as e:
+        SpeculatorModel.from_pretrained("org/draft", verifier="org/big")
+    assert "\n" not in str(e.value)
+    model = SpeculatorModel.from_pretrained("org/draft")  # drafts all the same
+    assert model.target_head.weight is None
+    HUB.add("org/empty", files={"README.md": b"-"})
+    for name, words in {
+        "org/none": "org/none: neither a local folder nor a model of the hub .*check the spelling",
+        "org/empty": "org/empty: has no file config.json",
+        "a/b/c": "a/b/c: neither a local folder nor a model of the hub, whose names are owner/model",
+    }.items():
+        for load in (SpeculatorModel.from_pretrained, verifier_config, VerifierConfig.from_pretrained):
+            with pytest.raises(FileNotFoundError, match=words) as e:
+                load(name)
+            assert "\n" not in str(e.value)
+    HUB.add("org/pickles", files={"config.json": b'{"model_type": "llama"}', "pytorch_model.bin": b"-"})
+    with pytest.raises(FileNotFoundError, match="org/pickles: has no file model.safetensors"):
+        load_verifier_tensors("org/pickles")
+
+
+def test_offline_and_unreachable(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match=r"org/big: neither .* in the cache .*HF_HUB_OFFLINE=1") as e:
+        verifier_config("org/big")
+    assert "\n" not in str(e.value)
+    monkeypatch.undo()
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's attempts
+    closed = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", closed)
+    with pytest.raises(FileNotFoundError, match="org/big: neither .* cannot be reached") as e:
+        verifier_config("org/big")
+    assert "\n" not in str(e.value)
+
+
+def test_a_damaged_index_and_a_damaged_shard(big, draft):
+    _, files = HUB.models["org/big"]["main"]
+    index = json.loads(files["model.safetensors.index.json"])
+    wrong = index["weight_map"] | {"lm_head.weight": "../../secret.safetensors"}
+    HUB.add("org/out", files=files | {"model.safetensors.index.json": json.dumps({"weight_map": wrong}).encode()})
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        load_verifier_tensors("org/out")
+    last = "model-00016-of-00016.safetensors"
+    HUB.add("org/cut", files=files | {last: files[last][:-100]})
+    with pytest.raises(ValueError, match="cut off|sent"):
+        load_verifier_tensors("org/cut")
+    HUB.add("org/text", files=files | {last: b"not a shard of a model at all"})
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        load_verifier_tensors("org/text")
+    swapped = index["weight_map"] | {"lm_head.weight": "model-00002-of-00016.safetensors"}
+    HUB.add("org/swap", files=files | {"model.safetensors.index.json": json.dumps({"weight_map": swapped}).encode()})
+    with pytest.raises(ValueError, match="does not hold lm_head.weight"):
+        load_verifier_tensors("org/swap")
+
+
+def test_a_foreign_drafter_is_converted(big, draft, tmp_path):
+    export_native(tmp_path / "draft", tmp_path / "native", verifier=big)
+    HUB.add("org/native", tmp_path / "native")
+    convert("org/native", tmp_path / "ours", "org/big")
+    expected = SpeculatorModel.from_pretrained(tmp_path / "ours")
+    model = SpeculatorModel.from_pretrained("org/native", verifier="org/big")
+    assert type(model) is type(expected) and same(model.state_dict(), expected.state_dict())
+    assert model.config.speculators_config.verifier.name_or_path == "org/big"
+    local = SpeculatorModel.from_pretrained(tmp_path / "native", verifier=big)
+    assert same(local.saved_state(), expected.saved_state())
+    with pytest.raises(ValueError, match=r"org/native: is no drafter of this library.*from_pretrained\(verifier="):
+        SpeculatorModel.from_pretrained("org/native")
+
+
+def test_pickles_are_read_as_data_where_asked(big, draft, tmp_path):
+    torch.save(draft.saved_state(), tmp_path / "pytorch_model.bin")
+    files = {"config.json": (tmp_path / "draft/config.json").read_bytes()}
+    files["pytorch_model.bin"] = (tmp_path / "pytorch_model.bin").read_bytes()
+    HUB.add("org/pickled", files=files)
+    for only in (None, True):
+        with pytest.raises(FileNotFoundError, match="no model.safetensors"):
+            SpeculatorModel.from_pretrained("org/pickled", use_safetensors=only)
+    model = SpeculatorModel.from_pretrained("org/pickled", use_safetensors=False)
+    assert same(model.saved_state(), draft.saved_state())
+    with pytest.raises(ValueError, match="weights_only=False"):
+        SpeculatorModel.from_pretrained("org/pickled", use_safetensors=False, weights_only=False)
+
+
+def test_sizes_dtype_and_device(big, draft, tmp_path, caplog):
+    config = json.loads((tmp_path / "draft/config.json").read_text())
+    config["transformer_layer_config"]["intermediate_size"] = 96
+    (tmp_path / "draft/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="misshapen tensors"):
+        SpeculatorModel.from_pretrained(tmp_path / "draft")
+    model = SpeculatorModel.from_pretrained(
+        tmp_path / "draft", ignore_mismatched_sizes=True, torch_dtype="bfloat16", device_map="cpu"
+    )
+    assert "layers.0.mlp.down_proj.weight is (64, 512), the model's is (64, 96): made anew" in caplog.text
+    assert torch.equal(model.fc.weight, draft.fc.weight.bfloat16()) and model.device.type == "cpu"
+    assert model.layers[0].mlp.down_proj.weight.isfinite().all() and model.dtype == torch.bfloat16
+    for wrong, words in {
+        "dtype": ("int3", "dtype='int3'"),
+        "device_map": ({"a": 0, "b": 1}, "a drafter is on one device"),
+        "config": (3, "config is a int"),
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=words[1]):
+            SpeculatorModel.from_pretrained(tmp_path / "draft", **{wrong: words[0]})
+    by_file = SpeculatorModel.from_pretrained("org/draft", config=SpeculatorModelConfig.from_pretrained("org/draft"))
+    assert same(by_file.saved_state(), draft.saved_state())
+    draft.config.save_pretrained(tmp_path / "alone")
+    for place in (tmp_path / "alone", str(tmp_path / "alone/config.json"), "org/draft"):
+        model = SpeculatorModel.from_pretrained(config=place, state_dict=draft.saved_state())
+        assert same(model.saved_state(), draft.saved_state())
+
+
+def test_push_to_hub(big, draft):
+    draft.push_to_hub("me/mine")
+    assert {"config.json", "model.safetensors"} <= set(HUB.models["me/mine"]["main"][1])
+    again = SpeculatorModel.from_pretrained("me/mine")
+    assert same(again.saved_state(), draft.saved_state()) and again.config == draft.config
+    draft.config.push_to_hub("me/config")
+    assert SpeculatorModelConfig.from_pretrained("me/config") == draft.config

@@ -1,0 +1,160 @@
+"""A hub of models on this machine, for tests: the paths of the API that huggingface_hub and transformers use, with
+ranges, tokens and commits. It records what it sends."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+
+class Sent(NamedTuple):
+    "One answer."
+
+    method: str
+    path: str
+    status: int
+    size: int  # bytes of the body
+
+
+class Refusal(Exception):
+    def __init__(self, status, code, message):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Hub:
+    "Models by id; each has revisions, a revision has files. `sent` lists the answers."
+
+    def __init__(self):
+        self.models, self.tokens, self.gated, self.sent = {}, {}, set(), []
+        self.ranges = True
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler(self))
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def add(self, name, folder=None, revision="main", token=None, files=None):
+        "Publish the files of a folder; with a token the model is private."
+        files = files or {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+        commit = hashlib.sha1(repr(sorted((n, hashlib.sha1(c).hexdigest()) for n, c in files.items())).encode())
+        self.models.setdefault(name, {})[revision] = (commit.hexdigest(), dict(files))
+        if token:
+            self.tokens[name] = token
+        return commit.hexdigest()
+
+    def bytes(self, since=0):
+        "How many were sent, of all bodies."
+        return sum(s.size for s in self.sent[since:])
+
+    def find(self, name, revision, authorization):
+        "(commit, files)"
+        token = self.tokens.get(name)
+        if name not in self.models or (token and authorization != f"Bearer {token}"):
+            raise Refusal(401 if authorization is None else 404, "RepoNotFound", "Repository not found")
+        if name in self.gated:
+            raise Refusal(403, "GatedRepo", f"Access to model {name} is restricted")
+        revisions = self.models[name]
+        for known, (commit, files) in revisions.items():
+            if revision in (known, commit):
+                return commit, files
+        raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+
+
+def handler(hub):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *words):
+            "Nothing."
+
+        def answer(self, body=b"", status=200, **headers):
+            if not isinstance(body, bytes):
+                body, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+            self.send_response(status)
+            for name, value in ({"Content-Length": len(body)} | headers).items():
+                self.send_header(name.replace("_", "-"), str(value))
+            self.end_headers()
+            body = b"" if self.command == "HEAD" else body
+            self.wfile.write(body)
+            hub.sent.append(Sent(self.command, self.path, status, len(body)))
+
+        def handle_method(self):
+            path = unquote(urlsplit(self.path).path)
+            try:
+                for pattern, method in ROUTES:
+                    if match := re.fullmatch(pattern, path):
+                        return method(self, **match.groupdict())
+                raise Refusal(404, "NotFound", f"no such path: {path}")
+            except Refusal as e:
+                self.answer({"error": str(e)}, e.status, X_Error_Code=e.code, X_Error_Message=str(e))
+
+        do_GET = do_HEAD = do_POST = handle_method
+
+        def found(self, name, revision):
+            return hub.find(name, revision, self.headers.get("Authorization"))
+
+        def body(self):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+        def file(self, name, revision, file):
+            commit, files = self.found(name, revision)
+            if file not in files:
+                raise Refusal(404, "EntryNotFound", f"Entry not found: {file}")
+            content = files[file]
+            headers = dict(X_Repo_Commit=commit, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
+            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+            if not asked or not hub.ranges:
+                return self.answer(content, **headers)
+            first, last = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1)
+            headers["Content_Range"] = f"bytes {first}-{last}/{len(content)}"
+            self.answer(content[first : last + 1], 206, **headers)
+
+        def info(self, name, revision="main"):
+            commit, files = self.found(name, revision)
+            self.answer({"id": name, "sha": commit, "siblings": [{"rfilename": f} for f in files]})
+
+        def tree(self, name, revision):
+            _, files = self.found(name, revision)
+            entries = [
+                {"type": "file", "path": f, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
+                for f, c in files.items()
+            ]
+            self.answer(entries)
+
+        def create(self):
+            asked = json.loads(self.body())
+            name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+            hub.models.setdefault(name, {"main": ("0" * 40, {})})
+            self.answer({"url": f"{hub.url}/{name}", "name": name})
+
+        def preupload(self, name, revision):
+            self.found(name, revision)
+            files = [{"path": f["path"], "uploadMode": "regular"} for f in json.loads(self.body())["files"]]
+            self.answer({"files": [f | {"shouldIgnore": False, "oid": None} for f in files]})
+
+        def commit(self, name, revision):
+            _, files = self.found(name, revision)
+            lines = [json.loads(line) for line in self.body().splitlines() if line.strip()]
+            new = {x["value"]["path"]: base64.b64decode(x["value"]["content"]) for x in lines if x["key"] == "file"}
+            commit = hub.add(name, revision=revision, files=files | new)
+            self.answer({"commitUrl": f"{hub.url}/{name}/commit/{commit}", "commitOid": commit})
+
+        def valid(self):
+            self.body()
+            self.answer({"errors": [], "warnings": []})
+
+    model = r"(?P<name>[\w.-]+/[\w.-]+)"
+    ROUTES = [
+        (r"/api/repos/create", Handler.create),
+        (r"/api/validate-yaml", Handler.valid),
+        (rf"/api/models/{model}", Handler.info),
+        (rf"/api/models/{model}/revision/(?P<revision>[^/]+)", Handler.info),
+        (rf"/api/models/{model}/tree/(?P<revision>[^/]+)/?", Handler.tree),
+        (rf"/api/models/{model}/preupload/(?P<revision>[^/]+)", Handler.preupload),
+        (rf"/api/models/{model}/commit/(?P<revision>[^/]+)", Handler.commit),
+        (rf"/{model}/resolve/(?P<revision>[^/]+)/(?P<file>.+)", Handler.file),
+    ]
+    return Handler
