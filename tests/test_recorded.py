@@ -66,6 +66,8 @@ def test_checkpoint_is_upstreams(name, tmp_path):
         assert got["transformer_layer_config"].pop("num_aux_hidden_states") == len(
             want["eagle_aux_hidden_state_layer_ids"]
         )
+    if "block_size" in want:
+        assert got.pop("max_anchors") == 512  # a field of the documentation that 0.9.0 does not write
     for key in ("auto_map", "transformers_version"):
         want.pop(key, None), got.pop(key, None)
     assert got == want

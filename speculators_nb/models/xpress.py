@@ -76,7 +76,7 @@ class RefinerHead(nn.Module):
         self.mlp_down = nn.Linear(wide, rank, bias=False)
         self.readout = nn.Linear(rank, draft_vocab_size, bias=False)
         for part in self.children():
-            nn.init.normal_(part.weight, std=0.02)
+            nn.init.normal_(part.get_parameter("weight"), std=0.02)
 
     def cache(
         self,

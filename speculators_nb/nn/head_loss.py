@@ -247,8 +247,8 @@ class HeadLoss(NamedTuple):
     loss: Tensor  # scalar: sum over rows of weight * sum over terms of mixture * row loss
     rows: dict[str, Tensor]  # term name -> [N] unweighted row losses
     correct: Tensor  # [N] bool: the draft's most likely token is the verifier's
-    accept: Tensor | None  # [N] alpha = sum min(p, q) over draft vocabulary, if wanted
-    tokens: Tensor | None = None  # [N] int64 the draft's most likely token, if wanted
+    accept: Any  # [N] alpha = sum min(p, q) over draft vocabulary; None: not wanted
+    tokens: Any = None  # [N] int64 the draft's most likely token; None: not wanted
 
 
 class RowScores:

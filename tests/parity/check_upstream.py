@@ -384,7 +384,7 @@ def unlike(folder, again):
     names = sorted(a.keys() ^ b.keys()) + [n for n in a.keys() & b.keys() if not torch.equal(a[n], b[n])]
     x, y = (json.loads((f / "config.json").read_text()) for f in (folder, again))
     for config in (x, y):  # written by upstream's class loader, which library wrote it, and which transformers
-        for key in ("auto_map", "transformers_version", "speculators_version"):
+        for key in ("auto_map", "transformers_version", "speculators_version", "max_anchors"):
             config.pop(key, None)
     return names + [
         f"config.json: {k} {x.get(k)!r} there, {y.get(k)!r} here" for k in x.keys() | y.keys() if x.get(k) != y.get(k)
