@@ -116,7 +116,7 @@ def load_pickle(
 class HubAccess:
     "How the files of a hub id are fetched; the words are those of `huggingface_hub`."
 
-    cache_dir: str | os.PathLike | None = None  # None: HF_HUB_CACHE
+    cache_dir: str | Path | None = None  # None: HF_HUB_CACHE
     force_download: bool = False  # fetch again what is in the cache, once in a `hub_access`
     local_files_only: bool = False  # the cache alone
     token: str | bool | None = None  # None: the stored one; False: none

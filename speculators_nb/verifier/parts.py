@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from huggingface_hub import (
@@ -134,7 +134,7 @@ class HubModel:
     folder: Path  # of the commit in the cache; its config.json is there
 
     @classmethod
-    def of(cls, name: str) -> "HubModel":
+    def of(cls, name: str) -> Self:
         "Fetch the config. Errors: FileNotFoundError."
         return cls(name, model_file(name).parent)
 
@@ -144,7 +144,8 @@ class HubModel:
 
     def download(self, file: str) -> Path:
         "A whole file of this commit."
-        options = current_hub_access().arguments(self.name, file) | {"revision": self.commit}
+        options = current_hub_access().arguments(self.name, file)
+        options["revision"] = self.commit
         return Path(hf_hub_download(self.name, file, **options))
 
     def listing(self) -> Path | None:  # the index of shards; None: there are no shards
@@ -354,7 +355,8 @@ def load_verifier_tensors(
             )
     names = sorted({name for name in name_of.values() if name})
     tensors = {name: load_tensors(index[name], [name])[name] for name in names}
-    found: dict[str, Any] = {part: tensors.get(name) for part, name in name_of.items()}
+    found: dict[str, Any] = dict.fromkeys(name_of)
+    found |= {part: tensors[name] for part, name in name_of.items() if name}
     _check_tie(path, own_head, found)
     if rows is None:
         return found
