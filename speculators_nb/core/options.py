@@ -79,7 +79,7 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")  # of weights
 SERVED = ("auto", "half", "float16", "bfloat16", "float", "float32")  # as vLLM spells them
 METHODS = _words(
     """ngram ngram_gpu suffix draft_model eagle eagle3 dflash dspark medusa mlp_speculator mtp
-    extract_hidden_states"""
+    extract_hidden_states custom_class"""
 )
 SCHEDULES = _words(
     """linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NextLogProbs', 'Choices', 'parse_tree', 'static_shape', 'draw_without_replacement', 'likeliest_choices',
            'shaped_tree', 'static_tree', 'ScoredTree', 'dynamic_tree', 'independent_log_probs', 'product_tree',
-           'recurrent_log_probs']
+           'recurrent_log_probs', 'paths_to']
 
 # %% ../../nbs/core/12_tree_growth.ipynb #21160f86
 import ast
@@ -272,3 +272,16 @@ def recurrent_log_probs(
         return rows.float().log_softmax(-1)
 
     return next_log_probs
+
+# %% ../../nbs/core/12_tree_growth.ipynb #pathsto2
+def paths_to(
+    nodes: Tensor,  # [F] of one depth; -1: the last decided token
+    tokens: Tensor,  # [N] of all nodes
+    parents: Tensor,  # [N]
+) -> Tensor:  # [F, d]
+    "The tokens on the way to each node, its own the last."
+    paths = tokens.new_zeros(len(nodes), 0)
+    while len(nodes) and nodes[0] >= 0:
+        paths = torch.cat([tokens[nodes, None], paths], 1)
+        nodes = parents[nodes]
+    return paths

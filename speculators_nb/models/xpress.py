@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['XPressSpeculatorConfig', 'RefinerHead', 'XPressNetwork', 'XPressDrafts', 'XPressRounds', 'XPressLoss', 'DraftedBlock',
-           'paths_to', 'XPressTrees', 'XPressDrafter', 'not_served', 'XPressDraftModel']
+           'XPressTrees', 'XPressDrafter', 'not_served', 'XPressDraftModel']
 
 # %% ../../nbs/models/17_xpress.ipynb #xprA0003
 import inspect
@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
+from ..core.options import RULES, number, switches, whole
 from ..core.tree import Sampling, TokenTree, likeliest
+from ..core.tree_growth import paths_to
 from .base import SpeculatorModel
 from speculators_nb.models.dflash import (
     BlockStates,
@@ -33,6 +35,17 @@ from ..nn.step_weights import StepWeights
 from ..nn.supervision import sum_and_total
 
 # %% ../../nbs/models/17_xpress.ipynb #xprA0006
+RULES.update(
+    xpress_rank=whole(256, 1, 2**16),
+    xpress_mlp_ratio=whole(2, 1, 64),
+    num_jacobi_passes=whole(6, 0, 1024),
+    consistency_weight=number(0.3, low=0),
+    consistency_passes=whole(3, 0, 1024),
+    base_anchor_weight=number(0.6, low=0),
+    **switches("base_anchor_full_weight ce_from_data"),
+)
+
+
 @SpeculatorModelConfig.register("xpress")
 class XPressSpeculatorConfig(DFlashSpeculatorConfig):
     """An XPress drafter. Errors: ValueError naming field and value for a rank or ratio below 1,
@@ -325,19 +338,6 @@ class DraftedBlock(NamedTuple):
         return self.base[slot] + self.head.readout(codes[:, slot])
 
 # %% ../../nbs/models/17_xpress.ipynb #xprA0025
-def paths_to(
-    nodes: torch.Tensor,  # [F] of one depth; -1: the last decided token
-    tokens: torch.Tensor,  # [N] of all nodes
-    parents: torch.Tensor,  # [N]
-) -> torch.Tensor:  # [F, d]
-    "The tokens on the way to each node, its own the last."
-    paths = tokens.new_zeros(len(nodes), 0)
-    while len(nodes) and nodes[0] >= 0:
-        paths = torch.cat([tokens[nodes, None], paths], 1)
-        nodes = parents[nodes]
-    return paths
-
-
 class XPressTrees(DFlashDrafter):
     "Reads a block, and grows trees by whole paths."
 

@@ -278,6 +278,7 @@ NORM_NAMES = (
     "model.norm",
     "model.final_layernorm",
     "model.final_norm",
+    "model.embedding_norm",
     "transformer.ln_f",
     "gpt_neox.final_layer_norm",
     "model.decoder.final_layer_norm",
@@ -298,9 +299,7 @@ EMBEDDING_NAMES = (
 )
 TENSOR_NAMES = {
     "norm_weight": [f"{stem}.weight" for stem in NORM_NAMES],
-    "norm_bias": [f"{stem}.bias" for stem in NORM_NAMES],
     "head": [f"{stem}.weight" for stem in HEAD_NAMES],
-    "head_bias": [f"{stem}.bias" for stem in HEAD_NAMES],
     "embeddings": [f"{stem}.weight" for stem in EMBEDDING_NAMES],
 }
 
@@ -346,6 +345,10 @@ def load_verifier_tensors(
     index = tensor_index(path)
     name_of = {part: _find(index, suffixes) for part, suffixes in TENSOR_NAMES.items()}
     own_head = name_of["head"] is not None
+    for part in ("norm", "head"):  # a bias is that of the same module
+        weight = name_of["norm_weight" if part == "norm" else "head"]
+        bias = (weight or "").removesuffix("weight") + "bias"
+        name_of[f"{part}_bias"] = bias if bias in index else None
     name_of["head"] = name_of["head"] or name_of["embeddings"]
     for part in ("norm_weight", "head", "embeddings"):
         if name_of[part] is None:

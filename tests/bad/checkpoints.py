@@ -194,7 +194,7 @@ DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
     ),
     "another algorithm": (
         dict(config=lambda c: c.update(speculators_model_type="dflash", mask_token_id=3)),
-        "misses tensors|has unknown tensors|block_size|transformer",
+        "misses tensors|has unknown tensors|block_size|transformer|aux_hidden_state_layer_ids is None; name",
     ),
     "no weights": (
         dict(files={"model.safetensors": None}),

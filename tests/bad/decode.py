@@ -28,6 +28,7 @@ from speculators_nb.models.convert import convert, detect, export_native
 from speculators_nb.models.formats import NativeCheckpoint
 from speculators_nb.nn.anchors import select_anchors
 from speculators_nb.serve.serve_command import serve_command
+from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.verifier.tapped_model import Verifier, check_aux_layer_ids, default_aux_layer_ids
 
 from .harness import GOOD, RELEASE, ROOT, Case
@@ -73,8 +74,11 @@ def at_home(do):
 
 
 def broken(kind, name):
-    "A drafter of the release in memory, one of whose tensors is NaN: what training that diverges leaves behind."
-    model = SpeculatorModel.from_pretrained(RELEASE / kind, verifier=GOOD["verifier"])
+    "A drafter of the release, or a new one, one of whose tensors is NaN: what training that diverges leaves behind."
+    if (RELEASE / kind).exists():
+        model = SpeculatorModel.from_pretrained(RELEASE / kind, verifier=GOOD["verifier"])
+    else:
+        model = new_drafter(kind, GOOD["verifier"], block_size=4, target_layer_ids=[1], mask_token_id=3)
     model.get_parameter(name).data.fill_(NAN)
     return model.drafter()
 
@@ -183,6 +187,7 @@ OF_NAN = {
     "dflash": "norm.weight",
     "dflash2": "norm.weight",
     "dspark": "norm.weight",
+    "xpress": "norm.weight",
     "medusa": "lm_heads.0.weight",
     "mlp": "head.0.weight",
     "mtp": "mtp_layers.0.final_layernorm.weight",

@@ -155,8 +155,11 @@ class Sampler:
 
     def draw(self, drafter, n, sampling, rule, batch=500):
         "n generations. `drafter` is `remembered`."
-        real = decoder.Context, torch.multinomial
-        decoder.Context, torch.multinomial = self.memory.context_class(), inverse if self.fast else torch.multinomial
+        real = decoder.context_for, torch.multinomial
+        decoder.context_for, torch.multinomial = (
+            self.memory.context_class(),
+            inverse if self.fast else torch.multinomial,
+        )
         try:
             return [
                 g
@@ -172,4 +175,4 @@ class Sampler:
                 )
             ]
         finally:
-            decoder.Context, torch.multinomial = real
+            decoder.context_for, torch.multinomial = real
