@@ -158,19 +158,19 @@ def test_a_shard_of_several(trap, verifiers, tmp_path):
 
 def test_readers_of_models_take_no_pickle(trap, verifiers, tmp_path):
     "A verifier or a drafter of ours is safetensors: with a .bin alone it is not read at all."
-    folder = tmp_path / "model"
-    shutil.copytree(verifiers / "llama", folder)
-    (folder / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": trap}, folder / "pytorch_model.bin")
-    for read in (
-        checkpoint_index,
-        load_verifier_tensors,
-        extract_mtp,
-        lambda f: Verifier.from_pretrained(str(f)),
-        lambda f: new_drafter("eagle3", f),
+    for family in ("llama", "qwen3"):
+        shutil.copytree(verifiers / family, tmp_path / family)
+        (tmp_path / family / "model.safetensors").unlink()
+        torch.save({"model.norm.weight": trap}, tmp_path / family / "pytorch_model.bin")
+    for read, family in (
+        (checkpoint_index, "llama"),
+        (load_verifier_tensors, "llama"),
+        (extract_mtp, "qwen3"),
+        (lambda f: Verifier.from_pretrained(str(f)), "llama"),
+        (lambda f: new_drafter("eagle3", f), "llama"),
     ):
         with pytest.raises((FileNotFoundError, OSError)):
-            read(folder)
+            read(tmp_path / family)
     new_drafter("eagle3", verifiers / "llama").save_pretrained(tmp_path / "drafter")
     (tmp_path / "drafter/model.safetensors").unlink()
     torch.save({"fc.weight": trap}, tmp_path / "drafter/pytorch_model.bin")

@@ -88,10 +88,12 @@ class FreshParts(TrainingArguments):
     @classmethod
     def draft_layers(
         cls,
-        layer: PretrainedConfig,  # as the trainer made it for the verifier
+        layer: PretrainedConfig | None,  # as the trainer made it for the verifier
         verifier: str,  # folder or hub id
     ) -> PretrainedConfig:
-        "The config of the draft layers."
+        "The config of the draft layers. Errors: TypeError where it is needed and missing."
+        if layer is None:
+            raise TypeError("verifier_config is missing: the config of the draft layers")
         return layer
 
     @classmethod
@@ -139,10 +141,7 @@ class FreshDrafter(FreshParts):
     ) -> Self:  # with the verifier's weights, ready to train
         "A fresh drafter. Errors: ValueError for a draft vocabulary that does not fit."
         verifier = verifier_name_or_path
-        layer = transformer_layer_config or verifier_config
-        if layer is None:
-            raise TypeError("verifier_config is missing: the config of the draft layers")
-        layer = cls.draft_layers(layer, verifier)
+        layer = cls.draft_layers(transformer_layer_config or verifier_config, verifier)
         if cls.whole_vocabulary:
             check_whole_vocabulary(layer, t2d, d2t, draft_vocab_size, cls.whole_vocabulary)
             fields = {}
