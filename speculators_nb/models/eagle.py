@@ -345,9 +345,9 @@ class TrainedEagle(EagleLoss):
     whole_vocabulary = "EAGLE shares the verifier's whole head; leave draft_vocab_size out"
 
     @classmethod
-    def draft_layers(cls, layer: PretrainedConfig, verifier: str) -> PretrainedConfig:
+    def draft_layers(cls, layer: PretrainedConfig | None, verifier: str) -> PretrainedConfig:
         "One layer: a verifier's config means the kind of its first one."
-        layer = copy.deepcopy(layer)
+        layer = copy.deepcopy(super().draft_layers(layer, verifier))
         layer.num_hidden_layers = 1
         kinds = getattr(layer, "layer_types", None)
         if kinds or not getattr(layer, "sliding_window", None):  # Mistral slides without kinds
