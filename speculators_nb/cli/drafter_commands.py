@@ -311,7 +311,7 @@ def _print_log(server):
             time.sleep(0.2)
     server.check()
 
-
+# %% ../../nbs/cli/05_drafter_commands.ipynb #f6250fd4
 def serve(
     checkpoint: str,  # a drafter, or a verifier alone: folder or hub id
     k: int | None = None,  # tokens to draft; default: the checkpoint's; 0: the verifier alone

@@ -126,10 +126,7 @@ class Sequences:
             yield place
             place = self.before[place]
 
-    def next_tokens(
-        self,
-        places: Iterable[int],
-    ) -> list[int]:
+    def next_tokens(self, places: Iterable[int]) -> list[int]:
         "The tokens after some places, in the order of time."
         return [self.tokens[i] for i in sorted(self.behind[i] for i in places) if i >= 0]
 

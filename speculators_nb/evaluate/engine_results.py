@@ -176,6 +176,11 @@ def _speed_finding(table):
     )
 
 # %% ../../nbs/evaluate/07_engine_results.ipynb #710a0c73
+def _save_figure(figure, file):
+    with atomic_write(file) as tmp:
+        figure.savefig(tmp, format="png", dpi=110)
+
+# %% ../../nbs/evaluate/07_engine_results.ipynb #ed5c3f08
 @dataclass
 class EngineEvaluation:
     "What `evaluate_engine` measured."
@@ -231,11 +236,6 @@ class EngineEvaluation:
     ) -> "EngineEvaluation":
         "Read a saved run. Errors: FileNotFoundError; ValueError naming the file."
         return cls(**read_run(folder))
-
-
-def _save_figure(figure, file):
-    with atomic_write(file) as tmp:
-        figure.savefig(tmp, format="png", dpi=110)
 
 # %% ../../nbs/evaluate/07_engine_results.ipynb #18bdd157
 class LoadRows(NamedTuple):

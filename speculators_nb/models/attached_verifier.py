@@ -246,7 +246,9 @@ class GeneratingDrafter(AttachedVerifier):
         )
         sampling = sampling_of(settings)
         was_training = self.training  # a drafter puts its model into eval mode
-        decoding = self.decoding_of(sampling) | ({} if k is None else {"k": k})
+        decoding = self.decoding_of(sampling)
+        if k is not None:
+            decoding["k"] = k
         aux_layer_ids = decoding["drafter"].aux_layer_ids
         eos = settings.eos_token_id
         stop = [] if eos is None else torch.tensor(eos).flatten().tolist()
@@ -279,7 +281,8 @@ class AttachableVerifier(GeneratingDrafter):
         **others,  # those of `SpeculatorModel.from_pretrained`
     ) -> Self:  # in eval mode
         "Load a drafter and attach its verifier."
-        mode, ready = verifier_attachment_mode, isinstance(verifier, PreTrainedModel)
+        mode = verifier_attachment_mode
+        ready = isinstance(verifier, PreTrainedModel)
         model = super().from_pretrained(
             pretrained_model_name_or_path,
             verifier=False if ready or mode == "detached" else verifier,

@@ -44,10 +44,10 @@ class ForwardOutput(NamedTuple):
     "What a drafter's `forward` returns for one packed row."
 
     tokens: Any  # draft tokens of the dense definition, int64; None on the lean path
-    loss: torch.Tensor  # [] float32, to be minimised
+    loss: Any  # [] float32, to be minimised; None where there is nothing to score against
     metrics: dict[str, torch.Tensor]  # pairs name_sum and name_total, each [] float
 
-
+# %% ../../nbs/models/04_base.ipynb #f061e7fb
 class LoadedByName(ClassRegistryMixin, StoredNetwork):
     "Finds the class of a checkpoint and loads it."
 

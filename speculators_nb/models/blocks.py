@@ -63,8 +63,11 @@ def as_qwen3_layers(
             "(draft_arch='qwen3')"
         )
     known = {*Qwen3Config().to_dict(), "mlp_bias"} - {"model_type", "transformers_version"}
-    fields = {name: value for name, value in layer.to_dict().items() if name in known}
-    return Qwen3Config(**fields | {"head_dim": head_dim(layer)})
+    fields: dict[str, Any] = {
+        name: value for name, value in layer.to_dict().items() if name in known
+    }
+    fields["head_dim"] = head_dim(layer)
+    return Qwen3Config(**fields)
 
 
 class BlockMask(SpeculatorModel):

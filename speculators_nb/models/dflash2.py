@@ -41,6 +41,7 @@ from speculators_nb.models.serving_rules import (
     written,
 )
 from ..nn.anchors import Blocks
+from ..nn.head_loss import RowWeight
 from ..nn.layers import Attention, DecoderLayer
 from ..nn.step_weights import StepWeights
 from ..nn.supervision import block_metrics, sum_and_total
@@ -298,7 +299,7 @@ class DFlash2Loss(DFlash2Network):
         "The loss of the unary logits, and the selector's."
         out, metrics = score(states._replace(bias=None))
         bound: Any = score  # a functools.partial
-        weight: Any = bound.keywords["weight"]
+        weight: RowWeight = bound.keywords["weight"]
         first = self.config.first_slot
         candidates, scores = self.selector_rows(states, bound.keywords["target_hidden"])
         errors = F.cross_entropy(scores, candidates.place, reduction="none")

@@ -276,9 +276,8 @@ class EagleLoss(CachedForward):
         options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training)
         scale = self.target_head.scale
         scaled = predicted if scale == 1 else predicted * scale
-        out = distribution_loss(
-            self, scaled, states, entries.target, weight, mixture, lean, **options
-        )
+        rows = scaled, states, entries.target, weight
+        out = distribution_loss(self, *rows, mixture, lean, **options)
         loss = out.loss + feature_weight * (weight * distance).sum()
         tokens = None if dense is None else [self.logits(f).argmax(-1)[None] for f in dense]
         metrics = feature_metrics(out, distance, feature_weight, mixture, entries, carries_loss)
@@ -410,7 +409,7 @@ class EagleForward(TrainedEagle):
             logits=logits,
             past_key_values=cache if keep else None,
             hidden_states=(features,) if output_hidden_states else None,
-            attentions=tuple(weights) if output_attentions else None,
+            attentions=None if weights is None else tuple(weights),
         )
 
 # %% ../../nbs/models/09_eagle.ipynb #1693be27

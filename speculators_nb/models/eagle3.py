@@ -275,10 +275,8 @@ class Eagle3Loss(DraftTokens):
         in_loss = carries_loss[predictions.step, position]
         weight = weight_per_position[predictions.step] * in_loss
         options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training)
-        last_states, target = verifier_last_hidden_states[0], predictions.target
-        out = distribution_loss(
-            self, hidden, last_states, target, weight, mixture, lean, **options
-        )
+        states, target = verifier_last_hidden_states[0], predictions.target
+        out = distribution_loss(self, hidden, states, target, weight, mixture, lean, **options)
         metrics = step_metrics(out, predictions, weight, mixture, carries_loss, upstream)
         return ForwardOutput(self.draft_tokens(dense_states), out.loss, metrics)
 

@@ -264,8 +264,7 @@ class PEagleLoss(SampledRollouts):
         lean: bool = True,  # False: the dense definition
         *,
         num_depths: int | None = None,  # K; None: of these three, the config's
-        # r: depth d keeps about r^d of the trained positions
-        down_sample_ratio: float | None = None,
+        down_sample_ratio: float | None = None,  # r; about r^d of trained positions at depth d
         down_sample_ratio_min: float | None = None,  # but not less than this share
         max_anchors: int | None = None,  # positions that start depths above 0; None: all
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`

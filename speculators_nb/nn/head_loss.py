@@ -10,7 +10,6 @@ __all__ = ['CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES', 'TILE_BYTES', 'LOW_P
 
 # %% ../../nbs/nn/07_head_loss.ipynb #cb396337
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -89,10 +88,7 @@ def cut_chunks(
         logits_so_far += count.clamp_max(len(rows))
     _, sizes = torch.unique_consecutive((logits_so_far - 1) // size, return_counts=True)
     borders = [0, *torch.cumsum(sizes, 0).tolist()]
-    return [
-        Chunk(a, b, [rows[a:b] for rows in slots if len(rows) > a])
-        for a, b in pairwise(borders)
-    ]
+    return [Chunk(a, b, [s[a:b] for s in slots if len(s) > a]) for a, b in pairwise(borders)]
 
 # %% ../../nbs/nn/07_head_loss.ipynb #a27ffffb
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -122,8 +118,7 @@ def wide_product(
     x: Tensor,  # [N, H]
     w: Tensor,  # [V, H], of the same dtype; bfloat16 and float16 on CUDA alone
 ) -> Tensor:  # [N, V] float32 (float64 stays)
-    """x @ w.T, not rounded to the dtype of its factors: a bfloat16 logit of 20 may be off by
-    0.06, and the likeliest token another one."""
+    "x @ w.T, unrounded: a bfloat16 logit of 20 may be off by 0.06, another token likeliest."
     if x.dtype in LOW_PRECISION:
         return torch.mm(x, w.T, out_dtype=torch.float32)
     return torch.mm(x, w.T)
@@ -317,8 +312,7 @@ def score_chunk(
             bias.end_tile(first)
 
 # %% ../../nbs/nn/07_head_loss.ipynb #76ebc767
-@dataclass
-class HeadCase:
+class HeadCase(NamedTuple):
     "What `head_loss` gets beside the tensors that may need a gradient."
 
     head: Tensor
@@ -411,20 +405,11 @@ def head_loss(
         # the gradient of w sums over rows: their weights must be known first
         with torch.no_grad():
             none = hidden.new_zeros(len(hidden))
-            fixed = dict(bias_by_target=bias_by_target, labels=labels)
-            known = head_loss(*given, none, mixture, bias, gemm_dtype, chunk, **fixed)
-            weight = weight(known.rows)
-    case = HeadCase(
-        *given[1:],
-        weight,
-        mixture,
-        chunk or chunk_rows(len(head), hidden.device),
-        head_dtype(hidden, gemm_dtype),
-        want_accept,
-        bias_by_target,
-        labels,
-        want_tokens,
-    )
+            how = mixture, bias, gemm_dtype, chunk, False, bias_by_target, labels
+            weight = weight(head_loss(*given, none, *how).rows)
+    sizes = chunk or chunk_rows(len(head), hidden.device), head_dtype(hidden, gemm_dtype)
+    wanted = want_accept, bias_by_target, labels, want_tokens
+    case = HeadCase(*given[1:], weight, mixture, *sizes, *wanted)
     e, w = bias or (None, None)
     with torch.autocast(hidden.device.type, enabled=False):  # it would change these dtypes
         loss, correct, accept, tokens, *rows = _ChunkedHeadLoss.apply(hidden, e, w, case)

@@ -222,9 +222,8 @@ class TargetChecks(DraftDevices):
         topk = topk or self._draft.get("dspark_draft_topk")
         if not topk or self.method != "dspark" or not self._draft:
             return
-        words = find_field(self._draft, "draft_vocab_size") or find_field(
-            self._draft, "vocab_size", 0
-        )
+        draft = self._draft
+        words = find_field(draft, "draft_vocab_size") or find_field(draft, "vocab_size", 0)
         if topk > words:
             raise ValueError(
                 f"dspark_draft_topk={topk} is more than the draft's {words} tokens; lower it"

@@ -148,9 +148,8 @@ def log_tail(
 class EngineProcess:
     "A command with all processes that it starts, under the guard, and their output."
 
-    process: subprocess.Popen | None = (
-        None  # the guard, which leads the group; None: not started
-    )
+    # the guard, which leads the group; None: not started
+    process: subprocess.Popen | None = None
 
     def __init__(
         self,

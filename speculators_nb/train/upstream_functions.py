@@ -113,10 +113,10 @@ def extend_mask_for_draft_tokens(
 ) -> BlockMask:  # for one step more
     "EAGLE-3's mask for the keys of one more step."
     *batch, q_len, kv_len = block_mask.shape
-    sizes = dict(B=batch[0], H=batch[1], Q_LEN=q_len, KV_LEN=kv_len + q_len)
+    sizes = batch[0], batch[1], q_len, kv_len + q_len
     device = block_mask.kv_indices.device
     block = block_mask.BLOCK_SIZE
-    return create_block_mask(block_mask.mask_mod, **sizes, device=device, BLOCK_SIZE=block)
+    return create_block_mask(block_mask.mask_mod, *sizes, device=device, BLOCK_SIZE=block)
 
 
 def extend_dense_mask_for_draft_tokens(
@@ -233,7 +233,7 @@ def uses_gemma_style_final_norm(
     name = of.verifier.name_or_path if of else None
     return bool(name) and norm_kind(get_verifier_config(name)) == "rms+1"
 
-
+# %% ../../nbs/train/10_upstream_functions.ipynb #b94361ae
 def resolve_draft_intermediate_size(
     verifier_config: PretrainedConfig,  # of the language model
 ) -> int:

@@ -157,7 +157,7 @@ def compute_accepted_length_counts(
     counted = valid.any(-1).float()
     return (lengths * counted).sum(), counted.sum()
 
-
+# %% ../../nbs/train/09_upstream_losses.ipynb #842d4144
 class StepAccuracy(NamedTuple):
     "Counts of one step."
 
@@ -199,7 +199,7 @@ def compute_accuracy_multi_step(
         slot, minlength=num_pos
     ).float()
 
-
+# %% ../../nbs/train/09_upstream_losses.ipynb #0481122c
 class AlignedStep(NamedTuple):
     "A step's tensors; the first two [1, L-t, V], the others [1, L-t] or None."
 
