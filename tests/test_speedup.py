@@ -98,7 +98,7 @@ def test_verifier_costs_are_ratios_of_medians_within_a_round(verifier, monkeypat
     widths = []
 
     class Watched:
-        device = verifier.device
+        device, config = verifier.device, verifier.config
 
         def __call__(self, ids, past_key_values):
             widths.append(ids.shape[1])
