@@ -3249,8 +3249,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                            'speculators_nb/models/xpress.py'),
                                               'speculators_nb.models.xpress.XPressSpeculatorConfig': ( 'models/xpress.html#xpressspeculatorconfig',
                                                                                                        'speculators_nb/models/xpress.py'),
-                                              'speculators_nb.models.xpress.XPressSpeculatorConfig.check': ( 'models/xpress.html#xpressspeculatorconfig.check',
-                                                                                                             'speculators_nb/models/xpress.py'),
                                               'speculators_nb.models.xpress.XPressTrees': ( 'models/xpress.html#xpresstrees',
                                                                                             'speculators_nb/models/xpress.py'),
                                               'speculators_nb.models.xpress.XPressTrees.block': ( 'models/xpress.html#xpresstrees.block',

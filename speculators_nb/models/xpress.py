@@ -56,14 +56,6 @@ class XPressSpeculatorConfig(DFlashSpeculatorConfig):
     xpress_mlp_ratio: int = 2  # width of its MLP, in r
     num_jacobi_passes: int = 6  # of a greedy draft; training does not use it
 
-    def check(self):
-        super().check()
-        least = dict(xpress_rank=1, xpress_mlp_ratio=1, num_jacobi_passes=0)
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if value < smallest:
-                raise ValueError(f"{name}={value} must be at least {smallest}")
-
 # %% ../../nbs/models/17_xpress.ipynb #xprA0009
 class RefinerHead(nn.Module):
     "The codes of a block's slots; `readout` of them is added to the base logits."
