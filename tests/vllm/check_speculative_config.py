@@ -81,7 +81,7 @@ def ask_vllm(folder, cases, given=None):
     from vllm.config import ModelConfig, ParallelConfig
 
     module.has_arctic_inference = lambda: True
-    targets, answers = {}, []
+    targets, graphs, answers = {}, {}, []
     for i, case in enumerate(cases):
         fields, target, devices = place(case, folder)
         fields = fields if given is None else given[i]
@@ -92,13 +92,16 @@ def ask_vllm(folder, cases, given=None):
         try:
             c = module.SpeculativeConfig(**fields, target_model_config=targets[target], target_parallel_config=parallel)
         except Exception as e:  # vLLM refuses with several classes
-            answers.append(dict(accepted=False, error=str(e).replace(folder, "").replace(str(ROOT), "")[:200]))
+            message = str(e).split(" [type=")[0]  # behind it pydantic repeats the input
+            answers.append(dict(accepted=False, error=message.replace(folder, "").replace(str(ROOT), "")[:200]))
             continue
         draft = None if c.method in WITHOUT_DRAFT else c.draft_model_config
         longest = draft and draft.max_model_len
         lookahead = draft and getattr(draft.hf_config, "num_lookahead_tokens", None)
         values = resolved(c, folder, c.rejection_sample_method, longest, lookahead)
-        answers.append(dict(accepted=True, values=values, hash=c.compute_hash()[:8]))
+        # the hash itself is another in every folder: which configs share one is what counts
+        graph = graphs.setdefault(c.compute_hash(), len(graphs))
+        answers.append(dict(accepted=True, values=values, hash=graph))
     return answers
 
 
