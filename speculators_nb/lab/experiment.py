@@ -329,7 +329,7 @@ def _train_one(folder, name, budget, contender, k, features, args) -> dict:
     requested = json.dumps(request, sort_keys=True, default=str)
     if record.is_file():
         finished = json.loads(record.read_text())
-        if finished["asked"] == requested:
+        if finished.get("requested") == requested:
             return finished["row"]
     lengths = FeatureDataset(features).lengths
     flops, parameters = flops_per_token(algorithm, features, **given)
@@ -347,7 +347,7 @@ def _train_one(folder, name, budget, contender, k, features, args) -> dict:
         seconds=time.perf_counter() - start,
     )
     with atomic_write(record) as tmp:
-        tmp.write_text(json.dumps({"asked": requested, "row": row}))
+        tmp.write_text(json.dumps({"requested": requested, "row": row}))
     return row
 
 
