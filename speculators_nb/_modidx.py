@@ -2035,6 +2035,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                                        'speculators_nb/models/attached_verifier.py'),
                                                          'speculators_nb.models.attached_verifier.BorrowedVerifier.load_verifier_weights': ( 'models/attached_verifier.html#borrowedverifier.load_verifier_weights',
                                                                                                                                              'speculators_nb/models/attached_verifier.py'),
+                                                         'speculators_nb.models.attached_verifier.BorrowedVerifier.rotary_emb': ( 'models/attached_verifier.html#borrowedverifier.rotary_emb',
+                                                                                                                                  'speculators_nb/models/attached_verifier.py'),
                                                          'speculators_nb.models.attached_verifier.BorrowedVerifier.verifier': ( 'models/attached_verifier.html#borrowedverifier.verifier',
                                                                                                                                 'speculators_nb/models/attached_verifier.py'),
                                                          'speculators_nb.models.attached_verifier.GeneratingDrafter': ( 'models/attached_verifier.html#generatingdrafter',
