@@ -37,7 +37,7 @@ COLOURS = {
     "suffix": "#8c564b",
     "draft model": "#000000",
 }
-MARKERS = dict(zip(COLOURS, "x s o v D ^ < > P h d * H p X".split()))
+MARKERS = dict(zip(COLOURS, "xsovD^<>Phd*HpX"))
 # colour and marker of names that are not in the palette
 _SPARE = list(zip(["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc"], "4+8123"))
 STYLE: dict[Any, Any] = {
