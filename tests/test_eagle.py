@@ -373,7 +373,7 @@ def test_drafting_is_what_was_trained(folder, layernorms, fusion_bias):
     "The drafter's cache, fed in two parts, gives the laws of training's steps on the row that it drafted itself."
     model, g = fresh(folder, layernorms=layernorms, fusion_bias=fusion_bias), torch.Generator().manual_seed(0)
     drafter, n, k = model.drafter(), 10, 4
-    assert isinstance(drafter, Drafter) and drafter.aux_layer_ids == (3,) and drafter.trained_tokens == 5
+    assert isinstance(drafter, Drafter) and drafter.aux_layer_ids == (3,) and drafter.trained_tokens == 3
     tokens, states = torch.randint(V, (n,), generator=g), torch.randn(n - 1, H, generator=g)
     drafter.propose(tokens[:6], states[:5], k, Sampling())
     tree = drafter.propose(tokens, states[5:], k, Sampling(0.7, g))
@@ -625,7 +625,7 @@ def test_native_layout(folder, tmp_path):
         fresh(folder, fusion_bias=True).save_native(tmp_path / "no")
     torch.manual_seed(0)
     slides = EagleSpeculator.from_training_args(
-        draft_layer_config(Qwen3Config(**SHAPE), full_attention=()), verifier_name_or_path=str(folder)
+        draft_layer_config(Qwen3Config(**SHAPE), full_attention_indices=()), verifier_name_or_path=str(folder)
     )
     with pytest.raises(ValueError, match="sliding window: vLLM"):
         slides.save_native(tmp_path / "no")
