@@ -340,7 +340,7 @@ class TrainedEagle(EagleLoss):
 
     training_forward = "training_step"
     config_arguments = ("layernorms", "fusion_bias", "transformer_layer_architecture")
-    training_defaults: dict[str, Any] = {"speculative_tokens": 5}
+    training_defaults: dict[str, Any] = {"speculative_tokens": 3}
     drafted_by = "speculative_tokens"
     whole_vocabulary = "EAGLE shares the verifier's whole head; leave draft_vocab_size out"
 
