@@ -51,7 +51,7 @@ from ..nn.mask_token import resolve_mask_token
 from ..nn.masks import MaskSize, rollouts
 from ..nn.step_weights import StepWeights, weights_of_steps
 from ..nn.supervision import Supervised, position_metrics, sum_and_total
-from ..verifier.tapped_model import crop_cache
+from ..verifier.cache import crop_cache
 
 # %% ../../nbs/models/12_peagle.ipynb #48c8028a
 @SpeculatorModelConfig.register("peagle")
