@@ -272,7 +272,7 @@ class CheckedConfig(PretrainedConfig):
         cls.__eq__ = CheckedConfig.__eq__
 
     @classmethod
-    def _checked(cls, name, value):
+    def _checked(cls, name: str, value: Any) -> Any:
         if field_type := _field_types(cls).get(name):
             field = f"{cls.__name__}.{name}"
             if isinstance(value, bool) and name in _numbers(cls):

@@ -230,12 +230,14 @@ class LoadedDrafter(FreshDrafter, LoadedByName):
         if foreign is not None:
             return foreign
         config = stored_config(path, config)
-        if state is None and path is None:
+        if state is not None:
+            return config, state
+        if path is None:
             raise ValueError(
                 f"from_pretrained got a {type(config).__name__} alone; give the path or the "
                 "state_dict of a drafter too, or make a fresh one by its class: Class(config)"
             )
-        return config, stored_state(path, use_safetensors) if state is None else state
+        return config, stored_state(path, use_safetensors)
 
     @classmethod
     def _class_for(cls, path, config):

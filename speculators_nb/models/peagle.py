@@ -205,14 +205,14 @@ class SampledRollouts(LeanRollouts):
     ) -> tuple[int, float, float]:  # of a training step: the same, the config's where None
         "How rollouts are drawn. Errors: ValueError for depths without a mask token."
         config = self.config
-        num_depths = config.num_depths if num_depths is None else num_depths
-        if num_depths > 1 and config.mask_token_id is None:
+        depths = config.num_depths if num_depths is None else num_depths
+        if depths > 1 and config.mask_token_id is None:
             raise ValueError(
-                f"num_depths={num_depths}, but the config has no mask_token_id; see "
+                f"num_depths={depths}, but the config has no mask_token_id; see "
                 "mask_token.resolve_mask_token"
             )
         return (
-            num_depths,
+            depths,
             config.down_sample_ratio if ratio is None else ratio,
             config.down_sample_ratio_min if ratio_min is None else ratio_min,
         )
