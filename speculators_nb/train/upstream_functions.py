@@ -344,7 +344,7 @@ def maybe_convert_external_checkpoint(
     target = output_path or f"{tempfile.mkdtemp(prefix='speculators_converted_')}/drafter"
     return _convert(model, target, verifier, {"cache_dir": cache_dir})
 
-
+# %% ../../nbs/train/10_upstream_functions.ipynb #upfa0007
 class Converter:
     "Upstream's converter classes; the format is recognised."
 

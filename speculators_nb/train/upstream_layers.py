@@ -326,7 +326,7 @@ class ConfidenceHead(dspark.ConfidenceHead):
         "The logit of the acceptance probability."
         return super().forward(features, None)
 
-
+# %% ../../nbs/train/12_upstream_layers.ipynb #upla0023
 class XPressRefinerHead(xpress.RefinerHead):
     "XPress's refiner."
 
