@@ -264,6 +264,7 @@ RULES |= {
     "feature_weight": number(1.0, low=0),
     "noise_std": number(0.2, low=0),
     "attn_impl": word("blocked", "sdpa", "flex", "eager", none=True),
+    "draft_attn_impl": word("simple_flex_attention", "sdpa", "eager", none=True),
     "gemm_dtype": word(*FLOATS, none=True),
 }
 RULES |= switches(
