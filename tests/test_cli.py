@@ -552,7 +552,6 @@ def test_features_are_kept_when_asked_again(features):
     )
 
 
-@pytest.mark.statement("release-06")
 def test_trained_as_asked(drafter):
     config = json.loads((drafter / "config.json").read_text())
     assert config["draft_vocab_size"] == 512 and config["dtype"] == "bfloat16"
@@ -667,6 +666,7 @@ def far_rows_change(drafter, algorithm, window):
     return losses[0] != losses[1]
 
 
+@pytest.mark.statement("release-06")
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
 def test_a_sliding_window_from_the_shell(features, tmp_path, algorithm):
     block = shape("block_size=4", "max_anchors=8") if algorithm == "dflash" else []
@@ -675,6 +675,7 @@ def test_a_sliding_window_from_the_shell(features, tmp_path, algorithm):
         line = ("train", features, tmp_path / folder, "--algorithm", algorithm, "--num-layers", 2, *QUICK)
         result = run(*line, *block, *extra)
         assert result.exit_code == 0, result.output
+        assert json.loads((tmp_path / folder / "config.json").read_text())["speculators_model_type"] == algorithm
     near, far = (
         json.loads((tmp_path / name / "config.json").read_text())["transformer_layer_config"]
         for name in ("near", "far")
