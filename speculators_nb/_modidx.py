@@ -3974,6 +3974,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                        'speculators_nb/serve/draft_method.py'),
                                                    'speculators_nb.serve.draft_method.ForeignDraft._check_foreign_draft': ( 'serve/draft_method.html#foreigndraft._check_foreign_draft',
                                                                                                                             'speculators_nb/serve/draft_method.py'),
+                                                   'speculators_nb.serve.draft_method.ForeignDraft._check_served_draft': ( 'serve/draft_method.html#foreigndraft._check_served_draft',
+                                                                                                                           'speculators_nb/serve/draft_method.py'),
                                                    'speculators_nb.serve.draft_method.GivenMethod': ( 'serve/draft_method.html#givenmethod',
                                                                                                       'speculators_nb/serve/draft_method.py'),
                                                    'speculators_nb.serve.draft_method.GivenMethod._find_draft': ( 'serve/draft_method.html#givenmethod._find_draft',

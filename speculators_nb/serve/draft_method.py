@@ -23,6 +23,7 @@ from speculators_nb.serve.vllm_methods import (
     SERVED_ARCHITECTURES,
     Method,
     mtp_head,
+    text_part,
 )
 
 # %% ../../nbs/serve/03_draft_method.ipynb #84a5e5ab
@@ -175,13 +176,23 @@ class ForeignDraft(GivenMethod):
                 Unsupported,
             )
         if self.method in SERVED_ARCHITECTURES:
-            architecture = served_architecture(self.method, self._draft)
-            if architecture not in SERVED_ARCHITECTURES[self.method]:
-                self.refuse(
-                    "method",
-                    f"makes vLLM serve {self.model} as {architecture}, which it does not "
-                    "have; convert the draft, or leave method out",
-                )
+            self._check_served_draft()
+
+    def _check_served_draft(self):
+        has_parts = text_part(self._draft) is not self._draft
+        if has_parts and "vocab_size" not in self._draft:
+            self.refuse(
+                "model",
+                f"is a whole multimodal model, and no draft for method={self.method!r}; "
+                "give a draft, or leave method out",
+            )
+        architecture = served_architecture(self.method, self._draft)
+        if architecture not in SERVED_ARCHITECTURES[self.method]:
+            self.refuse(
+                "method",
+                f"makes vLLM serve {self.model} as {architecture}, which it does not "
+                "have; convert the draft, or leave method out",
+            )
 
 # %% ../../nbs/serve/03_draft_method.ipynb #6d6b702e
 class DraftMethod(ForeignDraft):

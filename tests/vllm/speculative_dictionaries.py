@@ -476,6 +476,8 @@ CASES |= {
     "omni, n-grams": NGRAM | dict(target="omni"),
     "omni, draft model": DRAFT | dict(target="omni"),
     "omni, draft model of other words": DRAFT | dict(target="omni", model="small-other-words"),
+    "omni as eagle3": dict(model="omni", method="eagle3", num_speculative_tokens=3),
+    "omni as a draft model": DRAFT | dict(model="omni"),
     "omni, eagle3": dict(model="small", method="eagle3", num_speculative_tokens=3, target="omni"),
 }
 CASES |= {name.replace("-", " "): OMNI | dict(model=name) for name in MODELS if name.startswith(("omni-w", "omni-r"))}
