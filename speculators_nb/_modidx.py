@@ -3948,6 +3948,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                         'speculators_nb/serve/draft_and_target.py'),
                                                        'speculators_nb.serve.draft_and_target.TargetChecks': ( 'serve/draft_and_target.html#targetchecks',
                                                                                                                'speculators_nb/serve/draft_and_target.py'),
+                                                       'speculators_nb.serve.draft_and_target.TargetChecks._check_medusa_target': ( 'serve/draft_and_target.html#targetchecks._check_medusa_target',
+                                                                                                                                    'speculators_nb/serve/draft_and_target.py'),
                                                        'speculators_nb.serve.draft_and_target.TargetChecks.check_documented_family': ( 'serve/draft_and_target.html#targetchecks.check_documented_family',
                                                                                                                                        'speculators_nb/serve/draft_and_target.py'),
                                                        'speculators_nb.serve.draft_and_target.TargetChecks.check_target': ( 'serve/draft_and_target.html#targetchecks.check_target',

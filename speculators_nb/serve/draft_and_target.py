@@ -132,7 +132,8 @@ class DraftDevices(DraftContext):
             self._settle_size(target.tensor_parallel_size)
         devices = self.draft_parallel_config
         config = self._draft if self.spec.weights else self._target
-        heads = 0 if self.method == "medusa" else find_field(config, "num_attention_heads", 0)
+        medusa = self._as_medusa or self.method == "medusa"
+        heads = 0 if medusa else find_field(config, "num_attention_heads", 0)
         if devices is not None and heads % devices.tensor_parallel_size:
             owner = "draft" if self.spec.weights else "target"
             raise ValueError(
@@ -196,12 +197,23 @@ class TargetChecks(DraftDevices):
             return
         if self.method == "mtp" and self._target.get("model_type") == "deepseek_v41":
             self.refuse("method", "is not what a deepseek_v41 target carries; write 'dspark'")
+        if self._as_medusa and "speculators_model_type" not in self._draft:
+            self._check_medusa_target()
         drafted = find_field(self._draft, "vocab_size")
         verified = find_field(self._target, "vocab_size")
         if self.method == "draft_model" and same_vocabulary and drafted not in (None, verified):
             raise ValueError(
                 f"model={self.model!r} has vocab_size {drafted}, the target {verified}: their "
                 "token ids have different meanings; choose a draft with the target's tokenizer"
+            )
+
+    def _check_medusa_target(self):
+        has_parts = text_part(self._target) is not self._target
+        if has_parts and "vocab_size" not in self._target:
+            self.refuse(
+                "method",
+                "drafts for text models: vLLM asks the whole config of the target for its "
+                "vocab_size, which is in a part; choose another drafter",
             )
 
     def check_documented_family(self):

@@ -12,6 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from pydantic import PrivateAttr
+
 from ..core.registry import Unsupported
 from .speculative_fields import DraftFields, config_of
 from speculators_nb.serve.vllm_methods import (
@@ -76,6 +78,8 @@ def names_python_class(
 class GivenMethod(DraftFields):
     "The method as it is given, and the draft's config.json."
 
+    _as_medusa: bool = PrivateAttr(False)  # vLLM reads the draft's config as Medusa's
+
     @property
     def spec(self) -> Method:  # the row of METHODS
         "What the method needs."
@@ -93,6 +97,7 @@ class GivenMethod(DraftFields):
             self.method is None and self.model in ("ngram", "[ngram]")
         ):
             self.method = "ngram"
+        self._as_medusa = self.method == "medusa"
         if self.method not in (None, *METHODS):
             known = ", ".join(METHODS)
             self.refuse("method", f"is unknown; write one of {known}, or leave it out")
@@ -156,7 +161,7 @@ class ForeignDraft(GivenMethod):
 
     def _check_foreign_draft(self):
         kind = self._draft.get("model_type")
-        if self.method == "medusa":
+        if self._as_medusa:
             kind = "medusa"  # old checkpoints have no type, so vLLM takes the method for it
         found = method_in_config(self._draft | {"model_type": kind})
         if kind is None:
