@@ -60,9 +60,10 @@ def rope_of(
 
 def context_length(
     config: dict[str, Any],  # a config.json
+    flat: bool = False,  # whatever parts it has are not read
 ) -> int | None:  # tokens; None: the config has no such field
     "The longest text of a model, as vLLM computes it."
-    text = text_part(config)
+    text = config if flat else text_part(config)
     limits = [text[name] for name in LENGTH_FIELDS if text.get(name)]
     limit = text.get("model_max_length") or min(limits, default=None)
     if limit is None:
@@ -89,14 +90,14 @@ class DraftContext(DraftLength):
         "Longest text that is drafted for: what is given, else the draft's or the target's."
         if not self.spec.weights:
             return None
-        known = [context_length(self._draft), context_length(self._target)]
+        known = [context_length(self._draft, self._as_medusa), context_length(self._target)]
         limits = [limit for limit in known if limit]
         return self.max_model_len or min(limits, default=None)
 
     def check_context(self):
         "Errors: ValueError if `max_model_len` is more than one of the two models has."
         for owner, config in (("draft", self._draft), ("target", self._target)):
-            limit = context_length(config)
+            limit = context_length(config, owner == "draft" and self._as_medusa)
             if self.max_model_len and limit and self.max_model_len > limit:
                 self.refuse(
                     "max_model_len",

@@ -158,6 +158,8 @@ def engine_fields(
         values = _for_documented(config, values, defaults)
     else:
         values = _for_vllm(config, values)
+    if config._as_medusa:  # vLLM finds what it is served as, and reads it as Medusa's
+        values["method"] = "medusa"
     values["draft_model_config"] = _stated_draft_config(config)
     named = config.spec.weights or config.method == "custom_class"
     if config._in_target or not named:

@@ -480,6 +480,7 @@ CASES |= {
     "medusa on omni, found": dict(model="heads", num_speculative_tokens=3, target="omni"),
     "sparks as medusa on 3": dict(model="sparks", method="medusa", num_speculative_tokens=3, target_tp=3),
     "eagle as medusa on 3": dict(model="EAGLE-small", method="medusa", num_speculative_tokens=1, target_tp=3),
+    "omni as medusa": dict(model="omni", method="medusa", num_speculative_tokens=3),
     "omni as eagle3": dict(model="omni", method="eagle3", num_speculative_tokens=3),
     "omni as a draft model": DRAFT | dict(model="omni"),
     "omni, eagle3": dict(model="small", method="eagle3", num_speculative_tokens=3, target="omni"),
