@@ -89,6 +89,7 @@ pipeline-test: .venv/.run  ## chats to a drafter served by the real vLLM, by com
 
 vllm-test: .venv/.run  ## checkpoints of ours in the real vLLM on the CPU, token for token (its own environment, 3.4 GB)
 	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py
+	$(OFFLINE) $(BIN)/python tests/vllm/check_mtp_families.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_regenerate.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_features.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_engine.py
@@ -105,7 +106,11 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev bad-input upstream-test proofs  ## what takes longer than CI may: random bad input, upstream's checkpoints both ways, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev bad-input upstream-test mtp-families proofs  ## what takes longer than CI may: random bad input, upstream's checkpoints both ways, MTP heads in vLLM, the proofs (hours; they continue where they stopped)
+
+.PHONY: mtp-families
+mtp-families: .venv/.run  ## MTP heads of every family that the real vLLM serves on the CPU, token for token; three minutes
+	$(OFFLINE) $(BIN)/python tests/vllm/check_mtp_families.py --all
 
 .PHONY: bad-input
 SEED ?= $(shell date +%Y%m%d)

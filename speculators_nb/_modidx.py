@@ -4110,6 +4110,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                          'speculators_nb/serve/speculative_config.py'),
                                                          'speculators_nb.serve.speculative_config._draft_model': ( 'serve/speculative_config.html#_draft_model',
                                                                                                                    'speculators_nb/serve/speculative_config.py'),
+                                                         'speculators_nb.serve.speculative_config._emitted_method': ( 'serve/speculative_config.html#_emitted_method',
+                                                                                                                      'speculators_nb/serve/speculative_config.py'),
                                                          'speculators_nb.serve.speculative_config._for_documented': ( 'serve/speculative_config.html#_for_documented',
                                                                                                                       'speculators_nb/serve/speculative_config.py'),
                                                          'speculators_nb.serve.speculative_config._for_vllm': ( 'serve/speculative_config.html#_for_vllm',

@@ -143,6 +143,14 @@ def _stated_draft_config(config: SpeculativeConfig) -> dict | None:
     return dict(hf_config=stated) if stated else None
 
 
+def _emitted_method(config: SpeculativeConfig) -> str | None:
+    "The method that makes vLLM read the draft as here; None: it must find the method itself."
+    if config._as_medusa:  # whatever it is then served as
+        return "medusa"
+    has_parts = text_part(config._target) is not config._target
+    return None if config.method == "medusa" and has_parts else config.method
+
+
 def engine_fields(
     config: SpeculativeConfig,
     engine: str,  # one of ENGINES
@@ -158,8 +166,7 @@ def engine_fields(
         values = _for_documented(config, values, defaults)
     else:
         values = _for_vllm(config, values)
-    if config._as_medusa:  # vLLM finds what it is served as, and reads it as Medusa's
-        values["method"] = "medusa"
+    values["method"] = _emitted_method(config)
     values["draft_model_config"] = _stated_draft_config(config)
     named = config.spec.weights or config.method == "custom_class"
     if config._in_target or not named:
