@@ -1,24 +1,34 @@
 """The EAGLE pages of the documentation, statement by statement (docs/statements.yml)."""
 
+import copy
+import gc
 import importlib
 import inspect
+import weakref
 
 import pytest
 import torch
 from documented import SHAPE, H, V, batch, layer, write_verifier
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import speculators_nb.models as models
 from speculators_nb import SpeculatorModel, SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
+from speculators_nb.decode.generate import generate
 from speculators_nb.models import (
     Eagle3DraftModel,
     Eagle3SpeculatorConfig,
     EagleSpeculator,
     EagleSpeculatorConfig,
     MLPSpeculatorConfig,
+    attached_verifier,
 )
-from speculators_nb.proposals import GreedyTokenProposalConfig
+from speculators_nb.proposals import (
+    DynamicTreeTokenProposalConfig,
+    GreedyTokenProposalConfig,
+    SamplingTokenProposalConfig,
+    StaticTreeTokenProposalConfig,
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,17 +104,48 @@ def test_eagle3_config():
     assert isinstance(config.transformer_layer_config, LlamaConfig)
 
 
+@pytest.mark.statement("eagle-12", "eagle-13", "models-22", "models-23", "models-25")
+@pytest.mark.parametrize("kind", [Eagle3SpeculatorConfig, models.DFlashSpeculatorConfig])
+def test_layer_config_as_a_dictionary(kind):
+    plain = kind().serialize_transformer_config(layer())
+    assert type(plain) is dict and plain["vocab_size"] == V
+    assert kind.validate_transformer_config(plain).to_dict() == layer().to_dict()
+    given = layer("qwen3")
+    assert kind.validate_transformer_config(given) is given
+    assert type(kind.validate_transformer_config(dict(hidden_size=H))) is Qwen3Config
+    stored = kind(transformer_layer_config=plain, draft_vocab_size=V).to_dict()["transformer_layer_config"]
+    assert stored["vocab_size"] == V and stored == kind.serialize_transformer_config(
+        kind.validate_transformer_config(stored)
+    )
+
+
+@pytest.mark.statement("eagle-51", "eagle-52")
+def test_eagle_layer_config_as_a_dictionary():
+    config = EagleSpeculatorConfig(transformer_layer_config=layer())
+    plain = config.serialize_transformer_layer_config(config.transformer_layer_config)
+    whole = config.transformer_layer_config.to_dict()
+    assert plain["hidden_size"] == H and plain.items() < whole.items()
+    assert {"is_encoder_decoder", "output_hidden_states", "transformers_version"} <= whole.keys() - plain.keys()
+    found = EagleSpeculatorConfig.validate_transformer_layer_config(plain)
+    assert type(found) is LlamaConfig and found.to_dict() == layer().to_dict()
+    assert EagleSpeculatorConfig.validate_transformer_layer_config(found) is found
+    for wrong in (3, "llama", None, [found]):
+        with pytest.raises(ValueError, match=r"EagleSpeculatorConfig\.transformer_layer_config.*model_type") as e:
+            EagleSpeculatorConfig.validate_transformer_layer_config(wrong)
+        assert "\n" not in str(e.value)
+
+
 @pytest.mark.statement("eagle-10")
 def test_norm_before_residual(folder):
-    def out(on):
-        torch.manual_seed(0)
+    for on in (True, False):
         args = dict(verifier_name_or_path=str(folder), norm_before_residual=on)
-        model = Eagle3DraftModel.from_training_args(layer(), **args)
-        # a norm that doubles is seen in the residual only where the residual is stored behind it
-        torch.nn.init.constant_(model.layers[0].hidden_norm.weight, 2.0)
-        return model(**batch(), ttt_steps=1)[1]
-
-    assert out(True) != out(False)
+        (first,) = Eagle3DraftModel.from_training_args(layer(), **args).layers
+        torch.nn.init.constant_(first.hidden_norm.weight, 2.0)
+        for last in (first.self_attn.o_proj, first.mlp.down_proj):
+            torch.nn.init.zeros_(last.weight)  # the residual alone passes through the layer
+        heads = torch.ones(2, 5, 8)
+        out = first(STATES[0], lambda attention, x: heads, STATES[0])
+        torch.testing.assert_close(out, first.hidden_norm(STATES[0]) if on else STATES[0])
 
 
 @pytest.mark.statement("eagle-14", "eagle-18", "eagle-25", "eagle-23")
@@ -113,7 +154,9 @@ def test_constructor():
     names = list(inspect.signature(EagleSpeculator.__init__).parameters)
     assert names[1:4] == ["config", "verifier", "verifier_attachment_mode"]
     assert isinstance(model, SpeculatorModel) and len(model.layers) == 1
-    assert model.embed_tokens is None and model.lm_head is None
+    assert model.embed_tokens is None and model.lm_head is None and model.rotary_emb is None
+    config = EagleSpeculatorConfig(transformer_layer_config=layer(layers=3))
+    assert len(EagleSpeculator(config).layers) == 1
 
 
 @pytest.mark.statement("eagle-15", "eagle-29", "eagle-34", "eagle-33", "eagle-32")
@@ -122,6 +165,9 @@ def test_attached_in_full(verifier):
     assert model.attach_verifier(verifier) is verifier and model.verifier_attachment_mode == "full"
     assert model.embed_tokens.weight.data_ptr() == verifier.get_input_embeddings().weight.data_ptr()
     assert model.lm_head.weight.data_ptr() == verifier.get_output_embeddings().weight.data_ptr()
+    positions = torch.arange(5)[None]
+    angles, theirs = model.rotary_emb(STATES, positions), verifier.model.rotary_emb(STATES, positions)
+    assert all(torch.equal(a.reshape(-1), b.reshape(-1)) for a, b in zip(angles, theirs))
 
 
 @pytest.mark.statement("eagle-24")
@@ -175,16 +221,57 @@ def test_train_only(verifier, folder):
 @pytest.mark.statement("eagle-27", "eagle-30", "eagle-21", "eagle-19")
 def test_generate(verifier):
     model = eagle()
-    model.attach_verifier(verifier)
+    model.attach_verifier(verifier, mode="full")
+    model.train()(**batch(1)).loss.backward()
+    assert model.fusion_fc.weight.grad.abs().sum() > 0
     out = model.generate(IDS, max_new_tokens=9)
     assert out.tolist() == verifier.generate(IDS, max_new_tokens=9, do_sample=False, eos_token_id=None).tolist()
+
+
+@pytest.mark.statement("eagle-20")
+@pytest.mark.parametrize(
+    "method,parents",
+    [
+        (GreedyTokenProposalConfig(speculative_tokens=4), [-1, 0, 1, 2]),
+        (StaticTreeTokenProposalConfig(initial_branching_factor=3, branching_factor=1, depth=2), [-1, -1, -1, 0, 1, 2]),
+        (DynamicTreeTokenProposalConfig(speculative_tokens=6, expansion_factor=2, depth=3), [-1, -1, 0, 0, 1, 1]),
+    ],
+    ids=["greedy", "static_tree", "dynamic_tree"],
+)
+def test_candidates_are_made_by_the_proposal_method(verifier, monkeypatch, method, parents):
+    "The default one of the config's two, and its first candidates are the drafter's likeliest tokens."
+    done = []
+    monkeypatch.setattr(
+        attached_verifier, "generate", lambda *args, **kwargs: done.extend(generate(*args, **kwargs)) or done
+    )
+    other = SamplingTokenProposalConfig(speculative_tokens=9)
+    speculators_config = SpeculatorsConfig(
+        algorithm="eagle",
+        proposal_methods=[other, method],
+        default_proposal_method=method.proposal_type,
+        verifier=VerifierConfig(name_or_path=None, architectures=[]),
+    )
+    torch.manual_seed(2)
+    config = EagleSpeculatorConfig(transformer_layer_config=layer(), speculators_config=speculators_config)
+    model = EagleSpeculator(config, verifier=verifier).eval()
+    text = model.generate(IDS, max_new_tokens=12)
+    step = done[0].steps[0]
+    found = [-1, *range(len(step.draft) - 1)] if step.parents is None else step.parents
+    assert sorted(found) == sorted(parents) if method.proposal_type == "dynamic_tree" else found == parents
+    with torch.no_grad():
+        states = verifier(IDS, output_hidden_states=True).hidden_states[-1]
+        likeliest = model(text[:, 1:6], states).logits[0, -1].topk(parents.count(-1)).indices
+    assert {token for token, parent in zip(step.draft, found) if parent == -1} == set(likeliest.tolist())
 
 
 @pytest.mark.statement("eagle-35")
 def test_detach(verifier):
     model = eagle()
-    model.attach_verifier(verifier)
+    held = weakref.ref(model.attach_verifier(copy.deepcopy(verifier)))
+    model(IDS, STATES)
     model.detach_verifier()
+    gc.collect()
+    assert held() is None, "the verifier is still in memory"
     assert model.verifier is None and model.embed_tokens is None and model.lm_head is None
     for call in (lambda: model(IDS, STATES), lambda: model.generate(IDS)):
         with pytest.raises((ValueError, RuntimeError)):

@@ -65,15 +65,18 @@ def test_target_layer_ids(verifier):
     assert mtp(verifier).target_layer_ids == [SHAPE["num_hidden_layers"]]
 
 
-@pytest.mark.statement("models-04", "models-07", "models-08", "models-13", "models-16", "models-17")
+@pytest.mark.statement("models-04", "models-07", "models-08", "models-09", "models-13", "models-16", "models-17")
 def test_dflash_parts(verifier):
     model = dflash(verifier, layers=2)
     config = model.config
-    assert len(model.layers) == 2 and config.block_size == 8
+    assert len(model.layers) == 2 and config.block_size == model.block_size == 8
     read = len(config.aux_hidden_state_layer_ids)
     assert model.fc.weight.shape == (H, read * H) and model.hidden_norm.weight.shape == (H,)
-    norm = model.verifier_norm if hasattr(model, "verifier_norm") else model.target_head.norm
-    assert not norm.weight.requires_grad
+    states = torch.randn(5, read * H)
+    torch.testing.assert_close(model.context(states), model.hidden_norm(model.fc(states)))
+    assert not model.verifier_norm.weight.requires_grad
+    rows = load_file(verifier / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(model.verifier_norm.weight, rows)
     assert [m.speculative_tokens for m in config.speculators_config.proposal_methods] == [7]
 
 
@@ -132,6 +135,8 @@ def test_mtp_parts(verifier):
     assert model.config.num_speculative_steps == 3 and len(model.layers) == 1
     assert [m.speculative_tokens for m in model.config.speculators_config.proposal_methods] == [3]
     assert model.config.target_vocab_size == V and model.layers is model.mtp_layers
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained == {f"mtp_layers.{name}" for name, _ in model.mtp_layers.named_parameters()}
 
 
 @pytest.mark.statement("models-30", "models-51")
@@ -145,6 +150,25 @@ def test_mtp_saves_only_its_own(verifier, tmp_path):
     model.load_verifier_weights()
     rows = load_file(verifier / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(model.embed_tokens.weight, rows) and not model.lm_head.weight.isnan().any()
+
+
+@pytest.mark.statement("models-31")
+def test_mtp_has_the_whole_vocabulary(verifier):
+    t2d = torch.arange(V) < 12
+    for kind in (NotImplementedError, ValueError):
+        with pytest.raises(kind, match=f"draft_vocab_size=12 of {V}: an MTP head uses the verifier's own head"):
+            mtp(verifier, t2d=t2d, d2t=torch.zeros(12, dtype=torch.int64))
+        with pytest.raises(kind, match=f"draft_vocab_size=12 of {V}"):
+            MTPSpeculatorConfig(transformer_layer_config=layer("qwen3"), draft_vocab_size=12)
+
+
+@pytest.mark.statement("models-44")
+def test_mtp_takes_a_batch_of_others(verifier):
+    model, data = mtp(verifier), row()
+    others = dict(lengths=torch.tensor([9]), verifier_last_hidden_states=torch.full((1, 9, H), torch.nan))
+    assert torch.equal(model(**data, **others).loss, model(**data).loss)
+    with pytest.raises(TypeError, match="lenghts"):
+        model(**data, lenghts=None)
 
 
 @pytest.mark.statement("models-34", "models-35", "models-36", "models-40")
@@ -192,7 +216,7 @@ def test_short_rows(verifier):
     assert model(**row(3))[1] > 0 and model(**row(2))[1] == 0
 
 
-@pytest.mark.statement("models-48", "models-49")
+@pytest.mark.statement("models-29", "models-48", "models-49")
 def test_mtp_step_weights(verifier):
     model = mtp(verifier)
     train, val = MTPDraftModel.get_trainer_kwargs(num_speculative_steps=3)
@@ -219,7 +243,8 @@ def test_peagle_parts(verifier):
     assert [m.speculative_tokens for m in model.config.speculators_config.proposal_methods] == [5]
     t2d = torch.arange(V) % 2 == 0
     d2t = t2d.nonzero()[:, 0] - torch.arange(V // 2)
-    assert peagle(verifier, t2d=t2d, d2t=d2t, norm_before_residual=False).config.draft_vocab_size == V // 2
+    less = peagle(verifier, t2d=t2d, d2t=d2t, norm_before_residual=False).config
+    assert less.draft_vocab_size == V // 2 and model.config.norm_before_residual and not less.norm_before_residual
 
 
 @pytest.mark.statement("models-55", "models-64", "models-68")
@@ -249,6 +274,17 @@ def test_peagle_forward(verifier):
     # random states behind the row, which nothing may read
     padded["hidden_states"][:, -4:] = 9.0
     assert model(**padded, seed=1)[1].isfinite()
+
+
+@pytest.mark.statement("models-58", "models-59")
+def test_peagle_with_less(verifier):
+    model, data = peagle(verifier).eval(), batch()
+    given = model(**data).loss
+    del data["loss_mask"]
+    assert torch.equal(model(**data).loss, given)  # `batch` trains every position
+    del data["verifier_last_hidden_states"]
+    with pytest.raises(ValueError, match="verifier_last_hidden_states is missing"):
+        model(**data)
 
 
 @pytest.mark.statement("models-61")

@@ -161,6 +161,10 @@ RULES |= {
     "algorithm": OptionRule("word", "eagle3", words=algorithms),
     "draft_arch": word("llama", "qwen3", none=True),
     "num_layers": whole(1, 1, 1000),
+    "sliding_window": whole(2048, 1, MOST_TOKENS, none=True),
+    "full_attention_indices": several(whole(0, 0, 999), [0, 2], none=True),
+    "draft_config": path("draft/config.json", none=True),
+    "draft_hidden_act": text("silu", none=True),
     "eval_share": number(0.05, low=0, below=1, none=True),
     "on_bad": word("raise", "skip"),
     "num_train_epochs": number(3, above=0, high=10**6),
@@ -260,6 +264,7 @@ RULES |= {
     "feature_weight": number(1.0, low=0),
     "noise_std": number(0.2, low=0),
     "attn_impl": word("blocked", "sdpa", "flex", "eager", none=True),
+    "draft_attn_impl": word("simple_flex_attention", "sdpa", "eager", none=True),
     "gemm_dtype": word(*FLOATS, none=True),
 }
 RULES |= switches(
