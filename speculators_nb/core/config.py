@@ -29,7 +29,7 @@ import speculators_nb
 from .checkpoints import check_field_types, model_file
 from .files import atomic_write, read_object
 from .option_rules import OptionRule, number, several, shown, whole
-from .options import RULES
+from .options import RULES, installed_drafters
 from speculators_nb.core.registry import (
     ClassRegistryMixin,
     FoundOnHub,
@@ -331,9 +331,11 @@ class JsonConfig(CheckedConfig):
 
 # %% ../../nbs/core/10_config.ipynb #a7273b0d
 def import_models():
-    """Import the package's model modules, and those of further packages that `auto_package`
-    names, so that each registers its config."""
+    """Import the package's model modules, those of further packages that `auto_package` names,
+    and those of entry points, so that each registers its config."""
     SpeculatorModelConfig.auto_populate_registry()
+    for drafter in installed_drafters():
+        drafter.load()
 
 
 def _class_of(config_dict) -> "type[SpeculatorModelConfig]":
