@@ -634,6 +634,129 @@ def test_misspelt_extra(features, tmp_path):
     one_line(run("train", features, tmp_path, "--optimizer", "sgd"), "optimizer='sgd'", "adamw or muon")
 
 
+QUICK = ("--total-seq-len", 64, "--eval-share", 0, "--extra", "disable_tqdm=true", "--extra", "max_steps=2")
+
+
+def shape(*words):
+    "Options --extra name=value."
+    return [part for word in words for part in ("--extra", word)]
+
+
+def far_rows_change(drafter, algorithm, window):
+    """Whether a state of the first position reaches a prediction beyond the window, in the rows that training
+    computes."""
+    import torch
+
+    from speculators_nb.models.base import SpeculatorModel
+
+    model = SpeculatorModel.from_pretrained(drafter, verifier=VERIFIER).eval()
+    g = torch.Generator().manual_seed(0)
+    length, layers = 48, len(model.target_layer_ids)
+    batch = dict(
+        input_ids=torch.randint(4, 500, (1, length), generator=g),
+        hidden_states=torch.randn(1, length, layers * model.hidden_size, generator=g),
+        document_ids=torch.zeros(1, length, dtype=torch.int64),
+        loss_mask=(torch.arange(length) >= length - 8)[None],
+        verifier_last_hidden_states=torch.randn(1, length, model.hidden_size, generator=g),
+    )
+    how = dict(anchor_positions=torch.tensor([length - 6])) if algorithm == "dflash" else dict(ttt_steps=1)
+    losses = []
+    for scale in (1.0, -3.0):
+        batch["hidden_states"][:, : length - 8 - 2 * window] *= scale
+        losses.append(model(**batch, **how).loss.item())
+    return losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
+def test_a_sliding_window_from_the_shell(features, tmp_path, algorithm):
+    block = shape("block_size=4", "max_anchors=8") if algorithm == "dflash" else []
+    asked = shape("sliding_window=8", "draft_hidden_act=gelu"), shape("sliding_window=8", "full_attention_indices=[1]")
+    for folder, extra in zip(("near", "far"), asked):
+        line = ("train", features, tmp_path / folder, "--algorithm", algorithm, "--num-layers", 2, *QUICK)
+        result = run(*line, *block, *extra)
+        assert result.exit_code == 0, result.output
+    near, far = (
+        json.loads((tmp_path / name / "config.json").read_text())["transformer_layer_config"]
+        for name in ("near", "far")
+    )
+    assert near["layer_types"] == ["sliding_attention"] * 2 and near["use_sliding_window"]
+    assert near["sliding_window"] == far["sliding_window"] == 8
+    assert (near["hidden_act"], far["hidden_act"]) == ("gelu", "silu")
+    assert far["layer_types"] == ["sliding_attention", "full_attention"]
+    assert not far_rows_change(tmp_path / "near", algorithm, 8)
+    assert far_rows_change(tmp_path / "far", algorithm, 8)
+
+
+def test_draft_layers_from_a_file(features, tmp_path):
+    size = json.loads((Path(VERIFIER) / "config.json").read_text())["hidden_size"]
+    layers = dict(model_type="llama", hidden_size=size, intermediate_size=48, num_hidden_layers=2, vocab_size=99)
+    layers |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512)
+    file = tmp_path / "layers.json"
+    file.write_text(json.dumps(layers))
+    result = run("train", features, tmp_path / "d", *QUICK, *shape(f"draft_config={file}"))
+    assert result.exit_code == 0, result.output
+    stored = json.loads((tmp_path / "d/config.json").read_text())["transformer_layer_config"]
+    assert (stored["intermediate_size"], stored["num_hidden_layers"], stored["head_dim"]) == (48, 2, 16)
+    assert stored["vocab_size"] != 99  # the verifier's
+    again = run("train", features, tmp_path / "e", *QUICK, *shape(f"draft_config={tmp_path / 'd'}"))
+    assert again.exit_code == 0, again.output
+    assert json.loads((tmp_path / "e/config.json").read_text())["transformer_layer_config"] == stored
+    both = shape(f"draft_config={file}", "sliding_window=8")
+    one_line(run("train", features, tmp_path / "f", *both), "sliding_window=8", "describes the layers", "leave")
+    one_line(run("train", features, tmp_path / "f", "--num-layers", 3, *both[:2]), "num_layers=3", "leave")
+    one_line(
+        run("train", features, tmp_path / "f", "--from-pretrained", tmp_path / "d", *both[2:]),
+        *("sliding_window=8", "from_pretrained", "leave"),
+    )
+    for wrong, words in (
+        (dict(hidden_size=8), ("draft_config=", "hidden_size is 8", "write")),
+        (dict(model_type="mamba"), ("draft_config=", "mamba", "choose")),
+        (dict(hidden_act="silly"), ("draft_config=", "hidden_act='silly'", "choose")),
+    ):
+        file.write_text(json.dumps(layers | wrong))
+        one_line(run("train", features, tmp_path / "f", *both[:2]), *words)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--sliding-window 8", ("--sliding-window", "write --extra sliding_window=2048")),
+        ("--draft-config x.json", ("--draft-config", "write --extra draft_config=")),
+        ("--extra sliding_window=0", ("sliding_window=0", "at least 1")),
+        ("--extra full_attention_indices=0,2", ("full_attention_indices='0,2'", "[0, 2]")),
+        ("--extra full_attention_indices=[3]", ("full_attention_indices=[3]", "num_layers is 1", "from 0 to 0")),
+        ("--extra draft_hidden_act=silly", ("draft_hidden_act='silly'", "choose")),
+        ("--extra draft_config=nowhere", ("nowhere", "config.json")),
+        ("--algorithm mtp --extra sliding_window=8", ("sliding_window=8", "verifier's own kind", "leave")),
+        ("--algorithm medusa --extra sliding_window=8", ("sliding_window=8", "no decoder layers", "leave")),
+    ],
+)
+def test_wrong_shapes_of_draft_layers(features, tmp_path, line, words):
+    one_line(run("train", features, tmp_path / "d", *line.split()), *words)
+
+
+@pytest.mark.statement("release-02")
+def test_questions_are_answered_anew(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "openai/gsm8k/main").mkdir(parents=True)  # what the hub's id finds first
+    rows = [dict(question=f"What is {n} + {n}?", answer=f"It is {2 * n}.") for n in range(3)]
+    (tmp_path / "openai/gsm8k/main/train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    about = "---\nconfigs:\n- config_name: main\n  data_files: main/*.jsonl\n---\n"
+    (tmp_path / "openai/gsm8k/README.md").write_text(about)
+    other = [dict(instruction="Add.", input="2, 2", output="4"), dict(prompt="Say hi."), dict(text="nothing asked")]
+    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, other)))
+    for data, written in (("gsm8k", 3), ("other.jsonl", 2)):
+        line = ("regenerate", data, f"{data}.out.jsonl", "--verifier", VERIFIER, "--max-new-tokens", 4)
+        result = run(*line)
+        assert result.exit_code == 0 and "conversations written" in result.stdout, result.output
+        answered = [row["messages"] for row in read_conversations(f"{data}.out.jsonl")]
+        assert len(answered) == written and all(m[-1]["role"] == "assistant" for m in answered)
+        assert any(m[0]["content"] in ("What is 2 + 2?", "Add.\n\n2, 2") for m in answered)
+    result = run("prepare", "gsm8k", VERIFIER, tmp_path / "p", "--num-proc", 1)
+    assert result.exit_code == 0 and "3 training and 0 validation rows" in result.stdout, result.output
+    one_line(run("prepare", "gsm9k", VERIFIER, tmp_path / "q"), "gsm9k: no such file", "hf:gsm9k", "gsm8k")
+
+
 def test_regenerated_answers_are_prepared(tmp_path):
     result = run(
         "regenerate",

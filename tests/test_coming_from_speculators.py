@@ -13,9 +13,10 @@ import pytest
 from speculators_nb.cli.drafter_commands import train
 from speculators_nb.cli.main import app
 from speculators_nb.core.config import import_models
+from speculators_nb.data.sources import PRESETS
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.train.train_drafter import new_drafter
-from speculators_nb.train.training_arguments import SpeculatorTrainingArguments
+from speculators_nb.train.train_drafter import LAYER_ARGUMENTS
+from speculators_nb.train.training_arguments import NOT_SUPPORTED, SpeculatorTrainingArguments
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/coming_from_speculators.md").read_text()
@@ -34,7 +35,8 @@ def attribute(path):
 
 def test_there_is_no_line_that_no_test_reads():
     rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
-    read = sum(len(table(title)) for title in ("Commands", "Options of training", "In Python"))
+    read = sum(len(table(title)) for title in ("Commands", "Options of training", "Data sets", "In Python"))
+    read += len(without_counterpart())
     names = PAGE.split("## Names that have no place here")[1].count("\n| `")
     assert len(rows) == read + names and read > 30
 
@@ -45,16 +47,43 @@ def test_commands(there, here):
     assert there.split()[0] == "speculators" and here.split()[0] == "speculators-nb" and here.split()[1] in known
 
 
+def without_counterpart():
+    part = PAGE.split("## Options of training without a counterpart\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(--[\w-]+)` \| \S.* \|$", part, flags=re.M)
+
+
+def extras():
+    "Every name that `--extra` takes, for some drafter."
+    import_models()
+    drafters = [set(drafter.training_arguments()) for drafter in SpeculatorModel.registry.values()]
+    settings = {field.name for field in fields(SpeculatorTrainingArguments)} - NOT_SUPPORTED.keys()
+    return set().union(settings, LAYER_ARGUMENTS, *drafters)
+
+
 @pytest.mark.parametrize("there,here", table("Options of training"))
 def test_options(there, here):
-    assert there in UPSTREAM["options"]
-    import_models()
     if match := re.fullmatch(r"--extra (\w+)=", here):
-        drafters = [set(drafter.training_arguments()) for drafter in SpeculatorModel.registry.values()]
-        known = set().union(*drafters, [field.name for field in fields(SpeculatorTrainingArguments)])
-        assert match[1] in known | set(inspect.signature(new_drafter).parameters)
+        assert match[1] in extras()
     else:
         assert here.removeprefix("--").replace("-", "_") in inspect.signature(train).parameters
+
+
+def test_every_option_has_one_line():
+    lines = [there for there, _ in table("Options of training")] + without_counterpart()
+    assert sorted(lines) == UPSTREAM["options"]
+
+
+@pytest.mark.parametrize("there", without_counterpart())
+def test_what_has_no_counterpart_is_no_option_here(there):
+    name = there.removeprefix("--").replace("-", "_")
+    assert name not in extras() | inspect.signature(train).parameters.keys()
+
+
+def test_data_sets():
+    assert dict(table("Data sets")) == PRESETS and PRESETS.keys() == UPSTREAM["presets"].keys()
+    for name, (hub_id, subset, split) in UPSTREAM["presets"].items():
+        wanted = [hub_id, *([subset] if subset else []), *([split] if split != "train" else [])]
+        assert PRESETS[name] == ":".join(["hf", *wanted])
 
 
 @pytest.mark.parametrize("there,here", table("In Python"))

@@ -624,7 +624,7 @@ def test_native_layout(folder, tmp_path):
         fresh(folder, fusion_bias=True).save_native(tmp_path / "no")
     torch.manual_seed(0)
     slides = EagleSpeculator.from_training_args(
-        draft_layer_config(Qwen3Config(**SHAPE), full_attention=()), verifier_name_or_path=str(folder)
+        draft_layer_config(Qwen3Config(**SHAPE), full_attention_indices=()), verifier_name_or_path=str(folder)
     )
     with pytest.raises(ValueError, match="sliding window: vLLM"):
         slides.save_native(tmp_path / "no")

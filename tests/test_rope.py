@@ -300,7 +300,7 @@ def test_draft_layers_for_a_verifier(kind):
         text = layer_config(NESTED["by layer type"], Qwen3Config, num_hidden_layers=2)
         assert (
             draft_layer_config(text).rope_parameters["rope_theta"] == 100.0
-            and draft_layer_config(text, full_attention=()).rope_parameters["rope_theta"] == 7.0
+            and draft_layer_config(text, full_attention_indices=()).rope_parameters["rope_theta"] == 7.0
         )
     else:
         assert Rotary(draft_layer_config(layer_config(ROPES["proportional"]))).inv_freq.shape == (D // 2,)

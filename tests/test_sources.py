@@ -13,8 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculators_nb.data import file_reader as files
-from speculators_nb.data.messages import ROLES, BadRow
-from speculators_nb.data.sources import content_hash, files_of, identity, load_table, located, read_conversations
+from speculators_nb.data.messages import ROLES, BadRow, normalize
+from speculators_nb.data.sources import (
+    content_hash,
+    files_of,
+    hub_name,
+    identity,
+    load_table,
+    located,
+    read_conversations,
+)
 
 CHAT = {"id": "a", "messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}
@@ -367,3 +375,30 @@ def test_flipped_bits_in_a_table_end_no_process(tmp_path):
                 os._exit(code)
         ends.append(os.waitpid(pid, 0)[1])
     assert {os.waitstatus_to_exitcode(e) for e in ends} == {0, 2}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        dict(question="2 + 2?", answer="4"),
+        dict(instruction="2 + 2?", input="", output="4", text="…"),
+        dict(prompt="2 + 2?", response="4"),
+        dict(prompt=[{"role": "user", "content": "2 + 2?"}], completion=[{"role": "assistant", "content": "4"}]),
+        dict(input=[{"role": "user", "content": "2 + 2?"}], output="4", messages=None),
+        dict(question="another", messages=CHAT["messages"]),
+    ],
+)
+def test_questions_and_answers_in_columns(row):
+    wanted = normalize([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}])
+    if "another" in row.values():
+        wanted = normalize(CHAT)
+    assert normalize(row) == wanted and content_hash(row) == content_hash(wanted)
+
+
+def test_a_file_goes_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub_name("gsm8k") and hub_name("a/b:c.jsonl") == "hf://datasets/a/b/c.jsonl"
+    write(tmp_path / "gsm8k/x.jsonl", CHAT)
+    assert hub_name("gsm8k") is None and list(read_conversations("gsm8k")) == [CHAT]
+    with pytest.raises(FileNotFoundError, match="hf:sharegtp, one file .* known by a name are sharegpt"):
+        list(read_conversations("sharegtp"))

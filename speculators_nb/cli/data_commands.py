@@ -100,7 +100,7 @@ def open_verifier(
 
 # %% ../../nbs/cli/04_data_commands.ipynb #850f71e3
 def regenerate(
-    data: str,  # conversations: a .jsonl or .json file, a folder of them, or hf:<id>
+    data: str,  # conversations: .jsonl, .json, a folder of them, hf:<id>, or a name: gsm8k
     output: Path,  # .jsonl with the answers; an interrupted run is continued there
     verifier: str | None = None,  # folder or hub id; with server: tokenizer if it sends no ids
     server: str | None = None,  # OpenAI-compatible server to ask, e.g. http://127.0.0.1:8000
@@ -164,7 +164,7 @@ def _rows(data, tokenizer, max_length, max_samples, vocab_size=None) -> Dataset:
 # %% ../../nbs/cli/04_data_commands.ipynb #47a2c129
 def features(
     verifier: str,  # folder or hub id
-    data: str,  # prepared folder or conversations: .jsonl, .json, a folder of them, hf:<id>
+    data: str,  # prepared folder, or conversations: a file, a folder, hf:<id>, a name: gsm8k
     output_dir: Path,  # where the features go; an interrupted run is continued there
     source: str = "hf",  # hf: the verifier in this process; vllm: a server
     server: str = "http://127.0.0.1:8000",  # address of `serve VERIFIER --hidden-states FOLDER`

@@ -31,7 +31,7 @@ from .messages import brief
 from .pipeline import Encoder, Settings, run_pipeline, tokens_of
 from .prepared_folder import Prepared, changes, load_prepared
 from .row_filter import Located
-from .sources import content_hash, files_of, located
+from .sources import content_hash, files_of, hub_name, located
 from ..nn.target_head import verifier_config
 
 # %% ../../nbs/data/11_prepare.ipynb #e6c4bcd7
@@ -45,7 +45,7 @@ def fingerprint_data(
     kept in memory."""
     h = hashlib.sha256()
     sources = data if isinstance(data, (list, tuple)) else [data]
-    if all(isinstance(d, (str, Path)) and not str(d).startswith("hf:") for d in sources):
+    if all(isinstance(d, (str, Path)) and not hub_name(d) for d in sources):
         for file in chain.from_iterable(map(files_of, sources)):
             with read_errors(file), open(file, "rb") as f:
                 h.update(hashlib.file_digest(f, "sha256").digest())
@@ -199,7 +199,7 @@ def _open_or_make(data, verifier, encoder, vocab_size, folder, pictures, num_pro
 
 # %% ../../nbs/data/11_prepare.ipynb #40712313
 def prepare_data(
-    data: str | Path | Iterable,  # conversations, as `sources.read_conversations` takes them
+    data: str | Path | Iterable,  # conversations: a path, hf:<id>, a name: gsm8k; or themselves
     verifier,  # folder or hub id of the verifier; or its tokenizer or processor
     output_dir: str | Path,  # the folder to make
     max_length: int = 2048,  # tokens in a row

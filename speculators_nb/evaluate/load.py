@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..core.concurrency import concurrently
 from ..core.http_client import Endpoint
 from ..core.options import check_options
-from ..data.messages import normalize
+from ..data.messages import QUESTIONS, normalize
 from ..data.sources import files_of, read_conversations
 from .vllm_metrics import COUNTERS, Meter
 from ..regenerate.replay import questions_of
@@ -51,10 +51,10 @@ def prompt_of(
         return Prompt(domain, messages=[{"role": "user", "content": question}])
     if question:
         return Prompt(domain, text=list(question))
-    if not (row.get("messages") or row.get("conversations")):
+    if not any(row.get(name) for name in ("messages", "conversations", *QUESTIONS)):
         raise ValueError(
-            "a row has none of messages, conversations, input_ids, prompt, turns; it has "
-            f"{sorted(row)}"
+            "a row has none of messages, conversations, input_ids, turns, "
+            f"{', '.join(QUESTIONS)}; it has {sorted(row)}"
         )
     return Prompt(domain, messages=questions_of(normalize(row))[0], tools=row.get("tools"))
 

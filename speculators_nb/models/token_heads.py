@@ -173,6 +173,7 @@ class TokenHeads(TrainedHeads):
     "Base of drafters with heads of their own: training arguments and foreign checkpoints."
 
     drafted_by = "num_heads"
+    fixed_layers = "heads over a state are no decoder layers"
     native_format = ""  # name of the layout that `save_native` writes, see `models.formats`
 
     @staticmethod

@@ -390,33 +390,42 @@ def draft_layer_config(
     verifier: PretrainedConfig,  # the verifier's, multimodal or not
     family: str = "llama",  # "llama" or "qwen3": what the draft layers are
     num_layers: int = 1,  # how many
-    full_attention: tuple | None = None,  # layer indices, others slide; None: all (vLLM no mix)
+    # indices of layers that attend to all before, the others slide (vLLM serves no mixture for
+    # most drafters); None: all of them, or with sliding_window none
+    full_attention_indices: Sequence[int] | None = None,
     intermediate_size: int | None = None,  # of the MLP; None: the verifier's
+    sliding_window: int | None = None,  # positions that a sliding layer attends to; None: 2048
+    hidden_act: str = "silu",  # of the MLP
 ) -> PretrainedConfig:  # LlamaConfig or Qwen3Config
     "Draft layers that fit a verifier. Errors: ValueError for an unknown family or layer index."
     if family not in LAYER_FAMILIES:
         known = ", ".join(LAYER_FAMILIES)
         raise ValueError(f"family {family!r} is not a draft layer family; choose from {known}")
-    full = tuple(range(num_layers)) if full_attention is None else full_attention
+    default = range(num_layers) if sliding_window is None else ()
+    full = tuple(default if full_attention_indices is None else full_attention_indices)
     if any(not 0 <= i < num_layers for i in full):
-        raise ValueError(f"full_attention={full}: layers are 0..{num_layers - 1}")
+        raise ValueError(
+            f"full_attention_indices={list(full)}: num_layers is {num_layers}; name layers "
+            f"from 0 to {num_layers - 1}"
+        )
     types = ["full_attention" if i in full else "sliding_attention" for i in range(num_layers)]
     text = text_config(verifier)
     copied = "vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings"
     tokens = "bos_token_id", "eos_token_id", "pad_token_id"
     kv_heads = getattr(text, "num_key_value_heads", None)
+    check_layers(dict(hidden_act=hidden_act), "draft_")
     try:
         fields: dict[str, Any] = {n: getattr(text, n) for n in (*copied, *tokens)} | dict(
             num_hidden_layers=num_layers,
             num_key_value_heads=kv_heads or text.num_attention_heads,
             head_dim=head_dim(text),
             intermediate_size=intermediate_size or _dense_width(text),
-            hidden_act="silu",
+            hidden_act=hidden_act,
             rms_norm_eps=norm_eps(text),
             initializer_range=getattr(text, "initializer_range", 0.02),
             rope_parameters=_draft_rope(text, KINDS if full else KINDS[::-1]),
             layer_types=types,
-            sliding_window=DRAFT_SLIDING_WINDOW,
+            sliding_window=sliding_window or DRAFT_SLIDING_WINDOW,
             use_sliding_window="sliding_attention" in types,
             tie_word_embeddings=False,
         )

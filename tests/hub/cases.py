@@ -8,7 +8,7 @@ from server import Hub
 
 HUB = Hub()
 os.environ.update(HF_ENDPOINT=HUB.url, HF_HOME=tempfile.mkdtemp(), HF_HUB_DISABLE_XET="1", HF_HUB_DISABLE_TELEMETRY="1")
-for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
+for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
     os.environ.pop(name, None)
 
 import json  # noqa: E402
@@ -21,6 +21,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from speculators_nb.core.checkpoints import hub_access, resolve_checkpoint  # noqa: E402
 from speculators_nb.core.config import SpeculatorModelConfig, VerifierConfig  # noqa: E402
+from speculators_nb.data.messages import normalize  # noqa: E402
+from speculators_nb.data.sources import PRESETS, read_conversations  # noqa: E402
 from speculators_nb.models.base import SpeculatorModel  # noqa: E402
 from speculators_nb.models.convert import convert, export_native  # noqa: E402
 from speculators_nb.models.eagle3 import Eagle3DraftModel  # noqa: E402
@@ -357,3 +359,49 @@ def test_push_to_hub(big, draft):
     assert same(again.saved_state(), draft.saved_state()) and again.config == draft.config
     draft.config.push_to_hub("me/config")
     assert SpeculatorModelConfig.from_pretrained("me/config") == draft.config
+
+
+SAID = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+TURNS = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+ROWS = {  # a row as each data set has it: where its file is, columns
+    "sharegpt": ("a.json", dict(id="x_0", conversations=TURNS)),
+    "ultrachat": ("data/train_sft-0.jsonl", dict(prompt="2 + 2?", prompt_id="1", messages=SAID)),
+    "gsm8k": ("main/train-0.jsonl", dict(question="2 + 2?", answer="4")),
+    "magpie": ("data/train-0.jsonl", dict(uuid="1", instruction="2 + 2?", response="4", conversations=TURNS)),
+    "nemotron": ("SFT/chat/c.jsonl", dict(input=SAID[:1], output="4", category="chat", system_prompt="")),
+    "sharegpt4v_coco": ("s.json", dict(id="1", image="coco/train2017/1.jpg", conversations=TURNS)),
+    "open-perfectblend": ("data/train-0.jsonl", dict(conversations=TURNS, source="x")),
+    "hermes-fc": ("f.json", dict(id="1", conversations=TURNS, tools='[{"name": "add"}]', task="t")),
+}
+
+
+def publish(name, *rows):
+    "A data set of the hub with the subset and the split that its name stands for."
+    repo, *words = PRESETS[name].removeprefix("hf:").split(":")
+    file, _ = ROWS[name]
+    split = words[-1] if words and words[-1] in ("chat", "train_sft") else "train"
+    subset = words[0] if words and words[0] != split else "default"
+    about = f"configs:\n- config_name: {subset}\n  data_files:\n  - split: {split}\n    path: {file}\n"
+    content = json.dumps(list(rows)) if file.endswith(".json") else "\n".join(map(json.dumps, rows))
+    HUB.add(repo, files={"README.md": f"---\n{about}---\n".encode(), file: content.encode()})
+    return repo
+
+
+def test_data_sets_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ROWS.keys() == PRESETS.keys()
+    for name, (_, row) in ROWS.items():
+        publish(name, row, row | {"image": "sam/2.jpg"} if "image" in row else row)
+        rows = list(read_conversations(name))
+        assert len(rows) == (1 if name == "sharegpt4v_coco" else 2)  # with pictures of COCO alone
+        assert [normalize(found) for found in rows] == [SAID] * len(rows)
+
+
+def test_one_file_of_a_data_set(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = "\n".join(json.dumps({"messages": SAID, "id": i}) for i in range(3)).encode()
+    HUB.add("org/chats", files={"a/b.jsonl": lines, "README.md": b""})
+    for name in ("org/chats:a/b.jsonl", "hf://datasets/org/chats/a/b.jsonl"):
+        assert [row["id"] for row in read_conversations(name)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="org/chats/c.jsonl: cannot be fetched .*; check the names"):
+        list(read_conversations("org/chats:c.jsonl"))

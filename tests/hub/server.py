@@ -1,5 +1,5 @@
-"""A hub of models on this machine, for tests: the paths of the API that huggingface_hub and transformers use, with
-ranges, tokens and commits. It records what it sends."""
+"""A hub of models and data sets on this machine, for tests: the paths of the API that huggingface_hub, transformers and
+datasets use, with ranges, tokens and commits. It records what it sends."""
 
 import base64
 import hashlib
@@ -7,8 +7,9 @@ import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class Sent(NamedTuple):
@@ -116,13 +117,22 @@ def handler(hub):
             commit, files = self.found(name, revision)
             self.answer({"id": name, "sha": commit, "siblings": [{"rfilename": f} for f in files]})
 
-        def tree(self, name, revision):
+        def tree(self, name, revision, folder=""):
+            "What is in a folder, or (POST) what there is of some paths: files, and folders above them."
             _, files = self.found(name, revision)
-            entries = [
-                {"type": "file", "path": f, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
+            entries = {
+                f: {"type": "file", "path": f, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
                 for f, c in files.items()
-            ]
-            self.answer(entries)
+            }
+            for file in files:
+                for above in list(PurePosixPath(file).parents)[:-1]:
+                    entries[str(above)] = {"type": "directory", "path": str(above), "oid": "0" * 40}
+            if self.command == "POST":
+                asked = parse_qs(self.body().decode())["paths"]
+                return self.answer([entries[path] for path in asked if path in entries])
+            if "recursive=true" not in self.path.lower():
+                entries = {f: e for f, e in entries.items() if str(PurePosixPath(f).parent) == (folder or ".")}
+            self.answer([e for f, e in entries.items() if f.startswith(folder)])
 
         def create(self):
             asked = json.loads(self.body())
@@ -147,14 +157,16 @@ def handler(hub):
             self.answer({"errors": [], "warnings": []})
 
     model = r"(?P<name>[\w.-]+/[\w.-]+)"
+    kind = "(?:models|datasets)"
     ROUTES = [
         (r"/api/repos/create", Handler.create),
         (r"/api/validate-yaml", Handler.valid),
-        (rf"/api/models/{model}", Handler.info),
-        (rf"/api/models/{model}/revision/(?P<revision>[^/]+)", Handler.info),
-        (rf"/api/models/{model}/tree/(?P<revision>[^/]+)/?", Handler.tree),
+        (rf"/api/{kind}/{model}", Handler.info),
+        (rf"/api/{kind}/{model}/revision/(?P<revision>[^/]+)", Handler.info),
+        (rf"/api/{kind}/{model}/tree/(?P<revision>[^/]+)/?(?P<folder>.*)", Handler.tree),
+        (rf"/api/{kind}/{model}/paths-info/(?P<revision>[^/]+)", Handler.tree),
         (rf"/api/models/{model}/preupload/(?P<revision>[^/]+)", Handler.preupload),
         (rf"/api/models/{model}/commit/(?P<revision>[^/]+)", Handler.commit),
-        (rf"/{model}/resolve/(?P<revision>[^/]+)/(?P<file>.+)", Handler.file),
+        (rf"/(?:datasets/)?{model}/resolve/(?P<revision>[^/]+)/(?P<file>.+)", Handler.file),
     ]
     return Handler

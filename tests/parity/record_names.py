@@ -39,10 +39,17 @@ def public(file):
 
 
 def options():
-    "The options of its training command: fields of the classes in its schema."
-    tree = ast.parse((HOME / "train/config/schema.py").read_text())
-    fields = [node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
-    return sorted({f"--{name.replace('_', '-')}" for name in fields if not name.startswith("_")})
+    "The options of its training command: what its schema says."
+    from speculators.train.config.schema import CONFIG_DESTS
+
+    return sorted(f"--{name.replace('_', '-')}" for name in CONFIG_DESTS)
+
+
+def presets():
+    "The data sets that its commands know by a word: id, subset, split."
+    from speculators.data_generation.configs import DATASET_CONFIGS
+
+    return {word: [found.hf_path, found.subset, found.split] for word, found in DATASET_CONFIGS.items()}
 
 
 def main():
@@ -58,7 +65,7 @@ def main():
         module, _, attribute = name.rpartition(".")
         answers[name] = named_calls.call(name, getattr(import_module(f"speculators.{module}"), attribute))
     record = dict(version="0.9.0", modules={m: v for m, v in modules.items() if v["names"]}, answers=answers)
-    record["options"] = options()
+    record |= dict(options=options(), presets=presets())
     FIXTURE.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     print(f"{sum(len(v['names']) for v in modules.values())} names, {len(answers)} calls")
 
