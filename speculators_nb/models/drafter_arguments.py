@@ -85,6 +85,7 @@ class FreshParts(TrainingArguments):
     "What a drafter may say about a fresh model."
 
     whole_vocabulary = ""  # why the draft vocabulary is the verifier's; "": it may be smaller
+    fixed_layers = ""  # why the draft layers cannot be chosen; "": they can
 
     @classmethod
     def draft_layers(

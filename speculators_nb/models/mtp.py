@@ -234,6 +234,7 @@ class TrainedMTP(MTPLoss):
         "an MTP head uses the verifier's own head, with its whole vocabulary; give neither "
         "size nor mapping"
     )
+    fixed_layers = "an MTP head has a layer of the verifier's own kind"
 
     @classmethod
     def draft_layers(cls, layer: PretrainedConfig | None, verifier: str) -> PretrainedConfig:
