@@ -87,8 +87,15 @@ vllm: .venv/.run  ## the real vLLM for processors in .venv-vllm (3.4 GB); `specu
 pipeline-test: .venv/.run  ## chats to a drafter served by the real vLLM, by commands alone, each stage killed once; from nothing within 20 minutes
 	$(OFFLINE) $(BIN)/python tests/vllm/check_pipeline.py
 
-vllm-test: .venv/.run  ## checkpoints of ours in the real vLLM on the CPU, token for token (its own environment, 3.4 GB)
+vllm-test: vllm  ## checkpoints of ours in the real vLLM on the CPU, token for token (its own environment, 3.4 GB)
+	$(MAKE) -j2 --output-sync=target --no-print-directory vllm-drafters vllm-servers
+
+# vLLM computes on one core and waits for its servers: two processes share two cores
+.PHONY: vllm-drafters vllm-servers
+vllm-drafters:
 	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py
+
+vllm-servers:
 	$(OFFLINE) $(BIN)/python tests/vllm/check_regenerate.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_features.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_engine.py

@@ -177,7 +177,7 @@ FORMER_NAMES = {
     "serve.server": ("serve.serve_command",),
     "train.trainer": ("train.checkpoint",),
     "verifier": ("verifier.tapped_model", "verifier.identity"),
-    "verifier.tapped_model": ("verifier.identity",),
+    "verifier.tapped_model": ("verifier.identity", "verifier.cache"),
 }
 
 # name of version 0.1, in the module that has it or had it -> its name of today; gone with version 0.3

@@ -15,14 +15,16 @@ from speculators_nb.core.tree import TokenTree
 from speculators_nb.data.packing import collate
 from speculators_nb.decode.generate import generate
 from speculators_nb.features.feature_folder import FeatureDataset
-from speculators_nb.features.in_process import extract_features
+from speculators_nb.features.in_process import LiveFeatures, extract_features
 from speculators_nb.models.eagle3 import Eagle3DraftModel
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.regenerate.in_process import answer
-from speculators_nb.verifier.tapped_model import Verifier, auto_class, recurrent_kinds
+from speculators_nb.verifier.cache import recurrent_kinds
+from speculators_nb.verifier.tapped_model import Verifier, auto_class
 
+BROKEN = "## What does not work\n"
 PAGE = Path(__file__).parents[1] / "docs/verifiers.md"
-V, H, N, WINDOW, NEW = 64, 32, 4, 8, 18
+V, H, N, WINDOW, NEW = 64, 32, 4, 8, 12
 PLAIN = dict(
     vocab_size=V,
     hidden_size=H,
@@ -54,7 +56,7 @@ LINEAR = dict(
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=16)
 HALF = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
 THREE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
-IMAGE = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, image_size=8, patch_size=4)
+IMAGE = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, image_size=16, patch_size=4)
 QWEN_IMAGE = dict(
     depth=1,
     hidden_size=16,
@@ -65,6 +67,7 @@ QWEN_IMAGE = dict(
     temporal_patch_size=1,
     spatial_merge_size=2,
 )
+QWEN_MARKS = dict(image_token_id=V - 1, video_token_id=V - 2, vision_start_token_id=V - 3)
 DEEPSTACK = QWEN_IMAGE | dict(deepstack_visual_indexes=[0], num_position_embeddings=16)
 LLAMA4 = SIZES | dict(
     intermediate_size_mlp=48,
@@ -76,20 +79,22 @@ LLAMA4_IMAGE = IMAGE | dict(intermediate_size=64, vision_output_dim=16, projecto
 FAMILIES = {  # model_type of transformers -> config
     "llama": SIZES,
     "llama4_text": LLAMA4,
-    "llama4": dict(text_config=LLAMA4, vision_config=LLAMA4_IMAGE),
+    "llama4": dict(text_config=LLAMA4, vision_config=LLAMA4_IMAGE, image_token_index=V - 1),
     "mistral": SLIDES,
     "mistral3": dict(
         text_config=SLIDES | dict(model_type="mistral"),
         vision_config=IMAGE | dict(model_type="pixtral", head_dim=8, intermediate_size=16),
+        image_token_id=V - 1,
     ),
     "ministral": SLIDES | dict(layer_types=["sliding_attention", "full_attention"] * 2),
     "mixtral": SLIDES | LOCAL,
     "qwen2": GROUPED | dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
-    "qwen2_5_vl": dict(text_config=GROUPED | dict(rope_parameters=THREE), vision_config=QWEN_IMAGE),
+    "qwen2_5_vl": QWEN_MARKS | dict(text_config=GROUPED | dict(rope_parameters=THREE), vision_config=QWEN_IMAGE),
     "qwen3": SIZES,
     "qwen3_moe": SIZES | EXPERTS,
-    "qwen3_vl": dict(text_config=SIZES | dict(rope_parameters=THREE), vision_config=DEEPSTACK),
-    "qwen3_vl_moe": dict(text_config=SIZES | EXPERTS | dict(rope_parameters=THREE), vision_config=DEEPSTACK),
+    "qwen3_vl": QWEN_MARKS | dict(text_config=SIZES | dict(rope_parameters=THREE), vision_config=DEEPSTACK),
+    "qwen3_vl_moe": QWEN_MARKS
+    | dict(text_config=SIZES | EXPERTS | dict(rope_parameters=THREE), vision_config=DEEPSTACK),
     "gemma": SIZES,
     "gemma2": SLIDES | dict(final_logit_softcapping=10.0),
     "gemma3_text": SLIDES | dict(layer_types=["sliding_attention", "full_attention"] * 2),
@@ -97,6 +102,7 @@ FAMILIES = {  # model_type of transformers -> config
         text_config=SLIDES | dict(layer_types=["sliding_attention", "full_attention"] * 2),
         vision_config=IMAGE | dict(intermediate_size=16),
         mm_tokens_per_image=4,
+        image_token_id=V - 1,
     ),
     "gpt_oss": SLIDES | LOCAL,
     "deepseek_v3": SIZES | ROUTED | LATENT | GROUPS,
@@ -118,6 +124,11 @@ FAMILIES = {  # model_type of transformers -> config
     "ernie4_5_moe": SIZES | dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=16),
     "minimax_m2": SIZES | LOCAL,
     "qwen3_next": SIZES | LINEAR | EXPERTS | dict(shared_expert_intermediate_size=16, rope_parameters=HALF),
+    "qwen3_5": QWEN_MARKS
+    | dict(
+        text_config=SIZES | LINEAR | dict(rope_parameters=HALF | dict(mrope_section=[1, 1, 0])),
+        vision_config=QWEN_IMAGE | dict(num_position_embeddings=16),
+    ),
     "qwen3_5_text": SIZES | LINEAR | dict(rope_parameters=HALF | dict(mrope_section=[1, 1, 0])),
     "nemotron_h": SIZES
     | ROUTED
@@ -144,10 +155,20 @@ FAMILIES = {  # model_type of transformers -> config
     | dict(
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=V,
-        num_kv_shared_layers=0,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
         laurel_rank=4,
         intermediate_size=[48] * N,
         activation_sparsity_pattern=[0.0] * N,
+    ),
+    "gemma4_text": SLIDES
+    | dict(
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        global_head_dim=8,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=V,
+        num_kv_shared_layers=2,
+        final_logit_softcapping=10.0,
     ),
     "minimax": SIZES | LOCAL | dict(layer_types=LINEAR["layer_types"], block_size=8),
 }
@@ -161,6 +182,7 @@ def saved(family):
     model = auto_class(config).from_config(config, dtype=torch.float32)
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)  # norms and biases off their initial values
+    model.get_output_embeddings().weight.data[V - 3 :] = 0  # marks of pictures are not written
     folder = tempfile.mkdtemp(prefix=f"{family}-")
     model.save_pretrained(folder)
     return folder
@@ -168,12 +190,14 @@ def saved(family):
 
 @lru_cache(None)
 def verifier(family):
-    return Verifier.from_pretrained(saved(family), range(N + 1))
+    loaded = Verifier.from_pretrained(saved(family), range(N + 1))
+    loaded.model.generation_config.eos_token_id = None
+    return loaded
 
 
 def texts(lengths=(23, 9, 14)):
     g = torch.Generator().manual_seed(0)
-    return [torch.randint(2, V, (n,), generator=g).tolist() for n in lengths]
+    return [torch.randint(2, V - 3, (n,), generator=g).tolist() for n in lengths]
 
 
 def same(ours, theirs):
@@ -181,52 +205,114 @@ def same(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+class Theirs(NamedTuple):
+    "What transformers computes."
+
+    states: tuple  # entering each layer; of several streams (Gemma-3n) the one that is read
+    normed: torch.Tensor  # behind the final norm
+    logits: torch.Tensor
+
+
+@torch.no_grad()
+def theirs(family, ids, **inputs):
+    model = verifier(family).model
+    out = model(ids, output_hidden_states=True, **inputs)
+    *states, normed = out.hidden_states
+    if normed.ndim == 4:
+        states = [state[0] for state in states]
+        normed = verifier(family).decoder(ids).last_hidden_state
+    return Theirs(tuple(states), normed, out.logits)
+
+
 def check_tap(family):
     "Hidden states of every layer are those of transformers; the last one is before the final norm."
     v, ids = verifier(family), torch.tensor(texts([24, 24]))
-    ours = v(ids, use_cache=False)
-    with torch.no_grad():
-        theirs = v.model(ids, output_hidden_states=True)
-        normed = v.norm(ours.last_hidden_states)
-    for tap, state in zip(ours.hidden_states.split(H, -1)[:N], theirs.hidden_states):
+    ours, expected = v(ids, use_cache=False), theirs(family, ids)
+    for tap, state in zip(ours.hidden_states.split(H, -1), expected.states):
         same(tap, state)
-    same(normed, theirs.hidden_states[N])
-    same(ours.logits, theirs.logits)
+    same(v.norm(ours.last_hidden_states).detach(), expected.normed)
+    same(ours.logits, expected.logits)
+
+
+def table(rows):
+    "Rows as `prepare` makes them, of which all but two tokens are trained."
+    masks = [[i > 1 for i in range(len(row))] for row in rows]
+    return Dataset.from_dict(dict(input_ids=rows, loss_mask=masks, seq_len=[*map(len, rows)]))
+
+
+def three_layers(family):
+    return Verifier(verifier(family).model, [1, 2, 3])
 
 
 @lru_cache(None)
 def features(family):
-    rows = texts()
-    data = dict(input_ids=rows, loss_mask=[[i > 1 for i in range(len(r))] for r in rows], seq_len=[*map(len, rows)])
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-features-")) / "out"
-    three = Verifier(verifier(family).model, [1, 2, 3])
-    extract_features(three, Dataset.from_dict(data), folder, dtype=torch.float32)
+    extract_features(three_layers(family), table(texts()), folder, dtype=torch.float32)
     return FeatureDataset(folder)
 
 
 def check_features(family):
     "What is read back is what transformers computes of each row alone; rows were padded together."
     for sample, row in zip(features(family), texts()):
-        with torch.no_grad():
-            theirs = verifier(family).model(torch.tensor([row]), output_hidden_states=True).hidden_states
-            last = verifier(family).norm(sample["verifier_last_hidden_states"])
-        same(sample["hidden_states"], torch.cat(theirs[1:4], -1)[0])
-        same(last, theirs[N][0])
+        expected = theirs(family, torch.tensor([row]))
+        same(sample["hidden_states"], torch.cat(expected.states[1:4], -1)[0])
+        same(verifier(family).norm(sample["verifier_last_hidden_states"]).detach(), expected.normed[0])
 
 
 def check_train(family):
     "A step of EAGLE-3 whose targets are the verifier's own logits."
-    v, samples = verifier(family), features(family)
+    logits = verifier(family)(torch.tensor(texts()[:1]), use_cache=False).logits[0]
+    take_a_step(family, [features(family)[i] for i in range(3)], logits)
+
+
+def take_a_step(family, samples, logits):
+    "`logits` are the verifier's own of the first sample."
     torch.manual_seed(1)
-    layer = draft_layer_config(v.model.config)
+    layer = draft_layer_config(verifier(family).model.config)
     model = Eagle3DraftModel.from_training_args(layer, verifier_name_or_path=saved(family))
-    logits = v(torch.tensor(texts()[:1]), use_cache=False).logits[0]
-    same(model.target_head(features(family)[0]["verifier_last_hidden_states"]), logits)
-    batch = collate([samples[i] for i in range(3)], 48, shift=model.shift)
+    same(model.target_head(samples[0]["verifier_last_hidden_states"]), logits)
+    batch = collate(samples, 48, shift=model.shift)
     loss = model.train()(**batch, **model.get_trainer_kwargs(ttt_steps=2)[0])[1]
     loss.backward()
     grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert loss.isfinite() and grads.isfinite().all() and grads.norm() > 1e-3
+
+
+def picture(family):
+    "A prompt with a picture of four tokens, and what the model takes beside it."
+    g = torch.Generator().manual_seed(0)
+    pixels = torch.randn(1, 3, 16, 16, generator=g)
+    ids = torch.tensor([[5, 6, V - 3, *[V - 1] * 4, 7, 8, 9, 10]])
+    is_picture = (ids == V - 1).int()
+    if family.startswith("qwen"):
+        patches, grid = pixels.reshape(16, 48), torch.tensor([[1, 4, 4]])
+        return ids, dict(pixel_values=patches, image_grid_thw=grid, mm_token_type_ids=is_picture)
+    beside = dict(gemma3=dict(token_type_ids=is_picture), mistral3=dict(image_sizes=torch.tensor([[16, 16]])))
+    return ids, dict(pixel_values=pixels) | beside.get(family, {})
+
+
+def check_picture(family):
+    """Features with a picture are what transformers computes; EAGLE-3 takes a step on them; what follows a picture is
+    decoded as transformers does."""
+    three, (ids, inputs) = three_layers(family), picture(family)
+    live = LiveFeatures(three, table([ids[0].tolist(), *texts()[:1]]), torch.float32)
+    live.inputs = lambda i: {} if i else inputs  # a processor would make them of messages
+    samples = live.__getitems__([0, 1])
+    expected = theirs(family, ids, **inputs)
+    assert (expected.logits - theirs(family, ids).logits).abs().max() > 0.1
+    text = ids[0] != V - 1  # DeepStack (Qwen3-VL) adds to a picture's tokens between two layers
+    same(samples[0]["hidden_states"][text], torch.cat(expected.states[1:4], -1)[0, text])
+    take_a_step(family, samples, expected.logits[0])
+
+    v = verifier(family)
+    with torch.no_grad():
+        answer = v.model.generate(ids, do_sample=False, max_new_tokens=NEW, **inputs)[0].tolist()
+    for branches in (False, True):
+        drafter = Knowing([answer], branches)
+        g = generate(v, drafter, ids[0], max_new_tokens=NEW, k=4, inputs=inputs)
+        assert g.prompt + g.tokens == answer and any(s.accepted > 1 for s in g.steps)
+        read = torch.cat(drafter.features)[: len(text), :H]
+        same(read, expected.states[0][0])
 
 
 class Knowing:
@@ -258,7 +344,6 @@ class Knowing:
 def greedy(family):
     "Prompts and what transformers writes after them."
     model = verifier(family).model
-    model.generation_config.eos_token_id = None
     prompts = texts((11, 3, 6))
     with torch.no_grad():
         outputs = [model.generate(torch.tensor([p]), do_sample=False, max_new_tokens=NEW) for p in prompts]
@@ -270,8 +355,8 @@ def check_decode(family):
     v, (prompts, answers) = verifier(family), greedy(family)
     for branches in (False, True):
         drafter = Knowing(answers, branches)
-        together = generate(v, drafter, prompts, max_new_tokens=NEW, k=4)
-        assert [g.prompt + g.tokens for g in together] == answers
+        together = generate(v, drafter, prompts[1:], max_new_tokens=NEW, k=4)
+        assert [g.prompt + g.tokens for g in together] == answers[1:]
         g = generate(v, drafter, prompts[0], max_new_tokens=NEW, k=4)
         assert g.prompt + g.tokens == answers[0]
         if branches:
@@ -296,6 +381,7 @@ CHECKS = {
     "train step": check_train,
     "decode": check_decode,
     "regenerate": check_regenerate,
+    "picture": check_picture,
 }
 
 
@@ -317,7 +403,11 @@ class Line(NamedTuple):
 def line_of(family):
     "The checks of one family."
     cells, errors = [], {}
+    config = CONFIG_MAPPING[family](**FAMILIES[family])
     for name, check in CHECKS.items():
+        if name == "picture" and not hasattr(config, "vision_config"):
+            cells.append("–")
+            continue
         try:
             check(family)
             cells.append("yes")
@@ -325,7 +415,6 @@ def line_of(family):
             message = " ".join(f"{type(e).__name__}: {e}".split())
             errors.setdefault(message, []).append(name)
             cells.append("no")
-    config = CONFIG_MAPPING[family](**FAMILIES[family])
     class_name = auto_class(config)._model_mapping[type(config)].__name__
     config = config.get_text_config()
     if recurrent_kinds(config) and "no" not in cells:
@@ -339,10 +428,9 @@ def page(text, lines):
     "The page with its table and its list of errors made anew."
     head = ["family", "class of transformers", "layers", *CHECKS]
     table = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|", *(line.row for line in lines)]
-    errors = [error for line in lines for error in line.errors]
-    for start, new in ((r"\| family", table), ("- `", errors)):
-        text = re.sub(rf"^{start}.*\n(?:[|-] .*\n)*", lambda _: "\n".join([*new, ""]), text, flags=re.M)
-    return text
+    text = re.sub(r"^\| family.*\n(?:\|.*\n)*", lambda _: "\n".join([*table, ""]), text, flags=re.M)
+    errors = [error for line in lines for error in line.errors] or ["Nothing that the checks look at."]
+    return "\n".join([text.partition(BROKEN)[0] + BROKEN, *errors, ""])
 
 
 if __name__ == "__main__":

@@ -337,6 +337,7 @@ def test_pydantic_names():
         Toy.model_validate(dumped),
         SpeculatorModelConfig.model_validate(dumped),
         Toy.model_validate_json(config.model_dump_json()),
+        Toy.model_validate({k: v for k, v in dumped.items() if k != "speculators_model_type"}),
         Toy.model_validate(config),
         config.model_copy(),
     ):

@@ -147,11 +147,17 @@ def drafter(draw, kind):
             "v",
             K,
         )
-    if kind == "dflash":
+    if kind in ("dflash", "dflash2"):
         layer, B = layers(draw, ("qwen3",)), draw(st.integers(2, 6))
         slides = "sliding_attention" in layer.layer_types
+        new = {}
+        if kind == "dflash2":
+            vd, sizes = V, st.integers(1, 2)
+            new = dict(conv_kernel_size=draw(sizes), conv_group_size=2 * draw(sizes))
+            new |= dict(selector_rank=draw(sizes), selector_top_k=draw(sizes))
         return (
-            dict(
+            new
+            | dict(
                 transformer_layer_config=layer,
                 draft_vocab_size=vd,
                 aux_hidden_state_layer_ids=ids,
@@ -219,6 +225,7 @@ KINDS = {
     "eagle": "eagle",
     "eagle3": "eagle3",
     "dflash": "dflash",
+    "dflash2": "dflash2",
     "medusa": "medusa",
     "medusa_original": "medusa",
     "mlp_speculator": "mlp",
@@ -724,7 +731,8 @@ def test_types_without_a_foreign_format(home, tmp_path):
     )
     save(tmp_path / "ours", config, random_state(config, 0, [torch.float32]))
     with pytest.raises(
-        ValueError, match="type 'peagle', which no other project stores in a way of its own; there are dflash, eagle"
+        ValueError,
+        match="type 'peagle', which no other project stores in a way of its own; there are dflash, dflash2, eagle",
     ):
         export_native(tmp_path / "ours", tmp_path / "no")
 

@@ -3,13 +3,31 @@ one; drafting's distributions, chains and trees, against training's; serving rul
 optimizer steps and config.json are held to upstream in test_recorded.py."""
 
 import json
-import math
 
 import pytest
 import torch
+from blocks import (
+    V,
+    check_bf16,
+    check_checkpoints,
+    check_empty_mask,
+    check_lean,
+    check_pairs,
+    fresh,
+    greedy_text,
+    picker,
+    random_drafter,
+    random_layer,
+    random_row,
+    read_in_two_parts,
+    served_states,
+    states_of,
+    text_and_features,
+    tiny_verifier,
+)
 from recorded import FIXTURES, cases, load_case
-from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen3Config
+from safetensors.torch import load_file
+from transformers import GPT2Config, Qwen3Config
 
 from speculators_nb.core.registry import StaticTreeTokenProposalConfig
 from speculators_nb.core.tree import Sampling
@@ -31,20 +49,10 @@ from speculators_nb.verifier.tapped_model import Verifier
 CASES = cases("dflash2")
 
 
-def states_of(model, batch):
-    "Blocks and their states by the dense definition."
-    x = {k: v[0] for k, v in batch.items() if not k.startswith("anchor")}
-    anchors = batch["anchor_positions"]
-    hidden = model.block_hidden(
-        model.block_tokens(x["input_ids"][anchors]),
-        model.context(x["hidden_states"]),
-        anchors,
-        x["document_ids"],
-        x["position_ids"],
-        lean=False,
-        impl="sdpa",
-    )
-    drawn = anchors, batch["anchor_valid"]
+def blocks_of(model, batch):
+    "The packed row, its blocks with their states, and the selector's codes."
+    x, hidden = states_of(model, batch)
+    drawn = batch["anchor_positions"], batch["anchor_valid"]
     blocks = model.blocks(x["loss_mask"], x["document_ids"], 1, *drawn, cross_document=True, lean=False)
     states = BlockStates(x["input_ids"], x["document_ids"], blocks, hidden)
     return x, states._replace(bias=model.slot_bias(states, False))
@@ -67,7 +75,7 @@ def test_candidates_are_upstreams(name):
     want = load_file(folder / "outputs.safetensors")
     top_k = info["training_args"]["selector_top_k"]
     with torch.no_grad():
-        x, (_, _, blocks, hidden, bias) = states_of(model, batch)
+        x, (_, _, blocks, hidden, bias) = blocks_of(model, batch)
         logits = model.lm_head(hidden)
         torch.testing.assert_close(logits.flatten(0, 1), want["lm_head_out.0"][0], rtol=0, atol=1e-4)
         counted = blocks.supervised.flatten()
@@ -88,19 +96,7 @@ def test_candidates_are_upstreams(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_checkpoints_load_again(name, tmp_path, monkeypatch):
-    "Ours and upstream's, with the recorded loss."
-    model, batch, kwargs, info, folder = load_case(name)
-    model.save_pretrained(tmp_path)
-    monkeypatch.chdir(FIXTURES)
-    theirs = tmp_path / "upstream"  # as upstream's save_pretrained leaves it
-    theirs.mkdir()
-    keys = json.loads((folder / "saved_pretrained_keys.json").read_text())
-    state = load_file(folder / "state_dict.safetensors")
-    save_file({k: v for k, v in state.items() if k in keys}, theirs / "model.safetensors")
-    (theirs / "config.json").write_text((folder / "saved_pretrained" / "config.json").read_text())
-    for checkpoint in (tmp_path, theirs):
-        again = SpeculatorModel.from_pretrained(checkpoint).train()
-        assert again(**batch, **kwargs, cross_document_targets=True)[1].item() == pytest.approx(info["loss"], rel=1e-5)
+    check_checkpoints(name, tmp_path, monkeypatch)
 
 
 # ---- the definitions, by loops
@@ -196,29 +192,12 @@ def test_a_fresh_drafter_is_dflash():
 def random_model(seed, moved=True, **fixed):
     "A drafter of random shape with random weights, and a random packed row with its anchors."
     g = torch.Generator().manual_seed(seed)
-
-    def pick(*options):
-        return options[int(torch.randint(len(options), (), generator=g))]
-
-    layers = pick(1, 2)
-    layer = Qwen3Config(
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=pick(1, 2, 4),
-        head_dim=6,
-        vocab_size=30,
-        layer_types=[pick("full_attention", "sliding_attention") for _ in range(layers)],
-        sliding_window=pick(3, 7),
-        use_sliding_window=True,
-    )
-    block = pick(2, 4, 5)
+    pick = picker(g)
     fields = dict(
-        transformer_layer_config=layer,
-        draft_vocab_size=30,
+        transformer_layer_config=random_layer(pick),
+        draft_vocab_size=V,
         aux_hidden_state_layer_ids=pick([1], [1, 3]),
-        block_size=block,
+        block_size=pick(2, 4, 5),
         mask_token_id=29,
         sample_from_anchor=pick(True, False),
         sliding_window_non_causal=pick(True, False),
@@ -228,30 +207,11 @@ def random_model(seed, moved=True, **fixed):
         selector_top_k=pick(1, 4, 30),
     )
     config = DFlash2SpeculatorConfig(**fields | fixed)
-    model = DFlash2DraftModel(config)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if moved or "_conv." not in name:
-                p.copy_(torch.randn(p.shape, generator=g) * (0.3 if p.ndim > 1 else 0.1) + (p.ndim == 1))
-        for p in model.candidate_selector.parameters():
-            p.mul_(3)
-    model.target_head.set_rows(torch.nn.Parameter(torch.randn(30, 16, generator=g), requires_grad=False))
-    L, A = 40, 16 * len(config.aux_hidden_state_layer_ids)
-    documents = torch.randint(0, 4, (L,), generator=g).sort().values
-    documents[L - int(torch.randint(0, 6, (), generator=g)) :] = -1
-    restart = torch.cat([torch.arange(int((documents == d).sum())) for d in [0, 1, 2, 3, -1]])
-    anchors = torch.randperm(L - config.block_size, generator=g)[:7].sort().values
-    batch = dict(
-        input_ids=torch.randint(30, (1, L), generator=g),
-        hidden_states=torch.randn(1, L, A, generator=g),
-        document_ids=documents[None],
-        loss_mask=((torch.rand(1, L, generator=g) < 0.8) & (documents >= 0)),
-        verifier_last_hidden_states=torch.randn(1, L, 16, generator=g),
-        position_ids=restart[None],
-        anchor_positions=anchors,
-        anchor_valid=torch.rand(7, generator=g) < 0.8,
-    )
-    return model, batch
+    model = random_drafter(config, g, lambda name: 0.9 if "selector" in name else 0.3)
+    if not moved:
+        for layer in model.layers:
+            layer.attention_conv.reset(), layer.mlp_conv.reset()
+    return model, random_row(config, g)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -259,23 +219,10 @@ def test_lean_is_dense(seed):
     """Over random shapes, windows and packings: loss, metrics and gradients of the lean pass are those of the dense
     one, to 1e-5."""
     model, batch = random_model(seed)
-    model.train()
     weights = dict(loss_config={"kl_div": 1.0, "tv": 0.5}, selector_loss_alpha=0.4)
     if seed % 3 == 0:
         weights = dict(loss_config="ce", per_position_loss_weight="dpace")
-    results = []
-    for lean in (True, False):
-        model.zero_grad()
-        _, loss, metrics = model(**batch, **weights, serving_window=seed % 2 == 0, lean=lean)
-        loss.backward()
-        results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    (a, ma, ga), (b, mb, gb) = results
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert ma.keys() == mb.keys() and ga.keys() == gb.keys() and a > 0
-    for key in ma:
-        torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
-    for key in ga:
-        assert (ga[key] - gb[key]).norm() <= 1e-5 * gb[key].norm() + 1e-6, key
+    assert check_lean(model, batch, **weights, serving_window=seed % 2 == 0).loss > 0
 
 
 def test_a_document_does_not_reach_another():
@@ -293,24 +240,13 @@ def test_a_document_does_not_reach_another():
 
 
 def test_an_empty_loss_mask_is_no_nan():
-    model, batch = random_model(7)
-    batch["loss_mask"].zero_()
-    for b in (batch, {k: v for k, v in batch.items() if not k.startswith("anchor")}):
-        for lean in (True, False):
-            _, loss, metrics = model(**b, lean=lean)
-            loss.backward()
-            assert loss == 0 and all(torch.isfinite(v) for v in metrics.values())
+    check_empty_mask(*random_model(7))
 
 
 def test_bf16_products_and_autocast_stay_close():
-    "bfloat16 keeps 8 bits: the loss moves by a few percent, with kernels as random as these."
+    "With kernels as random as these by a few percent; a model in bfloat16 too."
     model, batch = random_model(21, selector_top_k=30)
-    full = model(**batch)[1].item()
-    assert model(**batch, gemm_dtype=torch.bfloat16)[1].item() == pytest.approx(full, rel=2e-2)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**batch)[1]
-    loss.backward()
-    assert loss.item() == pytest.approx(full, rel=5e-2)
+    full = check_bf16(model, batch, 5e-2)
     assert model.bfloat16()(**batch)[1].item() == pytest.approx(full, rel=5e-2)
 
 
@@ -332,35 +268,21 @@ def test_the_selector_trains_the_layers():
 def block_rows(model, row, features, start, k):
     """Training's rows [k, V] of a block at the last decided token, the drafted tokens in front being those of `row`:
     softmax over the candidates, 0 elsewhere."""
-    L, first = len(row), model.config.first_slot
+    first = model.config.first_slot
     model.config.block_size = k + first
-    x = torch.cat([features, torch.zeros(L - len(features), features.shape[1])])
-    documents, anchors = torch.zeros(L, dtype=torch.long), torch.tensor([start])
     with torch.no_grad():
-        hidden = model.block_hidden(
-            model.block_tokens(row[anchors]),
-            model.context(x),
-            anchors,
-            documents,
-            torch.arange(L),
-            lean=False,
-            impl="sdpa",
-            serving_window=True,
-        )[0, first:]
+        hidden = served_states(model, row, features, start)[0, first:]
         unary, ids = model.lm_head(hidden).topk(model.config.selector_top_k, -1)
         codes = model.candidate_selector(hidden, row[start : start + k])[1]
         few = model.candidate_selector.scores(unary, codes, ids).softmax(-1)
-    return torch.zeros(k, 30).scatter(-1, ids, few)
+    return torch.zeros(k, model.config.draft_vocab_size).scatter(-1, ids, few)
 
 
 def drafting_case(seed, **fixed):
     "(drafter fed in two parts, tokens, features)"
     model, _ = random_model(seed, **fixed)
-    g = torch.Generator().manual_seed(seed)
-    tokens, features = torch.randint(29, (12,), generator=g), torch.randn(11, model.fc.in_features, generator=g)
-    drafter = model.drafter()
-    drafter.propose(tokens[:7], features[:6], model.config.speculative_tokens, Sampling())
-    return drafter, tokens, features
+    tokens, features, _ = text_and_features(model, seed=seed)
+    return read_in_two_parts(model.drafter(), tokens, features), tokens, features
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -402,64 +324,28 @@ def test_a_node_has_the_row_behind_its_token(seed):
     assert 4 < len(grown) <= 40
 
 
-def chi_square(counts, law, least=5):
-    "Pearson's statistic and its degrees of freedom, rare outcomes pooled."
-    expected = law * counts.sum()
-    rare = expected < least
-    parts = [(counts[~rare], expected[~rare])]
-    if expected[rare].sum() > 0:
-        parts.append((counts[rare].sum()[None], expected[rare].sum()[None]))
-    o, e = (torch.cat(x) for x in zip(*parts))
-    return float(((o - e) ** 2 / e).sum()), len(o) - 1
-
-
 def test_pairs_follow_the_distribution():
-    """400 drafted chains of two: the joint counts have the joint distribution, in which the second token depends on
-    the first. The 0.999 quantile of chi-square is below df + 4 sqrt(2 df)."""
     drafter, tokens, features = drafting_case(
-        60, selector_top_k=5, selector_rank=5, sample_from_anchor=True, block_size=2, conv_kernel_size=1
+        63, selector_top_k=5, selector_rank=5, sample_from_anchor=True, block_size=2, conv_kernel_size=1
     )
-    counts, rows, g = torch.zeros(30, 30), torch.zeros(30, 30), torch.Generator().manual_seed(0)
     drafter.propose(tokens, features[6:], 2, Sampling())
-    for _ in range(400):
-        tree = drafter.propose(tokens, features[11:], 2, Sampling(1.0, g))
-        a, b = tree.tokens.tolist()
-        counts[a, b] += 1
-        first, rows[a] = tree.probs
-    value, df = chi_square(counts.sum(1), first)
-    assert value < df + 4 * math.sqrt(2 * df)
-    common = counts.sum(1).topk(2).indices
-    assert (rows[common[0]] - rows[common[1]]).abs().sum() > 0.1  # it really depends on the token in front
-    for a in common:
-        value, df = chi_square(counts[a], rows[a])
-        assert value < df + 4 * math.sqrt(2 * df)
+    check_pairs(lambda g: drafter.propose(tokens, features[11:], 2, Sampling(1.0, g)), 400, common=2)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_greedy_text_is_the_verifiers(tmp_path, tree):
     "Token for token."
-    torch.manual_seed(0)
-    shape = dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=5, max_position_embeddings=128)
-    layers = LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=4, head_dim=4, initializer_range=0.3, **shape
-    )
-    hf = LlamaForCausalLM(layers).eval()
-    hf.save_pretrained(tmp_path / "verifier")
-    layer = Qwen3Config(hidden_size=16, intermediate_size=20, num_hidden_layers=1, head_dim=6, **shape)
-    given = dict(verifier_name_or_path=str(tmp_path / "verifier"), block_size=4, mask_token_id=1)
-    model = DFlash2DraftModel.from_training_args(layer, **given, selector_rank=4, selector_top_k=3)
-    with torch.no_grad():
-        for p in model.candidate_selector.parameters():
-            p.normal_()
+    hf = tiny_verifier(tmp_path, vocab=5)
+    args = dict(selector_rank=4, selector_top_k=3)
+    model = fresh("dflash2", tmp_path, hf, "candidate_selector", **args)
     verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
     prompt = torch.randint(1, 5, (9,), generator=torch.Generator().manual_seed(2))
-    want = hf.generate(prompt[None], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
     drafter = model.drafter()
     if tree:
         shape = StaticTreeTokenProposalConfig(initial_branching_factor=2, branching_factor=2, depth=3)
         drafter = TreeDrafter(drafter, shape)
     out = generate(verifier, drafter, prompt, max_new_tokens=30, k=3)
-    assert out.tokens == want[0, 9:].tolist() and any(step.accepted for step in out.steps)
+    assert out.tokens == greedy_text(hf, prompt, 30) and any(step.accepted for step in out.steps)
 
 
 # ---- bad input, serving

@@ -28,7 +28,10 @@ from speculators_nb.models import (
     EagleSpeculatorConfig,
     MTPDraftModel,
 )
+from speculators_nb.models.base import attention_back_end
 from speculators_nb.utils import ClassRegistryMixin
+
+FLEX = "simple_flex_attention"
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +156,57 @@ def test_mappings_on_loading(verifier, tmp_path):
     assert torch.equal(model.t2d, other) and torch.equal(model.d2t, d2t + 12)
 
 
-@pytest.mark.statement("api-34")
-def test_neither_path_nor_config():
-    with pytest.raises(ValueError):
+@pytest.mark.statement("api-34", "api-35", "api-36")
+def test_nothing_to_load(saved):
+    with pytest.raises(ValueError, match="a path or a config"):
         SpeculatorModel.from_pretrained(None)
+    for other in (LlamaConfig(**SHAPE), 3):
+        for where in (dict(state_dict={}), dict(pretrained_model_name_or_path=saved)):
+            with pytest.raises(TypeError, match=f"config is a {type(other).__name__}"):
+                SpeculatorModel.from_pretrained(config=other, **where)
+    for config in (SpeculatorModelConfig.from_pretrained(saved), saved, str(saved / "config.json")):
+        with pytest.raises(ValueError, match="Eagle3SpeculatorConfig alone; give the path or the state_dict"):
+            SpeculatorModel.from_pretrained(None, config=config)
+
+
+@pytest.mark.statement("api-58")
+def test_a_config_of_no_drafter(verifier):
+    for kind in (NotImplementedError, ValueError):
+        with pytest.raises(kind, match="speculators_model_type is missing.*'llama'") as e:
+            SpeculatorModelConfig.from_pretrained(verifier)
+        assert "\n" not in str(e.value)
+        with pytest.raises(kind, match="speculators_model_type is missing.*'llama'"):
+            SpeculatorModelConfig.from_dict(dict(model_type="llama"))
+
+
+@pytest.mark.statement("api-38")
+def test_a_class_that_says_nothing():
+    class Silent(SpeculatorModel):
+        pass
+
+    for kind in (NotImplementedError, ValueError):
+        with pytest.raises(kind, match="Silent has neither a config_class of its own nor a from_training_args"):
+            Silent.from_training_args(layer(), verifier_name_or_path="org/model")
+
+
+@pytest.mark.statement("api-05", "models-10", "models-18", "models-26")
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "peagle", "mtp"])
+def test_which_attention(verifier, tmp_path, algorithm):
+    "Flex on CUDA; elsewhere, and in a step of training, what the layers' config names."
+    if algorithm == "mtp":
+        verifier = write_verifier(tmp_path, "qwen3")
+    given = dict(verifier_name_or_path=str(verifier), mask_token_id=V - 1, block_size=4, fresh_head=True)
+    kind, draft = SpeculatorModel.registered_class(algorithm), layer("qwen3")
+    plain, flex = (kind.from_training_args(draft, draft_attn_impl=name, **given) for name in (None, FLEX))
+    assert draft._attn_implementation == plain.config.transformer_layer_config._attn_implementation != FLEX
+    assert attention_back_end(None, torch.device("cuda"), True, plain.config.transformer_layer_config) == "flex"
+    data = batch(1 if algorithm == "mtp" else 3)
+    assert plain(**data).loss.isfinite()
+    with pytest.raises(ValueError, match="attn_impl='flex' has no backward on a CPU"):
+        flex(**data)
+    assert flex.config == plain.config
+    with pytest.raises(ValueError, match="draft_attn_impl='flash'"):
+        kind.from_training_args(draft, draft_attn_impl="flash", **given)
 
 
 @pytest.mark.statement("api-39", "release-04", "release-05", "release-56")

@@ -6,19 +6,26 @@ import inspect
 import pytest
 import torch
 from documented import SHAPE, H, V, batch, layer, write_verifier
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import speculators_nb.models as models
 from speculators_nb import SpeculatorModel, SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
+from speculators_nb.decode.generate import generate
 from speculators_nb.models import (
     Eagle3DraftModel,
     Eagle3SpeculatorConfig,
     EagleSpeculator,
     EagleSpeculatorConfig,
     MLPSpeculatorConfig,
+    attached_verifier,
 )
-from speculators_nb.proposals import GreedyTokenProposalConfig
+from speculators_nb.proposals import (
+    DynamicTreeTokenProposalConfig,
+    GreedyTokenProposalConfig,
+    SamplingTokenProposalConfig,
+    StaticTreeTokenProposalConfig,
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +99,37 @@ def test_eagle3_config():
     config = Eagle3SpeculatorConfig(transformer_layer_config=layer(), draft_vocab_size=12)
     assert (config.draft_vocab_size, config.target_vocab_size) == (12, V)
     assert isinstance(config.transformer_layer_config, LlamaConfig)
+
+
+@pytest.mark.statement("eagle-12", "eagle-13", "models-22", "models-23", "models-25")
+@pytest.mark.parametrize("kind", [Eagle3SpeculatorConfig, models.DFlashSpeculatorConfig])
+def test_layer_config_as_a_dictionary(kind):
+    plain = kind().serialize_transformer_config(layer())
+    assert type(plain) is dict and plain["vocab_size"] == V
+    assert kind.validate_transformer_config(plain).to_dict() == layer().to_dict()
+    given = layer("qwen3")
+    assert kind.validate_transformer_config(given) is given
+    assert type(kind.validate_transformer_config(dict(hidden_size=H))) is Qwen3Config
+    stored = kind(transformer_layer_config=plain, draft_vocab_size=V).to_dict()["transformer_layer_config"]
+    assert stored["vocab_size"] == V and stored == kind.serialize_transformer_config(
+        kind.validate_transformer_config(stored)
+    )
+
+
+@pytest.mark.statement("eagle-51", "eagle-52")
+def test_eagle_layer_config_as_a_dictionary():
+    config = EagleSpeculatorConfig(transformer_layer_config=layer())
+    plain = config.serialize_transformer_layer_config(config.transformer_layer_config)
+    whole = config.transformer_layer_config.to_dict()
+    assert plain["hidden_size"] == H and plain.items() < whole.items()
+    assert {"is_encoder_decoder", "output_hidden_states", "transformers_version"} <= whole.keys() - plain.keys()
+    found = EagleSpeculatorConfig.validate_transformer_layer_config(plain)
+    assert type(found) is LlamaConfig and found.to_dict() == layer().to_dict()
+    assert EagleSpeculatorConfig.validate_transformer_layer_config(found) is found
+    for wrong in (3, "llama", None, [found]):
+        with pytest.raises(ValueError, match=r"EagleSpeculatorConfig\.transformer_layer_config.*model_type") as e:
+            EagleSpeculatorConfig.validate_transformer_layer_config(wrong)
+        assert "\n" not in str(e.value)
 
 
 @pytest.mark.statement("eagle-10")
@@ -178,6 +216,42 @@ def test_generate(verifier):
     model.attach_verifier(verifier)
     out = model.generate(IDS, max_new_tokens=9)
     assert out.tolist() == verifier.generate(IDS, max_new_tokens=9, do_sample=False, eos_token_id=None).tolist()
+
+
+@pytest.mark.statement("eagle-20")
+@pytest.mark.parametrize(
+    "method,parents",
+    [
+        (GreedyTokenProposalConfig(speculative_tokens=4), [-1, 0, 1, 2]),
+        (StaticTreeTokenProposalConfig(initial_branching_factor=3, branching_factor=1, depth=2), [-1, -1, -1, 0, 1, 2]),
+        (DynamicTreeTokenProposalConfig(speculative_tokens=6, expansion_factor=2, depth=3), [-1, -1, 0, 0, 1, 1]),
+    ],
+    ids=["greedy", "static_tree", "dynamic_tree"],
+)
+def test_candidates_are_made_by_the_proposal_method(verifier, monkeypatch, method, parents):
+    "The default one of the config's two, and its first candidates are the drafter's likeliest tokens."
+    done = []
+    monkeypatch.setattr(
+        attached_verifier, "generate", lambda *args, **kwargs: done.extend(generate(*args, **kwargs)) or done
+    )
+    other = SamplingTokenProposalConfig(speculative_tokens=9)
+    speculators_config = SpeculatorsConfig(
+        algorithm="eagle",
+        proposal_methods=[other, method],
+        default_proposal_method=method.proposal_type,
+        verifier=VerifierConfig(name_or_path=None, architectures=[]),
+    )
+    torch.manual_seed(2)
+    config = EagleSpeculatorConfig(transformer_layer_config=layer(), speculators_config=speculators_config)
+    model = EagleSpeculator(config, verifier=verifier).eval()
+    text = model.generate(IDS, max_new_tokens=12)
+    step = done[0].steps[0]
+    found = [-1, *range(len(step.draft) - 1)] if step.parents is None else step.parents
+    assert sorted(found) == sorted(parents) if method.proposal_type == "dynamic_tree" else found == parents
+    with torch.no_grad():
+        states = verifier(IDS, output_hidden_states=True).hidden_states[-1]
+        likeliest = model(text[:, 1:6], states).logits[0, -1].topk(parents.count(-1)).indices
+    assert {token for token, parent in zip(step.draft, found) if parent == -1} == set(likeliest.tolist())
 
 
 @pytest.mark.statement("eagle-35")

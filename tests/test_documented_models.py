@@ -65,11 +65,11 @@ def test_target_layer_ids(verifier):
     assert mtp(verifier).target_layer_ids == [SHAPE["num_hidden_layers"]]
 
 
-@pytest.mark.statement("models-04", "models-07", "models-08", "models-13", "models-16", "models-17")
+@pytest.mark.statement("models-04", "models-07", "models-08", "models-09", "models-13", "models-16", "models-17")
 def test_dflash_parts(verifier):
     model = dflash(verifier, layers=2)
     config = model.config
-    assert len(model.layers) == 2 and config.block_size == 8
+    assert len(model.layers) == 2 and config.block_size == model.block_size == 8
     read = len(config.aux_hidden_state_layer_ids)
     assert model.fc.weight.shape == (H, read * H) and model.hidden_norm.weight.shape == (H,)
     norm = model.verifier_norm if hasattr(model, "verifier_norm") else model.target_head.norm
@@ -145,6 +145,25 @@ def test_mtp_saves_only_its_own(verifier, tmp_path):
     model.load_verifier_weights()
     rows = load_file(verifier / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(model.embed_tokens.weight, rows) and not model.lm_head.weight.isnan().any()
+
+
+@pytest.mark.statement("models-31")
+def test_mtp_has_the_whole_vocabulary(verifier):
+    t2d = torch.arange(V) < 12
+    for kind in (NotImplementedError, ValueError):
+        with pytest.raises(kind, match=f"draft_vocab_size=12 of {V}: an MTP head uses the verifier's own head"):
+            mtp(verifier, t2d=t2d, d2t=torch.zeros(12, dtype=torch.int64))
+        with pytest.raises(kind, match=f"draft_vocab_size=12 of {V}"):
+            MTPSpeculatorConfig(transformer_layer_config=layer("qwen3"), draft_vocab_size=12)
+
+
+@pytest.mark.statement("models-44")
+def test_mtp_takes_a_batch_of_others(verifier):
+    model, data = mtp(verifier), row()
+    others = dict(lengths=torch.tensor([9]), verifier_last_hidden_states=torch.full((1, 9, H), torch.nan))
+    assert torch.equal(model(**data, **others).loss, model(**data).loss)
+    with pytest.raises(TypeError, match="lenghts"):
+        model(**data, lenghts=None)
 
 
 @pytest.mark.statement("models-34", "models-35", "models-36", "models-40")
@@ -249,6 +268,17 @@ def test_peagle_forward(verifier):
     # random states behind the row, which nothing may read
     padded["hidden_states"][:, -4:] = 9.0
     assert model(**padded, seed=1)[1].isfinite()
+
+
+@pytest.mark.statement("models-58", "models-59")
+def test_peagle_with_less(verifier):
+    model, data = peagle(verifier).eval(), batch()
+    given = model(**data).loss
+    del data["loss_mask"]
+    assert torch.equal(model(**data).loss, given)  # `batch` trains every position
+    del data["verifier_last_hidden_states"]
+    with pytest.raises(ValueError, match="verifier_last_hidden_states is missing"):
+        model(**data)
 
 
 @pytest.mark.statement("models-61")

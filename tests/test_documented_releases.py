@@ -1,5 +1,6 @@
 """The release notes 0.1 to 0.4, statement by statement (docs/statements.yml), where no other test holds one."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -8,9 +9,10 @@ from documented import H, V, batch, layer, write_verifier
 from packaging.requirements import Requirement
 from transformers import Qwen2_5_VLConfig
 
-from speculators_nb.core.config import import_models
+from speculators_nb.core.config import SpeculatorModelConfig, import_models
 from speculators_nb.models import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.convert import convert, export_native
 from speculators_nb.nn.target_head import text_config
 
 ROOT = Path(__file__).parents[1]
@@ -47,3 +49,20 @@ def test_target_vocabulary():
     assert Eagle3SpeculatorConfig(transformer_layer_config=layer(), draft_vocab_size=12).target_vocab_size == V
     nested = Qwen2_5_VLConfig(text_config=dict(vocab_size=99, hidden_size=H))
     assert text_config(nested).vocab_size == 99
+
+
+@pytest.mark.statement("release-50")
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
+def test_three_tokens_are_drafted(tmp_path, algorithm):
+    "Of a new drafter, and of a converted one whose config does not say how many."
+    verifier = write_verifier(tmp_path / "verifier")
+    fresh = SpeculatorModel.registered_class(algorithm).from_training_args(layer(), verifier_name_or_path=str(verifier))
+    fresh.save_pretrained(tmp_path / "ours")
+    export_native(tmp_path / "ours", tmp_path / "native", verifier=verifier)
+    file = tmp_path / "native/config.json"
+    raw = json.loads(file.read_text())
+    raw.pop("speculative_tokens", None)
+    file.write_text(json.dumps(raw))
+    convert(tmp_path / "native", tmp_path / "again", verifier)
+    for config in (fresh.config, SpeculatorModelConfig.from_pretrained(tmp_path / "again")):
+        assert config.speculators_config.speculative_tokens == 3

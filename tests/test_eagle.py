@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     DynamicCache,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -372,7 +373,7 @@ def test_drafting_is_what_was_trained(folder, layernorms, fusion_bias):
     "The drafter's cache, fed in two parts, gives the laws of training's steps on the row that it drafted itself."
     model, g = fresh(folder, layernorms=layernorms, fusion_bias=fusion_bias), torch.Generator().manual_seed(0)
     drafter, n, k = model.drafter(), 10, 4
-    assert isinstance(drafter, Drafter) and drafter.aux_layer_ids == (3,) and drafter.trained_tokens == 5
+    assert isinstance(drafter, Drafter) and drafter.aux_layer_ids == (3,) and drafter.trained_tokens == 3
     tokens, states = torch.randint(V, (n,), generator=g), torch.randn(n - 1, H, generator=g)
     drafter.propose(tokens[:6], states[:5], k, Sampling())
     tree = drafter.propose(tokens, states[5:], k, Sampling(0.7, g))
@@ -699,6 +700,57 @@ def test_generate_is_the_verifiers_own(folder):
         speculator.generate(ids, max_length=4)
     with pytest.raises(TypeError, match="generate got beam: not a field"):
         speculator.generate(ids, beam=2)
+
+
+def test_generate_reads_its_arguments_as_transformers(folder):
+    "Padding is found by the pad token, a given config is filled from the verifier's, flags are not taken for neutral."
+    speculator = documented(folder)
+    verifier = speculator.verifier
+    ids = torch.tensor([[7, 7, 4, 1, 5], [9, 2, 6, 5, 3]])
+    for options in (dict(pad_token_id=7), dict(pad_token_id=7, eos_token_id=7), {}):
+        options |= dict(max_new_tokens=6)
+        assert torch.equal(speculator.generate(ids, **options), verifier.generate(ids, do_sample=False, **options))
+    verifier.generation_config.eos_token_id = int(verifier.generate(ids)[1, 8])
+    given = GenerationConfig(max_new_tokens=9, pad_token_id=0)
+    assert torch.equal(speculator.generate(ids, generation_config=given), verifier.generate(ids, given))
+    for name, value in dict(return_dict_in_generate=True, max_time=1.0, forced_eos_token_id=1).items():
+        with pytest.raises(ValueError, match=f"{name}={value}: speculative decoding here knows"):
+            speculator.generate(ids, **{name: value})
+    speculator.generate(ids, max_new_tokens=1, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(input_ids={"input_ids": [1]}), TypeError, "input_ids is a dict; give a tensor of token ids"),
+        (dict(input_ids=torch.ones(1, 3)), TypeError, "input_ids is torch.float32; give a tensor of token ids"),
+        (dict(attention_mask=torch.ones(1, 2)), ValueError, r"attention_mask is \[1, 2\] and input_ids \[1, 3\]"),
+        (dict(generation_config={}), TypeError, "generation_config is a dict; give a GenerationConfig"),
+        (dict(eos_token_id="</s>"), TypeError, "eos_token_id='</s>': give a token id or a list of them"),
+        (dict(max_new_tokens="4"), TypeError, "max_new_tokens='4': give a whole number"),
+    ],
+)
+def test_generate_refuses_in_one_line(folder, options, error, message):
+    "The argument, its value and what to give; the drafter stays in the mode that it was in."
+    speculator = documented(folder).train()
+    with pytest.raises(error, match=message) as refused:
+        speculator.generate(**dict(input_ids=torch.tensor([[1, 2, 3]])) | options)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match="prompt_ids holds"):
+        speculator.generate(torch.tensor([[V]]))
+    assert speculator.training
+
+
+def test_wrong_arguments_of_forward_and_mode(folder):
+    "States that are not beside their tokens, and a mode that there is not."
+    speculator = documented(folder)
+    for shape in ((1, 3, H), (1, 4, H + 1)):
+        with pytest.raises(ValueError, match=r"hidden_states is \[1, \d, \d+\]; beside input_ids it is \[1, 4, 16\]"):
+            speculator(torch.randint(V, (1, 4)), torch.randn(shape))
+    with pytest.raises(ValueError, match="verifier_attachment_mode='all': choose 'detached' or"):
+        EagleSpeculator(speculator.config, verifier_attachment_mode="all")
+    with pytest.raises(TypeError, match="verifier is a EagleSpeculator, a drafter; attach the model"):
+        documented(folder, attach=False).attach_verifier(speculator)
 
 
 def test_generate_keeps_the_distribution(folder):

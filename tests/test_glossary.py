@@ -49,7 +49,7 @@ def test_the_page_is_part_of_the_site():
     {
         "rejection sampling": ["decode/01_acceptance_rules.ipynb"],
         "residual distribution": ["decode/01_acceptance_rules.ipynb"],
-        "target model": ["verifier/01_tapped_model.ipynb"],
+        "target model": ["verifier/02_tapped_model.ipynb"],
         "tree attention": ["decode/02_verification.ipynb"],
         "KV cache": ["decode/03_generate.ipynb", "nn/02_attention.ipynb"],
     }.items(),

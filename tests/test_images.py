@@ -20,6 +20,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -39,6 +40,8 @@ from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
 from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.features.in_process import LiveFeatures, extract_features
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.verifier.tapped_model import Verifier
 
 pytestmark = pytest.mark.skipif(
@@ -99,6 +102,11 @@ FAMILIES = {
         ),
     ),
 }
+FAMILIES["qwen3_vl_moe"] = (
+    Qwen3VLMoeConfig,
+    dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    FAMILIES["qwen3_vl"][2],
+)
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +242,32 @@ def test_features_are_the_models_own(folder, prepared, tmp_path, family):
         "written": 0,
         "kept": 4,
     }
+
+
+@pytest.mark.statement("release-09")
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_a_drafter_is_trained_on_pictures(folder, prepared, tmp_path, family):
+    "The loss falls on rows most of which have pictures."
+    verifier = Verifier.from_pretrained(str(folder / family))
+    extract_features(verifier, prepared.rows, tmp_path / "features", dtype=torch.float32, max_tokens=10_000)
+    trainer = train_drafter(
+        tmp_path / "features",
+        tmp_path / "out",
+        folder / family,
+        "eagle3",
+        eval_share=0,
+        max_steps=12,
+        learning_rate=3e-3,
+        logging_steps=1,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+    )
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert len(losses) == 12 and sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    drafter = SpeculatorModel.from_pretrained(tmp_path / "out").drafter()
+    assert drafter.aux_layer_ids == tuple(verifier.aux_layer_ids)
 
 
 def test_the_pictures_matter(folder, prepared):

@@ -23,11 +23,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from speculators_nb.verifier.cache import crop_cache
 from speculators_nb.verifier.identity import fingerprint
 from speculators_nb.verifier.tapped_model import (
     Verifier,
     check_aux_layer_ids,
-    crop_cache,
     default_aux_layer_ids,
     find_taps,
 )

@@ -2,13 +2,32 @@
 token after the other, and what is drawn against the distribution that training's pass gives."""
 
 import json
-import math
 
 import pytest
 import torch
-from recorded import FIXTURES, cases, load_case
-from safetensors.torch import load_file, save_file
-from test_dspark import chi_square, tiny_verifier
+from blocks import (
+    V,
+    check_bf16,
+    check_checkpoints,
+    check_distribution,
+    check_empty_mask,
+    check_lean,
+    fresh,
+    greedy_text,
+    of_draft_vocabulary,
+    picker,
+    random_drafter,
+    random_layer,
+    random_row,
+    read_in_two_parts,
+    second_and_third,
+    served_states,
+    states_of,
+    text_and_features,
+    tiny_verifier,
+)
+from recorded import cases, load_case
+from safetensors.torch import load_file
 from transformers import Qwen3Config
 
 from speculators_nb.core.tree import Sampling
@@ -36,18 +55,9 @@ def test_logits(name):
     front that upstream took, of the text and of its first round."""
     model, batch, _, _, folder = load_case(name)
     want = load_file(folder / "outputs.safetensors")
-    x = {k: v[0] for k, v in batch.items() if not k.startswith("anchor")}
     anchors = batch["anchor_positions"]
     with torch.no_grad():
-        hidden = model.block_hidden(
-            model.block_tokens(x["input_ids"][anchors]),
-            model.context(x["hidden_states"]),
-            anchors,
-            x["document_ids"],
-            x["position_ids"],
-            lean=False,
-            impl="sdpa",
-        )
+        x, hidden = states_of(model, batch)
         states = BlockStates(x["input_ids"], x["document_ids"], Blocks(anchors, anchors, anchors, anchors), hidden)
         text, base = model.text_in_front(states), model.lm_head(hidden)
         cache = model.refiner_head.cache(hidden)
@@ -62,20 +72,7 @@ def test_logits(name):
 
 @pytest.mark.parametrize("name", [c for c in CASES if "data" in c or "window" in c])
 def test_checkpoints_load_again(name, tmp_path, monkeypatch):
-    "Ours and upstream's, with the recorded loss."
-    model, batch, kwargs, info, folder = load_case(name)
-    model.save_pretrained(tmp_path)
-    monkeypatch.chdir(FIXTURES)
-    theirs = tmp_path / "upstream"  # as upstream's save_pretrained leaves it
-    theirs.mkdir()
-    keys = json.loads((folder / "saved_pretrained_keys.json").read_text())
-    state = load_file(folder / "state_dict.safetensors")
-    save_file({k: v for k, v in state.items() if k in keys}, theirs / "model.safetensors")
-    (theirs / "config.json").write_text((folder / "saved_pretrained" / "config.json").read_text())
-    for checkpoint in (tmp_path, theirs):
-        again = SpeculatorModel.from_pretrained(checkpoint).train()
-        assert isinstance(again, XPressDraftModel)
-        assert again(**batch, **kwargs, cross_document_targets=True)[1].item() == pytest.approx(info["loss"], rel=1e-5)
+    check_checkpoints(name, tmp_path, monkeypatch)
 
 
 # ---- random drafters
@@ -85,26 +82,10 @@ def random_model(seed, refiner=0.6, **fixed):
     """A drafter of random shape with random weights, and a random packed row with its anchors. With `refiner` 0.6 the
     bias is as large as the base logits."""
     g = torch.Generator().manual_seed(seed)
-
-    def pick(*options):
-        return options[int(torch.randint(len(options), (), generator=g))]
-
-    layers = pick(1, 2)
-    layer = Qwen3Config(
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=pick(1, 2, 4),
-        head_dim=6,
-        vocab_size=30,
-        layer_types=[pick("full_attention", "sliding_attention") for _ in range(layers)],
-        sliding_window=pick(3, 7),
-        use_sliding_window=True,
-    )
+    pick = picker(g)
     fields = dict(
-        transformer_layer_config=layer,
-        draft_vocab_size=pick(20, 30),
+        transformer_layer_config=random_layer(pick),
+        draft_vocab_size=pick(20, V),
         aux_hidden_state_layer_ids=pick([1], [1, 3]),
         block_size=pick(2, 4, 6),
         mask_token_id=29,
@@ -114,29 +95,8 @@ def random_model(seed, refiner=0.6, **fixed):
         xpress_mlp_ratio=pick(1, 2),
     )
     config = XPressSpeculatorConfig(**fields | fixed)
-    model = XPressDraftModel(config)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            spread = refiner if "refiner" in name else 0.3
-            p.copy_(torch.randn(p.shape, generator=g) * (spread if p.ndim > 1 else 0.1) + (p.ndim == 1))
-    if model.d2t is not None:
-        ids = torch.randperm(30, generator=g)[:20].sort().values
-        model.load_vocab_mappings(torch.zeros(30, dtype=torch.bool).index_fill(0, ids, True), ids - torch.arange(20))
-    model.target_head.set_rows(torch.randn(config.draft_vocab_size, 16, generator=g))
-    L, A = 40, 16 * len(config.aux_hidden_state_layer_ids)
-    documents = torch.tensor([0] * 13 + [1] * 3 + [2] * 20 + [-1] * 4)
-    positions = torch.cat([torch.arange(n) for n in (13, 3, 20, 4)])
-    batch = dict(
-        input_ids=torch.randint(30, (1, L), generator=g),
-        hidden_states=torch.randn(1, L, A, generator=g),
-        document_ids=documents[None],
-        loss_mask=((torch.rand(1, L, generator=g) < 0.6) & (documents >= 0)),  # many holes
-        verifier_last_hidden_states=torch.randn(1, L, 16, generator=g),
-        position_ids=positions[None],
-        anchor_positions=torch.randperm(L - config.block_size, generator=g)[:9].sort().values,
-        anchor_valid=torch.rand(9, generator=g) < 0.8,
-    )
-    return model, batch
+    model = random_drafter(config, g, lambda name: refiner if "refiner" in name else 0.3)
+    return model, random_row(config, g, (13, 3, 20, 4), trained=0.6, anchors=9)  # many holes
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -144,26 +104,13 @@ def test_lean_is_dense(seed):
     """Over random shapes, windows and packings, with holes in front of trained slots: loss, metrics and gradients of
     the lean pass are those of the dense one, to 1e-5."""
     model, batch = random_model(seed, refiner=0.3)
-    model.train()
     options = dict(loss_config={"kl_div": 0.5, "tv": 0.5})
     if seed % 3 == 0:
         options = dict(loss_config="ce", per_position_loss_weight="dpace", base_anchor_full_weight=True)
     if seed % 2 and model.d2t is None:
         options |= dict(ce_from_data=True, base_anchor_weight=0.0)
-    results = []
-    for lean in (True, False):
-        model.zero_grad()
-        tokens, loss, metrics = model(**batch, **options, consistency_passes=4, lean=lean)
-        loss.backward()
-        results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    tokens, *_ = check_lean(model, batch, **options, consistency_passes=4)
     assert tokens.shape == (1, 9 * model.config.block_size)
-    (a, ma, ga), (b, mb, gb) = results
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert ma.keys() == mb.keys() and ga.keys() == gb.keys()
-    for key in ma:
-        torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
-    for key in ga:
-        assert (ga[key] - gb[key]).norm() <= 1e-5 * gb[key].norm() + 1e-6, key
 
 
 def test_the_defaults_of_the_step():
@@ -182,47 +129,27 @@ def test_the_defaults_of_the_step():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_bf16_products_and_autocast_stay_close(seed):
-    "bfloat16 keeps 8 bits, and a round may draft another token where two are close: the loss moves by less than 5 %."
-    model, batch = random_model(20 + seed)
-    full = model(**batch)[1].item()
-    assert model(**batch, gemm_dtype=torch.bfloat16)[1].item() == pytest.approx(full, rel=5e-2)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**batch)[1]
-    loss.backward()
-    assert loss.item() == pytest.approx(full, rel=5e-2)
+    "A round may draft another token where two are close."
+    check_bf16(*random_model(20 + seed), 5e-2)
 
 
 def test_an_empty_loss_mask_is_no_nan():
-    model, batch = random_model(7)
-    batch["loss_mask"].zero_()
-    for b in (batch, {k: v for k, v in batch.items() if not k.startswith("anchor")}):
-        _, loss, metrics = model(**b)
-        loss.backward()
-        assert loss == 0 and all(torch.isfinite(v) for v in metrics.values())
+    check_empty_mask(*random_model(7))
 
 
 # ---- drafting
 
 
-def text_and_features(model, n=12, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(29, (n,), generator=g), torch.randn(n - 1, model.fc.in_features, generator=g), g
-
-
-def block_distributions(model, row, features, anchor):
-    "The distribution of each slot that predicts, by training's pass on a block whose text is that of `row`."
-    first = model.config.first_slot
-    x = torch.cat([features, torch.zeros(len(row) - len(features), features.shape[1])])
+def block_distributions(model, row, features, anchor, k=None):
+    """The distributions of the first k slots that predict (None: of all), by training's pass on a block whose text is
+    that of `row`."""
+    first, head = model.config.first_slot, model.refiner_head
     documents, anchors = torch.zeros(len(row), dtype=torch.long), torch.tensor([anchor])
     with torch.no_grad():
-        tokens, positions = model.block_tokens(row[anchors]), torch.arange(len(row))
-        context, head = model.context(x), model.refiner_head
-        hidden = model.block_hidden(
-            tokens, context, anchors, documents, positions, lean=False, impl="sdpa", serving_window=True
-        )
+        hidden = served_states(model, row, features, anchor)
         states = BlockStates(row, documents, Blocks(anchors, anchors, anchors, anchors), hidden)
         codes = head(head.token_embed(model.text_in_front(states)), head.cache(hidden))
-        return (model.lm_head(hidden) + head.readout(codes))[0, first:].softmax(-1)
+        return (model.lm_head(hidden) + head.readout(codes))[0, first:][:k].softmax(-1)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -232,13 +159,11 @@ def test_drafting_is_what_was_trained(seed):
     model, _ = random_model(40 + seed, sample_from_anchor=seed % 2 == 0)
     k = model.config.speculative_tokens
     tokens, features, g = text_and_features(model, seed=seed)
-    drafter = model.drafter()
-    drafter.propose(tokens[:7], features[:6], k, Sampling())
+    drafter = read_in_two_parts(model.drafter(), tokens, features)
     tree = drafter.propose(tokens, features[6:], k + 3, Sampling(1.0, g))  # the block ends at k
     assert len(tree) == k and tree.parents.tolist() == list(range(-1, k - 1))
     want = block_distributions(model, torch.cat([tokens, tree.tokens]), features, 11)
-    got = tree.probs if model.d2t is None else tree.probs[:, model.to_verifier(torch.arange(len(model.d2t)))]
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(of_draft_vocabulary(model, tree.probs), want, rtol=1e-4, atol=1e-6)
     for shorter in range(1, k):
         again = drafter.propose(tokens, features[:0], shorter, Sampling())
         whole = serial_walk(model, drafter, tokens, features, shorter)
@@ -275,8 +200,7 @@ def test_a_text_of_one_token():
     tokens, features, g = torch.tensor([5]), torch.zeros(0, model.fc.in_features), torch.Generator().manual_seed(0)
     tree = model.drafter().propose(tokens, features, 3, Sampling(1.0, g))
     want = block_distributions(model, torch.cat([tokens, tree.tokens]), features, 0)
-    got = tree.probs if model.d2t is None else tree.probs[:, model.to_verifier(torch.arange(len(model.d2t)))]
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(of_draft_vocabulary(model, tree.probs), want, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -298,42 +222,21 @@ def test_rows_of_a_tree_know_their_path(seed):
                 continue
             filled = torch.cat([tokens, torch.tensor(path), tokens[:k]])
             want = block_distributions(model, filled, features, 11)[len(path)]
-            got = row.exp() if model.d2t is None else row.exp()[model.to_verifier(torch.arange(len(model.d2t)))]
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(of_draft_vocabulary(model, row.exp()), want, rtol=1e-4, atol=1e-6)
 
 
-def fresh(tmp_path, verifier, **args):
-    layer = Qwen3Config(
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        vocab_size=verifier.config.vocab_size,
-        max_position_embeddings=128,
-    )
-    model = XPressDraftModel.from_training_args(
-        layer,
-        verifier_name_or_path=str(tmp_path / "verifier"),
-        **dict(block_size=4, mask_token_id=1, xpress_rank=4) | args,
-    )
-    with torch.no_grad():
-        for p in model.refiner_head.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-    return model
+def fresh_xpress(folder, verifier, **args):
+    return fresh("xpress", folder, verifier, "refiner_head", **dict(xpress_rank=4) | args)
 
 
 @pytest.mark.parametrize("shifted", [False, True])
 def test_greedy_text_is_the_verifiers(tmp_path, shifted):
     "Token for token, in chains and in trees, also where more is wanted than was trained."
     hf = tiny_verifier(tmp_path)
-    model = fresh(tmp_path, hf, sample_from_anchor=shifted, num_jacobi_passes=2)
+    model = fresh_xpress(tmp_path, hf, sample_from_anchor=shifted, num_jacobi_passes=2)
     verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
     prompt = torch.randint(30, (9,), generator=torch.Generator().manual_seed(2))
-    want = hf.generate(prompt[None], max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)[
-        0, 9:
-    ].tolist()
+    want = greedy_text(hf, prompt, 16)
     tree = TreeDrafter(model.drafter(), [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
     for drafter in (model.drafter(), tree):
         assert generate(verifier, drafter, prompt, max_new_tokens=16, k=3).tokens == want
@@ -343,25 +246,14 @@ def test_sampled_text_has_the_verifiers_distribution(tmp_path):
     """Pairs of tokens sampled with drafts of two, from a vocabulary of four, against the verifier's own joint
     distribution; 350 draws, chi-square at about 0.999."""
     hf = tiny_verifier(tmp_path, vocab=4)
-    model = fresh(tmp_path, hf)
+    model = fresh_xpress(tmp_path, hf)
     verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
-    with torch.no_grad():
-
-        def following(ids):
-            return hf(torch.tensor([ids])).logits[0, -1].softmax(-1)
-
-        start, joint = [2, 3, 1], torch.zeros(4, 4)
-        first = following(start)
-        for a in range(4):
-            second = following([*start, a])
-            for b in range(4):
-                joint[b] += first[a] * second[b] * following([*start, a, b])
+    start = [2, 3, 1]
     g, drafter, counts = torch.Generator().manual_seed(0), model.drafter(), torch.zeros(4, 4)
     for _ in range(350):
         out = generate(verifier, drafter, torch.tensor(start), max_new_tokens=3, k=2, sampling=Sampling(1.0, g))
         counts[out.tokens[1], out.tokens[2]] += 1
-    value, df = chi_square(counts.flatten(), joint.flatten())
-    assert value < df + 4 * math.sqrt(2 * df), (value, df)
+    check_distribution(counts.flatten(), second_and_third(hf, start).flatten())
 
 
 # ---- optimizers, errors, serving
@@ -396,7 +288,7 @@ def test_errors_name_the_field():
 
 def test_vllm_does_not_serve_it(tmp_path):
     "One line of the contract, and nothing else is found in a good checkpoint."
-    model = fresh(tmp_path, tiny_verifier(tmp_path))
+    model = fresh_xpress(tmp_path, tiny_verifier(tmp_path))
     model.save_pretrained(tmp_path / "drafter")
     (found,) = check_vllm_contract(tmp_path / "drafter")
     assert "'xpress', which vLLM 0.32 does not serve" in found and "\n" not in found

@@ -35,7 +35,8 @@ from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixIndex
-from speculators_nb.verifier.tapped_model import Verifier, crop_cache
+from speculators_nb.verifier.cache import crop_cache
+from speculators_nb.verifier.tapped_model import Verifier
 
 HERE = Path(__file__).resolve().parent
 K, NEW, DAMP = 4, 96, 0.15

@@ -2,6 +2,7 @@
 
     make compare                                         all of them; some ten minutes on two idle cores
     python benchmarks/drafters/run.py --only medusa mlp  train these and stop
+    python benchmarks/drafters/run.py --add dflash2      train and measure this one; the other rows stay as they are
     python benchmarks/drafters/run.py --budget 4e12      more training for each
 
 Method: `experiment.compare` counts the FLOPs of one training step of each family on the shipped answers, forward,
@@ -54,7 +55,7 @@ def page(table, positions, budget, row, n_prompts):
 Verifier `data/tiny-verifier`, training answers `data/answers`, {budget:.3g} training FLOPs each in rows of {row},
 {n_prompts} held-out prompts, 4 tokens drafted in a step. Lengths are tokens a step, greedy; `draft` columns are a block
 of four in passes of the verifier over one token (36 layers: were the verifier that deep); times are of this machine,
-one thread, and swing with what else it does. Written by `make compare`.
+one thread, and swing with what else it does. Written by `make compare`; `--add` measures some rows and leaves the rest.
 
 {shown[columns].sort_values("mean length", ascending=False).to_markdown(floatfmt=".2f")}
 
@@ -68,15 +69,23 @@ one thread, and swing with what else it does. Written by `make compare`.
 """
 
 
+def with_the_others(rows, old):
+    "New rows among those that stay, drafters in one order."
+    order = ["n-gram", *CONTENDERS]
+    both = pd.concat([old[~old.drafter.isin(rows.drafter)], rows], ignore_index=True)
+    return both.sort_values("drafter", key=lambda names: names.map(order.index), kind="stable")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--budget", type=float, default=5 * BUDGET, help="training FLOPs of each drafter")
-    parser.add_argument("--prompts", type=int, default=60, help="held-out prompts, at most 180")
+    parser.add_argument("--prompts", type=int, default=48, help="held-out prompts, at most 180")
     parser.add_argument(
         "--row", type=int, default=1024, help="positions in a packed row: half as many, twice the steps"
     )
     parser.add_argument("--workers", type=int, default=2, help="processes that share the training")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, help="train these and stop")
+    parser.add_argument("--add", nargs="+", choices=CONTENDERS, help="train and measure these; the other rows stay")
     args = parser.parse_args()
     os.chdir(ROOT)
     disable_progress_bar()
@@ -88,7 +97,7 @@ if __name__ == "__main__":
             ).to_string()
         )
     else:
-        names = list(CONTENDERS)
+        names = args.add or list(CONTENDERS)
         workers = [
             subprocess.Popen(
                 [
@@ -106,18 +115,21 @@ if __name__ == "__main__":
         ]
         if any([w.wait() for w in workers]):  # noqa: C419 - all are waited for, whether one fails or not
             sys.exit("a worker failed: its message is above")
+        contenders = {name: CONTENDERS[name] for name in names}
         table, measured = compare(
-            folder, args.budget, n_prompts=args.prompts, temperatures=(0.0, 1.0), total_seq_len=args.row
+            folder, args.budget, contenders, n_prompts=args.prompts, temperatures=(0.0, 1.0), total_seq_len=args.row
         )
         results = HERE / "results"
         results.mkdir(exist_ok=True)
-        for name, data in (
-            ("comparison", table.reset_index()),
-            ("summary", measured.summary),
-            ("positions", measured.positions),
-        ):
-            data.round(4).to_csv(results / f"{name}.csv", index=False)
+        parts = {"comparison": table.reset_index(), "summary": measured.summary, "positions": measured.positions}
+        for name, data in parts.items():
+            file = results / f"{name}.csv"
+            if args.add:
+                data = with_the_others(data[data.drafter != "n-gram"].round(4), pd.read_csv(file))
+            data.round(4).to_csv(file, index=False)
+            parts[name] = data
+        table = parts["comparison"].set_index("drafter")
         (results / "README.md").write_text(
-            page(table, measured.positions, args.budget, args.row, args.prompts), encoding="utf-8"
+            page(table, parts["positions"], args.budget, args.row, args.prompts), encoding="utf-8"
         )
         print(table.round(2).to_string())

@@ -77,7 +77,7 @@ def _features_there(data_dir, verifier):
 def train(
     data_dir: Path,  # features from `speculators-nb features` or upstream, or a prepared folder
     output_dir: Path,  # where the drafter, its history and its checkpoints go
-    algorithm: str = "eagle3",  # which drafter, e.g. eagle3, dflash; a wrong name lists all
+    algorithm: str = "eagle3",  # which drafter, e.g. eagle3, dflash2; a wrong name lists all
     verifier: str | None = None,  # folder or hub id; default: the one that made the features
     draft_arch: str | None = None,  # layer type: llama or qwen3; default: llama or algorithm's
     num_layers: int = 1,  # how many it has

@@ -27,7 +27,7 @@ from transformers.activations import ACT2FN
 
 import speculators_nb
 from .checkpoints import check_field_types, model_file
-from .files import atomic_write, read_object
+from .files import NotSupported, atomic_write, read_object
 from .option_rules import OptionRule, number, several, shown, whole
 from .options import RULES, installed_drafters
 from speculators_nb.core.registry import (
@@ -128,14 +128,10 @@ class SpeculatorsConfig(ReloadableBaseModel):
     @property
     def speculative_tokens(self) -> int | None:  # None: no method has it
         "How many tokens the first proposal method drafts in a step."
-        return next(
-            (
-                m.speculative_tokens
-                for m in self.proposal_methods
-                if hasattr(m, "speculative_tokens")
-            ),
-            None,
-        )
+        for method in self.proposal_methods:
+            if hasattr(method, "speculative_tokens"):
+                return method.speculative_tokens
+        return None
 
 # %% ../../nbs/core/10_config.ipynb #bad11fb8
 LAYER_RULES = {  # of the fields of a decoder's config that are read here
@@ -275,19 +271,23 @@ class CheckedConfig(PretrainedConfig):
         # the dataclass decorator gives each subclass one that forgets undeclared keys
         cls.__eq__ = CheckedConfig.__eq__
 
-    def __setattr__(self, name, value):
-        if field_type := _field_types(type(self)).get(name):
-            field = f"{type(self).__name__}.{name}"
-            if isinstance(value, bool) and name in _numbers(type(self)):
+    @classmethod
+    def _checked(cls, name, value):
+        if field_type := _field_types(cls).get(name):
+            field = f"{cls.__name__}.{name}"
+            if isinstance(value, bool) and name in _numbers(cls):
                 raise ValueError(f"{field}={value}: is a truth value, and must be a number")
             try:
                 value = field_type.validate_python(value)
             except ValidationError as e:
-                raise ValueError(explain(e, type(self).__name__, name)) from None
+                raise ValueError(explain(e, cls.__name__, name)) from None
             rule = LAYER_RULES.get(name) or RULES.get(name)
             if rule and value is not None and (problem := rule.problem(value)):
                 raise ValueError(f"{field}={shown(value)}: {problem}")
-        super().__setattr__(name, value)
+        return value
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, self._checked(name, value))
 
     def __eq__(self, other):
         return type(self) is type(other) and self.to_dict() == other.to_dict()
@@ -298,15 +298,28 @@ class JsonConfig(CheckedConfig):
 
     speculators_config: SpeculatorsConfig | None = None
 
+    @classmethod
+    def validate_transformer_config(cls, value: Any) -> PretrainedConfig:
+        "What the field makes of a dictionary or config. Errors: ValueError."
+        return cls._checked("transformer_layer_config", value)
+
+    @staticmethod
+    def serialize_transformer_config(value: PretrainedConfig) -> dict[str, Any]:
+        "The draft layers as in config.json: `to_diff_dict`, which leaves defaults out."
+        plain = value.to_diff_dict()
+        plain.pop("transformers_version", None)
+        return plain
+
+    validate_transformer_layer_config = validate_transformer_config  # EAGLE's names
+    serialize_transformer_layer_config = serialize_transformer_config
+
     def _plain(self, output: dict[str, Any]) -> dict[str, Any]:
-        """With the parts that transformers does not serialize: the shared block, and the layers
-        without the defaults of their class."""
+        "With the parts that transformers does not serialize: shared block and layers."
         output.pop("model_type", None)
         output.pop("_name_or_path", None)
         for name, value in self.__dict__.items():
             if isinstance(value, PretrainedConfig):
-                output[name] = value.to_diff_dict()
-                output[name].pop("transformers_version", None)
+                output[name] = self.serialize_transformer_config(value)
         if self.speculators_config is not None:
             output["speculators_config"] = self.speculators_config.model_dump(mode="json")
         return output
@@ -331,8 +344,7 @@ class JsonConfig(CheckedConfig):
 
 # %% ../../nbs/core/10_config.ipynb #a7273b0d
 def import_models():
-    """Import the package's model modules, those of further packages that `auto_package` names,
-    and those of entry points, so that each registers its config."""
+    "Import `auto_package` and the entry points of other packages: each registers itself."
     SpeculatorModelConfig.auto_populate_registry()
     for drafter in installed_drafters():
         drafter.load()
@@ -347,7 +359,7 @@ def _class_of(config_dict) -> "type[SpeculatorModelConfig]":
         import_models()
     known = ", ".join(sorted(registry))
     if "speculators_model_type" not in config_dict:
-        raise ValueError(
+        raise NotSupported(
             "speculators_model_type is missing, so this is not a drafter's config "
             f"(its model_type is {config_dict.get('model_type')!r}). "
             f"Known types: {known}. Convert a foreign checkpoint first."
@@ -386,8 +398,7 @@ class DrafterFields(JsonConfig):
 
     @property
     def sizes(self) -> PretrainedConfig:  # has vocab_size and hidden_size, the verifier's
-        """Where the sizes that a drafter shares with its verifier are written: in the draft
-        layers' config, or in this one where there is none."""
+        "Where the verifier's sizes are written: in the draft layers' config, else in this one."
         return getattr(self, "transformer_layer_config", self)
 
     @property

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['REMEDIES', 'MOST_JSON', 'SIGNS', 'DiskError', 'disk_errors', 'follow_umask', 'writable_folder', 'atomic_write',
-           'atomic_folder', 'check_length', 'read_errors', 'read_object', 'not_only_ours', 'check_folder']
+           'atomic_folder', 'check_length', 'read_errors', 'read_object', 'not_only_ours', 'NotSupported',
+           'check_folder']
 
 # %% ../../nbs/core/03_files.ipynb #132663a8
 import contextlib
@@ -360,6 +361,10 @@ SIGNS = {  # file in a folder -> what the folder is, and what to name instead
 }
 
 
+class NotSupported(ValueError, NotImplementedError):
+    "What a format or an algorithm may be, and this library does not do."
+
+
 def check_folder(
     path: str | os.PathLike,  # that should be a drafter's
     name: str | os.PathLike | None = None,  # in messages; None: the path
@@ -382,7 +387,7 @@ def check_folder(
         )
     config = read_object(folder / "config.json")
     if "speculators_model_type" not in config:
-        raise ValueError(
+        raise NotSupported(
             f"{name}: is no drafter of this library: speculators_model_type is missing in "
             "its config.json (its model_type is "
             f"{shown(config.get('model_type'))}). A verifier goes into --verifier; a foreign "

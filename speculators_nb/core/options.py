@@ -216,8 +216,7 @@ RULES |= {
     "data_seed": whole(0, none=True, **SEED),
     "dataloader_num_workers": whole(2, 0, 1024),
     "dataloader_prefetch_factor": whole(2, 1, 1024, none=True),
-    "per_device_train_batch_size": whole(1, 1),
-    "per_device_eval_batch_size": whole(1, 1),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), whole(1, 1)),
     "eval_accumulation_steps": whole(1, 1, none=True),
     "torch_empty_cache_steps": whole(100, 1, none=True),
     "ddp_timeout": whole(1800, 1),
@@ -273,6 +272,7 @@ RULES |= {
     "feature_weight": number(1.0, low=0),
     "noise_std": number(0.2, low=0),
     "attn_impl": word("blocked", "sdpa", "flex", "eager", none=True),
+    "draft_attn_impl": word("simple_flex_attention", "sdpa", "eager", none=True),
     "gemm_dtype": word(*FLOATS, none=True),
 }
 RULES |= switches(

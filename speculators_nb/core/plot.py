@@ -31,13 +31,15 @@ COLOURS = {
     "hass": "#882255",
     "medusa": "#cc79a7",
     "mlp": "#999933",
+    "dflash2": "#7fdc5a",
     "dspark": "#f0c800",
+    "xpress": "#b266ff",
     "suffix": "#8c564b",
     "draft model": "#000000",
 }
-MARKERS = dict(zip(COLOURS, ["x", "s", "o", "v", "D", "^", "<", ">", "P", "h", "*", "p", "X"]))
+MARKERS = dict(zip(COLOURS, "xsovD^<>Phd*HpX"))
 # colour and marker of names that are not in the palette
-_SPARE = list(zip(["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc"], "dH8123"))
+_SPARE = list(zip(["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc"], "4+8123"))
 STYLE: dict[Any, Any] = {
     "figure.facecolor": "white",
     "axes.facecolor": "white",

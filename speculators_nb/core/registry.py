@@ -227,7 +227,7 @@ class PydanticNames:
     @classmethod
     def model_validate(
         cls,
-        obj: Any,  # a dictionary, or a config of this class
+        obj: Any,  # a dictionary, or a config of this class; the class may name the type
     ) -> Any:  # of this class or a registered subclass
         """The config that a dictionary describes. Errors: TypeError for anything else;
         ValueError for wrong values."""
@@ -237,7 +237,8 @@ class PydanticNames:
             raise TypeError(
                 f"{cls.__name__}.model_validate takes a dictionary, not {type(obj).__name__}"
             )
-        return cls.from_dict(obj)
+        own_type = getattr(cls, "speculators_model_type", "")
+        return cls.from_dict(({"speculators_model_type": own_type} if own_type else {}) | obj)
 
     @classmethod
     def model_validate_json(

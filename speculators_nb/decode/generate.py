@@ -279,6 +279,7 @@ def generate(
     sampling: Sampling | None = None,  # temperature, filters and generator; None: greedy
     eos_token_ids: Collection[int] = (),  # token ids that end the output
     rule: str | Rule = "standard",  # a row of `RULES`, or a rule
+    inputs: dict | None = None,  # pictures of one request's prompt, as a `Verifier` takes them
 ) -> Generation | list[Generation]:  # tokens and steps; a list for a list of requests
     """Speculative decoding (2211.17192, algorithm 1). Under a lossless rule the output has the
     verifier's distribution. Requests of a list are read by the verifier together; each has a
@@ -288,6 +289,8 @@ def generate(
         rule = RULES[rule]
     listed = isinstance(prompt_ids, (list, tuple)) and bool(prompt_ids)
     many = listed and not isinstance(prompt_ids[0], int)
+    if many and inputs:
+        raise ValueError(f"inputs={[*inputs]} of {len(prompt_ids)} requests: pass one prompt")
     columns = feature_columns(verifier, drafter)
 
     requests = []
@@ -306,7 +309,9 @@ def generate(
     while active:
         proposals = [propose(r, k, verifier.vocab_size) for r in active]
         unread = [r.tokens[r.read :] for r in active]
-        results = context.read(unread, [p.tree for p in proposals])
+        pictures = dict(inputs=inputs) if inputs else {}
+        results = context.read(unread, [p.tree for p in proposals], **pictures)
+        inputs = None  # they are in the prompt
         paths = [
             decide(request, rule, proposal, logits, hidden[:, columns], eos_token_ids)
             for request, proposal, (logits, hidden) in zip(active, proposals, results)

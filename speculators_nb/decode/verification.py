@@ -16,12 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from ..core.tree import TokenTree
-from speculators_nb.verifier.tapped_model import (
-    Verifier,
-    crop_cache,
-    new_cache,
-    recurrent_kinds,
-)
+from ..verifier.cache import crop_cache, new_cache, recurrent_kinds
+from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/decode/02_verification.ipynb #46c213ea
 class Layout(NamedTuple):
@@ -205,6 +201,7 @@ class Context(RequestCache):
         self,
         unread: list[Tensor],  # B rows [m_b], decided tokens that are not in the cache
         trees: list[TokenTree],  # B proposals
+        inputs: dict | None = None,  # pictures in the unread tokens of the only request
     ) -> list[tuple[Tensor, Tensor]]:  # B: logits [N_b+1, V], hidden states [m_b+N_b, A·H]
         """One forward pass of the verifier over all requests. Logits are those after the last
         decided token and after each node."""
@@ -216,6 +213,8 @@ class Context(RequestCache):
         width = ids.shape[1]
         tail = width - min(map(len, unread)) + 1  # logits of the last positions only
         options: dict[str, Any] = dict(past_key_values=self.cache, want_logits=tail)
+        if inputs:
+            options["inputs"] = inputs
         if len(trees) > 1 or not trees[0].is_chain or bool((self.positions < 0).any()):
             options["attention_mask"] = self._masks()
             options["position_ids"] = self.new.clamp(min=0)
@@ -275,17 +274,20 @@ class RecurrentContext(RecurrentCache):
         self,
         unread: list[Tensor],  # B rows [m_b], decided tokens that are new
         trees: list[TokenTree],  # B proposals
+        inputs: dict | None = None,  # pictures in the unread tokens of the only request
     ) -> list[tuple[Tensor, Tensor]]:  # B: logits [N_b+1, V], hidden states [m_b+N_b, A·H]
         """Forward passes over decided text, then over each path. Logits are those after the
         last decided token and after each node."""
         self.trees = trees
-        return [self._read(b, unread[b], tree) for b, tree in enumerate(trees)]
+        return [self._read(b, unread[b], tree, inputs) for b, tree in enumerate(trees)]
 
-    def _read(self, b, unread, tree):
+    def _read(self, b, unread, tree, inputs):
         self.texts[b] = torch.cat([self.texts[b], unread])
         missing = self.texts[b][self.cached[b] :]
         cache = self.caches[b]
-        decided: Any = self.verifier(missing[None], past_key_values=cache, want_logits=1)
+        decided: Any = self.verifier(
+            missing[None], past_key_values=cache, want_logits=1, inputs=inputs
+        )
         self.cached[b] = len(self.texts[b])
 
         nodes, tail = len(tree), decided.hidden_states[0, -len(unread) :]

@@ -19,7 +19,8 @@ from ..core.options import check_options
 from ..core.tree import Drafter
 from ..decode.generate import generate
 from .acceptance import check_prompts
-from ..verifier.tapped_model import Verifier, crop_cache, new_cache
+from ..verifier.cache import crop_cache, new_cache
+from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/evaluate/02_cost.ipynb #8d3d3574
 _ALSO = {

@@ -18,7 +18,8 @@ from ..core.tree import Drafter, Sampling
 from ..decode.generate import NoDrafter, generate
 from .acceptance import check_prompts
 from .cost import seconds
-from ..verifier.tapped_model import Verifier, crop_cache, new_cache
+from ..verifier.cache import crop_cache, new_cache
+from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/evaluate/03_speedup.ipynb #2cb0a93f
 def lengths(

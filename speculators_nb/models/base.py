@@ -172,13 +172,11 @@ def without_mismatched(
 def build(
     klass: type,  # a SpeculatorModel subclass
     config: SpeculatorModelConfig,
-    state_dict: dict[str, torch.Tensor] | None,  # None: fresh weights
+    state_dict: dict[str, torch.Tensor],
     path: str | os.PathLike | None,  # of the checkpoint, for messages
     ignore_mismatched_sizes: bool = False,  # of tensors; they get first weights
 ) -> Any:  # of that class
     "A model with a state dict, which is checked before memory is taken."
-    if state_dict is None:
-        return klass(config)
     if ignore_mismatched_sizes:
         state_dict = without_mismatched(klass(config), state_dict, path)
     with torch.device("meta"):
@@ -232,9 +230,12 @@ class LoadedDrafter(FreshDrafter, LoadedByName):
         if foreign is not None:
             return foreign
         config = stored_config(path, config)
-        if state is None and path is not None:
-            state = stored_state(path, use_safetensors)
-        return config, state
+        if state is None and path is None:
+            raise ValueError(
+                f"from_pretrained got a {type(config).__name__} alone; give the path or the "
+                "state_dict of a drafter too, or make a fresh one by its class: Class(config)"
+            )
+        return config, stored_state(path, use_safetensors) if state is None else state
 
     @classmethod
     def _class_for(cls, path, config):
@@ -272,7 +273,7 @@ class PretrainedDrafter(LoadedDrafter):
         pretrained_model_name_or_path: str | os.PathLike | None = None,  # folder or hub id
         *,
         config: SpeculatorModelConfig | str | os.PathLike | None = None,  # None: the stored one
-        state_dict: dict | None = None,  # instead of the stored one; with a config alone: fresh
+        state_dict: dict | None = None,  # instead of the stored one; needs a config
         t2d: torch.Tensor | None = None,  # [V] bool, where the checkpoint holds none
         d2t: torch.Tensor | None = None,  # [Vd]
         verifier: str | os.PathLike | bool | None = None,  # None: the config's; False: none
@@ -305,7 +306,7 @@ class PretrainedDrafter(LoadedDrafter):
         with hub_access(**access):
             config, state = cls._found(path, config, state_dict, verifier, use_safetensors)
             klass = cls._class_for(path, config)
-            if ignore_mismatched_sizes and state and t2d is not None and d2t is not None:
+            if ignore_mismatched_sizes and t2d is not None and d2t is not None:
                 state = {**state, "t2d": t2d, "d2t": d2t}
             model = build(klass, config, state, path, ignore_mismatched_sizes)
             if (found := wanted or requested_dtype(None, state)) is not None:

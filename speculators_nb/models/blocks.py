@@ -81,6 +81,11 @@ class BlockMask(SpeculatorModel):
         norm: RMSNorm
         rotary: Rotary
 
+    @property
+    def block_size(self) -> int:  # B
+        "Slots of a block: the anchor, and the masks behind it."
+        return self.config.block_size
+
     def causal_in_block(self, layer: DecoderLayer) -> bool:
         """Whether a slot attends only to slots up to its own: in sliding layers, unless
         the config says otherwise."""

@@ -53,7 +53,7 @@ from ..nn.layers import KINDS, DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
 from ..nn.step_weights import StepWeights
-from ..verifier.tapped_model import crop_cache
+from ..verifier.cache import crop_cache
 
 # %% ../../nbs/models/14_dflash.ipynb #d33610e2
 @SpeculatorModelConfig.register("dflash")

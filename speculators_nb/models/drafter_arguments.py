@@ -7,6 +7,7 @@ __all__ = ['TrainingArguments', 'check_whole_vocabulary', 'FreshParts', 'FreshDr
            'check_draft_vocab_size', 'check_mask_token']
 
 # %% ../../nbs/models/01_drafter_arguments.ipynb #f5acd3b8
+import copy
 import inspect
 from typing import Any, Self
 
@@ -14,6 +15,8 @@ import torch
 from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig, SpeculatorsConfig
+from ..core.files import NotSupported
+from ..core.options import check_options
 from ..nn.losses import parse_loss
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.tapped_model import default_aux_layer_ids
@@ -74,11 +77,11 @@ def check_whole_vocabulary(
     draft_vocab_size: int | None,
     why: str,  # the draft vocabulary is the verifier's, and what to write
 ) -> None:
-    "Raise ValueError for a reduced draft vocabulary."
+    "Raise NotSupported, a ValueError, for a reduced draft vocabulary."
     if t2d is None and d2t is None and draft_vocab_size in (None, layer.vocab_size):
         return
     size = draft_vocab_size if t2d is None else int(t2d.sum())
-    raise ValueError(f"draft_vocab_size={size} of {layer.vocab_size}: {why}")
+    raise NotSupported(f"draft_vocab_size={size} of {layer.vocab_size}: {why}")
 
 # %% ../../nbs/models/01_drafter_arguments.ipynb #db085295
 class FreshParts(TrainingArguments):
@@ -145,11 +148,22 @@ class FreshDrafter(FreshParts):
         verifier_config: PretrainedConfig | None = None,  # the first argument's documented name
         verifier_name_or_path: str,  # its folder or hub id
         draft_vocab_size: int | None = None,  # None: as many as t2d selects, or all
+        draft_attn_impl: str | None = None,  # default of `attn_impl`, by transformers' name
         **training_args,  # those of `training_arguments`; others are not looked at
     ) -> Self:  # with the verifier's weights, ready to train
-        "A fresh drafter. Errors: ValueError for a draft vocabulary that does not fit."
+        """A fresh drafter. Errors: ValueError for a draft vocabulary that does not fit;
+        NotSupported for a class that says nothing about its config."""
+        if cls.config_class is SpeculatorModelConfig:
+            raise NotSupported(
+                f"{cls.__name__} has neither a config_class of its own nor a "
+                "from_training_args; give it one of them"
+            )
+        check_options({"draft_attn_impl": draft_attn_impl})
         verifier = verifier_name_or_path
         layer = cls.draft_layers(transformer_layer_config or verifier_config, verifier)
+        if draft_attn_impl is not None:
+            layer = copy.deepcopy(layer)
+            layer._attn_implementation = draft_attn_impl
         if cls.whole_vocabulary:
             check_whole_vocabulary(layer, t2d, d2t, draft_vocab_size, cls.whole_vocabulary)
             fields = {}

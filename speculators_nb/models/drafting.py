@@ -19,7 +19,7 @@ from ..core.tree import Sampling, TokenTree, likeliest
 from ..core.tree_growth import independent_log_probs, recurrent_log_probs
 from ..nn.draft_vocabulary import scatter_probs
 from ..nn.layers import Attention, Rotary
-from ..verifier.tapped_model import crop_cache
+from ..verifier.cache import crop_cache
 
 # %% ../../nbs/models/05_drafting.ipynb #19a8dfe1
 def cache_mask(

@@ -340,7 +340,7 @@ class TrainedEagle(EagleLoss):
 
     training_forward = "training_step"
     config_arguments = ("layernorms", "fusion_bias", "transformer_layer_architecture")
-    training_defaults: dict[str, Any] = {"speculative_tokens": 5}
+    training_defaults: dict[str, Any] = {"speculative_tokens": 3}
     drafted_by = "speculative_tokens"
     whole_vocabulary = "EAGLE shares the verifier's whole head; leave draft_vocab_size out"
 
@@ -388,7 +388,7 @@ class EagleForward(TrainedEagle):
         """Draft logits; or, for a packed Batch, (draft tokens, loss, metrics) of
         `training_step`.
         Errors: `attached_verifier.NotAttached` without a verifier; ValueError for a mask of
-        another length."""
+        another length or states of another shape."""
         self._check_attached()
         if document_ids is not None:
             batch = input_ids, hidden_states, document_ids
@@ -397,6 +397,11 @@ class EagleForward(TrainedEagle):
             raise TypeError(
                 f"forward got {', '.join(training)} but no document_ids: a training step takes "
                 "a whole Batch"
+            )
+        wanted = [*input_ids.shape, self.config.sizes.hidden_size]
+        if [*hidden_states.shape] != wanted:
+            raise ValueError(
+                f"hidden_states is {[*hidden_states.shape]}; beside input_ids it is {wanted}"
             )
         cache = as_cache(past_key_values)
         weights = [] if output_attentions else None

@@ -63,7 +63,7 @@ def read_eagle(
         ),
         layernorms=layernorms,
         fusion_bias="fusion_fc.bias" in tensors,
-        speculative_tokens=native.config_value("speculative_tokens", 5),
+        speculative_tokens=native.config_value("speculative_tokens", 3),
     )
     return fields, tensors
 

@@ -111,6 +111,8 @@ class MTPLoss(MTPUnrolling):
         cross_document_targets: bool = False,  # True: upstream's rows, metrics; not for trainer
         lean: bool = True,  # False: the dense definition, which also returns logits
         attention_mask: torch.Tensor | None = None,  # [B, L], 0: padding; None: none
+        verifier_last_hidden_states: Any = None,  # in batches of others; unused, as the next
+        lengths: Any = None,
         *,
         step_weights: StepWeights = None,  # K weights, or a function of the step
         step_weight_beta: float | None = None,  # None: 1 each; else beta^k, summing to 1
@@ -138,7 +140,8 @@ class MTPLoss(MTPUnrolling):
         carries_loss = mtp_supervision(mask.bool(), row.documents, steps, upstream)
         rows = upstream_rows(L, steps) if upstream else L - 1
         length = self.rotary.length(row.positions[: max(0, rows)])
-        back_end = attention_back_end(attn_impl, ids.device, lean)
+        layer = self.config.transformer_layer_config
+        back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         entries = supervised_steps(carries_loss)
         counts = carries_loss.sum(-1).clamp(min=1)
         weight = (step_weight / counts)[entries.step]

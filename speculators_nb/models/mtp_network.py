@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import Qwen2Config
 
 from ..core.config import LayerConfig, SpeculatorModelConfig
+from ..core.files import NotSupported
 from .mtp_layer import MTPLayer
 from speculators_nb.models.training_time_test import (
     StepAttention,
@@ -32,7 +33,8 @@ from ..nn.supervision import ttt_supervision
 # %% ../../nbs/models/21_mtp_network.ipynb #b7b589c3
 @SpeculatorModelConfig.register("mtp")
 class MTPSpeculatorConfig(SpeculatorModelConfig):
-    "An MTP head. Errors: ValueError for more than one layer or a reduced draft vocabulary."
+    """An MTP head. Errors: ValueError for more than one layer; NotSupported, which is one, for
+    a reduced draft vocabulary."""
 
     speculators_model_type: str = "mtp"
     architectures: list[str] | None = field(default_factory=lambda: ["MTPDraftModel"])
@@ -46,7 +48,7 @@ class MTPSpeculatorConfig(SpeculatorModelConfig):
         draft = kwargs.pop("draft_vocab_size", None)
         super().__post_init__(**kwargs)
         if draft not in (None, self.target_vocab_size):
-            raise ValueError(
+            raise NotSupported(
                 f"draft_vocab_size={draft} of {self.target_vocab_size}: an MTP head uses the "
                 "verifier's own head, with its whole vocabulary; leave it out"
             )

@@ -51,7 +51,7 @@ from ..nn.mask_token import resolve_mask_token
 from ..nn.masks import MaskSize, rollouts
 from ..nn.step_weights import StepWeights, weights_of_steps
 from ..nn.supervision import Supervised, position_metrics, sum_and_total
-from ..verifier.tapped_model import crop_cache
+from ..verifier.cache import crop_cache
 
 # %% ../../nbs/models/12_peagle.ipynb #48c8028a
 @SpeculatorModelConfig.register("peagle")
@@ -203,10 +203,16 @@ class SampledRollouts(LeanRollouts):
     def sample_of(
         self, num_depths: int | None, ratio: float | None, ratio_min: float | None
     ) -> tuple[int, float, float]:  # of a training step: the same, the config's where None
-        "How rollouts are drawn."
+        "How rollouts are drawn. Errors: ValueError for depths without a mask token."
         config = self.config
+        num_depths = config.num_depths if num_depths is None else num_depths
+        if num_depths > 1 and config.mask_token_id is None:
+            raise ValueError(
+                f"num_depths={num_depths}, but the config has no mask_token_id; see "
+                "mask_token.resolve_mask_token"
+            )
         return (
-            config.num_depths if num_depths is None else num_depths,
+            num_depths,
             config.down_sample_ratio if ratio is None else ratio,
             config.down_sample_ratio_min if ratio_min is None else ratio_min,
         )
@@ -254,8 +260,9 @@ class PEagleLoss(SampledRollouts):
         input_ids: torch.Tensor,  # [1, L] token x_{i+1}
         hidden_states: torch.Tensor,  # [1, L, A·H] features g_i
         document_ids: torch.Tensor,  # [1, L], -1 padding
-        loss_mask: torch.Tensor,  # [1, L]
-        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_{i+1}, before final norm
+        loss_mask: torch.Tensor | None = None,  # [1, L]; None: all that are not padding
+        # [1, L, H] after x_{i+1}, before the final norm; the loss needs them
+        verifier_last_hidden_states: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,  # unused: rotary positions are the row's
         cod_anchor_pos: torch.Tensor | None = None,  # [T] rollouts to train, not sampled ones
         cod_depth: torch.Tensor | None = None,  # [T]
@@ -274,17 +281,17 @@ class PEagleLoss(SampledRollouts):
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
     ) -> ForwardOutput:  # tokens: None
         """One packed row; a row without trained positions has loss 0.
-        Errors: ValueError for rollouts that are not nested, for depths without a mask token,
-        and as in `cod_sample`."""
+        Errors: ValueError without the verifier's states, for rollouts that are not nested, and
+        as in `sample_of` and `cod_sample`."""
+        if verifier_last_hidden_states is None:
+            raise ValueError(
+                "verifier_last_hidden_states is missing: the loss compares with it"
+            )
         sample = self.sample_of(num_depths, down_sample_ratio, down_sample_ratio_min)
         num_depths = sample[0]
-        if num_depths > 1 and self.config.mask_token_id is None:
-            raise ValueError(
-                f"num_depths={num_depths}, but the config has no mask_token_id; see "
-                "mask_token.resolve_mask_token"
-            )
         mixture, upstream = parse_loss(loss_config), cross_document_targets
-        ids, documents, mask = input_ids[0], document_ids[0], loss_mask[0].bool()
+        ids, documents = input_ids[0], document_ids[0]
+        mask = documents >= 0 if loss_mask is None else loss_mask[0].bool()
         if cod_anchor_pos is None:
             draws = generator or self.generator(seed)
             given = cod_sample(mask, documents, *sample, max_anchors, draws, upstream)

@@ -383,6 +383,8 @@ def _draft_rope(text, kinds) -> dict[str, Any]:
 def _dense_width(text) -> int:
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     dense = None if experts else getattr(text, "intermediate_size", None)
+    if isinstance(dense, list):  # Gemma-3n has one for each layer
+        dense = max(dense)
     return dense or 3 * text.hidden_size
 
 # %% ../../nbs/nn/04_layers.ipynb #3ad4e7ee

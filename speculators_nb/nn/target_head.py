@@ -73,6 +73,7 @@ OFFSET_NORM = {
     "qwen3_5_moe",
     "qwen3_5_moe_text",
     "nemotron",
+    "minimax_m3_vl_text",
 }
 LAYER_NORM = {
     "gpt2",
@@ -87,6 +88,12 @@ LAYER_NORM = {
     "stablelm",
     "cohere",
     "cohere2",
+    "cohere2_moe",
+    "cohere_compass_text",
+    "gpt_bigcode",
+    "gpt_neox_japanese",
+    "jais2",
+    "persimmon",
     "mpt",
     "codegen",
     "nemotron",
@@ -113,10 +120,18 @@ def norm_eps(config: PretrainedConfig) -> float:
     return float(next((eps for eps in found if eps is not None), 1e-6))
 
 # %% ../../nbs/nn/03_target_head.ipynb #f4cac056
+OWN_SCALES = {  # config field -> 1: logits are multiplied by it, -1: divided
+    "logit_scale": 1,
+    "lm_head_multiplier": 1,
+    "logits_scaling": -1,
+    "logits_mup_width_multiplier": -1,
+}
+
+
 def logit_scale(config: PretrainedConfig) -> float:
-    "The factor on the logits: Cohere and FalconH1 multiply, Granite divides."
+    "The factor on the logits: Cohere and FalconH1 multiply, Granite and Inkling divide."
     text = text_config(config)
-    for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):
+    for name, power in OWN_SCALES.items():
         factor = getattr(text, name, None)
         if factor is not None:
             return float(factor) ** power
@@ -246,10 +261,6 @@ class TargetHead(HeadLayers):
         self.set_rows(parts["head"], parts["head_bias"])
 
 # %% ../../nbs/nn/03_target_head.ipynb #14ba900f
-# config fields that change a family's logits
-OWN_SCALES = "logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping"
-
-
 class UnknownHead(TargetHead):
     """A verifier's head that is not fully known. It holds the norm's weight; scoring raises
     ValueError."""
@@ -290,7 +301,9 @@ def target_head_for(
     family = family_of(verifier.architectures)
     if family is None:
         return TargetHead(hidden_size, eps=eps)
-    scales = [field for field in OWN_SCALES if hasattr(family, field)]
+    scales = [
+        field for field in (*OWN_SCALES, "final_logit_softcapping") if hasattr(family, field)
+    ]
     if not scales:
         return TargetHead(hidden_size, norm_kind(family), eps)
     head = UnknownHead(hidden_size, norm_kind(family), eps)

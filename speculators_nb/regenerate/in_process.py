@@ -20,8 +20,9 @@ from ..data.messages import BadRow
 from ..data.row_filter import BATCH, check_ids
 from .journal import Journal, Report, still_to_do
 from .replay import check_sampling
+from ..verifier.cache import new_cache
 from ..verifier.identity import fingerprint
-from ..verifier.tapped_model import Verifier, new_cache
+from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/regenerate/04_in_process.ipynb #33955c22
 def pick(

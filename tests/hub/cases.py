@@ -25,6 +25,7 @@ from speculators_nb.data.messages import normalize  # noqa: E402
 from speculators_nb.data.sources import PRESETS, read_conversations  # noqa: E402
 from speculators_nb.models.base import SpeculatorModel  # noqa: E402
 from speculators_nb.models.convert import convert, export_native  # noqa: E402
+from speculators_nb.models.eagle import EagleSpeculator, EagleSpeculatorConfig  # noqa: E402
 from speculators_nb.models.eagle3 import Eagle3DraftModel  # noqa: E402
 from speculators_nb.nn.layers import draft_layer_config  # noqa: E402
 from speculators_nb.nn.mask_token import resolve_mask_token  # noqa: E402
@@ -62,7 +63,7 @@ def big(tmp_path_factory):
         save_file(part, folder / file)
         where |= dict.fromkeys(part, file)
     assert where.keys() == state.keys()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     HUB.add("org/big", folder)
     return folder
 
@@ -100,6 +101,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.statement("api-71")
 def test_two_fields_of_a_config(big):
     assert VerifierConfig.from_pretrained("org/big").architectures == ["Qwen3ForCausalLM"]
     config = verifier_config("org/big")
@@ -168,6 +170,7 @@ def test_a_model_in_the_cache_is_read_there(big):
     assert HUB.bytes(before) == 0
 
 
+@pytest.mark.statement("api-23")
 def test_a_drafter_and_its_verifier(big, draft):
     model = SpeculatorModel.from_pretrained("org/draft")
     assert same(model.saved_state(), draft.saved_state())
@@ -201,6 +204,7 @@ def test_without_its_verifier_nothing_is_fetched(draft, tmp_path):
     assert HUB.sent == [] and model.target_head.weight is None
 
 
+@pytest.mark.statement("api-31")
 def test_revision_is_the_drafters_alone(big, draft, tmp_path):
     other = {n: w + 1 if w.is_floating_point() else w for n, w in draft.saved_state().items()}
     draft.save_pretrained(tmp_path / "other", state_dict=other)
@@ -208,12 +212,14 @@ def test_revision_is_the_drafters_alone(big, draft, tmp_path):
     for revision in ("v2", commit):
         model = SpeculatorModel.from_pretrained("org/draft", revision=revision)
         assert torch.equal(model.fc.weight, draft.fc.weight + 1)
-    assert torch.equal(SpeculatorModel.from_pretrained("org/draft", revision="main").fc.weight, draft.fc.weight)
+    for main in ({}, dict(revision="main")):
+        assert torch.equal(SpeculatorModel.from_pretrained("org/draft", **main).fc.weight, draft.fc.weight)
     with pytest.raises(FileNotFoundError, match="org/draft: revision='v3' is not a branch"):
         SpeculatorModel.from_pretrained("org/draft", revision="v3")
     del HUB.models["org/draft"]["v2"]
 
 
+@pytest.mark.statement("api-26", "api-28", "api-29")
 def test_cache_dir_force_download_local_files_only(big, draft, tmp_path):
     there = dict(cache_dir=tmp_path / "there")
     with pytest.raises(FileNotFoundError, match="org/draft: neither .* local_files_only=True") as e:
@@ -232,6 +238,38 @@ def test_cache_dir_force_download_local_files_only(big, draft, tmp_path):
     assert len(bodies()) == 1
 
 
+@pytest.mark.statement("api-56")
+def test_a_config_alone(draft, tmp_path):
+    "By the five words of the hub, in one file each time."
+    raw = draft.config.to_dict() | {"norm_before_residual": not draft.config.norm_before_residual}
+    files = {"config.json": json.dumps(raw).encode()}
+    HUB.add("org/draft", files=files, revision="v2", token="hf_secret")
+    given = dict(cache_dir=tmp_path / "there", token="hf_secret")
+    for wrong in (dict(token="hf_wrong"), dict(local_files_only=True), dict(revision="v3")):
+        with pytest.raises(FileNotFoundError, match="org/draft"):
+            SpeculatorModelConfig.from_pretrained("org/draft", **given | wrong)
+    HUB.sent.clear()
+    assert SpeculatorModelConfig.from_pretrained("org/draft", **given) == draft.config
+    assert (tmp_path / "there/models--org--draft").is_dir() and len(bodies()) == 1
+    HUB.sent.clear()
+    assert SpeculatorModelConfig.from_pretrained("org/draft", local_files_only=True, **given) == draft.config
+    assert HUB.sent == []
+    assert SpeculatorModelConfig.from_pretrained("org/draft", force_download=True, **given) == draft.config
+    assert len(bodies()) == 1
+    assert SpeculatorModelConfig.from_pretrained("org/draft", revision="v2", **given).to_dict() == raw
+    del HUB.models["org/draft"]["v2"]
+
+
+@pytest.mark.statement("eagle-24")
+def test_a_verifier_is_attached_by_its_hub_id(big):
+    config = EagleSpeculatorConfig(transformer_layer_config=draft_layer_config(Qwen3Config(**SHAPE)))
+    for mode in ("full", "train_only"):
+        model = EagleSpeculator(config, verifier="org/big", verifier_attachment_mode=mode)
+        assert torch.equal(model.embed_tokens.weight, load_verifier_tensors(big)["embeddings"])
+        assert (model.verifier is not None) == (mode == "full")
+
+
+@pytest.mark.statement("api-30")
 def test_token(big, draft):
     HUB.tokens["org/draft"] = HUB.tokens["org/big"] = "hf_secret"
     for token in (None, False, "hf_wrong"):
@@ -311,6 +349,7 @@ def test_a_foreign_drafter_is_converted(big, draft, tmp_path):
         SpeculatorModel.from_pretrained("org/native")
 
 
+@pytest.mark.statement("api-32")
 def test_pickles_are_read_as_data_where_asked(big, draft, tmp_path):
     torch.save(draft.saved_state(), tmp_path / "pytorch_model.bin")
     files = {"config.json": (tmp_path / "draft/config.json").read_bytes()}
@@ -325,6 +364,7 @@ def test_pickles_are_read_as_data_where_asked(big, draft, tmp_path):
         SpeculatorModel.from_pretrained("org/pickled", use_safetensors=False, weights_only=False)
 
 
+@pytest.mark.statement("api-25", "api-27")
 def test_sizes_dtype_and_device(big, draft, tmp_path, caplog):
     config = json.loads((tmp_path / "draft/config.json").read_text())
     config["transformer_layer_config"]["intermediate_size"] = 96
@@ -352,6 +392,7 @@ def test_sizes_dtype_and_device(big, draft, tmp_path, caplog):
         assert same(model.saved_state(), draft.saved_state())
 
 
+@pytest.mark.statement("api-62")
 def test_push_to_hub(big, draft):
     draft.push_to_hub("me/mine")
     assert {"config.json", "model.safetensors"} <= set(HUB.models["me/mine"]["main"][1])
@@ -397,6 +438,7 @@ def test_data_sets_by_name(tmp_path, monkeypatch):
         assert [normalize(found) for found in rows] == [SAID] * len(rows)
 
 
+@pytest.mark.statement("release-41")
 def test_one_file_of_a_data_set(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = "\n".join(json.dumps({"messages": SAID, "id": i}) for i in range(3)).encode()

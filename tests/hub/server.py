@@ -67,6 +67,7 @@ class Hub:
 def handler(hub):
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body in one packet: apart, each answer waits 40 ms for an acknowledgement
 
         def log_message(self, *words):
             "Nothing."
@@ -79,8 +80,8 @@ def handler(hub):
                 self.send_header(name.replace("_", "-"), str(value))
             self.end_headers()
             body = b"" if self.command == "HEAD" else body
+            hub.sent.append(Sent(self.command, self.path, status, len(body)))  # before the client can look
             self.wfile.write(body)
-            hub.sent.append(Sent(self.command, self.path, status, len(body)))
 
         def handle_method(self):
             path = unquote(urlsplit(self.path).path)

@@ -2,7 +2,7 @@
 `candidates` are the C tokens of a slot, the target among them, and `candidate_logits` their scores."""
 
 import torch
-from make_dflash_cases import ARGS, DFlash
+from make_dflash_cases import ARGS, ROWS, DFlash
 from record import VOCAB
 from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
 
@@ -17,10 +17,7 @@ CASES = {
             "two sliding layers, window of 6, causal in the block of 5; five padding rows; three taps in groups of 8; "
             "gamma 2, biases in the attention"
         ),
-        documents=[15, 12, 16],
-        padding=5,
-        layer_types=["sliding_attention"] * 2,
-        decoder=dict(sliding_window=6, attention_bias=True),
+        **ROWS["causal"],
         args=dict(
             block_size=5,
             max_anchors=9,
@@ -35,10 +32,7 @@ CASES = {
             "three layers (window of 4, full, window of 4), blocks bidirectional everywhere, 0.1 ce + 0.9 tv, llama "
             "verifier, a selector weight of 0.3"
         ),
-        verifier="llama",
-        documents=[18, 9, 21],
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        decoder=dict(sliding_window=4),
+        **ROWS["wide"],
         args=dict(block_size=6, max_anchors=7, loss_fn='{"ce": 0.1, "tv": 0.9}', selector_loss_alpha=0.3),
     ),
     "shifted": dict(
@@ -46,10 +40,7 @@ CASES = {
             "sample_from_anchor; mixed layers, the sliding one causal; more anchors than places, so some are not "
             "valid; padding; targets of the whole row"
         ),
-        documents=[12, 12],
-        padding=12,
-        layer_types=["full_attention", "sliding_attention"],
-        decoder=dict(sliding_window=7, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+        **ROWS["shift"],
         args=dict(sample_from_anchor=True, sliding_window_non_causal=False, max_anchors=24, selector_top_k=24),
     ),
     "dpace_holes": dict(
@@ -57,10 +48,7 @@ CASES = {
             "D-PACE (alpha 0.3) on ce, loss mask with holes up to the row's end, documents shorter than a block, two "
             "auxiliary layers, head_dim 16 on hidden 32, eight taps in a block of 8"
         ),
-        documents=[2, 17, 3, 14, 1, 19],
-        loss="random",
-        layer_types=["full_attention"],
-        decoder=dict(head_dim=16),
+        **ROWS["holes"],
         args=dict(
             target_layer_ids=[0, 3],
             block_size=8,
@@ -85,11 +73,7 @@ CASES = {
     ),
     "document_starts": dict(
         note="blocks at the first and second token of each document, of the row too: no context, or one key",
-        documents=[9, 12, 14],
-        loss="all",
-        layer_types=["sliding_attention"],
-        decoder=dict(sliding_window=3),
-        anchors=[0, 1, 9, 10, 21, 22],
+        **ROWS["starts"],
         args=dict(max_anchors=6),
     ),
     "one_tap": dict(
@@ -110,10 +94,7 @@ CASES = {
     ),
     "empty_mask": dict(
         note="no position carries loss: no anchor is valid, the loss is 0",
-        documents=[12, 12],
-        padding=4,
-        loss="none",
-        layer_types=["full_attention"],
+        **ROWS["empty"],
     ),
 }
 CASES = {name: case | dict(vocab=VOCAB) for name, case in CASES.items()}  # another vocabulary is refused
@@ -145,11 +126,6 @@ class DFlash2(DFlash):
         finally:
             del selector.score_candidates
         return out | dict(outputs=out["outputs"] | seen)
-
-    def plain(self, call):
-        return {k: v for k, v in call.items() if k not in ("loss_config", "tv_loss_fn")} | dict(
-            loss_config={k: w for k, (_, w) in call["loss_config"].items()}
-        )
 
     def line(self, numbers, batch):
         m, args = numbers["metrics"], numbers["training_args"]

@@ -5,16 +5,52 @@ import torch
 from record import HIDDEN, VOCAB, Recorder, documents, heads, packed
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 
+ROWS = {  # documents and layers of cases that several algorithms have
+    "causal": dict(
+        documents=[15, 12, 16],
+        padding=5,
+        layer_types=["sliding_attention"] * 2,
+        decoder=dict(sliding_window=6, attention_bias=True),
+    ),
+    "wide": dict(
+        verifier="llama",
+        documents=[18, 9, 21],
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        decoder=dict(sliding_window=4),
+    ),
+    "shift": dict(
+        documents=[12, 12],
+        padding=12,
+        layer_types=["full_attention", "sliding_attention"],
+        decoder=dict(sliding_window=7, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+    ),
+    "holes": dict(
+        documents=[2, 17, 3, 14, 1, 19],
+        loss="random",
+        layer_types=["full_attention"],
+        decoder=dict(head_dim=16),
+    ),
+    "starts": dict(
+        documents=[9, 12, 14],
+        loss="all",
+        layer_types=["sliding_attention"],
+        decoder=dict(sliding_window=3),
+        anchors=[0, 1, 9, 10, 21, 22],
+    ),
+    "empty": dict(
+        documents=[12, 12],
+        padding=4,
+        loss="none",
+        layer_types=["full_attention"],
+    ),
+}
 CASES = {
     "window_causal": dict(
         note=(
             "two sliding layers, window of 6, causal in the block of 5; five padding rows; kl_div with plain decay, "
             "gamma 2; biases in the attention"
         ),
-        documents=[15, 12, 16],
-        padding=5,
-        layer_types=["sliding_attention"] * 2,
-        decoder=dict(sliding_window=6, attention_bias=True),
+        **ROWS["causal"],
         args=dict(block_size=5, max_anchors=9, dflash_decay_gamma=2.0),
     ),
     "window_wide_full_vocab": dict(
@@ -22,11 +58,8 @@ CASES = {
             "three layers (window of 4, full, window of 4), blocks bidirectional everywhere, full vocabulary (no t2d, "
             "d2t, lm_head), 0.1 ce + 0.9 tv, llama verifier"
         ),
-        verifier="llama",
-        documents=[18, 9, 21],
+        **ROWS["wide"],
         vocab=VOCAB,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        decoder=dict(sliding_window=4),
         args=dict(sliding_window_non_causal=True, block_size=6, max_anchors=7, loss_fn='{"ce": 0.1, "tv": 0.9}'),
     ),
     "shifted_full": dict(
@@ -34,10 +67,7 @@ CASES = {
             "sample_from_anchor; mixed layers, the sliding one causal; more anchors than places, so some are not "
             "valid; padding; targets of the whole row"
         ),
-        documents=[12, 12],
-        padding=12,
-        layer_types=["full_attention", "sliding_attention"],
-        decoder=dict(sliding_window=7, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+        **ROWS["shift"],
         args=dict(sample_from_anchor=True, block_size=4, max_anchors=24),
     ),
     "dpace_holes": dict(
@@ -45,10 +75,7 @@ CASES = {
             "D-PACE (alpha 0.3) on ce, loss mask with holes up to the row's end, documents shorter than a block, two "
             "auxiliary layers, head_dim 16 on hidden 32"
         ),
-        documents=[2, 17, 3, 14, 1, 19],
-        loss="random",
-        layer_types=["full_attention"],
-        decoder=dict(head_dim=16),
+        **ROWS["holes"],
         args=dict(
             target_layer_ids=[0, 3],
             block_size=8,

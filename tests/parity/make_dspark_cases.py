@@ -2,7 +2,7 @@
 `head_alpha` is the weight of the confidence loss."""
 
 import torch
-from make_dflash_cases import DFlash
+from make_dflash_cases import ARGS, DFlash
 from record import VOCAB
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 
@@ -86,19 +86,7 @@ CASES = {
         args=dict(markov_rank=0, confidence_head_with_markov=False, max_anchors=20),
     ),
 }
-ARGS = dict(
-    target_layer_ids=[1, 2, 3],
-    mask_token_id=VOCAB - 1,
-    block_size=4,
-    max_anchors=8,
-    dflash_decay_gamma=4.0,
-    dpace_alpha=0.5,
-    per_position_loss_weight="fixed-exp-decay",
-    markov_rank=6,
-    loss_fn="kl_div",
-    loss_implementation="eager",
-    draft_attn_impl="sdpa",
-)
+ARGS = ARGS | dict(markov_rank=6)
 
 
 class DSpark(DFlash):
@@ -125,11 +113,6 @@ class DSpark(DFlash):
                 del head.block_bias
         final = out["final"] + (biases[0].detach().reshape(out["final"].shape) if biases else 0)
         return out | dict(final=final, outputs=out["outputs"] | {"logits": final})
-
-    def plain(self, call):
-        return {k: v for k, v in call.items() if k not in ("loss_config", "tv_loss_fn")} | dict(
-            loss_config={k: w for k, (_, w) in call["loss_config"].items()}
-        )
 
     def numbers(self, model, case, args, batch, seed):
         return {}

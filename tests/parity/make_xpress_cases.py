@@ -3,7 +3,7 @@ the outputs are the tokens in front of every slot (`previous.0` of the text, the
 those of the text give. `lm_head_out.0` are the base logits."""
 
 import torch
-from make_dflash_cases import ARGS, DFlash
+from make_dflash_cases import ARGS, ROWS, DFlash
 from record import VOCAB
 from speculators.models.xpress import XPressDraftModel, XPressSpeculatorConfig
 
@@ -18,10 +18,7 @@ CASES = {
             "two sliding layers, window of 6, causal in the block of 5; five padding rows; five rounds, as many as "
             "slots; rank 5, ratio 4, gamma 2, kl_div, biases in the attention"
         ),
-        documents=[15, 12, 16],
-        padding=5,
-        layer_types=["sliding_attention"] * 2,
-        decoder=dict(sliding_window=6, attention_bias=True),
+        **ROWS["causal"],
         args=dict(
             block_size=5,
             max_anchors=9,
@@ -37,11 +34,8 @@ CASES = {
             "three layers (window of 4, full, window of 4), blocks bidirectional everywhere, full vocabulary: accuracy "
             "counts data tokens; llama verifier"
         ),
-        verifier="llama",
-        documents=[18, 9, 21],
+        **ROWS["wide"],
         vocab=VOCAB,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        decoder=dict(sliding_window=4),
         args=dict(sliding_window_non_causal=True, block_size=6, max_anchors=7),
     ),
     "shifted": dict(
@@ -49,10 +43,7 @@ CASES = {
             "sample_from_anchor; mixed layers, the sliding one causal; more anchors than places, so some are not "
             "valid; padding; targets of the whole row"
         ),
-        documents=[12, 12],
-        padding=12,
-        layer_types=["full_attention", "sliding_attention"],
-        decoder=dict(sliding_window=7, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+        **ROWS["shift"],
         args=dict(sample_from_anchor=True, max_anchors=24, consistency_passes=2),
     ),
     "data_tokens": dict(
@@ -80,11 +71,8 @@ CASES = {
             "D-PACE (alpha 0.3) on ce against data tokens, the base logits at full weight, loss mask with holes up to "
             "the row's end, documents shorter than a block, two auxiliary layers, head_dim 16 on hidden 32"
         ),
-        documents=[2, 17, 3, 14, 1, 19],
-        loss="random",
+        **ROWS["holes"],
         vocab=VOCAB,
-        layer_types=["full_attention"],
-        decoder=dict(head_dim=16),
         args=dict(
             target_layer_ids=[0, 3],
             block_size=8,
@@ -105,11 +93,7 @@ CASES = {
     ),
     "document_starts": dict(
         note="blocks at the first and second token of each document, the row's first among them",
-        documents=[9, 12, 14],
-        loss="all",
-        layer_types=["sliding_attention"],
-        decoder=dict(sliding_window=3),
-        anchors=[0, 1, 9, 10, 21, 22],
+        **ROWS["starts"],
         args=dict(max_anchors=6, base_anchor_full_weight=True),
     ),
     "text_alone": dict(
@@ -120,10 +104,7 @@ CASES = {
     ),
     "empty_mask": dict(
         note="no position carries loss: no anchor is valid, the loss is 0",
-        documents=[12, 12],
-        padding=4,
-        loss="none",
-        layer_types=["full_attention"],
+        **ROWS["empty"],
     ),
 }
 ARGS = ARGS | dict(

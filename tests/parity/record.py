@@ -75,7 +75,8 @@ class Recorder:
 
     def plain(self, call):
         """The forward arguments as JSON."""
-        return call | dict(loss_config={k: w for k, (_, w) in call["loss_config"].items()})
+        rest = {k: v for k, v in call.items() if k != "tv_loss_fn"}
+        return rest | dict(loss_config={k: w for k, (_, w) in call["loss_config"].items()})
 
     def move(self, model, g):
         """Every trainable parameter off its initial ones and zeros."""

@@ -186,7 +186,7 @@ def run_text(args):
     ]
     if not todo:
         return False
-    drafters = {name: learned(name) for name in LEARNED}
+    drafters = {name: learned(name) for name in LEARNED if any(n.split()[0] == name for n, _ in todo)}
     verifier, tokenizer, prompts = shipped([2, 3, 4, 6])
     prompts = [p for p in prompts if len(p) + new <= 1024]
     # 180 are held out; twenty more are the first ones a word longer
