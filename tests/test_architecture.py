@@ -204,6 +204,8 @@ SPELLS_NAMES = {
     "serve.speculative_config",
     "train.upstream_losses",
     "train.upstream_functions",
+    "train.upstream_metrics",
+    "train.upstream_layers",
 }
 
 

@@ -552,7 +552,6 @@ def test_features_are_kept_when_asked_again(features):
     )
 
 
-@pytest.mark.statement("release-06")
 def test_trained_as_asked(drafter):
     config = json.loads((drafter / "config.json").read_text())
     assert config["draft_vocab_size"] == 512 and config["dtype"] == "bfloat16"
@@ -667,6 +666,7 @@ def far_rows_change(drafter, algorithm, window):
     return losses[0] != losses[1]
 
 
+@pytest.mark.statement("release-06")
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
 def test_a_sliding_window_from_the_shell(features, tmp_path, algorithm):
     block = shape("block_size=4", "max_anchors=8") if algorithm == "dflash" else []
@@ -675,6 +675,7 @@ def test_a_sliding_window_from_the_shell(features, tmp_path, algorithm):
         line = ("train", features, tmp_path / folder, "--algorithm", algorithm, "--num-layers", 2, *QUICK)
         result = run(*line, *block, *extra)
         assert result.exit_code == 0, result.output
+        assert json.loads((tmp_path / folder / "config.json").read_text())["speculators_model_type"] == algorithm
     near, far = (
         json.loads((tmp_path / name / "config.json").read_text())["transformer_layer_config"]
         for name in ("near", "far")
@@ -685,6 +686,10 @@ def test_a_sliding_window_from_the_shell(features, tmp_path, algorithm):
     assert far["layer_types"] == ["sliding_attention", "full_attention"]
     assert not far_rows_change(tmp_path / "near", algorithm, 8)
     assert far_rows_change(tmp_path / "far", algorithm, 8)
+    if algorithm == "eagle3":
+        wider = shape("sliding_window=16", "draft_hidden_act=gelu")
+        line = ("train", features, tmp_path / "near", "--num-layers", 2, *QUICK[:-1], "max_steps=3", "--resume")
+        one_line(run(*line, *wider), "sliding_window was 8, is 16")
 
 
 def test_draft_layers_from_a_file(features, tmp_path):

@@ -102,7 +102,8 @@ def test_embed_requires_grad(verifier):
 def test_layers_to_read(verifier):
     found = fresh(verifier).config.eagle_aux_hidden_state_layer_ids
     assert len(found) == 3 and found == sorted(found)
-    assert fresh(verifier, target_layer_ids=[0, 1, 2]).config.eagle_aux_hidden_state_layer_ids == [0, 1, 2]
+    given = fresh(verifier, target_layer_ids=[0, 1, 2])
+    assert given.config.eagle_aux_hidden_state_layer_ids == [0, 1, 2] and given.drafter().aux_layer_ids == (0, 1, 2)
 
 
 @pytest.mark.statement("api-14")
@@ -303,7 +304,10 @@ def test_config_from_a_folder(saved):
 @pytest.mark.statement("api-61")
 def test_to_diff_dict():
     short, whole = Eagle3SpeculatorConfig().to_diff_dict(), Eagle3SpeculatorConfig().to_dict()
-    assert short.keys() < whole.keys() and "norm_before_residual" in short
+    declared = Eagle3SpeculatorConfig.__annotations__.keys() - {"architectures"}  # transformers' own
+    assert len(declared) > 9 and declared <= short.keys() < whole.keys()
+    assert "is_encoder_decoder" in whole.keys() - short.keys()
+    assert Eagle3SpeculatorConfig(is_encoder_decoder=True).to_diff_dict()["is_encoder_decoder"] is True
 
 
 @pytest.mark.statement("api-63", "api-64")

@@ -1,7 +1,10 @@
 """The EAGLE pages of the documentation, statement by statement (docs/statements.yml)."""
 
+import copy
+import gc
 import importlib
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -134,15 +137,15 @@ def test_eagle_layer_config_as_a_dictionary():
 
 @pytest.mark.statement("eagle-10")
 def test_norm_before_residual(folder):
-    def out(on):
-        torch.manual_seed(0)
+    for on in (True, False):
         args = dict(verifier_name_or_path=str(folder), norm_before_residual=on)
-        model = Eagle3DraftModel.from_training_args(layer(), **args)
-        # a norm that doubles is seen in the residual only where the residual is stored behind it
-        torch.nn.init.constant_(model.layers[0].hidden_norm.weight, 2.0)
-        return model(**batch(), ttt_steps=1)[1]
-
-    assert out(True) != out(False)
+        (first,) = Eagle3DraftModel.from_training_args(layer(), **args).layers
+        torch.nn.init.constant_(first.hidden_norm.weight, 2.0)
+        for last in (first.self_attn.o_proj, first.mlp.down_proj):
+            torch.nn.init.zeros_(last.weight)  # the residual alone passes through the layer
+        heads = torch.ones(2, 5, 8)
+        out = first(STATES[0], lambda attention, x: heads, STATES[0])
+        torch.testing.assert_close(out, first.hidden_norm(STATES[0]) if on else STATES[0])
 
 
 @pytest.mark.statement("eagle-14", "eagle-18", "eagle-25", "eagle-23")
@@ -151,7 +154,9 @@ def test_constructor():
     names = list(inspect.signature(EagleSpeculator.__init__).parameters)
     assert names[1:4] == ["config", "verifier", "verifier_attachment_mode"]
     assert isinstance(model, SpeculatorModel) and len(model.layers) == 1
-    assert model.embed_tokens is None and model.lm_head is None
+    assert model.embed_tokens is None and model.lm_head is None and model.rotary_emb is None
+    config = EagleSpeculatorConfig(transformer_layer_config=layer(layers=3))
+    assert len(EagleSpeculator(config).layers) == 1
 
 
 @pytest.mark.statement("eagle-15", "eagle-29", "eagle-34", "eagle-33", "eagle-32")
@@ -160,6 +165,9 @@ def test_attached_in_full(verifier):
     assert model.attach_verifier(verifier) is verifier and model.verifier_attachment_mode == "full"
     assert model.embed_tokens.weight.data_ptr() == verifier.get_input_embeddings().weight.data_ptr()
     assert model.lm_head.weight.data_ptr() == verifier.get_output_embeddings().weight.data_ptr()
+    positions = torch.arange(5)[None]
+    angles, theirs = model.rotary_emb(STATES, positions), verifier.model.rotary_emb(STATES, positions)
+    assert all(torch.equal(a.reshape(-1), b.reshape(-1)) for a, b in zip(angles, theirs))
 
 
 @pytest.mark.statement("eagle-24")
@@ -213,7 +221,9 @@ def test_train_only(verifier, folder):
 @pytest.mark.statement("eagle-27", "eagle-30", "eagle-21", "eagle-19")
 def test_generate(verifier):
     model = eagle()
-    model.attach_verifier(verifier)
+    model.attach_verifier(verifier, mode="full")
+    model.train()(**batch(1)).loss.backward()
+    assert model.fusion_fc.weight.grad.abs().sum() > 0
     out = model.generate(IDS, max_new_tokens=9)
     assert out.tolist() == verifier.generate(IDS, max_new_tokens=9, do_sample=False, eos_token_id=None).tolist()
 
@@ -257,8 +267,11 @@ def test_candidates_are_made_by_the_proposal_method(verifier, monkeypatch, metho
 @pytest.mark.statement("eagle-35")
 def test_detach(verifier):
     model = eagle()
-    model.attach_verifier(verifier)
+    held = weakref.ref(model.attach_verifier(copy.deepcopy(verifier)))
+    model(IDS, STATES)
     model.detach_verifier()
+    gc.collect()
+    assert held() is None, "the verifier is still in memory"
     assert model.verifier is None and model.embed_tokens is None and model.lm_head is None
     for call in (lambda: model(IDS, STATES), lambda: model.generate(IDS)):
         with pytest.raises((ValueError, RuntimeError)):

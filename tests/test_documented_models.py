@@ -72,8 +72,11 @@ def test_dflash_parts(verifier):
     assert len(model.layers) == 2 and config.block_size == model.block_size == 8
     read = len(config.aux_hidden_state_layer_ids)
     assert model.fc.weight.shape == (H, read * H) and model.hidden_norm.weight.shape == (H,)
-    norm = model.verifier_norm if hasattr(model, "verifier_norm") else model.target_head.norm
-    assert not norm.weight.requires_grad
+    states = torch.randn(5, read * H)
+    torch.testing.assert_close(model.context(states), model.hidden_norm(model.fc(states)))
+    assert not model.verifier_norm.weight.requires_grad
+    rows = load_file(verifier / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(model.verifier_norm.weight, rows)
     assert [m.speculative_tokens for m in config.speculators_config.proposal_methods] == [7]
 
 
@@ -132,6 +135,8 @@ def test_mtp_parts(verifier):
     assert model.config.num_speculative_steps == 3 and len(model.layers) == 1
     assert [m.speculative_tokens for m in model.config.speculators_config.proposal_methods] == [3]
     assert model.config.target_vocab_size == V and model.layers is model.mtp_layers
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained == {f"mtp_layers.{name}" for name, _ in model.mtp_layers.named_parameters()}
 
 
 @pytest.mark.statement("models-30", "models-51")
@@ -211,7 +216,7 @@ def test_short_rows(verifier):
     assert model(**row(3))[1] > 0 and model(**row(2))[1] == 0
 
 
-@pytest.mark.statement("models-48", "models-49")
+@pytest.mark.statement("models-29", "models-48", "models-49")
 def test_mtp_step_weights(verifier):
     model = mtp(verifier)
     train, val = MTPDraftModel.get_trainer_kwargs(num_speculative_steps=3)
@@ -238,7 +243,8 @@ def test_peagle_parts(verifier):
     assert [m.speculative_tokens for m in model.config.speculators_config.proposal_methods] == [5]
     t2d = torch.arange(V) % 2 == 0
     d2t = t2d.nonzero()[:, 0] - torch.arange(V // 2)
-    assert peagle(verifier, t2d=t2d, d2t=d2t, norm_before_residual=False).config.draft_vocab_size == V // 2
+    less = peagle(verifier, t2d=t2d, d2t=d2t, norm_before_residual=False).config
+    assert less.draft_vocab_size == V // 2 and model.config.norm_before_residual and not less.norm_before_residual
 
 
 @pytest.mark.statement("models-55", "models-64", "models-68")

@@ -1,12 +1,14 @@
 """The page of vLLM's SpeculativeConfig, statement by statement (docs/statements.yml); the dictionaries of
 test_speculative_config.py hold the rest."""
 
+import json
 import warnings
 
 import pytest
 
 from speculators_nb.serve.speculative_config import SpeculativeConfig
 
+BOUNDS = {"prompt_lookup_min", "prompt_lookup_max"}
 NGRAM = dict(method="ngram", num_speculative_tokens=3)
 SUFFIX = dict(method="suffix", num_speculative_tokens=3)
 SYNTHETIC = NGRAM | dict(rejection_sample_method="synthetic")
@@ -36,6 +38,9 @@ def test_defaults():
     found = config(**NGRAM)
     for name in ["enforce_eager", "quantization", "moe_backend", "revision", "code_revision", "draft_load_config"]:
         assert getattr(found, name) is None
+    # left out for the engine, which then takes the target's
+    assert json.loads(found.to_json()).keys() == {"method", "num_speculative_tokens", *BOUNDS}
+    assert json.loads(config(**NGRAM, moe_backend="triton").to_json())["moe_backend"] == "triton"
     for name in ["disable_padded_drafter_batch", "use_local_argmax_reduction", "parallel_drafting"]:
         assert getattr(found, name) is False
 

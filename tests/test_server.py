@@ -66,9 +66,14 @@ def test_a_checkpoint_is_served_by_its_folder(drafters, name):
 
 
 @pytest.mark.statement("release-60")
-def test_another_verifier_needs_the_method_in_words(drafters):
-    model, words = what_to_serve(drafters / "peagle", k=3, verifier=VERIFIER)
-    assert model == str(VERIFIER)
+def test_another_verifier_needs_the_method_in_words(drafters, tmp_path):
+    "For example one whose weights are quantised."
+    quantised = tmp_path / "quantised"
+    raw = json.loads((VERIFIER / "config.json").read_text())
+    quantised.mkdir()
+    (quantised / "config.json").write_text(json.dumps(raw | dict(quantization_config=dict(quant_method="fp8"))))
+    model, words = what_to_serve(drafters / "peagle", k=3, verifier=quantised)
+    assert model == str(quantised)
     assert words == {
         "num_speculative_tokens": 3,
         "model": str(drafters / "peagle"),

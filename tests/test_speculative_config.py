@@ -638,6 +638,22 @@ def test_rules():
     assert not rule.lossless
 
 
+@pytest.mark.statement("vllm-25", "vllm-26")
+def test_probabilistic_accepts_more_of_one_distribution():
+    "Of drawn drafts: strict accepts where the verifier draws the same token, probabilistic with min(p, q)."
+    p, q, n = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.3, 0.3, 0.4]), 4000
+    for word, expected in (("strict", p @ q), ("probabilistic", torch.minimum(p, q).sum())):
+        rule = SpeculativeConfig(method="ngram", num_speculative_tokens=1, rejection_sample_method=word).rule()
+        g = torch.Generator().manual_seed(1)
+        drafts = torch.multinomial(q, n, replacement=True, generator=g)
+        trees = [TokenTree.chain(draft[None], q[None]) for draft in drafts]
+        done = [rule.decide(tree, p.expand(2, -1), g) for tree in trees]
+        first = torch.stack([draft if path else torch.tensor(token) for draft, (path, token) in zip(drafts, done)])
+        accepted = sum(bool(path) for path, _ in done) / n
+        assert abs(accepted - expected) < 4 * 0.5 / n**0.5  # four standard errors: 0.03 of 0.32 and 0.80
+        assert (torch.bincount(first, minlength=3) / n - p).abs().max() < 4 * 0.5 / n**0.5
+
+
 def test_strict_and_standard_have_one_law():
     # an argmax draft is kept with p(x) by either; the residual of the one is what the other drew
     tree, p, n = TokenTree.chain(torch.tensor([0])), torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]), 4000
@@ -668,6 +684,10 @@ def test_a_long_text_is_written_without_drafts(verifier, tmp_path):
     verifier.model.save_pretrained(tmp_path / "same")
     draft = dict(model=str(tmp_path / "same"), num_speculative_tokens=3)
     plain = generate(verifier, NoDrafter(), [1, 2, 3], k=0, max_new_tokens=40)
+    short = verifier.config.to_dict() | dict(max_position_embeddings=64)
+    assert SpeculativeConfig(**draft, target_model_config=short).draft_max_model_len == 64
+    with pytest.raises(ValueError, match="max_model_len=65"):
+        SpeculativeConfig(**draft, max_model_len=65, target_model_config=short)
     for fields, longest in ((dict(max_model_len=20), 20), ({}, 512)):
         config = SpeculativeConfig(**draft, **fields, target_model_config=verifier.config)
         assert config.draft_max_model_len == longest

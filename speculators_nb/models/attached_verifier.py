@@ -51,6 +51,11 @@ class BorrowedVerifier(TrainingTimeTest):
         head.load(parts | {"head": rows})
 
     @property
+    def rotary_emb(self) -> nn.Module | None:
+        "The rotary embedding of the draft layer's config; None until a verifier is attached."
+        return None if self.verifier_attachment_mode == "detached" else self.rotary
+
+    @property
     def verifier(self) -> "PreTrainedModel | None":
         'The attached verifier; only mode "full" holds one.'
         return self._verifier[0]
