@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['BOTH_LINES', 'METHODS', 'METHOD_OF_NAME', 'METHOD_OF_ARCHITECTURE', 'SERVED_ARCHITECTURES', 'AUX_FAMILIES',
-           'DOCUMENTED_FAMILIES', 'NEW', 'NEW_FAMILIES', 'MTP_FAMILIES', 'ATTENTION_BACKENDS', 'KV_CACHE_DTYPES',
-           'MOE_BACKENDS', 'QUANTIZATIONS', 'words', 'Method', 'method_of_types', 'MTPFamily', 'find_field', 'mtp_head',
-           'built_in_method']
+           'DOCUMENTED_FAMILIES', 'NEW', 'NEW_FAMILIES', 'MTP_FAMILIES', 'OMNI_TARGETS', 'ATTENTION_BACKENDS',
+           'KV_CACHE_DTYPES', 'MOE_BACKENDS', 'LOAD_FIELDS', 'QUANTIZATIONS', 'words', 'Method', 'method_of_types',
+           'MTPFamily', 'find_field', 'text_part', 'mtp_head', 'built_in_method', 'OmniRule', 'is_omni', 'is_count',
+           'first_of', 'of_drafter', 'omni_layout', 'attention_sizes', 'omni_sizes']
 
 # %% ../../nbs/serve/01_vllm_methods.ipynb #41aea10e
 from typing import Any, NamedTuple
@@ -195,11 +196,21 @@ def find_field(
     default: Any = None,  # where no part has it
 ) -> Any:
     "A field of a model's config, or of its text, layer or MTP part."
-    for part in (None, "text_config", "transformer_layer_config", "mtp_config"):
-        fields = config if part is None else config.get(part) or {}
+    parts = ("text_config", "transformer_layer_config", "mtp_config")
+    thinker = config.get("thinker_config") or {}  # of Qwen3-Omni
+    for fields in (config, *map(config.get, parts), thinker.get("text_config")):
+        fields = fields or {}
         if fields.get(name) is not None:
             return fields[name]
     return default
+
+
+def text_part(
+    config: dict[str, Any],  # a config.json
+) -> dict[str, Any]:  # the text model's part, or the layers' of a checkpoint of this library
+    "The part of a config that describes the language model."
+    config = config.get("thinker_config") or config  # of Qwen3-Omni
+    return config.get("text_config") or config.get("transformer_layer_config") or config
 
 
 def mtp_head(
@@ -230,6 +241,144 @@ def built_in_method(
     head = mtp_head(config)
     return "mtp" if head and head[1] else None
 
+# %% ../../nbs/serve/01_vllm_methods.ipynb #e619c3aa
+OMNI_TARGETS = words(
+    "Qwen3OmniMoeForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration"
+)
+
+
+class OmniRule(NamedTuple):
+    "What vLLM asks of a field of such a draft."
+
+    name: str  # of the field
+    found: Any  # in the draft's config.json
+    fits: bool
+    wanted: str  # in words
+
+
+def is_omni(
+    target: dict[str, Any],  # its config.json
+) -> bool:
+    "Whether a target is a Qwen3-Omni."
+    known = OMNI_TARGETS & {*(target.get("architectures") or [])}
+    return target.get("model_type") == "qwen3_omni_moe" or bool(known)
+
+
+def is_count(
+    value: Any,
+    low: int = 1,  # the least
+    high: float = float("inf"),  # the most
+) -> bool:  # a truth value is none
+    "Whether a value is a whole number from low to high."
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def first_of(
+    draft: dict[str, Any],  # a draft's config.json
+    places: str,  # "dflash_config.block_size block_size": looked at in this order
+) -> Any:  # None: none of them
+    "The first field that a draft has."
+    for place in places.split():
+        part, _, name = place.rpartition(".")
+        found = ((draft.get(part) or {}) if part else draft).get(name)
+        if found is not None:
+            return found
+    return None
+
+
+def of_drafter(name: str) -> str:
+    "The places of a field of drafters: in one of two parts, or in none."
+    return f"dflash_config.{name} eagle_config.{name} {name}"
+
+# %% ../../nbs/serve/01_vllm_methods.ipynb #af7b766f
+def omni_layout(
+    draft: dict[str, Any],  # its config.json
+    text: dict[str, Any],  # of the thinker's text model
+    tokens: int,  # num_speculative_tokens
+) -> list[OmniRule]:
+    "What vLLM asks of the way in which the draft drafts."
+    architectures = draft.get("architectures") or []
+    block = first_of(draft, of_drafter("block_size") + " " + of_drafter("dspark_block_size"))
+    layers = first_of(
+        draft, "dflash_config.target_layer_ids dspark_target_layer_ids target_layer_ids"
+    )
+    last = text.get("num_hidden_layers", float("inf")) - 1
+    listed = isinstance(layers, list) and bool(layers)
+    in_order = listed and all(is_count(layer, 0, last) for layer in layers)
+    in_order = in_order and layers == sorted(set(layers))
+    aux = first_of(draft, of_drafter("use_aux_hidden_state"))
+    rank, head = draft.get("markov_rank"), draft.get("markov_head_type")
+    anchor, bonus = draft.get("sample_from_anchor", True), draft.get("dspark_bonus_anchor")
+    return [
+        OmniRule(
+            "architectures",
+            architectures,
+            "Qwen3OmniDSparkModel" in architectures,
+            "Qwen3OmniDSparkModel",
+        ),
+        OmniRule(
+            "block_size",
+            block,
+            is_count(block) and block == tokens,
+            f"num_speculative_tokens={tokens}",
+        ),
+        OmniRule(
+            "target_layer_ids", layers, in_order, "layers of the thinker, in ascending order"
+        ),
+        OmniRule("use_aux_hidden_state", aux, aux is True, "true"),
+        OmniRule("markov_rank", rank, is_count(rank), "a positive number"),
+        OmniRule("markov_head_type", head, head == "vanilla", "vanilla"),
+        OmniRule("sample_from_anchor", anchor, anchor is True, "true"),
+        OmniRule("dspark_bonus_anchor", bonus, bonus in (None, False), "false"),
+    ]
+
+# %% ../../nbs/serve/01_vllm_methods.ipynb #32044b1c
+def attention_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    "Heads, heads of keys and values, and the size of a head."
+    heads = config.get("num_attention_heads")
+    hidden, size = config.get("hidden_size"), config.get("head_dim")
+    if size is None and is_count(hidden) and is_count(heads) and hidden % heads == 0:
+        size = hidden // heads
+    key_value = config.get("num_key_value_heads", heads)
+    return dict(num_attention_heads=heads, num_key_value_heads=key_value, head_dim=size)
+
+
+def omni_sizes(
+    draft: dict[str, Any],  # its config.json
+    text: dict[str, Any],  # of the thinker's text model
+) -> list[OmniRule]:
+    "What vLLM asks of the draft's sizes, tokens and positions."
+    hidden = text.get("hidden_size")
+    rules = [
+        OmniRule(name, draft.get(name), draft.get(name) == hidden, f"the thinker's {hidden}")
+        for name in ("target_hidden_size", "hidden_size")
+    ]
+    ours, theirs = attention_sizes(draft), attention_sizes(text)
+    rules += [
+        OmniRule(name, ours[name], ours[name] == size, f"the thinker's {size}")
+        for name, size in theirs.items()
+    ]
+    vocabulary = draft.get("vocab_size")
+    words_drafted = first_of(draft, "draft_vocab_size vocab_size")
+    most = text.get("vocab_size", float("inf"))
+    mask = first_of(
+        draft,
+        "dflash_config.mask_token_id mask_token_id dspark_noise_token_id pard_token "
+        "ptd_token_id",
+    )
+    fits = is_count(vocabulary) and is_count(mask, 0, vocabulary - 1)
+    ropes = [draft.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    mrope = any("mrope_section" in part for part in (draft, *ropes))
+    return [
+        *rules,
+        OmniRule("vocab_size", vocabulary, is_count(vocabulary), "a positive number"),
+        OmniRule(
+            "draft_vocab_size", words_drafted, is_count(words_drafted, 1, most), f"1 to {most}"
+        ),
+        OmniRule("mask_token_id", mask, fits, "one of the draft's tokens"),
+        OmniRule("mrope_section", mrope, not mrope, "positions of one dimension"),
+    ]
+
 # %% ../../nbs/serve/01_vllm_methods.ipynb #24610799
 ATTENTION_BACKENDS = words(
     """FLASH_ATTN FLASH_ATTN_DIFFKV TRITON_ATTN TRITON_ATTN_DIFFKV TRITON_FLASH_ATTN ROCM_ATTN
@@ -253,6 +402,11 @@ MOE_BACKENDS = words(
     flashinfer_cutlass flashinfer_cutedsl flashinfer_moe_ep_cutedsl flashinfer_b12x b12x
     flashinfer_moe_ep_mega_deep_gemm marlin humming triton_unfused aiter aiter_mega_moe
     aiter_triton_mxfp4_bf16 flydsl hpc emulation rdna3"""
+)
+LOAD_FIELDS = words(  # of vLLM's LoadConfig
+    """load_format download_dir safetensors_load_strategy safetensors_prefetch_num_threads
+    safetensors_prefetch_block_size model_loader_extra_config device ignore_patterns
+    use_tqdm_on_load pt_load_map_location"""
 )
 # without the two that vLLM 0.32 has given up: fbgemm_fp8, fp_quant
 QUANTIZATIONS = words(
