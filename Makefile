@@ -157,9 +157,10 @@ notebooks: .venv/.dev  ## run every notebook as notebooks-test does, store its o
 	$(OFFLINE) $(BIN)/python tests/notebooks.py --save --workers $(WORKERS)
 	$(BIN)/python docs/readme.py
 
-export: .venv/.dev  ## notebooks to package, README from nbs/index.ipynb
+export: .venv/.dev  ## notebooks to package, names of the drafters to their stub, README from nbs/index.ipynb
 	$(BIN)/nbdev-export
 	$(BIN)/nbdev-clean
+	$(BIN)/python docs/stubs.py
 	$(BIN)/python docs/readme.py
 
 format: .venv/.dev  ## mend what ruff can mend, format, clean the notebooks, export

@@ -248,7 +248,6 @@ RENAMED = {
     "serve.speculative_config.length_to_rates": "serve.speculative_fields.length_to_rates",
     "serve.speculative_config.named": "serve.draft_method.method_in_name",
     "serve.vllm_methods.NAMED": "serve.vllm_methods.METHOD_OF_NAME",
-    "serve.vllm_methods.SERVED_AS": "serve.vllm_methods.METHOD_OF_TYPE",
     "serve.vllm_methods.entry": "serve.vllm_methods.find_field",
     "serve.vllm_methods.mtp_family": "serve.vllm_methods.mtp_head",
     "serve.vllm_methods.own_head": "serve.vllm_methods.built_in_method",
@@ -268,6 +267,8 @@ DROPPED: dict[str, str] = {
     "decode.suffix": "first_of_equals",
     "data.chat_encoding": "spelled_out",
     "regenerate.language": "BY_LETTER BY_SCRIPT BY_WORD OWN_LETTERS VIETNAMESE",
+    "lab.experiment": "SETTINGS",
+    "serve.vllm_methods": "SERVED_AS",
 }
 
 # modules of today that answer to further names
@@ -352,7 +353,7 @@ class _Extended(SourceFileLoader):
 
 def _model_of(name):
     "The module that defines a public class of `models`."
-    module = sys.modules[PACKAGE]._PUBLIC.get(name, "")
+    module = sys.modules[PACKAGE]._public_names().get(name, "")
     if not module.startswith("models."):
         raise AttributeError(f"module '{PACKAGE}.models' has no attribute {name!r}")
     return module

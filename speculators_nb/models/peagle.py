@@ -388,6 +388,7 @@ class PEagleDraftModel(PEagleLoss):
     """P-EAGLE ([2602.01469](https://arxiv.org/abs/2602.01469)): EAGLE-3's network, which
     drafts all tokens in one forward pass."""
 
+    served_as = "eagle3", True
     serving_rules = PEAGLE_RULES
     config_arguments = (
         *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),

@@ -19,11 +19,11 @@ from .speculative_fields import DraftFields, config_of
 from speculators_nb.serve.vllm_methods import (
     METHOD_OF_ARCHITECTURE,
     METHOD_OF_NAME,
-    METHOD_OF_TYPE,
     METHODS,
     MTP_FAMILIES,
     SERVED_ARCHITECTURES,
     Method,
+    method_of_types,
     mtp_head,
     text_part,
 )
@@ -211,12 +211,13 @@ class DraftMethod(ForeignDraft):
         self._normalise_method()
         self._find_draft(target)
         kind = self._draft.get("speculators_model_type")
-        served, parallel = METHOD_OF_TYPE.get(kind or "", (None, False))
+        methods = method_of_types() if kind else {}
+        served, parallel = methods.get(kind or "", (None, False))
         if kind and not served:
             self.refuse(
                 "model",
                 f"is a drafter with speculators_model_type={kind!r}, which vLLM does not "
-                f"serve; it serves {', '.join(METHOD_OF_TYPE)}",
+                f"serve; it serves {', '.join(methods)}",
             )
         if self.method != served and not (served and self.method == "medusa"):
             self._follow_path()
