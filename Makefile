@@ -94,6 +94,7 @@ vllm-test: vllm  ## checkpoints of ours in the real vLLM on the CPU, token for t
 .PHONY: vllm-drafters vllm-servers
 vllm-drafters:
 	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py
+	$(OFFLINE) $(BIN)/python tests/vllm/check_mtp_families.py
 
 vllm-servers:
 	$(OFFLINE) $(BIN)/python tests/vllm/check_regenerate.py
@@ -112,7 +113,11 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev bad-input upstream-test proofs  ## what takes longer than CI may: random bad input, upstream's checkpoints both ways, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev bad-input upstream-test mtp-families proofs  ## what takes longer than CI may: random bad input, upstream's checkpoints both ways, MTP heads in vLLM, the proofs (hours; they continue where they stopped)
+
+.PHONY: mtp-families
+mtp-families: .venv/.run  ## MTP heads of every family that the real vLLM serves on the CPU, token for token; three minutes
+	$(OFFLINE) $(BIN)/python tests/vllm/check_mtp_families.py --all
 
 .PHONY: bad-input
 SEED ?= $(shell date +%Y%m%d)
@@ -152,9 +157,10 @@ notebooks: .venv/.dev  ## run every notebook as notebooks-test does, store its o
 	$(OFFLINE) $(BIN)/python tests/notebooks.py --save --workers $(WORKERS)
 	$(BIN)/python docs/readme.py
 
-export: .venv/.dev  ## notebooks to package, README from nbs/index.ipynb
+export: .venv/.dev  ## notebooks to package, names of the drafters to their stub, README from nbs/index.ipynb
 	$(BIN)/nbdev-export
 	$(BIN)/nbdev-clean
+	$(BIN)/python docs/stubs.py
 	$(BIN)/python docs/readme.py
 
 format: .venv/.dev  ## mend what ruff can mend, format, clean the notebooks, export

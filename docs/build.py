@@ -21,6 +21,7 @@ from importlib.metadata import files
 from pathlib import Path
 
 import conformance
+import migration
 import yaml
 
 DOCS = Path(__file__).resolve().parent
@@ -38,7 +39,10 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }  # beside the notebooks
-MADE = {"docs/conformance.md": conformance.page}  # those that no file holds
+MADE = {
+    "docs/conformance.md": conformance.page,  # no file holds it
+    "docs/coming_from_speculators.md": migration.page,  # numbers are filled in
+}
 FILES = "files"  # on the site: files of the repository that pages link to
 FOLD = 45  # an exported cell with more lines than this starts folded
 # empty: the project has no address yet

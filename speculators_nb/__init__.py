@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from speculators_nb import _aliases
 
-# public name -> the module that defines it (the names that a user of the upstream library expects at the top level)
+# public name -> the module that defines it; beside them, the model and the config of every drafter in models/
 _PUBLIC = {
     "SpeculatorModelConfig": "core.config",
     "SpeculatorsConfig": "core.config",
@@ -24,26 +24,6 @@ _PUBLIC = {
     "DynamicTreeTokenProposalConfig": "core.registry",
     "SpeculatorModel": "models.base",
     "SpeculativeConfig": "serve.speculative_config",
-    "EagleSpeculator": "models.eagle",
-    "EagleSpeculatorConfig": "models.eagle",
-    "Eagle3DraftModel": "models.eagle3",
-    "Eagle3SpeculatorConfig": "models.eagle3",
-    "DFlashDraftModel": "models.dflash",
-    "DFlashSpeculatorConfig": "models.dflash",
-    "DFlash2DraftModel": "models.dflash2",
-    "DFlash2SpeculatorConfig": "models.dflash2",
-    "DSparkDraftModel": "models.dspark",
-    "DSparkSpeculatorConfig": "models.dspark",
-    "XPressDraftModel": "models.xpress",
-    "XPressSpeculatorConfig": "models.xpress",
-    "PEagleDraftModel": "models.peagle",
-    "PEagleSpeculatorConfig": "models.peagle",
-    "MLPSpeculator": "models.mlp_speculator",
-    "MLPSpeculatorConfig": "models.mlp_speculator",
-    "MedusaModel": "models.medusa",
-    "MedusaSpeculatorConfig": "models.medusa",
-    "MTPDraftModel": "models.mtp",
-    "MTPSpeculatorConfig": "models.mtp_network",
 }
 
 if TYPE_CHECKING:  # the same names, for those who read and do not run
@@ -56,37 +36,24 @@ if TYPE_CHECKING:  # the same names, for those who read and do not run
     from .core.registry import SamplingTokenProposalConfig as SamplingTokenProposalConfig
     from .core.registry import StaticTreeTokenProposalConfig as StaticTreeTokenProposalConfig
     from .core.registry import TokenProposalConfig as TokenProposalConfig
-    from .models.base import SpeculatorModel as SpeculatorModel
-    from .models.dflash import DFlashDraftModel as DFlashDraftModel
-    from .models.dflash import DFlashSpeculatorConfig as DFlashSpeculatorConfig
-    from .models.dflash2 import DFlash2DraftModel as DFlash2DraftModel
-    from .models.dflash2 import DFlash2SpeculatorConfig as DFlash2SpeculatorConfig
-    from .models.dspark import DSparkDraftModel as DSparkDraftModel
-    from .models.dspark import DSparkSpeculatorConfig as DSparkSpeculatorConfig
-    from .models.eagle import EagleSpeculator as EagleSpeculator
-    from .models.eagle import EagleSpeculatorConfig as EagleSpeculatorConfig
-    from .models.eagle3 import Eagle3DraftModel as Eagle3DraftModel
-    from .models.eagle3 import Eagle3SpeculatorConfig as Eagle3SpeculatorConfig
-    from .models.medusa import MedusaModel as MedusaModel
-    from .models.medusa import MedusaSpeculatorConfig as MedusaSpeculatorConfig
-    from .models.mlp_speculator import MLPSpeculator as MLPSpeculator
-    from .models.mlp_speculator import MLPSpeculatorConfig as MLPSpeculatorConfig
-    from .models.mtp import MTPDraftModel as MTPDraftModel
-    from .models.mtp_network import MTPSpeculatorConfig as MTPSpeculatorConfig
-    from .models.peagle import PEagleDraftModel as PEagleDraftModel
-    from .models.peagle import PEagleSpeculatorConfig as PEagleSpeculatorConfig
-    from .models.xpress import XPressDraftModel as XPressDraftModel
-    from .models.xpress import XPressSpeculatorConfig as XPressSpeculatorConfig
+    from .models import *  # its stub is written by docs/stubs.py
     from .serve.speculative_config import SpeculativeConfig as SpeculativeConfig
 
 _aliases.install()
 
-__all__ = ["__version__", *sorted(_PUBLIC)]  # pyright: ignore[reportUnsupportedDunderAll] (no second list of the names)
+
+def _public_names():
+    "Public name -> the module that defines it."
+    from .core.options import shipped_drafters
+
+    return _PUBLIC | {name: module for classes in shipped_drafters().values() for name, module in classes.items()}
 
 
 def _resolve(name):
-    if name in _PUBLIC:
-        return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    if name == "__all__":
+        return ["__version__", *sorted(_public_names())]
+    if place := _PUBLIC.get(name) or _public_names().get(name):
+        return getattr(import_module(f"{__name__}.{place}"), name)
     try:
         return import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as e:
@@ -100,4 +67,4 @@ if not TYPE_CHECKING:  # with it, a type checker would let every name pass
 
 
 def __dir__():
-    return sorted([*globals(), *_PUBLIC])
+    return sorted([*globals(), *_public_names()])

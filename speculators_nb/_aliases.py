@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 PACKAGE = __name__.rpartition(".")[0]
 
 LOSSES, FUNCTIONS = "train.upstream_losses", "train.upstream_functions"
+METRICS, LAYERS = "train.upstream_metrics", "train.upstream_layers"
 
 # documented path -> the modules that have its names
 DOCUMENTED = {
@@ -28,7 +29,7 @@ DOCUMENTED = {
     "models.eagle3.core": ("models.eagle3",),
     "models.mtp.core": ("models.mtp", "models.mtp_network", FUNCTIONS),
     "models.peagle.core": ("models.peagle",),
-    "models.base_components": ("nn.layers",),
+    "models.base_components": ("nn.layers", LAYERS),
     "models.mlp": ("models.mlp_speculator",),
 }
 
@@ -41,7 +42,7 @@ UPSTREAM = {
     "convert.eagle.eagle3_converter": (FUNCTIONS,),
     "convert.eagle.utils": (FUNCTIONS,),
     "convert.entrypoints": (FUNCTIONS,),
-    "convert.mtp": (FUNCTIONS,),
+    "convert.mtp": (LAYERS,),
     "convert.mtp.converter": (FUNCTIONS,),
     "convert.utils": (FUNCTIONS,),
     "losses": (LOSSES, "nn.losses"),
@@ -52,25 +53,35 @@ UPSTREAM = {
     "utils.registry": ("core.registry",),
     "models.attention": (FUNCTIONS,),
     "models.dflash.attention": (FUNCTIONS,),
+    "models.dflash.metrics": (METRICS,),
+    "models.dflash.model_definitions": (LAYERS,),
     "models.dflash.utils": (FUNCTIONS,),
     "models.dflash2.config": ("models.dflash2",),
     "models.dflash2.core": ("models.dflash2",),
-    "models.dflash2.metrics": ("models.dflash2",),
-    "models.dflash2.model_definitions": ("models.dflash2",),
+    "models.dflash2.metrics": (METRICS, "models.dflash2"),
+    "models.dflash2.model_definitions": (LAYERS, "models.dflash2"),
     "models.dspark.config": ("models.dspark",),
     "models.dspark.core": ("models.dspark",),
-    "models.dspark.model_definitions": ("models.dspark",),
+    "models.dspark.metrics": (METRICS, "models.dspark"),
+    "models.dspark.model_definitions": (LAYERS, "models.dspark"),
     "models.eagle3.attention": (FUNCTIONS,),
     "models.eagle3.data": (FUNCTIONS,),
-    "models.eagle3.metrics": (LOSSES,),
+    "models.eagle3.metrics": (LOSSES, METRICS),
+    "models.eagle3.model_definitions": (LAYERS,),
+    "models.eagle3.rotary_partial": (LAYERS,),
     "models.metrics": (LOSSES,),
     "models.mtp.config": ("models.mtp_network",),
     "models.mtp.data": (FUNCTIONS,),
-    "models.mtp.model_definitions": ("models.mtp_network", FUNCTIONS),
+    "models.mtp.model_definitions": ("models.mtp_network", FUNCTIONS, LAYERS),
     "models.peagle.attention": (FUNCTIONS,),
     "models.peagle.config": ("models.peagle",),
     "models.peagle.data": (FUNCTIONS,),
+    "models.peagle.metrics": (METRICS,),
     "models.utils": (FUNCTIONS,),
+    "models.xpress.config": ("models.xpress",),
+    "models.xpress.core": ("models.xpress",),
+    "models.xpress.metrics": (METRICS,),
+    "models.xpress.model_definitions": (LAYERS,),
     "train.config": ("train.training_arguments",),
 }
 PATHS = DOCUMENTED | UPSTREAM
@@ -89,7 +100,16 @@ NAMES = {
     "models.mtp.compute_step_weights": f"{FUNCTIONS}.compute_step_weights",
     "models.mtp.shift_batch_mtp": f"{FUNCTIONS}.shift_batch_mtp",
     "models.mtp.model_definitions.MTPLayerMixin": "models.mtp_layer.MTPLayer",
-    "models.mtp.model_definitions.mtp_model_classes": "models.mtp_families.FAMILIES",
+    "models.dflash2.metrics.selector_training_candidates": "nn.token_loss.put_answer",
+    "models.eagle3.model_definitions.LlamaDecoderEagle3FirstLayer": f"{LAYERS}.Eagle3FirstLayer",
+    "models.eagle3.model_definitions.Qwen3DecoderEagle3FirstLayer": f"{LAYERS}.Eagle3FirstLayer",
+    "models.eagle3.model_definitions.model_classes": f"{LAYERS}.eagle3_model_classes",
+    "models.eagle3.rotary_partial.partial_neox_apply_rotary_pos_emb": f"{LAYERS}.apply_rotary_pos_emb",
+    "models.utils.GEMMA_STYLE_FINAL_NORM_MODEL_TYPES": "nn.target_head.OFFSET_NORM",
+}
+NAMES |= {  # each drafter's, of its own module there
+    f"models.{drafter}.metrics.compute_metrics": f"{METRICS}.{drafter}_metrics"
+    for drafter in ("dflash", "dflash2", "dspark", "eagle3", "peagle", "xpress")
 }
 
 # path of version 0.1 -> where its names are now; gone with version 0.3
@@ -228,7 +248,6 @@ RENAMED = {
     "serve.speculative_config.length_to_rates": "serve.speculative_fields.length_to_rates",
     "serve.speculative_config.named": "serve.draft_method.method_in_name",
     "serve.vllm_methods.NAMED": "serve.vllm_methods.METHOD_OF_NAME",
-    "serve.vllm_methods.SERVED_AS": "serve.vllm_methods.METHOD_OF_TYPE",
     "serve.vllm_methods.entry": "serve.vllm_methods.find_field",
     "serve.vllm_methods.mtp_family": "serve.vllm_methods.mtp_head",
     "serve.vllm_methods.own_head": "serve.vllm_methods.built_in_method",
@@ -248,6 +267,8 @@ DROPPED: dict[str, str] = {
     "decode.suffix": "first_of_equals",
     "data.chat_encoding": "spelled_out",
     "regenerate.language": "BY_LETTER BY_SCRIPT BY_WORD OWN_LETTERS VIETNAMESE",
+    "lab.experiment": "SETTINGS",
+    "serve.vllm_methods": "SERVED_AS",
 }
 
 # modules of today that answer to further names
@@ -332,7 +353,7 @@ class _Extended(SourceFileLoader):
 
 def _model_of(name):
     "The module that defines a public class of `models`."
-    module = sys.modules[PACKAGE]._PUBLIC.get(name, "")
+    module = sys.modules[PACKAGE]._public_names().get(name, "")
     if not module.startswith("models."):
         raise AttributeError(f"module '{PACKAGE}.models' has no attribute {name!r}")
     return module

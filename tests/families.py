@@ -245,10 +245,15 @@ def three_layers(family):
 
 
 @lru_cache(None)
-def features(family):
+def feature_folder(family):
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-features-")) / "out"
     extract_features(three_layers(family), table(texts()), folder, dtype=torch.float32)
-    return FeatureDataset(folder)
+    return folder
+
+
+@lru_cache(None)
+def features(family):
+    return FeatureDataset(feature_folder(family))
 
 
 def check_features(family):

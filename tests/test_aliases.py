@@ -1,5 +1,6 @@
 """Import paths that differ from the layout: those of the documentation work for good, those of 0.1 with a warning."""
 
+import ast
 import importlib
 import json
 import subprocess
@@ -140,6 +141,22 @@ def test_every_target_exists_and_no_old_path_hides_a_module():
             assert (ROOT / "speculators_nb" / f"{target.replace('.', '/')}.py").exists(), (path, target)
     for path in _aliases.PATHS | _aliases.MOVED:
         assert not (ROOT / "speculators_nb" / f"{path.replace('.', '/')}.py").exists(), path
+
+
+def own_names(file):
+    "What a module defines or imports."
+    for node in ast.parse(file.read_text()).body:
+        yield getattr(node, "name", None)  # of a function or class
+        yield from (target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name))
+        yield from (found.asname or found.name for found in getattr(node, "names", ()))
+
+
+def test_no_path_takes_the_place_of_a_name():
+    "Importing `a.b` sets `b` in module `a`, which may have no name of its own there."
+    for path in _aliases.PATHS:
+        parent, _, name = path.rpartition(".")
+        file = ROOT / "speculators_nb" / f"{parent.replace('.', '/')}.py"
+        assert not file.exists() or name not in own_names(file), path
 
 
 @pytest.mark.parametrize(

@@ -686,6 +686,10 @@ def test_a_sliding_window_from_the_shell(features, tmp_path, algorithm):
     assert far["layer_types"] == ["sliding_attention", "full_attention"]
     assert not far_rows_change(tmp_path / "near", algorithm, 8)
     assert far_rows_change(tmp_path / "far", algorithm, 8)
+    if algorithm == "eagle3":
+        wider = shape("sliding_window=16", "draft_hidden_act=gelu")
+        line = ("train", features, tmp_path / "near", "--num-layers", 2, *QUICK[:-1], "max_steps=3", "--resume")
+        one_line(run(*line, *wider), "sliding_window was 8, is 16")
 
 
 def test_draft_layers_from_a_file(features, tmp_path):

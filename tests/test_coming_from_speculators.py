@@ -57,7 +57,8 @@ def extras():
     import_models()
     drafters = [set(drafter.training_arguments()) for drafter in SpeculatorModel.registry.values()]
     settings = {field.name for field in fields(SpeculatorTrainingArguments)} - NOT_SUPPORTED.keys()
-    return set().union(settings, LAYER_ARGUMENTS, *drafters)
+    named = inspect.signature(SpeculatorModel.from_training_args).parameters
+    return set().union(settings, LAYER_ARGUMENTS, named, *drafters)
 
 
 @pytest.mark.parametrize("there,here", table("Options of training"))

@@ -10,7 +10,8 @@ import pytest
 from test_experiment import names_taken
 
 from speculators_nb.cli.demo import demo, trained_step_weights, training_figures
-from speculators_nb.lab.experiment import SETTINGS, settings
+from speculators_nb.core.options import algorithms
+from speculators_nb.lab.experiment import settings
 from speculators_nb.models.base import SpeculatorModel
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +27,7 @@ def test_a_family_without_mask_and_without_vllm(tmp_path, capsys, monkeypatch):
     assert SpeculatorModel.from_pretrained(tmp_path / "drafter").drafter().trained_tokens == 2
 
 
-@pytest.mark.parametrize("algorithm", SETTINGS)
+@pytest.mark.parametrize("algorithm", algorithms())
 def test_every_family_drafts_as_many_tokens_as_it_is_asked_for(algorithm):
     "The number of tokens has another name in each family's arguments."
     from speculators_nb.train.train_drafter import new_drafter

@@ -25,8 +25,8 @@ every_drafter = pytest.mark.parametrize("name", DRAFTERS)
 @lru_cache(None)
 def case(name):
     "A drafter, a packed row and the training arguments."
-    model = drafter(name, CPU)
-    return model, batch(model, CPU, "toy"), type(model).get_trainer_kwargs(**DRAFTERS[name][2])[0]
+    model, training = drafter(name, CPU)
+    return model, batch(model, CPU, "toy"), training
 
 
 def arguments(name, way):

@@ -44,7 +44,6 @@ from speculators_nb.models.dflash2 import (
     convolve,
 )
 from speculators_nb.nn.token_loss import candidate_logits, find_candidates
-from speculators_nb.serve.draft_method import METHOD_OF_TYPE
 from speculators_nb.verifier.tapped_model import Verifier
 
 CASES = cases("dflash2")
@@ -428,7 +427,7 @@ def test_serving_violations():
     for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
         assert check({k: v for k, v in good.items() if k != name}) == [f"{name} is not written; vLLM requires it"]
     assert "V2 model runner" in DFlash2DraftModel.serving_warnings(good)[0]
-    assert METHOD_OF_TYPE["dflash2"] == ("dflash", True)
+    assert DFlash2DraftModel.vllm_method() == ("dflash", True)
 
 
 def test_defaults_are_the_documented_ones():

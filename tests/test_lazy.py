@@ -42,11 +42,11 @@ print(json.dumps([m for m in ("matplotlib", "pandas", "datasets") if m in sys.mo
     assert probe(code) == []
 
 
-@pytest.mark.parametrize("name", sorted(speculators_nb._PUBLIC))
+@pytest.mark.parametrize("name", sorted(speculators_nb._public_names()))
 def test_public_name_resolves(name):
     value = getattr(speculators_nb, name)
     assert value.__name__ == name
-    assert value.__module__ == f"speculators_nb.{speculators_nb._PUBLIC[name]}"
+    assert value.__module__ == f"speculators_nb.{speculators_nb._public_names()[name]}"
     assert name in dir(speculators_nb) and name in speculators_nb.__all__
 
 

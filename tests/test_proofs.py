@@ -23,22 +23,13 @@ from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.acceptance_rules import lenient
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.lab.experiment import CONTENDERS
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.verifier.tapped_model import Verifier
 
 V, PROMPT, NEW, FILTERS = 8, (2, 3, 4, 5, 2, 3, 4), 4, dict(top_p=0.9)
-OWN = dict(
-    dflash=dict(draft_arch="qwen3", block_size=5),
-    dspark=dict(draft_arch="qwen3", block_size=4, markov_rank=4),
-    dflash2=dict(draft_arch="qwen3", block_size=5, selector_rank=4, selector_top_k=5),
-    xpress=dict(draft_arch="qwen3", block_size=5, xpress_rank=4),
-    peagle=dict(num_depths=4),
-    mtp=dict(fresh_head=True, num_speculative_steps=4),
-    mlp=dict(num_heads=4),
-    medusa=dict(num_heads=4),
-    hass=dict(fusion_bias=True),
-)
-MASKED = "peagle", "dflash", "dflash2", "dspark", "xpress"  # algorithms that read a mask token
+# of those drafters that have them
+SMALL = dict(markov_rank=4, selector_rank=4, selector_top_k=5, xpress_rank=4, target_layer_ids=[0, 2, 4])
 FEW = 400
 # seeds are fixed, so a passing test cannot flicker; a sound decoder fails one of so many with this probability in all
 ALPHA = 1e-3
@@ -46,10 +37,10 @@ ALPHA = 1e-3
 
 def fresh(folder, name, mask):
     "A random drafter, not near the verifier."
-    algorithm = CONTENDERS[name][0]
-    last_state = algorithm in ("eagle", "mtp", "mlp", "medusa")
-    own = OWN.get(name, {}) | (dict(mask_token_id=mask) if algorithm in MASKED else {})
-    model = new_drafter(algorithm, folder, target_layer_ids=None if last_state else [0, 2, 4], **own)
+    algorithm, own = CONTENDERS[name]
+    kind = SpeculatorModel.registered_class(algorithm)
+    arguments = kind.lab_arguments | kind.arguments_to_draft(4) | own | SMALL
+    model = new_drafter(algorithm, folder, **arguments, mask_token_id=mask)
     g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     with torch.no_grad():
         for p in model.parameters():

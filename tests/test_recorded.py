@@ -8,9 +8,9 @@ import torch
 from recorded import cases, load_case
 from safetensors.torch import load_file
 
-CASES = [
-    name for algorithm in ("eagle3", "peagle", "dflash", "dspark", "dflash2", "xpress") for name in cases(algorithm)
-]
+from speculators_nb.core.options import algorithms
+
+CASES = sorted({name for algorithm in algorithms() if algorithm != "mtp" for name in cases(algorithm)})  # test_mtp.py
 
 
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])

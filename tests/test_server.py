@@ -15,6 +15,7 @@ import pytest
 from speculators_nb.cli import drafter_commands as drafter_steps
 from speculators_nb.core.http_client import Endpoint
 from speculators_nb.lab import experiment
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.serve import serve_command as command_module
 from speculators_nb.serve import server as serve
 from speculators_nb.serve.serve_command import (
@@ -23,6 +24,7 @@ from speculators_nb.serve.serve_command import (
     what_to_serve,
 )
 from speculators_nb.serve.server import Server, ServerError, find_executable
+from speculators_nb.serve.vllm_methods import method_of_types
 from speculators_nb.train.train_drafter import new_drafter
 
 HERE, VERIFIER = Path(__file__).parent, Path(__file__).parents[1] / "data/tiny-verifier"
@@ -31,15 +33,9 @@ HERE, VERIFIER = Path(__file__).parent, Path(__file__).parents[1] / "data/tiny-v
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafters")
-    for name in ("eagle3", "peagle", "dflash", "dflash2", "dspark", "eagle", "medusa", "mlp", "mtp"):
-        kind = (
-            {"draft_arch": "qwen3"}
-            if name in ("dflash", "dflash2", "dspark")
-            else {"fresh_head": True}
-            if name == "mtp"
-            else {}
-        )
-        new_drafter(name, VERIFIER, **kind).save_pretrained(folder / name)
+    for name in method_of_types():
+        own = SpeculatorModel.registered_class(name).lab_arguments
+        new_drafter(name, VERIFIER, **own).save_pretrained(folder / name)
     return folder
 
 

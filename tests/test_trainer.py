@@ -583,9 +583,12 @@ def test_saving_over_an_older_run_replaces_it(tmp_path):
         (dict(optimizer="sgd"), "optimizer=.sgd.: is not known; choose adamw or muon"),
         (dict(total_seq_len=1), "total_seq_len=1"),
         (dict(early_stopping_patience=1, eval_strategy="no"), "needs evaluations"),
+        (dict(torch_compile=True), "torch_compile=True: compiling takes minutes on a CPU"),
+        (dict(torch_compile_mode="default"), "torch_compile_mode='default': compiling .*; leave it out"),
     ],
 )
-def test_arguments_without_meaning_are_refused(tmp_path, kwargs, message):
+def test_arguments_without_meaning_are_refused(tmp_path, monkeypatch, kwargs, message):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(ValueError, match=message):
         SpeculatorTrainingArguments(str(tmp_path), **kwargs)
 

@@ -1,6 +1,7 @@
 """What a type checker of a user sees: the marker, the public names, the documented paths; and how ours counts."""
 
 import json
+import sys
 
 import pytest
 import typecheck
@@ -8,6 +9,9 @@ from test_aliases import DOCUMENTED, ROOT
 
 import speculators_nb
 from speculators_nb import _aliases
+
+sys.path.insert(0, str(ROOT / "docs"))
+import stubs
 
 PACKAGE = ROOT / "speculators_nb"
 # A module of today is a file, and no checker looks for a module below a file: these work at run time only.
@@ -25,16 +29,20 @@ def test_the_package_says_that_it_has_types():
 
 def test_each_documented_path_has_a_stub_with_all_names_of_its_modules():
     wanted = {path: modules for path, modules in _aliases.DOCUMENTED.items() if path not in RUN_TIME_ONLY}
-    assert {stub_of(path) for path in wanted} == set(PACKAGE.rglob("*.pyi"))
+    assert {stub_of(path) for path in wanted} | {stubs.STUB} == set(PACKAGE.rglob("*.pyi"))
     for path, modules in wanted.items():
         up = "." * (path.count(".") + (stub_of(path).name == "__init__.pyi") + 1)
         assert sorted(stub_of(path).read_text().splitlines()) == sorted(f"from {up}{m} import *" for m in modules)
 
 
+def test_the_drafters_stub_is_what_their_notebooks_register():
+    assert stubs.STUB.read_text() == stubs.stub(), "run `make export` and commit what it writes"
+
+
 def test_a_user_s_imports_are_found_and_typed(tmp_path):
     """Every documented path but those that are below a file; and a wrong name is an error in each."""
     paths = [(path, name) for path, name in DOCUMENTED if path not in RUN_TIME_ONLY and path != "train.trainer"]
-    paths += [("", name) for name in speculators_nb._PUBLIC]
+    paths += [("", name) for name in speculators_nb._public_names()]
     right = [f"from speculators_nb{'.' * bool(p)}{p} import {name} as x{i}" for i, (p, name) in enumerate(paths)]
     wrong = [f"from speculators_nb{'.' * bool(p)}{p} import Nothing as y{i}" for i, (p, _) in enumerate(paths)]
     shown = [f"a{i}: int = x{i}" for i in range(len(paths))]  # an Unknown would pass

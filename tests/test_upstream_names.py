@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from speculators_nb.cli.main import app
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests/parity"))
+sys.path[:0] = [str(ROOT / "tests/parity"), str(ROOT / "docs")]
+import migration  # noqa: E402
 import named_calls  # noqa: E402
 
 RECORD = json.loads((ROOT / "tests/fixtures/upstream_names.json").read_text())
-PAGE = (ROOT / "docs/coming_from_speculators.md").read_text()
+NAMES = {f"{module}.{name}" for module, entry in RECORD["modules"].items() for name in entry["names"]}
+FURTHER = {f"{module}.{name}" for module, names in RECORD["further"].items() for name in names}
 
 
 def ours(path):
@@ -25,25 +29,57 @@ def ours(path):
         return getattr(importlib.import_module(f"speculators_nb.{module}"), name)
 
 
-@pytest.mark.parametrize("name", named_calls.CALLS)
-def test_one_call(name):
-    named_calls.LOSS["loss_fn"] = ours("losses.eager.kl_div_loss")
-    assert named_calls.call(name, ours(name)) == RECORD["answers"][name]
-
-
-def has(module, name):
+def found(path):
     try:
-        return hasattr(importlib.import_module(f"speculators_nb.{module}"), name)
-    except ModuleNotFoundError:
+        return ours(path) is not None
+    except (ModuleNotFoundError, AttributeError):
         return False
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", named_calls.CALLS)
+def test_one_call(name):
+    named_calls.use_losses(importlib.import_module("speculators_nb.losses.eager"))
+    assert named_calls.call(name, ours(name)) == RECORD["answers"][name]
+
+
 def test_names_without_a_place_are_on_the_page():
-    missing = {f"{m}.{name}" for m, entry in RECORD["modules"].items() for name in entry["names"] if not has(m, name)}
-    table = PAGE.split("## Names that have no place here")[1]
-    rows = re.findall(r"^\| `([\w.]+)`: (.*?) \| (.+) \|$", table, flags=re.M)
-    listed = {f"{module}.{name}" for module, names, why in rows if why for name in re.findall(r"`(\w+)`", names)}
-    assert listed == missing
-    # what an `__all__` of upstream lists: the interface
-    interface = {f"{m}.{name}" for m, entry in RECORD["modules"].items() if entry["listed"] for name in entry["names"]}
-    assert len(interface - missing) / len(interface) > 0.7
+    listed = dict(migration.rows(migration.NO_PLACE))
+    missing = {name for name in NAMES if not found(name)}
+    assert {name for name, said in listed.items() if not said.startswith("found, ")} == missing
+    assert listed.keys() == NAMES - RECORD["answers"].keys()
+
+
+def test_the_page_counts_them():
+    counts = migration.counts()
+    assert counts["importable"] == sum(map(found, NAMES)) and counts["called"] == len(named_calls.CALLS)
+    assert counts["called"] >= 0.95 * counts["total"] and counts["total"] == len(NAMES)
+    page = migration.page()
+    for number in counts.values():
+        assert f" {number} " in page
+    assert not re.search("{(total|importable|called|share)}", page)
+
+
+def test_further_names_are_found_or_on_the_page():
+    listed = [name for name, _ in migration.rows(migration.FURTHER)]
+    of_ours = {name for name in FURTHER if found(name) and ours(name).__module__.startswith("speculators_nb.")}
+    assert sorted(listed) == sorted(FURTHER - of_ours) and len(of_ours) > 5
+
+
+def test_what_the_page_names_of_ours_is_there():
+    text = migration.PAGE.read_text().split("## Names\n")[1]
+    for path in set(re.findall(r"`speculators_nb\.([\w.]+)`", text)):
+        try:
+            importlib.import_module(f"speculators_nb.{path}")
+        except ModuleNotFoundError:
+            assert found(path), path
+    known = [command.name or command.callback.__name__ for command in app.registered_commands]
+    assert set(re.findall(r"`speculators-nb (\w+)", text)) <= set(known)
+
+
+def test_what_the_documentation_names():
+    part = migration.PAGE.read_text().split("## What the documentation names")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.+) \| (.+) \|$", part, flags=re.M)
+    assert len(rows) == part.count("\n| `") and all("speculators" in here for _, here in rows)
+    of_0_9 = [name for there, _ in rows for name in re.findall(r"`(utils\.\w+)`", there)]
+    assert len(of_0_9) == 3 and set(of_0_9) <= FURTHER and all(map(found, of_0_9))

@@ -84,11 +84,11 @@ def test_metadata(wheel):
 
 def test_public_names_import(installed):
     names = installed(
-        "import json, speculators_nb as s; print(json.dumps([getattr(s, n).__name__ for n in sorted(s._PUBLIC)]))"
+        "import json, speculators_nb as s; print(json.dumps({n: getattr(s, n).__name__ for n in s._public_names()}))"
     )
     import speculators_nb
 
-    assert names == sorted(speculators_nb._PUBLIC)
+    assert names == {name: name for name in speculators_nb._public_names()}
 
 
 def test_every_module_imports(installed):

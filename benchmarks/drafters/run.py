@@ -7,7 +7,7 @@
 
 Method: `experiment.compare` counts the FLOPs of one training step of each family on the shipped answers, forward,
 backward, heads and
-targets included, and trains for as many steps as the budget holds, with the settings of `experiment.SETTINGS`. All are
+targets included, and trains for as many steps as the budget holds, with the settings of `experiment.settings`. All are
 then decoded on the
 same held-out prompts, greedily and at temperature 1, and the price of a block of drafts is counted beside it. A drafter
 that is

@@ -50,7 +50,7 @@ def run(cell, turn):
     model = (
         SpeculatorModel.from_pretrained(TRAINED[name], verifier=VERIFIER).to(device)
         if name in TRAINED
-        else drafter(name, device)
+        else drafter(name, device)[0]
     )
     proposer = model.to(dtype).drafter()
     verifier = Verifier.from_pretrained(str(VERIFIER), list(proposer.aux_layer_ids), dtype=dtype, device=device)

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.gpu.device import pick, wait
 from benchmarks.gpu.process import failure
+from speculators_nb.core.options import algorithms
 
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIER = ROOT / "data/tiny-verifier"
@@ -25,32 +26,10 @@ VERIFIER = ROOT / "data/tiny-verifier"
 LENGTH = {"toy": 64, "device": 1024}
 DOCUMENTS = {"toy": [24, 18, 14], "device": [400, 250, 200, 120]}
 
-# Algorithm, arguments of a new drafter, training arguments. Noise is left out: its draws differ between devices.
-DRAFTERS = {
-    "eagle": ("eagle", {}, dict(noise_std=0.0)),
-    "hass": ("eagle", {}, dict(forward_num_total=3, noise_std=0.0)),
-    "eagle3": ("eagle3", {}, dict(ttt_steps=3)),
-    "peagle": ("peagle", dict(num_depths=4, mask_token_id=3), dict(num_depths=4, max_anchors=64)),
-    "dflash": ("dflash", dict(draft_arch="qwen3", num_layers=2, block_size=8, mask_token_id=3), dict(max_anchors=24)),
-    "dflash2": (
-        "dflash2",
-        dict(draft_arch="qwen3", num_layers=2, block_size=8, selector_rank=16, mask_token_id=3),
-        dict(max_anchors=24),
-    ),
-    "dspark": (
-        "dspark",
-        dict(draft_arch="qwen3", num_layers=2, block_size=7, markov_rank=16, mask_token_id=3),
-        dict(max_anchors=24),
-    ),
-    "xpress": (
-        "xpress",
-        dict(draft_arch="qwen3", num_layers=2, block_size=8, xpress_rank=16, mask_token_id=3),
-        dict(max_anchors=24),
-    ),
-    "mtp": ("mtp", dict(num_speculative_steps=3, fresh_head=True), {}),
-    "mlp": ("mlp", dict(num_heads=3), {}),
-    "medusa": ("medusa", dict(num_heads=3), {}),
-}
+# Arguments of a new drafter and of its training; each takes its own of them. Noise is left out: its draws differ
+# between devices.
+ARGUMENTS = dict(mask_token_id=3, max_anchors=24, noise_std=0.0, markov_rank=16, selector_rank=16, xpress_rank=16)
+DRAFTERS = {name: (name, {}) for name in algorithms()} | {"hass": ("eagle", dict(forward_num_total=3))}
 HEADS = ("mlp", "medusa")
 WAYS = dict(
     dense=dict(lean=False, attn_impl="sdpa"),
@@ -76,11 +55,16 @@ def flex_trains(device):
 
 
 def drafter(name, device):
-    """A fresh drafter for the tiny verifier."""
+    """A fresh drafter for the tiny verifier; its training arguments."""
+    from speculators_nb.models.base import SpeculatorModel
     from speculators_nb.train.train_drafter import new_drafter
 
-    algorithm, arguments, _ = DRAFTERS[name]
-    return new_drafter(algorithm, VERIFIER, seed=5, **arguments).to(device).train()
+    algorithm, own = DRAFTERS[name]
+    kind = SpeculatorModel.registered_class(algorithm)
+    arguments = kind.lab_arguments | kind.arguments_to_draft(4) | ARGUMENTS | own
+    layers = 2 if "draft_arch" in arguments else 1
+    model = new_drafter(algorithm, VERIFIER, num_layers=layers, seed=5, **arguments).to(device).train()
+    return model, kind.get_trainer_kwargs(**arguments)[0]
 
 
 def batch(model, device, size):
@@ -164,13 +148,13 @@ def run(cell, turn):
     """The rows of one drafter and dtype."""
     device, name, dtype = pick(), cell["drafter"], cell["dtype"]
     toy = cell["size"] == "toy"
-    model = drafter(name, device)
+    model, call = drafter(name, device)
     ways = (
         HEAD_WAYS
         if name in HEADS
         else {w: a for w, a in WAYS.items() if not (toy and dtype == "bf16" and w == "masked")}
     )
-    row, (call, _) = batch(model, device, cell["size"]), type(model).get_trainer_kwargs(**DRAFTERS[name][2])
+    row = batch(model, device, cell["size"])
     results, times, calls = {}, {}, 1 if toy else 2
 
     def compute(dtype, way):

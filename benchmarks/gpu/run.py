@@ -27,17 +27,10 @@ from benchmarks.gpu.bundle import FOLDER, python_of, unpack  # noqa: E402
 from benchmarks.gpu.notebooks import flagged  # noqa: E402
 from benchmarks.gpu.pool import Pool  # noqa: E402
 from benchmarks.gpu.report import Report  # noqa: E402
+from speculators_nb.core.options import algorithms  # noqa: E402
 
-# jobs of stage 1
-DRAFTERS = (
-    ("eagle3",),
-    ("dflash",),
-    ("peagle",),
-    ("eagle", "hass"),
-    ("dspark", "dflash2"),
-    ("xpress", "mtp"),
-    ("mlp", "medusa"),
-)
+# jobs of stage 1: six, of every sixth drafter; hass: EAGLE trained on its own outputs
+DRAFTERS = [[*algorithms(), "hass"][start::6] for start in range(6)]
 LENGTHS = (8192, 32768, 2048)
 NEEDED = (
     "torch",

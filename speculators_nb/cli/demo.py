@@ -264,7 +264,7 @@ def demo(
     verifier: str | os.PathLike = "data/tiny-verifier",  # folder or hub id
     prompts: str | Path = "data/corpus/train.jsonl",  # conversations; training questions
     heldout: str | Path = "data/corpus/heldout.jsonl",  # conversations; first questions
-    algorithm: str = "eagle3",  # a name of `experiment.SETTINGS`, or another registered one
+    algorithm: str = "eagle3",  # which drafter, e.g. eagle3, dflash
     n_prompts: int | None = 1000,  # of the prompts; None: all
     n_heldout: int | None = 48,  # of the held-out ones; None: all
     k: int = 4,  # tokens drafted in a step, and trained to be

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MOST_DRAFTED', 'MOST_TOKENS', 'SEED', 'TEMPERATURE', 'REGISTERED', 'STORED', 'FLOATS', 'SERVED', 'METHODS',
            'SCHEDULES', 'RULES', 'LAYERS', 'ARGUMENTS', 'IN', 'FOLDER', 'ONLY_VLLM', 'ONLY_LOCAL', 'RUNNING', 'ALONE',
-           'RELATIONS', 'algorithms', 'rule_of', 'check_options']
+           'RELATIONS', 'shipped_drafters', 'installed_drafters', 'algorithms', 'rule_of', 'check_options']
 
 # %% ../../nbs/core/02_options.ipynb #0dbf456f
 import numbers
@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,26 @@ REGISTERED: set[str] = set()  # types of drafters that were registered in this p
 
 
 @cache
-def _shipped() -> tuple[str, ...]:
-    "Types of drafters that the modules of models/ register."
-    files = sorted((Path(speculators_nb.__file__).parent / "models").glob("*.py"))
-    entry = re.compile(r'^@SpeculatorModel\.register\("(\w+)"\)', flags=re.M)
-    sources = (file.read_text(encoding="utf-8") for file in files)
-    return tuple(name for source in sources for name in entry.findall(source))
+def shipped_drafters() -> dict[str, dict[str, str]]:  # type -> class -> its module
+    "Each drafter's model and config, as the sources of models/ register them."
+    entry = re.compile(r'^@SpeculatorModel\w*\.register\("(\w+)"\)\nclass (\w+)', re.M)
+    found: dict[str, dict[str, str]] = {}
+    for file in sorted((Path(speculators_nb.__file__).parent / "models").glob("*.py")):
+        for kind, name in entry.findall(file.read_text(encoding="utf-8")):
+            found.setdefault(kind, {})[name] = f"models.{file.stem}"
+    return found
+
+
+@cache
+def installed_drafters() -> EntryPoints:  # type -> module that registers it
+    "The drafters of other packages: their entry points `speculators_nb.drafters`."
+    return entry_points(group="speculators_nb.drafters")
 
 
 def algorithms() -> tuple[str, ...]:
     "Every `speculators_model_type` that can be trained."
-    return tuple(dict.fromkeys([*_shipped(), *sorted(REGISTERED)]))
+    further = sorted(installed_drafters().names | REGISTERED)
+    return tuple(dict.fromkeys([*shipped_drafters(), *further]))
 
 
 def _words(text):
@@ -143,8 +153,7 @@ RULES |= {
     "val_fraction": number(0.05, low=0, below=1),
     "vocab_size": whole(151936, 1, none=True),
     "draft_vocab_size": whole(32000, 1, none=True),
-    "aux_layer_ids": LAYERS,
-    "target_layer_ids": LAYERS,
+    **dict.fromkeys(("aux_layer_ids", "target_layer_ids"), LAYERS),
     "dtype": word(*STORED),
     "seed": whole(0, **SEED),
     "config": mapping({"norm_before_residual": True}, none=True),
@@ -207,8 +216,7 @@ RULES |= {
     "data_seed": whole(0, none=True, **SEED),
     "dataloader_num_workers": whole(2, 0, 1024),
     "dataloader_prefetch_factor": whole(2, 1, 1024, none=True),
-    "per_device_train_batch_size": whole(1, 1),
-    "per_device_eval_batch_size": whole(1, 1),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), whole(1, 1)),
     "eval_accumulation_steps": whole(1, 1, none=True),
     "torch_empty_cache_steps": whole(100, 1, none=True),
     "ddp_timeout": whole(1800, 1),
@@ -307,10 +315,8 @@ IN = {
     "regenerate.concurrency": whole(16, 1, 65536),
     "features.concurrency": whole(8, 1, 65536),
     "features.server": text("http://127.0.0.1:8000", test=address_problem),
-    "evaluate.dtype": word(*SERVED),
-    "serve.dtype": word(*SERVED),
-    "evaluate.extra": ARGUMENTS,
-    "serve.extra": ARGUMENTS,
+    **dict.fromkeys(("evaluate.dtype", "serve.dtype"), word(*SERVED)),
+    **dict.fromkeys(("evaluate.extra", "serve.extra"), ARGUMENTS),
     "serve.k": whole(4, 0, MOST_DRAFTED, none=True),
     "demo.k": whole(4, 1, MOST_DRAFTED),
     **{
@@ -399,13 +405,9 @@ RELATIONS = [
     Relation("train", ("server", "storage"), lambda v: _no_storage(v, v["server"] is not None)),
     Relation("evaluate", ("engine", "k"), _one_length),
     apart("regenerate", "data", "output"),
-    apart("prepare", "data", "output_dir"),
-    apart("prepare", "verifier", "output_dir"),
-    apart("features", "data", "output_dir"),
-    apart("features", "verifier", "output_dir"),
     apart("train", "data_dir", "output_dir"),
-    apart("train", "verifier", "output_dir"),
-    apart("evaluate", "data", "output_dir"),
+    *(apart(c, "data", "output_dir") for c in ("prepare", "features", "evaluate")),
+    *(apart(c, "verifier", "output_dir") for c in ("prepare", "features", "train")),
     *(counts_only_with("evaluate", n, "engine", "vllm", d) for n, d in ONLY_VLLM.items()),
     *(counts_only_with("evaluate", n, "engine", "reference", d) for n, d in ONLY_LOCAL.items()),
     excludes("evaluate", "k", "server", RUNNING),
@@ -413,10 +415,7 @@ RELATIONS = [
     counts_only_with("features", "device", "source", "hf"),
     needs("train", "storage", "server", "has no effect without a server"),
     needs("serve", "aux_layer_ids", "hidden_states", "has no effect without hidden_states"),
-    *(
-        excludes("serve", n, "hidden_states", ALONE)
-        for n in ("k", "method", "native", "verifier")
-    ),
+    *(excludes("serve", n, "hidden_states", ALONE) for n in _words("k method native verifier")),
 ]
 
 # %% ../../nbs/core/02_options.ipynb #4b832918

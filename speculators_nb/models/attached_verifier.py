@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..core.checkpoints import resolve_checkpoint
 from ..core.tree import Sampling
@@ -22,7 +22,7 @@ from ..decode.generate import generate
 from ..decode.proposal_setup import proposal_setup
 from .training_time_test import TrainingTimeTest
 from ..nn.target_head import TargetHead, text_config
-from ..verifier.tapped_model import Verifier, find_taps
+from ..verifier.tapped_model import Verifier, find_taps, load_model
 
 # %% ../../nbs/models/07_attached_verifier.ipynb #bb42062c
 class NotAttached(RuntimeError, ValueError):
@@ -105,12 +105,7 @@ def resolve_verifier(
     if isinstance(verifier, PreTrainedModel):
         return verifier
     if isinstance(verifier, (str, os.PathLike)):
-        return AutoModelForCausalLM.from_pretrained(
-            resolve_checkpoint(verifier),
-            dtype="auto",
-            use_safetensors=True,
-            trust_remote_code=False,
-        ).eval()
+        return load_model(resolve_checkpoint(verifier), trust_remote_code=False).eval()
     raise TypeError(
         f"verifier is a {type(verifier).__name__}; give a folder, a hub id or a PreTrainedModel"
     )

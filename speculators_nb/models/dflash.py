@@ -394,6 +394,7 @@ class DFlashDraftModel(DFlashTraining):
     """DFlash ([2602.06036](https://arxiv.org/abs/2602.06036)): blocks of masks, filled in one
     forward pass over the verifier's features."""
 
+    served_as = "dflash", True
     serving_rules = DFLASH_RULES
     forward_names = {"loss_fn": "loss_config", "dflash_decay_gamma": "gamma"}
     config_arguments = ("block_size", "sample_from_anchor", "max_anchors")
@@ -404,6 +405,8 @@ class DFlashDraftModel(DFlashTraining):
         "sliding_window_non_causal": None,  # True where no layer slides
         "target_layer_ids": None,  # three, as vLLM
     }
+    drafted_by = "block_size"
+    lab_arguments: dict[str, Any] = dict(draft_arch="qwen3", max_anchors=256)
 
     @classmethod
     def get_trainer_kwargs(
@@ -430,13 +433,9 @@ class DFlashDraftModel(DFlashTraining):
         if non_causal is None:
             non_causal = "sliding_attention" not in (getattr(layer, "layer_types", None) or ())
         mask_token = resolve_mask_token(verifier, layer.vocab_size, arguments["mask_token_id"])
-        return {
-            "aux_hidden_state_layer_ids": layers_to_read(
-                verifier, arguments["target_layer_ids"]
-            ),
-            "mask_token_id": mask_token,
-            "sliding_window_non_causal": non_causal,
-        }
+        fields = dict(mask_token_id=mask_token, sliding_window_non_causal=non_causal)
+        ids = layers_to_read(verifier, arguments["target_layer_ids"])
+        return fields | {"aux_hidden_state_layer_ids": ids}
 
     @staticmethod
     def serving_warnings(

@@ -405,6 +405,7 @@ class DFlash2DraftModel(DFlash2Loss):
     """DFlash2 ([z-lab/dflash](https://github.com/z-lab/dflash)): DFlash's blocks with
     convolutions along the slots, and a selector among the likeliest tokens of each."""
 
+    served_as = "dflash", True
     serving_rules = DFLASH2_RULES
     config_arguments = (*DFlashDraftModel.config_arguments, *NEW_FIELDS)
     training_defaults: dict[str, Any] = DFlashDraftModel.training_defaults | {

@@ -33,6 +33,7 @@ class TrainingArguments:
         str, Any
     ] = {}  # those that differ from `forward`'s and the config's
     drafted_by = ""  # the argument that says how many tokens a serving engine drafts
+    lab_arguments: dict[str, Any] = {}  # what `lab.experiment` gives besides, e.g. sizes
 
     @classmethod
     def forward_arguments(cls) -> dict[str, Any]:  # argument -> default
@@ -125,6 +126,12 @@ class FreshParts(TrainingArguments):
     def tokens_to_draft(cls, arguments: dict[str, Any]) -> int:  # training arguments -> K
         "How many tokens a serving engine shall draft."
         return arguments[cls.drafted_by]
+
+    @classmethod
+    def arguments_to_draft(cls, k: int) -> dict[str, Any]:  # K -> training arguments
+        "What to train with, so that `tokens_to_draft` is k: k, or one more for an anchor."
+        drafted = cls.tokens_to_draft(cls.training_arguments() | {cls.drafted_by: k})
+        return {cls.drafted_by: 2 * k - drafted}
 
 # %% ../../nbs/models/01_drafter_arguments.ipynb #f817ff85
 class FreshDrafter(FreshParts):

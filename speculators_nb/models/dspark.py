@@ -391,6 +391,8 @@ class DSparkDraftModel(DSparkLoss):
     """DSpark ([2607.05147](https://arxiv.org/abs/2607.05147)): DFlash's blocks, a Markov bias
     from slot to slot, and a confidence for each slot."""
 
+    served_as = "dspark", True
+    lab_arguments = DFlashDraftModel.lab_arguments | dict(markov_rank=64)
     serving_rules = DSPARK_RULES
     config_arguments = (
         *DFlashDraftModel.config_arguments,

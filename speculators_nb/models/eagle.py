@@ -423,6 +423,7 @@ class EagleSpeculator(EagleForward):
     """EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)): the verifier's feature and the
     token that followed in, its next feature out."""
 
+    served_as = "eagle", False
     serving_rules = (served_as_native,)
 
     def save_native(

@@ -370,6 +370,7 @@ class Eagle3DraftModel(Eagle3Loss):
     """EAGLE-3 ([2503.01840](https://arxiv.org/abs/2503.01840)): features of several verifier
     layers in, tokens of the draft vocabulary out."""
 
+    served_as = "eagle3", False
     serving_rules = EAGLE3_RULES
     config_arguments = (
         "norm_before_residual",
@@ -380,6 +381,7 @@ class Eagle3DraftModel(Eagle3Loss):
     )
     training_defaults: dict[str, Any] = {"norm_before_residual": True, "target_layer_ids": None}
     drafted_by = "ttt_steps"
+    lab_arguments = dict(norm_before_fc=True, norm_output=True)
 
     @classmethod
     def get_trainer_kwargs(

@@ -131,6 +131,7 @@ class MedusaModel(MedusaHeads):
     config_class: type[MedusaSpeculatorConfig] = MedusaSpeculatorConfig
     config_arguments = ("num_heads", "num_hidden_layers")
     head_loss_decay = 0.8
+    served_as = "medusa", False
     serving_rules = (other_folder,)
     native_format = "medusa"
 

@@ -172,6 +172,7 @@ class MLPSpeculator(MLPOverRows):
         num_heads=5,  # n, the config's num_layers
         intermediate_size=None,  # D; None: the verifier's hidden size
     )
+    served_as = "mlp_speculator", False
     serving_rules = (no_proposer,)
     native_format = "mlp_speculator"
 

@@ -301,6 +301,8 @@ class MTPDraftModel(WeightedMTP):
     """One layer that predicts the token after next, applied to its own output (FastMTP,
     [2509.18362](https://arxiv.org/abs/2509.18362)); embedding and head are the verifier's."""
 
+    served_as = "mtp", False
+    lab_arguments = dict(fresh_head=True)
     serving_rules = MTP_RULES
 
     @staticmethod

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['XPressSpeculatorConfig', 'RefinerHead', 'XPressNetwork', 'XPressDrafts', 'XPressRounds', 'XPressLoss', 'DraftedBlock',
-           'XPressTrees', 'XPressDrafter', 'not_served', 'XPressDraftModel']
+           'XPressTrees', 'XPressDrafter', 'XPressDraftModel']
 
 # %% ../../nbs/models/17_xpress.ipynb #xprA0003
 import inspect
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
 from ..core.options import RULES, number, switches, whole
@@ -396,20 +395,12 @@ class XPressDrafter(XPressTrees):
         return TokenTree.chain(path[0], self.over_verifier_vocabulary(torch.cat(draft_probs)))
 
 # %% ../../nbs/models/17_xpress.ipynb #xprA0029
-def not_served(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:
-    "vLLM has no such drafter."
-    return [
-        "speculators_model_type is 'xpress', which vLLM 0.32 does not serve; draft with "
-        "`generate` here, or train dflash for vLLM"
-    ]
-
-
 @SpeculatorModel.register("xpress")
 class XPressDraftModel(XPressLoss):
     """XPress ([2608.02438](https://arxiv.org/abs/2608.02438)): DFlash's blocks, and a causal
     refiner that drafts them by Jacobi passes."""
 
-    serving_rules = (not_served,)
+    lab_arguments = DFlashDraftModel.lab_arguments | dict(xpress_rank=64)
     config_arguments = (
         *DFlashDraftModel.config_arguments,
         "xpress_rank",
@@ -428,13 +419,6 @@ class XPressDraftModel(XPressLoss):
         parameters = inspect.signature(cls.step_loss).parameters.values()
         own = {p.name: p.default for p in parameters if p.default is not p.empty}
         return super().forward_arguments() | own
-
-    @staticmethod
-    def serving_warnings(
-        raw: dict[str, Any],  # config.json as it is stored
-    ) -> list[str]:  # none: nothing is served
-        "What vLLM does differently for some requests."
-        return []
 
     def drafter(self) -> XPressDrafter:
         "This model as a `tree.Drafter`."

@@ -7,10 +7,12 @@ __all__ = ['RelatedFields', 'CheckedFields', 'DerivedValues', 'ConfigIdentity']
 
 # %% ../../nbs/serve/05_checked_fields.ipynb #9b8fa3ef
 import hashlib
+import warnings
 
 from pydantic import PrivateAttr, model_validator
 
 from .draft_and_target import MethodQuestions
+from .draft_method import model_name
 from speculators_nb.serve.speculative_fields import (
     LookupFields,
     ProposalFields,
@@ -19,7 +21,7 @@ from speculators_nb.serve.speculative_fields import (
     config_of,
     parse_token_tree,
 )
-from .vllm_methods import METHODS, find_field
+from .vllm_methods import find_field
 
 # %% ../../nbs/serve/05_checked_fields.ipynb #1bb80a69
 class RelatedFields(
@@ -27,20 +29,21 @@ class RelatedFields(
 ):  # pydantic lists the fields of the last base first
     "All fields of the dictionary, and checks of what depends on several of them."
 
+    def warn_without_effect(
+        self,
+        name: str,  # of a field
+        why: str,  # follows on the name and the value in the message
+    ):
+        "Warn of a field that vLLM accepts and does not use."
+        warnings.warn(f"{name}={getattr(self, name)!r} {why}; leave it out", stacklevel=2)
+
     def _check_drafting(self):
         if self.parallel_drafting and self.spec.parallel is False:
-            able = ", ".join(name for name, m in METHODS.items() if m.parallel is not False)
-            self.refuse(
-                "parallel_drafting",
-                f"is nothing that method={self.method!r} can do; leave it out (it is for "
-                f"{able})",
+            self.warn_without_effect(
+                "parallel_drafting", f"is nothing that method={self.method!r} can do"
             )
-        if self.draft_model_config is not None and self.method != "extract_hidden_states":
-            self.refuse(
-                "draft_model_config",
-                "is read from the draft's folder; leave it out (it is for "
-                "extract_hidden_states)",
-            )
+        if self.draft_model_config and self.method == "suffix":
+            self.refuse("draft_model_config", "is of no model; leave it out")
         if self.index_share_for_mtp_iteration is not None and self.method != "mtp":
             self.refuse(
                 "index_share_for_mtp_iteration",
@@ -60,7 +63,8 @@ class RelatedFields(
                 "matches single tokens, so they must be drafted greedily: "
                 "draft_sample_method='greedy'",
             )
-        if self.use_local_argmax_reduction and (sampled or not self.is_chain):
+        loaded = self.spec.weights and self.method not in ("medusa", "mlp_speculator")
+        if self.use_local_argmax_reduction and ((sampled and loaded) or not self.is_chain):
             self.refuse(
                 "use_local_argmax_reduction",
                 "finds the best token only, so the draft must be a greedy chain: "
@@ -107,13 +111,32 @@ class CheckedFields(RelatedFields):
         self.settle_devices()
         self.check_target(same_vocabulary=not self.use_heterogeneous_vocab)
         self.check_topk(self.dspark_draft_topk)
+        self.check_omni()
+        self._make_draft_config()
         return self
+
+    def _make_draft_config(self):
+        # as vLLM makes it: the draft's, or the target's where there is no draft
+        stated = (self.draft_model_config or {}).get("hf_config") or {}
+        config, model = self._draft, self.model
+        if self.method == "suffix":
+            config = {}
+        elif not self.spec.weights:
+            config = self._target | (stated if self.spec.aux else {})
+            model = model_name(self.target_model_config, self._target)
+        made = dict(model=model, hf_config=config, max_model_len=self.draft_max_model_len)
+        self.draft_model_config = made if config else None
 
     def _settle_lookup(self):
         if self.use_ngram():
             self.settle_ngram()
         elif self.method == "suffix":
-            self.refuse_shallow()
+            self.check_suffix()
+            if self.suffix_decoding_max_tree_depth == 1:
+                self.warn_without_effect(
+                    "suffix_decoding_max_tree_depth",
+                    "leaves no place for a token after a match, so nothing is drafted",
+                )
         else:
             self.prompt_lookup_min = self.prompt_lookup_max = 0  # as vLLM has it
 
@@ -145,7 +168,7 @@ class DerivedValues(CheckedFields):
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:  # empty: the config has none
         "Layers of the target that the draft reads, by its config."
-        config = (self.draft_model_config or {}).get("hf_config") or self._draft
+        config = (self.draft_model_config or {}).get("hf_config") or {}
         names = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
         return tuple(next((config[name] for name in names if config.get(name)), ()))
 

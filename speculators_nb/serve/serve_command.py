@@ -27,7 +27,7 @@ from ..core.provenance import SECRET_NAME, identify
 from ..models.base import SpeculatorModel
 from .speculative_config import SpeculativeConfig
 from .vllm_contract import check_vllm_contract
-from .vllm_methods import METHOD_OF_TYPE, METHODS, built_in_method
+from .vllm_methods import METHODS, built_in_method, method_of_types
 
 # %% ../../nbs/serve/08_serve_command.ipynb #51de96e5
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def _class_of(config):
 
 def _native_hint(config) -> list[str]:
     "The remedy for a drafter that vLLM serves in another layout; empty: there is none."
-    method = METHODS.get(METHOD_OF_TYPE.get(config["speculators_model_type"], [None])[0])
+    method = METHODS.get(method_of_types().get(config["speculators_model_type"], [None])[0])
     served = method is not None and "vllm-0.32" in method.lines
     if not served or not hasattr(_class_of(config), "save_native"):
         return []
@@ -136,7 +136,7 @@ def _check_drafter(checkpoint, config, native, fields) -> tuple[Any, dict]:
         )
     proposals = config["speculators_config"]["proposal_methods"] or [{}]
     served = dict(
-        method=METHOD_OF_TYPE[config["speculators_model_type"]][0],
+        method=method_of_types()[config["speculators_model_type"]][0],
         num_speculative_tokens=proposals[0].get("speculative_tokens"),
     )
     return _native_folder(folder, config, native), served | fields

@@ -26,12 +26,12 @@ from ..decode.suffix import SuffixDrafter
 from ..models.base import SpeculatorModel
 from ..models.convert import convert
 from .checked_fields import ConfigIdentity
-from .draft_and_target import text_part
 from speculators_nb.serve.speculative_fields import (
     DOCUMENTED_SAMPLING,
     ENGINES,
     parse_token_tree,
 )
+from .vllm_methods import text_part
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/serve/06_speculative_config.ipynb #4a5d36fd
@@ -94,7 +94,9 @@ def _check_engine(config: SpeculativeConfig, engine: str):
         config.refuse(
             "method", f"is not served by the {engine} line; it is by {', '.join(lines)}"
         )
-    if engine != "documented" and not config.is_chain:
+    if engine == "documented":
+        config.check_documented_family()
+    elif not config.is_chain:
         config.refuse(
             "speculative_token_tree",
             f"has branches, and {engine} drafts chains only; leave it out",
@@ -132,6 +134,23 @@ def _for_vllm(config: SpeculativeConfig, values: dict) -> dict:
     return values
 
 
+def _stated_draft_config(config: SpeculativeConfig) -> dict | None:
+    "Of the draft's config that was made, what the engine cannot make itself."
+    if config.method != "extract_hidden_states" or config.draft_model_config is None:
+        return None
+    fields = config.draft_model_config["hf_config"]
+    stated = {n: value for n, value in fields.items() if config._target.get(n) != value}
+    return dict(hf_config=stated) if stated else None
+
+
+def _emitted_method(config: SpeculativeConfig) -> str | None:
+    "The method that makes vLLM read the draft as here; None: it must find the method itself."
+    if config._as_medusa:  # whatever it is then served as
+        return "medusa"
+    has_parts = text_part(config._target) is not config._target
+    return None if config.method == "medusa" and has_parts else config.method
+
+
 def engine_fields(
     config: SpeculativeConfig,
     engine: str,  # one of ENGINES
@@ -147,6 +166,8 @@ def engine_fields(
         values = _for_documented(config, values, defaults)
     else:
         values = _for_vllm(config, values)
+    values["method"] = _emitted_method(config)
+    values["draft_model_config"] = _stated_draft_config(config)
     named = config.spec.weights or config.method == "custom_class"
     if config._in_target or not named:
         del values["model"]
@@ -246,6 +267,8 @@ def _ngram(config, verifier):
 
 
 def _suffix(config, verifier):
+    if config.suffix_decoding_max_tree_depth < 2:
+        config.refuse("suffix_decoding_max_tree_depth", "drafts nothing; write 2 or more")
     return SuffixDrafter(
         config.suffix_decoding_max_tree_depth,
         config.suffix_decoding_max_cached_requests,

@@ -137,18 +137,10 @@ def _verifier_config(config: dict) -> PretrainedConfig | None:
 
 def _rules_of(klass, raw) -> list[str]:
     "Violations that the model class itself knows; its warnings are logged."
-    for warning in klass.serving_warnings(raw) if hasattr(klass, "serving_warnings") else ():
-        log.warning("warning: %s", warning)
-    found = list(klass.serving_violations(raw, _verifier_config(raw)))
-    own = {"serving_rules", "serving_violations"} & vars(klass).keys()
-    if not own:  # inherited: the rules of another type
-        kind = raw["speculators_model_type"]
-        found.insert(
-            0,
-            f"{klass.__name__} does not say how vLLM serves speculators_model_type {kind!r}; "
-            "give it serving_violations of its own",
-        )
-    return found
+    if klass.vllm_method() and hasattr(klass, "serving_warnings"):
+        for warning in klass.serving_warnings(raw):
+            log.warning("warning: %s", warning)
+    return list(klass.serving_violations(raw, _verifier_config(raw)))
 
 
 def check_vllm_contract(

@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Subset
@@ -107,7 +108,9 @@ def draft_layers(
     draft_config: str | os.PathLike | None = None,  # a file that describes them instead
 ) -> PretrainedConfig:  # of the draft layers
     "The draft layers of a verifier. Errors: ValueError naming what does not fit."
-    shape = dict(sliding_window=sliding_window, full_attention_indices=full_attention_indices)
+    shape: dict[str, Any] = dict(
+        sliding_window=sliding_window, full_attention_indices=full_attention_indices
+    )
     if draft_config is None:
         act = draft_hidden_act or "silu"
         return draft_layer_config(info.config, draft_arch, num_layers, hidden_act=act, **shape)

@@ -262,7 +262,14 @@ class SavedDrafter(WholeCheckpoints):
         them."""
         dataset = getattr(self.train_dataset, "dataset", self.train_dataset)
         verifier = getattr(dataset, "verifier_fingerprint", None)
-        return run_record(self.args, self._data_record(), verifier, self.train_kwargs)
+        arguments = self.train_kwargs | self._layers_record()
+        return run_record(self.args, self._data_record(), verifier, arguments)
+
+    def _layers_record(self):
+        "What draft layers attend to: weights of the same shapes fit any window."
+        layer = getattr(getattr(self.model, "config", None), "transformer_layer_config", None)
+        names = ("layer_types", "sliding_window", "hidden_act") if layer is not None else ()
+        return {name: getattr(layer, name, None) for name in names}
 
     def _data_record(self):
         if not self.train_dataset:

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['kl_div_loss', 'reverse_kl_div_loss', 'js_div_loss', 'ce_loss', 'tv_loss', 'neg_log_acceptance_loss', 'LossConfig',
            'LOSS_FUNCTIONS', 'REDUCTION_EPS', 'lk_hybrid_loss', 'resolve_loss_config', 'dflash_loss_decay',
-           'exp_loss_decay', 'dpace_loss_decay', 'loss_function', 'compound_loss', 'compute_accepted_length_counts',
-           'StepAccuracy', 'compute_accuracy_single_step', 'compute_accuracy_multi_step', 'AlignedStep',
-           'align_for_step']
+           'exp_loss_decay', 'dpace_loss_decay', 'weighted_mean', 'loss_function', 'compound_loss',
+           'compute_accepted_length_counts', 'StepAccuracy', 'compute_accuracy_single_step',
+           'compute_accuracy_multi_step', 'AlignedStep', 'align_for_step']
 
 # %% ../../nbs/train/09_upstream_losses.ipynb #d9dcdad3
 from collections.abc import Callable
@@ -114,6 +114,21 @@ def dpace_loss_decay(
 REDUCTION_EPS = 1e-5  # upstream's, beside the number of trained positions
 
 
+def weighted_mean(
+    each: Tensor,  # [1, L] losses
+    loss_mask: Tensor,  # [1, L]
+    pos_idx: Tensor,  # [1, L] step or slot of each position
+    decay_fn: Callable[..., Tensor] | None = None,  # (pos_idx, elementwise_loss=) -> weights
+    eps: float = REDUCTION_EPS,
+) -> Tensor:  # a number
+    "The mean over trained positions, each loss times its weight."
+    mask = loss_mask.to(each.dtype)
+    each = each * mask
+    if decay_fn is not None:
+        each = each * decay_fn(pos_idx.to(each.dtype), elementwise_loss=each)
+    return (each.sum(1) / (mask.sum(1) + eps)).mean()
+
+
 def loss_function(
     logits: Tensor,  # [1, L, V] of the drafter
     targets: Tensor,  # [1, L, V] logits of the verifier
@@ -122,13 +137,8 @@ def loss_function(
     loss_fn: Callable[[Tensor, Tensor], Tensor] = kl_div_loss,
     decay_fn: Callable[..., Tensor] | None = None,  # (pos_idx, elementwise_loss=) -> weights
 ) -> Tensor:  # a number
-    "The mean of a loss over trained positions."
-    each = loss_fn(logits, targets)
-    mask = loss_mask.to(each.dtype)
-    each = each * mask
-    if decay_fn is not None:
-        each = each * decay_fn(pos_idx.to(each.dtype), elementwise_loss=each)
-    return (each.sum(1) / (mask.sum(1) + REDUCTION_EPS)).mean()
+    "The mean of a loss over trained positions, see `weighted_mean`."
+    return weighted_mean(loss_fn(logits, targets), loss_mask, pos_idx, decay_fn)
 
 
 def compound_loss(

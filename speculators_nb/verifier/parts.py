@@ -10,6 +10,7 @@ __all__ = ['PIECE', 'LONGEST_HEADER', 'NORM_NAMES', 'HEAD_NAMES', 'EMBEDDING_NAM
 # %% ../../nbs/verifier/04_parts.ipynb #parts003
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -313,7 +314,27 @@ def _find(names, suffixes) -> str | None:
             return min(hits, key=len)
     return None
 
-# %% ../../nbs/verifier/04_parts.ipynb #46c82b9b
+# %% ../../nbs/verifier/04_parts.ipynb #parts019
+def _quantised(path, what):
+    return ValueError(
+        f"verifier {str(path)!r}: {what} is quantised, and a drafter needs its numbers; name "
+        "the checkpoint that was not quantised, or one that leaves the head as it is"
+    )
+
+
+def _check_packed(path, names, own_head):
+    # lm_head.weight_packed, lm_head.qweight, ...
+    packed = [name for name in names if re.search(r"(^|\.)(lm_head|embed_out)\.q?weight", name)]
+    if packed and not own_head:
+        raise _quantised(path, packed[0])
+
+
+def _check_stored(path, tensors):
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise _quantised(path, f"{name} ({tensor.dtype})")
+
+# %% ../../nbs/verifier/04_parts.ipynb #parts018
 def _check_tie(path, own_head, found):
     # a folder without config.json is believed
     try:
@@ -334,7 +355,7 @@ def _check_tie(path, own_head, found):
             "(tie_word_embeddings) they are one; take both from one checkpoint"
         )
 
-
+# %% ../../nbs/verifier/04_parts.ipynb #46c82b9b
 def load_verifier_tensors(
     path: str | os.PathLike,  # the verifier's folder, or a hub id
     rows: Tensor | None = None,  # bool [V]: head rows of the draft vocabulary; None: all
@@ -345,6 +366,7 @@ def load_verifier_tensors(
     index = tensor_index(path)
     name_of = {part: _find(index, suffixes) for part, suffixes in TENSOR_NAMES.items()}
     own_head = name_of["head"] is not None
+    _check_packed(path, index, own_head)
     for part in ("norm", "head"):  # a bias is that of the same module
         weight = name_of["norm_weight" if part == "norm" else "head"]
         bias = (weight or "").removesuffix("weight") + "bias"
@@ -358,6 +380,7 @@ def load_verifier_tensors(
             )
     names = sorted({name for name in name_of.values() if name})
     tensors = {name: load_tensors(index[name], [name])[name] for name in names}
+    _check_stored(path, tensors)
     found: dict[str, Any] = dict.fromkeys(name_of)
     found |= {part: tensors[name] for part, name in name_of.items() if name}
     _check_tie(path, own_head, found)

@@ -249,6 +249,7 @@ def load_model(
 ) -> PreTrainedModel:  # on the CPU
     """Load a model from safetensors. FileNotFoundError: no config or no weights in the folder;
     ValueError: config and weights do not belong together, or NaN in them."""
+    path = os.fspath(path)
     if Path(path).is_dir():
         _check_folder(path)
     if trust_remote_code is None:

@@ -464,17 +464,17 @@ SPECULATIVE = {  # arguments of SpeculativeConfig -> what must be answered
         dict(NGRAM, target_model_config={"text_config": []}),
         "text_config=\\[\\]: must be an object",
     ),
-    "a Python class": (
-        dict(model="package.module.Drafter", num_speculative_tokens=3),
-        "model='package.module.Drafter' is read as a Python class by some engines",
+    "indices of n-grams": (
+        dict(NGRAM, index_share_for_mtp_iteration=True),
+        "index_share_for_mtp_iteration=True is for method='mtp', this is 'ngram'; leave it out",
     ),
     "a method without its draft": (
         dict(method="eagle3", num_speculative_tokens=3),
         "model=None and method='eagle3': give the draft's folder or hub id",
     ),
-    "parallel n-grams": (
-        dict(NGRAM, parallel_drafting=True),
-        "parallel_drafting=True is nothing that method='ngram' can do; leave it out",
+    "other words of n-grams": (
+        dict(NGRAM, use_heterogeneous_vocab=True),
+        "use_heterogeneous_vocab=True is for method='draft_model', this is 'ngram'; leave it out",
     ),
     "another method than the checkpoint's": (
         dict(model=str(GOOD["drafter"]), method="medusa"),

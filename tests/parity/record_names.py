@@ -1,7 +1,9 @@
 #!/usr/bin/env python
 """Write tests/fixtures/upstream_names.json: the public names of speculators 0.9.0 and what one call of each answers.
 
-benchmarks/.venv-upstream/bin/python tests/parity/record_names.py
+HF_HUB_OFFLINE=1 TRITON_INTERPRET=1 benchmarks/.venv-upstream/bin/python tests/parity/record_names.py
+
+Its losses outside of `losses.eager` are Triton kernels; on a CPU they run where the package `triton` is on the path.
 """
 
 import ast
@@ -19,7 +21,8 @@ import named_calls
 
 FIXTURE = Path(__file__).parents[1] / "fixtures/upstream_names.json"
 HOME = Path(speculators.__file__).parent
-PARTS = ("config", "model", "models", "proposals", "losses", "convert")
+PARTS = ("config", "model", "models", "proposals", "losses", "convert")  # each name is called
+FURTHER = ("train", "data_generation", "utils")  # names alone
 
 
 def public(file):
@@ -52,21 +55,36 @@ def presets():
     return {word: [found.hf_path, found.subset, found.split] for word, found in DATASET_CONFIGS.items()}
 
 
+def written(record):
+    "As JSON, an entry of each table on a line."
+    lines = []
+    for key, value in sorted(record.items()):
+        text = json.dumps(value, sort_keys=True)
+        if isinstance(value, dict):
+            entries = (f"  {json.dumps(name)}: {json.dumps(value[name], sort_keys=True)}" for name in sorted(value))
+            text = "{\n" + ",\n".join(entries) + "\n }"
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
 def main():
     warnings.simplefilter("ignore")
-    named_calls.LOSS["loss_fn"] = eager.kl_div_loss
-    modules, answers = {}, {}
+    named_calls.use_losses(eager)
+    modules, further, answers = {}, {}, {}
     for file in sorted(HOME.rglob("*.py")):
         module = ".".join(file.relative_to(HOME).with_suffix("").parts).removesuffix(".__init__")
-        if module.split(".")[0] in PARTS and module != "losses.fused":
+        package = module.split(".")[0]
+        if package in PARTS and module != "losses.fused":
             names, listed = public(file)
             modules[module] = dict(names=names, listed=listed)
+        elif package in FURTHER and (names := public(file)[0]):
+            further[module] = names
     for name in named_calls.CALLS:
         module, _, attribute = name.rpartition(".")
         answers[name] = named_calls.call(name, getattr(import_module(f"speculators.{module}"), attribute))
     record = dict(version="0.9.0", modules={m: v for m, v in modules.items() if v["names"]}, answers=answers)
-    record |= dict(options=options(), presets=presets())
-    FIXTURE.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    record |= dict(options=options(), presets=presets(), further=further)
+    FIXTURE.write_text(written(record) + "\n")
     print(f"{sum(len(v['names']) for v in modules.values())} names, {len(answers)} calls")
 
 

@@ -39,24 +39,7 @@ from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.generate import NoDrafter, generate
 
 RESULTS = Path(__file__).resolve().parent / "results"
-CHAINS = [
-    "eagle",
-    "n-gram",
-    "suffix",
-    "medusa",
-    "dspark",
-    "xpress",
-    "dflash",
-    "dflash2",
-    "mlp",
-    "mtp",
-    "hass",
-    "peagle",
-    "eagle argmax",
-    "eagle3 argmax",
-    "draft-model",
-    "eagle3",
-]
+CHAINS = [*LEARNED, *LOOKUPS, "draft-model", "eagle argmax", "eagle3 argmax"]
 # dspark's slots hang on each other: chains only
 GROWERS = [name for name in LEARNED if name != "dspark"] + ["draft-model"]
 TOP_P = dict(top_p=0.9)

@@ -144,6 +144,20 @@ def name_it(python):
         (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
 
 
+def rotate_rightly():
+    """vLLM's kernel for processors rotates queries of [tokens, heads · size]. Multi-head latent attention (DeepSeek-V3,
+    GLM-4.7) calls it with [tokens, heads, size], a part of a longer row; it then rotates the first heads of the first
+    tokens as if each were a token, and no key. vLLM's own PyTorch code does what DeepSeek's paper says: take that."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = RotaryEmbedding.forward_cpu
+
+    def forward(self, positions, query, key=None):
+        return (kernel if query.dim() == 2 else RotaryEmbedding.forward_native)(self, positions, query, key)
+
+    RotaryEmbedding.forward_cpu = forward
+
+
 def serve(job, answer):
     """Runs inside .venv-vllm: one engine after the other, in this process, with every drafted chain written down. Ends
     early where one fails."""
@@ -153,6 +167,7 @@ def serve(job, answer):
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    rotate_rightly()
     propose, drafts = GPUModelRunner.propose_draft_token_ids, []
 
     def recorded(self, *args, **kwargs):

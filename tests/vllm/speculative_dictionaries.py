@@ -153,6 +153,71 @@ MODELS = {
         markov_head_type="vanilla",
     ),
 }
+THINKER = LLAMA | dict(
+    model_type="qwen3_omni_moe_text",
+    num_hidden_layers=2,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+)
+# the class that vLLM would take reads pictures; this one it can look at anywhere
+MODELS["omni"] = dict(
+    model_type="qwen3_omni_moe",
+    architectures=["Qwen3ForCausalLM"],
+    thinker_config=dict(model_type="qwen3_omni_moe_thinker", text_config=THINKER),
+    torch_dtype="float32",
+)
+MODELS["omni-sparks"] = SPARKS | dict(
+    architectures=["Qwen3OmniDSparkModel"],
+    target_layer_ids=[0, 1],
+    target_hidden_size=128,
+    use_aux_hidden_state=True,
+)
+OMNI_WRONG = [  # what a DSpark draft for Qwen3-Omni must not have
+    dict(architectures=["Qwen3DSparkModel"]),
+    dict(block_size=5),
+    dict(block_size=None),
+    dict(block_size=True),
+    dict(dflash_config=dict(block_size=3)),
+    dict(target_hidden_size=64),
+    dict(hidden_size=64),
+    dict(num_attention_heads=8),
+    dict(num_key_value_heads=4),
+    dict(head_dim=32),
+    dict(target_layer_ids=[]),
+    dict(target_layer_ids=[1, 0]),
+    dict(target_layer_ids=[0, 2]),
+    dict(target_layer_ids=[-1, 1]),
+    dict(target_layer_ids=[0, True]),
+    dict(dflash_config=dict(target_layer_ids=[1, 1])),
+    dict(use_aux_hidden_state=False),
+    dict(eagle_config=dict(use_aux_hidden_state=False)),
+    dict(markov_rank=0),
+    dict(markov_head_type="gated"),
+    dict(sample_from_anchor=False),
+    dict(dspark_bonus_anchor=True),
+    dict(draft_vocab_size=4096),
+    dict(mask_token_id=2048),
+    dict(mask_token_id=None),
+    dict(rope_scaling=dict(rope_type="default", mrope_section=[16, 8, 8])),
+]
+OMNI_RIGHT = [  # other places for the same
+    dict(block_size=None, dspark_block_size=4),
+    dict(dflash_config=dict(block_size=4, target_layer_ids=[1], mask_token_id=3), block_size=9, mask_token_id=None),
+    dict(mask_token_id=None, ptd_token_id=7),
+    dict(draft_vocab_size=None),
+    dict(target_layer_ids=None, dspark_target_layer_ids=[0, 1]),
+]
+
+
+def _omni_variants(kind, changes):
+    for i, fields in enumerate(changes):
+        merged = MODELS["omni-sparks"] | fields
+        MODELS[f"omni-{kind}-{i}"] = {name: value for name, value in merged.items() if value is not None}
+
+
+_omni_variants("wrong", OMNI_WRONG)
+_omni_variants("right", OMNI_RIGHT)
 NGRAM = dict(method="ngram", num_speculative_tokens=3)
 DRAFT = dict(model="small", method="draft_model", num_speculative_tokens=3)
 SYNTHETIC, SUFFIX = NGRAM | dict(rejection_sample_method="synthetic"), dict(method="suffix", num_speculative_tokens=8)
@@ -399,6 +464,47 @@ CASES = {
     "length as text": NGRAM | dict(num_speculative_tokens="3"),
     "half a token": NGRAM | dict(num_speculative_tokens=2.5),
 }
+OMNI = dict(model="omni-sparks", num_speculative_tokens=4, target="omni")
+CASES |= {
+    "omni dspark": OMNI,
+    "omni dspark, no length": dict(model="omni-sparks", target="omni"),
+    "omni dspark, three tokens": OMNI | dict(num_speculative_tokens=3),
+    "omni dspark of another draft": OMNI | dict(model="small", method="dspark"),
+    "omni dspark on another target": OMNI | dict(target="qwen3"),
+    "omni dspark on another target, three tokens": OMNI | dict(target="qwen3", num_speculative_tokens=3),
+    "omni dspark, top 20": OMNI | dict(dspark_draft_topk=20),
+    "omni, n-grams": NGRAM | dict(target="omni"),
+    "omni, draft model": DRAFT | dict(target="omni"),
+    "omni, draft model of other words": DRAFT | dict(target="omni", model="small-other-words"),
+    "medusa on omni": dict(model="heads", method="medusa", num_speculative_tokens=3, target="omni"),
+    "medusa on omni, found": dict(model="heads", num_speculative_tokens=3, target="omni"),
+    "sparks as medusa on 3": dict(model="sparks", method="medusa", num_speculative_tokens=3, target_tp=3),
+    "eagle as medusa on 3": dict(model="EAGLE-small", method="medusa", num_speculative_tokens=1, target_tp=3),
+    "omni as medusa": dict(model="omni", method="medusa", num_speculative_tokens=3),
+    "omni as eagle3": dict(model="omni", method="eagle3", num_speculative_tokens=3),
+    "omni as a draft model": DRAFT | dict(model="omni"),
+    "omni, eagle3": dict(model="small", method="eagle3", num_speculative_tokens=3, target="omni"),
+}
+CASES |= {name.replace("-", " "): OMNI | dict(model=name) for name in MODELS if name.startswith(("omni-w", "omni-r"))}
+CASES |= {  # what ours once decided otherwise
+    "custom class in capitals": dict(model="Proposers.Mine", num_speculative_tokens=3, prompt_lookup_max=2),
+    "medusa, named eagle3": dict(model="small_eagle3", method="medusa", num_speculative_tokens=2),
+    "mtp, named eagle3": dict(model="small_eagle3", method="mtp", num_speculative_tokens=2),
+    "mtp, named dflash": dict(model="small-dflash", method="mtp", num_speculative_tokens=2),
+    "suffix fields out of range for n-grams": NGRAM
+    | dict(suffix_decoding_max_cached_requests=-1, suffix_decoding_min_token_prob=2.0),
+    "argmax of drawn n-grams": NGRAM | dict(use_local_argmax_reduction=True, draft_sample_method="probabilistic"),
+    "argmax of drawn medusa heads": dict(
+        model="heads", num_speculative_tokens=3, use_local_argmax_reduction=True, draft_sample_method="probabilistic"
+    ),
+    "draft model config of suffixes": SUFFIX | dict(draft_model_config=dict(hf_config={})),
+    "draft model config of a draft model": DRAFT | dict(draft_model_config=dict(hf_config={})),
+    "medusa with parallel drafting": dict(model="heads", num_speculative_tokens=3, parallel_drafting=True),
+    "dflash of phi": dict(model="blocks", method="dflash", num_speculative_tokens=3, target="phi"),
+    "parallel sparks as eagle3": dict(model="trained-parallel", method="eagle3", num_speculative_tokens=3),
+    "eagle3 as its checkpoint, by its path": dict(model="trained-eagle3", method="mtp", num_speculative_tokens=3),
+    "trained blocks as eagle3": dict(model="trained-blocks", method="eagle3", num_speculative_tokens=3),
+}
 assert len(CASES) >= 150, len(CASES)
 
 
@@ -436,85 +542,124 @@ def mtp_config(word):
     return config | numbers
 
 
-# where we decide otherwise than vLLM 0.32, on purpose. Title: (what we do, whether it applies to a dictionary). What we
-# do: "accept" what vLLM refuses, "refuse" what it accepts, resolve to other "values". The reasons are in the table at
-# the end of nbs/serve/06_speculative_config.ipynb, under the same titles.
-PATH_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
-NOT_PARALLEL = ("ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "custom_class", "extract_hidden_states")
+# where we decide otherwise than vLLM 0.32, on purpose. Title: [(what we do, on which dictionaries)]. What we do:
+# "accept" what vLLM refuses, "refuse" what it accepts, resolve to other "values". A condition names fields and values
+# that decide, and holds for no dictionary on which the two agree. The reasons are in the table at the end of
+# nbs/serve/06_speculative_config.ipynb, under the same titles.
+MTP_MODELS = ("mimo", "two-heads", "latent")
+MTP_WORDS = ("mtp", "mimo_mtp")
+SERVED_AS = {"trained-eagle3": "eagle3", "trained-parallel": "eagle3", "trained-blocks": "dflash"}
+SERVED_AS |= {"trained-sparks": "dspark"}
 
 
-def _documented(case):
-    return (
-        case.get("rejection_sample_method") in ("strict", "probabilistic")
-        or "speculative_token_tree" in case
-        or case.get("method") == "[ngram]"
-        or case.get("model") == "mlp"
-    )
+def _sampled_in_words(case):
+    return case.get("rejection_sample_method") in ("strict", "probabilistic")
 
 
-def _path_decides(case):
-    by_name = any(part in str(case.get("model")).lower() for part in PATH_METHODS)
-    return by_name and case.get("method") not in (None, "eagle", "eagle3", "dflash", "dspark")
+def _has_tree(case):
+    return "speculative_token_tree" in case
 
 
-def _is_trained(case):
-    return str(case.get("model")).startswith("trained")
+def _is_in_brackets(case):
+    return case.get("method") == "[ngram]"
 
 
-def _number_in_config(case):
-    return "num_speculative_tokens" not in case and (
-        case.get("method") in ("mtp", "mimo_mtp") or case.get("model") in ("mimo", "two-heads", "latent")
-    )
+def _is_mlp_speculator(case):
+    return case.get("model") == "mlp" and case.get("method") in (None, "mlp_speculator")
 
 
-def _fails_later(case):
-    argmax = case.get("use_local_argmax_reduction") and case.get("draft_sample_method") == "probabilistic"
-    schedule = case.get("num_speculative_tokens_per_batch_size") in ([[2, 4, 3]], [[1, 4, 3], [4, 8, 1]])
-    return argmax or schedule or case.get("suffix_decoding_max_tree_depth") == 1
+def _is_mtp_without_number(case):
+    in_target = case.get("method") in MTP_WORDS and "model" not in case
+    found = case.get("model") in MTP_MODELS and case.get("method") in (None, "draft_model", *MTP_WORDS)
+    return "num_speculative_tokens" not in case and (in_target or found)
 
 
-def _of_unknown_family(case):
-    by_method = case.get("method") in (None, "eagle3", "dflash", "dspark", "extract_hidden_states")
-    by_architecture = str(case.get("model")).startswith(("sparks", "muse"))  # found, whichever method is given
-    return case.get("target") == "phi" and (by_method or by_architecture)
+def _given_or_by_path(case):
+    "The method as vLLM has it before it reads a checkpoint of ours; its name has eagle3 in one."
+    named = case.get("model") == "trained-eagle3" and case.get("method") not in ("eagle", "dflash", "dspark", "medusa")
+    return "eagle3" if named else case.get("method")
 
 
-def _without_effect(case):
-    not_parallel = case.get("method") in NOT_PARALLEL or case.get("model") in ("heads", "old-heads", "ngram")
-    return bool(case.get("parallel_drafting") and not_parallel) or "draft_model_config" in case
+def _contradicts_checkpoint(case):
+    served, given = SERVED_AS.get(case.get("model")), _given_or_by_path(case)
+    return served is not None and given not in (None, served)
 
 
-def _unmeant(case):
+def _checkpoint_has_number(case):
+    "vLLM takes a number from the block of a DSpark drafter alone."
+    served, given = SERVED_AS.get(case.get("model")), _given_or_by_path(case)
+    return "num_speculative_tokens" not in case and served not in (None, "dspark") and given in (None, served)
+
+
+def _checkpoint_has_method(case):
+    return case.get("model") in ("trained-blocks", "trained-parallel") and "method" not in case
+
+
+def _checkpoint_is_parallel(case):
+    given = case.get("method") == "eagle3" and not case.get("parallel_drafting")
+    return case.get("model") == "trained-parallel" and given
+
+
+def _checkpoint_proposes_fewer(case):
+    fitting = case.get("method") in (None, "dspark")
+    return case.get("model") == "trained-sparks" and fitting and "num_speculative_tokens" not in case
+
+
+def _is_argmax_of_a_sample(case):
+    chosen = case.get("use_local_argmax_reduction") and case.get("draft_sample_method") == "probabilistic"
+    without = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
+    heads = case.get("model") in ("heads", "old-heads") or case.get("method") == "medusa"
+    path = case.get("model") in ("small_eagle3", "neutral-eagle3", "EAGLE-small", "small-dflash", "sparks", "muse")
+    return bool(chosen and case.get("method") not in without and not (heads and not path))
+
+
+def _has_odd_schedule(case):
+    return case.get("num_speculative_tokens_per_batch_size") in ([[2, 4, 3]], [[1, 4, 3], [4, 8, 1]])
+
+
+def _is_elsewhere(case):
+    return case.get("model") == "org/not-here"
+
+
+def _has_no_meant_number(case):
     number = case.get("num_speculative_tokens")
-    huge = isinstance(number, int) and (number is True or number > 4096)
-    low = case.get("suffix_decoding_max_spec_factor", 1) < 0 or case.get("suffix_decoding_max_cached_requests", 1) < 0
-    no_share = not 0 <= case.get("suffix_decoding_min_token_prob", 0) <= 1
-    elsewhere = case.get("method") != "suffix" and (low or no_share)  # vLLM looks at them for suffix decoding alone
-    return huge or elsewhere or case.get("suffix_decoding_max_spec_factor") == float("inf")
+    return number is True or (isinstance(number, int) and number > 4096)
+
+
+def _has_infinite_factor(case):
+    return case.get("suffix_decoding_max_spec_factor") == float("inf")
 
 
 ROWS = {
-    "words of the documented line": ("accept", _documented),
-    "what the draft's config says": ("accept", _number_in_config),
-    "a checkpoint of this library": ("accept refuse values", _is_trained),
-    "the path of a model": ("values refuse accept", _path_decides),
-    "fields without effect": ("refuse", _without_effect),
-    "what fails later": ("refuse", _fails_later),
-    "hidden states of inner layers": ("refuse", _of_unknown_family),
-    "a Python class": ("refuse", lambda case: "method" not in case and case.get("model") == "proposers.Mine"),
-    "models of other machines": ("accept", lambda case: case.get("model") == "org/not-here"),
-    "numbers that nobody means": ("refuse", _unmeant),
+    "words of the documented line": [
+        ("accept", _sampled_in_words),
+        ("accept", _has_tree),
+        ("accept", _is_in_brackets),
+        ("accept", _is_mlp_speculator),
+    ],
+    "the number of an MTP head": [("accept", _is_mtp_without_number)],
+    "a checkpoint of this library": [
+        ("refuse", _contradicts_checkpoint),
+        ("accept", _checkpoint_has_number),
+        ("values", _checkpoint_has_method),
+        ("values", _checkpoint_is_parallel),
+        ("values", _checkpoint_proposes_fewer),
+    ],
+    "what fails later": [("refuse", _is_argmax_of_a_sample), ("refuse", _has_odd_schedule)],
+    "models of other machines": [("accept", _is_elsewhere)],
+    "numbers that nobody means": [("refuse", _has_no_meant_number), ("refuse", _has_infinite_factor)],
 }
 
 
 def rows_of(case):
     """Titles of the rows that apply to a dictionary."""
-    return [title for title, (_, applies) in ROWS.items() if applies(case)]
+    return [title for title, parts in ROWS.items() if any(applies(case) for _, applies in parts)]
 
 
 def explained(case, disagreement):
     """Whether a row explains that ours decides so: "accept", "refuse" or "values"."""
-    return any(disagreement in ROWS[title][0].split() for title in rows_of(case))
+    parts = [part for parts in ROWS.values() for part in parts]
+    return any(how == disagreement and applies(case) for how, applies in parts)
 
 
 # values that are the rule, and are not recorded
@@ -609,7 +754,7 @@ def resolved(config, folder, rejection_sample_method, draft_max_model_len, looka
     return {name: value for name, value in values.items() if name not in USUAL or value != USUAL[name]}
 
 
-NAMES = [name for name in MODELS if name != "mlp"]
+NAMES = [name for name in MODELS if name != "mlp" and not name.startswith(("omni-w", "omni-r"))]
 RIGHT = {  # field -> values to draw from that are right in some dictionary
     "draft_sample_method": ["greedy", "probabilistic"],
     "draft_tensor_parallel_size": [1, 2, 4],
@@ -707,7 +852,9 @@ def dictionaries():
         if not draw(st.integers(0, 9)):
             name = draw(st.sampled_from(sorted(WRONG)))
             case[name] = draw(st.sampled_from(WRONG[name]))
-        case["target"] = draw(st.sampled_from([None, None, None, "mimo", "two-heads", "latent", "phi", "short"]))
+        case["target"] = draw(
+            st.sampled_from([None, None, None, "mimo", "two-heads", "latent", "phi", "short", "omni"])
+        )
         case["target_tp"] = draw(st.sampled_from([1, 1, 1, 1, 1, 2, 2, 4, 4, 3]))
         return {name: value for name, value in case.items() if value is not None}
 
