@@ -29,7 +29,7 @@ import speculators_nb
 from .checkpoints import check_field_types, model_file
 from .files import NotSupported, atomic_write, read_object
 from .option_rules import OptionRule, number, several, shown, whole
-from .options import RULES
+from .options import RULES, installed_drafters
 from speculators_nb.core.registry import (
     ClassRegistryMixin,
     FoundOnHub,
@@ -344,8 +344,10 @@ class JsonConfig(CheckedConfig):
 
 # %% ../../nbs/core/10_config.ipynb #a7273b0d
 def import_models():
-    "Import the modules of the packages that `auto_package` names: each registers its config."
+    "Import `auto_package` and the entry points of other packages: each registers itself."
     SpeculatorModelConfig.auto_populate_registry()
+    for drafter in installed_drafters():
+        drafter.load()
 
 
 def _class_of(config_dict) -> "type[SpeculatorModelConfig]":

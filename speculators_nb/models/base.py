@@ -364,6 +364,7 @@ class SpeculatorModel(PretrainedDrafter):
     `layers`, `forward`, `shift` and `drafter`, and what differs in `TrainingArguments` (the
     contracts of docs/architecture.md)."""
 
+    served_as: tuple[str, bool]  # vLLM's method, and whether it drafts all tokens in parallel
     serving_rules: tuple[Rule, ...] = ()  # what vLLM would refuse, see `models.serving_rules`
 
     if TYPE_CHECKING:
@@ -378,12 +379,25 @@ class SpeculatorModel(PretrainedDrafter):
         return super().register_decorator(klass, name)
 
     @classmethod
+    def vllm_method(
+        cls,
+    ) -> tuple[str, bool] | None:  # `served_as`; None: vLLM has no such model
+        "How vLLM serves this class; a subclass is another model, and says so for itself."
+        return vars(cls).get("served_as")
+
+    @classmethod
     def serving_violations(
         cls,
         raw: dict[str, Any],  # config.json as it is stored
         verifier: PretrainedConfig | None = None,  # its language model, if config is readable
     ) -> list[str]:  # sentences with the remedy
         "What vLLM would refuse, or read differently from what was trained."
+        if cls.vllm_method() is None:
+            return [
+                f"speculators_model_type is {cls.config_class.speculators_model_type!r}, which "
+                "vLLM 0.32 does not serve; draft with `generate` here (the class of a drafter "
+                "that vLLM serves says so in `served_as`)"
+            ]
         return [sentence for rule in cls.serving_rules for sentence in rule(raw, verifier)]
 
     verify_training_compatible = staticmethod(verify_training_compatible)

@@ -44,7 +44,7 @@ from speculators_nb.models.serving_rules import (
     layer_of,
     layer_types_of,
 )
-from ..nn.attention import attention
+from ..nn.attention import attention as masked_attention
 from ..nn.head_loss import HeadLoss
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
@@ -88,7 +88,7 @@ class RolloutNetwork(Eagle3DraftModel):
         document_ids: torch.Tensor,  # [L]
         anchor_pos: torch.Tensor,  # [T]
         depth: torch.Tensor,  # [T]
-        impl: str = "sdpa",  # of `attention`
+        impl: str = "sdpa",  # of `nn.attention.attention`
     ) -> torch.Tensor:  # [T, H], normed
         "The definition: all rows over all rows under the `rollouts` mask."
         position, known = anchor_pos + depth, depth == 0
@@ -103,7 +103,7 @@ class RolloutNetwork(Eagle3DraftModel):
             def attend(self_attn, x, mask=mask):
                 keys, values = self_attn.key_value(x, rope)
                 queries = self_attn.query(x, rope)
-                return attention(queries[None], keys[None], values[None], mask, impl)[0]
+                return masked_attention(queries[None], keys[None], values[None], mask, impl)[0]
 
             hidden = layer(hidden, attend, embeds)
         return self.norm(hidden)
@@ -388,6 +388,7 @@ class PEagleDraftModel(PEagleLoss):
     """P-EAGLE ([2602.01469](https://arxiv.org/abs/2602.01469)): EAGLE-3's network, which
     drafts all tokens in one forward pass."""
 
+    served_as = "eagle3", True
     serving_rules = PEAGLE_RULES
     config_arguments = (
         *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
