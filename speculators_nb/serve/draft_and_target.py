@@ -263,7 +263,7 @@ class OmniChecks(TargetChecks):
         "Errors: ValueError naming the field of the draft's config that does not fit."
         if self.method != "dspark" or not self._draft or not is_omni(self._target):
             return
-        text, tokens = text_part(self._target), self.num_speculative_tokens
+        text, tokens = text_part(self._target), self.num_speculative_tokens or 0
         rules = omni_layout(self._draft, text, tokens) + omni_sizes(self._draft, text)
         for rule in rules:
             if not rule.fits:

@@ -108,7 +108,7 @@ class GivenMethod(DraftFields):
             self.refuse("method", "and model=None: name a method, or the draft model")
 
     def _warn_of_folder(self):
-        if Path(self.model).is_dir():
+        if Path(self.model or "").is_dir():
             warnings.warn(
                 f"model={self.model!r} is read as a Python class, though there is such a "
                 f"folder; write './{self.model}'",
@@ -181,9 +181,9 @@ class ForeignDraft(GivenMethod):
                 Unsupported,
             )
         if self.method in SERVED_ARCHITECTURES:
-            self._check_served_draft()
+            self._check_served_draft(self.method or "")
 
-    def _check_served_draft(self):
+    def _check_served_draft(self, method: str):
         has_parts = text_part(self._draft) is not self._draft
         if has_parts and "vocab_size" not in self._draft:
             self.refuse(
@@ -191,8 +191,8 @@ class ForeignDraft(GivenMethod):
                 f"is a whole multimodal model, and no draft for method={self.method!r}; "
                 "give a draft, or leave method out",
             )
-        architecture = served_architecture(self.method, self._draft)
-        if architecture not in SERVED_ARCHITECTURES[self.method]:
+        architecture = served_architecture(method, self._draft)
+        if architecture not in SERVED_ARCHITECTURES[method]:
             self.refuse(
                 "method",
                 f"makes vLLM serve {self.model} as {architecture}, which it does not "

@@ -10,7 +10,7 @@ __all__ = ['BOTH_LINES', 'METHODS', 'METHOD_OF_NAME', 'METHOD_OF_ARCHITECTURE', 
            'first_of', 'of_drafter', 'omni_layout', 'attention_sizes', 'omni_sizes']
 
 # %% ../../nbs/serve/01_vllm_methods.ipynb #41aea10e
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from ..models.base import SpeculatorModel
 
@@ -268,7 +268,7 @@ def is_count(
     value: Any,
     low: int = 1,  # the least
     high: float = float("inf"),  # the most
-) -> bool:  # a truth value is none
+) -> TypeGuard[int]:  # a truth value is none
     "Whether a value is a whole number from low to high."
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 

@@ -374,15 +374,15 @@ SPECULATIVE = {  # arguments of SpeculativeConfig -> what must be answered
     ),
     "no depth": (
         dict(method="suffix", num_speculative_tokens=3, suffix_decoding_max_tree_depth=0),
-        "suffix_decoding_max_tree_depth=0: input should be",
+        "suffix_decoding_max_tree_depth=0 is out of range; write a number from 1 to 4096",
     ),
     "a negative cache": (
         dict(method="suffix", num_speculative_tokens=3, suffix_decoding_max_cached_requests=-1),
-        "suffix_decoding_max_cached_requests=-1: (input|must|extra|is)",
+        "suffix_decoding_max_cached_requests=-1 is out of range; write a number from 0 upwards",
     ),
     "a chance above 1": (
         dict(method="suffix", num_speculative_tokens=3, suffix_decoding_min_token_prob=1.5),
-        "suffix_decoding_min_token_prob=1.5: (input|must|extra|is)",
+        "suffix_decoding_min_token_prob=1.5 is out of range; write a number from 0 to 1",
     ),
     "a factor of NaN": (
         dict(method="suffix", num_speculative_tokens=3, suffix_decoding_max_spec_factor=NAN),
