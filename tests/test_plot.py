@@ -56,6 +56,15 @@ def test_acceptance_bars_whiskers_and_lines():
     ]
 
 
+def test_every_marker_is_seen():
+    "A marker without a surface is not drawn in the white of the ground; the six spare looks have some of these."
+    for name in ("no drafter", "eagle3", *(f"variant {i}" for i in range(6))):
+        axes = plot_acceptance(table(drafter=name, conditional=0.5)).axes[0]
+        (line,) = [line for line in axes.lines if line.get_marker() == look([name])[name][1]]
+        filled = matplotlib.markers.MarkerStyle(line.get_marker()).is_filled()
+        assert line.get_markeredgecolor() == ("white" if filled else line.get_color()), name
+
+
 def test_one_panel_per_temperature():
     both = pd.concat([table(temperature=0.0), table(temperature=1.0)])
     assert [axes.get_title("left") for axes in plot_acceptance(both).axes] == ["temperature 0", "temperature 1"]

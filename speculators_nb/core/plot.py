@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.markers import MarkerStyle
 from matplotlib.patches import Patch
 
 # %% ../../nbs/core/08_plot.ipynb #738773c1
@@ -144,7 +145,8 @@ def _draw_acceptance(
         ax.errorbar(x, rate, whiskers, fmt="none", ecolor="#222222", elinewidth=1, capsize=2)
     if "conditional" in rows.columns:
         style: dict[str, Any] = dict(color=colour, marker=marker)
-        style |= dict(markersize=6, markeredgecolor="white", linewidth=1.5)
+        edge = "white" if MarkerStyle(marker).is_filled() else colour  # a cross is all edge
+        style |= dict(markersize=6, markeredgecolor=edge, linewidth=1.5)
         ax.plot(x, rows["conditional"], **style)
 
 # %% ../../nbs/core/08_plot.ipynb #24f02d05

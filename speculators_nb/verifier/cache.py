@@ -6,6 +6,8 @@
 __all__ = ['ATTENTION', 'recurrent_kinds', 'LightningCache', 'new_cache', 'crop_cache']
 
 # %% ../../nbs/verifier/01_cache.ipynb #vcache03
+from typing import Any
+
 import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
@@ -29,7 +31,8 @@ class LightningCache(MiniMaxCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         "Positions in the full layers."
-        return max((layer.get_seq_length() for layer in self.layers), default=0)
+        layers: Any = self.layers
+        return max((layer.get_seq_length() for layer in layers), default=0)
 
     def get_mask_sizes(
         self,
@@ -39,7 +42,7 @@ class LightningCache(MiniMaxCache):
         "Of the full layers."
         return query_length + self.get_seq_length(), 0
 
-    def reorder_cache(self, beam_idx: torch.Tensor):
+    def reorder_cache(self, beam_idx: torch.LongTensor):
         "Keep these rows of the batch, in every layer."
         super().reorder_cache(beam_idx)
         self.linear_cache = [
