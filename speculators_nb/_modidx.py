@@ -622,8 +622,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                                         'speculators_nb/core/registry.py'),
                                               'speculators_nb.core.registry.TokenProposalConfig': ( 'core/registry.html#tokenproposalconfig',
                                                                                                     'speculators_nb/core/registry.py'),
-                                              'speculators_nb.core.registry.Unsupported': ( 'core/registry.html#unsupported',
-                                                                                            'speculators_nb/core/registry.py'),
                                               'speculators_nb.core.registry._same_class': ( 'core/registry.html#_same_class',
                                                                                             'speculators_nb/core/registry.py'),
                                               'speculators_nb.core.registry.explain': ( 'core/registry.html#explain',

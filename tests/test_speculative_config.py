@@ -132,7 +132,10 @@ def test_every_difference_is_real_and_on_the_page(answers, title):
         assert how in [vllm.disagreement(*row) for row in of_this], applies.__name__
 
 
-@pytest.mark.parametrize("how,applies", [part for parts in ROWS.values() for part in parts], ids=str)
+CONDITIONS = [pytest.param(*part, id=part[1].__name__) for parts in ROWS.values() for part in parts]
+
+
+@pytest.mark.parametrize("how,applies", CONDITIONS)
 def test_a_condition_holds_for_no_dictionary_with_the_same_answer(answers, how, applies):
     "A condition that is too wide would hide faults: where it holds and one of the classes accepts, the two differ."
     for case, said, mine in answers:

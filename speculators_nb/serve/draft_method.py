@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import PrivateAttr
 
-from ..core.registry import Unsupported
+from ..core.files import NotSupported
 from .speculative_fields import DraftFields, config_of
 from speculators_nb.serve.vllm_methods import (
     METHOD_OF_ARCHITECTURE,
@@ -178,7 +178,7 @@ class ForeignDraft(GivenMethod):
                 "method",
                 f"needs {needs if self.method == 'mtp' else 'an MLP speculator'}; "
                 f"{self.model} has model_type={kind!r}; leave method out",
-                Unsupported,
+                NotSupported,
             )
         if self.method in SERVED_ARCHITECTURES:
             self._check_served_draft(self.method or "")

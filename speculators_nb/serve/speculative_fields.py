@@ -56,7 +56,7 @@ class SpeculativeFields(ReloadableBaseModel):
         self,
         name: str,  # of a field
         why: str,  # follows on the name and the value in the message
-        error: type[ValueError] = ValueError,  # or Unsupported
+        error: type[ValueError] = ValueError,  # or NotSupported
     ) -> NoReturn:
         "Raise an error about a field."
         raise error(f"{name}={getattr(self, name)!r} {why}")
