@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch
+from matrix import DRAFTERS, batch_for, drafter
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -249,3 +250,24 @@ def test_documented_errors(verifier):
     for kind in (AttributeError, ValueError):
         with pytest.raises(kind, match="no attribute 'layers'"):
             SpeculatorModel.verify_training_compatible(without)
+
+
+@pytest.mark.parametrize(
+    "name", ["eagle", "eagle3", "peagle", "dflash", "dspark vanilla", "dflash2", "xpress", "mlp", "medusa"]
+)
+def test_a_batch_is_one_packed_row(name):
+    "A second row, or a tensor that is shorter than the row, was left out of the loss in silence."
+    model = drafter(name, "qwen3")
+    batch = batch_for(model, "qwen3")
+    options = model.get_trainer_kwargs(**DRAFTERS[name][2])[0]
+    with pytest.raises(ValueError, match="input_ids has 2 rows, and .* takes one packed row"):
+        model(**{key: torch.cat([tensor, tensor]) for key, tensor in batch.items()}, **options)
+    for key in batch.keys() - {"input_ids"}:
+        with pytest.raises(ValueError, match=rf"^{key} is \[1, 67.*beside input_ids of \[1, 72\]"):
+            model(**batch | {key: batch[key][:, :-5]}, **options)
+
+
+def test_a_missing_tensor_of_a_batch_is_named():
+    model = drafter("dflash", "qwen3")
+    with pytest.raises(ValueError, match="loss_mask=None: DFlashDraftModel needs it"):
+        model(**batch_for(model, "qwen3") | dict(loss_mask=None))

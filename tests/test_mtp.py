@@ -495,6 +495,15 @@ def test_stitching_is_whole_or_not_at_all(tmp_path, monkeypatch):
         stitch_mtp(tmp_path / "d", folder, tmp_path / "out")
 
 
+def test_an_incomplete_head_of_the_verifier_is_its_own_fault(tmp_path):
+    folder = tiny_verifier(tmp_path / "v")
+    MTPDraftModel.from_training_args(verifier_name_or_path=str(folder)).save_pretrained(tmp_path / "d")
+    (file,) = folder.glob("*.safetensors")
+    save_file({n: t for n, t in load_file(file).items() if n != "mtp.fc.weight"}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"verifier '.*' lacks mtp\.fc\.weight of its own MTP head; fetch or save it"):
+        stitch_mtp(tmp_path / "d", folder, tmp_path / "out")
+
+
 def test_a_foreign_head_is_refused(tmp_path):
     folder = tiny_verifier(tmp_path / "v")
     for name, config in (

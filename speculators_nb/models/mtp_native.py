@@ -221,6 +221,11 @@ def prepare_splice(
         head = split_experts(head)
     head = {to_native(name, layer): weight for name, weight in head.items()}
     if replaced:
+        if lost := sorted(head.keys() - replaced.keys()):
+            raise ValueError(
+                f"verifier {str(verifier)!r} lacks {', '.join(lost[:4])}"
+                f"{' …' if lost[4:] else ''} of its own MTP head; fetch or save it again"
+            )
         check_head(head, replaced, drafter, verifier)
         cast = {name: weight.to(replaced[name].dtype) for name, weight in head.items()}
         return Splice(cast, {name: index[name] for name in head}, False)

@@ -124,6 +124,7 @@ class MTPHead(TrainingTimeTest):
     "The layer of an MTP head and its rotary embeddings."
 
     config_class: type[MTPSpeculatorConfig] = MTPSpeculatorConfig
+    several_rows = True
     if TYPE_CHECKING:
         mtp_layers: Sequence[MTPLayer]  # an nn.ModuleList
     not_saved = ("target_head.", "embed_tokens.", "lm_head.")
