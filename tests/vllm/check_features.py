@@ -211,7 +211,8 @@ def main(layer_ids=(2, 3, 4, 6), rows=ROWS):
             counts = extract_from_server(server.url, output_dir=broken, **arguments)
         assert counts == {"written": len(rows) - done, "kept": done, "failed": 0}, counts
         relative = compare(broken, verifier, rows)
-        assert max(relative) <= LIMIT and not left(), (relative, left())
+        unread = [name for name in left() if not name.startswith(".tmp")]  # what the killed server was writing stays
+        assert max(relative) <= LIMIT and not unread, (relative, unread)
         print(
             f"started anew: {counts['kept']} rows kept, {counts['written']} written, all equal; ok after "
             f"{time.time() - began:.0f} s"
