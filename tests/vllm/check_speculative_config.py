@@ -17,7 +17,6 @@ draws and emits). The suffix cases need arctic-inference only to run: here vLLM 
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -151,12 +150,10 @@ def ask_words():
 
 
 def mtp_words():
-    """All words of our table, read from the module: this interpreter has none of our requirements."""
-    file = ROOT / "speculators_nb/serve/vllm_methods.py"
-    spec = importlib.util.spec_from_file_location("vllm_methods", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return [word for family in module.MTP_FAMILIES for word in family.words]
+    """All words of our table; runs inside .venv."""
+    from speculators_nb.serve.vllm_methods import MTP_FAMILIES
+
+    return [word for family in MTP_FAMILIES for word in family.words]
 
 
 def in_our_environment(*arguments):
@@ -212,11 +209,14 @@ def main():
     parser.add_argument("--draw", type=int, metavar="N", help="draw N other dictionaries; with --record they are kept")
     parser.add_argument("--seed", type=int, default=0, help="of --draw")
     parser.add_argument("--ours", nargs=2, metavar=("FOLDER", "FILE"), help="print our answers (it calls itself so)")
+    parser.add_argument("--print-words", action="store_true", help="print the words of our MTP table (as above)")
     parser.add_argument("--print-drawn", nargs=2, type=int, metavar=("N", "SEED"), help="print them (as above)")
     args = parser.parse_args()
     if args.ours:
         folder, file = args.ours
         return print(json.dumps([our_answer(case, folder) for case in json.loads(Path(file).read_text())]))
+    if args.print_words:
+        return print(json.dumps(mtp_words()))
     if args.print_drawn:
         return print(json.dumps(drawn(*args.print_drawn)))
     import vllm
@@ -245,7 +245,7 @@ def main():
         version=vllm.__version__,
         seed=seed,
         words=ask_words(),
-        mtp=ask_mtp(mtp_words()),
+        mtp=ask_mtp(in_our_environment("--print-words")),
         cases=dict(zip(CASES, theirs)),
         drawn=[dict(case=c["case"], said=said) for c, said in zip(others, theirs[len(CASES) :])],
     )
