@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['MOST_DRAFTED', 'MOST_TOKENS', 'SEED', 'TEMPERATURE', 'REGISTERED', 'STORED', 'FLOATS', 'SERVED', 'METHODS',
-           'SCHEDULES', 'RULES', 'LAYERS', 'ARGUMENTS', 'IN', 'FOLDER', 'ONLY_VLLM', 'ONLY_LOCAL', 'RUNNING', 'ALONE',
-           'RELATIONS', 'shipped_drafters', 'installed_drafters', 'algorithms', 'rule_of', 'check_options']
+           'PROMPT_SETS', 'SCHEDULES', 'RULES', 'LAYERS', 'ARGUMENTS', 'IN', 'FOLDER', 'ONLY_VLLM', 'ONLY_LOCAL',
+           'RUNNING', 'ALONE', 'RELATIONS', 'shipped_drafters', 'installed_drafters', 'algorithms', 'rule_of',
+           'check_options']
 
 # %% ../../nbs/core/02_options.ipynb #0dbf456f
 import numbers
@@ -90,6 +91,9 @@ SERVED = ("auto", "half", "float16", "bfloat16", "float", "float32")  # as vLLM 
 METHODS = _words(
     """ngram ngram_gpu suffix draft_model eagle eagle3 dflash dspark medusa mlp_speculator mtp
     extract_hidden_states custom_class"""
+)
+PROMPT_SETS = _words(
+    "shipped mt-bench gsm8k humaneval math-500 speed-bench alpaca-eval cnn-dailymail"
 )
 SCHEDULES = _words(
     """linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt

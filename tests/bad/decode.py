@@ -20,7 +20,7 @@ from speculators_nb.evaluate.cost import draft_cost, verifier_cost
 from speculators_nb.evaluate.engine import evaluate_engine
 from speculators_nb.evaluate.engine_results import EngineEvaluation
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report
-from speculators_nb.evaluate.load import read_prompts
+from speculators_nb.evaluate.prompts import read_prompts
 from speculators_nb.evaluate.speedup import measured_speedup, speedups, verify_costs
 from speculators_nb.lab.experiment import measure_heldout, settings, train_equally
 from speculators_nb.models.base import SpeculatorModel
