@@ -451,6 +451,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                           'speculators_nb/core/option_rules.py'),
                                                   'speculators_nb.core.option_rules.check_vllm_arguments': ( 'core/option_rules.html#check_vllm_arguments',
                                                                                                              'speculators_nb/core/option_rules.py'),
+                                                  'speculators_nb.core.option_rules.counts_only_above_zero': ( 'core/option_rules.html#counts_only_above_zero',
+                                                                                                               'speculators_nb/core/option_rules.py'),
                                                   'speculators_nb.core.option_rules.counts_only_with': ( 'core/option_rules.html#counts_only_with',
                                                                                                          'speculators_nb/core/option_rules.py'),
                                                   'speculators_nb.core.option_rules.device_problem': ( 'core/option_rules.html#device_problem',
