@@ -190,7 +190,8 @@ def _evaluate_reference(drafter, data, options) -> Evaluation:
     given: dict[str, Any] = dict(
         k=lengths[0] if lengths else getattr(trained, "trained_tokens", 3)
     )
-    given |= {n: options[n] for n in ("temperatures", "max_new_tokens", "rule", "seed")}
+    sampled = "temperatures", "top_p", "top_k", "min_p", "max_new_tokens", "rule", "seed"
+    given |= {name: options[name] for name in sampled}
     run = evaluate_as_engine if options["as_engine"] else measure
     evaluation = run(
         target,
@@ -218,6 +219,9 @@ def evaluate(
     k: list[int] | None = None,  # tokens drafted a step (vllm: repeatable); default: as trained
     concurrency: list[int] | None = None,  # vllm: requests at once (repeatable); default: 1
     temperatures: list[float] | None = None,  # of sampling (repeatable); default: 0 (greedy)
+    top_p: float = 1.0,  # sample from the likeliest tokens that hold this mass; 1: from all
+    top_k: int = 0,  # sample from so many likeliest tokens; 0: from all
+    min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest; 0: none
     max_samples: int | None = 32,  # prompts to use
     max_new_tokens: int = 64,  # tokens to write for each prompt
     ngram: bool = True,  # with reference: compare with n-gram lookup in the text so far

@@ -62,12 +62,17 @@ def evaluate_as_engine(
     eos_token_ids: Collection[int] = (),  # token ids that end an output
     domains: list[str] | None = None,  # the domain of each prompt
     rule: str = "standard",  # acceptance rule
+    top_p: float = 1.0,  # keep the likeliest tokens until they hold this mass; 1: all
+    top_k: int = 0,  # keep the k likeliest tokens; 0: all
+    min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest; 0: none
     seed: int = 0,  # of sampling and of the bootstrap
 ) -> EngineEvaluation:  # without performance; `requests` has the counts of each
     "Decode with our own decoder and count as vLLM counts."
-    check_options(dict(temperatures=temperatures, max_new_tokens=max_new_tokens))
+    filters = dict(top_p=top_p, top_k=top_k, min_p=min_p)
+    check_options(dict(temperatures=temperatures, max_new_tokens=max_new_tokens) | filters)
     check_measurement(k, prompts, rule=rule, seed=seed)
     options: dict[str, Any] = dict(k=k, eos_token_ids=eos_token_ids, rule=rule, seed=seed)
+    options |= filters
     parts = []
     with tqdm(total=len(drafters) * len(temperatures) * len(prompts), unit="request") as bar:
         for name, drafter in drafters.items():
