@@ -352,7 +352,7 @@ def one_line(
         typer.echo(f"Error: {_in_shell(message, function)}", err=True)
         raise typer.Exit(code) from None
 
-
+# %% ../../nbs/cli/03_command.ipynb #9394eaf8
 def command(
     function: Callable,  # or its placeholder from `library`
     report: Callable,  # what the function returned -> the text to print, or None

@@ -179,7 +179,7 @@ def made_by(
         pass  # a file that is none of ours
     return None
 
-
+# %% ../../nbs/cli/07_plan.ipynb #7a0001b0
 def now(
     stage: Stage,
 ) -> Made:
@@ -300,7 +300,7 @@ def _state(stage, entry, function, remade) -> tuple[str, str]:
     changed = changes_of(stage, made, function) if made else []
     return ("will run again", "; ".join(changed)) if changed else ("done", "nothing changed")
 
-
+# %% ../../nbs/cli/07_plan.ipynb #7a0001f0
 def plan_of(
     stages: list[Stage],
     record: RunRecord,

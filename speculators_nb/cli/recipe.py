@@ -233,7 +233,7 @@ def _parts(path: Path, known: Mapping) -> tuple[dict, dict]:
             )
     return shared, sections
 
-
+# %% ../../nbs/cli/01_recipe.ipynb #9606861b
 def read_recipe(
     path: str | os.PathLike,  # .yaml, .yml or .json
     command: str,  # whose values are wanted
