@@ -107,12 +107,13 @@ def sizes():
 
 
 def longer():
-    at = engine()
-    one = by_length()["eagle3"]
+    epochs = float(by_length()["eagle3"]["epochs"])
+    served = float(engine()[4]["mean_length"])
     return (
-        f"EAGLE-3's row is of {float(one['epochs']):.1f} epochs: it computes most for each token, and the budget ends early. "
-        f"The shipped one, trained for three, takes {float(at[4]['mean_length']):.2f} tokens a step in vLLM with four drafted, "
-        "more than any row here (*measured here*). So a row says what is learned first, not what is reached last."
+        f"EAGLE-3's row is of {epochs:.1f} epochs: it computes much for each token, and the budget ends early. The "
+        f"shipped one, trained for three, takes {served:.2f} tokens a step in vLLM with four drafted, on prompts of "
+        "the same corpus: more than any row here (*measured here*). So a row says what is learned first, not what is "
+        "reached last."
     )
 
 
@@ -120,8 +121,8 @@ def copying():
     n, best = length_of("n-gram", 0.0, "copying"), length_of("dflash2", 0.0, "copying")
     free = length_of("n-gram", 0.0, "free")
     return (
-        f"Where the answer repeats the prompt, n-gram takes {n:.2f} tokens a step and DFlash2 {best:.2f}; where the verifier "
-        f"tells a story of its own, n-gram takes {free:.2f} (*measured here*, greedy, four drafted)."
+        f"Where the answer repeats the prompt, n-gram takes {n:.2f} tokens a step and DFlash2 {best:.2f}; where the "
+        f"verifier tells a story of its own, n-gram takes {free:.2f} (*measured here*, greedy, four drafted)."
     )
 
 
@@ -149,8 +150,8 @@ def interval():
     low, high = float(row["mean_length_low"]), float(row["mean_length_high"])
     return (
         f"- **Acceptance itself, at every epoch** (`speculators-nb evaluate`). 48 prompts of the comparison gave "
-        f"{float(row['mean_length']):.2f} tokens a step with a 95 % interval from {low:.2f} to {high:.2f} (*measured here*): "
-        "enough to see a fault or a turn, not enough to tell two good drafters apart."
+        f"{float(row['mean_length']):.2f} tokens a step with a 95 % interval from {low:.2f} to {high:.2f} (*measured "
+        "here*): enough to see a fault or a turn, not enough to tell two good drafters apart."
     )
 
 
@@ -196,9 +197,7 @@ def too_long():
 
 
 def amounts():
-    return table(
-        ["who", "trained on", "source"], [[e["what"], e["amount"], cite(e)] for e in published()["amounts"]]
-    )
+    return table(["who", "trained on", "source"], [[e["what"], e["amount"], cite(e)] for e in published()["amounts"]])
 
 
 def data_size():
@@ -229,15 +228,16 @@ def data_size_said():
 
     def of(size, name):
         values = [float(row[name]) for row in found if int(row["conversations"]) == size]
-        return sum(values) / len(values)
+        return f"{sum(values) / len(values):.2f}"
 
-    few, many = min(int(r["conversations"]) for r in found), max(int(r["conversations"]) for r in found)
-    gain = of(many, "mean_length") - of(few, "mean_length")
+    sizes = [int(row["conversations"]) for row in found]
+    few, many = min(sizes), max(sizes)
+    length, train, held = "mean_length", "train_loss", "held_out_loss"
     return (
         f"With {count(many)} conversations instead of {few} the same {found[0]['steps']} steps lead to "
-        f"{of(many, 'mean_length'):.2f} tokens a step instead of {of(few, 'mean_length'):.2f}: {gain:.2f} more. On {few} the "
-        f"training loss ends at {of(few, 'train_loss'):.2f} and the held-out loss at {of(few, 'held_out_loss'):.2f}; on "
-        f"{count(many)} they are {of(many, 'train_loss'):.2f} and {of(many, 'held_out_loss'):.2f}."
+        f"{of(many, length)} tokens a step instead of {of(few, length)}. On {few} the training loss ends at "
+        f"{of(few, train)} and the held-out loss at {of(few, held)}; on {count(many)} they are {of(many, train)} and "
+        f"{of(many, held)}."
     )
 
 
@@ -275,14 +275,15 @@ def by_drafted_here():
 
 
 def one_drafter_many_numbers():
-    "From the two tables: what the same drafter may be reported as."
-    at = engine()
+    "What the same drafter may be reported as."
+    one, five = (float(engine()[k]["mean_length"]) for k in (1, 5))
+    share = 100 * float(engine()[5]["draft_acceptance"])
     best, worst = length_of("eagle", 0.0, "code"), length_of("eagle", 1.0, "copying")
     return (
-        f"One drafter, several numbers. The shipped EAGLE-3 in vLLM, greedily: {float(at[1]['mean_length']):.2f} tokens a step with one drafted, "
-        f"{float(at[5]['mean_length']):.2f} with five, of which {float(at[5]['mean_length']) - 1:.2f} were drafted, and "
-        f"{100 * float(at[5]['draft_acceptance']):.0f} % of all drafted tokens were accepted. An EAGLE of the comparison, four "
-        f"drafted: {best:.2f} on code, greedily, and {worst:.2f} on copying at temperature 1 (*measured here*)."
+        f"The shipped EAGLE-3 in vLLM, greedily, takes {one:.2f} tokens a step with one drafted and {five:.2f} with "
+        f"five. Of these {five - 1:.2f} were drafted, and {share:.0f} % of all drafted tokens were accepted. An EAGLE "
+        f"of the comparison, four drafted, takes {best:.2f} on code, greedily, and {worst:.2f} on copying at "
+        "temperature 1 (*measured here*)."
     )
 
 
