@@ -241,7 +241,8 @@ class RunRecord:
     ):
         "Note that a stage has begun: until it ends, nothing after it is done."
         made = now(stage)
-        self.stages[stage.name] = {"arguments": made.arguments, "inputs": made.inputs}
+        output = stage.output and str(stage.output)
+        self.stages[stage.name] = {"command": stage.command, "output": output} | made._asdict()
         for later in after:
             entry = self.stages.setdefault(later.name, {})
             there = later.output is not None and later.output.exists()
@@ -250,6 +251,15 @@ class RunRecord:
         self.write()
         if stage.output is not None:
             recipe_path(stage.output, stage.command).unlink(missing_ok=True)
+
+    def skip(
+        self,
+        stage: Stage,
+        why: str,
+    ):
+        "Note that a stage does not run on this machine."
+        self.stages[stage.name] = {"command": stage.command, "skipped": why}
+        self.write()
 
     def end(
         self,

@@ -217,15 +217,20 @@ def run_recipe(
     stages, own = stages_of(recipe, commands, outputs)
     folder = output_dir or folder_of(stages, own)
     planned = checked_plan(recipe, stages, RunRecord(folder), commands, overwrite)
-    if dry_run or not any(p.runs for p in planned):
+    page = folder / "report.html"
+    if dry_run or (page.is_file() and not any(p.runs for p in planned)):
         return []
     ran = []
     with alone_in(folder):
         record = RunRecord(folder)
         for i, stage in enumerate(stages):
             next_one = plan_of(stages, record, commands)[i]
+            if next_one.state == "skipped":
+                record.skip(stage, next_one.why)
             if next_one.runs:
                 typer.echo(f"\n[{i + 1}/{len(stages)}] {stage.name}: {next_one.state}")
                 run_stage(next_one, stages, record, commands, perform)
                 ran.append(stage.name)
+        report = import_module("speculators_nb.report.run_report")  # pandas, matplotlib
+        typer.echo(f"\nReport: {report.write_run_report(folder)}")
     return ran
