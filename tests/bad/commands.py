@@ -195,6 +195,21 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         ("nan", "{}=\\[nan\\]: must be finite"),
         ("0 {option} -inf", "{}=\\[0.0, -inf\\]: must be finite"),
     ],
+    "top_p": [
+        ("0", "{}=0.0: must be greater than 0 and at most 1"),
+        ("1.5", "{}=1.5: must be greater than 0 and at most 1"),
+        ("nan", "{}=nan: must be finite"),
+        ("most", "{}='most': is text, and must be a number"),
+    ],
+    "top_k": [
+        ("-1", "{}=-1: must be at least 0"),
+        ("2.5", "{}='2.5': is text, and must be a whole number"),
+    ],
+    "min_p": [
+        ("-0.1", "{}=-0.1: must be at least 0 and at most 1"),
+        ("2", "{}=2.0: must be at least 0 and at most 1"),
+        ("nan", "{}=nan: must be finite"),
+    ],
     "server": SERVER,
     "host": [
         ("'a b'", "{}='a b': is no address to listen on; write something like 127.0.0.1"),
@@ -376,6 +391,24 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
         "our rule in the engine",
         "--engine vllm --rule block",
         "rule='block': has no effect with engine=vllm",
+    ),
+    (
+        "evaluate",
+        "a filter of greedy decoding",
+        "--top-p 0.9",
+        "top_p=0.9: has no effect with temperatures=None, which is greedy; leave it out, or set temperatures=1",
+    ),
+    (
+        "evaluate",
+        "a filter at temperature 0",
+        "--min-p 0.1 --temperatures 0",
+        "min_p=0.1: has no effect with temperatures=\\[0.0\\], which is greedy",
+    ),
+    (
+        "evaluate",
+        "our filter in the engine",
+        "--engine vllm --temperatures 1 --top-k 4",
+        "top_k=4: has no effect with engine=vllm",
     ),
     (
         "evaluate",
