@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .. import __version__
+import speculators_nb
 from .signature import comments_of
 from ..core.option_rules import near, shown
 from ..core.options import RULES, check_options, rule_of
@@ -208,7 +208,7 @@ def new_app(
 
     def show_version(wanted: bool):
         if wanted:
-            typer.echo(f"{name} {__version__}")
+            typer.echo(f"{name} {speculators_nb.__version__}")
             raise typer.Exit
 
     @app.callback()
