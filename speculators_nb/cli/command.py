@@ -415,6 +415,33 @@ def _in_shell(text, function):
         text = text.replace(f"pass {name}=True", f"give --{name.replace('_', '-')}")
     return text
 
+# %% ../../nbs/cli/03_command.ipynb #dce3eacb
+def _leave_recipe(place, name, values):
+    "The recipe of what was made, beside it."
+    if place is not None and Path(place).exists():
+        from speculators_nb.cli.recipe import write_recipe
+
+        write_recipe(place, name, values)
+
+
+def _end(e, function):
+    "Print an exception as one line, and end with its code."
+    if INTERRUPTED:
+        raise typer.Exit(130) from None
+    if os.environ.get("SPECULATORS_NB_TRACEBACK"):
+        raise e
+    message, code = failure(e)
+    typer.echo(f"Error: {_in_shell(message, function)}", err=True)
+    raise typer.Exit(code) from None
+
+
+def _print(*lines):
+    "Print the lines that there are, without secrets."
+    from speculators_nb.core.provenance import without_secrets
+
+    if text := "\n".join(filter(None, lines)):
+        typer.echo(without_secrets(text))
+
 # %% ../../nbs/cli/03_command.ipynb #9394eaf7
 def command(
     function: Callable,  # or its placeholder from `library`
@@ -434,27 +461,13 @@ def command(
         try:
             values = _values(function, name, named, app, context, recipe, typed)
             result = function(**values)
-            text = report(result)
             steps = then(result, values) if then else ()
-            lines = [text, _next_line(steps, recipe, app) if steps else None]
-            if text := "\n".join(filter(None, lines)):
-                from speculators_nb.core.provenance import without_secrets
-
-                typer.echo(without_secrets(text))
-            if values.get(output) is not None and Path(values[output]).exists():
-                from speculators_nb.cli.recipe import write_recipe
-
-                write_recipe(values[output], name, values)
+            _print(report(result), _next_line(steps, recipe, app) if steps else None)
+            _leave_recipe(values.get(output), name, values)
         except (typer.Exit, BrokenPipeError):
             raise
         except Exception as e:
-            if INTERRUPTED:
-                raise typer.Exit(130) from None
-            if os.environ.get("SPECULATORS_NB_TRACEBACK"):
-                raise
-            message, code = failure(e)
-            typer.echo(f"Error: {_in_shell(message, function)}", err=True)
-            raise typer.Exit(code) from None
+            _end(e, function)
 
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -99,7 +99,7 @@ def _read(path: Path):
         raise ValueError(f"{path}: not {kind} of a recipe ({e})") from None
     return content
 
-
+# %% ../../nbs/cli/01_recipe.ipynb #e0e4ed79
 def _load(path: Path) -> dict:
     "The file as a dictionary; field names with underscores."
     content = _read(path)
