@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EXPECTED', 'REMEDIES', 'INTERRUPTED', 'READERS', 'failure', 'usage', 'Program', 'Echo', 'new_app', 'ShellCommand',
-           'command']
+           'one_line', 'command']
 
 # %% ../../nbs/cli/03_command.ipynb #cfa5b618
 import ast
@@ -196,7 +196,8 @@ def new_app(
     help: str,  # what it is for
 ) -> typer.Typer:  # without commands
     """A program: `--traceback` shows where an error was raised; `app.functions` are its
-    commands' functions."""
+    commands' functions, `app.outputs` the parameters that name their outputs, and
+    `app.perform` runs one on checked values."""
     app = typer.Typer(
         name=name,
         cls=Program,
@@ -230,7 +231,7 @@ def new_app(
 
         hide_secrets()
 
-    app.functions = {}
+    app.functions, app.outputs, app.perform = {}, {}, {}
     return app
 
 # %% ../../nbs/cli/03_command.ipynb #724d2927
@@ -310,10 +311,10 @@ def _required(function) -> list[str]:
 
 def _shell_parameters(function, command, named) -> list[inspect.Parameter]:
     "The function's parameters for Typer, and those that every command has."
-    comments = getattr(function, "comments", None)
-    if comments is None:
+    if not hasattr(function, "comments"):
         source = textwrap.dedent(inspect.getsource(function))
-        comments = comments_of(source, ast.parse(source).body[0])
+        function.comments = comments_of(source, ast.parse(source).body[0])
+    comments = function.comments
     parameters = []
     for parameter in inspect.signature(function).parameters.values():
         parameters += _as_typer(parameter, comments.get(parameter.name), command, named)
@@ -326,7 +327,8 @@ def _shell_parameters(function, command, named) -> list[inspect.Parameter]:
         show_default=False,
         help="YAML or JSON file with arguments; what is typed here goes before it.",
     )
-    parameters.append(_keyword("recipe", Path | None, recipe))
+    if "recipe" not in inspect.signature(function).parameters:
+        parameters.append(_keyword("recipe", Path | None, recipe))
     place = inspect.Parameter.KEYWORD_ONLY
     return [*parameters, inspect.Parameter("context", place, annotation=typer.Context)]
 
@@ -424,25 +426,33 @@ def _leave_recipe(place, name, values):
         write_recipe(place, name, values)
 
 
-def _end(e, function):
-    "Print an exception as one line, and end with its code."
-    if INTERRUPTED:
-        raise typer.Exit(130) from None
-    if os.environ.get("SPECULATORS_NB_TRACEBACK"):
-        raise e
-    message, code = failure(e)
-    typer.echo(f"Error: {_in_shell(message, function)}", err=True)
-    raise typer.Exit(code) from None
-
-
-def _print(*lines):
-    "Print the lines that there are, without secrets."
+def _print(text):
+    "Print a text without secrets, if there is one."
     from speculators_nb.core.provenance import without_secrets
 
-    if text := "\n".join(filter(None, lines)):
+    if text:
         typer.echo(without_secrets(text))
 
 # %% ../../nbs/cli/03_command.ipynb #9394eaf7
+@contextlib.contextmanager
+def one_line(
+    function: Callable,  # of the command that runs in this context
+):
+    "An error becomes one line and an exit code (`typer.Exit`), unless `--traceback` is given."
+    try:
+        yield
+    except (typer.Exit, BrokenPipeError):
+        raise
+    except Exception as e:
+        if INTERRUPTED:
+            raise typer.Exit(130) from None
+        if os.environ.get("SPECULATORS_NB_TRACEBACK"):
+            raise
+        message, code = failure(e)
+        typer.echo(f"Error: {_in_shell(message, function)}", err=True)
+        raise typer.Exit(code) from None
+
+# %% ../../nbs/cli/03_command.ipynb #9394eaf8
 def command(
     function: Callable,  # or its placeholder from `library`
     report: Callable,  # what the function returned -> the text to print, or None
@@ -456,18 +466,20 @@ def command(
     "Enter a function as a command."
     name = name or function.__name__
     parameters = _shell_parameters(function, name, named)
+    takes = inspect.signature(function).parameters
 
-    def run(context: typer.Context, recipe: Path | None, **typed):
-        try:
+    def perform(values):
+        result = function(**values)
+        _print(report(result))
+        _leave_recipe(values.get(output), name, values)
+        return result
+
+    def run(context: typer.Context, **typed):
+        recipe = typed.pop("recipe") if "recipe" not in takes else None
+        with one_line(function):
             values = _values(function, name, named, app, context, recipe, typed)
-            result = function(**values)
-            steps = then(result, values) if then else ()
-            _print(report(result), _next_line(steps, recipe, app) if steps else None)
-            _leave_recipe(values.get(output), name, values)
-        except (typer.Exit, BrokenPipeError):
-            raise
-        except Exception as e:
-            _end(e, function)
+            result = perform(values)
+            _print(_next_line(then(result, values), recipe, app) if then else None)
 
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -479,5 +491,6 @@ def command(
         rich_help_panel=group,
         cls=type("Entered", (ShellCommand,), dict(needed=_required(function), named=named)),
     )(run)
-    app.functions[name] = function
+    app.functions[name], app.outputs[name] = function, output
+    app.perform[name] = perform
     return function
