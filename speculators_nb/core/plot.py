@@ -200,6 +200,16 @@ def _ranges_finding(table) -> str:
     if "temperature" in rows:
         rows = rows[rows.temperature == first.temperature]
     begin, end = rows.iloc[0], rows.iloc[-1]
+    if {"mean_length_low", "mean_length_high"} <= {*rows.columns}:
+        apart = (
+            begin.mean_length_low > end.mean_length_high
+            or begin.mean_length_high < end.mean_length_low
+        )
+        if not apart:  # nor where an interval is not known
+            return (
+                f"{first.drafter} from {begin.range} to {end.range} ({begin['by']}): "
+                "no change beyond the intervals"
+            )
     change = end.mean_length - begin.mean_length
     return (
         f"{first.drafter} {'gains' if change > 0 else 'loses'} {abs(change):.2f} tokens a step "
