@@ -105,6 +105,7 @@ SCHEDULES = _words(
 RULES: dict[str, OptionRule] = {
     "data": path("chats.jsonl", objects=True),
     "data_dir": path("features"),
+    "recipe": path("data/recipes/laptop.yaml"),
     "output": path("answers.jsonl", test=recorded_problem),
     "output_dir": path("output/run", none=True, test=recorded_problem),
     "out": path("output/stitched", test=recorded_problem),
@@ -164,8 +165,8 @@ RULES |= {
     "enforce_eager": switch(False, none=True),
 }
 RULES |= switches(
-    """dedup shuffle allow_urls overwrite resume trust_remote_code trust_features link run
-    ngram as_engine baseline""",
+    """dedup shuffle allow_urls overwrite dry_run resume trust_remote_code trust_features link
+    run ngram as_engine baseline""",
 )
 
 # %% ../../nbs/core/02_options.ipynb #890a5a60

@@ -23,6 +23,7 @@ LINES = {  # command -> a line that would run, with names of harness.GOOD
     "export": "export {drafter} {here}/new",
     "stitch-mtp": "stitch-mtp {drafter} {verifier} {here}/new",
     "demo": "demo",
+    "run": "run {here}/recipe.yaml",
 }
 LONG = "x" * 300
 PATH = [("''", "{}='': is empty; write something like"), (LONG, "{}='xxx.*: is too long for a path")]
@@ -93,6 +94,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         (
             "data",
             "data_dir",
+            "recipe",
             "output",
             "output_dir",
             "out",
@@ -561,7 +563,7 @@ WRONG = [  # arguments that name something else than is wanted
         "train {corpus} {here}/d",
         (
             "data_dir=.*heldout.jsonl': is a file, and a drafter is trained on features. Make them: speculators-nb "
-            "features VERIFIER .*heldout.jsonl"
+            "features .*heldout.jsonl FEATURES --verifier VERIFIER"
         ),
     ),
     (
@@ -572,7 +574,7 @@ WRONG = [  # arguments that name something else than is wanted
     (
         "a drafter for features",
         "train {drafter} {here}/d --verifier {verifier}",
-        "data_dir=.*eagle3': is a drafter, and features are wanted. Make them: speculators-nb features .*verifier DATA",
+        "data_dir=.*eagle3': is a drafter, and features are wanted. Make them: .* features DATA FEATURES --verifier",
     ),
     (
         "an empty folder for features",
@@ -671,6 +673,8 @@ def _of_options():
                     f"{LINES[command]} --{option}=maybe",
                     f"--{option}.*does not take a value|{p.name}='maybe'",
                 )
+                if command == "run":  # takes one recipe, and no options from it
+                    continue
                 yield Case(
                     f"{command}: {p.name} as a number",
                     f"{LINES[command]} --recipe {{here}}/recipe.yaml",
