@@ -216,7 +216,7 @@ def _ranges_finding(table) -> str:
         f"from {begin.range} to {end.range} ({begin['by']})"
     )
 
-
+# %% ../../nbs/core/08_plot.ipynb #9456f020
 def plot_ranges(
     table: pd.DataFrame,  # drafter, by, range, mean_length; optional _low/_high, temperature
     title: str | None = None,  # None: the change from the first to the last range
