@@ -54,7 +54,7 @@ def _open_tensors(path: str | os.PathLike) -> Iterator[Any]:
     with handle:
         yield handle
 
-
+# %% ../../nbs/core/04_checkpoints.ipynb #savet001
 def save_tensors(
     tensors: dict[str, Tensor],  # name -> tensor, on any device
     path: str | os.PathLike,  # the file to write, replaced as a whole
