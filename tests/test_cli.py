@@ -422,8 +422,7 @@ REFUSED = [  # what needs no model to be refused -> words of the refusal
 
 @pytest.mark.parametrize("line, words", REFUSED)
 def test_a_refusal_that_needs_no_model_imports_nothing_heavy(tmp_path, line, words):
-    """The first line of the misleading messages, the swapped arguments, the missing paths: one line each, without torch.
-    (How many seconds that takes, the next test says.)"""
+    """Misleading messages of before, swapped arguments, missing paths: one line each, without torch."""
     (tmp_path / "c.jsonl").write_text("{}")
     line = line.format(here=tmp_path, tiny=VERIFIER).split()
     got = python(f"""import sys

@@ -451,7 +451,7 @@ def further_options(
             out += ["--extra", f"{name}={typed}"]
     return out
 
-
+# %% ../../nbs/cli/03_command.ipynb #89e2b061
 class ShellCommand(TyperCommand):
     "Its help shows what it cannot do without as required, though a recipe may give it."
 
