@@ -407,7 +407,7 @@ def _check_data(field, value, command):
             f"`{command} --help` shows the order, and a verifier goes into --verifier"
         )
 
-
+# %% ../../nbs/cli/03_command.ipynb #055cf07e
 def check_inputs(
     values: dict,  # every argument of a command
     command: str,  # its name
