@@ -20,7 +20,8 @@ from speculators_nb.evaluate.comparison import as_engine_counts, compare_runs, e
 from speculators_nb.evaluate.engine import evaluate_engine
 from speculators_nb.evaluate.engine_results import EngineEvaluation
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report, replies_of
-from speculators_nb.evaluate.load import Prompt, ask, read_prompts, run_load
+from speculators_nb.evaluate.load import ask, run_load
+from speculators_nb.evaluate.prompts import Prompt, read_prompts
 from speculators_nb.evaluate.vllm_metrics import Meter, MetricsError
 from speculators_nb.serve.server import Server
 
