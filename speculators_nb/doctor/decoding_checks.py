@@ -65,7 +65,7 @@ def decode(
     options |= dict(eos_token_ids=set(eos_token_ids))
     return Decoded(evaluate(verifier, {name: drafter}, prompts, **options), k, name)
 
-# %% ../../nbs/doctor/06_decoding_checks.ipynb #08d9985d
+# %% ../../nbs/doctor/06_decoding_checks.ipynb #042ab494
 LEAST_ACCEPTED = 0.6  # accepted draft tokens a step over those predicted
 
 
@@ -74,7 +74,7 @@ def acceptance_check(
     predicted: float,  # mean acceptance length from held-out accuracy; NaN: not known
 ) -> Finding:
     "Whether decoding accepts what training promised, and where drafts end."
-    rates = ", ".join(f"{rate:.2f}" for rate in decoded.rates)
+    rates = ", ".join(f"{rate:.2f}" for rate in decoded.rates if rate == rate)
     measured = f"{decoded.length:.2f} tokens a step here (accepted by position: {rates})"
     if predicted != predicted:
         return Finding("acceptance", "note", measured)

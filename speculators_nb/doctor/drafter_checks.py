@@ -7,7 +7,7 @@ __all__ = ['FEW_VALUES', 'LOOKED_AT', 'GAIN', 'LEAST_KEPT', 'coarse_matrices', '
            'forward_options', 'heldout_batches', 'Measured', 'first_accuracy', 'predicted_length', 'measure', 'Repair',
            'repairs', 'repair_checks', 'history_check', 'mapping_check', 'trained_length', 'length_check']
 
-# %% ../../nbs/doctor/04_drafter_checks.ipynb #e756f738
+# %% ../../nbs/doctor/04_drafter_checks.ipynb #e8ba127f
 import copy
 import inspect
 import os
@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
+from ..core.config import SpeculatorModelConfig
 from ..data.packing import collate
 from .finding import Finding, judged
 from ..features.feature_rows import FeatureRows
 from ..models.base import SpeculatorModel
 from ..verifier.parts import load_verifier_tensors
 
-# %% ../../nbs/doctor/04_drafter_checks.ipynb #edbb42a5
+# %% ../../nbs/doctor/04_drafter_checks.ipynb #f3cd2b64
 FEW_VALUES = 256  # of eight bits
 LOOKED_AT = 1 << 16  # values of a matrix
 
@@ -72,7 +73,8 @@ def weights_check(
             "save the trained checkpoint again; look at the keys that were renamed or merged",
         )
     coarse = coarse_matrices(state)
-    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    floats = {str(w.dtype).removeprefix("torch.") for w in state.values() if w.ndim == 2}
+    dtype = ", ".join(sorted(floats))
     fewest = min(coarse.values(), default=0)
     few = f"{len(coarse)} matrices have {fewest} different values or a few more"
     return judged(
@@ -168,8 +170,8 @@ def measure(
     loss = sum(losses) / max(len(losses), 1)
     return Measured(loss, first_accuracy(means), predicted_length(means))
 
-# %% ../../nbs/doctor/04_drafter_checks.ipynb #019aacc3
-GAIN = 0.9  # loss after a repair over the loss before it
+# %% ../../nbs/doctor/04_drafter_checks.ipynb #bcda2efa
+GAIN = 0.97  # loss after a repair over the loss before it
 
 
 class Repair(NamedTuple):
@@ -199,8 +201,11 @@ def repairs(
                 yield Repair(
                     "head", f"the verifier's {part}", _with_rows(model, name, parts[part])
                 )
-    for name, value in vars(model.config).items():
-        if not isinstance(value, bool) or name not in type(model.config).__dataclass_fields__:
+    fields = set(type(model.config).__dataclass_fields__)
+    fields -= {*SpeculatorModelConfig.__dataclass_fields__, "embed_requires_grad"}
+    for name in sorted(fields):
+        value = getattr(model.config, name)
+        if not isinstance(value, bool):
             continue
         config = copy.deepcopy(model.config)
         setattr(config, name, not value)

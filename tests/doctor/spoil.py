@@ -62,7 +62,9 @@ def change_config(drafter, change):
 def change_weights(drafter, change):
     state = dict(read_state(resolve_checkpoint(drafter)))
     change(state)
-    save_tensors({n: w.contiguous() for n, w in state.items()}, drafter / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(
+        {n: w.contiguous() for n, w in state.items()}, drafter / "model.safetensors", metadata={"format": "pt"}
+    )
     return drafter
 
 
@@ -219,7 +221,9 @@ def untrained_layer(folder):
     drafter = copied(folder, "untrained_layer", sound(folder, "eagle3"))
     config = SpeculatorModel.from_pretrained(drafter).config
     extra = dict(norm_before_fc=config.norm_before_fc, norm_output=config.norm_output)
-    fresh = new_drafter("eagle3", shipped_data() / "tiny-verifier", seed=7, ttt_steps=SOUND['eagle3'], **extra).state_dict()
+    fresh = new_drafter(
+        "eagle3", shipped_data() / "tiny-verifier", seed=7, ttt_steps=SOUND["eagle3"], **extra
+    ).state_dict()
 
     def reset(state):
         state.update({n: fresh[n] for n in state if n.startswith("layers.")})
@@ -303,7 +307,9 @@ def absent_domain(folder):
     "The users ask for code, and no training conversation has any."
     rows = [row for row in answers() if row["domain"] != "code"]
     made = medusa_on(folder, "absent_domain", extracted(folder, "no-code", rows))
-    asked = [c for c in read_corpus(shipped_data() / "corpus/heldout.jsonl") if c["domain"] in ("code", "free", "table")]
+    asked = [
+        c for c in read_corpus(shipped_data() / "corpus/heldout.jsonl") if c["domain"] in ("code", "free", "table")
+    ]
     prompts = folder / "users.jsonl"
     prompts.write_text("\n".join(json.dumps(c) for c in asked[:24]))
     return made | dict(data=prompts)
