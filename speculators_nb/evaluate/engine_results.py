@@ -22,7 +22,7 @@ from ..core.files import atomic_write, read_object
 from ..core.plot import new_axes, plot_acceptance
 from ..core.provenance import without_secrets
 from .acceptance import acceptance_summary, acceptance_table, forget
-from .load import Load, Reply, performance, rows_of
+from .load import Load, Reply, performance, rows_of, steps_of
 
 # %% ../../nbs/evaluate/08_engine_results.ipynb #69a11289
 TABLES = ("summary", "positions", "performance")
@@ -188,7 +188,7 @@ class EngineEvaluation:
     summary: pd.DataFrame  # columns of `Evaluation.summary`, and k, concurrency
     positions: pd.DataFrame  # columns of `Evaluation.positions`, and k, concurrency
     performance: pd.DataFrame  # speed by k (0: no drafting), concurrency, temperature, domain
-    # one row for each answer; with its own counts where requests came one at a time
+    # one row for each answer; with its own counts where the server gave them, or at 1 at once
     requests: pd.DataFrame = field(default_factory=pd.DataFrame)
     settings: dict = field(default_factory=dict)  # how it was measured: commands, prompts
 
@@ -281,11 +281,11 @@ def tables_of(
 def request_row(
     reply: Reply,
 ) -> dict[str, Any]:  # columns of the table of requests
-    "One answer, with its own counts where it was counted alone."
+    "One answer, with its own counts where it has some."
     row = asdict(reply)
     counts = row.pop("counts")
     if counts is not None:
-        row["steps"] = max(reply.pieces - 1, counts["drafts"])
+        row["steps"] = steps_of([reply], counts)
         row |= {name: counts[name] for name in ("drafts", "proposed", "accepted")}
         row["accepted_at"] = counts["positions"]
     return row

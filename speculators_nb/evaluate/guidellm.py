@@ -81,15 +81,18 @@ def guidellm_command(
     max_seconds: float | None = None,  # then it ends
     temperature: float = 0.0,  # of the sampling
     seed: int = 0,  # of synthetic prompts and arrivals
+    top_p: float = 1.0,  # keep the likeliest tokens until they hold this mass; 1: all
+    top_k: int = 0,  # keep the k likeliest tokens; 0: all
+    min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest; 0: none
     extra: Sequence[str] = (),  # further arguments of guidellm run
     guidellm: str | os.PathLike | None = None,  # the executable; None: the bare name
 ) -> list[str]:  # arguments
     "The command for one load. Errors: ValueError for a load that never ends or is given twice."
     given = dict(url=url, prompt_tokens=prompt_tokens, max_new_tokens=max_tokens)
-    given |= dict(streams=streams, rate=rate, temperature=temperature, seed=seed)
+    body = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    given |= dict(streams=streams, rate=rate, seed=seed) | body
     check_options(given | dict(max_requests=max_requests, max_seconds=max_seconds))
     load = _load_arguments(streams, rate, max_requests, max_seconds, endless=dataset is None)
-    body = {"temperature": temperature, "top_p": 1.0}
     backend: dict[str, Any] = dict(target=url, model=model, extras={"body": body})
     if dataset:
         backend["max_tokens"] = max_tokens
