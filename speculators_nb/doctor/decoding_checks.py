@@ -7,7 +7,6 @@ __all__ = ['MOST_NEW', 'LEAST_ACCEPTED', 'LEAST_SEEN', 'LEAST_SERVED', 'Decoded'
            'seen_by_domain', 'domains_check', 'tree_note', 'engine_check']
 
 # %% ../../nbs/doctor/06_decoding_checks.ipynb #8009ed30
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path

@@ -115,7 +115,7 @@ def look_at_drafter(e: Examination) -> Iterator[Finding]:
     if all(f.state == "ok" for f in repaired):
         yield history_check(e.measured, e.sources.history)
 
-# %% ../../nbs/doctor/08_doctor.ipynb #a36063bf
+# %% ../../nbs/doctor/08_doctor.ipynb #d8c58f67
 def look_at_training(e: Examination) -> Iterator[Finding]:
     "Learning, data size."
     table = float("nan")
@@ -141,7 +141,7 @@ def look_at_decoding(e: Examination) -> Iterator[Finding]:
     last = evals.iloc[-1].to_dict() if len(evals) else {}
     yield acceptance_check(e.decoded, predicted_length(last, "eval_"))
     stop = eos_ids_of(e.verifier, e.tokenizer)
-    yield tree_note(e.verifier, e.drafter, e.decoded, e.asked, stop)
+    yield tree_note(e.verifier, e.drafter, e.decoded, e.to_decode, stop)
 
 
 WALK: dict[str, tuple[Callable[[Examination], Iterator[Finding]], str]] = {

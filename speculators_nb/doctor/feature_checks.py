@@ -81,7 +81,7 @@ def shift_check(
         "extract the features again: states and tokens are stored with different positions",
     )
 
-# %% ../../nbs/doctor/03_feature_checks.ipynb #c2f8d44a
+# %% ../../nbs/doctor/03_feature_checks.ipynb #43e6cdbe
 MOST_ERROR = 0.06  # of the norm of the states
 
 
@@ -108,7 +108,7 @@ def slot_errors(
         norms.append(now.square().sum((0, 2)))
     return (sum(gaps) / sum(norms)).sqrt().numpy()
 
-
+# %% ../../nbs/doctor/03_feature_checks.ipynb #5dd2846c
 def _misplaced(errors, layers):
     "Layer -> the layer that its slot really holds, where that is another."
     nearest = errors.argmin(1)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-# %% ../../nbs/doctor/01_finding.ipynb #902206c2
+# %% ../../nbs/doctor/01_finding.ipynb #b0f7830d
 STAGES = {  # in the order of the chain -> the notebook that explains it
     "verifier": "nbs/verifier/03_identity.ipynb",
     "template": "nbs/data/05_chat_template.ipynb",
@@ -21,14 +21,14 @@ STAGES = {  # in the order of the chain -> the notebook that explains it
     "vocabulary": "nbs/nn/10_draft_vocabulary.ipynb",
     "weights": "nbs/models/04_base.ipynb",
     "head": "nbs/nn/03_target_head.ipynb",
-    "convention": "nbs/models/10_eagle3.ipynb",
+    "convention": "nbs/nn/04_layers.ipynb",
     "draft length": "nbs/tutorials/07_how_many_tokens.ipynb",
     "training": "nbs/train/07_trainer.ipynb",
     "data size": "nbs/tutorials/09_from_your_chats.ipynb",
     "domains": "nbs/tutorials/08_when_ngram_wins.ipynb",
     "acceptance": "nbs/evaluate/01_acceptance.ipynb",
     "tree": "nbs/tutorials/05_a_tree_grows.ipynb",
-    "engine": "nbs/evaluate/09_comparison.ipynb",
+    "engine": "nbs/evaluate/10_comparison.ipynb",
 }
 
 # %% ../../nbs/doctor/01_finding.ipynb #5904352b
