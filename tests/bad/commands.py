@@ -705,6 +705,12 @@ def _of_options():
                     f"--{option}.*does not take a value|{p.name}='maybe'",
                 )
                 if command == "run":  # takes one recipe, and no options from it
+                    yield Case(
+                        f"run: {p.name} as a number",
+                        LINES["run"],
+                        f"run.{p.name}=3: the command run has no such field",
+                        {"recipe.yaml": f"run: {{{p.name}: 3}}"},
+                    )
                     continue
                 yield Case(
                     f"{command}: {p.name} as a number",
