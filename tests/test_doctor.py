@@ -1,4 +1,5 @@
-"""The doctor: faults that are found without training anything."""
+"""The doctor: the committed results of every spoilt drafter (`make doctor` makes them), and the faults that are found
+without training anything."""
 
 import json
 import shutil
@@ -6,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from doctor.run import CASES, RESULTS
+from doctor.spoil import SPOILT
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -17,6 +20,16 @@ from speculators_nb.doctor.finding import STAGES
 
 ROOT = Path(__file__).parents[1]
 TINY, SHIPPED = ROOT / "data/tiny-verifier", ROOT / "data/tiny-drafter"
+
+
+def test_results_name_the_planted_fault_first():
+    results = json.loads(RESULTS.read_text())
+    assert list(results) == CASES, "make doctor"
+    sound = [case for case in CASES if case not in SPOILT]
+    assert len(sound) >= 3 and len(SPOILT) >= 12
+    assert {case: results[case]["first"] for case in sound} == dict.fromkeys(sound)
+    missed = [case for case, (_, stage) in SPOILT.items() if results[case]["first"] != stage]
+    assert len(missed) <= len(SPOILT) // 12, missed
 
 
 def test_the_pages_of_the_stages_are_there():
