@@ -161,7 +161,7 @@ RULES |= {
     "enforce_eager": switch(False, none=True),
 }
 RULES |= switches(
-    """dedup shuffle allow_urls overwrite resume trust_remote_code trust_features link run
+    """train_reasoning train_tool_calls dedup shuffle allow_urls overwrite resume trust_remote_code trust_features link run
     ngram as_engine baseline""",
 )
 
