@@ -32,13 +32,23 @@ PAGES = {
     "docs/glossary.md": "glossary.md",
     "docs/architecture.md": "architecture.md",
     "docs/verifiers.md": "verifiers.md",
-    "docs/coming_from_speculators.md": "coming_from_speculators.md",
     "docs/differences.md": "differences.md",
     "docs/conformance.md": "conformance.md",
     "docs/release.md": "release.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }  # beside the notebooks
+GUIDES = {
+    f"docs/{page}.md": f"{page}.md"
+    for page in (
+        "which_drafter",
+        "first_run",
+        "how_much_data",
+        "low_acceptance",
+        "coming_from_speculators",
+        "coming_from_specforge",
+    )
+}  # a group of the sidebar, after Start
 MADE = {
     "docs/conformance.md": conformance.page,  # no file holds it
     "docs/coming_from_speculators.md": migration.page,  # numbers are filled in
@@ -327,12 +337,13 @@ def stage():
     ):
         sys.exit(f"nbs/sidebar.yml lists no place for {sorted(map(str, left))}")
     books = {p: load(p) for _, paths in toc for p in paths}
-    where = {f"nbs/{p.relative_to(ROOT / 'nbs')}": str(p.relative_to(ROOT / "nbs")) for p in books} | PAGES
+    where = {f"nbs/{p.relative_to(ROOT / 'nbs')}": str(p.relative_to(ROOT / "nbs")) for p in books}
+    where |= PAGES | GUIDES
     refs = {m: reference(m) for m in map(exported, books.values()) if m}
     seen = [n for _, names in refs.values() for n in names]
     symbols = {n: f"{LIB}.{m}.{n}" for m, (_, names) in refs.items() for n in names if seen.count(n) == 1}
     symbols |= {n: f"{LIB}.{m}" for m in refs for n in (m, f"{LIB}.{m}") if n not in seen}
-    for here, place in PAGES.items():
+    for here, place in (PAGES | GUIDES).items():
         target = SRC / place
         target.parent.mkdir(parents=True, exist_ok=True)
         text = MADE[here]() if here in MADE else (ROOT / here).read_text()
@@ -354,6 +365,7 @@ def stage():
                 )
                 for t, ps in toc
             ]
+            trees.insert(1, ("Guides", list(GUIDES.values())))
             extra = "\n".join(
                 f"```{{toctree}}\n:hidden:\n:caption: {t}\n\n" + "\n".join(ps) + "\n```\n" for t, ps in trees if ps
             )

@@ -186,7 +186,7 @@ FORMER_NAMES = {
     "core.config": ("core.checkpoints", "core.files"),
     "core.options": ("core.option_rules",),
     "evaluate.engine": ("evaluate.engine_results", "evaluate.comparison"),
-    "evaluate.load": ("evaluate.vllm_metrics",),
+    "evaluate.load": ("evaluate.vllm_metrics", "evaluate.prompts"),
     "lab.corpus": ("lab.prompt_makers",),
     "lab.tiny_verifier": ("lab.tiny_model",),
     "models.mlp_speculator": ("models.token_heads",),

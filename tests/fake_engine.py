@@ -4,10 +4,12 @@ speculation at /metrics.
 
 It drafts as many tokens as --speculative-config says (3 where it says nothing about a drafter's folder, none for a
 verifier) and keeps 0, 1, … K of them in turn,
-the same for every request, so that every count can be said beforehand (`expected`). FAKE_ENGINE in its environment
-makes it misbehave, comma separated:
+the same for every request, so that every count can be said beforehand (`expected`). With
+--per-request-spec-decode-metrics it adds them to each answer, as vLLM 0.32 does; /last is the last request.
+FAKE_ENGINE in its environment makes it misbehave, comma separated:
 "fail" ends at the start with an exception, "late" answers /health after a second, "mute" never, "foreign" counts a
 request that nobody here asked,
+"silent" adds no counts to an answer, "odd" adds some of another form,
 "restart" sets the counters back after the second answer, "broken" breaks off in the middle of an answer, "die" ends
 after the third answer.
 """
@@ -52,6 +54,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.say("", status=503 if "mute" in BEHAVIOUR or time.time() < s.ready else 200)
         if self.path == "/v1/models":
             return self.say(json.dumps({"data": [{"id": s.model}]}), "application/json")
+        if self.path == "/last":
+            return self.say(json.dumps(s.last), "application/json")
         if self.path != "/metrics":
             return self.say("", status=404)
         who = 'engine="0",model_name="m"'
@@ -65,6 +69,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         s, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        s.last = body
         if body["max_tokens"] > 500:
             return self.say(json.dumps({"error": {"message": "too long"}}), "application/json", 400)
         steps, accepted, pieces = expected(s.k, body["max_tokens"])
@@ -95,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
                 ]
             )
             time.sleep(s.pause)
-        event([], usage={"completion_tokens": done})
+        event([], usage={"completion_tokens": done}, **s.request_metrics(steps, accepted))
         self.wfile.write(b"data: [DONE]\n\n")
         self.wfile.flush()
         time.sleep(0.02)  # the engine counts after it has answered
@@ -114,6 +119,23 @@ class Handler(BaseHTTPRequestHandler):
                 os._exit(7)
 
 
+def request_metrics(k, steps, accepted):
+    "What vLLM 0.32 sends beside the usage: a histogram of steps by accepted tokens, and each step."
+    if "silent" in BEHAVIOUR:
+        return {}
+    kept = [step % (k + 1) for step in range(steps)]
+    found = dict(
+        acceptance_histogram=[kept.count(n) for n in range(k + 1)],
+        num_spec_steps=steps + ("odd" in BEHAVIOUR),
+        num_accepted_draft_tokens=sum(accepted),
+        num_draft_tokens=steps * k,
+        num_spec_tokens=k,
+        per_step_accepted=kept,
+        per_step_drafted=[k] * steps,
+    )
+    return dict(metrics=dict(speculative_decoding=found))
+
+
 def main():
     options = dict(zip(sys.argv[1:], sys.argv[2:]))
     if "fail" in BEHAVIOUR:
@@ -130,6 +152,10 @@ def main():
     ThreadingHTTPServer.daemon_threads = True
     server = ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Handler)
     server.k = said.get("num_speculative_tokens", 3 if drafter else 0)
+    reports = options.get("--per-request-spec-decode-metrics") == "detailed"
+    if reports and not server.k:
+        raise ValueError("--per-request-spec-decode-metrics requires speculative decoding to be enabled")
+    server.request_metrics = lambda steps, accepted: request_metrics(server.k, steps, accepted) if reports else {}
     server.model = options["serve"]
     server.ready = time.time() + ("late" in BEHAVIOUR)
     server.lock = threading.Lock()

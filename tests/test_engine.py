@@ -20,7 +20,8 @@ from speculators_nb.evaluate.comparison import as_engine_counts, compare_runs, e
 from speculators_nb.evaluate.engine import evaluate_engine
 from speculators_nb.evaluate.engine_results import EngineEvaluation
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report, replies_of
-from speculators_nb.evaluate.load import Prompt, ask, read_prompts, run_load
+from speculators_nb.evaluate.load import ask, run_load
+from speculators_nb.evaluate.prompts import Prompt, read_prompts
 from speculators_nb.evaluate.vllm_metrics import Meter, MetricsError
 from speculators_nb.serve.server import Server
 
@@ -64,8 +65,7 @@ def test_a_sweep(engine, tmp_path):
             rows = found.positions[(found.positions.k == k) & (found.positions.concurrency == c)]
             np.testing.assert_allclose(rows.unconditional, np.array(accepted) / steps)
             np.testing.assert_allclose(rows.conditional, np.array(accepted) / np.array([steps, *accepted[:-1]]))
-            # intervals need requests that were counted one by one
-            assert rows.unconditional_low.isna().all() == (c == 4)
+            assert rows.unconditional_low.notna().all()  # each request has counts of its own
             total = found.summary[(found.summary.k == k) & (found.summary.concurrency == c)].set_index("domain")
             assert list(total.index) == ["all", "a", "b"]
             assert total.loc["all", ["requests", "tokens", "steps", "proposed", "accepted"]].tolist() == [
@@ -107,6 +107,53 @@ def test_a_sweep(engine, tmp_path):
     assert set(both.table().run) == {"now", "again"} and len(both.table()) == 2 * 6 and "at 3" in both.table()
     assert both.plot()._suptitle.get_text() == "The same acceptance at every position"
     assert "K=" in found.plot()._suptitle.get_text() and "times the tokens" in found.plot_speed()._suptitle.get_text()
+
+
+@pytest.mark.parametrize("behaviour", ["silent", "odd"])
+def test_a_server_without_counts_of_its_requests_is_read_by_its_counters(engine, monkeypatch, behaviour):
+    monkeypatch.setenv("FAKE_ENGINE", behaviour)
+    given = dict(k=2, max_new_tokens=20, method="ngram", baseline=False, concurrency=[1, 4])
+    found = evaluate_engine(VERIFIER, PROMPTS, **given)
+    accepted = expected(2, 20)[1]
+    assert found.summary.accepted[found.summary.domain == "all"].tolist() == [6 * sum(accepted)] * 2
+    # one at a time a request is counted between two readings; intervals need that
+    known = found.positions.groupby("concurrency").unconditional_low.count()
+    assert known.to_dict() == {1: 2, 4: 0}
+    assert found.requests.groupby("concurrency").accepted.count().to_dict() == {1: 6, 4: 0}
+
+
+def test_counts_of_each_request_at_any_load(engine):
+    found = evaluate_engine(VERIFIER, PROMPTS, k=2, max_new_tokens=20, method="ngram", concurrency=4)
+    steps, accepted, _ = expected(2, 20)
+    rows = found.requests[found.requests.k == 2]
+    assert rows.accepted_at.tolist() == [accepted] * 6 and rows.steps.eq(steps).all()
+    assert all(sum(n) == sum(accepted) and len(n) == steps for n in rows.step_accepted)
+    flags = ["--per-request-spec-decode-metrics detailed" in c for c in found.settings["commands"]]
+    assert flags == [False, True]  # vLLM refuses it where nothing is drafted
+
+
+def test_a_report_of_requests_that_the_user_has_chosen_stays(engine):
+    extra = ["--per-request-spec-decode-metrics=none"]
+    found = evaluate_engine(VERIFIER, PROMPTS, k=2, max_new_tokens=6, method="ngram", baseline=False, extra=extra)
+    assert found.settings["commands"][0].count("--per-request") == 1
+
+
+def test_the_filters_of_sampling_are_sent(engine):
+    with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:
+        given = dict(temperatures=[0.8], top_p=0.9, top_k=40, min_p=0.05, max_new_tokens=4, max_samples=1)
+        found = evaluate_engine(server.url, PROMPTS, **given)
+        last = Endpoint(server.url).get("/last")
+    assert {name: last[name] for name in ("temperature", "top_p", "top_k", "min_p")} == {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+    }
+    assert (found.settings["top_p"], found.settings["top_k"]) == (0.9, 40)
+    with pytest.raises(ValueError, match="top_p=0.9: has no effect with temperatures"):
+        evaluate_engine("http://127.0.0.1:1", PROMPTS, top_p=0.9)
+    body = json.loads(guidellm_command("http://h:1", "r.json", "m", max_requests=1, temperature=1, top_k=9)[7])
+    assert body["extras"]["body"] == dict(temperature=1, top_p=1.0, top_k=9, min_p=0.0)
 
 
 def test_a_server_that_runs(engine):

@@ -54,7 +54,7 @@ MAKERS = COMMANDS | {"speculators_nb/lab/prompt_makers.py", "speculators_nb/lab/
 
 
 def test_every_module_is_inside(wheel):
-    files = [p for kind in ("*.py", "*.pyi", "py.typed") for p in (ROOT / "speculators_nb").rglob(kind)]
+    files = [p for kind in ("*.py", "*.pyi", "py.typed", "*.jsonl") for p in (ROOT / "speculators_nb").rglob(kind)]
     ours = {str(p.relative_to(ROOT)) for p in files}
     assert ours >= MAKERS
     ours -= MAKERS

@@ -231,7 +231,7 @@ def _measure(folder, verifier, tokenizer, prompts, algorithm, k, seed) -> Evalua
         temperatures=(0.0, 1.0),
         max_new_tokens=160,
         eos_token_ids=eos_ids_of(model, tokenizer),
-        domains=[domain or "unnamed" for domain in domains],
+        domains=domains,
         seed=seed,
     )
     measured.save(folder)

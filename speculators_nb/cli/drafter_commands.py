@@ -18,10 +18,7 @@ from ..core.files import atomic_write, disk_errors, read_object, writable_folder
 from ..core.options import check_options
 from ..core.options import pairs as _pairs
 from ..core.provenance import without_secrets, write_provenance
-from ..data.chat_template import check_template
-from ..data.messages import normalize
 from ..data.prepared_folder import read_data_config
-from ..data.sources import read_conversations
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import RESULTS, Evaluation
 from ..evaluate.acceptance import evaluate as measure
@@ -32,12 +29,12 @@ from speculators_nb.evaluate.comparison import (
 )
 from ..evaluate.engine import evaluate_engine
 from ..evaluate.engine_results import EngineEvaluation
+from ..evaluate.prompts import encode_prompts, read_prompts
 from ..features.extraction_client import extraction_options
 from ..lab.experiment import settings
 from ..models.base import SpeculatorModel
 from ..nn.target_head import text_config, verifier_config
 from ..regenerate.in_process import eos_ids_of
-from ..regenerate.replay import questions_of
 from speculators_nb.serve.serve_command import (
     find_verifier,
     serve_command,
@@ -134,30 +131,14 @@ def train(
 
 # %% ../../nbs/cli/05_drafter_commands.ipynb #489697f2
 def prompts_of(
-    data: str | Path,  # conversations
+    data: str | Path,  # a set's name or conversations, as in `read_prompts`
     tokenizer,  # with a chat template
     max_samples: int | None = None,  # the first so many; None: all
-) -> tuple[list[list[int]], list[str | None]]:  # token ids, and the domain of each conversation
+) -> tuple[list[list[int]], list[str] | None]:  # token ids, and domains; None: none is named
     "The questions before the first answer, rendered for generation."
-    rows = list(read_conversations(data, max_samples))
-    if not rows:
-        raise ValueError(f"{data}: no conversations; is the source empty?")
-    questions = [questions_of(normalize(row))[0] for row in rows]
-    check_template(tokenizer)
-    try:
-        prompts = [
-            tokenizer.apply_chat_template(q, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-            for q in questions
-        ]
-    except Exception as e:  # a template may raise anything
-        what = " ".join(f"{type(e).__name__}: {e}".split())[:200]
-        raise ValueError(
-            f"verifier {tokenizer.name_or_path!r}: its chat template fails ({what}); give it "
-            "one, as chat_template.jinja beside the model"
-        ) from e
-    return prompts, [row.get("domain") for row in rows]
+    prompts = read_prompts(data, first=max_samples)
+    domains = [prompt.domain for prompt in prompts]
+    return encode_prompts(prompts, tokenizer), domains if set(domains) != {"all"} else None
 
 # %% ../../nbs/cli/05_drafter_commands.ipynb #c3c56edd
 def _refuse_overwriting(output_dir, overwrite, *names):
@@ -185,7 +166,7 @@ def _evaluate_vllm(drafter, data, options) -> EngineEvaluation:
     same = ("baseline", "max_new_tokens", "load", "seed", "output_dir", "vllm")
     return evaluate_engine(
         server or drafter,
-        list(read_conversations(data, options["max_samples"])),
+        read_prompts(data, first=options["max_samples"]),
         k=options["k"] or None,
         concurrency=options["concurrency"] or 1,
         temperatures=options["temperatures"],
@@ -209,14 +190,15 @@ def _evaluate_reference(drafter, data, options) -> Evaluation:
     given: dict[str, Any] = dict(
         k=lengths[0] if lengths else getattr(trained, "trained_tokens", 3)
     )
-    given |= {n: options[n] for n in ("temperatures", "max_new_tokens", "rule", "seed")}
+    sampled = "temperatures", "top_p", "top_k", "min_p", "max_new_tokens", "rule", "seed"
+    given |= {name: options[name] for name in sampled}
     run = evaluate_as_engine if options["as_engine"] else measure
     evaluation = run(
         target,
         drafters,
         prompts,
         eos_token_ids=eos_ids_of(target, tokenizer),
-        domains=[d for d in domains if d is not None] if None not in domains else None,
+        domains=domains,
         **given,
     )
     if output_dir := options["output_dir"]:
@@ -237,6 +219,9 @@ def evaluate(
     k: list[int] | None = None,  # tokens drafted a step (vllm: repeatable); default: as trained
     concurrency: list[int] | None = None,  # vllm: requests at once (repeatable); default: 1
     temperatures: list[float] | None = None,  # of sampling (repeatable); default: 0 (greedy)
+    top_p: float = 1.0,  # sample from the likeliest tokens that hold this mass; 1: from all
+    top_k: int = 0,  # sample from so many likeliest tokens; 0: from all
+    min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest; 0: none
     max_samples: int | None = 32,  # prompts to use
     max_new_tokens: int = 64,  # tokens to write for each prompt
     ngram: bool = True,  # with reference: compare with n-gram lookup in the text so far

@@ -6,7 +6,7 @@
 __all__ = ['LOSSES', 'KINDS', 'number', 'switch', 'text', 'path', 'mapping', 'DEVICES', 'DECIDED', 'near', 'shown', 'OptionRule',
            'whole', 'word', 'several', 'switches', 'address_problem', 'host_problem', 'device_problem',
            'ascending_problem', 'recorded_problem', 'steps_problem', 'no_steps_problem', 'Relation', 'counts_only_with',
-           'needs', 'excludes', 'apart', 'ordered', 'pairs', 'check_vllm_arguments']
+           'needs', 'excludes', 'counts_only_above_zero', 'apart', 'ordered', 'pairs', 'check_vllm_arguments']
 
 # %% ../../nbs/core/01_option_rules.ipynb #orul0003
 import difflib
@@ -335,6 +335,22 @@ def excludes(command, name, other, why) -> Relation:
     return Relation(command, (name, other), fails)
 
 # %% ../../nbs/core/01_option_rules.ipynb #fa3c3290
+def counts_only_above_zero(command, name, decider, default) -> Relation:
+    "`name` has an effect only where `decider`, a number or several, has one above 0."
+
+    def fails(values):
+        given = values[decider] or 0
+        above = max(given, default=0) if isinstance(given, (list, tuple)) else given
+        if above > 0 or not _is_set(values[name], default):
+            return None
+        return (
+            f"{name}={shown(values[name])}: has no effect with {decider}="
+            f"{shown(values[decider])}, which is greedy; leave it out, or set {decider}=1"
+        )
+
+    return Relation(command, (name, decider), fails)
+
+
 def apart(command, source, output) -> Relation:
     "What is made must not be what it is made from."
 

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['MOST_DRAFTED', 'MOST_TOKENS', 'SEED', 'TEMPERATURE', 'REGISTERED', 'STORED', 'FLOATS', 'SERVED', 'METHODS',
-           'SCHEDULES', 'RULES', 'LAYERS', 'ARGUMENTS', 'IN', 'FOLDER', 'ONLY_VLLM', 'ONLY_LOCAL', 'RUNNING', 'ALONE',
-           'RELATIONS', 'shipped_drafters', 'installed_drafters', 'algorithms', 'rule_of', 'check_options']
+           'PROMPT_SETS', 'SCHEDULES', 'RULES', 'LAYERS', 'ARGUMENTS', 'IN', 'FOLDER', 'ONLY_VLLM', 'FILTERS',
+           'ONLY_LOCAL', 'RUNNING', 'ALONE', 'RELATIONS', 'shipped_drafters', 'installed_drafters', 'algorithms',
+           'rule_of', 'check_options']
 
 # %% ../../nbs/core/02_options.ipynb #0dbf456f
-import numbers
 import os
 import re
 from collections.abc import Mapping
@@ -25,6 +25,7 @@ from speculators_nb.core.option_rules import (
     apart,
     ascending_problem,
     check_vllm_arguments,
+    counts_only_above_zero,
     counts_only_with,
     device_problem,
     excludes,
@@ -91,6 +92,9 @@ METHODS = _words(
     """ngram ngram_gpu suffix draft_model eagle eagle3 dflash dspark medusa mlp_speculator mtp
     extract_hidden_states custom_class"""
 )
+PROMPT_SETS = _words(
+    "shipped mt-bench gsm8k humaneval math-500 speed-bench alpaca-eval cnn-dailymail"
+)
 SCHEDULES = _words(
     """linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt
     reduce_lr_on_plateau cosine_with_min_lr cosine_warmup_with_min_lr warmup_stable_decay
@@ -101,6 +105,8 @@ SCHEDULES = _words(
 RULES: dict[str, OptionRule] = {
     "data": path("chats.jsonl", objects=True),
     "data_dir": path("features"),
+    "prepared": path("prepared"),
+    "recipe": path("data/recipes/laptop.yaml"),
     "output": path("answers.jsonl", test=recorded_problem),
     "output_dir": path("output/run", none=True, test=recorded_problem),
     "out": path("output/stitched", test=recorded_problem),
@@ -130,8 +136,7 @@ RULES: dict[str, OptionRule] = {
 LAYERS = several(whole(2, 0, 10_000), "2 18 33", none=True, test=ascending_problem)
 RULES |= {
     "source": word("hf", "vllm"),
-    "max_samples": whole(100, 1, none=True),
-    "n_prompts": whole(100, 1, none=True),
+    **dict.fromkeys(("max_samples", "n_prompts"), whole(100, 1, none=True)),
     "n_heldout": whole(48, 1, none=True),
     "max_new_tokens": whole(256, 1, MOST_TOKENS),
     "max_length": whole(2048, 2, MOST_TOKENS),
@@ -161,8 +166,8 @@ RULES |= {
     "enforce_eager": switch(False, none=True),
 }
 RULES |= switches(
-    """train_reasoning train_tool_calls dedup shuffle allow_urls overwrite resume trust_remote_code trust_features link run
-    ngram as_engine baseline""",
+    """dedup shuffle allow_urls overwrite dry_run resume trust_remote_code trust_features link
+    run ngram as_engine baseline train_reasoning train_tool_calls""",
 )
 
 # %% ../../nbs/core/02_options.ipynb #890a5a60
@@ -176,8 +181,7 @@ RULES |= {
     "draft_hidden_act": text("silu", none=True),
     "eval_share": number(0.05, low=0, below=1, none=True),
     "on_bad": word("raise", "skip"),
-    "num_train_epochs": number(3, above=0, high=10**6),
-    "epochs": number(3, above=0, high=10**6),
+    **dict.fromkeys(("num_train_epochs", "epochs"), number(3, above=0, high=10**6)),
     "total_seq_len": whole(2048, 2, MOST_TOKENS),
     "gradient_accumulation_steps": whole(1, 1, 2**20),
     "learning_rate": number(1e-4, above=0),
@@ -374,7 +378,7 @@ def _best_is_kept(values):
 
 
 def _one_length(values):
-    k = [values["k"]] if isinstance(values["k"], numbers.Integral) else values["k"] or ()
+    k = values["k"] if isinstance(values["k"], (list, tuple)) else [values["k"]]
     if values["engine"] == "reference" and (len(k) > 1 or 0 in k):
         return (
             f"k={shown(values['k'])}: the reference decoder measures one draft length at a "
@@ -390,7 +394,8 @@ def _no_storage(values, wanted):
 # options of `evaluate` that one engine alone reads: name -> default
 ONLY_VLLM = dict.fromkeys(("server", "concurrency", "max_model_len", "vllm", "extra"))
 ONLY_VLLM |= dict(dtype="auto", load="requests", baseline=True)
-ONLY_LOCAL = dict(rule="standard", as_engine=False, device=None)
+FILTERS = dict(top_p=1.0, top_k=0, min_p=0.0)  # of sampling: name -> default, which is off
+ONLY_LOCAL = dict(rule="standard", as_engine=False, device=None) | FILTERS
 RUNNING = "is decided when a server starts, and this one runs already"
 ALONE = "hidden_states serves the verifier alone"
 RELATIONS = [
@@ -405,11 +410,13 @@ RELATIONS = [
     Relation("train", ("server", "storage"), lambda v: _no_storage(v, v["server"] is not None)),
     Relation("evaluate", ("engine", "k"), _one_length),
     apart("regenerate", "data", "output"),
+    apart("report", "prepared", "output_dir"),
     apart("train", "data_dir", "output_dir"),
     *(apart(c, "data", "output_dir") for c in ("prepare", "features", "evaluate")),
     *(apart(c, "verifier", "output_dir") for c in ("prepare", "features", "train")),
     *(counts_only_with("evaluate", n, "engine", "vllm", d) for n, d in ONLY_VLLM.items()),
     *(counts_only_with("evaluate", n, "engine", "reference", d) for n, d in ONLY_LOCAL.items()),
+    *(counts_only_above_zero(None, n, "temperatures", d) for n, d in FILTERS.items()),
     excludes("evaluate", "k", "server", RUNNING),
     counts_only_with("features", "storage", "source", "vllm"),
     counts_only_with("features", "device", "source", "hf"),

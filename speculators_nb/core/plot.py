@@ -57,7 +57,7 @@ STYLE: dict[Any, Any] = {
     "axes.labelcolor": "#222222",
 }
 
-
+# %% ../../nbs/core/08_plot.ipynb #738773c2
 def look(
     names: Sequence[str],  # drafters sharing a figure; "eagle3 (3 steps)" looks like eagle3
 ) -> dict[str, tuple[str, str]]:  # name -> (hex colour, matplotlib marker)

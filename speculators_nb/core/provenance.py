@@ -203,12 +203,32 @@ def identify(
     if path.is_file():
         return named | {"sha256": _digest(path).hexdigest(), "bytes": path.stat().st_size}
     if path.is_dir():
-        record = next((path / name for name in RECORDS if (path / name).is_file()), None)
-        if record is not None:
-            return named | {"record": record.name, "sha256": _digest(record).hexdigest()}
+        records = [path / name for name in RECORDS if (path / name).is_file()]
+        if records:
+            return named | {"record": records[0].name, "sha256": _recorded(path, records)}
         return named | _folder_digest(path)
     commit = _hub_commit(str(source))
     return named | ({"commit": commit} if commit else {})
+
+
+# of a record: when and by which program, and what became of an interrupted run
+_CLOCKS = "generated_at", "reproducibility", "results", "earlier"
+_WEIGHTS = ".safetensors", ".npy"
+
+
+def _recorded(folder: Path, records: list[Path]) -> str:
+    """The digest of a folder by its records, without their clocks, and its weights. The same
+    work done again has the same digest, also if it was interrupted."""
+    h = hashlib.sha256()
+    for file in records:
+        record = {k: v for k, v in read_object(file).items() if k not in _CLOCKS}
+        if isinstance(given := record.get("arguments"), dict):
+            record["arguments"] = {k: v for k, v in given.items() if k != "resume"}
+        h.update(json.dumps(record, sort_keys=True).encode())
+    for file in sorted(f for f in folder.iterdir() if f.suffix in _WEIGHTS):
+        if not file.name.startswith("hs_"):  # features: their record has the rows' digest
+            h.update(f"{file.name}:{_digest(file, END).hexdigest()}".encode())
+    return h.hexdigest()
 
 
 def _folder_digest(folder: Path) -> dict:

@@ -233,14 +233,17 @@ def decode_prompts(
     temperature: float,
     *,
     seed: int = 0,  # of the first prompt's sampling; each has its own
+    top_p: float = 1.0,  # keep the likeliest tokens until they hold this mass; 1: all
+    top_k: int = 0,  # keep the k likeliest tokens; 0: all
+    min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest; 0: none
     **options: Any,  # further arguments of `generate`
 ) -> Iterator[Generation]:
-    "Decode prompts one by one, each with random numbers of its own."
+    """Decode prompts one by one, each with random numbers of its own. The filters are those of
+    `Sampling`, for the drafter and the verifier."""
     for i, prompt in enumerate(prompts):
         generator = torch.Generator(verifier.device).manual_seed(seed + i)
-        yield generate(
-            verifier, drafter, prompt, sampling=Sampling(temperature, generator), **options
-        )
+        sampling = Sampling(temperature, generator, top_k, top_p, min_p)
+        yield generate(verifier, drafter, prompt, sampling=sampling, **options)
 
 
 def check_measurement(
@@ -266,10 +269,14 @@ def evaluate(
     eos_token_ids: Collection[int] = (),  # token ids that end an output
     domains: list[str] | None = None,  # the domain of each prompt, for a breakdown
     rule: str = "standard",  # acceptance rule
+    top_p: float = 1.0,  # keep the likeliest tokens until they hold this mass; 1: all
+    top_k: int = 0,  # keep the k likeliest tokens; 0: all
+    min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest; 0: none
     seed: int = 0,  # of sampling and of the bootstrap
 ) -> Evaluation:  # tables, generations, `plot()`, `save(folder)`
     "Decode every prompt with every drafter at every temperature and count accepted tokens."
     options: dict[str, Any] = dict(k=k, max_new_tokens=max_new_tokens, rule=rule, seed=seed)
+    options |= dict(top_p=top_p, top_k=top_k, min_p=min_p)
     if not drafters:
         raise ValueError("drafters is empty: there is nothing to measure; give at least one")
     check_measurement(prompts=prompts, temperatures=temperatures, **options)

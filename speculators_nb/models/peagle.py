@@ -284,9 +284,7 @@ class PEagleLoss(SampledRollouts):
         Errors: ValueError without the verifier's states, for rollouts that are not nested, and
         as in `sample_of` and `cod_sample`."""
         if verifier_last_hidden_states is None:
-            raise ValueError(
-                "verifier_last_hidden_states is missing: the loss compares with it"
-            )
+            raise ValueError("verifier_last_hidden_states is missing: the loss reads it")
         sample = self.sample_of(num_depths, down_sample_ratio, down_sample_ratio_min)
         num_depths = sample[0]
         mixture, upstream = parse_loss(loss_config), cross_document_targets

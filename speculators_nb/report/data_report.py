@@ -251,9 +251,10 @@ def plot_domains(
         top.index, 100 * context, left=100 * trained, color=COLOURS["context"], label="context"
     )
     ax.set(xlabel="% of all tokens")
-    share = table["trained"].iloc[0] / max(int(table["trained"].sum()), 1)
-    ax.set_title(f"{table.index[0]} is {share:.0%} of what is trained", loc="left")
-    ax.legend(frameon=False)
+    most = table["trained"].idxmax()
+    share = table["trained"][most] / max(int(table["trained"].sum()), 1)
+    ax.set_title(f"{most} is {share:.0%} of what is trained", loc="left")
+    fig.legend(loc="outside lower center", ncols=2, frameon=False)
     plt.close(fig)
     return fig
 

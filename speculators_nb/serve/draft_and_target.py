@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LENGTH_FIELDS', 'LENGTH_IS_FINAL', 'EXPERTS', 'LAYOUTS', 'ANY_LAYOUT', 'rope_of', 'context_length', 'DraftContext',
-           'DraftDevices', 'quantization_problem', 'TargetChecks', 'OmniChecks', 'MethodQuestions']
+           'DraftDevices', 'quantization_problem', 'TargetChecks', 'DSparkChecks', 'MethodQuestions']
 
 # %% ../../nbs/serve/04_draft_and_target.ipynb #06234ffa
 import warnings
@@ -227,6 +227,10 @@ class TargetChecks(DraftDevices):
                 f"{', '.join(AUX_FAMILIES)}"
             )
 
+# %% ../../nbs/serve/04_draft_and_target.ipynb #d7415880
+class DSparkChecks(TargetChecks):
+    "A DSpark draft, checked against its target, Qwen3-Omni above all."
+
     def check_topk(
         self,
         topk: int | None,  # the field `dspark_draft_topk`
@@ -255,10 +259,6 @@ class TargetChecks(DraftDevices):
                 f"{architecture}; leave it out"
             )
 
-# %% ../../nbs/serve/04_draft_and_target.ipynb #d7415880
-class OmniChecks(TargetChecks):
-    "A DSpark draft, checked against a Qwen3-Omni target."
-
     def check_omni(self):
         "Errors: ValueError naming the field of the draft's config that does not fit."
         if self.method != "dspark" or not self._draft or not is_omni(self._target):
@@ -272,8 +272,8 @@ class OmniChecks(TargetChecks):
                     f"draft for Qwen3-Omni needs {rule.wanted}; use one made for this target"
                 )
 
-
-class MethodQuestions(OmniChecks):
+# %% ../../nbs/serve/04_draft_and_target.ipynb #d7415881
+class MethodQuestions(DSparkChecks):
     "Yes or no about the method (vLLM 0.32, config/speculative.py)."
 
     def use_ngram(self) -> bool:

@@ -150,7 +150,7 @@ def _emitted_method(config: SpeculativeConfig) -> str | None:
     has_parts = text_part(config._target) is not config._target
     return None if config.method == "medusa" and has_parts else config.method
 
-
+# %% ../../nbs/serve/06_speculative_config.ipynb #870fd194
 def engine_fields(
     config: SpeculativeConfig,
     engine: str,  # one of ENGINES

@@ -318,7 +318,7 @@ class LookupFields(SpeculativeFields):
     "Suffix: drafts end where they are less likely."
 
     def check_suffix(self):
-        "Errors: ValueError for a number out of its range; asked for suffix decoding alone."
+        "Errors: ValueError for a number out of its range; checked for suffix decoding alone."
         for part, (low, high) in SUFFIX_RANGES.items():
             name = f"suffix_decoding_{part}"
             if not low <= getattr(self, name) <= high:

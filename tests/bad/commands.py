@@ -23,6 +23,7 @@ LINES = {  # command -> a line that would run, with names of harness.GOOD
     "export": "export {drafter} {here}/new",
     "stitch-mtp": "stitch-mtp {drafter} {verifier} {here}/new",
     "demo": "demo",
+    "run": "run {here}/recipe.yaml",
 }
 LONG = "x" * 300
 PATH = [("''", "{}='': is empty; write something like"), (LONG, "{}='xxx.*: is too long for a path")]
@@ -93,6 +94,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         (
             "data",
             "data_dir",
+            "recipe",
             "output",
             "output_dir",
             "out",
@@ -194,6 +196,21 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         ("-1", "{}=\\[-1.0\\]: must be at least 0"),
         ("nan", "{}=\\[nan\\]: must be finite"),
         ("0 {option} -inf", "{}=\\[0.0, -inf\\]: must be finite"),
+    ],
+    "top_p": [
+        ("0", "{}=0.0: must be greater than 0 and at most 1"),
+        ("1.5", "{}=1.5: must be greater than 0 and at most 1"),
+        ("nan", "{}=nan: must be finite"),
+        ("most", "{}='most': is text, and must be a number"),
+    ],
+    "top_k": [
+        ("-1", "{}=-1: must be at least 0"),
+        ("2.5", "{}='2.5': is text, and must be a whole number"),
+    ],
+    "min_p": [
+        ("-0.1", "{}=-0.1: must be at least 0 and at most 1"),
+        ("2", "{}=2.0: must be at least 0 and at most 1"),
+        ("nan", "{}=nan: must be finite"),
     ],
     "server": SERVER,
     "host": [
@@ -376,6 +393,24 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
         "our rule in the engine",
         "--engine vllm --rule block",
         "rule='block': has no effect with engine=vllm",
+    ),
+    (
+        "evaluate",
+        "a filter of greedy decoding",
+        "--top-p 0.9",
+        "top_p=0.9: has no effect with temperatures=None, which is greedy; leave it out, or set temperatures=1",
+    ),
+    (
+        "evaluate",
+        "a filter at temperature 0",
+        "--min-p 0.1 --temperatures 0",
+        "min_p=0.1: has no effect with temperatures=\\[0.0\\], which is greedy",
+    ),
+    (
+        "evaluate",
+        "our filter in the engine",
+        "--engine vllm --temperatures 1 --top-k 4",
+        "top_k=4: has no effect with engine=vllm",
     ),
     (
         "evaluate",
@@ -638,6 +673,8 @@ def _of_options():
                     f"{LINES[command]} --{option}=maybe",
                     f"--{option}.*does not take a value|{p.name}='maybe'",
                 )
+                if command == "run":  # takes one recipe, and no options from it
+                    continue
                 yield Case(
                     f"{command}: {p.name} as a number",
                     f"{LINES[command]} --recipe {{here}}/recipe.yaml",

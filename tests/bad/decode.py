@@ -20,7 +20,7 @@ from speculators_nb.evaluate.cost import draft_cost, verifier_cost
 from speculators_nb.evaluate.engine import evaluate_engine
 from speculators_nb.evaluate.engine_results import EngineEvaluation
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report
-from speculators_nb.evaluate.load import read_prompts
+from speculators_nb.evaluate.prompts import read_prompts
 from speculators_nb.evaluate.speedup import measured_speedup, speedups, verify_costs
 from speculators_nb.lab.experiment import measure_heldout, settings, train_equally
 from speculators_nb.models.base import SpeculatorModel
@@ -244,6 +244,17 @@ MEASURES = {
     "evaluate: no tokens": (lambda: meas(k=0), "k=0: acceptance needs at least one drafted token"),
     "evaluate: too many": (lambda: meas(k=5000), "k=5000: must be at least 0 and at most 4096"),
     "evaluate: temperature": (lambda: meas(temperatures=(0.0, NAN)), "temperatures=\\(0.0, nan\\): must be finite"),
+    "evaluate: no mass": (lambda: meas(temperatures=(1.0,), top_p=0), "top_p=0: must be greater than 0 and at most 1"),
+    "evaluate: half a token": (lambda: meas(temperatures=(1.0,), top_k=0.5), "top_k=0.5: must be a whole number"),
+    "evaluate: min_p": (lambda: meas(temperatures=(1.0,), min_p=-0.1), "min_p=-0.1: must be at least 0 and at most 1"),
+    "evaluate: a filter of greedy decoding": (
+        lambda: meas(temperatures=(0.0, 0), top_p=0.9),
+        "top_p=0.9: has no effect with temperatures=\\(0.0, 0\\), which is greedy",
+    ),
+    "evaluate_as_engine: a filter of greedy decoding": (
+        lambda: evaluate_as_engine(TARGET, {"n": NgramDrafter()}, [[5]], top_k=3),
+        "top_k=3: has no effect with temperatures=\\(0.0,\\), which is greedy",
+    ),
     "evaluate: a negative seed": (lambda: meas(seed=-1), "seed=-1: must be at least 0"),
     "evaluate: no drafters": (lambda: meas(drafters={}), "drafters is empty: there is nothing to measure"),
     "evaluate: no prompts": (lambda: meas(prompts=[]), "prompts is empty: there is nothing to measure"),

@@ -500,7 +500,7 @@ CASES = [
     Case(
         "evaluate: no conversation, counted as an engine counts",
         "evaluate {here}/drafter {here}/talks.jsonl --verifier {tiny} --as-engine",
-        "talks.jsonl: no conversations; is the source empty",
+        "talks.jsonl: no prompts; is the source empty",
         {"talks.jsonl": "", "drafter": copied(GOOD["tiny"].parent / "tiny-drafter")},
     ),
     Case(

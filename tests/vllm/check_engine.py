@@ -7,12 +7,14 @@ decoding.
     .venv/bin/python tests/vllm/check_engine.py --only n-gram  the cases whose name begins so
 
 For each case `evaluate_engine` starts `vllm serve` by the command of `serve_command`, asks it twelve held-out prompts,
-one at a time and four at once, and reads its counters; EAGLE-3 is served without drafting too. The script asks that
+one at a time and four at once, and reads what it counts for each; EAGLE-3 is served without drafting too. The script
+asks that
 
 - every answer is, token for token, what our decoder writes, with drafts or without;
-- the counters of every request (drafts, drafted tokens, accepted at each position) are those of our decoder on that
-  prompt;
-- four at once add up to the same counts;
+- the counts of every request (drafts, drafted tokens, accepted at each position) are those of our decoder on that
+  prompt, at both loads, and each step of it is a step of ours;
+- at both loads there are intervals, and the sums are the same;
+- at temperature 1 the filters are kept: the likeliest token alone, by top_k=1 or a small top_p, writes the greedy text;
 - of the server no process is left.
 
 EAGLE-3 is the shipped drafter (data/tiny-drafter); Medusa, served from vLLM's own layout, is trained for some steps.
@@ -63,21 +65,42 @@ def cases(folder, only):
 def compare(name, theirs, mine, plain):
     """What is wrong, as sentences."""
     wrong = []
-    single = theirs.requests[(theirs.requests.concurrency == 1) & (theirs.requests.k > 0)].set_index("prompt")
+    drafted = theirs.requests[theirs.requests.k > 0].set_index(["concurrency", "prompt"])
     for i, ours in mine.requests.set_index("prompt").iterrows():
-        engine = single.loc[i]
-        for what in ("token_ids", "drafts", "proposed", "accepted", "accepted_at"):
-            a, b = engine[what], ours[what]
-            if (list(a) != list(b)) if isinstance(b, list) else a != b:
-                wrong.append(f"{name}, prompt {i}: {what} is {a} in vLLM, {b} here")
+        for load in (1, 4):
+            engine = drafted.loc[load, i]
+            for what in ("token_ids", "drafts", "proposed", "accepted", "accepted_at"):
+                a, b = engine[what], ours[what]
+                if (list(a) != list(b)) if isinstance(b, list) else a != b:
+                    wrong.append(f"{name}, {load} at once, prompt {i}: {what} is {a} in vLLM, {b} here")
+            if (len(engine.step_accepted), sum(engine.step_accepted)) != (ours.drafts, ours.accepted):
+                wrong.append(f"{name}, {load} at once, prompt {i}: steps {engine.step_accepted}")
         if plain is not None and plain[i] != ours["token_ids"]:
             wrong.append(f"{name}, prompt {i}: without drafts vLLM writes another text")
+    if theirs.positions.unconditional_low.isna().any():
+        wrong.append(f"{name}: not every load has intervals")
     columns = ["domain", "mean_length_drafted", "draft_acceptance", "requests", "tokens", "proposed", "accepted"]
     for n, rows in theirs.summary[[*columns, "concurrency"]].groupby("concurrency"):
         both = rows[columns].merge(mine.summary[columns], on="domain", suffixes=("", "_here"))
         far = both[(abs(both[columns[1:]].values - both[[c + "_here" for c in columns[1:]]].values) > 1e-9).any(1)]
         if len(far):
             wrong.append(f"{name}, {n} at once: the sums differ for {list(far.domain)}\n{far.T}")
+    return wrong
+
+
+def filtered(name, url, rows, mine):
+    """What is wrong when the likeliest token alone is left, at temperature 1."""
+    from speculators_nb.evaluate.engine import evaluate_engine
+
+    wrong, greedy = [], mine.requests.set_index("prompt").token_ids
+    for filters in (dict(top_k=1), dict(top_p=1e-6)):
+        found = evaluate_engine(
+            url, rows, temperatures=[1.0], concurrency=4, max_new_tokens=LIMIT, name=name, **filters
+        )
+        texts = found.requests.set_index("prompt").token_ids
+        other = [i for i in greedy.index if texts[i] != greedy[i]]
+        if other:
+            wrong.append(f"{name}, {filters}: prompts {other} are answered by another text than the greedy one")
     return wrong
 
 
@@ -91,7 +114,8 @@ def main(only):
     from speculators_nb.lab.experiment import heldout_prompts
     from speculators_nb.lab.shipped import read_corpus
     from speculators_nb.regenerate.in_process import eos_ids_of
-    from speculators_nb.serve.serve_command import serve_environment
+    from speculators_nb.serve.serve_command import serve_command, serve_environment
+    from speculators_nb.serve.server import Server
     from speculators_nb.verifier.tapped_model import Verifier
 
     torch.set_num_threads(1)
@@ -131,6 +155,12 @@ def main(only):
             problems += compare(
                 name, theirs, mine, dict(zip(without.prompt, without.token_ids)) if len(without) else None
             )
+            if name == "n-gram":
+                command = serve_command(
+                    VERIFIER, speculative_config=arguments["speculative_config"], vllm=str(VENV / "bin/vllm"), **COMMON
+                )
+                with Server(command, environment) as server:
+                    problems += filtered(name, server.url, rows, mine)
             if not mine.requests.accepted.sum():
                 problems.append(f"{name}: nothing was accepted: the check shows too little")
             runs |= {f"{name} in vLLM": theirs, f"{name} here": mine}
@@ -149,7 +179,7 @@ def main(only):
     print(f"{len(prompts)} prompts, {LIMIT} tokens each, K={K}, float32; {time.time() - start:.0f} s")
     if problems:
         raise SystemExit("\n".join(["", *problems]))
-    print("vLLM's counters are our decoder's counts, request by request; its texts are ours.")
+    print("vLLM's counts are our decoder's, request by request, at both loads; its texts are ours.")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,122 @@
+"""Sizes of drafters and of runs for an 8B verifier, computed from configs: the guides show them.
+
+    python benchmarks/plan/run.py    writes results/drafters.csv and results/runs.csv; seconds, nothing is downloaded
+
+A drafter is built on the meta device, where a tensor has a shape and no memory, with as many layers as released
+checkpoints have: four for P-EAGLE, five for drafters of blocks, one for the others. What a run needs computes
+`evaluate.plan`.
+"""
+
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+import torch
+from transformers import AutoConfig, LlamaConfig, Qwen3Config
+
+from speculators_nb.core.config import import_models
+from speculators_nb.evaluate.plan import Shape, cache_bytes, feature_bytes, hours, plan_run, weights
+from speculators_nb.lab.experiment import settings
+from speculators_nb.lab.shipped import shipped_data
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.serve.vllm_methods import METHODS, method_of_types
+from speculators_nb.train.train_drafter import new_drafter
+
+RESULTS = Path(__file__).parent / "results"
+HEADS = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+QWEN3_8B = HEADS | dict(intermediate_size=12288, num_hidden_layers=36, vocab_size=151936)
+LLAMA_8B = HEADS | dict(intermediate_size=14336, num_hidden_layers=32, vocab_size=128256)
+DRAFT_VOCAB = 32000
+WHOLE = ("dflash2",)  # its selector knows every token
+LAYERS = dict(peagle=4, dflash=5, dflash2=5, dspark=5, xpress=5)  # else 1
+SHARED = ("embed_tokens", "lm_head", "verifier_lm_head")  # where frozen: the verifier's, or rows of it
+ENGINE = "vllm-0.32"
+CONVERSATIONS = (5_000, 50_000, 500_000)
+
+
+def on_meta(kind, layer, verifier):
+    "A drafter without memory, as training would start it."
+    drafter = SpeculatorModel.registered_class(kind)
+    unweighted = classmethod(lambda cls, config, *_: cls(config))
+    names = dict(with_first_weights=unweighted, for_verifier=unweighted)
+    empty = type(drafter.__name__, (drafter,), names)
+    given = drafter.arguments_to_draft(4) | dict(mask_token_id=layer.vocab_size - 1)
+    if not (drafter.whole_vocabulary or drafter.fixed_layers or kind in WHOLE):
+        given |= dict(draft_vocab_size=DRAFT_VOCAB)
+    with torch.device("meta"):
+        return empty.from_training_args(layer, verifier_name_or_path=verifier, **given)
+
+
+def drafter_sizes(kind, verifier):
+    "A row of the table of drafters."
+    config = AutoConfig.from_pretrained(verifier)
+    layers = LAYERS.get(kind, 1)
+    family = "qwen3" if layers == 5 else "llama"
+    model = on_meta(kind, draft_layer_config(config, family, layers), verifier)
+    named = list(model.named_parameters())
+    own = sum(p.numel() for name, p in named if p.requires_grad or not name.startswith(SHARED))
+    reduced = getattr(model.config, "draft_vocab_size", config.vocab_size) < config.vocab_size
+    head = DRAFT_VOCAB * config.hidden_size if reduced else 0
+    # which states it reads, and whether it grows trees: the same at every size
+    small = new_drafter(kind, shipped_data() / "tiny-verifier", **settings(kind)).drafter()
+    last = AutoConfig.from_pretrained(shipped_data() / "tiny-verifier").num_hidden_layers
+    states = len({*small.aux_layer_ids, last})
+    method = method_of_types().get(kind, ("", None))[0]
+    served = method if method and ENGINE in METHODS[method].lines else ""
+    return dict(
+        drafter=kind,
+        layers=layers,
+        trained_millions=round(sum(p.numel() for _, p in named if p.requires_grad) / 1e6),
+        served_gb=round(2 * (own + head) / 1e9, 2),
+        feature_kib=feature_bytes(config.hidden_size, states) // 1024,
+        trees=hasattr(small, "grow"),
+        method=served,
+    )
+
+
+def run_sizes(shape, conversations, epochs=3, devices=2):
+    "A row of the table of runs: features in two dtypes, steps and hours of devices."
+    plan = plan_run(shape, conversations, epochs=epochs, devices=devices)
+    small = plan_run(shape, conversations, dtype=torch.float8_e4m3fn)
+    return dict(
+        conversations=conversations,
+        tokens_millions=round(plan.tokens / 1e6, 1),
+        disk_bf16_gb=round(plan.disk / 1e9),
+        disk_fp8_gb=round(small.disk / 1e9),
+        epochs=epochs,
+        devices=devices,
+        extraction_device_hours=round(hours(plan.extraction_flops), 2),
+        steps=plan.steps,
+        training_device_hours=round(hours(plan.training_flops), 2),
+    )
+
+
+def tables():
+    "The two tables."
+    import_models()
+    with tempfile.TemporaryDirectory() as verifier:
+        Qwen3Config(**QWEN3_8B, architectures=["Qwen3ForCausalLM"]).save_pretrained(verifier)
+        drafters = [drafter_sizes(kind, verifier) for kind in sorted(SpeculatorModel.registered_classes())]
+    shape = Shape.of(LlamaConfig(**LLAMA_8B))
+    runs = [run_sizes(shape, n) for n in CONVERSATIONS]
+    verifiers = [
+        dict(
+            verifier=name,
+            weights_gb=round(2 * weights(size) / 1e9, 1),
+            cache_kib=cache_bytes(size) // 1024,
+            draft_cache_kib=cache_bytes(size._replace(layers=1)) // 1024,
+        )
+        for name, size in {
+            "Llama-3.1-8B": shape,
+            "Qwen3-8B": Shape.of(Qwen3Config(**QWEN3_8B)),
+        }.items()
+    ]
+    return {"drafters": drafters, "runs": runs, "verifiers": verifiers}
+
+
+if __name__ == "__main__":
+    RESULTS.mkdir(exist_ok=True)
+    for name, rows in tables().items():
+        pd.DataFrame(rows).to_csv(RESULTS / f"{name}.csv", index=False)
+        print(pd.DataFrame(rows).to_string(index=False))
