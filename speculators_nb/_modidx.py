@@ -1013,6 +1013,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'speculators_nb/data/messages.py'),
                                               'speculators_nb.data.messages._first_name': ( 'data/messages.html#_first_name',
                                                                                             'speculators_nb/data/messages.py'),
+                                              'speculators_nb.data.messages._is_dialogue': ( 'data/messages.html#_is_dialogue',
+                                                                                             'speculators_nb/data/messages.py'),
                                               'speculators_nb.data.messages._message': ( 'data/messages.html#_message',
                                                                                          'speculators_nb/data/messages.py'),
                                               'speculators_nb.data.messages._not_text': ( 'data/messages.html#_not_text',

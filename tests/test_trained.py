@@ -1,4 +1,4 @@
-"""Which tokens of an answer carry loss, with reasoning and calls of tools trained and not, on several chat templates."""
+"""Which tokens of an answer carry loss, with reasoning and calls of tools trained and not, on five chat templates."""
 
 import json
 import re
@@ -26,8 +26,8 @@ BARE = (
 CHANNELS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}"
     "<|end|><|start|>assistant{% endif %}{% if m.tool_calls %}<|channel|>commentary to=functions.add <|constrain|>json"
-    "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% elif m.role == 'assistant' %}<|channel|>final"
-    "<|message|>{{ m.content }}<|return|>{% else %}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% elif m.role == 'assistant' %}"
+    "<|channel|>final<|message|>{{ m.content }}<|return|>{% else %}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
 )
 CALL = [{"type": "function", "function": {"name": "plus", "arguments": {"a": 2}}}]

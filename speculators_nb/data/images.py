@@ -29,7 +29,7 @@ from PIL import Image, UnidentifiedImageError
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from ..core.files import atomic_write
-from .chat_encoding import Trained, mask_of
+from .chat_encoding import ALL, Trained, mask_of
 from speculators_nb.data.chat_template import (
     ChatTemplate,
     merge_turns,
@@ -374,7 +374,7 @@ def encode_images(
     tools: list[dict] | None = None,  # as from `tools_of`
     rows: str = "conversation",  # "turn": a row per assistant turn, only that turn trained
     first: int | None = None,  # tokens beyond which a row is of no use; None: all are needed
-    trained: Trained = Trained(),  # what of the answers is trained
+    trained: Trained = ALL,  # what of the answers is trained
 ) -> list[tuple]:  # (input_ids int32 [n], loss_mask bool [n], messages of the row) per row
     """`chat_encoding.encode_batch` for one conversation with pictures. A row of `first` tokens
     or more has no pictures and an empty mask."""

@@ -136,10 +136,9 @@ def messages_of(
             "no messages: expected 'messages' or 'conversations', or a question "
             f"({', '.join(QUESTIONS)}), in {there}"
         )
-    if isinstance(row, dict) and isinstance(turns, list) and len(turns) > 1:
-        if all(isinstance(text, str) for text in turns):
-            roles = itertools.cycle(("user", "assistant"))
-            turns = [{"role": role, "content": text} for role, text in zip(roles, turns)]
+    if isinstance(row, dict) and _is_dialogue(turns):
+        roles = itertools.cycle(("user", "assistant"))
+        turns = [{"role": role, "content": text} for role, text in zip(roles, turns)]
     wrong = (
         turns if not isinstance(turns, list) else [m for m in turns if not isinstance(m, dict)]
     )
@@ -149,6 +148,11 @@ def messages_of(
             detail=f"not {brief(wrong)}",
         )
     return _with_system(columns, turns)
+
+
+def _is_dialogue(turns):
+    "Whether it is a list of texts, and more than one."
+    return isinstance(turns, list) and len(turns) > 1 and {*map(type, turns)} == {str}
 
 
 def _with_system(row, turns):

@@ -175,6 +175,7 @@ def data_warnings(
     reasons = prepared._reported("dropped")
     length = prepared.config.get("origin", {}).get("max_length")
     spelled = prepared._reported("control_tokens")
+    same = repeats["answers"] + repeats["nearly"]
     lines = [
         (trained == 0, "No token is trained: a drafter learns nothing from this folder."),
         (
@@ -197,8 +198,8 @@ def data_warnings(
             f"{repeats['rows'] / rows:.0%} of the rows are there twice. Prepare with dedup.",
         ),
         (
-            (repeats["answers"] + repeats["nearly"]) / rows >= 0.1,
-            f"{(repeats['answers'] + repeats['nearly']) / rows:.0%} of the rows have the answer "
+            same / rows >= 0.1,
+            f"{same / rows:.0%} of the rows have the answer "
             "of an earlier row, or nearly: the data are smaller than they look.",
         ),
         (
