@@ -195,7 +195,7 @@ def encode_batch(
             out[i] = _masked(made, own, first, vocab_size)
     return out
 
-
+# %% ../../nbs/data/06_chat_encoding.ipynb #b2f00006
 def _render(row, template, rows, first, vocab_size, trained):
     "A conversation as text; a row that is tokenised already, as `Rows`; or the error."
     try:

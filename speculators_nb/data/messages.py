@@ -205,7 +205,7 @@ def _message(m, i):
         out |= {} if weight else {"weight": 0}
     return out
 
-
+# %% ../../nbs/data/01_messages.ipynb #b1f00008
 def _calls_in(m, role, content, at):
     "The calls of tools of a message, as they are written."
     calls = as_json(m.get("tool_calls"), "tool_calls", at)

@@ -264,10 +264,8 @@ class PreparedReport(PreparedRows):
     @property
     def domains(self) -> pd.DataFrame:  # domain -> conversations, rows, tokens, trained
         "What each domain gave, before the split; empty where no conversation names one."
-        names = ["conversations", "without rows", "rows", "tokens", "trained"]
-        return pd.DataFrame(self._reported("domains"), columns=["domain", *names]).set_index(
-            "domain"
-        )
+        columns = ["domain", "conversations", "without rows", "rows", "tokens", "trained"]
+        return pd.DataFrame(self._reported("domains"), columns=columns).set_index("domain")
 
     def __repr__(self):
         tokens = int(self.lengths.sum())

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BATCH', 'REASONS', 'ready_row', 'check_ids', 'domain_of', 'used', 'read_rows', 'in_data', 'Located', 'size_of',
-           'batches', 'filter_rows', 'reason_of', 'Made', 'made_of', 'CountsText', 'Counts']
+           'batches', 'filter_rows', 'reason_of', 'Made', 'made_of', 'CountsText', 'DomainCounts', 'Counts']
 
 # %% ../../nbs/data/04_row_filter.ipynb #77c30ae3
 import re
@@ -254,12 +254,44 @@ class CountsText:
             for c in self.control
         )
 
+# %% ../../nbs/data/04_row_filter.ipynb #d4f00001
+class DomainCounts(CountsText):
+    "What each domain of a mix gave."
+
+    def __init__(self):
+        self._domains = {}
+
+    def _count_domain(self, made):
+        name = made.domain or "unnamed"
+        if name not in self._domains and len(self._domains) >= REASONS:
+            name = "other domains"
+        counts = self._domains.setdefault(name, Counter())
+        counts["conversations"] += 1
+        counts["without rows"] += not made.rows
+        for ids, mask, *_ in made.rows:
+            counts["rows"] += 1
+            counts["tokens"] += len(ids)
+            counts["trained"] += int(np.count_nonzero(mask))
+
+    @property
+    def domains(self) -> list[dict]:  # the largest first; empty: no conversation names one
+        "Domain, conversations, those without rows, rows, tokens, trained tokens."
+        if self._domains.keys() <= {"unnamed"}:
+            return []
+        names = ("conversations", "without rows", "rows", "tokens", "trained")
+        lines = [
+            {"domain": domain} | {name: counts[name] for name in names}
+            for domain, counts in self._domains.items()
+        ]
+        return sorted(lines, key=lambda line: -line["tokens"])
+
 # %% ../../nbs/data/04_row_filter.ipynb #f3016df7
-class Counts(CountsText):
+class Counts(DomainCounts):
     "What became of conversations: numbers, reasons, and the place of the first case of each."
 
     def __init__(self):
-        self.n, self._dropped, self._control, self._domains = Counter(), {}, {}, {}
+        super().__init__()
+        self.n, self._dropped, self._control = Counter(), {}, {}
 
     def refuse(
         self,
@@ -296,30 +328,6 @@ class Counts(CountsText):
             reason = "other reasons"
         new = {"reason": reason, "count": 0, "unit": unit, "first": where}
         self._dropped.setdefault(reason, new)["count"] += 1
-
-    def _count_domain(self, made):
-        name = made.domain or "unnamed"
-        if name not in self._domains and len(self._domains) >= REASONS:
-            name = "other domains"
-        counts = self._domains.setdefault(name, Counter())
-        counts["conversations"] += 1
-        counts["without rows"] += not made.rows
-        for ids, mask, *_ in made.rows:
-            counts["rows"] += 1
-            counts["tokens"] += len(ids)
-            counts["trained"] += int(np.count_nonzero(mask))
-
-    @property
-    def domains(self) -> list[dict]:  # the largest first; empty: no conversation names one
-        "Domain, conversations, those without rows, rows, tokens, trained tokens."
-        if self._domains.keys() <= {"unnamed"}:
-            return []
-        names = ("conversations", "without rows", "rows", "tokens", "trained")
-        lines = [
-            {"domain": domain} | {name: counts[name] for name in names}
-            for domain, counts in self._domains.items()
-        ]
-        return sorted(lines, key=lambda line: -line["tokens"])
 
     @property
     def dropped(self) -> list[dict]:  # reason, count, unit, first; the most frequent first

@@ -159,7 +159,7 @@ def cut_answers(
     full = prepared.lengths == origin.get("max_length")
     return sum(bool(mask[-1]) for (_, mask), at in zip(rows_of(prepared), full) if at)
 
-
+# %% ../../nbs/report/03_data_report.ipynb #c3f0001f
 def data_warnings(
     prepared: Prepared,  # an open folder
     cut: int,  # rows, from `cut_answers`
