@@ -100,9 +100,9 @@ class Trained(NamedTuple):
         calls = turn.get("tool_calls") or []
         if turn["content"] == "" and not calls and not turn.get("reasoning_content"):
             raise BadRow("an answer is empty", f"message {len(messages) - 1} (assistant)")
-        said = "".join(text[a:b] for a, b in spans)
+        written = "".join(text[a:b] for a, b in spans)
         for name in (str((call.get("function") or call)["name"]) for call in calls):
-            if name not in said:
+            if name not in written:
                 reason = (
                     "the chat template leaves out calls of tools, so they cannot be trained"
                 )

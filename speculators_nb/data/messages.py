@@ -87,14 +87,14 @@ def question_and_answer(
     row: dict,  # with columns of `QUESTIONS` and `ANSWERS`; a list in one is of messages
 ) -> list:  # messages as they are written; empty: there is no question
     "The messages of a row that has a question, and perhaps an answer, in its columns."
-    asked = _first_name(row, *QUESTIONS)
+    column = _first_name(row, *QUESTIONS)
     answered = _first_name(row, *ANSWERS)
-    question = row.get(asked)
-    if asked == "instruction" and isinstance(question, str):
+    question = row.get(column)
+    if column == "instruction" and isinstance(question, str):
         context = _first(row, "input", "context")
         if isinstance(context, str) and context.strip():
             question = f"{question}\n\n{context}"
-    messages = _as_messages("user", question, asked)
+    messages = _as_messages("user", question, column)
     answers = _as_messages("assistant", row.get(answered), answered)
     if answers and (thought := _thought_column(row)):
         answers = [{"reasoning_content": thought} | answers[0], *answers[1:]]
