@@ -452,8 +452,8 @@ SPELLING = [  # lines that cannot be read
         "train {features} {here}/d --lerning-rate 1",
         "--lerning-rate: train has no such option; Did you mean --learning-rate",
     ),
-    ("train {features} {here}/d --ttt-steps 4", "--ttt-steps: train has no such option; write --extra ttt_steps=3"),
-    ("train {features} {here}/d --warmup-steps=4", "--warmup-steps.*write --extra warmup_steps="),
+    ("train {features} {here}/d --ttt-steps 0", "ttt_steps=0: must be at least 1"),
+    ("train {features} {here}/d --warmup-steps=-4", "warmup_steps=-4: must be at least 0"),
     ("serve {drafter} --max-num-seqs 8", "--max-num-seqs: serve has no such option.*--extra=--max-num-seqs=8"),
     (
         "evaluate {drafter} {corpus} --temperature 1",
