@@ -1107,6 +1107,40 @@ CASES += [
     ),
 ]
 
+CASES += [
+    Case("report: a folder of a verifier", "report {tiny}", r"tiny-verifier: no state\.json, so this is no table"),
+    Case("report: no folder", "report {here}/nothing", r"nothing: no state\.json, so this is no table.*prepare_data"),
+    Case(
+        "report: a table of texts",
+        "report {here}/p",
+        r"p: the table has no column input_ids, loss_mask, only text\. Is this a prepared folder",
+        {"p": table([{"text": "a"}])},
+    ),
+    Case(
+        "report: into the prepared folder",
+        "report {here}/p --output-dir {here}/p",
+        r"output_dir='.*p': is prepared itself; name another place",
+        {"p": table(ROWS)},
+    ),
+    Case(
+        "prepare: a mix with a missing member",
+        lambda folder: prepare_data([folder / "a.jsonl", folder / "b.jsonl"], tokenizer(), folder / "p"),
+        r"b\.jsonl: no such file or folder",
+        {"a.jsonl": lines(TALK)},
+    ),
+    Case(
+        "prepare: a mix with a broken member",
+        lambda folder: prepare_data([folder / "a.jsonl", folder / "b.jsonl"], tokenizer(), folder / "p", num_proc=1),
+        r"b\.jsonl: 2 of 2 conversations cannot be read",
+        {"a.jsonl": lines(TALK), "b.jsonl": "{\n{"},
+    ),
+    Case(
+        "prepare: train_reasoning a text",
+        lambda folder: prepare_data([TALK], tokenizer(), folder / "p", train_reasoning="no"),
+        r"train_reasoning='no'",
+    ),
+]
+
 
 def _without_template(text=None):
     other = AutoTokenizer.from_pretrained(GOOD["tiny"])
