@@ -627,5 +627,5 @@ def test_control_tokens_in_tools_and_calls_are_counted(where):
     assert ChatTemplate(tokenizer(MARKED)).control.spelled(messages, tools) == {
         "<|im_end|>": {"tools": 0, "name": 2, "result": 2}.get(where, 1)
     }
-    data = prepare([{"messages": messages, "tools": tools}], tokenizer(MARKED), 128)
+    data = prepare([{"messages": messages, "tools": tools}], tokenizer(QWEN), 2048)
     assert "'<|im_end|>' in 1 conversations" in data.info.description

@@ -105,6 +105,7 @@ SCHEDULES = _words(
 RULES: dict[str, OptionRule] = {
     "data": path("chats.jsonl", objects=True),
     "data_dir": path("features"),
+    "prepared": path("prepared"),
     "recipe": path("data/recipes/laptop.yaml"),
     "output": path("answers.jsonl", test=recorded_problem),
     "output_dir": path("output/run", none=True, test=recorded_problem),
@@ -168,7 +169,7 @@ RULES |= {
 }
 RULES |= switches(
     """dedup shuffle allow_urls overwrite dry_run resume trust_remote_code trust_features link
-    run ngram as_engine baseline""",
+    run ngram as_engine baseline train_reasoning train_tool_calls""",
 )
 
 # %% ../../nbs/core/02_options.ipynb #890a5a60
@@ -412,6 +413,7 @@ RELATIONS = [
     Relation("train", ("server", "storage"), lambda v: _no_storage(v, v["server"] is not None)),
     Relation("evaluate", ("engine", "k"), _one_length),
     apart("regenerate", "data", "output"),
+    apart("report", "prepared", "output_dir"),
     apart("train", "data_dir", "output_dir"),
     *(apart(c, "data", "output_dir") for c in ("prepare", "features", "evaluate")),
     *(apart(c, "verifier", "output_dir") for c in ("prepare", "features", "train")),

@@ -276,6 +276,7 @@ def turns_of(
     template: ChatTemplate,  # renders them
     tools: list[dict] | None = None,  # as from `tools_of`
     first: int | None = None,  # tokens of a row that are needed; None: all
+    trained=None,  # (messages through a turn, text, its spans) -> spans; None: all that it says
 ) -> Turns:  # [(text through turn, trained characters)], a list with `partial`
     """Render the context and the text of each assistant turn; with `first`, but for turns
     after these tokens. ValueError if no border is certain; BadRow: too many turns."""
@@ -295,6 +296,8 @@ def turns_of(
             turns.append((full, marks[before:]))
         elif j:
             turns.append((full, [(_border(messages, j, template, tools, full), len(full))]))
+        if trained and (marks is not None or j):
+            turns[-1] = (full, trained(messages[: j + 1], full, turns[-1][1]))
         if turns and j != answers[-1] and beyond(messages[: j + 1], turns[-1][0]):
             turns.partial = True
             break

@@ -29,7 +29,7 @@ from PIL import Image, UnidentifiedImageError
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from ..core.files import atomic_write
-from .chat_encoding import mask_of
+from .chat_encoding import ALL, Trained, mask_of
 from speculators_nb.data.chat_template import (
     ChatTemplate,
     merge_turns,
@@ -374,10 +374,12 @@ def encode_images(
     tools: list[dict] | None = None,  # as from `tools_of`
     rows: str = "conversation",  # "turn": a row per assistant turn, only that turn trained
     first: int | None = None,  # tokens beyond which a row is of no use; None: all are needed
+    trained: Trained = ALL,  # what of the answers is trained
 ) -> list[tuple]:  # (input_ids int32 [n], loss_mask bool [n], messages of the row) per row
     """`chat_encoding.encode_batch` for one conversation with pictures. A row of `first` tokens
     or more has no pictures and an empty mask."""
-    turns = turns_of(for_template(messages), template, tools)
+    spans = functools.partial(trained.spans, template, tools)
+    turns = turns_of(for_template(messages), template, tools, trained=spans)
     ends = [j + 1 for j, m in enumerate(messages) if m["role"] == "assistant"]
     ends = ends[len(ends) - len(turns) :]  # an answer to nobody is no turn
     end_of = {text: end for (text, _), end in zip(turns, ends)}

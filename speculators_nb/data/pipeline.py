@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from ..core.files import DiskError
 from ..core.options import check_options
-from .chat_encoding import encode_batch, to_dataset
+from .chat_encoding import Trained, encode_batch, to_dataset
 from .chat_template import ChatTemplate
 from .images import encode_images, has_pictures, resolve_images
 from speculators_nb.data.row_filter import (
@@ -56,6 +56,13 @@ class Settings(NamedTuple):
     val_fraction: float = 0.0
     seed: int = 0
     template_kwargs: dict = {}
+    train_reasoning: bool = True
+    train_tool_calls: bool = True
+
+    @property
+    def trained(self) -> Trained:
+        "What of the answers is trained."
+        return Trained(self.train_reasoning, self.train_tool_calls)
 
 # %% ../../nbs/data/10_pipeline.ipynb #759830eb
 class Encoder(NamedTuple):
@@ -73,7 +80,8 @@ def _encode(batch, encoder):
     first = settings.max_length + 1
     with_pictures = [_has_pictures(row, encoder) for _, row in batch]
     text = [row for (_, row), pictured in zip(batch, with_pictures) if not pictured]
-    encoded = iter(encode_batch(text, template, settings.rows, first, vocab_size))
+    how = (settings.rows, first, vocab_size, settings.trained)
+    encoded = iter(encode_batch(text, template, *how))
     out = []
     for (where, row), pictured in zip(batch, with_pictures):
         rows = _encode_pictures(row, encoder) if pictured else next(encoded)
@@ -99,7 +107,9 @@ def _encode_pictures(row, encoder):
     tools = row["tools"]
     try:
         messages = resolve_images(row, **pictures)
-        rows = encode_images(messages, template, tools, settings.rows, settings.max_length + 1)
+        first = settings.max_length + 1
+        how = (settings.rows, first, settings.trained)
+        rows = encode_images(messages, template, tools, *how)
         for ids, *_ in rows:
             check_ids(ids, vocab_size)
         return [(*made_row, tools) for made_row in rows]
@@ -239,7 +249,8 @@ class Result(NamedTuple):
             stages.append({"what": "cut", "rows": n["rows cut"], "tokens": n["tokens cut"]})
         else:
             stages.append({"what": "kept", "conversations": self.conversations})
-        return {
+        domains = self.counts.domains
+        return ({"domains": domains} if domains else {}) | {
             "stages": stages,
             "tokens_cut": n["tokens cut"],
             "dropped": self.counts.dropped,
@@ -268,6 +279,8 @@ def run_pipeline(
             counts.n["rows cut"] += lengths.count(settings.max_length)
     if not rows_of:
         why = counts.why() or f"there were none{in_data(data)}"
+        if "no assistant message" in why:
+            why += "; `regenerate` lets the verifier answer questions"
         raise ValueError(f"no row left of {counts.n['read']} conversations ({why})")
     train, val = _split(len(rows_of), settings)
     table = _table([row for i in (*train, *val) for row in rows_of[i]])

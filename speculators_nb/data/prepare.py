@@ -83,7 +83,8 @@ def _existing(folder, origin, overwrite):
         raise ValueError(
             f"output_dir {str(folder)!r} exists and is not a prepared folder; choose a new one."
         ) from None
-    changed = changes(old, origin)
+    # folders that were made before there was a choice have everything trained
+    changed = changes({"train_reasoning": True, "train_tool_calls": True} | old, origin)
     if not changed:
         return load_prepared(folder)
     if not overwrite:
@@ -213,6 +214,8 @@ def prepare_data(
     seed: int = 0,  # of the sample and the order
     draft_vocab_size: int | None = None,  # also choose a draft vocabulary of this size
     template_kwargs: dict | None = None,  # for the template, e.g. {"enable_thinking": False}
+    train_reasoning: bool = True,  # train what answers think before they answer
+    train_tool_calls: bool = True,  # train the calls of tools in answers
     image_folder: str | Path | None = None,  # root of picture paths; None: the data's folder
     allow_urls: bool = False,  # fetch pictures from the network
     num_proc: int | None = None,  # processes; None: as many as there are processors, up to 8
@@ -236,6 +239,8 @@ def prepare_data(
         val_fraction=val_fraction,
         seed=seed,
         template_kwargs=template_kwargs or {},
+        train_reasoning=train_reasoning,
+        train_tool_calls=train_tool_calls,
     )
     other = {"draft_vocab_size": draft_vocab_size, "num_proc": num_proc}
     check_options(settings._asdict() | other | {"output_dir": output_dir}, "prepare")

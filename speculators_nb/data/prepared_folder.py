@@ -92,7 +92,7 @@ def _config_checks(config):
     for name in ("model", "origin", "report", "split", "data", "hidden_states"):
         part = config.get(name, {})
         yield isinstance(part, dict), name, part, "an object"
-    for name in ("stages", "dropped", "control_tokens"):
+    for name in ("stages", "dropped", "control_tokens", "domains"):
         lines = config.get("report", {}).get(name, [])
         yield _all(lines, dict), f"report.{name}", lines, "a list of objects"
     layers = config.get("hidden_states", {}).get("layer_ids", [])
@@ -260,6 +260,12 @@ class PreparedReport(PreparedRows):
         return pd.DataFrame(self._reported("control_tokens"), columns=columns).set_index(
             "token"
         )
+
+    @property
+    def domains(self) -> pd.DataFrame:  # domain -> conversations, rows, tokens, trained
+        "What each domain gave, before the split; empty where no conversation names one."
+        columns = ["domain", "conversations", "without rows", "rows", "tokens", "trained"]
+        return pd.DataFrame(self._reported("domains"), columns=columns).set_index("domain")
 
     def __repr__(self):
         tokens = int(self.lengths.sum())

@@ -261,7 +261,7 @@ def _content(row):
 def _turn(turn, m):
     "A message in one spelling; tool calls as they are written."
     turn = {k: v for k, v in turn.items() if v is not None and k != "thinking"}
-    if "tool_calls" in turn:
+    if m.get("tool_calls"):
         turn["tool_calls"] = as_json(m["tool_calls"], "tool_calls")
     if isinstance(turn.get("content"), list):  # pictures; tables fill in None
         turn["content"] = [

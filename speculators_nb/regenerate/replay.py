@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from ..data.chat_encoding import add_turn
 from ..data.chat_template import reach
 from ..data.messages import brief, normalize, tools_of
+from ..data.row_filter import domain_of
 from ..data.sources import content_hash, identity
 
 # %% ../../nbs/regenerate/01_replay.ipynb #2d8d0f51
@@ -216,7 +217,7 @@ class _Conversation:
             tool if "function" in tool else {"type": "function", "function": tool}
             for tool in tools_of(row) or []
         ]
-        self.tools = definitions or None
+        self.tools, self.domain = definitions or None, domain_of(row)
         self.sampling = draw_sampling(row, self.key, sampling or {}, seed)
         self.turns = turns_to_ask(self.original, tools)
 
@@ -286,6 +287,7 @@ class _Answers(_Conversation):
         about = metadata | self.about | own
         if self.tools:
             about["tools"] = self.tools
+        domain = {"domain": self.domain} if self.domain else {}
         return [
             {
                 "id": f"{self.key}_gen{k}",
@@ -296,6 +298,7 @@ class _Answers(_Conversation):
                 "messages": self.messages,
                 "metadata": about,
             }
+            | domain
             for k, (ids, mask) in enumerate(self.rows)
         ]
 

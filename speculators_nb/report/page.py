@@ -43,7 +43,8 @@ def _paragraphs(text):
 def _table(caption, table):
     "A table; a wide one scrolls by itself."
     named = not isinstance(table.index, pd.RangeIndex)
-    body = table.to_html(border=0, index=named, na_rep="", index_names=named)
+    table = table.astype(object).where(table.notna(), "")
+    body = table.to_html(border=0, index=named, index_names=named)
     return f"<figure>{_element('figcaption', caption)}<div class=wide>{body}</div></figure>"
 
 # %% ../../nbs/report/01_page.ipynb #a1f0000b

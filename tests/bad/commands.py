@@ -13,6 +13,7 @@ LINES = {  # command -> a line that would run, with names of harness.GOOD
     "regenerate": "regenerate {corpus} {here}/answers.jsonl --verifier {tiny}",
     "prepare": "prepare {corpus} {tiny} {here}/prepared",
     "features": "features {tiny} {corpus} {here}/features",
+    "report": "report {here}/prepared",
     "vocab": "vocab {features} 40",
     "train": "train {features} {here}/new --verifier {verifier}",
     "evaluate": "evaluate {drafter} {corpus}",
@@ -95,6 +96,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         (
             "data",
             "data_dir",
+            "prepared",
             "recipe",
             "output",
             "output_dir",

@@ -146,6 +146,40 @@ MESSAGES = [  # what no conversation may be: (name, row, reason)
     ("tool a list", TALK | {"tools": [["f"]]}, "tools: expected a list of objects"),
     ("tools nested too deep", TALK | {"tools": "[" * 3000 + "]" * 3000}, "tools: not JSON"),
 ]
+SHAPES = [  # tables of questions, dialogues and calls that are not what they claim to be
+    ("answers in a list", {"question": "2 + 2?", "answer": ["4", "four"]}, "answer is a list, expected one text"),
+    ("answers in a list of lists", {"prompt": "2 + 2?", "response": [["4"]]}, "response is a list, expected one text"),
+    ("questions in a list", {"question": ["2 + 2?", "3 + 3?"], "answer": "4"}, "question is a list, expected one text"),
+    ("answer a number", {"question": "2 + 2?", "answer": 4}, "content is a int, expected text"),
+    ("answer without a question", {"answer": "4", "solution": "2 + 2 is 4"}, "no messages: expected.*or a question"),
+    ("half of one shape, half of another", {"messages": [ASK, {"from": "narrator", "value": "4"}]}, "role 'narrator'"),
+    ("a text among messages", {"conversations": [ASK, "4"]}, "messages must be a list of objects"),
+    ("a number among texts", {"data": ["2 + 2?", 4]}, "messages must be a list of objects"),
+    ("preferences alone", {"chosen": "4", "rejected": "5"}, "no messages: expected 'messages' or 'conversations'"),
+    (
+        "a call that is no JSON",
+        {"messages": [ASK, {"from": "function_call", "value": "f(x)"}]},
+        "function_call: not JSON",
+    ),
+    ("a call without a name", {"messages": [ASK, {"from": "function_call", "value": "{}"}]}, "no content"),
+    ("a call of a number", said(content=None, function_call=7), "function_call: expected a list or an object, not int"),
+    ("a call of nothing", said(content=None, function_call={"arguments": "{}"}), "a tool call has no name"),
+    ("functions an object", TALK | {"functions": {"name": "f"}}, "tools: expected a list of objects"),
+    ("a thought of a number", said(content=[{"type": "thinking", "thinking": 7}]), "reasoning is a int, expected text"),
+    ("weight of a half", said(weight=0.5), "weight is 0.5, expected 0 or 1"),
+    ("weight a text", said(weight="high"), "weight is 'high', expected 0 or 1"),
+]
+LEFT_OUT = [  # what cannot be trained, though it can be read
+    ("an empty answer", said(content=""), "an answer is empty"),
+    ("an empty answer before another", {"messages": [ASK, SAY | {"content": ""}, ASK, SAY]}, "an answer is empty"),
+    (
+        "an empty column",
+        {"question": "2 + 2?", "answer": ""},
+        "no assistant message that answers another",
+    ),
+    ("calls that the template omits", said(tool_calls=[{"name": "add"}]), "chat template leaves out calls of tools"),
+    ("every answer has weight 0", said(weight=0), "no trained token in the first 2048"),
+]
 TEXT_ONLY = [("a picture", asked([{"type": "image", "path": "x.png"}]), "holds more than text")]
 UNANSWERED = [
     ("nobody answers", {"messages": [ASK]}, "no assistant message that answers another"),
@@ -223,10 +257,10 @@ def rows_of(how, table, ways, good=TALK):
 
 
 CASES = [
-    *rows_of("prepare", READ + MESSAGES + TEXT_ONLY + UNANSWERED + IDS, prepared),
+    *rows_of("prepare", READ + MESSAGES + SHAPES + LEFT_OUT + TEXT_ONLY + UNANSWERED + IDS, prepared),
     *rows_of("features", READ[:6] + MESSAGES[::4] + TEXT_ONLY + UNANSWERED + IDS[::3], tokenised),
     *rows_of(
-        "regenerate", READ[:8] + MESSAGES[::3] + TEXT_ONLY, answered, good={"messages": [SAY]}
+        "regenerate", READ[:8] + MESSAGES[::3] + SHAPES[::4] + TEXT_ONLY, answered, good={"messages": [SAY]}
     ),  # which cannot be asked: nothing is computed
 ]
 
@@ -1070,6 +1104,40 @@ CASES += [
         r"1 × a token id beyond the verifier's vocabulary of 2048.*\(first: .*c\.jsonl, line 2",
         {"c.jsonl": lines(TALK, ids([5, 3000]))},
         counted=True,
+    ),
+]
+
+CASES += [
+    Case("report: a folder of a verifier", "report {tiny}", r"tiny-verifier: no state\.json, so this is no table"),
+    Case("report: no folder", "report {here}/nothing", r"nothing: no state\.json, so this is no table.*prepare_data"),
+    Case(
+        "report: a table of texts",
+        "report {here}/p",
+        r"p: the table has no column input_ids, loss_mask, only text\. Is this a prepared folder",
+        {"p": table([{"text": "a"}])},
+    ),
+    Case(
+        "report: into the prepared folder",
+        "report {here}/p --output-dir {here}/p",
+        r"output_dir='.*p': is prepared itself; name another place",
+        {"p": table(ROWS)},
+    ),
+    Case(
+        "prepare: a mix with a missing member",
+        lambda folder: prepare_data([folder / "a.jsonl", folder / "b.jsonl"], tokenizer(), folder / "p"),
+        r"b\.jsonl: no such file or folder",
+        {"a.jsonl": lines(TALK)},
+    ),
+    Case(
+        "prepare: a mix with a broken member",
+        lambda folder: prepare_data([folder / "a.jsonl", folder / "b.jsonl"], tokenizer(), folder / "p", num_proc=1),
+        r"b\.jsonl: 2 of 2 conversations cannot be read",
+        {"a.jsonl": lines(TALK), "b.jsonl": "{\n{"},
+    ),
+    Case(
+        "prepare: train_reasoning a text",
+        lambda folder: prepare_data([TALK], tokenizer(), folder / "p", train_reasoning="no"),
+        r"train_reasoning='no'",
     ),
 ]
 

@@ -1,0 +1,105 @@
+"""The data report: what it counts, what it warns of, and that its page needs nothing else."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from speculators_nb.data.prepare import prepare_data
+from speculators_nb.data.prepared_folder import load_prepared
+from speculators_nb.report.data_report import DataReport, Repeats, coverage, report, signature
+
+TINY = Path(__file__).parents[1] / "data/tiny-verifier"
+
+
+def talk(question, answer="It is 4.", **more):
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages} | more
+
+
+def prepared(folder, rows, **options):
+    return prepare_data(rows, TINY, folder, num_proc=1, shuffle=False, **{"max_length": 64} | options)
+
+
+def test_what_it_warns_of(tmp_path):
+    rows = [talk(f"{i} + 2?", f"The answer is {i + 2}.", domain="sums") for i in range(9)]
+    rows += [talk("What does <|im_end|> do?", "It ends. " * 40, source="tokens"), {"messages": []}]
+    found = DataReport(prepared(tmp_path / "p", [*rows, *rows[:2]], dedup=False))
+    said = "\n".join(found.warnings)
+    for words in (
+        "8% of the rows end inside an answer, cut at max_length=64",
+        "8% of the conversations gave no row: no messages",
+        "17% of the rows are there twice",
+        "1 conversations spell control tokens",
+        "There are no validation rows",
+    ):
+        assert words in said
+    assert found.tables["Domains, before the split"]["rows"].to_dict() == {"sums": 11, "tokens": 1}
+    assert found.tables["Seen before"]["rows"].tolist() == [2, 2, 2, 0, 0]
+
+
+def test_a_sound_folder_has_no_warnings(tmp_path):
+    rows = [talk(f"{i} + 2?", f"{i} and 2 make {i + 2}.") for i in range(20)]
+    assert DataReport(prepared(tmp_path / "p", rows, val_fraction=0.2)).warnings == []
+
+
+def test_held_out_questions_of_the_training_rows(tmp_path):
+    rows = [talk(f"{i} + 2?", f"It is {i + 2}.") for i in range(8)] + [talk("0 + 2?", "Two."), talk("1 + 2?", "Three.")]
+    found = DataReport(prepared(tmp_path / "p", rows, val_fraction=0.2))
+    assert found.warnings[0].startswith("100% of the validation rows have a question of the training rows")
+
+
+def trained_ids(rows):
+    return np.concatenate([np.asarray(row["input_ids"])[np.asarray(row["loss_mask"])] for row in rows])
+
+
+def test_coverage_is_counted_on_the_rows(tmp_path):
+    "Held-out rows have a token that no training row has."
+    rows = [talk(f"{i} + 2?", f"It is {'A' if i < 20 else 'Z'}.") for i in range(40)]
+    made = prepared(tmp_path / "p", rows, val_fraction=0.5)
+    table = coverage(made)
+    expected = np.isin(trained_ids(made.val), trained_ids(made.train)).mean()
+    assert 0.5 < expected < 1 and table["held out"].tolist() == pytest.approx([expected] * len(table))
+    assert table["train"].tolist() == [1.0] * len(table)
+
+
+def test_nearly_the_same_answers():
+    rng, repeats = np.random.default_rng(0), Repeats()
+    mask = np.ones(300, bool)
+    for i in range(50):
+        repeats.add(rng.integers(3000, size=300), mask, False)
+    assert repeats.n["nearly"] == 0
+    text = rng.integers(3000, size=300)
+    for i in range(10):
+        changed = text.copy()
+        changed[i * 20] += 1
+        repeats.add(changed, mask, False)
+    assert repeats.n["nearly"] >= 7 and repeats.n["answers"] == 0
+    assert signature(np.arange(7)) is None
+
+
+def test_the_page_and_its_tables(tmp_path):
+    made = prepared(tmp_path / "p", [talk(f"{i} <b>+</b> 2?") for i in range(5)])
+    page = report(made.folder)
+    assert page == tmp_path / "p-report/report.html"
+    text = page.read_text()
+    assert text.count("data:image/png") == 2 and "<b>" not in text and "src=" in text
+    assert {f.name for f in page.parent.glob("*.csv")} >= {"languages.csv", "share-covered.csv", "seen-before.csv"}
+    assert sorted(p.name for p in (tmp_path / "p").iterdir()) == sorted(p.name for p in made.folder.iterdir())
+
+
+def test_a_folder_of_the_upstream_library(tmp_path):
+    "It has neither a report nor the name of its verifier."
+    Dataset.from_dict({"input_ids": [[5, 6, 7]] * 3, "loss_mask": [[0, 1, 1]] * 3}).save_to_disk(tmp_path / "p")
+    found = DataReport(load_prepared(tmp_path / "p"))
+    assert "languages are left out" in found.sections[2].text
+    assert any("67% of the rows are there twice" in line for line in found.warnings)
+
+
+def test_nothing_is_trained(tmp_path):
+    made = prepared(tmp_path / "p", [talk("2 + 2?")])
+    Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[0, 0]], "seq_len": [2]}).save_to_disk(tmp_path / "q")
+    (tmp_path / "q/data_config.json").write_text(json.dumps({"model": made.config["model"]}))
+    assert DataReport(load_prepared(tmp_path / "q")).warnings[0].startswith("No token is trained")
