@@ -1,4 +1,4 @@
-"Loading from a hub: `hub/cases.py`, run once in a process of its own with a hub on this machine."
+"Loading from a hub: the files of `hub/`, run once in a process of their own with a hub on this machine."
 
 import ast
 import os
@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).parent / "hub/cases.py"
-NAMES = [n.name for n in ast.parse(CASES.read_text()).body if isinstance(n, ast.FunctionDef) and n.name[:5] == "test_"]
+CASES = [Path(__file__).parent / "hub" / name for name in ("cases.py", "protocol.py")]
+NAMES = [
+    n.name
+    for file in CASES
+    for n in ast.parse(file.read_text()).body
+    if isinstance(n, ast.FunctionDef) and n.name[:5] == "test_"
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,7 @@ def outcome():
             "no:cacheprovider",
             "-p",
             "no:xdist",
-            str(CASES),
+            *map(str, CASES),
         ],
         capture_output=True,
         text=True,
@@ -38,4 +43,5 @@ def outcome():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hub(outcome, name):
-    assert re.search(rf"^PASSED \S+::{name}$", outcome, flags=re.M), outcome[-6000:]
+    became = re.findall(rf"^(\w+) \S+::{name}(?:\[.*\])?(?: - .*)?$", outcome, flags=re.M)
+    assert became and {*became} == {"PASSED"}, outcome[-6000:]

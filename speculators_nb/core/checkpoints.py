@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FLOATS', 'CHECKED_FIELDS', 'TYPE_NAMES', 'save_tensors', 'tensor_names', 'load_tensors', 'load_pickle', 'HubAccess',
-           'current_hub_access', 'hub_access', 'hub_problem', 'hub_errors', 'model_file', 'resolve_checkpoint',
-           'inside', 'read_index', 'checkpoint_index', 'read_checkpoint_tensors', 'remote_code', 'remote_code_allowed',
-           'tensor_problem', 'read_state', 'check_field_types']
+           'current_hub_access', 'hub_access', 'first_cause', 'hub_problem', 'hub_errors', 'push_errors', 'model_file',
+           'resolve_checkpoint', 'inside', 'read_index', 'checkpoint_index', 'read_checkpoint_tensors', 'remote_code',
+           'remote_code_allowed', 'tensor_problem', 'read_state', 'check_field_types']
 
 # %% ../../nbs/core/04_checkpoints.ipynb #chkp0003
 import contextlib
@@ -152,6 +152,20 @@ def hub_access(
         _ACCESS.reset(token)
 
 # %% ../../nbs/core/04_checkpoints.ipynb #hubacc03
+def first_cause(
+    error: Exception,  # from `huggingface_hub`
+) -> Exception:
+    """The answer of the hub behind an error of its client, which falls back to the cache where
+    the hub does not answer as it should, and then misses the file there."""
+    from huggingface_hub import errors
+
+    cause = error.__cause__
+    answered = isinstance(cause, (errors.HfHubHTTPError, errors.FileMetadataError))
+    if answered and isinstance(error, (errors.LocalEntryNotFoundError, ValueError)):
+        return cause
+    return error
+
+
 def hub_problem(
     error: Exception,  # from `huggingface_hub`
     name: str,  # hub id
@@ -160,6 +174,7 @@ def hub_problem(
     "What a failed download means, and what to do."
     from huggingface_hub import constants, errors  # imported for a hub id alone
 
+    error = first_cause(error)
     access, page = current_hub_access(), f"{constants.ENDPOINT}/{name}"
     missing = f"{name}: neither a local folder nor a model"
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
@@ -184,9 +199,14 @@ def hub_problem(
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
         return f"{name}: token= is refused by {page} ({what}); give another (hf auth login)"
-    return f"{missing} that could be fetched from the hub ({what}); try again, or give a folder"
+    if isinstance(error, errors.FileMetadataError):
+        what += f"; does HF_ENDPOINT={constants.ENDPOINT} name a hub, and no proxy a page?"
+    return (
+        f"{missing} whose {file} could be fetched from the hub ({what}); try again, or give a "
+        "folder"
+    )
 
-
+# %% ../../nbs/core/04_checkpoints.ipynb #hubacc3b
 @contextlib.contextmanager
 def hub_errors(
     name: str,  # hub id
@@ -197,9 +217,34 @@ def hub_errors(
         yield
     except Exception as e:
         # a fault of a file, or of the disk
-        if type(e) is ValueError or (isinstance(e, OSError) and e.errno):
+        ours = type(e) is ValueError and first_cause(e) is e
+        if ours or (isinstance(e, OSError) and e.errno):
             raise
         raise FileNotFoundError(hub_problem(e, name, file)) from e
+
+
+@contextlib.contextmanager
+def push_errors(
+    name: str,  # hub id
+) -> Iterator[None]:
+    "Errors of an upload in one line; nothing was committed. Errors: OSError."
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except (errors.HfHubHTTPError, errors.HFValidationError, RuntimeError, OSError) as e:
+        cause = e.__cause__ if isinstance(e.__cause__, errors.HfHubHTTPError) else e
+        what = " ".join(f"{type(cause).__name__}: {cause}".split())[:200]
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        remedy = "run the same call again"
+        if status in (401, 403, 404) or isinstance(e, errors.LocalTokenNotFoundError):
+            remedy = "give a token= that may write there (hf auth login)"
+        elif isinstance(e, errors.HFValidationError):
+            remedy = "a name is owner/model"
+        elif constants.HF_HUB_OFFLINE:
+            remedy = "HF_HUB_OFFLINE=1 allows no upload"
+        place = f"{constants.ENDPOINT}/{name}"
+        raise OSError(f"{name}: not pushed to {place} ({what}); {remedy}") from e
 
 # %% ../../nbs/core/04_checkpoints.ipynb #hubacc06
 def model_file(

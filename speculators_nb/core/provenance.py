@@ -182,11 +182,15 @@ def _digest(path: Path, whole: int = WHOLE) -> "hashlib._Hash":
 
 
 def _hub_commit(name: str) -> str | None:
-    "The commit of a hub id in the local cache."
+    "The commit of a hub id in the local cache, by the current `hub_access`."
     from huggingface_hub import try_to_load_from_cache
 
+    # imported for a hub id alone
+    from speculators_nb.core.checkpoints import current_hub_access
+
+    access = current_hub_access()
     try:
-        file = try_to_load_from_cache(name, "config.json")
+        file = try_to_load_from_cache(name, "config.json", access.cache_dir, access.revision)
     except ValueError:  # not spelt like a hub id
         return None
     parts = Path(file).parts if isinstance(file, str) else ()

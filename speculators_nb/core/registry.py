@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_arg
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import core_schema
 
-from .checkpoints import hub_access, model_file
+from .checkpoints import hub_access, model_file, push_errors
 from .files import NotSupported, check_folder
 from .option_rules import shown
 from .options import MOST_DRAFTED
@@ -404,3 +404,12 @@ class FoundOnHub:
                 folder = model_file(name).parent
         check_folder(folder, name)
         return super().from_pretrained(folder, **kwargs)  # type: ignore[misc] (a mixin)
+
+    def push_to_hub(
+        self,
+        repo_id: str,  # owner/model
+        **kwargs,  # passed on to transformers: token, private, revision, commit_message, …
+    ) -> Any:  # huggingface_hub's CommitInfo
+        "Upload config.json. Errors: OSError in one line: model, reason, remedy."
+        with push_errors(repo_id):
+            return super().push_to_hub(repo_id, **kwargs)  # type: ignore[misc] (a mixin)

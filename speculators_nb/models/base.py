@@ -22,6 +22,7 @@ from speculators_nb.core.checkpoints import (
     hub_access,
     load_pickle,
     model_file,
+    push_errors,
     read_state,
     resolve_checkpoint,
 )
@@ -401,6 +402,15 @@ class SpeculatorModel(PretrainedDrafter):
         return [sentence for rule in cls.serving_rules for sentence in rule(raw, verifier)]
 
     verify_training_compatible = staticmethod(verify_training_compatible)
+
+    def push_to_hub(
+        self,
+        repo_id: str,  # owner/model
+        **kwargs: Any,  # passed on to transformers: token, private, revision, …
+    ) -> Any:  # huggingface_hub's CommitInfo
+        "Upload config and weights. Errors: OSError in one line: model, reason, remedy."
+        with push_errors(repo_id):
+            return super().push_to_hub(repo_id, **kwargs)
 
 # %% ../../nbs/models/04_base.ipynb #081af660
 FLEX_NAMES = ("simple_flex_attention", "flex_attention")  # in configs of layers

@@ -1,104 +1,32 @@
 """What is loaded from a hub, and how many bytes. `test_hub.py` runs this file in a process of its own, because the
 hub's client reads its address once, when it is imported."""
 
-import os
-import tempfile
+from loopback import HUB, SHAPE, bodies, same, size  # before all that imports the hub's client
 
-from server import Hub
+# isort: split
+import json
 
-HUB = Hub()
-os.environ.update(HF_ENDPOINT=HUB.url, HF_HOME=tempfile.mkdtemp(), HF_HUB_DISABLE_XET="1", HF_HUB_DISABLE_TELEMETRY="1")
-for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
-    os.environ.pop(name, None)
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import json  # noqa: E402
+from speculators_nb.core.checkpoints import resolve_checkpoint
+from speculators_nb.core.config import SpeculatorModelConfig, VerifierConfig
+from speculators_nb.data.messages import normalize
+from speculators_nb.data.sources import PRESETS, read_conversations
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.convert import convert, export_native
+from speculators_nb.models.eagle import EagleSpeculator, EagleSpeculatorConfig
+from speculators_nb.models.eagle3 import Eagle3DraftModel
+from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.nn.mask_token import resolve_mask_token
+from speculators_nb.nn.target_head import verifier_config
+from speculators_nb.verifier.identity import VerifierInfo
+from speculators_nb.verifier.parts import load_verifier_tensors
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from huggingface_hub import constants  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
-
-from speculators_nb.core.checkpoints import hub_access, resolve_checkpoint  # noqa: E402
-from speculators_nb.core.config import SpeculatorModelConfig, VerifierConfig  # noqa: E402
-from speculators_nb.data.messages import normalize  # noqa: E402
-from speculators_nb.data.sources import PRESETS, read_conversations  # noqa: E402
-from speculators_nb.models.base import SpeculatorModel  # noqa: E402
-from speculators_nb.models.convert import convert, export_native  # noqa: E402
-from speculators_nb.models.eagle import EagleSpeculator, EagleSpeculatorConfig  # noqa: E402
-from speculators_nb.models.eagle3 import Eagle3DraftModel  # noqa: E402
-from speculators_nb.nn.layers import draft_layer_config  # noqa: E402
-from speculators_nb.nn.mask_token import resolve_mask_token  # noqa: E402
-from speculators_nb.nn.target_head import verifier_config  # noqa: E402
-from speculators_nb.verifier.identity import VerifierInfo  # noqa: E402
-from speculators_nb.verifier.parts import load_verifier_tensors  # noqa: E402
-
-SHAPE = dict(
-    vocab_size=4096,
-    hidden_size=64,
-    intermediate_size=512,
-    num_hidden_layers=16,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-)
-
-
-@pytest.fixture(scope="session")
-def big(tmp_path_factory):
-    "A verifier of 16 shards: folder, published as org/big; the head is its own."
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False))
-    folder = tmp_path_factory.mktemp("big")
-    model.config.architectures = ["Qwen3ForCausalLM"]
-    model.config.save_pretrained(folder)
-    state, where = model.state_dict(), {}
-    for i in range(16):
-        file = f"model-{i + 1:05}-of-00016.safetensors"
-        part = {n: w for n, w in state.items() if f"layers.{i}." in n}
-        if i == 0:
-            part["model.embed_tokens.weight"] = state["model.embed_tokens.weight"]
-        if i == 15:
-            part |= {n: state[n] for n in ("model.norm.weight", "lm_head.weight")}
-        save_file(part, folder / file)
-        where |= dict.fromkeys(part, file)
-    assert where.keys() == state.keys()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    HUB.add("org/big", folder)
-    return folder
-
-
-@pytest.fixture
-def draft(big, tmp_path):
-    "A drafter for org/big, which was made from the folder; published as org/draft."
-    model = Eagle3DraftModel.from_training_args(
-        draft_layer_config(Qwen3Config(**SHAPE)), verifier_name_or_path=str(big)
-    )
-    model.config.speculators_config.verifier.name_or_path = "org/big"
-    model.save_pretrained(tmp_path / "draft")
-    HUB.add("org/draft", tmp_path / "draft")
-    return model
-
-
-@pytest.fixture(autouse=True)
-def clean(tmp_path):
-    "Each test has a cache of its own."
-    HUB.ranges, HUB.gated, HUB.tokens = True, set(), {}
-    HUB.sent.clear()
-    with hub_access(cache_dir=tmp_path / "cache"):
-        yield
-
-
-def size(parts):
-    return sum(w.numel() * w.element_size() for w in parts.values() if w is not None)
-
-
-def bodies():
-    return [s.path for s in HUB.sent if s.size and s.status < 300]
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+pytest_plugins = ["loopback"]  # its fixtures
 
 
 @pytest.mark.statement("api-71")
