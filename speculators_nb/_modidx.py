@@ -48,6 +48,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'speculators_nb/cli/data_commands.py'),
                                                   'speculators_nb.cli.data_commands.features': ( 'cli/data_commands.html#features',
                                                                                                  'speculators_nb/cli/data_commands.py'),
+                                                  'speculators_nb.cli.data_commands.log_disk': ( 'cli/data_commands.html#log_disk',
+                                                                                                 'speculators_nb/cli/data_commands.py'),
                                                   'speculators_nb.cli.data_commands.open_tokenizer': ( 'cli/data_commands.html#open_tokenizer',
                                                                                                        'speculators_nb/cli/data_commands.py'),
                                                   'speculators_nb.cli.data_commands.open_verifier': ( 'cli/data_commands.html#open_verifier',

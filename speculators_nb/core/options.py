@@ -392,8 +392,8 @@ def _what_drafts(values):
     method, drafter, verifier = (values[n] for n in ("method", "drafter", "verifier"))
     if drafter is None and method is None and values["server"] is None:
         return (
-            "drafter is missing: give its folder, as in evaluate DRAFTER DATA, or method "
-            "ngram, suffix or mtp (heads of the verifier) with a verifier"
+            "drafter is missing: write evaluate DRAFTER DATA, or give method ngram, suffix or "
+            "mtp (heads of the verifier), and verifier"
         )
     if method in NO_WEIGHTS and drafter is not None:
         return (
