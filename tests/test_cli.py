@@ -18,6 +18,7 @@ import yaml
 from fastcore.docments import docments
 from typer.testing import CliRunner
 
+import speculators_nb
 from speculators_nb.cli import drafter_commands as drafter_steps
 from speculators_nb.cli import main as cli
 from speculators_nb.cli.command import command, new_app
@@ -132,8 +133,10 @@ def test_heavy_imports_are_inside():
             "os",
             "collections",
             "pathlib",
+            "shlex",
             "signal",
             "signature",
+            "speculators_nb",
             "sys",
             "textwrap",
             "threading",
@@ -189,10 +192,12 @@ def test_missing_paths(tmp_path):
     one_line(run("train", tmp_path / "none", tmp_path / "out"), "no such folder", "speculators-nb features")
     one_line(run("check", tmp_path / "none"), "none")
     one_line(
-        run("features", tmp_path / "none", CORPUS / "heldout.jsonl", tmp_path / "out"),
+        run("features", CORPUS / "heldout.jsonl", tmp_path / "out", "--verifier", tmp_path / "none"),
         "none: neither a local folder nor a model",
     )
-    one_line(run("features", VERIFIER, tmp_path / "none.jsonl", tmp_path / "out"), "no such file", "none.jsonl")
+    one_line(
+        run("features", tmp_path / "none.jsonl", tmp_path / "out", "--verifier", VERIFIER), "no such file", "none.jsonl"
+    )
     one_line(run("evaluate", tmp_path / "none", CORPUS / "heldout.jsonl"), "none")
 
 
@@ -279,7 +284,7 @@ def test_failures_of_the_machine_have_a_remedy(error, words):
         ("train d o --seed", ("'--seed' requires an argument", "--seed 0")),
         ("train d o --learning-rate nan", ("learning_rate=nan: must be finite",)),
         ("train d o --learning-rate 1e-4x", ("learning_rate='1e-4x': is text",)),
-        ("features v d o --aux-layer-ids 1 --aux-layer-ids a", ("aux_layer_ids='a'",)),
+        ("features d o --verifier v --aux-layer-ids 1 --aux-layer-ids a", ("aux_layer_ids='a'",)),
         ("regenerate d o --sampling [[1,2]]", ("sampling='[[1,2]]': must be a mapping",)),
         ("regenerate d o --sampling " + "[" * 5000, ("sampling=",)),
         ("check a b", ("Got unexpected extra argument", "check takes FOLDER")),
@@ -349,6 +354,79 @@ def test_what_a_shell_cannot_type():
         library("nn.draft_vocabulary", "nothing")
     with pytest.raises(ValueError, match="verifier has no default, and a type"):
         library("features.in_process", "extract_features")
+
+
+# --- one place for the verifier ---------------------------------------------------------------------------------------
+
+
+NAMED = [n for n, f in COMMANDS.items() if "verifier" in inspect.signature(f).parameters]
+IN_ORDER = {  # command -> its places in the order of the function, as the shell took them before
+    "prepare": "{chats} {v} {out}",
+    "features": "{v} {chats} {out}",
+    "convert": "{chats} {out} {v}",
+    "stitch-mtp": "{chats} {v} {out}",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_verifier_is_an_option_everywhere(name):
+    """No command has a place for it, and what a command cannot do without is required in its help."""
+    shown = " ".join(run(name, "--help").output.split())
+    usage = shown[: shown.index("╭")]
+    needed = [n for n, p in inspect.signature(COMMANDS[name]).parameters.items() if p.default is p.empty]
+    places = [n.upper() for n in needed if n != "verifier"]
+    wanted = ["--verifier VERIFIER"] * ("verifier" in needed)
+    line = " ".join(["[OPTIONS]", *places, *wanted])
+    assert re.search(rf"Usage: speculators-nb {name} {re.escape(line)}(?! [A-Z]+ )", usage), usage
+    assert shown.count("[required]") == len(needed)
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_the_former_order_works_with_a_note(tmp_path, name):
+    """The note is one line and says what to write; both lines end the same."""
+    there = dict(chats=tmp_path / "no chats", v=VERIFIER, out=tmp_path / "out")
+    former = run(name, *(place.format(**there) for place in IN_ORDER[name].split()))
+    usual = run(name, there["chats"], there["out"], "--verifier", there["v"])
+    note, *_, error = former.stderr.splitlines()
+    line = f"speculators-nb {name} '{there['chats']}' {there['out']} --verifier {VERIFIER}"
+    assert note == f"Note: --verifier is an option: {line}"
+    assert error == usual.stderr.splitlines()[-1] and former.exit_code == usual.exit_code == 2
+    one_line(run(name, "a", "b", "c", "--verifier", "v"), "'c': one argument too many", "--verifier")
+    one_line(run(name, "a", "b", "c", "d"), "unexpected extra argument", "(d)")
+
+
+def test_short_help_and_version():
+    assert run("-h").output == run("--help").output and run("train", "-h").output == run("train", "--help").output
+    assert run("--version").stdout == f"speculators-nb {speculators_nb.__version__}\n"
+
+
+def test_a_shell_completes():
+    """Typer's completion: the commands and their options."""
+    program = Path(sys.executable).with_name("speculators-nb")
+    for words, number, wanted in (
+        ("speculators-nb tr", 1, "train"),
+        ("speculators-nb train --learn", 2, "--learning-rate"),
+    ):
+        there = {"_SPECULATORS_NB_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+        got = subprocess.run([program], env={**os.environ, **there}, capture_output=True, text=True)
+        assert wanted in got.stdout.split(), got
+
+
+@pytest.mark.parametrize(
+    "name, recipe, wanted",
+    [
+        ("prepare", None, "Next: speculators-nb features {out} FEATURES --verifier {v}"),
+        ("prepare", "features: {max_length: 64}", "Next: speculators-nb features --recipe {recipe}"),
+    ],
+)
+def test_what_is_next_has_the_values_that_are_known(tmp_path, name, recipe, wanted):
+    there = dict(out=tmp_path / "prepared", v=VERIFIER, recipe=tmp_path / "r.yaml")
+    there["recipe"].write_text(recipe or "{}")
+    given = ("--recipe", there["recipe"]) if recipe else ()
+    line = (CORPUS / "heldout.jsonl", there["out"], "--verifier", VERIFIER, "--max-samples", 4, "--num-proc", 1)
+    result = run(name, *line, *given)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == wanted.format(**there)
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
@@ -777,13 +855,23 @@ def test_regenerated_answers_are_prepared(tmp_path):
     assert result.exit_code == 0 and "conversations written" in result.stdout, result.output
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) >= 3
     assert "conversations that were there" in run("regenerate", "--recipe", tmp_path / "a.jsonl.recipe.yaml").stdout
-    result = run("prepare", tmp_path / "a.jsonl", VERIFIER, tmp_path / "p", "--num-proc", 1)
+    result = run("prepare", tmp_path / "a.jsonl", tmp_path / "p", "--verifier", VERIFIER, "--num-proc", 1)
     assert result.exit_code == 0 and "Next: speculators-nb features" in result.stdout, result.output
     one_line(
-        run("prepare", tmp_path / "a.jsonl", VERIFIER, tmp_path / "p", "--num-proc", 1, "--max-length", 100),
+        run(
+            "prepare",
+            tmp_path / "a.jsonl",
+            tmp_path / "p",
+            "--verifier",
+            VERIFIER,
+            "--num-proc",
+            1,
+            "--max-length",
+            100,
+        ),
         "max_length",
     )
-    result = run("features", VERIFIER, tmp_path / "p", tmp_path / "f")
+    result = run("features", tmp_path / "p", tmp_path / "f", "--verifier", VERIFIER)
     assert result.exit_code == 0 and "0 kept" in result.stdout, result.output
     one_line(run("regenerate", CORPUS / "train.jsonl", tmp_path / "b.jsonl"), "nothing would write the answers")
     one_line(
@@ -925,11 +1013,12 @@ def test_a_server_lives_as_long_as_its_command(drafter, tmp_path):
 
 def test_features_from_a_server_that_is_not_there(tmp_path):
     one_line(
-        run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "f", "--source", "vllm"),
+        run("features", CORPUS / "heldout.jsonl", tmp_path / "f", "--verifier", VERIFIER, "--source", "vllm"),
         "storage=None: is missing; name the folder",
     )
     one_line(
-        run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "f", "--source", "tgi"), "choose hf or vllm"
+        run("features", CORPUS / "heldout.jsonl", tmp_path / "f", "--verifier", VERIFIER, "--source", "tgi"),
+        "choose hf or vllm",
     )
 
 
@@ -937,12 +1026,12 @@ def test_features_from_a_server_that_is_not_there(tmp_path):
 def test_out_and_in_again(drafter, tmp_path):
     result = run("export", drafter, tmp_path / "theirs")
     assert result.exit_code == 0, result.output
-    result = run("convert", tmp_path / "theirs", tmp_path / "ours", VERIFIER)
+    result = run("convert", tmp_path / "theirs", tmp_path / "ours", "--verifier", VERIFIER)
     assert result.exit_code == 0, result.output
     assert run("check", tmp_path / "ours").exit_code == 0
-    one_line(run("convert", tmp_path / "theirs", tmp_path / "ours", VERIFIER), "exists already")
-    one_line(run("convert", VERIFIER, tmp_path / "new", VERIFIER), "no known format")
-    one_line(run("stitch-mtp", drafter, VERIFIER, tmp_path / "s"), "only an MTP head")
+    one_line(run("convert", tmp_path / "theirs", tmp_path / "ours", "--verifier", VERIFIER), "exists already")
+    one_line(run("convert", VERIFIER, tmp_path / "new", "--verifier", VERIFIER), "no known format")
+    one_line(run("stitch-mtp", drafter, tmp_path / "s", "--verifier", VERIFIER), "only an MTP head")
 
 
 def test_as_functions_in_a_notebook(features, tmp_path):

@@ -1,6 +1,7 @@
 """The release notes 0.1 to 0.4, statement by statement (docs/statements.yml), where no other test holds one."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 from documented import H, V, batch, layer, write_verifier
 from packaging.requirements import Requirement
 from transformers import Qwen2_5_VLConfig
+from typer.testing import CliRunner
 
+from speculators_nb.cli.main import app
 from speculators_nb.core.config import SpeculatorModelConfig, import_models
 from speculators_nb.models import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators_nb.models.base import SpeculatorModel
@@ -66,3 +69,15 @@ def test_three_tokens_are_drafted(tmp_path, algorithm):
     convert(tmp_path / "native", tmp_path / "again", verifier)
     for config in (fresh.config, SpeculatorModelConfig.from_pretrained(tmp_path / "again")):
         assert config.speculators_config.speculative_tokens == 3
+
+
+@pytest.mark.statement("release-36")
+def test_one_recipe_is_run_from_data_to_training(monkeypatch):
+    "`speculators-nb run RECIPE`: here the plan; tests of the command run it."
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, ["run", "data/recipes/laptop.yaml", "--dry-run"])
+    assert done.exit_code == 0, done.output
+    places = [
+        re.search(rf"\b{stage}\b", done.output) for stage in ("regenerate", "prepare", "features", "train", "evaluate")
+    ]
+    assert all(places) and [m.start() for m in places] == sorted(m.start() for m in places)

@@ -138,6 +138,7 @@ def test_a_report_of_requests_that_the_user_has_chosen_stays(engine):
     assert found.settings["commands"][0].count("--per-request") == 1
 
 
+@pytest.mark.statement("release-43")
 def test_the_filters_of_sampling_are_sent(engine):
     with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:
         given = dict(temperatures=[0.8], top_p=0.9, top_k=40, min_p=0.05, max_new_tokens=4, max_samples=1)

@@ -3,29 +3,9 @@ token after the other, and what is drawn against the distribution that training'
 
 import json
 
+import blocks
 import pytest
 import torch
-from blocks import (
-    V,
-    check_bf16,
-    check_checkpoints,
-    check_distribution,
-    check_empty_mask,
-    check_lean,
-    fresh,
-    greedy_text,
-    of_draft_vocabulary,
-    picker,
-    random_drafter,
-    random_layer,
-    random_row,
-    read_in_two_parts,
-    second_and_third,
-    served_states,
-    states_of,
-    text_and_features,
-    tiny_verifier,
-)
 from recorded import cases, load_case
 from safetensors.torch import load_file
 from transformers import Qwen3Config
@@ -57,7 +37,7 @@ def test_logits(name):
     want = load_file(folder / "outputs.safetensors")
     anchors = batch["anchor_positions"]
     with torch.no_grad():
-        x, hidden = states_of(model, batch)
+        x, hidden = blocks.states_of(model, batch)
         states = BlockStates(x["input_ids"], x["document_ids"], Blocks(anchors, anchors, anchors, anchors), hidden)
         text, base = model.text_in_front(states), model.lm_head(hidden)
         cache = model.refiner_head.cache(hidden)
@@ -72,7 +52,7 @@ def test_logits(name):
 
 @pytest.mark.parametrize("name", [c for c in CASES if "data" in c or "window" in c])
 def test_checkpoints_load_again(name, tmp_path, monkeypatch):
-    check_checkpoints(name, tmp_path, monkeypatch)
+    blocks.check_checkpoints(name, tmp_path, monkeypatch)
 
 
 # ---- random drafters
@@ -82,10 +62,10 @@ def random_model(seed, refiner=0.6, **fixed):
     """A drafter of random shape with random weights, and a random packed row with its anchors. With `refiner` 0.6 the
     bias is as large as the base logits."""
     g = torch.Generator().manual_seed(seed)
-    pick = picker(g)
+    pick = blocks.picker(g)
     fields = dict(
-        transformer_layer_config=random_layer(pick),
-        draft_vocab_size=pick(20, V),
+        transformer_layer_config=blocks.random_layer(pick),
+        draft_vocab_size=pick(20, blocks.V),
         aux_hidden_state_layer_ids=pick([1], [1, 3]),
         block_size=pick(2, 4, 6),
         mask_token_id=29,
@@ -95,8 +75,8 @@ def random_model(seed, refiner=0.6, **fixed):
         xpress_mlp_ratio=pick(1, 2),
     )
     config = XPressSpeculatorConfig(**fields | fixed)
-    model = random_drafter(config, g, lambda name: refiner if "refiner" in name else 0.3)
-    return model, random_row(config, g, (13, 3, 20, 4), trained=0.6, anchors=9)  # many holes
+    model = blocks.random_drafter(config, g, lambda name: refiner if "refiner" in name else 0.3)
+    return model, blocks.random_row(config, g, (13, 3, 20, 4), trained=0.6, anchors=9)  # many holes
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -109,7 +89,7 @@ def test_lean_is_dense(seed):
         options = dict(loss_config="ce", per_position_loss_weight="dpace", base_anchor_full_weight=True)
     if seed % 2 and model.d2t is None:
         options |= dict(ce_from_data=True, base_anchor_weight=0.0)
-    tokens, *_ = check_lean(model, batch, **options, consistency_passes=4)
+    tokens, *_ = blocks.check_lean(model, batch, **options, consistency_passes=4)
     assert tokens.shape == (1, 9 * model.config.block_size)
 
 
@@ -130,11 +110,11 @@ def test_the_defaults_of_the_step():
 @pytest.mark.parametrize("seed", range(3))
 def test_bf16_products_and_autocast_stay_close(seed):
     "A round may draft another token where two are close."
-    check_bf16(*random_model(20 + seed), 5e-2)
+    blocks.check_bf16(*random_model(20 + seed), 5e-2)
 
 
 def test_an_empty_loss_mask_is_no_nan():
-    check_empty_mask(*random_model(7))
+    blocks.check_empty_mask(*random_model(7))
 
 
 # ---- drafting
@@ -146,7 +126,7 @@ def block_distributions(model, row, features, anchor, k=None):
     first, head = model.config.first_slot, model.refiner_head
     documents, anchors = torch.zeros(len(row), dtype=torch.long), torch.tensor([anchor])
     with torch.no_grad():
-        hidden = served_states(model, row, features, anchor)
+        hidden = blocks.served_states(model, row, features, anchor)
         states = BlockStates(row, documents, Blocks(anchors, anchors, anchors, anchors), hidden)
         codes = head(head.token_embed(model.text_in_front(states)), head.cache(hidden))
         return (model.lm_head(hidden) + head.readout(codes))[0, first:][:k].softmax(-1)
@@ -158,12 +138,12 @@ def test_drafting_is_what_was_trained(seed):
     the drafted tokens stand in the text; fewer tokens are the first of as many as were trained."""
     model, _ = random_model(40 + seed, sample_from_anchor=seed % 2 == 0)
     k = model.config.speculative_tokens
-    tokens, features, g = text_and_features(model, seed=seed)
-    drafter = read_in_two_parts(model.drafter(), tokens, features)
+    tokens, features, g = blocks.text_and_features(model, seed=seed)
+    drafter = blocks.read_in_two_parts(model.drafter(), tokens, features)
     tree = drafter.propose(tokens, features[6:], k + 3, Sampling(1.0, g))  # the block ends at k
     assert len(tree) == k and tree.parents.tolist() == list(range(-1, k - 1))
     want = block_distributions(model, torch.cat([tokens, tree.tokens]), features, 11)
-    torch.testing.assert_close(of_draft_vocabulary(model, tree.probs), want, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(blocks.of_draft_vocabulary(model, tree.probs), want, rtol=1e-4, atol=1e-6)
     for shorter in range(1, k):
         again = drafter.propose(tokens, features[:0], shorter, Sampling())
         whole = serial_walk(model, drafter, tokens, features, shorter)
@@ -184,7 +164,7 @@ def test_after_m_passes_the_first_m_tokens_are_final(seed):
     "Jacobi passes against the serial walk, which is exact with as many passes as tokens; without one it is not."
     model, _ = random_model(60 + seed, block_size=6, sample_from_anchor=seed % 2 == 0)
     k, drafter = model.config.speculative_tokens, model.drafter()
-    tokens, features, _ = text_and_features(model, seed=seed)
+    tokens, features, _ = blocks.text_and_features(model, seed=seed)
     serial = serial_walk(model, drafter, tokens, features, k)
     for m in range(k + 1):
         model.config.num_jacobi_passes = m
@@ -200,7 +180,7 @@ def test_a_text_of_one_token():
     tokens, features, g = torch.tensor([5]), torch.zeros(0, model.fc.in_features), torch.Generator().manual_seed(0)
     tree = model.drafter().propose(tokens, features, 3, Sampling(1.0, g))
     want = block_distributions(model, torch.cat([tokens, tree.tokens]), features, 0)
-    torch.testing.assert_close(of_draft_vocabulary(model, tree.probs), want, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(blocks.of_draft_vocabulary(model, tree.probs), want, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -208,7 +188,7 @@ def test_rows_of_a_tree_know_their_path(seed):
     "A node's row is the row of a chain that has its path, and nothing grows behind the trained tokens."
     model, _ = random_model(80 + seed, sample_from_anchor=seed % 2 == 0, block_size=4)
     k, drafter = model.config.speculative_tokens, model.drafter()
-    tokens, features, _ = text_and_features(model, seed=seed)
+    tokens, features, _ = blocks.text_and_features(model, seed=seed)
     with drafter.grow(tokens, features, k + 2) as next_log_probs, torch.inference_mode():
         tree = dynamic_tree(next_log_probs, top_k=3, depth=k + 2, total_tokens=12).tree
         assert int(tree.depth.max()) <= k
@@ -222,21 +202,21 @@ def test_rows_of_a_tree_know_their_path(seed):
                 continue
             filled = torch.cat([tokens, torch.tensor(path), tokens[:k]])
             want = block_distributions(model, filled, features, 11)[len(path)]
-            torch.testing.assert_close(of_draft_vocabulary(model, row.exp()), want, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(blocks.of_draft_vocabulary(model, row.exp()), want, rtol=1e-4, atol=1e-6)
 
 
 def fresh_xpress(folder, verifier, **args):
-    return fresh("xpress", folder, verifier, "refiner_head", **dict(xpress_rank=4) | args)
+    return blocks.fresh("xpress", folder, verifier, "refiner_head", **dict(xpress_rank=4) | args)
 
 
 @pytest.mark.parametrize("shifted", [False, True])
 def test_greedy_text_is_the_verifiers(tmp_path, shifted):
     "Token for token, in chains and in trees, also where more is wanted than was trained."
-    hf = tiny_verifier(tmp_path)
+    hf = blocks.tiny_verifier(tmp_path)
     model = fresh_xpress(tmp_path, hf, sample_from_anchor=shifted, num_jacobi_passes=2)
     verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
     prompt = torch.randint(30, (9,), generator=torch.Generator().manual_seed(2))
-    want = greedy_text(hf, prompt, 16)
+    want = blocks.greedy_text(hf, prompt, 16)
     tree = TreeDrafter(model.drafter(), [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
     for drafter in (model.drafter(), tree):
         assert generate(verifier, drafter, prompt, max_new_tokens=16, k=3).tokens == want
@@ -245,7 +225,7 @@ def test_greedy_text_is_the_verifiers(tmp_path, shifted):
 def test_sampled_text_has_the_verifiers_distribution(tmp_path):
     """Pairs of tokens sampled with drafts of two, from a vocabulary of four, against the verifier's own joint
     distribution; 350 draws, chi-square at about 0.999."""
-    hf = tiny_verifier(tmp_path, vocab=4)
+    hf = blocks.tiny_verifier(tmp_path, vocab=4)
     model = fresh_xpress(tmp_path, hf)
     verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
     start = [2, 3, 1]
@@ -253,7 +233,7 @@ def test_sampled_text_has_the_verifiers_distribution(tmp_path):
     for _ in range(350):
         out = generate(verifier, drafter, torch.tensor(start), max_new_tokens=3, k=2, sampling=Sampling(1.0, g))
         counts[out.tokens[1], out.tokens[2]] += 1
-    check_distribution(counts.flatten(), second_and_third(hf, start).flatten())
+    blocks.check_distribution(counts.flatten(), blocks.second_and_third(hf, start).flatten())
 
 
 # ---- optimizers, errors, serving
@@ -288,7 +268,7 @@ def test_errors_name_the_field():
 
 def test_vllm_does_not_serve_it(tmp_path):
     "One line of the contract, and nothing else is found in a good checkpoint."
-    model = fresh_xpress(tmp_path, tiny_verifier(tmp_path))
+    model = fresh_xpress(tmp_path, blocks.tiny_verifier(tmp_path))
     model.save_pretrained(tmp_path / "drafter")
     (found,) = check_vllm_contract(tmp_path / "drafter")
     assert "'xpress', which vLLM 0.32 does not serve" in found and "\n" not in found

@@ -60,12 +60,13 @@ def _features_there(data_dir, verifier):
     if path.is_file():
         raise ValueError(
             f"data_dir={str(path)!r}: is a file, and a drafter is trained on features. Make "
-            f"them: speculators-nb features {model} {path} FEATURES; "
+            f"them: speculators-nb features {path} FEATURES --verifier {model}; "
             "then speculators-nb train FEATURES DRAFTER"
         )
     if not path.is_dir():
         raise FileNotFoundError(
-            f"{path}: no such folder. Make one: speculators-nb features {model} DATA {path}"
+            f"{path}: no such folder. Make one: speculators-nb features DATA {path} "
+            f"--verifier {model}"
         )
     if (path / "config.json").is_file():
         kind = (
@@ -75,7 +76,7 @@ def _features_there(data_dir, verifier):
         )
         raise ValueError(
             f"data_dir={str(path)!r}: is {kind}, and features are wanted. Make them: "
-            f"speculators-nb features {model} DATA FEATURES"
+            f"speculators-nb features DATA FEATURES --verifier {model}"
         )
 
 # %% ../../nbs/cli/05_drafter_commands.ipynb #7199c687

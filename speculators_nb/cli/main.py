@@ -34,22 +34,14 @@ def _table(frame, **options):
 # %% ../../nbs/cli/09_main.ipynb #74954639
 def _prepared(p):
     more = "".join(f"\n\n{_table(t)}" for t in (p.dropped, p.control_tokens) if len(t))
-    return (
-        f"{_table(p.table)}{more}\n\n{p!r}\nNext: speculators-nb features VERIFIER {p.folder} "
-        "FEATURES"
-    )
-
-
-def _regenerated(report):
-    return f"{report}\nNext: speculators-nb prepare ANSWERS VERIFIER PREPARED"
+    return f"{_table(p.table)}{more}\n\n{p!r}"
 
 
 def _extracted(n):
     failed = f", {n['failed']} FAILED (run the command again)" if n.get("failed") else ""
     return (
         f"{n['rows']} rows, {n['tokens']} tokens: {n['written']} feature files written, "
-        f"{n['kept']} kept{failed}.\n"
-        f"Next: speculators-nb train {n['output_dir']} DRAFTER"
+        f"{n['kept']} kept{failed}."
     )
 
 
@@ -60,13 +52,37 @@ def _chosen(n):
     )
 
 
+def _with_verifier(*words, verifier):
+    return (*words, "--verifier", verifier or "VERIFIER")
+
+
 regenerate = command(
-    library("cli.data_commands", "regenerate"), _regenerated, app, group="Data", output="output"
+    library("cli.data_commands", "regenerate"),
+    str,
+    app,
+    group="Data",
+    output="output",
+    then=lambda report, given: [
+        _with_verifier("prepare", given["output"], "PREPARED", verifier=given["verifier"])
+    ],
 )
 prepare = command(
-    library("data.prepare", "prepare_data"), _prepared, app, name="prepare", group="Data"
+    library("data.prepare", "prepare_data"),
+    _prepared,
+    app,
+    name="prepare",
+    group="Data",
+    then=lambda prepared, given: [
+        _with_verifier("features", prepared.folder, "FEATURES", verifier=given["verifier"])
+    ],
 )
-features = command(library("cli.data_commands", "features"), _extracted, app, group="Data")
+features = command(
+    library("cli.data_commands", "features"),
+    _extracted,
+    app,
+    group="Data",
+    then=lambda counts, given: [("train", given["output_dir"], "DRAFTER")],
+)
 vocab = command(library("cli.data_commands", "vocab"), _chosen, app, group="Data")
 
 # %% ../../nbs/cli/09_main.ipynb #6f70a533
@@ -80,10 +96,7 @@ def _trained(trainer):
         if len(evals)
         else ""
     )
-    return (
-        f"{last}Drafter, history and checkpoints are in {out}\nNext: speculators-nb evaluate "
-        f"{out} PROMPTS.jsonl; speculators-nb serve {out}"
-    )
+    return f"{last}Drafter, history and checkpoints are in {out}"
 
 
 def _measured(evaluation):
@@ -110,7 +123,16 @@ def _verdict(violations):
     return "vLLM can serve this drafter."
 
 # %% ../../nbs/cli/09_main.ipynb #2fbebc8c
-train = command(library("cli.drafter_commands", "train"), _trained, app, group="Drafters")
+train = command(
+    library("cli.drafter_commands", "train"),
+    _trained,
+    app,
+    group="Drafters",
+    then=lambda trainer, given: [
+        ("evaluate", given["output_dir"], "PROMPTS.jsonl"),
+        ("serve", given["output_dir"]),
+    ],
+)
 evaluate = command(
     library("cli.drafter_commands", "evaluate"), _measured, app, group="Drafters"
 )
@@ -142,9 +164,10 @@ serve = command(
 # %% ../../nbs/cli/09_main.ipynb #2e854ef2
 convert = command(
     library("models.convert", "convert"),
-    lambda folder: f"{folder}\nNext: speculators-nb evaluate {folder} PROMPTS.jsonl",
+    str,
     app,
     group="Checkpoints",
+    then=lambda folder, given: [("evaluate", folder, "PROMPTS.jsonl")],
 )
 export = command(
     library("models.convert", "export_native"), str, app, name="export", group="Checkpoints"

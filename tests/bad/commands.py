@@ -616,7 +616,7 @@ WRONG = [  # arguments that name something else than is wanted
         "train {corpus} {here}/d",
         (
             "data_dir=.*heldout.jsonl': is a file, and a drafter is trained on features. Make them: speculators-nb "
-            "features VERIFIER .*heldout.jsonl"
+            "features .*heldout.jsonl FEATURES --verifier VERIFIER"
         ),
     ),
     (
@@ -627,7 +627,7 @@ WRONG = [  # arguments that name something else than is wanted
     (
         "a drafter for features",
         "train {drafter} {here}/d --verifier {verifier}",
-        "data_dir=.*eagle3': is a drafter, and features are wanted. Make them: speculators-nb features .*verifier DATA",
+        "data_dir=.*eagle3': is a drafter, and features are wanted. Make them: .* features DATA FEATURES --verifier",
     ),
     (
         "an empty folder for features",
