@@ -26,6 +26,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'speculators_nb/cli/command.py'),
                                             'speculators_nb.cli.command._listening': ( 'cli/command.html#_listening',
                                                                                        'speculators_nb/cli/command.py'),
+                                            'speculators_nb.cli.command._may_be_none': ( 'cli/command.html#_may_be_none',
+                                                                                         'speculators_nb/cli/command.py'),
                                             'speculators_nb.cli.command._next_line': ( 'cli/command.html#_next_line',
                                                                                        'speculators_nb/cli/command.py'),
                                             'speculators_nb.cli.command._object': ( 'cli/command.html#_object',
