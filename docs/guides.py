@@ -201,24 +201,13 @@ def amounts():
 
 
 def data_size():
-    "Ours: a row for each size, the seeds side by side."
-    found = results("data_size", "data_size")
-    sizes = sorted({int(row["conversations"]) for row in found})
+    "Ours: a row for each run, the length with its interval over prompts."
     rows = []
-    for size in sizes:
-        same = [row for row in found if int(row["conversations"]) == size]
-        join = lambda name, digits: ", ".join(f"{float(row[name]):.{digits}f}" for row in same)
-        rows.append(
-            [
-                count(size),
-                count(same[0]["tokens"]),
-                join("epochs", 1).split(", ")[0],
-                join("train_loss", 2),
-                join("held_out_loss", 2),
-                join("first_position", 2),
-                join("mean_length", 2),
-            ]
-        )
+    for row in sorted(results("data_size", "data_size"), key=lambda row: (int(row["conversations"]), row["seed"])):
+        losses = [f"{float(row[name]):.2f}" for name in ("train_loss", "held_out_loss", "first_position")]
+        length, low, high = (float(row[f"mean_length{end}"]) for end in ("", "_low", "_high"))
+        read = [count(row["conversations"]), count(row["tokens"]), f"{float(row['epochs']):.1f}"]
+        rows.append([*read, *losses, f"{length:.2f} [{low:.2f}, {high:.2f}]"])
     head = ["conversations", "tokens", "epochs", "training loss", "held-out loss", "first position", "tokens a step"]
     return table(head, rows)
 

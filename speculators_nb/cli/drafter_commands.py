@@ -17,7 +17,11 @@ from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_write, disk_errors, read_object, writable_folder
 from ..core.options import FILTERS, NO_WEIGHTS, check_options
 from ..core.options import pairs as _pairs
-from ..core.provenance import without_secrets, write_provenance
+from speculators_nb.core.provenance import (
+    provenance_path,
+    without_secrets,
+    write_provenance,
+)
 from ..core.tree import Drafter
 from ..data.prepared_folder import read_data_config
 from ..decode.ngram import NgramDrafter
@@ -130,7 +134,7 @@ def train(
             **dict(resume_from_checkpoint=resume, overwrite=overwrite) | given,
             **more,
         )
-    if not trainer.done:
+    if not (trainer.done and provenance_path(output_dir).is_file()):
         record = dict(algorithm=algorithm, num_layers=num_layers, seed=seed, resume=resume)
         record |= dict(draft_vocab_size=draft_vocab_size, server=server, eval_share=eval_share)
         origin = dict(features=data_dir, verifier=verifier, from_pretrained=from_pretrained)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['READS', 'NOT_A_STAGE', 'HOW', 'RECORD', 'Stage', 'same_place', 'paths_of', 'depends_on', 'stages_of',
-           'missing_inputs', 'Made', 'made_by', 'now', 'changes_of', 'RunRecord', 'Planned', 'plan_of', 'plan_text',
-           'refuse_overwriting', 'folder_of']
+           'missing_inputs', 'Made', 'made_by', 'now', 'changes_of', 'stages_in', 'RunRecord', 'Planned', 'plan_of',
+           'plan_text', 'refuse_overwriting', 'folder_of']
 
 # %% ../../nbs/cli/07_plan.ipynb #7a000003
 import inspect
@@ -210,6 +210,19 @@ def changes_of(
 RECORD = "run.json"
 
 
+def stages_in(
+    file: Path,  # run.json, perhaps not there yet
+) -> dict[str, dict[str, Any]]:  # name of a stage -> what is known of it
+    "Errors: ValueError for a file of this name that is no record of a run."
+    stages = read_object(file).get("stages") if file.is_file() else {}
+    if not isinstance(stages, dict) or not all(isinstance(s, dict) for s in stages.values()):
+        raise ValueError(
+            f"{file}: is no record of a run; name another folder in the recipe, as "
+            "run: {output_dir: FOLDER}"
+        )
+    return stages
+
+# %% ../../nbs/cli/07_plan.ipynb #7a0001d0
 class RunRecord:
     "The file `run.json` of a run, written as a whole at each change."
 
@@ -218,16 +231,7 @@ class RunRecord:
         folder: Path,  # of the run
     ):
         self.file = folder / RECORD
-        content = read_object(self.file) if self.file.is_file() else {"stages": {}}
-        stages = content.get("stages")
-        if not isinstance(stages, dict) or not all(
-            isinstance(s, dict) for s in stages.values()
-        ):
-            raise ValueError(
-                f"{self.file}: is no record of a run; name another folder in the recipe, as "
-                "run: {output_dir: FOLDER}"
-            )
-        self.stages: dict[str, dict[str, Any]] = stages
+        self.stages = stages_in(self.file)
 
     def write(self):
         with atomic_write(self.file) as temporary:
@@ -241,7 +245,8 @@ class RunRecord:
     ):
         "Note that a stage has begun: until it ends, nothing after it is done."
         made = now(stage)
-        self.stages[stage.name] = {"arguments": made.arguments, "inputs": made.inputs}
+        output = stage.output and str(stage.output)
+        self.stages[stage.name] = {"command": stage.command, "output": output} | made._asdict()
         for later in after:
             entry = self.stages.setdefault(later.name, {})
             there = later.output is not None and later.output.exists()
@@ -250,6 +255,15 @@ class RunRecord:
         self.write()
         if stage.output is not None:
             recipe_path(stage.output, stage.command).unlink(missing_ok=True)
+
+    def skip(
+        self,
+        stage: Stage,
+        why: str,
+    ):
+        "Note that a stage does not run on this machine."
+        self.stages[stage.name] = {"command": stage.command, "skipped": why}
+        self.write()
 
     def end(
         self,

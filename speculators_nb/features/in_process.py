@@ -139,16 +139,19 @@ def check_tokens(
 
 # %% ../../nbs/features/04_in_process.ipynb #1639a8ac
 def _write_batches(folder, batches, compute, writers):
-    "Compute batch after batch, and write the previous one in threads."
+    """Compute batch after batch, and write the previous one in threads. A row that is there is
+    computed again with the rest of its batch: no state depends on an interruption."""
+    todo = set(folder.todo)
     with ThreadPoolExecutor(writers) as pool, folder.progress() as bar:
         pending = []
         try:
-            for batch in [*batches, []]:
+            for batch in [*(b for b in batches if todo.intersection(b)), []]:
                 states = compute(batch) if batch else []
                 for future in pending:
                     future.result()  # at most one batch waits in memory
-                pending = [pool.submit(folder.write, i, s) for i, s in zip(batch, states)]
-                bar.update(sum(folder.lengths[i] for i in batch))
+                new = [(i, s) for i, s in zip(batch, states) if i in todo]
+                pending = [pool.submit(folder.write, *row) for row in new]
+                bar.update(sum(folder.lengths[i] for i, _ in new))
         except DiskError:
             pool.shutdown(cancel_futures=True)
             raise
@@ -182,7 +185,7 @@ def extract_features(
         return states_of(verifier, tokens, computed, [inputs_of(i) for i in batch])
 
     try:
-        batches = token_batches(folder.lengths, folder.todo, max_tokens)
+        batches = token_batches(folder.lengths, folder.wanted, max_tokens)
         _write_batches(folder, batches, compute, writers)
     except FeatureError as e:  # only here is the verifier known
         remedy = f"look for damaged weights in {name}, or store another dtype"

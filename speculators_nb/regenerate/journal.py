@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from ..core.files import disk_errors
+from ..core.files import atomic_write, disk_errors
 from ..core.provenance import without_secrets
 from ..data.chat_template import ControlTokens
 from ..data.file_reader import read_lines
@@ -220,6 +220,9 @@ class _JournalFile:
         finally:
             with contextlib.suppress(OSError):
                 self._file.close()
+            if kind is None:
+                with self._disk():
+                    _arrange(self.path, self._seen)
             self.report["seconds"] = time.perf_counter() - self._start
             self._lock.release()
             with contextlib.suppress(OSError):
@@ -244,6 +247,23 @@ def _done_before(path, settings):
         done[lines[0]["primary_id"]] = old.get("content")
     os.truncate(path, end)
     return done
+
+
+def _arrange(path, order):
+    """Put a file into the order of its input: answers come in the order of their lengths, or of
+    a server, and after an interruption in another one."""
+    places, start = {}, 0
+    for lines, end in _complete(path):
+        places[lines[0]["primary_id"]] = start, end - start
+        start = end
+    others = [key for key in places if key not in order]
+    wanted = [*others, *(key for key in order if key in places)]
+    if wanted == list(places):
+        return
+    with atomic_write(path) as temporary, path.open("rb") as old, temporary.open("wb") as new:
+        for start, size in map(places.get, wanted):
+            old.seek(start)
+            new.write(old.read(size))
 
 
 def _warn(report, errors):
