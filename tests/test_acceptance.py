@@ -1,6 +1,7 @@
 """Acceptance numbers: which steps count, what the intervals resample, what `evaluate` writes."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -10,9 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import Generation, NoDrafter, Step, generate
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.evaluate.acceptance import acceptance_summary, acceptance_table, count, evaluate, expected_length
+from speculators_nb.evaluate.acceptance import (
+    acceptance_summary,
+    acceptance_table,
+    count,
+    evaluate,
+    expected_length,
+    range_table,
+)
+from speculators_nb.evaluate.comparison import evaluate_as_engine
 from speculators_nb.verifier.tapped_model import Verifier
 
 K = 3
@@ -138,6 +148,10 @@ def test_expected_length_is_the_geometric_sum(alpha, gamma):
 
 @pytest.fixture(scope="module")
 def verifier():
+    return small_verifier(64)
+
+
+def small_verifier(context):
     torch.manual_seed(0)
     return Verifier(
         LlamaForCausalLM(
@@ -148,7 +162,7 @@ def verifier():
                 num_hidden_layers=2,
                 num_attention_heads=2,
                 num_key_value_heads=1,
-                max_position_embeddings=64,
+                max_position_embeddings=context,
                 initializer_range=0.4,
             )
         )
@@ -176,11 +190,82 @@ def test_evaluate(verifier, tmp_path):
     other = evaluate(verifier, drafters, prompts, **kwargs | dict(seed=4))
     assert [g.tokens for g in other.generations["n-gram", 1.0]] != [g.tokens for g in result.generations["n-gram", 1.0]]
 
+    requests = result.requests.query("drafter == 'n-gram' and temperature == 1")
+    assert requests.domain.tolist() == domains and requests.prompt_tokens.tolist() == [5, 1, 5]
+    overall = result.summary.query("drafter == 'n-gram' and temperature == 1 and domain == 'all'").iloc[0]
+    assert requests[["steps", "accepted"]].sum().tolist() == [overall.steps, overall.accepted]
+    assert set(result.ranges.range) == {"0-127", "0-511"} and len(result.ranges) == 2 * 2 * 2
+
     folder = result.save(tmp_path / "new" / "folder")
-    assert {f.name for f in folder.iterdir()} == {"summary.csv", "positions.csv", "acceptance.png"}
+    names = {"summary.csv", "positions.csv", "ranges.csv", "requests.csv", "acceptance.png"}
+    assert {f.name for f in folder.iterdir()} == names  # and no picture of ranges: each text is in one of them
+    pd.testing.assert_frame_equal(pd.read_csv(folder / "ranges.csv"), result.ranges, check_dtype=False)
+    pd.testing.assert_frame_equal(pd.read_csv(folder / "requests.csv"), result.requests, check_dtype=False)
     pd.testing.assert_frame_equal(pd.read_csv(folder / "summary.csv"), result.summary, check_dtype=False)
     pd.testing.assert_frame_equal(pd.read_csv(folder / "positions.csv"), result.positions, check_dtype=False)
     assert (folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs, st.integers(0, 9), st.lists(st.integers(1, 30), min_size=1, max_size=4, unique=True).map(sorted))
+def test_ranges_against_a_loop(rows, prompt, edges):
+    "Each step is in the range of its own place, once by output position and once by context length."
+    generations = [replace(request(*r), prompt=[0] * prompt) for r in rows]
+    table = range_table(generations, K, edges, edges, draws=20)
+    want = {}
+    for i, r in enumerate(rows):
+        written = 1
+        for accepted in r:
+            for by, place in (("output", written), ("context", prompt + written)):
+                low = max([0, *(e for e in edges if e <= place)])
+                want.setdefault((by, low), []).append((i, accepted))
+            written += accepted + 1
+    got = {(row["by"], int(row.range.rstrip("+").split("-")[0])): row for _, row in table.iterrows()}
+    assert got.keys() == want.keys()
+    for key, row in got.items():
+        kept = [a for _, a in want[key]]
+        assert (row.steps, row.accepted, row.requests) == (len(kept), sum(kept), len({i for i, _ in want[key]}))
+        assert row.mean_length == pytest.approx(1 + sum(kept) / len(kept))
+
+
+def test_long_outputs_are_drawn_by_range(tmp_path):
+    "Two prompts, of which one begins in the second range of the context and leaves the first of the output."
+    verifier, drafters = small_verifier(1024), {"n-gram": NgramDrafter()}
+    result = evaluate(verifier, drafters, [[1, 2], [3] * 600], k=3, max_new_tokens=140, temperatures=(0.0, 1.0))
+    assert result.compared_ranges().equals(result.ranges)
+    first = result.ranges[result.ranges.temperature == 0]
+    assert first.range.tolist() == ["0-127", "128-511", "0-511", "512-2047"]
+    assert first.requests.tolist() == [2, 2, 1, 1] and first.mean_length_low.isna().tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert (result.save(tmp_path) / "ranges.png").stat().st_size > 5000
+    figure = result.plot_ranges()
+    assert [ax.get_xlabel() for ax in figure.axes] == ["output tokens before the step", "context tokens"]
+    assert figure.axes[0].get_legend_handles_labels()[1] == ["n-gram, T=0", "n-gram, T=1"]
+    short = evaluate(verifier, drafters, [[1, 2]], k=3, max_new_tokens=16)
+    with pytest.raises(ValueError, match="ranges is empty: all steps share a range"):
+        short.plot_ranges()
+
+
+@pytest.mark.statement("release-43")
+def test_filters_are_those_of_generate(verifier):
+    "Drafter and verifier sample from the filtered distribution; the likeliest token alone is greedy decoding."
+    prompts, drafters = [[1, 2, 3, 1, 2], [4]], {"n-gram": NgramDrafter()}
+    kwargs = dict(k=2, temperatures=(1.0,), max_new_tokens=12, seed=3)
+    filters = dict(top_p=0.8, top_k=5, min_p=0.05)
+    result = evaluate(verifier, drafters, prompts, **kwargs, **filters)
+    counted = evaluate_as_engine(verifier, drafters, prompts, **kwargs, **filters)
+    for i, (prompt, g) in enumerate(zip(prompts, result.generations["n-gram", 1.0])):
+        sampling = Sampling(1.0, torch.Generator().manual_seed(3 + i), **filters)
+        assert g == generate(verifier, NgramDrafter(), prompt, k=2, max_new_tokens=12, sampling=sampling)
+        assert counted.requests.token_ids[i] == g.tokens
+    greedy = evaluate(verifier, drafters, prompts, **kwargs | dict(temperatures=(0.0,))).generations["n-gram", 0.0]
+    for name, value in (("top_p", 1e-6), ("top_k", 1), ("min_p", 1.0)):
+        alone = evaluate(verifier, drafters, prompts, **kwargs, **{name: value})
+        assert [g.tokens for g in alone.generations["n-gram", 1.0]] == [g.tokens for g in greedy], name
 
 
 def test_evaluate_refuses_domains_that_do_not_fit(verifier):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.core.tree import TokenTree
+from speculators_nb.core.tree import Sampling, TokenTree
 from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.acceptance_rules import RULES, block, draw, flip, lenient, synthetic, tolerant, typical, walk
 
@@ -336,3 +336,47 @@ def test_primitives_frequencies():
     weights = torch.tensor([2.0, 0.0, 6.0, 4.0])
     counts = torch.bincount(torch.tensor([draw(weights, g) for _ in range(20_000)]), minlength=4) / 20_000
     assert (counts - weights / 12).abs().max() < 0.018 and counts[1] == 0  # five standard deviations at n = 20 000
+
+
+def filtered(law, top_k=0, top_p=Fraction(1), min_p=Fraction(0)):
+    "The filters read aloud, in vLLM's order: min_p, top_k, top_p, then what is left is brought to one."
+    law = [w if w >= min_p * max(law) else Fraction(0) for w in law]
+    if top_k:
+        law = [w if w >= sorted(law)[-top_k] else Fraction(0) for w in law]
+    total, dropped = sum(law), Fraction(0)
+    law = [w / total for w in law]
+    for i in sorted(range(len(law)), key=lambda i: law[i])[:-1]:
+        dropped += law[i]
+        if dropped > 1 - top_p:
+            break
+        law[i] = Fraction(0)
+    return [w / sum(law) for w in law]
+
+
+FILTERS = {
+    "top_k": dict(top_k=2),
+    "top_p": dict(top_p=Fraction(3, 5)),
+    "min_p": dict(min_p=Fraction(9, 20)),
+    "all": dict(top_k=2, top_p=Fraction(7, 10), min_p=Fraction(1, 6)),
+}
+
+
+@pytest.mark.parametrize("drafted", ["as the verifier", "from all"])
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_lossless_with_filters(scripted, name, filters, drafted):
+    """The law of the output is the verifier's filtered one, whether the drafter's own draws are filtered or not: as
+    fractions, on chains and (but for block) trees."""
+    sampling = Sampling(1.0, None, **{n: v if n == "top_k" else float(v) for n, v in FILTERS[filters].items()})
+
+    def after(law):
+        got = sampling.probabilities(torch.tensor([float(w) for w in law]).log())
+        got = [Fraction(v).limit_denominator(500) for v in got.tolist()]
+        assert sorted(got) == sorted(filtered(law, **FILTERS[filters]))  # of equal ones either may be left out
+        return got
+
+    p = {context: after(law) for context, law in P.items()}
+    q = {context: after(law) for context, law in Q.items()} if drafted == "as the verifier" else Q
+    assert any(0 in law for law in p.values()) and p != P
+    for depth, width, how in ((2, 1, "drawn"), (2, 1, "likeliest"), (1, 2, "drawn"))[: 2 if name == "block" else 3]:
+        assert output_law(RULES[name].decide, p, q, depth, width, how) == verifier_law(p, depth)

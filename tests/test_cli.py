@@ -676,6 +676,8 @@ def test_evaluate(drafter, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {
         "summary.csv",
         "positions.csv",
+        "ranges.csv",
+        "requests.csv",
         "acceptance.png",
         "provenance.json",
         "evaluate.recipe.yaml",

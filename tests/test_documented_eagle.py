@@ -4,6 +4,7 @@ import copy
 import gc
 import importlib
 import inspect
+import warnings
 import weakref
 
 import pytest
@@ -262,6 +263,43 @@ def test_candidates_are_made_by_the_proposal_method(verifier, monkeypatch, metho
         states = verifier(IDS, output_hidden_states=True).hidden_states[-1]
         likeliest = model(text[:, 1:6], states).logits[0, -1].topk(parents.count(-1)).indices
     assert {token for token, parent in zip(step.draft, found) if parent == -1} == set(likeliest.tolist())
+
+
+@pytest.mark.parametrize("shallow_first", [True, False])
+def test_a_listed_method_is_no_draft_beyond_the_training(verifier, shallow_first):
+    "Whichever method is listed first: the default one draws no warning, and a deeper draft than any does."
+    methods = [SamplingTokenProposalConfig(speculative_tokens=2), GreedyTokenProposalConfig(speculative_tokens=4)]
+    speculators_config = SpeculatorsConfig(
+        algorithm="eagle",
+        proposal_methods=methods if shallow_first else methods[::-1],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path=None, architectures=[]),
+    )
+    config = EagleSpeculatorConfig(transformer_layer_config=layer(), speculators_config=speculators_config)
+    model = EagleSpeculator(config, verifier=verifier).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(IDS, max_new_tokens=6)
+        model.generate(IDS, max_new_tokens=6, do_sample=True)
+    with pytest.warns(UserWarning, match="k=5 drafts more than the 4 tokens"):
+        model.generate(IDS, max_new_tokens=6, k=5)
+
+
+def test_filters_of_generate(verifier, monkeypatch):
+    "transformers' arguments: the sampling has them, and the likeliest token alone is greedy decoding."
+    model, used = eagle(), []
+    model.attach_verifier(verifier)
+    monkeypatch.setattr(
+        attached_verifier,
+        "generate",
+        lambda *args, **kwargs: used.append(kwargs["sampling"]) or generate(*args, **kwargs),
+    )
+    greedy = model.generate(IDS, max_new_tokens=9)
+    for filters in (dict(top_p=1e-6), dict(top_k=1), dict(min_p=1.0)):
+        assert model.generate(IDS, max_new_tokens=9, do_sample=True, **filters).equal(greedy), filters
+    model.generate(IDS, max_new_tokens=2, do_sample=True, temperature=0.7, top_p=0.8, top_k=7, min_p=0.1)
+    s = used[-1]
+    assert (s.temperature, s.top_p, s.top_k, s.min_p) == (0.7, 0.8, 7, 0.1)
 
 
 @pytest.mark.statement("eagle-35")

@@ -4,12 +4,32 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from speculators_nb.core.plot import plot_tree
 from speculators_nb.core.tree import Drafter, Sampling, TokenTree, probabilities
 
 trees = st.lists(st.integers(0, 10**6), max_size=12).map(lambda draws: [d % (i + 1) - 1 for i, d in enumerate(draws)])
 quick = settings(max_examples=80, deadline=None)
+
+
+@quick
+@given(
+    st.integers(0, 10**6), st.integers(0, 8), st.sampled_from([1.0, 0.95, 0.6, 0.1]), st.sampled_from([0.0, 0.02, 0.4])
+)
+def test_filters_are_those_of_transformers(seed, top_k, top_p, min_p):
+    "Its warpers in vLLM's order: temperature, min_p, top_k, top_p. (transformers itself has min_p last.)"
+    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(seed))
+    want = TemperatureLogitsWarper(0.7)(None, logits)
+    steps = [MinPLogitsWarper(min_p)] * (min_p > 0) + [TopKLogitsWarper(top_k or 1)] * (top_k > 0)
+    for step in [*steps, TopPLogitsWarper(top_p)]:
+        want = step(None, want)
+    torch.testing.assert_close(probabilities(logits, 0.7, top_k, top_p, min_p), want.softmax(-1))
 
 
 def path(parents, i):

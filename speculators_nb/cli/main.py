@@ -102,10 +102,12 @@ def _trained(trainer):
 def _measured(evaluation):
     lengths = "mean_length mean_length_low mean_length_high draft_acceptance requests tokens"
     rates = "drafter temperature k position unconditional conditional"
+    ranges = "by range mean_length mean_length_low mean_length_high requests steps"
     times = "tokens_per_second first_token_ms between_tokens_ms speedup"
     tables = [
         (evaluation.summary, f"drafter temperature k concurrency domain {lengths}"),
         (evaluation.positions, rates),
+        (getattr(evaluation, "compared_ranges", tuple)(), f"drafter temperature {ranges}"),
         (getattr(evaluation, "performance", ()), f"k concurrency temperature domain {times}"),
     ]
     shown = []

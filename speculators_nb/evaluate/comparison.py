@@ -26,7 +26,9 @@ from speculators_nb.evaluate.acceptance import (
     acceptance_summary,
     acceptance_table,
     check_measurement,
+    count_steps,
     decode_prompts,
+    steps_of,
 )
 from .engine_results import TABLES, EngineEvaluation
 from ..verifier.tapped_model import Verifier
@@ -38,17 +40,9 @@ def as_engine_counts(
     limit: int,  # of the output
 ) -> np.ndarray:  # [4 + k], as `acceptance.count`
     "Count one request as vLLM does."
-    start = 1  # the first token comes with the prompt
-    steps = []
-    for step in generation.steps:
-        if start < limit:
-            steps.append(step)
-        start += len(step.tokens)
-    accepted = np.array([s.accepted for s in steps], dtype=int)
-    drafted = [len(s.draft) for s in steps]
-    reached = (accepted[:, None] >= np.arange(1, k + 1)).sum(0)
-    totals = [len(steps), sum(n > 0 for n in drafted), sum(drafted), accepted.sum()]
-    return np.array([*totals, *reached], dtype=float)
+    steps = steps_of(generation)
+    counted = steps.written < limit
+    return count_steps(steps.accepted[counted], steps.drafted[counted], k)
 
 # %% ../../nbs/evaluate/10_comparison.ipynb #b4da3752
 def evaluate_as_engine(

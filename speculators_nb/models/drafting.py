@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['cache_mask', 'step_mask', 'padded_mask', 'as_cache', 'attention_weights', 'padded_attention', 'cached_attention',
-           'ToRead', 'CachedDrafter', 'ChainState', 'ChainDrafter', 'SlotDrafter']
+           'ToRead', 'deepest_proposal', 'CachedDrafter', 'ChainState', 'ChainDrafter', 'SlotDrafter']
 
 # %% ../../nbs/models/05_drafting.ipynb #0b86c81d
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache
 
+from ..core.config import SpeculatorsConfig
 from ..core.tree import Sampling, TokenTree, likeliest
 from ..core.tree_growth import independent_log_probs, recurrent_log_probs
 from ..nn.draft_vocabulary import scatter_probs
@@ -184,6 +185,17 @@ class ToRead:
         then, now = self.rotary.frequencies(earlier), self.rotary.frequencies(length)
         return (features, False) if torch.equal(then, now) else (self.features, True)
 
+# %% ../../nbs/models/05_drafting.ipynb #93fe2ba6
+def deepest_proposal(
+    config: SpeculatorsConfig,
+) -> int | None:  # draft tokens in a row; None: no method says
+    "How many tokens in a row the deepest proposal method drafts."
+    depths = [
+        getattr(method, "depth", None) or getattr(method, "speculative_tokens", None)
+        for method in config.proposal_methods
+    ]
+    return max((depth for depth in depths if depth), default=None)
+
 # %% ../../nbs/models/05_drafting.ipynb #7534e1c6
 class CachedDrafter:
     "A drafter with a KV cache of the decided tokens (the `tree.Drafter` protocol)."
@@ -192,7 +204,7 @@ class CachedDrafter:
         self,
         model: Any,  # a SpeculatorModel with a `rotary`
         aux_layer_ids: tuple[int, ...],  # verifier layers that it reads
-        trained_tokens: int,  # how many it was trained to draft
+        trained_tokens: int | None,  # how many it was trained to draft; None: not known
     ):
         self.model = model.eval()
         self.aux_layer_ids = aux_layer_ids

@@ -33,6 +33,7 @@ from speculators_nb.models.base import (
 from speculators_nb.models.drafting import (
     ChainDrafter,
     as_cache,
+    deepest_proposal,
     padded_attention,
     step_mask,
 )
@@ -289,8 +290,8 @@ class EagleDrafter(ChainDrafter):
 
     def __init__(self, model: CachedForward):
         model._check_attached()
-        K = model.config.speculators_config.speculative_tokens
-        super().__init__(model, (model.verifier_layers,), K)
+        depth = deepest_proposal(model.config.speculators_config)
+        super().__init__(model, (model.verifier_layers,), depth)
 
     def first_states(self, features: torch.Tensor) -> torch.Tensor:  # [m, H] -> [m, H]
         return self.model.target_head.norm(features)

@@ -28,7 +28,11 @@ from speculators_nb.models.drafter_arguments import (
     check_layer_ids,
     layers_to_read,
 )
-from .drafting import ChainDrafter, cached_attention
+from speculators_nb.models.drafting import (
+    ChainDrafter,
+    cached_attention,
+    deepest_proposal,
+)
 from speculators_nb.models.serving_rules import (
     LAYER,
     Rule,
@@ -292,7 +296,7 @@ class Eagle3Drafter(ChainDrafter):
                 "eagle_aux_hidden_state_layer_ids is not in the config; name the verifier "
                 "layers that the drafter reads"
             )
-        super().__init__(model, tuple(layers), config.speculators_config.speculative_tokens)
+        super().__init__(model, tuple(layers), deepest_proposal(config.speculators_config))
 
     def first_states(self, features: torch.Tensor) -> torch.Tensor:  # [m, A·H] -> [m, H]
         return self.model.fuse(features.to(self.model.fc.weight.dtype))
