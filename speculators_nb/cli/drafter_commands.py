@@ -197,7 +197,7 @@ def _check_method(drafter, method):
         )
     return kind is not None
 
-
+# %% ../../nbs/cli/05_drafter_commands.ipynb #evme0007
 def _load_checkpoint(drafter, options) -> Contender:
     "A drafter of this library, and the verifier that it was trained for."
     verifier, device = options["verifier"], options["device"]
