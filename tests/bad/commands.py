@@ -742,6 +742,49 @@ def _of_options():
                     )
 
 
+_PREPARE = "prepare: {data: {corpus}, verifier: {tiny}, output_dir: {here}/prepared}\n"
+RUNS = [  # what is wrong, the recipe, what must be answered, more files
+    ("no section", "seed: 0", "recipe.yaml: has no section to run; write one of regenerate", {}),
+    ("an unknown section", "trian: {data_dir: f}", "section 'trian': there is no such command. Did you mean train", {}),
+    (
+        "an unknown section with a word",
+        "trian.small: {data_dir: f}",
+        "section 'trian.small': there is no such command",
+        {},
+    ),
+    ("a section with a dot and no word", "train.: {data_dir: f}", "section 'train.': there is no such command", {}),
+    ("an unknown key", "train: {data_dri: f}", "train.data_dri='f': the command train has no such field", {}),
+    (
+        "a key of another version",
+        "train: {data_dir: f, output_dir: o, learnig: 1}",
+        "train.learnig=1: the command train",
+        {},
+    ),
+    ("a missing key", "train: {data_dir: f}", "section train: output_dir is missing; write output_dir: ", {}),
+    ("a demo as a stage", "demo: {seed: 1}", "section demo: is no stage of a run; leave it out", {}),
+    (
+        "another output than the next input",
+        "check: {folder: ./nowhere/drafter}",
+        "check.folder='./nowhere/drafter': there is no such",
+        {},
+    ),
+    ("a value that makes no sense", "train: {data_dir: f, output_dir: o, learning_rate: -1}", "learning_rate=-1", {}),
+    (
+        "no record of a run",
+        "check: {folder: {drafter}}",
+        "run.json: is no record of a run",
+        {"out/run.json": {"stages": [1]}},
+    ),
+    ("a record that is cut off", "check: {folder: {drafter}}", "run.json", {"out/run.json": '{"stages": {'}),
+    (
+        "two sections, one folder",
+        _PREPARE + _PREPARE.replace("prepare:", "prepare.b:"),
+        "prepare.b and prepare both write to",
+        {},
+    ),
+    ("a list", "- train", "recipe.yaml: holds a list, expected a mapping", {}),
+]
+
 CASES = [
     *_of_options(),
     *(Case(f"train: extra {given}", f"{LINES['train']} --extra '{given}'", expect) for given, expect in FURTHER),
@@ -758,6 +801,15 @@ CASES = [
         for name, file, content, expect in RECIPES
     ),
     *(Case(name, line, expect) for name, line, expect in WRONG),
+    *(
+        Case(
+            f"run: {name}",
+            "run {here}/recipe.yaml --output-dir {here}/out --dry-run",
+            expect,
+            {"recipe.yaml": text, **more},
+        )
+        for name, text, expect, more in RUNS
+    ),
     Case(
         "a demo over another one",
         "demo --output-dir {here} --prompts {corpus} --heldout {corpus} --verifier {tiny} --algorithm medusa",

@@ -1,0 +1,110 @@
+"""`speculators-nb run`: a run that is killed at random and started again has the report of one that was not; a second
+call does nothing; a changed value is made again with what follows it."""
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculators_nb.cli import main as cli
+from speculators_nb.cli.plan import RunRecord, plan_of, stages_of
+
+ROOT = Path(__file__).parents[1]
+RECIPE = f"""
+verifier: {ROOT}/data/tiny-verifier
+regenerate: {{data: {ROOT}/data/corpus/train.jsonl, output: out/answers.jsonl, max_samples: 8,
+              max_new_tokens: 16, temperature: 0.7}}
+prepare: {{data: out/answers.jsonl, output_dir: out/prepared, max_length: 96, num_proc: 1}}
+features: {{data: out/prepared, output_dir: out/features}}
+train: {{data_dir: out/features, output_dir: out/drafter, num_train_epochs: 2, total_seq_len: 128, learning_rate: 1e-3,
+         eval_share: 0.25, extra: {{ttt_steps: 2}}}}
+check: {{folder: out/drafter}}
+"""
+
+
+def begin(folder, recipe=RECIPE, **options):
+    "Start a run in a process group of its own, forked from this process, which has imported the library."
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.yaml").write_text(recipe)
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    os.chdir(folder)
+    code = 1
+    try:
+        log = os.open("log.txt", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        os.dup2(log, 1), os.dup2(log, 2)
+        torch.set_num_threads(1)  # threads do not survive a fork
+        cli.run("recipe.yaml", **options)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def finish(pid, folder):
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, (folder / "log.txt").read_text()[-3000:]
+
+
+def report(folder):
+    "The page without its clocks."
+    return re.sub(r"<td>[\d.]+ s</td>", "<td></td>", (folder / "out/report.html").read_text())
+
+
+def states(folder, monkeypatch, recipe=RECIPE):
+    monkeypatch.chdir(folder)
+    (folder / "recipe.yaml").write_text(recipe)
+    stages, _ = stages_of("recipe.yaml", cli.app.functions, cli.app.outputs)
+    return {p.stage.name: p.state for p in plan_of(stages, RunRecord(Path("out")), cli.app.functions)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    began = time.monotonic()
+    finish(begin(folder), folder)
+    return folder, time.monotonic() - began
+
+
+@pytest.mark.statement("release-36")
+def test_a_run_that_is_killed_has_the_same_report(whole, tmp_path):
+    draw, killed = random.Random(0), 0
+    for _ in range(3):
+        pid = begin(tmp_path)
+        time.sleep(draw.uniform(0.1, 0.4) * whole[1])
+        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            killed += 1
+    finish(begin(tmp_path), tmp_path)
+    assert killed >= 2
+    assert report(tmp_path) == report(whole[0])
+    assert (tmp_path / "out/answers.jsonl").read_bytes() == (whole[0] / "out/answers.jsonl").read_bytes()
+
+
+def test_a_second_run_does_nothing_and_a_change_reaches_what_follows(whole, monkeypatch):
+    folder = whole[0]
+    assert set(states(folder, monkeypatch).values()) == {"done"}
+    kept = report(folder)
+    assert cli.run("recipe.yaml") == [] and report(folder) == kept
+    other = RECIPE.replace("1e-3", "2e-3")
+    again = ["regenerate", "prepare", "features"]
+    assert states(folder, monkeypatch, other) == dict.fromkeys(again, "done") | dict.fromkeys(
+        ["train", "check"], "will run again"
+    )
+    with pytest.raises(
+        FileExistsError, match="train: out/drafter was made otherwise .learning_rate was 0.001, is 0.002"
+    ):
+        cli.run("recipe.yaml")
+    answers = folder / "out/answers.jsonl"
+    before = answers.stat().st_mtime_ns
+    finish(begin(folder, other, overwrite=True), folder)
+    assert set(states(folder, monkeypatch, other).values()) == {"done"}
+    assert answers.stat().st_mtime_ns == before and report(folder) != kept
+    answers.write_text(answers.read_text().replace("a", "e"))  # a content, under the same name
+    assert states(folder, monkeypatch, other)["prepare"] == "will run again"
