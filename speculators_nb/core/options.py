@@ -379,6 +379,11 @@ def _best_is_kept(values):
         )
 
 
+def _no_storage(values, wanted):
+    if wanted and values["storage"] is None:
+        return f"storage=None: is missing; {FOLDER}"
+
+# %% ../../nbs/core/02_options.ipynb #evopt001
 def _one_length(values):
     k = values["k"] if isinstance(values["k"], (list, tuple)) else [values["k"]]
     if values["engine"] == "reference" and (len(k) > 1 or 0 in k):
@@ -422,11 +427,6 @@ def _no_min_p(values):
             f"min_p={shown(values['min_p'])}: vLLM 0.32 does not take it with speculative "
             "decoding; leave it out, or set engine=reference"
         )
-
-
-def _no_storage(values, wanted):
-    if wanted and values["storage"] is None:
-        return f"storage=None: is missing; {FOLDER}"
 
 # %% ../../nbs/core/02_options.ipynb #453791cb
 # options of `evaluate` that one engine alone reads: name -> default
