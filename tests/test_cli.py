@@ -277,7 +277,7 @@ def test_failures_of_the_machine_have_a_remedy(error, words):
     [
         ("trian x y", ("'trian': there is no such command.", "Did you mean train?")),
         ("train --lerning-rate 1", ("--lerning-rate: train has no such option", "Did you mean --learning-rate?")),
-        ("train d o --ttt-steps 4", ("--ttt-steps", "write --extra ttt_steps=3")),
+        ("train d o --ttt-steps x", ("ttt_steps='x': is text, and must be a whole number",)),
         ("serve x --max-num-seqs 4", ("--max-num-seqs", "--extra=--max-num-seqs=8")),
         ("check a --xyzzy", ("--xyzzy: check has no such option; `check --help`",)),
         ("train d o --seed x", ("seed='x': is text, and must be a whole number, e.g. 0",)),
@@ -394,6 +394,70 @@ def test_the_former_order_works_with_a_note(tmp_path, name):
     assert error == usual.stderr.splitlines()[-1] and former.exit_code == usual.exit_code == 2
     one_line(run(name, "a", "b", "c", "--verifier", "v"), "'c': one argument too many", "--verifier")
     one_line(run(name, "a", "b", "c", "d"), "unexpected extra argument", "(d)")
+
+
+REFUSED = [  # what needs no model to be refused -> words of the refusal
+    ("serve {here}/nope", ("nope: neither a local folder nor a model",)),
+    ("serve nope", ("nope: neither a local folder nor a model", "check the spelling")),
+    ("check {here}/nope", ("nope: neither a local folder",)),
+    ("export {here}/nope {here}/o", ("nope: neither a local folder",)),
+    ("evaluate {here}/nope {here}/c.jsonl", ("nope: neither a local folder",)),
+    ("evaluate {here} {here}/none.jsonl", ("none.jsonl: no such file",)),
+    ("compare {here}/a {here}/b", ("a: no such folder; name the output of evaluate --output-dir",)),
+    ("train {here}/nope {here}/o", ("nope: no such folder. Make one: speculators-nb features",)),
+    ("train {here}/c.jsonl {here}/o", ("is a file, and a drafter is trained on features",)),
+    ("train {tiny} {here}/o", ("is a model, and features are wanted",)),
+    ("train {here}/nope {here}/o --ttt-steps 0", ("ttt_steps=0: must be at least 1",)),
+    ("train {here}/nope {here}/o --algorithm typo", ("algorithm='typo': is not known; choose",)),
+    ("prepare {here}/none.jsonl {here}/o --verifier {tiny}", ("none.jsonl: no such file",)),
+    (
+        "prepare {tiny} {here}/o --verifier {here}/c.jsonl",
+        ("is a model, and conversations are needed; `prepare --help`",),
+    ),
+    ("features {here}/c.jsonl {here}/o --verifier {here}/c.jsonl", ("is a file, and a model's folder is needed",)),
+    ("regenerate {here}/c.jsonl {here}/o.jsonl", ("verifier=None: nothing would write the answers",)),
+    ("regenerate {here}/none.jsonl {here}/o.jsonl --verifier {tiny}", ("none.jsonl: no such file",)),
+    ("demo --algorithm typo", ("algorithm='typo': is not known; choose",)),
+]
+
+
+@pytest.mark.parametrize("line, words", REFUSED)
+def test_a_refusal_that_needs_no_model_imports_nothing_heavy(tmp_path, line, words):
+    """Misleading messages of before, swapped arguments, missing paths: one line each, without torch."""
+    (tmp_path / "c.jsonl").write_text("{}")
+    line = line.format(here=tmp_path, tiny=VERIFIER).split()
+    got = python(f"""import sys
+from speculators_nb.cli.main import app
+try: app({line!r})
+except SystemExit as e: print(e.code, sorted({{'torch', 'transformers', 'datasets', 'pandas'}} & set(sys.modules)))""")
+    assert got.stdout.strip() == "2 []", got
+    assert got.stderr.count("\n") == 1 and all(word in got.stderr for word in words), got.stderr
+
+
+@pytest.mark.parametrize("line", ["serve {here}/nope", "train {here}/nope {here}/o"])
+def test_a_refusal_takes_less_than_a_second_of_a_processor(tmp_path, line):
+    """The best of two, user and system time together."""
+    program = Path(sys.executable).with_name("speculators-nb")
+    spent = []
+    for _ in range(2):
+        child = subprocess.Popen(
+            [program, *line.format(here=tmp_path).split()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        spent.append(usage.ru_utime + usage.ru_stime)
+    assert child.returncode == 2 and min(spent) < 1, spent
+
+
+def test_any_training_argument_is_an_option(features, tmp_path):
+    """Also a switch, and its opposite; what is none is misspelt as before."""
+    given = ("--max-steps", 1, "--no-remove-unused-columns", "--disable-tqdm", "--ttt-steps=2")
+    result = run("train", features, tmp_path / "d", "--total-seq-len", 256, *given)
+    assert result.exit_code == 0, result.output
+    written = yaml.safe_load((tmp_path / "d/train.recipe.yaml").read_text())["train"]["extra"]
+    wanted = {"max_steps=1", "remove_unused_columns=false", "disable_tqdm=true", "ttt_steps=2"}
+    assert set(written) == wanted
+    one_line(run("train", features, tmp_path / "e", "--tt-steps", 2), "--tt-steps: train has no such option")
 
 
 def test_short_help_and_version():
@@ -810,8 +874,8 @@ def test_draft_layers_from_a_file(features, tmp_path):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("--sliding-window 8", ("--sliding-window", "write --extra sliding_window=2048")),
-        ("--draft-config x.json", ("--draft-config", "write --extra draft_config=")),
+        ("--sliding-window 0", ("sliding_window=0", "at least 1")),
+        ("--draft-config nowhere", ("nowhere", "config.json")),
         ("--extra sliding_window=0", ("sliding_window=0", "at least 1")),
         ("--extra full_attention_indices=0,2", ("full_attention_indices='0,2'", "[0, 2]")),
         ("--extra full_attention_indices=[3]", ("full_attention_indices=[3]", "num_layers is 1", "from 0 to 0")),

@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .command import check_features
 from .data_commands import device_of, open_verifier
 from ..core.checkpoints import remote_code
 from ..core.config import SpeculatorModelConfig
-from ..core.files import atomic_write, disk_errors, read_object, writable_folder
+from ..core.files import atomic_write, disk_errors, writable_folder
 from ..core.options import FILTERS, NO_WEIGHTS, check_options
 from ..core.options import pairs as _pairs
 from speculators_nb.core.provenance import (
@@ -57,32 +58,6 @@ from speculators_nb.verifier.tapped_model import (
     default_aux_layer_ids,
 )
 
-# %% ../../nbs/cli/05_drafter_commands.ipynb #4cfea66f
-def _features_there(data_dir, verifier):
-    "Errors: FileNotFoundError or ValueError if `data_dir` is no folder of features."
-    path, model = Path(data_dir), verifier or "VERIFIER"
-    if path.is_file():
-        raise ValueError(
-            f"data_dir={str(path)!r}: is a file, and a drafter is trained on features. Make "
-            f"them: speculators-nb features {path} FEATURES --verifier {model}; "
-            "then speculators-nb train FEATURES DRAFTER"
-        )
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path}: no such folder. Make one: speculators-nb features DATA {path} "
-            f"--verifier {model}"
-        )
-    if (path / "config.json").is_file():
-        kind = (
-            "a drafter"
-            if "speculators_model_type" in read_object(path / "config.json")
-            else "a model"
-        )
-        raise ValueError(
-            f"data_dir={str(path)!r}: is {kind}, and features are wanted. Make them: "
-            f"speculators-nb features DATA FEATURES --verifier {model}"
-        )
-
 # %% ../../nbs/cli/05_drafter_commands.ipynb #7199c687
 def train(
     data_dir: Path,  # features from `speculators-nb features` or upstream, or a prepared folder
@@ -114,7 +89,7 @@ def train(
     extra: list[str] | None = None,  # others as name=value, e.g. warmup_steps=100 (repeatable)
 ) -> SpeculatorTrainer:  # has run; its model is the best one, and is saved
     "Train a drafter on features, and keep the best checkpoint."
-    _features_there(data_dir, verifier)
+    check_features(data_dir, verifier)
     verifier = verifier or read_data_config(data_dir).get("model", {}).get("target_model_path")
     if not verifier:
         raise ValueError(f"verifier is missing: {data_dir} does not say which one made it")

@@ -123,6 +123,8 @@ RULES: dict[str, OptionRule] = {
     "prompts": path("data/corpus/train.jsonl", objects=True),
     "heldout": path("data/corpus/heldout.jsonl"),
     "runs": several(text("output/run"), "output/run-a output/run-b"),
+    "features": path("output/features", none=True),
+    "evaluation": several(text("output/evaluation"), "output/evaluation", none=True),
     "vllm": path(".venv-vllm/bin/vllm", none=True),
     "server": text("http://127.0.0.1:8000", none=True, test=address_problem),
     "url": text("http://127.0.0.1:8000", none=True, test=address_problem),
@@ -325,6 +327,7 @@ IN = {
     "evaluate.drafter": path("output/drafter", none=True, objects=True),
     "evaluate.method": word(*METHODS[:-2], none=True),  # the last two draft nothing here
     "demo.k": whole(4, 1, MOST_DRAFTED),
+    "doctor.data": path("chats.jsonl", none=True, objects=True),
     **{
         f"{command}.verifier": path("Qwen/Qwen3-8B", objects=True)
         for command in ("prepare", "features", "convert", "stitch-mtp", "demo")
