@@ -373,8 +373,9 @@ def test_the_verifier_is_an_option_everywhere(name):
     """No command has a place for it, and what a command cannot do without is required in its help."""
     shown = " ".join(run(name, "--help").output.split())
     usage = shown[: shown.index("╭")]
-    needed = [n for n, p in inspect.signature(COMMANDS[name]).parameters.items() if p.default is p.empty]
-    places = [n.upper() for n in needed if n != "verifier"]
+    taken = {n: p for n, p in inspect.signature(COMMANDS[name]).parameters.items() if p.default is p.empty}
+    needed = [n for n, p in taken.items() if type(None) not in getattr(p.annotation, "__args__", ())]
+    places = [n.upper() if n in needed else f"[{n.upper()}]" for n in taken if n != "verifier"]
     wanted = ["--verifier VERIFIER"] * ("verifier" in needed)
     line = " ".join(["[OPTIONS]", *places, *wanted])
     assert re.search(rf"Usage: speculators-nb {name} {re.escape(line)}(?! [A-Z]+ )", usage), usage

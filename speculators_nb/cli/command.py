@@ -295,7 +295,8 @@ def _as_typer(parameter, comment, command, named) -> list[inspect.Parameter]:
         show = parameter.default not in (None, [])
         option = typer.Option(help=comment, show_default=show, **reader)
         return [_keyword(name, kind, option, parameter.default)]
-    flag, place = f"--{name.replace('_', '-')}", dict(reader, metavar=name.upper())
+    metavar = f"[{name.upper()}]" if _may_be_none(parameter) else name.upper()
+    flag, place = f"--{name.replace('_', '-')}", dict(reader, metavar=metavar)
     if name in named:
         option = typer.Option(flag, help=comment, show_default=False, **place)
         return [_keyword(name, kind | None, option)]
@@ -305,9 +306,13 @@ def _as_typer(parameter, comment, command, named) -> list[inspect.Parameter]:
 
 
 def _required(function) -> list[str]:
-    "The parameters that have no default."
+    "The parameters that have no default, and may not be None."
     parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty]
+    return [p.name for p in parameters if p.default is p.empty and not _may_be_none(p)]
+
+
+def _may_be_none(parameter) -> bool:
+    return type(None) in getattr(parameter.annotation, "__args__", ())
 
 
 def _shell_parameters(function, command, named) -> list[inspect.Parameter]:

@@ -13,6 +13,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -264,16 +265,24 @@ def resolve(
     flags: Mapping,  # what was given on the command line
     recipe: Mapping | None = None,  # from `read_recipe`
 ) -> dict:  # every argument of the function
-    "Flag before file before default. ValueError names the argument that none of them gives."
+    """Flag before file before default. An argument that may be None is left out where the next
+    one is missing: `evaluate [DRAFTER] DATA`. ValueError names the argument that none gives."""
     given = dict(recipe or {}) | dict(flags)
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
-    for name, default in defaults.items():
-        if default is inspect.Parameter.empty and name not in given:
+    needed = [name for name, default in defaults.items() if default is inspect.Parameter.empty]
+    kinds = fields_of(function)
+    optional = [name for name in needed if type(None) in _alternatives(kinds[name])]
+    for name, following in pairwise(needed):
+        if name in optional and name in flags and following not in given:
+            given[following] = given.pop(name)
+    for name in needed:
+        if name not in given and name not in optional:
             raise ValueError(
                 f"{name} is missing: give it on the command line, or as {name}: in a recipe "
                 "(--recipe FILE)"
             )
+    defaults |= dict.fromkeys(optional)
     return {name: given.get(name, default) for name, default in defaults.items()}
 
 # %% ../../nbs/cli/01_recipe.ipynb #5300c3a1

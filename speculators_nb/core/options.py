@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MOST_DRAFTED', 'MOST_TOKENS', 'SEED', 'TEMPERATURE', 'REGISTERED', 'STORED', 'FLOATS', 'SERVED', 'METHODS',
-           'PROMPT_SETS', 'SCHEDULES', 'RULES', 'LAYERS', 'ARGUMENTS', 'IN', 'FOLDER', 'ONLY_VLLM', 'FILTERS',
-           'ONLY_LOCAL', 'RUNNING', 'ALONE', 'RELATIONS', 'shipped_drafters', 'installed_drafters', 'algorithms',
-           'rule_of', 'check_options']
+           'NO_WEIGHTS', 'PROMPT_SETS', 'SCHEDULES', 'RULES', 'LAYERS', 'ARGUMENTS', 'IN', 'FOLDER', 'ONLY_VLLM',
+           'FILTERS', 'ONLY_LOCAL', 'RUNNING', 'ALONE', 'RELATIONS', 'shipped_drafters', 'installed_drafters',
+           'algorithms', 'rule_of', 'check_options']
 
 # %% ../../nbs/core/02_options.ipynb #0dbf456f
 import os
@@ -92,6 +92,7 @@ METHODS = _words(
     """ngram ngram_gpu suffix draft_model eagle eagle3 dflash dspark medusa mlp_speculator mtp
     extract_hidden_states custom_class"""
 )
+NO_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # methods without a draft checkpoint
 PROMPT_SETS = _words(
     "shipped mt-bench gsm8k humaneval math-500 speed-bench alpaca-eval cnn-dailymail"
 )
@@ -324,6 +325,8 @@ IN = {
     **dict.fromkeys(("evaluate.dtype", "serve.dtype"), word(*SERVED)),
     **dict.fromkeys(("evaluate.extra", "serve.extra"), ARGUMENTS),
     "serve.k": whole(4, 0, MOST_DRAFTED, none=True),
+    "evaluate.drafter": path("output/drafter", none=True, objects=True),
+    "evaluate.method": word(*METHODS[:-2], none=True),  # the last two draft nothing here
     "demo.k": whole(4, 1, MOST_DRAFTED),
     "doctor.data": path("chats.jsonl", none=True, objects=True),
     **{
@@ -380,6 +383,11 @@ def _best_is_kept(values):
         )
 
 
+def _no_storage(values, wanted):
+    if wanted and values["storage"] is None:
+        return f"storage=None: is missing; {FOLDER}"
+
+# %% ../../nbs/core/02_options.ipynb #evopt001
 def _one_length(values):
     k = values["k"] if isinstance(values["k"], (list, tuple)) else [values["k"]]
     if values["engine"] == "reference" and (len(k) > 1 or 0 in k):
@@ -389,16 +397,47 @@ def _one_length(values):
         )
 
 
-def _no_storage(values, wanted):
-    if wanted and values["storage"] is None:
-        return f"storage=None: is missing; {FOLDER}"
+def _what_drafts(values):
+    method, drafter, verifier = (values[n] for n in ("method", "drafter", "verifier"))
+    if drafter is None and method is None and values["server"] is None:
+        return (
+            "drafter is missing: write evaluate DRAFTER DATA, or give method ngram, suffix or "
+            "mtp (heads of the verifier), and verifier"
+        )
+    if method in NO_WEIGHTS and drafter is not None:
+        return (
+            f"drafter={shown(str(drafter))}: method={method} drafts without one; leave it out, "
+            "and name the model as verifier"
+        )
+    if method is not None and drafter is None and method not in (*NO_WEIGHTS, "mtp"):
+        return f"drafter is missing: method={method} needs one; give its folder or hub id"
+    alone = drafter is None and method is not None
+    if verifier is None and (alone or method == "draft_model"):
+        return f"verifier=None: method={method} needs the model that is to write; give it"
+
+
+def _one_temperature(values):
+    several = values["temperatures"]
+    if values["method"] == "suffix" and isinstance(several, (list, tuple)) and several[1:]:
+        return (
+            f"temperatures={shown(several)}: method=suffix remembers the answers at the first; "
+            "measure one at a time"
+        )
+
+
+def _no_min_p(values):
+    if values["min_p"] and values["engine"] == "vllm" and values["server"] is None:
+        return (
+            f"min_p={shown(values['min_p'])}: vLLM 0.32 does not take it with speculative "
+            "decoding; leave it out, or set engine=reference"
+        )
 
 # %% ../../nbs/core/02_options.ipynb #453791cb
 # options of `evaluate` that one engine alone reads: name -> default
 ONLY_VLLM = dict.fromkeys(("server", "concurrency", "max_model_len", "vllm", "extra"))
 ONLY_VLLM |= dict(dtype="auto", load="requests", baseline=True)
 FILTERS = dict(top_p=1.0, top_k=0, min_p=0.0)  # of sampling: name -> default, which is off
-ONLY_LOCAL = dict(rule="standard", as_engine=False, device=None) | FILTERS
+ONLY_LOCAL = dict(rule="standard", as_engine=False, device=None)
 RUNNING = "is decided when a server starts, and this one runs already"
 ALONE = "hidden_states serves the verifier alone"
 RELATIONS = [
@@ -412,6 +451,9 @@ RELATIONS = [
     ),
     Relation("train", ("server", "storage"), lambda v: _no_storage(v, v["server"] is not None)),
     Relation("evaluate", ("engine", "k"), _one_length),
+    Relation("evaluate", ("drafter", "method", "verifier", "server"), _what_drafts),
+    Relation("evaluate", ("method", "temperatures"), _one_temperature),
+    Relation("evaluate", ("engine", "min_p", "server"), _no_min_p),
     apart("regenerate", "data", "output"),
     apart("report", "prepared", "output_dir"),
     apart("train", "data_dir", "output_dir"),
@@ -420,7 +462,7 @@ RELATIONS = [
     *(counts_only_with("evaluate", n, "engine", "vllm", d) for n, d in ONLY_VLLM.items()),
     *(counts_only_with("evaluate", n, "engine", "reference", d) for n, d in ONLY_LOCAL.items()),
     *(counts_only_above_zero(None, n, "temperatures", d) for n, d in FILTERS.items()),
-    excludes("evaluate", "k", "server", RUNNING),
+    *(excludes("evaluate", name, "server", RUNNING) for name in ("k", "method")),
     counts_only_with("features", "storage", "source", "vllm"),
     counts_only_with("features", "device", "source", "hf"),
     needs("train", "storage", "server", "has no effect without a server"),

@@ -413,15 +413,33 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
     ),
     (
         "evaluate",
-        "our filter in the engine",
-        "--engine vllm --temperatures 1 --top-k 4",
-        "top_k=4: has no effect with engine=vllm",
+        "a filter that vLLM does not take",
+        "--engine vllm --temperatures 1 --min-p 0.1",
+        "min_p=0.1: vLLM 0.32 does not take it with speculative decoding; leave it out, or set engine=reference",
     ),
     (
         "evaluate",
         "a length for a server that runs",
         "--engine vllm --server http://127.0.0.1:1 --k 2",
         "k=\\[2\\]: is decided when a server starts",
+    ),
+    (
+        "evaluate",
+        "a method for a server that runs",
+        "--engine vllm --server http://127.0.0.1:1 --method eagle3",
+        "method='eagle3': is decided when a server starts",
+    ),
+    (
+        "evaluate",
+        "a drafter for a method without one",
+        "--method ngram --verifier {verifier}",
+        "drafter=.*eagle3': method=ngram drafts without one; leave it out, and name the model as verifier",
+    ),
+    (
+        "evaluate",
+        "a drafter of another method",
+        "--method dflash --verifier {verifier}",
+        "method='dflash': .* is a drafter of type eagle3, which vLLM serves as method=eagle3; leave method out",
     ),
     ("serve", "layers for nothing", "--aux-layer-ids 1", "aux_layer_ids=\\[1\\]: has no effect without hidden_states"),
     (
@@ -562,6 +580,41 @@ RECIPES = [  # (name, file, content, what must be answered)
     ),
 ]
 WRONG = [  # arguments that name something else than is wanted
+    (
+        "neither drafter nor method",
+        "evaluate {corpus}",
+        "drafter is missing: write evaluate DRAFTER DATA, or give method ngram, suffix or mtp .*, and verifier",
+    ),
+    (
+        "a method without a verifier",
+        "evaluate {corpus} --method suffix",
+        "verifier=None: method=suffix needs the model that is to write; give it",
+    ),
+    (
+        "a draft model that is not named",
+        "evaluate {corpus} --method draft_model --verifier {tiny}",
+        "drafter is missing: method=draft_model needs one; give its folder or hub id",
+    ),
+    (
+        "suffixes at two temperatures",
+        "evaluate {corpus} --method suffix --verifier {tiny} --temperatures 0 --temperatures 1",
+        "temperatures=\\[0.0, 1.0\\]: method=suffix remembers the answers at the first; measure one at a time",
+    ),
+    (
+        "a verifier without heads",
+        "evaluate {corpus} --method mtp --verifier {tiny}",
+        "method='mtp' needs a head that predicts further tokens; .*tiny-verifier has model_type='qwen3'",
+    ),
+    (
+        "a method that drafts nothing",
+        "evaluate {corpus} --method extract_hidden_states --verifier {tiny}",
+        "method='extract_hidden_states': is not known; choose ngram, ",
+    ),
+    (
+        "a set that is misspelt",
+        "evaluate mtbench --method ngram --verifier {tiny}",
+        "mtbench: no such file, folder or set of prompts. Did you mean mt-bench",
+    ),
     ("features are missing", "train {here}/none {here}/d", "none: no such folder.*features"),
     (
         "conversations for features",

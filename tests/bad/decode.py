@@ -20,7 +20,7 @@ from speculators_nb.evaluate.cost import draft_cost, verifier_cost
 from speculators_nb.evaluate.engine import evaluate_engine
 from speculators_nb.evaluate.engine_results import EngineEvaluation
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report
-from speculators_nb.evaluate.prompts import read_prompts
+from speculators_nb.evaluate.prompts import UNFILLED, read_prompts
 from speculators_nb.evaluate.speedup import measured_speedup, speedups, verify_costs
 from speculators_nb.lab.experiment import measure_heldout, settings, train_equally
 from speculators_nb.models.base import SpeculatorModel
@@ -398,6 +398,36 @@ FILES = {  # files in a folder, what is done with it, what must be answered
         {"p.jsonl": '{"text": "x"}\n'},
         lambda f: read_prompts(f / "p.jsonl"),
         "p.jsonl, row 1: a row has none of messages, conversations, input_ids, turns, question",
+    ),
+    "read_prompts: no turn": (
+        {"p.jsonl": '{"question_id": 1, "category": "math", "turns": []}\n'},
+        lambda f: read_prompts(f / "p.jsonl"),
+        "p.jsonl, row 1: turns=\\[\\]: expected a list of texts, as rows of MT-Bench have there; mend the row",
+    ),
+    "read_prompts: turns that are messages": (
+        {"p.jsonl": '{"turns": [{"role": "user", "content": "a"}]}\n'},
+        lambda f: read_prompts(f / "p.jsonl"),
+        "p.jsonl, row 1: turns=.*'role'.*: expected a list of texts",
+    ),
+    "read_prompts: a function that is a list": (
+        {"p.jsonl": '{"task_id": "HumanEval/0", "prompt": ["def f():"], "entry_point": "f"}\n'},
+        lambda f: read_prompts(f / "p.jsonl"),
+        "p.jsonl, row 1: prompt=.*: expected a text, as rows of HumanEval have there",
+    ),
+    "read_prompts: an empty article": (
+        {"p.jsonl": '{"article": " ", "highlights": "h"}\n'},
+        lambda f: read_prompts(f / "p.jsonl"),
+        "p.jsonl, row 1: article=' ': expected a text, as rows of CNN/DailyMail have there",
+    ),
+    "read_prompts: not filled in": (
+        {"p.jsonl": {"turns": [UNFILLED], "category": "rag"}},
+        lambda f: read_prompts(f / "p.jsonl"),
+        "p.jsonl: no prompts; is the source empty",
+    ),
+    "read_prompts: an unknown set": (
+        {},
+        lambda f: read_prompts("gsm9k"),
+        "gsm9k: no such file, folder or set of prompts. Did you mean gsm8k",
     ),
     "NativeCheckpoint: no weights": (
         {"config.json": "{}"},
