@@ -205,7 +205,7 @@ def run_stage(planned, stages, record, commands, perform):
     code, text = wait_for_stage(process, receiver, stage.name)
     if code and not (stage.command in FINDINGS and code == 1):
         raise StageFailed(
-            f"{stage.name}: ended with exit code {code}, see above; mend it, and run the same "
+            f"{stage.name}: ended with exit code {code}; mend what it says, and run the same "
             "command again: what is done is kept"
         )
     kept = {"text": without_secrets(text.strip())} if stage.output is None else {}
