@@ -272,6 +272,11 @@ def _model_and_features(
     "A fresh drafter, or a trained one to start from; and the features that it reads."
     if from_pretrained is not None:
         model = SpeculatorModel.from_pretrained(from_pretrained, verifier=info.name)
+        if draft_vocab_size not in (None, model.draft_vocab_size):
+            raise ValueError(
+                f"draft_vocab_size={draft_vocab_size}: {from_pretrained} knows "
+                f"{model.draft_vocab_size} tokens, and keeps them; leave it out, or train anew"
+            )
         wanted = list(model.drafter().aux_layer_ids) or None
         return model, open_features(data_dir, info, layers=wanted, **source)
     data = open_features(data_dir, info, layers=target_layer_ids, **source)

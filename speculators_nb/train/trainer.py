@@ -32,6 +32,7 @@ from speculators_nb.train.training_arguments import (
     NOT_SUPPORTED,
     SpeculatorTrainingArguments,
     check_names,
+    place_loggers,
 )
 
 # %% ../../nbs/train/07_trainer.ipynb #2de9b2e3
@@ -358,6 +359,7 @@ class SpeculatorTrainer(
             callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
         config = getattr(model, "config", None)
         adds_use_cache = config is not None and "use_cache" not in vars(config)
+        place_loggers(args.report_to, args.output_dir)
         super().__init__(
             model,
             args,
