@@ -1127,3 +1127,7 @@ def test_a_recipe_does_not_decide_what_becomes_of_the_output(tmp_path):
 
     text = write_recipe(tmp_path, "train", {"data_dir": "f", "overwrite": True, "resume": True, "seed": 0}).read_text()
     assert "seed: 0" in text and "overwrite" not in text and "resume" not in text
+
+
+def test_an_empty_place_in_the_former_order_is_refused(tmp_path):
+    one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", ""), "output_dir=''", "empty")

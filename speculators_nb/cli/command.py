@@ -418,6 +418,8 @@ def check_inputs(
     command: str,  # its name
 ):
     "Errors: FileNotFoundError or ValueError for an input that is missing or of another kind."
+    if command == "demo":  # its defaults are files of the clone, which it names
+        return
     if command == "train":
         check_features(values["data_dir"], values["verifier"])
     for field, value in values.items():
@@ -427,12 +429,14 @@ def check_inputs(
             _check_model(field, value, command)
         elif field == "data":
             _check_data(field, value, command)
-    for run in values.get("runs", ()) if command == "compare" else ():
-        folder = run.partition("=")[2] or run
-        if not Path(folder).is_dir():
-            raise FileNotFoundError(
-                f"{folder}: no such folder; name the output of evaluate --output-dir"
-            )
+    named = [run.partition("=") for run in values.get("runs", ())]
+    folders = [Path(folder or name) for name, _, folder in named]
+    if len({name if equals else Path(name).name for name, equals, _ in named}) < len(named):
+        return  # two runs of one name, which `compare` refuses
+    if missing := [folder for folder in folders if not folder.is_dir()]:
+        raise FileNotFoundError(
+            f"{missing[0]}: no such folder; name the output of evaluate --output-dir"
+        )
 
 # %% ../../nbs/cli/03_command.ipynb #e986447c
 def further_options(
@@ -505,7 +509,10 @@ def _former_order(function, command, named, typed) -> dict:
     )
     kinds = inspect.signature(function).parameters
     read = {n: _reader(n, kinds[n].annotation, command).get("parser", str) for n in names}
-    return {name: read[name](text) for name, text in given.items()}
+    try:
+        return {name: read[name](text) for name, text in given.items()}
+    except typer.BadParameter as e:
+        raise ValueError(e.message) from None
 
 # %% ../../nbs/cli/03_command.ipynb #560b1519
 def _values(function, name, named, app, context, recipe, typed):

@@ -11,8 +11,8 @@ from .harness import ROOT, Case
 
 LINES = {  # command -> a line that would run, with names of harness.GOOD
     "regenerate": "regenerate {corpus} {here}/answers.jsonl --verifier {tiny}",
-    "prepare": "prepare {corpus} {tiny} {here}/prepared",
-    "features": "features {tiny} {corpus} {here}/features",
+    "prepare": "prepare {corpus} {here}/prepared --verifier {tiny}",
+    "features": "features {corpus} {here}/features --verifier {tiny}",
     "report": "report {here}/prepared",
     "vocab": "vocab {features} 40",
     "train": "train {features} {here}/new --verifier {verifier}",
@@ -21,9 +21,9 @@ LINES = {  # command -> a line that would run, with names of harness.GOOD
     "check": "check {drafter}",
     "serve": "serve {drafter}",
     "doctor": "doctor {drafter} --verifier {verifier}",
-    "convert": "convert {drafter} {here}/new {verifier}",
+    "convert": "convert {drafter} {here}/new --verifier {verifier}",
     "export": "export {drafter} {here}/new",
-    "stitch-mtp": "stitch-mtp {drafter} {verifier} {here}/new",
+    "stitch-mtp": "stitch-mtp {drafter} {here}/new --verifier {verifier}",
     "demo": "demo",
     "run": "run {here}/recipe.yaml",
 }
@@ -485,7 +485,7 @@ SPELLING = [  # lines that cannot be read
     ("train {features} {here}/d --seed", "'--seed' requires an argument.*write --seed 0"),
     ("train {features} {here}/d --recipe", "'--recipe' requires an argument"),
     ("train", "data_dir is missing: give it on the command line"),
-    ("prepare {corpus} {tiny}", "output_dir is missing"),
+    ("prepare {corpus} --verifier {tiny}", "output_dir is missing"),
     ("check", "folder is missing"),
     ("check {drafter} --folder {drafter}", "folder=.*: given as an argument and as an option; leave one out"),
     ("--tracebak check {drafter}", "--tracebak: .*no such option; Did you mean --traceback"),
@@ -684,7 +684,7 @@ WRONG = [  # arguments that name something else than is wanted
     (
         "an evaluation that is not there",
         "compare {here}/none",
-        "none: no settings.json; is it the output of an evaluation",
+        "none: no such folder; name the output of evaluate",
     ),
     ("a drafter for an evaluation", "compare {drafter}", "eagle3: no settings.json"),
     (
@@ -693,7 +693,7 @@ WRONG = [  # arguments that name something else than is wanted
         "runs=.*: another run is called 'eagle3', too; write name=folder",
     ),
     ("check of nothing", "check {here}/none", "none: neither a local folder nor a model"),
-    ("serve of nothing", "serve {here}/none", "none: neither a folder nor a model"),
+    ("serve of nothing", "serve {here}/none", "none: neither a local folder nor a model"),
     ("export of a verifier", "export {tiny} {here}/new", "tiny-verifier: is no drafter of this library"),
     ("export over something", "export {drafter} {verifier}", "exists already; choose another output folder"),
     ("convert a verifier", "convert {tiny} {here}/new {tiny}", "is a drafter of no known format. Looked for"),
@@ -720,7 +720,7 @@ WRONG = [  # arguments that name something else than is wanted
     (
         "doctor with no prompts",
         "doctor {drafter} --verifier {verifier} --data {here}/none.jsonl",
-        "none.jsonl: no such file, folder or set of prompts",
+        "none.jsonl: no such file",
     ),
     (
         "doctor without its verifier",
@@ -735,10 +735,10 @@ WRONG = [  # arguments that name something else than is wanted
 def _typed(command, p, value):
     "The line for one option; an argument is given as an option of its name, in place of the one in the line."
     option, line = f"--{p.name.replace('_', '-')}", LINES[command].split()
-    if p.default is p.empty:
-        place = [
-            q.name for q in inspect.signature(cli.app.functions[command]).parameters.values() if q.default is q.empty
-        ].index(p.name) + 1
+    if p.default is p.empty and p.name != "verifier":  # which is an option everywhere
+        parameters = inspect.signature(cli.app.functions[command]).parameters.values()
+        places = [q.name for q in parameters if q.default is q.empty and q.name != "verifier"]
+        place = places.index(p.name) + 1
         line[place] = value
         return (
             " ".join(line)
