@@ -171,6 +171,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'speculators_nb.cli.plan.RunRecord.write': ( 'cli/plan.html#runrecord.write',
                                                                                       'speculators_nb/cli/plan.py'),
                                          'speculators_nb.cli.plan.Stage': ('cli/plan.html#stage', 'speculators_nb/cli/plan.py'),
+                                         'speculators_nb.cli.plan._check_place': ( 'cli/plan.html#_check_place',
+                                                                                   'speculators_nb/cli/plan.py'),
                                          'speculators_nb.cli.plan._is_path': ('cli/plan.html#_is_path', 'speculators_nb/cli/plan.py'),
                                          'speculators_nb.cli.plan._not_here': ('cli/plan.html#_not_here', 'speculators_nb/cli/plan.py'),
                                          'speculators_nb.cli.plan._run_section': ( 'cli/plan.html#_run_section',
