@@ -56,7 +56,7 @@ def paths_of(
     for name, texts in lists.items():
         if isinstance(texts, list):
             given |= {f"{name} {i}": t.rpartition("=")[2] for i, t in enumerate(texts, 1)}
-    return {k: str(v) for k, v in given.items() if stage.output is None or v != stage.output}
+    return {k: str(v) for k, v in given.items() if Path(v) != stage.output}
 
 
 def depends_on(
@@ -68,6 +68,29 @@ def depends_on(
         return []
     places = paths_of(stage).items()
     return [name for name, place in places if same_place(place, earlier.output)]
+
+# %% ../../nbs/cli/10_plan.ipynb #7a000018
+def _check_place(path, stage, earlier):
+    "Errors: ValueError for an output that a stage would lose when another is made again."
+    if stage.output is None:
+        return
+    if Path.cwd().is_relative_to(stage.output.resolve()):
+        raise ValueError(
+            f"{path}: {stage.name} writes to {stage.output}, which holds the working folder; "
+            "give the stage a folder of its own"
+        )
+    for other in earlier:
+        if stage.output == other.output and stage.command == other.command:
+            raise ValueError(
+                f"{path}: {stage.name} and {other.name} both write to {stage.output}; name "
+                "another folder for one of them"
+            )
+        apart = other.output is None or not same_place(stage.output, other.output)
+        if not apart and not depends_on(stage, other) and stage.output != other.output:
+            raise ValueError(
+                f"{path}: the outputs of {stage.name} ({stage.output}) and {other.name} "
+                f"({other.output}) are one inside the other; name a folder apart"
+            )
 
 # %% ../../nbs/cli/10_plan.ipynb #7a000008
 # arguments that a stage reads; another text is a number, a name, or where it writes
@@ -104,12 +127,7 @@ def stages_of(
         names = ", ".join(n for n in commands if n not in NOT_A_STAGE)
         raise ValueError(f"{path}: has no section to run; write one of {names}")
     for i, stage in enumerate(stages):
-        for other in stages[:i]:
-            if stage.output == other.output is not None and stage.command == other.command:
-                raise ValueError(
-                    f"{path}: {stage.name} and {other.name} both write to {stage.output}; name "
-                    "another folder for one of them"
-                )
+        _check_place(path, stage, stages[:i])
     return stages, own
 
 

@@ -822,6 +822,13 @@ RUNS = [  # what is wrong, the recipe, what must be answered, more files
         "prepare.b and prepare both write to",
         {},
     ),
+    (
+        "a folder inside another stage's",
+        _PREPARE + _PREPARE.replace("prepare:", "prepare.b:").replace("prepared}", "prepared/inner}"),
+        "are one inside the other; name a folder apart",
+        {},
+    ),
+    ("the working folder", _PREPARE.replace("{here}/prepared", "."), "which holds the working folder", {}),
     ("a list", "- train", "recipe.yaml: holds a list, expected a mapping", {}),
 ]
 
