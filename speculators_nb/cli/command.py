@@ -607,7 +607,10 @@ def command(
     takes = inspect.signature(function).parameters
 
     def perform(values):
-        result = function(**values)
+        from speculators_nb.core.concurrency import plain_progress
+
+        with plain_progress():
+            result = function(**values)
         _print(report(result))
         _leave_recipe(values.get(output), name, values)
         return result
