@@ -687,7 +687,8 @@ def drafter(features):
         "logging_steps=1",
     )
     assert result.exit_code == 0, result.output
-    assert "eval_loss" in result.stdout and "Next: speculators-nb evaluate" in result.stdout
+    assert "held-out loss  accuracy 1  accuracy 2" in result.stdout and "accuracy 0" not in result.stdout
+    assert "Next: speculators-nb evaluate" in result.stdout
     return folder
 
 
@@ -709,6 +710,20 @@ def test_features_are_kept_when_asked_again(features):
         run("features", VERIFIER, CORPUS / "train.jsonl", features, "--max-samples", 15, "--max-length", 192),
         "another origin",
     )
+
+
+def test_redirected_output_is_plain_lines(features, tmp_path):
+    """Progress, a row an evaluation, no carriage return, and no dictionary."""
+    program = Path(sys.executable).with_name("speculators-nb")
+    line = [program, "train", features, tmp_path / "d", "--total-seq-len", "128", "--num-train-epochs", "2"]
+    got = subprocess.run([*line, "--draft-vocab-size", "512"], capture_output=True, text=True)
+    shown = (got.stdout + got.stderr).splitlines()
+    assert got.returncode == 0 and "\r" not in got.stdout + got.stderr and "\x1b" not in got.stdout + got.stderr
+    assert max(map(len, shown)) <= 200 and not [text for text in shown if "{" in text], shown
+    rows = [text for text in shown if re.match(r" +\d+ +\d\.\d\d ", text)]
+    assert len(rows) == 3 and rows[-1] in rows[:2]  # two evaluations, and the better one again
+    bars = [text for text in shown if text.startswith("train:")]
+    assert 1 <= len(bars) <= 10 and all(re.search(r"\d+/\d+ \[[\d:]+<", text) for text in bars), shown
 
 
 def test_trained_as_asked(drafter):

@@ -292,7 +292,10 @@ def command(
         own = values.get("import", [])
         import_drafters(own)  # once in a process; this one may be the child of another
         given = {n: v for n, v in values.items() if n != "import"}
-        result = function(**given | ({"import_": own} if "import_" in takes else {}))
+        from speculators_nb.core.concurrency import plain_progress
+
+        with plain_progress():
+            result = function(**given | ({"import_": own} if "import_" in takes else {}))
         _print(report(result))
         _leave_recipe(values.get(output), name, values)
         return result

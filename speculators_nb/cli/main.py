@@ -93,16 +93,14 @@ vocab = command(library("cli.data_commands", "vocab"), _chosen, app, group="Data
 
 # %% ../../nbs/cli/12_main.ipynb #6f70a533
 def _trained(trainer):
-    from speculators_nb.train.trainer import log_table
+    from speculators_nb.train.run_record import evaluation_table, header_line, row_line
 
-    table, out = log_table(trainer), trainer.args.output_dir
-    evals = table.filter(like="eval_").dropna(how="all")
-    last = (
-        evals.loc[evals["eval_loss"].idxmin()].to_string(float_format="{:.4f}".format) + "\n"
-        if len(evals)
-        else ""
-    )
-    return f"{last}Drafter, history and checkpoints are in {out}"
+    table, out = evaluation_table(trainer.state.log_history), trainer.args.output_dir
+    best = ""
+    if "held-out loss" in table:
+        row = table.loc[table["held-out loss"].idxmin()].to_dict()
+        best = f"The best evaluation:\n{header_line(row)}\n{row_line(row)}\n"
+    return f"{best}Drafter, history and checkpoints are in {out}"
 
 
 def _measured(evaluation):

@@ -22,6 +22,7 @@ from ..core.http_client import Endpoint, EndpointError
 from ..data.chat_template import ControlTokens
 from ..data.messages import normalize
 from ..data.row_filter import ready_row
+from ..data.sources import conversation_count
 from .journal import Journal, Report, still_to_do
 from .replay import Replay, check_sampling
 
@@ -213,9 +214,10 @@ def regenerate_from_server(
         tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     server_replay = ServerReplay(endpoint, model, tokenizer, max_new_tokens, max_length)
     breaker = Breaker(max_failures)
+    total = conversation_count(conversations, limit)
     with (
         Journal(out_path, settings) as journal,
-        tqdm(desc="regenerate", unit="conversation", delay=1) as bar,
+        tqdm(total=total, desc="regenerate", unit="conversation", delay=1) as bar,
     ):
         journal.report |= {"retokenised": 0, "other_tokens": 0}
         control = tokenizer and ControlTokens(tokenizer)  # without it, nobody here knows them
@@ -230,7 +232,7 @@ def regenerate_from_server(
                     journal.write(replay, endpoint=endpoint.url)
                     for name in ("retokenised", "other_tokens"):
                         journal.report[name] += replay.usage[name]
-                    bar.update()
+                    bar.update(journal.report.done - bar.n)
                 breaker.see(result)
     return journal.report
 

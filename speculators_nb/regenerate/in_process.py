@@ -18,6 +18,7 @@ from ..core.options import check_options
 from ..data.chat_template import ControlTokens, check_template
 from ..data.messages import BadRow
 from ..data.row_filter import BATCH, check_ids
+from ..data.sources import conversation_count
 from .journal import Journal, Report, still_to_do
 from .replay import check_sampling
 from ..verifier.cache import new_cache
@@ -285,7 +286,8 @@ def regenerate(
     }
     tools = bool(getattr(tokenizer, "response_template", None))
     control = ControlTokens(tokenizer)
-    bar = tqdm(desc="regenerate", unit="conversation", delay=1)
+    total = conversation_count(conversations, limit)
+    bar = tqdm(total=total, desc="regenerate", unit="conversation", delay=1)
     with Journal(out_path, settings) as journal, bar:
         todo = still_to_do(
             conversations, journal, sampling, seed, languages, tools, limit, control
@@ -293,5 +295,5 @@ def regenerate(
         for window in _windows(todo, 4 * batch_size):
             for replay in _replayed(window, answering, journal, batch_size):
                 journal.write(replay)
-                bar.update()
+                bar.update(journal.report.done - bar.n)
     return journal.report

@@ -144,6 +144,12 @@ class Report(_Table):
         )
         self.first = {}  # (count, reason) -> the place of the first case
 
+    @property
+    def done(self) -> int:
+        "Conversations of the input that are settled, whatever became of them."
+        settled = self["written"] + self["kept"] + self["duplicates"]
+        return settled + self["skipped"].total() + self["failed"].total()
+
     def add(
         self,
         name: str,  # of a count by reason

@@ -266,6 +266,7 @@ def wait_for(
     endpoint = Endpoint(server.url, api_key_env="VLLM_API_KEY", timeout=5, tries=1)
     start = time.monotonic()
     with tqdm(bar_format="{desc} {elapsed}", desc="starting the server") as bar:
+        limit = f"at most {server.timeout:g} s"
         while True:
             server.check()
             try:
@@ -280,5 +281,5 @@ def wait_for(
                     f"timeout, or see why:\n{server.tail()}"
                 )
             last_line = without_secrets((log_lines(server.log) or [""])[-1])
-            bar.set_description(f"starting the server: {last_line}"[:100])
+            bar.set_description(f"starting the server ({limit}): {last_line}"[:100])
             time.sleep(0.25)

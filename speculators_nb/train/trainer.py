@@ -18,7 +18,13 @@ import pandas as pd
 import torch
 from torch import nn
 from torch.utils.data import Subset
-from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback
+from transformers import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+)
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -27,7 +33,7 @@ from ..core.provenance import without_secrets
 from .checkpoint import WholeCheckpoints
 from .optimizers import RowGradients
 from .packed_loaders import PackedLoaders, lengths_of
-from .run_record import data_fingerprint, run_record
+from .run_record import TableCallback, data_fingerprint, run_record
 from speculators_nb.train.training_arguments import (
     NOT_SUPPORTED,
     SpeculatorTrainingArguments,
@@ -374,6 +380,8 @@ class SpeculatorTrainer(
         if args.disable_tqdm:
             # no progress bar means silence, not a line per log
             self.remove_callback(PrinterCallback)
+        elif self.pop_callback(ProgressCallback):  # a notebook has a table of its own
+            self.add_callback(TableCallback)
         self.model_accepts_loss_kwargs = True  # compute_loss divides already
 
 # %% ../../nbs/train/07_trainer.ipynb #d45bbdc1
