@@ -81,7 +81,7 @@ def cliff(
             return i + 1
     return None
 
-
+# %% ../../nbs/doctor/06_decoding_checks.ipynb #cliff003
 def acceptance_check(
     decoded: Decoded,
     predicted: float,  # mean acceptance length from held-out accuracy; NaN: not known

@@ -97,7 +97,7 @@ class Curve(NamedTuple):
     last: float  # held-out loss at the end
     fall: float  # share by which the training loss fell in the second half of the steps
     doubling: (
-        float  # share by which the held-out loss fell since half of the steps; NaN: not known
+        float  # share by which the held-out loss fell after the first half; NaN: not known
     )
 
     @property
@@ -119,7 +119,7 @@ def learning_curve(
         half = last_of(history[history["step"] <= history["step"].max() / 2], "eval_loss")
     return Curve(end, least, last, 1 - end / middle, 1 - last / half)
 
-
+# %% ../../nbs/doctor/05_training_checks.ipynb #dsize003
 def data_check(
     history: pd.DataFrame,  # training_log.csv
     n: int | None = None,  # conversations that were trained on; None: not known
@@ -135,9 +135,8 @@ def data_check(
     slope = ""
     if curve.doubling == curve.doubling:
         way = "fell" if curve.doubling >= 0 else "rose"
-        slope = (
-            f"; the held-out loss {way} by {abs(curve.doubling):.0%} since half of the steps"
-        )
+        slope = f"; the held-out loss {way} by {abs(curve.doubling):.0%} "
+        slope += "since the last evaluation of the first half"
     epochs = last_of(history, "epoch")
     return judged(
         "data size",
