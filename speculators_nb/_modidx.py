@@ -1692,6 +1692,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                   'speculators_nb/doctor/decoding_checks.py'),
                                                        'speculators_nb.doctor.decoding_checks.acceptance_check': ( 'doctor/decoding_checks.html#acceptance_check',
                                                                                                                    'speculators_nb/doctor/decoding_checks.py'),
+                                                       'speculators_nb.doctor.decoding_checks.cliff': ( 'doctor/decoding_checks.html#cliff',
+                                                                                                        'speculators_nb/doctor/decoding_checks.py'),
                                                        'speculators_nb.doctor.decoding_checks.decode': ( 'doctor/decoding_checks.html#decode',
                                                                                                          'speculators_nb/doctor/decoding_checks.py'),
                                                        'speculators_nb.doctor.decoding_checks.domains_check': ( 'doctor/decoding_checks.html#domains_check',

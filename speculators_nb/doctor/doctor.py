@@ -38,6 +38,7 @@ from speculators_nb.doctor.drafter_checks import (
     mapping_check,
     predicted_length,
     repair_checks,
+    trained_length,
     weights_check,
 )
 from .examination import LOOKED_AT, Examination, find_sources
@@ -118,12 +119,14 @@ def look_at_drafter(e: Examination) -> Iterator[Finding]:
 # %% ../../nbs/doctor/08_doctor.ipynb #d8c58f67
 def look_at_training(e: Examination) -> Iterator[Finding]:
     "Learning, data size."
-    table = float("nan")
+    table, tokens = float("nan"), None
     if e.rows:
         trained, heldout = e.split
         table = pair_accuracy([e.rows[i] for i in trained], [e.rows[i] for i in heldout])
+        tokens = sum(int(e.rows[i].loss_mask.sum()) for i in trained)
     yield learned_check(e.sources.history, table)
-    yield data_check(e.sources.history, e.sources.record.get("data", {}).get("rows"))
+    conversations = e.sources.record.get("data", {}).get("rows")
+    yield data_check(e.sources.history, conversations, tokens)
 
 
 def look_at_decoding(e: Examination) -> Iterator[Finding]:
@@ -139,7 +142,8 @@ def look_at_decoding(e: Examination) -> Iterator[Finding]:
         yield domains_check(seen_by_domain(e.decoded, e.domains, e.rows))
     evals = e.sources.history.filter(regex="^eval_").dropna(how="all")
     last = evals.iloc[-1].to_dict() if len(evals) else {}
-    yield acceptance_check(e.decoded, predicted_length(last, "eval_"))
+    trained = trained_length(e.model, e.sources.record.get("model", {}))
+    yield acceptance_check(e.decoded, predicted_length(last, "eval_"), trained)
     stop = eos_ids_of(e.verifier, e.tokenizer)
     yield tree_note(e.verifier, e.drafter, e.decoded, e.to_decode, stop)
 
