@@ -97,7 +97,7 @@ def _trained(trainer):
     table, out = log_table(trainer), trainer.args.output_dir
     evals = table.filter(like="eval_").dropna(how="all")
     last = (
-        evals.loc[evals["eval_loss"].idxmin()].to_string(float_format="{:.4f}".format) + "\n"
+        evals.iloc[evals["eval_loss"].argmin()].to_string(float_format="{:.4f}".format) + "\n"
         if len(evals)
         else ""
     )

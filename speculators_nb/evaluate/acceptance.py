@@ -174,9 +174,9 @@ def range_table(
         for generation in generations:
             steps = steps_of(generation)
             places = steps.written + (by == "context") * len(generation.prompt)
-            whole_step = steps.requested == k
-            found = (x[whole_step] for x in (places, steps.accepted, steps.drafted))
-            counts.append(count_ranges(*found, k, edges))
+            whole = steps.requested == k
+            accepted, drafted = steps.accepted[whole], steps.drafted[whole]
+            counts.append(count_ranges(places[whole], accepted, drafted, k, edges))
         for i, name in enumerate(range_names(edges)):
             reached = [own[i] for own in counts if own[i][0]]
             if reached:
