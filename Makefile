@@ -113,11 +113,15 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev bad-input doctor upstream-test mtp-families proofs  ## what takes longer than CI may: random bad input, the doctor on spoilt drafters, upstream's checkpoints both ways, MTP heads in vLLM, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev bad-input doctor upstream-test mtp-families loggers-test proofs  ## what takes longer than CI may: random bad input, the doctor on spoilt drafters, upstream's checkpoints both ways, MTP heads in vLLM, loggers read back, the proofs (hours; they continue where they stopped)
 
 .PHONY: mtp-families
 mtp-families: .venv/.run  ## MTP heads of every family that the real vLLM serves on the CPU, token for token; three minutes
 	$(OFFLINE) $(BIN)/python tests/vllm/check_mtp_families.py --all
+
+.PHONY: loggers-test
+loggers-test: .venv/.dev  ## TensorBoard, W&B offline, MLflow and trackio: each writes a run and is read back (its own environment, 0.7 GB)
+	$(OFFLINE) $(BIN)/python tests/loggers/check_loggers.py
 
 .PHONY: doctor
 doctor: .venv/.dev  ## drafters spoilt on purpose, one fault each: trained, and what the doctor names first; half an hour

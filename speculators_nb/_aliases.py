@@ -182,7 +182,7 @@ FORMER_NAMES = {
     "cli": ("cli.main",),
     "decode.generate": ("verifier.tapped_model",),
     "decode.suffix": ("decode.suffix_index",),
-    "cli.command": ("cli.signature",),
+    "cli.command": ("cli.signature", "cli.program", "cli.inputs"),
     "core.config": ("core.checkpoints", "core.files"),
     "core.options": ("core.option_rules",),
     "evaluate.engine": ("evaluate.engine_results", "evaluate.comparison"),

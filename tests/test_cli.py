@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 import speculators_nb
 from speculators_nb.cli import drafter_commands as drafter_steps
 from speculators_nb.cli import main as cli
-from speculators_nb.cli.command import command, new_app
+from speculators_nb.cli.command import command
+from speculators_nb.cli.program import new_app
 from speculators_nb.cli.recipe import read_sections
 from speculators_nb.cli.signature import library
 from speculators_nb.core.provenance import read_provenance
@@ -89,7 +90,7 @@ def test_every_parameter_is_an_option_with_help(name):
         result.output.replace("\n", " ").split()
     )
     for p in inspect.signature(function).parameters.values():
-        spelt = p.name.upper() if p.default is p.empty else f"--{p.name.replace('_', '-')}"
+        spelt = p.name.upper() if p.default is p.empty else f"--{p.name.rstrip('_').replace('_', '-')}"
         assert spelt in result.output
     assert all(function.comments[p] for p in inspect.signature(function).parameters), (
         "a parameter without a comment has no help"
@@ -112,7 +113,13 @@ def test_a_command_is_the_library_s_function(name):
 
 
 def test_heavy_imports_are_inside():
-    for module in (cli, *(sys.modules[f"speculators_nb.cli.{name}"] for name in ("command", "signature"))):
+    for module in (
+        cli,
+        *(
+            sys.modules[f"speculators_nb.cli.{name}"]
+            for name in ("own_drafters", "signature", "inputs", "program", "command")
+        ),
+    ):
         tree = ast.parse(Path(module.__file__).read_text())
         tops = {
             (n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0]
@@ -132,7 +139,11 @@ def test_heavy_imports_are_inside():
             "logging",
             "os",
             "collections",
+            "inputs",
+            "own_drafters",
             "pathlib",
+            "program",
+            "re",
             "shlex",
             "signal",
             "signature",
@@ -141,6 +152,7 @@ def test_heavy_imports_are_inside():
             "textwrap",
             "threading",
             "tokenize",
+            "types",
             "typing",
             "typer",
         }
@@ -1131,3 +1143,58 @@ def test_a_recipe_does_not_decide_what_becomes_of_the_output(tmp_path):
 
 def test_an_empty_place_in_the_former_order_is_refused(tmp_path):
     one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", ""), "output_dir=''", "empty")
+
+
+# --- drafters of one's own --------------------------------------------------------------------------------------------
+
+OWN = """
+import json, sys
+from pathlib import Path
+from typer.testing import CliRunner
+from speculators_nb.cli.main import app
+def command(line):
+    done = CliRunner().invoke(app, line.split(), prog_name="speculators-nb", env=dict(COLUMNS="300", TERM="dumb"))
+    return done.exit_code, done.output
+print(json.dumps([command(line) for line in Path(sys.argv[1]).read_text().splitlines()]))
+"""
+
+
+def in_fresh_process(folder, *lines):
+    "(exit code, output) of command lines that are typed in a folder, one after the other in one process."
+    (folder / "lines.txt").write_text("\n".join(lines))
+    env = os.environ | dict(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
+    call = [sys.executable, "-c", OWN, "lines.txt"]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=folder, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_drafter_of_one_s_own_is_imported(tmp_path):
+    """`--import` and `import:` make a registered drafter a word of `algorithm`, also in the process of a stage, and its
+    checkpoints loadable; the recipe that is left beside the drafter imports it again."""
+    own = import_module("test_own_drafter")
+    (tmp_path / "my_gated.py").write_text(own.HEAD + own.tutorial() + "\n" + own.FORMAT)
+    text = f"verifier: {own.RELEASE / 'verifier'}\ntrain: {{data_dir: {own.RELEASE / 'features'}, output_dir: new, "
+    text += "algorithm: gated, total_seq_len: 32, num_train_epochs: 1, eval_share: 0, "
+    text += "extra: [ttt_steps=2, disable_tqdm=true]}\ncheck: {folder: new}\nrun: {output_dir: run}\n"
+    (tmp_path / "plain.yaml").write_text(text)
+    (tmp_path / "import.yaml").write_text(f"import: my_gated.py\n{text}")
+    train = f"train {own.RELEASE / 'features'} out --algorithm gated --verifier {own.RELEASE / 'verifier'}"
+    unknown, in_recipe, ran = in_fresh_process(tmp_path, train, "run plain.yaml --dry-run", "run import.yaml")
+    assert unknown[0] == 2 and "algorithm='gated'" in unknown[1]
+    assert in_recipe[0] == 2 and "plain.yaml: train.algorithm='gated'" in in_recipe[1]
+    assert ran[0] == 0 and (tmp_path / "run/report.html").is_file(), ran
+    left = yaml.safe_load((tmp_path / "new/train.recipe.yaml").read_text())["train"]
+    assert left["import"] == ["my_gated.py"] and left["algorithm"] == "gated"
+
+    unknown, checked, typed, exported = in_fresh_process(
+        tmp_path,
+        "check new",
+        "check new --import my_gated.py",
+        "run plain.yaml --dry-run --import my_gated.py",
+        "export new native --format gatd --import my_gated.py",
+    )
+    assert unknown[0] == 1 and "gated" in unknown[1]
+    assert checked == [0, "vLLM can serve this drafter.\n"]
+    assert typed[0] == 0 and typed[1].count("done") == 2, typed
+    assert exported[0] == 2 and "can be written as gated" in exported[1], exported

@@ -1,11 +1,12 @@
-"""Loggers: each writes into the folder of its run; what TensorBoard stores is read back."""
+"""Loggers: TensorBoard here; W&B, MLflow and trackio are heavy, and are read back by `make loggers-test`, whose results
+are committed."""
 
 import json
 import os
 from pathlib import Path
 
 import pytest
-from loggers.read_back import problems
+from loggers.read_back import NAMES, problems
 
 from speculators_nb.train.training_arguments import LOGGER_FOLDERS, SpeculatorTrainingArguments, place_loggers
 
@@ -35,22 +36,22 @@ def test_tensorboard_stores_the_history(tmp_path, clean):
         line += ["--extra", pair]
     code, said, wrong = typed(line)
     assert code == 0, said + wrong
-    assert problems(tmp_path / "run") == []
+    assert problems("tensorboard", tmp_path / "run") == []
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 def test_each_logger_writes_into_the_folder_of_its_run(tmp_path, clean):
-    place_loggers([*LOGGER_FOLDERS], tmp_path / "a")
+    place_loggers([*NAMES], tmp_path / "a")
     assert all(str(tmp_path / "a") in os.environ[variable] for variable, _ in LOGGER_FOLDERS.values())
     assert os.environ["WANDB_MODE"] == "offline"
-    place_loggers([*LOGGER_FOLDERS], tmp_path / "b")
+    place_loggers([*NAMES], tmp_path / "b")
     assert all(str(tmp_path / "b") in os.environ[variable] for variable, _ in LOGGER_FOLDERS.values())
 
 
 def test_what_the_user_set_stays(tmp_path, clean):
     clean.setenv("WANDB_MODE", "online")
     clean.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
-    place_loggers([*LOGGER_FOLDERS], tmp_path)
+    place_loggers([*NAMES], tmp_path)
     assert (os.environ["WANDB_MODE"], os.environ["MLFLOW_TRACKING_URI"]) == ("online", "http://tracking:5000")
 
 
@@ -76,6 +77,12 @@ def test_a_logger_that_is_not_installed(tmp_path, name):
     assert "\n" not in str(e.value)
 
 
+def test_the_committed_results_are_of_all_loggers_and_hold():
+    results = json.loads((ROOT / "tests/loggers/results.json").read_text())
+    assert results.keys() == {*NAMES}
+    assert all(r["values"] > 20 and r["wrong"] == [] for r in results.values())
+
+
 def test_the_reader_sees_what_is_missing(tmp_path, clean):
     "A test of the test: one value changed in the history is noticed."
     from torch.utils.tensorboard import SummaryWriter
@@ -92,6 +99,6 @@ def test_the_reader_sees_what_is_missing(tmp_path, clean):
             writer.add_scalar(name, value, 1)
     state = tmp_path / "checkpoint-1/trainer_state.json"
     state.write_text(json.dumps({"log_history": rows}))
-    assert problems(tmp_path) == []
+    assert problems("tensorboard", tmp_path) == []
     state.write_text(json.dumps({"log_history": [rows[0] | {"loss": 2.1, "grad_norm": 1.0}]}))
-    assert [p.split(":")[0] for p in problems(tmp_path)] == ["loss at step 1", "grad_norm at step 1"]
+    assert [p.split(":")[1] for p in problems("tensorboard", tmp_path)] == [" loss at step 1", " grad_norm at step 1"]

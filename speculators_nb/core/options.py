@@ -116,6 +116,7 @@ RULES: dict[str, OptionRule] = {
     "drafter": path("output/drafter", objects=True),
     "checkpoint": path("output/drafter"),
     "from_pretrained": path("output/drafter", none=True),
+    "import_": several(path("my_drafters.py"), "my_drafters.py", none=True),
     "resume_from_checkpoint": OptionRule("resume", "output/drafter/checkpoint-100", none=True),
     "native": path("output/native", none=True, test=recorded_problem),
     "storage": path("/dev/shm/states", none=True),

@@ -16,7 +16,7 @@ import pandas as pd
 
 from ..core.registry import DynamicTreeTokenProposalConfig
 from ..decode.proposal_setup import TreeDrafter
-from .data_checks import Row
+from .data_checks import DataRow
 from .finding import Finding, judged
 from ..evaluate.acceptance import Evaluation, acceptance_summary, evaluate
 from ..evaluate.engine_results import read_table
@@ -100,7 +100,7 @@ def triples(
 def seen_by_domain(
     decoded: Decoded,
     domains: list[str],  # of each prompt
-    rows: list[Row],  # all training rows
+    rows: list[DataRow],  # all training rows
 ) -> pd.DataFrame:  # domain -> seen (share of triples), mean_length, prompts
     "How much of what the verifier writes in a domain the training answers hold."
     known: set[tuple[int, ...]] = set()

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from ..core.config import SpeculatorModelConfig
 from ..core.provenance import provenance_path, read_provenance
 from ..data.chat_template import tokenizer_errors
-from .data_checks import Row, sample_rows
+from .data_checks import DataRow, sample_rows
 from .decoding_checks import Decoded, decode
 from speculators_nb.doctor.drafter_checks import (
     Measured,
@@ -145,7 +145,7 @@ class WithRows(Loaded):
         return training_split(self.features, **self.sources.split)
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[DataRow]:
         "All rows without their states; empty: there are no features."
         if self.features is None or self.features.rows is None:
             return []
@@ -156,7 +156,7 @@ class Examination(WithRows):
     "What is measured once, and read by several checks."
 
     @cached_property
-    def some(self) -> list[Row]:
+    def some(self) -> list[DataRow]:
         "A few rows, evenly spread."
         step = max(1, len(self.rows) // LOOKED_AT)
         return self.rows[::step][:LOOKED_AT]

@@ -17,7 +17,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ..core.plot import new_axes
-from .data_checks import Row
+from .data_checks import DataRow
 from .drafter_checks import first_accuracy
 from .finding import Finding, judged
 
@@ -26,8 +26,8 @@ AHEAD = 2  # positions from the state that is read to the first draft token
 
 
 def pair_accuracy(
-    rows: list[Row],  # training rows
-    heldout: list[Row],  # others
+    rows: list[DataRow],  # training rows
+    heldout: list[DataRow],  # others
 ) -> float:  # share of the trained tokens of `heldout`; NaN: none
     "How often the commonest token two positions after a token is the right one."
     counts: dict[int, Counter] = defaultdict(Counter)

@@ -92,6 +92,7 @@ def words(known, *wrong):
 
 
 BAD = {  # option, or command.option -> (what is typed, what must be answered)
+    "import_": [(None, None)],  # see OWN
     **dict.fromkeys(
         (
             "data",
@@ -821,9 +822,58 @@ RUNS = [  # what is wrong, the recipe, what must be answered, more files
         "prepare.b and prepare both write to",
         {},
     ),
+    (
+        "a folder inside another stage's",
+        _PREPARE + _PREPARE.replace("prepare:", "prepare.b:").replace("prepared}", "prepared/inner}"),
+        "are one inside the other; name a folder apart",
+        {},
+    ),
+    ("the working folder", _PREPARE.replace("{here}/prepared", "."), "which holds the working folder", {}),
     ("a list", "- train", "recipe.yaml: holds a list, expected a mapping", {}),
 ]
 
+# what `--import` cannot import: name, line, module or file, what is answered, files
+OWN = [
+    ("no such file", LINES["train"], "{here}/mine.py", "import='.*mine.py': no such file; name a .py file", {}),
+    ("a folder", LINES["evaluate"], "{here}/", "import='.*': is no .py file; name a .py file, or a module", {}),
+    ("no such module", LINES["check"], "no_such_drafters", "import='no_such_drafters': no such module; install", {}),
+    ("no name of a module", LINES["serve"], "my drafters", "import='my drafters': no such module; install", {}),
+    ("nothing", LINES["export"], "", "import='': no such module; install it", {}),
+    (
+        "a syntax error",
+        LINES["convert"],
+        "{here}/mine.py",
+        "import='.*mine.py': cannot be imported .SyntaxError: .*mend it",
+        {"mine.py": "class Gated(:"},
+    ),
+    (
+        "a missing library",
+        LINES["doctor"],
+        "{here}/mine.py",
+        "import='.*mine.py': cannot be imported .ModuleNotFoundError: No module named 'no_such_library'.; mend it",
+        {"mine.py": "import no_such_library"},
+    ),
+    (
+        "a module that ends the program",
+        LINES["demo"],
+        "{here}/mine.py",
+        "import='.*mine.py': cannot be imported .SystemExit: 3.; mend it",
+        {"mine.py": "raise SystemExit(3)"},
+    ),
+    (
+        "the name of another module",
+        LINES["run"],
+        "{here}/json.py",
+        "import='.*json.py': a module 'json' is imported already; rename the file",
+        {"json.py": ""},
+    ),
+]
+OWN_RECIPES = [
+    ("no such file", "import: mine.py\ncheck: {folder: out}", "recipe.yaml: import='mine.py': no such file"),
+    ("in a section", "check: {folder: out, import: [no_such]}", "recipe.yaml: check.import='no_such': no such module"),
+    ("a switch", "import: true\ncheck: {folder: out}", "recipe.yaml: import=True: is bool, expected list.str. or str"),
+    ("loads no drafter", "prepare: {import: json}", "prepare.import='json': the command prepare has no such field"),
+]
 CASES = [
     *_of_options(),
     *(Case(f"train: extra {given}", f"{LINES['train']} --extra '{given}'", expect) for given, expect in FURTHER),
@@ -848,6 +898,14 @@ CASES = [
             {"recipe.yaml": text, **more},
         )
         for name, text, expect, more in RUNS
+    ),
+    *(
+        Case(f"import: {line.split()[0]}: {name}", f"{line} --import '{given}'", expect, files)
+        for name, line, given, expect, files in OWN
+    ),
+    *(
+        Case(f"import: recipe: {name}", "run {here}/recipe.yaml --dry-run", expect, {"recipe.yaml": text})
+        for name, text, expect in OWN_RECIPES
     ),
     Case(
         "a demo over another one",

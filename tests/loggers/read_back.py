@@ -1,8 +1,10 @@
-"""What TensorBoard stored of a run, read with its own reader, and what the trainer's history says of it."""
+"""What loggers stored of a run, read with their own readers, and what the trainer's history says of it."""
 
 import json
 import re
 from pathlib import Path
+
+NAMES = "tensorboard", "wandb", "mlflow", "trackio"
 
 
 def history(run: Path) -> dict[tuple[str, int], float]:  # (name, step) -> value
@@ -12,8 +14,10 @@ def history(run: Path) -> dict[tuple[str, int], float]:  # (name, step) -> value
     return {(name, row["step"]): value for row in rows for name, value in row.items() if name != "step"}
 
 
-def stored_name(name: str) -> str:
-    "How TensorBoard calls a value of the history."
+def stored_name(logger: str, name: str) -> str:
+    "How a logger calls a value of the history."
+    if logger == "mlflow":
+        return name
     return f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
 
 
@@ -24,16 +28,71 @@ def tensorboard(run: Path):
     return {(tag, e.step): e.value for tag in events.Tags()["scalars"] for e in events.Scalars(tag)}
 
 
-def problems(run: Path) -> list[str]:
+def records(data: bytes):
+    "The records of a `.wandb` file, a log of LevelDB: blocks of 32 KiB with chunks of checksum, size, kind, content."
+    place, record = 7, b""  # behind the file's own header
+    while place + 7 <= len(data):
+        if (left := 2**15 - place % 2**15) < 7:
+            place += left
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        record += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # a whole record, or the last chunk of one
+            yield record
+            record = b""
+
+
+def wandb(run: Path):
+    "An offline run."
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
+    found = {}
+    for data in records(file.read_bytes()):
+        items = {
+            "/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in Record.FromString(data).history.item
+        }
+        if "train/global_step" in items:
+            found |= {(name, items["train/global_step"]): value for name, value in items.items()}
+    return found
+
+
+def mlflow(run: Path):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run}/mlflow.db")
+    (one,) = client.search_runs(["0"])
+    return {(n, m.step): m.value for n in one.data.metrics for m in client.get_metric_history(one.info.run_id, n)}
+
+
+def trackio(run: Path):
+    import sqlite3
+
+    found = {}
+    for file in (run / "trackio").glob("*.db"):
+        with sqlite3.connect(file) as db:
+            for (text,) in db.execute("SELECT metrics FROM metrics"):
+                row = json.loads(text)
+                found |= {(name, row["train/global_step"]): value for name, value in row.items()}
+    return found
+
+
+def problems(logger: str, run: Path) -> list[str]:
     "What a logger lacks, or stored otherwise than the trainer's history has it; empty: nothing."
-    wanted, found = history(run), tensorboard(run)
-    wrong = []
+    readers = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow, "trackio": trackio}
+    wanted, found, wrong = history(run), readers[logger](run), []
     for (name, step), value in wanted.items():
-        stored = found.get((stored_name(name), step))
+        stored = found.get((stored_name(logger, name), step))
         if stored is None or abs(stored - value) > 1e-6 * max(1.0, abs(value)):
-            wrong.append(f"{name} at step {step}: {stored} stored, {value} in the history")
+            wrong.append(f"{logger}: {name} at step {step}: {stored} stored, {value} in the history")
     names = {name for name, _ in wanted}
     for needed in ("loss", "eval_loss", "learning_rate", r".*acc.*\d"):
         if not any(re.fullmatch(needed, name) for name in names):
             wrong.append(f"the history has no {needed}: {sorted(names)}")
     return wrong
+
+
+def secrets_in(folder: Path, secret: str) -> list[str]:
+    "Files that hold a secret."
+    return [str(p) for p in folder.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
