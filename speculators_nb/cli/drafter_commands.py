@@ -100,7 +100,7 @@ def train(
     more = _pairs(extra)
     resume = more.pop("resume_from_checkpoint", resume)
     kept = "checkpoints that are complete are kept, --resume continues from the newest"
-    draft_arch = draft_arch or settings(algorithm).get("draft_arch", "llama")
+    draft_arch = draft_arch or str(settings(algorithm).get("draft_arch", "llama"))
     with disk_errors(output_dir, kept), remote_code(trust_remote_code):
         trainer = train_drafter(
             *(data_dir, output_dir, verifier, algorithm, draft_arch, num_layers),
@@ -163,7 +163,7 @@ def _own_length(method, k):
 def _check_method(drafter, method):
     "Whether a checkpoint is one of this library. Errors: ValueError if it drafts otherwise."
     kind = None if drafter is None else read_config(drafter).get("speculators_model_type")
-    served = (method_of_types().get(kind) or [None])[0]
+    served = (method_of_types().get(str(kind)) or [None])[0]
     if kind and method and method != served:
         as_what = f"vLLM serves as method={served}" if served else "vLLM does not serve"
         raise ValueError(
@@ -215,7 +215,8 @@ def _what_is_served(drafter, options) -> tuple[str, dict[str, Any]]:
             return server, {}
         return server, dict(name=_kind_of(drafter))
     names = ("verifier", "dtype", "max_model_len")
-    started = {name: options[name] for name in names} | dict(extra=options["extra"] or ())
+    started: dict[str, Any] = {name: options[name] for name in names}
+    started["extra"] = options["extra"] or ()
     started |= dict(method=method, k=_own_length(method, lengths) or None)
     return (drafter, started) if drafter else (started.pop("verifier"), started)
 
@@ -234,7 +235,7 @@ def _evaluate_vllm(drafter, data, options) -> EngineEvaluation:
     )
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #evme0003
-def _evaluate_reference(drafter, data, options) -> Evaluation:
+def _evaluate_reference(drafter, data, options) -> Evaluation | EngineEvaluation:
     "Acceptance in the decoder of this library."
     load = _load_checkpoint if options["ours"] else _load_method
     name, trained, k, verifier, target, tokenizer = load(drafter, options)

@@ -187,6 +187,8 @@ def made_by(
     stage: Stage,
 ) -> Made | None:  # None: the stage has not finished there
     "What the output of a stage says of how it was made."
+    if stage.output is None:
+        return None
     recipe = recipe_path(stage.output, stage.command)
     files = [stage.output / name for name in RECORDS]
     records = [f for f in (provenance_path(stage.output), *files) if f.is_file()]
@@ -313,9 +315,10 @@ class Planned(NamedTuple):
 
 def _state(stage, entry, function, remade) -> tuple[str, str]:
     "What is to be done for one stage, and why."
-    there = stage.output is not None and stage.output.exists()
-    if there and stage.output.is_dir():
-        there = any(stage.output.iterdir())
+    output = stage.output
+    there = output is not None and output.exists()
+    if output is not None and output.is_dir():
+        there = any(output.iterdir())
     begun = Made(entry.get("arguments", {}), entry.get("inputs", {}))
     made = made_by(stage) if there else None
     if stage.output is None and entry.get("done"):

@@ -122,6 +122,7 @@ def _whole_ticks(axis) -> None:
 def _finish(ax: Axes, title: str | None, xlabel: str, ylabel: str) -> Figure:
     ax.set_title(title or "", loc="left")
     ax.set(xlabel=xlabel, ylabel=ylabel)
+    assert isinstance(ax.figure, Figure)
     return ax.figure
 
 # %% ../../nbs/core/08_plot.ipynb #7615e940
@@ -251,7 +252,7 @@ def plot_ranges(
                 ends = np.stack([own.mean_length_low, own.mean_length_high])
                 whiskers = np.abs(ends - own.mean_length.to_numpy())
                 ax.errorbar(x, own.mean_length, whiskers, fmt="none", ecolor=colour, capsize=2)
-        ax.set(xlabel=xlabels.get(by, by), xticks=range(len(names)), xticklabels=names)
+        ax.set(xlabel=xlabels.get(str(by), by), xticks=range(len(names)), xticklabels=names)
         ax.set_ylim(bottom=1)
     axes[0][0].set_ylabel("mean acceptance length, tokens a step")
     axes[0][0].legend(frameon=False)

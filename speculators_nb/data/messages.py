@@ -123,7 +123,7 @@ def messages_of(
 ) -> list[dict[str, Any]]:  # as they are written, a system prompt of its own column in front
     "The messages of a conversation. BadRow: there are none, or they are no list of objects."
     columns: dict = row if isinstance(row, dict) else {"messages": row}
-    found = [columns.get(name) for name in CONVERSATIONS]
+    found: list[Any] = [columns.get(name) for name in CONVERSATIONS]
     found = [t.tolist() if hasattr(t, "tolist") else t for t in found]
     # a column of the other names may be something else, such as a text
     found = found[:2] + [t for t in found[2:] if isinstance(t, list)]
@@ -155,7 +155,7 @@ def _is_dialogue(turns):
     return isinstance(turns, list) and len(turns) > 1 and {*map(type, turns)} == {str}
 
 
-def _with_system(row, turns):
+def _with_system(row, turns: Any) -> list[dict[str, Any]]:
     "The system prompt of a column in front, unless the messages have one."
     system = _first(row, *SYSTEMS)
     if not isinstance(system, str) or not system.strip():
@@ -222,7 +222,7 @@ def _calls_in(m, role, content, at):
 
 def _thought_parts(thought, parts, at):
     "(reasoning, the other parts): some write what was thought as parts of the content."
-    thoughts = [
+    thoughts: list[Any] = [
         p.get(p["type"], p.get("text"))
         for p in parts
         if isinstance(p, dict) and p.get("type") in ("thinking", "reasoning")
@@ -258,7 +258,7 @@ def _text(content, at, role):
         return content and check_text(content, at)
     if not isinstance(content, list):
         raise _not_text("content", content, at)
-    texts = [_part(p, at) for p in content]
+    texts: list[Any] = [_part(p, at) for p in content]
     return content if None in texts else "".join(texts)
 
 

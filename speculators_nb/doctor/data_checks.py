@@ -69,7 +69,7 @@ def template_check(
     prompt = generation_prompt(tokenizer)
     if not prompt:
         return Finding("template", "not checked", "the template has no generation prompt")
-    share = np.mean([bool(places_after(row.input_ids, prompt)) for row in rows])
+    share = float(np.mean([bool(places_after(row.input_ids, prompt)) for row in rows]))
     text = tokenizer.decode(prompt)
     return judged(
         "template",
@@ -149,8 +149,9 @@ def agreement(
         if not len(at):
             continue
         tokens = torch.as_tensor(ids, dtype=torch.long, device=verifier.device)
-        logits = verifier(tokens[None], use_cache=False).logits[0]
-        log_probs = logits[torch.as_tensor(at, device=logits.device)].float().log_softmax(-1)
+        logits = verifier(tokens[None], use_cache=False).logits
+        assert logits is not None
+        log_probs = logits[0, torch.as_tensor(at, device=logits.device)].float().log_softmax(-1)
         target = tokens[1:][torch.as_tensor(at, device=tokens.device)]
         greedy.append(log_probs.argmax(-1) == target)
         nll.append(-log_probs.gather(-1, target[:, None])[:, 0])

@@ -48,7 +48,8 @@ def untrained_layers(
 ) -> list[str]:  # names of layers
     "Layers with norms of exact ones, or matrices of exact zeros."
     found = []
-    for i, layer in enumerate(getattr(model, "layers", ())):
+    layers: Any = getattr(model, "layers", ())
+    for i, layer in enumerate(layers):
         weights = [p.detach() for p in layer.parameters()]
         norms = [w for w in weights if w.ndim == 1]
         matrices = [w for w in weights if w.ndim == 2]
@@ -64,11 +65,12 @@ def weights_check(
     state: Mapping[str, torch.Tensor],  # of its checkpoint
 ) -> Finding:
     "Whether the weights are trained, and stored in full."
+    layers: Any = getattr(model, "layers", ())
     if untrained := untrained_layers(model):
         return judged(
             "weights",
             True,
-            f"{', '.join(untrained)} of {len(model.layers)}: norms of exact ones or matrices "
+            f"{', '.join(untrained)} of {len(layers)}: norms of exact ones or matrices "
             "of exact zeros, as before training",
             "save the trained checkpoint again; look at the keys that were renamed or merged",
         )
@@ -128,7 +130,7 @@ class Measured(NamedTuple):
 
 
 def first_accuracy(
-    metrics: Mapping[str, float],  # name -> mean
+    metrics: Mapping[Any, float],  # name -> mean
     prefix: str = "",  # "eval_" in a history
 ) -> float:  # NaN: there is none
     "Accuracy at the first draft position, whatever the drafter calls it."
@@ -138,7 +140,7 @@ def first_accuracy(
 
 
 def predicted_length(
-    metrics: Mapping[str, float],  # name -> mean
+    metrics: Mapping[Any, float],  # name -> mean
     prefix: str = "",  # "eval_" in a history
 ) -> float:  # tokens a step, the bonus token counted; NaN: not known
     "Mean acceptance length if drafts were accepted as often as they are right on the rows."
@@ -207,7 +209,7 @@ def repairs(
         value = getattr(model.config, name)
         if not isinstance(value, bool):
             continue
-        config = copy.deepcopy(model.config)
+        config: Any = copy.deepcopy(model.config)
         setattr(config, name, not value)
         try:
             config.check()

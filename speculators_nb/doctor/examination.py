@@ -141,6 +141,7 @@ class WithRows(Loaded):
 
     @cached_property
     def split(self) -> tuple[Sequence[int], Sequence[int]]:  # trained rows, held-out rows
+        assert self.features is not None  # who reads the split has looked
         return training_split(self.features, **self.sources.split)
 
     @cached_property
@@ -163,6 +164,7 @@ class Examination(WithRows):
     @cached_property
     def batches(self) -> list[dict[str, torch.Tensor]]:
         trained, heldout = self.split
+        assert self.features is not None
         rows = [*heldout, *trained]  # the trained ones fill up where few are held out
         return heldout_batches(self.model, self.features, rows)
 

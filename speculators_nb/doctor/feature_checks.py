@@ -106,7 +106,7 @@ def slot_errors(
         stored = stored.float()
         gaps.append((stored[:, :, None] - now[:, None]).square().sum((0, 3)))
         norms.append(now.square().sum((0, 2)))
-    return (sum(gaps) / sum(norms)).sqrt().numpy()
+    return torch.as_tensor(sum(gaps) / sum(norms)).sqrt().numpy()
 
 # %% ../../nbs/doctor/03_feature_checks.ipynb #5dd2846c
 def _misplaced(errors, layers):

@@ -48,7 +48,7 @@ def last_of(
     name: str,  # of a column
 ) -> float:  # NaN: there is none
     "The last value of a column."
-    values = history[name].dropna() if name in history else ()
+    values = history[name].dropna() if name in history else pd.Series(dtype=float)
     return float(values.iloc[-1]) if len(values) else float("nan")
 
 

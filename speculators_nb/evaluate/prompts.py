@@ -118,7 +118,8 @@ def prompt_of(
         answer = [i for i, trained in enumerate(row.get("loss_mask") or []) if trained]
         return Prompt(domain, text=ids[: answer[0]] if answer else ids)
     column = row.get("prompt")
-    column = column.tolist() if hasattr(column, "tolist") else column
+    if column is not None and hasattr(column, "tolist"):
+        column = column.tolist()
     if _token_ids(column):
         return Prompt(domain, text=column)
     if layout is None and isinstance(column, list) and _texts(column):
@@ -174,7 +175,7 @@ def _sources(data):
     if not (paths or isinstance(data, (str, Path))):
         return [("all", data)]
     found: list[tuple[str, Any]] = []
-    for part in data if paths else [data]:
+    for part in data if isinstance(data, list) else [data]:
         source = prompt_source(part)
         table = (Path(source) / "state.json").is_file()
         names = [] if table else files_of(source) or []

@@ -42,7 +42,7 @@ def read_counters(
         if m[1] in names:
             found[names[m[1]]] += float(m[3])
         elif m[1] == "spec_decode_num_accepted_tokens_per_pos":
-            place = int(re.search(r'position="(\d+)"', m[2] or "")[1])
+            place = int((m[2] or "").partition('position="')[2].partition('"')[0])
             positions[place] = positions.get(place, 0.0) + float(m[3])
     return found | {"positions": [positions[i] for i in sorted(positions)]}
 
@@ -73,7 +73,8 @@ class Meter:
         endpoint: Endpoint,  # whose /metrics are read
         patience: float = 10,  # seconds that the counters may lag behind the answers
     ):
-        self.endpoint, self.patience, self.last = endpoint, patience, None
+        self.endpoint, self.patience = endpoint, patience
+        self.last: dict[str, Any] = {}
         self.k = len(self.start()["positions"])
 
     def start(self) -> dict:  # the counters now
@@ -130,7 +131,7 @@ def request_counts(
     tokens: int,  # that were written
 ) -> RequestCounts | None:  # None: there are none, or they have another form
     "Read the counts of a request from its answer."
-    found = (answer.get("metrics") or {}).get("speculative_decoding")
+    found = (answer.get("metrics") or {}).get("speculative_decoding") or {}
     try:
         histogram = [int(n) for n in found["acceptance_histogram"]]
         drafts, proposed = int(found["num_spec_steps"]), int(found["num_draft_tokens"])

@@ -410,7 +410,8 @@ class SpeculatorModel(PretrainedDrafter):
     ) -> Any:  # huggingface_hub's CommitInfo
         "Upload config and weights. Errors: OSError in one line: model, reason, remedy."
         with push_errors(repo_id):
-            return super().push_to_hub(repo_id, **kwargs)
+            push: Any = super().push_to_hub
+            return push(repo_id, **kwargs)
 
 # %% ../../nbs/models/04_base.ipynb #081af660
 FLEX_NAMES = ("simple_flex_attention", "flex_attention")  # in configs of layers

@@ -332,6 +332,8 @@ class DraftedBlock(NamedTuple):
 class XPressTrees(DFlashDrafter):
     "Reads a block, and grows trees by whole paths."
 
+    trained_tokens: int
+
     def block(
         self,
         tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one

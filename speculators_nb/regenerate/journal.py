@@ -267,7 +267,7 @@ def _arrange(path, order):
     if wanted == list(places):
         return
     with atomic_write(path) as temporary, path.open("rb") as old, temporary.open("wb") as new:
-        for start, size in map(places.get, wanted):
+        for start, size in (places[key] for key in wanted):
             old.seek(start)
             new.write(old.read(size))
 

@@ -34,11 +34,13 @@ def rows_of(
     prepared: Prepared,  # an open folder
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # input_ids [n], loss_mask [n] bool
     "The rows of a folder, training rows first."
+    call: Any = pc.call_function  # its kernels are made when it is imported
     columns: Any = prepared.rows.select_columns(["input_ids", "loss_mask"])
     for batch in columns.with_format("arrow").iter(1000):
-        ids = pc.list_flatten(batch["input_ids"]).to_numpy()
-        mask = pc.list_flatten(batch["loss_mask"]).to_numpy(zero_copy_only=False).astype(bool)
-        ends = np.cumsum(pc.list_value_length(batch["input_ids"]).to_numpy())[:-1]
+        ids = call("list_flatten", [batch["input_ids"]]).to_numpy()
+        mask = call("list_flatten", [batch["loss_mask"]])
+        mask = mask.to_numpy(zero_copy_only=False).astype(bool)
+        ends = np.cumsum(call("list_value_length", [batch["input_ids"]]).to_numpy())[:-1]
         yield from zip(np.split(ids, ends), np.split(mask, ends))
 
 
@@ -117,7 +119,8 @@ def languages(
     "The languages of the answers in a sample of the rows."
     chosen = np.unique(np.linspace(0, len(prepared) - 1, _SAMPLE).astype(int))
     found = Counter()
-    for row in prepared.rows.with_format("numpy").select(chosen.tolist()):
+    rows: Any = prepared.rows.with_format("numpy")
+    for row in rows.select(chosen.tolist()):
         ids = np.asarray(row["input_ids"])[np.asarray(row["loss_mask"]).astype(bool)]
         text = tokenizer.decode(ids[:_TEXT].tolist(), skip_special_tokens=True)
         found[language_of(text)] += 1
@@ -253,7 +256,7 @@ def plot_domains(
     )
     ax.set(xlabel="% of all tokens")
     most = table["trained"].idxmax()
-    share = table["trained"][most] / max(int(table["trained"].sum()), 1)
+    share = table["trained"].max() / max(int(table["trained"].sum()), 1)
     ax.set_title(f"{most} is {share:.0%} of what is trained", loc="left")
     fig.legend(loc="outside lower center", ncols=2, frameon=False)
     plt.close(fig)

@@ -48,7 +48,7 @@ def plot_accuracy(
     log: pd.DataFrame,  # step, eval_full_acc_0, …; gaps as in a Trainer's log
 ) -> Figure | None:  # None: the log has no accuracy
     "Held-out accuracy at each drafted position against steps."
-    names = [c for c in log if ACCURACY.search(c)]
+    names = [c for c in map(str, log) if ACCURACY.search(c)]
     kinds = dict.fromkeys(c.rpartition("_")[0] for c in names)  # the first of several
     names = [c for c in names if c.rpartition("_")[0] == next(iter(kinds))]
     rows = log.dropna(subset=names) if names else log[:0]
@@ -57,7 +57,7 @@ def plot_accuracy(
     fig, ax = new_axes()
     plt.close(fig)
     for name in names:
-        position = int(ACCURACY.search(name)[1]) + 1
+        position = int(name.rpartition("_")[2]) + 1
         ax.plot(rows["step"], rows[name], marker="o", label=f"position {position}")
     ax.set(xlabel="step", ylabel="accuracy on held-out rows", ylim=(0, None))
     ax.set_title(f"Position 1 ends at {rows[names[0]].iloc[-1]:.0%}", loc="left")
@@ -163,9 +163,9 @@ def _section_of(name, stage) -> Section | None:
     output = Path(stage["output"]) if stage.get("output") else None
     if not stage.get("done"):
         return None
-    if stage["command"] == "prepare":
+    if stage["command"] == "prepare" and output is not None:
         return data_section(name, output)
-    if stage["command"] == "train":
+    if stage["command"] == "train" and output is not None:
         return training_section(name, output, stage["arguments"])
     if stage["command"] == "evaluate" and output is not None:
         return evaluation_section(name, output)

@@ -395,7 +395,7 @@ def log_table(
     table = pd.DataFrame(rows).groupby("step").first()
     first = ["epoch", "loss", "eval_loss", "learning_rate", "grad_norm"]
     timings = ("runtime", "per_second", "preparation_time")
-    rest = [c for c in table if c not in first and not c.endswith(timings)]
+    rest = [c for c in map(str, table) if c not in first and not c.endswith(timings)]
     rest.sort(key=lambda c: (c.startswith("eval_"), c))
     return table[[c for c in first if c in table] + rest]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.integrations import (
+from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
 )
