@@ -18,7 +18,7 @@ from speculators_nb.decode.generate import Generation, Step
 from speculators_nb.evaluate.acceptance import COUNTS, acceptance_table, evaluate
 from speculators_nb.evaluate.comparison import as_engine_counts, compare_runs, evaluate_as_engine
 from speculators_nb.evaluate.engine import evaluate_engine
-from speculators_nb.evaluate.engine_results import EngineEvaluation
+from speculators_nb.evaluate.engine_results import EngineEvaluation, output_ranges
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report, replies_of
 from speculators_nb.evaluate.load import ask, run_load
 from speculators_nb.evaluate.prompts import Prompt, read_prompts
@@ -130,6 +130,9 @@ def test_counts_of_each_request_at_any_load(engine):
     assert all(sum(n) == sum(accepted) and len(n) == steps for n in rows.step_accepted)
     flags = ["--per-request-spec-decode-metrics detailed" in c for c in found.settings["commands"]]
     assert flags == [False, True]  # vLLM refuses it where nothing is drafted
+    ranges = output_ranges(found.requests, edges=(8,))
+    assert ranges.steps.sum() == 6 * steps and ranges.accepted.sum() == 6 * sum(accepted)
+    assert found.compared_ranges().empty  # 20 tokens are all within the first 128
 
 
 def test_a_report_of_requests_that_the_user_has_chosen_stays(engine):
