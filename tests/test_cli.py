@@ -144,6 +144,7 @@ def test_heavy_imports_are_inside():
             "pathlib",
             "program",
             "re",
+            "run",
             "shlex",
             "signal",
             "signature",

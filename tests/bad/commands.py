@@ -900,11 +900,11 @@ CASES = [
         for name, text, expect, more in RUNS
     ),
     *(
-        Case(f"import: {line.split()[0]}: {name}", f"{line} --import '{given}'", expect, files)
+        Case(f"{line.split()[0]}: import_ {name}", f"{line} --import '{given}'", expect, files)
         for name, line, given, expect, files in OWN
     ),
     *(
-        Case(f"import: recipe: {name}", "run {here}/recipe.yaml --dry-run", expect, {"recipe.yaml": text})
+        Case(f"run: import_ in a recipe: {name}", "run {here}/recipe.yaml --dry-run", expect, {"recipe.yaml": text})
         for name, text, expect in OWN_RECIPES
     ),
     Case(
