@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from .inputs import check_inputs
 from .own_drafters import import_drafters, loads_drafters
-from .program import one_line
+from .program import App, one_line
 from .signature import comments_of
 from ..core.option_rules import shown
 from ..core.options import RULES, check_options, rule_of
@@ -276,7 +276,7 @@ def _print(text):
 def command(
     function: Callable,  # or its placeholder from `library`
     report: Callable,  # what the function returned -> the text to print, or None
-    app: typer.Typer,  # where the command is entered
+    app: App,  # where the command is entered
     name: str | None = None,  # of the command; None: the function's
     group: str | None = None,  # heading under which `--help` lists it
     output: str | None = "output_dir",  # parameter naming the output; the recipe is left there
