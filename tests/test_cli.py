@@ -171,6 +171,7 @@ def test_heavy_imports_are_inside():
 def test_layers_that_an_algorithm_needs_are_its_default(tmp_path, monkeypatch, algorithm, given, arch):
     asked = {}
     (tmp_path / "data_config.json").write_text('{"model": {"target_model_path": "somewhere"}}')
+    (tmp_path / "rows").mkdir()
     monkeypatch.setattr(
         drafter_steps,
         "train_drafter",

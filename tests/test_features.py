@@ -28,9 +28,10 @@ from speculators_nb.features.feature_file import (
     to_fp8,
     write_features,
 )
-from speculators_nb.features.feature_folder import FeatureDataset, layout_of, table_of
+from speculators_nb.features.feature_folder import FeatureDataset, table_of
 from speculators_nb.features.in_process import LiveFeatures, extract_features, states_of, token_batches
 from speculators_nb.train.train_drafter import open_features, train_drafter
+from speculators_nb.verifier.folders import layout_of
 from speculators_nb.verifier.tapped_model import Verifier
 
 N = 24

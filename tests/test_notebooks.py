@@ -136,6 +136,18 @@ def test_figures_are_stored_as_pictures(path):
 
 
 @every_notebook
+def test_what_must_fail_is_called(path):
+    "`expect_fail` is a context manager: without `with` it calls nothing, and cannot fail. `test_fail` takes a function."
+    for c in cells(path):
+        calls = [
+            n.value
+            for n in ast.walk(ast.parse(re.sub(r"^\s*[%!].*", "", c["source"], flags=re.M)))
+            if isinstance(n, ast.Expr)
+        ]
+        assert not any(ast.unparse(call).startswith("expect_fail(") for call in calls), f"cell {c['id']}"
+
+
+@every_notebook
 def test_relative_links_lead_somewhere(path):
     for c in cells(path, "markdown"):
         for target in re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)|(?:src|href)=\"(?![a-z]+:|#)([^\"#]+)", c["source"]):

@@ -18,7 +18,8 @@ import torch
 
 from .data_commands import open_tokenizer
 from .drafter_commands import prompts_of
-from ..core.files import atomic_write, read_object
+from .inputs import check_clone, check_settings
+from ..core.files import atomic_write
 from ..core.options import check_options
 from ..core.plot import plot_loss, plot_step_weights
 from ..data.packing import collate
@@ -35,9 +36,9 @@ from ..nn.target_head import text_config
 from ..regenerate.in_process import eos_ids_of, regenerate
 from ..report.page import Section, write_page
 from ..serve.vllm_contract import check_vllm_contract
-from ..train.checkpoint import is_trained
 from ..train.train_drafter import train_drafter
 from ..train.trainer import log_table
+from ..verifier.folders import is_trained
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/cli/09_demo.ipynb #07e4832b
@@ -147,14 +148,7 @@ def keep_to(
 ):
     """A folder is continued by a call with the settings that began it, and by no other. Errors:
     FileExistsError naming the setting that differs."""
-    before = read_object(record) if record.is_file() else settings
-    changed = [name for name, value in settings.items() if before.get(name, value) != value]
-    if changed:
-        name = changed[0]
-        raise FileExistsError(
-            f"{name}={settings[name]!r}: {record.parent} was begun with "
-            f"{name}={before.get(name)!r}; name another output_dir, or remove that folder"
-        )
+    check_settings(record, settings)
     with atomic_write(record) as tmp:
         tmp.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
@@ -192,15 +186,6 @@ def _answers(model, tokenizer, prompts, folder, n_prompts, temperature, seed):
         )
     longest = text_config(model.model.config).max_position_embeddings
     return prepare(map(json.loads, answers), tokenizer, max_length=longest)
-
-
-def _check_files(*paths):
-    for path in paths:
-        if not Path(path).is_file():
-            raise FileNotFoundError(
-                f"{path}: no such file. The demo reads the corpus and the verifier in data/ of "
-                "the repository: run it in a clone, or name files of your own."
-            )
 
 
 def _train(folder, verifier, algorithm, k, epochs, seed):
@@ -266,7 +251,7 @@ def demo(
     given = {n: str(v) if isinstance(v, os.PathLike) else v for n, v in locals().items()}
     check_options(given, "demo")
     folder, stages = Path(given.pop("output_dir")), Stages(6)
-    _check_files(prompts, heldout)
+    check_clone(prompts, heldout)
     folder.mkdir(parents=True, exist_ok=True)
     keep_to(folder / "demo.json", given)
     tokenizer, model = open_tokenizer(verifier), Verifier.from_pretrained(str(verifier))

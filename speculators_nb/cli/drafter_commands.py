@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .data_commands import device_of, open_verifier
-from .inputs import check_features
+from .inputs import check_features, named_runs
 from ..core.checkpoints import remote_code
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_write, disk_errors, writable_folder
@@ -26,7 +26,7 @@ from speculators_nb.core.provenance import (
 from ..core.tree import Drafter
 from ..data.prepared_folder import read_data_config
 from ..decode.ngram import NgramDrafter
-from ..evaluate.acceptance import RESULTS, Evaluation
+from ..evaluate.acceptance import Evaluation
 from ..evaluate.acceptance import evaluate as measure
 from speculators_nb.evaluate.comparison import (
     Comparison,
@@ -52,6 +52,13 @@ from ..serve.speculative_config import SpeculativeConfig
 from ..serve.vllm_methods import method_of_types
 from ..train.train_drafter import train_drafter
 from ..train.trainer import SpeculatorTrainer
+from speculators_nb.verifier.folders import (
+    COMPARISON,
+    EVALUATION,
+    named_by,
+    named_verifier,
+    refuse_overwriting,
+)
 from speculators_nb.verifier.tapped_model import (
     Verifier,
     check_aux_layer_ids,
@@ -128,18 +135,6 @@ def prompts_of(
     domains = [prompt.domain for prompt in prompts]
     return encode_prompts(prompts, tokenizer), domains if set(domains) != {"all"} else None
 
-# %% ../../nbs/cli/08_drafter_commands.ipynb #c3c56edd
-def _refuse_overwriting(output_dir, overwrite, *names):
-    "Errors: FileExistsError, before any work, if a result would replace an older one."
-    if output_dir is None or overwrite:
-        return
-    there = [name for name in names if (Path(output_dir) / name).exists()]
-    if there:
-        raise FileExistsError(
-            f"output_dir={str(output_dir)!r}: holds a result already ({', '.join(there[:3])}); "
-            "name another folder, or pass overwrite=True"
-        )
-
 # %% ../../nbs/cli/08_drafter_commands.ipynb #evme0002
 LENGTH = 3  # tokens drafted by methods that have no number of their own
 
@@ -178,10 +173,12 @@ def _load_checkpoint(drafter, options) -> Contender:
     verifier, device = options["verifier"], options["device"]
     model = SpeculatorModel.from_pretrained(drafter, verifier=verifier).to(device_of(device))
     trained = model.drafter()
-    verifier = verifier or model.config.speculators_config.verifier.name_or_path
+    named = not verifier
+    verifier = verifier or named_verifier(read_config(drafter), drafter)
     k = options["k"][0] if options["k"] else getattr(trained, "trained_tokens", LENGTH)
     name = model.config.speculators_model_type
-    target, tokenizer = open_verifier(verifier, trained.aux_layer_ids, device)
+    with named_by(drafter) if named else contextlib.nullcontext():
+        target, tokenizer = open_verifier(verifier, trained.aux_layer_ids, device)
     return Contender(name, trained, k, verifier, target, tokenizer)
 
 
@@ -296,7 +293,7 @@ def evaluate(
     check_options(options, "evaluate")
     if output_dir is not None:
         writable_folder(output_dir)
-    _refuse_overwriting(output_dir, overwrite, *RESULTS)
+    refuse_overwriting(output_dir, overwrite, EVALUATION)
     options["ours"] = method is None or _check_method(drafter, method)
     options["k"] = [k] if isinstance(k, int) else list(k or ())
     options["temperatures"] = tuple(temperatures or (0.0,))
@@ -311,17 +308,8 @@ def compare(
 ) -> Comparison:  # `table()`, `plot()`
     "Put evaluations side by side: acceptance at each position, length, throughput and latency."
     check_options(locals(), "compare")
-    _refuse_overwriting(output_dir, overwrite, "comparison.csv", "comparison.png")
-    named = [run.partition("=") for run in runs]
-    folders = {}
-    for name, equals, folder in named:
-        name, folder = (name, folder) if equals else (Path(name).name, name)
-        if name in folders:
-            raise ValueError(
-                f"runs={folder!r}: another run is called {name!r}, too; write name=folder for "
-                "each"
-            )
-        folders[name] = folder
+    refuse_overwriting(output_dir, overwrite, COMPARISON)
+    folders = named_runs(runs)
     found = compare_runs(folders)
     if output_dir is not None:
         for name, write in (
@@ -334,7 +322,7 @@ def compare(
             output_dir,
             "compare",
             dict(runs=runs),
-            {run: folder if equals else run for run, equals, folder in named},
+            folders,
         )
     return found
 

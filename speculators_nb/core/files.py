@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REMEDIES', 'MOST_JSON', 'SIGNS', 'DiskError', 'disk_errors', 'follow_umask', 'writable_folder', 'atomic_write',
            'atomic_folder', 'check_length', 'read_errors', 'read_object', 'not_only_ours', 'NotSupported',
-           'check_folder']
+           'check_folder', 'model_object', 'verifier_object']
 
 # %% ../../nbs/core/03_files.ipynb #132663a8
 import contextlib
@@ -392,5 +392,32 @@ def check_folder(
             "its config.json (its model_type is "
             f"{shown(config.get('model_type'))}). A verifier goes into --verifier; a foreign "
             "drafter is read by from_pretrained(verifier=…) or speculators-nb convert"
+        )
+    return config
+
+# %% ../../nbs/core/03_files.ipynb #vobj0001
+def model_object(
+    folder: str | os.PathLike,  # of a model
+    kind: str = "model",  # what it should be, for messages
+    name: str | os.PathLike | None = None,  # in messages; None: the folder
+) -> dict[str, Any]:  # its config.json
+    "Read a model's config.json. Errors: FileNotFoundError; ValueError for what is no JSON."
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{name or folder}: has no config.json; is it a {kind}'s folder?"
+        )
+    return read_object(file)
+
+
+def verifier_object(
+    folder: str | os.PathLike,  # of a verifier
+) -> dict[str, Any]:  # its config.json
+    "Read a verifier's config.json. Errors: also ValueError for a drafter's."
+    config = model_object(folder, "verifier")
+    if "speculators_model_type" in config:
+        raise ValueError(
+            f"{folder}: is a drafter (speculators_model_type="
+            f"{config['speculators_model_type']!r}); name the verifier that it was trained for"
         )
     return config

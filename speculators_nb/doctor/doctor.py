@@ -59,6 +59,7 @@ from speculators_nb.doctor.training_checks import (
 )
 from ..regenerate.in_process import eos_ids_of
 from ..report.page import Section, write_page
+from ..verifier.folders import DIAGNOSIS, refuse_overwriting
 from ..verifier.identity import VerifierInfo
 
 # %% ../../nbs/doctor/08_doctor.ipynb #a613bdd9
@@ -267,12 +268,7 @@ def examine(
     """Find the first stage, from data to engine, at which a drafter loses. What cannot be
     looked at is reported as not checked."""
     check_options(locals(), "doctor")
-    page = Path(output_dir) / "index.html" if output_dir is not None else None
-    if page is not None and page.exists() and not overwrite:
-        raise FileExistsError(
-            f"output_dir={str(output_dir)!r}: holds a diagnosis already; name another folder, "
-            "or pass overwrite=True"
-        )
+    refuse_overwriting(output_dir, overwrite, DIAGNOSIS)
     sources = find_sources(drafter, verifier, features)
     runs = [engine_check(folder, None) for folder in evaluation or ()]  # refused before work
     e = Examination(sources, data)

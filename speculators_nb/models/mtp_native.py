@@ -45,6 +45,7 @@ from speculators_nb.models.mtp_families import (
     to_native,
 )
 from ..nn.target_head import text_config, verifier_config
+from ..verifier.folders import new_folder
 
 # %% ../../nbs/models/19_mtp_native.ipynb #a3854767
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -348,11 +349,7 @@ def stitch_mtp(
     drafter's, in the verifier's own layout and dtype. All other files stay as they are, except
     that config.json names the head where the verifier had none. Errors: FileExistsError;
     ValueError for a drafter that does not fit."""
-    out, checkpoint = Path(out), resolve_checkpoint(drafter)
-    if out.exists():
-        raise FileExistsError(
-            f"{out} exists already; stitch_mtp makes a new folder, choose another name"
-        )
+    out, checkpoint = new_folder(out), resolve_checkpoint(drafter)
     config = SpeculatorModelConfig.from_pretrained(checkpoint)
     if config.speculators_model_type != "mtp":
         raise ValueError(

@@ -19,7 +19,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from ..core.checkpoints import current_hub_access, model_file, remote_code_allowed
 from ..core.config import check_field_types, check_layers
-from ..core.files import read_object
+from ..core.files import verifier_object
 
 # %% ../../nbs/nn/03_target_head.ipynb #6c6ba6df
 def _rms(h: Tensor, eps: float) -> Tensor:
@@ -148,15 +148,7 @@ def verifier_config(
     trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
     file = model_file(verifier)
     folder = file.parent
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder}: has no config.json; is it a verifier's folder?")
-    raw = read_object(file)
-    if "speculators_model_type" in raw:
-        raise ValueError(
-            f"{folder}: is a drafter "
-            f"(speculators_model_type={raw['speculators_model_type']!r}); name the verifier "
-            "that it was trained for"
-        )
+    raw = verifier_object(folder)
     check_field_types(raw, f"{file}: ")
     for part, prefix in ((raw, ""), (raw.get("text_config"), "text_config.")):
         if isinstance(part, dict):

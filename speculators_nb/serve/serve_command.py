@@ -7,6 +7,7 @@ __all__ = ['log', 'MADE_FROM', 'read_config', 'Served', 'what_to_serve', 'find_v
            'serve_environment', 'as_shell']
 
 # %% ../../nbs/serve/08_serve_command.ipynb #0db74c36
+import contextlib
 import json
 import logging
 import os
@@ -21,13 +22,14 @@ from huggingface_hub import hf_hub_download
 
 from ..core.checkpoints import resolve_checkpoint
 from ..core.config import SpeculatorModelConfig, check_field_types
-from ..core.files import atomic_write, read_object
+from ..core.files import atomic_write, model_object, read_object
 from ..core.options import check_options
 from ..core.provenance import SECRET_NAME, identify
 from ..models.base import SpeculatorModel
 from .speculative_config import SpeculativeConfig
 from .vllm_contract import check_vllm_contract
 from .vllm_methods import METHODS, built_in_method, method_of_types
+from ..verifier.folders import named_by, named_verifier
 
 # %% ../../nbs/serve/08_serve_command.ipynb #51de96e5
 log = logging.getLogger(__name__)
@@ -48,9 +50,7 @@ def read_config(
             f"{model}: neither a folder nor a model that could be looked up on the hub "
             f"({type(e).__name__}); check the spelling"
         ) from None
-    if not file.is_file():
-        raise FileNotFoundError(f"{model}: has no config.json; is it a model's folder?")
-    config = read_object(file)
+    config = model_object(file.parent, name=model)
     check_field_types(config, f"{file}: ")
     return config
 
@@ -64,19 +64,6 @@ def _model_argument(model):
             f"the model {str(model)[:80]!r}: neither a folder nor the name of a model"
         )
     return str(model)
-
-
-def _named_verifier(config, checkpoint):
-    "The verifier that a drafter's config names, or None."
-    block = config.get("speculators_config") or {}
-    verifier = block.get("verifier") or {} if isinstance(block, dict) else None
-    name = verifier.get("name_or_path") if isinstance(verifier, dict) else 0
-    if name is not None and not isinstance(name, str):
-        raise ValueError(
-            f"{checkpoint}: speculators_config.verifier.name_or_path in config.json is no "
-            "name; give verifier="
-        )
-    return name
 
 # %% ../../nbs/serve/08_serve_command.ipynb #90a88c92
 MADE_FROM = "made_from.json"  # in a native folder: the weights that it was made from
@@ -176,12 +163,7 @@ def what_to_serve(
     is_drafter = bool(config.get("speculators_model_type"))
     target = verifier
     if not target:
-        target = _named_verifier(config, checkpoint) if is_drafter else checkpoint
-    if not target:
-        raise ValueError(
-            f"{checkpoint}: names no verifier in speculators_config.verifier.name_or_path; "
-            "give verifier="
-        )
+        target = named_verifier(config, checkpoint) if is_drafter else checkpoint
     if k == 0:
         return Served(_model_argument(target), None)
     draft = checkpoint if is_drafter or verifier else None
@@ -210,15 +192,9 @@ def find_verifier(
     """The verifier that a server on this machine would load. Errors: FileNotFoundError with the
     remedy, now and not after the engine's start."""
     target = what_to_serve(checkpoint, 0, verifier).model
-    try:
+    given = verifier or target == str(checkpoint)
+    with contextlib.nullcontext() if given else named_by(checkpoint):
         read_config(target)
-    except FileNotFoundError as e:
-        if verifier or target == str(checkpoint):
-            raise
-        raise FileNotFoundError(
-            f"{e}; {checkpoint} names it as its verifier: give verifier= (--verifier), its "
-            "folder on this machine"
-        ) from None
     return target
 
 # %% ../../nbs/serve/08_serve_command.ipynb #65998d4f

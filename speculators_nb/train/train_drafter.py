@@ -25,11 +25,7 @@ from ..core.options import check_options
 from ..data.chat_encoding import token_frequencies
 from ..data.prepared_folder import read_token_freq
 from ..features.checks import check_features
-from speculators_nb.features.feature_folder import (
-    FeatureDataset,
-    layout_of,
-    table_of,
-)
+from ..features.feature_folder import FeatureDataset, table_of
 from ..features.feature_rows import FeatureRows
 from ..features.from_server import ServerFeatures
 from ..features.in_process import LiveFeatures
@@ -41,8 +37,8 @@ from speculators_nb.nn.draft_vocabulary import (
     vocab_mapping_from_frequencies,
 )
 from ..nn.layers import check_layer_config, draft_layer_config
-from .checkpoint import check_output_dir
 from .trainer import SpeculatorTrainer, train
+from ..verifier.folders import check_output_dir, layout_of
 from ..verifier.identity import VerifierInfo
 from ..verifier.tapped_model import Verifier, default_aux_layer_ids
 
