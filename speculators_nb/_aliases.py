@@ -263,6 +263,7 @@ RENAMED = {
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
 DROPPED: dict[str, str] = {
+    "cli.demo": "STYLE",
     "decode.proposal_setup": "METHODS TREES",
     "decode.suffix": "first_of_equals",
     "data.chat_encoding": "spelled_out",
