@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOSSES', 'KINDS', 'number', 'switch', 'text', 'path', 'mapping', 'DEVICES', 'DECIDED', 'near', 'shown', 'OptionRule',
-           'whole', 'word', 'several', 'switches', 'address_problem', 'host_problem', 'device_problem',
+           'range_of', 'whole', 'word', 'several', 'switches', 'address_problem', 'host_problem', 'device_problem',
            'ascending_problem', 'recorded_problem', 'steps_problem', 'no_steps_problem', 'pairs',
            'check_vllm_arguments']
 
@@ -71,7 +71,9 @@ class OptionRule:
         return KINDS[self.kind](self, value) or (self.test(value) if self.test else None)
 
 # %% ../../nbs/core/01_option_rules.ipynb #orul0008
-def _range(rule):
+def range_of(
+    rule: OptionRule,  # of a number
+) -> str:  # empty: any
     "The range of a rule, in words."
     ends = {
         "greater than": rule.above,
@@ -97,7 +99,7 @@ def _number(rule, value, whole=False):
         and (rule.high is None or value <= rule.high)
         and (rule.below is None or value < rule.below)
     )
-    return None if inside else f"must be {_range(rule)}, e.g. {rule.example}"
+    return None if inside else f"must be {range_of(rule)}, e.g. {rule.example}"
 
 
 def _switch(rule, value):
