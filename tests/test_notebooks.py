@@ -137,7 +137,7 @@ def test_figures_are_stored_as_pictures(path):
 
 @every_notebook
 def test_what_must_fail_is_called(path):
-    "`expect_fail` is a context manager: without `with` it calls nothing, and cannot fail. `test_fail` takes a function."
+    "`expect_fail` is a context manager: without `with` it calls nothing and cannot fail; `test_fail` takes a function."
     for c in cells(path):
         calls = [
             n.value
