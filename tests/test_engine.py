@@ -300,6 +300,12 @@ def test_both_evaluations_have_the_same_columns_and_agree_where_no_limit_is_near
     both = compare_runs({"a": there, "b": here.save(tmp_path / "run")})
     assert not (tmp_path / "run/speed.png").exists()  # nothing was timed
     assert both.table().groupby("run").size().tolist() == [1, 1] and set(both.summary.k) == {2}
+    saved = {"a": there.save(tmp_path / "a"), "b": there.save(tmp_path / "b")}
+    own = compare_runs(saved).table()  # folders of in-process evaluations
+    assert own.mean_length.tolist() == both.table().mean_length.tolist()
+    assert own.difference.isna().tolist() == [True, False] and own.difference_high[1] == 0
+    with pytest.raises(ValueError, match="counts otherwise than an engine"):
+        compare_runs(saved | {"c": tmp_path / "run"})
     with pytest.raises(ValueError, match="runs is empty"):
         compare_runs({})
 
