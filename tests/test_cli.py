@@ -222,7 +222,7 @@ def test_bad_data_is_named(conversations, tmp_path):
     )
     one_line(
         run("features", VERIFIER, conversations('{"a": 1}', "c.json"), tmp_path / "out"),
-        "no row left of 1 conversations (1 × no messages: expected 'messages' or 'conversations' in ['a'] (first: ",
+        "no row left of 1 conversations (1 × no messages: expected 'messages' or 'conversations', or a question (",
         "c.json, item 0",
     )
     one_line(

@@ -19,7 +19,9 @@ CELLS = [
     for name in DRAFTERS
     for family in (("qwen3", "qwen3_next", "qwen3_5") if name == "mtp" else FAMILIES)
 ]
-STEPPED = ("tv", "nla")  # their gradient has a step where the two distributions cross
+# 1 - cosine that rounding may cost. The gradient of tv and nla has a step where the two distributions cross; lk_hybrid
+# holds a share of tv (1.3e-3 on one processor, below 1e-3 on another)
+ALLOWED = {"tv": 1e-2, "nla": 1e-2, "lk_hybrid": 3e-3}
 
 
 def gap(a, b):
@@ -41,16 +43,16 @@ def rounded_weights(model, batch, name, loss):
 
 @pytest.mark.parametrize("name,family", CELLS, ids=lambda x: x)
 def test_bf16_is_close_to_float32(name, family):
-    """Loss within 1 % of float32, gradient cosine over all parameters at least 0.999 (0.99 for tv and nla). An
-    untrained HASS without norms is so sensitive that rounding its weights moves the gradient by more; it gets twice
-    that."""
+    """Loss within 1 % of float32, gradient cosine over all parameters at least 0.999 (0.99 for tv and nla, 0.997
+    for lk_hybrid). An untrained HASS without norms is so sensitive that rounding its weights moves the gradient by
+    more; it gets twice that."""
     model = drafter(name, family)
     batch = batch_for(model, family)
     for loss in losses_of(name):
         full, grad = train_step(model, batch, name, loss)
         low, low_grad = train_step(model, batch, name, loss, torch.bfloat16)
         assert low == pytest.approx(full, rel=1e-2), loss
-        allowed = 1e-2 if loss in STEPPED else 1e-3
+        allowed = ALLOWED.get(str(loss), 1e-3)
         if name == "hass plain":
             allowed = max(allowed, 2 * gap(grad, rounded_weights(model, batch, name, loss)))
         assert low_grad.isfinite().all() and gap(grad, low_grad) <= allowed, loss

@@ -601,7 +601,9 @@ def test_unknown_names_and_double_names(tmp_path):
 
 
 def test_missing_logger_says_so(tmp_path):
-    with pytest.raises(ValueError, match="report_to='neptune': this logger is unknown or not installed. Installed:"):
+    with pytest.raises(
+        ValueError, match="report_to='neptune': this logger is not installed; pip install neptune. Installed:"
+    ):
         arguments(tmp_path, report_to="neptune")
 
 

@@ -118,7 +118,7 @@ class Loaded:
     @cached_property
     def tokenizer(self) -> Any:
         with tokenizer_errors(self.sources.verifier):
-            return AutoTokenizer.from_pretrained(self.sources.verifier)
+            return AutoTokenizer.from_pretrained(self.sources.verifier, trust_remote_code=False)
 
     @cached_property
     def features(self) -> FeatureDataset | None:

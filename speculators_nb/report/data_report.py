@@ -284,7 +284,7 @@ def _tokenizer(prepared, verifier):
         return None, "languages are left out: the folder does not record its verifier"
     try:
         with tokenizer_errors(verifier):
-            return AutoTokenizer.from_pretrained(verifier), ""
+            return AutoTokenizer.from_pretrained(verifier, trust_remote_code=False), ""
     except (OSError, ValueError) as e:
         return None, f"languages are left out: {e}"
 

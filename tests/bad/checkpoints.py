@@ -214,7 +214,7 @@ DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
     ),
     "text for weights": (
         dict(files={"model.safetensors": "version https://git-lfs.github.com/spec/v1\n"}),
-        "model.safetensors: not a complete safetensors file",
+        "model.safetensors: is a pointer of Git LFS",
     ),
     "a header without end": (
         dict(files={"model.safetensors": (2**62).to_bytes(8, "little") + b"{}"}),

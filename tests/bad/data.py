@@ -633,7 +633,7 @@ CASES += [
     Case(
         "prepare: a file that is not there",
         "prepare {here}/none.jsonl {tiny} {here}/out",
-        "none.jsonl: no such file or folder",
+        "none.jsonl: no such file; check the spelling",
     ),
     Case(
         "prepare: a path with a zero character",
