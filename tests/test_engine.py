@@ -141,6 +141,13 @@ def test_a_report_of_requests_that_the_user_has_chosen_stays(engine):
     assert found.settings["commands"][0].count("--per-request") == 1
 
 
+def test_sampling_while_a_processor_drafts_is_warned_of(engine, monkeypatch):
+    monkeypatch.setattr("speculators_nb.evaluate.engine.accelerated", lambda: False)
+    given = dict(k=2, method="ngram", baseline=False, max_new_tokens=4, max_samples=1)
+    with pytest.warns(UserWarning, match="unset memory for the temperature"):
+        evaluate_engine(VERIFIER, PROMPTS, temperatures=[1.0], **given)
+
+
 @pytest.mark.statement("release-43")
 def test_the_filters_of_sampling_are_sent(engine):
     with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:

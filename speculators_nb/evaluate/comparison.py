@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 
 from ..core.options import check_options
 from ..core.plot import plot_acceptance
-from ..core.tree import Drafter
 from ..decode.generate import Generation
+from ..decode.tree import Drafter
 from speculators_nb.evaluate.acceptance import (
     COUNTS,
     Evaluation,
