@@ -303,7 +303,7 @@ def evaluate(
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #a666e7c6
 def compare(
-    runs: list[str],  # folders of evaluations (--engine vllm or --as-engine), or name=folder
+    runs: list[str],  # folders of evaluations, all in process or none; or name=folder
     output_dir: Path | None = None,  # for comparison.csv, comparison.png; default: only printed
     overwrite: bool = False,  # replace the comparison in output_dir
 ) -> Comparison:  # `table()`, `plot()`
