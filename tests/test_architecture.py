@@ -207,7 +207,8 @@ def test_every_path_on_the_page_exists():
 # which modules of `serve` read and write, are such names, and so is a key of its extraction; `cli` and `lab` have a
 # default, and HASS
 SPELLS_NAMES = {
-    "cli.main",  # the command stitch-mtp
+    "cli.inputs",  # the command stitch-mtp; so does `cli.main`
+    "cli.main",
     "core.plot",
     "core.option_relations",
     "core.options",
