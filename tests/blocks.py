@@ -9,7 +9,7 @@ from recorded import FIXTURES, load_case
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
-from speculators_nb.core.tree import Sampling
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 
 V, H = 30, 16

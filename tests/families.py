@@ -11,9 +11,9 @@ import torch
 from datasets import Dataset
 from transformers import CONFIG_MAPPING
 
-from speculators_nb.core.tree import TokenTree
 from speculators_nb.data.packing import collate
 from speculators_nb.decode.generate import generate
+from speculators_nb.decode.tree import TokenTree
 from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.features.in_process import LiveFeatures, extract_features
 from speculators_nb.models.eagle3 import Eagle3DraftModel

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import Generation, NoDrafter, Step, generate
 from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.evaluate.acceptance import (
     acceptance_summary,
     acceptance_table,

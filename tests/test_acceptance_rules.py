@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.core.tree import Sampling, TokenTree
 from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.acceptance_rules import RULES, block, draw, flip, lenient, synthetic, tolerant, typical, walk
+from speculators_nb.decode.tree import Sampling, TokenTree
 
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless and name != "greedy"]
 standard, strict, greedy = (RULES[n].decide for n in ("standard", "strict", "greedy"))

@@ -181,11 +181,11 @@ def test_a_star_import_has_the_names(path, name):
 
 def test_a_renamed_name_warns_and_is_the_new_one():
     said = python("""
-from speculators_nb.core.tree_growth import independent_log_probs, product_law
+from speculators_nb.decode.tree_growth import independent_log_probs, product_law
 assert product_law is independent_log_probs
 """).stderr
     assert (
-        "speculators_nb.core.tree_growth.product_law is now speculators_nb.core.tree_growth.independent_log_probs; "
+        "speculators_nb.decode.tree_growth.product_law is now speculators_nb.decode.tree_growth.independent_log_probs; "
         "the old path goes with version 0.3" in said
     )
     for old, new in _aliases.RENAMED.items():
@@ -209,7 +209,7 @@ def test_an_old_path_is_not_run_but_named():
     )
 
 
-@pytest.mark.parametrize("path,name", [("nn.masks", "Mask"), ("core.tree", "TokenTree")])
+@pytest.mark.parametrize("path,name", [("nn.masks", "Mask"), ("decode.tree", "TokenTree")])
 def test_type_hints_resolve_without_matplotlib(path, name):
     "What nbdev's show_doc asks for."
     drawn = getattr(importlib.import_module(f"speculators_nb.{path}"), name).draw

@@ -146,6 +146,11 @@ def test_packages_are_few_and_small():
     assert {package: n for package, n in sizes.items() if n > 12} == {}
 
 
+def test_a_module_is_one_idea():
+    lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    assert {module: n for module, n in lines.items() if n > 450} == {}, "move a whole idea into a module of its own"
+
+
 def test_an_exported_cell_is_read_without_scrolling():
     long = {}
     for book in sorted((ROOT / "nbs").glob("*/*.ipynb")):
@@ -204,6 +209,7 @@ def test_every_path_on_the_page_exists():
 SPELLS_NAMES = {
     "cli.main",  # the command stitch-mtp
     "core.plot",
+    "core.option_relations",
     "core.options",
     "features.vllm_connector",
     "features.extraction_client",

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speculators_nb.core.tree import TokenTree
 from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.decode.tree import TokenTree
 from speculators_nb.evaluate.cost import (
     count_flops,
     draft_cost,

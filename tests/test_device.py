@@ -11,9 +11,9 @@ from on_device import PretendCuda, on_cuda
 import speculators_nb.nn.attention as attention_module
 from benchmarks.gpu.decode import prompts
 from benchmarks.gpu.equal import DRAFTERS, HEAD_WAYS, HEADS, VERIFIER, WAYS, batch, drafter
-from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.proposal_setup import TreeDrafter
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.verifier.tapped_model import Verifier
 
 CPU = torch.device("cpu")

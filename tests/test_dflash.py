@@ -9,8 +9,8 @@ from recorded import FIXTURES, cases, load_case
 from safetensors.torch import load_file
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
 from speculators_nb.nn.anchors import block_supervision

@@ -30,10 +30,10 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, Qwen3Config
 
 from speculators_nb.core.registry import StaticTreeTokenProposalConfig
-from speculators_nb.core.tree import Sampling
-from speculators_nb.core.tree_growth import dynamic_tree, static_tree
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.proposal_setup import TreeDrafter
+from speculators_nb.decode.tree import Sampling
+from speculators_nb.decode.tree_growth import dynamic_tree, static_tree
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dflash import BlockStates, DFlashDraftModel, DFlashSpeculatorConfig
 from speculators_nb.models.dflash2 import (

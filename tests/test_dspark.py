@@ -32,8 +32,8 @@ from recorded import cases, load_case
 from safetensors.torch import load_file
 from transformers import GPT2Config, Qwen3Config
 
-from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import generate
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig, MarkovHead
 from speculators_nb.verifier.tapped_model import Verifier

@@ -22,9 +22,9 @@ from transformers import (
 
 from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
 from speculators_nb.core.registry import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig
-from speculators_nb.core.tree import Drafter, Sampling
-from speculators_nb.core.tree_growth import dynamic_tree
 from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.tree import Drafter, Sampling
+from speculators_nb.decode.tree_growth import dynamic_tree
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.eagle import EagleSpeculator, EagleSpeculatorConfig, feature_noise
 from speculators_nb.nn.layers import draft_layer_config

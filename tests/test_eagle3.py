@@ -6,9 +6,10 @@ from recorded import cases, load_case
 from safetensors.torch import load_file
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.core.tree import Sampling
-from speculators_nb.models.base import SpeculatorModel, attention_back_end
+from speculators_nb.decode.tree import Sampling
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators_nb.nn.attention import attention_back_end
 from speculators_nb.nn.supervision import ttt_supervision
 
 CASES = cases("eagle3")

@@ -141,6 +141,13 @@ def test_a_report_of_requests_that_the_user_has_chosen_stays(engine):
     assert found.settings["commands"][0].count("--per-request") == 1
 
 
+def test_sampling_while_a_processor_drafts_is_warned_of(engine, monkeypatch):
+    monkeypatch.setattr("speculators_nb.evaluate.engine.accelerated", lambda: False)
+    given = dict(k=2, method="ngram", baseline=False, max_new_tokens=4, max_samples=1)
+    with pytest.warns(UserWarning, match="unset memory for the temperature"):
+        evaluate_engine(VERIFIER, PROMPTS, temperatures=[1.0], **given)
+
+
 @pytest.mark.statement("release-43")
 def test_the_filters_of_sampling_are_sent(engine):
     with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:
@@ -300,6 +307,12 @@ def test_both_evaluations_have_the_same_columns_and_agree_where_no_limit_is_near
     both = compare_runs({"a": there, "b": here.save(tmp_path / "run")})
     assert not (tmp_path / "run/speed.png").exists()  # nothing was timed
     assert both.table().groupby("run").size().tolist() == [1, 1] and set(both.summary.k) == {2}
+    saved = {"a": there.save(tmp_path / "a"), "b": there.save(tmp_path / "b")}
+    own = compare_runs(saved).table()  # folders of in-process evaluations
+    assert own.mean_length.tolist() == both.table().mean_length.tolist()
+    assert own.difference.isna().tolist() == [True, False] and own.difference_high[1] == 0
+    with pytest.raises(ValueError, match="counts otherwise than an engine"):
+        compare_runs(saved | {"c": tmp_path / "run"})
     with pytest.raises(ValueError, match="runs is empty"):
         compare_runs({})
 

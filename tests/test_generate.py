@@ -25,13 +25,13 @@ from transformers import (
 
 from speculators_nb.core.config import SpeculatorsConfig, VerifierConfig
 from speculators_nb.core.registry import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig
-from speculators_nb.core.tree import Sampling, TokenTree, probabilities
 from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import NoDrafter, Trace, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
+from speculators_nb.decode.tree import Sampling, TokenTree, probabilities
 from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators_nb.verifier.tapped_model import Verifier
 

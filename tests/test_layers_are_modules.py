@@ -11,8 +11,8 @@ import torch
 from matrix import DRAFTERS, V, batch_for, drafter, train_step, verifier
 from torch import distributed as dist
 
-from speculators_nb.core.tree import Sampling
-from speculators_nb.core.tree_growth import dynamic_tree
+from speculators_nb.decode.tree import Sampling
+from speculators_nb.decode.tree_growth import dynamic_tree
 
 RANKS = 2
 LIMIT = 300  # seconds for both ranks and all drafters, which need about 20

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.acceptance_rules import RULES
 from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from speculators_nb.nn.layers import draft_layer_config

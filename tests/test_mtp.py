@@ -14,8 +14,8 @@ from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
 from speculators_nb.core.registry import GreedyTokenProposalConfig
-from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.mtp import MTPDraftModel
 from speculators_nb.models.mtp_native import extract_mtp, fuse_experts, split_experts, stitch_mtp

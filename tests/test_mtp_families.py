@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from speculators_nb.core.tree import Sampling
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.mtp import MTPDraftModel
 from speculators_nb.models.mtp_families import FAMILIES
 from speculators_nb.models.mtp_layer import MTPLayer

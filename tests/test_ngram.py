@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.core.tree import Drafter, Sampling
 from speculators_nb.decode import ngram
 from speculators_nb.decode.ngram import FirstPlaces, NgramDrafter, lookup
+from speculators_nb.decode.tree import Drafter, Sampling
 
 
 def brute_force(tokens, min_n, max_n, k):

@@ -19,7 +19,8 @@ from speculators_nb.cli import main as cli
 from speculators_nb.cli.recipe import read_recipe, resolve
 from speculators_nb.core import option_rules, options
 from speculators_nb.core.config import import_models
-from speculators_nb.core.options import IN, RELATIONS, RULES, algorithms, check_options, pairs, rule_of
+from speculators_nb.core.option_relations import RELATIONS
+from speculators_nb.core.options import IN, RULES, algorithms, check_options, pairs, rule_of
 from speculators_nb.decode.acceptance_rules import RULES as ACCEPTANCE
 from speculators_nb.evaluate.engine import GENERATORS
 from speculators_nb.features.feature_file import stored_dtype

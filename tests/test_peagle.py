@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
-from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.peagle import PEagleDrafter, PEagleDraftModel, PEagleSpeculatorConfig, cod_sample
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.nn.masks import rollouts

@@ -19,9 +19,9 @@ from memo import inverse
 from run import CHAINS, GROWERS, WRONG, combinations
 from setting import LEARNED, SHIPPED, Sampler, chi_square, exact_law, make, remembered, shipped
 
-from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.acceptance_rules import lenient
 from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.lab.experiment import CONTENDERS
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.train.train_drafter import new_drafter

@@ -16,13 +16,13 @@ from speculators_nb.core.registry import (
     StaticTreeTokenProposalConfig,
     TokenProposalConfig,
 )
-from speculators_nb.core.tree import Drafter, Sampling, TokenTree, probabilities
-from speculators_nb.core.tree_growth import dynamic_tree, parse_tree, static_tree
 from speculators_nb.decode.acceptance_rules import RULES
 from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter, proposal_setup
+from speculators_nb.decode.tree import Drafter, Sampling, TokenTree, probabilities
+from speculators_nb.decode.tree_growth import dynamic_tree, parse_tree, static_tree
 from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
 from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.verifier.tapped_model import Verifier

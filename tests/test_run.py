@@ -1,10 +1,14 @@
 """`speculators-nb run`: a run that is killed at random and started again has the report of one that was not; a second
 call does nothing; a changed value is made again with what follows it."""
 
+import html
+import json
 import os
 import random
 import re
+import shlex
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +17,8 @@ import torch
 
 from speculators_nb.cli import main as cli
 from speculators_nb.cli.plan import RunRecord, plan_of, stages_of
+from speculators_nb.lab.experiment import shipped_drafter
+from speculators_nb.serve.server import Server, free_port
 
 ROOT = Path(__file__).parents[1]
 RECIPE = f"""
@@ -108,3 +114,33 @@ def test_a_second_run_does_nothing_and_a_change_reaches_what_follows(whole, monk
     assert answers.stat().st_mtime_ns == before and report(folder) != kept
     answers.write_text(answers.read_text().replace("a", "e"))  # a content, under the same name
     assert states(folder, monkeypatch, other)["prepare"] == "will run again"
+
+
+def test_an_engine_is_measured_where_its_server_answers_and_named_where_it_does_not(tmp_path, monkeypatch, capsys):
+    address = f"http://127.0.0.1:{free_port()}"
+    data = {"messages": [{"role": "user", "content": "Why?"}]}
+    (tmp_path / "prompts.jsonl").write_text(f"{json.dumps(data)}\n")
+    recipe = f"""
+check: {{folder: {shipped_drafter(tmp_path / "drafter")}}}
+evaluate.vllm: {{drafter: drafter, data: prompts.jsonl, output_dir: out/engine, engine: vllm, server: "{address}",
+                max_new_tokens: 8}}
+"""
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    cli.run("recipe.yaml", dry_run=True)
+    (line,) = re.findall(rf"evaluate.vllm: {address}  speculators-nb (.*)", capsys.readouterr().out)
+    finish(begin(tmp_path, recipe), tmp_path)
+    page = html.unescape((tmp_path / "out/report.html").read_text())
+    assert f"does not answer; start it in another terminal (speculators-nb {line})" in page
+    assert states(tmp_path, monkeypatch, recipe) == {"check": "done", "evaluate.vllm": "will run"}
+
+    command = shlex.split(line)
+    command.remove("--run")
+    assert command[:2] == ["serve", "drafter"]
+    served, environment = cli.serve(command[1], port=int(command[3]), extra=[c[8:] for c in command[4:]])
+    served[0] = str(Path(__file__).with_name("fake_engine.py"))
+    with Server([sys.executable, *served], environment):
+        finish(begin(tmp_path, recipe), tmp_path)
+    assert states(tmp_path, monkeypatch, recipe) == {"check": "done", "evaluate.vllm": "done"}
+    page = html.unescape((tmp_path / "out/report.html").read_text())
+    assert "Throughput and latency" in page and "does not answer" not in page

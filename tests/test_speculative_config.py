@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speculators_nb.core.tree import Sampling, TokenTree
 from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.generate import HiddenStates, NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
+from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.serve.speculative_config import (
     ArgmaxDrafter,

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speculators_nb.core.tree import TokenTree
 from speculators_nb.decode.acceptance_rules import synthetic
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.decode.tree import TokenTree
 from speculators_nb.evaluate import cost
 from speculators_nb.evaluate.acceptance import acceptance_summary, expected_length
 from speculators_nb.evaluate.speedup import best_gamma, lengths, measured_speedup, speedups, verify_costs

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.core.tree import Sampling
 from speculators_nb.decode.suffix import SuffixDrafter, SuffixIndex
 from speculators_nb.decode.suffix_index import Followers, Part
+from speculators_nb.decode.tree import Sampling
 
 
 def first_of_equals(nexts):

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
 )
 
 from speculators_nb.core.plot import plot_tree
-from speculators_nb.core.tree import Drafter, Sampling, TokenTree, probabilities
+from speculators_nb.decode.tree import Drafter, Sampling, TokenTree, probabilities
 
 trees = st.lists(st.integers(0, 10**6), max_size=12).map(lambda draws: [d % (i + 1) - 1 for i, d in enumerate(draws)])
 quick = settings(max_examples=80, deadline=None)

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_acceptance_rules import PAIRS, exact, outcomes, scripted, verifier_law  # noqa: F401
 
-from speculators_nb.core.tree import Sampling
-from speculators_nb.core.tree_growth import (
+from speculators_nb.decode.acceptance_rules import RULES
+from speculators_nb.decode.tree import Sampling
+from speculators_nb.decode.tree_growth import (
     draw_without_replacement,
     dynamic_tree,
     independent_log_probs,
@@ -24,7 +25,6 @@ from speculators_nb.core.tree_growth import (
     static_shape,
     static_tree,
 )
-from speculators_nb.decode.acceptance_rules import RULES
 
 
 def path_law(path, vocab):

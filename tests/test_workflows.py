@@ -89,8 +89,9 @@ def test_a_target_that_does_not_exist_is_seen():
 def test_the_jobs_are_those_that_contributors_are_told_of():
     ran = {t for c in commands(WORKFLOWS["ci"]) for _, t, _ in MAKE.findall(c)}
     assert {"quick", "test", "browser-test", "vllm-test", "pipeline-test", "pytest"} <= ran
-    steps = re.findall(r"^step make (?:-k )?([\w-]+)", (ROOT / ".ci/run").read_text(), flags=re.M)
-    assert steps and set(steps) <= ran, ".ci/run and ci.yml run the same"
+    steps = re.findall(r"^step make (.+?)(?:  #.*)?$", (ROOT / ".ci/run").read_text(), flags=re.M)
+    targets = {word for step in steps for word in step.split() if not word.startswith("-")}
+    assert {"vllm-test", "pipeline-test"} <= targets <= ran, ".ci/run and ci.yml run the same"
 
 
 def test_the_night_runs_all_of_make_nightly():

@@ -10,10 +10,10 @@ from recorded import cases, load_case
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
-from speculators_nb.core.tree import Sampling
-from speculators_nb.core.tree_growth import dynamic_tree
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.proposal_setup import TreeDrafter
+from speculators_nb.decode.tree import Sampling
+from speculators_nb.decode.tree_growth import dynamic_tree
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dflash import BlockStates
 from speculators_nb.models.xpress import XPressDraftModel, XPressSpeculatorConfig

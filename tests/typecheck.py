@@ -3,7 +3,7 @@
 
     python tests/typecheck.py            compare with tests/typecheck.json; more than it says is an error
     python tests/typecheck.py --record   write the number down, after it fell
-    python tests/typecheck.py core/tree  only list what is found in paths that contain this
+    python tests/typecheck.py decode/tree  only list what is found in paths that contain this
 
 The checker is basedpyright in pyright's basic mode, set up in pyproject.toml.
 """

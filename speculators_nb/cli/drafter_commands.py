@@ -16,16 +16,17 @@ from .inputs import check_features
 from ..core.checkpoints import remote_code
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_write, disk_errors, writable_folder
-from ..core.options import FILTERS, NO_WEIGHTS, check_options
+from ..core.option_relations import FILTERS, NO_WEIGHTS
+from ..core.options import check_options
 from ..core.options import pairs as _pairs
 from speculators_nb.core.provenance import (
     provenance_path,
     without_secrets,
     write_provenance,
 )
-from ..core.tree import Drafter
 from ..data.prepared_folder import read_data_config
 from ..decode.ngram import NgramDrafter
+from ..decode.tree import Drafter
 from ..evaluate.acceptance import RESULTS, Evaluation
 from ..evaluate.acceptance import evaluate as measure
 from speculators_nb.evaluate.comparison import (
@@ -305,7 +306,7 @@ def evaluate(
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #a666e7c6
 def compare(
-    runs: list[str],  # folders of evaluations (--engine vllm or --as-engine), or name=folder
+    runs: list[str],  # folders of evaluations, all in process or none; or name=folder
     output_dir: Path | None = None,  # for comparison.csv, comparison.png; default: only printed
     overwrite: bool = False,  # replace the comparison in output_dir
 ) -> Comparison:  # `table()`, `plot()`

@@ -154,6 +154,7 @@ check = command(
     app,
     name="check",
     group="Drafters",
+    verdict="vLLM cannot serve the drafter: each reason is a line.",
 )
 
 
@@ -174,6 +175,7 @@ doctor = command(
     app,
     name="doctor",
     group="Drafters",
+    verdict="A stage loses: the first is named, with the page to read.",
 )
 
 # %% ../../nbs/cli/12_main.ipynb #0abef388

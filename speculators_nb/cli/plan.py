@@ -293,11 +293,13 @@ class RunRecord:
     def end(
         self,
         stage: Stage,
-        seconds: float,  # that it took
+        seconds: float | None = None,  # that it took; None: not known
         **found,  # code, text
     ):
         "Note that a stage has ended."
-        self.stages[stage.name] |= {"done": True, "seconds": round(seconds, 1), **found}
+        if seconds is not None:
+            found["seconds"] = round(seconds, 1)
+        self.stages[stage.name] |= {"done": True, **found}
         self.write()
 
 # %% ../../nbs/cli/10_plan.ipynb #7a00000f
@@ -369,7 +371,11 @@ def _not_here(stage) -> str | None:
     try:
         find_executable("vllm", stage.values.get("vllm"))
     except FileNotFoundError as e:
-        return f"{str(e).partition('.')[0]}; make vllm"
+        drafter = stage.values.get("drafter") or stage.values.get("verifier")
+        return (
+            f"{str(e).partition('.')[0]}; make vllm, or start it on another machine "
+            f"(speculators-nb serve {drafter} --run) and give its address as server"
+        )
     return None
 
 # %% ../../nbs/cli/10_plan.ipynb #7a000010

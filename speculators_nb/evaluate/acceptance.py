@@ -22,7 +22,6 @@ from tqdm.auto import tqdm
 from ..core.files import atomic_write
 from ..core.options import check_options
 from ..core.plot import plot_acceptance, plot_ranges
-from ..core.tree import Drafter, Sampling
 from ..decode.generate import Generation, generate
 from speculators_nb.decode.step_counts import (
     CONTEXT_EDGES,
@@ -34,6 +33,7 @@ from speculators_nb.decode.step_counts import (
     range_names,
     steps_of,
 )
+from ..decode.tree import Drafter, Sampling
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/evaluate/01_acceptance.ipynb #6faf9519

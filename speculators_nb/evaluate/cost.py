@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 
 from ..core.options import check_options
-from ..core.tree import Drafter
 from ..decode.generate import generate
+from ..decode.tree import Drafter
 from .acceptance import check_prompts
 from ..verifier.cache import crop_cache, new_cache
 from ..verifier.tapped_model import Verifier

@@ -38,6 +38,7 @@ MEASURED = {  # columns of each that are numbers in every row
     "summary": ("k", "temperature", "concurrency"),
     "positions": ("k", "temperature", "concurrency", "position", "unconditional"),
     "performance": ("k", "concurrency"),
+    "requests": ("k", "temperature", "concurrency", "prompt", "steps", "accepted"),
 }
 SHOWN = {  # further columns of each that a comparison shows
     "summary": (
@@ -50,6 +51,7 @@ SHOWN = {  # further columns of each that a comparison shows
         "steps",
     ),
     "positions": ("drafter",),
+    "requests": ("drafter",),
     "performance": (
         "drafter",
         "domain",
@@ -62,7 +64,8 @@ SHOWN = {  # further columns of each that a comparison shows
 
 # %% ../../nbs/evaluate/08_engine_results.ipynb #46d54957
 def read_table(
-    file: Path,  # CSV, as `save` writes it: summary, positions or performance
+    file: Path,  # CSV, as `save` writes it: summary, positions, performance or requests
+    **setting: int,  # k and concurrency, where all rows have the same and the file none
 ) -> pd.DataFrame:  # empty where nothing was measured
     """Read a table of an evaluation. Errors: FileNotFoundError; ValueError naming file, row and
     column."""
@@ -71,7 +74,7 @@ def read_table(
     if file.stem == "performance" and file.stat().st_size <= 1:
         return pd.DataFrame()  # our own decoder is not timed
     try:
-        table = pd.read_csv(file)
+        table = pd.read_csv(file).assign(**setting)
     except ValueError as e:
         problem = " ".join(str(e).split())
         raise ValueError(f"{file}: is no table ({problem}); evaluate again") from e
@@ -81,7 +84,7 @@ def read_table(
         raise ValueError(f"{file}: has no column {', '.join(absent)}; evaluate again")
     if file.stem != "performance" and not len(table):
         raise ValueError(f"{file}: has no row; evaluate again")
-    for name in table.columns.difference(["drafter", "domain"], sort=False):
+    for name in table.columns.difference(["drafter", "domain", "finish_reason"], sort=False):
         values = pd.to_numeric(table[name], errors="coerce").to_numpy(float)
         valid = np.isfinite(values) & (values >= 0)
         if name not in MEASURED[file.stem]:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from ..core.options import check_options
-from ..core.tree import Drafter, Sampling
 from ..decode.generate import NoDrafter, generate
+from ..decode.tree import Drafter, Sampling
 from .acceptance import check_prompts
 from .cost import seconds
 from ..verifier.cache import crop_cache, new_cache

@@ -17,9 +17,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..core.checkpoints import resolve_checkpoint
-from ..core.tree import Sampling
 from ..decode.generate import generate
 from ..decode.proposal_setup import proposal_setup
+from ..decode.tree import Sampling
 from .training_time_test import TrainingTimeTest
 from ..nn.target_head import TargetHead, text_config
 from ..verifier.tapped_model import Verifier, find_taps, load_model

@@ -18,13 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, Qwen3Config
 
-from ..core.config import Qwen3Layers, SpeculatorModelConfig
-from speculators_nb.models.base import (
-    ForwardOutput,
-    SpeculatorModel,
-    attention_back_end,
-    distribution_loss,
-)
+from ..core.config import SpeculatorModelConfig
+from ..core.config_fields import Qwen3Layers
+from .base import ForwardOutput, SpeculatorModel, distribution_loss
 from speculators_nb.models.blocks import (
     BLOCK_RULES,
     WeightedSlots,
@@ -48,6 +44,7 @@ from speculators_nb.models.serving_rules import (
     served_rope,
 )
 from ..nn.anchors import Blocks, slot_metrics
+from ..nn.attention import attention_back_end
 from ..nn.head_loss import HeadLoss
 from ..nn.layers import KINDS, DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss

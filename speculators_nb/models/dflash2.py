@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
 from ..core.options import RULES, number, whole
-from ..core.tree import Sampling, TokenTree
+from ..decode.tree import Sampling, TokenTree
 from .base import SpeculatorModel
 from .blocks import BLOCK_RULES, drafts_as_trained
 from speculators_nb.models.dflash import (

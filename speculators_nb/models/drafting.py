@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from transformers import Cache, DynamicCache
 
 from ..core.config import SpeculatorsConfig
-from ..core.tree import Sampling, TokenTree, likeliest
-from ..core.tree_growth import independent_log_probs, recurrent_log_probs
+from ..decode.tree import Sampling, TokenTree, likeliest
+from ..decode.tree_growth import independent_log_probs, recurrent_log_probs
 from ..nn.draft_vocabulary import scatter_probs
 from ..nn.layers import Attention, Rotary
 from ..verifier.cache import crop_cache

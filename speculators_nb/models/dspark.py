@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
-from ..core.tree import Sampling, TokenTree
+from ..decode.tree import Sampling, TokenTree
 from .base import SpeculatorModel
 from .blocks import BLOCK_RULES, drafts_as_trained
 from speculators_nb.models.dflash import (

@@ -20,16 +20,12 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..core.config import LlamaLayers, SpeculatorModelConfig
-from ..core.tree import TokenTree
-from ..core.tree_growth import dynamic_tree
+from ..core.config import SpeculatorModelConfig
+from ..core.config_fields import LlamaLayers
+from ..decode.tree import TokenTree
+from ..decode.tree_growth import dynamic_tree
 from .attached_verifier import AttachableVerifier
-from speculators_nb.models.base import (
-    ForwardOutput,
-    SpeculatorModel,
-    attention_back_end,
-    distribution_loss,
-)
+from .base import ForwardOutput, SpeculatorModel, distribution_loss
 from speculators_nb.models.drafting import (
     ChainDrafter,
     as_cache,
@@ -39,6 +35,7 @@ from speculators_nb.models.drafting import (
 )
 from .formats import format_named
 from .training_time_test import StepInputs, StepOutput
+from ..nn.attention import attention_back_end
 from ..nn.head_loss import HeadLoss
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss

@@ -16,13 +16,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
-from ..core.config import Qwen3Layers, SpeculatorModelConfig
-from speculators_nb.models.base import (
-    ForwardOutput,
-    SpeculatorModel,
-    attention_back_end,
-    distribution_loss,
-)
+from ..core.config import SpeculatorModelConfig
+from ..core.config_fields import Qwen3Layers
+from .base import ForwardOutput, SpeculatorModel, distribution_loss
 from speculators_nb.models.drafter_arguments import (
     check_draft_vocab_size,
     check_layer_ids,
@@ -52,6 +48,7 @@ from speculators_nb.models.training_time_test import (
     StepOutput,
     TrainingTimeTest,
 )
+from ..nn.attention import attention_back_end
 from ..nn.head_loss import HeadLoss
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
-from ..core.tree import Sampling, TokenTree, likeliest
+from ..decode.tree import Sampling, TokenTree, likeliest
 from .base import SpeculatorModel
 from .token_heads import HeadsDrafter, TokenHeads
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from .base import ForwardOutput, SpeculatorModel, attention_back_end
+from .base import ForwardOutput, SpeculatorModel
 from .drafting import ChainDrafter, cached_attention
 from .mtp_families import FAMILIES
 from .mtp_native import extract_mtp
@@ -25,6 +25,7 @@ from speculators_nb.models.mtp_network import (
     upstream_rows,
 )
 from .serving_rules import Rule, layer_of
+from ..nn.attention import attention_back_end
 from ..nn.head_loss import HeadLoss
 from ..nn.step_weights import StepWeights, normalised_steps, weights_of_steps
 from speculators_nb.nn.supervision import (

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen2Config
 
-from ..core.config import LayerConfig, SpeculatorModelConfig
+from ..core.config import SpeculatorModelConfig
+from ..core.config_fields import LayerConfig
 from ..core.files import NotSupported
 from .mtp_layer import MTPLayer
 from speculators_nb.models.training_time_test import (

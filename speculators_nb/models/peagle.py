@@ -16,12 +16,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
-from speculators_nb.models.base import (
-    ForwardOutput,
-    SpeculatorModel,
-    attention_back_end,
-    distribution_loss,
-)
+from .base import ForwardOutput, SpeculatorModel, distribution_loss
 from .drafter_arguments import check_mask_token
 from .drafting import SlotDrafter
 from speculators_nb.models.eagle3 import (
@@ -45,6 +40,7 @@ from speculators_nb.models.serving_rules import (
     layer_types_of,
 )
 from ..nn.attention import attention as masked_attention
+from ..nn.attention import attention_back_end
 from ..nn.head_loss import HeadLoss
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token

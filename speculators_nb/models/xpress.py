@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from ..core.config import SpeculatorModelConfig
 from ..core.options import RULES, number, switches, whole
-from ..core.tree import Sampling, TokenTree, likeliest
-from ..core.tree_growth import paths_to
+from ..decode.tree import Sampling, TokenTree, likeliest
+from ..decode.tree_growth import paths_to
 from .base import SpeculatorModel
 from speculators_nb.models.dflash import (
     BlockStates,

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..core.config import check_layers
+from ..core.config_fields import check_layers
 from .target_head import norm_eps, text_config
 
 # %% ../../nbs/nn/04_layers.ipynb #e44791cb

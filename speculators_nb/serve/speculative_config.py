@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.tree import Drafter, Sampling, TokenTree
 from ..decode.acceptance_rules import RULES, Rule, synthetic
 from ..decode.draft_model import DraftModel
 from ..decode.generate import Generation, HiddenStates, generate
 from ..decode.ngram import NgramDrafter
 from ..decode.proposal_setup import TreeDrafter
 from ..decode.suffix import SuffixDrafter
+from ..decode.tree import Drafter, Sampling, TokenTree
 from ..models.base import SpeculatorModel
 from ..models.convert import convert
 from .checked_fields import ConfigIdentity

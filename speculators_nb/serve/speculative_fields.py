@@ -23,8 +23,8 @@ from ..core.files import read_object
 from ..core.option_rules import shown
 from ..core.options import MOST_DRAFTED
 from ..core.registry import ReloadableBaseModel
-from ..core.tree_growth import parse_tree
 from ..decode.acceptance_rules import synthetic
+from ..decode.tree_growth import parse_tree
 from speculators_nb.serve.vllm_methods import (
     ATTENTION_BACKENDS,
     KV_CACHE_DTYPES,

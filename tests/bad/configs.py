@@ -4,7 +4,8 @@ field and value. Each wrong config.json of a drafter is also given to `check`, w
 import json
 import shutil
 
-from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig, layer_config_from_dict
+from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
+from speculators_nb.core.config_fields import layer_config_from_dict
 from speculators_nb.core.registry import (
     DynamicTreeTokenProposalConfig,
     GreedyTokenProposalConfig,
@@ -12,7 +13,7 @@ from speculators_nb.core.registry import (
     StaticTreeTokenProposalConfig,
     TokenProposalConfig,
 )
-from speculators_nb.core.tree_growth import static_shape
+from speculators_nb.decode.tree_growth import static_shape
 from speculators_nb.models import (
     eagle3,  # noqa: F401  so that a case does not pay for the import
 )

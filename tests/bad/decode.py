@@ -9,11 +9,11 @@ import torch
 from speculators_nb.cli.data_commands import device_of
 from speculators_nb.cli.drafter_commands import compare, serve
 from speculators_nb.cli.drafter_commands import evaluate as evaluate_step
-from speculators_nb.core.tree import Sampling, TokenTree
 from speculators_nb.decode.acceptance_rules import lenient, synthetic, tolerant
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
+from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.evaluate.acceptance import acceptance_table, bootstrap, evaluate
 from speculators_nb.evaluate.comparison import compare_runs, evaluate_as_engine
 from speculators_nb.evaluate.cost import draft_cost, verifier_cost

@@ -10,8 +10,8 @@ import copy
 
 import torch
 
-from speculators_nb.core.tree import Sampling, TokenTree
 from speculators_nb.decode.proposal_setup import grow_tree
+from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.decode.verification import Context
 
 

@@ -10,12 +10,12 @@ from transformers import AutoTokenizer
 
 import speculators_nb.decode.generate as decoder
 from speculators_nb.core.registry import DynamicTreeTokenProposalConfig, StaticTreeTokenProposalConfig
-from speculators_nb.core.tree import probabilities
-from speculators_nb.core.tree_growth import parse_tree
 from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
+from speculators_nb.decode.tree import probabilities
+from speculators_nb.decode.tree_growth import parse_tree
 from speculators_nb.lab.experiment import CONTENDERS, heldout_prompts, train_equally
 from speculators_nb.lab.shipped import read_corpus
 from speculators_nb.models.base import SpeculatorModel

@@ -6,15 +6,16 @@ decoding.
     .venv-vllm (4 minutes, 3.4 GB)
     .venv/bin/python tests/vllm/check_engine.py --only n-gram  the cases whose name begins so
 
-For each case `evaluate_engine` starts `vllm serve` by the command of `serve_command`, asks it twelve held-out prompts,
-one at a time and four at once, and reads what it counts for each; EAGLE-3 is served without drafting too. The script
-asks that
+For each case `evaluate_engine` starts `vllm serve` by the command of `serve_command`, sends it twelve held-out prompts,
+one at a time and four at once, and reads what it counts for each; before that it measures a server without drafts, by
+its address. The script asks that
 
-- every answer is, token for token, what our decoder writes, with drafts or without;
+- every answer is, token for token, what our decoder and vLLM without drafts write;
 - the counts of every request (drafts, drafted tokens, accepted at each position) are those of our decoder on that
   prompt, at both loads, and each step of it is a step of ours;
 - at both loads there are intervals, and the sums are the same;
-- at temperature 1 the filters are kept: the likeliest token alone, by top_k=1 or a small top_p, writes the greedy text;
+- at temperature 1 the filters are kept: the likeliest token alone, by top_k=1 or a small top_p, writes the greedy text
+  (without drafts: with them vLLM 0.32 for processors reads the filters from unset memory, see UNSET_SAMPLING);
 - of the server no process is left.
 
 EAGLE-3 is the shipped drafter (data/tiny-drafter); Medusa, served from vLLM's own layout, is trained for some steps.
@@ -27,7 +28,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from check_vllm import HELDOUT, VENV, VERIFIER, briefly, install
+from check_vllm import FEWER_PROCESSES, HELDOUT, VENV, VERIFIER, briefly, install
 
 K, PROMPTS, LIMIT = 4, 12, 64
 COMMON = dict(dtype="float32", max_model_len=512, extra=["--max-num-seqs", "8"])
@@ -50,13 +51,13 @@ def cases(folder, only):
     if wanted("medusa"):
         heads = briefly("medusa", folder / "medusa").eval()
         found["medusa"] = (
-            dict(checkpoint=folder / "medusa", k=K, native=folder / "native", baseline=False),
+            dict(checkpoint=folder / "medusa", k=K, native=folder / "native"),
             lambda verifier: heads.drafter(),
         )
     if wanted("n-gram"):
         words = dict(method="ngram", num_speculative_tokens=K, prompt_lookup_min=2, prompt_lookup_max=5)
         found["n-gram"] = (
-            dict(checkpoint=VERIFIER, speculative_config=words, baseline=False),
+            dict(checkpoint=VERIFIER, speculative_config=words),
             SpeculativeConfig(**words).drafter,
         )
     return found
@@ -65,7 +66,7 @@ def cases(folder, only):
 def compare(name, theirs, mine, plain):
     """What is wrong, as sentences."""
     wrong = []
-    drafted = theirs.requests[theirs.requests.k > 0].set_index(["concurrency", "prompt"])
+    drafted = theirs.requests.set_index(["concurrency", "prompt"])
     for i, ours in mine.requests.set_index("prompt").iterrows():
         for load in (1, 4):
             engine = drafted.loc[load, i]
@@ -75,7 +76,7 @@ def compare(name, theirs, mine, plain):
                     wrong.append(f"{name}, {load} at once, prompt {i}: {what} is {a} in vLLM, {b} here")
             if (len(engine.step_accepted), sum(engine.step_accepted)) != (ours.drafts, ours.accepted):
                 wrong.append(f"{name}, {load} at once, prompt {i}: steps {engine.step_accepted}")
-        if plain is not None and plain[i] != ours["token_ids"]:
+        if plain[i] != ours["token_ids"]:
             wrong.append(f"{name}, prompt {i}: without drafts vLLM writes another text")
     if theirs.positions.unconditional_low.isna().any():
         wrong.append(f"{name}: not every load has intervals")
@@ -88,20 +89,25 @@ def compare(name, theirs, mine, plain):
     return wrong
 
 
-def filtered(name, url, rows, mine):
-    """What is wrong when the likeliest token alone is left, at temperature 1."""
+def without_drafts(rows, environment):
+    """Greedy answers of a server without drafts, {prompt: tokens}, and what is wrong when the likeliest token alone is
+    left at temperature 1."""
     from speculators_nb.evaluate.engine import evaluate_engine
+    from speculators_nb.serve.serve_command import serve_command
+    from speculators_nb.serve.server import Server
 
-    wrong, greedy = [], mine.requests.set_index("prompt").token_ids
-    for filters in (dict(top_k=1), dict(top_p=1e-6)):
-        found = evaluate_engine(
-            url, rows, temperatures=[1.0], concurrency=4, max_new_tokens=LIMIT, name=name, **filters
-        )
-        texts = found.requests.set_index("prompt").token_ids
-        other = [i for i in greedy.index if texts[i] != greedy[i]]
-        if other:
-            wrong.append(f"{name}, {filters}: prompts {other} are answered by another text than the greedy one")
-    return wrong
+    def texts(**more):
+        found = evaluate_engine(server.url, rows, max_new_tokens=LIMIT, **more)
+        return found.requests.set_index("prompt").token_ids.to_dict()
+
+    wrong = []
+    with Server(serve_command(VERIFIER, 0, vllm=str(VENV / "bin/vllm"), **COMMON), environment) as server:
+        greedy = texts()
+        for filters in (dict(top_k=1), dict(top_p=1e-6)):
+            found = texts(temperatures=[1.0], concurrency=4, **filters)
+            if other := [i for i in greedy if found[i] != greedy[i]]:
+                wrong.append(f"{filters}: prompts {other} are answered by another text than the greedy one")
+    return greedy, wrong
 
 
 def main(only):
@@ -114,8 +120,7 @@ def main(only):
     from speculators_nb.lab.experiment import heldout_prompts
     from speculators_nb.lab.shipped import read_corpus
     from speculators_nb.regenerate.in_process import eos_ids_of
-    from speculators_nb.serve.serve_command import serve_command, serve_environment
-    from speculators_nb.serve.server import Server
+    from speculators_nb.serve.serve_command import serve_environment
     from speculators_nb.verifier.tapped_model import Verifier
 
     torch.set_num_threads(1)
@@ -123,14 +128,18 @@ def main(only):
     start, problems, runs = time.time(), [], {}
     rows, tokenizer = list(read_corpus(HELDOUT))[:PROMPTS], AutoTokenizer.from_pretrained(VERIFIER)
     prompts, domains = heldout_prompts(rows, tokenizer)
-    environment = serve_environment(1) | dict(
+    environment = serve_environment(1) | FEWER_PROCESSES
+    environment |= dict(
         HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="WARNING"
     )
+    plain, wrong = without_drafts(rows, environment)
+    problems += wrong
     with tempfile.TemporaryDirectory() as tmp:
         for name, (arguments, drafter) in cases(Path(tmp), only).items():
             theirs = evaluate_engine(
                 data=rows,
                 concurrency=[1, 4],
+                baseline=False,
                 max_new_tokens=LIMIT,
                 env=environment,
                 vllm=VENV / "bin/vllm",
@@ -151,15 +160,7 @@ def main(only):
                 eos_token_ids=eos_ids_of(verifier, tokenizer),
                 domains=domains,
             )
-            without = theirs.requests[(theirs.requests.k == 0) & (theirs.requests.concurrency == 1)]
-            problems += compare(
-                name, theirs, mine, dict(zip(without.prompt, without.token_ids)) if len(without) else None
-            )
-            if name == "n-gram":
-                # without drafts: with n-grams at temperature 1 the engine of the CPU build ends
-                command = serve_command(VERIFIER, 0, vllm=str(VENV / "bin/vllm"), **COMMON)
-                with Server(command, environment) as server:
-                    problems += filtered(name, server.url, rows, mine)
+            problems += compare(name, theirs, mine, plain)
             if not mine.requests.accepted.sum():
                 problems.append(f"{name}: nothing was accepted: the check shows too little")
             runs |= {f"{name} in vLLM": theirs, f"{name} here": mine}

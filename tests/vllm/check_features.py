@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from check_vllm import ROOT, VERIFIER, install
+from check_vllm import FEWER_PROCESSES, ROOT, VERIFIER, install
 
 ROWS, CHUNK, LIMIT, LONGEST = 30, 128, 1e-3, 500
 OPTIONS = [
@@ -95,7 +95,10 @@ def start(storage, layer_ids, log, model=VERIFIER):
     arguments, environment = extraction_options(layer_ids, storage)
     return Server(
         [vllm, "serve", model, *arguments, *OPTIONS, "--port", free_port()],
-        serve_environment() | environment | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        serve_environment()
+        | environment
+        | FEWER_PROCESSES
+        | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         log=log,
     )
 

@@ -24,7 +24,7 @@ The commands are those of the README, on the shipped tiny verifier:
     same prompts
 
 Everything is asserted, a table of the stages is printed, and all of it must end within 20 minutes (LIMIT_MINUTES), the
-environment included.
+environment included where it is made here.
 """
 
 import argparse

@@ -63,6 +63,8 @@ SERVE = dict(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_LOGGING_LEVEL="ERROR",
 )
+# a server has its worker in the process of its core: each process imports vLLM for ten seconds
+FEWER_PROCESSES = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0")
 # vLLM's Qwen3.5 imports picture processors, and they torchvision, which text models never call: this stands in for it
 NO_PICTURES = """
 __version__ = "0.28.0"
@@ -85,6 +87,18 @@ def call(*command, env=None):
     return done.stdout
 
 
+def link_torch(place):
+    """Hard links in `place` to this environment's torch: a second copy takes 750 MB, and some time to unpack."""
+    for file in importlib.metadata.files("torch") or []:
+        if ".." not in file.parts:  # a program in bin
+            new = place / file
+            new.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                new.hardlink_to(file.locate())
+            except OSError:  # another file system
+                shutil.copy2(file.locate(), new)
+
+
 def install():
     """The interpreter of .venv-vllm, made on the first call."""
     python = VENV / "bin/python"
@@ -93,15 +107,24 @@ def install():
         return python
     print(f"making {VENV.name} with {VLLM} {VERSION}", flush=True)
     call(sys.executable, "-m", "venv", "--clear", VENV)
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    # an import compiles what it needs; pip would compile all of it
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-q", "--no-compile"]
     torch = shlex.split(os.environ.get("TORCH", "torch==2.13.0"))
+    if torch[0] == f"torch=={importlib.metadata.version('torch').partition('+')[0]}":
+        link_torch(packages(python))
     call(*pip, *torch)
+
+    def wants(package):
+        code = f"import json, importlib.metadata as m; print(json.dumps(m.requires({package!r})))"
+        return json.loads(call(python, "-c", code))
+
     call(*pip, "--no-deps", f"{VLLM}=={VERSION}")
-    # what the package asks for, without torch's companions for pictures and sound: text models never import them
-    wanted = json.loads(
-        call(python, "-c", f"import json, importlib.metadata as m; print(json.dumps(m.requires({VLLM!r})))")
-    )
-    wanted = [r for r in wanted if "extra ==" not in r and not re.match(r"torch(vision|audio|codec)?\b", r)]
+    grammar = [r for r in wants(VLLM) if re.match(r"xgrammar\b", r)]
+    call(*pip, "--no-deps", *grammar)
+    # without torch's companions for pictures and sound, which text models never import, and without the Triton of
+    # accelerators (1 GB), which xgrammar asks for and vLLM turns off on a processor
+    left_out = re.compile(r"(torch(vision|audio|codec)?|triton|xgrammar)\b")
+    wanted = [r for r in wants(VLLM) + wants("xgrammar") if "extra ==" not in r and not left_out.match(r)]
     (VENV / "requirements.txt").write_text("\n".join(wanted))
     call(*pip, "-r", VENV / "requirements.txt", torch[0])
     name_it(python)
@@ -129,16 +152,15 @@ def install_arctic(python):
     return None
 
 
+def packages(python):
+    """The folder of an interpreter's packages."""
+    return Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+
+
 def name_it(python):
     """The command `vllm` asks for the version of a package `vllm`, and this one has another name: write down that they
     are the same."""
-    lib = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    named = Path(lib.strip()) / f"vllm-{VERSION}+cpu.dist-info"
+    named = packages(python) / f"vllm-{VERSION}+cpu.dist-info"
     if not (named / "METADATA").exists():
         named.mkdir(exist_ok=True)
         (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
