@@ -114,7 +114,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev bad-input doctor upstream-test mtp-families loggers-test proofs  ## what takes longer than CI may: random bad input, the doctor on spoilt drafters, upstream's checkpoints both ways, MTP heads in vLLM, loggers read back, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev bad-input doctor laptop upstream-test mtp-families loggers-test proofs  ## what takes longer than CI may: random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, upstream's checkpoints both ways, MTP heads in vLLM, loggers read back, the proofs (hours; they continue where they stopped)
 
 .PHONY: mtp-families
 mtp-families: .venv/.run  ## MTP heads of every family that the real vLLM serves on the CPU, token for token; three minutes
@@ -226,3 +226,7 @@ endif
 clean:  ## remove what can be built again (not the environments)
 	rm -rf _proc _docs _site build dist output docs/_src docs/_site docs/_static/mathjax docs/jupyter_execute .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find nbs speculators_nb tests docs benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: laptop
+laptop: .venv/.dev  ## the laptop recipe whole, timed, and again with three kills: the same report; ten minutes
+	$(OFFLINE) PYTHONPATH="$(CURDIR)" $(BIN)/python tests/laptop/run.py output/laptop_runs

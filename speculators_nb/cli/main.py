@@ -98,7 +98,7 @@ def _trained(trainer):
     table, out = evaluation_table(trainer.state.log_history), trainer.args.output_dir
     best = ""
     if "held-out loss" in table:
-        row = table.loc[table["held-out loss"].idxmin()].to_dict()
+        row = table.iloc[table["held-out loss"].argmin()].to_dict()
         best = f"The best evaluation:\n{header_line(row)}\n{row_line(row)}\n"
     return f"{best}Drafter, history and checkpoints are in {out}"
 

@@ -14,6 +14,7 @@ import random
 import threading
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
+from unittest.mock import patch
 
 # %% ../../nbs/core/08_concurrency.ipynb #d3ab1da9
 class EndpointError(RuntimeError):
@@ -178,8 +179,5 @@ def plain_progress():
             bar.fp = io.StringIO()  # what else a bar writes at its end moves the cursor
         close(bar)
 
-    tqdm.display, tqdm.clear, tqdm.close = display_line, clear_nothing, close_line
-    try:
+    with patch.multiple(tqdm, display=display_line, clear=clear_nothing, close=close_line):
         yield
-    finally:
-        tqdm.display, tqdm.clear, tqdm.close = display, clear, close

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -263,17 +263,19 @@ def conversation_count(
     try:
         if not isinstance(data, (str, Path)):
             named = isinstance(data, list) and any(isinstance(r, (str, Path)) for r in data)
-            counts = [len(data) if hasattr(data, "__len__") and not named else None]
+            counts = [len(data) if isinstance(data, Sized) and not named else None]
         elif hub_name(data):
             counts = [None]
         elif (Path(data) / "state.json").is_file():
             counts = [len(load_table(data))]
         else:
-            counts = [_lines_or_rows(path) for path in files_of(data)]
+            counts = [_lines_or_rows(path) for path in files_of(data) or []]
     except (OSError, ValueError):  # `located` names what is wrong
         return None
-    total = None if None in counts else sum(counts)
-    return total if total is None or limit is None else min(total, limit)
+    known = [n for n in counts if n is not None]
+    if len(known) < len(counts):
+        return None
+    return sum(known) if limit is None else min(sum(known), limit)
 
 # %% ../../nbs/data/03_sources.ipynb #bca5c72a
 def content_hash(
