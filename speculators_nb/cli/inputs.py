@@ -167,10 +167,10 @@ def _check_data(field, value, command):
             f"{field}={shown(str(value))}: is a model, and conversations are needed; "
             f"`{command} --help` shows the order, and a verifier goes into --verifier"
         )
-    tables = (path / name for name in (".", "rows"))
+    tables = [(path / name / "dataset_info.json").is_file() for name in (".", "rows")]
     if command in ("evaluate", "doctor"):
         sources_of(value)
-    elif command != "features" or not any((t / "dataset_info.json").is_file() for t in tables):
+    elif command in ("regenerate", "prepare") or (command == "features" and not any(tables)):
         files_of(value)
 
 
@@ -259,6 +259,7 @@ def check_inputs(
             _check_model(field, value, command)
         elif field == "data":
             _check_data(field, value, command)
+    _check_output(values, command)
     _check_verifier(values, command)
     _check_drafters(values, command)
     if command in ("vocab", "report"):
@@ -269,4 +270,3 @@ def check_inputs(
         layout_of(values["features"])
     if command == "compare":
         named_runs(values["runs"])
-    _check_output(values, command)
