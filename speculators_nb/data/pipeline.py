@@ -37,7 +37,7 @@ from speculators_nb.data.row_filter import (
     read_rows,
     size_of,
 )
-from .sources import content_hash
+from .sources import content_hash, conversation_count
 
 # %% ../../nbs/data/10_pipeline.ipynb #f74c46ca
 log = logging.getLogger(__name__)
@@ -268,15 +268,19 @@ def run_pipeline(
     settings = encoder.settings
     counts = Counts()
     stream = _sampled(_distinct(data, counts, encoder, limit), counts, settings)
-    stream = _encode_all(stream, encoder, num_proc)
+    sampled = isinstance(stream, list)
+    total = len(stream) if sampled else conversation_count(data, limit)
+    bar = tqdm(total=total, desc="prepare", unit="conversation", leave=False, delay=1)
     rows_of = []  # of each conversation that has any
-    for where, made in tqdm(stream, desc="prepare", unit="conversation", leave=False, delay=1):
+    for where, made in _encode_all(stream, encoder, num_proc):
+        bar.update(1 if sampled else counts.n["read"] - bar.n)  # duplicates count as done
         counts.add(where, made)
         if made.rows:
             rows_of.append(made.rows)
         if made.rows and (made.cut or made.partial):
             lengths = [len(ids) for ids, *_ in made.rows]
             counts.n["rows cut"] += lengths.count(settings.max_length)
+    bar.close()
     if not rows_of:
         why = counts.why() or f"there were none{in_data(data)}"
         if "no assistant message" in why:
