@@ -17,6 +17,7 @@ import torch
 
 from speculators_nb.cli import main as cli
 from speculators_nb.cli.plan import RunRecord, plan_of, stages_of
+from speculators_nb.cli.run import StageFailed
 from speculators_nb.lab.experiment import shipped_drafter
 from speculators_nb.serve.server import Server, free_port
 
@@ -144,3 +145,11 @@ evaluate.vllm: {{drafter: drafter, data: prompts.jsonl, output_dir: out/engine, 
     assert states(tmp_path, monkeypatch, recipe) == {"check": "done", "evaluate.vllm": "done"}
     page = html.unescape((tmp_path / "out/report.html").read_text())
     assert "Throughput and latency" in page and "does not answer" not in page
+
+
+def test_a_stage_that_fails_says_so_in_one_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text("run: {output_dir: out}\ncheck: {folder: none}\n")
+    with pytest.raises(StageFailed, match="check: ended with exit code 2; mend what it says"):
+        cli.run("recipe.yaml")
+    assert capfd.readouterr().err.strip().startswith("Error: none: neither a local folder nor a model")

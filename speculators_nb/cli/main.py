@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 
 from .command import command
-from .program import new_app
+from .program import new_app, one_line
 from .run import run_recipe
 from .signature import library
 
@@ -220,7 +220,8 @@ def perform(
     values: dict,  # every argument
 ):
     "Run a command of this program on checked values, as a stage of a run."
-    app.perform[name](values)
+    with one_line(app.functions[name]):
+        app.perform[name](values)
 
 
 def run(
