@@ -267,7 +267,9 @@ RENAMED = {
 
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
 DROPPED: dict[str, str] = {
+    "cli.data_commands": "TOKENIZER",
     "cli.demo": "STYLE",
+    "evaluate.acceptance": "RESULTS",
     "decode.proposal_setup": "METHODS TREES",
     "decode.suffix": "first_of_equals",
     "data.chat_encoding": "spelled_out",
