@@ -132,8 +132,8 @@ def test_server_killed_and_started_anew(tmp_path):
         )
         client.start()
         wait_for(lambda: len(list(out.glob("hs_*"))) >= 5 and fake.writing())
+        torn = fake.torn()  # now: the client removes them once the connection is gone
         fake.kill()
-        torn = fake.torn()
         time.sleep(0.5)
         fake.__enter__()
         client.join(240)

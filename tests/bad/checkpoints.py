@@ -259,7 +259,7 @@ DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
 }
 USERS = {  # who opens it: a command each, and the function
     "from_pretrained": lambda folder: SpeculatorModel.from_pretrained(folder / "new"),
-    "evaluate": "evaluate {here}/new {corpus} --verifier {verifier}",
+    "evaluate": "evaluate {here}/new {corpus} --verifier {here}/verifier",
     "export": "export {here}/new {here}/out",
 }
 ALSO = (
@@ -418,6 +418,12 @@ TOKENIZERS = {
 }
 
 
+def _with_tokenizer(path):
+    shutil.copytree(VERIFIER, path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(GOOD["tiny"] / name, path)
+
+
 def _native(path):
     "A folder that somebody else filled."
     path.mkdir()
@@ -430,7 +436,12 @@ CASES = [
         for name, (how, expect) in DRAFTERS.items()
     ),
     *(
-        Case(f"{user}: {name}", USERS[user], DRAFTERS[name][1], {"new": copy_of(DRAFTER, **DRAFTERS[name][0])})
+        Case(
+            f"{user}: {name}",
+            USERS[user],
+            DRAFTERS[name][1],
+            {"new": copy_of(DRAFTER, **DRAFTERS[name][0]), "verifier": _with_tokenizer},
+        )
         for user in ("evaluate", "export")
         for name in ALSO
     ),
