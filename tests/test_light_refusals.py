@@ -13,11 +13,9 @@ from bad.harness import ROOT, Case
 # rows of tests/bad/commands.py that are refused by what a class, a config of transformers or a table says
 READS = {
     "a verifier without heads",
-    "a drafter for an evaluation",
     "a device that is not here",
     "convert a verifier",
     "stitch what is no MTP head",
-    "doctor with an empty evaluation",
 }
 CASES = [case for case in commands.CASES if case.name in {row[0] for row in commands.WRONG} - READS]
 CONTROL = Case("a heavy module", "check nope --import {here}/mine.py", "nope", {"mine.py": "import numpy"})

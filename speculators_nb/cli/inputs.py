@@ -26,6 +26,7 @@ from speculators_nb.verifier.folders import (
     COMPARISON,
     DIAGNOSIS,
     EVALUATION,
+    check_evaluation,
     check_not_empty,
     check_output_dir,
     check_tokenizer,
@@ -33,6 +34,7 @@ from speculators_nb.verifier.folders import (
     named_by,
     named_verifier,
     new_folder,
+    origin_of,
     refuse_overwriting,
     refuse_own,
 )
@@ -241,6 +243,8 @@ def _check_output(values, command):
     if command == "demo":
         given = {n: v for n, v in values.items() if n not in ("output_dir", "import")}
         check_settings(Path(values["output_dir"]) / "demo.json", given)
+    if command == "prepare":
+        origin_of(values["output_dir"])
 
 # %% ../../nbs/cli/04_inputs.ipynb #055cf07e
 def check_inputs(
@@ -269,4 +273,8 @@ def check_inputs(
     if command == "doctor" and values.get("features") is not None:
         layout_of(values["features"])
     if command == "compare":
-        named_runs(values["runs"])
+        for folder in named_runs(values["runs"]).values():
+            check_evaluation(folder)
+    if command == "doctor":
+        for folder in values.get("evaluation") or ():
+            check_evaluation(folder)

@@ -33,6 +33,7 @@ from .prepared_folder import Prepared, changes, load_prepared
 from .row_filter import Located
 from .sources import content_hash, files_of, hub_name, located
 from ..nn.target_head import verifier_config
+from ..verifier.folders import origin_of
 
 # %% ../../nbs/data/11_prepare.ipynb #e6c4bcd7
 log = logging.getLogger(__name__)
@@ -75,14 +76,9 @@ def _template_of(verifier, trust_remote_code, template_kwargs):
 
 def _existing(folder, origin, overwrite):
     "The folder if it was made from the same; None if it is to be made."
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    old = origin_of(folder)
+    if old is None:
         return None
-    try:
-        old = json.loads((folder / "data_config.json").read_text(encoding="utf-8"))["origin"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"output_dir {str(folder)!r} exists and is not a prepared folder; choose a new one."
-        ) from None
     # folders that were made before there was a choice have everything trained
     changed = changes({"train_reasoning": True, "train_tool_calls": True} | old, origin)
     if not changed:

@@ -31,6 +31,7 @@ from speculators_nb.evaluate.acceptance import (
     rows_of_ranges,
 )
 from .load import Load, Reply, performance, rows_of, steps_of
+from ..verifier.folders import check_evaluation
 
 # %% ../../nbs/evaluate/08_engine_results.ipynb #69a11289
 TABLES = ("summary", "positions", "performance")
@@ -103,14 +104,11 @@ def read_run(
 ) -> dict[str, Any]:  # the tables, requests and settings, by name
     "Read a saved run. Errors: FileNotFoundError; ValueError naming the file."
     folder = Path(folder)
+    check_evaluation(folder)
     if not (folder / "settings.json").is_file():
-        if (folder / "summary.csv").is_file():
-            raise ValueError(
-                f"{folder}: is an evaluation by our own decoder, which counts otherwise than "
-                "an engine; evaluate again as_engine=True (--as-engine), and compare that"
-            )
-        raise FileNotFoundError(
-            f"{folder}: no settings.json; is it the output of an evaluation by an engine?"
+        raise ValueError(
+            f"{folder}: is an evaluation by our own decoder, which counts otherwise than "
+            "an engine; evaluate again as_engine=True (--as-engine), and compare that"
         )
     found: dict[str, Any] = dict(settings=read_object(folder / "settings.json"))
     file = folder / "requests.jsonl"

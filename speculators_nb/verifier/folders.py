@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['TOKENIZER', 'EVALUATION', 'COMPARISON', 'DIAGNOSIS', 'check_tokenizer', 'named_verifier', 'named_by',
            'check_not_empty', 'refuse_own', 'layout_of', 'legacy_files', 'new_folder', 'refuse_overwriting',
-           'is_trained', 'check_output_dir']
+           'is_trained', 'check_output_dir', 'check_evaluation', 'origin_of']
 
 # %% ../../nbs/verifier/05_folders.ipynb #fold0003
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -194,3 +195,29 @@ def check_output_dir(
             "choose another folder, or give overwrite (--overwrite) to replace them, or "
             "resume (--resume) to continue that run"
         )
+
+# %% ../../nbs/verifier/05_folders.ipynb #fold0021
+def check_evaluation(
+    folder: str | os.PathLike,  # that `evaluate` wrote
+) -> None:
+    "Errors: FileNotFoundError for a folder without an evaluation."
+    if not any((Path(folder) / name).is_file() for name in ("settings.json", "summary.csv")):
+        raise FileNotFoundError(
+            f"{folder}: no settings.json and no summary.csv; name the output of "
+            "evaluate --output-dir"
+        )
+
+
+def origin_of(
+    folder: str | os.PathLike,  # that `prepare` wrote, or will write
+) -> dict[str, Any] | None:  # what it was made from; None: it is empty, or not there
+    "Errors: ValueError for a folder that holds something else."
+    folder = Path(folder)
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    try:
+        return json.loads((folder / "data_config.json").read_text(encoding="utf-8"))["origin"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"output_dir {str(folder)!r} exists and is not a prepared folder; choose a new one."
+        ) from None

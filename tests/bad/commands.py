@@ -759,8 +759,9 @@ WRONG = [  # arguments that name something else than is wanted
     (
         "doctor with an empty evaluation",
         "doctor {drafter} --verifier {verifier} --evaluation {here}",
-        "summary.csv: no such file; evaluate again",
+        "no settings.json and no summary.csv; name the output of evaluate",
     ),
+    ("prepare into a drafter", "prepare {corpus} {drafter} --verifier {tiny}", "exists and is not a prepared folder"),
     (
         "doctor with no prompts",
         "doctor {drafter} --verifier {verifier} --data {here}/none.jsonl",
