@@ -109,7 +109,7 @@ def start_lab(home, port):
 
 def first_notebook():
     tutorials = sorted((ROOT / "nbs/tutorials").glob("*.ipynb"))
-    return str(tutorials[0].relative_to(ROOT / "nbs")) if tutorials else "core/06_masks.ipynb"
+    return str(tutorials[0].relative_to(ROOT / "nbs")) if tutorials else "nn/01_masks.ipynb"
 
 
 def numbered(page):
