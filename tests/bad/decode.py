@@ -367,7 +367,7 @@ FILES = {  # files in a folder, what is done with it, what must be answered
     "EngineEvaluation: nothing": (
         {},
         EngineEvaluation.read,
-        "no settings.json; is it the output of an evaluation by an engine",
+        "no settings.json and no summary.csv; name the output of evaluate --output-dir",
     ),
     "EngineEvaluation: cut off": (
         {**SETTINGS, "settings.json": '{"a'},
