@@ -4,6 +4,7 @@ still evaluation, whole checkpoints, exact resume."""
 import json
 import math
 import os
+import re
 import shutil
 from itertools import pairwise
 
@@ -27,6 +28,7 @@ from speculators_nb.train.trainer import (
     log_table,
     train,
 )
+from speculators_nb.train.training_table import cell_text, evaluation_table
 from speculators_nb.verifier.tapped_model import Verifier
 
 HIDDEN, VOCAB = 8, 16
@@ -381,25 +383,41 @@ def test_log_table_and_final_folder(tmp_path):
     assert json.loads((tmp_path / "training_args.json").read_text())["model"] == {"noise": 0.1}
 
 
-def test_notebook_table_shows_the_models_metrics(tmp_path, monkeypatch):
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_a_notebook_shows_the_rows_of_a_terminal(tmp_path, monkeypatch, evaluated):
+    from transformers import trainer
     from transformers.utils import notebook
 
+    monkeypatch.setattr(trainer, "DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)  # as in a kernel
+    monkeypatch.setattr("speculators_nb.train.trainer.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
     pages = []
-    monkeypatch.setattr(
-        notebook.NotebookTrainingTracker,
-        "display",
-        lambda self: pages.append(notebook.text_to_html_table(self.inner_table) if self.inner_table else ""),
-    )
-    monkeypatch.setattr(notebook.disp, "display", lambda *a, **k: None)
-    monkeypatch.setattr(notebook.NotebookProgressBar, "display", lambda self: None)
-    SpeculatorTrainer(
+    monkeypatch.setattr(notebook.disp, "display", lambda html, **_: pages.append(html.data) or Shown(pages))
+    strategy = {"eval_strategy": "epoch" if evaluated else "no"}
+    run = SpeculatorTrainer(
         toy(),
-        arguments(tmp_path, num_train_epochs=1),
+        arguments(tmp_path, num_train_epochs=2, disable_tqdm=False, load_best_model_at_end=False, **strategy),
         samples(),
-        samples(3, 1),
-        callbacks=[notebook.NotebookProgressCallback],
-    ).train()
-    assert all(word in pages[-1] for word in ("Training Loss", "Validation Loss", "Acc"))
+        samples(3, 1) if evaluated else None,
+    )
+    run.train()
+    names = re.findall("<th>(.*?)</th>", pages[-1])
+    rows = [re.findall("<td>(.*?)</td>", row) for row in pages[-1].split("<tr>")[1:]]
+    table = evaluation_table(run.state.log_history)
+    assert names == list(table)
+    assert ("held-out loss" in names) is evaluated
+    assert [row for row in rows if row] == [
+        [cell_text(*cell) for cell in row.items()] for row in table.to_dict("records")
+    ]
+
+
+class Shown:
+    "What IPython's `display(..., display_id=True)` returns."
+
+    def __init__(self, pages):
+        self.pages = pages
+
+    def update(self, html):
+        self.pages.append(html.data)
 
 
 def test_tensorboard_gets_the_metrics(tmp_path):
