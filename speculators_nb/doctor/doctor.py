@@ -7,6 +7,7 @@ __all__ = ['RECOMPUTED', 'WALK', 'look_at_data', 'look_at_features', 'look_at_dr
            'Diagnosis', 'examine']
 
 # %% ../../nbs/doctor/08_doctor.ipynb #06517468
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ from speculators_nb.doctor.training_checks import (
 )
 from ..regenerate.in_process import eos_ids_of
 from ..report.page import Section, write_page
-from ..verifier.folders import DIAGNOSIS, refuse_overwriting
+from ..verifier.folders import DIAGNOSIS, named_by, refuse_overwriting
 from ..verifier.identity import VerifierInfo
 
 # %% ../../nbs/doctor/08_doctor.ipynb #a613bdd9
@@ -108,13 +109,13 @@ def look_at_drafter(e: Examination) -> Iterator[Finding]:
     yield weights_check(e.model, e.state)
     recorded = e.sources.record.get("model", {})
     yield length_check(e.model, recorded)
-    stored = set(e.features.layer_ids or ()) if e.features is not None else set()
-    if not set(e.drafter.aux_layer_ids) <= stored:
-        yield from _missing("head", "convention", what="no features of the layers it reads")
+    if not e.batches:
+        what = "no features of the layers that it reads, and no prompts: give --data"
+        yield from _missing("head", "convention", what=what)
         return
     repaired = repair_checks(e.model, e.state, e.sources.verifier, e.batches, e.options)
     yield from repaired
-    if all(f.state == "ok" for f in repaired):
+    if len(e.sources.history) and all(f.state == "ok" for f in repaired):
         yield history_check(e.measured, e.sources.history)
 
 # %% ../../nbs/doctor/08_doctor.ipynb #d8c58f67
@@ -260,7 +261,7 @@ def examine(
     drafter: str,  # folder or hub id of a trained drafter
     verifier: str | None = None,  # folder or hub id; default: what the drafter was trained for
     features: Path | None = None,  # it was trained on; default: what its provenance names
-    data: str | None = None,  # prompts like those that are served; default: held-out rows
+    data: str | None = None,  # prompts like those served; default: held-out rows, or shipped
     evaluation: list[str] | None = None,  # folders of engine evaluations (repeatable)
     output_dir: Path | None = None,  # for a page and a table; default: they are only printed
     overwrite: bool = False,  # replace the diagnosis in output_dir
@@ -271,6 +272,8 @@ def examine(
     refuse_overwriting(output_dir, overwrite, DIAGNOSIS)
     sources = find_sources(drafter, verifier, features)
     runs = [engine_check(folder, None) for folder in evaluation or ()]  # refused before work
+    with contextlib.nullcontext() if verifier else named_by(drafter):
+        VerifierInfo.of(sources.verifier)
     e = Examination(sources, data)
     e.features, e.questions  # noqa: B018 (their own errors for what the caller named)
     with tqdm(total=len(WALK), unit="part", delay=1) as progress:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 from ..core.config import SpeculatorModelConfig
@@ -31,6 +32,7 @@ from speculators_nb.doctor.drafter_checks import (
 )
 from ..evaluate.prompts import Prompt, encode_prompts, read_prompts
 from ..features.feature_folder import FeatureDataset
+from ..features.in_process import LiveFeatures
 from ..models.base import SpeculatorModel, stored_state
 from ..regenerate.in_process import eos_ids_of
 from ..train.run_record import read_record
@@ -93,7 +95,7 @@ class Loaded:
     "A drafter, and what is read from its sources."
 
     sources: Sources
-    data: Any = None  # of `read_prompts`; None: held-out rows
+    data: Any = None  # of `read_prompts`; None: held-out rows, without them the shipped set
 
     @cached_property
     def model(self) -> SpeculatorModel:
@@ -125,10 +127,21 @@ class Loaded:
         found = self.sources.features
         return None if found is None else FeatureDataset(found)
 
+    @property
+    def chats(self) -> bool:
+        "Whether the verifier's tokenizer has a chat template."
+        try:
+            return getattr(self.tokenizer, "chat_template", None) is not None
+        except (FileNotFoundError, ValueError):  # there is no tokenizer
+            return False
+
     @cached_property
     def questions(self) -> list[Prompt]:
-        "The caller's prompts, a few of each domain; empty: none were given."
-        return [] if self.data is None else read_prompts(self.data, DECODED)[: 4 * DECODED]
+        "Prompts that are chats, a few of each domain; empty: held-out rows are decoded."
+        data = self.data
+        if data is None and self.features is None and self.chats:
+            data = "shipped"
+        return [] if data is None else read_prompts(data, DECODED)[: 4 * DECODED]
 
     @property
     def domains(self) -> list[str] | None:  # None: not known
@@ -137,7 +150,7 @@ class Loaded:
 
 # %% ../../nbs/doctor/07_examination.ipynb #022010ce
 class WithRows(Loaded):
-    "Its training rows and the caller's prompts."
+    "Its training rows."
 
     @cached_property
     def split(self) -> tuple[Sequence[int], Sequence[int]]:  # trained rows, held-out rows
@@ -162,11 +175,29 @@ class Examination(WithRows):
         return self.rows[::step][:LOOKED_AT]
 
     @cached_property
-    def batches(self) -> list[dict[str, torch.Tensor]]:
-        trained, heldout = self.split
-        assert self.features is not None
-        rows = [*heldout, *trained]  # the trained ones fill up where few are held out
-        return heldout_batches(self.model, self.features, rows)
+    def answers(self) -> LiveFeatures | None:  # None: there are no prompts
+        "What the verifier wrote while it was decoded, with its states."
+        if self.decoded is None:
+            return None
+        texts = list(zip(self.to_decode, self.decoded.written))
+        rows = dict(
+            input_ids=[prompt + answer for prompt, answer in texts],
+            loss_mask=[[0] * len(prompt) + [1] * len(answer) for prompt, answer in texts],
+            seq_len=[len(prompt) + len(answer) for prompt, answer in texts],
+        )
+        return LiveFeatures(self.verifier, Dataset.from_dict(rows), torch.float32)
+
+    @cached_property
+    def batches(self) -> list[dict[str, torch.Tensor]]:  # empty: there are no prompts either
+        "Held-out rows; where their features do not have the layers that it reads, `answers`."
+        stored = self.features.layer_ids if self.features is not None else None
+        if self.features is not None and set(self.drafter.aux_layer_ids) <= set(stored or ()):
+            trained, heldout = self.split
+            rows = [*heldout, *trained]  # the trained ones fill up where few are held out
+            return heldout_batches(self.model, self.features, rows)
+        if self.answers is None:
+            return []
+        return heldout_batches(self.model, self.answers, list(range(len(self.answers))))
 
     @cached_property
     def options(self) -> dict[str, Any]:
