@@ -103,7 +103,16 @@ def _check_model(field, value, command):
 # %% ../../nbs/cli/04_inputs.ipynb #inpt0001
 # their verifier is read as a model; the first three, and `evaluate` here, read its tokenizer
 TOKENISES = ("regenerate", "features", "demo")
-READS = (*TOKENISES, "prepare", "train", "evaluate", "doctor", "convert", "stitch-mtp")
+READS = (
+    *TOKENISES,
+    "prepare",
+    "train",
+    "evaluate",
+    "doctor",
+    "serve",
+    "convert",
+    "stitch-mtp",
+)
 
 
 def _check_verifier(values, command):
