@@ -725,7 +725,11 @@ WRONG = [  # arguments that name something else than is wanted
     ("check of an empty folder", "check {here}", "has no config.json, so it is no drafter; name the output"),
     ("check of a verifier", "check {tiny}", "is no drafter of this library.* goes into --verifier"),
     ("serve of an empty folder", "serve {here}", "has no config.json; is it a model's folder"),
-    ("serve for an empty verifier", "serve {drafter} --verifier {here}", "has no config.json; is it a verifier's folder"),
+    (
+        "serve for an empty verifier",
+        "serve {drafter} --verifier {here}",
+        "has no config.json; is it a verifier's folder",
+    ),
     ("convert an empty folder", "convert {here} {here}/new --verifier {tiny}", "is an empty folder; name one"),
     (
         "stitch an empty folder",
