@@ -32,7 +32,7 @@ help:  ## this list
 demo: .venv/.run  ## train a drafter for the shipped tiny verifier, measure it, write pictures and tables to output/demo
 	$(OFFLINE) $(BIN)/speculators-nb demo
 
-test: lint types notebooks-test nbdev2 pytest  ## everything that must hold: lint, types, all notebooks, nbdev 2, pytest (sync included)
+test: lint types notebooks-test nbdev2 pytest  ## everything that must hold: lint, types, notebooks, nbdev 2, pytest (sync included)
 
 # one shell, so that the last step knows what is left of the three minutes
 quick: .venv/.dev  ## lint, types, export in sync, tests of what changed since HEAD (BASE=main: since main); within three minutes
@@ -49,11 +49,15 @@ lint: .venv/.dev  ## ruff: its rules, and the format
 types: .venv/.dev  ## what the annotations say
 	$(BIN)/python tests/typecheck.py
 
-notebooks-test: .venv/.dev  ## every notebook in a kernel of its own: assertions hold, every stored figure is shown
-	$(OFFLINE) $(BIN)/python tests/notebooks.py --workers $(WORKERS)
+notebooks-test: .venv/.dev  ## each notebook in a kernel of its own, but those that train for minutes: assertions hold, every stored figure is shown
+	$(OFFLINE) $(BIN)/python tests/notebooks.py --short --workers $(WORKERS)
+
+.PHONY: long-notebooks
+long-notebooks: .venv/.dev  ## the notebooks that train for minutes; a quarter of an hour
+	$(OFFLINE) $(BIN)/python tests/notebooks.py --long --workers $(WORKERS)
 
 pytest: .venv/.dev  ## the tests alone
-	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS)
+	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --durations=20
 
 newest: .venv/.dev  ## pytest with the newest release of every requirement, our upper bounds lifted; says what will break
 	rm -f .venv/.run  # the next make installs the tested versions again
@@ -114,7 +118,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev bad-input doctor laptop upstream-test mtp-families loggers-test proofs  ## what takes longer than CI may: random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, upstream's checkpoints both ways, MTP heads in vLLM, loggers read back, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev long-notebooks bad-input doctor laptop upstream-test mtp-families loggers-test proofs  ## what takes longer than CI may: notebooks that train for minutes, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, upstream's checkpoints both ways, MTP heads in vLLM, loggers read back, the proofs (hours; they continue where they stopped)
 
 .PHONY: mtp-families
 mtp-families: .venv/.run  ## MTP heads of every family that the real vLLM serves on the CPU, token for token; three minutes

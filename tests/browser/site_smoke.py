@@ -30,7 +30,7 @@ def main(site, shots=None):
         page = b.new_page(viewport={"width": 1280, "height": 900})
         watch(page, problems)
         for name in pages:
-            page.goto(f"{url}/{name}", wait_until="networkidle")
+            page.goto(f"{url}/{name}")
             formulas, names = page.locator(".math").count(), page.locator(PROSE_LINK).count()
             if formulas:
                 page.wait_for_selector("mjx-container svg", state="attached", timeout=15000)
