@@ -61,7 +61,7 @@ def test_shell_commands_exist():
 
 def test_ci_calls_the_commands_of_the_readme():
     ci = (ROOT / ".ci/run").read_text()
-    assert "make test" in TEXT and "make -k test" in ci and "make browser-test" in ci
+    assert "make test" in TEXT and "step make -k test" in ci and " browser-test" in ci
 
 
 def test_quarto_files_parse_and_agree():

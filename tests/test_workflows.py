@@ -90,7 +90,9 @@ def test_the_jobs_are_those_that_contributors_are_told_of():
     ran = {t for c in commands(WORKFLOWS["ci"]) for _, t, _ in MAKE.findall(c)}
     assert {"quick", "test", "browser-test", "vllm-test", "pipeline-test", "pytest"} <= ran
     steps = re.findall(r"^step make (.+?)(?:  #.*)?$", (ROOT / ".ci/run").read_text(), flags=re.M)
-    targets = {word for step in steps for word in step.split() if not word.startswith("-")}
+    targets = {word for step in steps for word in step.split() if not word.startswith("-")} - {
+        "vllm"
+    }  # an installation
     assert {"vllm-test", "pipeline-test"} <= targets <= ran, ".ci/run and ci.yml run the same"
 
 
