@@ -49,12 +49,12 @@ lint: .venv/.dev  ## ruff: its rules, and the format
 types: .venv/.dev  ## what the annotations say
 	$(BIN)/python tests/typecheck.py
 
-notebooks-test: .venv/.dev  ## each notebook in a kernel of its own, but those that train for minutes: assertions hold, every stored figure is shown
-	$(OFFLINE) $(BIN)/python tests/notebooks.py --short --workers $(WORKERS)
+notebooks-test: .venv/.dev  ## every notebook in a kernel of its own, without slow cells: assertions hold, every stored figure is shown
+	$(OFFLINE) $(BIN)/python tests/notebooks.py --workers $(WORKERS)
 
-.PHONY: long-notebooks
-long-notebooks: .venv/.dev  ## the notebooks that train for minutes; a quarter of an hour
-	$(OFFLINE) $(BIN)/python tests/notebooks.py --long --workers $(WORKERS)
+.PHONY: slow-notebooks
+slow-notebooks: .venv/.dev  ## every notebook with its slow cells, those that train for minutes; half an hour
+	$(OFFLINE) $(BIN)/python tests/notebooks.py --flags slow --workers $(WORKERS)
 
 pytest: .venv/.dev  ## the tests alone
 	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --durations=20
@@ -118,7 +118,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev long-notebooks bad-input doctor laptop upstream-test mtp-families loggers-test proofs  ## what takes longer than CI may: notebooks that train for minutes, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, upstream's checkpoints both ways, MTP heads in vLLM, loggers read back, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input doctor laptop upstream-test mtp-families loggers-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, upstream's checkpoints both ways, MTP heads in vLLM, loggers read back, the proofs (hours; they continue where they stopped)
 
 .PHONY: mtp-families
 mtp-families: .venv/.run  ## MTP heads of every family that the real vLLM serves on the CPU, token for token; three minutes
@@ -167,7 +167,7 @@ answers: .venv/.run  ## write data/answers again: what the verifier says to the 
 	$(OFFLINE) $(BIN)/python -m speculators_nb.lab.experiment
 
 notebooks: .venv/.dev  ## run every notebook as notebooks-test does, store its outputs, README
-	$(OFFLINE) $(BIN)/python tests/notebooks.py --save --workers $(WORKERS)
+	$(OFFLINE) $(BIN)/python tests/notebooks.py --save --flags slow --workers $(WORKERS)
 	$(BIN)/python docs/readme.py
 
 export: .venv/.dev  ## notebooks to package, names of the drafters to their stub, README from nbs/index.ipynb

@@ -4,7 +4,7 @@ assertions and the figures, and can store the outputs.
 
     python tests/notebooks.py                                      all notebooks below nbs/; stores nothing
     python tests/notebooks.py nbs/nn/01_masks.ipynb nbs/train    these
-    python tests/notebooks.py --long                               those that train for minutes (--short: all others)
+    python tests/notebooks.py --flags slow                         with the cells that train for minutes
     python tests/notebooks.py --save                               store what the notebooks that passed have shown
     python tests/notebooks.py --flags "slow vllm"                  run cells with these test flags too
 
@@ -41,17 +41,6 @@ from nbdev.test import nb_test_cells
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-# Nearly two minutes to six on one core: `make nightly` runs them, `make notebooks-test` the others; the first one runs
-# in CI too, in JupyterLab (tests/browser/lab_smoke.py)
-LONG = {
-    "nbs/tutorials/01_your_first_drafter.ipynb",
-    "nbs/tutorials/03_drafters_compared.ipynb",
-    "nbs/tutorials/04_write_your_own_drafter.ipynb",
-    "nbs/tutorials/05_a_tree_grows.ipynb",
-    "nbs/tutorials/06_one_distribution_four_rules.ipynb",
-    "nbs/tutorials/08_when_ngram_wins.ipynb",
-    "nbs/tutorials/11_on_policy_or_not.ipynb",
-}
 # What takes long to import: kernels are forked from a process that has it; where fork is not safe, each imports its own
 WARM = [
     "ipykernel.kernelapp",
@@ -356,16 +345,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("paths", nargs="*", help="notebooks or folders; all notebooks by default")
     parser.add_argument("--save", action="store_true", help="store the outputs of the notebooks that pass")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--long", action="store_true", help="only those that train for minutes")
-    length.add_argument("--short", action="store_true", help="only the others")
     parser.add_argument("--workers", type=int, default=2, help="notebooks at a time (2)")
     parser.add_argument("--flags", default="", help="test flags whose cells run too")
     parser.add_argument("--minutes", type=float, default=15, help="time limit of a notebook (15)")
     args = parser.parse_args()
     files = find(args.paths)
-    if args.long or args.short:
-        files = [file for file in files if (str(shown(file)) in LONG) is args.long]
     if not files:
         parser.error(f"no notebooks in {', '.join(args.paths)}: name notebooks, or folders that hold some")
     began = time.monotonic()

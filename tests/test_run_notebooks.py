@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import notebooks
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -219,20 +218,3 @@ def test_nbdev_test_runs_ours_too():
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert said.returncode == 0 and "Success" in said.stdout, said.stdout + said.stderr
     assert (ROOT / "nbs/core/09_plot.ipynb").read_bytes() == before
-
-
-def test_long_and_short_are_all_there_is(monkeypatch):
-    "Each of the long ones exists, and no notebook is in neither half."
-    chosen = {}
-
-    async def run_all(files, args, folder):
-        chosen["long" if args.long else "short"] = {str(notebooks.shown(file)) for file in files}
-        return []
-
-    monkeypatch.setattr(notebooks, "run_all", run_all)
-    monkeypatch.setattr(notebooks, "prepare", lambda folder: None)
-    for half in ("--long", "--short"):
-        monkeypatch.setattr("sys.argv", ["notebooks.py", half])
-        notebooks.main()
-    assert chosen["long"] == notebooks.LONG
-    assert chosen["short"] == {str(notebooks.shown(file)) for file in notebooks.find([])} - notebooks.LONG

@@ -107,18 +107,12 @@ def start_lab(home, port):
     raise SystemExit("JupyterLab did not start:\n" + (home / "lab.log").read_text()[-3000:])
 
 
-def first_notebook():
-    tutorials = sorted((ROOT / "nbs/tutorials").glob("*.ipynb"))
-    return str(tutorials[0].relative_to(ROOT / "nbs")) if tutorials else "nn/01_masks.ipynb"
-
-
 def numbered(page):
     "How many cells show a number at their prompt"
     return sum(bool(re.fullmatch(r"\[\d+\]:", p.strip())) for p in page.locator(".jp-InputPrompt").all_inner_texts())
 
 
-def main(notebook=None, shot=None):
-    notebook = notebook or first_notebook()
+def main(notebook="tutorials/02_what_the_mask_lets_a_drafter_see.ipynb", shot=None):
     with tempfile.TemporaryDirectory() as tmp:
         home, problems = Path(tmp), []
         (home / "work").mkdir()
