@@ -184,15 +184,24 @@ def test_client_killed_then_resumed(tmp_path):
     rows, out = make_rows(), tmp_path / "features"
     with Fake(tmp_path / "storage", "--slow", "0.1") as fake:
         child = client(fake, out)
+
+        def waiting():
+            "Hold the client; whether the server writes what it asked for. If not, it goes on."
+            child.send_signal(signal.SIGSTOP)
+            time.sleep(0.5)
+            if fake.left():
+                return True
+            child.send_signal(signal.SIGCONT)
+            return False
+
         try:
-            wait_for(lambda: len(list(out.glob("hs_*"))) >= 5, child)
+            wait_for(lambda: len(list(out.glob("hs_*"))) >= 5 and waiting(), child)
         finally:
             child.send_signal(signal.SIGKILL)
             child.communicate()
         found = check(out, rows)
         assert 5 <= len(found) < 40
-        wait_for(fake.left)  # it died with requests in flight: the server writes what nobody fetches
-        time.sleep(0.2)  # all of them
+        assert fake.left()  # nobody fetches them
         assert extract_from_server(fake.url, rows, out, fake.storage, LAYERS, dtype="float32") == {
             "written": 40 - len(found),
             "kept": len(found),
