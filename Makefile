@@ -102,11 +102,16 @@ vllm-drafters:
 	$(OFFLINE) $(BIN)/python tests/vllm/check_mtp_families.py
 
 vllm-servers:
-	$(OFFLINE) $(BIN)/python tests/vllm/check_regenerate.py
-	$(OFFLINE) $(BIN)/python tests/vllm/check_features.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_engine.py
 	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_speculative_config.py
 	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_dflash2.py
+
+.PHONY: vllm-all
+vllm-all: vllm  ## what `make vllm-test` leaves out: more variants and suffix decoding, answers and hidden states of a server, MTP heads of every family; half an hour
+	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py --all
+	$(OFFLINE) $(BIN)/python tests/vllm/check_regenerate.py
+	$(OFFLINE) $(BIN)/python tests/vllm/check_features.py
+	$(OFFLINE) $(BIN)/python tests/vllm/check_mtp_families.py --all
 
 upstream-test: .venv/.run  ## checkpoints of ours in speculators 0.9.0 and its in ours: the same loss (its own environment, 1.7 GB)
 	$(OFFLINE) $(BIN)/python tests/parity/check_upstream.py
@@ -118,11 +123,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input doctor laptop upstream-test mtp-families loggers-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, upstream's checkpoints both ways, MTP heads in vLLM, loggers read back, the proofs (hours; they continue where they stopped)
-
-.PHONY: mtp-families
-mtp-families: .venv/.run  ## MTP heads of every family that the real vLLM serves on the CPU, token for token; three minutes
-	$(OFFLINE) $(BIN)/python tests/vllm/check_mtp_families.py --all
+nightly: .venv/.dev slow-notebooks bad-input doctor laptop upstream-test vllm-all loggers-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, upstream's checkpoints both ways, more of vLLM, loggers read back, the proofs (hours; they continue where they stopped)
 
 .PHONY: loggers-test
 loggers-test: .venv/.dev  ## TensorBoard, W&B offline, MLflow and trackio: each writes a run and is read back (its own environment, 0.7 GB)

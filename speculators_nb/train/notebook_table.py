@@ -6,6 +6,8 @@
 __all__ = ['NotebookTable']
 
 # %% ../../nbs/train/05_notebook_table.ipynb #nbtb0003
+from typing import Any
+
 from transformers.utils.notebook import NotebookProgressCallback
 
 from .training_table import cell_text, evaluation_table
@@ -13,6 +15,8 @@ from .training_table import cell_text, evaluation_table
 # %% ../../nbs/train/05_notebook_table.ipynb #nbtb0006
 class NotebookTable(NotebookProgressCallback):
     "transformers' progress bar in a notebook, with the rows of `evaluation_table` below it."
+
+    training_tracker: Any  # None before a run
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
@@ -22,7 +26,8 @@ class NotebookTable(NotebookProgressCallback):
     def show(self, state):
         "Put the rows of the log below the bar."
         table = evaluation_table(state.log_history)
-        rows = [[cell_text(*item) for item in row.items()] for row in table.to_dict("records")]
+        records = table.to_dict("records")
+        rows = [[cell_text(str(name), x) for name, x in row.items()] for row in records]
         self.training_tracker.inner_table = [list(table), *rows]
         self.training_tracker.remove_child()  # the bar of the evaluation; displays what is left
 

@@ -3,6 +3,7 @@
 
     .venv/bin/python tests/vllm/check_vllm.py                  four to seven minutes; the first call also makes
     .venv-vllm (5 minutes, 3.4 GB)
+    .venv/bin/python tests/vllm/check_vllm.py --all            with the variants that run nightly
     .venv/bin/python tests/vllm/check_vllm.py --only dflash    the cases whose name begins so
     TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" .venv/bin/python tests/vllm/check_vllm.py
                                                                where the package index has torch for CUDA only
@@ -673,7 +674,31 @@ def answers(python, cases, prompts, folder, meanwhile):
     return found, told["version"], mine
 
 
-def main(only):
+# Variants of what other cases show, and suffix decoding, for which a library is compiled: with --all
+NIGHTLY = (
+    "eagle3, 4 auxiliary layers",
+    "eagle3, 2 layers",
+    "eagle3, llama3 rope",
+    "eagle3, half of each head rotated",
+    "eagle3, random qwen3",
+    "eagle3, named in the engine's arguments",
+    "peagle, ",
+    "dflash, half of each head rotated",
+    "dflash, window 16",
+    "dflash, in the research layout",
+    "suffix",
+)
+
+
+def chosen(cases, only, nightly):
+    """Those whose name begins with a word of `only`, or all of the day, or all; and decoding without drafts."""
+    for name, case in cases.items():
+        wanted = name.startswith(tuple(only)) if only else nightly or not name.startswith(NIGHTLY)
+        if wanted or name.startswith("plain"):
+            yield name, case
+
+
+def main(only, nightly):
     import torch
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -693,7 +718,7 @@ def main(only):
         prompts, _ = heldout_prompts(list(read_corpus(HELDOUT)), AutoTokenizer.from_pretrained(VERIFIER), PROMPTS)
         prompts = [list(map(int, p)) for p in prompts]
         cases, trained = make_cases(tmp, prompts)
-        cases = {name: case for name, case in cases.items() if name.startswith((*(only or [""]), "plain"))}
+        cases = dict(chosen(cases, only, nightly))
         if "suffix" in cases and (why := install_arctic(python)):
             print(f"suffix: left out, {ARCTIC} {why}", flush=True)
             del cases["suffix"]
@@ -743,10 +768,11 @@ def main(only):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--serve", nargs=2, metavar=("JOB", "ANSWER"), help=argparse.SUPPRESS)
+    parser.add_argument("--all", action="store_true", help="with the variants that run nightly")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name begins so")
     opt = parser.parse_args()
     if opt.serve:
         serve(*opt.serve)
     else:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        main(opt.only)
+        main(opt.only, opt.all)
