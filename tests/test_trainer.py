@@ -4,7 +4,6 @@ still evaluation, whole checkpoints, exact resume."""
 import json
 import math
 import os
-import re
 import shutil
 from itertools import pairwise
 
@@ -20,6 +19,7 @@ from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.nn.supervision import shift_by_one
 from speculators_nb.train.checkpoint import WholeCheckpoints, checkpoint_problem, last_checkpoint
+from speculators_nb.train.run_record import evaluation_table, header_line, row_line
 from speculators_nb.train.trainer import (
     MetricSums,
     SpeculatorTrainer,
@@ -28,7 +28,6 @@ from speculators_nb.train.trainer import (
     log_table,
     train,
 )
-from speculators_nb.train.training_table import cell_text, evaluation_table
 from speculators_nb.verifier.tapped_model import Verifier
 
 HIDDEN, VOCAB = 8, 16
@@ -383,41 +382,19 @@ def test_log_table_and_final_folder(tmp_path):
     assert json.loads((tmp_path / "training_args.json").read_text())["model"] == {"noise": 0.1}
 
 
-@pytest.mark.parametrize("evaluated", [True, False])
-def test_a_notebook_shows_the_rows_of_a_terminal(tmp_path, monkeypatch, evaluated):
-    from transformers import trainer
-    from transformers.utils import notebook
+def test_a_notebook_shows_the_rows_of_a_terminal(tmp_path, monkeypatch, capsys):
+    """transformers has a table of its own in a notebook, of all metrics, counted from 0."""
+    from transformers.utils.notebook import NotebookProgressCallback
 
-    monkeypatch.setattr(trainer, "DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)  # as in a kernel
-    monkeypatch.setattr("speculators_nb.train.trainer.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
-    pages = []
-    monkeypatch.setattr(notebook.disp, "display", lambda html, **_: pages.append(html.data) or Shown(pages))
-    strategy = {"eval_strategy": "epoch" if evaluated else "no"}
+    for module in ("transformers.trainer", "speculators_nb.train.trainer"):  # as in a kernel
+        monkeypatch.setattr(f"{module}.DEFAULT_PROGRESS_CALLBACK", NotebookProgressCallback)
     run = SpeculatorTrainer(
-        toy(),
-        arguments(tmp_path, num_train_epochs=2, disable_tqdm=False, load_best_model_at_end=False, **strategy),
-        samples(),
-        samples(3, 1) if evaluated else None,
+        toy(), arguments(tmp_path, num_train_epochs=2, disable_tqdm=False), samples(), samples(3, 1)
     )
     run.train()
-    names = re.findall("<th>(.*?)</th>", pages[-1])
-    rows = [re.findall("<td>(.*?)</td>", row) for row in pages[-1].split("<tr>")[1:]]
-    table = evaluation_table(run.state.log_history)
-    assert names == list(table)
-    assert ("held-out loss" in names) is evaluated
-    assert [row for row in rows if row] == [
-        [cell_text(*cell) for cell in row.items()] for row in table.to_dict("records")
-    ]
-
-
-class Shown:
-    "What IPython's `display(..., display_id=True)` returns."
-
-    def __init__(self, pages):
-        self.pages = pages
-
-    def update(self, html):
-        self.pages.append(html.data)
+    rows = evaluation_table(run.state.log_history).to_dict("records")
+    said = capsys.readouterr().out
+    assert len(rows) == 2 and all(line in said for line in [header_line(rows[0]), *map(row_line, rows)])
 
 
 def test_tensorboard_gets_the_metrics(tmp_path):

@@ -114,7 +114,7 @@ READS = (
     "stitch-mtp",
 )
 
-
+# %% ../../nbs/cli/04_inputs.ipynb #afa853f3
 def _check_verifier(values, command):
     "Errors: FileNotFoundError or ValueError for a folder that is no verifier's."
     verifier = values.get("verifier")

@@ -23,7 +23,7 @@ STAGES = {  # in the order of the chain -> the notebook that explains it
     "head": "nbs/nn/03_target_head.ipynb",
     "convention": "nbs/nn/04_layers.ipynb",
     "draft length": "nbs/tutorials/07_how_many_tokens.ipynb",
-    "training": "nbs/train/09_trainer.ipynb",
+    "training": "nbs/train/07_trainer.ipynb",
     "data size": "nbs/tutorials/09_from_your_chats.ipynb",
     "domains": "nbs/tutorials/08_when_ngram_wins.ipynb",
     "acceptance": "nbs/evaluate/01_acceptance.ipynb",
