@@ -107,7 +107,7 @@ vllm-servers:
 	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_dflash2.py
 
 .PHONY: vllm-all
-vllm-all: vllm  ## what `make vllm-test` leaves out: more variants and suffix decoding, answers and hidden states of a server, MTP heads of every family; half an hour
+vllm-all: vllm  ## what `make vllm-test` leaves out: all variants, suffix decoding, answers and hidden states of a server, MTP heads of every family; half an hour
 	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py --all
 	$(OFFLINE) $(BIN)/python tests/vllm/check_regenerate.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_features.py

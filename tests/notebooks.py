@@ -6,7 +6,6 @@ assertions and the figures, and can store the outputs.
     python tests/notebooks.py nbs/nn/01_masks.ipynb nbs/train    these
     python tests/notebooks.py --flags slow                         with the cells that train for minutes
     python tests/notebooks.py --save                               store what the notebooks that passed have shown
-    python tests/notebooks.py --flags "slow vllm"                  run cells with these test flags too
 
 nbdev decides which cells run (`#| eval`, the test flags, `skip_exec` in the front matter), so `nbdev-test` runs the
 same cells. Beyond that, every cell must show at least as many pictures as it has stored, none of them blank and no

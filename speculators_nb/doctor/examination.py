@@ -172,8 +172,8 @@ class WithRows(Loaded):
 
 # %% ../../nbs/doctor/07_examination.ipynb #2be3c6fc
 def answered_rows(
-    prompts: list[list[int]],
-    answers: list[list[int]],  # of each prompt
+    prompts: list[list[int]],  # token ids
+    answers: list[list[int]],  # token ids, of each prompt
 ) -> Dataset:  # input_ids, loss_mask, seq_len
     "Prompts and their answers as rows whose answers are trained."
     texts = list(zip(prompts, answers))
@@ -206,7 +206,8 @@ class Examination(WithRows):
     @cached_property
     def batches(self) -> list[dict[str, torch.Tensor]]:  # empty: there are no prompts either
         "Held-out rows; where the stored features do not serve, `answers`."
-        if self.features is not None and self.stored:
+        if self.stored:
+            assert self.features is not None
             trained, heldout = self.split
             rows = [*heldout, *trained]  # the trained ones fill up where few are held out
             return heldout_batches(self.model, self.features, rows)

@@ -21,7 +21,6 @@ from torch.utils.data import Subset
 from transformers import (
     EarlyStoppingCallback,
     PrinterCallback,
-    ProgressCallback,
     Trainer,
     TrainerCallback,
 )
@@ -380,10 +379,8 @@ class SpeculatorTrainer(
         if args.disable_tqdm:
             # no progress bar means silence, not a line per log
             self.remove_callback(PrinterCallback)
-        elif self.pop_callback(ProgressCallback) or self.pop_callback(
-            DEFAULT_PROGRESS_CALLBACK
-        ):
-            self.add_callback(TableCallback)  # in a notebook too, whose own counts from 0
+        elif self.pop_callback(DEFAULT_PROGRESS_CALLBACK):
+            self.add_callback(TableCallback)  # a notebook's own counts positions from 0
         self.model_accepts_loss_kwargs = True  # compute_loss divides already
 
 # %% ../../nbs/train/07_trainer.ipynb #d45bbdc1

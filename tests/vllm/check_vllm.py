@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Serve our checkpoints with the real vLLM, on a CPU, and compare every drafted token with our own decoding.
 
-    .venv/bin/python tests/vllm/check_vllm.py                  four to seven minutes; the first call also makes
+    .venv/bin/python tests/vllm/check_vllm.py                  four to eight minutes; the first call also makes
     .venv-vllm (5 minutes, 3.4 GB)
     .venv/bin/python tests/vllm/check_vllm.py --all            with the variants that run nightly
     .venv/bin/python tests/vllm/check_vllm.py --only dflash    the cases whose name begins so
@@ -718,6 +718,8 @@ def main(only, nightly):
         prompts, _ = heldout_prompts(list(read_corpus(HELDOUT)), AutoTokenizer.from_pretrained(VERIFIER), PROMPTS)
         prompts = [list(map(int, p)) for p in prompts]
         cases, trained = make_cases(tmp, prompts)
+        unused = [word for word in NIGHTLY if not any(name.startswith(word) for name in cases)]
+        assert not unused, f"no case begins with {unused}"
         cases = dict(chosen(cases, only, nightly))
         if "suffix" in cases and (why := install_arctic(python)):
             print(f"suffix: left out, {ARCTIC} {why}", flush=True)
