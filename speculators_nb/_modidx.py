@@ -3765,6 +3765,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                                'speculators_nb/models/training_time_test.py'),
                                                           'speculators_nb.models.training_time_test.UnrolledDrafter.first_inputs': ( 'models/training_time_test.html#unrolleddrafter.first_inputs',
                                                                                                                                      'speculators_nb/models/training_time_test.py'),
+                                                          'speculators_nb.models.training_time_test.UnrolledDrafter.mask': ( 'models/training_time_test.html#unrolleddrafter.mask',
+                                                                                                                             'speculators_nb/models/training_time_test.py'),
                                                           'speculators_nb.models.training_time_test.UnrolledDrafter.next_inputs': ( 'models/training_time_test.html#unrolleddrafter.next_inputs',
                                                                                                                                     'speculators_nb/models/training_time_test.py'),
                                                           'speculators_nb.models.training_time_test.UnrolledDrafter.training_mask': ( 'models/training_time_test.html#unrolleddrafter.training_mask',
