@@ -28,7 +28,7 @@ def mathjax():
 
 def widgets():
     "The modules of the widgets and their style, which docs/conf.py puts on the pages that have a widget"
-    shutil.copytree(ROOT / LIB / "widgets/js", DOCS / "_static/widgets", dirs_exist_ok=True)
+    shutil.copytree(ROOT / "speculators_nb/widgets/js", DOCS / "_static/widgets", dirs_exist_ok=True)
 
 
 def main():
