@@ -16,7 +16,13 @@ from web.pages import stage
 from web.places import DOCS, ROOT, SITE, SRC
 
 
+def widgets():
+    "The modules of the widgets and their style, which docs/conf.py puts on the pages that have a widget"
+    shutil.copytree(ROOT / "speculators_nb/widgets/js", DOCS / "_static/widgets", dirs_exist_ok=True)
+
+
 def main():
+    widgets()
     stage()
     shutil.rmtree(SITE, ignore_errors=True)
     command = [

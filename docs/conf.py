@@ -37,3 +37,15 @@ python_use_unqualified_type_names = True
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 copybutton_exclude = ".linenos, .gp, .go"
+
+
+def add_widgets(app, pagename, templatename, context, doctree):
+    "A page with a widget loads the modules that draw it"
+    if 'class="snb-widget"' in context.get("body", ""):
+        app.add_css_file("widgets/widget.css")
+        app.add_js_file("widgets/mount.js", type="module")
+
+
+def setup(app):
+    app.connect("html-page-context", add_widgets)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
