@@ -43,7 +43,7 @@ function text(state, run, now, go) {
       rejected.map((id) => h("s", { class: "snb-rejected" }, word(id))),
       bonus.map((id) => h("b", {}, word(id))));
   });
-  return h("div", { class: "snb-text snb-mono" }, h("b", {}, word(run.first)), written);
+  return h("div", { class: "snb-output snb-mono" }, h("b", {}, word(run.first)), written);
 }
 
 // The draft tokens of a step; a button selects one
@@ -71,7 +71,7 @@ function proposal(state, step, selected, select) {
 function bars(state, title, pairs, colour, marked) {
   const rows = pairs.map(([id, p]) => h("li", id === marked ? { class: "snb-marked" } : {},
     h("span", { class: "snb-mono" }, visible(state.words[id])),
-    h("span", { class: "snb-bar", style: `width: ${(p * 5).toFixed(2)}rem; background: var(--snb-${colour})` }),
+    h("span", { class: "snb-mass", style: `width: ${(p * 5).toFixed(2)}rem; background: var(--snb-${colour})` }),
     h("span", {}, number(p))));
   return h("section", {}, h("p", { class: "snb-muted" }, title), rows.length ? h("ol", {}, rows) : h("p", {}, "none"));
 }
