@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.options import check_options
-from .acceptance_rules import RULES, Rule, one_hot, residual_probs
+from .acceptance_rules import RULES, Rule, residual_probs
 from .tree import Drafter, GreedyWithProbs, Sampling, TokenTree
 from .verification import context_for
 from ..verifier.tapped_model import Verifier
@@ -240,27 +240,26 @@ def step_record(
     n: int,  # likeliest tokens to keep of each distribution
 ) -> StepRecord:
     "The numbers that decided a step."
+    q = tree.probs
+    if q is None:
+        q = torch.nn.functional.one_hot(tree.tokens, target.shape[1])
+    q = q.double()  # [N, V]
     chance = [0.0] * len(tree)
     residual: dict[int, float] = {}
     for parent in range(-1, len(tree)):
         rest = target[parent + 1].double()
         for node in tree.children(parent):
             token = tree.tokens[node]
-            q = one_hot(token, rest) if tree.probs is None else tree.probs[node].double()
-            chance[node] = float((rest[token] / q[token]).clamp(max=1))
-            rest = residual_probs(rest, q)
+            chance[node] = float((rest[token] / q[node, token]).clamp(max=1))
+            rest = residual_probs(rest, q[node])
         if parent == (path[-1] if path else -1):
             residual = likeliest_tokens(rest, n)
     return StepRecord(
         shown[tree.parents + 1, tree.tokens].tolist(),
-        [1.0] * len(tree)
-        if tree.probs is None
-        else tree.probs.gather(1, tree.tokens[:, None])[:, 0].tolist(),
+        q.gather(1, tree.tokens[:, None])[:, 0].tolist(),
         chance,
         [likeliest_tokens(row, n) for row in shown],
-        [{t: 1.0} for t in tree.tokens.tolist()]
-        if tree.probs is None
-        else [likeliest_tokens(row, n) for row in tree.probs],
+        [likeliest_tokens(row, n) for row in q],
         residual,
     )
 
@@ -371,16 +370,9 @@ def generate(
         limit = check_request(verifier, tokens, max_new_tokens)
         own_drafter = copy.copy(drafter) if many else drafter
         own_drafter.reset()
-        requests.append(
-            Request(
-                tokens.tolist(),
-                tokens,
-                limit,
-                own_drafter,
-                sampling or Sampling(),
-                record=record,
-            )
-        )
+        request = Request(tokens.tolist(), tokens, limit, own_drafter, sampling or Sampling())
+        request.record = record
+        requests.append(request)
     warn_beyond_training(drafter, k)
 
     active = requests
