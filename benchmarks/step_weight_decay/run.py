@@ -21,7 +21,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 from transformers.utils.logging import disable_progress_bar
 
 from speculators_nb.core.files import atomic_write
-from speculators_nb.lab.grid import experiment, grid
+from speculators_nb.lab.grid import experiment
 
 HERE = Path(__file__).resolve().parent
 K = 8
