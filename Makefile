@@ -77,6 +77,7 @@ docs: .venv/.dev  ## the site, from the stored outputs, into docs/_site
 browser-test: docs chromium  ## the site and a Lab session in a headless browser
 	$(BIN)/python tests/browser/site_smoke.py docs/_site
 	$(OFFLINE) $(BIN)/python tests/browser/lab_smoke.py
+	$(OFFLINE) $(BIN)/python tests/browser/widgets.py docs/_site
 
 .PHONY: chromium
 chromium:
@@ -229,7 +230,7 @@ endif
 	@touch $@
 
 clean:  ## remove what can be built again (not the environments)
-	rm -rf _proc _docs _site build dist output docs/_src docs/_site docs/_static/mathjax docs/jupyter_execute .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf _proc _docs _site build dist output docs/_src docs/_site docs/jupyter_execute .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find nbs speculators_nb tests docs benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: laptop

@@ -5,7 +5,8 @@ import base64
 import posixpath
 import re
 
-from build import ROOT, directives, load, stage_cell
+from web.cells import directives, load, stage_cell
+from web.places import ROOT
 
 PICTURES = "docs/readme"  # where the README finds its pictures
 

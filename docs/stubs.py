@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Write speculators_nb/models/__init__.pyi: what a type checker sees of the names that are resolved on first use."""
 
-from build import ROOT
+from web.places import ROOT
 
 from speculators_nb.core.options import shipped_drafters
 

@@ -33,5 +33,5 @@ def test_the_page_has_every_line():
 
 
 def test_the_site_makes_the_page():
-    build = (ROOT / "docs/build.py").read_text()
+    build = (ROOT / "docs/web/places.py").read_text()
     assert "conformance.page" in build and '"docs/conformance.md": "conformance.md"' in build

@@ -52,7 +52,7 @@ def test_a_missing_test_is_seen():
 
 def test_the_page_is_on_the_site():
     "In the table of contents beside the architecture, and README leads to it."
-    build = (ROOT / "docs/build.py").read_text()
+    build = (ROOT / "docs/web/places.py").read_text()
     assert (
         '"docs/differences.md": "differences.md"' in build
         and "(docs/differences.md)" in (ROOT / "README.md").read_text()

@@ -40,7 +40,7 @@ def test_the_words_that_are_searched_for_are_there(word):
 
 
 def test_the_page_is_part_of_the_site():
-    assert '"docs/glossary.md": "glossary.md"' in (ROOT / "docs/build.py").read_text()
+    assert '"docs/glossary.md": "glossary.md"' in (ROOT / "docs/web/places.py").read_text()
     assert "(docs/glossary.md)" in (ROOT / "README.md").read_text()
 
 

@@ -95,9 +95,9 @@ def test_what_the_pages_say_of_the_plan(tables):
 
 
 def test_the_site_and_the_readme_have_the_pages():
-    import build
+    from web import places
 
-    assert {f"docs/{page}.md" for page in PAGES} <= build.GUIDES.keys()
+    assert {f"docs/{page}.md" for page in PAGES} <= places.GUIDES.keys()
     readme = (ROOT / "README.md").read_text()
     assert all(f"(docs/{page}.md)" in readme for page in PAGES)
 

@@ -28,7 +28,6 @@ from speculators_nb.models.training_time_test import (
     all_steps,
 )
 from ..nn.layers import Rotary
-from ..nn.masks import ttt
 from ..nn.supervision import ttt_supervision
 
 # %% ../../nbs/models/21_mtp_network.ipynb #b7b589c3
@@ -213,7 +212,7 @@ class OwnPast(MTPNetwork):
     ) -> list[torch.Tensor]:  # K tensors [L', H]
         "The definition: every row at every step."
         rows = len(input_ids)
-        mask = ttt(document_ids, rows, self.layers[0].window)
+        mask = self.mask(self.layers[0], document_ids)
         outputs = []
         hidden, embeds = self.first_inputs(input_ids, features)
         for step in range(steps):
@@ -244,7 +243,7 @@ class OwnPast(MTPNetwork):
             last = step == steps - 1
             queries = carries_loss[step].nonzero()[:, 0] if last else rows
             query_in_rows = torch.searchsorted(rows, queries)
-            mask = ttt(document_ids[rows], len(rows), self.layers[0].window)
+            mask = self.mask(self.layers[0], document_ids[rows])
             rope = self.rope(position_ids[rows] + step, length)
             attention = StepAttention(query_in_rows, rope, impl)
             attend = attention.first([], mask, query_in_rows)

@@ -1,0 +1,1 @@
+"""What the site is made with: `docs/build.py` calls it."""
