@@ -226,7 +226,7 @@ def _values(runs, factor):
     rest = runs[others].astype(str).agg(", ".join, axis=1) if others else ""
     return runs.assign(value=runs[factor].astype(str), rest=rest)
 
-
+# %% ../../nbs/lab/10_grid.ipynb #7c342f01
 @dataclass
 class Experiment:
     "Finished runs."
@@ -272,7 +272,7 @@ class Experiment:
             ax.legend()
         return fig
 
-
+# %% ../../nbs/lab/10_grid.ipynb #7c342f02
 def _draw_line(ax, line, order, colour, marker, label):
     "One line of a factor's picture."
     by_value = line.groupby("value").length
@@ -340,7 +340,7 @@ def planned(
         for name, (algorithm, own) in contenders.items()
     ]
 
-
+# %% ../../nbs/lab/10_grid.ipynb #eb727801
 def experiment(
     folder: str | os.PathLike,  # gets a folder for each run
     contenders: Contenders,  # name -> (algorithm, arguments), as from `grid`
