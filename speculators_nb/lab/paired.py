@@ -103,7 +103,7 @@ def _difference(both, k):
     )
     return np.array([t_interval(d) for d in by_seed.T]), f"t over {len(both)} seeds"
 
-
+# %% ../../nbs/lab/08_paired.ipynb #66698e01
 def differences(
     counts: pd.DataFrame,  # one row for each setting, seed, k and prompt
     baseline: str,  # the setting that the others are compared with
