@@ -26,8 +26,14 @@ def mathjax():
     shutil.copy(next(f for f in wheel if f.match("static/mathjax/tex-svg.js")).locate(), target)
 
 
+def widgets():
+    "The modules of the widgets and their style, which docs/conf.py puts on the pages that have a widget"
+    shutil.copytree(ROOT / "speculators_nb/widgets/js", DOCS / "_static/widgets", dirs_exist_ok=True)
+
+
 def main():
     mathjax()
+    widgets()
     stage()
     shutil.rmtree(SITE, ignore_errors=True)
     command = [

@@ -68,5 +68,14 @@ def page_context(app, page, template, context, doctree):
         context["next"] = {"link": f"{first}.html", "title": app.env.titles[first].astext()}
 
 
+def add_widgets(app, pagename, templatename, context, doctree):
+    "A page with a widget loads the modules that draw it"
+    if 'class="snb-widget"' in context.get("body", ""):
+        app.add_css_file("widgets/widget.css")
+        app.add_js_file("widgets/mount.js", type="module")
+
+
 def setup(app):
     app.connect("html-page-context", page_context)
+    app.connect("html-page-context", add_widgets)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

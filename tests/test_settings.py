@@ -130,6 +130,7 @@ COMES_WITH = {
     "ipykernel": "jupyterlab",
     "nbformat": "nbclient",
     "jupyter_client": "nbclient",
+    "traitlets": "anywidget",
 }
 
 

@@ -54,11 +54,16 @@ MAKERS = COMMANDS | {"speculators_nb/lab/prompt_makers.py", "speculators_nb/lab/
 
 
 def test_every_module_is_inside(wheel):
-    files = [p for kind in ("*.py", "*.pyi", "py.typed", "*.jsonl") for p in (ROOT / "speculators_nb").rglob(kind)]
+    files = [
+        p
+        for kind in ("*.py", "*.pyi", "py.typed", "*.jsonl", "*.js", "*.css")
+        for p in (ROOT / "speculators_nb").rglob(kind)
+    ]
     ours = {str(p.relative_to(ROOT)) for p in files}
     assert ours >= MAKERS
     ours -= MAKERS
     assert {"speculators_nb/py.typed", "speculators_nb/config.pyi", "speculators_nb/proposals/greedy.pyi"} <= ours
+    assert {"speculators_nb/widgets/js/common.js", "speculators_nb/widgets/js/widget.css"} <= ours
     inside = set(zipfile.ZipFile(wheel).namelist())
     assert ours <= inside
     assert {n for n in inside if ".dist-info/" not in n} == ours, "nothing but the package is installed"

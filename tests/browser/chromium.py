@@ -42,7 +42,10 @@ def serve(folder):
 
 
 def is_local(url):
-    return urlparse(url).scheme in ("data", "blob", "about") or urlparse(url).hostname in ("127.0.0.1", "localhost")
+    return urlparse(url).scheme in ("data", "blob", "about", "file") or urlparse(url).hostname in (
+        "127.0.0.1",
+        "localhost",
+    )
 
 
 def watch(page, problems):

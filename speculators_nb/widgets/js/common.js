@@ -1,0 +1,90 @@
+// What all widgets share: elements, controls, and a model that stands in for the kernel's.
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(name.slice(2), value); // onclick: f
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value != null) element.setAttribute(name, value);
+  }
+  element.append(...children.flat().filter((child) => child != null));
+  return element;
+}
+
+// An HTML element: h("button", { class: "go", onclick: f }, "Go")
+export function h(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+// An SVG element, in the same way
+export function svg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+// The element that a widget draws in; `label` is read out
+export function root(el, name, label) {
+  const place = h("div", { class: `snb-root snb-${name}`, role: "group", "aria-label": label });
+  el.replaceChildren(place);
+  return place;
+}
+
+// Change one control; a kernel sees it, and so do listeners of "change:controls"
+export function setControl(model, name, value) {
+  model.set("controls", { ...model.get("controls"), [name]: value });
+  model.save_changes();
+}
+
+// A labelled slider of one control: options { min, max, step, format }
+export function slider(model, name, label, { min, max, step = 1, format = String }) {
+  const value = () => model.get("controls")[name];
+  const input = h("input", { type: "range", min, max, step, value: value(), "aria-label": label });
+  const shown = h("output", {}, format(value()));
+  input.addEventListener("input", () => setControl(model, name, Number(input.value)));
+  model.on("change:controls", () => {
+    input.value = value();
+    shown.textContent = format(value());
+    input.setAttribute("aria-valuetext", format(value()));
+  });
+  return h("label", { class: "snb-control" }, h("span", {}, label), input, shown);
+}
+
+// A labelled menu of one control: choices [[value, text], ...]
+export function menu(model, name, label, choices) {
+  const options = choices.map(([value, text]) => h("option", { value }, text));
+  const select = h("select", { "aria-label": label }, options);
+  const show = () => (select.value = String(model.get("controls")[name]));
+  select.addEventListener("change", () => {
+    setControl(model, name, choices.find(([value]) => String(value) === select.value)[0]);
+  });
+  model.on("change:controls", show);
+  show();
+  return h("label", { class: "snb-control" }, h("span", {}, label), select);
+}
+
+// A model without a kernel, over the values that were frozen into the page
+export function frozenModel(values) {
+  const listeners = new Map();
+  return {
+    get: (name) => values[name],
+    set(name, value) {
+      values[name] = value;
+      for (const f of listeners.get(`change:${name}`) ?? []) f();
+    },
+    save_changes() {}, // nobody to send them to; listeners were called by `set`, as with a kernel
+    on(event, f) {
+      listeners.set(event, [...(listeners.get(event) ?? []), f]);
+    },
+    off(event, f) {
+      listeners.set(event, (listeners.get(event) ?? []).filter((other) => other !== f));
+    },
+  };
+}
+
+// Replace the fallback inside `place` (a .snb-widget) by the widget; an error leaves it there
+export function mount(place, widget) {
+  if (place.dataset.mounted) return;
+  const values = JSON.parse(place.querySelector("script").textContent);
+  const el = h("div");
+  widget.render({ model: frozenModel(values), el });
+  place.replaceChildren(el);
+  place.dataset.mounted = "yes";
+}
