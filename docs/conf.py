@@ -1,5 +1,6 @@
 """Sphinx settings; `docs/build.py` stages the pages that it reads."""
 
+import html
 import re
 import tomllib
 from pathlib import Path
@@ -54,9 +55,10 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 def page_context(app, page, template, context, doctree):
     "What a page's head says to sites that link to it; the first page leads to the first tutorial"
-    up = "../" * page.count("/")
+    up, titles = "../" * page.count("/"), app.env.titles
+    title = titles[page].astext() if page in titles else project
     context["metatags"] = context.get("metatags", "") + (
-        f'<meta property="og:title" content="{context.get("title", project)}">\n'
+        f'<meta property="og:title" content="{html.escape(title)}">\n'
         f'<meta property="og:description" content="{_project["description"]}">\n'
         f'<meta property="og:image" content="{up}card.png">\n<meta name="twitter:card" content="summary_large_image">\n'
     )
@@ -65,7 +67,7 @@ def page_context(app, page, template, context, doctree):
         app.add_js_file("search.js", loading_method="defer")
     if page == "index":
         first = min(name for name in app.env.found_docs if name.startswith("tutorials/"))
-        context["next"] = {"link": f"{first}.html", "title": app.env.titles[first].astext()}
+        context["next"] = {"link": f"{first}.html", "title": titles[first].astext()}
 
 
 def add_widgets(app, pagename, templatename, context, doctree):

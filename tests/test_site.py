@@ -82,3 +82,13 @@ def test_every_page_is_in_one_group():
 
 def test_times_are_of_notebooks_that_exist():
     assert books.times().keys() <= {book.here for book in BOOKS}
+
+
+def test_a_broken_link_is_seen(tmp_path):
+    sys.path.insert(0, str(ROOT / "tests/browser"))
+    import links
+
+    (tmp_path / "a.html").write_text('<p id="here"><a href="b.html#there">1</a><a href="#here">2</a><img src="c.png">')
+    (tmp_path / "b.html").write_text('<a href="https://example.org/x">3</a><a href="/a.html#gone">4</a><b id="there">')
+    found = list(links.faults(tmp_path))
+    assert found == ["a.html: c.png: no such file", "b.html: /a.html#gone: no such anchor"]
