@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from speculators_nb.train import row_gradients as rows
+from speculators_nb.train import optimizers as rows
 from speculators_nb.train.optimizers import build_optimizer, parameter_groups, parameter_kinds
 
 

@@ -19,7 +19,7 @@ from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.nn.supervision import shift_by_one
 from speculators_nb.train.checkpoint import WholeCheckpoints, checkpoint_problem, last_checkpoint
-from speculators_nb.train.run_record import evaluation_table, header_line, row_line
+from speculators_nb.train.live_view import evaluation_table, header_line, row_line
 from speculators_nb.train.trainer import (
     MetricSums,
     SpeculatorTrainer,

@@ -27,6 +27,7 @@ from ..data.pipeline import prepare
 from ..decode.generate import NoDrafter
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import Evaluation, evaluate
+from ..evaluate.while_training import PROMPTS, decoded_acceptance
 from ..features.feature_folder import FeatureDataset
 from ..features.in_process import extract_features
 from ..lab.experiment import settings, with_interval
@@ -188,8 +189,9 @@ def _answers(model, tokenizer, prompts, folder, n_prompts, temperature, seed):
     return prepare(map(json.loads, answers), tokenizer, max_length=longest)
 
 
-def _train(folder, verifier, algorithm, k, epochs, seed):
-    "Stage 3: a drafter, trained on the features or continued."
+def _train(folder, verifier, algorithm, k, epochs, seed, measure):
+    """Stage 3: a drafter, trained on the features or continued; each evaluation decodes some
+    held-out prompts."""
     given: dict[str, Any] = settings(algorithm, k) | dict(num_train_epochs=epochs)
     return train_drafter(
         folder / "features",
@@ -197,6 +199,7 @@ def _train(folder, verifier, algorithm, k, epochs, seed):
         verifier,
         algorithm,
         seed=seed,
+        measure=measure,
         resume_from_checkpoint=is_trained(folder / "drafter"),
         **given,
     )
@@ -260,12 +263,14 @@ def demo(
     rows = _answers(model, tokenizer, prompts, folder, n_prompts, temperature, seed)
     stages.begin(f"hidden states of {len(rows)} conversations")
     extract_features(model, rows, folder / "features")
+    heldout_prompts = prompts_of(heldout, tokenizer, n_heldout)
     stages.begin(f"training a drafter ({algorithm}, to draft {k} tokens)")
-    trainer = _train(folder, verifier, algorithm, k, epochs, seed)
+    decoded = heldout_prompts[0][:PROMPTS]
+    measure = decoded_acceptance(model, decoded, k, 160, eos_ids_of(model, tokenizer))
+    trainer = _train(folder, verifier, algorithm, k, epochs, seed, measure)
     stages.begin("checking that vLLM could serve the checkpoint")
     problems = check_vllm_contract(folder / "drafter")
     print("".join(f"           {problem}\n" for problem in problems), end="", flush=True)
-    heldout_prompts = prompts_of(heldout, tokenizer, n_heldout)
     n = len(heldout_prompts[0])
     stages.begin(f"decoding {n} held-out prompts, greedily and at temperature 1")
     measured = _measure(folder, verifier, tokenizer, heldout_prompts, algorithm, k, seed)

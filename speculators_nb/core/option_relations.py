@@ -125,6 +125,14 @@ def _no_evaluations(values):
         )
 
 
+def _nothing_decoded(values):
+    if values["decode_prompts"] is not None and values["eval_share"] == 0:
+        return (
+            f"decode_prompts={shown(values['decode_prompts'])}: is decoded at each evaluation"
+            ", and eval_share=0 holds no row out; raise eval_share, or leave this out"
+        )
+
+
 def _best_is_kept(values):
     saves, evaluates = values["save_strategy"], values.get("eval_strategy", "epoch")
     keeps = values["eval_share"] != 0 and values.get("load_best_model_at_end", True)
@@ -201,6 +209,7 @@ RELATIONS = [
     ordered(None, "rank", "world_size", strictly=True),
     ordered(None, "down_sample_ratio_min", "down_sample_ratio"),
     Relation(None, ("early_stopping_patience", "eval_share"), _no_evaluations),
+    Relation(None, ("decode_prompts", "eval_share"), _nothing_decoded),
     Relation(None, ("save_strategy", "eval_share"), _best_is_kept),
     Relation("regenerate", ("verifier", "server"), _somebody_answers),
     Relation(

@@ -116,6 +116,7 @@ RULES: dict[str, OptionRule] = {
     "image_folder": path("pictures", none=True),
     "prompts": path("data/corpus/train.jsonl", objects=True),
     "heldout": path("data/corpus/heldout.jsonl"),
+    "decode_prompts": path("shipped", none=True),
     "runs": several(text("output/run"), "output/run-a output/run-b"),
     "features": path("output/features", none=True),
     "evaluation": several(text("output/evaluation"), "output/evaluation", none=True),

@@ -328,8 +328,8 @@ def generate(
 
 # %% ../../nbs/decode/04_generate.ipynb #d4de2376
 MARKS = {  # kind -> how it looks in HTML, and in plain text
-    "accepted": ('<span style="color:#009e73">{}</span>', "{}"),
-    "rejected": ('<s style="color:#d55e00">{}</s>', "~~{}~~"),
+    "accepted": ('<span style="color:#008060">{}</span>', "{}"),
+    "rejected": ('<s style="color:#c25000">{}</s>', "~~{}~~"),
     "verifier": ("<b>{}</b>", "**{}**"),
 }
 

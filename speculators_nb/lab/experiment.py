@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['COMMON', 'FREE_CHOICE', 'BUDGET', 'CONTENDERS', 'write_answers', 'shipped_features', 'settings', 'train_on_shipped',
            'shipped_drafter', 'heldout_prompts', 'HeldoutSetting', 'heldout_setting', 'measure_heldout',
-           'with_interval', 'summary_table', 'flops_per_token', 'train_equally', 'drafting_cost', 'compare']
+           'heldout_acceptance', 'with_interval', 'summary_table', 'flops_per_token', 'train_equally', 'drafting_cost',
+           'compare']
 
 # %% ../../nbs/lab/06_experiment.ipynb #a6ef44ba
 import hashlib
@@ -35,6 +36,7 @@ from speculators_nb.evaluate.cost import (
     training_flops,
     verifier_cost,
 )
+from ..evaluate.while_training import PROMPTS, decoded_acceptance
 from ..features.feature_folder import FeatureDataset
 from ..features.in_process import extract_features
 from .shipped import read_corpus, shipped_data
@@ -42,7 +44,7 @@ from ..models.base import SpeculatorModel
 from ..regenerate.in_process import eos_ids_of, regenerate
 from ..regenerate.journal import read_regenerated
 from ..train.train_drafter import new_drafter, train_drafter
-from ..train.trainer import SpeculatorTrainer
+from ..train.trainer import Measure, SpeculatorTrainer
 from ..verifier.identity import fingerprint
 from ..verifier.tapped_model import Verifier, default_aux_layer_ids
 
@@ -143,10 +145,13 @@ def train_on_shipped(
     features: Path | None = None,  # None: `shipped_features()`
     **args,  # of `train_drafter`, before `settings`
 ) -> SpeculatorTrainer:  # has run; its model is saved in `output`
-    "Train a drafter for the shipped verifier, without intermediate checkpoints."
+    """Train a drafter for the shipped verifier, without intermediate checkpoints. Each
+    evaluation decodes held-out prompts."""
     once: dict[str, Any] = dict(
         save_strategy="no", load_best_model_at_end=False, disable_tqdm=True
     )
+    if args.get("eval_strategy") != "no" and args.get("eval_share") != 0:
+        once["measure"] = heldout_acceptance(k)
     return train_drafter(
         features or shipped_features(),
         output,
@@ -243,6 +248,15 @@ def measure_heldout(
         domains=kinds,
         seed=seed,
     )
+
+# %% ../../nbs/lab/06_experiment.ipynb #hldacc02
+def heldout_acceptance(
+    k: int = 4,  # tokens drafted in a step
+    n_prompts: int = PROMPTS,  # the first so many, domains in equal shares
+) -> Measure:  # a drafter -> mean_length, accepted_1, …, accepted_k
+    "What `measure_heldout` says of a model's drafter, as a number at each evaluation."
+    verifier, ids, _, stop = heldout_setting({}, n_prompts)
+    return decoded_acceptance(verifier, ids, k, max_new_tokens=160, eos_token_ids=stop)
 
 # %% ../../nbs/lab/06_experiment.ipynb #86456369
 def with_interval(

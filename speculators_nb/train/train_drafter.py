@@ -37,7 +37,7 @@ from speculators_nb.nn.draft_vocabulary import (
     vocab_mapping_from_frequencies,
 )
 from ..nn.layers import check_layer_config, draft_layer_config
-from .trainer import SpeculatorTrainer, train
+from .trainer import Measure, SpeculatorTrainer, train
 from ..verifier.folders import check_output_dir, layout_of
 from ..verifier.identity import VerifierInfo
 from ..verifier.tapped_model import Verifier, default_aux_layer_ids
@@ -304,6 +304,7 @@ def train_drafter(
     storage: str | os.PathLike | None = None,  # the folder this vLLM writes to, as mounted here
     target_layer_ids: list[int] | None = None,  # layers to read; None: features', else three
     trust_features: bool = False,  # take features whose record does not fit the verifier
+    measure: Measure | None = None,  # of the model at each evaluation, as eval_{name}
     # SpeculatorTrainingArguments, and those of `draft_layers`, `from_training_args` and
     # `get_trainer_kwargs`
     **training_args,
@@ -341,6 +342,7 @@ def train_drafter(
     train_rows, eval_rows = training_split(data, eval_share, seed)
     train_set, eval_set = Subset(data, train_rows), Subset(data, eval_rows)
     settings = {"output_dir": str(output_dir), "seed": seed} | training_args
+    settings["measure"] = measure
     trainer = train(model, train_set, eval_set if eval_rows else None, **settings)
     if model.t2d is not None and trainer.args.should_save and not trainer.done:
         save_vocab_mapping(output_dir, model.t2d, model.d2t)

@@ -113,6 +113,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
             "image_folder",
             "prompts",
             "heldout",
+            "decode_prompts",
             "vllm",
             "convert.source",
             "features",
@@ -336,6 +337,12 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
         "patience without evaluations",
         "--early-stopping-patience 2 --eval-share 0",
         "early_stopping_patience=2: needs evaluations.*raise eval_share",
+    ),
+    (
+        "train",
+        "decoding without evaluations",
+        "--decode-prompts shipped --eval-share 0",
+        "decode_prompts='shipped': is decoded at each evaluation.*raise eval_share",
     ),
     (
         "train",
