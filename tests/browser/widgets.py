@@ -7,17 +7,29 @@ JupyterLab with one. Each number that JavaScript computes is compared with Pytho
 CHECKS has one function for each widget, by its name: (the widget on the page, its state) -> None.
 """
 
+import base64
 import functools
 import itertools
 import json
+import math
+import operator
 import re
 import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+import torch
 from axe_playwright_python.sync_playwright import Axe
 from chromium import browser, serve, watch
 from lab_smoke import copy_repository, free_port, start_lab
+
+from speculators_nb.evaluate.speedup import best_gamma, draft_schedule
+from speculators_nb.nn.masks import Mask
+from speculators_nb.widgets.mask_explorer import PACKINGS, drafter_mask, entry_counts, reasons, without
+from speculators_nb.widgets.mask_explorer import clauses as clauses_of
+from speculators_nb.widgets.playground import Drafting, Machine, surface
+from speculators_nb.widgets.tree_growth import MOST_NODES, accepted_path, kept_nodes, tree_counts
 
 WIDTHS, SCHEMES = (390, 1400), ("light", "dark")
 READY = ".snb-widget[data-mounted]"
@@ -79,7 +91,142 @@ def check_rule_lab(widget, state):
                 assert abs(a - b) < 1e-9, f"{name} at {p}, {q}, {others}: {a}, Python has {b}"
 
 
-CHECKS = {"example": check_example, "rule_lab": check_rule_lab}
+
+def choose(widget, label, value):
+    "Take a choice of a menu"
+    widget.get_by_label(label, exact=True).select_option(str(value))
+
+
+def numbers(widget, column):
+    "name -> value of a column of the widget's table"
+    cells = widget.locator(f"tbody tr td:nth-child({column + 2})[data-number]")
+    return dict(cells.evaluate_all("all => all.map(c => [c.dataset.number, Number(c.dataset.value)])"))
+
+
+def frozen_mask_of(node, clauses, queries, keys):
+    "The mask that a tree of clauses describes, from their bits"
+    if "join" in node:
+        parts = [frozen_mask_of(part, clauses, queries, keys) for part in node["parts"]]
+        if node["join"] == "not":
+            return ~parts[0]
+        return functools.reduce(operator.and_ if node["join"] == "and" else operator.or_, parts)
+    clause = clauses[node["clause"]]
+    bits = np.unpackbits(np.frombuffer(base64.b64decode(clause["bits"]), np.uint8))
+    dense = torch.from_numpy(bits[: queries * keys].reshape(queries, keys).astype(bool))
+    return Mask(lambda b, h, q, kv: dense[q, kv], None, clause["name"])
+
+
+def check_mask(widget, mask, queries, keys, side):
+    "The numbers of the mask, without each clause in turn, and what three entries are said to be"
+    figure, full = widget.locator("svg.snb-mask"), mask.dense(queries, keys)
+    box = figure.bounding_box()
+    unit = box["width"] / (keys * 10 + 4)
+    for q, k in ((0, 0), (queries - 1, 0), (queries // 2, keys - 1)):
+        figure.hover(position={"x": (k * 10 + 7) * unit, "y": (q * 10 + 7) * unit})
+        verb, holds = ("attends to", "true") if full[q, k] else ("does not attend to", "false")
+        text = widget.locator(".snb-reading").inner_text()
+        assert text.startswith(f"Query {q} {verb} key {k}"), text
+        assert text.endswith(f"{holds}: {', '.join(reasons(mask, q, k))}."), text
+    for clause in [None, *clauses_of(mask)]:
+        box = widget.get_by_label(clause, exact=True) if clause else None
+        if box:
+            box.uncheck()
+        left = without(mask, queries, keys, [clause])
+        counts = entry_counts(Mask(lambda b, h, q, kv, left=left: left[q, kv]), queries, keys, side)._asdict()
+        counts |= {"leak": int((left & ~full).sum()), "lost": int((full & ~left).sum())}
+        found = numbers(widget, 0)
+        assert set(found) == set(counts)
+        for name, value in counts.items():
+            assert abs(found[name] - value) < 1e-9, (clause, name, found[name], value)
+        if box:
+            box.check()
+
+
+def check_mask_explorer(widget, state):
+    "Some settings (the browser's values against the library's functions) and sides of a block"
+    settings = list(state["views"])
+    for side, setting in zip((8, 4, 16), [settings[0], settings[len(settings) // 3], settings[-1]]):
+        for menu, value in zip(state["menus"], setting.split("|")):
+            choose(widget, menu["label"], value)
+        choose(widget, "side of a block", side)
+        frozen = state["masks"][state["views"][setting]]
+        size = frozen["queries"], frozen["keys"]
+        mask = frozen_mask_of(frozen["tree"], state["clauses"], *size)
+        if setting:
+            drafter, packing, window, depth, anchors = setting.split("|")
+            documents = torch.tensor(PACKINGS[packing])
+            true = drafter_mask(drafter, documents, int(depth), int(window) or None, int(anchors))
+            assert size == true[1:] and torch.equal(mask.dense(*size), true.mask.dense(*size)), setting
+            assert numbers(widget, 1)["allowed"] == frozen["longer"]["allowed"]
+        check_mask(widget, mask, *size, side)
+
+
+def check_playground(widget, state):
+    "The surface and vLLM's fields: as it begins, with experts, after a bar was moved, measured"
+    name, known = next(iter(state["drafters"].items()))
+    rates, machine = list(known["rates"]), Machine()
+
+    def compare(costs):
+        speeds = surface(Drafting(rates, known["cost"], known["parallel"]), costs)
+        shown = widget.locator("td[data-value]").evaluate_all("all => all.map(c => Number(c.dataset.value))")
+        assert np.allclose(shown, [x for row in speeds.values() for x in row], rtol=1e-9, atol=0), name
+        fields = draft_schedule({batch: best_gamma(row) for batch, row in speeds.items()})
+        assert json.loads(widget.locator(".snb-fields").inner_text()) == fields
+
+    if state["verify"]:
+        compare(state["verify"])
+    choose(widget, "verification", "computed")
+    compare(machine)
+    press(widget.get_by_label("experts' share of what one token reads"), "ArrowRight", 10)
+    press(widget.get_by_label("tokens until computing is slower than reading"), "ArrowLeft", 10)
+    compare(machine._replace(expert_share=0.5, ridge=200))
+    press(widget.locator("[data-bar='1']"), "PageDown")
+    moved = max(round(rates[1] - 0.1, 3), 0)
+    rates = [rates[0], moved, *(min(rate, moved) for rate in rates[2:])]
+    compare(machine._replace(expert_share=0.5, ridge=200))
+    bar, low = widget.locator("[data-bar='0'] .snb-catch"), widget.locator("svg").first
+    bar.scroll_into_view_if_needed()
+    box, page = bar.bounding_box(), widget.page
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 3)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.up()
+    shown = [float(x) for x in low.locator("[data-bar]").evaluate_all("b => b.map(x => x.ariaValueNow)")]
+    assert abs(shown[0] - 0.5) < 0.02 and shown == sorted(shown, reverse=True), shown
+    rates = shown
+    compare(machine._replace(expert_share=0.5, ridge=200))
+
+
+def check_tree_growth(widget, state):
+    "Tree and chain of two positions at three depths and budgets; what a node says"
+    first = list(state["places"].items())
+    for (position, place), top_k in ((first[0], 3), (first[-1], 2)):
+        choose(widget, "tokens of the answer so far", position)
+        choose(widget, "top_k", top_k)
+        tree = place["trees"][str(top_k)]
+        for _ in range(3):
+            press(widget.get_by_label("depth", exact=True), "ArrowLeft")
+            press(widget.get_by_label("budget", exact=True), "ArrowRight", 2)
+            depth, budget = (int(widget.get_by_label(x, exact=True).input_value()) for x in ("depth", "budget"))
+            kept = kept_nodes(tree, depth, budget)
+            straight = kept_nodes(place["chain"], MOST_NODES, budget)
+            for column, (nodes, chosen) in enumerate(((tree, kept), (place["chain"], straight))):
+                counts, found = tree_counts(nodes, chosen, place["truth"]), numbers(widget, column)
+                assert set(counts) == set(found)
+                assert all(abs(counts[name] - found[name]) < 1e-9 for name in counts), (position, counts, found)
+            accepted = len(accepted_path(tree, kept, place["truth"])) + 1  # and the text so far
+            assert widget.locator("svg").first.locator(".snb-node.snb-accepted").count() == accepted
+        widget.locator(".snb-node[tabindex]").first.focus()
+        assert f"path {math.exp(tree['scores'][kept[0]]):.3f}" in widget.locator(".snb-reading").inner_text()
+
+
+CHECKS = {
+    "example": check_example,
+    "mask_explorer": check_mask_explorer,
+    "playground": check_playground,
+    "tree_growth": check_tree_growth,
+    "rule_lab": check_rule_lab,
+}
 
 
 def frozen(html):
