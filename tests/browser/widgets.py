@@ -91,7 +91,6 @@ def check_rule_lab(widget, state):
                 assert abs(a - b) < 1e-9, f"{name} at {p}, {q}, {others}: {a}, Python has {b}"
 
 
-
 def choose(widget, label, value):
     "Take a choice of a menu"
     widget.get_by_label(label, exact=True).select_option(str(value))
