@@ -264,7 +264,7 @@ RULES |= {
     "ttt_step_loss_decay": number(1.0, above=0, high=10),
     "head_loss_decay": number(0.8, above=0, high=10, none=True),
     "step_weight_beta": number(0.6, above=0, high=10),
-    "step_weights": several(number(0.5, low=0), [0.5, 0.3, 0.2], none=True),
+    "step_weights": several(number(0.5, low=0), [0.5, 0.3, 0.2], none=True, objects=True),
     "dflash_decay_gamma": number(4.0, above=0),
     "dpace_alpha": number(0.5, low=0, high=1),
     "confidence_head_alpha": number(1.0, low=0),
