@@ -87,7 +87,7 @@ def independent(
         joint = joint[..., None] * p
     return joint
 
-
+# %% ../../nbs/widgets/05_rule_lab.ipynb #b4a1001b
 def enumerate_rule(
     rule: Rule,
     p: torch.Tensor,  # [V] float64, the verifier's distribution at every position
@@ -134,7 +134,7 @@ def lab_values(
         for name, rule in LAB_RULES.items()
     }
 
-
+# %% ../../nbs/widgets/05_rule_lab.ipynb #b4a1001f
 class RuleLab(Widget):
     "Sliders for two distributions, and all acceptance rules on them."
 
