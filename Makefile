@@ -231,7 +231,7 @@ endif
 	@touch $@
 
 clean:  ## remove what can be built again (not the environments)
-	rm -rf _proc _docs _site build dist output docs/_src docs/_site docs/_static/mathjax docs/jupyter_execute .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf _proc _docs _site build dist output docs/_src docs/_site docs/jupyter_execute .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find nbs speculators_nb tests docs benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: laptop

@@ -10,20 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.metadata import files
 
+from web.finish import finish
 from web.pages import stage
 from web.places import DOCS, ROOT, SITE, SRC
-
-
-def mathjax():
-    "MathJax 3 as one file, from the Python package that carries it"
-    wheel = files("sphinx-mathjax-offline") or sys.exit(
-        "docs need the Python package sphinx-mathjax-offline: make env-dev"
-    )
-    target = DOCS / "_static/mathjax/tex-svg.js"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(next(f for f in wheel if f.match("static/mathjax/tex-svg.js")).locate(), target)
 
 
 def widgets():
@@ -32,7 +22,6 @@ def widgets():
 
 
 def main():
-    mathjax()
     widgets()
     stage()
     shutil.rmtree(SITE, ignore_errors=True)
@@ -58,6 +47,7 @@ def main():
     shutil.rmtree(DOCS / "jupyter_execute", ignore_errors=True)  # myst-nb's copies, which no page needs
     if done.returncode:
         sys.exit("docs: Sphinx found the problems above")
+    finish(SITE)
     print(
         f"{len(list(SITE.rglob('*.html')))} pages in {SITE.relative_to(ROOT)}: open "
         f"{(SITE / 'index.html').relative_to(ROOT)}"

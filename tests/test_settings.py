@@ -151,7 +151,7 @@ def test_imports_are_declared(files, extras):
     declared = {Requirement(r).name.replace("-", "_") for r in declared} | OPTIONAL
     files = list(ROOT.glob(files))
     local = {p.stem for p in [*files, *ROOT.glob("docs/*.py"), *ROOT.glob("tests/*/*.py")]} | {
-        p.name for p in (ROOT / "tests").iterdir() if p.is_dir()
+        p.name for folder in ("tests", "docs") for p in (ROOT / folder).iterdir() if p.is_dir()
     }
     unknown = {COMES_WITH.get(name, name): path.name for path in files for name in third_party(path) - local}
     assert files and {name: path for name, path in unknown.items() if name not in declared} == {}

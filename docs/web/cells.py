@@ -4,8 +4,6 @@ import ast
 import json
 import re
 
-FOLD = 45  # an exported cell with more lines than this starts folded
-
 
 def load(path):
     nb = json.loads(path.read_text())
@@ -54,13 +52,10 @@ def stage_cell(cell):
     source = re.sub(r"^#\|.*\n?", "", cell["source"], flags=re.M).strip("\n")
     if not source or {"hide", "exporti"} & flags.keys() or flags.get("include") == "false":
         return None
-    tags = ["hide-input"] if is_imports(source) or ("export" in flags and source.count("\n") >= FOLD) else []
+    tags = ["hide-input"] if is_imports(source) else []  # nothing else is folded: the page is about its code
     tags += ["remove-input"] if "hide_input" in flags or flags.get("echo") == "false" else []
     tags += ["remove-output"] if "hide_output" in flags or flags.get("output") == "false" else []
-    fold = {
-        "code_prompt_show": "imports" if is_imports(source) else source.split("\n")[0].rstrip("(:"),
-        "code_prompt_hide": "fold",
-    }
+    fold = {"code_prompt_show": "imports", "code_prompt_hide": "fold"}
     return {**cell, "source": source, "metadata": {"tags": tags, "mystnb": fold}}
 
 

@@ -30,14 +30,16 @@ from .files import atomic_write, read_errors, read_object
 
 # %% ../../nbs/core/07_provenance.ipynb #15e2252a
 SECRET_NAME = re.compile(
-    r"(?i)(^|[_-])(api[_-]?key|key|secret|passw(or)?d|passphrase|credentials?|authorization|bearer|cookie|"
+    r"(?i)(^|[_-])(api[_-]?key|key|secret|passw(or)?d|passphrase|credentials?|"
+    r"authorization|bearer|cookie|"
     r"pwd|(hf|hub|auth|access|api|bearer|refresh)?[_-]?token)([_-]?\d+)?$|password$"
 )
 # tokens of another kind
 NOT_SECRET = {"eos_token", "bos_token", "pad_token", "unk_token", "mask_token"}
 _NAMED = (
-    r"(?:[\w.-]*[_-])?(?:api[_-]?key|access[_-]?key(?:[_-]?id)?|secret(?:[_-]?key)?|passw(?:or)?d|passphrase|pwd|"
-    r"private[_-]?key|credentials?|(?:hf|hub|auth|access|api|refresh|session|security)[_-]?token|[a-z]+password)"
+    r"(?:[\w.-]*[_-])?(?:api[_-]?key|access[_-]?key(?:[_-]?id)?|"
+    r"secret(?:[_-]?key)?|passw(?:or)?d|passphrase|pwd|private[_-]?key|credentials?|"
+    r"(?:hf|hub|auth|access|api|refresh|session|security)[_-]?token|[a-z]+password)"
 )
 SECRET_TEXT = [
     (re.compile(p), r)
@@ -57,16 +59,19 @@ SECRET_TEXT = [
             r"\1***@",
         ),  # the same, a slash in the password
         (
-            r"(?i)([?&;#](?:[\w.%-]*(?:key|token|secret|passw(?:or)?d|pwd|signature|sig|auth|credential))=)[^&\s#\"'<>]+",
+            r"(?i)([?&;#](?:[\w.%-]*(?:key|token|secret|passw(?:or)?d|pwd|"
+            r"signature|sig|auth|credential))=)[^&\s#\"'<>]+",
             r"\1***",
         ),
         (
-            rf"(?i)((?<![\w-])['\"]?{_NAMED}['\"]?\s*[:=]\s*b?['\"]?)(?!(?:None|null|True|False|\*\*\*)\b)[^\s'\",;&}})\]]+",
+            rf"(?i)((?<![\w-])['\"]?{_NAMED}['\"]?\s*[:=]\s*b?['\"]?)"
+            rf"(?!(?:None|null|True|False|\*\*\*)\b)[^\s'\",;&}})\]]+",
             r"\1***",
         ),
         (r"\b(hf_)[A-Za-z0-9]{16,}", r"\1***"),  # the makers' own prefixes
         (
-            r"\b(sk|pk|ghp|gho|ghu|ghs|github_pat|glpat|xox[abeprs]|nvapi|gsk|pypi)([_-])[\w-]{16,}",
+            r"\b(sk|pk|ghp|gho|ghu|ghs|github_pat|glpat|xox[abeprs]|"
+            r"nvapi|gsk|pypi)([_-])[\w-]{16,}",
             r"\1\2***",
         ),
         (r"\b(AKIA|ASIA|AIza)[\w-]{12,}", r"\1***"),

@@ -156,22 +156,28 @@ license: apache-2.0
 ---
 # Tiny verifier
 
-A Qwen3-architecture chat model with {parameters:,} parameters ({layers} layers of width {width}, vocabulary {vocab}), small enough to
-ship and to run on a laptop's CPU, good enough to be worth drafting for. It knows six kinds of toy conversation and nothing else.
+A Qwen3-architecture chat model with {parameters:,} parameters \
+({layers} layers of width {width}, vocabulary {vocab}), \
+small enough to
+ship and to run on a laptop's CPU, good enough to be worth drafting for. \
+It knows six kinds of toy conversation and nothing else.
 
 | | |
 | --- | --- |
 | conversations | {n}, made by `speculators_nb.lab.corpus` (seed {seed}, CC0) |
-| plain text | {n_plain} paragraphs of the language reference that ships with Python (`pydoc_data.topics`) |
+| plain text | {n_plain} paragraphs of the language reference that ships with Python \
+(`pydoc_data.topics`) |
 | training | one pass over {tokens:,} tokens, Muon and AdamW, float32 |
 | remake | `make verifier`, that is `.venv/bin/python -m speculators_nb.lab.tiny_verifier` |
 | licence | weights and code Apache-2.0, corpus CC0-1.0 |
 
-Retraining gives the same quality, not the same bytes: sums of floats depend on the machine, and Python's language reference on its version.
+Retraining gives the same quality, not the same bytes: sums of floats depend \
+on the machine, and Python's language reference on its version.
 
 ## Greedy answers to {turns} held-out prompts
 
-`right`: the answer agrees with a solver that reads the prompt (a free answer: keeps to its subject and ends). `ended`: within 160 tokens.
+`right`: the answer agrees with a solver that reads the prompt \
+(a free answer: keeps to its subject and ends). `ended`: within 160 tokens.
 `distinct`: share of 3-grams that are new within an answer.
 
 {table}
@@ -179,7 +185,7 @@ Retraining gives the same quality, not the same bytes: sums of floats depend on 
 ## Samples (greedy)
 
 {samples}
-"""  # noqa: E501
+"""
 
 # %% ../../nbs/lab/05_tiny_verifier.ipynb #2f3060e8
 def model_card(

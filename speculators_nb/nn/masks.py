@@ -10,7 +10,7 @@ __all__ = ['Predicate', 'KeyRanges', 'KeyRange', 'disjoint', 'intersections', 'D
 # %% ../../nbs/nn/01_masks.ipynb #2f348c42
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -175,10 +175,14 @@ class BlockedMask(DrawnMask):
 @dataclass(frozen=True)
 class Mask(BlockedMask):
     """A predicate (b, h, q, kv) -> bool tensor and its key ranges, with `&`, `|` and `~`. q and
-    kv are integer tensors that broadcast against each other."""
+    kv are integer tensors that broadcast against each other. What it is made of is kept, so
+    that a picture can name the clause that allows an entry."""
 
     allowed: Predicate  # True where the query attends to the key
     ranges: KeyRanges | None = None  # the same keys as ranges; None: not known
+    clause: str = "predicate"  # in words, of a mask that is not joined of others
+    join: str = ""  # "and", "or" or "not", of `parts`; "": a clause
+    parts: tuple["Mask", ...] = ()
 
     def __call__(self, b, h, q_idx, kv_idx):
         "The `mask_mod` convention of flex attention."
@@ -188,16 +192,20 @@ class Mask(BlockedMask):
         return Mask(
             lambda b, h, q, kv: self(b, h, q, kv) & other(b, h, q, kv),
             _joined(self.ranges, other.ranges, intersections),
+            join="and",
+            parts=(self, other),
         )
 
     def __or__(self, other: "Mask") -> "Mask":
         return Mask(
             lambda b, h, q, kv: self(b, h, q, kv) | other(b, h, q, kv),
             _joined(self.ranges, other.ranges, operator.add),
+            join="or",
+            parts=(self, other),
         )
 
     def __invert__(self) -> "Mask":
-        return Mask(lambda b, h, q, kv: ~self(b, h, q, kv))
+        return Mask(lambda b, h, q, kv: ~self(b, h, q, kv), join="not", parts=(self,))
 
     def prefix(
         self,
@@ -218,7 +226,7 @@ class Mask(BlockedMask):
             raise ValueError("this mask leaves a gap between its keys; use `attention`")
         return KeyRange(first, stop)
 
-
+# %% ../../nbs/nn/01_masks.ipynb #bf0b950c
 class MaskSize(NamedTuple):
     "A mask and its numbers of queries and keys."
 
@@ -232,6 +240,7 @@ def causal() -> Mask:
     return Mask(
         lambda b, h, q, kv: kv <= q,
         lambda q, kv_len: [KeyRange(torch.zeros_like(q), q + 1)],
+        "not after the query",
     )
 
 # %% ../../nbs/nn/01_masks.ipynb #fc4f82d7
@@ -267,7 +276,9 @@ def same_document(
         first, stop = document.first[q], document.stop[q]
         return [KeyRange(first + start, stop + start) for start in range(0, kv_len, L)]
 
-    return Mask(lambda b, h, q, kv: (ids[q] == ids[kv % L]) & (ids[q] >= 0), ranges)
+    return Mask(
+        lambda b, h, q, kv: (ids[q] == ids[kv % L]) & (ids[q] >= 0), ranges, "same document"
+    )
 
 # %% ../../nbs/nn/01_masks.ipynb #88ab4622
 def sliding_window(
@@ -279,6 +290,7 @@ def sliding_window(
     return Mask(
         lambda b, h, q, kv: kv > q - window,
         lambda q, kv_len: [KeyRange(q - window + 1, torch.full_like(q, kv_len))],
+        "within the window",
     )
 
 # %% ../../nbs/nn/01_masks.ipynb #6b5d078e
@@ -292,12 +304,18 @@ def repeated_diagonal(
         starts = range(length, kv_len, length)
         return [KeyRange(q + start, q + start + 1) for start in starts]
 
-    return Mask(lambda b, h, q, kv: (kv >= length) & (kv % length == q), ranges)
+    return Mask(
+        lambda b, h, q, kv: (kv >= length) & (kv % length == q),
+        ranges,
+        "own position in a later pass",
+    )
 
 
 def itself() -> Mask:
     "A query attends to its own position, padding too."
-    return Mask(lambda b, h, q, kv: kv == q, lambda q, kv_len: [KeyRange(q, q + 1)])
+    return Mask(
+        lambda b, h, q, kv: kv == q, lambda q, kv_len: [KeyRange(q, q + 1)], "the query itself"
+    )
 
 
 def ttt(
@@ -324,13 +342,23 @@ def anchored_blocks(
     ids = document_ids.reshape(-1)
     L = len(ids)
 
-    def allowed(b, h, q, kv):
-        anchor, slot, key = anchors[q // block], kv - L, kv.clamp_max(L - 1)
-        before = (kv < anchor) & (ids[key] == ids[anchor]) & (ids[anchor] >= 0)
-        if window is not None:
-            before = before & (kv >= anchor - window)
-        own = (slot >= 0) & (slot // block == q // block)
-        return before | (own & (slot <= q) if causal else own)
+    def in_document(b, h, q, kv):
+        document = ids[anchors[q // block]]
+        return (kv < L) & (ids[kv.clamp_max(L - 1)] == document) & (document >= 0)
+
+    def in_window(b, h, q, kv):
+        return kv >= anchors[q // block] - window
+
+    def in_block(b, h, q, kv):
+        return (kv >= L) & ((kv - L) // block == q // block)
+
+    before = Mask(lambda b, h, q, kv: kv < anchors[q // block], None, "before the anchor")
+    before = before & Mask(in_document, None, "in the anchor's document")
+    if window is not None:
+        before = before & Mask(in_window, None, "within the anchor's window")
+    own = Mask(in_block, None, "own block")
+    if causal:
+        own = own & Mask(lambda b, h, q, kv: kv - L <= q, None, "no later slot")
 
     def ranges(q, kv_len):
         anchor = anchors[q // block]
@@ -341,9 +369,9 @@ def anchored_blocks(
         own_stop = L + q + 1 if causal else own_first + block
         return [KeyRange(first, anchor), KeyRange(own_first, own_stop)]
 
-    return Mask(allowed, ranges)
+    return replace(before | own, ranges=ranges)
 
-
+# %% ../../nbs/nn/01_masks.ipynb #50f06d42
 def slot_window(
     anchors: Tensor,  # [A] int64, packed position of each block's first token
     length: int,  # L, positions of the row
@@ -367,7 +395,7 @@ def slot_window(
             KeyRange(first_slot, length + q + reach),
         ]
 
-    return Mask(allowed, ranges)
+    return Mask(allowed, ranges, "within the slot's window")
 
 # %% ../../nbs/nn/01_masks.ipynb #416bc99b
 def rollouts(
@@ -382,12 +410,25 @@ def rollouts(
     ids = document_ids.reshape(-1)
     document = ids[anchor_pos]
 
-    def allowed(b, h, q, kv):
-        past = (depth[kv] == 0) & (anchor_pos[kv] <= anchor_pos[q])
-        if window is not None:
-            past = past & (anchor_pos[kv] > anchor_pos[q] + depth[q] - window)
-        own = (anchor_pos[kv] == anchor_pos[q]) & (depth[kv] <= depth[q])
-        return (past | own) & (document[kv] == document[q]) & (document[q] >= 0)
+    def before(b, h, q, kv):
+        return anchor_pos[kv] <= anchor_pos[q]
+
+    def in_window(b, h, q, kv):
+        return anchor_pos[kv] > anchor_pos[q] + depth[q] - window
+
+    def in_rollout(b, h, q, kv):
+        return anchor_pos[kv] == anchor_pos[q]
+
+    def in_document(b, h, q, kv):
+        return (document[kv] == document[q]) & (document[q] >= 0)
+
+    past = Mask(lambda b, h, q, kv: depth[kv] == 0, None, "an ordinary position")
+    past = past & Mask(before, None, "not after the anchor")
+    if window is not None:
+        past = past & Mask(in_window, None, "within the window")
+    own = Mask(in_rollout, None, "own rollout")
+    own = own & Mask(lambda b, h, q, kv: depth[kv] <= depth[q], None, "no deeper")
+    mask = (past | own) & Mask(in_document, None, "same document")
 
     def ranges(q, kv_len):
         anchor = anchor_pos[q]
@@ -405,4 +446,4 @@ def rollouts(
         return found
 
     known = torch.equal(anchor_pos[: len(ids)], torch.arange(len(ids), device=ids.device))
-    return Mask(allowed, ranges if known and not depth[: len(ids)].any() else None)
+    return replace(mask, ranges=ranges if known and not depth[: len(ids)].any() else None)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Read the built site as a reader would: every page, no request that leaves this machine, mathematics, search, links,
-dark mode.
+"""Read the built site as a reader would: every page, no request that leaves this machine, formulas, weight, width,
+accessibility, search, links, dark mode.
 
 python tests/browser/site_smoke.py docs/_site [folder for screenshots]
 """
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from chromium import browser, serve, watch
+from page_checks import accessibility, layout, weight
 
 SYMBOL = "Eagle3DraftModel"  # what the search must find
 TERMS = {  # words of the field -> a page that explains them, which the search must find
@@ -31,24 +32,18 @@ def main(site, shots=None):
         watch(page, problems)
         for name in pages:
             page.goto(f"{url}/{name}")
-            formulas, names = page.locator(".math").count(), page.locator(PROSE_LINK).count()
-            if formulas:
-                page.wait_for_selector("mjx-container svg", state="attached", timeout=15000)
-                failed = page.locator("mjx-merror, [data-mjx-error]").count()
-                assert not failed, f"{name}: {failed} formulas that MathJax cannot read"
+            formulas, names = page.locator("math").count(), page.locator(PROSE_LINK).count()
             assert page.locator("h1").count() == 1 or name in ("search.html", "genindex.html", "py-modindex.html"), (
                 f"{name} has no single title"
             )
             broken = page.evaluate("[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)")
             assert not broken, f"{name}: broken pictures {broken}"
-            for width in (400, 1280):
-                page.set_viewport_size({"width": width, "height": 900})
-                excess = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-                if excess > 0:
-                    problems.append(f"{name} is {excess} px wider than a window of {width} px")
+            problems += weight(page, name) + layout(page, name)
             n_math, n_links = n_math + formulas, n_links + names
         assert n_math and n_links, f"{n_math} formulas, {n_links} linked names in prose: the staging lost them"
 
+        page.set_viewport_size({"width": 1280, "height": 900})
+        problems += accessibility(b, url)
         page.goto(f"{url}/search.html?q={SYMBOL}", wait_until="networkidle")
         hit = page.locator("#search-results li a").first
         hit.wait_for(timeout=15000)

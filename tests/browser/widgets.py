@@ -7,16 +7,31 @@ JupyterLab with one. Each number that JavaScript computes is compared with Pytho
 CHECKS has one function for each widget, by its name: (the widget on the page, its state) -> None.
 """
 
+import base64
+import bisect
+import functools
 import itertools
 import json
+import math
+import operator
 import re
 import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+import torch
 from axe_playwright_python.sync_playwright import Axe
 from chromium import browser, serve, watch
 from lab_smoke import copy_repository, free_port, start_lab
+
+from speculators_nb.evaluate.speedup import best_gamma, draft_schedule
+from speculators_nb.nn.masks import Mask
+from speculators_nb.widgets.mask_explorer import PACKINGS, drafter_mask, entry_counts, reasons, without
+from speculators_nb.widgets.mask_explorer import clauses as clauses_of
+from speculators_nb.widgets.playground import Drafting, Machine, surface
+from speculators_nb.widgets.tree_growth import MOST_NODES, accepted_path, kept_nodes, tree_counts
+from speculators_nb.widgets.widget import Widget, embed
 
 WIDTHS, SCHEMES = (390, 1400), ("light", "dark")
 READY = ".snb-widget[data-mounted]"
@@ -39,7 +54,212 @@ def check_example(widget, state):
         press(slider, "ArrowRight")
 
 
-CHECKS = {"example": check_example}
+LAB_SETTINGS = (  # weights of p and of q, temperature, draft tokens, proposal
+    ((0.42, 0.23, 0.15, 0.12, 0.08), (0.18, 0.4, 0.2, 0.08, 0.14), 1.0, 2, "drawn"),
+    ((0.9, 0.1, 0.3, 0.3, 0.05), (0.2, 0.7, 0, 0.35, 0.6), 0.6, 1, "drawn"),
+    ((0.5, 0, 1, 0.25, 0.7), (0.6, 0.1, 0.8, 0.05, 0.4), 1.4, 2, "argmax"),
+    ((0.3, 0.6, 0.55, 0.2, 0.1), (0.5, 0.6, 0.1, 0.9, 0.3), 0.0, 3, "drawn"),
+)
+
+
+@functools.cache
+def lab_values(*setting):
+    "What Python finds at a setting of the rule lab, by enumeration"
+    from speculators_nb.widgets import rule_lab
+
+    return rule_lab.lab_values(dict(zip(("p", "q", "temperature", "length", "proposal"), setting)))
+
+
+def check_rule_lab(widget, state):
+    "Every rule's acceptance, output and distance, at several settings"
+    first = lab_values(*LAB_SETTINGS[0])
+    assert {name: value["accepted"] for name, value in state["values"].items()} == {
+        name: value.accepted for name, value in first.items()
+    }
+    for p, q, *others in LAB_SETTINGS:
+        sliders = widget.locator(".snb-weights input")
+        for i, weight in enumerate((*p, *q)):
+            sliders.nth(i).fill(str(weight))
+        for i, value in enumerate(others[:2]):
+            widget.locator(".snb-row input").nth(i).fill(str(value))
+        widget.locator(".snb-row select").select_option(others[2])
+        read = "all => all.map(e => [e.dataset.rule, e.dataset.accepted, e.dataset.distance, e.dataset.output])"
+        found = widget.locator(".snb-rule").evaluate_all(read)
+        expected = lab_values(p, q, *others)
+        assert [name for name, *_ in found] == list(expected)
+        for name, accepted, distance, output in found:
+            here, want = map(float, (accepted, distance, *output.split(","))), expected[name]
+            for a, b in zip(here, (want.accepted, want.distance, *want.output), strict=True):
+                assert abs(a - b) < 1e-9, f"{name} at {p}, {q}, {others}: {a}, Python has {b}"
+
+
+def check_debugger(widget, state):
+    "At every third output token, for each run: mean length, p, q, min(p, q), the fate of each draft token; the list"
+    slider = widget.locator("input[type=range]")
+    for position in range(1, int(slider.get_attribute("max")) + 1):
+        if position % 3 == 1:
+            for i, run in enumerate(state["runs"]):
+                check_run(widget.locator(".snb-run").nth(i), run, position)
+        press(slider, "ArrowRight")
+    for i, row in enumerate(state["worst"][:3]):
+        widget.locator("select").select_option(str(i))
+        step = state["runs"][row["run"]]["steps"][row["step"]]
+        chosen = widget.locator(".snb-run").nth(row["run"]).locator("tr:has([aria-pressed=true])")
+        p, q = step["p"][row["node"]], step["q"][row["node"]]
+        assert chosen.locator("td").all_inner_texts()[:3] == [f"{x:.4f}" for x in (p, q, min(p, q))], row
+        assert chosen.locator("td").last.inner_text() == "rejected", row
+
+
+def check_run(run, state, position):
+    "One run of the debugger, at the step that wrote this output token"
+    ends = list(itertools.accumulate((len(step["tokens"]) for step in state["steps"]), initial=1))
+    step = state["steps"][min(bisect.bisect_right(ends, position) - 1, len(state["steps"]) - 1)]
+    assert run.locator(".snb-mean").inner_text() == f"{(ends[-1] - 1) / len(state['steps']):.4f}"
+    rows = [row.split() for row in run.locator("tbody tr td").all_inner_texts()]
+    shown = [sum(rows[i : i + 5], []) for i in range(0, len(rows), 5)]
+    numbers = [
+        [f"{x:.4f}" for x in (p, q, min(p, q), chance)] for p, q, chance in zip(step["p"], step["q"], step["chance"])
+    ]
+    assert [row[:4] for row in shown] == numbers, (position, shown)
+    assert [node for node, row in enumerate(shown) if row[4] == "accepted"] == sorted(step["path"])
+
+
+def choose(widget, label, value):
+    "Take a choice of a menu"
+    widget.get_by_label(label, exact=True).select_option(str(value))
+
+
+def numbers(widget, column):
+    "name -> value of a column of the widget's table"
+    cells = widget.locator(f"tbody tr td:nth-child({column + 2})[data-number]")
+    return dict(cells.evaluate_all("all => all.map(c => [c.dataset.number, Number(c.dataset.value)])"))
+
+
+def frozen_mask_of(node, clauses, queries, keys):
+    "The mask that a tree of clauses describes, from their bits"
+    if "join" in node:
+        parts = [frozen_mask_of(part, clauses, queries, keys) for part in node["parts"]]
+        if node["join"] == "not":
+            return ~parts[0]
+        return functools.reduce(operator.and_ if node["join"] == "and" else operator.or_, parts)
+    clause = clauses[node["clause"]]
+    bits = np.unpackbits(np.frombuffer(base64.b64decode(clause["bits"]), np.uint8))
+    dense = torch.from_numpy(bits[: queries * keys].reshape(queries, keys).astype(bool))
+    return Mask(lambda b, h, q, kv: dense[q, kv], None, clause["name"])
+
+
+def check_mask(widget, mask, queries, keys, side):
+    "The numbers of the mask, without each clause in turn, and what three entries are said to be"
+    figure, full = widget.locator("svg.snb-mask"), mask.dense(queries, keys)
+    box = figure.bounding_box()
+    unit = box["width"] / (keys * 10 + 4)
+    for q, k in ((0, 0), (queries - 1, 0), (queries // 2, keys - 1)):
+        figure.hover(position={"x": (k * 10 + 7) * unit, "y": (q * 10 + 7) * unit})
+        verb, holds = ("attends to", "true") if full[q, k] else ("does not attend to", "false")
+        text = widget.locator(".snb-reading").inner_text()
+        assert text.startswith(f"Query {q} {verb} key {k}"), text
+        assert text.endswith(f"{holds}: {', '.join(reasons(mask, q, k))}."), text
+    for clause in [None, *clauses_of(mask)]:
+        box = widget.get_by_label(clause, exact=True) if clause else None
+        if box:
+            box.uncheck()
+        left = without(mask, queries, keys, [clause])
+        counts = entry_counts(Mask(lambda b, h, q, kv, left=left: left[q, kv]), queries, keys, side)._asdict()
+        counts |= {"leak": int((left & ~full).sum()), "lost": int((full & ~left).sum())}
+        found = numbers(widget, 0)
+        assert set(found) == set(counts)
+        for name, value in counts.items():
+            assert abs(found[name] - value) < 1e-9, (clause, name, found[name], value)
+        if box:
+            box.check()
+
+
+def check_mask_explorer(widget, state):
+    "Some settings (the browser's values against the library's functions) and sides of a block"
+    settings = list(state["views"])
+    for side, setting in zip((8, 4, 16), [settings[0], settings[len(settings) // 3], settings[-1]]):
+        for menu, value in zip(state["menus"], setting.split("|")):
+            choose(widget, menu["label"], value)
+        choose(widget, "side of a block", side)
+        frozen = state["masks"][state["views"][setting]]
+        size = frozen["queries"], frozen["keys"]
+        mask = frozen_mask_of(frozen["tree"], state["clauses"], *size)
+        if setting:
+            drafter, packing, window, depth, anchors = setting.split("|")
+            documents = torch.tensor(PACKINGS[packing])
+            true = drafter_mask(drafter, documents, int(depth), int(window) or None, int(anchors))
+            assert size == true[1:] and torch.equal(mask.dense(*size), true.mask.dense(*size)), setting
+            assert numbers(widget, 1)["allowed"] == frozen["longer"]["allowed"]
+        check_mask(widget, mask, *size, side)
+
+
+def check_playground(widget, state):
+    "The surface and vLLM's fields: as it begins, with experts, after a bar was moved, measured"
+    name, known = next(iter(state["drafters"].items()))
+    rates, machine = list(known["rates"]), Machine()
+
+    def compare(costs):
+        speeds = surface(Drafting(rates, known["cost"], known["parallel"]), costs)
+        shown = widget.locator("td[data-value]").evaluate_all("all => all.map(c => Number(c.dataset.value))")
+        assert np.allclose(shown, [x for row in speeds.values() for x in row], rtol=1e-9, atol=0), name
+        fields = draft_schedule({batch: best_gamma(row) for batch, row in speeds.items()})
+        assert json.loads(widget.locator(".snb-fields").inner_text()) == fields
+
+    if state["verify"]:
+        compare(state["verify"])
+    choose(widget, "verification", "computed")
+    compare(machine)
+    press(widget.get_by_label("experts' share of what one token reads"), "ArrowRight", 10)
+    press(widget.get_by_label("tokens until computing is slower than reading"), "ArrowLeft", 10)
+    compare(machine._replace(expert_share=0.5, ridge=200))
+    press(widget.locator("[data-bar='1']"), "PageDown")
+    moved = max(round(rates[1] - 0.1, 3), 0)
+    rates = [rates[0], moved, *(min(rate, moved) for rate in rates[2:])]
+    compare(machine._replace(expert_share=0.5, ridge=200))
+    bar, low = widget.locator("[data-bar='0'] .snb-catch"), widget.locator("svg").first
+    bar.scroll_into_view_if_needed()
+    box, page = bar.bounding_box(), widget.page
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 3)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.up()
+    shown = [float(x) for x in low.locator("[data-bar]").evaluate_all("b => b.map(x => x.ariaValueNow)")]
+    assert abs(shown[0] - 0.5) < 0.02 and shown == sorted(shown, reverse=True), shown
+    rates = shown
+    compare(machine._replace(expert_share=0.5, ridge=200))
+
+
+def check_tree_growth(widget, state):
+    "Tree and chain of two positions at three depths and budgets; what a node says"
+    first = list(state["places"].items())
+    for (position, place), top_k in ((first[0], 3), (first[-1], 2)):
+        choose(widget, "tokens of the answer so far", position)
+        choose(widget, "top_k", top_k)
+        tree = place["trees"][str(top_k)]
+        for _ in range(3):
+            press(widget.get_by_label("depth", exact=True), "ArrowLeft")
+            press(widget.get_by_label("budget", exact=True), "ArrowRight", 2)
+            depth, budget = (int(widget.get_by_label(x, exact=True).input_value()) for x in ("depth", "budget"))
+            kept = kept_nodes(tree, depth, budget)
+            straight = kept_nodes(place["chain"], MOST_NODES, budget)
+            for column, (nodes, chosen) in enumerate(((tree, kept), (place["chain"], straight))):
+                counts, found = tree_counts(nodes, chosen, place["truth"]), numbers(widget, column)
+                assert set(counts) == set(found)
+                assert all(abs(counts[name] - found[name]) < 1e-9 for name in counts), (position, counts, found)
+            accepted = len(accepted_path(tree, kept, place["truth"])) + 1  # and the text so far
+            assert widget.locator("svg").first.locator(".snb-node.snb-accepted").count() == accepted
+        widget.locator(".snb-node[tabindex]").first.focus()
+        assert f"path {math.exp(tree['scores'][kept[0]]):.3f}" in widget.locator(".snb-reading").inner_text()
+
+
+CHECKS = {
+    "example": check_example,
+    "debugger": check_debugger,
+    "mask_explorer": check_mask_explorer,
+    "playground": check_playground,
+    "tree_growth": check_tree_growth,
+    "rule_lab": check_rule_lab,
+}
 
 
 def frozen(html):
@@ -136,9 +356,26 @@ def in_lab(notebook="widgets/01_widget.ipynb", shots=None):
     assert not [p for p in problems if "widget" in p.lower()], "\n".join(problems)
 
 
+def one_file(site):
+    "A page of one file with the widgets of a page of the site"
+
+    class Debugger(Widget):
+        name = "debugger"
+
+        def fallback(self):
+            return "<p>no JavaScript</p>"
+
+    (state,) = (s for name, s in frozen((site / "widgets/05_debugger.html").read_text()) if name == "debugger")
+    widgets = (Debugger(state=state, controls=dict(position=1, run=0, node=0)) for _ in range(2))
+    return (
+        f'<!doctype html><html lang="en"><title>debugger</title><main><h1>Debugger</h1>{embed(*widgets)}</main></html>'
+    )
+
+
 def main(site, shots=None):
     site = Path(site)
     used = on_site(site, shots)
+    from_a_file(one_file(site), shots)
     modules = {p.stem for p in (site / "_static/widgets").glob("*.js")} - {"common", "mount"}
     assert used == modules == set(CHECKS), f"on the site {used}, modules {modules}, checked {set(CHECKS)}"
     in_lab(shots=shots)

@@ -60,6 +60,35 @@ export function menu(model, name, label, choices) {
   return h("label", { class: "snb-control" }, h("span", {}, label), select);
 }
 
+// Grey out the choices of a menu that are not in the page, where no kernel can compute them
+export function limit(model, label, isKnown) {
+  const live = typeof model.send === "function"; // of anywidget's model, not of a frozen one
+  [...label.querySelector("select").options].forEach((option, i) => {
+    option.disabled = !live && !isKnown(i);
+  });
+}
+
+// Numbers in columns: labels { name: text }, columns { title: { name: value } }; a test reads them
+export function numberTable(labels, columns, format) {
+  const cell = (value, name) => value === undefined ? h("td")
+    : h("td", { "data-number": name, "data-value": value }, format(value, name));
+  const titles = Object.keys(columns).map((title) => h("th", { scope: "col" }, title));
+  const rows = Object.entries(labels).map(([name, label]) => h("tr", {},
+    h("th", { scope: "row" }, label), Object.values(columns).map((values) => cell(values[name], name))));
+  return h("table", {}, h("thead", {}, h("tr", {}, h("td"), titles)), h("tbody", {}, rows));
+}
+
+// Bits in base64, the first in the highest place of its byte -> an array of `size` zeros and ones
+export function unpack(text, size) {
+  const bytes = atob(text);
+  return Uint8Array.from({ length: size }, (_, i) => (bytes.charCodeAt(i >> 3) >> (7 - (i & 7))) & 1);
+}
+
+// Something wide that scrolls by itself, by the keyboard too
+export function wide(label, ...children) {
+  return h("div", { class: "snb-wide", role: "region", tabindex: 0, "aria-label": label }, ...children);
+}
+
 // A model without a kernel, over the values that were frozen into the page
 export function frozenModel(values) {
   const listeners = new Map();

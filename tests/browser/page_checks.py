@@ -1,0 +1,67 @@
+"""What every page of the site must hold: its weight, its width in windows of a phone and of a desk, and what axe-core
+says of it."""
+
+from axe_playwright_python.sync_playwright import Axe
+
+MAX_BYTES = 1_500_000  # a page and all that it loads
+WIDTHS = (390, 1024, 1366, 1400)
+DESK = 1024  # from this width on, no line of code is cut off
+EXAMINED = (  # one of each kind, light and dark
+    "index.html",
+    "tutorials/06_one_distribution_four_rules.html",
+    "models/09_eagle.html",
+    "decode/02_acceptance_rules.html",
+    "decode/04_generate.html",
+    "doctor/05_training_checks.html",
+    "commands/train.html",
+    "which_drafter.html",
+    "conformance.html",
+    "glossary.html",
+    "genindex.html",
+    "search.html?q=rejection+sampling",
+)
+# the page, the column of its text (which furo lets scroll on a phone), and code that is wider than its box
+LAYOUT = """() => {
+  const excess = e => e ? e.scrollWidth - e.clientWidth : 0;
+  const code = [...document.querySelectorAll("pre")].filter(p => p.offsetParent && excess(p) > 0);
+  const page = Math.max(excess(document.documentElement), excess(document.querySelector(".content")));
+  return [page, code.map(p => p.innerText.split("\\n").reduce((a, b) => a.length < b.length ? b : a))];
+}"""
+BYTES = """performance.getEntries().reduce((n, e) => n + (e.encodedBodySize || 0), 0)"""
+
+
+def weight(page, name):
+    "What is too heavy on the loaded page, as a list of lines"
+    n = page.evaluate(BYTES)
+    return [f"{name} loads {n:,} bytes; {MAX_BYTES:,} are the most"] if n > MAX_BYTES else []
+
+
+def layout(page, name):
+    "What is wider than it may be on the loaded page, as a list of lines"
+    problems = []
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        excess, code = page.evaluate(LAYOUT)
+        if excess > 0:
+            problems.append(f"{name} is {excess} px wider than a window of {width} px")
+        if width >= DESK:
+            problems += [f"{name}: a window of {width} px cuts off {line!r}" for line in code]
+    return problems
+
+
+def accessibility(browser, url):
+    "Serious and critical findings of axe-core on the examined pages, as a list of lines"
+    problems, axe = [], Axe()
+    for scheme in ("light", "dark"):
+        page = browser.new_page(viewport={"width": 1400, "height": 900}, color_scheme=scheme)
+        for name in EXAMINED:
+            page.goto(f"{url}/{name}", wait_until="networkidle")
+            for finding in axe.run(page).response["violations"]:
+                if finding["impact"] in ("serious", "critical"):
+                    nodes = finding["nodes"]
+                    problems.append(
+                        f"{name} ({scheme}): {finding['help']} ({finding['id']}): {len(nodes)} ×, such as "
+                        f"{nodes[0]['html'][:150]}"
+                    )
+        page.close()
+    return problems
