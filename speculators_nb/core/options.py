@@ -294,6 +294,7 @@ RULES |= {
     "top_k": whole(50, 0),
     "top_p": number(0.9, above=0, high=1),
     "min_p": number(0.05, low=0, high=1),
+    "record": whole(5, 0, MOST_DRAFTED),
     "engine": word("reference", "vllm"),
     "rule": word("standard", "greedy", "strict", "block", "typical", objects=True),
     "load": word("requests", "guidellm"),
