@@ -358,6 +358,7 @@ def find(paths):
 def prepare(folder):
     "The environment that the kernels inherit"
     os.environ |= {
+        "JUPYTER_COLUMNS": "96",  # rich draws its panels as wide as a line of code
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "IN_TEST": "1",
         "IPYTHONDIR": f"{folder}/ipython",

@@ -651,3 +651,50 @@ def test_a_draft_model_that_is_the_verifier_is_always_accepted():
     table = language(1)
     steps = [s for g in sample(table, DraftTable(table), 300, seed=0) for s in g.steps]
     assert all(s.accepted == len(s.draft) for s in steps)
+
+
+def coins(generation):
+    "Chances of the draft tokens that rejection sampling came to, in its order"
+    for step, kept in zip(generation.steps, generation.records):
+        parents = list(range(-1, len(step.draft) - 1)) if step.parents is None else step.parents
+        path = list(range(step.accepted)) if step.path is None else step.path
+        for parent, accepted in zip([-1, *path], [*path, None]):
+            for node in (i for i, p in enumerate(parents) if p == parent):
+                yield kept.chance[node]
+                if node == accepted:
+                    break
+
+
+RECORDED = {
+    "n-gram": lambda model, v: NgramDrafter(1, 4),
+    "chain": DraftModel,
+    "drawn tree": lambda model, v: TreeDrafter(DraftModel(model, v), [(0,), (1,), (0, 0), (0, 2)]),
+    "grown tree": lambda model, v: TreeDrafter(DraftModel(model, v), DynamicTreeTokenProposalConfig(depth=3)),
+}
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_record_changes_nothing_and_agrees_with_the_rule(verifiers, kind, temperature, monkeypatch):
+    """The same steps with and without; the chances are those of the rule's coins, flip by flip; p and q are
+    probabilities of the draft tokens."""
+    v, drafter = verifiers["qwen3"], RECORDED[kind](verifiers["llama"].model, verifiers["qwen3"])
+
+    def run(**options):
+        sampling = Sampling(temperature, torch.Generator().manual_seed(3))
+        return generate(v, drafter, PROMPTS[0], max_new_tokens=24, k=3, sampling=sampling, **options)
+
+    flips, flip = [], accept.flip
+    plain = run()
+    monkeypatch.setattr(accept, "flip", lambda chance, g=None: (flips.append(float(chance)), flip(chance, g))[1])
+    g = run(record=5)
+    assert g.tokens == plain.tokens and g.steps == plain.steps and plain.records is None
+    assert list(coins(g)) == pytest.approx([min(1, x) for x in flips]) and len(g.records) == len(g.steps)
+    for step, kept in zip(g.steps, g.records):
+        assert len(kept.top_p) == len(step.draft) + 1 and all(len(top) <= 5 for top in kept.top_p)
+        parents = list(range(-1, len(step.draft) - 1)) if step.parents is None else step.parents
+        for node, token in enumerate(step.draft):
+            assert kept.top_p[parents[node] + 1].get(token, kept.p[node]) == pytest.approx(kept.p[node])
+            assert kept.top_q[node].get(token, kept.q[node]) == pytest.approx(kept.q[node])
+    if kind == "chain":  # at temperature 0 too: of temperature 1
+        assert any(q < 0.999 for kept in g.records for q in kept.q)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.options import MOST_DRAFTED
-from .tree import Sampling, TokenTree
+from .tree import GreedyWithProbs, Sampling, TokenTree
 
 # %% ../../nbs/decode/09_tree_growth.ipynb #21160f87
 NextLogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -118,6 +118,7 @@ def shaped_tree(
     """A tree of this shape. Nodes of probability 0 are left out, with all that would follow
     them."""
     drawn = sampling is not None and sampling.temperature > 0
+    drawn = drawn and not isinstance(sampling, GreedyWithProbs)
     node_of: dict[Choices, int] = {(): -1}
     tokens: list[int] = []
     parents: list[int] = []

@@ -8,6 +8,7 @@ CHECKS has one function for each widget, by its name: (the widget on the page, i
 """
 
 import base64
+import bisect
 import functools
 import itertools
 import json
@@ -30,6 +31,7 @@ from speculators_nb.widgets.mask_explorer import PACKINGS, drafter_mask, entry_c
 from speculators_nb.widgets.mask_explorer import clauses as clauses_of
 from speculators_nb.widgets.playground import Drafting, Machine, surface
 from speculators_nb.widgets.tree_growth import MOST_NODES, accepted_path, kept_nodes, tree_counts
+from speculators_nb.widgets.widget import Widget, embed
 
 WIDTHS, SCHEMES = (390, 1400), ("light", "dark")
 READY = ".snb-widget[data-mounted]"
@@ -50,6 +52,76 @@ def check_example(widget, state):
         assert widget.locator(".snb-number").inner_text() == f"{length:.4f}", a
         assert widget.locator("circle").count() == (k + 1 if a == state["simulated"]["a"] else 0), a
         press(slider, "ArrowRight")
+
+
+LAB_SETTINGS = (  # weights of p and of q, temperature, draft tokens, proposal
+    ((0.42, 0.23, 0.15, 0.12, 0.08), (0.18, 0.4, 0.2, 0.08, 0.14), 1.0, 2, "drawn"),
+    ((0.9, 0.1, 0.3, 0.3, 0.05), (0.2, 0.7, 0, 0.35, 0.6), 0.6, 1, "drawn"),
+    ((0.5, 0, 1, 0.25, 0.7), (0.6, 0.1, 0.8, 0.05, 0.4), 1.4, 2, "argmax"),
+    ((0.3, 0.6, 0.55, 0.2, 0.1), (0.5, 0.6, 0.1, 0.9, 0.3), 0.0, 3, "drawn"),
+)
+
+
+@functools.cache
+def lab_values(*setting):
+    "What Python finds at a setting of the rule lab, by enumeration"
+    from speculators_nb.widgets import rule_lab
+
+    return rule_lab.lab_values(dict(zip(("p", "q", "temperature", "length", "proposal"), setting)))
+
+
+def check_rule_lab(widget, state):
+    "Every rule's acceptance, output and distance, at several settings"
+    first = lab_values(*LAB_SETTINGS[0])
+    assert {name: value["accepted"] for name, value in state["values"].items()} == {
+        name: value.accepted for name, value in first.items()
+    }
+    for p, q, *others in LAB_SETTINGS:
+        sliders = widget.locator(".snb-weights input")
+        for i, weight in enumerate((*p, *q)):
+            sliders.nth(i).fill(str(weight))
+        for i, value in enumerate(others[:2]):
+            widget.locator(".snb-row input").nth(i).fill(str(value))
+        widget.locator(".snb-row select").select_option(others[2])
+        read = "all => all.map(e => [e.dataset.rule, e.dataset.accepted, e.dataset.distance, e.dataset.output])"
+        found = widget.locator(".snb-rule").evaluate_all(read)
+        expected = lab_values(p, q, *others)
+        assert [name for name, *_ in found] == list(expected)
+        for name, accepted, distance, output in found:
+            here, want = map(float, (accepted, distance, *output.split(","))), expected[name]
+            for a, b in zip(here, (want.accepted, want.distance, *want.output), strict=True):
+                assert abs(a - b) < 1e-9, f"{name} at {p}, {q}, {others}: {a}, Python has {b}"
+
+
+def check_debugger(widget, state):
+    "At every third output token, for each run: mean length, p, q, min(p, q), the fate of each draft token; the list"
+    slider = widget.locator("input[type=range]")
+    for position in range(1, int(slider.get_attribute("max")) + 1):
+        if position % 3 == 1:
+            for i, run in enumerate(state["runs"]):
+                check_run(widget.locator(".snb-run").nth(i), run, position)
+        press(slider, "ArrowRight")
+    for i, row in enumerate(state["worst"][:3]):
+        widget.locator("select").select_option(str(i))
+        step = state["runs"][row["run"]]["steps"][row["step"]]
+        chosen = widget.locator(".snb-run").nth(row["run"]).locator("tr:has([aria-pressed=true])")
+        p, q = step["p"][row["node"]], step["q"][row["node"]]
+        assert chosen.locator("td").all_inner_texts()[:3] == [f"{x:.4f}" for x in (p, q, min(p, q))], row
+        assert chosen.locator("td").last.inner_text() == "rejected", row
+
+
+def check_run(run, state, position):
+    "One run of the debugger, at the step that wrote this output token"
+    ends = list(itertools.accumulate((len(step["tokens"]) for step in state["steps"]), initial=1))
+    step = state["steps"][min(bisect.bisect_right(ends, position) - 1, len(state["steps"]) - 1)]
+    assert run.locator(".snb-mean").inner_text() == f"{(ends[-1] - 1) / len(state['steps']):.4f}"
+    rows = [row.split() for row in run.locator("tbody tr td").all_inner_texts()]
+    shown = [sum(rows[i : i + 5], []) for i in range(0, len(rows), 5)]
+    numbers = [
+        [f"{x:.4f}" for x in (p, q, min(p, q), chance)] for p, q, chance in zip(step["p"], step["q"], step["chance"])
+    ]
+    assert [row[:4] for row in shown] == numbers, (position, shown)
+    assert [node for node, row in enumerate(shown) if row[4] == "accepted"] == sorted(step["path"])
 
 
 def choose(widget, label, value):
@@ -135,6 +207,7 @@ def check_playground(widget, state):
 
     if state["verify"]:
         compare(state["verify"])
+        assert not widget.get_by_label("batch size", exact=True).is_visible()  # measured at 1
     choose(widget, "verification", "computed")
     compare(machine)
     press(widget.get_by_label("experts' share of what one token reads"), "ArrowRight", 10)
@@ -182,9 +255,11 @@ def check_tree_growth(widget, state):
 
 CHECKS = {
     "example": check_example,
+    "debugger": check_debugger,
     "mask_explorer": check_mask_explorer,
     "playground": check_playground,
     "tree_growth": check_tree_growth,
+    "rule_lab": check_rule_lab,
 }
 
 
@@ -282,9 +357,26 @@ def in_lab(notebook="widgets/01_widget.ipynb", shots=None):
     assert not [p for p in problems if "widget" in p.lower()], "\n".join(problems)
 
 
+def one_file(site):
+    "A page of one file with the widgets of a page of the site"
+
+    class Debugger(Widget):
+        name = "debugger"
+
+        def fallback(self):
+            return "<p>no JavaScript</p>"
+
+    (state,) = (s for name, s in frozen((site / "widgets/05_debugger.html").read_text()) if name == "debugger")
+    widgets = (Debugger(state=state, controls=dict(position=1, run=0, node=0)) for _ in range(2))
+    return (
+        f'<!doctype html><html lang="en"><title>debugger</title><main><h1>Debugger</h1>{embed(*widgets)}</main></html>'
+    )
+
+
 def main(site, shots=None):
     site = Path(site)
     used = on_site(site, shots)
+    from_a_file(one_file(site), shots)
     modules = {p.stem for p in (site / "_static/widgets").glob("*.js")} - {"common", "mount"}
     assert used == modules == set(CHECKS), f"on the site {used}, modules {modules}, checked {set(CHECKS)}"
     in_lab(shots=shots)
