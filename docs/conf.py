@@ -1,5 +1,7 @@
 """Sphinx settings; `docs/build.py` stages the pages that it reads."""
 
+import html
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -8,16 +10,30 @@ sys.path.insert(0, str(Path(__file__).parent))
 ROOT = Path(__file__).parents[1]
 _project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 project, author = _project["name"], _project["authors"][0]["name"]
+release = re.search(r'__version__ = "(.+)"', (ROOT / "speculators_nb/__init__.py").read_text())[1]
 copyright = "2026, " + author
 html_title = project
+html_logo = html_favicon = "_static/logo.svg"
+html_extra_path = ["_src/extra"]
+templates_path = ["_templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "version.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 
-exclude_patterns = ["files/**"]  # downloads, not pages
+exclude_patterns = ["files/**", "extra/**"]  # downloads and what is copied as it is: not pages
 
 extensions = ["myst_nb", "web.formulas", "sphinx_copybutton"]
 html_theme = "furo"
 html_static_path = ["_static"]
-html_css_files = ["custom.css"]
-html_js_files = ["scroll.js"]
+html_css_files = ["custom.css", "site.css"]
+html_js_files = ["scroll.js", ("site.js", {"defer": "defer"})]
 html_copy_source = html_show_sourcelink = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "github-dark"
@@ -39,6 +55,23 @@ toc_object_entries_show_parents = "hide"
 copybutton_exclude = ".linenos, .gp, .go"
 
 
+def page_context(app, page, template, context, doctree):
+    "What a page's head says to sites that link to it; the first page leads to the first tutorial"
+    up, titles = "../" * page.count("/"), app.env.titles
+    title = titles[page].astext() if page in titles else project
+    context["metatags"] = context.get("metatags", "") + (
+        f'<meta property="og:title" content="{html.escape(title)}">\n'
+        f'<meta property="og:description" content="{_project["description"]}">\n'
+        f'<meta property="og:image" content="{up}card.png">\n<meta name="twitter:card" content="summary_large_image">\n'
+    )
+    if page == "search":
+        app.add_js_file("made/search_words.js", loading_method="defer")
+        app.add_js_file("search.js", loading_method="defer")
+    if page == "index":
+        first = min(name for name in app.env.found_docs if name.startswith("tutorials/"))
+        context["next"] = {"link": f"{first}.html", "title": titles[first].astext()}
+
+
 def add_widgets(app, pagename, templatename, context, doctree):
     "A page with a widget loads the modules that draw it"
     if 'class="snb-widget"' in context.get("body", ""):
@@ -47,5 +80,6 @@ def add_widgets(app, pagename, templatename, context, doctree):
 
 
 def setup(app):
+    app.connect("html-page-context", page_context)
     app.connect("html-page-context", add_widgets)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -11,13 +11,13 @@ from web.places import ROOT
 PICTURES = "docs/readme"  # where the README finds its pictures
 
 
-def output(out, name):
+def output(out, name, alt):
     "One stored output as (markdown, PNG bytes or None)"
     if out["output_type"] == "stream":
         return ("```text\n" + "".join(out["text"]).rstrip() + "\n```", None) if out["name"] == "stdout" else ("", None)
     data = out.get("data", {})
     if "image/png" in data:
-        return f"![figure {name}]({PICTURES}/{name}.png)", base64.b64decode("".join(data["image/png"]))
+        return f"![{alt}]({PICTURES}/{name}.png)", base64.b64decode("".join(data["image/png"]))
     if "text/markdown" in data:
         return "".join(data["text/markdown"]), None
     return "```text\n" + "".join(data.get("text/plain", "")).rstrip() + "\n```", None
@@ -41,7 +41,7 @@ def readme():
         if "echo" not in directives(cell):
             parts.append(f"```python\n{shown['source']}\n```")
         for out in cell["outputs"]:
-            text, png = output(out, f"{len(pictures) + 1}")
+            text, png = output(out, f"{len(pictures) + 1}", directives(cell).get("fig-alt"))
             parts.append(text)
             if png:
                 pictures[f"{PICTURES}/{len(pictures) + 1}.png"] = png

@@ -6,6 +6,7 @@ assertions and the figures, and can store the outputs.
     python tests/notebooks.py nbs/nn/01_masks.ipynb nbs/train    these
     python tests/notebooks.py --flags slow                         with the cells that train for minutes
     python tests/notebooks.py --save                               store what the notebooks that passed have shown
+    python tests/notebooks.py --times docs/times.yml --flags slow  store how long they ran, for the site
 
 nbdev decides which cells run (`#| eval`, the test flags, `skip_exec` in the front matter), so `nbdev-test` runs the
 same cells. Beyond that, every cell must show at least as many pictures as it has stored, none of them blank and no
@@ -19,15 +20,18 @@ import base64
 import io
 import multiprocessing
 import os
+import platform
 import re
 import signal
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import nbformat
+import yaml
 from fastcore.nbio import read_nb, write_nb
 from jupyter_client import AsyncKernelManager
 from jupyter_client.provisioning import LocalProvisioner
@@ -230,7 +234,15 @@ class Result:
     cells: int = 0
     pictures: int = 0
     seconds: float = 0.0
+    core: float = 0.0  # seconds of one core, which other work on the machine does not change
     faults: list[str] = field(default_factory=list)
+
+
+def core_seconds(pid):
+    "Seconds of a core that a process and its ended children took; 0 where the system has no /proc"
+    file = Path(f"/proc/{pid}/stat")
+    ticks = file.read_text().rpartition(")")[2].split()[11:15] if file.exists() else []
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
 async def run_notebook(path, skip_flags, run_flags, seconds, save, log):
@@ -257,6 +269,8 @@ async def run_notebook(path, skip_flags, run_flags, seconds, save, log):
             result.cells += 1
             result.pictures += len(pictures(cell.outputs))
             result.faults += [f"{where} {fault}" for fault in faults_of(cell.outputs, stored, save)]
+        if cells:
+            result.core = core_seconds(manager.provisioner.pid)
     except CellExecutionError as error:
         result.faults.append(f"{where} failed\n{COLOUR.sub('', error.traceback)}")
     except CellTimeoutError:
@@ -296,6 +310,19 @@ def store(path, outputs):
     write_nb(nb, path)
 
 
+def store_times(file, results):
+    "Add the seconds of the notebooks that passed, and the versions that they ran with, to a YAML file"
+    versions = [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in ("torch", "transformers"))]
+    known = yaml.safe_load(file.read_text()) if file.exists() else {}
+    known |= {
+        str(shown(r.path)): {"seconds": round(r.core), "versions": ", ".join(versions)}
+        for r in results
+        if r.cells and not r.faults
+    }
+    head = "# Seconds of one core, measured by `python tests/notebooks.py --times docs/times.yml --flags slow`.\n"
+    file.write_text(head + yaml.safe_dump(known, width=200))
+
+
 # ---- all of them
 
 
@@ -331,6 +358,7 @@ def find(paths):
 def prepare(folder):
     "The environment that the kernels inherit"
     os.environ |= {
+        "JUPYTER_COLUMNS": "96",  # rich draws its panels as wide as a line of code
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "IN_TEST": "1",
         "IPYTHONDIR": f"{folder}/ipython",
@@ -346,6 +374,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("paths", nargs="*", help="notebooks or folders; all notebooks by default")
     parser.add_argument("--save", action="store_true", help="store the outputs of the notebooks that pass")
+    parser.add_argument("--times", type=Path, help="add how long they ran to this YAML file")
     parser.add_argument("--workers", type=int, default=2, help="notebooks at a time (2)")
     parser.add_argument("--flags", default="", help="test flags whose cells run too")
     parser.add_argument("--minutes", type=float, default=15, help="time limit of a notebook (15)")
@@ -357,6 +386,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder)
         results = asyncio.run(run_all(files, args, Path(folder)))
+    if args.times:
+        store_times(args.times, results)
     failed = [str(shown(r.path)) for r in results if r.faults]
     cells, drawn = sum(r.cells for r in results), sum(r.pictures for r in results)
     print(

@@ -11,6 +11,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 from readme import readme  # noqa: E402
+from web import books, overview  # noqa: E402
 
 TEXT, PICTURES = readme()
 NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
@@ -30,15 +31,20 @@ def test_relative_links_lead_somewhere(page):
     assert [t for t in targets if not ((ROOT / page).parent / t).exists()] == []
 
 
-def test_every_notebook_is_in_the_index():
-    assert [
-        str(p.relative_to(ROOT))
-        for p in NOTEBOOKS
-        if p.name != "index.ipynb" and f"({p.relative_to(ROOT)})" not in TEXT
-    ] == []
+def test_the_readme_is_short():
+    assert len(TEXT) <= 6000
+    assert TEXT.count("![") == len(PICTURES) == 1 and "![None]" not in TEXT
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_every_notebook_is_on_the_page_of_notebooks():
+    sections = books.groups()
+    page = overview.all_notebooks((ROOT / "docs/notebooks.md").read_text(), sections)
+    assert [p for p in NOTEBOOKS if p.name != "index.ipynb" and f"](/{p.relative_to(ROOT / 'nbs')})" not in page] == []
+    folders = {p.parent.name for p in NOTEBOOKS} - {"nbs"}
+    assert set(re.findall(r"\(\.\./nbs/(\w+)\) \|", (ROOT / "docs/notebooks.md").read_text())) == folders
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/installation.md"])
 def test_make_targets_exist(page):
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     used = set(re.findall(r"(?:^|`)make ([a-z0-9-]+)", (ROOT / page).read_text(), flags=re.M))
@@ -46,22 +52,26 @@ def test_make_targets_exist(page):
 
 
 def test_shell_commands_exist():
-    """Every `speculators-nb` line of the README names a command with these options."""
+    """Every `speculators-nb` line of the way to a served drafter names a command with these options."""
     from typer.main import get_command
 
     from speculators_nb.cli.main import app
 
     commands = get_command(app).commands
-    lines = re.findall(r"^speculators-nb (\w+)(.*)$", TEXT, flags=re.M)
+    lines = re.findall(r"^speculators-nb (\w+)(.*)$", (ROOT / "docs/from_chats.md").read_text(), flags=re.M)
     assert lines
     for name, rest in lines:
         options = {o for p in commands[name].params for o in p.opts}
         assert set(re.findall(r"--[\w-]+", rest)) <= options, name
 
 
-def test_ci_calls_the_commands_of_the_readme():
+def test_ci_calls_the_commands_of_the_installation():
     ci = (ROOT / ".ci/run").read_text()
-    assert "make test" in TEXT and "step make -k test" in ci and " browser-test" in ci
+    assert (
+        "make test" in (ROOT / "docs/installation.md").read_text()
+        and "step make -k test" in ci
+        and " browser-test" in ci
+    )
 
 
 def test_quarto_files_parse_and_agree():

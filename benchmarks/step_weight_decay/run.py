@@ -56,7 +56,7 @@ def save(results, settings, n_prompts):
     about = dict(k=K, draft_lengths=LENGTHS, prompts=n_prompts, settings=settings)
     for name, write in {
         "counts.csv": lambda tmp: sums.to_csv(tmp, index=False),
-        "prompts.csv.gz": lambda tmp: results.counts.astype(dict.fromkeys(results.counts.columns[4:], "Int64")).to_csv(
+        "prompts.csv.gz": lambda tmp: results.counts.astype(dict.fromkeys(results.counts.columns[5:], "Int64")).to_csv(
             tmp, index=False, compression=dict(method="gzip", mtime=0)
         ),
         "settings.json": lambda tmp: tmp.write_text(json.dumps(about, indent=1) + "\n"),

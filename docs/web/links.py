@@ -10,11 +10,11 @@ from web.places import FILES, GIT_URL, ROOT, SRC
 def relink(text, here, where):
     """Relative links of a page that lies at `here` in the repository, as links from its place on the site. A file that
     is no page is linked at the project's address; where it has none, the file is put on the site, and the link to a
-    folder becomes plain text."""
+    folder becomes plain text. Pictures and links from the site's root stay as they are."""
 
     def link(m):
         target, _, anchor = m[2].partition("#")
-        if not target or re.match(r"[a-z]+:", target):
+        if not target or re.match(r"[a-z]+:|/", target):
             return m[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
         if path in where:
@@ -30,7 +30,7 @@ def relink(text, here, where):
             return f"{m[1]}(path:{posixpath.relpath(f'{FILES}/{path}', posixpath.dirname(where[here]) or '.')})"
         return f"{m[1]}({new}{'#' + anchor if anchor else ''})"
 
-    return re.sub(r"(\[[^\]]*\])\(([^)\s]+)\)", link, text)
+    return re.sub(r"(?<!!)(\[[^\]]*\])\(([^)\s]+)\)", link, text)
 
 
 def crosslink(text, symbols):

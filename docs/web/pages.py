@@ -2,83 +2,95 @@
 
 import json
 import shutil
-import sys
 
 import commands
-import yaml
 
-from web.cells import exported, join_imports, load, stage_cell
+from web.books import duration, groups, times
+from web.cells import join_imports, stage_cell
+from web.extras import extras
+from web.figures import anchor, figures, gallery
 from web.links import crosslink, relink
-from web.places import GUIDES, LIB, MADE, PAGES, ROOT, SRC
+from web.overview import all_notebooks, landing, overviews
+from web.papers import papers
+from web.places import LIB, MADE, PAGES, ROOT, SRC
 from web.reference import reference
 
 
-def note(path, module):
-    "The line under a page's title"
-    up = "../" * (path.count("/") + 1)
-    made = f"exports {{py:mod}}`{LIB}.{module}`" if module else f"`jupyter lab {path}` runs it"
-    return f"Notebook: {{download}}`{path} <{up}{path}>`, {made}\n"
+def note(book):
+    "The lines under a page's title: how to get the notebook, how long it runs, with which versions"
+    up = "../" * (book.here.count("/") + 1)
+    said = [f"Notebook: {{download}}`{book.here} <{up}{book.here}>`"]
+    said += [f"exports {{py:mod}}`{LIB}.{book.module}`"] if book.module else []
+    if time := duration(book.here):
+        said.append(f"runs in {time} on two CPU cores ({times()[book.here]['versions']})")
+    lab = f"```{{code-block}} bash\n:class: open-lab\n\n.venv/bin/jupyter lab {book.here}\n```\n"
+    return f":::{{container}} about-page\n{', '.join(said)}.\n\n{lab}:::\n"
 
 
-def groups():
-    "(title, notebooks) in the order of nbs/sidebar.yml, which Quarto reads too"
-    contents = yaml.safe_load((ROOT / "nbs/sidebar.yml").read_text())["website"]["sidebar"]["contents"]
-    for entry in contents:
-        patterns = [entry["contents"]] if isinstance(entry["contents"], str) else entry["contents"]
-        yield entry["section"], [p for x in patterns for p in sorted((ROOT / "nbs").glob(x))]
+def text_pages(sections, books):
+    "file of the repository -> (place on the site, text) of all that is no notebook"
+    pages = {f"docs/{place}": (place, text) for place, text in commands.pages().items()}
+    made = MADE | {
+        "docs/gallery.md": lambda: gallery(sections),
+        "docs/papers.md": lambda: papers(books),
+        "docs/notebooks.md": lambda: all_notebooks((ROOT / "docs/notebooks.md").read_text(), sections),
+    }
+    for here, place in PAGES.items():
+        pages[here] = place, made[here]() if here in made else (ROOT / here).read_text()
+    return pages
+
+
+def write(place, content):
+    target = SRC / place
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content) if isinstance(content, bytes) else target.write_text(content)
+
+
+def markdown(name, text):
+    return {"cell_type": "markdown", "id": name, "metadata": {}, "source": text}
+
+
+def stage_book(book, where, symbols, refs):
+    "A notebook as the site shows it, with the reference of its module"
+    shown = {i: alt for i, alt, _ in figures(book.nb)}
+    staged = []
+    for i, cell in enumerate(book.nb["cells"]):
+        if (c := stage_cell(cell)) and i in shown:
+            staged.append(markdown(f"figure-{i}", f'<span id="{anchor(i)}"></span>'))
+            c["metadata"]["mystnb"]["image"] = {"alt": shown[i]}
+        staged += [c] if c else []
+    cells = join_imports(staged)
+    for c in cells:
+        if c["cell_type"] == "markdown":
+            c["source"] = crosslink(relink(c["source"], book.here, where), symbols)
+    cells.insert(1, markdown("about-page", note(book)))
+    if book.module and refs[book.module][0]:
+        cells.append(markdown("reference", refs[book.module][0]))
+    metadata = book.nb["metadata"] | {"language_info": {"name": "python", "pygments_lexer": "python"}}
+    return json.dumps(book.nb | {"cells": cells, "metadata": metadata})
 
 
 def stage():
     "Write every page and the table of contents to docs/_src"
     shutil.rmtree(SRC, ignore_errors=True)
-    toc = list(groups())
-    if (
-        left := set((ROOT / "nbs").rglob("[!.]*.ipynb"))
-        - {p for _, paths in toc for p in paths}
-        - set((ROOT / "nbs").rglob(".ipynb_checkpoints/*"))
-    ):
-        sys.exit(f"nbs/sidebar.yml lists no place for {sorted(map(str, left))}")
-    books = {p: load(p) for _, paths in toc for p in paths}
-    where = {f"nbs/{p.relative_to(ROOT / 'nbs')}": str(p.relative_to(ROOT / "nbs")) for p in books}
-    pages = {f"docs/{place}": text for place, text in commands.pages().items()}
-    where |= PAGES | GUIDES | {here: here.removeprefix("docs/") for here in pages}
-    pages |= {here: MADE[here]() if here in MADE else (ROOT / here).read_text() for here in PAGES | GUIDES}
-    refs = {m: reference(m) for m in map(exported, books.values()) if m}
+    sections = groups()
+    books = [b for section, found in sections.items() if section != "Start" for b in found]
+    pages = text_pages(sections, books)
+    home, pictures = landing()
+    pages["README.md"] = "index.md", home
+    where = {b.here: b.page for b in books} | {here: place for here, (place, _) in pages.items()}
+    where["nbs/index.ipynb"] = "index.md"
+    refs = {b.module: reference(b.module) for b in books if b.module}
     seen = [n for _, names in refs.values() for n in names]
     symbols = {n: f"{LIB}.{m}.{n}" for m, (_, names) in refs.items() for n in names if seen.count(n) == 1}
     symbols |= {n: f"{LIB}.{m}" for m in refs for n in (m, f"{LIB}.{m}") if n not in seen}
-    for here, text in pages.items():
-        target = SRC / where[here]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(crosslink(relink(text, here, where), symbols))
-    for path, nb in books.items():
-        here, module = str(path.relative_to(ROOT)), exported(nb)
-        local = symbols | {n: f"{LIB}.{module}.{n}" for n in refs[module][1]} if module else symbols
-        cells = join_imports(c for c in map(stage_cell, nb["cells"]) if c)
-        for c in cells:
-            if c["cell_type"] == "markdown":
-                c["source"] = crosslink(relink(c["source"], here, where), local)
-        extra = refs[module][0] if module else ""
-        if here == "nbs/index.ipynb":
-            trees = [
-                (
-                    t,
-                    (["Overview <self>", *PAGES.values()] if t == "Start" else [])
-                    + [where[str(p.relative_to(ROOT))] for p in ps if p != path],
-                )
-                for t, ps in toc
-            ]
-            trees.insert(1, ("Guides", list(GUIDES.values())))
-            trees.insert(2, ("Commands", [f"{name} <commands/{name}>" for name in commands.entered()]))
-            extra = "\n".join(
-                f"```{{toctree}}\n:hidden:\n:caption: {t}\n\n" + "\n".join(ps) + "\n```\n" for t, ps in trees if ps
-            )
-        else:
-            cells.insert(1, {"cell_type": "markdown", "id": "about-page", "metadata": {}, "source": note(here, module)})
-        if extra:
-            cells.append({"cell_type": "markdown", "id": "reference", "metadata": {}, "source": extra})
-        nb["cells"] = cells
-        nb["metadata"]["language_info"] = {"name": "python", "pygments_lexer": "python"}
-        target = SRC / where[here]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(nb))
+    for here, (place, text) in pages.items():
+        write(place, crosslink(relink(text, here, where), symbols))
+    for path, png in pictures.items():
+        write(path, png)
+    extras(books, sections["Start"][0].claim, SRC / next(iter(pictures)))
+    for place, text in overviews(sections, dict(pages.values())).items():
+        write(place, text)
+    for book in books:
+        local = {n: f"{LIB}.{book.module}.{n}" for n in refs[book.module][1]} if book.module else {}
+        write(book.page, stage_book(book, where, symbols | local, refs))

@@ -9,17 +9,21 @@ import migration
 DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
 SRC, SITE = DOCS / "_src", DOCS / "_site"
+EXTRA = SRC / "extra"  # copied to the site's root as it is
+MADE_STATIC = DOCS / "_static/made"  # scripts that are written by the build
 LIB = "speculators_nb"
-PAGES = {
+# file of the repository -> page, in the groups of the sidebar
+START = {
+    "docs/installation.md": "installation.md",
+    "docs/from_chats.md": "from_chats.md",
+    "docs/notebooks.md": "notebooks.md",
     "docs/glossary.md": "glossary.md",
-    "docs/architecture.md": "architecture.md",
+    "docs/gallery.md": "gallery.md",
+    "docs/papers.md": "papers.md",
+    "docs/measured.md": "measured.md",
     "docs/verifiers.md": "verifiers.md",
-    "docs/differences.md": "differences.md",
-    "docs/conformance.md": "conformance.md",
-    "docs/release.md": "release.md",
-    "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-}  # beside the notebooks
+}
 GUIDES = {
     f"docs/{page}.md": f"{page}.md"
     for page in (
@@ -30,7 +34,30 @@ GUIDES = {
         "coming_from_speculators",
         "coming_from_specforge",
     )
-}  # a group of the sidebar, after Start
+}
+INTERNALS = {
+    "docs/architecture.md": "architecture.md",
+    "docs/differences.md": "differences.md",
+    "docs/conformance.md": "conformance.md",
+    "docs/release.md": "release.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
+PAGES = START | GUIDES | INTERNALS
+DRAFTERS = [  # their notebooks are a group of their own; all others of a package are below Internals
+    "models/09_eagle.ipynb",
+    "models/10_eagle3.ipynb",
+    "models/12_peagle.ipynb",
+    "models/14_dflash.ipynb",
+    "models/15_dspark.ipynb",
+    "models/16_dflash2.ipynb",
+    "models/17_xpress.ipynb",
+    "models/22_mtp.ipynb",
+    "models/24_mlp_speculator.ipynb",
+    "models/25_medusa.ipynb",
+    "decode/05_ngram.ipynb",
+    "decode/07_suffix.ipynb",
+    "decode/08_draft_model.ipynb",
+]
 MADE = {
     "docs/conformance.md": conformance.page,  # no file holds it
     "docs/coming_from_speculators.md": migration.page,  # numbers are filled in

@@ -304,7 +304,7 @@ def read_experiment(
     folder: str | os.PathLike,  # that `experiment` wrote
 ) -> Experiment:  # of all runs in it, those of other calls too
     "Every finished run of a folder. Errors: FileNotFoundError where there is none."
-    runs = sorted(Path(folder).glob("*/setting.json"))
+    runs = sorted(Path(folder).glob("[!.]*/setting.json"))
     if not runs:
         raise FileNotFoundError(
             f"{folder}: has no finished run; name the folder of an experiment"

@@ -19,7 +19,14 @@ TERMS = {  # words of the field -> a page that explains them, which the search m
     "tree attention": "verification",
     "KV cache": "generate",
     "proposer": "glossary",
+    "tau": "evaluate/01_acceptance",
+    "prompt lookup": "ngram",
+    "speculative sampling": "acceptance_rules",
+    "draft head": "glossary",
+    "2211.17192": "acceptance_rules",
 }
+FIRST = {"verifier": "glossary", "tau": "glossary", "2211.17192": "papers"}  # words -> the page that is found first
+WHOLE = "learning rate"  # pages with the words stand before pages with `separate`
 PROSE_LINK = "a.reference.internal code.py-obj"  # a `name` in prose that became a link
 
 
@@ -61,6 +68,11 @@ def main(site, shots=None):
             assert any(explained in link for link in links), (
                 f"a search for {words!r} does not find {explained}: {links}"
             )
+            assert FIRST.get(words, "") in links[0], f"a search for {words!r} finds {links[0]} first"
+        page.goto(f"{url}/search.html?q={WHOLE.replace(' ', '+')}", wait_until="networkidle")
+        page.locator("#search-results li a").first.wait_for(timeout=15000)
+        first = page.locator("#search-results li > a").first.inner_text()
+        assert "separate" not in first.lower(), f"a search for {WHOLE!r} finds {first!r} first"
 
         page.goto(f"{url}/genindex.html", wait_until="networkidle")
         page.get_by_role("link", name=SYMBOL, exact=False).first.click()
@@ -71,7 +83,9 @@ def main(site, shots=None):
         )
 
         page.goto(f"{url}/index.html", wait_until="networkidle")
-        assert page.locator(".sidebar-tree .caption").count() >= 3, "the sidebar lists no groups"
+        groups = page.locator(".sidebar-tree > ul > li.has-children > a").all_inner_texts()
+        assert groups == ["Start", "Tutorials", "Guides", "Commands", "Drafters", "Internals"], groups
+        assert page.locator("a.next-page").get_attribute("href").startswith("tutorials/01")
         colours = {}
         toggle = page.locator("button.theme-toggle:visible").first
         for _ in range(3):

@@ -54,6 +54,45 @@ def check_example(widget, state):
         press(slider, "ArrowRight")
 
 
+LAB_SETTINGS = (  # weights of p and of q, temperature, draft tokens, proposal
+    ((0.42, 0.23, 0.15, 0.12, 0.08), (0.18, 0.4, 0.2, 0.08, 0.14), 1.0, 2, "drawn"),
+    ((0.9, 0.1, 0.3, 0.3, 0.05), (0.2, 0.7, 0, 0.35, 0.6), 0.6, 1, "drawn"),
+    ((0.5, 0, 1, 0.25, 0.7), (0.6, 0.1, 0.8, 0.05, 0.4), 1.4, 2, "argmax"),
+    ((0.3, 0.6, 0.55, 0.2, 0.1), (0.5, 0.6, 0.1, 0.9, 0.3), 0.0, 3, "drawn"),
+)
+
+
+@functools.cache
+def lab_values(*setting):
+    "What Python finds at a setting of the rule lab, by enumeration"
+    from speculators_nb.widgets import rule_lab
+
+    return rule_lab.lab_values(dict(zip(("p", "q", "temperature", "length", "proposal"), setting)))
+
+
+def check_rule_lab(widget, state):
+    "Every rule's acceptance, output and distance, at several settings"
+    first = lab_values(*LAB_SETTINGS[0])
+    assert {name: value["accepted"] for name, value in state["values"].items()} == {
+        name: value.accepted for name, value in first.items()
+    }
+    for p, q, *others in LAB_SETTINGS:
+        sliders = widget.locator(".snb-weights input")
+        for i, weight in enumerate((*p, *q)):
+            sliders.nth(i).fill(str(weight))
+        for i, value in enumerate(others[:2]):
+            widget.locator(".snb-row input").nth(i).fill(str(value))
+        widget.locator(".snb-row select").select_option(others[2])
+        read = "all => all.map(e => [e.dataset.rule, e.dataset.accepted, e.dataset.distance, e.dataset.output])"
+        found = widget.locator(".snb-rule").evaluate_all(read)
+        expected = lab_values(p, q, *others)
+        assert [name for name, *_ in found] == list(expected)
+        for name, accepted, distance, output in found:
+            here, want = map(float, (accepted, distance, *output.split(","))), expected[name]
+            for a, b in zip(here, (want.accepted, want.distance, *want.output), strict=True):
+                assert abs(a - b) < 1e-9, f"{name} at {p}, {q}, {others}: {a}, Python has {b}"
+
+
 def check_debugger(widget, state):
     "At every third output token, for each run: mean length, p, q, min(p, q), the fate of each draft token; the list"
     slider = widget.locator("input[type=range]")
@@ -168,6 +207,7 @@ def check_playground(widget, state):
 
     if state["verify"]:
         compare(state["verify"])
+        assert not widget.get_by_label("batch size", exact=True).is_visible()  # measured at 1
     choose(widget, "verification", "computed")
     compare(machine)
     press(widget.get_by_label("experts' share of what one token reads"), "ArrowRight", 10)
@@ -219,6 +259,7 @@ CHECKS = {
     "mask_explorer": check_mask_explorer,
     "playground": check_playground,
     "tree_growth": check_tree_growth,
+    "rule_lab": check_rule_lab,
 }
 
 

@@ -1,0 +1,68 @@
+"""Pages that lead to other pages: the landing page (README.md), one for each group of the sidebar, all notebooks."""
+
+import re
+
+import commands
+from readme import readme
+
+from web.books import duration, first_sentence, plain, title_of
+from web.places import DRAFTERS, GUIDES, INTERNALS, START
+
+GROUPS = ["start", "tutorials", "guides", "commands", "drafters", "internals"]  # pages, in the order of the sidebar
+BROWSE = "- **Browse**: [figures](/gallery.md), [papers](/papers.md), <a href='genindex.html'>the library by name</a>."
+
+
+def toctree(places):
+    return "```{toctree}\n:hidden:\n\n" + "\n".join(places) + "\n```\n"
+
+
+def landing():
+    "README.md as the first page of the site, and its pictures"
+    text, pictures = readme()
+    text = re.sub(r"^<!--.*-->\n", "", text)
+    text = re.sub(r"^- .*`make docs` builds.*$", BROWSE, text, flags=re.M)
+    return f"---\nhide-toc: true\n---\n{text}\n{toctree(GROUPS)}", pictures
+
+
+def table(books):
+    "Notebooks with what they claim and how long they run"
+    rows = [f"| [{b.title}](/{b.page}) | {plain(b.claim)} | {duration(b.here)} |" for b in books]
+    return "\n".join(["| notebook | what it shows | runs in |", "| --- | --- | --- |", *rows]) + "\n"
+
+
+def overviews(sections, pages):
+    "place -> text of every group's page; `sections` of notebooks, `pages` of the site as place -> text"
+    every = [b for books in sections.values() for b in books]
+    drafters = [b for page in DRAFTERS for b in every if b.page == page]
+    out = {}
+
+    def group(place, title, own, text="", below=()):
+        known = {p: pages[p] for p in own}
+        lines = [f"- [{title_of(t)}](/{p}): {plain(first_sentence(t))}" for p, t in known.items()]
+        entries = ["/" + p.rsplit(".", 1)[0] for p in [*own, *below]]
+        out[f"{place}.md"] = "\n\n".join([f"# {title}", "\n".join(lines), text, toctree(entries)])
+
+    group("start", "Start", START.values())
+    group("tutorials", "Tutorials", [], table(sections["Tutorials"]), [b.page for b in sections["Tutorials"]])
+    group("guides", "Guides", GUIDES.values())
+    names = [f"commands/{name}.md" for name in commands.entered()]
+    group("commands", "Commands", names)
+    group("drafters", "Drafters", [], table(drafters), [b.page for b in drafters])
+    packages = []
+    for section, books in sections.items():
+        name, _, what = section.partition(": ")
+        rest = [b for b in books if b not in drafters]
+        if what:
+            packages.append(f"internals/{name}.md")
+            group(
+                f"internals/{name}", name, [], f"{what[0].upper()}{what[1:]}.\n\n{table(rest)}", [b.page for b in rest]
+            )
+    lines = "\n".join(f"- [{p[10:-3]}](/{p}): {out[p].split(chr(10))[4]}" for p in packages)
+    group("internals", "Internals", INTERNALS.values(), lines, packages)
+    return out
+
+
+def all_notebooks(text, sections):
+    "docs/notebooks.md with a table of notebooks for each section in place of its table of folders"
+    tables = [f"## {section}\n\n{table(books)}" for section, books in sections.items() if section != "Start"]
+    return re.sub(r"^\| folder .*\Z", "\n".join(tables), text, flags=re.M | re.S)

@@ -1,0 +1,94 @@
+"""What the site is made of: papers with titles, figures with words, search words, tables of notebooks."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+from web import books, extras, figures, overview, papers, places  # noqa: E402
+
+SECTIONS = books.groups()
+BOOKS = [book for section in SECTIONS.values() for book in section]
+
+
+def cell(source, outputs=()):
+    return {"cell_type": "code", "source": source, "outputs": list(outputs)}
+
+
+def test_every_cited_paper_has_a_title():
+    assert papers.cited(BOOKS).keys() == papers.titles().keys()
+
+
+def test_a_number_that_is_no_arxiv_id_is_no_paper():
+    text = "[1](https://doi.org/10.1145/3147.3165), 10.48550/2401.00001, 2211.17192, 12211.171923"
+    assert papers.ARXIV.findall(text) == ["2211.17192"]
+
+
+def test_the_paper_page_leads_to_notebooks():
+    page = papers.papers(BOOKS)
+    row = next(line for line in page.splitlines() if "| 2211.17192 |" in line)
+    assert row.startswith("| 2022 |") and "(/decode/02_acceptance_rules.ipynb)" in row
+
+
+@pytest.mark.parametrize(
+    "source,expected",
+    [
+        ('plot.plot_loss(log, "Most of it is learnt early")', "Most of it is learnt early"),
+        ('ax.set_title(f"{n} of {m} tokens are right")', "… of … tokens are right"),
+        (
+            'draw(a, title="First of the two")\ndraw(b, title="Second of the two")',
+            "First of the two; Second of the two",
+        ),
+        ("result.plot()", "Figure: The heading"),
+        ('#| fig-alt: What it shows\nplot("Another title of it")', "What it shows"),
+        ('print("not a title at all")', "Figure: The heading"),
+    ],
+)
+def test_a_figure_is_described_by_its_title(source, expected):
+    assert figures.alt_text(cell(source), "The heading") == expected
+
+
+def test_every_stored_figure_is_in_the_gallery(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "EXTRA", tmp_path)
+    some = {"Tutorials": SECTIONS["Tutorials"][:2]}
+    page = figures.gallery(some)
+    stored = sum(len(figures.pictures(c)) for b in some["Tutorials"] for c in b.nb["cells"])
+    assert page.count("<img ") == page.count('alt="') == stored == len(list(tmp_path.rglob("*.webp"))) > 0
+
+
+def test_search_words_come_from_the_glossary():
+    terms = {term["names"][0]: term["names"] for term in extras.glossary()}
+    assert len(terms) == (ROOT / "docs/glossary.md").read_text().count("\n### ")
+    assert "target model" in terms["Verifier"] and all(len(names) > 1 for names in terms.values())
+
+
+def test_the_drafters_are_notebooks_that_exist():
+    assert set(places.DRAFTERS) <= {book.page for book in BOOKS}
+
+
+def test_every_page_is_in_one_group():
+    text = {place: f"# {place}\n\nA sentence." for place in places.PAGES.values()}
+    text |= {f"commands/{name}.md": "# c\n\nIt runs." for name in overview.commands.entered()}
+    made = overview.overviews(SECTIONS, text)
+    entries = re.findall(r"^/(\S+)$", "\n".join(made.values()), flags=re.M)
+    assert len(entries) == len(set(entries))
+    pages = [b.page for b in BOOKS if b.page != "index.ipynb"] + list(text) + list(made)
+    listed = {*entries, *overview.GROUPS}
+    assert {page.rsplit(".", 1)[0] for page in pages} == listed
+
+
+def test_times_are_of_notebooks_that_exist():
+    assert books.times().keys() <= {book.here for book in BOOKS}
+
+
+def test_a_broken_link_is_seen(tmp_path):
+    sys.path.insert(0, str(ROOT / "tests/browser"))
+    import links
+
+    (tmp_path / "a.html").write_text('<p id="here"><a href="b.html#there">1</a><a href="#here">2</a><img src="c.png">')
+    (tmp_path / "b.html").write_text('<a href="https://example.org/x">3</a><a href="/a.html#gone">4</a><b id="there">')
+    found = list(links.faults(tmp_path))
+    assert found == ["a.html: c.png: no such file", "b.html: /a.html#gone: no such anchor"]
