@@ -23,6 +23,8 @@ export function svg(tag, attributes = {}, ...children) {
 // The element that a widget draws in; `label` is read out
 export function root(el, name, label) {
   const place = h("div", { class: `snb-root snb-${name}`, role: "group", "aria-label": label });
+  // else JupyterLab takes the arrow keys: its shortcuts match the focused element itself
+  place.addEventListener("focusin", (e) => (e.target.dataset.lmSuppressShortcuts = "true"));
   el.replaceChildren(place);
   return place;
 }
