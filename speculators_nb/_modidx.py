@@ -2567,6 +2567,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'speculators_nb/lab/greedy_replay.py'),
                                                   'speculators_nb.lab.greedy_replay._agreeing': ( 'lab/greedy_replay.html#_agreeing',
                                                                                                   'speculators_nb/lab/greedy_replay.py'),
+                                                  'speculators_nb.lab.greedy_replay._decoded': ( 'lab/greedy_replay.html#_decoded',
+                                                                                                 'speculators_nb/lab/greedy_replay.py'),
                                                   'speculators_nb.lab.greedy_replay.greedy_answers': ( 'lab/greedy_replay.html#greedy_answers',
                                                                                                        'speculators_nb/lab/greedy_replay.py'),
                                                   'speculators_nb.lab.greedy_replay.replay': ( 'lab/greedy_replay.html#replay',

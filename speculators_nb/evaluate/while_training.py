@@ -48,8 +48,16 @@ def decoded_acceptance(
         drafter = model.drafter()
         depth = k or draft_length(drafter)
         tapped = Verifier(verifier.model.to(model.device), drafter.aux_layer_ids or None)
-        limits = dict(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
-        decoded = list(decode_prompts(tapped, drafter, prompts, 0.0, k=depth, **limits))
+        answers = decode_prompts(
+            tapped,
+            drafter,
+            prompts,
+            temperature=0.0,
+            k=depth,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=eos_token_ids,
+        )
+        decoded = list(answers)
         rates = acceptance_table(decoded, depth).set_index("position").unconditional
         length = acceptance_summary(decoded, depth)["mean_length"]
         return {"mean_length": float(length)} | {

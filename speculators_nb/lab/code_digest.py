@@ -68,8 +68,9 @@ def _described(value: Any, home: str, seen: tuple = ()) -> Any:
     if isinstance(value, (list, tuple)):
         return [_described(v, home, seen) for v in value]
     if isinstance(value, (type, FunctionType)) and _packages(value) == home:
-        of = _of_class if isinstance(value, type) else _of_function
-        return of(value, home, seen)
+        if isinstance(value, type):
+            return _of_class(value, home, seen)
+        return _of_function(value, home, seen)
     if name := getattr(value, "__qualname__", getattr(value, "__name__", None)):
         return f"{getattr(value, '__module__', '')}.{name}"
     plain = isinstance(value, (str, int, float, bool, type(None)))

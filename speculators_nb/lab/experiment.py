@@ -22,7 +22,7 @@ import torch
 from fastcore.script import call_parse
 from filelock import FileLock
 from transformers import AutoConfig, AutoTokenizer
-from transformers.utils import is_in_notebook
+from transformers.utils.import_utils import is_in_notebook
 
 from ..core.files import atomic_write
 from ..core.option_rules import near, shown

@@ -7,7 +7,7 @@ __all__ = ['Answer', 'greedy_answers', 'replay']
 
 # %% ../../nbs/lab/07_greedy_replay.ipynb #069f541f
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -26,6 +26,11 @@ class Answer(NamedTuple):
     limit: int  # of the output
 
 
+def _decoded(verifier, taps, prompt, **options) -> Generation:
+    "The verifier's own output for one prompt."
+    return cast(Generation, generate(verifier, taps, prompt, k=0, **options))
+
+
 def greedy_answers(
     verifier: Verifier,  # taps the layers that the drafters read
     prompts: list[list[int]],  # token ids of each request
@@ -36,18 +41,11 @@ def greedy_answers(
     "Answer every prompt, and keep what drafters read."
     taps, found = HiddenStates(verifier.aux_layer_ids), []
     for prompt in prompts:
-        written = generate(
-            verifier,
-            taps,
-            prompt,
-            k=0,
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=eos_token_ids,
-        )
-        text = [*prompt, *written.tokens]
-        more = generate(verifier, taps, text, k=0, max_new_tokens=beyond + 1)
-        states = more.hidden_states
-        found.append(Answer(prompt, written.tokens, more.tokens, states, max_new_tokens))
+        options = dict(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
+        written = _decoded(verifier, taps, prompt, **options).tokens
+        more = _decoded(verifier, taps, [*prompt, *written], max_new_tokens=beyond + 1)
+        states = cast(torch.Tensor, more.hidden_states)  # `taps` keeps them
+        found.append(Answer(prompt, written, more.tokens, states, max_new_tokens))
     return found
 
 # %% ../../nbs/lab/07_greedy_replay.ipynb #f136729c

@@ -150,21 +150,21 @@ def results_table(
     """Mean acceptance length of every setting over its seeds, and its paired difference from
     the baseline."""
     found = measures(counts, k)
-    baseline = baseline or found.index[0][0]
+    baseline = baseline or str(found.index[0][0])
     pairs = differences(counts, baseline, k)
-    pairs = pairs[pairs.measure == LENGTH].set_index("setting")
+    lengths = pairs[pairs.measure == LENGTH].to_dict("records")
+    paired = {pair["setting"]: pair for pair in lengths}
     rows = {}
     for name, own in found.groupby("setting", sort=False):
         mean = own.mean()
-        row = {"seeds": len(own), LENGTH: as_text(*t_interval(own[LENGTH]))}
+        row = {"seeds": len(own), LENGTH: as_text(*t_interval(own[LENGTH].to_numpy()))}
         row |= {c: f"{mean[c]:.2f}" for c in (f"position {i}" for i in sorted({1, k}))}
         row[f"less {baseline}"] = ""
-        if name in pairs.index:
-            pair = pairs.loc[name]
-            difference = as_text(pair.difference, pair.low, pair.high, sign=True)
-            one = pair.interval.startswith("bootstrap")
+        if pair := paired.get(name):
+            difference = as_text(pair["difference"], pair["low"], pair["high"], sign=True)
+            one = pair["interval"].startswith("bootstrap")
             row[f"less {baseline}"] = f"{difference}, " + (
-                "1 seed: over prompts" if one else f"{pair.seeds} seeds"
+                "1 seed: over prompts" if one else f"{pair['seeds']} seeds"
             )
         rows[name] = row
     best = found[LENGTH].groupby("setting").mean().sort_values(ascending=False).index

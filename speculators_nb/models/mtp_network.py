@@ -212,7 +212,7 @@ class OwnPast(MTPNetwork):
     ) -> list[torch.Tensor]:  # K tensors [L', H]
         "The definition: every row at every step."
         rows = len(input_ids)
-        mask = self.mask(self.layers[0], document_ids)
+        mask = self.mask(self.layers[0].window, document_ids)
         outputs = []
         hidden, embeds = self.first_inputs(input_ids, features)
         for step in range(steps):
@@ -243,7 +243,7 @@ class OwnPast(MTPNetwork):
             last = step == steps - 1
             queries = carries_loss[step].nonzero()[:, 0] if last else rows
             query_in_rows = torch.searchsorted(rows, queries)
-            mask = self.mask(self.layers[0], document_ids[rows])
+            mask = self.mask(self.layers[0].window, document_ids[rows])
             rope = self.rope(position_ids[rows] + step, length)
             attention = StepAttention(query_in_rows, rope, impl)
             attend = attention.first([], mask, query_in_rows)

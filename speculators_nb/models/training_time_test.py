@@ -61,11 +61,11 @@ class UnrolledDrafter(SpeculatorModel):
 
     def mask(
         self,
-        layer: DecoderLayer,
+        window: int | None,  # of a layer
         document_ids: torch.Tensor,  # [L]
     ) -> Mask:  # for L queries and (t+1)·L keys, at every step t
         "What a row attends to: keys of step 0, and its own of later steps."
-        return ttt(document_ids, len(document_ids), layer.window)
+        return ttt(document_ids, len(document_ids), window)
 
     def training_mask(
         self,
@@ -76,7 +76,7 @@ class UnrolledDrafter(SpeculatorModel):
         "What a query attends to at the last step."
         documents = batch["document_ids"][0]
         L = len(documents)
-        return MaskSize(self.mask(self.layers[0], documents), L, ttt_steps * L)
+        return MaskSize(self.mask(self.layers[0].window, documents), L, ttt_steps * L)
 
 # %% ../../nbs/models/06_training_time_test.ipynb #ab14bfb2
 def all_steps(
@@ -110,7 +110,7 @@ class DenseUnrolling(UnrolledDrafter):
     ) -> list[torch.Tensor]:  # K tensors [L, H], normed
         "The definition: every row at every step."
         L = len(input_ids)
-        masks = [self.mask(layer, document_ids) for layer in self.layers]
+        masks = [self.mask(layer.window, document_ids) for layer in self.layers]
         caches: list[list] = [[] for _ in self.layers]
         outputs = []
         hidden, embeds = self.first_inputs(input_ids, features)
@@ -195,7 +195,7 @@ class TrainingTimeTest(DenseUnrolling):
     ) -> list[torch.Tensor]:  # K tensors [N_t, H]: the normed hidden states of the needed rows
         "The needed rows of every step."
         length = self.rotary.length(position_ids)  # of the whole row, where RoPE depends on it
-        masks = [self.mask(layer, document_ids) for layer in self.layers]
+        masks = [self.mask(layer.window, document_ids) for layer in self.layers]
         hidden, embeds = self.first_inputs(input_ids, features)
         rope = self.rotary(hidden, position_ids, length)
         step = StepAttention(needed[0], rope, impl)

@@ -346,16 +346,17 @@ def anchored_blocks(
         document = ids[anchors[q // block]]
         return (kv < L) & (ids[kv.clamp_max(L - 1)] == document) & (document >= 0)
 
-    def in_window(b, h, q, kv):
-        return kv >= anchors[q // block] - window
-
     def in_block(b, h, q, kv):
         return (kv >= L) & ((kv - L) // block == q // block)
 
     before = Mask(lambda b, h, q, kv: kv < anchors[q // block], None, "before the anchor")
     before = before & Mask(in_document, None, "in the anchor's document")
     if window is not None:
-        before = before & Mask(in_window, None, "within the anchor's window")
+        before = before & Mask(
+            lambda b, h, q, kv: kv >= anchors[q // block] - window,
+            None,
+            "within the anchor's window",
+        )
     own = Mask(in_block, None, "own block")
     if causal:
         own = own & Mask(lambda b, h, q, kv: kv - L <= q, None, "no later slot")
@@ -413,9 +414,6 @@ def rollouts(
     def before(b, h, q, kv):
         return anchor_pos[kv] <= anchor_pos[q]
 
-    def in_window(b, h, q, kv):
-        return anchor_pos[kv] > anchor_pos[q] + depth[q] - window
-
     def in_rollout(b, h, q, kv):
         return anchor_pos[kv] == anchor_pos[q]
 
@@ -425,7 +423,11 @@ def rollouts(
     past = Mask(lambda b, h, q, kv: depth[kv] == 0, None, "an ordinary position")
     past = past & Mask(before, None, "not after the anchor")
     if window is not None:
-        past = past & Mask(in_window, None, "within the window")
+        past = past & Mask(
+            lambda b, h, q, kv: anchor_pos[kv] > anchor_pos[q] + depth[q] - window,
+            None,
+            "within the window",
+        )
     own = Mask(in_rollout, None, "own rollout")
     own = own & Mask(lambda b, h, q, kv: depth[kv] <= depth[q], None, "no deeper")
     mask = (past | own) & Mask(in_document, None, "same document")

@@ -144,7 +144,7 @@ def plot_runs(
         for name, rows in log.dropna(subset=["eval_mean_length"]).groupby(
             "drafter", sort=False
         ):
-            colour, marker = looks[name]
+            colour, marker = looks[str(name)]
             lengths = rows.set_index("step").eval_mean_length
             axes[0, 1].plot(lengths, color=colour, marker=marker, label=name)
         axes[0, 1].set(xlabel="optimizer step", ylabel="mean acceptance length")
@@ -216,7 +216,8 @@ class LiveView(StopCallback):
         self.button.on_click(self._pressed)
         # ipykernel 7.4 hands a comm's messages to the shell that opened it, which is busy; the
         # front end sends them to a subshell
-        self.button.comm._reply_subshell_for = lambda data, subshell: subshell
+        comm: Any = self.button.comm
+        comm._reply_subshell_for = lambda data, default: default
         self.rows, self.curve = ipywidgets.HTML(), ipywidgets.Image(format="png")
         self.curve.layout.display = "none"
         top = ipywidgets.HBox([self.bar, self.count, self.button])

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
-from transformers.utils import is_in_notebook
+from transformers.utils.import_utils import is_in_notebook
 
 from ..core.files import atomic_write
 from ..core.provenance import without_secrets
