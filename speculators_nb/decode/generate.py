@@ -140,7 +140,7 @@ def feature_columns(
 class NoDrafter:
     "Proposes nothing: plain decoding."
 
-    aux_layer_ids = ()
+    aux_layer_ids: Sequence[int] = ()
 
     def reset(self):
         "Nothing to forget."
