@@ -123,7 +123,7 @@ def test_makefile_default_torch_is_supported():
 OPTIONAL = {Requirement(r).name for extra in ("vllm", "loggers") for r in PROJECT["optional-dependencies"][extra]}
 COMES_WITH = {
     "pydantic_core": "pydantic",
-    "IPython": "nbdev",
+    "IPython": "ipywidgets",
     "yaml": "pyyaml",
     "PIL": "pillow",
     "pyarrow": "datasets",

@@ -1,5 +1,6 @@
 // Search in the words of the field: synonyms of the glossary, arXiv numbers, and whole words before parts of words.
 // Results are Sphinx's: [page, title, anchor, description, score, file, kind], the best last.
+const SHOWN = 100; // each result that is shown loads its page for a summary
 const byScore = (a, b) => a[4] - b[4] || (a[1] < b[1] ? 1 : -1);
 const wordsOf = (text) => text.replace(/([a-z\d])([A-Z])/g, "$1 $2").toLowerCase().split(/[^\p{L}\p{N}]+/u);
 
@@ -60,5 +61,5 @@ Search._performSearch = (query, ...parsed) => {
   add(search(query, ...parsed), 1);
   for (const other of new Set(otherWords(query))) add(search(...Search._parseQuery(other)), 0.5);
   if (highlighted !== null) localStorage.setItem("sphinx_highlight_terms", highlighted);
-  return [...best.values()].sort(byScore);
+  return [...best.values()].sort(byScore).slice(-SHOWN);
 };

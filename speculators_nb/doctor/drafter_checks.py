@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FEW_VALUES', 'LOOKED_AT', 'GAIN', 'LEAST_KEPT', 'coarse_matrices', 'untrained_layers', 'weights_check',
-           'forward_options', 'heldout_batches', 'Measured', 'first_accuracy', 'predicted_length', 'measure', 'Repair',
-           'repairs', 'repair_checks', 'history_check', 'mapping_check', 'trained_length', 'length_check']
+           'forward_options', 'heldout_batches', 'Measurement', 'first_accuracy', 'predicted_length', 'measure',
+           'Repair', 'repairs', 'repair_checks', 'history_check', 'mapping_check', 'trained_length', 'length_check']
 
 # %% ../../nbs/doctor/04_drafter_checks.ipynb #e8ba127f
 import copy
@@ -121,7 +121,7 @@ def heldout_batches(
     return batches
 
 # %% ../../nbs/doctor/04_drafter_checks.ipynb #67b332e1
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     "A drafter on held-out rows."
 
     loss: float  # mean over the batches
@@ -155,7 +155,7 @@ def measure(
     model: SpeculatorModel,
     batches: list[dict[str, torch.Tensor]],
     options: Mapping[str, Any],  # of `forward`
-) -> Measured:
+) -> Measurement:
     "Loss and accuracy on held-out batches."
     losses, sums = [], {}
     for batch in batches:
@@ -170,7 +170,7 @@ def measure(
         if n.endswith("_sum")
     }
     loss = sum(losses) / max(len(losses), 1)
-    return Measured(loss, first_accuracy(means), predicted_length(means))
+    return Measurement(loss, first_accuracy(means), predicted_length(means))
 
 # %% ../../nbs/doctor/04_drafter_checks.ipynb #6a86f013
 GAIN = 0.97  # loss after a repair over the loss before it
@@ -255,7 +255,7 @@ LEAST_KEPT = 0.85  # accuracy now over accuracy in the history
 
 
 def history_check(
-    now: Measured,
+    now: Measurement,
     history: pd.DataFrame,  # training_log.csv; may be empty
 ) -> Finding:
     "Whether the folder does what its history says."

@@ -24,7 +24,7 @@ from ..data.chat_template import tokenizer_errors
 from .data_checks import DataRow, sample_rows
 from .decoding_checks import Decoded, decode
 from speculators_nb.doctor.drafter_checks import (
-    Measured,
+    Measurement,
     forward_options,
     heldout_batches,
     measure,
@@ -220,7 +220,7 @@ class Examination(WithRows):
         return forward_options(self.model, self.sources.record.get("model", {}))
 
     @cached_property
-    def measured(self) -> Measured:
+    def measured(self) -> Measurement:
         return measure(self.model, self.batches, self.options)
 
     @cached_property

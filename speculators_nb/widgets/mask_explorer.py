@@ -108,10 +108,10 @@ def entry_counts(
     side: int = 128,  # of a block
 ) -> EntryCounts:
     "The counts of a mask, from its key ranges where they are known."
-    counts = mask.block_counts(queries, keys, side)
+    counts: dict[str, Any] = mask.block_counts(queries, keys, side)
     found = mask.blocks(queries, keys, side)
     computed = int(found.area[found.allowed > 0].sum())
-    flops = 4 * HEAD_DIM * int(counts["allowed"]), 4 * HEAD_DIM * computed
+    flops = 4 * HEAD_DIM * counts["allowed"], 4 * HEAD_DIM * computed
     return EntryCounts(**counts, flops=flops[0], block_flops=flops[1])
 
 # %% ../../nbs/widgets/02_mask_explorer.ipynb #e3a00010
@@ -285,7 +285,8 @@ class DrafterMasks(MaskExplorer):
     def __init__(self, drafters: list[str]):
         self.frozen = FrozenMasks()
         choices = [MENUS[name][1][:n] for name, n in FROZEN.items()]
-        for setting in product(drafters, *choices):
+        packings, windows, depths, anchors = choices
+        for setting in product(drafters, packings, windows, depths, anchors):
             self.frozen.add(setting)
         first = [menu[1][0] for menu in MENUS.values()]
         row = PACKINGS[first[0]]

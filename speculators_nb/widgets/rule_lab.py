@@ -9,7 +9,7 @@ __all__ = ['SETTINGS', 'LAB_RULES', 'TOKENS', 'tempered', 'Exact', 'independent'
 from collections.abc import Sequence
 from html import escape
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from ..decode.tree import TokenTree
 from .widget import Widget
 
 # %% ../../nbs/widgets/06_rule_lab.ipynb #b4a10006
-SETTINGS = dict(
+SETTINGS: dict[str, Any] = dict(
     epsilon=0.3,  # typical
     delta=0.09,  # typical
     accept_k=2,  # tolerant

@@ -200,9 +200,10 @@ def grow(
             f"{type(drafter).__name__} drafts chains only: it has no `grow`; take a drafter "
             "with probabilities at any node"
         )
-    answer = generate(
+    written: Any = generate(
         verifier, NoDrafter(), list(prompt), k=0, max_new_tokens=max_new_tokens
-    ).tokens
+    )
+    answer = written.tokens
     if len(answer) < 2:
         raise ValueError(f"max_new_tokens={shown(max_new_tokens)}: at least 2 are needed")
 

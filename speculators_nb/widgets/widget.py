@@ -46,8 +46,8 @@ class Widget(anywidget.AnyWidget):
     "A picture with controls, drawn by js/NAME.js over `state`."
 
     name = ""  # of its ES module; a subclass has its own
-    state = traitlets.Dict().tag(sync=True)  # all that is drawn without a kernel
-    controls = traitlets.Dict().tag(sync=True)  # values of sliders and menus
+    state: Any = traitlets.Dict().tag(sync=True)  # all that is drawn without a kernel
+    controls: Any = traitlets.Dict().tag(sync=True)  # values of sliders and menus
 
     def __init_subclass__(cls, **kwargs):
         if "name" in vars(cls):  # not in the class that traitlets makes of it for each widget
