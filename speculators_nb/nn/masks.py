@@ -414,9 +414,6 @@ def rollouts(
     def before(b, h, q, kv):
         return anchor_pos[kv] <= anchor_pos[q]
 
-    def in_rollout(b, h, q, kv):
-        return anchor_pos[kv] == anchor_pos[q]
-
     def in_document(b, h, q, kv):
         return (document[kv] == document[q]) & (document[q] >= 0)
 
@@ -428,7 +425,7 @@ def rollouts(
             None,
             "within the window",
         )
-    own = Mask(in_rollout, None, "own rollout")
+    own = Mask(lambda b, h, q, kv: anchor_pos[kv] == anchor_pos[q], None, "own rollout")
     own = own & Mask(lambda b, h, q, kv: depth[kv] <= depth[q], None, "no deeper")
     mask = (past | own) & Mask(in_document, None, "same document")
 
