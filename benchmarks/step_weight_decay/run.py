@@ -71,6 +71,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=5, help="of initial weights and order")
     parser.add_argument("--prompts", type=int, default=48, help="held-out prompts, at most 180")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
     args = parser.parse_args()
     disable_progress_bar()
     settings = contenders()
@@ -82,6 +83,7 @@ if __name__ == "__main__":
         k=K,
         draft_lengths=LENGTHS,
         n_prompts=args.prompts,
+        workers=args.workers,
         after_each=lambda found: save(found, settings, args.prompts),
     )
     save(results, settings, args.prompts)
