@@ -47,8 +47,8 @@ EXPECTED = {
     ),
     **dict.fromkeys(["pyarrow", "pyyaml", "rich", "tqdm", "typer"]),
 }
-# Requirements of upstream's that its models do not import: its command line's settings, pictures and sound.
-LEFT_OUT = {"pydantic-settings", "torchaudio", "torchvision"}
+# Requirements that no training imports: upstream's settings, pictures and sound, and our widgets.
+LEFT_OUT = {"anywidget", "ipywidgets", "pydantic-settings", "torchaudio", "torchvision"}
 
 
 def name_of(requirement):

@@ -28,9 +28,9 @@ K = 8
 LENGTHS = (2, 4, 8)
 # 594 tokens occur in the answers, so a draft vocabulary of 640 leaves none out
 SMALL = dict(total_seq_len=512, optimizer="adamw", learning_rate=3e-3)
-EAGLE3 = dict(SMALL, draft_vocab_size=640, max_steps=100)
-DFLASH = dict(SMALL, draft_vocab_size=640, max_steps=250, max_anchors=128)
-MTP = dict(SMALL, max_steps=70)
+EAGLE3 = dict(SMALL, draft_vocab_size=640, max_steps=200)
+DFLASH = dict(SMALL, draft_vocab_size=640, max_steps=300, max_anchors=128)
+MTP = dict(SMALL, max_steps=100)
 
 
 def contenders():

@@ -26,7 +26,7 @@ from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfi
 from speculators_nb.nn.masks import KeyRange, Mask, causal, itself, same_document
 
 HERE = Path(__file__).resolve().parent
-BUDGET = dict(total_seq_len=512, optimizer="adamw", learning_rate=3e-3, draft_vocab_size=640, max_steps=250)
+BUDGET = dict(total_seq_len=512, optimizer="adamw", learning_rate=3e-3, draft_vocab_size=640, max_steps=150)
 COUNTED = ["steps", "steps_drafted", "proposed", "accepted"]
 
 

@@ -105,7 +105,7 @@ GROUPS = {  # heading -> options below it
     min_trained dedup shuffle val_fraction template_kwargs train_reasoning train_tool_calls
     image_folder allow_urls languages features evaluation eval_share on_bad trust_features""",
     "Training": """num_train_epochs epochs total_seq_len gradient_accumulation_steps optimizer
-    learning_rate bf16 early_stopping_patience train.extra""",
+    learning_rate bf16 early_stopping_patience decode_prompts train.extra""",
     "Decoding": """k temperature temperatures top_p top_k min_p sampling max_new_tokens rule
     ngram as_engine""",
     "Engine and server": """engine source server storage hidden_states concurrency baseline load

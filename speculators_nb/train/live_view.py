@@ -17,10 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ipywidgets
 import matplotlib.pyplot as plt
 import pandas as pd
-from IPython.display import display
 from matplotlib.figure import Figure
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
@@ -208,6 +206,9 @@ class LiveView(StopCallback):
     "A widget under the cell that trains: bar, rows of `evaluation_table`, curve, button."
 
     def on_train_begin(self, args, state, control, **kwargs):
+        import ipywidgets  # here: training outside a kernel does without both
+        from IPython.display import display
+
         self.request = StopRequest()
         self.request.catch_interrupts()
         self.bar = ipywidgets.IntProgress(max=state.max_steps, description="train")
