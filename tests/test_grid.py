@@ -2,6 +2,8 @@
 
 import json
 import math
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -146,3 +148,19 @@ def test_a_function_is_a_step_weighting(algorithm):
         assert drafter.get_trainer_kwargs(step_weights=halves)[0]["step_weights"] is halves
     else:
         assert algorithm in ("medusa", "mlp")
+
+
+def test_the_step_weight_runner_saves_what_is_finished(tmp_path, done):
+    "Counts are whole numbers, also where a shorter draft has no later positions."
+    runner = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks/step_weight_decay/run.py"))
+    assert len(runner["contenders"]()) == 11
+    for algorithm, arguments in runner["contenders"]().values():
+        check_options(dict(algorithm=algorithm) | arguments)
+    found = experiment(tmp_path, contenders(1, 2), seeds=2, k=1, features=tmp_path / "features")
+    found.counts["at_2"] = float("nan")
+    runner["save"].__globals__["HERE"] = tmp_path
+    runner["save"](found, contenders(1, 2), 3)
+    saved = pd.read_csv(tmp_path / "results/prompts.csv.gz")
+    assert differences(saved, "steps 1", 1).difference.tolist() == [0.0, 0.0]
+    sums = pd.read_csv(tmp_path / "results/counts.csv")
+    assert sums.steps.tolist() == [60] * 4 and sums.at_2.isna().all()
