@@ -77,6 +77,7 @@ docs: .venv/.dev  ## the site, from the stored outputs, into docs/_site
 browser-test: docs chromium  ## the site and a Lab session in a headless browser
 	$(BIN)/python tests/browser/site_smoke.py docs/_site
 	$(OFFLINE) $(BIN)/python tests/browser/lab_smoke.py
+	$(OFFLINE) $(BIN)/python tests/browser/lab_stop.py
 	$(OFFLINE) $(BIN)/python tests/browser/widgets.py docs/_site
 
 .PHONY: chromium

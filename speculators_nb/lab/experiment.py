@@ -22,6 +22,7 @@ import torch
 from fastcore.script import call_parse
 from filelock import FileLock
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import is_in_notebook
 
 from ..core.files import atomic_write
 from ..core.option_rules import near, shown
@@ -148,7 +149,9 @@ def train_on_shipped(
     """Train a drafter for the shipped verifier, without intermediate checkpoints. Each
     evaluation decodes held-out prompts."""
     once: dict[str, Any] = dict(
-        save_strategy="no", load_best_model_at_end=False, disable_tqdm=True
+        save_strategy="no",
+        load_best_model_at_end=False,
+        disable_tqdm=not is_in_notebook(),  # a live view there; silence in a script
     )
     if args.get("eval_strategy") != "no" and args.get("eval_share") != 0:
         once["measure"] = heldout_acceptance(k)

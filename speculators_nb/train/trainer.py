@@ -26,11 +26,12 @@ from transformers import (
 )
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import is_in_notebook
 
 from ..core.files import atomic_write
 from ..core.provenance import without_secrets
 from .checkpoint import WholeCheckpoints
-from .live_view import TableCallback, log_table
+from .live_view import LiveView, TableCallback, log_table, was_stopped
 from .optimizers import RowGradients
 from .packed_loaders import PackedLoaders, lengths_of
 from .run_record import data_fingerprint, run_record
@@ -399,7 +400,8 @@ class SpeculatorTrainer(
             # no progress bar means silence, not a line per log
             self.remove_callback(PrinterCallback)
         elif self.pop_callback(DEFAULT_PROGRESS_CALLBACK):
-            self.add_callback(TableCallback)  # a notebook's own counts positions from 0
+            # transformers' own for a notebook counts positions from 0, and cannot be stopped
+            self.add_callback(LiveView if is_in_notebook() else TableCallback)
         self.model_accepts_loss_kwargs = True  # compute_loss divides already
 
 # %% ../../nbs/train/07_trainer.ipynb #d45bbdc1
@@ -440,5 +442,9 @@ def train(
     if args.should_save:
         with atomic_write(Path(args.output_dir) / "training_log.csv") as file:
             log_table(trainer).to_csv(file)
-    trainer.finish()
+    if was_stopped(trainer):
+        step, folder = trainer.state.global_step, args.output_dir
+        print(f"Stopped at step {step}: the drafter is in {folder}; resume continues the run.")
+    else:
+        trainer.finish()
     return trainer

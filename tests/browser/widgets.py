@@ -207,6 +207,7 @@ def check_playground(widget, state):
 
     if state["verify"]:
         compare(state["verify"])
+        assert not widget.get_by_label("batch size", exact=True).is_visible()  # measured at 1
     choose(widget, "verification", "computed")
     compare(machine)
     press(widget.get_by_label("experts' share of what one token reads"), "ArrowRight", 10)

@@ -86,7 +86,7 @@ export function unpack(text, size) {
 
 // Something wide that scrolls by itself, by the keyboard too
 export function wide(label, ...children) {
-  return h("div", { class: "snb-wide", role: "region", tabindex: 0, "aria-label": label }, ...children);
+  return h("div", { class: "snb-wide", role: "group", tabindex: 0, "aria-label": label }, ...children);
 }
 
 // A model without a kernel, over the values that were frozen into the page

@@ -1,7 +1,7 @@
 // Speed-up of drafters by number of draft tokens and batch size, with handles.
 import { h, menu, root, setControl, slider, svg, wide } from "./common.js";
 
-const [WIDTH, HEIGHT, LEFT, TOP, BOTTOM] = [320, 170, 30, 12, 22];
+const [WIDTH, HEIGHT, LEFT, TOP, BOTTOM] = [320, 174, 30, 12, 26];
 const plotHeight = HEIGHT - TOP - BOTTOM;
 
 // The formulas of evaluate.speedup
@@ -59,7 +59,7 @@ function axes(most, xlabel, ticks) {
       svg("line", { x1: LEFT, x2: WIDTH, y1: y(tick), y2: y(tick), class: "snb-grid" }),
       text(LEFT - 5, y(tick) + 4, String(tick), "end"),
     ]),
-    text((LEFT + WIDTH) / 2, HEIGHT - 1, xlabel),
+    text((LEFT + WIDTH) / 2, HEIGHT - 5, xlabel),
   ];
 }
 

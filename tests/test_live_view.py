@@ -1,0 +1,83 @@
+"""A run that is watched: what its view shows, and that a press of its button or an Interrupt ends it with everything
+saved."""
+
+import signal
+
+import torch
+from test_trainer import arguments, samples, toy
+
+from speculators_nb.train.live_view import LiveView, header_line, plot_runs
+from speculators_nb.train.trainer import log_table, train
+
+
+class Reader(LiveView):
+    "Somebody who does this at a step."
+
+    def __init__(self, step, act):
+        super().__init__()
+        self.step, self.act = step, act
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.act(self)
+        super().on_step_end(args, state, control, **kwargs)
+
+
+def press(view):
+    view.button.click()
+
+
+def interrupt(view):
+    signal.raise_signal(signal.SIGINT)
+
+
+def run(folder, *callbacks, **more):
+    given = dict(num_train_epochs=3, measure=lambda model: {"mean_length": 1.5}) | more
+    measure = given.pop("measure")
+    return train(
+        toy(), samples(), samples(3, 1), arguments(folder, **given), callbacks=list(callbacks), measure=measure
+    )
+
+
+def test_what_is_shown(tmp_path):
+    view = Reader(0, None)
+    trainer = run(tmp_path, view)
+    assert header_line({"step": 0, "mean length": 0}).split()[0] in view.rows.value and "mean length" in view.rows.value
+    assert view.rows.value.count("\n") == 3 and "1.500" in view.rows.value
+    assert view.curve.value[1:4] == b"PNG" and view.bar.value == view.bar.max == trainer.state.max_steps
+    assert view.button.description == "Finished"
+
+
+def test_a_stopped_run_is_saved_and_resumed(tmp_path, capsys):
+    "By the button: no evaluation after it, a checkpoint of that step, the drafter; resumed, it is the unbroken run."
+    view = Reader(2, press)
+    trainer = run(tmp_path / "stopped", view)
+    assert trainer.state.global_step == 2 < trainer.state.max_steps
+    assert not [row for row in trainer.state.log_history if "eval_loss" in row]
+    names = {p.name for p in (tmp_path / "stopped").iterdir()}
+    assert {"checkpoint-2", "model.safetensors", "training_log.csv", "run.json"} <= names
+    assert view.button.description == "Stopped" and "Stopped at step 2: the drafter is in" in capsys.readouterr().out
+    resumed, whole = run(tmp_path / "stopped", resume_from_checkpoint=True), run(tmp_path / "whole")
+    assert resumed.state.global_step == whole.state.global_step
+    assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters()))
+
+
+def test_an_interrupt_is_a_press(tmp_path):
+    "The first one; Python's own handler is back after it, and after the run."
+    before = signal.getsignal(signal.SIGINT)
+    handlers = []
+
+    def act(view):
+        interrupt(view)
+        handlers.append(signal.getsignal(signal.SIGINT))
+
+    trainer = run(tmp_path, Reader(2, act), save_strategy="no", load_best_model_at_end=False)
+    assert trainer.state.global_step == 2 and (tmp_path / "model.safetensors").is_file()
+    assert handlers == [before] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_runs_are_laid_over_each_other(tmp_path):
+    trainer = run(tmp_path)
+    for a_run in (trainer, tmp_path, log_table(trainer)):
+        losses, lengths = plot_runs({"a": a_run, "b": trainer}).axes
+        assert [list(line.get_ydata()) for line in lengths.lines] == [[1.5] * 3] * 2 and len(losses.lines) == 4
