@@ -27,6 +27,7 @@ from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.widgets.debugger import debug
 from speculators_nb.widgets.mask_explorer import explore_mask
 from speculators_nb.widgets.playground import playground, surface
+from speculators_nb.widgets.prompt_lookup import look_up
 from speculators_nb.widgets.rule_lab import RuleLab
 from speculators_nb.widgets.tree_growth import grow
 
@@ -83,6 +84,9 @@ def at_least_half(p, children, tree, generator):
 own = Rule(lambda tree, target, generator=None: walk(at_least_half, tree, target, generator), False, "my own")
 beside(RuleLab(own={"at least half": own}), lambda w: w.state["values"]["at least half"]["accepted"])
 """
+LOOKUP = """
+beside(look_up(), lambda w: sum(len(step.draft) for step in w.steps()))
+"""
 
 
 def press(widget, label, key, times):
@@ -127,6 +131,11 @@ LIVE = {
         RULES,
         lambda w: press(w, "draft tokens", "ArrowLeft", 1),
         lambda w: number(w, "[data-rule='at least half']", "data-accepted"),
+    ),
+    "prompt_lookup": (
+        LOOKUP,
+        lambda w: press(w, "draft tokens", "ArrowRight", 3),
+        lambda w: sum(w.locator(".snb-step").evaluate_all("all => all.map(e => JSON.parse(e.dataset.draft).length)")),
     ),
 }
 

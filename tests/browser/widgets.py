@@ -29,6 +29,7 @@ from speculators_nb.nn.masks import Mask
 from speculators_nb.widgets.mask_explorer import PACKINGS, drafter_mask, entry_counts, reasons, without
 from speculators_nb.widgets.mask_explorer import clauses as clauses_of
 from speculators_nb.widgets.playground import Drafting, Machine, surface
+from speculators_nb.widgets.prompt_lookup import PromptLookup, words
 from speculators_nb.widgets.tree_growth import MOST_NODES, accepted_path, kept_nodes, tree_counts
 from speculators_nb.widgets.widget import Widget, embed
 
@@ -252,6 +253,30 @@ def check_tree_growth(widget, state):
         assert f"path {math.exp(tree['scores'][kept[0]]):.3f}" in widget.locator(".snb-reading").inner_text()
 
 
+def check_prompt_lookup(widget, state):
+    "Every step of both drafters, as the texts and sliders are changed"
+    controls = dict(prompt="a b a b c a", answer="a b a b a b c, a b a", drafter="n-gram", max_n=5, k=4)
+    for change in (
+        {},
+        dict(drafter="suffix"),
+        dict(answer="b c a b c a b c d a"),
+        dict(drafter="n-gram", k=8, max_n=1),
+    ):
+        controls |= change
+        widget.get_by_label("prompt", exact=True).fill(controls["prompt"])
+        widget.get_by_label("answer of the verifier").fill(controls["answer"])
+        choose(widget, "drafter", controls["drafter"])
+        for name, label in dict(max_n="longest n-gram", k="draft tokens").items():
+            widget.get_by_label(label, exact=True).fill(str(controls[name]))
+        found = widget.locator(".snb-step").evaluate_all(
+            "all => all.map(e => [JSON.parse(e.dataset.draft), Number(e.dataset.accepted)])"
+        )
+        steps = PromptLookup(state=state, controls=controls).steps()
+        assert found == [list(step) for step in steps], (controls, found, steps)
+        tokens = len(words(controls["answer"])) - 1
+        assert widget.locator(".snb-number").inner_text() == f"{tokens / len(steps):.4f}", controls
+
+
 CHECKS = {
     "example": check_example,
     "debugger": check_debugger,
@@ -259,6 +284,7 @@ CHECKS = {
     "playground": check_playground,
     "tree_growth": check_tree_growth,
     "rule_lab": check_rule_lab,
+    "prompt_lookup": check_prompt_lookup,
 }
 
 
