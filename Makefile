@@ -81,6 +81,7 @@ browser-test: docs chromium  ## the site and a Lab session in a headless browser
 	$(OFFLINE) $(BIN)/python tests/browser/lab_stop.py
 	$(OFFLINE) $(BIN)/python tests/browser/widgets.py docs/_site
 	$(OFFLINE) $(BIN)/python tests/browser/report.py
+	$(OFFLINE) $(BIN)/python tests/browser/lab_widgets.py
 
 .PHONY: chromium
 chromium:

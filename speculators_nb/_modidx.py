@@ -5833,6 +5833,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'speculators_nb/widgets/rule_lab.py'),
                                                  'speculators_nb.widgets.rule_lab.RuleLab.__init__': ( 'widgets/rule_lab.html#rulelab.__init__',
                                                                                                        'speculators_nb/widgets/rule_lab.py'),
+                                                 'speculators_nb.widgets.rule_lab.RuleLab._compute': ( 'widgets/rule_lab.html#rulelab._compute',
+                                                                                                       'speculators_nb/widgets/rule_lab.py'),
                                                  'speculators_nb.widgets.rule_lab.RuleLab.fallback': ( 'widgets/rule_lab.html#rulelab.fallback',
                                                                                                        'speculators_nb/widgets/rule_lab.py'),
                                                  'speculators_nb.widgets.rule_lab._no_residual': ( 'widgets/rule_lab.html#_no_residual',

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Use every widget as a reader would: on the built site without a kernel, in a file that no server serves, and in
-JupyterLab with one. Each number that JavaScript computes is compared with Python's.
+"""Use every widget as a reader without a kernel would: on the built site, and in a file that no server serves. Each
+number that JavaScript computes is compared with Python's. lab_widgets.py uses them in JupyterLab.
 
     python tests/browser/widgets.py docs/_site [folder for screenshots]
 
@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from axe_playwright_python.sync_playwright import Axe
 from chromium import browser, serve, watch
-from lab_smoke import copy_repository, free_port, start_lab
 
 from speculators_nb.evaluate.speedup import best_gamma, draft_schedule
 from speculators_nb.nn.masks import Mask
@@ -322,41 +321,6 @@ def from_a_file(html, shots=None):
     assert not problems, "\n".join(problems)
 
 
-def in_lab(notebook="widgets/01_widget.ipynb", shots=None):
-    "With a living kernel a slider changes a number that Python computes"
-    with tempfile.TemporaryDirectory() as folder:
-        home, problems = Path(folder), []
-        (home / "work").mkdir()
-        copy_repository(home, notebook)
-        port = free_port()
-        server = start_lab(home, port)
-        try:
-            with browser() as b:
-                page = b.new_page(viewport={"width": 1400, "height": 1000})
-                watch(page, problems)
-                page.goto(f"http://127.0.0.1:{port}/lab/tree/{notebook}?token=smoke&reset")
-                page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
-                page.get_by_role("menuitem", name="Run", exact=True).click()
-                page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-                widget = page.locator(".snb-root").first
-                widget.wait_for(timeout=90_000)
-                before = widget.locator(".snb-simulated").inner_text()
-                press(widget.locator("input[type=range]"), "ArrowRight")
-                page.wait_for_function(
-                    "old => /\\d/.test(document.querySelector('.snb-simulated').innerText)"
-                    " && document.querySelector('.snb-simulated').innerText != old",
-                    arg=before,
-                    timeout=30_000,
-                )
-                if shots:
-                    page.screenshot(path=Path(shots) / "lab.png")
-                page.unroute_all(behavior="ignoreErrors")
-        finally:
-            server.terminate()
-            server.wait(30)
-    assert not [p for p in problems if "widget" in p.lower()], "\n".join(problems)
-
-
 def one_file(site):
     "A page of one file with the widgets of a page of the site"
 
@@ -379,8 +343,7 @@ def main(site, shots=None):
     from_a_file(one_file(site), shots)
     modules = {p.stem for p in (site / "_static/widgets").glob("*.js")} - {"common", "mount"}
     assert used == modules == set(CHECKS), f"on the site {used}, modules {modules}, checked {set(CHECKS)}"
-    in_lab(shots=shots)
-    print(f"widgets: {', '.join(sorted(used))} on the site, in a file and in JupyterLab")
+    print(f"widgets: {', '.join(sorted(used))} on the site and in a file")
 
 
 if __name__ == "__main__":
