@@ -29,7 +29,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo: .venv/.run  ## train a drafter for the shipped tiny verifier, measure it, write pictures and tables to output/demo
+demo: .venv/.run  ## train a drafter for the shipped tiny verifier, measure it, write a report to output/demo
 	$(OFFLINE) $(BIN)/speculators-nb demo
 
 test: lint types notebooks-test nbdev2 pytest  ## everything that must hold: lint, types, notebooks, nbdev 2, pytest (sync included)
@@ -80,6 +80,8 @@ browser-test: docs chromium  ## the site and a Lab session in a headless browser
 	$(OFFLINE) $(BIN)/python tests/browser/lab_smoke.py
 	$(OFFLINE) $(BIN)/python tests/browser/lab_stop.py
 	$(OFFLINE) $(BIN)/python tests/browser/widgets.py docs/_site
+	$(OFFLINE) $(BIN)/python tests/browser/report.py
+	$(OFFLINE) $(BIN)/python tests/browser/lab_widgets.py
 
 .PHONY: chromium
 chromium:

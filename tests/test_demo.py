@@ -1,34 +1,60 @@
 """The demo for a family that vLLM does not read from our folder and that has no attention: everything else must be
 there."""
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+from small_report import small_report
 from test_experiment import names_taken
 
-from speculators_nb.cli.demo import demo, trained_step_weights, training_figures
+from speculators_nb.cli.demo import demo
 from speculators_nb.core.options import algorithms
+from speculators_nb.lab.demo_report import trained_step_weights, training_figures
 from speculators_nb.lab.experiment import settings
 from speculators_nb.models.base import SpeculatorModel
 
 ROOT = Path(__file__).parents[1]
 
 
+def headings(page):
+    return re.findall(r'<h2 id="\d+">([^<]+)<', page)
+
+
+def test_a_report_has_all_that_a_colleague_needs(tmp_path):
+    "Of a drafter with attention and fixed step weights; nothing is loaded from anywhere."
+    page, answers = small_report(tmp_path)
+    weights, mask = "Loss weights of the steps", "What a query attends to"
+    assert headings(page) == [
+        *("Decoding, step by step", "Acceptance by position", "Training", weights, mask, "Cost", "Make it again")
+    ]
+    assert re.findall(r"<strong>([^<]+)</strong> <span>([^<]+)", page)[2] == ("2 of 2", "greedy texts unchanged")
+    assert "Every step weighs the same" in page and "3.00e+09" in page and "<pre tabindex=0>make demo</pre>" in page
+    states = [json.loads(s)["state"] for s in re.findall(r'<script type="application/json">(.*?)</script>', page)]
+    assert [len(s["runs"][0]["steps"]) for s in states[:2]] == [len(a.steps) for a in answers]
+    explored = states[2]["masks"]["m0"]
+    assert (explored["queries"], explored["keys"], explored["documents"]) == (11, 33, [0] * 6 + [1] * 5)
+    assert page.count('src="data:image/png') >= 5 and not re.search(r"(src|href)=.?(http|/)|@import|url\(", page)
+    assert len(page) < 1_500_000
+
+
 def test_a_family_without_mask_and_without_vllm(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     measured = demo(tmp_path, algorithm="medusa", n_prompts=8, n_heldout=2, k=2, epochs=1)
     assert set(measured.summary.drafter) == {"no drafter", "n-gram", "medusa"}
-    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["acceptance.png", "loss.png"]
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["acceptance.png", "decoded.png", "loss.png"]
     page, said = (tmp_path / "report.html").read_text(), capsys.readouterr().out
-    assert (
-        "the mask of" not in page
-        and page.count("data:image/png") == 2
-        and "save_native" in page
-        and "save_native" in said
-    )
+    assert headings(page) == ["Decoding, step by step", "Acceptance by position", "Training", "Cost", "Make it again"]
+    assert "save_native" in page and "save_native" in said and "speculators-nb serve" not in page
+    assert page.count('data-widget="debugger"><script') == 2 and page.count("data:image/png") == 4
+    assert "--algorithm medusa --n-prompts 8 --n-heldout 2 --k 2 --epochs 1" in page.replace("\n", " ")
+    assert [*json.loads((tmp_path / "seconds.json").read_text())] == [
+        *("answers", "features", "training", "check", "decoding", "report")
+    ]
     assert SpeculatorModel.from_pretrained(tmp_path / "drafter").drafter().trained_tokens == 2
 
 

@@ -1,6 +1,6 @@
 """Step-weight decay: what becomes of early and late draft positions when late steps weigh less in the loss.
 
-    python benchmarks/step_weight_decay/run.py                    55 runs, some 80 seconds of one core each
+    python benchmarks/step_weight_decay/run.py                    55 runs, some 90 seconds of one core each
     python benchmarks/step_weight_decay/run.py --seeds 1          one seed of each setting first
 
 EAGLE-3 with four decays of the steps of training-time test, DFlash with three of its slots' decay and with D-PACE,
@@ -29,7 +29,7 @@ LENGTHS = (2, 4, 8)
 # 594 tokens occur in the answers, so a draft vocabulary of 640 leaves none out
 SMALL = dict(total_seq_len=512, optimizer="adamw", learning_rate=3e-3)
 EAGLE3 = dict(SMALL, draft_vocab_size=640, max_steps=200)
-DFLASH = dict(SMALL, draft_vocab_size=640, max_steps=300, max_anchors=128)
+DFLASH = dict(SMALL, optimizer="muon", draft_vocab_size=640, max_steps=250, max_anchors=64)
 MTP = dict(SMALL, max_steps=100)
 
 

@@ -1,6 +1,6 @@
 """Training under a wrong mask: what a leak does to the accuracy in training, and to the acceptance in decoding.
 
-    python benchmarks/wrong_mask/run.py                    20 runs, some 80 seconds of one core each
+    python benchmarks/wrong_mask/run.py                    20 runs, some 60 seconds of one core each
     python benchmarks/wrong_mask/run.py --seeds 1          one seed of each mask first
 
 EAGLE-3 with four masks, the same answers, steps and seeds. A decoder has one mask, the right one: it cannot attend to

@@ -6,7 +6,7 @@
 __all__ = ['SETTINGS', 'LAB_RULES', 'TOKENS', 'tempered', 'Exact', 'independent', 'enumerate_rule', 'lab_values', 'RuleLab']
 
 # %% ../../nbs/widgets/06_rule_lab.ipynb #b4a10003
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import product
 from typing import Any, NamedTuple
@@ -123,20 +123,22 @@ TOKENS = ["a", "b", "c", "d", "e"]
 
 def lab_values(
     controls: dict,  # p, q (weights), temperature, length, proposal ("drawn" or "argmax")
+    rules: Mapping[str, Rule] = LAB_RULES,  # by name
 ) -> dict[str, Exact]:  # by the rule's name
-    "What every rule of the lab does at one setting."
+    "What every rule does at one setting."
     t = controls["temperature"]
     p, q = tempered(controls["p"], t), tempered(controls["q"], t)
     raw = tempered(controls["p"], t or 1.0)  # what a raw rule receives, at temperature 0 too
     drawn = controls["proposal"] == "drawn"
     return {
         name: enumerate_rule(rule, p, q, controls["length"], drawn, raw if rule.raw else p)
-        for name, rule in LAB_RULES.items()
+        for name, rule in rules.items()
     }
 
 # %% ../../nbs/widgets/06_rule_lab.ipynb #b4a1001f
 class RuleLab(Widget):
-    "Sliders for two distributions, and all acceptance rules on them."
+    """Sliders for two distributions, and all acceptance rules on them. An own rule is computed
+    by the kernel at each change. Errors: ValueError for an own rule whose name is taken."""
 
     name = "rule_lab"
 
@@ -146,21 +148,31 @@ class RuleLab(Widget):
         q: Sequence[float] = (0.18, 0.40, 0.20, 0.08, 0.14),  # the drafter's, as many
         temperature: float = 1.0,  # of both
         length: int = 2,  # draft tokens in a chain, at most as many as `synthetic` has rates
+        own: Mapping[str, Rule] | None = None,  # further rules, by name
     ):
+        if taken := [name for name in own or {} if name in LAB_RULES]:
+            raise ValueError(f"own={taken[0]!r}: is a rule of the lab; choose another name")
+        self.own = own or {}
         controls = dict(
             p=[*p], q=[*q], temperature=temperature, length=length, proposal="drawn"
         )
-        rules = [
-            dict(name=name, about=rule.about, raw=rule.raw) for name, rule in LAB_RULES.items()
-        ]
+        both = LAB_RULES | dict(self.own)
+        rules = [dict(name=name, about=rule.about, raw=rule.raw) for name, rule in both.items()]
         state = dict(
             tokens=TOKENS,
             rules=rules,
             settings=SETTINGS,
             longest=len(SETTINGS["rates"]),
-            values={name: value._asdict() for name, value in lab_values(controls).items()},
+            values={n: v._asdict() for n, v in lab_values(controls, both).items()},
         )
         super().__init__(state=state, controls=controls)
+        if self.own:
+            self.observe(self._compute, "controls")
+
+    def _compute(self, change) -> None:
+        found = lab_values(change["new"], self.own)
+        values = self.state["values"] | {n: v._asdict() for n, v in found.items()}
+        self.state = self.state | dict(values=values)
 
     def fallback(self) -> str:
         "A table of the first setting."

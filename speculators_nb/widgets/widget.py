@@ -80,14 +80,15 @@ class Widget(anywidget.AnyWidget):
 
 # %% ../../nbs/widgets/01_widget.ipynb #b1f00014
 def embed(
-    *widgets: Widget,
+    *parts: Widget | str,  # widgets, and HTML between them
 ) -> str:  # HTML that needs no other file and no server
     "Widgets for a page of one file, in order; style and each module are written once."
-    parts = [widget.html(most=None) for widget in widgets]
-    parts.append(f"<style>{style_text()}</style>" if widgets else "")
+    widgets = [part for part in parts if isinstance(part, Widget)]
+    written = [part if isinstance(part, str) else part.html(most=None) for part in parts]
+    written.append(f"<style>{style_text()}</style>" if widgets else "")
     for name in dict.fromkeys(widget.name for widget in widgets):
         module = module_text(name).replace("export default", "const widget =")
         selector = f'.snb-widget[data-widget="{name}"]'
         mounted = f"for (const p of document.querySelectorAll('{selector}')) mount(p, widget);"
-        parts.append(f'<script type="module">\n{module}\n{mounted}\n</script>')
-    return "\n".join(parts)
+        written.append(f'<script type="module">\n{module}\n{mounted}\n</script>')
+    return "\n".join(written)

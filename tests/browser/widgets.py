@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Use every widget as a reader would: on the built site without a kernel, in a file that no server serves, and in
-JupyterLab with one. Each number that JavaScript computes is compared with Python's.
+"""Use every widget as a reader without a kernel would: on the built site, and in a file that no server serves. Each
+number that JavaScript computes is compared with Python's. lab_widgets.py uses them in JupyterLab.
 
     python tests/browser/widgets.py docs/_site [folder for screenshots]
 
@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from axe_playwright_python.sync_playwright import Axe
 from chromium import browser, serve, watch
-from lab_smoke import copy_repository, free_port, start_lab
 
 from speculators_nb.evaluate.speedup import best_gamma, draft_schedule
 from speculators_nb.nn.masks import Mask
 from speculators_nb.widgets.mask_explorer import PACKINGS, drafter_mask, entry_counts, reasons, without
 from speculators_nb.widgets.mask_explorer import clauses as clauses_of
 from speculators_nb.widgets.playground import Drafting, Machine, surface
+from speculators_nb.widgets.prompt_lookup import PromptLookup, words
 from speculators_nb.widgets.tree_growth import MOST_NODES, accepted_path, kept_nodes, tree_counts
 from speculators_nb.widgets.widget import Widget, embed
 
@@ -253,6 +253,30 @@ def check_tree_growth(widget, state):
         assert f"path {math.exp(tree['scores'][kept[0]]):.3f}" in widget.locator(".snb-reading").inner_text()
 
 
+def check_prompt_lookup(widget, state):
+    "Every step of both drafters, as the texts and sliders are changed"
+    controls = dict(prompt="a b a b c a", answer="a b a b a b c, a b a", drafter="n-gram", max_n=5, k=4)
+    for change in (
+        {},
+        dict(drafter="suffix"),
+        dict(answer="b c a b c a b c d a"),
+        dict(drafter="n-gram", k=8, max_n=1),
+    ):
+        controls |= change
+        widget.get_by_label("prompt", exact=True).fill(controls["prompt"])
+        widget.get_by_label("answer of the verifier").fill(controls["answer"])
+        choose(widget, "drafter", controls["drafter"])
+        for name, label in dict(max_n="longest n-gram", k="draft tokens").items():
+            widget.get_by_label(label, exact=True).fill(str(controls[name]))
+        found = widget.locator(".snb-step").evaluate_all(
+            "all => all.map(e => [JSON.parse(e.dataset.draft), Number(e.dataset.accepted)])"
+        )
+        steps = PromptLookup(state=state, controls=controls).steps()
+        assert found == [list(step) for step in steps], (controls, found, steps)
+        tokens = len(words(controls["answer"])) - 1
+        assert widget.locator(".snb-number").inner_text() == f"{tokens / len(steps):.4f}", controls
+
+
 CHECKS = {
     "example": check_example,
     "debugger": check_debugger,
@@ -260,6 +284,7 @@ CHECKS = {
     "playground": check_playground,
     "tree_growth": check_tree_growth,
     "rule_lab": check_rule_lab,
+    "prompt_lookup": check_prompt_lookup,
 }
 
 
@@ -322,41 +347,6 @@ def from_a_file(html, shots=None):
     assert not problems, "\n".join(problems)
 
 
-def in_lab(notebook="widgets/01_widget.ipynb", shots=None):
-    "With a living kernel a slider changes a number that Python computes"
-    with tempfile.TemporaryDirectory() as folder:
-        home, problems = Path(folder), []
-        (home / "work").mkdir()
-        copy_repository(home, notebook)
-        port = free_port()
-        server = start_lab(home, port)
-        try:
-            with browser() as b:
-                page = b.new_page(viewport={"width": 1400, "height": 1000})
-                watch(page, problems)
-                page.goto(f"http://127.0.0.1:{port}/lab/tree/{notebook}?token=smoke&reset")
-                page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
-                page.get_by_role("menuitem", name="Run", exact=True).click()
-                page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-                widget = page.locator(".snb-root").first
-                widget.wait_for(timeout=90_000)
-                before = widget.locator(".snb-simulated").inner_text()
-                press(widget.locator("input[type=range]"), "ArrowRight")
-                page.wait_for_function(
-                    "old => /\\d/.test(document.querySelector('.snb-simulated').innerText)"
-                    " && document.querySelector('.snb-simulated').innerText != old",
-                    arg=before,
-                    timeout=30_000,
-                )
-                if shots:
-                    page.screenshot(path=Path(shots) / "lab.png")
-                page.unroute_all(behavior="ignoreErrors")
-        finally:
-            server.terminate()
-            server.wait(30)
-    assert not [p for p in problems if "widget" in p.lower()], "\n".join(problems)
-
-
 def one_file(site):
     "A page of one file with the widgets of a page of the site"
 
@@ -379,8 +369,7 @@ def main(site, shots=None):
     from_a_file(one_file(site), shots)
     modules = {p.stem for p in (site / "_static/widgets").glob("*.js")} - {"common", "mount"}
     assert used == modules == set(CHECKS), f"on the site {used}, modules {modules}, checked {set(CHECKS)}"
-    in_lab(shots=shots)
-    print(f"widgets: {', '.join(sorted(used))} on the site, in a file and in JupyterLab")
+    print(f"widgets: {', '.join(sorted(used))} on the site and in a file")
 
 
 if __name__ == "__main__":

@@ -112,11 +112,13 @@ function enumerate(rule, verifier, seen, drafter, n) {
   return { accepted, output, distance: sum(surplus([...texts], own)) };
 }
 
-function results({ rules, settings }, { p, q, temperature, length, proposal }) {
+// An own rule has no function here: its values are the kernel's
+function results({ rules, settings, values }, { p, q, temperature, length, proposal }) {
   const verifier = tempered(p, temperature);
   const drawn = tempered(q, temperature);
   const drafter = proposal === "drawn" ? drawn : likeliest(drawn);
   const found = rules.map(({ name, raw }) => {
+    if (!RULES[name]) return { name, ...values[name] };
     const seen = raw && temperature === 0 ? normal(p) : verifier;
     return { name, ...enumerate(RULES[name](settings), verifier, seen, drafter, length) };
   });
@@ -191,6 +193,7 @@ export default {
       cards.replaceChildren(...found.map((r) => card(r, about[r.name], verifier, controls, model.get("state"))));
     };
     model.on("change:controls", draw);
+    model.on("change:state", draw);
     draw();
   },
 };
