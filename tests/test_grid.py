@@ -13,11 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from speculators_nb.cli.main import app
+from speculators_nb.core import options
+from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.core.options import algorithms, check_options
 from speculators_nb.lab import grid
 from speculators_nb.lab.experiment import shipped_features
 from speculators_nb.lab.grid import Measured, Run, experiment, read_experiment
 from speculators_nb.lab.paired import LENGTH, differences, measures, results_table, t_interval, t_quantile
+from speculators_nb.models import base
 from speculators_nb.models.base import SpeculatorModel
 
 # two-sided 95 % and 99 % quantiles of Student's t (Abramowitz and Stegun, table 26.10)
@@ -185,6 +188,11 @@ def test_the_command_in_real_processes(tmp_path, monkeypatch):
     "With a drafter of one's own: lines, table, picture, page and what to do next; then nothing is left to do."
     features = shipped_features(n=20)
     monkeypatch.setattr(grid, "shipped_features", lambda: features)
+    for registered in (SpeculatorModelConfig.registry, SpeculatorModel.registry):
+        monkeypatch.setitem(registered, "near_sighted_twin", None)
+        del registered["near_sighted_twin"]  # and after this test it is as before
+    monkeypatch.setattr(options, "REGISTERED", set(options.REGISTERED))
+    monkeypatch.setattr(base, "REGISTERED", options.REGISTERED)
     (tmp_path / "own_twin.py").write_text(OWN)
     (tmp_path / "own.yaml").write_text(FILE.format(here=tmp_path))
     line = ["experiment", str(tmp_path / "own.yaml"), str(tmp_path / "out")]

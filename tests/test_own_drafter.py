@@ -1,5 +1,5 @@
-"""A drafter is what its class says. EAGLE-3 with a gate on each verifier layer, once as a module of somebody's package and
-once as a module of ours, is known everywhere without another line."""
+"""A drafter is what its class says. EAGLE-3 with a gate on each verifier layer, once as a module of somebody's package
+and once as a module of ours, is known everywhere without another line."""
 
 import json
 import os

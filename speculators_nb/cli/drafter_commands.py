@@ -39,9 +39,6 @@ from ..evaluate.engine_results import EngineEvaluation
 from ..evaluate.prompts import encode_prompts, read_prompts
 from ..features.extraction_client import extraction_options
 from ..lab.experiment import settings
-from ..lab.experiment_page import write_runs_page
-from ..lab.grid import Experiment, announce, grid
-from ..lab.grid import experiment as run_all
 from ..models.base import SpeculatorModel
 from ..nn.target_head import text_config, verifier_config
 from ..regenerate.in_process import eos_ids_of
@@ -76,6 +73,9 @@ from speculators_nb.evaluate.while_training import (
     decoded_acceptance,
     draft_length,
 )
+from ..lab.experiment_page import write_runs_page
+from ..lab.grid import Experiment, announce, grid
+from ..lab.grid import experiment as run_all
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #decod002
 def _decoding(verifier, data) -> Measure | None:

@@ -319,16 +319,6 @@ IN = {
     "features.server": text("http://127.0.0.1:8000", test=address_problem),
     **dict.fromkeys(("evaluate.dtype", "serve.dtype"), word(*SERVED)),
     **dict.fromkeys(("evaluate.extra", "serve.extra"), ARGUMENTS),
-    "experiment.file": path("experiment.yaml"),
-    "experiment.seeds": whole(3, 1, 1000),
-    "experiment.k": whole(4, 1, MOST_DRAFTED),
-    "experiment.draft_lengths": several(whole(4, 1, MOST_DRAFTED), "2 4"),
-    "experiment.n_prompts": whole(24, 1),
-    "experiment.workers": whole(2, 1, 1024),
-    **{
-        f"experiment.{name}": mapping({"max_steps": 100})
-        for name in ("settings", "grid", "common")
-    },
     "serve.k": whole(4, 0, MOST_DRAFTED, none=True),
     "evaluate.drafter": path("output/drafter", none=True, objects=True),
     "evaluate.method": word(*METHODS[:-2], none=True),  # the last two draft nothing here
@@ -341,6 +331,20 @@ IN = {
     **{
         f"{command}.output_dir": path("output/run", test=recorded_problem)
         for command in ("prepare", "features", "train", "convert", "export", "demo")
+    },
+}
+
+# %% ../../nbs/core/03_options.ipynb #exprules
+IN |= {
+    "experiment.file": path("experiment.yaml"),
+    "experiment.seeds": whole(3, 1, 1000),
+    "experiment.k": whole(4, 1, MOST_DRAFTED),
+    "experiment.draft_lengths": several(whole(4, 1, MOST_DRAFTED), "2 4"),
+    "experiment.n_prompts": whole(24, 1),
+    "experiment.workers": whole(2, 1, 1024),
+    **{
+        f"experiment.{name}": mapping({"max_steps": 100})
+        for name in ("settings", "grid", "common")
     },
 }
 
