@@ -2,17 +2,25 @@
 
 import json
 import math
+import re
 import runpy
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
+from speculators_nb.cli.main import app
+from speculators_nb.core import options
+from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.core.options import algorithms, check_options
 from speculators_nb.lab import grid
+from speculators_nb.lab.experiment import shipped_features
 from speculators_nb.lab.grid import Measured, Run, experiment, read_experiment
 from speculators_nb.lab.paired import LENGTH, differences, measures, results_table, t_interval, t_quantile
+from speculators_nb.models import base
 from speculators_nb.models.base import SpeculatorModel
 
 # two-sided 95 % and 99 % quantiles of Student's t (Abramowitz and Stegun, table 26.10)
@@ -130,9 +138,78 @@ def test_a_run_that_fails_is_named_and_tried_again(tmp_path, done, capsys):
 
 def test_a_picture_has_a_dot_for_each_seed(tmp_path, done):
     found = experiment(tmp_path, contenders(1, 2), seeds=3, k=1, features=tmp_path / "features")
+    open_before = plt.get_fignums()
     ax = found.plot("max_steps").axes[0]
+    assert plt.get_fignums() == open_before, "an open figure is shown twice in JupyterLab"
     assert len(ax.collections[0].get_offsets()) == 6 and ax.get_xlabel() == "max_steps"
     assert "is longest" in ax.get_title("left")
+    more = contenders(1, 2) | {"fast": ("eagle3", {"learning_rate": 1e-3})}
+    found = experiment(tmp_path, more, seeds=3, k=1, features=tmp_path / "features")
+    ax = found.plot().axes[0]
+    assert ax.get_legend() is None and len(ax.get_xticks()) == 3
+    ax = found.plot("max_steps").axes[0]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["1.0", "2.0", "usual"]
+    assert [text.get_text() for text in ax.get_legend().texts] == ["usual", "0.001"]
+
+
+OWN = """
+from speculators_nb.core.config import SpeculatorModelConfig
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators_nb.nn.masks import sliding_window
+
+
+@SpeculatorModelConfig.register("near_sighted_twin")
+class TwinConfig(Eagle3SpeculatorConfig):
+    speculators_model_type: str = "near_sighted_twin"
+
+
+@SpeculatorModel.register("near_sighted_twin")
+class Twin(Eagle3DraftModel):
+    config_class = TwinConfig
+
+    def mask(self, window, document_ids):
+        return super().mask(window, document_ids) & sliding_window(2)
+"""
+FILE = """
+import: {here}/own_twin.py
+seeds: 2
+k: 2
+n_prompts: 2
+workers: 2
+common: {{max_steps: 2, total_seq_len: 256, draft_vocab_size: 64}}
+settings:
+  usual:
+  own: {{algorithm: near_sighted_twin, learning_rate: 1e-3}}
+"""
+
+
+def test_the_command_in_real_processes(tmp_path, monkeypatch):
+    "With a drafter of one's own: lines, table, picture, page and what to do next; then nothing is left to do."
+    features = shipped_features(n=20)
+    monkeypatch.setattr(grid, "shipped_features", lambda: features)
+    for registered in (SpeculatorModelConfig.registry, SpeculatorModel.registry):
+        monkeypatch.setitem(registered, "near_sighted_twin", None)
+        del registered["near_sighted_twin"]  # and after this test it is as before
+    monkeypatch.setattr(options, "REGISTERED", set(options.REGISTERED))
+    monkeypatch.setattr(base, "REGISTERED", options.REGISTERED)
+    (tmp_path / "own_twin.py").write_text(OWN)
+    (tmp_path / "own.yaml").write_text(FILE.format(here=tmp_path))
+    line = ["experiment", str(tmp_path / "own.yaml"), str(tmp_path / "out")]
+    done = CliRunner().invoke(app, line, env=dict(COLUMNS="200", NO_COLOR="1", TERM="dumb"))
+    assert done.exit_code == 0, done.output
+    for name in ("usual", "own"):
+        assert all(re.search(rf"^{name}, seed {seed}: 1\.\d\d tokens a step$", done.stdout, re.M) for seed in (0, 1))
+    assert "less usual" in done.stdout and "2 seeds" in done.stdout and "FAILED" not in done.stdout
+    assert re.search(rf"Next: speculators-nb evaluate \S+/drafter shipped --import {tmp_path}/own_twin.py", done.stdout)
+    left = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert left == {".lock", "experiment.csv", "experiment.png", "experiment.recipe.yaml", "index.html"}
+    table = pd.read_csv(tmp_path / "out/experiment.csv").set_index("setting")
+    assert set(table.index) == {"usual", "own"} and table.seeds.tolist() == [2, 2]
+    trained = {path.parent for path in (tmp_path / "out").glob("*/setting.json")}
+    again = CliRunner().invoke(app, line, env=dict(COLUMNS="200", NO_COLOR="1", TERM="dumb"))
+    assert again.exit_code == 0 and "tokens a step" not in again.stdout and "less usual" in again.stdout
+    assert len(trained) == 4 and trained == {path.parent for path in (tmp_path / "out").glob("*/setting.json")}
 
 
 @pytest.mark.parametrize("algorithm", algorithms())

@@ -63,9 +63,11 @@ def test_every_option_has_a_rule(command, parameter):
     if parameter.default is not parameter.empty:
         assert rule.problem(parameter.default) is None, "its default breaks its rule"
     if parameter.default is parameter.empty:
-        assert rule.problem(None) or f"{command}.{parameter.name}" in ("regenerate.verifier", "evaluate.drafter"), (
-            "it must be given, and the rule does without"
-        )
+        assert rule.problem(None) or f"{command}.{parameter.name}" in (
+            "regenerate.verifier",
+            "evaluate.drafter",
+            "experiment.output_dir",
+        ), "it must be given, and the rule does without"
 
 
 @pytest.mark.parametrize("where,rule", EVERY, ids=[w for w, _ in EVERY])

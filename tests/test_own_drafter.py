@@ -1,5 +1,5 @@
-"""A drafter is what its class says. The one of the tutorial "Write your own drafter", once as a module of somebody's
-package and once as a module of ours, is known everywhere without another line."""
+"""A drafter is what its class says. EAGLE-3 with a gate on each verifier layer, once as a module of somebody's package
+and once as a module of ours, is known everywhere without another line."""
 
 import json
 import os
@@ -30,10 +30,31 @@ register_format(
 """
 
 
-def tutorial():
-    "The cell with the two classes; the model is its last."
-    cells = json.loads((ROOT / "nbs/tutorials/04_write_your_own_drafter.ipynb").read_text())["cells"]
-    return next("".join(c["source"]) for c in cells if '.register("gated")' in "".join(c["source"]))
+GATED = """
+@SpeculatorModelConfig.register("gated")
+class GatedConfig(Eagle3SpeculatorConfig):
+    speculators_model_type: str = "gated"
+
+
+@SpeculatorModel.register("gated")
+class GatedDraftModel(Eagle3DraftModel):
+    config_class = GatedConfig
+
+    def __init__(self, config: GatedConfig):
+        super().__init__(config)
+        self.gate = nn.Linear(self.fc.in_features, config.num_aux)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+
+    def scales(
+        self, features: torch.Tensor
+    ) -> torch.Tensor:  # [..., A·H] -> [..., A], 1 before training
+        return 2 * torch.sigmoid(self.gate(features))
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:  # [..., A·H] -> [..., H]
+        layers = features.unflatten(-1, (self.config.num_aux, -1))
+        return super().fuse((layers * self.scales(features)[..., None]).flatten(-2))
+"""
 
 
 def python(folder, code, *arguments):
@@ -91,7 +112,7 @@ print(json.dumps(found))
 
 def test_in_a_package_of_its_own(tmp_path):
     "One entry point: known to options, commands, training, loading, decoding, the contract, the lab and conversion."
-    (tmp_path / "my_drafters.py").write_text(HEAD + tutorial() + "\n" + FORMAT)
+    (tmp_path / "my_drafters.py").write_text(HEAD + GATED + "\n" + FORMAT)
     (tmp_path / "my_drafters-1.dist-info").mkdir()
     (tmp_path / "my_drafters-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: my_drafters\nVersion: 1\n")
     entry = "[speculators_nb.drafters]\ngated = my_drafters\n"
@@ -132,7 +153,7 @@ def copy(tmp_path):
             place = tmp_path / source.relative_to(ROOT)
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(source.read_bytes())
-    (tmp_path / "speculators_nb/models/gated.py").write_text(HEAD + tutorial() + "\n")
+    (tmp_path / "speculators_nb/models/gated.py").write_text(HEAD + GATED + "\n")
     return tmp_path
 
 

@@ -98,7 +98,7 @@ READS = (
     *("data", "data_dir", "drafter", "folder", "checkpoint", "from_pretrained", "prepared"),
     *("features", "runs", "evaluations"),
 )
-NOT_A_STAGE = "run", "demo"
+NOT_A_STAGE = "run", "demo", "experiment"
 
 
 def stages_of(

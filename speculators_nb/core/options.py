@@ -334,6 +334,20 @@ IN = {
     },
 }
 
+# %% ../../nbs/core/03_options.ipynb #exprules
+IN |= {
+    "experiment.file": path("experiment.yaml"),
+    "experiment.seeds": whole(3, 1, 1000),
+    "experiment.k": whole(4, 1, MOST_DRAFTED),
+    "experiment.draft_lengths": several(whole(4, 1, MOST_DRAFTED), "2 4"),
+    "experiment.n_prompts": whole(24, 1),
+    "experiment.workers": whole(2, 1, 1024),
+    **{
+        f"experiment.{name}": mapping({"max_steps": 100})
+        for name in ("settings", "grid", "common")
+    },
+}
+
 
 def rule_of(
     name: str,  # of an option

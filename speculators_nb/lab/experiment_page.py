@@ -87,10 +87,11 @@ def write_runs_page(
     folder: str | os.PathLike,  # of an experiment
     path: str | os.PathLike | None = None,  # of the HTML file; None: index.html in the folder
     baseline: str | None = None,  # setting that others are compared with; None: the first
+    found: Experiment | None = None,  # these runs; None: all in the folder
 ) -> Path:  # of the file
     """A page of all runs of a folder. Errors: FileNotFoundError where there is none,
     ValueError for a baseline that is none of the settings."""
-    found = read_experiment(folder)
+    found = found or read_experiment(folder)
     k = int(found.counts.k.max())
     head = "Click a column's head to sort, a row to draw its curve or to take it away."
     sections = [

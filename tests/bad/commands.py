@@ -25,6 +25,7 @@ LINES = {  # command -> a line that would run, with names of harness.GOOD
     "export": "export {drafter} {here}/new",
     "stitch-mtp": "stitch-mtp {drafter} {here}/new --verifier {verifier}",
     "demo": "demo",
+    "experiment": "experiment {here}/e.yaml {here}/out",
     "run": "run {here}/recipe.yaml",
 }
 LONG = "x" * 300
@@ -117,6 +118,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
             "vllm",
             "convert.source",
             "features",
+            "file",
         ),
         PATH,
     ),
@@ -785,6 +787,7 @@ WRONG = [  # arguments that name something else than is wanted
         "none: neither a local folder nor a model|none",
     ),
     ("a demo without its corpus", "demo {here}/none", "unexpected extra argument.*demo takes options alone"),
+    ("no such experiment", "experiment {here}/none.yaml", "none.yaml'?: no such file; an experiment is a YAML"),
     ("a demo elsewhere", "demo --prompts {here}/none.jsonl", "none.jsonl: no such file"),
 ]
 
@@ -857,6 +860,7 @@ RUNS = [  # what is wrong, the recipe, what must be answered, more files
         {},
     ),
     ("a missing key", "train: {data_dir: f}", "section train: output_dir is missing; write output_dir: ", {}),
+    ("an experiment as a stage", "experiment: {file: e.yaml, output_dir: o}", "section experiment: is no stage", {}),
     ("a demo as a stage", "demo: {seed: 1}", "section demo: is no stage of a run; leave it out", {}),
     (
         "another output than the next input",
@@ -886,6 +890,46 @@ RUNS = [  # what is wrong, the recipe, what must be answered, more files
     ),
     ("the working folder", _PREPARE.replace("{here}/prepared", "."), "which holds the working folder", {}),
     ("a list", "- train", "recipe.yaml: holds a list, expected a mapping", {}),
+]
+
+# files of an experiment: what is wrong, the file, what is answered
+EXPERIMENTS = [
+    ("empty", "", "e.yaml: is empty, expected a mapping with settings, or a grid"),
+    ("a list", "- eagle3", "e.yaml: holds a list, expected a mapping with settings"),
+    ("cut off", "grid: {max_steps: [1", "e.yaml, line 1: not YAML"),
+    (
+        "a field that there is not",
+        "sedes: 3\ngrid: {max_steps: [1]}",
+        "e.yaml: sedes=3: .* no such field. Did you mean seeds",
+    ),
+    ("nothing to compare", "seeds: 3", "e.yaml: settings, grid: one of them is missing; write settings: "),
+    ("settings and a grid", "settings: {a: {}}\ngrid: {max_steps: [1]}", "e.yaml: settings, grid: both are given"),
+    ("no settings", "settings: {}", "e.yaml: settings={}: is empty"),
+    ("settings as a list", "settings: [a]", "e.yaml: settings=\\['a'\\]: must be a mapping"),
+    ("a setting as a number", "settings: {a: 3}", "e.yaml: settings.a=3: must be a mapping, e.g. a: {max_steps: 100}"),
+    ("a factor without values", "grid: {max_steps: []}", "e.yaml: grid.max_steps=\\[\\]: must be a list of values"),
+    (
+        "a factor of one value",
+        "grid: {max_steps: 3}",
+        "e.yaml: grid.max_steps=3: must be a list of values, or a mapping",
+    ),
+    ("an option that there is not", "settings: {a: {ttt_step: 1}}", "settings.a.ttt_step=1: .*Did you mean ttt_steps"),
+    (
+        "a value that makes no sense",
+        "grid: {ttt_step_loss_decay: [0.6, 0]}",
+        "grid.ttt_step_loss_decay=0: must be greater",
+    ),
+    ("a common value", "common: {max_steps: few}\nsettings: {a: {}}", "e.yaml: common.max_steps='few': is text"),
+    ("a seed", "settings: {a: {seed: 1}}", "e.yaml: settings.a.seed=1: is no training option; leave it out"),
+    ("no such algorithm", "settings: {a: {algorithm: eagel3}}", "settings.a.algorithm='eagel3': .*Did you mean eagle3"),
+    ("no such algorithm for all", "algorithm: 3\nsettings: {a: {}}", "e.yaml: algorithm=3: is no word"),
+    ("no seeds", "seeds: 0\nsettings: {a: {}}", "e.yaml: seeds=0: must be at least 1"),
+    ("half a token", "k: 0.5\nsettings: {a: {}}", "e.yaml: k=0.5: must be a whole number"),
+    ("no draft length", "draft_lengths: [0]\nsettings: {a: {}}", "e.yaml: draft_lengths=\\[0\\]: must be at least 1"),
+    ("one draft length", "draft_lengths: 4\nsettings: {a: {}}", "e.yaml: draft_lengths=4: must be a list"),
+    ("no prompts", "n_prompts: -1\nsettings: {a: {}}", "e.yaml: n_prompts=-1: must be at least 1"),
+    ("no workers", "workers: none\nsettings: {a: {}}", "e.yaml: workers='none': is text"),
+    ("no such module", "import: mine.py\nsettings: {a: {}}", "e.yaml: import='mine.py': no such file"),
 ]
 
 # what `--import` cannot import: name, line, module or file, what is answered, files
@@ -946,6 +990,7 @@ CASES = [
         for name, file, content, expect in RECIPES
     ),
     *(Case(name, line, expect) for name, line, expect in WRONG),
+    *(Case(f"experiment: {name}", LINES["experiment"], expect, {"e.yaml": text}) for name, text, expect in EXPERIMENTS),
     *(
         Case(
             f"run: {name}",
