@@ -61,7 +61,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'speculators_nb/cli/data_commands.py'),
                                                   'speculators_nb.cli.data_commands.vocab': ( 'cli/data_commands.html#vocab',
                                                                                               'speculators_nb/cli/data_commands.py')},
-            'speculators_nb.cli.demo': { 'speculators_nb.cli.demo.Run': ('cli/demo.html#run', 'speculators_nb/cli/demo.py'),
+            'speculators_nb.cli.demo': { 'speculators_nb.cli.demo.DemoRun': ('cli/demo.html#demorun', 'speculators_nb/cli/demo.py'),
                                          'speculators_nb.cli.demo.Stages': ('cli/demo.html#stages', 'speculators_nb/cli/demo.py'),
                                          'speculators_nb.cli.demo.Stages.__init__': ( 'cli/demo.html#stages.__init__',
                                                                                       'speculators_nb/cli/demo.py'),
