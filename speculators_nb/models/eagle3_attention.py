@@ -23,8 +23,8 @@ class AttentionRecorder(Eagle3Drafter):
 
     def __init__(self, model: Eagle3Network):
         super().__init__(model)
-        if len(model.layers) != 1 or model.layers[0].window is not None:
-            windows = [layer.window for layer in model.layers]
+        windows = [layer.window for layer in model.layers]
+        if windows != [None]:
             raise ValueError(
                 f"the windows of the draft layers are {windows}: attention is recorded in one "
                 "layer that attends to the whole text; pass such a drafter"
