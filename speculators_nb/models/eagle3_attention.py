@@ -6,7 +6,7 @@
 __all__ = ['AttentionRecorder']
 
 # %% ../../nbs/models/30_eagle3_attention.ipynb #dee2f625
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -54,8 +54,7 @@ class AttentionRecorder(Eagle3Drafter):
         def recording(attention, x):
             heads = attend(attention, x)
             newest = attention.query(x, rope)[:, -1:]
-            cached: Any = self.cache.layers[0]
-            keys = cached.keys[0]
+            keys = cast(Any, self.cache.layers[0]).keys[0]
             self.record(attention_weights(newest, keys, None)[:, 0].mean(0), states[-1])
             return heads
 
