@@ -151,7 +151,7 @@ MOVED = {
     "decode.methods": ("serve.vllm_methods",),
     "decode.speculative_config": ("serve.speculative_config",),
     "decode.verify": ("decode.verification",),
-    "demo": ("cli.demo",),
+    "demo": ("cli.demo", "lab.demo_report"),
     "drafter_steps": ("cli.drafter_commands",),
     "evaluate.speed": ("evaluate.speedup",),
     "experiment": ("lab.experiment",),
@@ -268,7 +268,7 @@ RENAMED = {
 # names of version 0.1 without a successor: module of today -> helpers that nothing documented used
 DROPPED: dict[str, str] = {
     "cli.data_commands": "TOKENIZER",
-    "cli.demo": "STYLE",
+    "cli.demo": "STYLE write_report",
     "evaluate.acceptance": "RESULTS",
     "decode.proposal_setup": "METHODS TREES",
     "decode.suffix": "first_of_equals",

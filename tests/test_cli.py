@@ -1194,7 +1194,7 @@ def test_a_drafter_of_one_s_own_is_imported(tmp_path):
     """`--import` and `import:` make a registered drafter a word of `algorithm`, also in the process of a stage, and its
     checkpoints loadable; the recipe that is left beside the drafter imports it again."""
     own = import_module("test_own_drafter")
-    (tmp_path / "my_gated.py").write_text(own.HEAD + own.tutorial() + "\n" + own.FORMAT)
+    (tmp_path / "my_gated.py").write_text(own.HEAD + own.GATED + "\n" + own.FORMAT)
     text = f"verifier: {own.RELEASE / 'verifier'}\ntrain: {{data_dir: {own.RELEASE / 'features'}, output_dir: new, "
     text += "algorithm: gated, total_seq_len: 32, num_train_epochs: 1, eval_share: 0, "
     text += "extra: [ttt_steps=2, disable_tqdm=true]}\ncheck: {folder: new}\nrun: {output_dir: run}\n"
