@@ -381,6 +381,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'speculators_nb/core/concurrency.py'),
                                                  'speculators_nb.core.concurrency.concurrently': ( 'core/concurrency.html#concurrently',
                                                                                                    'speculators_nb/core/concurrency.py'),
+                                                 'speculators_nb.core.concurrency.end_with_parent': ( 'core/concurrency.html#end_with_parent',
+                                                                                                      'speculators_nb/core/concurrency.py'),
                                                  'speculators_nb.core.concurrency.pause': ( 'core/concurrency.html#pause',
                                                                                             'speculators_nb/core/concurrency.py'),
                                                  'speculators_nb.core.concurrency.plain_progress': ( 'core/concurrency.html#plain_progress',

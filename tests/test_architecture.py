@@ -261,3 +261,16 @@ def test_a_format_names_only_the_drafters_whose_checkpoints_it_reads(module):
 
 def test_the_formats_are_found():
     assert {"models.formats_eagle", "models.formats_dflash", "models.formats_token_heads"} <= set(FORMATS)
+
+
+def test_workers_end_with_their_parent():
+    "Every pool of processes begins with `end_with_parent`: its workers would outlive a parent that is killed."
+    pools = {}
+    for module, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        functions = {n.name: ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
+            if ast.unparse(call.func).endswith("ProcessPoolExecutor"):
+                first = ast.unparse(call.args[2]) if len(call.args) > 2 else ""
+                pools[module] = "end_with_parent" in functions.get(first, first)
+    assert pools == dict.fromkeys(pools, True) and {"data.pipeline", "lab.grid"} <= pools.keys()

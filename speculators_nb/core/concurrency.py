@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'PAUSE', 'SHORT', 'WIDTH', 'EndpointError', 'worth_retrying', 'pause', 'TooManyFailures', 'Breaker',
-           'concurrently', 'plain_progress']
+           'concurrently', 'end_with_parent', 'plain_progress']
 
 # %% ../../nbs/core/08_concurrency.ipynb #conc0003
 import contextlib
 import io
+import multiprocessing
+import os
 import queue
 import random
 import threading
@@ -130,6 +132,18 @@ def concurrently(
         stopped.set()
         for _ in range(concurrency):
             waiting.put(None)
+
+# %% ../../nbs/core/08_concurrency.ipynb #orph0002
+def end_with_parent() -> None:
+    "End this process as soon as the one that started it ends; an initializer of a pool."
+    parent = multiprocessing.parent_process()
+
+    def wait():
+        parent.join()
+        os._exit(1)
+
+    if parent:
+        threading.Thread(target=wait, daemon=True).start()
 
 # %% ../../nbs/core/08_concurrency.ipynb #prog0002
 PARTS, PAUSE, SHORT = 10, 30.0, 1.0  # lines of a bar; seconds between lines; of a short job

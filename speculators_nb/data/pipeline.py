@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, Json, concatenate_datasets
 from tqdm.auto import tqdm
 
+from ..core.concurrency import end_with_parent
 from ..core.files import DiskError
 from ..core.options import check_options
 from .chat_encoding import Trained, encode_batch, to_dataset
@@ -123,6 +124,7 @@ _STATE = {}  # what child processes inherit: neither a tokenizer nor a template 
 
 
 def _start_child():
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
 

@@ -32,6 +32,7 @@ from tqdm.auto import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from ..core import plot
+from ..core.concurrency import end_with_parent
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_folder, read_object
 from ..core.option_rules import shown
@@ -222,8 +223,8 @@ def _finishing(runs: list[Run], folder: Path, workers: int) -> Iterator[tuple[Ru
                 yield run, f"{type(e).__name__}: {e}"
         return
     classes, threads = _own_classes(runs), max(1, torch.get_num_threads() // workers)
-    processes = ProcessPoolExecutor(min(workers, len(runs)), get_context("spawn"))
-    with _importable(classes), processes as pool:
+    n, context = min(workers, len(runs)), get_context("spawn")
+    with _importable(classes), ProcessPoolExecutor(n, context, end_with_parent) as pool:
         sent = {
             pool.submit(
                 _in_worker, dill.dumps((classes, run, folder / run.key, threads), recurse=True)
