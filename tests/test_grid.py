@@ -63,7 +63,7 @@ def test_only_common_seeds_are_compared():
     assert set(found.setting) == {"b"} and set(found.seeds) == {1}
     assert set(found.interval) == {"bootstrap over 3 prompts, 1 seed"}
     table = results_table(counts({"a": {0: 2}, "c": {3: 1}}), 1)
-    assert table.loc["c", "less a"] == "" and list(table.index) == ["a", "c"]
+    assert table.loc["c", "minus a"] == "" and list(table.index) == ["a", "c"]
 
 
 def run(**changes):
@@ -200,7 +200,7 @@ def test_the_command_in_real_processes(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     for name in ("usual", "own"):
         assert all(re.search(rf"^{name}, seed {seed}: 1\.\d\d tokens a step$", done.stdout, re.M) for seed in (0, 1))
-    assert "less usual" in done.stdout and "2 seeds" in done.stdout and "FAILED" not in done.stdout
+    assert "minus usual" in done.stdout and "2 seeds" in done.stdout and "FAILED" not in done.stdout
     assert re.search(rf"Next: speculators-nb evaluate \S+/drafter shipped --import {tmp_path}/own_twin.py", done.stdout)
     left = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert left == {".lock", "experiment.csv", "experiment.png", "experiment.recipe.yaml", "index.html"}
@@ -210,7 +210,7 @@ def test_the_command_in_real_processes(tmp_path, monkeypatch):
     assert set(table.index) == {"usual", "own"} and table.seeds.tolist() == [2, 2]
     trained = {path.parent for path in (tmp_path / "out").glob("*/setting.json")}
     again = CliRunner().invoke(app, line, env=dict(COLUMNS="200", NO_COLOR="1", TERM="dumb"))
-    assert again.exit_code == 0 and "tokens a step" not in again.stdout and "less usual" in again.stdout
+    assert again.exit_code == 0 and "tokens a step" not in again.stdout and "minus usual" in again.stdout
     assert len(trained) == 4 and trained == {path.parent for path in (tmp_path / "out").glob("*/setting.json")}
 
 

@@ -1,11 +1,12 @@
-"""Acceptance against the training budget: every family of drafters at three budgets, on the tiny verifier.
+"""Acceptance against the training budget: every family of drafters at a smaller and a larger budget than run.py's.
 
-    python benchmarks/drafters/budgets.py                       33 runs; an hour of one core
+    python benchmarks/drafters/budgets.py                       22 runs; an hour of one core
     python benchmarks/drafters/budgets.py --only eagle3 dflash  these drafters alone
 
-The method is that of run.py beside this file, which shows one budget: equal training FLOPs of every drafter, the same
-answers, the same held-out prompts, greedy decoding with four draft tokens a step. Each point is a run of its own, whose
-learning rate falls to zero at its end. A point is a row of results/budgets.csv; one that is there is not made again.
+The method is that of run.py beside this file, whose results are the points between: equal training FLOPs of every
+drafter, the same answers, the same held-out prompts, greedy decoding with four draft tokens a step. Each point is a run
+of its own, whose learning rate falls to zero at its end. A point is a row of results/budgets.csv; one that is there is
+not made again.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from speculators_nb.models.base import SpeculatorModel
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results/budgets.csv"
-BUDGETS = (1.25 * BUDGET, 5 * BUDGET, 15 * BUDGET)  # run.py's is the second
+BUDGETS = (1.25 * BUDGET, 15 * BUDGET)  # run.py's is 5
 ROW = 1024  # positions in a packed row
 LENGTH = ["mean_length", "mean_length_low", "mean_length_high"]
 

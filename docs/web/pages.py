@@ -22,7 +22,7 @@ def note(book):
     said = [f"Notebook: {{download}}`{book.here} <{up}{book.here}>`"]
     said += [f"exports {{py:mod}}`{LIB}.{book.module}`"] if book.module else []
     if time := duration(book.here):
-        said.append(f"runs in {time} on two CPU cores ({times()[book.here]['versions']})")
+        said.append(f"runs in {time} on a CPU core ({times()[book.here]['versions']})")
     lab = f"```{{code-block}} bash\n:class: open-lab\n\n.venv/bin/jupyter lab {book.here}\n```\n"
     return f":::{{container}} about-page\n{', '.join(said)}.\n\n{lab}:::\n"
 

@@ -109,7 +109,7 @@ def differences(
     baseline: str,  # the setting that the others are compared with
     k: int,  # tokens drafted in a step
 ) -> pd.DataFrame:  # setting, measure, difference, low, high, seeds, interval
-    """Every setting less the baseline, on the prompts and seeds that both have. A setting
+    """Every setting minus the baseline, on the prompts and seeds that both have. A setting
     without a seed in common is left out. Errors: ValueError for a baseline that is none of
     the settings, a `k` not measured, or different prompts."""
     names = list(measures(counts, k).index.get_level_values("setting").unique())
@@ -159,11 +159,11 @@ def results_table(
         mean = own.mean()
         row = {"seeds": len(own), LENGTH: as_text(*t_interval(own[LENGTH].to_numpy()))}
         row |= {c: f"{mean[c]:.2f}" for c in (f"position {i}" for i in sorted({1, k}))}
-        row[f"less {baseline}"] = ""
+        row[f"minus {baseline}"] = ""
         if pair := paired.get(name):
             difference = as_text(pair["difference"], pair["low"], pair["high"], sign=True)
             one = pair["interval"].startswith("bootstrap")
-            row[f"less {baseline}"] = f"{difference}, " + (
+            row[f"minus {baseline}"] = f"{difference}, " + (
                 "1 seed: over prompts" if one else f"{pair['seeds']} seeds"
             )
         rows[name] = row

@@ -137,8 +137,8 @@ def lab_values(
 
 # %% ../../nbs/widgets/06_rule_lab.ipynb #b4a1001f
 class RuleLab(Widget):
-    """Sliders for two distributions, and all acceptance rules on them. An own rule is computed
-    by the kernel at each change. Errors: ValueError for an own rule whose name is taken."""
+    """Sliders for two distributions, and all acceptance rules on them. A rule of your own is
+    computed by the kernel at each change. Errors: ValueError for one whose name is taken."""
 
     name = "rule_lab"
 
