@@ -375,6 +375,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                'speculators_nb/core/concurrency.py'),
                                                  'speculators_nb.core.concurrency.TooManyFailures': ( 'core/concurrency.html#toomanyfailures',
                                                                                                       'speculators_nb/core/concurrency.py'),
+                                                 'speculators_nb.core.concurrency._exit_after': ( 'core/concurrency.html#_exit_after',
+                                                                                                  'speculators_nb/core/concurrency.py'),
                                                  'speculators_nb.core.concurrency._is_due': ( 'core/concurrency.html#_is_due',
                                                                                               'speculators_nb/core/concurrency.py'),
                                                  'speculators_nb.core.concurrency._write_line': ( 'core/concurrency.html#_write_line',

@@ -18,6 +18,7 @@ from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.core.options import algorithms, check_options
 from speculators_nb.lab import grid
 from speculators_nb.lab.experiment import shipped_features
+from speculators_nb.lab.experiment_page import write_runs_page
 from speculators_nb.lab.grid import Measured, Run, experiment, read_experiment
 from speculators_nb.lab.paired import LENGTH, differences, measures, results_table, t_interval, t_quantile
 from speculators_nb.models import base
@@ -122,6 +123,18 @@ def test_only_what_is_missing_is_done(tmp_path, done):
     assert len(first.runs) == 4 and len(more.runs) == len(read_experiment(tmp_path).runs) == 6
     renamed = {"new": contenders(1)["steps 1"]}
     assert set(experiment(tmp_path, renamed, seeds=2, **given).counts.setting) == {"new"} and len(done) == 6
+
+
+def test_runs_of_one_name_with_other_arguments_are_not_pooled(tmp_path, done):
+    "A setting's arguments were changed between two calls: both runs are in the folder, each by itself."
+    for steps in (1, 2):
+        own = {"usual": ("eagle3", {"max_steps": steps}), **contenders(3)}
+        experiment(tmp_path, own, seeds=1, k=1, features=tmp_path / "features")
+    found = read_experiment(tmp_path)
+    usual = {f"usual ({Path(run.folder).name})" for run in found.runs.itertuples() if run.max_steps != 3}
+    assert set(found.runs.setting) == set(found.counts.setting) == usual | {"steps 3"} and len(usual) == 2
+    page = write_runs_page(tmp_path).read_text()
+    assert all(name in page for name in usual)
 
 
 def test_a_run_that_fails_is_named_and_tried_again(tmp_path, done, capsys):

@@ -134,16 +134,15 @@ def concurrently(
             waiting.put(None)
 
 # %% ../../nbs/core/08_concurrency.ipynb #orph0002
+def _exit_after(process):
+    process.join()
+    os._exit(1)
+
+
 def end_with_parent() -> None:
     "End this process as soon as the one that started it ends; an initializer of a pool."
-    parent = multiprocessing.parent_process()
-
-    def wait():
-        parent.join()
-        os._exit(1)
-
-    if parent:
-        threading.Thread(target=wait, daemon=True).start()
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=_exit_after, args=[parent], daemon=True).start()
 
 # %% ../../nbs/core/08_concurrency.ipynb #prog0002
 PARTS, PAUSE, SHORT = 10, 30.0, 1.0  # lines of a bar; seconds between lines; of a short job

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -332,13 +333,19 @@ def _together(found, failed=None) -> Experiment:
 def read_experiment(
     folder: str | os.PathLike,  # that `experiment` wrote
 ) -> Experiment:  # of all runs in it, those of other calls too
-    "Every finished run of a folder. Errors: FileNotFoundError where there is none."
+    """Every finished run of a folder; runs of one name and seed have their keys in the name.
+    Errors: FileNotFoundError where there is none."""
     runs = sorted(Path(folder).glob("[!.]*/setting.json"))
     if not runs:
         raise FileNotFoundError(
             f"{folder}: has no finished run; name the folder of an experiment"
         )
     found = [read_run(run.parent) for run in runs]
+    alike = Counter((row["setting"], row["seed"]) for row, _ in found)
+    for row, counts in found:
+        if alike[row["setting"], row["seed"]] > 1:  # the setting had other arguments before
+            row["setting"] += f" ({Path(row['folder']).name})"
+            counts["setting"] = row["setting"]
     return _together(sorted(found, key=lambda pair: (pair[0]["setting"], pair[0]["seed"])))
 
 # %% ../../nbs/lab/10_grid.ipynb #eb727844
