@@ -1,6 +1,7 @@
 """A report of the demo with every section, made in seconds: the shipped verifier, n-gram drafting, and an EAGLE-3 that
-was not trained."""
+was not trained. And the page of an experiment's runs: the shipped drafter beside one that was not trained."""
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -12,7 +13,8 @@ from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.evaluate.acceptance import evaluate
 from speculators_nb.evaluate.prompts import encode_prompts, read_prompts
 from speculators_nb.lab import demo_report as parts
-from speculators_nb.lab.experiment import settings
+from speculators_nb.lab.experiment import settings, shipped_drafter
+from speculators_nb.lab.experiment_page import write_runs_page
 from speculators_nb.report.page import page_html
 from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.verifier.tapped_model import Verifier
@@ -45,3 +47,18 @@ def small_report(folder):
     ]
     numbers = parts.headlines(measured, "n-gram")
     return page_html("A drafter", sections, {"verifier": "tiny"}, numbers=numbers), list(answers.values())
+
+
+def small_runs_page(folder):
+    "The page's path; its runs have made-up counts"
+    for name, steps in (("shipped", 10), ("untrained", 16)):
+        run = folder / name
+        run.mkdir()
+        about = dict(setting=name, seed=0, algorithm="eagle3", arguments={})
+        (run / "setting.json").write_text(json.dumps(about))
+        rows = dict(k=2, prompt=range(2), domain="free", steps=steps, accepted=12, at_1=9, at_2=3)
+        pd.DataFrame(rows).to_csv(run / "counts.csv", index=False)
+    shipped_drafter(folder / "shipped/drafter")
+    untrained = new_drafter("eagle3", DATA / "tiny-verifier", **settings("eagle3", 2))
+    untrained.save_pretrained(folder / "untrained/drafter")
+    return write_runs_page(folder)

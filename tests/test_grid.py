@@ -204,6 +204,8 @@ def test_the_command_in_real_processes(tmp_path, monkeypatch):
     assert re.search(rf"Next: speculators-nb evaluate \S+/drafter shipped --import {tmp_path}/own_twin.py", done.stdout)
     left = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert left == {".lock", "experiment.csv", "experiment.png", "experiment.recipe.yaml", "index.html"}
+    page = (tmp_path / "out/index.html").read_text()
+    assert 'data-widget="debugger"><script' in page and page.count(f'debug_runs("{tmp_path}/out/') == 4
     table = pd.read_csv(tmp_path / "out/experiment.csv").set_index("setting")
     assert set(table.index) == {"usual", "own"} and table.seeds.tolist() == [2, 2]
     trained = {path.parent for path in (tmp_path / "out").glob("*/setting.json")}

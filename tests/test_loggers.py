@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from loggers.read_back import NAMES, problems
+from loggers.read_back import NAMES, NEEDED, problems, train_line
 
 from speculators_nb.train.training_arguments import LOGGER_FOLDERS, SpeculatorTrainingArguments, place_loggers
 
 ROOT = Path(__file__).parents[1]
-RELEASE = ROOT / "tests/fixtures/compat/0.1.0"
 
 
 @pytest.fixture
@@ -26,17 +25,16 @@ def clean(monkeypatch):
     return monkeypatch
 
 
-def test_tensorboard_stores_the_history(tmp_path, clean):
-    "By the command: every number of the trainer's log, and nothing beside the run's folder."
+def test_tensorboard_stores_the_history(tmp_path, tmp_path_factory, clean):
+    "By the command: every number of the trainer's log, decoded acceptance too, and nothing beside the run's folder."
     from bad.harness import typed
 
+    line = train_line("tensorboard", Path("run"), tmp_path_factory.mktemp("prompts"))
     clean.chdir(tmp_path)
-    line = f"train {RELEASE}/features run --verifier {RELEASE}/verifier".split()
-    for pair in ("max_steps=4", "logging_steps=1", "disable_tqdm=true", "report_to=tensorboard"):
-        line += ["--extra", pair]
     code, said, wrong = typed(line)
     assert code == 0, said + wrong
     assert problems("tensorboard", tmp_path / "run") == []
+    assert "eval_mean_length" in (tmp_path / "run/training_log.csv").read_text().splitlines()[0].split(",")
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
@@ -81,13 +79,15 @@ def test_the_committed_results_are_of_all_loggers_and_hold():
     results = json.loads((ROOT / "tests/loggers/results.json").read_text())
     assert results.keys() == {*NAMES}
     assert all(r["values"] > 20 and r["wrong"] == [] for r in results.values())
+    assert all(r["needed"] == [*NEEDED] for r in results.values()), "make loggers-test"
 
 
 def test_the_reader_sees_what_is_missing(tmp_path, clean):
     "A test of the test: one value changed in the history is noticed."
     from torch.utils.tensorboard import SummaryWriter
 
-    rows = [{"step": 1, "loss": 2.0, "eval_loss": 1.0, "learning_rate": 0.1, "acc_1": 0.5}]
+    decoded = {"eval_mean_length": 1.5, "eval_accepted_1": 0.4}
+    rows = [{"step": 1, "loss": 2.0, "eval_loss": 1.0, "learning_rate": 0.1, "acc_1": 0.5} | decoded]
     (tmp_path / "checkpoint-1").mkdir()
     with SummaryWriter(str(tmp_path / "tensorboard")) as writer:
         for name, value in (
@@ -95,6 +95,8 @@ def test_the_reader_sees_what_is_missing(tmp_path, clean):
             ("eval/loss", 1.0),
             ("train/learning_rate", 0.1),
             ("train/acc_1", 0.5),
+            ("eval/mean_length", 1.5),
+            ("eval/accepted_1", 0.4),
         ):
             writer.add_scalar(name, value, 1)
     state = tmp_path / "checkpoint-1/trainer_state.json"
@@ -102,3 +104,6 @@ def test_the_reader_sees_what_is_missing(tmp_path, clean):
     assert problems("tensorboard", tmp_path) == []
     state.write_text(json.dumps({"log_history": [rows[0] | {"loss": 2.1, "grad_norm": 1.0}]}))
     assert [p.split(":")[1] for p in problems("tensorboard", tmp_path)] == [" loss at step 1", " grad_norm at step 1"]
+    without = {name: value for name, value in rows[0].items() if name != "eval_mean_length"}
+    state.write_text(json.dumps({"log_history": [without]}))
+    assert [p.split(":")[0] for p in problems("tensorboard", tmp_path)] == ["the history has no eval_mean_length"]

@@ -47,6 +47,8 @@ def _of_class(own: type, home: str, seen: tuple) -> list:
     "A class with its functions and plain values, and its bases of the same package."
     members = {}
     for name, value in sorted(vars(own).items()):
+        if name.endswith("_cached_value"):
+            continue  # transformers keeps on the class what it found out about it
         function = getattr(value, "__func__", getattr(value, "fget", value))
         plain = isinstance(value, (str, int, float, bool, tuple, list, dict, type(None)))
         if (plain and not name.startswith("__")) or (

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-VENV, RELEASE = ROOT / ".venv-loggers", ROOT / "tests/fixtures/compat/0.1.0"
+VENV = ROOT / ".venv-loggers"
 PYTHON = VENV / "bin/python"
 SECRET = "hf_thisIsASecretOfNobody0123456789"
 COMMAND = "import sys; sys.argv[0] = 'speculators-nb'; from speculators_nb.cli.main import app; app()"
@@ -41,14 +41,12 @@ def install():
 
 def check(logger):
     "One run; returns what is wrong, and how many values agree."
-    from loggers.read_back import history, problems, secrets_in
+    from loggers.read_back import history, problems, secrets_in, train_line
 
     with tempfile.TemporaryDirectory() as tmp:
         run, home, here = (Path(tmp) / name for name in ("run", "home", "here"))
         home.mkdir(), here.mkdir()
-        line = [PYTHON, "-c", COMMAND, "train", RELEASE / "features", run, "--verifier", RELEASE / "verifier"]
-        for pair in ("max_steps=4", "logging_steps=1", "disable_tqdm=true", f"report_to={logger}"):
-            line += ["--extra", pair]
+        line = [PYTHON, "-c", COMMAND, *train_line(logger, run, Path(tmp))]
         taken = {
             name: v for name, v in os.environ.items() if not name.startswith(("WANDB", "MLFLOW", "TRACKIO", "TENSOR"))
         }
@@ -64,13 +62,13 @@ def check(logger):
 
 
 def main(wanted):
-    sys.path.insert(0, str(ROOT / "tests"))
-    from loggers.read_back import NAMES
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from loggers.read_back import NAMES, NEEDED
 
     results = {}
     for logger in wanted or NAMES:
         wrong, n = check(logger)
-        results[logger] = dict(version=version(logger), values=n, wrong=wrong)
+        results[logger] = dict(version=version(logger), values=n, needed=NEEDED, wrong=wrong)
         print(
             f"{logger} {version(logger)}: " + ("\n".join(wrong) or f"{n} values as in the trainer's history"),
             flush=True,

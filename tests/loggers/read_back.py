@@ -1,10 +1,26 @@
-"""What loggers stored of a run, read with their own readers, and what the trainer's history says of it."""
+"""A small run for loggers, what they stored of it, read with their own readers, and what the trainer's history says."""
 
 import json
 import re
 from pathlib import Path
 
 NAMES = "tensorboard", "wandb", "mlflow", "trackio"
+NEEDED = "loss", "eval_loss", "learning_rate", "eval_mean_length", "eval_accepted_1", r".*acc.*\d"
+ROOT = Path(__file__).parents[2]
+
+
+def train_line(logger: str, run: Path, folder: Path) -> list[str]:
+    "Arguments of `train`: four steps on the shipped answers, and at each of two evaluations two prompts are decoded."
+    from speculators_nb.lab.experiment import shipped_features
+
+    with (ROOT / "data/corpus/heldout.jsonl").open() as lines:
+        (folder / "prompts.jsonl").write_text("".join(next(lines) for _ in range(2)))
+    line = ["train", shipped_features(n=20), run, "--verifier", ROOT / "data/tiny-verifier", "--total-seq-len", "256"]
+    line += ["--decode-prompts", folder / "prompts.jsonl"]
+    more = dict(max_steps=4, logging_steps=1, eval_strategy="steps", save_strategy="steps", eval_steps=2, save_steps=2)
+    for name, value in (more | dict(disable_tqdm="true", report_to=logger)).items():
+        line += ["--extra", f"{name}={value}"]
+    return [*map(str, line)]
 
 
 def history(run: Path) -> dict[tuple[str, int], float]:  # (name, step) -> value
@@ -87,7 +103,7 @@ def problems(logger: str, run: Path) -> list[str]:
         if stored is None or abs(stored - value) > 1e-6 * max(1.0, abs(value)):
             wrong.append(f"{logger}: {name} at step {step}: {stored} stored, {value} in the history")
     names = {name for name, _ in wanted}
-    for needed in ("loss", "eval_loss", "learning_rate", r".*acc.*\d"):
+    for needed in NEEDED:
         if not any(re.fullmatch(needed, name) for name in names):
             wrong.append(f"the history has no {needed}: {sorted(names)}")
     return wrong
