@@ -43,7 +43,7 @@ LOSSES |= {"kl_div + tv": dict(kl_div=0.5, tv=0.5), "0.1 ce + 0.9 tv": dict(ce=0
 
 def losses():
     "soft_ce is left out: it has the gradient of kl_div."
-    return {name: ("eagle3", dict(SMALL, loss_config=loss)) for name, loss in LOSSES.items()}
+    return {name: ("eagle3", dict(SMALL, loss_fn=loss)) for name, loss in LOSSES.items()}
 
 
 def ttt_depth():

@@ -382,7 +382,7 @@ class Eagle3DraftModel(Eagle3Loss):
     )
     training_defaults: dict[str, Any] = {"norm_before_residual": True, "target_layer_ids": None}
     drafted_by = "ttt_steps"
-    lab_arguments = dict(norm_before_fc=True, norm_output=True)
+    lab_arguments = dict(norm_before_fc=True, norm_output=True, ttt_step_loss_decay=0.6)
 
     @classmethod
     def get_trainer_kwargs(

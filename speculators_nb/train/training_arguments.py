@@ -210,15 +210,17 @@ def check_names(
     "ValueError for a training argument that neither the model nor the trainer takes."
     accepted = inspect.signature(model.get_trainer_kwargs).parameters
     known = set(accepted)
+    argument_of = {inner: name for name, inner in getattr(model, "forward_names", {}).items()}
     if hasattr(model, "from_training_args"):
         known |= set(inspect.signature(model.from_training_args).parameters)
     if hasattr(model, "training_arguments"):
         known |= model.training_arguments().keys()
     if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        known |= model.get_trainer_kwargs(**given)[0].keys()
+        known |= model.get_trainer_kwargs(**given)[0].keys() - argument_of.keys()
     settings = {f.name for f in fields(SpeculatorTrainingArguments)}
     for name in given.keys() - known:
-        near = difflib.get_close_matches(name, known | settings, 1)
+        near = [argument_of[name]] if name in argument_of else None
+        near = near or difflib.get_close_matches(name, known | settings, 1)
         hint = f" Did you mean {near[0]}?" if near else ""
         model_class = model if isinstance(model, type) else type(model)
         raise ValueError(
