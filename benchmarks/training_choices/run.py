@@ -1,8 +1,8 @@
 """Choices in training, measured: losses, the depth of training-time test, and the defaults of the lab.
 
     python benchmarks/training_choices/run.py losses        30 runs: EAGLE-3 with ten losses, three seeds each
-    python benchmarks/training_choices/run.py ttt_depth     20 runs: EAGLE-3 with 1, 2, 4 and 8 steps, five seeds each
-    python benchmarks/training_choices/run.py defaults      20 runs: EAGLE-3 and MTP, two step weights, five seeds
+    python benchmarks/training_choices/run.py ttt_depth     12 runs: EAGLE-3 with 1, 2, 4 and 8 steps, three seeds each
+    python benchmarks/training_choices/run.py defaults      12 runs: EAGLE-3 and MTP, two step weights, three seeds
 
 A run takes half a minute to two minutes of one core. All settings of an experiment get the same steps on the
 same answers, and write the same held-out answers greedily; those of `losses` also at temperature 1. Runs are stored
@@ -62,8 +62,8 @@ def defaults():
 # name -> settings, seeds, draft tokens in training, and when measured
 EXPERIMENTS = {
     "losses": (losses, 3, 4, (4,)),
-    "ttt_depth": (ttt_depth, 5, 4, (1, 2, 4, 8)),
-    "defaults": (defaults, 5, 4, (4,)),
+    "ttt_depth": (ttt_depth, 3, 4, (1, 2, 4, 8)),
+    "defaults": (defaults, 3, 4, (4,)),
 }
 
 
