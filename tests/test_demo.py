@@ -33,7 +33,7 @@ def test_a_report_has_all_that_a_colleague_needs(tmp_path):
         *("Decoding, step by step", "Acceptance by position", "Training", weights, mask, "Cost", "Make it again")
     ]
     assert re.findall(r"<strong>([^<]+)</strong> <span>([^<]+)", page)[2] == ("2 of 2", "greedy texts unchanged")
-    assert "Every step weighs the same" in page and "3.00e+09" in page and "<pre tabindex=0>make demo</pre>" in page
+    assert "Step 2 weighs 0.36 of step 0" in page and "3.00e+09" in page and "<pre tabindex=0>make demo</pre>" in page
     states = [json.loads(s)["state"] for s in re.findall(r'<script type="application/json">(.*?)</script>', page)]
     assert [len(s["runs"][0]["steps"]) for s in states[:2]] == [len(a.steps) for a in answers]
     explored = states[2]["masks"]["m0"]

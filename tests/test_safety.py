@@ -381,6 +381,7 @@ def test_a_drafters_config_runs_nothing(tmp_path):
 OWN = {
     "cli.demo",
     "lab.experiment",
+    "lab.experiment_page",
     "lab.tiny_model",
     "lab.tiny_verifier",
     "lab.corpus",

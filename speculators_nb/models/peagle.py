@@ -395,6 +395,7 @@ class PEagleDraftModel(PEagleLoss):
         "max_anchors": 512,
     }
     drafted_by = "num_depths"
+    lab_arguments = dict(norm_before_fc=True, norm_output=True)
 
     @classmethod
     def verifier_fields(
