@@ -123,7 +123,10 @@ def test_in_a_package_of_its_own(tmp_path):
     assert found["check"] == [0, "vLLM can serve this drafter.\n"]
     assert found["type"] == ["GatedDraftModel", "GatedConfig", "my_drafters"]
     assert found["served"] == ["eagle3", ["eagle3", False]]
-    assert found["lab"] == [dict(ttt_steps=3, norm_before_fc=True, norm_output=True, ttt_step_loss_decay=0.6), ["gated", {}]]
+    assert found["lab"] == [
+        dict(ttt_steps=3, norm_before_fc=True, norm_output=True, ttt_step_loss_decay=0.6),
+        ["gated", {}],
+    ]
 
 
 IN_OURS = """
