@@ -36,11 +36,26 @@ def found(path):
         return False
 
 
+def assert_alike(answer, recorded):
+    "Equal, but for the last of the five decimals that the record keeps: processors sum in different orders."
+    if isinstance(recorded, dict):
+        assert isinstance(answer, dict) and answer.keys() == recorded.keys()
+        answer, recorded = [answer[key] for key in recorded], list(recorded.values())
+    if isinstance(recorded, list):
+        assert len(answer) == len(recorded)
+        for one, other in zip(answer, recorded, strict=True):
+            assert_alike(one, other)
+    elif isinstance(recorded, float):
+        assert answer == pytest.approx(recorded, rel=0, abs=2e-5)
+    else:
+        assert answer == recorded
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", named_calls.CALLS)
 def test_one_call(name):
     named_calls.use_losses(importlib.import_module("speculators_nb.losses.eager"))
-    assert named_calls.call(name, ours(name)) == RECORD["answers"][name]
+    assert_alike(named_calls.call(name, ours(name)), RECORD["answers"][name])
 
 
 def test_names_without_a_place_are_on_the_page():
