@@ -73,9 +73,9 @@ def lab_values(*setting):
 def check_rule_lab(widget, state):
     "Every rule's acceptance, output and distance, at several settings"
     first = lab_values(*LAB_SETTINGS[0])
-    assert {name: value["accepted"] for name, value in state["values"].items()} == {
-        name: value.accepted for name, value in first.items()
-    }
+    assert list(state["values"]) == list(first)
+    for name, value in state["values"].items():  # stored on another processor: its sums may end in another bit
+        assert abs(value["accepted"] - first[name].accepted) < 1e-9, (name, value["accepted"], first[name].accepted)
     for p, q, *others in LAB_SETTINGS:
         sliders = widget.locator(".snb-weights input")
         for i, weight in enumerate((*p, *q)):
