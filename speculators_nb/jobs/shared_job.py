@@ -46,7 +46,7 @@ def _is_held(path: Path) -> bool:
     lock.release()
     return False
 
-
+# %% ../../nbs/jobs/02_shared_job.ipynb #2fe341b1
 class Worker:
     "One process of a shared job: files in its folder whose names begin with `name`."
 
@@ -136,6 +136,10 @@ class _JobFolder:
         found = [Worker(self.folder, n, self.lease) for n in names if n != self.me.name]
         return [worker for worker in found if self.me.sees(worker)]
 
+# %% ../../nbs/jobs/02_shared_job.ipynb #ec6ba08c
+class _Agreement(_JobFolder):
+    "What the workers of a job agree on."
+
     def _check_about(self):
         "BlockingIOError: the others do something else."
         theirs = read_object(self.folder / "job.json")["about"]
@@ -160,7 +164,7 @@ class _JobFolder:
                 path.unlink(missing_ok=True)
 
 # %% ../../nbs/jobs/02_shared_job.ipynb #fe6dd47b
-class _Claims(_JobFolder):
+class _Claims(_Agreement):
     "Which units are in work and which are settled."
 
     def __init__(self, *args, **kwargs):
@@ -219,6 +223,10 @@ class _Claims(_JobFolder):
         self.settled[unit] = rows
         self._path(unit).unlink(missing_ok=True)
 
+# %% ../../nbs/jobs/02_shared_job.ipynb #cd678e26
+class _Waiting(_Claims):
+    "Units of workers that are gone become free."
+
     def _is_in_work(self, unit):
         "Whether its holder is alive. A claim of one that is gone is removed."
         path = self._path(unit)
@@ -234,40 +242,6 @@ class _Claims(_JobFolder):
         except FileNotFoundError:
             pass
         return False
-
-# %% ../../nbs/jobs/02_shared_job.ipynb #6bf5b0ba
-class SharedJob(_Claims):
-    "A context: the work on one output, shared by all processes that open it."
-
-    recover: Callable[[], Any] = staticmethod(
-        lambda: None
-    )  # keeps the results of former workers
-
-    def __enter__(self):
-        with disk_errors(self.output), self._locked():
-            if self.others():
-                self._check_about()
-            else:
-                self.is_primary = True
-                self.recover()
-                self._clear()
-                with atomic_write(self.folder / "job.json") as temporary:
-                    temporary.write_text(json.dumps({"about": self.about}))
-            self.me.begin()
-        return self
-
-    def __exit__(self, *_):
-        with self._locked():
-            self.me.end()
-            if self.others():
-                return
-            try:
-                self.recover()
-            finally:
-                self._clear()
-                (self.folder / ".lock").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody has come meanwhile
-            self.folder.rmdir()
 
     def wait(
         self,
@@ -300,15 +274,59 @@ class SharedJob(_Claims):
             if not self.wait(units, meanwhile):
                 return
 
-    def finish(
-        self,
-        function: Callable[[], Any],  # what is to be done once, after all units; returns JSON
-    ) -> Any:  # what it returned, in the process that ran it
-        "Run the end of a job once; where the process is killed in it, another runs it."
-        file = self.folder / "result.json"
+# %% ../../nbs/jobs/02_shared_job.ipynb #6bf5b0ba
+class SharedJob(_Waiting):
+    "A context: the work on one output, shared by all processes that open it."
+
+    def recover(self) -> None:
+        "Keep the results of workers that are gone; for kinds of jobs that have some."
+
+    def __enter__(self):
+        with disk_errors(self.output), self._locked():
+            if self.others():
+                self._check_about()
+            else:
+                self.is_primary = True
+                self.recover()
+                self._clear()
+                with atomic_write(self.folder / "job.json") as temporary:
+                    temporary.write_text(json.dumps({"about": self.about}))
+            self.me.begin()
+        return self
+
+    def __exit__(self, *_):
+        with self._locked():
+            self.me.end()
+            if self.others():
+                return
+            try:
+                self.recover()
+            finally:
+                self._clear()
+                (self.folder / ".lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody has come meanwhile
+            self.folder.rmdir()
+
+    def _once(self, name, function):
+        "What a function returns that one worker alone calls (JSON)."
+        file = self.folder / name
         with self._locked():
             if not file.is_file():
                 result = json.dumps(function())
                 with atomic_write(file) as temporary:
                     temporary.write_text(result)
             return json.loads(file.read_text())
+
+    def agree(
+        self,
+        value: Any,  # JSON
+    ) -> Any:
+        "The value that the first worker has given."
+        return self._once("start.json", lambda: value)
+
+    def finish(
+        self,
+        function: Callable[[], Any],  # what is to be done once, after all units; returns JSON
+    ) -> Any:  # what it returned, in the process that ran it
+        "Run the end of a job once; where the process is killed in it, another runs it."
+        return self._once("result.json", function)
