@@ -252,7 +252,7 @@ def extract_features(
         return states_of(verifier, tokens, computed, [inputs_of(i) for i in batch])
 
     with _shared(out_dir, config, rows, max_tokens) as job:
-        folder = FeatureFolder(out_dir, dataset, config, rows)
+        folder = FeatureFolder(out_dir, dataset, config, rows, alone=job.is_primary)
         if folder.todo:
             check_verifier_head(verifier, folder.tokens[folder.todo[0]])
         try:

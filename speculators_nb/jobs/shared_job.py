@@ -275,24 +275,39 @@ class _Waiting(_Claims):
                 return
 
 # %% ../../nbs/jobs/02_shared_job.ipynb #6bf5b0ba
-class SharedJob(_Waiting):
-    "A context: the work on one output, shared by all processes that open it."
+class _Opened(_Waiting):
+    "Opened by the first worker and by those that join, closed by the last one."
+
+    start: Any = None  # what the first worker has found
 
     def recover(self) -> None:
         "Keep the results of workers that are gone; for kinds of jobs that have some."
+
+    def at_start(self) -> Any:
+        "What the first worker finds, for all as `start` (JSON); for kinds of jobs that look."
 
     def __enter__(self):
         with disk_errors(self.output), self._locked():
             if self.others():
                 self._check_about()
             else:
-                self.is_primary = True
-                self.recover()
-                self._clear()
-                with atomic_write(self.folder / "job.json") as temporary:
-                    temporary.write_text(json.dumps({"about": self.about}))
+                self._begin()
+            self.start = read_object(self.folder / "job.json")["start"]
             self.me.begin()
         return self
+
+    def _begin(self):
+        "The first worker: what former ones have left is kept, and their claims are removed."
+        self.is_primary = True
+        try:
+            self.recover()
+            self._clear()
+            record = json.dumps({"about": self.about, "start": self.at_start()})
+            with atomic_write(self.folder / "job.json") as temporary:
+                temporary.write_text(record)
+        except BaseException:
+            self._remove()
+            raise
 
     def __exit__(self, *_):
         with self._locked():
@@ -301,11 +316,21 @@ class SharedJob(_Waiting):
                 return
             try:
                 self.recover()
-            finally:
                 self._clear()
-                (self.folder / ".lock").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody has come meanwhile
-            self.folder.rmdir()
+            finally:
+                self._remove()
+
+    def _remove(self):
+        "Remove the folder, unless it has results that could not be kept."
+        names = {path.name for path in self.folder.iterdir()}
+        if names <= {".lock"}:
+            (self.folder / ".lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # somebody has come meanwhile
+                self.folder.rmdir()
+
+# %% ../../nbs/jobs/02_shared_job.ipynb #14f04032
+class SharedJob(_Opened):
+    "A context: the work on one output, shared by all processes that open it."
 
     def _once(self, name, function):
         "What a function returns that one worker alone calls (JSON)."
