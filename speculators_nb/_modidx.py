@@ -2622,6 +2622,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'speculators_nb/jobs/shared_job.py'),
                                                 'speculators_nb.jobs.shared_job._is_held': ( 'jobs/shared_job.html#_is_held',
                                                                                              'speculators_nb/jobs/shared_job.py'),
+                                                'speculators_nb.jobs.shared_job.one_writer': ( 'jobs/shared_job.html#one_writer',
+                                                                                               'speculators_nb/jobs/shared_job.py'),
                                                 'speculators_nb.jobs.shared_job.this_host': ( 'jobs/shared_job.html#this_host',
                                                                                               'speculators_nb/jobs/shared_job.py')},
             'speculators_nb.lab.code_digest': { 'speculators_nb.lab.code_digest._described': ( 'lab/code_digest.html#_described',

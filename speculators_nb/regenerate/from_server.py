@@ -227,10 +227,7 @@ def regenerate_from_server(
         tqdm(total=total, desc="regenerate", unit="conversation", delay=1) as bar,
     ):
         journal.report |= {"retokenised": 0, "other_tokens": 0}
-
-        def show():
-            bar.update(journal.progress() - bar.n)
-
+        show = lambda: bar.update(journal.progress() - bar.n)
         given = dict(limit=limit, control=control, meanwhile=show)
         for todo in rounds(conversations, journal, sampling, seed, languages, **given):
             with closing(concurrently(server_replay, todo, concurrency)) as results:

@@ -411,7 +411,7 @@ def still_to_do(
 
 
 def rounds(
-    conversations: str | Path | Iterable,  # as above; read again in each round
+    conversations: str | Path | Iterable,  # of `still_to_do`; read again in each round
     journal: Journal,  # is open
     *args,  # further arguments of `still_to_do`
     meanwhile: Callable[[], Any] = lambda: None,  # called now and then while others work
