@@ -148,7 +148,8 @@ def _shell_parameters(function, command, named) -> list[inspect.Parameter]:
     "The function's parameters for Typer, and those that every command has."
     if not hasattr(function, "comments"):
         source = textwrap.dedent(inspect.getsource(function))
-        function.comments = comments_of(source, ast.parse(source).body[0])
+        nodes = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+        function.comments = comments_of(source, nodes[0])
     comments = function.comments
     parameters = []
     for parameter in inspect.signature(function).parameters.values():
@@ -208,14 +209,14 @@ class ShellCommand(TyperCommand):
 
     def collect_usage_pieces(self, ctx):
         arguments = [p for p in self.params if p.param_type_name == "argument" and p.metavar]
-        places = [p.metavar + "..." * (p.nargs != 1) for p in arguments]
+        places = [f"{p.metavar}{'...' * (p.nargs != 1)}" for p in arguments]
         options = [f"--{name} {name.upper()}" for name in self.needed if name in self.named]
         return [self.options_metavar, *places, *options]
 
     def parse_args(self, ctx, args):
         known = {flag for p in self.params for flag in (*p.opts, *p.secondary_opts)}
         takes = any(p.name == "extra" for p in self.params)
-        takes = takes and rule_of("extra", self.name) is RULES["extra"]
+        takes = takes and rule_of("extra", self.name or "") is RULES["extra"]
         return super().parse_args(ctx, further_options(args, known) if takes else args)
 
     def format_help(self, ctx, formatter):

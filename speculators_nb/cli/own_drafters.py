@@ -39,6 +39,7 @@ def _file_module(given: str) -> ModuleType:
         why = "is imported already" if there is not None else "is no name in Python"
         raise ValueError(f"import={given!r}: a module {name!r} {why}; rename the file")
     spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # as of any file that ends in .py
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

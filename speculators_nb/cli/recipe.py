@@ -141,7 +141,7 @@ def fields_of(
 ) -> dict[str, object]:  # field -> type
     "The fields that a recipe may set, from the function's signature."
     hints = typing.get_type_hints(function) if not hasattr(function, "__signature__") else {}
-    fields = {
+    fields: dict[str, object] = {
         p.name: hints.get(p.name, p.annotation)
         for p in inspect.signature(function).parameters.values()
         if p.kind is not p.VAR_KEYWORD and p.name != "import_"

@@ -73,15 +73,17 @@ def comments_of(
     }
     comments = {}
     for arg, default in parameters_of(node):
-        end = max(arg.end_lineno, default.end_lineno if default else 0)
+        end = max(node.end_lineno or node.lineno for node in (arg, default) if node)
         comments[arg.arg] = comment_in_line.get(end, "")
     return comments
 
 # %% ../../nbs/cli/03_signature.ipynb #7813861b
 def _source_of(module, name) -> tuple[str, ast.FunctionDef]:
     "The source of a module of this package, and a function in it. Errors: ValueError."
-    file = importlib.util.find_spec(f"speculators_nb.{module}").origin
-    source = Path(file).read_text(encoding="utf-8")
+    spec = importlib.util.find_spec(f"speculators_nb.{module}")
+    if spec is None or spec.origin is None:
+        raise ValueError(f"there is no module speculators_nb.{module}")
+    source = Path(spec.origin).read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return source, node

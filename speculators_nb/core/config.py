@@ -128,10 +128,8 @@ class SpeculatorsConfig(ReloadableBaseModel):
     @property
     def speculative_tokens(self) -> int | None:  # None: no method has it
         "How many tokens the first proposal method drafts in a step."
-        for method in self.proposal_methods:
-            if hasattr(method, "speculative_tokens"):
-                return method.speculative_tokens
-        return None
+        lengths = [getattr(m, "speculative_tokens", None) for m in self.proposal_methods]
+        return next((n for n in lengths if n is not None), None)
 
 # %% ../../nbs/core/12_config.ipynb #388c4885
 def _hints(cls: type) -> dict[str, Any]:
@@ -324,6 +322,22 @@ class DrafterFields(JsonConfig):
     def target_vocab_size(self) -> int:  # V
         "The verifier's vocabulary size."
         return self.sizes.vocab_size
+
+    @property
+    def verifier_name(self) -> str:  # folder or hub id
+        "The verifier that the drafter was trained for. Errors: ValueError where none is named."
+        name = self.speculators_config and self.speculators_config.verifier.name_or_path
+        if not name:
+            raise ValueError(
+                "speculators_config.verifier.name_or_path is missing; give the verifier's "
+                "folder or hub id"
+            )
+        return name
+
+    @property
+    def proposed_tokens(self) -> int | None:  # None: not known
+        "How many tokens the first proposal method drafts in a step."
+        return self.speculators_config and self.speculators_config.speculative_tokens
 
 # %% ../../nbs/core/12_config.ipynb #01a00001
 class SpeculatorModelConfig(PydanticNames, ClassRegistryMixin, FoundOnHub, DrafterFields):

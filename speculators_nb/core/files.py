@@ -58,6 +58,7 @@ class DiskError(OSError):
     """What could not be written: `errno`, `strerror` and `filename` as of any OSError, `kept`
     says what is not lost. The text is one line: path, reason, remedy."""
 
+    errno: int  # of any OSError it may be None
     kept = ""
 
     def __str__(self):
@@ -95,7 +96,7 @@ def _why(path: Path) -> int:
     try:
         _new_mode(folder / f".{secrets.token_hex(4)}")
     except OSError as e:
-        return e.errno
+        return e.errno or errno.EIO
     return errno.ENOSPC if shutil.disk_usage(folder).free < 1 << 20 else errno.EIO
 
 # %% ../../nbs/core/04_files.ipynb #dcf7c0da
@@ -104,7 +105,9 @@ def _refused(e: Exception, path: Path) -> tuple[int, Path] | None:
     if isinstance(e, OSError) and isinstance(e.filename, (str, bytes, os.PathLike)):
         # else it is a file to read that is missing
         gone = e.errno != errno.ENOENT or not Path(os.fsdecode(e.filename)).parent.is_dir()
-        file = _concerned(e.filename, path) if e.errno in REMEDIES and gone else None
+        if e.errno not in REMEDIES or not gone:
+            return None
+        file = _concerned(e.filename, path)
         return file and (e.errno, file)
     if isinstance(e, OSError) and e.errno is not None:
         return (e.errno, path) if e.errno in _UNNAMED else None

@@ -109,7 +109,7 @@ def _switch(rule, value):
 
 # %% ../../nbs/core/01_option_rules.ipynb #orul0010
 def _word(rule, value):
-    words: Sequence[str] = rule.words() if callable(rule.words) else rule.words
+    words = rule.words if isinstance(rule.words, tuple) else rule.words()
     is_dtype = type(value).__name__ == "dtype"
     given = str(value).removeprefix("torch.") if is_dtype else value
     if isinstance(given, str) and given in words:

@@ -6,6 +6,7 @@
 __all__ = ['CachedModel', 'no_log_probs', 'NodeLogProbs', 'DraftModel']
 
 # %% ../../nbs/decode/08_draft_model.ipynb #a0bcd800
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -36,7 +37,7 @@ class CachedModel:
                 "Choose a draft model of the verifier's family, with the same tokenizer"
             )
         context_length = getattr(self.model.config, "max_position_embeddings", None)
-        self.context_length = context_length or float("inf")
+        self.context_length: int = context_length or sys.maxsize
         self.reset()
 
     def reset(self):

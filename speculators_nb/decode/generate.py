@@ -299,8 +299,8 @@ def decide(
     request.features = None
     if len(request.drafter.aux_layer_ids):
         request.features = torch.cat([hidden[:unread], hidden[unread:][path]])
-    if getattr(request.drafter, "keeps_states", False):
-        request.states.append(request.features)
+        if getattr(request.drafter, "keeps_states", False):
+            request.states.append(request.features)
 
     new = [*tree.tokens[path].tolist(), token]
     end = next((i + 1 for i, t in enumerate(new) if t in stop), None)

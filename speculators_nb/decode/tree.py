@@ -200,11 +200,13 @@ def check_nodes(
         )
 
 # %% ../../nbs/decode/01_tree.ipynb #81ed78b2
+@dataclass
 class TreeViews(TreeShape):
     "A tree elsewhere, in part, and as a picture."
 
     tokens: Tensor  # [N]
-    probs: Tensor | None  # [N, V]
+    parents: Tensor  # [N]
+    probs: Tensor | None = None  # [N, V]
 
     def to(
         self,

@@ -117,8 +117,7 @@ def shaped_tree(
 ) -> TokenTree:  # no more nodes than the shape; on the device of the log-probabilities
     """A tree of this shape. Nodes of probability 0 are left out, with all that would follow
     them."""
-    drawn = sampling is not None and sampling.temperature > 0
-    drawn = drawn and not isinstance(sampling, GreedyWithProbs)
+    drawing = None if isinstance(sampling, GreedyWithProbs) else sampling
     node_of: dict[Choices, int] = {(): -1}
     tokens: list[int] = []
     parents: list[int] = []
@@ -139,9 +138,9 @@ def shaped_tree(
         for (up, choices), log_probs in zip(families.items(), rows):
             if log_probs.max() == -torch.inf:
                 continue
-            if drawn:
+            if drawing is not None and drawing.temperature > 0:
                 words, drawn_from = draw_without_replacement(
-                    sampling.probabilities(log_probs), len(choices), sampling
+                    drawing.probabilities(log_probs), len(choices), drawing
                 )
                 chosen = list(zip(choices, words))
                 probs += drawn_from

@@ -219,6 +219,7 @@ class Context(RequestCache):
             options["attention_mask"] = self._masks()
             options["position_ids"] = self.new.clamp(min=0)
         out = self.verifier(ids, **options)
+        assert out.logits is not None, "logits are wanted"
 
         results = []
         for b, (request, tree) in enumerate(zip(self.layouts, trees)):

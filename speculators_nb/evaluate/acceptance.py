@@ -351,7 +351,8 @@ def decode_prompts(
     for i, prompt in enumerate(prompts):
         generator = torch.Generator(verifier.device).manual_seed(seed + i)
         sampling = Sampling(temperature, generator, top_k, top_p, min_p)
-        yield generate(verifier, drafter, prompt, sampling=sampling, **options)
+        answer: Any = generate(verifier, drafter, prompt, sampling=sampling, **options)
+        yield answer
 
 
 def check_measurement(

@@ -8,12 +8,14 @@ __all__ = ['count_flops', 'training_flops', 'Metered', 'seconds', 'weights_read'
 
 # %% ../../nbs/evaluate/02_cost.ipynb #afb2e156
 import time
+from collections.abc import Sequence
 from functools import partial
 from statistics import mean, median
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
+from torch.utils.module_tracker import ModuleTracker
 
 from ..core.options import check_options
 from ..decode.generate import generate
@@ -33,11 +35,9 @@ _ALSO = {
 }
 
 
-class _NoModules:
+class _NoModules(ModuleTracker):
     """In place of the counter's bookkeeping by module, which fails where a module receives a
     weight in inference mode."""
-
-    parents = {"Global"}
 
     def __enter__(self):
         return self
@@ -81,9 +81,8 @@ class Metered:
 
     def __init__(self, drafter: Drafter, measure):
         self.drafter, self.measure, self.costs = drafter, measure, []
-        for name in ("aux_layer_ids", "trained_tokens"):
-            if hasattr(drafter, name):
-                setattr(self, name, getattr(drafter, name))
+        self.aux_layer_ids: Sequence[int] = drafter.aux_layer_ids
+        self.trained_tokens: int | None = getattr(drafter, "trained_tokens", None)
 
     def reset(self):
         "Start a new request."

@@ -142,7 +142,8 @@ def drafter_name(
         or speculative.get("method")
         or (what_to_serve(checkpoint)[1] or {}).get("method")
     )
-    return {"ngram": "n-gram", "draft_model": "draft model"}.get(name, name or "no drafter")
+    name = name or "no drafter"
+    return {"ngram": "n-gram", "draft_model": "draft model"}.get(name, name)
 
 # %% ../../nbs/evaluate/09_engine.ipynb #b09e928a
 @dataclass

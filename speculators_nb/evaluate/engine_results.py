@@ -216,7 +216,8 @@ def output_ranges(
     for key, answers in requests[requests.k > 0].groupby(setting, sort=False):
         placed = [_placed(answer) for answer in answers.itertuples()]
         if all(own is not None for own in placed):
-            rows = rows_of_ranges("output", [p for p in placed if p], key[2], edges, seed=seed)
+            k = int(answers["k"].iloc[0])
+            rows = rows_of_ranges("output", [p for p in placed if p], k, edges, seed=seed)
             table += [{**dict(zip(setting, key)), **row} for row in rows]
     return pd.DataFrame(table)
 

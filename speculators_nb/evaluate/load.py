@@ -154,7 +154,7 @@ def run_load(
             if concurrency == 1:
                 seconds[domain] = sum(r.seconds for r in own)
             if metered:
-                counts[domain] = sum_counts([r.counts for r in own])
+                counts[domain] = sum_counts([r.counts for r in own if r.counts is not None])
             else:
                 counts[domain] = meter.stop(len(own), sum(r.tokens for r in own))
     return Load(
@@ -193,9 +193,8 @@ def rows_of(
     """Counts for `acceptance_table` and `acceptance_summary`. Where the stream merged pieces of
     a request that ends at the limit, up to k steps without a draft are lost."""
     replies = [r for r in load.replies if domain in (None, r.domain)]
-    if all(r.counts for r in replies):
-        parts: list[tuple[dict[str, Any], list[Reply]]] = [(r.counts, [r]) for r in replies]
-    else:
+    parts = [(r.counts, [r]) for r in replies if r.counts]
+    if len(parts) < len(replies):
         groups = [c for d, c in load.counts.items() if domain in (None, d)]
         parts = [(sum_counts(groups), replies)]
     rows = []

@@ -384,7 +384,7 @@ def drafting_cost(
     verifier = setting.verifier
     one_token = verifier_cost(verifier, tokens=1)["time"]
     verification = verifier_cost(verifier, tokens=k + 1)["time"]
-    head = verifier.model.get_output_embeddings().weight.numel()
+    head = verifier.vocab_size * verifier.hidden_size  # weights
     whole = verifier_cost(verifier, repeats=1)["weights"]
     layer = (whole - head) / verifier.num_layers
     costs = {

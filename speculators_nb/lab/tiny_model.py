@@ -86,6 +86,11 @@ def make_config(
 ) -> Qwen3Config:  # six layers of width 128
     """The architecture: Qwen3 with heads of 64, the smallest that every attention kernel takes;
     embeddings and head are not tied."""
+    special: dict[str, Any] = dict(
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -97,10 +102,8 @@ def make_config(
         rope_parameters=dict(rope_type="default", rope_theta=1e6),
         tie_word_embeddings=False,
         max_position_embeddings=2048,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
         dtype="float32",
+        **special,
     )
 
 # %% ../../nbs/lab/04_tiny_model.ipynb #8fb160f9
@@ -119,9 +122,8 @@ def add_copying_heads(
     embedding[:, 0] = 1.0  # the same in every token: what a head can look at to see no content
     model.lm_head.weight.copy_(0.1 * embedding)
     model.lm_head.weight[:, 0] = 0.0
-    frequency = model.config.rope_parameters["rope_theta"] ** (
-        -torch.arange(dim // 2) / (dim // 2)
-    )
+    rope: Any = model.config.rope_parameters
+    frequency = rope["rope_theta"] ** (-torch.arange(dim // 2) / (dim // 2))
     bases = torch.linalg.qr(torch.randn(4, width, width))[0]
 
     size = frequency**0.25 * (frequency > 0.02)
@@ -187,7 +189,7 @@ def training_documents(
     for row in conversations:
         ids, mask = encode(tokenizer, row["messages"])
         documents.append((ids[:longest], [m or prompt_weight for m in mask[:longest]]))
-    for ids in tokenizer([p + tokenizer.eos_token for p in paragraphs])["input_ids"]:
+    for ids in tokenizer([f"{p}{tokenizer.eos_token}" for p in paragraphs])["input_ids"]:
         documents.append((ids[:longest], [1.0] * len(ids[:longest])))
     random.Random(seed).shuffle(documents)
     return documents

@@ -54,7 +54,7 @@ def perplexity(
 # %% ../../nbs/lab/05_tiny_verifier.ipynb #8abcc5dc
 @torch.no_grad()
 def answers(
-    model: Qwen3ForCausalLM,  # the verifier
+    model: Any,  # the verifier; transformers' types give a Qwen3ForCausalLM no `generate`
     tokenizer: PreTrainedTokenizerFast,  # its tokenizer
     prompts: list[list[dict]],  # conversations that end with a user message
     temperature: float = 0.0,  # 0 is greedy; above it, plain sampling from the whole vocabulary

@@ -111,14 +111,21 @@ def resolve_verifier(
     )
 
 
-def borrowed_parts(model: PreTrainedModel) -> dict[str, torch.Tensor | None]:  # a verifier
-    "Embedding, head and final norm, under the names of `load_verifier_tensors`."
+def borrowed_parts(
+    model: PreTrainedModel,  # a verifier
+) -> dict[str, Any]:  # as `load_verifier_tensors` returns them
+    "Embedding, head and final norm of a model. Errors: ValueError where it has no head."
     norm, head = find_taps(model)[2], model.get_output_embeddings()
+    if head is None:
+        raise ValueError(
+            f"verifier is a {type(model).__name__}, which has no output head; give the same "
+            "model as a causal LM"
+        )
     parts = dict(
-        embeddings=model.get_input_embeddings().weight,
-        head=head.weight,
+        embeddings=model.get_input_embeddings().get_parameter("weight"),
+        head=head.get_parameter("weight"),
         head_bias=getattr(head, "bias", None),
-        norm_weight=norm.weight,
+        norm_weight=norm.get_parameter("weight"),
         norm_bias=getattr(norm, "bias", None),
     )
     return {name: None if part is None else part.detach() for name, part in parts.items()}
@@ -320,7 +327,7 @@ class GeneratingDrafter(AttachedVerifier):
             decoding = self.decoding_of(sampling)
             if k is not None:
                 decoding["k"] = k
-            done = generate(
+            done: Any = generate(
                 Verifier(self.verifier, decoding["drafter"].aux_layer_ids),
                 prompt_ids=[ids[keep].tolist() for ids, keep in zip(prompts, real)],
                 max_new_tokens=new_tokens(settings, prompts.shape[1]),
@@ -362,7 +369,5 @@ class AttachableVerifier(GeneratingDrafter):
             if model.verifier_attachment_mode != "detached":
                 model.detach_verifier()
             if mode != "detached":
-                model.attach_verifier(
-                    verifier or model.config.speculators_config.verifier.name_or_path, mode
-                )
+                model.attach_verifier(verifier or model.config.verifier_name, mode)
         return model

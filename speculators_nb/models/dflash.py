@@ -45,7 +45,7 @@ from speculators_nb.models.serving_rules import (
 )
 from ..nn.anchors import Blocks, slot_metrics
 from ..nn.attention import attention_back_end
-from ..nn.head_loss import HeadLoss
+from ..nn.head_loss import HeadLoss, RowWeight
 from ..nn.layers import KINDS, DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
@@ -205,7 +205,7 @@ class DFlashLoss(DFlashNetwork):
         states: BlockStates,
         target_hidden: torch.Tensor,  # [L, H] the verifier's states before its final norm
         mixture: dict[str, float],  # from `losses.parse_loss`
-        weight: torch.Tensor | Callable,  # from `slot_weight`
+        weight: RowWeight,  # from `slot_weight`
         upstream: bool = False,  # metrics as upstream reports them
         lean: bool = True,  # False: by whole tensors and autograd
         **options,  # of `head_loss`: gemm_dtype, want_accept, want_tokens, labels
@@ -214,15 +214,18 @@ class DFlashLoss(DFlashNetwork):
         blocks = states.blocks
         supervised = blocks.supervised
         count = supervised.sum() + 1e-5
-        by_loss = callable(weight)
-        mean = (lambda rows: weight(rows) / count) if by_loss else weight / count
+        mean: RowWeight = (
+            weight / count
+            if isinstance(weight, torch.Tensor)
+            else lambda rows: weight(rows) / count
+        )
         if states.bias is not None:
             options |= states.bias.head_loss_options(supervised)
         hidden, targets = states.hidden[supervised], blocks.targets[supervised]
         out = distribution_loss(
             self, hidden, target_hidden, targets, mean, mixture, lean, **options
         )
-        row_weight = mean(out.rows) if by_loss else mean
+        row_weight = mean if isinstance(mean, torch.Tensor) else mean(out.rows)
         first = self.config.first_slot
         return out, slot_metrics(out, blocks, row_weight, mixture, first, upstream)
 

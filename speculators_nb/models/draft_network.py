@@ -243,9 +243,9 @@ class ReducedVocabulary(SharedParts):
         """Set the draft vocabulary. Both or neither; neither only where the draft vocabulary is
         the verifier's. Errors: ValueError (see `draft_vocabulary.check_vocab_mapping`)."""
         check_vocab_mapping(t2d, d2t, self.target_vocab_size, self.config.draft_vocab_size)
-        if self.t2d is not None:
-            self.t2d.copy_(t2d)
-            self.d2t.copy_(d2t)
+        for own, given in ((self.t2d, t2d), (self.d2t, d2t)):
+            if own is not None and given is not None:
+                own.copy_(given)
 
 # %% ../../nbs/models/03_draft_network.ipynb #c60c9503
 def check_shape(
@@ -271,7 +271,7 @@ def check_shape(
 def check_parts(
     model: ReducedVocabulary,
     verifier: str | os.PathLike,  # where the weights are from, for messages
-    parts: dict[str, torch.Tensor | None],  # from `load_verifier_tensors`
+    parts: dict[str, Any],  # from `load_verifier_tensors`
 ) -> None:
     "Raise ValueError for weights that are not finite, or of another vocabulary."
     broken = [n for n, w in parts.items() if w is not None and not w.isfinite().all()]
@@ -296,13 +296,13 @@ class BorrowedWeights(ReducedVocabulary):
         verifier: str | os.PathLike | None = None,  # folder or hub id; None: the config's
     ):
         """Borrow embedding, head rows and final norm. What a checkpoint has loaded already
-        stays. Errors: ValueError for a verifier of another shape."""
-        verifier = verifier or self.config.speculators_config.verifier.name_or_path
-        config = verifier_config(verifier)
+        stays. Errors: ValueError for a verifier of another shape, or where none is named."""
+        source = verifier or self.config.verifier_name
+        config = verifier_config(source)
         text = text_config(config)
-        check_shape(self, verifier, text.hidden_size)
-        parts = load_verifier_tensors(verifier, self.t2d)
-        check_parts(self, verifier, parts)
+        check_shape(self, source, text.hidden_size)
+        parts = load_verifier_tensors(source, self.t2d)
+        check_parts(self, source, parts)
         head = TargetHead.from_config(config).to(self.device)
         self._borrow(parts, head)
         self.target_head = head

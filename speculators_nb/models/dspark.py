@@ -187,6 +187,7 @@ class DSparkNetwork(DFlashDraftModel):
         self, hidden: torch.Tensor, embeds: torch.Tensor | None
     ) -> torch.Tensor:  # [..., H], [..., r] -> [...]
         "Logits of the confidence head."
+        assert self.confidence_head is not None, "enable_confidence_head is False"
         reads_embeds = self.config.confidence_head_with_markov
         return self.confidence_head(hidden, embeds if reads_embeds else None).float()
 
@@ -288,7 +289,7 @@ class DSparkDrafter(DFlashDrafter):
     """One forward pass for the states of all slots, then token by token. Errors: ValueError for
     a threshold outside [0, 1] or without a confidence head."""
 
-    grow = None  # a slot's distribution depends on the tokens in front of it: chains only
+    grow: None = None  # a slot's distribution depends on the tokens in front of it: chains only
 
     def __init__(
         self,
@@ -329,7 +330,7 @@ class DSparkDrafter(DFlashDrafter):
                 if forecast < self.confidence_threshold:
                     break
             slot_logits = logits[slot : slot + 1]
-            if code is not None:
+            if head is not None:
                 slot_logits = slot_logits + head.markov_w2(code)
             draft_probs.append(sampling.probabilities(slot_logits))
             token = model.to_verifier(sampling.draw(draft_probs[-1]))

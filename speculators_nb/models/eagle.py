@@ -12,7 +12,7 @@ import copy
 import os
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -408,6 +408,8 @@ class EagleForward(TrainedEagle):
         if return_dict is False:
             return logits
         keep = past_key_values is not None if use_cache is None else use_cache
+        # transformers says FloatTensor where it takes a tensor of any float type
+        logits, features = (cast(torch.FloatTensor, x) for x in (logits, features))
         return CausalLMOutputWithPast(
             logits=logits,
             past_key_values=cache if keep else None,

@@ -347,9 +347,9 @@ def vocab_mapping(
 ) -> dict[str, torch.Tensor]:  # t2d [V] bool and d2t [Vd] int64; {} for the whole vocabulary
     "A draft vocabulary in our form. Errors: ValueError for tokens that the verifier lacks."
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if d2t is None and t2d is None:
-        return {}
     if d2t is None:
+        if t2d is None:
+            return {}
         kept = t2d.bool().nonzero()[:, 0]
         d2t = kept - torch.arange(len(kept))
     kept = torch.arange(len(d2t)) + d2t.long()

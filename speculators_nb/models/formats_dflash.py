@@ -182,7 +182,7 @@ def write_dflash(
     layer = config.transformer_layer_config
     block: dict[str, Any] = dict(
         mask_token_id=config.mask_token_id,
-        target_layer_ids=[i - 1 for i in config.aux_hidden_state_layer_ids],
+        target_layer_ids=[i - 1 for i in config.aux_hidden_state_layer_ids or ()],
     )
     new = {name: getattr(config, name) for name in NEW_FIELDS if hasattr(config, name)}
     slides = "sliding_attention" in (layer.layer_types or ())
@@ -190,7 +190,7 @@ def write_dflash(
         block["causal"] = False
     optional = dict(
         target_hidden_size=config.target_hidden_size,
-        speculative_tokens=config.speculators_config.speculative_tokens,
+        speculative_tokens=config.proposed_tokens,
         num_target_layers=target and target.config.num_hidden_layers,
     )
     raw = flat_config(

@@ -110,7 +110,7 @@ def write_eagle(
         architectures=[f"{type(layer).__name__.removesuffix('Config')}ForCausalLM"],
         num_hidden_layers=1,
         bias=config.fusion_bias,
-        speculative_tokens=config.speculators_config.speculative_tokens,
+        speculative_tokens=config.proposed_tokens,
     )
     if layer_window(layer, 0) is None:
         for name in ("layer_types", "sliding_window", "use_sliding_window"):
@@ -217,7 +217,7 @@ def write_eagle3(
     raw = flat_config(
         layer,
         architectures=["LlamaForCausalLMEagle3" if llama else "Eagle3Qwen3ForCausalLM"],
-        speculative_tokens=config.speculators_config.speculative_tokens,
+        speculative_tokens=config.proposed_tokens,
         draft_vocab_size=config.draft_vocab_size,
         norm_before_residual=config.norm_before_residual,
         norm_before_fc=config.norm_before_fc,

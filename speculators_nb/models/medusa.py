@@ -63,7 +63,7 @@ class MedusaHeads(TokenHeads):
         )
         self.post_init()
         for head in self.lm_heads:
-            head.weight.data.fill_(float("nan"))
+            head.get_parameter("weight").data.fill_(float("nan"))
 
     def _init_weights(self, module):
         if isinstance(module, nn.Linear):
@@ -81,9 +81,9 @@ class MedusaHeads(TokenHeads):
         checkpoint filled."""
         super()._borrow(parts, head)
         with torch.no_grad():
-            for own in self.lm_heads:
-                if own.weight[0, 0].isnan():
-                    own.weight.copy_(parts["head"])
+            for own in self.head_weights():
+                if own[0, 0].isnan():
+                    own.copy_(parts["head"])
 
     def hidden_rows(
         self,
@@ -96,11 +96,13 @@ class MedusaHeads(TokenHeads):
 
     def head_weights(self) -> list[torch.Tensor]:  # K of [V, H]
         "U_k."
-        return [head.weight for head in self.lm_heads]
+        return [head.get_parameter("weight") for head in self.lm_heads]
 
 # %% ../../nbs/models/25_medusa.ipynb #8a38a659
 class MedusaDrafter(HeadsDrafter, SlotDrafter):
     "Drafts with Medusa heads, all tokens from one state (the `tree.Drafter` protocol)."
+
+    model: MedusaHeads
 
     def slots(
         self,

@@ -150,7 +150,8 @@ class MLPOverRows(MLPNetwork):
 
     def head_weights(self) -> list[torch.Tensor]:  # n of [V, D]; tied ones are the same object
         "U_i."
-        return [self.at(self.head, i).weight for i in range(self.config.num_layers)]
+        heads = [self.at(self.head, i) for i in range(self.config.num_layers)]
+        return [head.get_parameter("weight") for head in heads]
 
 # %% ../../nbs/models/24_mlp_speculator.ipynb #f9d10219
 def no_proposer(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:

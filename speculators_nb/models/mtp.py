@@ -269,7 +269,7 @@ class TrainedMTP(MTPLoss):
         "The weights that training starts from."
         model = cls(config)
         if not arguments["fresh_head"]:
-            verifier = config.speculators_config.verifier.name_or_path
+            verifier = config.verifier_name
             model._fill(extract_mtp(verifier), verifier)
         model.load_verifier_weights()
         return model

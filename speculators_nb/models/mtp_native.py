@@ -213,7 +213,8 @@ def prepare_splice(
 ) -> Splice:
     "Check a head against a verifier, and bring it into the verifier's layout and dtype."
     layer, index = text_config(verifier_config(source)), checkpoint_index(source)
-    fresh = type(config)(transformer_layer_config=layer)
+    fields: dict[str, Any] = {"transformer_layer_config": layer}
+    fresh = type(config)(**fields)
     with torch.device("meta"):
         model = SpeculatorModel.registered_model_class_from_config(fresh)(fresh)
     check_head(head, model.saved_state(), drafter, verifier)

@@ -141,8 +141,8 @@ def check_given(
     depth: torch.Tensor | None,  # [T]
     length: int,  # L
     num_depths: int,  # K
-) -> None:
-    "Raise ValueError for given rollouts that do not fit the row."
+) -> Rollouts:
+    "Given rollouts. Errors: ValueError for those that do not fit the row."
     if depth is None or anchor.shape != depth.shape:
         raise ValueError(
             f"cod_anchor_pos has {len(anchor)} entries, cod_depth "
@@ -154,6 +154,7 @@ def check_given(
         raise ValueError(
             f"cod_depth goes up to {int(depth.max())}, but num_depths={num_depths}"
         )
+    return Rollouts(anchor, depth)
 
 
 def plan_of(
@@ -181,7 +182,8 @@ def depth_metrics(
 ) -> dict[str, torch.Tensor]:  # sums and totals
     "Losses weighted by their rows, accuracies and acceptance by depth."
     count = torch.ones_like(total) if upstream else total
-    losses = {"loss": sum(w * out.rows[name] for name, w in mixture.items())}
+    weighted = (w * out.rows[name] for name, w in mixture.items())
+    losses = {"loss": sum(weighted, torch.zeros_like(total))}
     if len(mixture) > 1:
         losses |= {f"{name}_loss": out.rows[name] for name in mixture}
     metrics = {}
@@ -290,8 +292,7 @@ class PEagleLoss(SampledRollouts):
             draws = generator or self.generator(seed)
             given = cod_sample(mask, documents, *sample, max_anchors, draws, upstream)
         else:
-            check_given(cod_anchor_pos, cod_depth, len(ids), num_depths)
-            given = Rollouts(cod_anchor_pos, cod_depth)
+            given = check_given(cod_anchor_pos, cod_depth, len(ids), num_depths)
         row = ids, hidden_states[0].to(self.fc.weight.dtype), documents, mask
         hidden, rows = self.states_and_rows(row, given, upstream, lean, attn_impl)
         position = rows.anchor + rows.depth
@@ -360,8 +361,8 @@ def window_holds_rollout(
     "A sliding layer reaches all of a rollout."
     k = first_proposal(raw).get("speculative_tokens") or 1
     window = layer_of(raw).get("sliding_window")
-    slides = "sliding_attention" in layer_types_of(raw) and isinstance(window, int)
-    if not slides or window >= k:
+    slides = "sliding_attention" in layer_types_of(raw)
+    if not slides or not isinstance(window, int) or window >= k:
         return []
     return [
         f"{LAYER}.sliding_window is {window}, less than the {k} tokens drafted; vLLM then "

@@ -202,9 +202,8 @@ class TokenHeads(TrainedHeads):
         given = {name: value for name, value in training_args.items() if value is not None}
         arguments = cls.training_arguments() | given
         fields = {name: arguments[name] for name in cls.config_arguments}
+        fields |= dict(hidden_size=layer.hidden_size, vocab_size=layer.vocab_size)
         config = cls.config_class(
-            hidden_size=layer.hidden_size,
-            vocab_size=layer.vocab_size,
             speculators_config=SpeculatorsConfig.greedy(
                 cls.config_class.speculators_model_type,
                 cls.tokens_to_draft(arguments),

@@ -190,6 +190,9 @@ class NoBias:
 class RowBias(NoBias):
     "A low-rank term e @ w.T with a row of e for each loss row."
 
+    grad_e: Tensor  # of e
+    grad_w: Tensor  # of w
+
     def __init__(
         self,
         e: Tensor,  # [N, r]
@@ -198,8 +201,8 @@ class RowBias(NoBias):
         want_grad: bool,
     ):
         self.e, self.w, self.dtype = e, w, dtype
-        self.grad_e = torch.zeros_like(e) if want_grad else None
-        self.grad_w = torch.zeros_like(w) if want_grad else None
+        self.grad_e = torch.zeros_like(e) if want_grad else e[:0]
+        self.grad_w = torch.zeros_like(w) if want_grad else w[:0]
 
     def begin(self, z_rows, rows, targets, spare):
         z_rows.addmm_(self.e[rows].to(self.dtype), self.w.T.to(self.dtype))
@@ -305,13 +308,16 @@ def score_chunk(
                 break
             q = Distribution(z.float() if term is None else z.float() + term[: len(rows)])
             grad = scores.score(rows, p.first(len(rows)), q, weight is not None)
-            if weight is not None:
+            if grad is not None and weight is not None:
                 z.copy_(grad)
                 bias.add_gradient(grad, weight, rows)
         if weight is not None:
             bias.end_tile(first)
 
 # %% ../../nbs/nn/07_head_loss.ipynb #76ebc767
+RowWeight = Tensor | Callable[[dict[str, Tensor]], Tensor]  # [N], or made from the row losses
+
+
 class HeadCase(NamedTuple):
     "What `head_loss` gets beside the tensors that may need a gradient."
 
@@ -319,7 +325,7 @@ class HeadCase(NamedTuple):
     target_head: TargetHead
     target_hidden: Tensor
     target_of_row: Tensor
-    weight: Any  # [N], or a function of the row losses that gives it
+    weight: RowWeight
     mixture: dict[str, float]
     chunk: int
     dtype: torch.dtype
@@ -352,7 +358,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         tile = tile_rows(len(case.head), hidden.device, case.chunk)
         largest = max((chunk.logits(bias.each) for chunk in plan), default=0)
         buffer = hidden.new_empty(largest, len(case.head), dtype=case.dtype)
-        known_weight = hidden.new_ones(len(hidden)) if callable(weight) else weight
+        known_weight = weight if isinstance(weight, Tensor) else hidden.new_ones(len(hidden))
         for chunk in plan:
             rows, used = chunk.rows, order[chunk.first : chunk.stop]
             z_targets, z_rows = heads.logits(chunk, rows, buffer)
@@ -361,12 +367,12 @@ class _ChunkedHeadLoss(torch.autograd.Function):
             labels = None if case.labels is None else case.labels[used]
             how = case.target_head, bias, weight_here, tile, labels
             score_chunk(chunk, z_targets, z_rows, scores, *how)
-            if want_grad:
+            if grad_hidden is not None:
                 grad_hidden[rows] = (z_rows @ heads.w_draft).to(hidden.dtype)
-                bias.end(z_rows, weight_here, rows, used)
-        if callable(weight):
+                bias.end(z_rows, known_weight, rows, used)
+        if not isinstance(weight, Tensor):
             weight = weight(scores.losses)
-        if want_grad:
+        if grad_hidden is not None:
             grad_hidden.copy_(grad_hidden * weight[:, None])
         ctx.save_for_backward(grad_hidden, bias.grad_e, bias.grad_w)
         outputs = scores.correct, scores.accept, scores.tokens, *scores.losses.values()
@@ -378,9 +384,6 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         return *(scaled_gradient(grad, grad_loss) for grad in ctx.saved_tensors), None
 
 # %% ../../nbs/nn/07_head_loss.ipynb #9a99e64e
-RowWeight = Tensor | Callable[[dict[str, Tensor]], Tensor]  # [N], or made from the row losses
-
-
 def head_loss(
     hidden: Tensor,  # [N, H] drafter's loss rows after its final norm; gradients flow
     head: Tensor,  # [Vd, H] the drafter's frozen head

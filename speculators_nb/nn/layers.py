@@ -327,7 +327,8 @@ class DecoderLayer(nn.Module):
         self.window = layer_window(config, index)
         self.norm_before_residual = norm_before_residual
         self.self_attn, self.mlp = Attention(config, 2 * h if with_embeds else h), MLP(config)
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(h, eps), RMSNorm(h, eps)
+        self.input_layernorm: nn.Module = RMSNorm(h, eps)  # EAGLE has none
+        self.post_attention_layernorm = RMSNorm(h, eps)
         self.hidden_norm = RMSNorm(h, eps) if with_embeds else None
 
     def inputs(

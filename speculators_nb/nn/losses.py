@@ -208,18 +208,23 @@ def parse_loss(
 ) -> dict[str, float]:  # name -> weight
     """The mixture that `spec` names. Errors: ValueError naming an unknown loss, a weight that
     is not a number, or an empty mixture."""
-    if isinstance(spec, str):
-        spec = json.loads(spec) if spec.lstrip().startswith("{") else {spec: 1.0}
+    mixture: dict[str, Any] = {}
+    if not isinstance(spec, str):
+        mixture = spec
+    elif spec.lstrip().startswith("{"):
+        mixture = json.loads(spec)
+    else:
+        mixture = {spec: 1.0}
     choices = ", ".join(LOSSES)
-    if not spec:
+    if not mixture:
         raise ValueError(f"loss: the mixture is empty; name at least one of {choices}")
-    for name in sorted(set(spec) - set(LOSSES)):
+    for name in sorted(set(mixture) - set(LOSSES)):
         raise ValueError(f"loss: unknown name {name!r}; choose from {choices}")
-    for name, weight in spec.items():
+    for name, weight in mixture.items():
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
         if not is_number or math.isnan(weight):
             raise ValueError(f"loss: weight of {name!r} is {weight!r}; give a number")
-    return {name: float(weight) for name, weight in spec.items()}
+    return {name: float(weight) for name, weight in mixture.items()}
 
 
 def loss_and_grad(

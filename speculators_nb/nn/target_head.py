@@ -10,7 +10,7 @@ __all__ = ['NORM_KINDS', 'OFFSET_NORM', 'LAYER_NORM', 'EPS_NAMES', 'OWN_SCALES',
 # %% ../../nbs/nn/03_target_head.ipynb #d2a4ba93
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,11 @@ from ..core.checkpoints import current_hub_access, model_file, remote_code_allow
 from ..core.config import check_field_types
 from ..core.config_fields import check_layers
 from ..core.files import verifier_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+else:
+    PreTrainedModel = Any  # only a name here, whose module takes long to import
 
 # %% ../../nbs/nn/03_target_head.ipynb #6c6ba6df
 def _rms(h: Tensor, eps: float) -> Tensor:
@@ -245,7 +250,7 @@ class TargetHead(HeadLayers):
             )
         with torch.no_grad():
             self.norm.weight.copy_(weight)
-            if bias is not None:
+            if bias is not None and self.norm.bias is not None:
                 self.norm.bias.copy_(bias)
 
     def load(self, parts: dict[str, Any]):  # as `load_verifier_tensors` returns them
@@ -309,7 +314,7 @@ def target_head_for(
 # %% ../../nbs/nn/03_target_head.ipynb #cd69311a
 def check_target_head(
     head: TargetHead,  # with rows set
-    model: nn.Module,  # the verifier, a Hugging Face causal LM
+    model: PreTrainedModel,  # the verifier, a causal LM
     last_hidden: Tensor,  # [..., H] its residual stream before the final norm
     logits: Tensor,  # [..., V] its own logits there
     rows: Tensor | None = None,  # bool [V] of the draft vocabulary

@@ -49,10 +49,10 @@ class _ChunkedTokenLoss(torch.autograd.Function):
                 correct[part] = z_y[:, 0] >= q.top
                 if want_hidden or want_head:
                     z_tile.copy_(q.probs.scatter_add_(-1, y, -torch.ones_like(z_y)))
-            if want_hidden:
+            if grad_hidden is not None:
                 grad = (z @ w).float() * weight[rows, None]
                 grad_hidden[rows] = grad.to(hidden.dtype)
-            if want_head:
+            if grad_head is not None:
                 grad_head += (z.T @ (h * weight[rows, None].to(dtype))).to(head.dtype)
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.mark_non_differentiable(correct, losses)

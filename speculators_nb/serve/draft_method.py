@@ -83,7 +83,7 @@ class GivenMethod(DraftFields):
     @property
     def spec(self) -> Method:  # the row of METHODS
         "What the method needs."
-        return METHODS[self.method]
+        return METHODS[self.method or ""]
 
     def _normalise_method(self):
         if self.method in {family.head for family in MTP_FAMILIES}:
@@ -226,7 +226,9 @@ class DraftMethod(ForeignDraft):
                 "method",
                 f"does not fit {self.model}, which is served as {served!r}; leave method out",
             )
-        self.method = self.method or served or method_of_foreign_draft(self.model, self._draft)
+        self.method = (
+            self.method or served or method_of_foreign_draft(self.model or "", self._draft)
+        )
         needed = self.spec.weights or self.method == "custom_class"
         if self.model is None and needed and not self._in_target:
             what = "the draft's folder or hub id" if self.spec.weights else "package.Class"
@@ -284,7 +286,7 @@ class DraftLength(DraftMethod):
                 stacklevel=2,
             )
             self.num_speculative_tokens = suffix_depth
-        predicted = predicted_tokens(self.method, self._draft)
+        predicted = predicted_tokens(self.method or "", self._draft)
         n = self.num_speculative_tokens or predicted
         if not n and (self.method == "dspark" or "speculators_config" in self._draft):
             n = default_length(self._draft)

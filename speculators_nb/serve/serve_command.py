@@ -77,7 +77,8 @@ def _class_of(config):
 
 def _native_hint(config) -> list[str]:
     "The remedy for a drafter that vLLM serves in another layout; empty: there is none."
-    method = METHODS.get(method_of_types().get(config["speculators_model_type"], [None])[0])
+    served_as = method_of_types().get(config["speculators_model_type"], ("", False))
+    method = METHODS.get(served_as[0])
     served = method is not None and "vllm-0.32" in method.lines
     if not served or not hasattr(_class_of(config), "save_native"):
         return []

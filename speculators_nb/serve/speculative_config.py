@@ -10,7 +10,7 @@ __all__ = ['NEW_FIELDS', 'ENGINE_DEFAULTS', 'DRAFTERS', 'SpeculativeConfig', 'en
 import copy
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..decode.acceptance_rules import RULES, Rule, synthetic
 from ..decode.draft_model import DraftModel
 from ..decode.generate import Generation, HiddenStates, generate
 from ..decode.ngram import NgramDrafter
-from ..decode.proposal_setup import TreeDrafter
+from ..decode.proposal_setup import GrowsTrees, TreeDrafter
 from ..decode.suffix import SuffixDrafter
 from ..decode.tree import Drafter, Sampling, TokenTree
 from ..models.base import SpeculatorModel
@@ -51,6 +51,7 @@ class SpeculativeConfig(ConfigIdentity):
         """The acceptance rule. Errors: ValueError for block verification of a tree with
         branches."""
         if self.verification == "synthetic":
+            assert self.synthetic_acceptance_rates is not None  # filled in with the config
             return synthetic(self.synthetic_acceptance_rates)
         if self.verification == "block" and not self.is_chain:
             self.refuse(
@@ -183,14 +184,19 @@ class WrappedDrafter:
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
+        self.aux_layer_ids: Sequence[int] = drafter.aux_layer_ids
 
     def __copy__(self):
         other = object.__new__(type(self))
         other.__dict__ = self.__dict__ | {"drafter": copy.copy(self.drafter)}
         return other
 
+    def reset(self) -> None:
+        "Start a new request."
+        self.drafter.reset()
+
     def __getattr__(self, name):
-        return getattr(self.drafter, name)  # layers read, trained length, reset, finish
+        return getattr(self.drafter, name)  # trained length, finish
 
 
 class ArgmaxDrafter(WrappedDrafter):
@@ -240,7 +246,7 @@ def _load(folder, verifier):
     return model.to(verifier.device).drafter()
 
 
-def _trained(config, verifier):
+def _trained(config: SpeculativeConfig, verifier):
     "The drafter of a checkpoint, converted first if another project has written it."
     if not config._draft or "speculators_model_type" in config._draft:
         return _load(config.model, verifier)
@@ -251,6 +257,7 @@ def _trained(config, verifier):
             "is in an engine's own format, and the verifier has no folder here to convert it "
             "for; convert it, and give the new folder",
         )
+    assert config.model is not None  # it has a config.json
     with tempfile.TemporaryDirectory() as folder:
         try:
             return _load(
@@ -314,10 +321,10 @@ def make_drafter(
     verifier: Verifier,  # for which tokens are drafted
 ) -> Drafter:  # grows the config's tree, drafts greedily, and stops, as the config says
     "The drafter of a config. Errors: as of `SpeculativeConfig.drafter`."
-    drafter = DRAFTERS.get(config.method or "", _trained)(config, verifier)
+    drafter: Drafter = DRAFTERS.get(config.method or "", _trained)(config, verifier)
     tree = config.speculative_token_tree
     if tree and not config.is_chain:
-        if not callable(getattr(drafter, "grow", None)):
+        if not isinstance(drafter, GrowsTrees):
             config.refuse(
                 "speculative_token_tree",
                 f"has branches, and method={config.method!r} drafts chains; leave it out",
