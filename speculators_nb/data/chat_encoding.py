@@ -361,8 +361,9 @@ def token_frequencies(
     counts = np.zeros(0, np.int64)
     batch: Any  # an Arrow table
     for batch in columns.with_format("arrow").iter(1000):
-        mask = pc.list_flatten(batch["loss_mask"]).to_numpy().astype(bool)
-        ids = pc.list_flatten(batch["input_ids"]).to_numpy()[mask]
+        lists = (batch["loss_mask"], batch["input_ids"])
+        mask, ids = (pc.call_function("list_flatten", [x]).to_numpy() for x in lists)
+        ids = ids[mask.astype(bool)]
         if len(ids) and not 0 <= ids.min() <= ids.max() < LARGEST:
             raise ValueError(
                 f"input_ids go from {ids.min()} to {ids.max()}, expected token ids from 0 "

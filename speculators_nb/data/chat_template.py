@@ -151,13 +151,13 @@ class _Renderer:
         prompt: bool = False,  # end with the generation prompt
     ) -> tuple[str, list[tuple[int, int]] | None]:  # text; marked characters, None: no marks
         "Render a conversation. BadRow: what the template raises."
-        text = self._text(tools)
-        _check_usable(self, text)
+        text = _usable(self, self._text(tools))
         marked = bool(MARK.search(text))
+        out: Any  # transformers says that it returns two texts; they are two lists
         try:
             out, marks = render_jinja_template(
                 conversations=[messages],
-                tools=tools,
+                tools=None if tools is None else [*tools],
                 chat_template=text,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=prompt,
@@ -182,7 +182,7 @@ def _untrimmed(backend):
     return copy
 
 
-def _check_usable(template, text):
+def _usable(template, text: str | None) -> str:
     "ValueError: there is no template text, or the tokenizer cannot say where tokens begin."
     if not text:
         raise ValueError(
@@ -194,6 +194,7 @@ def _check_usable(template, text):
             f"tokenizer {template.name!r} is a {type(template.tokenizer).__name__}, which "
             "cannot say where its tokens begin; load the fast one (tokenizer.json)"
         )
+    return text
 
 
 def _failed(name, error):
@@ -292,7 +293,7 @@ def turns_of(
         if marks is not None:
             before = k
             if len(marks) != k + 1 and j:  # not one mark a turn: count those before
-                before = len(template(messages[:j], tools, prompt=True)[1])
+                before = len(template(messages[:j], tools, prompt=True)[1] or ())
             turns.append((full, marks[before:]))
         elif j:
             turns.append((full, [(_border(messages, j, template, tools, full), len(full))]))

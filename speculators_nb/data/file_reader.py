@@ -106,8 +106,8 @@ def _damaged(path, n, error):
     )
 
 
-def _open(path):
-    return (gzip.open if path.suffix == ".gz" else open)(path, "rb")
+def _open(path) -> gzip.GzipFile | io.BufferedReader:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
 
 # %% ../../nbs/data/02_file_reader.ipynb #fe41de51
 def _check_start(path, raw):
@@ -174,7 +174,8 @@ class _Text:
     def peek(self):
         "The next character that is not blank; empty at the end."
         while True:
-            self.at = _BLANK.match(self.text, self.at).end()
+            blank = _BLANK.match(self.text, self.at)  # of length 0 where there is none
+            self.at = blank.end() if blank else self.at
             if self.at < len(self.text) or not self.more():
                 return self.text[self.at : self.at + 1]
 

@@ -57,7 +57,9 @@ def _processor(path, trust_remote_code):
     try:
         return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except ImportError:
-        names = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
+        # defined elsewhere in newer releases; all of them have it here
+        auto = transformers.models.auto.processing_auto
+        names = auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
         kind = getattr(transformers, names.get(config.model_type) or "", None)
         if kind is None:
             raise
@@ -86,7 +88,7 @@ def without_video(
 
 # %% ../../nbs/data/08_images.ipynb #imgs0001
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-PIXELS = Image.MAX_IMAGE_PIXELS  # 89 million, 270 MB as RGB
+PIXELS: int = Image.MAX_IMAGE_PIXELS or 89_478_485  # 270 MB as RGB
 
 
 def open_picture(
@@ -173,7 +175,7 @@ class _PictureFiles:
         if self.store is None:
             raise ValueError(f"{what} inside the message, and no folder to store it in")
         with open_picture(content, what) as picture:
-            suffix = picture.format.lower()
+            suffix = str(picture.format).lower()
         path = Path(self.store) / f"{hashlib.sha256(content).hexdigest()[:20]}.{suffix}"
         if not path.is_file():
             with atomic_write(path) as tmp:

@@ -334,7 +334,8 @@ def prepare(
     template = ChatTemplate(tokenizer, **template_kwargs)
     encoder = Encoder(template, settings, vocab_size or len(template.tokenizer))
     table, _, counts, _ = run_pipeline(conversations, encoder, limit=limit)
-    trained = pc.sum(pc.list_flatten(table.data.table["loss_mask"])).as_py()
+    masks = pc.call_function("list_flatten", [table.data.table["loss_mask"]])
+    trained = pc.call_function("sum", [masks]).as_py()
     text = (
         f"{counts.n['read']} conversations, {len(table)} rows, {tokens_of(table)} tokens, "
         f"{trained} trained; dropped: {counts.why() or 'nothing'}"
@@ -350,4 +351,4 @@ def tokens_of(
     table: Dataset,  # with seq_len
 ) -> int:
     "How many tokens a table holds."
-    return pc.sum(table.data.table["seq_len"].cast("int64")).as_py()
+    return pc.call_function("sum", [table.data.table["seq_len"].cast("int64")]).as_py()

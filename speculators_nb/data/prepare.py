@@ -47,7 +47,7 @@ def fingerprint_data(
     h = hashlib.sha256()
     sources = data if isinstance(data, (list, tuple)) else [data]
     if all(isinstance(d, (str, Path)) and not hub_name(d) for d in sources):
-        for file in chain.from_iterable(map(files_of, sources)):
+        for file in chain.from_iterable(files_of(d) or () for d in sources):
             with read_errors(file), open(file, "rb") as f:
                 h.update(hashlib.file_digest(f, "sha256").digest())
     else:

@@ -148,8 +148,11 @@ def _check_columns(folder, rows):
                 f"{folder}: column {name} holds {column.type}, or nothing in some rows; "
                 f"expected lists of {expected}. Prepare the data again."
             )
-    lengths = pc.list_value_length(table.column("input_ids")).to_numpy()
-    others = {"loss_mask": pc.list_value_length(table.column("loss_mask")).to_numpy()}
+    lengths, marks = (
+        pc.call_function("list_value_length", [table.column(name)]).to_numpy()
+        for name in ("input_ids", "loss_mask")
+    )
+    others = {"loss_mask": marks}
     if "seq_len" in rows.column_names:
         others["seq_len"] = table.column("seq_len").to_numpy()
     for name, values in others.items():

@@ -215,12 +215,10 @@ def located(
             only = ONLY.get(str(data))
             yield from rows if only is None else (row for row in rows if only(row[1]))
         elif (Path(data) / "state.json").is_file():
-            yield from (
-                (f"{data}, row {n}", row)
-                for n, row in enumerate(load_table(data).with_format(None))
-            )
+            table: Any = load_table(data).with_format(None)
+            yield from ((f"{data}, row {n}", row) for n, row in enumerate(table))
         else:
-            for path in files_of(data):
+            for path in files_of(data) or ():
                 yield from read_file(path)
         return
     for n, row in enumerate(data):

@@ -48,7 +48,7 @@ def extraction_options(
     }
     options = ["--speculative-config", json.dumps(speculation)]
     options += ["--kv-transfer-config", json.dumps(transfer)]
-    package = str(files("speculators_nb").parent)
+    package = str(Path(str(files("speculators_nb"))).parent)
     python_path = [package, os.environ.get("PYTHONPATH")]
     return options, {"PYTHONPATH": os.pathsep.join(filter(None, python_path))}
 
@@ -223,8 +223,9 @@ class HiddenStatesClient(RequestedStates):
         """States of one row; its file is deleted. FeatureError: refused, or three attempts
         failed; EndpointError: no answer."""
         ids = [int(t) for t in token_ids]
-        for attempt in (1, 2, 3):
-            name = request_name()
+        attempt = 0
+        while True:
+            attempt, name = attempt + 1, request_name()
             try:
                 states = self._request(name, ids, messages)
                 self._require_deleted(name)
@@ -253,7 +254,7 @@ class HiddenStatesClient(RequestedStates):
         error = self._delete(name)
         if error:
             raise self._final(
-                f"cannot be deleted ({os.strerror(error.errno)}), and the folder would fill "
+                f"cannot be deleted ({error.strerror}), and the folder would fill "
                 "up: run the server and this client as one user, or in a group that may write "
                 "to the folder",
                 error.filename,

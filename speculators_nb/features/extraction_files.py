@@ -17,6 +17,7 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -94,7 +95,7 @@ def _open_lock(lock):
     except OSError as e:
         raise ReplyError(
             lock,
-            f"{os.strerror(e.errno)}: run the server and this client as one user, or with a "
+            f"{e.strerror}: run the server and this client as one user, or with a "
             "umask that lets both read",
             True,
         ) from None
@@ -141,11 +142,11 @@ def collect(
                 "the server gave the lock back without a file (killed, or its disk is full: "
                 "see its log)",
             )
-        return read_features(path, token_ids)
+        return cast(torch.Tensor, read_features(path, token_ids))
     while True:  # no lock to wait for
         try:
             _is_file(path)
-            return read_features(path, token_ids)
+            return cast(torch.Tensor, read_features(path, token_ids))
         except FeatureError as e:
             if getattr(e, "final", False) or time.monotonic() > deadline:
                 raise

@@ -61,7 +61,7 @@ def more_than_text(
         m | {"content": [_inline(p) for p in m["content"]]}
         if isinstance(m["content"], list)
         else m
-        for m in messages
+        for m in messages or ()
     ]
 
 # %% ../../nbs/features/08_from_server.ipynb #b8d3edff

@@ -125,8 +125,8 @@ def check_tokens(
     vocab_size: int,  # V, the verifier's
 ) -> None:
     "Errors: ValueError naming the first row with a token id outside of the vocabulary."
-    chunks = dataset.with_format("arrow")["input_ids"].chunks
-    ends = [pc.min_max(chunk.flatten()).as_py() for chunk in chunks]
+    column: Any = dataset.with_format("arrow")["input_ids"]
+    ends = [pc.call_function("min_max", [x.flatten()]).as_py() for x in column.chunks]
     if all(e["min"] is None or 0 <= e["min"] <= e["max"] < vocab_size for e in ends):
         return
     for i, row in enumerate(dataset.with_format(None)["input_ids"]):

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 # %% ../../nbs/features/05_vllm_connector.ipynb #4a32a76b
 try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    # vLLM has an environment of its own
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # pyright: ignore[reportMissingImports]
         ExampleHiddenStatesConnector,
     )
 except ImportError:  # outside vLLM's environment the class can be read, not used

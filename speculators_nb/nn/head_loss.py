@@ -190,8 +190,6 @@ class NoBias:
 class RowBias(NoBias):
     "A low-rank term e @ w.T with a row of e for each loss row."
 
-    grad_e: Tensor  # of e
-    grad_w: Tensor  # of w
 
     def __init__(
         self,
@@ -201,8 +199,8 @@ class RowBias(NoBias):
         want_grad: bool,
     ):
         self.e, self.w, self.dtype = e, w, dtype
-        self.grad_e = torch.zeros_like(e) if want_grad else e[:0]
-        self.grad_w = torch.zeros_like(w) if want_grad else w[:0]
+        self.grad_e: Tensor = torch.zeros_like(e) if want_grad else e[:0]
+        self.grad_w: Tensor = torch.zeros_like(w) if want_grad else w[:0]
 
     def begin(self, z_rows, rows, targets, spare):
         z_rows.addmm_(self.e[rows].to(self.dtype), self.w.T.to(self.dtype))

@@ -71,6 +71,7 @@ def answer(
     top_p = torch.as_tensor(top_p, dtype=torch.float32, device=device).expand(n)
     u = torch.zeros(n, max_new_tokens, device=device)
     if temperature.any():
+        assert seeds is not None, "above temperature 0 each answer has a seed"
         u = torch.stack([_uniform(max_new_tokens, seed) for seed in seeds]).to(device)
     eos = torch.tensor(sorted(eos_ids), device=device)
     row = torch.arange(n, device=device)  # the prompt of each row of the batch; -1: finished
@@ -141,7 +142,8 @@ class _Answering(NamedTuple):
             if not history:
                 return False
             replay.prompt = replay.render(history, self.tokenizer, limit=self.max_length)
-            vocab_size = self.verifier.model.get_input_embeddings().weight.shape[0]
+            embedding = self.verifier.model.get_input_embeddings()
+            vocab_size = embedding.get_parameter("weight").shape[0]
             check_ids(np.asarray(replay.prompt), vocab_size)
             if not replay.prompt:
                 raise BadRow("the chat template makes nothing of it")

@@ -339,7 +339,6 @@ class LookupFields(SpeculativeFields):
 # %% ../../nbs/serve/02_speculative_fields.ipynb #7b7a0867
 ENGINES = ("documented", "vllm-0.32")
 DraftSampling = Literal["greedy", "probabilistic"]
-
 # rejection_sample_method of the documented line
 # -> (rejection_sample_method, draft_sample_method) of vLLM 0.32
 DOCUMENTED_SAMPLING: dict[str, tuple[str, DraftSampling]] = {

@@ -320,7 +320,7 @@ class FinishedRuns(CheckedLoads):
             source = best or checkpoint
             message = f"all {step} steps were taken before; the drafter is that of {source}."
             return self._take(state, source, f"{folder}: {message}")
-        if not checkpoint:
+        if finished and not checkpoint:
             raise ValueError(
                 f"output_dir={str(folder)!r}: that run has finished at step "
                 f"{finished['step']} and kept no checkpoint to continue from; "

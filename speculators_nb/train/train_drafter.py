@@ -344,6 +344,7 @@ def train_drafter(
     settings = {"output_dir": str(output_dir), "seed": seed} | training_args
     settings["measure"] = measure
     trainer = train(model, train_set, eval_set if eval_rows else None, **settings)
-    if model.t2d is not None and trainer.args.should_save and not trainer.done:
-        save_vocab_mapping(output_dir, model.t2d, model.d2t)
+    t2d, d2t, saves = model.t2d, model.d2t, trainer.args.should_save and not trainer.done
+    if t2d is not None and d2t is not None and saves:
+        save_vocab_mapping(output_dir, t2d, d2t)
     return trainer

@@ -244,7 +244,7 @@ class SeededEvaluation(MeasuredModel):
 
     def evaluation_loop(
         self,
-        dataloader,
+        dataloader: Any,
         description,
         prediction_loss_only=None,
         ignore_keys=None,
@@ -266,7 +266,7 @@ class SeededEvaluation(MeasuredModel):
             self._diverged("the evaluation loss")
         rates = {"loss": rates.pop("loss"), **rates, **measured}
         return EvalLoopOutput(
-            predictions=None,
+            predictions=None,  # pyright: ignore[reportArgumentType] (transformers gives None too)
             label_ids=None,
             num_samples=len(dataloader.dataset),
             metrics={f"{metric_key_prefix}_{name}": rate for name, rate in rates.items()},
@@ -305,8 +305,8 @@ class SavedDrafter(WholeCheckpoints):
             dataset, indices = dataset.dataset, dataset.indices
 
         def tokens(row):
-            if hasattr(dataset, "tokens"):
-                return dataset.tokens(indices[row])
+            if read := getattr(dataset, "tokens", None):
+                return read(indices[row])
             sample = dataset[indices[row]]
             return sample["input_ids"], sample["loss_mask"]
 
@@ -361,7 +361,7 @@ class SpeculatorTrainer(
 
     def __init__(
         self,
-        model: nn.Module,  # a drafter with `get_trainer_kwargs` and, where needed, a `shift`
+        model: Any,  # a drafter, with `get_trainer_kwargs` and, where needed, a `shift`
         args: SpeculatorTrainingArguments,  # how to train
         train_dataset=None,  # {input_ids, loss_mask, hidden_states, …}; None: only evaluate
         eval_dataset=None,  # the same, or a dictionary of them
@@ -384,7 +384,7 @@ class SpeculatorTrainer(
             callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
         config = getattr(model, "config", None)
         adds_use_cache = config is not None and "use_cache" not in vars(config)
-        place_loggers(args.report_to, args.output_dir)
+        place_loggers(args.loggers, args.output_dir)
         super().__init__(
             model,
             args,
@@ -393,7 +393,7 @@ class SpeculatorTrainer(
             callbacks=[*callbacks, StepCallback(self)],
         )
         refuse_sharding(self)
-        if adds_use_cache:
+        if config is not None and adds_use_cache:
             # Trainer sets it for generating models; a drafter's config.json has no such field
             del config.use_cache
         if args.disable_tqdm:

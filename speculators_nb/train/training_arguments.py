@@ -200,7 +200,12 @@ class SpeculatorTrainingArguments(TrainingArguments):
             self.use_cpu = True
             self.dataloader_pin_memory = False
         super().__post_init__()
-        check_loggers(self.report_to)
+        check_loggers(self.loggers)
+
+    @property
+    def loggers(self) -> list[str]:
+        "`report_to`, of which transformers makes a list, though its type allows one name."
+        return [self.report_to] if isinstance(self.report_to, str) else self.report_to
 
 # %% ../../nbs/train/05_training_arguments.ipynb #1698e515
 def check_names(

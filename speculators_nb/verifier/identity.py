@@ -52,7 +52,7 @@ def head_of(
     ours = TargetHead.from_config(verifier.model.config).to(verifier.device)
     bias = getattr(verifier.norm, "bias", None)
     ours.load_norm({"norm_weight": verifier.norm.weight.detach(), "norm_bias": bias})
-    ours.set_rows(output.weight.detach(), getattr(output, "bias", None))
+    ours.set_rows(output.get_parameter("weight").detach(), getattr(output, "bias", None))
     return ours
 
 
@@ -72,6 +72,7 @@ def check_verifier_head(
         return
     row = torch.as_tensor(input_ids, dtype=torch.long, device=verifier.device)[None, :64]
     out = verifier(row, use_cache=False)
+    assert out.logits is not None, "logits are wanted"
     if not (out.last_hidden_states.float().abs() <= 1e18).all():
         return  # refused where the features are written, which names the row
     tolerance = HEAD_TOLERANCE.get(verifier.dtype, HALF_TOLERANCE)
@@ -110,9 +111,10 @@ def check_final_norm(
     for p in theirs.parameters():
         p.copy_(0.5 + 0.1 * torch.randn(p.shape, generator=generator))
     ours = FinalNorm(text_config(config).hidden_size, norm_kind(config), norm_eps(config))
-    ours.weight.copy_(theirs.weight)
-    if ours.bias is not None and getattr(theirs, "bias", None) is not None:
-        ours.bias.copy_(theirs.bias)
+    ours.weight.copy_(theirs.get_parameter("weight"))
+    bias = getattr(theirs, "bias", None)
+    if ours.bias is not None and bias is not None:
+        ours.bias.copy_(bias)
     states = 3 * torch.randn(4, text_config(config).hidden_size, generator=generator)
     wanted = theirs(states)
     gap = ((ours(states) - wanted).abs().max() / wanted.abs().max()).item()

@@ -394,7 +394,7 @@ class Verifier(TappedModel):
         cache = past_key_values
         if cache is None and use_cache:
             cache = new_cache(self.config)
-        arguments = dict(
+        arguments: dict[str, Any] = dict(
             attention_mask=attention_mask, past_key_values=cache, use_cache=use_cache
         )
         arguments |= inputs or {}
@@ -410,7 +410,8 @@ class Verifier(TappedModel):
             out = (self.model if want_logits else headless)(input_ids=input_ids, **arguments)
         if inputs and cache is not None:
             # pictures take fewer positions than tokens: later text in the cache starts earlier
-            cache.position_shift = getattr(self.model.base_model, "rope_deltas", None)
+            shifted: Any = cache  # transformers' class has no such field
+            shifted.position_shift = getattr(self.model.base_model, "rope_deltas", None)
         return VerifierOutput(
             logits=out.logits if want_logits else None,
             hidden_states=torch.cat([taps[i] for i in self.aux_layer_ids], -1),
