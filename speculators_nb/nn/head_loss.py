@@ -190,7 +190,6 @@ class NoBias:
 class RowBias(NoBias):
     "A low-rank term e @ w.T with a row of e for each loss row."
 
-
     def __init__(
         self,
         e: Tensor,  # [N, r]
