@@ -323,22 +323,6 @@ class DrafterFields(JsonConfig):
         "The verifier's vocabulary size."
         return self.sizes.vocab_size
 
-    @property
-    def verifier_name(self) -> str:  # folder or hub id
-        "The verifier that the drafter was trained for. Errors: ValueError where none is named."
-        name = self.speculators_config and self.speculators_config.verifier.name_or_path
-        if not name:
-            raise ValueError(
-                "speculators_config.verifier.name_or_path is missing; give the verifier's "
-                "folder or hub id"
-            )
-        return name
-
-    @property
-    def proposed_tokens(self) -> int | None:  # None: not known
-        "How many tokens the first proposal method drafts in a step."
-        return self.speculators_config and self.speculators_config.speculative_tokens
-
 # %% ../../nbs/core/12_config.ipynb #01a00001
 class SpeculatorModelConfig(PydanticNames, ClassRegistryMixin, FoundOnHub, DrafterFields):
     """Base of all drafters' configs. Keys of a file that no field declares are kept. Two
@@ -367,6 +351,22 @@ class SpeculatorModelConfig(PydanticNames, ClassRegistryMixin, FoundOnHub, Draft
             )
         config = copy.deepcopy(config_dict)
         return super(SpeculatorModelConfig, target).from_dict(config, **kwargs)
+
+    @property
+    def verifier_name(self) -> str:  # folder or hub id
+        "The verifier that the drafter was trained for. Errors: ValueError where none is named."
+        name = self.speculators_config and self.speculators_config.verifier.name_or_path
+        if not name:
+            raise ValueError(
+                "speculators_config.verifier.name_or_path is missing; give the verifier's "
+                "folder or hub id"
+            )
+        return name
+
+    @property
+    def proposed_tokens(self) -> int | None:  # None: not known
+        "How many tokens the first proposal method drafts in a step."
+        return self.speculators_config and self.speculators_config.speculative_tokens
 
     @staticmethod
     def reload_schema() -> None:

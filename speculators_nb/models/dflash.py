@@ -211,8 +211,7 @@ class DFlashLoss(DFlashNetwork):
         **options,  # of `head_loss`: gemm_dtype, want_accept, want_tokens, labels
     ) -> tuple[HeadLoss, dict[str, torch.Tensor]]:  # over the slots with loss; metrics
         "Mean over the slots with loss."
-        blocks = states.blocks
-        supervised = blocks.supervised
+        blocks, supervised = states.blocks, states.blocks.supervised
         count = supervised.sum() + 1e-5
         mean: RowWeight = (
             weight / count

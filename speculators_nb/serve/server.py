@@ -148,8 +148,7 @@ def log_tail(
 class EngineProcess:
     "A command with all processes that it starts, under the guard, and their output."
 
-    # the guard, which leads the group; None: not started
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen | None = None  # the guard, which leads the group
 
     def __init__(
         self,

@@ -341,8 +341,7 @@ def train_drafter(
     data.choose(list(model.drafter().aux_layer_ids))
     train_rows, eval_rows = training_split(data, eval_share, seed)
     train_set, eval_set = Subset(data, train_rows), Subset(data, eval_rows)
-    settings = {"output_dir": str(output_dir), "seed": seed} | training_args
-    settings["measure"] = measure
+    settings = {"output_dir": str(output_dir), "seed": seed, "measure": measure} | training_args
     trainer = train(model, train_set, eval_set if eval_rows else None, **settings)
     t2d, d2t, saves = model.t2d, model.d2t, trainer.args.should_save and not trainer.done
     if t2d is not None and d2t is not None and saves:
