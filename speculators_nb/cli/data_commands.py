@@ -137,6 +137,7 @@ def regenerate(
             server, data, output, then=record, **with_server, **given
         )
     else:
+        assert verifier is not None  # or check_options refuses
         opened = open_verifier(verifier, None, device)
         report = answer_here(*opened, data, output, then=record, **given)
     if not report.done:
@@ -247,7 +248,7 @@ def features(
         counts = _states_from_server(rows, options, then)
     else:
         model, tokenizer = open_verifier(verifier, aux_layer_ids, device, trust_remote_code)
-        vocab_size = model.model.get_input_embeddings().weight.shape[0]
+        vocab_size = model.model.get_input_embeddings().get_parameter("weight").shape[0]
         rows = _rows(data, tokenizer, max_length, max_samples, vocab_size)
         counts = _states_in_process(model, rows, options, then)
     total = dict(rows=len(rows), tokens=sum(rows["seq_len"]), output_dir=output_dir)
