@@ -160,10 +160,10 @@ class SlotBias(NamedTuple):
     weight: torch.Tensor  # [Vd, r]
     row_codes: torch.Tensor | None  # [L, r] by position, if they depend on the token alone
 
-    def head_loss_options(self, supervised: torch.Tensor) -> dict[str, Any]:  # [A, B] bool
+    def head_loss_options(self, blocks: Blocks) -> dict[str, Any]:
         "Arguments of `head_loss`: slots that share a target share a bias where they can."
         by_target = self.row_codes is not None
-        codes = self.row_codes if by_target else self.codes[supervised]
+        codes = self.row_codes if by_target else blocks.with_values(self.codes)
         return {"bias": (codes, self.weight), "bias_by_target": by_target}
 
 
@@ -221,8 +221,10 @@ class DFlashLoss(DFlashNetwork):
             else lambda rows: weight(rows) / count
         )
         if states.bias is not None:
-            options |= states.bias.head_loss_options(supervised)
-        hidden, targets = states.hidden[supervised], blocks.targets[supervised]
+            options |= states.bias.head_loss_options(blocks)
+        hidden, targets = blocks.with_values(states.hidden), blocks.scored
+        if targets is None:
+            targets = blocks.with_values(blocks.targets)
         out = distribution_loss(
             self, hidden, target_hidden, targets, mean, mixture, lean, **options
         )
@@ -276,6 +278,7 @@ class DFlashTraining(DFlashLoss):
             position_ids = torch.arange(len(ids), device=ids.device)[None]
         draw = max_anchors, anchor_positions, anchor_valid, generator, seed, upstream, lean
         blocks = self.blocks(loss_mask[0], documents, *draw)
+        blocks = blocks.to(ids.device, self.config.first_slot)
         tokens = self.block_tokens(ids[blocks.anchors])
         row = self.context(hidden_states[0]), blocks.anchors, documents, position_ids[0]
         layer = self.config.transformer_layer_config
@@ -285,7 +288,7 @@ class DFlashTraining(DFlashLoss):
         states = BlockStates(ids, documents, blocks, hidden)
         states = states._replace(bias=self.slot_bias(states, lean))
         scheme = per_position_loss_weight, gamma, dpace_alpha, step_weights
-        weight = self.slot_weight(blocks.supervised, *scheme)
+        weight = self.slot_weight(blocks.supervised, *scheme, blocks.slots)
         want_accept = self.needs_acceptance or not self.training
         options = dict(gemm_dtype=gemm_dtype, want_accept=want_accept)
         options |= dict(mixture=mixture, weight=weight, upstream=upstream, lean=lean)

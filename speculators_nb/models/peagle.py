@@ -47,7 +47,12 @@ from ..nn.losses import parse_loss
 from ..nn.mask_token import resolve_mask_token
 from ..nn.masks import MaskSize, rollouts
 from ..nn.step_weights import StepWeights, weights_of_steps
-from ..nn.supervision import Supervised, position_metrics, sum_and_total
+from speculators_nb.nn.supervision import (
+    Supervised,
+    on_host,
+    position_metrics,
+    sum_and_total,
+)
 from ..verifier.cache import crop_cache
 
 # %% ../../nbs/models/12_peagle.ipynb #48c8028a
@@ -82,12 +87,18 @@ class RolloutNetwork(Eagle3DraftModel):
         self,
         input_ids: torch.Tensor,  # [L]
         features: torch.Tensor,  # [L, A·H]
-        document_ids: torch.Tensor,  # [L]
+        document_ids: torch.Tensor,  # [L]; this and the next two on the CPU
         anchor_pos: torch.Tensor,  # [T]
         depth: torch.Tensor,  # [T]
         impl: str = "sdpa",  # of `nn.attention.attention`
     ) -> torch.Tensor:  # [T, H], normed
         "The definition: all rows over all rows under the `rollouts` mask."
+        of_rows = anchor_pos, depth, document_ids
+        masks = {
+            layer.window: rollouts(*of_rows, layer.window, input_ids.device)
+            for layer in self.layers
+        }
+        anchor_pos, depth = anchor_pos.to(input_ids.device), depth.to(input_ids.device)
         position, known = anchor_pos + depth, depth == 0
         masked = self.mask_hidden.view(1, -1).to(features.dtype)
         hidden = self.fuse(torch.where(known[:, None], features[position], masked))
@@ -95,9 +106,8 @@ class RolloutNetwork(Eagle3DraftModel):
         embeds = self.embed_tokens(torch.where(known, input_ids[position], mask_token))
         rope = self.rotary(hidden, position, len(input_ids))
         for layer in self.layers:
-            mask = rollouts(anchor_pos, depth, document_ids, layer.window)
 
-            def attend(self_attn, x, mask=mask):
+            def attend(self_attn, x, mask=masks[layer.window]):
                 keys, values = self_attn.key_value(x, rope)
                 queries = self_attn.query(x, rope)
                 return masked_attention(queries[None], keys[None], values[None], mask, impl)[0]
@@ -113,19 +123,27 @@ class LeanRollouts(RolloutNetwork):
         self,
         input_ids: torch.Tensor,  # [L]
         features: torch.Tensor,  # [L, A·H]
-        document_ids: torch.Tensor,  # [L]
+        document_ids: torch.Tensor,  # [L]; this and the plan on the CPU
         plan: RolloutPlan,
         impl: str = "blocked",  # of `block_attention`
     ) -> torch.Tensor:  # [T', H] normed hidden states of the plan's rows after segment 0
         "Every token is read once, the mask once; the last layer computes scored rows alone."
-        real = document_ids >= 0
+        device = input_ids.device
+        place = (document_ids >= 0).cumsum(0) - 1
+        documents = document_ids[document_ids >= 0]
+        masks = {}
+        if impl == "flex":
+            of_rows = place[plan.anchor[plan.keys]], plan.depth[plan.keys], documents
+            windows = [layer.window for layer in self.layers]
+            masks = {window: rollouts(*of_rows, window, device) for window in windows}
+        plan = plan.to(device)
         masked = self.mask_hidden.view(1, -1).to(features.dtype)
         hidden = torch.cat([self.fuse(features[plan.order]), self.fuse(masked)])
         mask_token = self.config.mask_token_id or 0
         embeds = self.embed_tokens(F.pad(input_ids[plan.order], (0, 1), value=mask_token))
         rope = self.rotary(hidden, plan.anchor + plan.depth, len(input_ids))
-        place = real.cumsum(0) - 1
-        step = RolloutAttention(plan, rope, document_ids[real], place, impl)
+        row = documents.to(device), place.to(device)
+        step = RolloutAttention(plan, rope, *row, impl, masks, {})
         for layer in self.layers:
             skip = plan.segments[0][1] if layer is self.layers[-1] else 0
             if layer is self.layers[0]:
@@ -231,7 +249,7 @@ class SampledRollouts(LeanRollouts):
         attn_impl: str | None,
     ) -> tuple[torch.Tensor, Rollouts]:  # normed hidden states [T', H], and their rollouts
         "The hidden states of the rows that can be scored."
-        ids, features, documents, mask = row
+        ids, features, documents, mask = row  # the last two on the CPU, as `given`
         anchor, depth = given
         if not upstream:
             document = documents[anchor]
@@ -289,24 +307,27 @@ class PEagleLoss(SampledRollouts):
         mixture, upstream = parse_loss(loss_config), cross_document_targets
         ids, documents = input_ids[0], document_ids[0]
         mask = documents >= 0 if loss_mask is None else loss_mask[0].bool()
+        mask, documents = on_host(mask, documents)
         if cod_anchor_pos is None:
             draws = generator or self.generator(seed)
             given = cod_sample(mask, documents, *sample, max_anchors, draws, upstream)
         else:
-            given = check_given(cod_anchor_pos, cod_depth, len(ids), num_depths)
+            checked = check_given(cod_anchor_pos, cod_depth, len(ids), num_depths)
+            given = Rollouts(*on_host(*checked))
         row = ids, hidden_states[0].to(self.fc.weight.dtype), documents, mask
         hidden, rows = self.states_and_rows(row, given, upstream, lean, attn_impl)
         position = rows.anchor + rows.depth
-        scored = mask[position]
+        scored = mask[position].nonzero()[:, 0]
         entries = Supervised(rows.depth[scored], position[scored], num_depths)
-        total = scored.sum().float() + 1e-5
+        there = entries.to(ids.device)
+        total = torch.full((), len(scored) + 1e-5, device=ids.device)
         of_depth = weights_of_steps(step_weights, torch.ones(num_depths)).to(ids.device)
-        weight = (of_depth / total)[entries.step]
+        weight = (of_depth / total)[there.step]
         states = verifier_last_hidden_states[0]
         options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training)
-        hidden, target = hidden[scored], entries.target
+        hidden, target = hidden[scored.to(ids.device)], entries.target
         out = distribution_loss(self, hidden, states, target, weight, mixture, lean, **options)
-        metrics = depth_metrics(out, entries, mixture, total, upstream)
+        metrics = depth_metrics(out, there, mixture, total, upstream)
         return ForwardOutput(None, out.loss, metrics)
 
 # %% ../../nbs/models/12_peagle.ipynb #b7b95bd3

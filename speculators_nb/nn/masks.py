@@ -11,7 +11,7 @@ __all__ = ['Predicate', 'KeyRanges', 'KeyRange', 'disjoint', 'intersections', 'D
 # %% ../../nbs/nn/01_masks.ipynb #2f348c42
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -122,10 +122,6 @@ class BlockMap(NamedTuple):
         return (self.allowed > 0) & ~self.full
 
 # %% ../../nbs/nn/01_masks.ipynb #24cdd1f0
-def _block_edges(length: int, block: int, device) -> Tensor:
-    return torch.arange(0, length + block, block, device=device).clamp_max(length)
-
-
 class BlockedMask(DrawnMask):
     "What a mask costs a kernel that works block by block."
 
@@ -139,19 +135,26 @@ class BlockedMask(DrawnMask):
         device: torch.device | str | None = None,  # as in `dense`
     ) -> BlockMap:
         "Count the allowed entries of every block, from the key ranges where they are known."
-        edges = _block_edges(kv_len, block, device)
-        allowed = []
-        for band in torch.arange(q_len, device=device).split(block):
-            if self.ranges is None:
-                columns = self.dense(len(band), kv_len, device, int(band[0])).sum(0)
-                before_edge = F.pad(columns.cumsum(0), (1, 0))[edges]
-            else:
-                first, stop = disjoint(self.ranges(band, kv_len), kv_len)
-                first, stop = first[..., None], stop[..., None]
-                before_edge = (edges.clamp(first, stop) - first).sum((0, 1))
-            allowed.append(before_edge.diff())
-        heights = _block_edges(q_len, block, device).diff()
-        return BlockMap(torch.stack(allowed), heights[:, None] * edges.diff())
+        heights, widths = (
+            (n - torch.arange(0, n, block, device=device)).clamp_max(block)
+            for n in (q_len, kv_len)
+        )
+        area = heights[:, None] * widths
+        if self.ranges is None:
+            bands = enumerate(heights.tolist())
+            sums = [self.dense(n, kv_len, device, block * i).sum(0) for i, n in bands]
+            by_column = F.pad(torch.stack(sums), (0, -kv_len % block))
+            return BlockMap(by_column.view(*area.shape, block).sum(-1), area)
+        query = torch.arange(q_len, device=device)
+        first, stop = disjoint(self.ranges(query, kv_len), kv_len)
+        borders = torch.cat([first, stop], -1)
+        inside = borders % block  # its block has block - inside entries from there on
+        sign = torch.cat([torch.ones_like(first), -torch.ones_like(stop)], -1)
+        place = (query // block * (len(widths) + 2))[:, None] + borders // block
+        change = borders.new_zeros(len(heights) * (len(widths) + 2))
+        change.index_add_(0, place.flatten(), (sign * (block - inside)).flatten())
+        change.index_add_(0, place.flatten() + 1, (sign * inside).flatten())
+        return BlockMap(change.view(len(heights), -1).cumsum(1)[:, : len(widths)], area)
 
     def block_counts(
         self,
@@ -184,6 +187,7 @@ class Mask(BlockedMask):
     clause: str = "predicate"  # in words, of a mask that is not joined of others
     join: str = ""  # "and", "or" or "not", of `parts`; "": a clause
     parts: tuple["Mask", ...] = ()
+    made: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # once each
 
     def __call__(self, b, h, q_idx, kv_idx):
         "The `mask_mod` convention of flex attention."
@@ -208,24 +212,19 @@ class Mask(BlockedMask):
     def __invert__(self) -> "Mask":
         return Mask(lambda b, h, q, kv: ~self(b, h, q, kv), join="not", parts=(self,))
 
-    def prefix(
+    def of_queries(
         self,
-        q: Tensor,  # [...] int64, query positions
-        length: int,  # L: of the keys 0 … L-1
-    ) -> KeyRange:  # of tensors like q
-        """The one range of the first L keys that each query attends to.
-        Errors: ValueError for a mask whose ranges are not known, or leave a gap there."""
-        if self.ranges is None:
-            raise ValueError("this mask has no key ranges; use `attention`, which needs none")
-        pieces = disjoint(self.ranges(q, length), length)
-        used = pieces.stop > pieces.first
-        first = torch.where(used, pieces.first, length).amin(-1)
-        first = torch.where(used.any(-1), first, pieces.first[..., 0])
-        stop = torch.maximum(first, torch.where(used, pieces.stop, 0).amax(-1))
-        gap = stop - first - (pieces.stop - pieces.first).sum(-1)
-        if not gap.is_cuda and gap.any():  # on CUDA, the host would wait for the answer
-            raise ValueError("this mask leaves a gap between its keys; use `attention`")
-        return KeyRange(first, stop)
+        queries: Tensor,  # [N] int64
+    ) -> "Mask":  # for N queries; the same object for the same tensor
+        "The mask of some of its queries."
+        if id(queries) not in self.made:
+            ranges, allowed = self.ranges, self.allowed
+            of_some = Mask(
+                lambda b, h, q, kv: allowed(b, h, queries[q], kv),
+                None if ranges is None else lambda q, kv_len: ranges(queries[q], kv_len),
+            )
+            self.made[id(queries)] = queries, of_some
+        return self.made[id(queries)][1]
 
 # %% ../../nbs/nn/01_masks.ipynb #bf0b950c
 class MaskSize(NamedTuple):
@@ -405,11 +404,15 @@ def rollouts(
     depth: Tensor,  # [T] int64, how many tokens into the rollout; 0: an ordinary position
     document_ids: Tensor,  # [L] or [1, L] int; -1 is padding
     window: int | None = None,  # of a sliding layer, counted back from anchor + depth
+    device: torch.device | None = None,  # that evaluates it; None: where these tensors are
 ) -> Mask:  # for T queries over themselves as keys
     """Rollouts in parallel (P-EAGLE, arXiv 2602.01469): ordinary positions up to the anchor in
     its document, and the rollout's own shallower depths. Its key ranges hold where rows 0 … L-1
     are the L ordinary positions in order."""
-    ids = document_ids.reshape(-1)
+    ids, deepest = document_ids.reshape(-1), int(depth.max()) if len(depth) else 0
+    known = torch.equal(anchor_pos[: len(ids)], torch.arange(len(ids), device=ids.device))
+    known = known and not depth[: len(ids)].any()
+    anchor_pos, depth, ids = (x.to(device or x.device) for x in (anchor_pos, depth, ids))
     document = ids[anchor_pos]
 
     def before(b, h, q, kv):
@@ -419,7 +422,7 @@ def rollouts(
         return (document[kv] == document[q]) & (document[q] >= 0)
 
     past = Mask(lambda b, h, q, kv: depth[kv] == 0, None, "an ordinary position")
-    past = past & Mask(before, None, "not after the anchor")
+    past &= Mask(before, None, "not after the anchor")
     if window is not None:
         past = past & Mask(
             lambda b, h, q, kv: anchor_pos[kv] > anchor_pos[q] + depth[q] - window,
@@ -437,7 +440,7 @@ def rollouts(
         if window is not None:
             first = torch.maximum(first, anchor + depth[q] - window + 1)
         found = [KeyRange(first, torch.where(real, anchor + 1, first))]
-        row_of = torch.full((int(depth.max()) + 1, len(ids)), len(depth), device=depth.device)
+        row_of = torch.full((deepest + 1, len(ids)), len(depth), device=depth.device)
         row_of[depth, anchor_pos] = torch.arange(len(depth), device=depth.device)
         for shallower, rows in enumerate(row_of):
             row = rows[anchor]
@@ -445,5 +448,4 @@ def rollouts(
             found.append(KeyRange(row, torch.where(is_own, row + 1, row)))
         return found
 
-    known = torch.equal(anchor_pos[: len(ids)], torch.arange(len(ids), device=ids.device))
-    return replace(mask, ranges=ranges if known and not depth[: len(ids)].any() else None)
+    return replace(mask, ranges=ranges) if known else mask
