@@ -348,8 +348,11 @@ def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "kwargs,words",
     [
-        (dict(fsdp="full_shard"), "fsdp=.*DDP"),
-        (dict(fsdp=True), "fsdp=.*DDP"),
+        (dict(fsdp="full_shard"), "fsdp='full_shard'.*true or false"),
+        (dict(fsdp=True), "fsdp=True.*torchrun"),
+        (dict(checkpoint_format="sharded"), "checkpoint_format='sharded'.*--fsdp"),
+        (dict(checkpoint_format="dcp"), "checkpoint_format='dcp'.*full.*sharded"),
+        (dict(fsdp_config={"min_num_params": 1}), "fsdp_config=.*leave it out"),
         (dict(save_dtype="int8"), "save_dtype='int8'.*bfloat16"),
         (dict(save_dtype="int7"), "save_dtype='int7'.*bfloat16"),
         (dict(gradient_accumulation_steps=-1), "gradient_accumulation_steps=-1"),

@@ -107,6 +107,8 @@ def train(
     learning_rate: float = 1e-4,  # at the peak of the schedule
     optimizer: str = "adamw",  # adamw, or muon for hidden matrices and adamw for the rest
     bf16: bool = False,  # compute in bfloat16 above float32 weights
+    fsdp: bool = False,  # split weights and optimizer over the ranks (under torchrun)
+    checkpoint_format: str = "full",  # or sharded: with --fsdp, each rank writes its part
     save_dtype: str | None = None,  # of the saved drafter, e.g. bfloat16; default: float32
     early_stopping_patience: int | None = None,  # evaluations without progress; default: never
     decode_prompts: str | None = None,  # decode 8 at each evaluation: shipped, gsm8k, …; a file
@@ -125,6 +127,7 @@ def train(
     given: dict[str, Any] = dict(num_train_epochs=num_train_epochs, total_seq_len=total_seq_len)
     given |= dict(learning_rate=learning_rate, optimizer=optimizer, bf16=bf16)
     given |= dict(gradient_accumulation_steps=gradient_accumulation_steps)
+    given |= dict(fsdp=fsdp, checkpoint_format=checkpoint_format)
     given |= dict(save_dtype=save_dtype, early_stopping_patience=early_stopping_patience)
     more = _pairs(extra)
     resume = more.pop("resume_from_checkpoint", resume)

@@ -25,6 +25,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_
 from ..core.checkpoints import checkpoint_index, load_tensors, read_state
 from ..core.files import atomic_write, read_object
 from ..core.option_rules import shown
+from ..distributed.shard_files import has_shards, shards_problem
+from ..distributed.sharding import local
 from ..models.base import SpeculatorModel
 from speculators_nb.train.run_record import (
     differences,
@@ -62,11 +64,14 @@ def checkpoint_problem(
     try:
         if problem := _state_problem(folder):
             return problem
-        for file in set(checkpoint_index(folder).values()):
+        in_shards = has_shards(folder)
+        if in_shards and (problem := shards_problem(folder)):
+            return problem
+        for file in set() if in_shards else set(checkpoint_index(folder).values()):
             load_tensors(file, [])
     except (OSError, ValueError) as e:
         return str(e)
-    for name in ("optimizer.pt", "scheduler.pt"):
+    for name in ("scheduler.pt",) if in_shards else ("optimizer.pt", "scheduler.pt"):
         if not zipfile.is_zipfile(folder / name):
             return f"{folder / name}: missing or cut off"
 
@@ -172,7 +177,7 @@ class CheckedLoads(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         "Load all weights. Errors: ValueError naming the tensors that are missing or differ."
-        if isinstance(self.model, SpeculatorModel):
+        if isinstance(self.model, SpeculatorModel) and not has_shards(resume_from_checkpoint):
             self.model.check_state(read_state(resume_from_checkpoint), resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -182,7 +187,7 @@ class CheckedLoads(Trainer):
         optimizer: Any = self.optimizer
         state = optimizer.state_dict()["state"] if checkpoint else {}
         tensors = (t for part in state.values() for t in part.values() if torch.is_tensor(t))
-        if not all(bool(t.isfinite().all()) for t in tensors):
+        if not all(bool(local(t).isfinite().all()) for t in tensors):
             raise ValueError(
                 f"cannot resume from {checkpoint}: optimizer.pt holds values that are not "
                 "finite; resume from an older checkpoint, by its folder"

@@ -15,9 +15,13 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 from transformers import Trainer
+
+from ..distributed.sharded_muon import ShardedMuon
+from ..distributed.sharding import local
 
 # %% ../../nbs/train/02_optimizers.ipynb #0dbc01a9
 # a parameter whose name holds one of these is a table or a head
@@ -108,7 +112,7 @@ def table_slices(
 # %% ../../nbs/train/02_optimizers.ipynb #b0134065
 class RowAdamW(torch.optim.Optimizer):
     """AdamW for tables whose gradient lists the rows that were read. What it computes is
-    AdamW's, for all rows; a dense gradient is taken as well."""
+    AdamW's, for all rows; a dense gradient and a sharded one are taken as well."""
 
     def __init__(
         self,
@@ -139,12 +143,13 @@ class RowAdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=p.device)
             state["exp_avg"] = torch.zeros_like(p)
             state["exp_avg_sq"] = torch.zeros_like(p)
+        table, moments = local(p), [local(state[name]) for name in ("exp_avg", "exp_avg_sq")]
         for rows, grad in table_slices(p):
             adamw(
-                [p[rows]],
-                [grad],
-                [state["exp_avg"][rows]],
-                [state["exp_avg_sq"][rows]],
+                [table[rows]],
+                [local(grad)],
+                [moments[0][rows]],
+                [moments[1][rows]],
                 max_exp_avg_sqs=[],
                 state_steps=[state["step"].to(p.device, copy=True)],
                 fused=p.device.type in ("cpu", "cuda"),
@@ -178,16 +183,17 @@ def clip_gradients(
     parameters: Iterable[Any],  # tensors; those without a gradient are left out
     max_norm: float,  # norm of all gradients together is reduced to this; inf: only measured
 ) -> torch.Tensor:  # the norm before
-    "`torch.nn.utils.clip_grad_norm_`, for row gradients too."
+    "`torch.nn.utils.clip_grad_norm_`, for row gradients and for sharded ones too."
     parameters = [p for p in parameters if p.grad is not None]
     for p in parameters:
         if p.grad.is_sparse:
             p.grad = p.grad.coalesce()  # a row that was read twice counts once, with the sum
     values = [p.grad.values() if p.grad.is_sparse else p.grad for p in parameters]
     norm = get_total_norm(values)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of all ranks' rows
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for v in values:
-        v.mul_(scale.to(v.device))
+        local(v).mul_(scale.to(v.device))
     return norm
 
 # %% ../../nbs/train/02_optimizers.ipynb #8ba105ae
@@ -202,7 +208,7 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,  # decoupled; for groups that set none
     ):
         self._inner = {
-            "muon": torch.optim.Muon(
+            "muon": ShardedMuon(
                 [torch.zeros(2, 2)], lr, weight_decay, adjust_lr_fn="match_rms_adamw"
             ),
             "adamw": torch.optim.AdamW([torch.zeros(2)], lr, weight_decay=weight_decay),
@@ -275,7 +281,7 @@ class RowGradients(Trainer):
 
     @property
     def _by_rows(self):
-        return self.args.world_size == 1 and self.args.n_gpu < 2
+        return self.args.world_size == 1 and self.args.n_gpu < 2 and not self.args.fsdp
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         "AdamW, or Muon and AdamW, over the trainable parameters."
@@ -293,12 +299,12 @@ class RowGradients(Trainer):
         return self.optimizer
 
     def _clip_grad_norm(self, model):
-        if not self._by_rows:
+        if not (self._by_rows or self.args.fsdp):
             return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
         return clip_gradients(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        if grad_norm is None and self._by_rows:
+        if grad_norm is None and (self._by_rows or self.args.fsdp):
             grad_norm = clip_gradients(model.parameters(), math.inf)
         return super()._get_grad_norm(model, grad_norm)

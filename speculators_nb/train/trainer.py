@@ -30,6 +30,8 @@ from transformers.utils.import_utils import is_in_notebook
 
 from ..core.files import atomic_write
 from ..core.provenance import without_secrets
+from ..distributed.sharded_training import ShardedTraining, whole_copy
+from ..distributed.sharding import is_sharded, local
 from .checkpoint import WholeCheckpoints
 from .live_view import LiveView, TableCallback, log_table, was_stopped
 from .optimizers import RowGradients
@@ -112,8 +114,9 @@ class FiniteChecks(Trainer):
         trained = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
         if not trained:
             return
-        finite = torch.stack([p.isfinite().all() for p in trained.values()]).tolist()
-        bad = [name for name, ok in zip(trained, finite) if not ok]
+        finite = torch.stack([local(p).isfinite().all() for p in trained.values()])
+        wrong = self._sum_over_ranks((~finite).float()).tolist()  # each rank has its rows
+        bad = [name for name, ranks in zip(trained, wrong) if ranks]
         if bad:
             more = f" (and {len(bad) - 1} more of {len(trained)} tensors)" if bad[1:] else ""
             self._diverged(f"{bad[0]}{more}")
@@ -211,9 +214,14 @@ class MeasuredModel(FiniteChecks):
 
     def measured(self) -> dict[str, float]:
         "The first rank measures, and every rank gets the numbers."
+        if self.measure is None:
+            return {}
         found: list[Any] = [{}]
-        if self.measure is not None and self.args.process_index == 0:
-            found = [self.measure(self.accelerator.unwrap_model(self.model))]
+        first = self.args.process_index == 0
+        model = self.accelerator.unwrap_model(self.model)
+        model = whole_copy(model, first) if is_sharded(model) else model
+        if first:
+            found = [self.measure(model)]
         broadcast_object_list(found)
         return found[0]
 
@@ -342,16 +350,24 @@ def refuse_sharding(
     trainer: Trainer,  # after its `__init__`, which reads accelerate's configuration
 ) -> None:
     "ValueError where accelerate's own configuration switches FSDP or DeepSpeed on."
-    enabled = {"fsdp": trainer.is_fsdp_enabled, "deepspeed": trainer.is_deepspeed_enabled}
-    for name in enabled:
-        if enabled[name]:
+    why = {
+        "fsdp": "drafters are sharded by the trainer; leave it out, and give fsdp (--fsdp)",
+        "deepspeed": NOT_SUPPORTED["deepspeed"],
+    }
+    for name in why:
+        if getattr(trainer, f"is_{name}_enabled"):
             raise ValueError(
-                f"{name} is switched on by accelerate's configuration: {NOT_SUPPORTED[name]}."
+                f"{name} is switched on by accelerate's configuration: {why[name]}."
             )
 
 # %% ../../nbs/train/07_trainer.ipynb #fd484e28
 class SpeculatorTrainer(
-    PackedLoaders, TokenWeightedLoss, SeededEvaluation, RowGradients, SavedDrafter
+    PackedLoaders,
+    TokenWeightedLoss,
+    SeededEvaluation,
+    RowGradients,
+    SavedDrafter,
+    ShardedTraining,
 ):
     """transformers' Trainer for any model that keeps the training contract: `model(**batch,
     **kwargs) -> (draft tokens or None, loss, metrics)`."""
@@ -393,6 +409,7 @@ class SpeculatorTrainer(
             callbacks=[*callbacks, StepCallback(self)],
         )
         refuse_sharding(self)
+        self.shard_model()
         if adds_use_cache:
             # Trainer sets it for generating models; a drafter's config.json has no such field
             del config.use_cache

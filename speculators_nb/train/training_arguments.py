@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WITHOUT_EFFECT', 'NOT_SUPPORTED', 'LOGGER_FOLDERS', 'Measure', 'refuse_fields', 'refuse_compilation', 'check_loggers',
-           'place_loggers', 'SpeculatorTrainingArguments', 'check_names', 'check_measure']
+           'place_loggers', 'check_sharding', 'SpeculatorTrainingArguments', 'check_names', 'check_measure']
 
 # %% ../../nbs/train/05_training_arguments.ipynb #18c5723e
 import difflib
@@ -53,13 +53,13 @@ WITHOUT_EFFECT = {  # what decides -> fields that would have no effect
     "the model's forward": ("label_names", "remove_unused_columns"),
 }
 NOT_SUPPORTED = {  # field -> why, and what to do
-    **dict.fromkeys(
-        ("fsdp", "fsdp_config"),
-        "drafters are not sharded yet; leave it out, several devices train with DDP (torchrun)",
+    "fsdp_config": (
+        "every layer and the rest are sharded, there is nothing else to choose; leave it out, "
+        "fsdp alone is enough"
     ),
     "deepspeed": (
         "it was never tried with these models; leave it out, several devices train with DDP "
-        "(torchrun)"
+        "or, with fsdp (--fsdp), sharded (torchrun)"
     ),
     "fp16": (
         "drafters are trained in bfloat16 or float32, whose gradients need no loss scaler; use "
@@ -155,6 +155,23 @@ def place_loggers(
     if "wandb" in names and wandb is not None and "WANDB_DIR" in _placed:
         wandb.finish()  # the run before this one, into which this one would be written
 
+# %% ../../nbs/train/05_training_arguments.ipynb #fsdparg2
+def check_sharding(
+    args: TrainingArguments,  # with `fsdp` and `checkpoint_format`
+) -> None:
+    "ValueError for sharding without ranks, and for shards of what is not sharded."
+    if args.fsdp and not torch.distributed.is_initialized():
+        raise ValueError(
+            "fsdp=True: there is one process, and nothing to share; start one for each device: "
+            "torchrun --nproc-per-node DEVICES -m speculators_nb.cli.main train …, or leave "
+            "fsdp (--fsdp) out"
+        )
+    if args.checkpoint_format == "sharded" and not args.fsdp:
+        raise ValueError(
+            "checkpoint_format='sharded': without fsdp every rank holds all; give fsdp "
+            "(--fsdp), or leave checkpoint_format out"
+        )
+
 # %% ../../nbs/train/05_training_arguments.ipynb #a822955f
 @dataclass
 class SpeculatorTrainingArguments(TrainingArguments):
@@ -169,6 +186,8 @@ class SpeculatorTrainingArguments(TrainingArguments):
     early_stopping_patience: int | None = None  # evaluations without a better one; None: never
     save_dtype: str | None = None  # of the saved drafter, e.g. "bfloat16"; None: float32
     overwrite: bool = False  # train anew in a folder that holds a drafter or checkpoints
+    fsdp: bool = False  # type: ignore[assignment] # split weights and optimizer over the ranks
+    checkpoint_format: str = "full"  # or "sharded": with fsdp, each rank writes its part
     # ---
     learning_rate: float = 1e-4
     warmup_steps: float = 0.01  # a share of all steps, or a number of steps if >= 1
@@ -199,7 +218,10 @@ class SpeculatorTrainingArguments(TrainingArguments):
             refuse_compilation(values)
             self.use_cpu = True
             self.dataloader_pin_memory = False
+        sharded, self.fsdp = self.fsdp, False  # accelerate's own road is not taken
         super().__post_init__()
+        self.fsdp, self.fsdp_config = sharded, {}
+        check_sharding(self)
         check_loggers(self.report_to)
 
 # %% ../../nbs/train/05_training_arguments.ipynb #1698e515
