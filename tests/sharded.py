@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 from matrix import DRAFTERS, H, V, drafter, verifier
-from transformers import TrainerCallback
+from torch.optim import _muon
 
-from speculators_nb.train.trainer import SpeculatorTrainer, SpeculatorTrainingArguments, train
+from speculators_nb.train.trainer import SpeculatorTrainingArguments, TokenWeightedLoss, train
 
 STEPS, ROWS_IN_STEP = 10, 4
 LIMIT = 400  # seconds for one launch
@@ -31,19 +31,39 @@ class Job:
 
     name: str  # of `DRAFTERS`
     folder: str  # below the launch's
-    settings: dict = field(default_factory=dict)  # of the trainer; "stop": a step at which it breaks off
+    settings: dict = field(default_factory=dict)  # of the trainer
     resume: str = ""  # a checkpoint that is copied to the folder first, below the launch's folder
+    fails: str = ""  # what the error says that ends it
 
 
-class Breaks(TrainerCallback):
-    "Break off after a step, as a killed process would."
+def orthogonal(grad, coefficients, steps, eps):
+    "Muon's Newton-Schulz iteration in float32: in bfloat16 another order of sums alone makes 8e-4."
+    a, b, c = coefficients
+    x = grad.float() / grad.norm().clamp(min=eps)
+    x = x.T if grad.shape[0] > grad.shape[1] else x
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if grad.shape[0] > grad.shape[1] else x
 
-    def __init__(self, step):
-        self.step = step
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
+def draw_by_row(compute_loss):
+    "Random choices of a packed row that depend on the row alone, on whichever rank it is."
+
+    def seeded(trainer, model, inputs, **kwargs):
+        torch.manual_seed(int(inputs["input_ids"].sum()))
+        return compute_loss(trainer, model, inputs, **kwargs)
+
+    return seeded
+
+
+TokenWeightedLoss.compute_loss = draw_by_row(TokenWeightedLoss.compute_loss)
+
+
+def norms(model):
+    "What an evaluation measures: the drafter is whole, and is of its own class."
+    assert not type(model).__name__.startswith("FSDP")
+    return {"norm": sum(float(p.detach().square().sum()) for p in model.parameters()) ** 0.5}
 
 
 def samples_for(model, family, n, seed=0):
@@ -72,7 +92,6 @@ def run(job, root, ranks, fsdp):
     settings, folder = dict(job.settings), Path(root) / job.folder
     rows = samples_for(model, family, settings.pop("rows", 4 * ROWS_IN_STEP))
     held_out = samples_for(model, family, 3, seed=1)
-    stop = settings.pop("stop", None)
     if job.resume:
         if int(os.environ.get("RANK", 0)) == 0:
             shutil.copytree(Path(root) / job.resume, folder / Path(job.resume).name)
@@ -85,10 +104,12 @@ def run(job, root, ranks, fsdp):
     base["gradient_accumulation_steps"] = ROWS_IN_STEP // ranks
     args = SpeculatorTrainingArguments(str(folder), **base | settings)
     try:
-        given = DRAFTERS[job.name][2]
-        return train(model, rows, held_out, args, callbacks=[Breaks(stop)] if stop else None, **given)
-    except KeyboardInterrupt:
+        trainer = train(model, rows, held_out, args, measure=norms, **DRAFTERS[job.name][2])
+    except FloatingPointError as e:
+        assert job.fails and job.fails in str(e), e
         return None
+    assert not job.fails, job.fails
+    return trainer
 
 
 def report_of(trainer):
@@ -97,12 +118,12 @@ def report_of(trainer):
     return [{k: v for k, v in log.items() if not k.endswith(clocks)} for log in trainer.state.log_history]
 
 
-def one_rank(rank, ranks, port, root, jobs, fsdp, extra):
+def one_rank(rank, ranks, port, root, jobs, fsdp):
     "What a rank does; its report is a file, folder of a job -> what went wrong, or None."
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    torch.backends.mha.set_fastpath_enabled(False)
+    _muon._zeropower_via_newtonschulz = orthogonal
     for job in jobs:
         verifier(family_of(job.name))  # before the ranks know of each other: then only the first would save
     report = {}
@@ -112,8 +133,6 @@ def one_rank(rank, ranks, port, root, jobs, fsdp, extra):
             trainer = run(job, root, ranks, fsdp)
             if trainer is not None and rank == 0:
                 (root / job.folder / "report.json").write_text(json.dumps(report_of(trainer)))
-            if extra is not None and trainer is not None:
-                extra(rank, root / job.folder, trainer)
         except Exception:
             report[job.folder] = traceback.format_exc()
             break  # the other ranks may be waiting in another place
@@ -129,10 +148,10 @@ def free_port():
         return s.getsockname()[1]
 
 
-def launch(root, jobs, ranks=2, fsdp=True, extra=None):
+def launch(root, jobs, ranks=2, fsdp=True):
     "Run jobs on ranks. AssertionError naming what went wrong."
     context = multiprocessing.get_context("spawn")
-    given = (ranks, free_port(), Path(root), jobs, fsdp, extra)
+    given = (ranks, free_port(), Path(root), jobs, fsdp)
     processes = [context.Process(target=one_rank, args=(rank, *given), daemon=True) for rank in range(ranks)]
     for process in processes:
         process.start()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MetricSums', 'FiniteChecks', 'TokenWeightedLoss', 'StepCallback', 'kept_rng', 'MeasuredModel', 'SeededEvaluation',
-           'SavedDrafter', 'weights_to_float32', 'refuse_sharding', 'SpeculatorTrainer', 'train']
+           'SavedDrafter', 'weights_to_float32', 'SpeculatorTrainer', 'train']
 
 # %% ../../nbs/train/07_trainer.ipynb #f5184081
 import contextlib
@@ -30,15 +30,14 @@ from transformers.utils.import_utils import is_in_notebook
 
 from ..core.files import atomic_write
 from ..core.provenance import without_secrets
-from ..distributed.sharded_training import ShardedTraining, whole_copy
-from ..distributed.sharding import is_sharded, local
+from ..distributed.sharded_training import ShardedTraining, for_first_rank
+from ..distributed.sharding import local
 from .checkpoint import WholeCheckpoints
 from .live_view import LiveView, TableCallback, log_table, was_stopped
 from .optimizers import RowGradients
 from .packed_loaders import PackedLoaders, lengths_of
 from .run_record import data_fingerprint, run_record
 from speculators_nb.train.training_arguments import (
-    NOT_SUPPORTED,
     Measure,
     SpeculatorTrainingArguments,
     check_measure,
@@ -217,10 +216,8 @@ class MeasuredModel(FiniteChecks):
         if self.measure is None:
             return {}
         found: list[Any] = [{}]
-        first = self.args.process_index == 0
-        model = self.accelerator.unwrap_model(self.model)
-        model = whole_copy(model, first) if is_sharded(model) else model
-        if first:
+        model = for_first_rank(self.accelerator.unwrap_model(self.model), self.args)
+        if model is not None:
             found = [self.measure(model)]
         broadcast_object_list(found)
         return found[0]
@@ -345,21 +342,6 @@ def weights_to_float32(
         if p.is_floating_point() and (p.requires_grad or frozen):
             p.data = p.data.float()
 
-
-def refuse_sharding(
-    trainer: Trainer,  # after its `__init__`, which reads accelerate's configuration
-) -> None:
-    "ValueError where accelerate's own configuration switches FSDP or DeepSpeed on."
-    why = {
-        "fsdp": "drafters are sharded by the trainer; leave it out, and give fsdp (--fsdp)",
-        "deepspeed": NOT_SUPPORTED["deepspeed"],
-    }
-    for name in why:
-        if getattr(trainer, f"is_{name}_enabled"):
-            raise ValueError(
-                f"{name} is switched on by accelerate's configuration: {why[name]}."
-            )
-
 # %% ../../nbs/train/07_trainer.ipynb #fd484e28
 class SpeculatorTrainer(
     PackedLoaders,
@@ -408,7 +390,6 @@ class SpeculatorTrainer(
             eval_dataset=eval_dataset,
             callbacks=[*callbacks, StepCallback(self)],
         )
-        refuse_sharding(self)
         self.shard_model()
         if adds_use_cache:
             # Trainer sets it for generating models; a drafter's config.json has no such field

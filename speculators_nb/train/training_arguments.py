@@ -24,6 +24,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from ..core.options import check_options
+from ..distributed.sharded_training import LAUNCHER
 
 # %% ../../nbs/train/05_training_arguments.ipynb #07eb30b7
 WITHOUT_EFFECT = {  # what decides -> fields that would have no effect
@@ -57,10 +58,7 @@ NOT_SUPPORTED = {  # field -> why, and what to do
         "every layer and the rest are sharded, there is nothing else to choose; leave it out, "
         "fsdp alone is enough"
     ),
-    "deepspeed": (
-        "it was never tried with these models; leave it out, several devices train with DDP "
-        "or, with fsdp (--fsdp), sharded (torchrun)"
-    ),
+    "deepspeed": LAUNCHER["deepspeed"],
     "fp16": (
         "drafters are trained in bfloat16 or float32, whose gradients need no loss scaler; use "
         "bf16=True"

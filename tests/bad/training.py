@@ -115,7 +115,8 @@ CASES = [
         RUN,
         with_record({"run": "x", "settings": 7}),
     ),
-    resume("fsdp", "fsdp=.*not supported.*DDP", RUN + " --extra fsdp=full_shard"),
+    resume("fsdp", "fsdp=.*has an option of its own.*--fsdp", RUN + " --extra fsdp=full_shard"),
+    resume("fsdp in one process", "fsdp=True.*one process.*torchrun", RUN + " --fsdp"),
     *(
         Case(
             f"resume from a torn {name}",
