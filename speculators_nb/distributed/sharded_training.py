@@ -6,6 +6,7 @@
 __all__ = ['LAUNCHER', 'whole_copy', 'for_first_rank', 'plain_optimizer', 'split_states', 'ShardedTraining']
 
 # %% ../../nbs/distributed/04_sharded_training.ipynb #1a08a1b2
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,9 @@ def whole_copy(
     state = gather(model.state_dict(), keep)
     if not keep:
         return None
-    copy = unsharded_class(model)(model.config)
-    copy.load_state_dict(state)
-    copy.verifier_layers = model.verifier_layers
-    return copy.to(model.device).eval()
+    whole = copy.deepcopy(model._skeleton[0])
+    whole.load_state_dict(state, assign=True)
+    return whole.to(next(model.parameters()).device).eval()
 
 
 def for_first_rank(

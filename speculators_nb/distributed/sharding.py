@@ -7,6 +7,7 @@ __all__ = ['is_sharded', 'shard', 'unsharded_class', 'local', 'sharding_table', 
            'device_memory']
 
 # %% ../../nbs/distributed/01_sharding.ipynb #bb9b6162
+import copy
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -26,12 +27,18 @@ def is_sharded(
     return isinstance(model, FSDPModule)
 
 
+def _without_memory(p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+
+
 def shard(
-    model: nn.Module,  # a drafter on its device; its `layers`, if any, are gathered one by one
+    model: Any,  # a drafter on its device; its `layers`, if any, are gathered one by one
 ) -> None:
     """Split all weights by rows over the ranks of the process group, in place; on every rank.
     The model's class becomes a subclass of its class and of torch's `FSDPModule`."""
     device = next(model.parameters()).device
+    empty = {id(p): _without_memory(p) for p in model.parameters()}
+    model._skeleton = (copy.deepcopy(model, empty),)  # in a tuple, so that it is no submodule
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in dict.fromkeys(getattr(model, "layers", ())):
         fully_shard(layer, mesh=mesh)
