@@ -15,7 +15,7 @@ import torch
 from matrix import DRAFTERS, H, V, drafter, verifier
 from torch.optim import _muon
 
-from speculators_nb.train.trainer import SpeculatorTrainingArguments, TokenWeightedLoss, train
+from speculators_nb.train.trainer import SpeculatorTrainingArguments, train
 
 STEPS, ROWS_IN_STEP = 10, 4
 LIMIT = 400  # seconds for one launch
@@ -45,19 +45,6 @@ def orthogonal(grad, coefficients, steps, eps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if grad.shape[0] > grad.shape[1] else x
-
-
-def draw_by_row(compute_loss):
-    "Random choices of a packed row that depend on the row alone, on whichever rank it is."
-
-    def seeded(trainer, model, inputs, **kwargs):
-        torch.manual_seed(int(inputs["input_ids"].sum()))
-        return compute_loss(trainer, model, inputs, **kwargs)
-
-    return seeded
-
-
-TokenWeightedLoss.compute_loss = draw_by_row(TokenWeightedLoss.compute_loss)
 
 
 def norms(model):
@@ -90,7 +77,7 @@ def run(job, root, ranks, fsdp):
     family = family_of(job.name)
     model = drafter(job.name, family)
     settings, folder = dict(job.settings), Path(root) / job.folder
-    rows = samples_for(model, family, settings.pop("rows", 4 * ROWS_IN_STEP))
+    rows = samples_for(model, family, 4 * ROWS_IN_STEP - 1)
     held_out = samples_for(model, family, 3, seed=1)
     if job.resume:
         if int(os.environ.get("RANK", 0)) == 0:

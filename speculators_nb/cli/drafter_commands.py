@@ -142,12 +142,16 @@ def train(
             **dict(resume_from_checkpoint=resume, overwrite=overwrite) | given,
             **more,
         )
-    if not (trainer.done and provenance_path(output_dir).is_file()):
+    recorded = trainer.done and provenance_path(output_dir).is_file()
+    if trainer.args.should_save and not recorded:
         record = dict(algorithm=algorithm, num_layers=num_layers, seed=seed, resume=resume)
         record |= dict(draft_vocab_size=draft_vocab_size, server=server, eval_share=eval_share)
         origin = dict(features=data_dir, verifier=verifier, from_pretrained=from_pretrained)
         record |= given | dict(extra=more, decode_prompts=decode_prompts)
-        write_provenance(output_dir, "train", record, origin, steps=trainer.state.global_step)
+        ranks = dict(world_size=trainer.args.world_size)
+        ranks |= dict(gradient_accumulation_steps=trainer.args.gradient_accumulation_steps)
+        steps = trainer.state.global_step
+        write_provenance(output_dir, "train", record, origin, steps=steps, **ranks)
     return trainer
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #489697f2

@@ -80,7 +80,7 @@ LAUNCHER = {  # what accelerate's configuration may switch on -> what to do inst
     "fsdp": "drafters are sharded by the trainer; leave it out there, and give fsdp (--fsdp)",
     "deepspeed": (
         "it was never tried with these models; leave it out, several devices train with DDP "
-        "or, with fsdp (--fsdp), sharded (torchrun)"
+        "or, with fsdp (--fsdp), sharded (speculators-nb-torchrun)"
     ),
 }
 

@@ -29,6 +29,7 @@ from ..distributed.shard_files import has_shards, shards_problem
 from ..distributed.sharding import local
 from ..models.base import SpeculatorModel
 from speculators_nb.train.run_record import (
+    accumulation,
     differences,
     read_record,
     run_changes,
@@ -39,6 +40,7 @@ from ..verifier.folders import check_output_dir, is_trained
 
 # %% ../../nbs/train/04_checkpoint.ipynb #3ea12fe0
 log = logging.getLogger(__name__)
+log.addFilter(lambda record: os.environ.get("RANK", "0") == "0")  # all ranks would say the same
 
 
 def _state_problem(
@@ -375,6 +377,20 @@ class WholeCheckpoints(AtomicSaves, FinishedRuns):
         finally:
             close_progress_bars(self)
 
+    def _keep_rows(self, old, record):
+        "A step keeps its rows on another number of ranks: each accumulates more or fewer."
+        steps, args = accumulation(old, record), self.args
+        if steps is None or not old:
+            return
+        record["rows_in_step"] = steps * args.world_size
+        if steps != args.gradient_accumulation_steps:
+            args.gradient_accumulation_steps = steps
+            log.warning(
+                f"The run was on {old['world_size']} ranks, and is on {args.world_size}: "
+                f"gradient_accumulation_steps={steps} here, so that a step keeps its "
+                f"{record['rows_in_step']} rows."
+            )
+
     def _checkpoint(self, wanted, record):
         "The checkpoint to continue from, checked; None: start at step 0."
         folder = self.args.output_dir
@@ -384,4 +400,5 @@ class WholeCheckpoints(AtomicSaves, FinishedRuns):
             checkpoint = named_checkpoint(wanted, folder)
         if checkpoint:
             check_same_run(checkpoint, record, getattr(self.model, "config", None))
+        self._keep_rows(read_record(checkpoint or folder), record)
         return checkpoint

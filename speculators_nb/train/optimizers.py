@@ -167,6 +167,7 @@ class RowAdamW(torch.optim.Optimizer):
 def use_row_gradients(
     model: nn.Module,  # its trainable nn.Embedding tables are switched
     dense: Container[int] = (),  # ids of weights that stay as they are
+    by_rows: bool = True,  # False: the gradients are ordinary ones
 ) -> list[torch.Tensor]:  # their weights
     "From now on, the gradients of a model's embedding tables list the rows that were read."
     tables = [
@@ -175,7 +176,7 @@ def use_row_gradients(
         if isinstance(m, nn.Embedding) and m.weight.requires_grad and id(m.weight) not in dense
     ]
     for m in tables:
-        m.sparse = True
+        m.sparse = by_rows
     return [m.weight for m in tables]
 
 
@@ -238,7 +239,8 @@ def build_optimizer(
     muon_lr: float | None = None,  # of Muon's matrices; None: the same (see match_rms_adamw)
     weight_decay: float = 0.01,  # decoupled weight decay; vectors are never decayed
     betas: tuple[float, float] = (0.9, 0.999),  # AdamW's
-    row_gradients: bool = False,  # True: trainable embeddings get gradients by rows from now on
+    row_updates: bool = False,  # True: trainable embeddings are updated by `RowAdamW`
+    row_gradients: bool = False,  # True: and get gradients by rows from now on
 ) -> torch.optim.Optimizer:  # torch's AdamW, or a MuonAdamW
     """An optimizer over a model's trainable parameters. `ValueError` where the name is unknown
     or nothing is trainable."""
@@ -246,7 +248,9 @@ def build_optimizer(
     parameters = dict(model.named_parameters())
     kinds = parameter_kinds(model)
     hidden = {id(parameters[name]) for name, kind in kinds.items() if kind == "hidden"}
-    tables = {id(p) for p in use_row_gradients(model, hidden)} if row_gradients else set()
+    tables = set()
+    if row_updates or row_gradients:
+        tables = {id(p) for p in use_row_gradients(model, hidden, row_gradients)}
     members = {}  # (who updates them, whether they are decayed) -> parameters
     for name, kind in kinds.items():
         if kind == "frozen":
@@ -294,6 +298,7 @@ class RowGradients(Trainer):
                 args.muon_learning_rate,
                 args.weight_decay,
                 betas=(args.adam_beta1, args.adam_beta2),
+                row_updates=True,
                 row_gradients=self._by_rows,
             )
         return self.optimizer
