@@ -128,7 +128,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input doctor laptop upstream-test vllm-all loggers-test shared-jobs ray-test proofs  ## what takes longer than CI may: the slow cells of notebooks, kills of shared jobs, Ray, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, upstream's checkpoints both ways, more of vLLM, loggers read back, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test distributed upstream-test vllm-all loggers-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the proofs (hours; they continue where they stopped)
 
 .PHONY: loggers-test
 loggers-test: .venv/.dev  ## TensorBoard, W&B offline, MLflow and trackio: each writes a run and is read back (its own environment, 0.7 GB)
@@ -247,3 +247,7 @@ clean:  ## remove what can be built again (not the environments)
 .PHONY: laptop
 laptop: .venv/.dev  ## the laptop recipe whole, timed, and again with three kills: the same report; ten minutes
 	$(OFFLINE) PYTHONPATH="$(CURDIR)" $(BIN)/python tests/laptop/run.py output/laptop_runs
+
+.PHONY: distributed
+distributed: .venv/.dev  ## sharded training: every drafter on four ranks, resumes on fewer, ranks killed at random; twenty minutes
+	$(OFFLINE) PYTHONPATH="$(CURDIR)" $(BIN)/python tests/distributed/run.py output/distributed

@@ -110,6 +110,8 @@ def train(
     learning_rate: float = 1e-4,  # at the peak of the schedule
     optimizer: str = "adamw",  # adamw, or muon for hidden matrices and adamw for the rest
     bf16: bool = False,  # compute in bfloat16 above float32 weights
+    fsdp: bool = False,  # split weights and optimizer over the ranks (under torchrun)
+    checkpoint_format: str = "full",  # or sharded: with --fsdp, each rank writes its part
     save_dtype: str | None = None,  # of the saved drafter, e.g. bfloat16; default: float32
     early_stopping_patience: int | None = None,  # evaluations without progress; default: never
     decode_prompts: str | None = None,  # decode 8 at each evaluation: shipped, gsm8k, …; a file
@@ -128,6 +130,7 @@ def train(
     given: dict[str, Any] = dict(num_train_epochs=num_train_epochs, total_seq_len=total_seq_len)
     given |= dict(learning_rate=learning_rate, optimizer=optimizer, bf16=bf16)
     given |= dict(gradient_accumulation_steps=gradient_accumulation_steps)
+    given |= dict(fsdp=fsdp, checkpoint_format=checkpoint_format)
     given |= dict(save_dtype=save_dtype, early_stopping_patience=early_stopping_patience)
     more = _pairs(extra)
     resume = more.pop("resume_from_checkpoint", resume)
@@ -142,12 +145,16 @@ def train(
             **dict(resume_from_checkpoint=resume, overwrite=overwrite) | given,
             **more,
         )
-    if not (trainer.done and provenance_path(output_dir).is_file()):
+    recorded = trainer.done and provenance_path(output_dir).is_file()
+    if trainer.args.should_save and not recorded:
         record = dict(algorithm=algorithm, num_layers=num_layers, seed=seed, resume=resume)
         record |= dict(draft_vocab_size=draft_vocab_size, server=server, eval_share=eval_share)
         origin = dict(features=data_dir, verifier=verifier, from_pretrained=from_pretrained)
         record |= given | dict(extra=more, decode_prompts=decode_prompts)
-        write_provenance(output_dir, "train", record, origin, steps=trainer.state.global_step)
+        ranks = dict(world_size=trainer.args.world_size)
+        ranks |= dict(gradient_accumulation_steps=trainer.args.gradient_accumulation_steps)
+        steps = trainer.state.global_step
+        write_provenance(output_dir, "train", record, origin, steps=steps, **ranks)
     return trainer
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #489697f2

@@ -185,6 +185,8 @@ RULES |= {
     "learning_rate": number(1e-4, above=0),
     "optimizer": word("adamw", "muon"),
     "bf16": switch(False),
+    "fsdp": switch(False),
+    "checkpoint_format": word("full", "sharded"),
     "save_dtype": word("bfloat16", "float16", "float32", none=True),
     "early_stopping_patience": whole(3, 1, none=True),
     "extra": several(text("warmup_steps=100"), "warmup_steps=100", none=True),
