@@ -227,7 +227,9 @@ class DFlashLoss(DFlashNetwork):
             self, hidden, target_hidden, targets, mean, mixture, lean, **options
         )
         weights = mean if isinstance(mean, torch.Tensor) else mean(out.rows)
-        return out, slot_metrics(out, blocks, weights, mixture, self.config.first_slot, upstream)
+        return out, slot_metrics(
+            out, blocks, weights, mixture, self.config.first_slot, upstream
+        )
 
     def draft_tokens(self, states: BlockStates) -> torch.Tensor:  # [1, A·B] int64
         "The most likely token of every slot, in the verifier's ids."
