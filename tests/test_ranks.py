@@ -138,7 +138,7 @@ def test_a_job_reports_once(tmp_path):
 
 
 def test_a_killed_rank_ends_the_job(tmp_path):
-    "The other rank fails too, as its connection is lost; the last line and the error file name the one that was killed."
+    "The other rank loses its connection and fails too; the last line and the error file name the one that was killed."
     job = Job(tmp_path, "--extra", "max_steps=100000", "--extra", "save_steps=2")
     job.wait_for("checkpoint-2")
     pid = job.kill(rank=1)

@@ -37,21 +37,18 @@ class Job:
         self.folder, self.error_file = Path(place) / "drafter", Path(place) / "error.json"
         launched = [TORCHRUN, "--nproc-per-node", str(ranks)] if ranks > 1 else [PROGRAM]
         train = ["train", str(features), str(self.folder), "--verifier", str(RELEASE / "verifier"), *given.split()]
-        logs = [open(Path(place) / name, "ab") for name in ("output", "error")]
-        self.logs = [log.name for log in logs]
+        self.logs = [Path(place) / name for name in ("output", "error")]
         environment = dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCHELASTIC_ERROR_FILE=str(self.error_file))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", *launched, *train, *more],
-            stdout=logs[0],
-            stderr=logs[1],
-            env=os.environ | environment,
-            start_new_session=True,
-        )
-        for log in logs:
-            log.close()
+        with self.logs[0].open("ab") as output, self.logs[1].open("ab") as error:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", *launched, *train, *more],
+                stdout=output,
+                stderr=error,
+                env=os.environ | environment,
+            )
 
-    output = property(lambda self: Path(self.logs[0]).read_text())
-    error = property(lambda self: Path(self.logs[1]).read_text())
+    output = property(lambda self: self.logs[0].read_text())
+    error = property(lambda self: self.logs[1].read_text())
 
     def wait_for(self, name, seconds=300):
         "Until the drafter's folder has this file."
