@@ -41,6 +41,7 @@ from ..features.extraction_client import extraction_options
 from ..lab.experiment import settings
 from ..models.base import SpeculatorModel
 from ..nn.target_head import text_config, verifier_config
+from ..plan.requirements import check_step_memory
 from ..regenerate.in_process import eos_ids_of
 from speculators_nb.serve.serve_command import (
     find_verifier,
@@ -126,6 +127,10 @@ def train(
     given |= dict(learning_rate=learning_rate, optimizer=optimizer, bf16=bf16)
     given |= dict(gradient_accumulation_steps=gradient_accumulation_steps)
     given |= dict(save_dtype=save_dtype, early_stopping_patience=early_stopping_patience)
+    if from_pretrained is None:
+        asked = given | dict(algorithm=algorithm, num_layers=num_layers, extra=extra)
+        asked |= dict(draft_vocab_size=draft_vocab_size, aux_layer_ids=aux_layer_ids)
+        check_step_memory(verifier, asked | dict(draft_arch=draft_arch))
     more = _pairs(extra)
     resume = more.pop("resume_from_checkpoint", resume)
     kept = "checkpoints that are complete are kept, --resume continues from the newest"

@@ -193,7 +193,8 @@ def not_finite(
     return [
         name
         for name, w in model.named_parameters()
-        if w.is_floating_point() and w.numel() and not extremes(w.detach()).isfinite().all()
+        if w.is_floating_point() and w.numel() and not w.is_meta  # what is on the disk
+        if not extremes(w.detach()).isfinite().all()
     ]
 
 # %% ../../nbs/verifier/02_tapped_model.ipynb #19e19bce
@@ -221,12 +222,23 @@ def _check_folder(path):
 
 
 @contextmanager
-def _loading_errors(path):
+def _loading_errors(path, quantised=None):
     "ValueError that names the verifier, for what safetensors and transformers raise."
     try:
         yield
-    except (ImportError, MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError):
         raise
+    except (ImportError, RuntimeError, ValueError, NotImplementedError) as e:
+        if quantised is None:
+            if isinstance(e, ImportError):
+                raise
+            raise _not_built(path, e) from e
+        what = " ".join(str(e).split())[:200]
+        raise ValueError(
+            f"verifier {path!r}: is quantised ({quantised}), and this machine cannot load it: "
+            f"{what}; start a server of it (speculators-nb serve {path} --hidden-states …) and "
+            "name that (--source vllm --server), or the checkpoint that is not quantised"
+        ) from e
     except (SafetensorError, OSError) as e:
         if isinstance(e, OSError) and (e.filename is not None or str(path) in str(e)):
             raise
@@ -235,29 +247,46 @@ def _loading_errors(path):
             "off: fetch or save them again"
         ) from e
     except Exception as e:  # whatever a class of transformers raises for a wrong field
-        what = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        raise ValueError(
-            f"verifier {path!r}: transformers cannot build it from its config.json "
-            f"({what}); fetch or save both files again"
-        ) from e
+        raise _not_built(path, e) from e
+
+
+def _not_built(path, error):
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return ValueError(
+        f"verifier {path!r}: transformers cannot build it from its config.json "
+        f"({what}); fetch or save both files again"
+    )
 
 # %% ../../nbs/verifier/02_tapped_model.ipynb #21968947
+def _quantisation(config) -> str | None:
+    "The method by which a checkpoint is quantised; None: it is not."
+    found = getattr(config, "quantization_config", None)
+    found = found if isinstance(found, dict) else getattr(found, "__dict__", {})
+    return str(found["quant_method"]) if "quant_method" in found else None
+
+
 def load_model(
     path: str | os.PathLike,  # folder, or hub id
     dtype: str | torch.dtype = "auto",  # "auto": the checkpoint's
     trust_remote_code: bool | None = None,  # run code; None: `checkpoints.remote_code` (no)
-) -> PreTrainedModel:  # on the CPU
+    # "auto": over all devices, the rest on the CPU and on the disk; or module -> place
+    device_map: str | dict[str, Any] | None = None,
+    offload_folder: str | os.PathLike | None = None,  # for what no memory has place for
+) -> PreTrainedModel:  # on the CPU, unless `device_map` says otherwise
     """Load a model from safetensors. FileNotFoundError: no config or no weights in the folder;
-    ValueError: config and weights do not belong together, or NaN in them."""
+    ValueError: config and weights do not belong together, NaN in them, or quantised in a way
+    that this machine cannot compute."""
     path = os.fspath(path)
     if Path(path).is_dir():
         _check_folder(path)
     if trust_remote_code is None:
         trust_remote_code = remote_code_allowed()
     config = verifier_config(path, trust_remote_code)
-    with _loading_errors(path):
+    placed: dict[str, Any] = dict(device_map=device_map, offload_folder=offload_folder)
+    with _loading_errors(path, _quantisation(config)):
         model, info = auto_class(config).from_pretrained(
             path,
+            **{name: value for name, value in placed.items() if value is not None},
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
@@ -372,11 +401,16 @@ class Verifier(TappedModel):
         dtype: str | torch.dtype = "auto",  # torch dtype; "auto": the checkpoint's
         device: str | torch.device | None = "cpu",  # torch device
         trust_remote_code: bool | None = None,  # run code; None: `checkpoints.remote_code` (no)
+        device_map: str | dict[str, Any] | None = None,  # as of `load_model`; device: unused
+        offload_folder: str | os.PathLike | None = None,  # for what no memory has place for
     ) -> "Verifier":  # ready for use
-        """Load from safetensors. FileNotFoundError: no config or no weights in the folder;
-        ValueError: config and weights do not belong together, or NaN in them."""
-        model: Any = load_model(path, dtype, trust_remote_code)
-        return cls(model.to(device), aux_layer_ids)
+        "Load from safetensors. Errors: as of `load_model`."
+        trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
+        if device_map is None and _quantisation(verifier_config(path, trusted)) is not None:
+            device_map = {"": device or "cpu"}  # quantised weights are not moved afterwards
+        placed = dict(device_map=device_map, offload_folder=offload_folder)
+        model: Any = load_model(path, dtype, trust_remote_code, **placed)
+        return cls(model if device_map is not None else model.to(device), aux_layer_ids)
 
     @torch.no_grad()
     def __call__(
@@ -411,9 +445,11 @@ class Verifier(TappedModel):
         if inputs and cache is not None:
             # pictures take fewer positions than tokens: later text in the cache starts earlier
             cache.position_shift = getattr(self.model.base_model, "rope_deltas", None)
+        # layers may be on several devices (`device_map`)
+        states = {i: tap.to(input_ids.device) for i, tap in taps.items()}
         return VerifierOutput(
             logits=out.logits if want_logits else None,
-            hidden_states=torch.cat([taps[i] for i in self.aux_layer_ids], -1),
-            last_hidden_states=taps[self.num_layers],
+            hidden_states=torch.cat([states[i] for i in self.aux_layer_ids], -1),
+            last_hidden_states=states[self.num_layers],
             past_key_values=cache,
         )
