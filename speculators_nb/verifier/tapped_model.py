@@ -228,17 +228,6 @@ def _loading_errors(path, quantised=None):
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except (ImportError, RuntimeError, ValueError, NotImplementedError) as e:
-        if quantised is None:
-            if isinstance(e, ImportError):
-                raise
-            raise _not_built(path, e) from e
-        what = " ".join(str(e).split())[:200]
-        raise ValueError(
-            f"verifier {path!r}: is quantised ({quantised}), and this machine cannot load it: "
-            f"{what}; start a server of it (speculators-nb serve {path} --hidden-states …) and "
-            "name that (--source vllm --server), or the checkpoint that is not quantised"
-        ) from e
     except (SafetensorError, OSError) as e:
         if isinstance(e, OSError) and (e.filename is not None or str(path) in str(e)):
             raise
@@ -247,21 +236,27 @@ def _loading_errors(path, quantised=None):
             "off: fetch or save them again"
         ) from e
     except Exception as e:  # whatever a class of transformers raises for a wrong field
-        raise _not_built(path, e) from e
+        if isinstance(e, ImportError) and quantised is None:
+            raise
+        raise _not_built(path, e, quantised) from e
 
 
-def _not_built(path, error):
+def _not_built(path, error, quantised):
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    if quantised is None:
+        why = f"transformers cannot build it from its config.json ({what})"
+        return ValueError(f"verifier {path!r}: {why}; fetch or save both files again")
     return ValueError(
-        f"verifier {path!r}: transformers cannot build it from its config.json "
-        f"({what}); fetch or save both files again"
+        f"verifier {path!r}: is quantised ({quantised}), and this machine cannot load it "
+        f"({what}); start a server of it (speculators-nb serve) and name that (--source vllm "
+        "--server), or take the checkpoint that is not quantised"
     )
 
 # %% ../../nbs/verifier/02_tapped_model.ipynb #21968947
 def _quantisation(config) -> str | None:
     "The method by which a checkpoint is quantised; None: it is not."
     found = getattr(config, "quantization_config", None)
-    found = found if isinstance(found, dict) else getattr(found, "__dict__", {})
+    found = found if isinstance(found, dict) else vars(found or object)
     return str(found["quant_method"]) if "quant_method" in found else None
 
 
@@ -273,9 +268,8 @@ def load_model(
     device_map: str | dict[str, Any] | None = None,
     offload_folder: str | os.PathLike | None = None,  # for what no memory has place for
 ) -> PreTrainedModel:  # on the CPU, unless `device_map` says otherwise
-    """Load a model from safetensors. FileNotFoundError: no config or no weights in the folder;
-    ValueError: config and weights do not belong together, NaN in them, or quantised in a way
-    that this machine cannot compute."""
+    """Load from safetensors. FileNotFoundError: no config or no weights in the folder;
+    ValueError: they do not belong together, NaN, or quantised as cannot be computed here."""
     path = os.fspath(path)
     if Path(path).is_dir():
         _check_folder(path)
@@ -408,8 +402,7 @@ class Verifier(TappedModel):
         trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
         if device_map is None and _quantisation(verifier_config(path, trusted)) is not None:
             device_map = {"": device or "cpu"}  # quantised weights are not moved afterwards
-        placed = dict(device_map=device_map, offload_folder=offload_folder)
-        model: Any = load_model(path, dtype, trust_remote_code, **placed)
+        model: Any = load_model(path, dtype, trusted, device_map, offload_folder)
         return cls(model if device_map is not None else model.to(device), aux_layer_ids)
 
     @torch.no_grad()
