@@ -43,8 +43,11 @@ def meta_drafter(
 ) -> SpeculatorModel:  # shapes alone
     "A fresh drafter on the meta device. Errors: as of `new_drafter`."
     drafter: Any = SpeculatorModel.registered_class(algorithm)
-    unweighted = classmethod(lambda cls, config, *_: cls(config))
-    names = dict(with_first_weights=unweighted, for_verifier=unweighted)
+
+    def unweighted(cls: Any, config: Any, *_: Any) -> Any:
+        return cls(config)
+
+    names = dict.fromkeys(("with_first_weights", "for_verifier"), classmethod(unweighted))
     empty: Any = type(drafter.__name__, (drafter,), names)
     shape, model_args = layer_arguments(model_args)
     layers = draft_layers(info, draft_arch, num_layers, **shape)

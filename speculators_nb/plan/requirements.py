@@ -122,7 +122,7 @@ def amount_of_data(
     "Count the rows of a prepared folder, or assume some."
     place = Path(folder or "")
     if conversations is None and folder and (place / "dataset_info.json").is_file():
-        lengths = load_prepared(place).rows["seq_len"][:most]
+        lengths = [int(n) for n in load_prepared(place).rows["seq_len"]][:most]
         return Amount(len(lengths), sum(lengths), True)
     rows = conversations or most or 50_000
     return Amount(rows, rows * tokens_each, False)
@@ -195,7 +195,7 @@ def check_step_memory(
 ) -> None:
     "Errors: ValueError for a drafter whose weights, gradients and optimizer do not fit."
     memory = device_memory() if memory is None else memory
-    if math.isinf(memory):
+    if math.isinf(memory) or values.get("from_pretrained"):  # which brings its own layers
         return
     info = VerifierInfo.of(verifier)
     now = training_step(info, values, ranks=ranks)

@@ -177,8 +177,8 @@ class TwinFit(NamedTuple):
         if power == 2:  # a w² + c w: its quotient by w is a line
             alone = width * line(base[0] / w0, base[1] / w1, width)
         else:
-            alone = line(*base, width)
-        return alone + vocab * line(*slope, width)
+            alone = line(base[0], base[1], width)
+        return alone + vocab * line(slope[0], slope[1], width)
 
 
 def extrapolated(

@@ -396,15 +396,14 @@ class Verifier(TappedModel):
         dtype: str | torch.dtype = "auto",  # torch dtype; "auto": the checkpoint's
         device: str | torch.device | None = "cpu",  # torch device
         trust_remote_code: bool | None = None,  # run code; None: `checkpoints.remote_code` (no)
-        device_map: str | dict[str, Any] | None = None,  # as of `load_model`; device: unused
-        offload_folder: str | os.PathLike | None = None,  # for what no memory has place for
+        **placed: Any,  # `device_map`, `offload_folder` of `load_model`, in place of `device`
     ) -> "Verifier":  # ready for use
         "Load from safetensors. Errors: as of `load_model`."
         trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
-        if device_map is None and _quantisation(verifier_config(path, trusted)) is not None:
-            device_map = {"": device or "cpu"}  # quantised weights are not moved afterwards
-        model: Any = load_model(path, dtype, trusted, device_map, offload_folder)
-        return cls(model if device_map is not None else model.to(device), aux_layer_ids)
+        if not placed and _quantisation(verifier_config(path, trusted)) is not None:
+            placed = {"device_map": {"": device or "cpu"}}  # they are not moved afterwards
+        model: Any = load_model(path, dtype, trusted, **placed)
+        return cls(model if placed else model.to(device), aux_layer_ids)
 
     @torch.no_grad()
     def __call__(
@@ -417,15 +416,12 @@ class Verifier(TappedModel):
         use_cache: bool = True,  # False: no cache is made (one-shot feature extraction)
         inputs: dict | None = None,  # pixel_values, image_grid_thw, mm_token_type_ids, …
     ) -> VerifierOutput:  # logits, aux states, last states, cache
-        """One forward pass over `input_ids`. Hidden states and logits at padding have no
-        meaning."""
+        "One forward pass. Hidden states and logits at padding have no meaning."
         cache = past_key_values
         if cache is None and use_cache:
             cache = new_cache(self.config)
-        arguments: dict[str, Any] = dict(
-            attention_mask=attention_mask, past_key_values=cache, use_cache=use_cache
-        )
-        arguments |= inputs or {}
+        arguments: dict[str, Any] = dict(past_key_values=cache, use_cache=use_cache)
+        arguments |= dict(attention_mask=attention_mask) | (inputs or {})
         position_ids = self._position_ids(
             input_ids, position_ids, attention_mask, cache, with_pictures=bool(inputs)
         )
@@ -440,8 +436,7 @@ class Verifier(TappedModel):
             # pictures take fewer positions than tokens: later text in the cache starts earlier
             shifted: Any = cache  # transformers' class has no such field
             shifted.position_shift = getattr(self.model.base_model, "rope_deltas", None)
-        # layers may be on several devices (`device_map`)
-        states = {i: tap.to(input_ids.device) for i, tap in taps.items()}
+        states = {i: tap.to(input_ids.device) for i, tap in taps.items()}  # of any device
         return VerifierOutput(
             logits=out.logits if want_logits else None,
             hidden_states=torch.cat([states[i] for i in self.aux_layer_ids], -1),
