@@ -90,7 +90,7 @@ def test_the_disk_is_what_a_run_of_a_thousandth_writes(tmp_path):
         code, text = run(command, "--recipe", recipe)
         assert code == 0, text
     code, counted = run("plan", recipe)
-    lengths = [row["seq_len"] for row in planning.load_prepared(tmp_path / "rows").rows]
+    lengths = [int(row["seq_len"]) for row in planning.load_prepared(tmp_path / "rows").rows]
     assert code == 0 and f"{len(lengths):,} rows of {round(sum(lengths) / len(lengths)):,} tokens" in counted
     assert "(counted)" in counted
     files = sum(f.stat().st_size for f in (tmp_path / "features").rglob("*.safetensors"))
