@@ -312,6 +312,13 @@ RULES |= {
     "max_requests": whole(100, 1, none=True),
     "max_seconds": number(60, above=0, none=True),
     "prompt_tokens": whole(256, 1, MOST_TOKENS),
+    "conversations": whole(50_000, 1, none=True),
+    "tokens_each": whole(1000, 1, MOST_TOKENS),
+    "devices": whole(8, 1, 10**6),
+    "memory": number(80, above=0, none=True),
+    "disk": number(2000, above=0, none=True),
+    "tflops": number(989, above=0),
+    "mfu": number(0.43, above=0, high=1),
 }
 ARGUMENTS = several(text("--max-num-seqs=8"), "--max-num-seqs=8", none=True)
 IN = {
