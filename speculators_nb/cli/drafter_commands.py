@@ -75,6 +75,7 @@ from speculators_nb.evaluate.while_training import (
     decoded_acceptance,
     draft_length,
 )
+from ..jobs.shared_job import one_writer
 from ..lab.experiment_page import write_runs_page
 from ..lab.grid import Experiment, announce, grid
 from ..lab.grid import experiment as run_all
@@ -113,6 +114,8 @@ def train(
     learning_rate: float = 1e-4,  # at the peak of the schedule
     optimizer: str = "adamw",  # adamw, or muon for hidden matrices and adamw for the rest
     bf16: bool = False,  # compute in bfloat16 above float32 weights
+    fsdp: bool = False,  # split weights and optimizer over the ranks (under torchrun)
+    checkpoint_format: str = "full",  # or sharded: with --fsdp, each rank writes its part
     save_dtype: str | None = None,  # of the saved drafter, e.g. bfloat16; default: float32
     early_stopping_patience: int | None = None,  # evaluations without progress; default: never
     decode_prompts: str | None = None,  # decode 8 at each evaluation: shipped, gsm8k, …; a file
@@ -131,12 +134,13 @@ def train(
     given: dict[str, Any] = dict(num_train_epochs=num_train_epochs, total_seq_len=total_seq_len)
     given |= dict(learning_rate=learning_rate, optimizer=optimizer, bf16=bf16)
     given |= dict(gradient_accumulation_steps=gradient_accumulation_steps)
+    given |= dict(fsdp=fsdp, checkpoint_format=checkpoint_format)
     given |= dict(save_dtype=save_dtype, early_stopping_patience=early_stopping_patience)
     more = _pairs(extra)
     resume = more.pop("resume_from_checkpoint", resume)
     draft_arch = draft_arch or str(settings(algorithm).get("draft_arch", "llama"))
     check_step_memory(verifier, locals())
-    with disk_errors(output_dir, KEPT), remote_code(trust_remote_code):
+    with disk_errors(output_dir, KEPT), remote_code(trust_remote_code), one_writer(output_dir):
         trainer = train_drafter(
             *(data_dir, output_dir, verifier, algorithm, draft_arch, num_layers),
             *(draft_vocab_size, from_pretrained, seed, eval_share, on_bad, server, storage),
@@ -145,12 +149,16 @@ def train(
             **dict(resume_from_checkpoint=resume, overwrite=overwrite) | given,
             **more,
         )
-    if not (trainer.done and provenance_path(output_dir).is_file()):
+    recorded = trainer.done and provenance_path(output_dir).is_file()
+    if trainer.args.should_save and not recorded:
         record = dict(algorithm=algorithm, num_layers=num_layers, seed=seed, resume=resume)
         record |= dict(draft_vocab_size=draft_vocab_size, server=server, eval_share=eval_share)
         origin = dict(features=data_dir, verifier=verifier, from_pretrained=from_pretrained)
         record |= given | dict(extra=more, decode_prompts=decode_prompts)
-        write_provenance(output_dir, "train", record, origin, steps=trainer.state.global_step)
+        ranks = dict(world_size=trainer.args.world_size)
+        ranks |= dict(gradient_accumulation_steps=trainer.args.gradient_accumulation_steps)
+        steps = trainer.state.global_step
+        write_provenance(output_dir, "train", record, origin, steps=steps, **ranks)
     return trainer
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #489697f2
@@ -324,7 +332,8 @@ def evaluate(
     options["k"] = [k] if isinstance(k, int) else list(k or ())
     options["temperatures"] = tuple(temperatures or (0.0,))
     run = _evaluate_vllm if engine == "vllm" else _evaluate_reference
-    return run(drafter, data, options)
+    with one_writer(output_dir):
+        return run(drafter, data, options)
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #a666e7c6
 def compare(

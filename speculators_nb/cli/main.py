@@ -95,6 +95,8 @@ vocab = command(library("cli.data_commands", "vocab"), _chosen, app, group="Data
 
 # %% ../../nbs/cli/12_main.ipynb #6f70a533
 def _trained(trainer):
+    if not trainer.args.should_save:
+        return  # the first rank reports
     from speculators_nb.train.live_view import evaluation_table, header_line, row_line
 
     table, out = evaluation_table(trainer.state.log_history), trainer.args.output_dir
