@@ -75,6 +75,7 @@ from speculators_nb.evaluate.while_training import (
     decoded_acceptance,
     draft_length,
 )
+from ..jobs.shared_job import one_writer
 from ..lab.experiment_page import write_runs_page
 from ..lab.grid import Experiment, announce, grid
 from ..lab.grid import experiment as run_all
@@ -135,7 +136,7 @@ def train(
     resume = more.pop("resume_from_checkpoint", resume)
     kept = "checkpoints that are complete are kept, --resume continues from the newest"
     draft_arch = draft_arch or str(settings(algorithm).get("draft_arch", "llama"))
-    with disk_errors(output_dir, kept), remote_code(trust_remote_code):
+    with disk_errors(output_dir, kept), remote_code(trust_remote_code), one_writer(output_dir):
         trainer = train_drafter(
             *(data_dir, output_dir, verifier, algorithm, draft_arch, num_layers),
             *(draft_vocab_size, from_pretrained, seed, eval_share, on_bad, server, storage),
@@ -327,7 +328,8 @@ def evaluate(
     options["k"] = [k] if isinstance(k, int) else list(k or ())
     options["temperatures"] = tuple(temperatures or (0.0,))
     run = _evaluate_vllm if engine == "vllm" else _evaluate_reference
-    return run(drafter, data, options)
+    with one_writer(output_dir):
+        return run(drafter, data, options)
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #a666e7c6
 def compare(

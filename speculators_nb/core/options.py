@@ -318,6 +318,7 @@ IN = {
     "convert.source": path("downloads/eagle"),
     "vocab.draft_vocab_size": whole(32000, 1),
     "regenerate.concurrency": whole(16, 1, 65536),
+    **dict.fromkeys(("regenerate.engine", "features.engine"), word("local", "ray")),
     "features.concurrency": whole(8, 1, 65536),
     "features.server": text("http://127.0.0.1:8000", test=address_problem),
     **dict.fromkeys(("evaluate.dtype", "serve.dtype"), word(*SERVED)),

@@ -167,6 +167,7 @@ class FeatureFolder:
         dataset: Dataset,  # from `prepare`: input_ids, loss_mask, seq_len
         config: dict,  # from `origin`
         indices: Iterable[int] | None = None,  # rows to make, e.g. from `shard(…)`; None: all
+        alone: bool = True,  # nobody else makes these rows: unfinished files are a killed run's
     ):
         self.path = Path(out_dir)
         self.config = config
@@ -175,7 +176,7 @@ class FeatureFolder:
         self.lengths = [int(n) for n in dataset["seq_len"][:]]
         self.wanted = sorted(set(range(len(dataset)) if indices is None else indices))
         _set_up(self.path, dataset, config)
-        mine = set(self.wanted)
+        mine = set(self.wanted if alone else ())
         for unfinished in self.path.glob(".hs_*"):  # of a killed run
             if int(unfinished.name.split(".")[1][3:]) in mine:
                 unfinished.unlink(missing_ok=True)
