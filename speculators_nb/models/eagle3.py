@@ -266,7 +266,8 @@ class Eagle3Loss(DraftTokens):
             back_end = attention_back_end(attn_impl, ids.device, False, layer)
             return ForwardOutput(self.draft_rows(inputs, ttt_steps, back_end, own), None, {})
         mask = documents >= 0 if loss_mask is None else loss_mask[0]
-        carries_loss = ttt_supervision(*on_host(mask, documents), ttt_steps, upstream)
+        on_cpu, ids_of = on_host(mask, documents)
+        carries_loss = ttt_supervision(on_cpu, ids_of, ttt_steps, upstream)
         counted = counted_positions(carries_loss, upstream)
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         hidden, dense_states = self.unroll(inputs, counted, lean, back_end, own)
