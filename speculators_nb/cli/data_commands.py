@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from ..core.checkpoints import resolve_checkpoint
-from ..core.options import check_options
+from ..core.options import HERE, check_options
 from ..core.provenance import write_provenance
 from ..data.chat_template import tokenizer_errors
 from ..data.pipeline import prepare
@@ -27,6 +27,7 @@ from ..features.feature_file import stored_dtype
 from ..features.feature_folder import shard, table_of
 from ..features.from_server import extract_from_server
 from ..features.in_process import extract_features
+from ..jobs.servers import one_or_several
 from speculators_nb.nn.draft_vocabulary import (
     load_vocab_mapping,
     save_vocab_mapping,
@@ -93,7 +94,7 @@ def regenerate(
     data: str,  # conversations: .jsonl, .json, a folder of them, hf:<id>, or a name: gsm8k
     output: Path,  # .jsonl with the answers; an interrupted run is continued there
     verifier: str | None = None,  # folder or hub id; with server: tokenizer if it sends no ids
-    server: str | None = None,  # OpenAI-compatible server to ask, e.g. http://127.0.0.1:8000
+    server: list[str] | str | None = None,  # OpenAI-compatible, e.g. http://a:8000 (repeatable)
     model: str | None = None,  # its name there; default: the only one
     max_samples: int | None = None,  # use the first so many conversations; default: all
     max_new_tokens: int = 256,  # of each answer
@@ -102,6 +103,7 @@ def regenerate(
     sampling: dict | None = None,  # {"top_p": 0.9}, weighted: {"temperature": [[0, 1], [1, 3]]}
     languages: list[str] | None = None,  # languages to keep, e.g. en (repeatable); default: all
     concurrency: int = 16,  # conversations in work at once, with a server
+    patience: float = 120.0,  # seconds to wait while none of several servers answers
     seed: int = 0,  # of the sampling
     device: str | None = None,  # without a server; default: the accelerator if there is one
 ) -> Report:  # counts; what failed and why
@@ -124,6 +126,7 @@ def regenerate(
             model=model,
             tokenizer=verifier,
             concurrency=concurrency,
+            patience=patience,
             **given,
         )
     else:
@@ -136,7 +139,7 @@ def regenerate(
         output,
         "regenerate",
         given | dict(model=model),
-        {"data": data, "verifier": verifier, "server": server},
+        {"data": data, "verifier": verifier, "server": one_or_several(server)},
         **report,
     )
     return report
@@ -185,14 +188,15 @@ def features(
     data: str,  # prepared folder, or conversations: a file, a folder, hf:<id>, a name: gsm8k
     output_dir: Path,  # where the features go; an interrupted run is continued there
     source: str = "hf",  # hf: the verifier in this process; vllm: a server
-    server: str = "http://127.0.0.1:8000",  # address of `serve VERIFIER --hidden-states FOLDER`
-    storage: Path | None = None,  # with vllm: that FOLDER, as it is mounted here
+    server: list[str] | str | None = None,  # with vllm; default: port 8000 here (repeatable)
+    storage: Path | None = None,  # with vllm: the FOLDER of serve --hidden-states FOLDER
     max_length: int = 2048,  # rows longer than this are cut, where `data` is not prepared yet
     max_samples: int | None = None,  # use the first so many; default: all
     aux_layer_ids: list[int] | None = None,  # layers, ascending (repeatable); default: three
     dtype: str = "bfloat16",  # of the stored features; float8_e4m3fn halves the disk
     max_tokens: int = 8192,  # padded tokens in one forward pass, with hf
     concurrency: int = 8,  # requests in flight, with vllm
+    patience: float = 120.0,  # seconds to wait while none of several servers answers
     rank: int = 0,  # of this process, where several share the rows
     world_size: int = 1,  # how many share them
     device: str | None = None,  # with hf; default: the accelerator if there is one
@@ -206,8 +210,9 @@ def features(
         mine = rows.select(shard(len(rows), rank, world_size))
         log_disk(output_dir, mine, hidden_size, len(aux_layer_ids or range(3)) + 1, dtype)
         counts = extract_from_server(
-            *(server, rows, output_dir, storage, aux_layer_ids or None),
+            *(server or HERE, rows, output_dir, storage, aux_layer_ids or None),
             *(concurrency, dtype, rank, world_size),
+            patience=patience,
         )
     else:
         model, tokenizer = open_verifier(verifier, aux_layer_ids, device, trust_remote_code)
@@ -219,7 +224,8 @@ def features(
         counts = extract_features(
             model, rows, output_dir, dtype=dtype, max_tokens=max_tokens, indices=share
         )
-    record = dict(source=source, server=server if source == "vllm" else None, dtype=dtype)
+    used = one_or_several(server or HERE) if source == "vllm" else None
+    record = dict(source=source, server=used, dtype=dtype)
     record |= dict(max_length=max_length, max_samples=max_samples)
     record |= dict(rank=rank, world_size=world_size)
     origin = {"verifier": verifier, "data": data}

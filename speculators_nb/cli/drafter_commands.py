@@ -38,6 +38,7 @@ from ..evaluate.engine import drafter_name, evaluate_engine
 from ..evaluate.engine_results import EngineEvaluation
 from ..evaluate.prompts import encode_prompts, read_prompts
 from ..features.extraction_client import extraction_options
+from ..jobs.servers import one_or_several
 from ..lab.experiment import settings
 from ..models.base import SpeculatorModel
 from ..nn.target_head import text_config, verifier_config
@@ -96,8 +97,9 @@ def train(
     num_layers: int = 1,  # how many it has
     draft_vocab_size: int | None = None,  # most frequent tokens; default: all of the verifier's
     from_pretrained: Path | None = None,  # start from this drafter's weights, not fresh ones
-    server: str | None = None,  # vLLM URL for a prepared folder's features; default: in-process
+    server: list[str] | str | None = None,  # vLLM making features in training (repeatable)
     storage: Path | None = None,  # the FOLDER of serve --hidden-states FOLDER, as mounted here
+    patience: float = 120.0,  # seconds to wait while none of several servers answers
     aux_layer_ids: list[int] | None = None,  # verifier layers (repeatable); default: features'
     eval_share: float | None = None,  # held-out share, 0: none; default: `prepare`'s, else 0.05
     on_bad: str = "raise",  # a sample whose features do not check: raise, or skip it
@@ -136,12 +138,14 @@ def train(
             *(draft_vocab_size, from_pretrained, seed, eval_share, on_bad, server, storage),
             *(aux_layer_ids or None, trust_features),
             measure=_decoding(verifier, decode_prompts),
+            patience=patience,
             **dict(resume_from_checkpoint=resume, overwrite=overwrite) | given,
             **more,
         )
     if not (trainer.done and provenance_path(output_dir).is_file()):
         record = dict(algorithm=algorithm, num_layers=num_layers, seed=seed, resume=resume)
-        record |= dict(draft_vocab_size=draft_vocab_size, server=server, eval_share=eval_share)
+        record |= dict(draft_vocab_size=draft_vocab_size, server=one_or_several(server))
+        record |= dict(eval_share=eval_share)
         origin = dict(features=data_dir, verifier=verifier, from_pretrained=from_pretrained)
         record |= given | dict(extra=more, decode_prompts=decode_prompts)
         write_provenance(output_dir, "train", record, origin, steps=trainer.state.global_step)

@@ -165,15 +165,16 @@ class ServerFeatures(FeatureRows):
         layer_ids: list[int] | None = None,  # slots, last included; None: server connector's
         layers: list[int] | None = None,  # for `hidden_states`; None: all sent but the last
         on_bad: str = "raise",  # "raise": FeatureError; "skip": not trained, named and counted
-        concurrency: int = 8,  # requests in flight, in each of the loader's processes
+        concurrency: int = 8,  # requests in flight, in each rank
         dtype: torch.dtype = torch.bfloat16,  # of the features
         max_failures: int = 20,  # in a row, then training stops even with "skip"
+        ahead: int = 4,  # packed rows that a trainer has requested before it needs them
         **server,  # model, timeout, tries, patience: of `open_states`
     ):
         self.table = table_of(rows).with_format(None)
         self.rows = self.table.with_format("torch")
         self.client = open_states(url, storage, layer_ids, **server)
-        self.concurrency = concurrency
+        self.concurrency, self.ahead = concurrency, ahead
         self.dtype = dtype
         self.breaker = Breaker(max_failures)
         self.where = f"the server {', '.join(addresses_of(url))!r}"
