@@ -225,9 +225,8 @@ def features(
             model, rows, output_dir, dtype=dtype, max_tokens=max_tokens, indices=share
         )
     used = one_or_several(server or HERE) if source == "vllm" else None
-    record = dict(source=source, server=used, dtype=dtype)
+    record = dict(source=source, server=used, dtype=dtype, rank=rank, world_size=world_size)
     record |= dict(max_length=max_length, max_samples=max_samples)
-    record |= dict(rank=rank, world_size=world_size)
     origin = {"verifier": verifier, "data": data}
     write_provenance(output_dir, "features", record, origin, **counts)
     total = dict(rows=len(rows), tokens=sum(rows["seq_len"]), output_dir=output_dir)

@@ -38,7 +38,6 @@ from ..evaluate.engine import drafter_name, evaluate_engine
 from ..evaluate.engine_results import EngineEvaluation
 from ..evaluate.prompts import encode_prompts, read_prompts
 from ..features.extraction_client import extraction_options
-from ..jobs.servers import one_or_several
 from ..lab.experiment import settings
 from ..models.base import SpeculatorModel
 from ..nn.target_head import text_config, verifier_config
@@ -74,6 +73,7 @@ from speculators_nb.evaluate.while_training import (
     decoded_acceptance,
     draft_length,
 )
+from ..jobs.servers import one_or_several
 from ..lab.experiment_page import write_runs_page
 from ..lab.grid import Experiment, announce, grid
 from ..lab.grid import experiment as run_all
@@ -136,18 +136,15 @@ def train(
         trainer = train_drafter(
             *(data_dir, output_dir, verifier, algorithm, draft_arch, num_layers),
             *(draft_vocab_size, from_pretrained, seed, eval_share, on_bad, server, storage),
-            *(aux_layer_ids or None, trust_features),
-            measure=_decoding(verifier, decode_prompts),
-            patience=patience,
-            **dict(resume_from_checkpoint=resume, overwrite=overwrite) | given,
-            **more,
+            *(aux_layer_ids or None, trust_features, _decoding(verifier, decode_prompts)),
+            **dict(resume_from_checkpoint=resume, overwrite=overwrite, patience=patience),
+            **given | more,
         )
     if not (trainer.done and provenance_path(output_dir).is_file()):
         record = dict(algorithm=algorithm, num_layers=num_layers, seed=seed, resume=resume)
         record |= dict(draft_vocab_size=draft_vocab_size, server=one_or_several(server))
-        record |= dict(eval_share=eval_share)
         origin = dict(features=data_dir, verifier=verifier, from_pretrained=from_pretrained)
-        record |= given | dict(extra=more, decode_prompts=decode_prompts)
+        record |= given | dict(extra=more, decode_prompts=decode_prompts, eval_share=eval_share)
         write_provenance(output_dir, "train", record, origin, steps=trainer.state.global_step)
     return trainer
 

@@ -312,9 +312,8 @@ def train_drafter(
     **training_args,
 ) -> SpeculatorTrainer:  # has run; its model is the best one and is saved in `output_dir`
     """Train a drafter on features. Errors: ValueError for a name that nothing takes, a folder
-    that holds a drafter already (`overwrite`, `resume_from_checkpoint`), features of another
-    verifier or of other layers; FloatingPointError for a loss or weights that are not
-    finite."""
+    that holds a drafter (`overwrite`, `resume_from_checkpoint`), features of another verifier
+    or of other layers; FloatingPointError for a loss or weights that are not finite."""
     drafter = {"draft_arch": draft_arch, "num_layers": num_layers, "seed": seed}
     vocabulary = {"draft_vocab_size": draft_vocab_size, "target_layer_ids": target_layer_ids}
     rows = {"eval_share": eval_share, "on_bad": on_bad, "trust_features": trust_features}
