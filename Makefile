@@ -128,11 +128,18 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input doctor laptop upstream-test vllm-all loggers-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, upstream's checkpoints both ways, more of vLLM, loggers read back, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input doctor laptop upstream-test vllm-all loggers-test shared-jobs ray-test proofs  ## what takes longer than CI may: the slow cells of notebooks, kills of shared jobs, Ray, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, upstream's checkpoints both ways, more of vLLM, loggers read back, the proofs (hours; they continue where they stopped)
 
 .PHONY: loggers-test
 loggers-test: .venv/.dev  ## TensorBoard, W&B offline, MLflow and trackio: each writes a run and is read back (its own environment, 0.7 GB)
 	$(OFFLINE) $(BIN)/python tests/loggers/check_loggers.py
+
+.PHONY: shared-jobs ray-test
+shared-jobs: .venv/.dev  ## kill -9 at random moments of one and of two processes that share regenerate or features; the output is the same
+	$(OFFLINE) $(BIN)/python tests/jobs/run.py
+
+ray-test: .venv/.dev  ## 200 rows on a Ray cluster of two nodes on this machine, a worker killed on the way (its own environment, 0.3 GB)
+	$(OFFLINE) $(BIN)/python tests/jobs/check_ray.py
 
 .PHONY: doctor
 doctor: .venv/.dev  ## drafters spoilt on purpose, one fault each: trained, and what the doctor names first; half an hour

@@ -27,6 +27,8 @@ from ..features.feature_file import stored_dtype
 from ..features.feature_folder import shard, table_of
 from ..features.from_server import extract_from_server
 from ..features.in_process import extract_features
+from ..jobs.on_ray import on_ray
+from ..jobs.ranks import ranks_of
 from ..jobs.servers import one_or_several
 from speculators_nb.nn.draft_vocabulary import (
     load_vocab_mapping,
@@ -36,19 +38,23 @@ from speculators_nb.nn.draft_vocabulary import (
 from ..nn.target_head import text_config, verifier_config
 from ..regenerate.from_server import regenerate_from_server
 from ..regenerate.in_process import regenerate as answer_here
-from ..regenerate.journal import Report
+from ..regenerate.regenerated import Report
 from ..verifier.folders import check_tokenizer
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/cli/07_data_commands.ipynb #324b4eb8
 def device_of(
-    name: str | None,  # as torch spells it; None: the accelerator if there is one
+    name: str | None,  # as torch spells it; None: this rank's accelerator if there is one
 ) -> torch.device:
     """Where to compute. Errors: ValueError for a device that torch does not know, or that this
     machine does not have."""
     check_options(dict(device=name))
     if not name:
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        found = torch.accelerator.current_accelerator() or torch.device("cpu")
+        ranks = ranks_of()
+        if found.type == "cpu" or ranks.world_size == 1:
+            return found
+        return torch.device(found.type, ranks.local_rank % torch.accelerator.device_count())
     device = torch.device(name)
     module = None if device.type == "cpu" else getattr(torch, device.type, None)
     n = 1 if device.type == "cpu" else 0
@@ -106,9 +112,12 @@ def regenerate(
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     seed: int = 0,  # of the sampling
     device: str | None = None,  # without a server; default: the accelerator if there is one
+    engine: str = "local",  # local: this process; ray: one for each device of a Ray cluster
 ) -> Report:  # counts; what failed and why
     "Let the verifier answer the questions itself."
-    check_options(locals(), "regenerate")
+    check_options(arguments := dict(locals()), "regenerate")
+    if engine == "ray":
+        return on_ray(regenerate, arguments | dict(engine="local"), "output")
     given: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -118,30 +127,24 @@ def regenerate(
         languages=languages or None,
         limit=max_samples,
     )
+    origin = {"data": data, "verifier": verifier, "server": one_or_several(server)}
+
+    def record(report):
+        if report.done:
+            write_provenance(output, "regenerate", given | dict(model=model), origin, **report)
+
     if server is not None:
-        report = regenerate_from_server(
-            server,
-            data,
-            output,
-            model=model,
-            tokenizer=verifier,
-            concurrency=concurrency,
-            patience=patience,
-            **given,
-        )
+        with_server: dict[str, Any] = dict(model=model, tokenizer=verifier)
+        with_server |= dict(concurrency=concurrency, patience=patience, then=record)
+        report = regenerate_from_server(server, data, output, **with_server, **given)
     else:
-        report = answer_here(*open_verifier(verifier, None, device), data, output, **given)
-    if not any(report[name] for name in ("written", "kept", "duplicates", "skipped", "failed")):
+        assert verifier is not None  # or check_options refuses
+        opened = open_verifier(verifier, None, device)
+        report = answer_here(*opened, data, output, then=record, **given)
+    if not report.done:
         raise ValueError(
             f"data={str(data)!r}: holds no conversation; name a file that has some"
         )
-    write_provenance(
-        output,
-        "regenerate",
-        given | dict(model=model),
-        {"data": data, "verifier": verifier, "server": one_or_several(server)},
-        **report,
-    )
     return report
 
 # %% ../../nbs/cli/07_data_commands.ipynb #dcec356b
@@ -182,6 +185,34 @@ def log_disk(
             free / 1e9,
         )
 
+# %% ../../nbs/cli/07_data_commands.ipynb #05715fd8
+def _states_from_server(rows, options, then) -> dict:
+    "Features by a server; each rank has a fixed share of the rows."
+    o, rank, world_size = options, options["rank"], options["world_size"]
+    if world_size == 1:
+        rank, world_size, _ = ranks_of()
+    hidden_size = text_config(verifier_config(o["verifier"])).hidden_size
+    layers = o["aux_layer_ids"] or None
+    mine = rows.select(shard(len(rows), rank, world_size))
+    log_disk(o["output_dir"], mine, hidden_size, len(layers or range(3)) + 1, o["dtype"])
+    counts = extract_from_server(
+        *(o["server"] or HERE, rows, o["output_dir"], o["storage"], layers),
+        *(o["concurrency"], o["dtype"], rank, world_size),
+        patience=o["patience"],
+    )
+    then(counts)
+    return counts
+
+
+def _states_in_process(model, rows, options, then) -> dict:
+    "Features by a verifier in this process, which shares its batches with others."
+    o, rank, world_size = options, options["rank"], options["world_size"]
+    mine = rows.select(shard(len(rows), rank, world_size))
+    states = len(model.aux_layer_ids) + 1
+    log_disk(o["output_dir"], mine, model.hidden_size, states, o["dtype"])
+    where = model, rows, o["output_dir"], o["dtype"], o["max_tokens"]
+    return extract_features(*where, rank=rank, world_size=world_size, then=then)
+
 # %% ../../nbs/cli/07_data_commands.ipynb #47a2c129
 def features(
     verifier: str,  # folder or hub id
@@ -197,38 +228,33 @@ def features(
     max_tokens: int = 8192,  # padded tokens in one forward pass, with hf
     concurrency: int = 8,  # requests in flight, with vllm
     patience: float = 120.0,  # seconds to wait while none of several servers answers
-    rank: int = 0,  # of this process, where several share the rows
-    world_size: int = 1,  # how many share them
+    rank: int = 0,  # which share, where world_size fixed shares are made one by one
+    world_size: int = 1,  # fixed shares; 1: all processes that work in output_dir share it
     device: str | None = None,  # with hf; default: the accelerator if there is one
     trust_remote_code: bool = False,  # run code that comes with the verifier
+    engine: str = "local",  # local: this process; ray: one for each device of a Ray cluster
 ) -> dict:  # counts, and output_dir
     "Write the verifier's hidden states on every row."
-    check_options(locals(), "features")
+    check_options(options := dict(locals()), "features")
+    if engine == "ray":
+        return on_ray(features, options | dict(engine="local"), "output_dir")
+    used = one_or_several(server or HERE) if source == "vllm" else None
+    record = dict(source=source, server=used, dtype=dtype)
+    record |= dict(max_length=max_length, max_samples=max_samples)
+    record |= dict(rank=rank, world_size=world_size)
+    origin = {"verifier": verifier, "data": data}
+
+    def then(counts):
+        write_provenance(output_dir, "features", record, origin, **counts)
+
     if source == "vllm":
         rows = _rows(data, open_tokenizer(verifier, trust_remote_code), max_length, max_samples)
-        hidden_size = text_config(verifier_config(verifier)).hidden_size
-        mine = rows.select(shard(len(rows), rank, world_size))
-        log_disk(output_dir, mine, hidden_size, len(aux_layer_ids or range(3)) + 1, dtype)
-        counts = extract_from_server(
-            *(server or HERE, rows, output_dir, storage, aux_layer_ids or None),
-            *(concurrency, dtype, rank, world_size),
-            patience=patience,
-        )
+        counts = _states_from_server(rows, options, then)
     else:
         model, tokenizer = open_verifier(verifier, aux_layer_ids, device, trust_remote_code)
-        vocab_size = model.model.get_input_embeddings().weight.shape[0]
+        vocab_size = model.model.get_input_embeddings().get_parameter("weight").shape[0]
         rows = _rows(data, tokenizer, max_length, max_samples, vocab_size)
-        share = shard(len(rows), rank, world_size)
-        states = len(model.aux_layer_ids) + 1
-        log_disk(output_dir, rows.select(share), model.hidden_size, states, dtype)
-        counts = extract_features(
-            model, rows, output_dir, dtype=dtype, max_tokens=max_tokens, indices=share
-        )
-    used = one_or_several(server or HERE) if source == "vllm" else None
-    record = dict(source=source, server=used, dtype=dtype, rank=rank, world_size=world_size)
-    record |= dict(max_length=max_length, max_samples=max_samples)
-    origin = {"verifier": verifier, "data": data}
-    write_provenance(output_dir, "features", record, origin, **counts)
+        counts = _states_in_process(model, rows, options, then)
     total = dict(rows=len(rows), tokens=sum(rows["seq_len"]), output_dir=output_dir)
     return counts | total
 
