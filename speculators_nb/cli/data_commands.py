@@ -8,12 +8,12 @@ __all__ = ['log', 'device_of', 'open_tokenizer', 'open_verifier', 'regenerate', 
 # %% ../../nbs/cli/07_data_commands.ipynb #75073b48
 import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from huggingface_hub import cached_assets_path
 from transformers import AutoTokenizer
 
 from ..core.checkpoints import resolve_checkpoint
@@ -22,8 +22,6 @@ from ..core.provenance import write_provenance
 from ..data.chat_template import tokenizer_errors
 from ..data.pipeline import prepare
 from ..data.prepared_folder import load_prepared, read_data_config
-from ..evaluate.plan import feature_bytes
-from ..features.feature_file import stored_dtype
 from ..features.feature_folder import shard, table_of
 from ..features.from_server import extract_from_server
 from ..features.in_process import extract_features
@@ -36,6 +34,7 @@ from speculators_nb.nn.draft_vocabulary import (
     vocab_mapping_from_frequencies,
 )
 from ..nn.target_head import text_config, verifier_config
+from ..plan.requirements import features_on_disk, free_disk
 from ..regenerate.from_server import regenerate_from_server
 from ..regenerate.in_process import regenerate as answer_here
 from ..regenerate.regenerated import Report
@@ -44,12 +43,12 @@ from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/cli/07_data_commands.ipynb #324b4eb8
 def device_of(
-    name: str | None,  # as torch spells it; None: this rank's accelerator if there is one
+    name: str | None,  # as torch spells it; None, auto: this rank's accelerator, if any
 ) -> torch.device:
     """Where to compute. Errors: ValueError for a device that torch does not know, or that this
     machine does not have."""
     check_options(dict(device=name))
-    if not name:
+    if not name or name == "auto":
         found = torch.accelerator.current_accelerator() or torch.device("cpu")
         ranks = ranks_of()
         if found.type == "cpu" or ranks.world_size == 1:
@@ -92,6 +91,8 @@ def open_verifier(
     resolve_checkpoint(verifier)  # a wrong name has its own error
     place = device_of(device)  # before the weights are read
     tokenizer = open_tokenizer(verifier, trust_remote_code)
+    if device == "auto":  # layers that fit no device are on the CPU, then on the disk
+        remote |= dict(device_map="auto", offload_folder=cached_assets_path("speculators_nb"))
     layers = aux_layer_ids or None
     return Verifier.from_pretrained(str(verifier), layers, device=place, **remote), tokenizer
 
@@ -111,7 +112,7 @@ def regenerate(
     concurrency: int = 16,  # conversations in work at once, with a server
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     seed: int = 0,  # of the sampling
-    device: str | None = None,  # without a server; default: the accelerator if there is one
+    device: str | None = None,  # without a server; auto: layers over all; default: accelerator
     engine: str = "local",  # local: this process; ray: one for each device of a Ray cluster
 ) -> Report:  # counts; what failed and why
     "Let the verifier answer the questions itself."
@@ -171,18 +172,16 @@ def log_disk(
     """Log how much disk the features need, before the first is written, and where the disk has
     less."""
     tokens = sum(rows["seq_len"])
-    need = tokens * feature_bytes(hidden_size, states, stored_dtype(dtype))
-    folder = Path(output_dir).absolute()
-    folder = next(place for place in (folder, *folder.parents) if place.is_dir())
-    free = shutil.disk_usage(folder).free
-    log.info(
-        "features of %d rows, %d tokens: %.3g GB on the disk", len(rows), tokens, need / 1e9
-    )
-    if need > free:
+    free = free_disk(output_dir)
+    disk = features_on_disk(tokens, len(rows), hidden_size, states, dtype, free)
+    need = disk.need / 1e9
+    log.info("features of %d rows, %d tokens: %.3g GB on the disk", len(rows), tokens, need)
+    if not disk.fits:
         log.warning(
-            "%s has %.3g GB free, which is less: name another output_dir, or max_samples",
-            folder,
+            "%s has %.3g GB free, which is less: name another output_dir, or %s",
+            Path(output_dir).absolute(),
             free / 1e9,
+            disk.remedy,
         )
 
 # %% ../../nbs/cli/07_data_commands.ipynb #05715fd8
@@ -230,7 +229,7 @@ def features(
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     rank: int = 0,  # which share, where world_size fixed shares are made one by one
     world_size: int = 1,  # fixed shares; 1: all processes that work in output_dir share it
-    device: str | None = None,  # with hf; default: the accelerator if there is one
+    device: str | None = None,  # with hf; auto: layers over all; default: the accelerator
     trust_remote_code: bool = False,  # run code that comes with the verifier
     engine: str = "local",  # local: this process; ray: one for each device of a Ray cluster
 ) -> dict:  # counts, and output_dir

@@ -187,6 +187,8 @@ RULES |= {
     "learning_rate": number(1e-4, above=0),
     "optimizer": word("adamw", "muon"),
     "bf16": switch(False),
+    "fsdp": switch(False),
+    "checkpoint_format": word("full", "sharded"),
     "save_dtype": word("bfloat16", "float16", "float32", none=True),
     "early_stopping_patience": whole(3, 1, none=True),
     "extra": several(text("warmup_steps=100"), "warmup_steps=100", none=True),
@@ -312,6 +314,13 @@ RULES |= {
     "max_requests": whole(100, 1, none=True),
     "max_seconds": number(60, above=0, none=True),
     "prompt_tokens": whole(256, 1, MOST_TOKENS),
+    "conversations": whole(50_000, 1, none=True),
+    "tokens_each": whole(1000, 1, MOST_TOKENS),
+    "devices": whole(8, 1, 10**6),
+    "memory": number(80, above=0, none=True),
+    "disk": number(2000, above=0, none=True),
+    "tflops": number(989, above=0),
+    "mfu": number(0.43, above=0, high=1),
 }
 ARGUMENTS = several(text("--max-num-seqs=8"), "--max-num-seqs=8", none=True)
 IN = {
