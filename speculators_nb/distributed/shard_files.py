@@ -15,9 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..core.checkpoints import load_tensors
 from ..core.files import atomic_write, read_object
@@ -29,7 +34,7 @@ INDEX = "shards.json"  # in that folder: the size of each file, the learning rat
 
 
 def model_tensors(
-    model: nn.Module,  # sharded or not
+    model: Any,  # sharded or not
 ) -> dict[str, Tensor]:  # "model.{name}" -> tensor
     "What a checkpoint keeps of a model."
     saved = model.saved_state() if hasattr(model, "saved_state") else model.state_dict()
@@ -67,7 +72,7 @@ def save_shards(
     tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     distributed = torch.distributed.is_initialized()
-    dcp.save(tensors, storage_writer=writer, no_dist=not distributed)
+    save(tensors, storage_writer=writer, no_dist=not distributed)
     if distributed and torch.distributed.get_rank() != 0:
         return
     index = {
@@ -111,7 +116,7 @@ def stored_tensors(
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in metadata.state_dict_metadata.items()
-        if hasattr(entry, "size")
+        if isinstance(entry, TensorStorageMetadata)
     }
 
 
@@ -126,7 +131,7 @@ def _read(checkpoint, wanted: dict[str, Tensor], stored: Mapping[str, Tensor]):
                 "another model, take another checkpoint"
             )
     reader = HuggingFaceStorageReader(str(Path(checkpoint) / SHARDS))
-    dcp.load(wanted, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+    load(wanted, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
     floats = {name: local(t) for name, t in wanted.items() if t.is_floating_point()}
     if bad := [name for name, t in floats.items() if not t.isfinite().all()]:
         raise ValueError(

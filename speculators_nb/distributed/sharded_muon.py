@@ -38,7 +38,8 @@ class ShardedMuon(torch.optim.Muon):
 
     def _update(self, p: Any, group: dict):
         state: dict[str, Tensor] = self.state[p]
-        whole, gradient, momentum = p, p.grad, state.get("momentum_buffer")
+        whole, gradient = p, p.grad
+        momentum: Any = state.get("momentum_buffer")
         if isinstance(p, DTensor):
             whole = nn.Parameter(p.full_tensor())
             gradient = gradient.full_tensor()

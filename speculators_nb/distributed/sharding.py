@@ -122,7 +122,8 @@ def device_memory(
     bf16: bool = False,  # frozen weights are kept in bfloat16
 ) -> dict[str, float]:  # bytes on a device: kept, gathered, and `ddp` for comparison
     "Memory of a training step with AdamW on each of `ranks` devices, without activations."
-    layers = list(dict.fromkeys(getattr(model, "layers", ())))
+    found: Any = getattr(model, "layers", ())
+    layers = list(dict.fromkeys(found))
     in_layers = {id(p) for layer in layers for p in layer.parameters()}
     parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)

@@ -160,7 +160,7 @@ def place_loggers(
 
 # %% ../../nbs/train/05_training_arguments.ipynb #fsdparg2
 def check_sharding(
-    args: TrainingArguments,  # with `fsdp` and `checkpoint_format`
+    args: Any,  # SpeculatorTrainingArguments
 ) -> None:
     "ValueError for sharding without ranks, and for shards of what is not sharded."
     if args.fsdp and not torch.distributed.is_initialized():
