@@ -75,6 +75,7 @@ from speculators_nb.evaluate.while_training import (
     decoded_acceptance,
     draft_length,
 )
+from ..jobs.servers import one_or_several
 from ..jobs.shared_job import one_writer
 from ..lab.experiment_page import write_runs_page
 from ..lab.grid import Experiment, announce, grid
@@ -103,8 +104,9 @@ def train(
     num_layers: int = 1,  # how many it has
     draft_vocab_size: int | None = None,  # most frequent tokens; default: all of the verifier's
     from_pretrained: Path | None = None,  # start from this drafter's weights, not fresh ones
-    server: str | None = None,  # vLLM URL for a prepared folder's features; default: in-process
+    server: list[str] | str | None = None,  # vLLM making features in training (repeatable)
     storage: Path | None = None,  # the FOLDER of serve --hidden-states FOLDER, as mounted here
+    patience: float = 120.0,  # seconds to wait while none of several servers answers
     aux_layer_ids: list[int] | None = None,  # verifier layers (repeatable); default: features'
     eval_share: float | None = None,  # held-out share, 0: none; default: `prepare`'s, else 0.05
     on_bad: str = "raise",  # a sample whose features do not check: raise, or skip it
@@ -144,17 +146,16 @@ def train(
         trainer = train_drafter(
             *(data_dir, output_dir, verifier, algorithm, draft_arch, num_layers),
             *(draft_vocab_size, from_pretrained, seed, eval_share, on_bad, server, storage),
-            *(aux_layer_ids or None, trust_features),
-            measure=_decoding(verifier, decode_prompts),
-            **dict(resume_from_checkpoint=resume, overwrite=overwrite) | given,
-            **more,
+            *(aux_layer_ids or None, trust_features, _decoding(verifier, decode_prompts)),
+            **dict(resume_from_checkpoint=resume, overwrite=overwrite, patience=patience),
+            **given | more,
         )
     recorded = trainer.done and provenance_path(output_dir).is_file()
     if trainer.args.should_save and not recorded:
         record = dict(algorithm=algorithm, num_layers=num_layers, seed=seed, resume=resume)
-        record |= dict(draft_vocab_size=draft_vocab_size, server=server, eval_share=eval_share)
+        record |= dict(draft_vocab_size=draft_vocab_size, server=one_or_several(server))
         origin = dict(features=data_dir, verifier=verifier, from_pretrained=from_pretrained)
-        record |= given | dict(extra=more, decode_prompts=decode_prompts)
+        record |= given | dict(extra=more, decode_prompts=decode_prompts, eval_share=eval_share)
         ranks = dict(world_size=trainer.args.world_size)
         ranks |= dict(gradient_accumulation_steps=trainer.args.gradient_accumulation_steps)
         steps = trainer.state.global_step
