@@ -3,14 +3,18 @@ ranks, the same after a resume on another number of them; and a rank that dies e
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from functools import lru_cache
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from ranks.job import Job, processes_of
 from ranks.worker import NAMES, SAVE, STEPS
 from safetensors.torch import load_file
 
@@ -118,3 +122,31 @@ def test_a_run_continues_on_another_number_of_ranks(runs, place):
     assert logs[0].tolist() == pytest.approx(logs[1].tolist(), rel=1e-6)
     record = json.loads((cut / f"checkpoint-{STEPS}/run.json").read_text())
     assert (record["world_size"], record["rows_in_step"], record["gradient_accumulation_steps"]) == (1, 4, 2)
+
+
+# ---- a job of the command
+
+
+def test_a_job_reports_once(tmp_path):
+    "Two ranks: one result, one record, which knows the ranks; and one recipe."
+    job = Job(tmp_path, "--extra", "max_steps=4")
+    assert job.ends() == 0, job.error
+    assert job.output.count("Drafter, history and checkpoints are in") == job.output.count("Next: ") == 1
+    record = json.loads((job.folder / "provenance.json").read_text())
+    assert "earlier" not in record
+    assert record["results"] == {"steps": 4, "world_size": 2, "gradient_accumulation_steps": 1}
+
+
+def test_a_killed_rank_ends_the_job(tmp_path):
+    "The other rank loses its connection and fails too; the last line and the error file name the one that was killed."
+    job = Job(tmp_path, "--extra", "max_steps=100000", "--extra", "save_steps=2")
+    job.wait_for("checkpoint-2")
+    pid = job.kill(rank=1)
+    began = time.monotonic()
+    assert job.ends() == 128 + signal.SIGKILL
+    assert time.monotonic() - began < 60
+    line = job.error.splitlines()[-1]
+    assert re.fullmatch(rf"Error: rank 1 on \S+ \(pid {pid}\) was killed by signal 9 \(SIGKILL.*--resume.*", line), line
+    left = json.loads(job.error_file.read_text())["message"]
+    assert left["message"] == line and left["extraInfo"]["rank"] == 1
+    assert not processes_of(job.process.pid)

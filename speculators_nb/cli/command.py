@@ -111,8 +111,9 @@ GROUPS = {  # heading -> options below it
     learning_rate bf16 early_stopping_patience decode_prompts train.extra""",
     "Decoding": """k temperature temperatures top_p top_k min_p sampling max_new_tokens rule
     ngram as_engine""",
-    "Engine and server": """engine source server storage hidden_states concurrency baseline load
-    host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run extra""",
+    "Engine and server": """engine source server storage patience hidden_states concurrency
+    baseline load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run
+    extra""",
     "Output": "output_dir features.dtype save_dtype overwrite resume dry_run link",
     GENERAL: "seed device num_proc max_tokens rank world_size trust_remote_code import_ recipe",
 }

@@ -226,8 +226,8 @@ class DFlashLoss(DFlashNetwork):
         out = distribution_loss(
             self, hidden, target_hidden, targets, mean, mixture, lean, **options
         )
-        weights = mean if isinstance(mean, torch.Tensor) else mean(out.rows)
-        return out, slot_metrics(out, blocks, weights, mixture, self.config.first_slot, upstream)
+        by_row = mean if isinstance(mean, torch.Tensor) else mean(out.rows)
+        return out, slot_metrics(out, blocks, by_row, mixture, self.config.first_slot, upstream)
 
     def draft_tokens(self, states: BlockStates) -> torch.Tensor:  # [1, A·B] int64
         "The most likely token of every slot, in the verifier's ids."

@@ -24,6 +24,7 @@ from ..data.chat_template import ControlTokens
 from ..data.messages import normalize
 from ..data.row_filter import ready_row
 from ..data.sources import conversation_count
+from ..jobs.servers import EndpointPool, NoServerLeft, addresses_of
 from .in_process import share_of
 from .journal import Journal, rounds
 from .regenerated import Report
@@ -68,7 +69,7 @@ class _Requests:
 
     def __init__(
         self,
-        endpoint: Endpoint,  # the server
+        endpoint: Endpoint | EndpointPool,  # the server, or several
         model: str,  # served name
         tokenizer,  # the verifier's; None: the server must give token ids
         max_new_tokens: int,  # per answer
@@ -113,15 +114,23 @@ class _Answer(NamedTuple):
     finish: str
 
 
-def _message_of(reply):
-    "The choice of a reply, its message, and its finish reason. ValueError: it has none."
+def _choice_of(reply):
+    "The choice of a reply, which has a message. ValueError: there is none."
     try:
         choice = reply["choices"][0]
-        raw, finish = choice["message"], choice.get("finish_reason")
+        if isinstance(choice["message"], dict):
+            return choice
     except (KeyError, IndexError, TypeError):
-        raise ValueError(
-            f"the server's answer has no choices[0].message: {json.dumps(reply)[:200]}"
-        ) from None
+        pass
+    raise ValueError(
+        f"the server's answer has no choices[0].message: {json.dumps(reply)[:200]}"
+    ) from None
+
+
+def _message_of(reply):
+    "The choice of a reply, its message, and its finish reason. ValueError: it has none."
+    choice = _choice_of(reply)
+    raw, finish = choice["message"], choice.get("finish_reason")
     if finish not in ("stop", "length", "tool_calls"):
         raise ValueError(f"the answer ended for the reason {finish!r}")
     message = {"role": "assistant", "content": raw.get("content")}
@@ -184,7 +193,7 @@ class ServerReplay(_Requests):
 
 # %% ../../nbs/regenerate/06_from_server.ipynb #c80bb8ce
 def regenerate_from_server(
-    url: str | Endpoint,  # OpenAI-compatible verifier server; its key, if any: OPENAI_API_KEY
+    url: str | Endpoint | Iterable[str],  # server(s); a key, if any, is in OPENAI_API_KEY
     conversations: str | Path | Iterable,  # as `sources.read_conversations` takes them
     out_path,  # JSONL; continued if it exists
     model: str | None = None,  # served name; None: the only one
@@ -199,11 +208,12 @@ def regenerate_from_server(
     concurrency: int = 16,  # conversations in work at once
     max_failures: int = 50,  # in a row; the job stops there
     timeout: float = 600.0,  # seconds that an answer may take
+    patience: float = 120.0,  # of several servers: seconds to wait while none answers
     then: Callable[[Report], Any] | None = None,  # gets the report, once, when all is done
 ) -> Report:  # counts; also what failed and why
     """Let a served verifier answer every question. ValueError: `out_path` was made with other
-    settings; TooManyFailures: the job was stopped."""
-    endpoint = url if isinstance(url, Endpoint) else Endpoint(url, timeout=timeout)
+    settings; TooManyFailures, NoServerLeft: the job was stopped."""
+    endpoint = _endpoint_of(url, model, timeout, patience)
     model = model or _only_model(endpoint)
     sampling = check_sampling(
         ({} if temperature is None else {"temperature": temperature}) | (sampling or {})
@@ -233,6 +243,8 @@ def regenerate_from_server(
         for todo in rounds(conversations, journal, sampling, seed, languages, **given):
             with closing(concurrently(server_replay, todo, concurrency)) as results:
                 for replay, result in results:
+                    if isinstance(result, NoServerLeft):  # no conversation's fault
+                        raise result
                     if isinstance(result, Exception):
                         journal.fail(replay.key, result, replay.where)
                     else:
@@ -242,6 +254,16 @@ def regenerate_from_server(
     return journal.report
 
 # %% ../../nbs/regenerate/06_from_server.ipynb #ad6637a3
+def _endpoint_of(url, model, timeout, patience) -> Endpoint | EndpointPool:
+    "The client of one server, or of several. An answer that cannot be read speaks against one."
+    if isinstance(url, Endpoint):
+        return url
+    urls = addresses_of(url)
+    if len(urls) == 1:
+        return Endpoint(urls[0], timeout=timeout)
+    return EndpointPool(urls, model, timeout, patience, check=_choice_of)
+
+
 def _only_model(endpoint):
     "The served model. ValueError: there are several, or none."
     served = endpoint.models()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import Trainer
 
 from ..data.packing import PackedBatchSampler, collate
+from ..features.prefetch import following, prefetched, without_states
 from .training_arguments import SpeculatorTrainingArguments
 
 # %% ../../nbs/train/06_packed_loaders.ipynb #e99224f9
@@ -48,7 +49,7 @@ class PackedRows(Trainer):
         "Pack a dataset by its samples' lengths."
         if not len(dataset):
             raise ValueError("the dataset is empty: there is nothing to pack.")
-        first = dataset[0]
+        first = without_states(dataset, 0)
         laid_out = self.shift(first) if self.shift else first
         dropped = len(first["input_ids"]) - len(laid_out["input_ids"])
         lengths = [n - dropped for n in lengths_of(dataset)]
@@ -59,7 +60,7 @@ class PackedRows(Trainer):
     def _loader(self, dataset, rows):
         args = self.args
         return DataLoader(
-            dataset,
+            dataset if args.dataloader_num_workers else prefetched(dataset),
             batch_sampler=rows,
             collate_fn=partial(
                 collate,
@@ -93,7 +94,8 @@ class PackedLoaders(PackedRows):
         loader = self._loader(self.train_dataset, self.train_rows)
         collate_rows: Any = loader.collate_fn
         batches = (
-            collate_rows([self.train_dataset[i] for i in row]) for row in self.train_rows
+            collate_rows([without_states(self.train_dataset, i) for i in row])
+            for row in self.train_rows
         )
         if not any(batch["loss_mask"].any() for batch in batches):
             raise ValueError(
@@ -101,7 +103,7 @@ class PackedLoaders(PackedRows):
                 "loss_mask=True, so there is nothing to learn from. "
                 "Look at the chat template and at which turns were marked as the assistant's."
             )
-        return self.accelerator.prepare(loader)
+        return following(self.accelerator.prepare(loader))
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         """The same packed rows at every evaluation; ranks take turns, and the last turn is
@@ -116,7 +118,7 @@ class PackedLoaders(PackedRows):
         world_size = self.args.world_size
         turns = -(-len(rows) // world_size)
         own = range(self.args.process_index, turns * world_size, world_size)
-        return self._loader(dataset, [rows[i % len(rows)] for i in own])
+        return following(self._loader(dataset, [rows[i % len(rows)] for i in own]))
 
 # %% ../../nbs/train/06_packed_loaders.ipynb #5547a17c
 def row_seed(

@@ -110,6 +110,8 @@ def main(folder, names="", how="", rank="", step="", resume="", accumulation="")
     in_float32()
     torch.use_deterministic_algorithms(True)
     random.seed(0)
+    for family in ("llama", "qwen3"):
+        verifier(family)  # before the ranks meet: from then on transformers saves on the first rank alone
     for name in names.split(",") if names else NAMES:
         train_one(folder, name, world_size, callbacks=ends, **more)
         if not how and not resume and not accumulation and name == "dspark rnn":
