@@ -239,7 +239,7 @@ def regenerate_from_server(
     ):
         journal.report |= {"retokenised": 0, "other_tokens": 0}
         show = lambda: bar.update(journal.progress() - bar.n)
-        given = dict(limit=limit, control=control, meanwhile=show)
+        given: dict[str, Any] = dict(limit=limit, control=control, meanwhile=show)
         for todo in rounds(conversations, journal, sampling, seed, languages, **given):
             with closing(concurrently(server_replay, todo, concurrency)) as results:
                 for replay, result in results:

@@ -136,6 +136,8 @@ class _JournalFile:
         self._mine: set[int] = set()  # units that this process has claimed
         self.over = self.alone  # whether all is settled, by whomever
 
+    _end: Callable[[], dict]  # what is done once, at the end
+
     def _disk(self):
         return disk_errors(self.path, "conversations that are complete are kept")
 
