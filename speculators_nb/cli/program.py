@@ -165,7 +165,7 @@ def _listening():
         if alone:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
+# %% ../../nbs/cli/05_program.ipynb #76c82e98
 class Program(TyperGroup):
     "Commands whose failures are one line; Ctrl-C prints nothing, and its exit code is 130."
 

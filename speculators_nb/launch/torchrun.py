@@ -121,7 +121,7 @@ def first_failure(
     rank = min(failures, key=order)
     return rank, failures[rank]
 
-
+# %% ../../nbs/launch/01_torchrun.ipynb #0fd56722
 def launch(
     args: list[str],  # options of torchrun, then a command of speculators-nb
 ) -> int:  # exit code

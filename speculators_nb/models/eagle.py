@@ -249,8 +249,7 @@ class EagleLoss(CachedForward):
         """One packed row. The loss is the weighted sum over steps of the mean over that step's
         rows; a run never leaves its document.
         Errors: ValueError for forward_num_total < 1 or an unknown loss."""
-        steps = forward_num_total
-        if steps < 1:
+        if (steps := forward_num_total) < 1:
             raise ValueError(f"forward_num_total={steps}: at least one step is needed")
         mixture = parse_loss(loss_config or paper_losses(steps))
         ids, documents = input_ids[0], document_ids[0]

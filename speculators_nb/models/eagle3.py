@@ -257,8 +257,7 @@ class Eagle3Loss(DraftTokens):
         ids, documents = input_ids[0], document_ids[0]
         if position_ids is None:
             position_ids = torch.arange(1, len(ids) + 1, device=ids.device)[None]
-        features = hidden_states[0].to(self.fc.weight.dtype)
-        upstream = cross_document_targets
+        features, upstream = hidden_states[0].to(self.fc.weight.dtype), cross_document_targets
         inputs = ids, features, documents, position_ids[0]
         own = None if use_off_policy_tokens else self.own_tokens
         layer = self.config.transformer_layer_config

@@ -207,6 +207,6 @@ class RolloutAttention(NamedTuple):
             anchors = self.place[self.plan.anchor[a:b:depths]]
             mask = segment_mask(anchors, self.document_ids, depths, window)
             parts = queries[:, a - skip : b - skip], keys[:, a:b], values[:, a:b]
-            q, *own = (x.unflatten(1, (-1, depths)) for x in parts)
-            heads.append(block_attention(q, *base, *own, mask, self.impl).flatten(1, 2))
+            q, k, v = (x.unflatten(1, (-1, depths)) for x in parts)
+            heads.append(block_attention(q, *base, k, v, mask, self.impl).flatten(1, 2))
         return torch.cat(heads, 1) if heads else queries

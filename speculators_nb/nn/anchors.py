@@ -107,7 +107,7 @@ def chosen_slots(
     "The values of the slots that carry loss; without a list, a device is waited for."
     return values[supervised] if slots is None else values.flatten(0, 1)[slots]
 
-
+# %% ../../nbs/nn/09_anchors.ipynb #806db86b
 class Blocks(NamedTuple):
     "The blocks of a training step."
 

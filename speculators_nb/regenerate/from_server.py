@@ -218,12 +218,7 @@ def regenerate_from_server(
     sampling = check_sampling(
         ({} if temperature is None else {"temperature": temperature}) | (sampling or {})
     )
-    settings = {
-        "model": model,
-        "sampling": sampling,
-        "seed": seed,
-        "max_new_tokens": max_new_tokens,
-    }
+    settings = dict(model=model, sampling=sampling, seed=seed, max_new_tokens=max_new_tokens)
     if isinstance(tokenizer, (str, Path)):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     server_replay = ServerReplay(endpoint, model, tokenizer, max_new_tokens, max_length)
