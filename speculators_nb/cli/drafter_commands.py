@@ -21,21 +21,13 @@ from ..core.files import atomic_write, disk_errors, writable_folder
 from ..core.option_relations import FILTERS, NO_WEIGHTS
 from ..core.options import check_options
 from ..core.options import pairs as _pairs
-from speculators_nb.core.provenance import (
-    provenance_path,
-    without_secrets,
-    write_provenance,
-)
+from ..core.provenance import provenance_path, without_secrets, write_provenance
 from ..data.prepared_folder import read_data_config
 from ..decode.ngram import NgramDrafter
 from ..decode.tree import Drafter
 from ..evaluate.acceptance import Evaluation
 from ..evaluate.acceptance import evaluate as measure
-from speculators_nb.evaluate.comparison import (
-    Comparison,
-    compare_runs,
-    evaluate_as_engine,
-)
+from ..evaluate.comparison import Comparison, compare_runs, evaluate_as_engine
 from ..evaluate.engine import drafter_name, evaluate_engine
 from ..evaluate.engine_results import EngineEvaluation
 from ..evaluate.prompts import encode_prompts, read_prompts
@@ -98,8 +90,7 @@ def _decoding(verifier, data) -> Measure | None:
 GIVEN_TO_TRAINER = (  # options of `train` that are training arguments of the same name
     *("num_train_epochs", "total_seq_len", "gradient_accumulation_steps", "learning_rate"),
     *("optimizer", "bf16", "fsdp", "checkpoint_format", "save_dtype"),
-    "early_stopping_patience",
-)
+) + ("early_stopping_patience",)
 
 
 def _record_run(trainer, record, origin):

@@ -100,10 +100,10 @@ def failure_line(
         memory = ", as by a machine that is out of memory" if name == "SIGKILL" else ""
         why = f"was killed by signal {-failure.exitcode} ({name}{memory})"
     else:
-        said = failure.message
-        said = said.get("message", "") if isinstance(said, dict) else ""
-        said = " ".join(str(said).split())[:1000]
-        why = f"failed: {said}" if said else f"ended with exit code {failure.exitcode}"
+        report = failure.message
+        text = report.get("message", "") if isinstance(report, dict) else ""
+        text = " ".join(str(text).split())[:1000]
+        why = f"failed: {text}" if text else f"ended with exit code {failure.exitcode}"
     if failure.exitcode == 2:  # a mistake of the caller, with its remedy
         return f"Error: {who} {why}"
     return f"Error: {who} {why}. The job has ended; the same command with --resume continues it"

@@ -185,7 +185,8 @@ class OneDevice(TrainingArguments):
     @property
     def loggers(self) -> list[str]:
         "`report_to`, of which transformers makes a list, though its type allows one name."
-        return [self.report_to] if isinstance(self.report_to, str) else self.report_to
+        given = self.report_to or []
+        return [given] if isinstance(given, str) else given
 
     def _use_one_device(self):
         "One process trains on one device: transformers would take all, with DataParallel."
