@@ -19,8 +19,7 @@ from ..core.checkpoints import remote_code
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_write, disk_errors, writable_folder
 from ..core.option_relations import FILTERS, NO_WEIGHTS
-from ..core.options import check_options
-from ..core.options import pairs as _pairs
+from ..core.options import check_options, pairs
 from ..core.provenance import provenance_path, without_secrets, write_provenance
 from ..data.prepared_folder import read_data_config
 from ..decode.ngram import NgramDrafter
@@ -88,9 +87,10 @@ def _decoding(verifier, data) -> Measure | None:
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #rec0run1
 GIVEN_TO_TRAINER = (  # options of `train` that are training arguments of the same name
-    *("num_train_epochs", "total_seq_len", "gradient_accumulation_steps", "learning_rate"),
-    *("optimizer", "bf16", "fsdp", "checkpoint_format", "save_dtype"),
-) + ("early_stopping_patience",)
+    *("num_train_epochs", "total_seq_len", "gradient_accumulation_steps", "bf16", "fsdp"),
+    *("learning_rate", "optimizer", "checkpoint_format", "save_dtype"),
+    "early_stopping_patience",
+)
 
 
 def _record_run(trainer, record, origin):
@@ -144,7 +144,7 @@ def train(
         raise ValueError(f"verifier is missing: {data_dir} does not say which one made it")
     options = locals()
     given: dict[str, Any] = {name: options[name] for name in GIVEN_TO_TRAINER}
-    more = _pairs(extra)
+    more = pairs(extra)
     resume = more.pop("resume_from_checkpoint", resume)
     draft_arch = draft_arch or str(settings(algorithm).get("draft_arch", "llama"))
     check_step_memory(verifier, locals())
