@@ -29,7 +29,7 @@ from transformers.training_args import ParallelMode
 
 from ..core.options import check_options
 from ..distributed.sharded_training import LAUNCHER
-from ..launch.torchrun import torchrun_line
+from ..distributed.torchrun import torchrun_line
 
 # %% ../../nbs/train/05_training_arguments.ipynb #07eb30b7
 WITHOUT_EFFECT = {  # what decides -> fields that would have no effect
