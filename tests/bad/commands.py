@@ -202,8 +202,8 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "val_fraction": SHARE,
     "temperature": WARM,
     "temperatures": [
-        ("-1", "{}=\\[-1.0\\]: must be at least 0"),
-        ("nan", "{}=\\[nan\\]: must be finite"),
+        ("-1", "{}=\\[?-1.0\\]?: must be at least 0"),
+        ("nan", "{}=\\[?nan\\]?: must be finite"),
         ("0 {option} -inf", "{}=\\[0.0, -inf\\]: must be finite"),
     ],
     "top_p": [
@@ -237,7 +237,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "config": OBJECT,
     "aux_layer_ids": LAYERS,
     "languages": [
-        ("''", "{}=\\[''\\]: is empty"),
+        ("''", "{}=\\[?''\\]?: is empty"),
         ("en {option} ''", "{}=\\['en', ''\\]: is empty; write something like en"),
     ],
     "evaluation": [("''", "{}=\\[''.*\\]: is empty"), ("' '", "{}=\\[' '.*\\]: is empty")],

@@ -335,7 +335,7 @@ MEASURES = {
     "compare: a number": (lambda: compare(3), "runs=3: must be a list"),
     "evaluate step: a temperature": (
         lambda: evaluate_step(str(GOOD["drafter"]), "x", temperatures=[-1.0]),
-        "temperatures=\\[-1.0\\]: must be",
+        "temperatures=-1.0: must be",
     ),
     "evaluate step: an engine": (
         lambda: evaluate_step(str(GOOD["drafter"]), "x", engine=3),
