@@ -191,6 +191,7 @@ def features(
     max_samples: int | None = None,  # use the first so many; default: all
     aux_layer_ids: list[int] | None = None,  # layers, ascending (repeatable); default: three
     dtype: str = "bfloat16",  # of the stored features; float8_e4m3fn halves the disk
+    shard_gb: float | None = None,  # GB of a file of many rows; default: a file for each row
     max_tokens: int = 8192,  # padded tokens in one forward pass, with hf
     concurrency: int = 8,  # requests in flight, with vllm
     rank: int = 0,  # of this process, where several share the rows
@@ -208,6 +209,7 @@ def features(
         counts = extract_from_server(
             *(server, rows, output_dir, storage, aux_layer_ids or None),
             *(concurrency, dtype, rank, world_size),
+            shard_gb=shard_gb,
         )
     else:
         model, tokenizer = open_verifier(verifier, aux_layer_ids, device, trust_remote_code)
@@ -217,7 +219,7 @@ def features(
         states = len(model.aux_layer_ids) + 1
         log_disk(output_dir, rows.select(share), model.hidden_size, states, dtype)
         counts = extract_features(
-            model, rows, output_dir, dtype=dtype, max_tokens=max_tokens, indices=share
+            *(model, rows, output_dir, dtype, max_tokens, share), shard_gb=shard_gb
         )
     record = dict(source=source, server=server if source == "vllm" else None, dtype=dtype)
     record |= dict(max_length=max_length, max_samples=max_samples)

@@ -117,7 +117,7 @@ def _write_rows(writer, order, concurrency, max_failures):
 def extract_from_server(
     url: str,  # of a vLLM that was started with `extraction_client.extraction_options`
     rows: Dataset | str | Path,  # a prepared table, or its folder
-    output_dir: str | Path,  # gets data_config.json, rows/, hs_{i}.safetensors
+    output_dir: str | Path,  # gets data_config.json, rows/, and files or shards
     storage: str | Path,  # the server's shared_storage_path, as it is mounted here
     layer_ids: list[int] | None = None,  # slots, last included; None: server connector's
     concurrency: int = 8,  # requests in flight
@@ -129,17 +129,20 @@ def extract_from_server(
     model: str | None = None,  # served name; None: the only one
     timeout: float = 600.0,  # seconds that one answer may take
     tries: int = 8,  # requests for one answer, with back-off
+    shard_gb: float | None = None,  # GB of a file of many rows; None: a file for each row
 ) -> dict[str, int]:  # counts: written, kept, failed
     """Write the features of rows that have no valid file. ValueError: another origin;
     TooManyFailures: server down; DiskError: the rest is kept."""
     dataset = table_of(rows)
     client = HiddenStatesClient(url, storage, layer_ids, model, timeout, tries)
     config = origin(client.about(), client.layer_ids, dataset, dtype)
-    folder = FeatureFolder(output_dir, dataset, config, shard(len(dataset), rank, world_size))
+    share = shard(len(dataset), rank, world_size)
+    folder = FeatureFolder(output_dir, dataset, config, share, shard_gb)
     writer = RowWriter(client, folder, dataset, max_bytes)
     longest_first = sorted(folder.todo, key=lambda i: -folder.lengths[i])
     try:
-        written = _write_rows(writer, longest_first, concurrency, max_failures)
+        with folder:
+            written = _write_rows(writer, longest_first, concurrency, max_failures)
     except DiskError as e:
         raise disk_error(folder, e, writer.hidden_size) from e
     todo = len(folder.todo)
