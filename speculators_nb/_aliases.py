@@ -7,6 +7,7 @@ view of the documented paths is in the `.pyi` files.
 import sys
 import warnings
 from importlib import import_module
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 
 PACKAGE = __name__.rpartition(".")[0]
@@ -319,7 +320,7 @@ def _lookup(path, targets, moved):
     return find
 
 
-class _Alias:
+class _Alias(Loader):
     "Loads an old path: the module of today itself where there is one, else a module that looks names up in several."
 
     def __init__(self, path):
@@ -376,7 +377,8 @@ class _Finder:
             return ModuleSpec(fullname, _Alias(name))
         if name in PARENTS or name in FORMER or name == "models":
             spec = PathFinder.find_spec(fullname, path, target)
-            spec.loader = _Extended(fullname, spec.origin)
+            if spec is not None and spec.origin is not None:
+                spec.loader = _Extended(fullname, spec.origin)
             return spec
         return None
 

@@ -151,6 +151,16 @@ def test_a_module_is_one_idea():
     assert {module: n for module, n in lines.items() if n > 450} == {}, "move a whole idea into a module of its own"
 
 
+def test_no_line_of_the_package_is_longer_than_120():
+    """But nbdev's own, `__all__` and the file's index, and what a pragma for the type checker adds."""
+    long = {}
+    for module, path in MODULES.items():
+        text = re.sub(r"^__all__ = \[.*?\]$", "", path.read_text(), flags=re.M | re.S)
+        lines = [re.sub(r" +# pyright: .*", "", line) for line in text.splitlines()]
+        long |= {f"{module}: {line[:60]}": len(line) for line in lines if len(line) > 120}
+    assert long == {}, "shorten it; a claim of several sentences has several lines that begin with `> `"
+
+
 def test_an_exported_cell_is_read_without_scrolling():
     long = {}
     for book in sorted((ROOT / "nbs").glob("*/*.ipynb")):

@@ -265,6 +265,17 @@ def test_a_failed_write_keeps_the_old_config(tmp_path, monkeypatch):
     assert SpeculatorModelConfig.from_pretrained(tmp_path).draft_vocab_size == 5 and len(list(tmp_path.iterdir())) == 1
 
 
+def test_the_verifier_and_the_draft_length_are_those_of_the_shared_part():
+    config = Toy(speculators_config=shared(proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=4)]))
+    assert config.proposed_tokens == 4
+    assert config.verifier_name == config.speculators_config.verifier.name_or_path
+    config.speculators_config.verifier.name_or_path = None
+    for unnamed in (config, Toy()):
+        with pytest.raises(ValueError, match="name_or_path is missing; give the verifier's folder or hub id"):
+            print(unnamed.verifier_name)
+    assert Toy().proposed_tokens is None
+
+
 def test_verifier_config_reads_the_raw_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
     assert VerifierConfig.from_pretrained(tmp_path) == VerifierConfig(

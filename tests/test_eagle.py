@@ -14,6 +14,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -536,6 +537,8 @@ def test_the_verifier_comes_and_goes(folder):
         model.attach_verifier(3)
     with pytest.raises(ValueError, match="embeds 30 tokens in 16"):
         model.attach_verifier(LlamaForCausalLM(LlamaConfig(**SHAPE | dict(vocab_size=30), num_hidden_layers=1)))
+    with pytest.raises(ValueError, match="LlamaModel, which has no output head; give the same model as a causal LM"):
+        model.attach_verifier(LlamaModel(LlamaConfig(**SHAPE, num_hidden_layers=1)))
     assert model.verifier_attachment_mode == "detached"
     assert EagleSpeculator(model.config, ready).verifier is ready
     assert EagleSpeculator(model.config, ready, "detached").verifier is None

@@ -245,7 +245,7 @@ def test_a_function_is_a_step_weighting(algorithm):
 def test_the_step_weight_runner_saves_what_is_finished(tmp_path, done):
     "Counts are whole numbers, also where a shorter draft has no later positions."
     runner = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks/step_weight_decay/run.py"))
-    assert len(runner["contenders"]()) == 11
+    assert len(runner["contenders"]()) == 13
     for algorithm, arguments in runner["contenders"]().values():
         check_options(dict(algorithm=algorithm) | arguments)
     found = experiment(tmp_path, contenders(1, 2), seeds=2, k=1, features=tmp_path / "features")

@@ -1,10 +1,10 @@
 """Step-weight decay: what becomes of early and late draft positions when late steps weigh less in the loss.
 
-    python benchmarks/step_weight_decay/run.py                    55 runs, some 90 seconds of one core each
+    python benchmarks/step_weight_decay/run.py                    65 runs, some 90 seconds of one core each
     python benchmarks/step_weight_decay/run.py --seeds 1          one seed of each setting first
 
-EAGLE-3 with four decays of the steps of training-time test, DFlash with three of its slots' decay and with D-PACE,
-FastMTP with three of its steps' beta; five seeds each. Every drafter of a kind takes the same steps on the same
+EAGLE-3 with four decays of the steps of training-time test, DFlash with four of its slots' decay and with D-PACE,
+FastMTP with four of its steps' beta; five seeds each. Every drafter of a kind takes the same steps on the same
 answers and is trained to draft eight tokens. Each then writes the same held-out answers greedily with two, four and
 eight draft tokens a step. Runs are stored below output/ and taken seed by seed; an interrupted call goes on where it
 was. After each run, results/ gets what is finished: counts.csv (one row for each run and draft length, prompts summed),
@@ -39,10 +39,10 @@ def contenders():
     for decay in (0.6, 0.8, 1.0, 1.2):
         found[f"eagle3, decay {decay}"] = "eagle3", dict(EAGLE3, ttt_step_loss_decay=decay)
     fixed = dict(DFLASH, per_position_loss_weight="fixed-exp-decay")
-    for gamma in (2.0, 4.0, 8.0):
+    for gamma in (2.0, 4.0, 8.0, 16.0):
         found[f"dflash, gamma {gamma:g}"] = "dflash", dict(fixed, dflash_decay_gamma=gamma)
     found["dflash, D-PACE"] = "dflash", dict(DFLASH, per_position_loss_weight="dpace")
-    for beta in (0.3, 0.6, 1.0):
+    for beta in (0.3, 0.6, 0.8, 1.0):
         found[f"mtp, beta {beta}"] = "mtp", dict(MTP, step_weight_beta=beta)
     return found
 

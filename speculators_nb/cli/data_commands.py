@@ -127,6 +127,7 @@ def regenerate(
             **given,
         )
     else:
+        assert verifier is not None  # or check_options refuses
         report = answer_here(*open_verifier(verifier, None, device), data, output, **given)
     if not any(report[name] for name in ("written", "kept", "duplicates", "skipped", "failed")):
         raise ValueError(
@@ -202,6 +203,7 @@ def features(
     "Write the verifier's hidden states on every row."
     check_options(locals(), "features")
     if source == "vllm":
+        assert storage is not None  # or check_options refuses
         rows = _rows(data, open_tokenizer(verifier, trust_remote_code), max_length, max_samples)
         hidden_size = text_config(verifier_config(verifier)).hidden_size
         mine = rows.select(shard(len(rows), rank, world_size))
@@ -213,7 +215,7 @@ def features(
         )
     else:
         model, tokenizer = open_verifier(verifier, aux_layer_ids, device, trust_remote_code)
-        vocab_size = model.model.get_input_embeddings().weight.shape[0]
+        vocab_size = model.model.get_input_embeddings().get_parameter("weight").shape[0]
         rows = _rows(data, tokenizer, max_length, max_samples, vocab_size)
         share = shard(len(rows), rank, world_size)
         states = len(model.aux_layer_ids) + 1

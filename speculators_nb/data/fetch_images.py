@@ -69,6 +69,7 @@ class _PublicBackend(LimitedBackend):
     "Connects to public addresses only."
 
     def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
+        error = httpcore.ConnectError(f"the host {host!r} has no address")
         for address in public_addresses(host, port):
             try:
                 return super().connect_tcp(

@@ -9,7 +9,8 @@ __all__ = ['TrainingArguments', 'check_whole_vocabulary', 'FreshParts', 'FreshDr
 # %% ../../nbs/models/01_drafter_arguments.ipynb #f5acd3b8
 import copy
 import inspect
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import PretrainedConfig
@@ -89,6 +90,7 @@ class FreshParts(TrainingArguments):
 
     whole_vocabulary = ""  # why the draft vocabulary is the verifier's; "": it may be smaller
     fixed_layers = ""  # why the draft layers cannot be chosen; "": they can
+    for_verifier: ClassVar[Callable[..., Any]]  # of `models.base`
 
     @classmethod
     def draft_layers(
@@ -166,20 +168,18 @@ class FreshDrafter(FreshParts):
             layer._attn_implementation = draft_attn_impl
         if cls.whole_vocabulary:
             check_whole_vocabulary(layer, t2d, d2t, draft_vocab_size, cls.whole_vocabulary)
-            fields = {}
+            fields: dict[str, Any] = {"transformer_layer_config": layer}
         else:
             selected = layer.vocab_size if t2d is None else int(t2d.sum())
-            fields = {"draft_vocab_size": draft_vocab_size or selected}
+            size = draft_vocab_size or selected
+            fields = {"transformer_layer_config": layer, "draft_vocab_size": size}
         arguments = cls.training_arguments()
         arguments |= {name: value for name, value in training_args.items() if value is not None}
         fields |= {name: arguments[name] for name in cls.config_arguments}
         fields |= cls.verifier_fields(layer, verifier, arguments)
         kind, K = cls.config_class.speculators_model_type, cls.tokens_to_draft(arguments)
-        config = cls.config_class(
-            transformer_layer_config=layer,
-            speculators_config=SpeculatorsConfig.greedy(kind, K, verifier),
-            **fields,
-        )
+        shared = SpeculatorsConfig.greedy(kind, K, verifier)
+        config = cls.config_class(speculators_config=shared, **fields)
         return cls.with_first_weights(config, t2d, d2t, arguments)
 
 # %% ../../nbs/models/01_drafter_arguments.ipynb #f05cbb80

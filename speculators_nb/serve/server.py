@@ -148,8 +148,7 @@ def log_tail(
 class EngineProcess:
     "A command with all processes that it starts, under the guard, and their output."
 
-    # the guard, which leads the group; None: not started
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen | None = None  # the guard, which leads the group
 
     def __init__(
         self,
@@ -174,12 +173,15 @@ class EngineProcess:
 
     def check(self):
         "Errors: ServerError if it has ended."
-        code = self.process.poll()
+        code = None if self.process is None else self.process.poll()
         if code is not None:
             command = shlex.join(self.command[:3])
             raise ServerError(f"{command} ended with code {code}:\n{log_tail(self.log)}")
 
     def _signal(self, number) -> bool:  # whether any process was left
+        if self.process is None:
+            return False
+        self.process.poll()  # a guard that has ended counts as one of the group until then
         try:
             os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):
@@ -187,7 +189,6 @@ class EngineProcess:
         return True
 
     def _any_left(self) -> bool:
-        self.process.poll()  # a guard that has ended counts as one of the group until then
         return self._signal(0)
 
     def stop(
@@ -196,14 +197,13 @@ class EngineProcess:
     ):
         "End every process of the group."
         for number, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 5)):
-            if self.process is None or not self._signal(number):
+            if not self._signal(number):
                 break
             end = time.monotonic() + wait
             while time.monotonic() < end and self._any_left():
                 time.sleep(0.05)
         if self.process is not None:
-            self.process.stdin.close()
-            self.process.wait()
+            self.process.communicate()  # closes its input, and waits for it
 
 # %% ../../nbs/serve/09_server.ipynb #c1e16fc9
 class Server(EngineProcess):
