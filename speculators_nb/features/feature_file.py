@@ -12,6 +12,7 @@ __all__ = ['FP8', 'STATES', 'SCALES', 'LARGEST', 'FeatureError', 'feature_path',
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -93,7 +94,8 @@ def checksum_of(
     "A checksum (CRC-32) over the bytes of all tensors, in the order of their names."
     crc = 0
     for _, t in sorted(tensors.items()):
-        crc = zlib.crc32(t.contiguous().reshape(-1).view(torch.uint8).numpy(), crc)
+        data: Any = t.contiguous().reshape(-1).view(torch.uint8).numpy()
+        crc = zlib.crc32(data, crc)
     return f"{crc:08x}"
 
 

@@ -55,10 +55,12 @@ class RowTokens:
         return len(self.table)
 
     def __getitem__(self, i: int) -> np.ndarray:  # [n]
-        return self.table[int(i)]["input_ids"]
+        row: Any = self.table[int(i)]
+        return row["input_ids"]
 
     def __iter__(self) -> Iterator[np.ndarray]:
         "All rows in turn, a thousand at a time."
+        batch: Any
         for batch in self.table.iter(1000):
             yield from batch["input_ids"]
 

@@ -177,7 +177,7 @@ def extract_features(
     config = origin(model_of(verifier), layer_ids, dataset, dtype)
     folder = FeatureFolder(out_dir, dataset, config, indices, shard_gb)
     if folder.todo:
-        check_verifier_head(verifier, folder.tokens[folder.todo[0]])
+        check_verifier_head(verifier, torch.as_tensor(folder.tokens[folder.todo[0]]))
     name = verifier.model.name_or_path
     inputs_of = row_inputs(dataset, processor or name)
     computed = verifier.dtype if dtype is FP8 else dtype
