@@ -128,15 +128,30 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input doctor laptop upstream-test vllm-all loggers-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, upstream's checkpoints both ways, more of vLLM, loggers read back, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test ranks distributed upstream-test vllm-all loggers-test cluster proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", the proofs (hours; they continue where they stopped)
 
 .PHONY: loggers-test
 loggers-test: .venv/.dev  ## TensorBoard, W&B offline, MLflow and trackio: each writes a run and is read back (its own environment, 0.7 GB)
 	$(OFFLINE) $(BIN)/python tests/loggers/check_loggers.py
 
+.PHONY: shared-jobs ray-test
+shared-jobs: .venv/.dev  ## kill -9 at random moments of one and of two processes that share regenerate or features; the output is the same
+	$(OFFLINE) $(BIN)/python tests/jobs/run.py
+
+ray-test: .venv/.dev  ## 200 rows on a Ray cluster of two nodes on this machine, a worker killed on the way (its own environment, 0.3 GB)
+	$(OFFLINE) $(BIN)/python tests/jobs/check_ray.py
+
+.PHONY: cluster
+cluster: .venv/.dev  ## the commands of the page "On a cluster", two machines simulated by two agents on this one; minutes
+	NIGHTLY=1 $(OFFLINE) $(BIN)/python -m pytest tests/test_on_a_cluster.py
+
 .PHONY: doctor
 doctor: .venv/.dev  ## drafters spoilt on purpose, one fault each: trained, and what the doctor names first; half an hour
 	$(OFFLINE) PYTHONPATH="$(CURDIR)" $(BIN)/python tests/doctor/run.py output/doctor
+
+.PHONY: ranks
+ranks: .venv/.dev  ## training on 1, 2 and 4 ranks: every drafter equal, resumed on others, killed at 40 random moments; half an hour
+	$(OFFLINE) $(BIN)/python tests/ranks/run.py
 
 .PHONY: bad-input
 SEED ?= $(shell date +%Y%m%d)
@@ -240,3 +255,7 @@ clean:  ## remove what can be built again (not the environments)
 .PHONY: laptop
 laptop: .venv/.dev  ## the laptop recipe whole, timed, and again with three kills: the same report; ten minutes
 	$(OFFLINE) PYTHONPATH="$(CURDIR)" $(BIN)/python tests/laptop/run.py output/laptop_runs
+
+.PHONY: distributed
+distributed: .venv/.dev  ## sharded training: every drafter on four ranks, resumes on fewer, ranks killed at random; twenty minutes
+	$(OFFLINE) PYTHONPATH="$(CURDIR)" $(BIN)/python tests/distributed/run.py output/distributed

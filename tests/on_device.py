@@ -3,8 +3,11 @@
 Within `PretendCuda()` every function of torch is looked at: what is made with device="cuda" is marked, results of
 marked tensors are marked, and where CUDA would refuse to mix marked tensors with others an AssertionError says which
 function did. `tensor.device` and `tensor.is_cuda` answer by the mark. Values are those of the CPU, so data-dependent
-code (`nonzero`, `int(...)`, `tolist`) takes its real way. Backward passes are not looked at.
+code (`nonzero`, `int(...)`, `tolist`) takes its real way; `waits` lists where it did, since there the host would wait
+for the device. Backward passes are not looked at.
 """
+
+import traceback
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -45,7 +48,30 @@ def on_cuda(module):
     return module
 
 
+# the host needs a value, or the size of the result
+WAITING = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "is_nonzero"}
+WAITING |= {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "equal", "allclose"}
+
+
+def waits(name, args, kwargs):
+    """Whether a call on tensors of a CUDA device makes the host wait for it."""
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None and marked(args[1] if len(args) > 1 else kwargs.get("repeats"))
+    if name in ("__getitem__", "__setitem__", "index_put_", "index_put"):  # by truth values: as many as are true
+        return any(marked(i) and i.dtype in (torch.bool, torch.uint8) for i in tensors_in(args[1]))
+    return name in WAITING and any(map(marked, tensors_in((args, kwargs))))
+
+
 class PretendCuda(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.waits = []  # names of functions and lines that called them
+
+    def note(self, name):
+        """A wait, and the line of the library that it is in."""
+        frames = [f for f in traceback.extract_stack() if "speculators_nb" in f.filename]
+        self.waits.append(f"{name} in {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else name)
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func == torch.Tensor.device.__get__:
@@ -53,6 +79,8 @@ class PretendCuda(TorchFunctionMode):
         if func == torch.Tensor.is_cuda.__get__:
             return marked(args[0])
         name = getattr(func, "__name__", str(func))
+        if waits(name, args, kwargs):
+            self.note(name)
         if name in ("to", "cpu", "cuda"):
             return self.move(func, name, args, kwargs)
         there = list(tensors_in((args, kwargs)))
@@ -83,6 +111,8 @@ class PretendCuda(TorchFunctionMode):
             on = marked(target)
         else:
             on = name == "cuda" or is_cuda(target) if target is not None or name != "to" else marked(first)
+        if marked(first) and not on:
+            self.note("to the CPU")
         result = first.to(*rest, **kwargs) if rest or kwargs else first
         if result is first and on != marked(first):
             result = first.view_as(first) if first.requires_grad else first.detach()

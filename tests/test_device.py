@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from on_device import PretendCuda, on_cuda
+from on_device import PretendCuda, marked, on_cuda
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import speculators_nb.nn.attention as attention_module
 from benchmarks.gpu.decode import prompts
@@ -17,6 +18,7 @@ from speculators_nb.decode.tree import Sampling
 from speculators_nb.verifier.tapped_model import Verifier
 
 CPU = torch.device("cpu")
+TRAINED = ("flex", "lean")  # how a drafter is trained on CUDA: with attention, and without
 CASES = [(name, way) for name in DRAFTERS for way in (HEAD_WAYS if name in HEADS else WAYS)]
 every_case = pytest.mark.parametrize("name,way", CASES, ids=[f"{name}-{way}" for name, way in CASES])
 every_drafter = pytest.mark.parametrize("name", DRAFTERS)
@@ -44,11 +46,22 @@ def by_definition(q, k, v, block_mask, scale, enable_gqa, return_aux):
     return (scores - lse[..., None].clamp_min(-1e30)).exp() @ v, SimpleNamespace(lse=lse)
 
 
+@pytest.fixture
+def no_kernel(monkeypatch):
+    "Flex attention by definition; of a BlockMask, made under vmap, the predicate alone."
+
+    def lists(*blocks, mask_mod, **options):
+        assert all(x.device.type == "cuda" for x in blocks) or not any(map(marked, blocks))
+        return SimpleNamespace(mask_mod=mask_mod)
+
+    monkeypatch.setattr(attention_module, "_flex_on", lambda device_type: by_definition)
+    monkeypatch.setattr(attention_module.BlockMask, "from_kv_blocks", lists)
+
+
 @every_case
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_forward_makes_every_tensor_on_its_device(name, way, training, monkeypatch):
+def test_forward_makes_every_tensor_on_its_device(name, way, training, no_kernel):
     (model, row, _), options = case(name), arguments(name, way)
-    monkeypatch.setattr(attention_module, "_flex_on", lambda device_type: by_definition)
     model = copy.deepcopy(model).train(training)
     torch.manual_seed(3)
     with torch.no_grad():
@@ -80,6 +93,50 @@ def test_decoding_makes_every_tensor_on_its_device(name):
         sampled = generate(verifier, proposer, asked, k=2, max_new_tokens=6, sampling=Sampling(temperature=0.8))
     assert texts == [expected] * len(drafters)
     assert [len(g.tokens) for g in sampled] == [6, 6]
+
+
+class Waits(TorchDispatchMode):
+    """Counts operators that need a value of a tensor, or a size that depends on one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2")
+        return func(*args, **(kwargs or {}))
+
+
+@every_drafter
+def test_a_training_step_waits_for_the_device_three_times_at_most(name, no_kernel):
+    "Which rows carry loss is fetched in one copy; what follows from it is found on the host."
+    model, row, options = copy.deepcopy(case(name)[0]), case(name)[1], arguments(name, TRAINED[name in HEADS])
+    model.train()
+    with PretendCuda() as device:
+        there = {k: v.to("cuda") for k, v in row.items()}
+        loss = on_cuda(model)(**there, **options)[1]
+    assert len(device.waits) <= 3, device.waits
+    with Waits() as backward:
+        loss.backward()
+    assert backward.count == 0
+
+
+@pytest.mark.parametrize("wait", [
+    lambda x: float(x[0]), lambda x: bool(x.any()), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: x.tolist(),
+    lambda x: x.cpu(), lambda x: x.to("cpu"), lambda x: torch.equal(x, x), lambda x: x.long().bincount(),
+    lambda x: torch.arange(3, device="cuda")[x.long()[0]] and None, lambda x: x.repeat_interleave(x.long()),
+])  # fmt: skip
+def test_a_wait_is_found(wait):
+    with PretendCuda() as device:
+        x = torch.ones(3, device="cuda")
+        assert not device.waits
+        wait(x)
+    assert device.waits
+
+
+def test_what_does_not_wait():
+    with PretendCuda() as device:
+        x, host = torch.ones(3, device="cuda"), torch.tensor([0, 2])
+        x[host.to("cuda")].sum(), x[host], host.tolist(), x.masked_fill(x > 0, 0.0), x.repeat_interleave(2)
+    assert not device.waits
 
 
 class MakesOnTheCPU(torch.autograd.Function):

@@ -4,6 +4,7 @@ samples as from files of their own."""
 import errno
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -22,7 +23,7 @@ from speculators_nb.core.files import DiskError
 from speculators_nb.features import feature_shards
 from speculators_nb.features.feature_file import FeatureError, feature_path, stored_row, write_features
 from speculators_nb.features.feature_folder import FeatureDataset, FeatureFolder, origin
-from speculators_nb.features.feature_shards import FOLDER, FeatureShards, ShardWriter
+from speculators_nb.features.feature_shards import FOLDER, FeatureShards, ShardWriter, remove_unfinished
 from speculators_nb.features.in_process import extract_features
 from speculators_nb.features.shard_conversion import pack_features
 
@@ -209,7 +210,8 @@ def test_what_the_tail_needs_is_given_back_by_the_last_row(tmp_path, monkeypatch
         return finish(*args)
 
     monkeypatch.setattr(feature_shards, "shard_header", no_space)
-    writer.close()
+    with pytest.raises(DiskError, match="No space left"):
+        writer.close()
     shards = FeatureShards(tmp_path, 5)
     assert [i for i in range(5) if i in shards] == [0, 1, 2] and not shards.damaged
     assert torch.equal(shards.read(2, range(4)), torch.full((4, 2, 8), 2.0).bfloat16())
@@ -268,10 +270,94 @@ def test_kill_and_interrupt_then_resume(tmp_path, files):
 def test_a_living_process_keeps_its_unfinished_shard(tmp_path):
     writer = ShardWriter(tmp_path)
     writer.write(0, torch.randn(3, 2, 8), range(3))
+    remove_unfinished(tmp_path / FOLDER)
     with ShardWriter(tmp_path) as other:
         other.write(1, torch.randn(3, 2, 8), range(3))
     writer.close()
     assert len(shards_of(tmp_path)) == 2 and 0 in FeatureShards(tmp_path, 2)
+
+
+def test_a_worker_that_joins_removes_nothing(tmp_path):
+    "Only the first worker knows that nobody writes: what is unfinished or damaged goes with it."
+    rows = make_rows()
+    config = origin({"fingerprint": "x"}, [1, 2], rows, "bfloat16")
+    with FeatureFolder(tmp_path, rows, config, shard_gb=1) as folder:
+        folder.write(0, torch.randn(len(rows[0]["input_ids"]), 2, 8))
+        assert not folder.stored
+    assert folder.stored == {0}
+    (shard,) = shards_of(tmp_path)
+    shard.write_bytes(shard.read_bytes()[:100])
+    child = subprocess.Popen(["true"])
+    child.wait()
+    left = [tmp_path / ".hs_3.safetensors", tmp_path / FOLDER / f".{feature_shards._HOST}-{child.pid}-a.safetensors"]
+    for path in left:
+        path.touch()
+    joined = FeatureFolder(tmp_path, rows, config, alone=False, shard_gb=1)
+    assert 0 in joined.todo and all(path.exists() for path in [shard, *left])
+    assert 0 in FeatureFolder(tmp_path, rows, config).todo and not any(path.exists() for path in [shard, *left])
+
+
+FORK = multiprocessing.get_context("fork")
+SHARED = dict(max_tokens=80, writers=1, shard_gb=3 * SMALL)  # some batches in a shard
+
+
+def share(out, pause, results):
+    "One of several processes that fill a folder; slow where it pauses."
+    torch.set_num_threads(1)
+    verifier = make_verifier()
+    verifier.decoder.register_forward_pre_hook(lambda m, a, k: time.sleep(pause), with_kwargs=True)
+    results.put(extract_features(verifier, make_rows(60), out, **SHARED))
+
+
+def begin(*args):
+    process = FORK.Process(target=share, args=args)
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("closed", [0, 2])
+def test_the_rows_of_a_killed_worker_are_taken_over(tmp_path, closed):
+    """Two processes share a folder; one is killed with rows in a shard that is open, after others were closed. The
+    other makes these rows: each row is in one shard, and its states are those of an undisturbed run."""
+    torch.set_num_threads(1)  # a forked process would wait for the threads of its parent
+    extract_features(make_verifier(), make_rows(60), tmp_path / "alone", **SHARED)
+    out, results = tmp_path / "out", FORK.Queue()
+    slow = begin(out, 0.1, results)
+    while not any((out / FOLDER).glob(f".*-{slow.pid}-*")) or len(shards_of(out)) < closed:
+        assert slow.is_alive()
+        time.sleep(0.005)
+    other = begin(out, 0.05, results)
+    while len({*out.rglob("*.host")}) < 2:
+        assert other.is_alive()
+        time.sleep(0.005)
+    (claims,) = [{*path.parent.glob("*.claim")} for path in out.glob(".work/job.json")]
+    held = {path for path in claims if path.exists()}
+    slow.kill()
+    slow.join()
+    assert held  # a batch that is in no whole shard is not settled
+    assert results.get(timeout=100) == {"written": 60, "kept": 0}
+    other.join(60)
+    assert other.exitcode == 0
+    found = [i for path in shards_of(out) for i in load_file(path)["rows"].tolist()]
+    assert sorted(found) == list(range(60))
+    a, b = (FeatureDataset(f) for f in (out, tmp_path / "alone"))
+    assert all(torch.equal(a[i]["hidden_states"], b[i]["hidden_states"]) for i in range(60))
+    assert not list((out / FOLDER).glob(".*")) and not list(out.rglob(".work*"))
+
+
+def test_processes_share_a_folder_of_shards(tmp_path):
+    "Each reports the whole job; a shard of one worker holds no row of another's."
+    torch.set_num_threads(1)
+    extract_features(make_verifier(), make_rows(60), tmp_path / "alone", **SHARED)
+    out, results = tmp_path / "out", FORK.Queue()
+    workers = [begin(out, 0.02, results) for _ in range(2)]
+    assert [results.get(timeout=100) for _ in workers] == [{"written": 60, "kept": 0}] * 2
+    for worker in workers:
+        worker.join(60)
+    found = [i for path in shards_of(out) for i in load_file(path)["rows"].tolist()]
+    assert sorted(found) == list(range(60))
+    a, b = (FeatureDataset(f) for f in (out, tmp_path / "alone"))
+    assert all(torch.equal(a[i]["hidden_states"], b[i]["hidden_states"]) for i in range(60))
 
 
 def test_files_become_shards_byte_for_byte(tmp_path, files, monkeypatch):

@@ -156,11 +156,9 @@ def test_server_down_for_good_then_resumed(tmp_path):
         found = check(out, rows)
         assert 5 <= len(found) < 40
         fake.__enter__()
-        assert extract_from_server(fake.url, rows, out, fake.storage, LAYERS, dtype="float32") == {
-            "written": 40 - len(found),
-            "kept": len(found),
-            "failed": 0,
-        }
+        again = extract_from_server(fake.url, rows, out, fake.storage, LAYERS, dtype="float32")
+        assert again["kept"] >= len(found)  # a thread of the stopped job may have written one more
+        assert (again["written"] + again["kept"], again["failed"]) == (40, 0)
         check(out, rows, 40)
         assert fake.left() == []
 

@@ -127,7 +127,6 @@ LEFT = {
     "train_sampling_strategy",
     "length_column_name",
     "ddp_backend",
-    "fsdp",
     "fsdp_config",
     "deepspeed",
     "debug",

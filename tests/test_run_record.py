@@ -212,25 +212,32 @@ def test_what_may_change(tmp_path):
     assert trainer.state.global_step == 5 * len(trainer.train_rows)
 
 
-def test_ranks_are_converted_where_a_step_keeps_its_rows(tmp_path):
-    """A checkpoint of two ranks goes on in one process that accumulates two rows; with another number of rows in a step
-    it is refused."""
+AS_TWO = dict(world_size=2, gradient_accumulation_steps=1, rows_in_step=2)
+
+
+def test_ranks_are_converted_where_a_step_keeps_its_rows(tmp_path, caplog):
+    """A checkpoint of two ranks continues in one process that accumulates two rows, also with the same command; with
+    another number of rows in a step it is refused."""
     given = cut(tmp_path / "a", step=4, gradient_accumulation_steps=2)
     for checkpoint in (tmp_path / "a").glob("checkpoint-*"):  # as two ranks would have written it
         record = json.loads((checkpoint / "run.json").read_text())
         assert (record["world_size"], record["gradient_accumulation_steps"]) == (1, 2)
-        (checkpoint / "run.json").write_text(json.dumps(record | dict(world_size=2, gradient_accumulation_steps=1)))
+        (checkpoint / "run.json").write_text(json.dumps(record | AS_TWO))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     whole = train(toy(), samples(16), samples(4, 1), arguments(tmp_path / "whole", **given))
     resumed = train(toy(), samples(16), samples(4, 1), arguments(tmp_path / "a", **given, resume_from_checkpoint=True))
     assert torch.equal(weights(resumed.model), weights(whole.model))
-    with pytest.raises(ValueError, match="rows in a step was 2, is 1.*gradient_accumulation_steps=2"):
-        train(
-            toy(),
-            samples(16),
-            samples(4, 1),
-            arguments(tmp_path / "b", **(given | dict(gradient_accumulation_steps=1)), resume_from_checkpoint=True),
-        )
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    given |= dict(resume_from_checkpoint=True, gradient_accumulation_steps=1)  # the command that the two ranks had
+    caplog.clear()
+    for folder in ("b", "b"):  # the second time, its own record says so: nothing is left to do
+        same = train(toy(), samples(16), samples(4, 1), arguments(tmp_path / folder, **given))
+        assert torch.equal(weights(same.model), weights(whole.model))
+    assert "The run was on 2 ranks, and is on 1: gradient_accumulation_steps=2" in caplog.messages[0]
+    assert json.loads((tmp_path / "b/run.json").read_text())["rows_in_step"] == 2
+    with pytest.raises(ValueError, match="rows in a step was 2, is 3.*gradient_accumulation_steps=2"):
+        given["gradient_accumulation_steps"] = 3
+        train(toy(), samples(16), samples(4, 1), arguments(tmp_path / "c", **given))
 
 
 def test_a_checkpoint_knows_its_run(tmp_path):
@@ -348,8 +355,11 @@ def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "kwargs,words",
     [
-        (dict(fsdp="full_shard"), "fsdp=.*DDP"),
-        (dict(fsdp=True), "fsdp=.*DDP"),
+        (dict(fsdp="full_shard"), "fsdp='full_shard'.*true or false"),
+        (dict(fsdp=True), "fsdp=True.*torchrun"),
+        (dict(checkpoint_format="sharded"), "checkpoint_format='sharded'.*--fsdp"),
+        (dict(checkpoint_format="dcp"), "checkpoint_format='dcp'.*full.*sharded"),
+        (dict(fsdp_config={"min_num_params": 1}), "fsdp_config=.*leave it out"),
         (dict(save_dtype="int8"), "save_dtype='int8'.*bfloat16"),
         (dict(save_dtype="int7"), "save_dtype='int7'.*bfloat16"),
         (dict(gradient_accumulation_steps=-1), "gradient_accumulation_steps=-1"),

@@ -120,7 +120,9 @@ def test_makefile_default_torch_is_supported():
     assert Version(default) in SpecifierSet(str(bound))
 
 
-OPTIONAL = {Requirement(r).name for extra in ("vllm", "loggers") for r in PROJECT["optional-dependencies"][extra]}
+OPTIONAL = {
+    Requirement(r).name for extra in ("vllm", "loggers", "ray") for r in PROJECT["optional-dependencies"][extra]
+}
 COMES_WITH = {
     "pydantic_core": "pydantic",
     "IPython": "ipywidgets",

@@ -4,9 +4,10 @@
 
 A drafter is built on the meta device, where a tensor has a shape and no memory, with as many layers as released
 checkpoints have: four for P-EAGLE, five for drafters of blocks, one for the others. What a run needs computes
-`evaluate.plan`.
+the package `plan`.
 """
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -14,16 +15,23 @@ import pandas as pd
 import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
+from speculators_nb.cli.main import app
+from speculators_nb.cli.plan import stages_of
 from speculators_nb.core.config import import_models
-from speculators_nb.evaluate.plan import Shape, cache_bytes, feature_bytes, hours, plan_run, weights
 from speculators_nb.lab.experiment import settings
 from speculators_nb.lab.shipped import shipped_data
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.plan.drafter_sizes import meta_drafter
+from speculators_nb.plan.requirements import GB, Machine, requirements, requirements_text
+from speculators_nb.plan.sizes import cache_bytes, feature_bytes, forward_flops, verifier_sizes
+from speculators_nb.plan.twins import predicted_step
 from speculators_nb.serve.vllm_methods import METHODS, method_of_types
 from speculators_nb.train.train_drafter import new_drafter
+from speculators_nb.verifier.identity import VerifierInfo
 
 RESULTS = Path(__file__).parent / "results"
+RECIPES = Path(__file__).parents[2] / "data/recipes"
 HEADS = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 QWEN3_8B = HEADS | dict(intermediate_size=12288, num_hidden_layers=36, vocab_size=151936)
 LLAMA_8B = HEADS | dict(intermediate_size=14336, num_hidden_layers=32, vocab_size=128256)
@@ -33,19 +41,7 @@ LAYERS = dict(peagle=4, dflash=5, dflash2=5, dspark=5, xpress=5)  # else 1
 SHARED = ("embed_tokens", "lm_head", "verifier_lm_head")  # where frozen: the verifier's, or rows of it
 ENGINE = "vllm-0.32"
 CONVERSATIONS = (5_000, 50_000, 500_000)
-
-
-def on_meta(kind, layer, verifier):
-    "A drafter without memory, as training would start it."
-    drafter = SpeculatorModel.registered_class(kind)
-    unweighted = classmethod(lambda cls, config, *_: cls(config))
-    names = dict(with_first_weights=unweighted, for_verifier=unweighted)
-    empty = type(drafter.__name__, (drafter,), names)
-    given = drafter.arguments_to_draft(4) | dict(mask_token_id=layer.vocab_size - 1)
-    if not (drafter.whole_vocabulary or drafter.fixed_layers or kind in WHOLE):
-        given |= dict(draft_vocab_size=DRAFT_VOCAB)
-    with torch.device("meta"):
-        return empty.from_training_args(layer, verifier_name_or_path=verifier, **given)
+TOKENS, ROW = 1024, 8192  # of a conversation, of a packed row
 
 
 def drafter_sizes(kind, verifier):
@@ -53,7 +49,11 @@ def drafter_sizes(kind, verifier):
     config = AutoConfig.from_pretrained(verifier)
     layers = LAYERS.get(kind, 1)
     family = "qwen3" if layers == 5 else "llama"
-    model = on_meta(kind, draft_layer_config(config, family, layers), verifier)
+    drafter = SpeculatorModel.registered_class(kind)
+    given = drafter.arguments_to_draft(4) | dict(mask_token_id=config.vocab_size - 1)
+    if not (drafter.whole_vocabulary or drafter.fixed_layers or kind in WHOLE):
+        given |= dict(draft_vocab_size=DRAFT_VOCAB)
+    model = meta_drafter(kind, VerifierInfo.of(verifier), family, layers, **given)
     named = list(model.named_parameters())
     own = sum(p.numel() for name, p in named if p.requires_grad or not name.startswith(SHARED))
     reduced = getattr(model.config, "draft_vocab_size", config.vocab_size) < config.vocab_size
@@ -75,21 +75,26 @@ def drafter_sizes(kind, verifier):
     )
 
 
-def run_sizes(shape, conversations, epochs=3, devices=2):
+def run_sizes(sizes, step, conversations, epochs=3, devices=2):
     "A row of the table of runs: features in two dtypes, steps and hours of devices."
-    plan = plan_run(shape, conversations, epochs=epochs, devices=devices)
-    small = plan_run(shape, conversations, dtype=torch.float8_e4m3fn)
+    tokens, machine = conversations * TOKENS, Machine()
+    on_disk = [tokens * feature_bytes(sizes.hidden, dtype=dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
     return dict(
         conversations=conversations,
-        tokens_millions=round(plan.tokens / 1e6, 1),
-        disk_bf16_gb=round(plan.disk / 1e9),
-        disk_fp8_gb=round(small.disk / 1e9),
+        tokens_millions=round(tokens / 1e6, 1),
+        disk_bf16_gb=round(on_disk[0] / 1e9),
+        disk_fp8_gb=round(on_disk[1] / 1e9),
         epochs=epochs,
         devices=devices,
-        extraction_device_hours=round(hours(plan.extraction_flops), 2),
-        steps=plan.steps,
-        training_device_hours=round(hours(plan.training_flops), 2),
+        extraction_device_hours=round(hours(machine, tokens * forward_flops(sizes, TOKENS)), 2),
+        steps=-(-tokens * epochs // (ROW * devices)),
+        training_device_hours=round(hours(machine, tokens * epochs * step.flops / ROW), 2),
     )
+
+
+def hours(machine, flops):
+    "Hours of one device."
+    return machine.seconds(flops, 1) / 3600
 
 
 def tables():
@@ -98,25 +103,41 @@ def tables():
     with tempfile.TemporaryDirectory() as verifier:
         Qwen3Config(**QWEN3_8B, architectures=["Qwen3ForCausalLM"]).save_pretrained(verifier)
         drafters = [drafter_sizes(kind, verifier) for kind in sorted(SpeculatorModel.registered_classes())]
-    shape = Shape.of(LlamaConfig(**LLAMA_8B))
-    runs = [run_sizes(shape, n) for n in CONVERSATIONS]
+    llama = LlamaConfig(**LLAMA_8B)
+    shape = verifier_sizes(llama)
+    step = predicted_step("eagle3", draft_layer_config(llama), DRAFT_VOCAB, shape.layers, ROW, TOKENS, bf16=True)
+    runs = [run_sizes(shape, step, n) for n in CONVERSATIONS]
     verifiers = [
         dict(
             verifier=name,
-            weights_gb=round(2 * weights(size) / 1e9, 1),
+            weights_gb=round(2 * size.weights / 1e9, 1),
             cache_kib=cache_bytes(size) // 1024,
             draft_cache_kib=cache_bytes(size._replace(layers=1)) // 1024,
         )
         for name, size in {
             "Llama-3.1-8B": shape,
-            "Qwen3-8B": Shape.of(Qwen3Config(**QWEN3_8B)),
+            "Qwen3-8B": verifier_sizes(Qwen3Config(**QWEN3_8B, tie_word_embeddings=False)),
         }.items()
     ]
     return {"drafters": drafters, "runs": runs, "verifiers": verifiers}
 
 
+def plan_of_recipe(name="qwen3-8b", devices=8, memory=80, disk=2000):
+    "What `speculators-nb plan` prints for a shipped recipe on H100s, and its two numbers that a test reads."
+    with tempfile.TemporaryDirectory() as verifier:
+        Qwen3Config(**QWEN3_8B, tie_word_embeddings=False).save_pretrained(verifier)
+        stages = stages_of(RECIPES / f"{name}.yaml", app.functions, app.outputs)[0]
+        sections = {stage.name: stage.values for stage in stages}
+        found = requirements(sections, verifier, machine=Machine(devices, memory * GB), disk=disk * GB)
+    return requirements_text(found), dict(disk_gb=found.disk.need / GB, step_gb=found.training.memory.total / GB)
+
+
 if __name__ == "__main__":
     RESULTS.mkdir(exist_ok=True)
+    text, numbers = plan_of_recipe()
+    (RESULTS / "qwen3-8b.txt").write_text(text + "\n")
+    (RESULTS / "qwen3-8b.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    print(text)
     for name, rows in tables().items():
         pd.DataFrame(rows).to_csv(RESULTS / f"{name}.csv", index=False)
         print(pd.DataFrame(rows).to_string(index=False))

@@ -29,6 +29,7 @@ GUIDES = {
     for page in (
         "which_drafter",
         "first_run",
+        "on_a_cluster",
         "how_much_data",
         "low_acceptance",
         "coming_from_speculators",

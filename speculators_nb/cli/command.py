@@ -11,6 +11,7 @@ __all__ = ['READERS', 'GENERAL', 'GROUPS', 'GROUP_OF', 'FEW', 'group_of', 'furth
 import ast
 import inspect
 import json
+import os
 import shlex
 import textwrap
 from collections.abc import Callable
@@ -110,8 +111,9 @@ GROUPS = {  # heading -> options below it
     learning_rate bf16 early_stopping_patience decode_prompts train.extra""",
     "Decoding": """k temperature temperatures top_p top_k min_p sampling max_new_tokens rule
     ngram as_engine""",
-    "Engine and server": """engine source server storage hidden_states concurrency baseline load
-    host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run extra""",
+    "Engine and server": """engine source server storage patience hidden_states concurrency
+    baseline load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run
+    extra""",
     "Output": "output_dir features.dtype save_dtype overwrite resume dry_run link",
     GENERAL: "seed device num_proc max_tokens rank world_size trust_remote_code import_ recipe",
 }
@@ -308,6 +310,11 @@ def _leave_recipe(place, name, values):
         write_recipe(place, name, values)
 
 
+def _is_first_rank():
+    "Whether this is the only process of the command, or the first of its ranks."
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _print(text):
     "Print a text without secrets, if there is one."
     from speculators_nb.core.provenance import without_secrets
@@ -341,7 +348,8 @@ def command(
         with plain_progress():
             result = function(**given | ({"import_": own} if "import_" in takes else {}))
         _print(report(result))
-        _leave_recipe(values.get(output), name, values)
+        if _is_first_rank():
+            _leave_recipe(values.get(output), name, values)
         return result
 
     def run(context: typer.Context, **typed):
@@ -350,7 +358,8 @@ def command(
             values = _values(function, name, named, app, context, recipe, typed)
             result = perform(values)
             own = values.get("import", ())
-            _print(_next_line(then(result, values), recipe, app, own) if then else None)
+            if then and _is_first_rank():
+                _print(_next_line(then(result, values), recipe, app, own))
 
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}

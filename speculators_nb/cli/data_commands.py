@@ -8,46 +8,52 @@ __all__ = ['log', 'device_of', 'open_tokenizer', 'open_verifier', 'regenerate', 
 # %% ../../nbs/cli/07_data_commands.ipynb #75073b48
 import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from huggingface_hub import cached_assets_path
 from transformers import AutoTokenizer
 
 from ..core.checkpoints import resolve_checkpoint
-from ..core.options import check_options
+from ..core.options import HERE, check_options
 from ..core.provenance import write_provenance
 from ..data.chat_template import tokenizer_errors
 from ..data.pipeline import prepare
 from ..data.prepared_folder import load_prepared, read_data_config
-from ..evaluate.plan import feature_bytes
-from ..features.feature_file import stored_dtype
 from ..features.feature_folder import shard, table_of
 from ..features.from_server import extract_from_server
 from ..features.in_process import extract_features
+from ..jobs.on_ray import on_ray
+from ..jobs.ranks import ranks_of
+from ..jobs.servers import one_or_several
 from speculators_nb.nn.draft_vocabulary import (
     load_vocab_mapping,
     save_vocab_mapping,
     vocab_mapping_from_frequencies,
 )
 from ..nn.target_head import text_config, verifier_config
+from ..plan.requirements import features_on_disk, free_disk
 from ..regenerate.from_server import regenerate_from_server
 from ..regenerate.in_process import regenerate as answer_here
-from ..regenerate.journal import Report
+from ..regenerate.regenerated import Report
 from ..verifier.folders import check_tokenizer
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/cli/07_data_commands.ipynb #324b4eb8
 def device_of(
-    name: str | None,  # as torch spells it; None: the accelerator if there is one
+    name: str | None,  # as torch spells it; None, auto: this rank's accelerator, if any
 ) -> torch.device:
     """Where to compute. Errors: ValueError for a device that torch does not know, or that this
     machine does not have."""
     check_options(dict(device=name))
-    if not name:
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    if not name or name == "auto":
+        found = torch.accelerator.current_accelerator() or torch.device("cpu")
+        ranks = ranks_of()
+        if found.type == "cpu" or ranks.world_size == 1:
+            return found
+        return torch.device(found.type, ranks.local_rank % torch.accelerator.device_count())
     device = torch.device(name)
     module = None if device.type == "cpu" else getattr(torch, device.type, None)
     n = 1 if device.type == "cpu" else 0
@@ -85,6 +91,8 @@ def open_verifier(
     resolve_checkpoint(verifier)  # a wrong name has its own error
     place = device_of(device)  # before the weights are read
     tokenizer = open_tokenizer(verifier, trust_remote_code)
+    if device == "auto":  # layers that fit no device are on the CPU, then on the disk
+        remote |= dict(device_map="auto", offload_folder=cached_assets_path("speculators_nb"))
     layers = aux_layer_ids or None
     return Verifier.from_pretrained(str(verifier), layers, device=place, **remote), tokenizer
 
@@ -93,7 +101,7 @@ def regenerate(
     data: str,  # conversations: .jsonl, .json, a folder of them, hf:<id>, or a name: gsm8k
     output: Path,  # .jsonl with the answers; an interrupted run is continued there
     verifier: str | None = None,  # folder or hub id; with server: tokenizer if it sends no ids
-    server: str | None = None,  # OpenAI-compatible server to ask, e.g. http://127.0.0.1:8000
+    server: list[str] | str | None = None,  # OpenAI-compatible, e.g. http://a:8000 (repeatable)
     model: str | None = None,  # its name there; default: the only one
     max_samples: int | None = None,  # use the first so many conversations; default: all
     max_new_tokens: int = 256,  # of each answer
@@ -102,11 +110,15 @@ def regenerate(
     sampling: dict | None = None,  # {"top_p": 0.9}, weighted: {"temperature": [[0, 1], [1, 3]]}
     languages: list[str] | None = None,  # languages to keep, e.g. en (repeatable); default: all
     concurrency: int = 16,  # conversations in work at once, with a server
+    patience: float = 120.0,  # seconds to wait while none of several servers answers
     seed: int = 0,  # of the sampling
-    device: str | None = None,  # without a server; default: the accelerator if there is one
+    device: str | None = None,  # without a server; auto: layers over all; default: accelerator
+    engine: str = "local",  # local: this process; ray: one for each device of a Ray cluster
 ) -> Report:  # counts; what failed and why
     "Let the verifier answer the questions itself."
-    check_options(locals(), "regenerate")
+    check_options(arguments := dict(locals()), "regenerate")
+    if engine == "ray":
+        return on_ray(regenerate, arguments | dict(engine="local"), "output")
     given: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -116,30 +128,24 @@ def regenerate(
         languages=languages or None,
         limit=max_samples,
     )
+    origin = {"data": data, "verifier": verifier, "server": one_or_several(server)}
+
+    def record(report):
+        if report.done:
+            write_provenance(output, "regenerate", given | dict(model=model), origin, **report)
+
     if server is not None:
-        report = regenerate_from_server(
-            server,
-            data,
-            output,
-            model=model,
-            tokenizer=verifier,
-            concurrency=concurrency,
-            **given,
-        )
+        with_server: dict[str, Any] = dict(model=model, tokenizer=verifier)
+        with_server |= dict(concurrency=concurrency, patience=patience, then=record)
+        report = regenerate_from_server(server, data, output, **with_server, **given)
     else:
         assert verifier is not None  # or check_options refuses
-        report = answer_here(*open_verifier(verifier, None, device), data, output, **given)
-    if not any(report[name] for name in ("written", "kept", "duplicates", "skipped", "failed")):
+        opened = open_verifier(verifier, None, device)
+        report = answer_here(*opened, data, output, then=record, **given)
+    if not report.done:
         raise ValueError(
             f"data={str(data)!r}: holds no conversation; name a file that has some"
         )
-    write_provenance(
-        output,
-        "regenerate",
-        given | dict(model=model),
-        {"data": data, "verifier": verifier, "server": server},
-        **report,
-    )
     return report
 
 # %% ../../nbs/cli/07_data_commands.ipynb #dcec356b
@@ -166,19 +172,47 @@ def log_disk(
     """Log how much disk the features need, before the first is written, and where the disk has
     less."""
     tokens = sum(rows["seq_len"])
-    need = tokens * feature_bytes(hidden_size, states, stored_dtype(dtype))
-    folder = Path(output_dir).absolute()
-    folder = next(place for place in (folder, *folder.parents) if place.is_dir())
-    free = shutil.disk_usage(folder).free
-    log.info(
-        "features of %d rows, %d tokens: %.3g GB on the disk", len(rows), tokens, need / 1e9
-    )
-    if need > free:
+    free = free_disk(output_dir)
+    disk = features_on_disk(tokens, len(rows), hidden_size, states, dtype, free)
+    need = disk.need / 1e9
+    log.info("features of %d rows, %d tokens: %.3g GB on the disk", len(rows), tokens, need)
+    if not disk.fits:
         log.warning(
-            "%s has %.3g GB free, which is less: name another output_dir, or max_samples",
-            folder,
+            "%s has %.3g GB free, which is less: name another output_dir, or %s",
+            Path(output_dir).absolute(),
             free / 1e9,
+            disk.remedy,
         )
+
+# %% ../../nbs/cli/07_data_commands.ipynb #05715fd8
+def _states_from_server(rows, options, then) -> dict:
+    "Features by a server; each rank has a fixed share of the rows."
+    o, rank, world_size = options, options["rank"], options["world_size"]
+    if world_size == 1:
+        rank, world_size, _ = ranks_of()
+    hidden_size = text_config(verifier_config(o["verifier"])).hidden_size
+    layers = o["aux_layer_ids"] or None
+    mine = rows.select(shard(len(rows), rank, world_size))
+    log_disk(o["output_dir"], mine, hidden_size, len(layers or range(3)) + 1, o["dtype"])
+    counts = extract_from_server(
+        *(o["server"] or HERE, rows, o["output_dir"], o["storage"], layers),
+        *(o["concurrency"], o["dtype"], rank, world_size),
+        patience=o["patience"],
+        shard_gb=o["shard_gb"],
+    )
+    then(counts)
+    return counts
+
+
+def _states_in_process(model, rows, options, then) -> dict:
+    "Features by a verifier in this process, which shares its batches with others."
+    o, rank, world_size = options, options["rank"], options["world_size"]
+    mine = rows.select(shard(len(rows), rank, world_size))
+    states = len(model.aux_layer_ids) + 1
+    log_disk(o["output_dir"], mine, model.hidden_size, states, o["dtype"])
+    where = model, rows, o["output_dir"], o["dtype"], o["max_tokens"]
+    share = dict(rank=rank, world_size=world_size)
+    return extract_features(*where, **share, then=then, shard_gb=o["shard_gb"])
 
 # %% ../../nbs/cli/07_data_commands.ipynb #47a2c129
 def features(
@@ -186,8 +220,8 @@ def features(
     data: str,  # prepared folder, or conversations: a file, a folder, hf:<id>, a name: gsm8k
     output_dir: Path,  # where the features go; an interrupted run is continued there
     source: str = "hf",  # hf: the verifier in this process; vllm: a server
-    server: str = "http://127.0.0.1:8000",  # address of `serve VERIFIER --hidden-states FOLDER`
-    storage: Path | None = None,  # with vllm: that FOLDER, as it is mounted here
+    server: list[str] | str | None = None,  # with vllm; default: port 8000 here (repeatable)
+    storage: Path | None = None,  # with vllm: the FOLDER of serve --hidden-states FOLDER
     max_length: int = 2048,  # rows longer than this are cut, where `data` is not prepared yet
     max_samples: int | None = None,  # use the first so many; default: all
     aux_layer_ids: list[int] | None = None,  # layers, ascending (repeatable); default: three
@@ -195,39 +229,34 @@ def features(
     shard_gb: float | None = None,  # GB of a file of many rows; default: a file for each row
     max_tokens: int = 8192,  # padded tokens in one forward pass, with hf
     concurrency: int = 8,  # requests in flight, with vllm
-    rank: int = 0,  # of this process, where several share the rows
-    world_size: int = 1,  # how many share them
-    device: str | None = None,  # with hf; default: the accelerator if there is one
+    patience: float = 120.0,  # seconds to wait while none of several servers answers
+    rank: int = 0,  # which share, where world_size fixed shares are made one by one
+    world_size: int = 1,  # fixed shares; 1: all processes that work in output_dir share it
+    device: str | None = None,  # with hf; auto: layers over all; default: the accelerator
     trust_remote_code: bool = False,  # run code that comes with the verifier
+    engine: str = "local",  # local: this process; ray: one for each device of a Ray cluster
 ) -> dict:  # counts, and output_dir
     "Write the verifier's hidden states on every row."
-    check_options(locals(), "features")
+    check_options(options := dict(locals()), "features")
+    if engine == "ray":
+        return on_ray(features, options | dict(engine="local"), "output_dir")
+    used = one_or_several(server or HERE) if source == "vllm" else None
+    record = dict(source=source, server=used, dtype=dtype)
+    record |= dict(max_length=max_length, max_samples=max_samples)
+    record |= dict(rank=rank, world_size=world_size)
+    origin = {"verifier": verifier, "data": data}
+
+    def then(counts):
+        write_provenance(output_dir, "features", record, origin, **counts)
+
     if source == "vllm":
-        assert storage is not None  # or check_options refuses
         rows = _rows(data, open_tokenizer(verifier, trust_remote_code), max_length, max_samples)
-        hidden_size = text_config(verifier_config(verifier)).hidden_size
-        mine = rows.select(shard(len(rows), rank, world_size))
-        log_disk(output_dir, mine, hidden_size, len(aux_layer_ids or range(3)) + 1, dtype)
-        counts = extract_from_server(
-            *(server, rows, output_dir, storage, aux_layer_ids or None),
-            *(concurrency, dtype, rank, world_size),
-            shard_gb=shard_gb,
-        )
+        counts = _states_from_server(rows, options, then)
     else:
         model, tokenizer = open_verifier(verifier, aux_layer_ids, device, trust_remote_code)
         vocab_size = model.model.get_input_embeddings().get_parameter("weight").shape[0]
         rows = _rows(data, tokenizer, max_length, max_samples, vocab_size)
-        share = shard(len(rows), rank, world_size)
-        states = len(model.aux_layer_ids) + 1
-        log_disk(output_dir, rows.select(share), model.hidden_size, states, dtype)
-        counts = extract_features(
-            *(model, rows, output_dir, dtype, max_tokens, share), shard_gb=shard_gb
-        )
-    record = dict(source=source, server=server if source == "vllm" else None, dtype=dtype)
-    record |= dict(max_length=max_length, max_samples=max_samples)
-    record |= dict(rank=rank, world_size=world_size)
-    origin = {"verifier": verifier, "data": data}
-    write_provenance(output_dir, "features", record, origin, **counts)
+        counts = _states_in_process(model, rows, options, then)
     total = dict(rows=len(rows), tokens=sum(rows["seq_len"]), output_dir=output_dir)
     return counts | total
 

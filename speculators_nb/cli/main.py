@@ -5,10 +5,11 @@ Each is a function of the library, and reads what the one before it has written.
 
 # %% auto #0
 __all__ = ['app', 'regenerate', 'prepare', 'features', 'report', 'vocab', 'train', 'evaluate', 'compare', 'check', 'doctor',
-           'experiment', 'serve', 'convert', 'export', 'stitch_mtp', 'demo', 'perform', 'run']
+           'experiment', 'serve', 'convert', 'export', 'stitch_mtp', 'demo', 'perform', 'run', 'plan']
 
 # %% ../../nbs/cli/12_main.ipynb #7abb180d
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -94,6 +95,8 @@ vocab = command(library("cli.data_commands", "vocab"), _chosen, app, group="Data
 
 # %% ../../nbs/cli/12_main.ipynb #6f70a533
 def _trained(trainer):
+    if not trainer.args.should_save:
+        return  # the first rank reports
     from speculators_nb.train.live_view import evaluation_table, header_line, row_line
 
     table, out = evaluation_table(trainer.state.log_history), trainer.args.output_dir
@@ -271,3 +274,49 @@ def run(
 
 
 command(run, lambda ran: None, app, group="All of it", output=None)
+
+# %% ../../nbs/cli/12_main.ipynb #plan0002
+def plan(
+    recipe: Path,  # YAML or JSON, with sections features and train, or one of them
+    verifier: str | None = None,  # folder or hub id of another; only config.json is read
+    conversations: int | None = None,  # default: as prepared, else max_samples, else 50,000
+    tokens_each: int = 1000,  # of a conversation, where no prepared folder is there to count
+    devices: int = 1,  # that train
+    memory: float | None = None,  # GB of one; default: of this machine's, if it has any
+    disk: float | None = None,  # GB free for features; default: where the recipe writes them
+    tflops: float = 989.0,  # of one device in bfloat16; default: H100
+    mfu: float = 0.43,  # share of it that is reached
+) -> Any:  # plan.requirements.Requirements
+    """What a recipe needs: disk, memory of a training step, hours, servers; what does not fit,
+    and the option that makes it fit. Nothing is started; weights are not read."""
+    from speculators_nb.cli.plan import stages_of
+    from speculators_nb.core.options import check_options
+    from speculators_nb.plan.requirements import GB, Machine, device_memory, requirements
+
+    own = dict(conversations=conversations, tokens_each=tokens_each, devices=devices)
+    own |= dict(memory=memory, disk=disk, tflops=tflops, mfu=mfu)
+    check_options(dict(recipe=recipe, verifier=verifier) | own, "plan")
+    stages = stages_of(recipe, app.functions, app.outputs)[0]
+    sections = {stage.name: stage.values for stage in stages}
+    place = device_memory() if memory is None else memory * GB
+    machine = Machine(devices, place, tflops, mfu)
+    free = None if disk is None else disk * GB
+    return requirements(sections, verifier, conversations, tokens_each, machine, free)
+
+
+def _planned(found):
+    from speculators_nb.plan.requirements import requirements_text
+
+    typer.echo(requirements_text(found))
+    if found.problems:
+        raise typer.Exit(1)
+
+
+command(
+    plan,
+    _planned,
+    app,
+    group="All of it",
+    output=None,
+    verdict="Something does not fit: each is a line, with the option that makes it fit.",
+)

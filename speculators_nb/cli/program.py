@@ -186,9 +186,12 @@ class Program(TyperGroup):
             else:
                 from speculators_nb.core.provenance import without_secrets
 
-                typer.echo(
-                    f"Error: {' '.join(without_secrets(usage(e)).split())[:1000]}", err=True
-                )
+                message = " ".join(without_secrets(usage(e)).split())[:1000]
+                if "RANK" in os.environ:
+                    from speculators_nb.launch.torchrun import end_rank
+
+                    message = end_rank(e, message, code)
+                typer.echo(f"Error: {message}", err=True)
         if standalone_mode:
             sys.exit(code or 0)
         return code
@@ -216,7 +219,12 @@ def one_line(
         if os.environ.get("SPECULATORS_NB_TRACEBACK"):
             raise
         message, code = failure(e)
-        typer.echo(f"Error: {_in_shell(message, function)}", err=True)
+        message = _in_shell(message, function)
+        if "RANK" in os.environ:
+            from speculators_nb.launch.torchrun import end_rank
+
+            message = end_rank(e, message, code)
+        typer.echo(f"Error: {message}", err=True)
         raise typer.Exit(code) from None
 
 # %% ../../nbs/cli/05_program.ipynb #f0135d43

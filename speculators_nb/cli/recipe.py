@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from .own_drafters import import_drafters, loads_drafters
 from ..core.option_rules import near, shown
-from ..core.options import check_options
+from ..core.options import check_options, rule_of
 from ..core.provenance import NOT_SECRET, SECRET_NAME, without_secrets
 
 # %% ../../nbs/cli/02_recipe.ipynb #2ddfa564
@@ -195,10 +195,15 @@ def checked(
         ) from None
 
 # %% ../../nbs/cli/02_recipe.ipynb #9606861a
+def _alone(value, rule):
+    "One text for a list that may have one item."
+    return [value] if isinstance(value, str) and rule and rule.alone else value
+
+
 def _section(values: dict, kinds: Mapping, command: str, where: str) -> dict:
     "The values of one command, each in its type and by its rule."
     values = {
-        field: checked(value, kinds[field], f"{where}{field}")
+        field: checked(_alone(value, rule_of(field, command)), kinds[field], f"{where}{field}")
         for field, value in values.items()
     }
     try:

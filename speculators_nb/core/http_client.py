@@ -36,8 +36,9 @@ def time_limit(
     seconds: float,  # for everything that is sent and received inside
 ) -> Iterator[None]:
     """Inside, connections of `limited_transport` raise a timeout when the time is over, in
-    however small pieces it was spent."""
-    token = _END.set(time.monotonic() + seconds)
+    however small pieces it was spent. A limit inside another one never ends later."""
+    end, outer = time.monotonic() + seconds, _END.get()
+    token = _END.set(end if outer is None else min(end, outer))
     try:
         yield
     finally:

@@ -260,9 +260,10 @@ DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa", "sdaa")  # 
 
 def device_problem(value: str) -> str | None:
     "What is wrong with the name of a device."
-    if re.fullmatch(rf"({'|'.join(DEVICES)})(:\d{{1,3}})?", value):
+    if value == "auto" or re.fullmatch(rf"({'|'.join(DEVICES)})(:\d{{1,3}})?", value):
         return None
-    return f"is no device; choose {', '.join(DEVICES[:3])}, or one by number, e.g. cuda:0"
+    known = ", ".join(DEVICES[:3])
+    return f"is no device; choose {known}, one by number, e.g. cuda:0, or auto"
 
 
 def ascending_problem(value: Sequence[int]) -> str | None:

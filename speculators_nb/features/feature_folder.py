@@ -38,7 +38,12 @@ from speculators_nb.features.feature_file import (
     write_features,
 )
 from .feature_rows import FeatureRow, FeatureRows
-from .feature_shards import FeatureShards, ShardWriter
+from speculators_nb.features.feature_shards import (
+    FOLDER,
+    FeatureShards,
+    ShardWriter,
+    remove_unfinished,
+)
 from ..verifier.folders import layout_of, legacy_files
 
 # %% ../../nbs/features/04_feature_folder.ipynb #70cea550
@@ -204,6 +209,7 @@ class FolderRows:
         dataset: Dataset,  # from `prepare`: input_ids, loss_mask, seq_len
         config: dict,  # from `origin`
         indices: Iterable[int] | None = None,  # rows to make, e.g. from `shard(…)`; None: all
+        alone: bool = True,  # nobody else makes these rows: what is unfinished or damaged goes
     ):
         self.path = Path(out_dir)
         self.config = config
@@ -212,9 +218,10 @@ class FolderRows:
         self.lengths = [int(n) for n in dataset["seq_len"][:]]
         self.wanted = sorted(set(range(len(dataset)) if indices is None else indices))
         _set_up(self.path, dataset, config)
-        self._remove_unfinished()
+        if alone:
+            self._remove_unfinished()
         self.shards = FeatureShards(self.path, len(dataset))
-        for e in self.shards.damaged:
+        for e in self.shards.damaged if alone else ():
             log.warning("removed, its rows are made again: %s", e)
             e.path.unlink(missing_ok=True)
         files = row_files(self.path)
@@ -228,6 +235,7 @@ class FolderRows:
         for unfinished in self.path.glob(".hs_*"):
             if int(unfinished.name.split(".")[1][3:]) in mine:
                 unfinished.unlink(missing_ok=True)
+        remove_unfinished(self.path / FOLDER)
 
     def has(
         self,
@@ -258,12 +266,14 @@ class FeatureFolder(FolderRows):
         dataset: Dataset,  # from `prepare`: input_ids, loss_mask, seq_len
         config: dict,  # from `origin`
         indices: Iterable[int] | None = None,  # rows to make, e.g. from `shard(…)`; None: all
+        alone: bool = True,  # nobody else makes these rows: what is unfinished or damaged goes
         shard_gb: float | None = None,  # GB of a file of many rows; None: a file for each row
     ):
-        super().__init__(out_dir, dataset, config, indices)
+        super().__init__(out_dir, dataset, config, indices, alone)
+        self.stored: set[int] = set()  # rows that were written here, and are whole on the disk
         self.writer: ShardWriter | None = None
         if shard_gb is not None:
-            self.writer = ShardWriter(self.path, self.dtype, shard_gb)
+            self.writer = ShardWriter(self.path, self.dtype, shard_gb, self.stored.update)
 
     def progress(self) -> tqdm:  # over the tokens of the missing rows
         "A progress bar."
@@ -282,6 +292,7 @@ class FeatureFolder(FolderRows):
                 self.writer.write(i, states, self.tokens[i])
             else:
                 write_features(feature_path(self.path, i), states, self.tokens[i], self.dtype)
+                self.stored.add(i)
 
     def close(self) -> None:
         "Finish the last shard. DiskError: the disk is full, read-only or gone."

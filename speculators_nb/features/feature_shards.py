@@ -95,7 +95,8 @@ def shard_header(
     return (HEADER - 8).to_bytes(8, "little") + text.ljust(HEADER - 8)
 
 # %% ../../nbs/features/03_feature_shards.ipynb #f234d2d6
-_HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+_NUMBERS = os.path.realpath("/proc/self/ns/pid").split(":")[-1]  # of the container
+_HOST = hashlib.sha256(f"{socket.gethostname()} {_NUMBERS}".encode()).hexdigest()[:8]
 
 
 class GrowingShard:
@@ -203,7 +204,6 @@ class ShardSeries:
         self.lock = threading.Lock()
         self.open: OpenShard | None = None
         writable_folder(self.folder)
-        remove_unfinished(self.folder)
 
     def add(
         self,
@@ -226,7 +226,8 @@ class ShardSeries:
                 raise
 
     def _finish(self):
-        shard, self.open = self.open, None
+        "Close the open shard. OSError: the disk; rows that left no room for the tail are lost."
+        shard, self.open, full = self.open, None, None
         try:
             while shard and shard.tail.rows:
                 try:
@@ -235,12 +236,15 @@ class ShardSeries:
                 except OSError as e:
                     if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                         raise
-                    shard.drop_last()  # it is computed again
+                    full = e
+                    shard.drop_last()
             if shard and shard.tail.rows and self.finished:
                 self.finished(shard.tail.rows)
         finally:
             if shard:
                 shard.discard()
+        if full:
+            raise full
 
 # %% ../../nbs/features/03_feature_shards.ipynb #f0e1d2c6
 class ShardWriter(ShardSeries):
@@ -272,10 +276,8 @@ class ShardWriter(ShardSeries):
 def _is_running(pid):
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+    except OSError as e:
+        return isinstance(e, PermissionError)
     return True
 
 # %% ../../nbs/features/03_feature_shards.ipynb #f0e1d2c5
@@ -321,11 +323,8 @@ def open_shard(
         with safe_open(path, "pt") as f:
             keys, metadata = set(f.keys()), f.metadata() or {}
             names = ("rows", "starts", "checksums")
-            if metadata.get("kind") != KIND or not keys >= {
-                "hidden_states",
-                "token_ids",
-                *names,
-            }:
+            lacks = {"hidden_states", "token_ids", *names} - keys
+            if metadata.get("kind") != KIND or lacks:
                 raise ForeignShard(path, "is no shard of features", "move it elsewhere")
             index = {name: f.get_tensor(name) for name in names}
             shape = f.get_slice("hidden_states").get_shape()
@@ -335,9 +334,7 @@ def open_shard(
         raise FeatureError(path, f"cut off or not a safetensors file ({e})") from e
     rows, starts, checksums = (index[name].numpy() for name in names)
     if metadata.get("index") != index_checksum(index):
-        raise FeatureError(
-            path, "the checksum of its index is another than when it was written"
-        )
+        raise FeatureError(path, "its index does not agree with its checksum")
     if len(shape) != 3 or int(starts[-1]) != shape[0] or len(starts) != len(rows) + 1:
         raise FeatureError(path, f"hidden_states {shape} for {int(starts[-1])} tokens")
     return Shard(path, tuple(shape[1:]), rows, starts, checksums, SCALES[0] in keys)
@@ -358,7 +355,13 @@ class ShardIndex:
         self.place_of = np.zeros(n, np.int32)  # [n] row -> place in the shard
         self.handles: OrderedDict[int, Any] = OrderedDict()
         self.lock = threading.Lock()
-        for path in sorted(self.folder.glob("[!.]*.safetensors")):
+        self.seen: set[Path] = set()
+        self.refresh()
+
+    def refresh(self) -> None:
+        "Read the index of the shards that have come since the last time."
+        for path in sorted({*self.folder.glob("[!.]*.safetensors")} - self.seen):
+            self.seen.add(path)
             try:
                 self._take(open_shard(path))
             except ForeignShard as e:
@@ -370,11 +373,8 @@ class ShardIndex:
         "Note the rows of a shard."
         n = len(self.shard_of)
         if len(shard.rows) and not 0 <= shard.rows.min() <= shard.rows.max() < n:
-            raise ForeignShard(
-                shard.path,
-                f"has row {shard.rows.max()}, the table has {n}",
-                "move it elsewhere",
-            )
+            reason = f"has row {shard.rows.max()}, the table has {n}"
+            raise ForeignShard(shard.path, reason, "move it elsewhere")
         self.shard_of[shard.rows] = len(self.shards)
         self.place_of[shard.rows] = np.arange(len(shard.rows))
         self.shards.append(shard)

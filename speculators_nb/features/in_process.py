@@ -7,7 +7,8 @@ They go to a folder, resumed after any interruption, or live into training."""
 __all__ = ['token_batches', 'states_of', 'model_of', 'check_tokens', 'extract_features', 'LiveFeatures']
 
 # %% ../../nbs/features/05_in_process.ipynb #4cdb1fd2
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from speculators_nb.features.feature_folder import (
     table_of,
 )
 from .feature_rows import FeatureRow, FeatureRows
+from .feature_shards import FOLDER, remove_unfinished
+from ..jobs.shared_job import SharedJob
 from speculators_nb.verifier.identity import (
     check_verifier_head,
     checkpoint_fingerprint,
@@ -138,46 +141,122 @@ def check_tokens(
                 "prepare the rows with this verifier's tokenizer"
             )
 
+# %% ../../nbs/features/05_in_process.ipynb #1a7d6023
+class _Batches:
+    "The batches of a folder: computed in this process, written in threads, settled in the job."
+
+    def __init__(self, job, folder, batches, compute):
+        self.job, self.folder, self.batches, self.compute = job, folder, batches, compute
+        self.todo = set(folder.todo)
+        self.units = [n for n, b in enumerate(batches) if self.todo.intersection(b)]
+        self.tokens = [sum(folder.lengths[i] for i in b if i in self.todo) for b in batches]
+        missing = dict(rows=len(folder.todo), tokens=sum(self.tokens))
+        self.start = job.agree(missing)  # what the first worker found
+        self.hand: dict[int, set[int]] = {}  # unit -> its rows that are being written
+
+    def new_rows(self, unit):
+        "(row, states) of a batch that are not there."
+        batch = self.batches[unit]
+        new = {i for i in batch if i in self.todo and not self.folder.has(i)}
+        return [row for row in zip(batch, self.compute(batch)) if row[0] in new] if new else []
+
+    def progress(self):
+        "A bar over the tokens of the whole job, and what brings it up to date."
+        bar = self.folder.progress()
+        bar.total = self.start["tokens"]
+        bar.initial = bar.n = bar.total - sum(self.tokens)
+
+        def show():
+            done = sum(self.tokens[unit] for unit in {*self.job.settled, *self.hand})
+            bar.update(bar.initial + done - bar.n)
+
+        return bar, show
+
 # %% ../../nbs/features/05_in_process.ipynb #1639a8ac
-def _write_batches(folder, batches, compute, writers):
-    """Compute batch after batch, and write the previous one in threads. A row that is there is
-    computed again with the rest of its batch: no state depends on an interruption."""
-    todo = set(folder.todo)
-    with ThreadPoolExecutor(writers) as pool, folder.progress() as bar:
+class _Extraction(_Batches):
+    "Writes batches until the job is done."
+
+    def write(self, writers):
+        "Do what others do not, until all is settled."
+        bar, show = self.progress()
         pending = []
-        try:
-            for batch in [*(b for b in batches if todo.intersection(b)), []]:
-                states = compute(batch) if batch else []
-                for future in pending:
-                    future.result()  # at most one batch waits in memory
-                new = [(i, s) for i, s in zip(batch, states) if i in todo]
-                pending = [pool.submit(folder.write, *row) for row in new]
-                bar.update(sum(folder.lengths[i] for i, _ in new))
-        except DiskError:
-            pool.shutdown(cancel_futures=True)
-            raise
+        with self.folder, ThreadPoolExecutor(writers) as pool, bar:
+            try:
+                for unit in self.job.units(self.units, show):
+                    self.folder.shards.refresh()  # perhaps its former holder was killed
+                    new = [] if unit is None else self.new_rows(unit)
+                    for future in pending:
+                        future.result()  # at most one batch waits in memory
+                    if unit is None:
+                        self.folder.close()
+                    self.settle()
+                    pending = [pool.submit(self.folder.write, *row) for row in new]
+                    if unit is not None:
+                        self.hand[unit] = {i for i, _ in new}
+                    show()
+            except DiskError:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def settle(self):
+        "Settle the batches in hand whose rows are whole on the disk."
+        for unit, rows in list(self.hand.items()):
+            if rows <= self.folder.stored:
+                self.job.settle(unit, len(rows))
+                del self.hand[unit]
+
+    def complete(self):
+        "Counts of the whole job, of which every row is there."
+        self.folder.shards.refresh()
+        with self.folder:
+            for unit in self.units:
+                if self.todo.intersection(self.batches[unit]) - self.folder.stored:
+                    for row in self.new_rows(unit):
+                        self.folder.write(*row)
+        remove_unfinished(self.folder.path / FOLDER)  # of workers that were killed
+        written = self.start["rows"]
+        return {"written": written, "kept": len(self.folder.wanted) - written}
 
 
+def _shared(out_dir, config, rows, max_tokens, shard_gb):
+    "The job of all processes that are given the same rows of a folder."
+    states = config["hidden_states"]
+    about = dict(max_tokens=max_tokens, shard_gb=shard_gb)
+    about |= dict(dtype=states["dtype"], aux_layer_ids=states["layer_ids"])
+    about |= dict(data=config["data"]["fingerprint"], verifier=config["model"]["fingerprint"])
+    part = "" if len(rows) == config["data"]["num_samples"] else f"-{_digest(rows)}"
+    return SharedJob(Path(out_dir) / f".work{part}", out_dir, "output_dir", about)
+
+
+def _digest(rows):
+    return f"{zlib.crc32(repr(rows).encode()):08x}"
+
+# %% ../../nbs/features/05_in_process.ipynb #03b8bc15
 def extract_features(
     verifier: Verifier,  # the tapped model
     dataset: Dataset | str | Path,  # from `prepare` (input_ids, loss_mask, seq_len), or folder
     out_dir: str | Path,  # gets data_config.json, rows/ (the dataset), files or shards
     dtype: torch.dtype | str = torch.bfloat16,  # stored states; "float8_e4m3fn": half the disk
     max_tokens: int = 8192,  # padded tokens in one forward pass
-    indices: Iterable[int] | None = None,  # rows to make, e.g. from `shard(…)`; None: all
+    indices: Iterable[int] | None = None,  # rows to make, in batches of their own; None: all
     writers: int = 4,  # threads that write
     processor=None,  # of a vision verifier, for rows with pictures; None: from its folder
+    rank: int = 0,  # which batches, where `world_size` processes have a fixed share each
+    world_size: int = 1,  # 1: all processes that work in the folder share its batches
+    then: Callable[[dict], Any] | None = None,  # gets the counts, once, when all is done
     shard_gb: float | None = None,  # GB of a file of many rows; None: a file for each row
-) -> dict[str, int]:  # counts: written, kept
+) -> dict[str, int]:  # counts of the whole job: written, kept
     """Write the features of rows that have no valid file. ValueError: another origin;
-    FeatureError: not finite; DiskError: the rest is kept."""
+    FeatureError: not finite; DiskError: the rest is kept; BlockingIOError: another process
+    fills the folder otherwise."""
     dtype, dataset = stored_dtype(dtype), table_of(dataset)
     check_tokens(dataset, verifier.vocab_size)
     layer_ids = [*verifier.aux_layer_ids, verifier.num_layers]
     config = origin(model_of(verifier), layer_ids, dataset, dtype)
-    folder = FeatureFolder(out_dir, dataset, config, indices, shard_gb)
-    if folder.todo:
-        check_verifier_head(verifier, torch.as_tensor(folder.tokens[folder.todo[0]]))
+    lengths = [int(n) for n in dataset["seq_len"][:]]
+    chosen = sorted(set(range(len(lengths)) if indices is None else indices))
+    batches = token_batches(lengths, chosen, max_tokens)[rank::world_size]
+    rows = sorted(i for batch in batches for i in batch)
     name = verifier.model.name_or_path
     inputs_of = row_inputs(dataset, processor or name)
     computed = verifier.dtype if dtype is FP8 else dtype
@@ -186,16 +265,26 @@ def extract_features(
         tokens = [folder.tokens[i] for i in batch]
         return states_of(verifier, tokens, computed, [inputs_of(i) for i in batch])
 
-    try:
-        batches = token_batches(folder.lengths, folder.wanted, max_tokens)
-        with folder:
-            _write_batches(folder, batches, compute, writers)
-    except FeatureError as e:  # only here is the verifier known
-        remedy = f"look for damaged weights in {name}, or store another dtype"
-        raise FeatureError(e.path, e.reason, remedy) from e
-    except DiskError as e:
-        raise disk_error(folder, e, verifier.hidden_size) from e
-    return {"written": len(folder.todo), "kept": len(folder.wanted) - len(folder.todo)}
+    with _shared(out_dir, config, rows, max_tokens, shard_gb) as job:
+        folder = FeatureFolder(out_dir, dataset, config, rows, job.is_primary, shard_gb)
+        if folder.todo:
+            check_verifier_head(verifier, torch.as_tensor(folder.tokens[folder.todo[0]]))
+        try:
+            extraction = _Extraction(job, folder, batches, compute)
+            extraction.write(writers)
+            counts = job.finish(lambda: _ended(extraction.complete(), then))
+        except FeatureError as e:  # only here is the verifier known
+            remedy = f"look for damaged weights in {name}, or store another dtype"
+            raise FeatureError(e.path, e.reason, remedy) from e
+        except DiskError as e:
+            raise disk_error(folder, e, verifier.hidden_size) from e
+    return counts
+
+
+def _ended(counts, then):
+    if then:
+        then(counts)
+    return counts
 
 # %% ../../nbs/features/05_in_process.ipynb #9e34d1d5
 class LiveFeatures(FeatureRows):

@@ -336,6 +336,8 @@ def verify_training_compatible(model: Any) -> None:
             "docs/architecture.md)"
         )
     known = SpeculatorModel.registered_classes().get(model.config.speculators_model_type)
+    if kind.__mro__[1].__name__ == "FSDPModule":  # torch made a subclass of it
+        kind = kind.__mro__[2]
     # by name: a notebook and its module may both have made the class
     if known is None or known.__qualname__ != kind.__qualname__:
         raise ValueError(
@@ -349,6 +351,7 @@ def verify_training_compatible(model: Any) -> None:
         )
     weights = (*model.named_parameters(), *model.named_buffers())
     floats = {name: w for name, w in weights if w.is_floating_point()}
+    floats = {name: getattr(w, "to_local", lambda w=w: w)() for name, w in floats.items()}
     absent = [name for name, w in floats.items() if w.flatten()[:1].isnan().any()]
     if model.target_head.weight is None and not model.own_heads:
         absent.append("target_head.weight")

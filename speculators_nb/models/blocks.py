@@ -35,6 +35,7 @@ from speculators_nb.nn.anchors import (
     Blocks,
     block_supervision,
     check_anchors,
+    chosen_slots,
     dpace_weights,
     select_anchors,
 )
@@ -50,6 +51,7 @@ from speculators_nb.nn.layers import (
 )
 from ..nn.masks import Mask, MaskSize, anchored_blocks, slot_window
 from ..nn.step_weights import StepWeights, block_decay, weights_of_steps
+from ..nn.supervision import on_host
 
 # %% ../../nbs/models/13_blocks.ipynb #blk00005
 def as_qwen3_layers(
@@ -191,8 +193,10 @@ class BlockLayers(BlockMask):
         block_rope = self.rotary(context, position_ids[anchors][:, None] + slot, length)
         blocks = BlockAttention(context, context_rope, block_rope, impl)
         hidden = self.embed_tokens(tokens)
+        of_row = anchors, document_ids, serving_window
+        masks = {layer.window: self.mask(layer, *of_row) for layer in self.layers}
         for layer in self.layers:
-            mask = self.mask(layer, anchors, document_ids, serving_window)
+            mask = masks[layer.window]
             hidden = layer(hidden, blocks.lean(mask) if lean else blocks.dense(mask))
         return self.norm(hidden)
 
@@ -211,11 +215,13 @@ class DrawnBlocks(BlockLayers):
         seed: int = 0,  # of the draw in evaluation
         cross_document: bool = False,  # True: only the loss mask decides, as upstream
         lean: bool = True,  # keep only blocks that carry loss
-    ) -> Blocks:
+    ) -> Blocks:  # on the CPU
         """Draw anchors, or take the given ones. In training the draw is seeded from torch's
         own generator, which a trainer seeds, saves and restores."""
         B, shifted = self.config.block_size, self.config.sample_from_anchor
+        loss_mask, document_ids = on_host(loss_mask, document_ids)
         if anchor_positions is not None:
+            anchor_positions = anchor_positions.cpu()
             check_anchors(anchor_positions, len(loss_mask), B)
         else:
             if generator is None:
@@ -229,7 +235,7 @@ class DrawnBlocks(BlockLayers):
             anchor_positions, loss_mask, document_ids, B, shifted, cross_document
         )
         if anchor_valid is not None:
-            supervised = supervised & anchor_valid.bool()[:, None]
+            supervised = supervised & anchor_valid.cpu().bool()[:, None]
         blocks = Blocks(anchor_positions, targets, supervised, anchor_positions)
         return blocks.with_loss() if lean else blocks
 
@@ -242,7 +248,8 @@ class DrawnBlocks(BlockLayers):
     ) -> MaskSize:  # A·B queries, L + A·B keys
         "What the slots attend to in the first layer: the row, then all blocks."
         documents, loss_mask = batch["document_ids"][0], batch["loss_mask"][0]
-        anchors = self.blocks(loss_mask, documents, max_anchors, anchor_positions).anchors
+        drawn = self.blocks(loss_mask, documents, max_anchors, anchor_positions)
+        anchors = drawn.anchors.to(documents.device)
         slots = len(anchors) * self.config.block_size
         mask = self.mask(self.layers[0], anchors, documents)
         return MaskSize(mask, slots, len(documents) + slots)
@@ -256,12 +263,13 @@ class WeightedSlots(DrawnBlocks):
         supervised: torch.Tensor,  # [A, B] bool
         gamma: float = 4.0,  # slots over which the weight falls by a factor of e
         step_weights: StepWeights = None,  # B weights, or a function of the slot; None: gamma
+        slots: torch.Tensor | None = None,  # of `chosen_slots`
     ) -> torch.Tensor:  # [N] float32
         "Weights of the slots with loss by their place in the block."
         slot = torch.arange(supervised.shape[1], device=supervised.device)
         decay = block_decay(slot, gamma, self.config.sample_from_anchor)
         by_slot = weights_of_steps(step_weights, decay).to(slot.device)
-        return by_slot.expand_as(supervised)[supervised]
+        return chosen_slots(by_slot.expand_as(supervised), supervised, slots)
 
     def slot_weight(
         self,
@@ -270,6 +278,7 @@ class WeightedSlots(DrawnBlocks):
         gamma: float = 4.0,  # of the decay
         dpace_alpha: float = 0.5,  # of D-PACE
         step_weights: StepWeights = None,  # B weights instead, or a function of the slot
+        slots: torch.Tensor | None = None,  # of `chosen_slots`
     ) -> torch.Tensor | Callable:  # [N], or a function of the row losses
         "Weights of the slots with loss. Errors: ValueError for an unknown scheme."
         if scheme not in SLOT_WEIGHTS:
@@ -278,8 +287,8 @@ class WeightedSlots(DrawnBlocks):
                 f"{', '.join(SLOT_WEIGHTS)}"
             )
         if scheme == "dpace" and step_weights is None:
-            return dpace_weights(supervised, dpace_alpha)
-        return self.slot_decay(supervised, gamma, step_weights)
+            return dpace_weights(supervised, dpace_alpha, slots)
+        return self.slot_decay(supervised, gamma, step_weights, slots)
 
 # %% ../../nbs/models/13_blocks.ipynb #fe5e0775
 def cached_block_mask(

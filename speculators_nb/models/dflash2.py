@@ -279,10 +279,10 @@ class DFlash2Loss(DFlash2Network):
         target_hidden: torch.Tensor,  # [L, H] the verifier's states before its final norm
     ) -> tuple[Candidates, torch.Tensor]:  # candidates of N slots with loss; scores [N, C]
         "Which tokens the selector chooses from, and their scores."
-        supervised = states.blocks.supervised
+        blocks = states.blocks
         bias: Any = states.bias  # of `slot_bias`
-        hidden, codes = states.hidden[supervised], bias.codes[supervised]
-        head, targets = self.lm_head.weight, target_hidden[states.blocks.targets[supervised]]
+        hidden, codes = blocks.with_values(states.hidden), blocks.with_values(bias.codes)
+        head, targets = self.lm_head.weight, target_hidden[blocks.with_values(blocks.targets)]
         top_k = self.config.selector_top_k
         candidates = find_candidates(hidden, head, self.target_head, targets, top_k)
         unary = candidate_logits(hidden, head, candidates.ids)

@@ -419,8 +419,9 @@ class StoredNetwork(BorrowedWeights):
             if dtype and weight.is_floating_point():
                 weight = weight.to(dtype)
             state[name] = weight.detach().cpu().contiguous()
-        if type(self).__name__ not in (self.config.architectures or ()):
-            self.config.architectures = [type(self).__name__]
+        kind = type(self).__name__.removeprefix("FSDP")  # as torch names sharded models
+        if kind not in (self.config.architectures or ()):
+            self.config.architectures = [kind]
         self.config.dtype = dtype or self.dtype
         save_tensors(state, folder / "model.safetensors", metadata={"format": "pt"})
         self.config.save_pretrained(folder)

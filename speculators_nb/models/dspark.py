@@ -259,9 +259,9 @@ class DSparkLoss(DSparkNetwork):
         metrics |= acceptance_metrics(accept, blocks, first, upstream)
         if self.confidence_head is None:
             return out.loss, metrics
-        embeds = None if bias is None else bias.embeds[supervised]
-        logits = self.confidence(hidden[supervised], embeds)
-        weight = self.slot_decay(supervised, gamma, step_weights)
+        embeds = None if bias is None else blocks.with_values(bias.embeds)
+        logits = self.confidence(blocks.with_values(hidden), embeds)
+        weight = self.slot_decay(supervised, gamma, step_weights, blocks.slots)
         errors = F.binary_cross_entropy_with_logits(logits, accept, reduction="none")
         count = supervised.sum().float()
         confidence_loss = (weight * errors).sum() / (count + 1e-8)

@@ -44,6 +44,7 @@ from ..nn.step_weights import StepWeights, weights_of_steps
 from speculators_nb.nn.supervision import (
     Supervised,
     chain_metrics,
+    on_host,
     sum_and_total,
     supervised_steps,
     ttt_supervision,
@@ -261,12 +262,13 @@ class EagleLoss(CachedForward):
         elif self.training and noise_std:
             H = features.shape[-1]
             features = features + feature_noise(documents, H, noise_std, generator)
-        carries_loss = ttt_supervision(loss_mask[0], documents, steps)
+        carries_loss = ttt_supervision(*on_host(loss_mask[0], documents), steps)
         layer = self.config.transformer_layer_config
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         row = ids, features, documents, position_ids[0]
         predicted, dense = self.unroll(row, carries_loss, lean, back_end)
-        entries = supervised_steps(carries_loss)
+        on_cpu = supervised_steps(carries_loss)
+        carries_loss, entries = carries_loss.to(ids.device), on_cpu.to(ids.device)
         step_weight = weights_of_steps(step_weights, torch.ones(steps)).to(ids.device)
         weight = (step_weight / (carries_loss.sum(-1) + 1e-5))[entries.step]
         states = verifier_last_hidden_states[0]
@@ -275,7 +277,7 @@ class EagleLoss(CachedForward):
         options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training)
         scale = self.target_head.scale
         scaled = predicted if scale == 1 else predicted * scale
-        rows = scaled, states, entries.target, weight
+        rows = scaled, states, on_cpu.target, weight
         out = distribution_loss(self, *rows, mixture, lean, **options)
         loss = out.loss + feature_weight * (weight * distance).sum()
         tokens = None if dense is None else [self.logits(f).argmax(-1)[None] for f in dense]

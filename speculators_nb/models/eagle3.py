@@ -57,6 +57,7 @@ from ..nn.step_weights import StepWeights, weights_of_steps
 from speculators_nb.nn.supervision import (
     Supervised,
     chain_metrics,
+    on_host,
     sum_and_total,
     supervised_steps,
     ttt_supervision,
@@ -265,11 +266,12 @@ class Eagle3Loss(DraftTokens):
             back_end = attention_back_end(attn_impl, ids.device, False, layer)
             return ForwardOutput(self.draft_rows(inputs, ttt_steps, back_end, own), None, {})
         mask = documents >= 0 if loss_mask is None else loss_mask[0]
-        carries_loss = ttt_supervision(mask, documents, ttt_steps, upstream)
+        carries_loss = ttt_supervision(*on_host(mask, documents), ttt_steps, upstream)
         counted = counted_positions(carries_loss, upstream)
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         hidden, dense_states = self.unroll(inputs, counted, lean, back_end, own)
-        predictions = supervised_steps(counted)  # step and target of each of `hidden`
+        rows = supervised_steps(counted)  # step and target of each of `hidden`; on the CPU
+        carries_loss, predictions = carries_loss.to(ids.device), rows.to(ids.device)
         decay = ttt_step_loss_decay ** torch.arange(ttt_steps).float()
         step_weight = weights_of_steps(step_weights, decay).to(ids.device)
         weight_per_position = step_weight / (carries_loss.sum(-1).float() + 1e-5)
@@ -277,7 +279,7 @@ class Eagle3Loss(DraftTokens):
         in_loss = carries_loss[predictions.step, position]
         weight = weight_per_position[predictions.step] * in_loss
         options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training)
-        states, target = verifier_last_hidden_states[0], predictions.target
+        states, target = verifier_last_hidden_states[0], rows.target
         out = distribution_loss(self, hidden, states, target, weight, mixture, lean, **options)
         metrics = step_metrics(out, predictions, weight, mixture, carries_loss, upstream)
         return ForwardOutput(self.draft_tokens(dense_states), out.loss, metrics)

@@ -32,6 +32,7 @@ from ..nn.step_weights import StepWeights, normalised_steps, weights_of_steps
 from speculators_nb.nn.supervision import (
     Supervised,
     chain_metrics,
+    on_host,
     sum_and_total,
     supervised_steps,
 )
@@ -139,17 +140,20 @@ class MTPLoss(MTPUnrolling):
         )
         step_weight = weights_of_steps(step_weights, default).to(ids.device)
         mask = torch.ones_like(ids) if loss_mask is None else loss_mask.flatten()
-        carries_loss = mtp_supervision(mask.bool(), row.documents, steps, upstream)
+        mask, documents = on_host(mask.bool(), row.documents)
+        carries_loss = mtp_supervision(mask, documents, steps, upstream)
         rows = upstream_rows(L, steps) if upstream else L - 1
         length = self.rotary.length(row.positions[: max(0, rows)])
         layer = self.config.transformer_layer_config
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)
-        entries = supervised_steps(carries_loss)
+        entries = supervised_steps(carries_loss).to(ids.device)
+        with_loss = carries_loss, documents
+        carries_loss = carries_loss.to(ids.device)
         counts = carries_loss.sum(-1).clamp(min=1)
         weight = (step_weight / counts)[entries.step]
         targets, head = ids[entries.target + 2], self.lm_head.weight
         if lean:
-            hidden = self.supervised_hidden(row, carries_loss, as_served, back_end, length)
+            hidden = self.supervised_hidden(row, *with_loss, as_served, back_end, length)
             out = token_loss(hidden, head, targets, weight, gemm_dtype=gemm_dtype)
             logits = None
         else:

@@ -29,7 +29,7 @@ from speculators_nb.models.training_time_test import (
     all_steps,
 )
 from ..nn.layers import Rotary
-from ..nn.supervision import ttt_supervision
+from ..nn.supervision import same_rows, ttt_supervision
 
 # %% ../../nbs/models/21_mtp_network.ipynb #b7b589c3
 @SpeculatorModelConfig.register("mtp")
@@ -231,29 +231,42 @@ class OwnPast(MTPNetwork):
         features: torch.Tensor,  # [L', H] the verifier's states after x_t
         document_ids: torch.Tensor,  # [L']
         position_ids: torch.Tensor,  # [L']
-        carries_loss: torch.Tensor,  # [K, L'] bool
+        carries_loss: torch.Tensor,  # [K, L'] bool; this and the next on the CPU
+        documents: torch.Tensor,  # [L'], as document_ids
         impl: str = "blocked",  # of `prefix_attention`
         length: int | None = None,  # of the text, as in `Rotary.forward`
     ) -> list[torch.Tensor]:  # K tensors [N_s, H]: the rows of each step that carry loss
         "The same for the rows that carry loss, and those that they attend to."
-        steps = len(carries_loss)
-        computed = [row.nonzero()[:, 0] for row in prefix_rows(carries_loss, document_ids)]
+        steps, device = len(carries_loss), input_ids.device
+        needed = [row.nonzero()[:, 0] for row in prefix_rows(carries_loss, documents)]
+        if impl == "flex":
+            needed = same_rows(needed, len(input_ids))
+        moved = {id(rows): rows.to(device) for rows in needed}
+        computed = [moved[id(rows)] for rows in needed]
+        masks = {
+            id(rows): self.mask(self.layers[0].window, document_ids[rows]) for rows in computed
+        }
+        every = torch.arange(len(needed[0]), device=device)
         outputs = []
         hidden, embeds = self.first_inputs(input_ids[computed[0]], features[computed[0]])
         for step, rows in enumerate(computed):
             last = step == steps - 1
-            queries = carries_loss[step].nonzero()[:, 0] if last else rows
-            query_in_rows = torch.searchsorted(rows, queries)
-            mask = self.mask(self.layers[0].window, document_ids[rows])
+            with_loss = carries_loss[step].nonzero()[:, 0]
+            among = torch.searchsorted(needed[step], with_loss).to(device)
+            queries = every if len(rows) == len(every) else every[: len(rows)]
+            if last and impl != "flex":
+                queries, among = among, every[: len(among)]
             rope = self.rope(position_ids[rows] + step, length)
-            attention = StepAttention(query_in_rows, rope, impl)
-            attend = attention.first([], mask, query_in_rows)
-            output = self.layers[0](hidden, attend, embeds, query_in_rows)
-            outputs.append(output.normed[carries_loss[step, queries]])
+            attention = StepAttention(queries, rope, impl)
+            attend = attention.first([], masks[id(rows)], queries)
+            output = self.layers[0](hidden, attend, embeds, queries)
+            outputs.append(output.normed[among])
             if not last:
-                kept = torch.searchsorted(rows, computed[step + 1])
-                next_ids = input_ids[computed[step + 1] + step + 1]
-                hidden, embeds = self.next_inputs(next_ids, output.hidden[kept])
+                after, state = computed[step + 1], output.hidden
+                if after is not rows:
+                    state = state[torch.searchsorted(rows, after)]
+                ahead = (after + step + 1).clamp_max(len(input_ids) - 1)
+                hidden, embeds = self.next_inputs(input_ids[ahead], state)
         return outputs
 
 # %% ../../nbs/models/21_mtp_network.ipynb #143a4517
@@ -292,7 +305,8 @@ class MTPUnrolling(OwnPast):
     def supervised_hidden(
         self,
         row: tuple[torch.Tensor, ...],  # the first four arguments of `dense_hidden`
-        carries_loss: torch.Tensor,  # [K, L] bool
+        carries_loss: torch.Tensor,  # [K, L] bool; this and the next on the CPU
+        documents: torch.Tensor,  # [L]
         as_served: bool,  # as in `dense_hidden`
         impl: str,  # of `prefix_attention`
         length: int | None,  # as in `dense_hidden`
@@ -301,4 +315,5 @@ class MTPUnrolling(OwnPast):
         shifted = self.shifted(*row)
         if as_served:
             return self.unroll(shifted, carries_loss[:, :-1], True, impl)[0]
-        return torch.cat(self.own_past_rows(*shifted, carries_loss[:, :-1], impl, length))
+        with_loss = carries_loss[:, :-1], documents[:-1]
+        return torch.cat(self.own_past_rows(*shifted, *with_loss, impl, length))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ..nn.attention import block_attention
+from ..nn.attention import attention, block_attention
 from ..nn.layers import rotate
 from ..nn.masks import anchored_blocks, slot_window
 
@@ -91,6 +91,13 @@ class RolloutPlan(NamedTuple):
     order: torch.Tensor  # [N] anchors in row order, each once
     source: torch.Tensor  # [T] index into `order`, N where the row reads the mask
     base: torch.Tensor  # [N] the rows of depth 0, anchors ascending
+    keys: torch.Tensor  # [T] rows in the order of `masks.rollouts`: `base`, then by anchor
+    place: torch.Tensor  # [T] of each row among `keys`
+
+    def to(self, device: torch.device) -> "RolloutPlan":
+        "The same tensors on a device."
+        moved = {k: v.to(device) for k, v in self._asdict().items() if k != "segments"}
+        return self._replace(**moved)
 
 
 def plan_rollouts(
@@ -110,14 +117,12 @@ def plan_rollouts(
     first = (depth == 0).nonzero()[:, 0]
     index = torch.arange(len(order), device=sizes.device)
     source = torch.full_like(anchor, len(order)).index_copy_(0, first, index)
-    return RolloutPlan(
-        anchor,
-        depth,
-        [(a, b, m) for a, b, (_, m) in zip(ends, ends[1:], groups)],
-        order,
-        source,
-        first[order.argsort()],
-    )
+    base = first[order.argsort()]
+    deeper = (depth > 0).nonzero()[:, 0]
+    deeper = deeper[anchor[deeper].argsort(stable=True)]
+    keys = torch.cat([base, deeper])
+    segments = [(a, b, m) for a, b, (_, m) in zip(ends, ends[1:], groups)]
+    return RolloutPlan(anchor, depth, segments, order, source, base, keys, keys.argsort())
 
 # %% ../../nbs/models/11_peagle_rollouts.ipynb #4b7390b3
 class RolloutAttention(NamedTuple):
@@ -128,6 +133,8 @@ class RolloutAttention(NamedTuple):
     document_ids: torch.Tensor  # [N] of the real positions
     place: torch.Tensor  # [L] position -> its place among the real ones
     impl: str  # of `block_attention`
+    masks: dict  # window -> `masks.rollouts` of all rows, for flex
+    queries: dict  # skip -> the rows after it, as queries of these masks
 
     def first_layer(self, skip: int, window: int | None):
         "x holds each token that is read once, and the mask as its last row [N+1, 2H]."
@@ -162,6 +169,11 @@ class RolloutAttention(NamedTuple):
         window: int | None,  # of a sliding layer
     ) -> torch.Tensor:  # [Hq, T - skip, D]
         "Each rollout over the text up to its anchor, and over its own depths."
+        if self.impl == "flex":
+            rows = self.queries.setdefault(skip, self.plan.place[skip:])
+            keys, values = keys[:, self.plan.keys], values[:, self.plan.keys]
+            mask = self.masks[window].of_queries(rows)
+            return attention(queries[None], keys[None], values[None], mask, "flex")[0]
         base_keys, base_values = keys[:, self.plan.base], values[:, self.plan.base]
         heads = []
         for a, b, depths in self.plan.segments:

@@ -19,8 +19,10 @@ from .base import ForwardOutput, SpeculatorModel
 from .formats import format_named
 from ..nn.head_loss import HeadLoss
 from speculators_nb.nn.supervision import (
+    Supervised,
     block_metrics,
     needed_rows,
+    on_host,
     sum_and_total,
     supervised_steps,
     ttt_supervision,
@@ -78,13 +80,14 @@ def heads_loss(
 
 def heads_metrics(
     out: HeadLoss,  # from `heads_loss`
+    entries: Supervised,  # its N rows
     trains: torch.Tensor,  # [K, L] bool, from `trained_positions`
     totals: torch.Tensor,  # [K] positions of each head, as the loss divides by them
 ) -> dict[str, torch.Tensor]:  # loss, loss_k and those of `block_metrics`, each _sum and _total
     "The loss, each head's mean cross-entropy, and accuracies."
-    by_head = supervised_steps(trains).sum_by_step(out.rows["ce"])
-    correct = torch.zeros_like(trains)
-    correct[trains] = out.correct
+    by_head = entries.sum_by_step(out.rows["ce"])
+    at = entries.step, entries.target - entries.step
+    correct = torch.zeros_like(trains).index_put_(at, out.correct)
     metrics = sum_and_total("loss", out.loss.detach() * totals[0], totals[0])
     metrics |= sum_and_total("loss", by_head, totals)
     return metrics | block_metrics(correct.T, trains.T)
@@ -144,15 +147,21 @@ class TrainedHeads(HeadNetwork):
         """Loss and metrics: the sum over heads of decay^(k+1) times the mean cross-entropy of
         that head's positions."""
         ids, heads = input_ids[0], self.head_weights()
-        trains = trained_positions(
-            loss_mask[0], document_ids[0], len(heads), cross_document_targets
-        )
-        everywhere = torch.arange(len(ids), device=ids.device)
+        row = on_host(loss_mask[0], document_ids[0])
+        trains = trained_positions(*row, len(heads), cross_document_targets)
+        everywhere = torch.arange(len(ids))
         needed = needed_rows(trains) if lean else [everywhere] * len(heads)
+        # where the positions that train a head are among the computed ones
+        chosen = [
+            torch.searchsorted(at, on.nonzero()[:, 0]).to(ids.device)
+            for at, on in zip(needed, trains)
+        ]
+        entries = supervised_steps(trains).to(ids.device)
+        trains, needed = trains.to(ids.device), [at.to(ids.device) for at in needed]
         states = self.verifier_states(verifier_last_hidden_states[0])
         computed = self.hidden_rows(states, ids, needed)
-        hidden = [h[carries[at]] for h, carries, at in zip(computed, trains, needed)]
-        targets = ids[supervised_steps(trains).target + AHEAD]
+        hidden = [h[at] for h, at in zip(computed, chosen)]
+        targets = ids[entries.target + AHEAD]
         decay = self.head_loss_decay if head_loss_decay is None else head_loss_decay
         powers = decay ** torch.arange(1.0, len(heads) + 1, device=ids.device)
         totals = trains.sum(-1).float() + 1e-5
@@ -167,7 +176,7 @@ class TrainedHeads(HeadNetwork):
         tokens = None
         if not lean:
             tokens = [(h @ head.T).argmax(-1)[None] for h, head in zip(computed, heads)]
-        return ForwardOutput(tokens, out.loss, heads_metrics(out, trains, totals))
+        return ForwardOutput(tokens, out.loss, heads_metrics(out, entries, trains, totals))
 
 # %% ../../nbs/models/23_token_heads.ipynb #6563aac7
 class TokenHeads(TrainedHeads):

@@ -18,7 +18,7 @@ from .base import SpeculatorModel
 from ..nn.attention import attention, prefix_attention
 from ..nn.layers import Attention, DecoderLayer, Rotary
 from ..nn.masks import Mask, MaskSize, ttt
-from ..nn.supervision import needed_rows, shift_by_one
+from ..nn.supervision import needed_rows, same_rows, shift_by_one
 
 # %% ../../nbs/models/06_training_time_test.ipynb #ccf2fceb
 # what the drafter itself would draft: normed states [N, H] -> verifier ids [N]
@@ -68,6 +68,15 @@ class UnrolledDrafter(SpeculatorModel):
         "What a row attends to: keys of step 0, and its own of later steps."
         return ttt(document_ids, len(document_ids), window)
 
+    def layer_masks(
+        self,
+        document_ids: torch.Tensor,  # [L]
+    ) -> list[Mask]:  # one object for all layers of the same window
+        "The mask of each layer."
+        windows = [layer.window for layer in self.layers]
+        masks = {window: self.mask(window, document_ids) for window in windows}
+        return [masks[window] for window in windows]
+
     def training_mask(
         self,
         batch: dict[str, torch.Tensor],  # a packed Batch
@@ -111,7 +120,7 @@ class DenseUnrolling(UnrolledDrafter):
     ) -> list[torch.Tensor]:  # K tensors [L, H], normed
         "The definition: every row at every step."
         L = len(input_ids)
-        masks = [self.mask(layer.window, document_ids) for layer in self.layers]
+        masks = self.layer_masks(document_ids)
         caches: list[list] = [[] for _ in self.layers]
         outputs = []
         hidden, embeds = self.first_inputs(input_ids, features)
@@ -196,7 +205,7 @@ class TrainingTimeTest(DenseUnrolling):
     ) -> list[torch.Tensor]:  # K tensors [N_t, H]: the normed hidden states of the needed rows
         "The needed rows of every step."
         length = self.rotary.length(position_ids)  # of the whole row, where RoPE depends on it
-        masks = [self.mask(layer.window, document_ids) for layer in self.layers]
+        masks = self.layer_masks(document_ids)
         hidden, embeds = self.first_inputs(input_ids, features)
         rope = self.rotary(hidden, position_ids, length)
         step = StepAttention(needed[0], rope, impl)
@@ -209,12 +218,14 @@ class TrainingTimeTest(DenseUnrolling):
         outputs = [output.normed]
         for t in range(1, len(needed)):
             rows = needed[t]
-            kept = torch.searchsorted(needed[t - 1], rows)
-            caches = [cache.select(kept) for cache in caches]
-            next_ids = input_ids[rows + t]
+            if rows is not needed[t - 1]:
+                kept = torch.searchsorted(needed[t - 1], rows)
+                caches = [cache.select(kept) for cache in caches]
+                output = StepOutput(*(states[kept] for states in output))
+            next_ids = input_ids[(rows + t).clamp_max(len(input_ids) - 1)]
             if own_tokens is not None:
-                next_ids = own_tokens(output.normed[kept])
-            hidden, embeds = self.next_inputs(next_ids, output.hidden[kept])
+                next_ids = own_tokens(output.normed)
+            hidden, embeds = self.next_inputs(next_ids, output.hidden)
             rope = self.rotary(hidden, position_ids[rows] + t, length and length + t)
             step = StepAttention(rows, rope, impl)
             for layer, cache, mask in zip(self.layers, caches, masks):
@@ -227,7 +238,7 @@ class TrainingTimeTest(DenseUnrolling):
         self,
         # the first four arguments of `hidden_rows`
         row: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        counted: torch.Tensor,  # [K, L] bool: the rows whose states are returned
+        counted: torch.Tensor,  # [K, L] bool: rows whose states are returned; on the CPU
         lean: bool,  # False: by the definition
         impl: str,  # back end of attention
         own_tokens: OwnTokens | None = None,  # later steps read these; None: the text's
@@ -235,8 +246,16 @@ class TrainingTimeTest(DenseUnrolling):
         "The states of the counted rows, step by step, as in `supervised_steps`."
         if not lean:
             dense = self.dense_hidden(*row, len(counted), impl, own_tokens)
-            return torch.cat([h[counted[t]] for t, h in enumerate(dense)]), dense
+            at = [now.nonzero()[:, 0].to(row[0].device) for now in counted]
+            return torch.cat([h[i] for h, i in zip(dense, at)]), dense
         needed = needed_rows(counted)
-        states = self.hidden_rows(*row, needed, impl, own_tokens)
-        chosen = [h[counted[t, needed[t]]] for t, h in enumerate(states)]
-        return torch.cat(chosen), None
+        if impl == "flex":
+            needed = same_rows(needed, len(row[0]))
+        # where the counted rows are among the computed ones
+        chosen = [
+            torch.searchsorted(rows, now.nonzero()[:, 0]) for rows, now in zip(needed, counted)
+        ]
+        device = row[0].device
+        moved = {id(rows): rows.to(device) for rows in needed}
+        states = self.hidden_rows(*row, [moved[id(x)] for x in needed], impl, own_tokens)
+        return torch.cat([h[at.to(device)] for h, at in zip(states, chosen)]), None

@@ -173,17 +173,13 @@ class XPressDrafts(XPressNetwork):
         out: HeadLoss,  # of the slots with loss
     ) -> torch.Tensor:  # [A, B] verifier ids; any behind the last slot with loss
         "What a round drafts."
-        supervised, bias = states.blocks.supervised, states.bias
-        tokens = states.blocks.to_slots(out.tokens)
-        in_front = supervised.flip(-1).cumsum(-1).flip(-1) > 0
-        missing = in_front & ~supervised
-        missing[:, : self.config.first_slot] = False
-        for part in missing.nonzero().split(512):
-            place = part[:, 0], part[:, 1]
-            logits = self.lm_head(states.hidden[place])
+        tokens, bias = states.blocks.to_slots(out.tokens), states.bias
+        missing: Any = states.blocks.between  # of `Blocks.to`
+        for part in missing.split(512):
+            logits = self.lm_head(states.hidden.flatten(0, 1)[part])
             if bias is not None:
-                logits = logits + F.linear(bias.codes[place], bias.weight)
-            tokens[place] = logits.argmax(-1)
+                logits = logits + F.linear(bias.codes.flatten(0, 1)[part], bias.weight)
+            tokens.view(-1)[part] = logits.argmax(-1)
         return self.to_verifier(tokens)
 
     def biased(
@@ -214,7 +210,7 @@ class XPressRounds(XPressDrafts):
             states = states._replace(hidden=states.hidden.detach())
         if full_weight:
             weight = torch.ones_like(states.blocks.supervised, dtype=torch.float)
-            score = partial(score, weight=weight[states.blocks.supervised])
+            score = partial(score, weight=states.blocks.with_values(weight))
         return score(states)[0]
 
     def rounds(
@@ -249,7 +245,7 @@ class XPressRounds(XPressDrafts):
             slots = slots.clamp_min(1)
         correct = out.correct
         if data is not None:
-            correct = out.tokens == data[blocks.targets[blocks.supervised]]
+            correct = out.tokens == data[blocks.with_values(blocks.targets)]
         metrics = sum_and_total("accept_rate", out.accept.sum(), slots)
         return metrics | sum_and_total("accuracy", correct.sum().float(), slots)
 

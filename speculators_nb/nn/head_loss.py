@@ -83,7 +83,7 @@ def cut_chunks(
     each: int = 1,  # rows of logits that a target takes by itself
 ) -> list[Chunk]:
     "Cut the targets where they and their rows fill a chunk."
-    count = torch.arange(1, len(order) + 1, device=order.device)
+    count = torch.arange(1, len(order) + 1)
     logits_so_far = each * count
     for rows in slots:
         logits_so_far += count.clamp_max(len(rows))
@@ -343,11 +343,10 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     def forward(ctx, hidden, e, w, case: HeadCase):
         want_grad, weight = any(ctx.needs_input_grad[:3]), case.weight
         grad_hidden = torch.zeros_like(hidden) if want_grad else None
-        bias = NoBias()
-        if e is not None:
-            kind = TargetBias if case.bias_by_target else RowBias
-            bias = kind(e, w, case.dtype, want_grad)
-        order, slots = target_slots(case.target_of_row, len(case.target_hidden))
+        kind = TargetBias if case.bias_by_target else RowBias
+        bias = NoBias() if e is None else kind(e, w, case.dtype, want_grad)
+        order, slots = target_slots(case.target_of_row.cpu(), len(case.target_hidden))
+        order, *slots = (x.to(hidden.device) for x in (order, *slots))
         plan = cut_chunks(order, slots, case.chunk, bias.each)
         targets = case.target_hidden[order]
         heads = HeadProducts(hidden, case.head, case.target_head, targets, case.dtype)
@@ -386,7 +385,7 @@ def head_loss(
     head: Tensor,  # [Vd, H] the drafter's frozen head
     target_head: TargetHead,  # the verifier's
     target_hidden: Tensor,  # [T, H] the verifier's states before its final norm
-    target_of_row: Tensor,  # [N] int64 into T: the state whose distribution row n should match
+    target_of_row: Tensor,  # [N] int64 into T: what row n should match; best on the CPU
     weight: RowWeight,  # [N] float32 per row of the summed loss; or a function of row losses
     mixture: dict[str, float],  # loss name -> weight, from `losses.parse_loss`
     bias: tuple[Tensor, Tensor] | None = None,  # trainable e [N, r], w [Vd, r]: + e @ w.T

@@ -26,8 +26,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_
 from ..core.checkpoints import checkpoint_index, load_tensors, read_state
 from ..core.files import atomic_write, read_object
 from ..core.option_rules import shown
+from ..distributed.shard_files import has_shards, shards_problem
+from ..distributed.sharding import local
 from ..models.base import SpeculatorModel
 from speculators_nb.train.run_record import (
+    accumulation,
     differences,
     read_record,
     run_changes,
@@ -38,6 +41,7 @@ from ..verifier.folders import check_output_dir, is_trained
 
 # %% ../../nbs/train/04_checkpoint.ipynb #3ea12fe0
 log = logging.getLogger(__name__)
+log.addFilter(lambda record: os.environ.get("RANK", "0") == "0")  # all ranks would say the same
 
 
 def _state_problem(
@@ -63,11 +67,14 @@ def checkpoint_problem(
     try:
         if problem := _state_problem(folder):
             return problem
-        for file in set(checkpoint_index(folder).values()):
+        in_shards = has_shards(folder)
+        if in_shards and (problem := shards_problem(folder)):
+            return problem
+        for file in set() if in_shards else set(checkpoint_index(folder).values()):
             load_tensors(file, [])
     except (OSError, ValueError) as e:
         return str(e)
-    for name in ("optimizer.pt", "scheduler.pt"):
+    for name in ("scheduler.pt",) if in_shards else ("optimizer.pt", "scheduler.pt"):
         if not zipfile.is_zipfile(folder / name):
             return f"{folder / name}: missing or cut off"
 
@@ -173,7 +180,7 @@ class CheckedLoads(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         "Load all weights. Errors: ValueError naming the tensors that are missing or differ."
-        if isinstance(self.model, SpeculatorModel):
+        if isinstance(self.model, SpeculatorModel) and not has_shards(resume_from_checkpoint):
             self.model.check_state(read_state(resume_from_checkpoint), resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -183,7 +190,7 @@ class CheckedLoads(Trainer):
         optimizer: Any = self.optimizer
         state = optimizer.state_dict()["state"] if checkpoint else {}
         tensors = (t for part in state.values() for t in part.values() if torch.is_tensor(t))
-        if not all(bool(t.isfinite().all()) for t in tensors):
+        if not all(bool(local(t).isfinite().all()) for t in tensors):
             raise ValueError(
                 f"cannot resume from {checkpoint}: optimizer.pt holds values that are not "
                 "finite; resume from an older checkpoint, by its folder"
@@ -371,6 +378,20 @@ class WholeCheckpoints(AtomicSaves, FinishedRuns):
         finally:
             close_progress_bars(self)
 
+    def _keep_rows(self, old, record):
+        "A step keeps its rows on another number of ranks: each accumulates more or fewer."
+        steps, args = accumulation(old, record), self.args
+        if steps is None or not old:
+            return
+        record["rows_in_step"] = steps * args.world_size
+        if steps != args.gradient_accumulation_steps:
+            args.gradient_accumulation_steps = steps
+            log.warning(
+                f"The run was on {old['world_size']} ranks, and is on {args.world_size}: "
+                f"gradient_accumulation_steps={steps} here, so that a step keeps its "
+                f"{record['rows_in_step']} rows."
+            )
+
     def _checkpoint(self, wanted, record):
         "The checkpoint to continue from, checked; None: start at step 0."
         folder = self.args.output_dir
@@ -380,4 +401,5 @@ class WholeCheckpoints(AtomicSaves, FinishedRuns):
             checkpoint = named_checkpoint(wanted, folder)
         if checkpoint:
             check_same_run(checkpoint, record, getattr(self.model, "config", None))
+        self._keep_rows(read_record(checkpoint or folder), record)
         return checkpoint

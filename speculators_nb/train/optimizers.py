@@ -16,9 +16,13 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 from transformers import Trainer
+
+from ..distributed.sharded_muon import ShardedMuon
+from ..distributed.sharding import local
 
 # %% ../../nbs/train/02_optimizers.ipynb #0dbc01a9
 # a parameter whose name holds one of these is a table or a head
@@ -109,7 +113,7 @@ def table_slices(
 # %% ../../nbs/train/02_optimizers.ipynb #b0134065
 class RowAdamW(torch.optim.Optimizer):
     """AdamW for tables whose gradient lists the rows that were read. What it computes is
-    AdamW's, for all rows; a dense gradient is taken as well."""
+    AdamW's, for all rows; a dense gradient and a sharded one are taken as well."""
 
     def __init__(
         self,
@@ -140,12 +144,13 @@ class RowAdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=p.device)
             state["exp_avg"] = torch.zeros_like(p)
             state["exp_avg_sq"] = torch.zeros_like(p)
+        table, moments = local(p), [local(state[name]) for name in ("exp_avg", "exp_avg_sq")]
         for rows, grad in table_slices(p):
             adamw(
-                [p[rows]],
-                [grad],
-                [state["exp_avg"][rows]],
-                [state["exp_avg_sq"][rows]],
+                [table[rows]],
+                [local(grad)],
+                [moments[0][rows]],
+                [moments[1][rows]],
                 max_exp_avg_sqs=[],
                 state_steps=[state["step"].to(p.device, copy=True)],
                 fused=p.device.type in ("cpu", "cuda"),
@@ -163,6 +168,7 @@ class RowAdamW(torch.optim.Optimizer):
 def use_row_gradients(
     model: nn.Module,  # its trainable nn.Embedding tables are switched
     dense: Container[int] = (),  # ids of weights that stay as they are
+    by_rows: bool = True,  # False: the gradients are ordinary ones
 ) -> list[torch.Tensor]:  # their weights
     "From now on, the gradients of a model's embedding tables list the rows that were read."
     tables = [
@@ -171,7 +177,7 @@ def use_row_gradients(
         if isinstance(m, nn.Embedding) and m.weight.requires_grad and id(m.weight) not in dense
     ]
     for m in tables:
-        m.sparse = True
+        m.sparse = by_rows
     return [m.weight for m in tables]
 
 
@@ -179,16 +185,17 @@ def clip_gradients(
     parameters: Iterable[Any],  # tensors; those without a gradient are left out
     max_norm: float,  # norm of all gradients together is reduced to this; inf: only measured
 ) -> torch.Tensor:  # the norm before
-    "`torch.nn.utils.clip_grad_norm_`, for row gradients too."
+    "`torch.nn.utils.clip_grad_norm_`, for row gradients and for sharded ones too."
     parameters = [p for p in parameters if p.grad is not None]
     for p in parameters:
         if p.grad.is_sparse:
             p.grad = p.grad.coalesce()  # a row that was read twice counts once, with the sum
     values = [p.grad.values() if p.grad.is_sparse else p.grad for p in parameters]
     norm = get_total_norm(values)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of all ranks' rows
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for v in values:
-        v.mul_(scale.to(v.device))
+        local(v).mul_(scale.to(v.device))
     return norm
 
 # %% ../../nbs/train/02_optimizers.ipynb #8ba105ae
@@ -203,7 +210,7 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,  # decoupled; for groups that set none
     ):
         self._inner = {
-            "muon": torch.optim.Muon(
+            "muon": ShardedMuon(
                 [torch.zeros(2, 2)], lr, weight_decay, adjust_lr_fn="match_rms_adamw"
             ),
             "adamw": torch.optim.AdamW([torch.zeros(2)], lr, weight_decay=weight_decay),
@@ -233,7 +240,8 @@ def build_optimizer(
     muon_lr: float | None = None,  # of Muon's matrices; None: the same (see match_rms_adamw)
     weight_decay: float = 0.01,  # decoupled weight decay; vectors are never decayed
     betas: tuple[float, float] = (0.9, 0.999),  # AdamW's
-    row_gradients: bool = False,  # True: trainable embeddings get gradients by rows from now on
+    row_updates: bool = False,  # True: trainable embeddings are updated by `RowAdamW`
+    row_gradients: bool = False,  # True: and get gradients by rows from now on
 ) -> torch.optim.Optimizer:  # torch's AdamW, or a MuonAdamW
     """An optimizer over a model's trainable parameters. `ValueError` where the name is unknown
     or nothing is trainable."""
@@ -241,7 +249,9 @@ def build_optimizer(
     parameters = dict(model.named_parameters())
     kinds = parameter_kinds(model)
     hidden = {id(parameters[name]) for name, kind in kinds.items() if kind == "hidden"}
-    tables = {id(p) for p in use_row_gradients(model, hidden)} if row_gradients else set()
+    tables = set()
+    if row_updates or row_gradients:
+        tables = {id(p) for p in use_row_gradients(model, hidden, row_gradients)}
     members = {}  # (who updates them, whether they are decayed) -> parameters
     for name, kind in kinds.items():
         if kind == "frozen":
@@ -276,7 +286,7 @@ class RowGradients(Trainer):
 
     @property
     def _by_rows(self):
-        return self.args.world_size == 1 and self.args.n_gpu < 2
+        return self.args.world_size == 1 and self.args.n_gpu < 2 and not self.args.fsdp
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         "AdamW, or Muon and AdamW, over the trainable parameters."
@@ -289,17 +299,18 @@ class RowGradients(Trainer):
                 args.muon_learning_rate,
                 args.weight_decay,
                 betas=(args.adam_beta1, args.adam_beta2),
+                row_updates=True,
                 row_gradients=self._by_rows,
             )
         return self.optimizer
 
     def _clip_grad_norm(self, model):
-        if not self._by_rows:
+        if not (self._by_rows or self.args.fsdp):
             return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
         return clip_gradients(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        if grad_norm is None and self._by_rows:
+        if grad_norm is None and (self._by_rows or self.args.fsdp):
             grad_norm = clip_gradients(model.parameters(), math.inf)
         return super()._get_grad_norm(model, grad_norm)

@@ -11,7 +11,7 @@ __all__ = ['log', 'LAYER_ARGUMENTS', 'layer_arguments', 'refuse_given', 'layers_
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,10 +200,11 @@ def _verifier_features(data_dir, info, layers, on_bad):
 def open_features(
     data_dir: str | os.PathLike,  # a feature folder of any layout, or a prepared folder
     verifier: str | os.PathLike,  # folder or hub id
-    url: str | None = None,  # of a vLLM making features while training; `data_dir`: prepared
-    storage: str | os.PathLike | None = None,  # the folder this vLLM writes to, as mounted here
+    url: str | Iterable[str] | None = None,  # vLLM(s) making features; `data_dir`: prepared
+    storage: str | os.PathLike | Iterable | None = None,  # the vLLM's folder, as mounted here
     layers: list[int] | None = None,  # verifier layers to read; None: the stored, else three
     on_bad: str = "raise",  # a sample that is not available: "raise" or "skip"
+    patience: float = 120.0,  # of several servers: seconds to wait while none answers
 ) -> FeatureRows:  # samples; `layer_ids`: their layers, the last one included
     """The features of a folder; else, of prepared rows, a running vLLM's; else those of the
     verifier itself, which then runs beside the training."""
@@ -214,10 +215,10 @@ def open_features(
             return _verifier_features(data_dir, info, layers, on_bad)
         if storage is None:
             raise ValueError(
-                f"storage=None: name the folder that the server at {url} writes to (its "
+                f"storage=None: name the folder that the server {url!r} writes to (its "
                 "shared_storage_path)"
             )
-        return ServerFeatures(url, Path(data_dir), storage, on_bad=on_bad)
+        return ServerFeatures(url, Path(data_dir), storage, on_bad=on_bad, patience=patience)
     if url:
         raise ValueError(
             f"url={url!r}: {data_dir} has features already; name the prepared folder, or leave "
@@ -301,19 +302,19 @@ def train_drafter(
     seed: int = 0,  # of the initial weights, the split and the training
     eval_share: float | None = None,  # held-out share; None: the prepared folder's, else 0.05
     on_bad: str = "raise",  # a feature file that does not check: "raise" or "skip"
-    url: str | None = None,  # of a vLLM that makes the features while training
-    storage: str | os.PathLike | None = None,  # the folder this vLLM writes to, as mounted here
+    url: str | Iterable[str] | None = None,  # vLLM(s) making the features while training
+    storage: str | os.PathLike | Iterable | None = None,  # the vLLM's folder, as mounted here
     target_layer_ids: list[int] | None = None,  # layers to read; None: features', else three
     trust_features: bool = False,  # take features whose record does not fit the verifier
     measure: Measure | None = None,  # of the model at each evaluation, as eval_{name}
+    patience: float = 120.0,  # of several servers: seconds to wait while none answers
     # SpeculatorTrainingArguments, and those of `draft_layers`, `from_training_args` and
     # `get_trainer_kwargs`
     **training_args,
 ) -> SpeculatorTrainer:  # has run; its model is the best one and is saved in `output_dir`
     """Train a drafter on features. Errors: ValueError for a name that nothing takes, a folder
-    that holds a drafter already (`overwrite`, `resume_from_checkpoint`), features of another
-    verifier or of other layers; FloatingPointError for a loss or weights that are not
-    finite."""
+    that holds a drafter (`overwrite`, `resume_from_checkpoint`), features of another verifier
+    or of other layers; FloatingPointError for a loss or weights that are not finite."""
     drafter = {"draft_arch": draft_arch, "num_layers": num_layers, "seed": seed}
     vocabulary = {"draft_vocab_size": draft_vocab_size, "target_layer_ids": target_layer_ids}
     rows = {"eval_share": eval_share, "on_bad": on_bad, "trust_features": trust_features}
@@ -329,7 +330,7 @@ def train_drafter(
         info,
         algorithm,
         from_pretrained=from_pretrained,
-        source={"url": url, "storage": storage, "on_bad": on_bad},
+        source=dict(url=url, storage=storage, on_bad=on_bad, patience=patience),
         args=drafter | shape | training_args,
         **vocabulary,
     )

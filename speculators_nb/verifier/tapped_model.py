@@ -194,7 +194,8 @@ def not_finite(
     return [
         name
         for name, w in model.named_parameters()
-        if w.is_floating_point() and w.numel() and not extremes(w.detach()).isfinite().all()
+        if w.is_floating_point() and w.numel() and not w.is_meta  # what is on the disk
+        if not extremes(w.detach()).isfinite().all()
     ]
 
 # %% ../../nbs/verifier/02_tapped_model.ipynb #19e19bce
@@ -222,11 +223,11 @@ def _check_folder(path):
 
 
 @contextmanager
-def _loading_errors(path):
+def _loading_errors(path, quantised=None):
     "ValueError that names the verifier, for what safetensors and transformers raise."
     try:
         yield
-    except (ImportError, MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError):
         raise
     except (SafetensorError, OSError) as e:
         if isinstance(e, OSError) and (e.filename is not None or str(path) in str(e)):
@@ -236,29 +237,51 @@ def _loading_errors(path):
             "off: fetch or save them again"
         ) from e
     except Exception as e:  # whatever a class of transformers raises for a wrong field
-        what = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        raise ValueError(
-            f"verifier {path!r}: transformers cannot build it from its config.json "
-            f"({what}); fetch or save both files again"
-        ) from e
+        if isinstance(e, ImportError) and quantised is None:
+            raise
+        raise _not_built(path, e, quantised) from e
+
+
+def _not_built(path, error, quantised):
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    if quantised is None:
+        why = f"transformers cannot build it from its config.json ({what})"
+        return ValueError(f"verifier {path!r}: {why}; fetch or save both files again")
+    return ValueError(
+        f"verifier {path!r}: is quantised ({quantised}), and this machine cannot load it "
+        f"({what}); start a server of it (speculators-nb serve) and name that (--source vllm "
+        "--server), or take the checkpoint that is not quantised"
+    )
 
 # %% ../../nbs/verifier/02_tapped_model.ipynb #21968947
+def _quantisation(config) -> str | None:
+    "The method by which a checkpoint is quantised; None: it is not."
+    found = getattr(config, "quantization_config", None)
+    found = found if isinstance(found, dict) else vars(found or object)
+    return str(found["quant_method"]) if "quant_method" in found else None
+
+
 def load_model(
     path: str | os.PathLike,  # folder, or hub id
     dtype: str | torch.dtype = "auto",  # "auto": the checkpoint's
     trust_remote_code: bool | None = None,  # run code; None: `checkpoints.remote_code` (no)
-) -> PreTrainedModel:  # on the CPU
-    """Load a model from safetensors. FileNotFoundError: no config or no weights in the folder;
-    ValueError: config and weights do not belong together, or NaN in them."""
+    # "auto": over all devices, the rest on the CPU and on the disk; or module -> place
+    device_map: str | dict[str, Any] | None = None,
+    offload_folder: str | os.PathLike | None = None,  # for what no memory has place for
+) -> PreTrainedModel:  # on the CPU, unless `device_map` says otherwise
+    """Load from safetensors. FileNotFoundError: no config or no weights in the folder;
+    ValueError: they do not belong together, NaN, or quantised as cannot be computed here."""
     path = os.fspath(path)
     if Path(path).is_dir():
         _check_folder(path)
     if trust_remote_code is None:
         trust_remote_code = remote_code_allowed()
     config = verifier_config(path, trust_remote_code)
-    with _loading_errors(path):
+    placed: dict[str, Any] = dict(device_map=device_map, offload_folder=offload_folder)
+    with _loading_errors(path, _quantisation(config)):
         model, info = auto_class(config).from_pretrained(
             path,
+            **{name: value for name, value in placed.items() if value is not None},
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
@@ -373,11 +396,14 @@ class Verifier(TappedModel):
         dtype: str | torch.dtype = "auto",  # torch dtype; "auto": the checkpoint's
         device: str | torch.device | None = "cpu",  # torch device
         trust_remote_code: bool | None = None,  # run code; None: `checkpoints.remote_code` (no)
+        **placed: Any,  # `device_map`, `offload_folder` of `load_model`, in place of `device`
     ) -> "Verifier":  # ready for use
-        """Load from safetensors. FileNotFoundError: no config or no weights in the folder;
-        ValueError: config and weights do not belong together, or NaN in them."""
-        model: Any = load_model(path, dtype, trust_remote_code)
-        return cls(model.to(device), aux_layer_ids)
+        "Load from safetensors. Errors: as of `load_model`."
+        trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
+        if not placed and _quantisation(verifier_config(path, trusted)) is not None:
+            placed = {"device_map": {"": device or "cpu"}}  # they are not moved afterwards
+        model: Any = load_model(path, dtype, trusted, **placed)
+        return cls(model if placed else model.to(device), aux_layer_ids)
 
     @torch.no_grad()
     def __call__(
@@ -390,15 +416,12 @@ class Verifier(TappedModel):
         use_cache: bool = True,  # False: no cache is made (one-shot feature extraction)
         inputs: dict | None = None,  # pixel_values, image_grid_thw, mm_token_type_ids, …
     ) -> VerifierOutput:  # logits, aux states, last states, cache
-        """One forward pass over `input_ids`. Hidden states and logits at padding have no
-        meaning."""
+        "One forward pass. Hidden states and logits at padding have no meaning."
         cache = past_key_values
         if cache is None and use_cache:
             cache = new_cache(self.config)
-        arguments: dict[str, Any] = dict(
-            attention_mask=attention_mask, past_key_values=cache, use_cache=use_cache
-        )
-        arguments |= inputs or {}
+        arguments: dict[str, Any] = dict(past_key_values=cache, use_cache=use_cache)
+        arguments |= dict(attention_mask=attention_mask) | (inputs or {})
         position_ids = self._position_ids(
             input_ids, position_ids, attention_mask, cache, with_pictures=bool(inputs)
         )
@@ -413,9 +436,10 @@ class Verifier(TappedModel):
             # pictures take fewer positions than tokens: later text in the cache starts earlier
             shifted: Any = cache  # transformers' class has no such field
             shifted.position_shift = getattr(self.model.base_model, "rope_deltas", None)
+        states = {i: tap.to(input_ids.device) for i, tap in taps.items()}  # of any device
         return VerifierOutput(
             logits=out.logits if want_logits else None,
-            hidden_states=torch.cat([taps[i] for i in self.aux_layer_ids], -1),
-            last_hidden_states=taps[self.num_layers],
+            hidden_states=torch.cat([states[i] for i in self.aux_layer_ids], -1),
+            last_hidden_states=states[self.num_layers],
             past_key_values=cache,
         )

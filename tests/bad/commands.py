@@ -221,6 +221,11 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         ("nan", "{}=nan: must be finite"),
     ],
     "server": SERVER,
+    "patience": [
+        ("-1", "{}=-1.0: must be at least 0"),
+        ("nan", "{}=nan: must be finite"),
+        ("long", "{}='long': is text, and must be a number"),
+    ],
     "host": [
         ("'a b'", "{}='a b': is no address to listen on; write something like 127.0.0.1"),
         ("http://127.0.0.1", "{}='http://127.0.0.1': is no address to listen on"),

@@ -90,9 +90,9 @@ CASES = [
     resume("another precision", "bf16 was False, is True", RUN + " --bf16"),
     resume(
         "another number of ranks",
-        "rows in a step was 4, is 1.*gradient_accumulation_steps=4",
-        RUN,
-        with_record({"run": "x", "world_size": 4, "gradient_accumulation_steps": 1}),
+        "rows in a step was 3, is 2 on 1 ranks .*gradient_accumulation_steps=3",
+        RUN + " --gradient-accumulation-steps 2",
+        with_record({"run": "x", "world_size": 3, "gradient_accumulation_steps": 1}),
     ),
     resume(
         "other rows",
@@ -115,7 +115,8 @@ CASES = [
         RUN,
         with_record({"run": "x", "settings": 7}),
     ),
-    resume("fsdp", "fsdp=.*not supported.*DDP", RUN + " --extra fsdp=full_shard"),
+    resume("fsdp", "fsdp=.*has an option of its own.*--fsdp", RUN + " --extra fsdp=full_shard"),
+    resume("fsdp in one process", "fsdp=True.*one process.*torchrun", RUN + " --fsdp"),
     *(
         Case(
             f"resume from a torn {name}",

@@ -1,0 +1,121 @@
+"""The page "On a cluster": every command on it is one of the program's, and its torchrun lines are run as they are on
+the page, with folders, numbers of processes and the address of this machine in place of the page's."""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+from typer.main import get_command
+
+from speculators_nb.cli.main import app
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/on_a_cluster.md").read_text()
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, flags=re.M | re.S)
+LINES = [line for block in BLOCKS for line in block.splitlines() if "speculators-nb" in line]
+COMMANDS = get_command(app).commands
+PROGRAM = Path(sys.executable).with_name("speculators-nb")
+
+
+def words_of(line):
+    "The words of torchrun, and those of the program behind them."
+    words = shlex.split(line.removeprefix("srun "))
+    at = words.index("speculators-nb")
+    return words[:at], words[at + 1 :]
+
+
+def section(title):
+    "The lines below a heading of the page."
+    text = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    return [line for line in text.splitlines() if "speculators-nb" in line and not line.startswith("`")]
+
+
+def check(line):
+    "Errors: what a command, an option or a number of arguments is not."
+    launch, (name, *words) = words_of(line)
+    if launch:
+        assert launch[0] == "torchrun" and launch[-1] == "--no-python"
+        get_args_parser().parse_args([*launch[1:], "script"])
+    command = COMMANDS[name]
+    options = {flag: p for p in command.params for flag in (*p.opts, *p.secondary_opts) if flag.startswith("--")}
+    used = [word.partition("=")[0] for word in words if word.startswith("--")]
+    assert set(used) <= options.keys(), (name, sorted(set(used) - options.keys()))
+    command.make_context(name, words)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_of_the_page_is_one_of_the_program(line):
+    check(line)
+
+
+@pytest.mark.parametrize("wrong", ["--no-such-option", "--total-seq-len many"])
+def test_a_wrong_command_is_seen(wrong):
+    line = f"torchrun --standalone --no-python speculators-nb train features drafter {wrong}"
+    with pytest.raises(Exception, match="no_such_option|no-such-option|many"):
+        check(line)
+
+
+def test_the_page_is_in_the_site_and_in_the_readme():
+    sys.path.insert(0, str(ROOT / "docs"))
+    from web.places import PAGES
+
+    assert "docs/on_a_cluster.md" in PAGES
+    for file in ("README.md", "docs/first_run.md"):
+        assert "on_a_cluster.md" in (ROOT / file).read_text(), file
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def started(line, features, drafter, processes):
+    "The page's line as a process, on this machine's CPU."
+    launch, words = words_of(line.replace("$HEAD:29500", f"127.0.0.1:{PORT}"))
+    launch[launch.index("--nproc-per-node") + 1] = str(processes)
+    words[words.index("features")] = str(features)
+    words[words.index("drafter")] = str(drafter)
+    words[words.index("--total-seq-len") + 1] = "256"
+    small = ["--max-steps", "3", "--verifier", str(ROOT / "data/tiny-verifier")]
+    command = [sys.executable, "-m", "torch.distributed.run", *launch[1:], str(PROGRAM), *words, *small]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+PORT = free_port()
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    from speculators_nb.cli.data_commands import features as extract
+
+    folder = tmp_path_factory.mktemp("cluster") / "features"
+    extract(str(ROOT / "data/tiny-verifier"), str(ROOT / "data/answers/train.jsonl"), folder, max_samples=24)
+    return folder
+
+
+def trained(jobs, drafter):
+    outputs = [job.communicate(timeout=500)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * len(jobs), "\n".join(outputs)[-6000:]
+    assert (drafter / "model.safetensors").is_file()
+    return "\n".join(outputs)
+
+
+def test_the_line_for_one_machine_trains(features, tmp_path):
+    (line,) = section("Training: one machine")
+    trained([started(line, features, tmp_path / "drafter", processes=2)], tmp_path / "drafter")
+
+
+@pytest.mark.skipif("NIGHTLY" not in os.environ, reason="make cluster")
+def test_the_line_for_two_machines_trains(features, tmp_path):
+    "Two agents, each as a machine would start it, with one process each."
+    (line,) = section("Training: two machines")
+    jobs = [started(line, features, tmp_path / "drafter", processes=1) for _ in range(2)]
+    trained(jobs, tmp_path / "drafter")

@@ -1,0 +1,121 @@
+"""What a recipe needs: the plan beside what a run writes, the verifiers of the shipped recipes, what does not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from speculators_nb.cli.main import app
+from speculators_nb.plan import requirements as planning
+from speculators_nb.plan.requirements import GB, check_step_memory
+from speculators_nb.plan.twins import Step
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "data/tiny-verifier"
+HEADS = dict(num_attention_heads=32, head_dim=128, vocab_size=151936, tie_word_embeddings=False)
+CONFIGS = {
+    "qwen3-8b": Qwen3Config(
+        hidden_size=4096, num_key_value_heads=8, intermediate_size=12288, num_hidden_layers=36, **HEADS
+    ),
+    "qwen3-30b-a3b": Qwen3MoeConfig(
+        hidden_size=2048, num_key_value_heads=4, num_hidden_layers=48, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, **HEADS,
+    ),
+    "gpt-oss-20b": GptOssConfig(num_hidden_layers=24, num_local_experts=32),
+}  # fmt: skip
+
+
+def run(*words):
+    found = CliRunner().invoke(app, [str(word) for word in words])
+    return found.exit_code, found.output
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    "A step without its twins, which the notebooks hold to a measurement."
+    monkeypatch.setattr(planning, "predicted_step", lambda *_, **__: Step(held=20e9, flops=8192 * 6e9))
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    def write(name):
+        CONFIGS[name].save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("recipe", "disk", "weights"),
+    [("qwen3-8b", 820, 16.4), ("qwen3-30b-a3b", 820, 61.1), ("gpt-oss-20b", 1153, 41.8)],
+)
+def test_a_shipped_recipe_is_planned_from_config_json_alone(quick, config_of, recipe, disk, weights):
+    code, text = run(
+        "plan", ROOT / f"data/recipes/{recipe}.yaml", "--verifier", config_of(recipe), "--memory", 80, "--disk", 2000
+    )
+    assert code == 0, text
+    lines = dict(line.split(maxsplit=1) for line in text.splitlines())
+    assert lines["data"].startswith("50,000 rows of 1,000 tokens")
+    assert float(lines["features"].split()[0].replace(",", "")) == pytest.approx(disk, rel=0.01)
+    assert f"weights of {weights} GB" in text
+
+
+def test_what_does_not_fit_names_the_option(quick, config_of):
+    recipe = ROOT / "data/recipes/gpt-oss-20b.yaml"
+    code, text = run("plan", recipe, "--verifier", config_of("gpt-oss-20b"), "--memory", 24, "--disk", 700)
+    assert code == 1
+    assert "features do not fit: 1.15e+03 GB, 700 GB are free; write dtype: float8_e4m3fn" in text
+    assert "the training step does not fit" in text and "total_seq_len: " in text
+    assert "--tensor-parallel-size 2" in text
+
+
+def test_without_the_hub_the_error_names_the_remedy():
+    code, text = run("plan", ROOT / "data/recipes/qwen3-8b.yaml")
+    assert code == 2 and text.count("\n") == 1, text
+    assert "Qwen/Qwen3-8B" in text and "hf download" in text
+
+
+def test_the_disk_is_what_a_run_of_a_thousandth_writes(tmp_path):
+    "The plan of 12,000 conversations, and the files of 12."
+    recipe = tmp_path / "recipe.yaml"
+    sections = dict(
+        prepare=dict(data=str(ROOT / "data/corpus/train.jsonl"), output_dir=str(tmp_path / "rows"), max_samples=12),
+        features=dict(data=str(tmp_path / "rows"), output_dir=str(tmp_path / "features")),
+    )
+    recipe.write_text(yaml.safe_dump(dict(verifier=str(TINY), **sections)))
+    for command in sections:
+        code, text = run(command, "--recipe", recipe)
+        assert code == 0, text
+    code, counted = run("plan", recipe)
+    lengths = [int(row["seq_len"]) for row in planning.load_prepared(tmp_path / "rows").rows]
+    assert code == 0 and f"{len(lengths):,} rows of {round(sum(lengths) / len(lengths)):,} tokens" in counted
+    assert "(counted)" in counted
+    files = sum(f.stat().st_size for f in (tmp_path / "features").rglob("*.safetensors"))
+    code, planned = run(
+        *("plan", recipe, "--conversations", 1000 * len(lengths)),
+        *("--tokens-each", round(sum(lengths) / len(lengths)), "--disk", 2000),
+    )
+    line = next(line for line in planned.splitlines() if line.startswith("features"))
+    assert float(line.split()[1]) * GB / 1000 == pytest.approx(files, rel=0.01)
+
+
+def test_train_refuses_what_the_device_cannot_hold(quick, caplog):
+    values = dict(algorithm="eagle3", total_seq_len=8192, optimizer="adamw", bf16=True, gradient_accumulation_steps=1)
+    with pytest.raises(ValueError, match=r"take 0.0\d+ GB, and the device has 0.001 GB; write"):
+        check_step_memory(TINY, values, 1e6)
+    check_step_memory(TINY, values, 15 * GB)
+    assert "needs about 2" in caplog.text and "total_seq_len" in caplog.text
+    caplog.clear()
+    check_step_memory(TINY, values, 80 * GB)
+    check_step_memory(TINY, values)  # no accelerator here
+    assert not caplog.text
+
+
+def test_the_docs_print_the_plan_that_is_computed():
+    stored = (ROOT / "benchmarks/plan/results/qwen3-8b.txt").read_text()
+    assert stored.strip() in (ROOT / "docs/first_run.md").read_text()
+    numbers = json.loads((ROOT / "benchmarks/plan/results/qwen3-8b.json").read_text())
+    assert f"{numbers['disk_gb']:,.4g} GB" in stored and f"{numbers['step_gb']:.3g} GB a device" in stored

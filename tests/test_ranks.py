@@ -1,0 +1,152 @@
+"""Training on several ranks (gloo) is training in one process: the same weights, metrics and folders on 1, 2 and 4
+ranks, the same after a resume on another number of them; and a rank that dies ends the job, named in the last line."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from ranks.job import Job, processes_of
+from ranks.worker import NAMES, SAVE, STEPS
+from safetensors.torch import load_file
+
+TESTS = Path(__file__).parent
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+THREE = ["eagle", "peagle", "dflash"]  # noise; a subset of rollouts and gradients by rows; a subset of anchors
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+def start(world_size, *arguments):
+    "A launch of the worker; in one process without torchrun."
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)] if world_size > 1 else []
+    worker = [str(TESTS / "ranks/worker.py"), *map(str, arguments)]
+    return subprocess.Popen(
+        [sys.executable, *launcher, *worker],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process, code=0):
+    output = process.communicate(timeout=900)[0]
+    assert process.returncode == code, output[-4000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def runs(place):
+    "World size -> folder of its drafters."
+    given = {1: (), 2: (), 4: (",".join(THREE),)}
+    for world_size, names in given.items():
+        finish(start(world_size, place / str(world_size), *names))
+    return {world_size: place / str(world_size) for world_size in given}
+
+
+@lru_cache(None)
+def tensors(file):
+    return load_file(file)
+
+
+def check_equal(one, other):
+    "Same files, keys, shapes and dtypes; each tensor within 1e-6 of its norm."
+    files = [sorted(p.name for p in folder.iterdir() if p.is_file()) for folder in (one, other)]
+    assert files[0] == files[1] and "model.safetensors" in files[0]
+    a, b = tensors(one / "model.safetensors"), tensors(other / "model.safetensors")
+    assert list(a) == list(b)
+    for name in a:
+        assert (a[name].shape, a[name].dtype) == (b[name].shape, b[name].dtype), name
+        assert (a[name] - b[name]).norm() <= 1e-6 * a[name].norm(), name
+
+
+CASES = [(2, name) for name in NAMES] + [(4, name) for name in THREE]
+
+
+@pytest.mark.parametrize("world_size,name", CASES)
+def test_ranks_equal_one_process(runs, world_size, name):
+    "The weights after ten steps, the losses, metrics and evaluations of each step, the files."
+    one, other = (runs[n] / name.replace(" ", "-") for n in (1, world_size))
+    check_equal(one, other)
+    logs = [pd.read_csv(folder / "training_log.csv", index_col="step") for folder in (one, other)]
+    assert logs[0]["eval_loss"].count() == STEPS // SAVE and len(logs[0]) == STEPS
+    assert list(logs[0]) == list(logs[1])
+    pd.testing.assert_frame_equal(*logs, rtol=1e-5, atol=1e-7)
+
+
+def test_muon_on_ranks_equals_one_process(runs):
+    check_equal(*(runs[n] / "muon/dspark-rnn" for n in (1, 2)))
+
+
+def test_the_random_choices_matter(runs):
+    "Without them the equality would show nothing: the loss of a row depends on its seed."
+    from ranks.worker import train_one
+
+    for name in THREE:
+        trainer = train_one(runs[1].parent / "draws", name, 1, max_steps=1, eval_strategy="no", save_strategy="no",
+                            load_best_model_at_end=False)  # fmt: skip
+        rows = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))[0]
+        first, again, other = (
+            trainer.compute_loss(trainer.model, rows[0] | dict(row_seed=seed)).item() for seed in (1, 1, 2)
+        )
+        assert first == again != other, name
+
+
+def test_a_run_continues_on_another_number_of_ranks(runs, place):
+    "From step 5 of two ranks in one process with the same command: the accumulation is converted, the weights equal."
+    name = "peagle"
+    cut = place / "cut" / name
+    cut.parent.mkdir()
+    subprocess.run(["cp", "-r", runs[2] / name, cut], check=True)
+    for made_later in [cut / f"checkpoint-{STEPS}", cut / "model.safetensors"]:
+        subprocess.run(["rm", "-r", made_later], check=True)
+    record = json.loads((cut / "run.json").read_text())
+    record.pop("finished")
+    (cut / "run.json").write_text(json.dumps(record))
+    output = finish(start(1, cut.parent, name, "", "", "", "resume", "2"))
+    assert "The run was on 2 ranks, and is on 1: gradient_accumulation_steps=4 here" in output
+    check_equal(runs[1] / name, cut)
+    logs = [pd.read_csv(folder / name / "training_log.csv")["loss"] for folder in (runs[1], cut.parent)]
+    assert logs[0].tolist() == pytest.approx(logs[1].tolist(), rel=1e-6)
+    record = json.loads((cut / f"checkpoint-{STEPS}/run.json").read_text())
+    assert (record["world_size"], record["rows_in_step"], record["gradient_accumulation_steps"]) == (1, 4, 2)
+
+
+# ---- a job of the command
+
+
+def test_a_job_reports_once(tmp_path):
+    "Two ranks: one result, one record, which knows the ranks; and one recipe."
+    job = Job(tmp_path, "--extra", "max_steps=4")
+    assert job.ends() == 0, job.error
+    assert job.output.count("Drafter, history and checkpoints are in") == job.output.count("Next: ") == 1
+    record = json.loads((job.folder / "provenance.json").read_text())
+    assert "earlier" not in record
+    assert record["results"] == {"steps": 4, "world_size": 2, "gradient_accumulation_steps": 1}
+
+
+def test_a_killed_rank_ends_the_job(tmp_path):
+    "The other rank loses its connection and fails too; the last line and the error file name the one that was killed."
+    job = Job(tmp_path, "--extra", "max_steps=100000", "--extra", "save_steps=2")
+    job.wait_for("checkpoint-2")
+    pid = job.kill(rank=1)
+    began = time.monotonic()
+    assert job.ends() == 128 + signal.SIGKILL
+    assert time.monotonic() - began < 60
+    line = job.error.splitlines()[-1]
+    assert re.fullmatch(rf"Error: rank 1 on \S+ \(pid {pid}\) was killed by signal 9 \(SIGKILL.*--resume.*", line), line
+    left = json.loads(job.error_file.read_text())["message"]
+    assert left["message"] == line and left["extraInfo"]["rank"] == 1
+    assert not processes_of(job.process.pid)
