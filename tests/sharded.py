@@ -50,7 +50,7 @@ def orthogonal(grad, coefficients, steps, eps):
 def norms(model):
     "What an evaluation measures: the drafter is whole, and is of its own class."
     assert not type(model).__name__.startswith("FSDP")
-    return {"norm": sum(float(p.detach().square().sum()) for p in model.parameters()) ** 0.5}
+    return {"norm": sum(float(p.detach().square().sum()) for p in model.parameters() if p.requires_grad) ** 0.5}
 
 
 def samples_for(model, family, n, seed=0):
@@ -100,8 +100,8 @@ def run(job, root, ranks, fsdp):
 
 
 def report_of(trainer):
-    "What two runs are compared by: the logs without clocks."
-    clocks = ("runtime", "per_second")
+    "What two runs are compared by: the logs without clocks and counts of work."
+    clocks = ("runtime", "per_second", "total_flos")
     return [{k: v for k, v in log.items() if not k.endswith(clocks)} for log in trainer.state.log_history]
 
 

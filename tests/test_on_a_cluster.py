@@ -24,10 +24,15 @@ PROGRAM = Path(sys.executable).with_name("speculators-nb")
 
 
 def words_of(line):
-    "The words of torchrun, and those of the program behind them."
-    words = shlex.split(line.removeprefix("srun "))
-    at = words.index("speculators-nb")
-    return words[:at], words[at + 1 :]
+    "The options of torchrun (None: one process alone), and the command with its words."
+    words = shlex.split(line)
+    if words[0] == "srun":
+        words = words[next(i for i, word in enumerate(words) if word.startswith("speculators-nb")) :]
+    if words[0] == "speculators-nb":
+        return None, words[1:]
+    assert words[0] == "speculators-nb-torchrun"
+    at = next(i for i, word in enumerate(words) if word in COMMANDS)
+    return words[1:at], words[at:]
 
 
 def section(title):
@@ -39,9 +44,8 @@ def section(title):
 def check(line):
     "Errors: what a command, an option or a number of arguments is not."
     launch, (name, *words) = words_of(line)
-    if launch:
-        assert launch[0] == "torchrun" and launch[-1] == "--no-python"
-        get_args_parser().parse_args([*launch[1:], "script"])
+    if launch is not None:
+        get_args_parser().parse_args([*launch, "script"])
     command = COMMANDS[name]
     options = {flag: p for p in command.params for flag in (*p.opts, *p.secondary_opts) if flag.startswith("--")}
     used = [word.partition("=")[0] for word in words if word.startswith("--")]
@@ -56,7 +60,7 @@ def test_a_command_of_the_page_is_one_of_the_program(line):
 
 @pytest.mark.parametrize("wrong", ["--no-such-option", "--total-seq-len many"])
 def test_a_wrong_command_is_seen(wrong):
-    line = f"torchrun --standalone --no-python speculators-nb train features drafter {wrong}"
+    line = f"speculators-nb-torchrun --standalone train features drafter {wrong}"
     with pytest.raises(Exception, match="no_such_option|no-such-option|many"):
         check(line)
 
@@ -76,19 +80,20 @@ def free_port():
         return s.getsockname()[1]
 
 
-def started(line, features, drafter, processes):
-    "The page's line as a process, on this machine's CPU."
+def started(line, processes, **instead):
+    "The page's line as a process, on this machine's CPU, with other words for some of its own."
     launch, words = words_of(line.replace("$HEAD:29500", f"127.0.0.1:{PORT}"))
     launch[launch.index("--nproc-per-node") + 1] = str(processes)
-    words[words.index("features")] = str(features)
-    words[words.index("drafter")] = str(drafter)
-    words[words.index("--total-seq-len") + 1] = "256"
-    small = ["--max-steps", "3", "--verifier", str(ROOT / "data/tiny-verifier")]
-    command = [sys.executable, "-m", "torch.distributed.run", *launch[1:], str(PROGRAM), *words, *small]
+    words = [str(instead.pop(word, word)) for word in words]
+    if words[0] == "train":
+        words[words.index("--total-seq-len") + 1] = "256"
+        words += ["--max-steps", "3", "--verifier", str(ROOT / "data/tiny-verifier")]
+    command = [sys.executable, "-c", TORCHRUN, *launch, *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
+TORCHRUN = "from speculators_nb.distributed.torchrun import main; main()"
 PORT = free_port()
 
 
@@ -101,21 +106,39 @@ def features(tmp_path_factory):
     return folder
 
 
-def trained(jobs, drafter):
+def ended(jobs):
     outputs = [job.communicate(timeout=500)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0] * len(jobs), "\n".join(outputs)[-6000:]
-    assert (drafter / "model.safetensors").is_file()
-    return "\n".join(outputs)
 
 
 def test_the_line_for_one_machine_trains(features, tmp_path):
     (line,) = section("Training: one machine")
-    trained([started(line, features, tmp_path / "drafter", processes=2)], tmp_path / "drafter")
+    ended([started(line, 2, features=features, drafter=tmp_path / "drafter")])
+    assert (tmp_path / "drafter/model.safetensors").is_file()
 
 
-@pytest.mark.skipif("NIGHTLY" not in os.environ, reason="make cluster")
+nightly = pytest.mark.skipif("NIGHTLY" not in os.environ, reason="make cluster")
+
+
+@nightly
 def test_the_line_for_two_machines_trains(features, tmp_path):
     "Two agents, each as a machine would start it, with one process each."
     (line,) = section("Training: two machines")
-    jobs = [started(line, features, tmp_path / "drafter", processes=1) for _ in range(2)]
-    trained(jobs, tmp_path / "drafter")
+    ended([started(line, 1, features=features, drafter=tmp_path / "drafter") for _ in range(2)])
+    assert (tmp_path / "drafter/model.safetensors").is_file()
+
+
+@nightly
+def test_the_line_for_split_weights_trains(features, tmp_path):
+    (line,) = section("Weights that do not fit a device")
+    ended([started(line, 2, features=features, drafter=tmp_path / "drafter")])
+    assert (tmp_path / "drafter/model.safetensors").is_file()
+
+
+@nightly
+def test_the_line_for_shared_features_writes_each_row_once(features, tmp_path):
+    line = section("Row-wise jobs")[0].replace("features prepared features", "features prepared output")
+    verifier = {"Qwen/Qwen3-8B": ROOT / "data/tiny-verifier"}
+    ended([started(line, 2, prepared=features / "rows", output=tmp_path / "features", **verifier)])
+    names = [sorted(f.name for f in folder.glob("hs_*")) for folder in (features, tmp_path / "features")]
+    assert names[0] == names[1] != []

@@ -165,7 +165,7 @@ def _listening():
         if alone:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
+# %% ../../nbs/cli/05_program.ipynb #76c82e98
 class Program(TyperGroup):
     "Commands whose failures are one line; Ctrl-C prints nothing, and its exit code is 130."
 
@@ -188,7 +188,7 @@ class Program(TyperGroup):
 
                 message = " ".join(without_secrets(usage(e)).split())[:1000]
                 if "RANK" in os.environ:
-                    from speculators_nb.launch.torchrun import end_rank
+                    from speculators_nb.distributed.torchrun import end_rank
 
                     message = end_rank(e, message, code)
                 typer.echo(f"Error: {message}", err=True)
@@ -221,7 +221,7 @@ def one_line(
         message, code = failure(e)
         message = _in_shell(message, function)
         if "RANK" in os.environ:
-            from speculators_nb.launch.torchrun import end_rank
+            from speculators_nb.distributed.torchrun import end_rank
 
             message = end_rank(e, message, code)
         typer.echo(f"Error: {message}", err=True)

@@ -44,6 +44,8 @@ def shard(
     for layer in dict.fromkeys(getattr(model, "layers", ())):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    # a row without loss reaches fewer weights, and the ranks must send the same
+    model.set_reduce_scatter_unused_params(True)
 
 
 def unsharded_class(

@@ -280,12 +280,13 @@ class HiddenStatesClient(OneAttempt):
         """States of one row; its file is deleted. FeatureError: refused, or three attempts
         failed; EndpointError: no answer."""
         ids = [int(t) for t in token_ids]
-        for attempt in (1, 2, 3):
+        for _ in range(2):
             try:
                 return self.attempt(ids, messages)
             except FeatureError as e:
-                if attempt == 3 or getattr(e, "final", False):
+                if getattr(e, "final", False):
                     raise
+        return self.attempt(ids, messages)
 
 # %% ../../nbs/features/07_extraction_client.ipynb #a0ba9ba7
 def storages_of(

@@ -144,8 +144,9 @@ def following(
     loader: DataLoader,  # perhaps of a `prefetched` dataset
 ) -> DataLoader:
     "The loader, whose dataset knows its order."
+    order: Any = loader.batch_sampler
     if isinstance(loader.dataset, PrefetchedRows):
-        loader.dataset.follow(loader.batch_sampler)
+        loader.dataset.follow(order)
     return loader
 
 

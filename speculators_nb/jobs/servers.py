@@ -189,11 +189,13 @@ class _Selection(_Probed[Client]):
             while True:
                 now = time.monotonic()
                 self._probe_due(now)
-                ready = [m for m in self.members if m.client is not None]
+                ready = [(m, m.client) for m in self.members if m.client is not None]
                 if ready:
-                    chosen = min(ready, key=lambda m: (m in avoid, m.in_flight, m.answered))
+                    chosen, client = min(
+                        ready, key=lambda r: (r[0] in avoid, r[0].in_flight, r[0].answered)
+                    )
                     chosen.in_flight += 1
-                    return chosen, chosen.client
+                    return chosen, client
                 if self.none_since is None:
                     self.none_since = now
                 left = self.none_since + self.patience - now

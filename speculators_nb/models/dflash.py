@@ -223,9 +223,8 @@ class DFlashLoss(DFlashNetwork):
         hidden, targets = blocks.with_values(states.hidden), blocks.scored
         if targets is None:
             targets = blocks.with_values(blocks.targets)
-        out = distribution_loss(
-            self, hidden, target_hidden, targets, mean, mixture, lean, **options
-        )
+        rows = hidden, target_hidden, targets, mean, mixture
+        out = distribution_loss(self, *rows, lean, **options)
         by_row = mean if isinstance(mean, torch.Tensor) else mean(out.rows)
         return out, slot_metrics(out, blocks, by_row, mixture, self.config.first_slot, upstream)
 

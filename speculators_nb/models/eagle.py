@@ -249,8 +249,7 @@ class EagleLoss(CachedForward):
         """One packed row. The loss is the weighted sum over steps of the mean over that step's
         rows; a run never leaves its document.
         Errors: ValueError for forward_num_total < 1 or an unknown loss."""
-        steps = forward_num_total
-        if steps < 1:
+        if (steps := forward_num_total) < 1:
             raise ValueError(f"forward_num_total={steps}: at least one step is needed")
         mixture = parse_loss(loss_config or paper_losses(steps))
         ids, documents = input_ids[0], document_ids[0]
@@ -262,7 +261,8 @@ class EagleLoss(CachedForward):
         elif self.training and noise_std:
             H = features.shape[-1]
             features = features + feature_noise(documents, H, noise_std, generator)
-        carries_loss = ttt_supervision(*on_host(loss_mask[0], documents), steps)
+        mask, where = on_host(loss_mask[0], documents)
+        carries_loss = ttt_supervision(mask, where, steps)
         layer = self.config.transformer_layer_config
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         row = ids, features, documents, position_ids[0]
@@ -271,14 +271,13 @@ class EagleLoss(CachedForward):
         carries_loss, entries = carries_loss.to(ids.device), on_cpu.to(ids.device)
         step_weight = weights_of_steps(step_weights, torch.ones(steps)).to(ids.device)
         weight = (step_weight / (carries_loss.sum(-1) + 1e-5))[entries.step]
-        states = verifier_last_hidden_states[0]
-        true = self.target_head.norm(states[entries.target])
+        true = self.target_head.norm(verifier_last_hidden_states[0, entries.target])
         distance = F.smooth_l1_loss(predicted.to(true.dtype), true, reduction="none").mean(-1)
         options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training)
         scale = self.target_head.scale
         scaled = predicted if scale == 1 else predicted * scale
-        rows = scaled, states, on_cpu.target, weight
-        out = distribution_loss(self, *rows, mixture, lean, **options)
+        rows = scaled, verifier_last_hidden_states[0], on_cpu.target, weight, mixture
+        out = distribution_loss(self, *rows, lean, **options)
         loss = out.loss + feature_weight * (weight * distance).sum()
         tokens = None if dense is None else [self.logits(f).argmax(-1)[None] for f in dense]
         metrics = feature_metrics(out, distance, feature_weight, mixture, entries, carries_loss)

@@ -257,8 +257,7 @@ class Eagle3Loss(DraftTokens):
         ids, documents = input_ids[0], document_ids[0]
         if position_ids is None:
             position_ids = torch.arange(1, len(ids) + 1, device=ids.device)[None]
-        features = hidden_states[0].to(self.fc.weight.dtype)
-        upstream = cross_document_targets
+        features, upstream = hidden_states[0].to(self.fc.weight.dtype), cross_document_targets
         inputs = ids, features, documents, position_ids[0]
         own = None if use_off_policy_tokens else self.own_tokens
         layer = self.config.transformer_layer_config
@@ -266,7 +265,8 @@ class Eagle3Loss(DraftTokens):
             back_end = attention_back_end(attn_impl, ids.device, False, layer)
             return ForwardOutput(self.draft_rows(inputs, ttt_steps, back_end, own), None, {})
         mask = documents >= 0 if loss_mask is None else loss_mask[0]
-        carries_loss = ttt_supervision(*on_host(mask, documents), ttt_steps, upstream)
+        on_cpu, ids_of = on_host(mask, documents)
+        carries_loss = ttt_supervision(on_cpu, ids_of, ttt_steps, upstream)
         counted = counted_positions(carries_loss, upstream)
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         hidden, dense_states = self.unroll(inputs, counted, lean, back_end, own)

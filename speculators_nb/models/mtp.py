@@ -134,10 +134,8 @@ class MTPLoss(MTPUnrolling):
         row = packed_row(input_ids, hidden_states, position_ids, document_ids, attention_mask)
         ids, L = row.ids, len(row.ids)
         upstream, steps = cross_document_targets, self.config.num_speculative_steps
-        ones = torch.ones(steps)
-        default = (
-            ones if step_weight_beta is None else normalised_steps(steps, step_weight_beta)
-        )
+        beta = step_weight_beta
+        default = torch.ones(steps) if beta is None else normalised_steps(steps, beta)
         step_weight = weights_of_steps(step_weights, default).to(ids.device)
         mask = torch.ones_like(ids) if loss_mask is None else loss_mask.flatten()
         mask, documents = on_host(mask.bool(), row.documents)
@@ -147,8 +145,7 @@ class MTPLoss(MTPUnrolling):
         layer = self.config.transformer_layer_config
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         entries = supervised_steps(carries_loss).to(ids.device)
-        with_loss = carries_loss, documents
-        carries_loss = carries_loss.to(ids.device)
+        carries_loss, with_loss = carries_loss.to(ids.device), (carries_loss, documents)
         counts = carries_loss.sum(-1).clamp(min=1)
         weight = (step_weight / counts)[entries.step]
         targets, head = ids[entries.target + 2], self.lm_head.weight

@@ -5,7 +5,7 @@ Each step has its own past, or the past of the first step, as engines serve it."
 
 # %% auto #0
 __all__ = ['MTPSpeculatorConfig', 'documents_of', 'mtp_supervision', 'upstream_rows', 'prefix_rows', 'MTPHead', 'MTPNetwork',
-           'OwnPast', 'MTPUnrolling']
+           'DenseOwnPast', 'OwnPast', 'MTPUnrolling']
 
 # %% ../../nbs/models/21_mtp_network.ipynb #123e4537
 from collections.abc import Sequence
@@ -198,8 +198,8 @@ class MTPNetwork(MTPHead):
         return hidden
 
 # %% ../../nbs/models/21_mtp_network.ipynb #281582e0
-class OwnPast(MTPNetwork):
-    "The unrolling in which a step attends to the rows of the same step."
+class DenseOwnPast(MTPNetwork):
+    "The unrolling in which a step attends to the rows of the same step: the definition."
 
     def own_past_dense(
         self,
@@ -224,6 +224,10 @@ class OwnPast(MTPNetwork):
             next_ids = F.pad(input_ids[ahead:], (0, ahead))
             hidden, embeds = self.next_inputs(next_ids, output.hidden)
         return outputs
+
+# %% ../../nbs/models/21_mtp_network.ipynb #mtpown01
+class OwnPast(DenseOwnPast):
+    "The same for the rows that a loss needs."
 
     def own_past_rows(
         self,

@@ -256,9 +256,8 @@ class SampledRollouts(LeanRollouts):
             given = Rollouts(anchor[inside], depth[inside])
         elif bool((anchor < 0).any()):
             lean = False  # upstream rollouts may start before the row; the dense form follows
-        back_end = attention_back_end(
-            attn_impl, ids.device, lean, self.config.transformer_layer_config
-        )
+        layer = self.config.transformer_layer_config
+        back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         if not lean:
             return self.dense_rollouts(ids, features, documents, *given, back_end), given
         plan = plan_of(given, documents, mask)
@@ -295,9 +294,8 @@ class PEagleLoss(SampledRollouts):
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
     ) -> ForwardOutput:  # tokens: None
-        """One packed row; a row without trained positions has loss 0.
-        Errors: ValueError without the verifier's states, for rollouts that are not nested, and
-        as in `sample_of` and `cod_sample`."""
+        """One packed row; without trained positions the loss is 0. Errors: ValueError without
+        the verifier's states, for rollouts not nested, as in `sample_of` and `cod_sample`."""
         if verifier_last_hidden_states is None:
             raise ValueError("verifier_last_hidden_states is missing: the loss reads it")
         sample = self.sample_of(num_depths, down_sample_ratio, down_sample_ratio_min)
@@ -321,10 +319,10 @@ class PEagleLoss(SampledRollouts):
         total = torch.full((), len(scored) + 1e-5, device=ids.device)
         of_depth = weights_of_steps(step_weights, torch.ones(num_depths)).to(ids.device)
         weight = (of_depth / total)[there.step]
-        states = verifier_last_hidden_states[0]
         options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training)
-        hidden, target = hidden[scored.to(ids.device)], entries.target
-        out = distribution_loss(self, hidden, states, target, weight, mixture, lean, **options)
+        hidden = hidden[scored.to(ids.device)]
+        rows = hidden, verifier_last_hidden_states[0], entries.target, weight
+        out = distribution_loss(self, *rows, mixture, lean, **options)
         metrics = depth_metrics(out, there, mixture, total, upstream)
         return ForwardOutput(None, out.loss, metrics)
 

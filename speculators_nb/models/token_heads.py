@@ -147,8 +147,8 @@ class TrainedHeads(HeadNetwork):
         """Loss and metrics: the sum over heads of decay^(k+1) times the mean cross-entropy of
         that head's positions."""
         ids, heads = input_ids[0], self.head_weights()
-        row = on_host(loss_mask[0], document_ids[0])
-        trains = trained_positions(*row, len(heads), cross_document_targets)
+        mask, documents = on_host(loss_mask[0], document_ids[0])
+        trains = trained_positions(mask, documents, len(heads), cross_document_targets)
         everywhere = torch.arange(len(ids))
         needed = needed_rows(trains) if lean else [everywhere] * len(heads)
         # where the positions that train a head are among the computed ones

@@ -107,7 +107,7 @@ def chosen_slots(
     "The values of the slots that carry loss; without a list, a device is waited for."
     return values[supervised] if slots is None else values.flatten(0, 1)[slots]
 
-
+# %% ../../nbs/nn/09_anchors.ipynb #806db86b
 class Blocks(NamedTuple):
     "The blocks of a training step."
 
@@ -130,8 +130,10 @@ class Blocks(NamedTuple):
         between = later & ~self.supervised
         between[:, :first_slot] = False
         between = between.flatten().nonzero()[:, 0]
-        tensors = (x.to(device) for x in (*self[:4], slots))
-        return Blocks(*tensors, self.targets.flatten()[slots], between.to(device))
+        given = self.anchors, self.targets, self.supervised, self.drawn_anchors
+        tensors = [x.to(device) for x in (*given, slots)]
+        scored = self.targets.flatten()[slots]
+        return Blocks(*tensors)._replace(scored=scored, between=between.to(device))
 
     def with_values(
         self,

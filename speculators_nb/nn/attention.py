@@ -105,6 +105,7 @@ def flex_mask(
             return inside & allowed(b, h, q, torch.minimum(kv, last[1]))
 
         def padded_ranges(q, _):
+            assert ranges is not None
             found = disjoint(ranges(q.clamp_max(queries - 1), keys), keys)
             return [KeyRange(*part) for part in zip(*(x.unbind(-1) for x in found))]
 
@@ -420,7 +421,7 @@ def prefix_attention(
         of_rows, scale = mask.of_queries(rows), q.shape[-1] ** -0.5
         row = q[None], k[None], v[None], of_rows, scale
         out, lse = masked_flex(*row, want_lse=bool(diagonal))
-        if not diagonal:
+        if lse is None:
             return out[0]
         return merge_own(out[0], lse[0], q, own_k, own_v, mask.at(rows[:, None], own_keys))
 

@@ -47,7 +47,8 @@ def meta_drafter(
     def unweighted(cls: Any, config: Any, *_: Any) -> Any:
         return cls(config)
 
-    names = dict.fromkeys(("with_first_weights", "for_verifier"), classmethod(unweighted))
+    fresh: Any = classmethod(unweighted)
+    names: dict[str, Any] = dict(with_first_weights=fresh, for_verifier=fresh)
     empty: Any = type(drafter.__name__, (drafter,), names)
     shape, model_args = layer_arguments(model_args)
     layers = draft_layers(info, draft_arch, num_layers, **shape)

@@ -218,12 +218,7 @@ def regenerate_from_server(
     sampling = check_sampling(
         ({} if temperature is None else {"temperature": temperature}) | (sampling or {})
     )
-    settings = {
-        "model": model,
-        "sampling": sampling,
-        "seed": seed,
-        "max_new_tokens": max_new_tokens,
-    }
+    settings = dict(model=model, sampling=sampling, seed=seed, max_new_tokens=max_new_tokens)
     if isinstance(tokenizer, (str, Path)):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     server_replay = ServerReplay(endpoint, model, tokenizer, max_new_tokens, max_length)
@@ -239,7 +234,7 @@ def regenerate_from_server(
     ):
         journal.report |= {"retokenised": 0, "other_tokens": 0}
         show = lambda: bar.update(journal.progress() - bar.n)
-        given = dict(limit=limit, control=control, meanwhile=show)
+        given: dict[str, Any] = dict(limit=limit, control=control, meanwhile=show)
         for todo in rounds(conversations, journal, sampling, seed, languages, **given):
             with closing(concurrently(server_replay, todo, concurrency)) as results:
                 for replay, result in results:

@@ -135,6 +135,7 @@ class _JournalFile:
         self.report, self.done, self._seen = Report(), {}, {}
         self._mine: set[int] = set()  # units that this process has claimed
         self.over = self.alone  # whether all is settled, by whomever
+        self._end: Callable[[], dict]  # what is done once, at the end
 
     def _disk(self):
         return disk_errors(self.path, "conversations that are complete are kept")

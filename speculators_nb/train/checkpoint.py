@@ -395,10 +395,8 @@ class WholeCheckpoints(AtomicSaves, FinishedRuns):
     def _checkpoint(self, wanted, record):
         "The checkpoint to continue from, checked; None: start at step 0."
         folder = self.args.output_dir
-        if wanted is True:
-            checkpoint = newest_checkpoint(folder)
-        else:
-            checkpoint = named_checkpoint(wanted, folder)
+        newest = wanted is True
+        checkpoint = newest_checkpoint(folder) if newest else named_checkpoint(wanted, folder)
         if checkpoint:
             check_same_run(checkpoint, record, getattr(self.model, "config", None))
         self._keep_rows(read_record(checkpoint or folder), record)

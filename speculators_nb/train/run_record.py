@@ -131,7 +131,7 @@ def accumulation(
     same_command = given == old["gradient_accumulation_steps"]
     return rows // ranks if same_command and rows % ranks == 0 else None
 
-
+# %% ../../nbs/train/03_run_record.ipynb #25f4cc43
 def _rows_change(old, new):
     "Why a step cannot keep its rows, and what would keep them."
     rows = old.get("rows_in_step", old["world_size"] * old["gradient_accumulation_steps"])

@@ -177,7 +177,7 @@ class TokenWeightedLoss(FiniteChecks):
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         return super()._finalize_training(*args)
 
-
+# %% ../../nbs/train/07_trainer.ipynb #b257510c
 class StepCallback(TrainerCallback):
     """Give the sampler its epoch (transformers does not reach it when several ranks resume),
     count epochs by rows, and skip the update of a step without loss tokens."""

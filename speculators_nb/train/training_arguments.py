@@ -5,8 +5,8 @@ There are a few fields more, and an error for each field that would have no effe
 
 # %% auto #0
 __all__ = ['WITHOUT_EFFECT', 'NOT_SUPPORTED', 'LOGGER_FOLDERS', 'log', 'Measure', 'refuse_fields', 'refuse_compilation',
-           'check_loggers', 'place_loggers', 'check_sharding', 'SpeculatorTrainingArguments', 'check_names',
-           'check_measure']
+           'check_loggers', 'place_loggers', 'check_sharding', 'OneDevice', 'SpeculatorTrainingArguments',
+           'check_names', 'check_measure']
 
 # %% ../../nbs/train/05_training_arguments.ipynb #18c5723e
 import difflib
@@ -29,7 +29,7 @@ from transformers.training_args import ParallelMode
 
 from ..core.options import check_options
 from ..distributed.sharded_training import LAUNCHER
-from ..launch.torchrun import torchrun_line
+from ..distributed.torchrun import torchrun_line
 
 # %% ../../nbs/train/05_training_arguments.ipynb #07eb30b7
 WITHOUT_EFFECT = {  # what decides -> fields that would have no effect
@@ -175,12 +175,31 @@ def check_sharding(
             "(--fsdp), or leave checkpoint_format out"
         )
 
-# %% ../../nbs/train/05_training_arguments.ipynb #a822955f
+# %% ../../nbs/train/05_training_arguments.ipynb #onedev01
 log = logging.getLogger(__name__)
 
 
+class OneDevice(TrainingArguments):
+    "transformers' `TrainingArguments` that train on one device in one process."
+
+    @property
+    def loggers(self) -> list[str]:
+        "`report_to`, of which transformers makes a list, though its type allows one name."
+        given = self.report_to or []
+        return [given] if isinstance(given, str) else given
+
+    def _use_one_device(self):
+        "One process trains on one device: transformers would take all, with DataParallel."
+        if self.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
+            log.warning(
+                f"{self._n_gpu} devices are here, and one process trains on one of them. For "
+                f"all: {torchrun_line(self._n_gpu, sys.argv)}"
+            )
+            self._n_gpu = 1
+
+# %% ../../nbs/train/05_training_arguments.ipynb #a822955f
 @dataclass
-class SpeculatorTrainingArguments(TrainingArguments):
+class SpeculatorTrainingArguments(OneDevice):
     "transformers' `TrainingArguments`: other defaults, and new fields above the line."
 
     if TYPE_CHECKING:
@@ -231,20 +250,6 @@ class SpeculatorTrainingArguments(TrainingArguments):
         check_sharding(self)
         check_loggers(self.loggers)
         self._use_one_device()
-
-    @property
-    def loggers(self) -> list[str]:
-        "`report_to`, of which transformers makes a list, though its type allows one name."
-        return [self.report_to] if isinstance(self.report_to, str) else self.report_to
-
-    def _use_one_device(self):
-        "One process trains on one device: transformers would take all, with DataParallel."
-        if self.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
-            log.warning(
-                f"{self._n_gpu} devices are here, and one process trains on one of them. For "
-                f"all: {torchrun_line(self._n_gpu, sys.argv)}"
-            )
-            self._n_gpu = 1
 
 # %% ../../nbs/train/05_training_arguments.ipynb #1698e515
 def check_names(

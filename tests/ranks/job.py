@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 RELEASE = Path(__file__).resolve().parents[1] / "fixtures/compat/0.1.0"
-TORCHRUN = "from speculators_nb.launch.torchrun import main; main()"
+TORCHRUN = "from speculators_nb.distributed.torchrun import main; main()"
 PROGRAM = "from speculators_nb.cli.main import app; app()"
 GIVEN = (
     "--algorithm eagle3 --total-seq-len 32 --eval-share 0 --draft-vocab-size 40 --extra ttt_steps=2 "
