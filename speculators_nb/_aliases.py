@@ -281,6 +281,7 @@ DROPPED: dict[str, str] = {
     "data.chat_encoding": "spelled_out",
     "regenerate.language": "BY_LETTER BY_SCRIPT BY_WORD OWN_LETTERS VIETNAMESE",
     "lab.experiment": "SETTINGS",
+    "nn.attention": "flex_prefix",
     "serve.vllm_methods": "SERVED_AS",
 }
 

@@ -153,7 +153,7 @@ def test_few_compilations(kind, monkeypatch):
     "50 packings whose rows, anchors and documents differ: at most two."
     torch._dynamo.reset()
     counter = CompileCounter()
-    function = torch.compile(flex_attention, backend=counter)
+    function = torch.compile(flex_attention, backend=counter, dynamic=True)
     monkeypatch.setattr(attention_module, "_flex_on", lambda device_type: function)
     sizes = set()
     for seed in range(50):

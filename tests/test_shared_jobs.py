@@ -183,5 +183,7 @@ def test_torchrun_shares_the_rows(tmp_path):
     done = subprocess.run([*launch, program, *words], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     record = read_provenance(tmp_path / "features")
-    assert "earlier" not in record and record["results"] == {"written": 24, "kept": 0}
+    first, *others = [*record.get("earlier", []), record]
+    assert first["results"] == {"written": 24, "kept": 0}
+    assert [other["results"] for other in others] in ([], [{"written": 0, "kept": 24}])  # a rank came when all was done
     assert len([*(tmp_path / "features").glob("hs_*")]) == 24 and left_behind(tmp_path / "features") == []

@@ -106,14 +106,17 @@ GROUPS = {  # heading -> options below it
     speculative_tokens""",
     "Data": """data prompts heldout max_samples n_prompts n_heldout max_length rows too_long
     min_trained dedup shuffle val_fraction template_kwargs train_reasoning train_tool_calls
-    image_folder allow_urls languages features evaluation eval_share on_bad trust_features""",
+    image_folder allow_urls languages features evaluation eval_share on_bad trust_features
+    conversations tokens_each""",
     "Training": """num_train_epochs epochs total_seq_len gradient_accumulation_steps optimizer
-    learning_rate bf16 early_stopping_patience decode_prompts train.extra""",
+    learning_rate bf16 fsdp checkpoint_format early_stopping_patience decode_prompts
+    train.extra""",
     "Decoding": """k temperature temperatures top_p top_k min_p sampling max_new_tokens rule
     ngram as_engine""",
     "Engine and server": """engine source server storage patience hidden_states concurrency
     baseline load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run
     extra""",
+    "Machines": "devices memory disk tflops mfu",
     "Output": "output_dir features.dtype save_dtype overwrite resume dry_run link",
     GENERAL: "seed device num_proc max_tokens rank world_size trust_remote_code import_ recipe",
 }
