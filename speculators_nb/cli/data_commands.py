@@ -198,6 +198,7 @@ def _states_from_server(rows, options, then) -> dict:
         *(o["server"] or HERE, rows, o["output_dir"], o["storage"], layers),
         *(o["concurrency"], o["dtype"], rank, world_size),
         patience=o["patience"],
+        shard_gb=o["shard_gb"],
     )
     then(counts)
     return counts
@@ -210,7 +211,8 @@ def _states_in_process(model, rows, options, then) -> dict:
     states = len(model.aux_layer_ids) + 1
     log_disk(o["output_dir"], mine, model.hidden_size, states, o["dtype"])
     where = model, rows, o["output_dir"], o["dtype"], o["max_tokens"]
-    return extract_features(*where, rank=rank, world_size=world_size, then=then)
+    share = dict(rank=rank, world_size=world_size)
+    return extract_features(*where, **share, then=then, shard_gb=o["shard_gb"])
 
 # %% ../../nbs/cli/07_data_commands.ipynb #47a2c129
 def features(
@@ -224,6 +226,7 @@ def features(
     max_samples: int | None = None,  # use the first so many; default: all
     aux_layer_ids: list[int] | None = None,  # layers, ascending (repeatable); default: three
     dtype: str = "bfloat16",  # of the stored features; float8_e4m3fn halves the disk
+    shard_gb: float | None = None,  # GB of a file of many rows; default: a file for each row
     max_tokens: int = 8192,  # padded tokens in one forward pass, with hf
     concurrency: int = 8,  # requests in flight, with vllm
     patience: float = 120.0,  # seconds to wait while none of several servers answers

@@ -5,12 +5,14 @@ They are written atomically, with a checksum, and checked on every read."""
 
 # %% auto #0
 __all__ = ['FP8', 'STATES', 'SCALES', 'LARGEST', 'FeatureError', 'feature_path', 'to_fp8', 'from_fp8', 'stored_dtype',
-           'write_features', 'read_features', 'read_legacy', 'legacy_layer_ids']
+           'checksum_of', 'encode_row', 'write_features', 'decode_row', 'stored_row', 'read_features', 'read_legacy',
+           'legacy_layer_ids']
 
 # %% ../../nbs/features/01_feature_file.ipynb #7886d37b
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -86,11 +88,14 @@ def stored_dtype(
 LARGEST = 1e18  # the final norm squares a state in float32, which ends at 3.4e38
 
 
-def _crc(tensors):
-    "A checksum over the bytes of all tensors, in the order of their names."
+def checksum_of(
+    tensors: dict[str, torch.Tensor],  # what is stored of a row, on the CPU
+) -> str:  # 8 hex digits
+    "A checksum (CRC-32) over the bytes of all tensors, in the order of their names."
     crc = 0
     for _, t in sorted(tensors.items()):
-        crc = zlib.crc32(t.contiguous().reshape(-1).view(torch.uint8).numpy(), crc)
+        data: Any = t.contiguous().reshape(-1).view(torch.uint8).numpy()
+        crc = zlib.crc32(data, crc)
     return f"{crc:08x}"
 
 
@@ -99,14 +104,13 @@ def _usable(x):
     return not x.numel() or bool((torch.stack(x.aminmax()).float().abs() <= LARGEST).all())
 
 
-def write_features(
-    path: str | os.PathLike,  # hs_{i}.safetensors
+def encode_row(
+    path: str | os.PathLike,  # where the row goes, for messages
     states: torch.Tensor,  # [seq, A+1, H] float
     token_ids,  # [seq]
-    dtype: torch.dtype | str = torch.bfloat16,  # of the file
-) -> None:
-    """Write one feature file, whole or not at all. FeatureError: the states are not finite in
-    `dtype`."""
+    dtype: torch.dtype | str = torch.bfloat16,  # as stored
+) -> dict[str, torch.Tensor]:  # token_ids, hidden_states, scales of fp8; on the CPU
+    "What is stored of a row. FeatureError: the states are not finite in `dtype`."
     dtype = stored_dtype(dtype)
     tensors = {"token_ids": torch.as_tensor(token_ids, dtype=torch.long).cpu()}
     if dtype is FP8:
@@ -120,7 +124,19 @@ def write_features(
             f"the verifier's states are not finite in {dtype}, or larger than {LARGEST:g}",
             "look for damaged weights of the verifier, or store another dtype",
         )
-    save_tensors(tensors, path, {"crc32": _crc(tensors)})
+    return tensors
+
+
+def write_features(
+    path: str | os.PathLike,  # hs_{i}.safetensors
+    states: torch.Tensor,  # [seq, A+1, H] float
+    token_ids,  # [seq]
+    dtype: torch.dtype | str = torch.bfloat16,  # of the file
+) -> None:
+    """Write one feature file, whole or not at all. FeatureError: the states are not finite in
+    `dtype`."""
+    tensors = encode_row(path, states, token_ids, dtype)
+    save_tensors(tensors, path, {"crc32": checksum_of(tensors)})
 
 # %% ../../nbs/features/01_feature_file.ipynb #0794a958
 def _check_tokens(path, shape, tokens, token_ids):
@@ -175,14 +191,29 @@ def _decoded(path, states, scales):
         )
     return from_fp8(states, scales)
 
+# %% ../../nbs/features/01_feature_file.ipynb #ffdec0d1
+def decode_row(
+    path: str | os.PathLike,  # where the row is from, for messages
+    tensors: dict[str, torch.Tensor],  # as stored: token_ids, hidden_states, scales of fp8
+    token_ids=None,  # [seq] what the row must be about; None: not compared
+    checksum: str | None = None,  # when it was written; None: not known
+) -> torch.Tensor:  # states [seq, A+1, H], fp8 as bfloat16
+    "States of a stored row, checked. FeatureError: tokens, length, checksum, not finite."
+    _check_tokens(path, tensors["hidden_states"].shape, tensors["token_ids"], token_ids)
+    if checksum and checksum != checksum_of(tensors):
+        raise FeatureError(path, "the checksum is another than when the file was written")
+    scales = next((tensors[k] for k in SCALES if k in tensors), None)
+    states = _decoded(path, tensors["hidden_states"], scales)
+    _check_numbers(path, states)
+    return states
+
 # %% ../../nbs/features/01_feature_file.ipynb #e8303237
-def read_features(
+def stored_row(
     path: str | os.PathLike,  # hs_{i}.safetensors
-    token_ids=None,  # [seq] what the file must be about; None: not compared
-    load: bool = True,  # False: check keys, shape and tokens, leave the states unread
-) -> torch.Tensor | list[int]:  # states [seq, A+1, H], fp8 as bfloat16; load=False: shape
-    """Read one feature file and check all of it. FeatureError: missing, cut off, keys, tokens,
-    length, checksum, not finite."""
+    states: bool = True,  # False: the states are left unread
+) -> tuple[dict[str, torch.Tensor], list[int], str | None]:  # tensors, shape, checksum
+    """A feature file as it is stored: its tensors, the shape of its states, its checksum.
+    FeatureError: missing, cut off, keys."""
     if not Path(path).is_file():
         raise FeatureError(path, "missing")
     try:
@@ -192,21 +223,27 @@ def read_features(
                 raise FeatureError(path, f"has no {' and no '.join(absent)}")
             checksum = (f.metadata() or {}).get("crc32")
             shape = f.get_slice("hidden_states").get_shape()
-            wanted = ("hidden_states", *SCALES) if load else ()
+            wanted = ("hidden_states", *SCALES) if states else ()
             tensors = {k: f.get_tensor(k) for k in ("token_ids", *wanted) if k in keys}
     except FeatureError:
         raise
     except Exception as e:
         raise FeatureError(path, f"cut off or not a safetensors file ({e})") from e
+    return tensors, shape, checksum
+
+
+def read_features(
+    path: str | os.PathLike,  # hs_{i}.safetensors
+    token_ids=None,  # [seq] what the file must be about; None: not compared
+    load: bool = True,  # False: check keys, shape and tokens, leave the states unread
+) -> torch.Tensor | list[int]:  # states [seq, A+1, H], fp8 as bfloat16; load=False: shape
+    """Read one feature file and check all of it. FeatureError: missing, cut off, keys, tokens,
+    length, checksum, not finite."""
+    tensors, shape, checksum = stored_row(path, load)
+    if load:
+        return decode_row(path, tensors, token_ids, checksum)
     _check_tokens(path, shape, tensors["token_ids"], token_ids)
-    if not load:
-        return shape
-    if checksum and checksum != _crc(tensors):
-        raise FeatureError(path, "the checksum is another than when the file was written")
-    scales = next((tensors[k] for k in SCALES if k in tensors), None)
-    states = _decoded(path, tensors["hidden_states"], scales)
-    _check_numbers(path, states)
-    return states
+    return shape
 
 # %% ../../nbs/features/01_feature_file.ipynb #878e141d
 def read_legacy(

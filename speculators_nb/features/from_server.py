@@ -125,7 +125,7 @@ def _write_rows(writer, order, concurrency, max_failures):
 def extract_from_server(
     url: str | Iterable[str],  # of a vLLM started with `extraction_options`; or of several
     rows: Dataset | str | Path,  # a prepared table, or its folder
-    output_dir: str | Path,  # gets data_config.json, rows/, hs_{i}.safetensors
+    output_dir: str | Path,  # gets data_config.json, rows/, and files or shards
     storage: str | os.PathLike | Iterable,  # its shared_storage_path; of several: one or each
     layer_ids: list[int] | None = None,  # slots, last included; None: server connector's
     concurrency: int = 8,  # requests in flight
@@ -138,17 +138,20 @@ def extract_from_server(
     timeout: float = 600.0,  # seconds that one answer may take
     tries: int = 8,  # requests for one answer, with back-off
     patience: float = 120.0,  # of several servers: seconds to wait while none answers
+    shard_gb: float | None = None,  # GB of a file of many rows; None: a file for each row
 ) -> dict[str, int]:  # counts: written, kept, failed
     """Write the features of rows that have no valid file. ValueError: another origin;
     TooManyFailures, NoServerLeft: servers down; DiskError: the rest is kept."""
     dataset = table_of(rows)
     client = open_states(url, storage, layer_ids, model, timeout, tries, patience)
     config = origin(client.about(), client.layer_ids, dataset, dtype)
-    folder = FeatureFolder(output_dir, dataset, config, shard(len(dataset), rank, world_size))
+    share = shard(len(dataset), rank, world_size)
+    folder = FeatureFolder(output_dir, dataset, config, share, shard_gb=shard_gb)
     writer = RowWriter(client, folder, dataset, max_bytes)
     longest_first = sorted(folder.todo, key=lambda i: -folder.lengths[i])
     try:
-        written = _write_rows(writer, longest_first, concurrency, max_failures)
+        with folder:
+            written = _write_rows(writer, longest_first, concurrency, max_failures)
     except DiskError as e:
         raise disk_error(folder, e, writer.hidden_size) from e
     todo = len(folder.todo)

@@ -227,6 +227,12 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         ("nan", "{}=nan: must be finite"),
         ("long", "{}='long': is text, and must be a number"),
     ],
+    "shard_gb": [
+        ("0", "{}=0.0: must be greater than 0"),
+        ("2000", "{}=2000.0: must be greater than 0 and at most 1000"),
+        ("nan", "{}=nan: must be finite"),
+        ("big", "{}='big': is text, and must be a number"),
+    ],
     "host": [
         ("'a b'", "{}='a b': is no address to listen on; write something like 127.0.0.1"),
         ("http://127.0.0.1", "{}='http://127.0.0.1': is no address to listen on"),
