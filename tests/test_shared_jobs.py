@@ -100,9 +100,10 @@ def test_the_work_of_a_killed_process_is_done_by_another(tmp_path, name):
         time.sleep(0.01)
     os.kill(slow.pid, signal.SIGKILL)
     began = time.monotonic()
-    assert results.get(timeout=50)[count] == n
+    # at once, since it was on this host; after the lease of 60 s if it was killed before its name was in its claim
+    assert results.get(timeout=150)[count] == n
     other.join(60)
-    assert time.monotonic() - began < 50 and other.exitcode == 0
+    assert time.monotonic() - began < 150 and other.exitcode == 0
     assert list(content(path).values()) == list(content(tmp_path / f"alone-{output}").values())
     assert left_behind(path) == []
 

@@ -117,7 +117,7 @@ GROUPS = {  # heading -> options below it
     baseline load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run
     extra""",
     "Machines": "devices memory disk tflops mfu",
-    "Output": "output_dir features.dtype save_dtype overwrite resume dry_run link",
+    "Output": "output_dir features.dtype shard_gb save_dtype overwrite resume dry_run link",
     GENERAL: "seed device num_proc max_tokens rank world_size trust_remote_code import_ recipe",
 }
 GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.split()}
