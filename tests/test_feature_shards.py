@@ -310,7 +310,7 @@ def share(out, pause, results):
 
 
 def begin(*args):
-    process = FORK.Process(target=share, args=args)
+    process = FORK.Process(target=share, args=args, daemon=True)
     process.start()
     return process
 
@@ -322,7 +322,7 @@ def test_the_rows_of_a_killed_worker_are_taken_over(tmp_path, closed):
     torch.set_num_threads(1)  # a forked process would wait for the threads of its parent
     extract_features(make_verifier(), make_rows(60), tmp_path / "alone", **SHARED)
     out, results = tmp_path / "out", FORK.Queue()
-    slow = begin(out, 0.1, results)
+    slow = begin(out, 0.3, results)
     while not any((out / FOLDER).glob(f".*-{slow.pid}-*")) or len(shards_of(out)) < closed:
         assert slow.is_alive()
         time.sleep(0.005)

@@ -54,9 +54,17 @@ def work(function, path, pause, results):
 
 
 def begin(function, path, pause, results):
-    process = FORK.Process(target=work, args=(function, path, pause, results))
+    process = FORK.Process(target=work, args=(function, path, pause, results), daemon=True)
     process.start()
     return process
+
+
+def wait_until(condition, process):
+    "Errors: AssertionError where it does not happen while a process lives, or within a minute."
+    end = time.monotonic() + 60
+    while not condition():
+        assert process.is_alive() and time.monotonic() < end
+        time.sleep(0.01)
 
 
 def left_behind(path):
@@ -73,9 +81,8 @@ def test_processes_share_the_work(tmp_path, name):
     torch.set_num_threads(1)  # a forked process would wait for the threads of its parent
     function(tmp_path / f"alone-{output}")
     path, results = tmp_path / output, FORK.Queue()
-    processes = [begin(function, path, 0.01, results) for _ in range(2)]
-    while not any(tmp_path.rglob("*.settled")):
-        time.sleep(0.01)
+    processes = [begin(function, path, 0.1, results) for _ in range(2)]
+    wait_until(lambda: any(tmp_path.rglob("*.settled")), processes[0])
     processes.append(begin(function, path, 0.0, results))
     found = [results.get(timeout=120) for _ in processes]
     [p.join(60) for p in processes]
@@ -92,12 +99,10 @@ def test_the_work_of_a_killed_process_is_done_by_another(tmp_path, name):
     torch.set_num_threads(1)
     function(tmp_path / f"alone-{output}")
     path, results = tmp_path / output, FORK.Queue()
-    slow = begin(function, path, 0.1, results)
-    while not any(tmp_path.rglob("*.claim")):
-        time.sleep(0.01)
+    slow = begin(function, path, 0.3, results)
+    wait_until(lambda: any(tmp_path.rglob("*.claim")), slow)
     other = begin(function, path, 0.01, results)
-    while len({p.stem for p in tmp_path.rglob("*.host")}) < 2:
-        time.sleep(0.01)
+    wait_until(lambda: len({p.stem for p in tmp_path.rglob("*.host")}) == 2, slow)
     os.kill(slow.pid, signal.SIGKILL)
     began = time.monotonic()
     # at once, since it was on this host; after the lease of 60 s if it was killed before its name was in its claim
@@ -114,9 +119,8 @@ def test_all_are_killed_and_one_begins_again(tmp_path, name):
     torch.set_num_threads(1)
     function(tmp_path / f"alone-{output}")
     path, results = tmp_path / output, FORK.Queue()
-    processes = [begin(function, path, 0.02, results) for _ in range(2)]
-    while len([*tmp_path.rglob("*.settled")]) < 2:
-        time.sleep(0.01)
+    processes = [begin(function, path, 0.1, results) for _ in range(2)]
+    wait_until(lambda: len([*tmp_path.rglob("*.settled")]) >= 2, processes[0])
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
