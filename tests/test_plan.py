@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from speculators_nb.cli.main import app
 from speculators_nb.plan import requirements as planning
 from speculators_nb.plan.requirements import GB, check_step_memory
-from speculators_nb.plan.twins import Step
+from speculators_nb.plan.twins import StepCost
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "data/tiny-verifier"
@@ -36,7 +36,7 @@ def run(*words):
 @pytest.fixture
 def quick(monkeypatch):
     "A step without its twins, which the notebooks hold to a measurement."
-    monkeypatch.setattr(planning, "predicted_step", lambda *_, **__: Step(held=20e9, flops=8192 * 6e9))
+    monkeypatch.setattr(planning, "predicted_step", lambda *_, **__: StepCost(held=20e9, flops=8192 * 6e9))
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from ..features.feature_file import stored_dtype
 from .drafter_sizes import DrafterSizes, drafter_sizes, meta_drafter
 from .sizes import feature_bytes, forward_flops, verifier_sizes
 from .step_memory import StepMemory, step_memory
-from .twins import Step, predicted_step
+from .twins import StepCost, predicted_step
 from ..verifier.identity import VerifierInfo
 
 # %% ../../nbs/plan/05_requirements.ipynb #plrq0006
@@ -135,7 +135,7 @@ class Training(NamedTuple):
     "A step of training on one device."
 
     sizes: DrafterSizes
-    step: Step
+    step: StepCost
     memory: StepMemory
     length: int  # tokens of its row
 

@@ -13,7 +13,7 @@ import torch
 
 from ..nn.head_loss import chunk_rows, tile_rows
 from .drafter_sizes import DrafterSizes
-from .twins import Step
+from .twins import StepCost
 
 # %% ../../nbs/plan/04_step_memory.ipynb #plme0006
 TILES = 5  # of logits, probabilities, gradients, beside the chunk that they are taken from
@@ -40,7 +40,7 @@ class StepMemory(NamedTuple):
 
 def step_memory(
     sizes: DrafterSizes,
-    step: Step,  # of a row of L tokens
+    step: StepCost,  # of a row of L tokens
     length: int,  # L
     optimizer: str = "adamw",  # or muon
     bf16: bool = False,  # training under autocast
