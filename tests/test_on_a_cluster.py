@@ -16,7 +16,7 @@ from typer.main import get_command
 from speculators_nb.cli.main import app
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/on_a_cluster.md").read_text()
+PAGE = (ROOT / "docs/on_a_cluster.md").read_text().replace(" \\\n    ", " ")  # one line for each command
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, flags=re.M | re.S)
 LINES = [line for block in BLOCKS for line in block.splitlines() if "speculators-nb" in line]
 COMMANDS = get_command(app).commands
