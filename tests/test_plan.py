@@ -116,6 +116,7 @@ def test_train_refuses_what_the_device_cannot_hold(quick, caplog):
 
 def test_the_docs_print_the_plan_that_is_computed():
     stored = (ROOT / "benchmarks/plan/results/qwen3-8b.txt").read_text()
-    assert stored.strip() in (ROOT / "docs/first_run.md").read_text()
+    page = (ROOT / "docs/first_run.md").read_text()  # where a long line is broken
+    assert " ".join(stored.split()) in " ".join(page.split())
     numbers = json.loads((ROOT / "benchmarks/plan/results/qwen3-8b.json").read_text())
     assert f"{numbers['disk_gb']:,.4g} GB" in stored and f"{numbers['step_gb']:.3g} GB a device" in stored
