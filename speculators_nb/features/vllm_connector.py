@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 # %% ../../nbs/features/11_vllm_connector.ipynb #4a32a76b
 try:
     # vLLM has an environment of its own
-    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # pyright: ignore[reportMissingImports]
+    # pyright: reportMissingImports=false
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
         ExampleHiddenStatesConnector,
     )
 except ImportError:  # outside vLLM's environment the class can be read, not used
