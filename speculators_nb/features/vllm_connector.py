@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import save_file
 
 # %% ../../nbs/features/11_vllm_connector.ipynb #4a32a76b
+# pyright: reportMissingImports=false
 try:
     # vLLM has an environment of its own
-    # pyright: reportMissingImports=false
     from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
         ExampleHiddenStatesConnector,
     )
