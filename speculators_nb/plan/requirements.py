@@ -326,7 +326,7 @@ def requirements_text(
 ) -> str:  # lines
     "What a recipe needs, to be printed."
     data, machine, server = found.data, found.machine, found.serving
-    known = "counted" if data.known else "assumed; --conversations and --tokens-each set them"
+    known = "counted" if data.known else "assumed: --conversations, --tokens-each"
     rows = [("data", f"{data.rows:,} rows of {data.each:,} tokens on average ({known})")]
     if found.disk and found.other:
         need, other = found.disk, found.other
