@@ -370,7 +370,6 @@ def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path):
         (dict(learning_rate=float("nan")), "learning_rate=nan"),
         (dict(learning_rate=-1.0), "learning_rate=-1.0"),
         (dict(weight_decay=-0.1), "weight_decay=-0.1"),
-        (dict(gradient_checkpointing=True), "gradient_checkpointing=True"),
         (dict(save_only_model=True), "save_only_model=True"),
         (dict(auto_find_batch_size=True), "auto_find_batch_size=True"),
     ],

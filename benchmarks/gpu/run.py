@@ -5,9 +5,9 @@
     make gpu-toy                             the same at toy sizes on a CPU
     python3 benchmarks/gpu/run.py --help     all options
 
-The result is a folder (benchmarks/gpu/results/<device>): results.json, README.md, equality.png, speed.png, and log.txt
-with what the processes wrote to stderr. It is written anew after every result, so that a run which is cut short leaves
-what it has. Exit status: 0, or 1 where a cell failed.
+The result is a folder (benchmarks/gpu/results/<device>): results.json, README.md, equality.png, speed.png,
+shares.png, and log.txt with what the processes wrote to stderr. It is written anew after every result, so that a run
+which is cut short leaves what it has. Exit status: 0, or 1 where a cell failed.
 """
 
 import argparse
@@ -81,6 +81,11 @@ def step_cells(size, upstream):
         + [cell(setting, LENGTHS[2], side) for setting in settings for side in sides]
         + compiled[1:]
     )
+
+
+def kernel_cell(size):
+    """The cell of stage 3."""
+    return dict(kind="kernels", name="kernels of an EAGLE-3 step", size=size, labels={})
 
 
 def not_run(size, upstream, notebooks):
@@ -225,13 +230,14 @@ def run(opt, paths):
         cells = [cell for job in equality for cell in job]
         alike = [
             [cell for cell in cells if cell["kind"] == "equal"],
-            [cell for cell in cells if cell["kind"] != "equal"] + steps,
+            [cell for cell in cells if cell["kind"] != "equal"] + steps + [kernel_cell(size)],
         ]
         going.stage("equality and train steps", alike, sum(opt.seconds), 2, 120)
     else:
         workers = opt.workers or (min(8, max(2, cores // 2)), min(5, max(2, cores // 3)))
         going.stage("equality", equality, opt.seconds[0], workers[0], opt.seconds[0])
         going.stage("train steps", [[cell] for cell in steps], opt.seconds[1], workers[1], 120)
+        going.stage("kernels", [[kernel_cell(size)]], 60, 1, 60)
     report.finish()
     print((report.folder / "README.md").read_text())
     print(f"results in {report.folder}; {report.failed()} failed")
