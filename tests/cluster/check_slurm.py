@@ -56,12 +56,12 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def install():
-    "Debian's packages, where they are missing and this is root. SystemExit: they cannot be had."
+    "Debian's packages, where they are missing. SystemExit: this is not root, who alone can give nodes their names."
+    if os.getuid():
+        sys.exit("slurm-test needs root, to install Slurm and to give its nodes names: run it as root")
     path = os.environ["PATH"] = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     if all(shutil.which(name, path=path) for name in ("slurmctld", "slurmd", "munged", "sbatch")):
         return
-    if os.getuid():
-        sys.exit(f"slurm-test needs Slurm: install Debian's packages {' and '.join(PACKAGES)} and try again")
     print(f"installing {' and '.join(PACKAGES)}", flush=True)
     quiet = dict(stdout=subprocess.DEVNULL, env=os.environ | dict(DEBIAN_FRONTEND="noninteractive"), check=True)
     subprocess.run(["apt-get", "-qq", "update"], **quiet)
