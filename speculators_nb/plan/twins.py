@@ -124,7 +124,7 @@ def packed_row(
         document_ids=(torch.arange(length) // each)[None],
     )
 
-
+# %% ../../nbs/plan/03_twins.ipynb #pltw0018
 class StepCost(NamedTuple):
     "What a training step of one packed row takes; weights, gradients, optimizer left out."
 
