@@ -91,7 +91,8 @@ def run(cell, turn):
     device, size = pick(), cell["size"]
     of = train_step.case(SETTING, LENGTH[size], size)
     model, call, batch = train_step.build("ours", of, device)
-    step = worker.stepper(model, call, batch, None, torch.bfloat16, fused=device.type == "cuda")
+    adamw = worker.torch_adamw(model, fused=device.type == "cuda")
+    step = worker.stepper(model, call, batch, *adamw, None, torch.bfloat16)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     for _ in range(train_step.WARM_UP[size]):
         step()
