@@ -158,16 +158,18 @@ def decoding_step(
         unread = [r.tokens[r.read :] for r in active]
         results = context.read(unread, trees, **(dict(inputs=inputs) if inputs else {}))
         logits = [row for row, _ in results]
-        chosen = [choose(r, rule, *x) for r, *x in zip(active, trees, logits)]
-    decisions, target = zip(*chosen)
+        both = zip(trees, logits)
+        chosen = [choose(r, rule, tree, row) for r, (tree, row) in zip(active, both)]
+    decisions = [decision for decision, _ in chosen]
     looked = look(trees, decisions, checks)
     for i, request in enumerate(active):
         if request.record and request.read:
-            request.records.append(recorded(request, looked[i], target[i], logits[i]))
+            request.records.append(recorded(request, looked[i], chosen[i][1], logits[i]))
         hidden, token = results[i][1][:, columns], decisions[i].token
         add_step(request, proposals[i], looked[i], token, hidden, stop)
-        if request.finish_reason and hasattr(request.drafter, "finish"):
-            request.drafter.finish(request.on_host)
+        learns: Any = request.drafter  # some have `finish`
+        if request.finish_reason and hasattr(learns, "finish"):
+            learns.finish(request.on_host)
     return looked
 
 # %% ../../nbs/decode/11_generate.ipynb #genloop1

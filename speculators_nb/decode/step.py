@@ -336,9 +336,10 @@ def add_step(
 def recorded(
     request: Request,
     looked: Looked,
-    target: Tensor,  # [N+1, V] distributions that the rule received
+    target: Tensor | None,  # [N+1, V] distributions that the rule received; there for records
     logits: Tensor,  # [N+1, V]
 ) -> StepRecord:
     "The numbers that decided a step."
+    assert target is not None, "a record needs the distributions"
     shown = target if request.sampling.temperature else logits.float().softmax(-1)
     return step_record(looked.tree, target, shown, looked.path, request.record)
