@@ -32,6 +32,7 @@ from speculators_nb.core.options import algorithms  # noqa: E402
 # jobs of stage 1: six, of every sixth drafter; hass: EAGLE trained on its own outputs
 DRAFTERS = [[*algorithms(), "hass"][start::6] for start in range(6)]
 LENGTHS = (8192, 32768, 2048)
+LOOP_SECONDS = 120  # limit of the decode loop
 NEEDED = (
     "torch",
     "transformers",
@@ -86,6 +87,11 @@ def step_cells(size, upstream):
 def kernel_cell(size):
     """The cell of stage 3."""
     return dict(kind="kernels", name="kernels of an EAGLE-3 step", size=size, labels={})
+
+
+def loop_cell(size):
+    """The cell of stage 4."""
+    return dict(kind="loop", name="decode loop", size=size, labels=dict(proposal="all"))
 
 
 def not_run(size, upstream, notebooks):
@@ -230,7 +236,7 @@ def run(opt, paths):
         cells = [cell for job in equality for cell in job]
         alike = [
             [cell for cell in cells if cell["kind"] == "equal"],
-            [cell for cell in cells if cell["kind"] != "equal"] + steps + [kernel_cell(size)],
+            [cell for cell in cells if cell["kind"] != "equal"] + steps + [kernel_cell(size), loop_cell(size)],
         ]
         going.stage("equality and train steps", alike, sum(opt.seconds), 2, 120)
     else:
@@ -238,6 +244,7 @@ def run(opt, paths):
         going.stage("equality", equality, opt.seconds[0], workers[0], opt.seconds[0])
         going.stage("train steps", [[cell] for cell in steps], opt.seconds[1], workers[1], 120)
         going.stage("kernels", [[kernel_cell(size)]], 60, 1, 60)
+        going.stage("decode loop", [[loop_cell(size)]], LOOP_SECONDS, 1, LOOP_SECONDS)
     report.finish()
     print((report.folder / "README.md").read_text())
     print(f"results in {report.folder}; {report.failed()} failed")
