@@ -85,12 +85,12 @@ def step_cells(size, upstream):
 
 
 def kernel_cell(size):
-    """The cell of stage 3."""
+    """The cell of the kernels."""
     return dict(kind="kernels", name="kernels of an EAGLE-3 step", size=size, labels={})
 
 
 def loop_cell(size):
-    """The cell of stage 4."""
+    """The cell of the decode loop."""
     return dict(kind="loop", name="decode loop", size=size, labels=dict(proposal="all"))
 
 
