@@ -4,6 +4,7 @@ or says why it cannot."""
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ import transformers
 from packaging.version import Version
 from safetensors.torch import load_file
 from test_trainer import Stop, Toy, arguments, samples, toy, weights
+from torch.distributed.fsdp import FSDPModule
 
 from speculators_nb.train.checkpoint import last_checkpoint
 from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.train.trainer import SpeculatorTrainer, log_table, train
+from speculators_nb.train.training_arguments import check_sharding
 
 RELEASE = Path(__file__).parent / "fixtures/compat/0.1.0"
 STEPS = dict(save_strategy="steps", eval_strategy="steps", save_steps=2, eval_steps=2, save_total_limit=None)
@@ -350,6 +353,13 @@ def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path):
 
 
 # --- refused by name ------------------------------------------------------------------------------------------------
+
+
+def test_fsdp_names_the_torch_that_it_needs(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    with pytest.raises(ValueError, match=r"fsdp=True: torch \S+ .*2\.13 or newer.*--fsdp"):
+        check_sharding(SimpleNamespace(fsdp=True, checkpoint_format="full"))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
@@ -162,12 +163,18 @@ def place_loggers(
 def check_sharding(
     args: Any,  # SpeculatorTrainingArguments
 ) -> None:
-    "ValueError for sharding without ranks, and for shards of what is not sharded."
+    """ValueError for sharding without ranks or with a torch that cannot, and for shards of what
+    is not sharded."""
     if args.fsdp and not torch.distributed.is_initialized():
         raise ValueError(
             "fsdp=True: there is one process, and nothing to share; start one for each device: "
             "speculators-nb-torchrun --nproc-per-node DEVICES train …, or leave fsdp (--fsdp) "
             "out"
+        )
+    if args.fsdp and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ValueError(
+            f"fsdp=True: torch {torch.__version__} stops at a row that reaches fewer weights "
+            "on one rank than another; install torch 2.13 or newer, or leave fsdp (--fsdp) out"
         )
     if args.checkpoint_format == "sharded" and not args.fsdp:
         raise ValueError(
