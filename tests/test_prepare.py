@@ -638,7 +638,7 @@ def test_the_table_is_what_datasets_would_write(tmp_path, monkeypatch):
     files = sorted((tmp_path / "p").glob("*.arrow"))
     prepared.rows.save_to_disk(tmp_path / "again", num_shards=len(files))
     assert len(files) > 3 and [f.name for f in files] == sorted(f.name for f in (tmp_path / "again").glob("*.arrow"))
-    for file in files + [tmp_path / "p/dataset_info.json"]:
+    for file in [*files, tmp_path / "p/dataset_info.json"]:
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
     state, again = (json.loads((tmp_path / name / "state.json").read_text()) for name in ("p", "again"))
     assert state | {"_fingerprint": 0} == again | {"_fingerprint": 0}

@@ -329,12 +329,12 @@ def evaluate(
     check_options(options, "evaluate")
     if output_dir is not None:
         writable_folder(output_dir)
-    refuse_overwriting(output_dir, overwrite, EVALUATION)
     options["ours"] = method is None or _check_method(drafter, method)
     options["k"] = [k] if isinstance(k, int) else list(k or ())
     options["temperatures"] = tuple(temperatures or (0.0,))
     run = _evaluate_vllm if engine == "vllm" else _evaluate_reference
     with one_writer(output_dir):
+        refuse_overwriting(output_dir, overwrite, EVALUATION)
         return run(drafter, data, options)
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #a666e7c6
