@@ -238,7 +238,7 @@ def _sampled(stream, counts, settings):
 SPOOLED = Features(FEATURES | {"messages": Json(), "tools": Json()})
 SCHEMA = SPOOLED.arrow_schema
 
-
+# %% ../../nbs/data/10_pipeline.ipynb #5b001004
 class RowSpool:
     "Rows that wait in a file, read by conversation in any order."
 

@@ -156,7 +156,7 @@ def _config(result, origin, settings, name, vocab_size):
         "format": {"schema": {"input_ids": ["seq"], "loss_mask": ["seq"], "seq_len": []}},
     }
 
-
+# %% ../../nbs/data/11_prepare.ipynb #b10c0001
 FILE = 500_000_000  # bytes of an Arrow file, as in `datasets`
 
 
@@ -184,7 +184,7 @@ def write_table(
     bar.close()
     return counts.as_dict()
 
-
+# %% ../../nbs/data/11_prepare.ipynb #b10c0003
 def _write(folder, result: Result, config):
     "Everything at once, or nothing."
     fingerprint = hashlib.sha256(json.dumps(config["origin"]).encode()).hexdigest()[:16]
