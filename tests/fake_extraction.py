@@ -48,6 +48,8 @@ class Handler(BaseHTTPRequestHandler):
         options = self.server.options
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         ids = body["prompt"]
+        if options.longest is not None and len(ids) > options.longest:
+            return self.answer({"error": {"message": "longer than max_model_len"}}, 400)
         path = Path(options.storage) / f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}.safetensors"
         if options.log:
             with self.lock, open(options.log, "a") as f:
@@ -82,6 +84,7 @@ if __name__ == "__main__":
     parser.add_argument("--hidden", type=int, default=16)
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--root", default="a verifier")
+    parser.add_argument("--longest", type=int, help="tokens of the longest prompt that is not refused")
     parser.add_argument("--log")
     options = parser.parse_args()
     server = Server(("127.0.0.1", options.port), Handler)

@@ -221,6 +221,38 @@ def test_two_clients_share_a_folder(tmp_path):
     assert asked == sorted(rows["input_ids"])  # each row was asked for once
 
 
+def test_clients_share_the_rows_as_they_are_free(tmp_path):
+    "Two begin, one is killed with rows in work; the other takes them over and counts the whole."
+    rows, log, out = make_rows(), tmp_path / "log", tmp_path / "features"
+    with Fake(tmp_path / "storage", "--slow", "0.1", "--log", str(log)) as fake:
+        killed, other = client(fake, out), client(fake, out)
+        wait_for(lambda: len({p.stem for p in out.glob(".work/*.host")}) == 2, killed)
+        wait_for(lambda: any(out.glob(".work/*.settled")), killed)
+        killed.kill()
+        killed.communicate()
+        assert other.communicate(timeout=240)[0].strip() == "{'written': 40, 'kept': 0, 'failed': 0}"
+        check(out, rows, 40)
+        again = extract_from_server(fake.url, rows, out, fake.storage, LAYERS, dtype="float32")
+        assert again == {"written": 0, "kept": 40, "failed": 0} and fake.left() == []
+    assert [p.name for p in out.iterdir() if p.name.startswith((".work", ".hs_", ".tmp", ".rows"))] == []
+    asked = log.read_text().splitlines()
+    assert {*map(tuple, map(json.loads, asked))} == {*map(tuple, rows["input_ids"])}
+    assert len(asked) <= 40 + 8, "at most what the killed one had claimed is requested twice"
+
+
+def test_rows_in_shards_that_fail_are_counted_once(tmp_path):
+    ids = [*make_rows(11)["input_ids"], [9] * 64]  # the last is longer than the server takes
+    columns = dict(input_ids=ids, loss_mask=[[True] * len(row) for row in ids], seq_len=[*map(len, ids)])
+    rows = Dataset.from_dict(columns)
+    with Fake(tmp_path / "storage", "--longest", "40") as fake:
+        given = fake.url, rows, tmp_path / "features", fake.storage, LAYERS
+        counts = []
+        found = extract_from_server(*given, dtype="float32", shard_gb=1e-5, then=counts.append)
+        assert found == {"written": 11, "kept": 0, "failed": 1} and counts == [found]
+        assert extract_from_server(*given, dtype="float32", shard_gb=1e-5) == {"written": 0, "kept": 11, "failed": 1}
+    assert len([*(tmp_path / "features/shards").glob("*.safetensors")]) > 1
+
+
 def make_verifier(folder):
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -86,7 +86,7 @@ def test_same_arithmetic_as_torchs_two_optimizers(net):
 
     muon = torch.optim.Muon(of("hidden"), 3e-2, 0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(
-        [{"params": of("vector"), "weight_decay": 0.0}, {"params": of("lookup")}], 1e-2, weight_decay=0.1
+        [{"params": of("vector"), "weight_decay": 0.0}, {"params": of("lookup")}], 1e-2, weight_decay=0.1, fused=True
     )
 
     class Two:

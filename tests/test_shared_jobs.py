@@ -130,6 +130,15 @@ def test_all_are_killed_and_one_begins_again(tmp_path, name):
     assert left_behind(path) == []
 
 
+def test_what_a_killed_process_left_half_written_goes(tmp_path):
+    path = tmp_path / "features"
+    (path / ".rows.0a1b2c3d").mkdir(parents=True)
+    for name in (".rows.0a1b2c3d/state.json", ".hs_7.0a1b2c3d.safetensors", ".tmpa1B2c3"):
+        (path / name).touch()
+    states(path)
+    assert [p.name for p in path.iterdir() if p.name.startswith((".rows", ".hs_", ".tmp", ".work"))] == []
+
+
 def test_who_would_do_otherwise_is_refused_in_one_line(tmp_path):
     verifier = make_verifier()
     about = {"verifier": "x", "seed": 0, "data": "y"}

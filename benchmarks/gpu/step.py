@@ -124,7 +124,8 @@ def run(cell, turn):
     model, call, batch = build(side, of, device)
     flops = counted(model, call, batch) if side == "ours" else {}
     forward = torch.compile(model) if side == "ours-compiled" else None
-    step = worker.stepper(model, call, batch, forward, torch.bfloat16, fused=device.type == "cuda")
+    adamw = worker.torch_adamw(model, fused=device.type == "cuda")
+    step = worker.stepper(model, call, batch, *adamw, forward, torch.bfloat16)
     began = time.perf_counter()
     first = step()
     first_seconds = time.perf_counter() - began

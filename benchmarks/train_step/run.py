@@ -8,12 +8,12 @@
     python benchmarks/train_step/run.py --sides ours ours-bf16        without upstream
 
 Method: each side is a process that waits for a line and makes one whole train step (forward, backward, clipping,
-AdamW). The sides take turns, one step each, so that a busy machine slows them alike; the first step of each is not
-timed. Ratios are medians over rounds. Memory is counted over what stays between steps (model, batch, gradients, AdamW
-state, code): as the peak of the resident set (Linux: /proc/self), and as the most bytes that torch's allocator held
-at once, which does not depend on how the C library reuses pages. The floor is the work that no implementation can
-avoid, divided by what this machine's thread reached in the same run. Results go to benchmarks/train_step/results/, a
-page and a JSON file per algorithm.
+AdamW, the last two as that side's trainer makes them). The sides take turns, one step each, so that a busy machine
+slows them alike; the first step of each is not timed. Ratios are medians over rounds. Memory is counted over what
+stays between steps (model, batch, gradients, AdamW state, code): as the peak of the resident set (Linux: /proc/self),
+and as the most bytes that torch's allocator held at once, which does not depend on how the C library reuses pages.
+The floor is the work that no implementation can avoid, divided by what this machine's thread reached in the same run.
+Results go to benchmarks/train_step/results/, a page and a JSON file per algorithm.
 """
 
 import argparse
@@ -337,8 +337,9 @@ def report(algorithm, rows, rates, versions, cpu):
         f"read, verifier vocabulary {VOCAB}, float32; the first {rows[0]['outside_loss_mask']:.0%} of each document "
         f"is outside the loss mask. Training arguments: {json.dumps(training_of(dict(algorithm=algorithm)))}. "
         "Upstream runs its sdpa attention and eager losses, the only ones that train on a CPU. Both get the same "
-        "weights, batch and random choices. A step is forward, backward, clipping and AdamW. `ours-bf16` makes the "
-        "products with the head in bfloat16.",
+        "weights, batch and random choices. A step is forward, backward, clipping and AdamW, the last two as each "
+        "side's trainer makes them (ours: fused, embeddings by rows). `ours-bf16` makes the products with the head "
+        "in bfloat16.",
         "",
         "| case | side | CPU s/step (min) | wall s/step | tokens/CPU s | speed | peak resident MiB | peak allocated "
         "MiB | floor s | step / floor |",

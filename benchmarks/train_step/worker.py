@@ -345,18 +345,34 @@ def load_ours_bf16(folder, case, batch):
 SIDES = {"upstream": load_upstream, "ours": load_ours, "ours-bf16": load_ours_bf16}
 
 
-def stepper(model, call, batch, run=None, autocast=None, **adamw):
+def torch_adamw(model, **options):
+    """AdamW and clipping as upstream's trainer makes them."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(params, lr=1e-4, weight_decay=0.01, **options), torch.nn.utils.clip_grad_norm_
+
+
+def own_adamw(model):
+    """AdamW and clipping as our trainer makes them: fused, with the gradients of an embedding by rows. All weights
+    decay, as upstream's do."""
+    from speculators_nb.train.optimizers import MuonAdamW, clip_gradients, use_row_gradients
+
+    tables = use_row_gradients(model)
+    rest = [p for p in model.parameters() if p.requires_grad and all(p is not table for table in tables)]
+    groups = [dict(params=tables, kind="rows")] * bool(tables) + [dict(params=rest, kind="adamw")]
+    return MuonAdamW(groups, lr=1e-4, weight_decay=0.01), clip_gradients
+
+
+def stepper(model, call, batch, optimizer, clip, run=None, autocast=None):
     """A function that makes one train step: forward (by `run`, if it is not the model itself), backward, clip,
     AdamW."""
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.01, **adamw)
 
     def step():
         optimizer.zero_grad()
         with torch.autocast(params[0].device.type, dtype=autocast) if autocast else nullcontext():
             _, loss, _ = (run or model)(**batch, **call)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
+        norm = clip(params, 1.0)
         optimizer.step()
         return dict(loss=loss.item(), grad_norm=norm.item())
 
@@ -369,7 +385,7 @@ def trainer(side, folder):
         folder, json.loads((folder / "case.json").read_text()), load_file(folder / "batch.safetensors")
     )
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    return stepper(model, call, batch)
+    return stepper(model, call, batch, *(torch_adamw if side == "upstream" else own_adamw)(model))
 
 
 # ----------------------------------------------------------------------------------------------------------- the memory

@@ -314,8 +314,9 @@ def _leave_recipe(place, name, values):
 
 
 def _is_first_rank():
-    "Whether this is the only process of the command, or the first of its ranks."
-    return os.environ.get("RANK", "0") == "0"
+    "Whether this is the only process of the command, or the first of torchrun's or Slurm's."
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
+    return rank == "0"
 
 
 def _print(text):
@@ -350,8 +351,8 @@ def command(
 
         with plain_progress():
             result = function(**given | ({"import_": own} if "import_" in takes else {}))
-        _print(report(result))
         if _is_first_rank():
+            _print(report(result))
             _leave_recipe(values.get(output), name, values)
         return result
 

@@ -187,22 +187,19 @@ def log_disk(
 
 # %% ../../nbs/cli/07_data_commands.ipynb #05715fd8
 def _states_from_server(rows, options, then) -> dict:
-    "Features by a server; each rank has a fixed share of the rows."
+    "Features by servers; processes that work in the folder share its rows."
     o, rank, world_size = options, options["rank"], options["world_size"]
-    if world_size == 1:
-        rank, world_size, _ = ranks_of()
     hidden_size = text_config(verifier_config(o["verifier"])).hidden_size
     layers = o["aux_layer_ids"] or None
     mine = rows.select(shard(len(rows), rank, world_size))
     log_disk(o["output_dir"], mine, hidden_size, len(layers or range(3)) + 1, o["dtype"])
-    counts = extract_from_server(
+    return extract_from_server(
         *(o["server"] or HERE, rows, o["output_dir"], o["storage"], layers),
         *(o["concurrency"], o["dtype"], rank, world_size),
         patience=o["patience"],
         shard_gb=o["shard_gb"],
+        then=then,
     )
-    then(counts)
-    return counts
 
 
 def _states_in_process(model, rows, options, then) -> dict:

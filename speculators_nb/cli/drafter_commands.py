@@ -60,6 +60,7 @@ from speculators_nb.verifier.tapped_model import (
 )
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #impdec01
+from ..evaluate.shared_prompts import evaluation_job
 from speculators_nb.evaluate.while_training import (
     LENGTH,
     PROMPTS,
@@ -279,19 +280,18 @@ def _evaluate_reference(drafter, data, options) -> Evaluation | EngineEvaluation
     sampled = "temperatures", "top_p", "top_k", "min_p", "max_new_tokens", "rule", "seed"
     given: dict[str, Any] = dict(k=k) | {name: options[name] for name in sampled}
     run = evaluate_as_engine if options["as_engine"] else measure
-    evaluation = run(
-        target,
-        drafters,
-        prompts,
-        eos_token_ids=eos_ids_of(target, tokenizer),
-        domains=domains,
-        **given,
-    )
-    if output_dir := options["output_dir"]:
+    job, ends = options["job"], eos_ids_of(target, tokenizer)
+    how: dict[str, Any] = dict(domains=domains, decode=job.decode, eos_token_ids=ends)
+    evaluation = run(target, drafters, prompts, **given, **how)
+
+    def save():
         evaluation.save(output_dir)
         arguments = given | dict(as_engine=options["as_engine"], method=options["method"])
         origin = {"drafter": drafter, "verifier": verifier, "data": data}
         write_provenance(output_dir, "evaluate", arguments, origin, requests=len(prompts))
+
+    if output_dir := options["output_dir"]:
+        job.finish(save)
     return evaluation
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #52a186fb
@@ -329,12 +329,12 @@ def evaluate(
     check_options(options, "evaluate")
     if output_dir is not None:
         writable_folder(output_dir)
+    refuse_overwriting(output_dir, overwrite, EVALUATION)
     options["ours"] = method is None or _check_method(drafter, method)
     options["k"] = [k] if isinstance(k, int) else list(k or ())
     options["temperatures"] = tuple(temperatures or (0.0,))
     run = _evaluate_vllm if engine == "vllm" else _evaluate_reference
-    with one_writer(output_dir):
-        refuse_overwriting(output_dir, overwrite, EVALUATION)
+    with evaluation_job(output_dir, options) as options["job"]:
         return run(drafter, data, options)
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #a666e7c6

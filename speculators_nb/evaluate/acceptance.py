@@ -406,6 +406,7 @@ def evaluate(
     top_k: int = 0,  # keep the k likeliest tokens; 0: all
     min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest; 0: none
     seed: int = 0,  # of sampling and of the bootstrap
+    decode: Callable[..., Iterator[Generation]] = decode_prompts,  # or of a `SharedPrompts`
 ) -> Evaluation:  # tables, generations, `plot()`, `save(folder)`
     "Decode every prompt with every drafter at every temperature and count accepted tokens."
     options: dict[str, Any] = dict(k=k, max_new_tokens=max_new_tokens, rule=rule, seed=seed)
@@ -424,7 +425,7 @@ def evaluate(
             for t in temperatures:
                 bar.set_description(f"{name}, T={t:g}")
                 found = generations[name, t] = []
-                for generation in decode_prompts(verifier, drafter, prompts, t, **options):
+                for generation in decode(verifier, drafter, prompts, t, **options):
                     found.append(generation)
                     bar.update()
                 tables = _tables(found, k, domains, seed)

@@ -9,7 +9,7 @@ __all__ = ['KEY', 'Run', 'as_engine_counts', 'evaluate_as_engine', 'length_diffe
 
 # %% ../../nbs/evaluate/10_comparison.ipynb #b6e4d069
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ def evaluate_as_engine(
     top_k: int = 0,  # keep the k likeliest tokens; 0: all
     min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest; 0: none
     seed: int = 0,  # of sampling and of the bootstrap
+    decode: Callable[..., Iterator[Generation]] = decode_prompts,  # or of a `SharedPrompts`
 ) -> EngineEvaluation:  # without performance; `requests` has the counts of each
     "Decode with our own decoder and count as vLLM counts."
     filters = dict(top_p=top_p, top_k=top_k, min_p=min_p)
@@ -76,7 +77,7 @@ def evaluate_as_engine(
         for name, drafter in drafters.items():
             for t in temperatures:
                 generations = []
-                for g in decode_prompts(
+                for g in decode(
                     verifier, drafter, prompts, t, max_new_tokens=max_new_tokens + k, **options
                 ):
                     generations.append(g)

@@ -5,12 +5,15 @@ They are written atomically, with a checksum, and checked on every read."""
 
 # %% auto #0
 __all__ = ['FP8', 'STATES', 'SCALES', 'LARGEST', 'FeatureError', 'feature_path', 'to_fp8', 'from_fp8', 'stored_dtype',
-           'checksum_of', 'encode_row', 'write_features', 'decode_row', 'stored_row', 'read_features', 'read_legacy',
-           'legacy_layer_ids']
+           'checksum_of', 'encode_row', 'write_features', 'remove_half_files', 'decode_row', 'stored_row',
+           'read_features', 'read_legacy', 'legacy_layer_ids']
 
 # %% ../../nbs/features/01_feature_file.ipynb #7886d37b
+import contextlib
 import os
+import re
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,25 @@ def write_features(
     `dtype`."""
     tensors = encode_row(path, states, token_ids, dtype)
     save_tensors(tensors, path, {"crc32": checksum_of(tensors)})
+
+# %% ../../nbs/features/01_feature_file.ipynb #lefthal2
+_WRITING = re.compile(
+    r"\.tmp\w{6}"
+)  # as safetensors' own writer names a file until it is whole
+
+
+def remove_half_files(
+    folder: str | os.PathLike,  # of features
+    rows: Collection[int],  # that nobody is writing
+) -> None:
+    "Delete files of rows that killed processes have left half written."
+    names = os.listdir(folder)
+    others = sum(name.startswith(".work") for name in names) > 1  # who may write other rows
+    for name in names:
+        row = re.fullmatch(r"\.hs_(\d+)\..*", name)
+        if int(row[1]) in rows if row else _WRITING.fullmatch(name) and not others:
+            with contextlib.suppress(OSError):
+                Path(folder, name).unlink(missing_ok=True)
 
 # %% ../../nbs/features/01_feature_file.ipynb #0794a958
 def _check_tokens(path, shape, tokens, token_ids):

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -34,6 +35,7 @@ from speculators_nb.features.feature_file import (
     legacy_layer_ids,
     read_features,
     read_legacy,
+    remove_half_files,
     stored_dtype,
     write_features,
 )
@@ -180,6 +182,8 @@ def _set_up(folder, dataset, config):
         folder.mkdir(parents=True, exist_ok=True)
     file = folder / "data_config.json"
     with disk_errors(folder), FileLock(folder / ".setup.lock"):
+        for unfinished in folder.glob(".rows.*"):  # of a process that was killed here
+            shutil.rmtree(unfinished, ignore_errors=True)
         if file.exists():
             check_origin(file, config)
             return
@@ -219,7 +223,7 @@ class FolderRows:
         self.wanted = sorted(set(range(len(dataset)) if indices is None else indices))
         _set_up(self.path, dataset, config)
         if alone:
-            self._remove_unfinished()
+            self.remove_unfinished()
         self.shards = FeatureShards(self.path, len(dataset))
         for e in self.shards.damaged if alone else ():
             log.warning("removed, its rows are made again: %s", e)
@@ -229,12 +233,9 @@ class FolderRows:
             i for i in self.wanted if not (self._in_shard(i) or self._in_file(i, files))
         ]
 
-    def _remove_unfinished(self):
-        "Files that a killed run has left."
-        mine = set(self.wanted)
-        for unfinished in self.path.glob(".hs_*"):
-            if int(unfinished.name.split(".")[1][3:]) in mine:
-                unfinished.unlink(missing_ok=True)
+    def remove_unfinished(self) -> None:
+        "Delete what killed processes have left; while nobody writes these rows."
+        remove_half_files(self.path, {*self.wanted})
         remove_unfinished(self.path / FOLDER)
 
     def has(

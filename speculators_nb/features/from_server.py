@@ -11,8 +11,9 @@ import base64
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -37,6 +38,7 @@ from speculators_nb.features.feature_folder import (
     table_of,
 )
 from .feature_rows import FeatureRow, FeatureRows
+from .in_process import ended, feature_job
 from ..jobs.servers import addresses_of
 
 # %% ../../nbs/features/08_from_server.ipynb #c462acd0
@@ -94,8 +96,11 @@ class RowWriter:
         self,
         i: int,  # row
     ) -> None:
-        "Errors: FeatureError, EndpointError, DiskError."
+        "Nothing, where it is there. Errors: FeatureError, EndpointError, DiskError."
         folder = self.folder
+        if folder.has(i):  # by a process that was killed before it could settle it
+            folder.stored.add(i)
+            return
         with self.limit.reserve(folder.lengths[i] * self.token_bytes):
             messages = more_than_text(self.table[i]) if self.with_messages else None
             states = self.client.states(folder.tokens[i], messages)
@@ -103,23 +108,87 @@ class RowWriter:
             self.hidden_size = states.shape[-1]
             folder.write(i, states)
 
+# %% ../../nbs/features/08_from_server.ipynb #srvunit2
+class _ServerUnits:
+    "The rows of a folder: claimed, requested, settled."
 
-def _write_rows(writer, order, concurrency, max_failures):
-    "Rows written. The first one goes alone; errors of rows are counted, others raised."
-    folder, breaker = writer.folder, Breaker(max_failures)
-    written = 0
-    with folder.progress() as bar:
-        for rows, n in ((order[:1], 1), (order[1:], concurrency)):
-            for i, result in concurrently(writer, rows, n):
-                of_row = isinstance(result, (FeatureError, EndpointError))
-                if isinstance(result, Exception) and not of_row:
-                    raise result
-                if breaker.see(result):
-                    written += 1
-                else:
-                    log.warning("row %d: %s", i, result)
-                bar.update(folder.lengths[i])
-    return written
+    def __init__(self, job, folder, writer, breaker):
+        self.job, self.folder, self.writer, self.breaker = job, folder, writer, breaker
+        self.start = job.agree(dict(rows=len(folder.todo)))  # what the first process found
+        longest_first = sorted(folder.todo, key=lambda i: -folder.lengths[i])
+        self.bar = folder.progress()
+        self.units = job.units(longest_first, self.show)
+        self.shown = 0  # rows of `settled` in the bar
+        self.hand: set[int] = set()  # rows that were answered, and are in an open shard
+
+    def show(self):
+        "Bring the bar up to date: all rows of the job."
+        settled = list(self.job.settled)[self.shown :]
+        self.shown += len(settled)
+        self.bar.update(sum(self.folder.lengths[i] for i in settled))
+
+    def claimed(self, most=None):
+        "Rows to request now, at most so many; ends where it is time to wait for others."
+        for unit in self.units:
+            if unit is None:
+                self.waits = True
+                return
+            yield unit
+            if most is not None and (most := most - 1) < 1:
+                return
+
+    def settle(self):
+        "Settle what is whole on the disk."
+        for i in self.hand & self.folder.stored:
+            self.job.settle(i)
+        self.hand -= self.folder.stored
+        self.show()
+
+# %% ../../nbs/features/08_from_server.ipynb #srvunit3
+class _ServerExtraction(_ServerUnits):
+    "Requests rows until the job is done."
+
+    def request(self, rows, concurrency):
+        "Request rows, as they are claimed; those that fail are named and counted."
+        for i, result in concurrently(self.writer, rows, concurrency):
+            of_row = isinstance(result, (FeatureError, EndpointError))
+            if isinstance(result, Exception) and not of_row:
+                raise result
+            if self.breaker.see(result):
+                self.hand.add(i)
+            else:
+                log.warning("row %d: %s", i, result)
+                self.job.settle(i, 0)
+            self.settle()
+
+    def write(self, concurrency):
+        "Do what others do not, until all is settled. The first row goes alone."
+        most, n = 1, 1
+        with self.folder, self.bar:
+            while True:
+                self.waits, before = False, len(self.job.settled)
+                self.folder.shards.refresh()  # perhaps a former holder was killed
+                self.request(self.claimed(most), n)
+                most, n = None, concurrency
+                if self.waits:
+                    self.folder.close()
+                    self.settle()
+                elif before == len(self.job.settled):
+                    return
+
+    def complete(self):
+        "Counts of the whole job; rows that are gone although they are settled are made again."
+        self.folder.shards.refresh()
+        failed = {i for i, rows in self.job.settled.items() if not rows}
+        mine = self.folder.stored | failed
+        with self.folder:
+            for i in self.folder.todo:
+                if i not in mine:
+                    self.writer(i)
+        self.folder.remove_unfinished()  # of processes that were killed
+        written = self.start["rows"] - len(failed)
+        kept = len(self.folder.wanted) - self.start["rows"]
+        return {"written": written, "kept": kept, "failed": len(failed)}
 
 # %% ../../nbs/features/08_from_server.ipynb #d6762b9a
 def extract_from_server(
@@ -130,8 +199,8 @@ def extract_from_server(
     layer_ids: list[int] | None = None,  # slots, last included; None: server connector's
     concurrency: int = 8,  # requests in flight
     dtype: torch.dtype | str = torch.bfloat16,  # of the stored states
-    rank: int = 0,  # of this process
-    world_size: int = 1,  # processes that share the rows
+    rank: int = 0,  # which rows, where `world_size` processes have a fixed share each
+    world_size: int = 1,  # 1: all processes that work in the folder share its rows
     max_bytes: int | None = None,  # states in flight (folder, memory); None: only `concurrency`
     max_failures: int = 20,  # in a row, then the job stops
     model: str | None = None,  # served name; None: the only one
@@ -139,23 +208,25 @@ def extract_from_server(
     tries: int = 8,  # requests for one answer, with back-off
     patience: float = 120.0,  # of several servers: seconds to wait while none answers
     shard_gb: float | None = None,  # GB of a file of many rows; None: a file for each row
-) -> dict[str, int]:  # counts: written, kept, failed
+    then: Callable[[dict], Any] | None = None,  # gets the counts, once, when all is done
+) -> dict[str, int]:  # counts of the whole job: written, kept, failed
     """Write the features of rows that have no valid file. ValueError: another origin;
-    TooManyFailures, NoServerLeft: servers down; DiskError: the rest is kept."""
+    TooManyFailures, NoServerLeft: servers down; DiskError: the rest is kept; BlockingIOError:
+    another process fills the folder otherwise."""
     dataset = table_of(rows)
     client = open_states(url, storage, layer_ids, model, timeout, tries, patience)
     config = origin(client.about(), client.layer_ids, dataset, dtype)
-    share = shard(len(dataset), rank, world_size)
-    folder = FeatureFolder(output_dir, dataset, config, share, shard_gb=shard_gb)
-    writer = RowWriter(client, folder, dataset, max_bytes)
-    longest_first = sorted(folder.todo, key=lambda i: -folder.lengths[i])
-    try:
-        with folder:
-            written = _write_rows(writer, longest_first, concurrency, max_failures)
-    except DiskError as e:
-        raise disk_error(folder, e, writer.hidden_size) from e
-    todo = len(folder.todo)
-    return {"written": written, "kept": len(folder.wanted) - todo, "failed": todo - written}
+    share = [*shard(len(dataset), rank, world_size)]
+    with feature_job(output_dir, config, share, shard_gb=shard_gb) as job:
+        given = share, job.is_primary, shard_gb
+        folder = FeatureFolder(output_dir, dataset, config, *given)
+        writer = RowWriter(client, folder, dataset, max_bytes)
+        try:
+            extraction = _ServerExtraction(job, folder, writer, Breaker(max_failures))
+            extraction.write(concurrency)
+            return job.finish(lambda: ended(extraction.complete(), then))
+        except DiskError as e:
+            raise disk_error(folder, e, writer.hidden_size) from e
 
 # %% ../../nbs/features/08_from_server.ipynb #d98fd584
 class ServerFeatures(FeatureRows):

@@ -213,7 +213,9 @@ class MuonAdamW(torch.optim.Optimizer):
             "muon": ShardedMuon(
                 [torch.zeros(2, 2)], lr, weight_decay, adjust_lr_fn="match_rms_adamw"
             ),
-            "adamw": torch.optim.AdamW([torch.zeros(2)], lr, weight_decay=weight_decay),
+            "adamw": torch.optim.AdamW(
+                [torch.zeros(2)], lr, weight_decay=weight_decay, fused=True
+            ),
             "rows": RowAdamW([torch.zeros(2, 2)], lr, weight_decay=weight_decay),
         }
         super().__init__([{**self._inner[g["kind"]].defaults, **g} for g in groups], {})
@@ -274,8 +276,9 @@ def build_optimizer(
             group |= {"lr": lr, "betas": betas}
         groups.append(group)
     plain = optimizer == "adamw" and not tables
-    optimizer_class = torch.optim.AdamW if plain else MuonAdamW
-    return optimizer_class(groups, lr=lr, weight_decay=weight_decay)
+    if plain:
+        return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay, fused=True)
+    return MuonAdamW(groups, lr=lr, weight_decay=weight_decay)
 
 # %% ../../nbs/train/02_optimizers.ipynb #0146d844
 class RowGradients(Trainer):

@@ -41,33 +41,41 @@ def chats(path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def kill_one(work, killed, path):
-    "When both workers have settled a unit, kill the one that is a Ray task of the lowest process id."
+def kill_one(work, killed):
+    "When a unit is settled, kill a Ray task that is at work: it holds its sign of life open."
     import psutil
 
-    while True:
+    while not killed:
         time.sleep(0.02)
-        if len([*work.glob("*.settled")]) < 2 or not work.is_dir():
+        if not [*work.glob("*.settled")]:
             continue
-        tasks = [
-            p for p in psutil.process_iter(["name", "cmdline"]) if "ray::_run" in " ".join(p.info["cmdline"] or [])
-        ]
-        if tasks:
-            victim = min(tasks, key=lambda p: p.pid)
-            os.kill(victim.pid, signal.SIGKILL)
-            killed.append(victim.pid)
-            return
+        for process in psutil.process_iter(["cmdline"]):
+            is_task = "ray::_run" in " ".join(process.info["cmdline"] or [])
+            if is_task and any(Path(file.path).parent == work for file in process.open_files()):
+                os.kill(process.pid, signal.SIGKILL)
+                killed.append(process.pid)
+                break
+
+
+def add_node(cluster, tries=4):
+    "A second node; Ray gives one half a minute to start, which a busy machine may need several times."
+    for left in reversed(range(tries)):
+        try:
+            return cluster.add_node(num_cpus=1)
+        except Exception as e:
+            if not left or "timed out" not in str(e):
+                raise
 
 
 def run():
     import threading
 
+    os.environ |= dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", OMP_NUM_THREADS="1")
     import ray
     from ray.cluster_utils import Cluster
 
     from speculators_nb.cli.data_commands import features, regenerate
 
-    os.environ |= dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", OMP_NUM_THREADS="1")
     verifier = str(ROOT / "data/tiny-verifier")
     found = dict(ray=ray.__version__, rows=ROWS, nodes=2)
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +86,7 @@ def run():
         states = dict(dtype="float32", max_tokens=256, device="cpu")
         features(verifier, str(folder / "alone.jsonl"), folder / "alone", **states)
         cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1))
-        cluster.add_node(num_cpus=1)
+        add_node(cluster)
         cluster.wait_for_nodes()
         ray.init(address=cluster.address)
         for name, output, call in (
@@ -95,7 +103,7 @@ def run():
         ):
             work = output.with_name(f"{output.name}.work") if output.suffix else output / ".work"
             killed = []
-            thread = threading.Thread(target=kill_one, args=(work, killed, output), daemon=True)
+            thread = threading.Thread(target=kill_one, args=(work, killed), daemon=True)
             thread.start()
             began = time.monotonic()
             counts = call(output)
