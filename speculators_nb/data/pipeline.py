@@ -250,8 +250,7 @@ class RowSpool:
         self.writer = pa.ipc.new_file(self.file, SCHEMA)
         self.counts = array("q")  # rows of each conversation
         self.lengths = array("q")  # tokens of each row
-        self.nbytes = 0
-        self.pictures = self.tools = False  # whether a row has messages, and tools
+        self.nbytes, self.pictures, self.tools = 0, False, False  # has any row such?
 
     def append(
         self,
