@@ -250,7 +250,7 @@ class RowSpool:
         self.writer = pa.ipc.new_file(self.file, SCHEMA)
         self.counts = array("q")  # rows of each conversation
         self.lengths = array("q")  # tokens of each row
-        self.nbytes, self.pictures, self.tools = 0, False, False  # has any row such?
+        self.nbytes, self.pictures, self.tools = 0, False, False  # rows with messages, tools
 
     def append(
         self,
