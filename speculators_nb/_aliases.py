@@ -188,7 +188,7 @@ MOVED = {
 # module or package of today that had further names in version 0.1 -> where these are now
 FORMER_NAMES = {
     "cli": ("cli.main",),
-    "decode.generate": ("verifier.tapped_model",),
+    "decode.generate": ("verifier.tapped_model", "decode.step"),
     "decode.suffix": ("decode.suffix_index",),
     "cli.command": ("cli.signature", "cli.program", "cli.inputs"),
     "core.config": ("core.config_fields", "core.checkpoints", "core.files"),
@@ -276,7 +276,9 @@ DROPPED: dict[str, str] = {
     "cli.data_commands": "TOKENIZER",
     "cli.demo": "STYLE write_report",
     "evaluate.acceptance": "RESULTS",
+    "decode.generate": "decide",
     "decode.proposal_setup": "METHODS TREES",
+    "models.mlp_speculator": "node_depths",
     "decode.suffix": "first_of_equals",
     "data.chat_encoding": "spelled_out",
     "regenerate.language": "BY_LETTER BY_SCRIPT BY_WORD OWN_LETTERS VIETNAMESE",

@@ -56,11 +56,24 @@ class Handler(BaseHTTPRequestHandler):
                 f.write(json.dumps(ids) + "\n")
         fd = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
         fcntl.flock(fd, fcntl.LOCK_EX)
-        data = save(
-            {"hidden_states": states_for(ids, options.slots, options.hidden), "token_ids": np.asarray(ids, np.int64)}
-        )
+        states = states_for(ids, options.slots, options.hidden)
+        if options.fp8:
+            data = fp8_file(states, ids)
+        else:
+            data = save({"hidden_states": states, "token_ids": np.asarray(ids, np.int64)})
         threading.Thread(target=write_slowly, args=(path, data, fd, options.slow)).start()
         self.answer({"choices": [{"prompt_token_ids": ids}], "kv_transfer_params": {"hidden_states_path": str(path)}})
+
+
+def fp8_file(states, ids):
+    "As FP8HiddenStatesConnector of hs-connectors 0.9.0 writes it: one scale for each token."
+    import torch
+    from safetensors.torch import save
+
+    states = torch.from_numpy(states)
+    scales = (states.abs().amax((1, 2), keepdim=True) / 448).clamp(min=1e-12)
+    tensors = {"hidden_states": (states / scales).to(torch.float8_e4m3fn), "hidden_states_scales": scales}
+    return save(tensors | {"token_ids": torch.tensor(ids)})
 
 
 def write_slowly(path, data, fd, slow):
@@ -85,6 +98,7 @@ if __name__ == "__main__":
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--root", default="a verifier")
     parser.add_argument("--longest", type=int, help="tokens of the longest prompt that is not refused")
+    parser.add_argument("--fp8", action="store_true", help="states in fp8, as upstream's FP8 connector writes them")
     parser.add_argument("--log")
     options = parser.parse_args()
     server = Server(("127.0.0.1", options.port), Handler)

@@ -4,7 +4,8 @@ Within `PretendCuda()` every function of torch is looked at: what is made with d
 marked tensors are marked, and where CUDA would refuse to mix marked tensors with others an AssertionError says which
 function did. `tensor.device` and `tensor.is_cuda` answer by the mark. Values are those of the CPU, so data-dependent
 code (`nonzero`, `int(...)`, `tolist`) takes its real way; `waits` lists where it did, since there the host would wait
-for the device. Backward passes are not looked at.
+for the device. `copies` lists where numbers of the host went to the device without `non_blocking=True`: that waits too.
+Backward passes are not looked at.
 """
 
 import traceback
@@ -51,6 +52,7 @@ def on_cuda(module):
 # the host needs a value, or the size of the result
 WAITING = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "is_nonzero"}
 WAITING |= {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "equal", "allclose"}
+WAITING |= {"multinomial"}  # checks its weights
 
 
 def waits(name, args, kwargs):
@@ -66,11 +68,16 @@ class PretendCuda(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.waits = []  # names of functions and lines that called them
+        self.copies = []  # the same, to the device
 
-    def note(self, name):
-        """A wait, and the line of the library that it is in."""
-        frames = [f for f in traceback.extract_stack() if "speculators_nb" in f.filename]
-        self.waits.append(f"{name} in {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else name)
+    def note(self, name, found=None):
+        """A wait, and the line of the library that it is in. Copies that a library under it makes are not ours."""
+        stack = [f for f in traceback.extract_stack() if f.filename != __file__]
+        frames = [f for f in stack if "speculators_nb" in f.filename]
+        if found is not None and frames and frames[-1] is not stack[-1]:
+            return
+        where = f" in {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
+        (self.waits if found is None else found).append(name + where)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -96,6 +103,8 @@ class PretendCuda(TorchFunctionMode):
             if generator is not None:
                 raise AssertionError(f"{name}: a generator on the CPU draws for a tensor on cuda:0")
             kwargs = kwargs | dict(device="cpu")
+            if name in ("tensor", "as_tensor", "new_tensor"):
+                self.note(name, self.copies)
         result = func(*args, **kwargs)
         if func in MOVING or (name.endswith("_") and not name.startswith("_")):
             return result  # in place: the tensor stays where it is
@@ -113,6 +122,8 @@ class PretendCuda(TorchFunctionMode):
             on = name == "cuda" or is_cuda(target) if target is not None or name != "to" else marked(first)
         if marked(first) and not on:
             self.note("to the CPU")
+        if on and not marked(first) and not kwargs.get("non_blocking"):
+            self.note("to the device", self.copies)
         result = first.to(*rest, **kwargs) if rest or kwargs else first
         if result is first and on != marked(first):
             result = first.view_as(first) if first.requires_grad else first.detach()

@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from speculators_nb.decode import acceptance_rules as accept
-from speculators_nb.decode.acceptance_rules import RULES, block, draw, flip, lenient, synthetic, tolerant, typical, walk
+from speculators_nb.decode.acceptance_rules import RULES, draw, flip, lenient, synthetic, tolerant, typical, walk
 from speculators_nb.decode.tree import Sampling, TokenTree
 
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless and name != "greedy"]
 standard, strict, greedy = (RULES[n].decide for n in ("standard", "strict", "greedy"))
+
+block = RULES["block"].decide
 
 
 def outcomes(run):
@@ -48,21 +50,9 @@ def exact(x):
     return [Fraction(v).limit_denominator(10_000_000) for v in x.flatten().tolist()]
 
 
-@pytest.fixture
-def scripted(monkeypatch):
-    """Put the enumeration in the place of the two random primitives; the "generator" is then `choose`."""
-
-    def flips(chance, choose):
-        return torch.tensor([choose([1 - c, c]) == 1 for c in exact(chance.clamp(0, 1))], dtype=torch.bool).view(
-            chance.shape
-        )
-
-    def draws(weights, choose):
-        w = exact(weights / weights.sum())
-        return choose([v / sum(w) for v in w])
-
-    monkeypatch.setattr(accept, "flip", flips)
-    monkeypatch.setattr(accept, "draw", draws)
+def scripted(choose):
+    "The enumeration in the place of a generator."
+    return accept.Choices(choose, lambda x: exact(torch.tensor(x, dtype=torch.float64))[0])
 
 
 # How a tree is proposed: children of every node, drawn with putting back, drawn without, or the likeliest
@@ -92,7 +82,7 @@ def speculate(rule, p, q, depth, width, how, choose):
     """Propose, apply the rule, let the verifier go on alone until depth + 1 tokens stand."""
     tree, words = propose(q, depth, width, how, choose)
     target = torch.tensor([[float(v) for v in p[said]] for said in [(), *words]], dtype=torch.float64)
-    path, token = rule(tree, target, choose)
+    path, token = rule(tree, target, scripted(choose))
     assert [-1, *path][: len(path)] == tree.parents[path].tolist()
     out = [*(int(tree.tokens[i]) for i in path), token]
     while len(out) <= depth:
@@ -152,7 +142,7 @@ few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthChec
 @pytest.mark.parametrize("size", PAIRS, ids=str)
 @pytest.mark.parametrize("width,how", WAYS)
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_lossless(scripted, name, size, width, how):
+def test_lossless(name, size, width, how):
     "The law of the output is the verifier's, equal as fractions: chains and trees, drawn and deterministic proposals."
     if name == "block" and width > 1:
         with pytest.raises(ValueError, match="chains"):
@@ -174,7 +164,7 @@ laws = st.lists(law_of_twelfths, min_size=13, max_size=13).map(lambda rows: dict
 
 @few
 @given(p=laws, q=laws, how=st.sampled_from(["drawn", "likeliest"]), name=st.sampled_from(LOSSLESS))
-def test_lossless_for_any_laws(scripted, p, q, how, name):
+def test_lossless_for_any_laws(p, q, how, name):
     assert output_law(RULES[name].decide, p, q, 2, 1, how) == verifier_law(p)
 
 
@@ -204,7 +194,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("width", [1, 2])
-def test_a_wrong_or_lossy_rule_is_caught(scripted, name, width):
+def test_a_wrong_or_lossy_rule_is_caught(name, width):
     assert output_law(WRONG[name], P, Q, 3 - width, width) != verifier_law(P, 3 - width)
 
 
@@ -219,7 +209,7 @@ def test_lossy_rules_are_marked():
     )
 
 
-def test_rules_in_order_of_what_they_keep(scripted):
+def test_rules_in_order_of_what_they_keep():
     """Strict wastes the drafter's law, standard does not, block verification makes up for what one token lacks with
     what the next has; siblings help."""
     kept = {name: mean_kept(RULES[name].decide, P, Q) for name in LOSSLESS}
@@ -228,14 +218,14 @@ def test_rules_in_order_of_what_they_keep(scripted):
     assert mean_kept(strict, P, Q, 2, 1, "likeliest") == mean_kept(standard, P, Q, 2, 1, "likeliest")
 
 
-def test_mean_accepted_tokens_exact(scripted):
+def test_mean_accepted_tokens_exact():
     p = {c: [Fraction(1, 3), Fraction(2, 3)] for c in contexts(2, 2)}
     q = {c: [Fraction(2, 3), Fraction(1, 3)] for c in contexts(2, 2)}
     assert mean_kept(standard, p, q) == Fraction(10, 9)
     assert mean_kept(block, p, q) == Fraction(11, 9)
 
 
-def test_synthetic_rates_are_what_comes_out(scripted):
+def test_synthetic_rates_are_what_comes_out():
     rule = synthetic([Fraction(3, 4), Fraction(1, 4)]).decide
     law = Counter()
     for (n, _), chance in outcomes(lambda choose: speculate(rule, P, Q, 2, 1, "drawn", choose)).items():
@@ -364,7 +354,7 @@ FILTERS = {
 @pytest.mark.parametrize("drafted", ["as the verifier", "from all"])
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_lossless_with_filters(scripted, name, filters, drafted):
+def test_lossless_with_filters(name, filters, drafted):
     """The law of the output is the verifier's filtered one, whether the drafter's own draws are filtered or not: as
     fractions, on chains and (but for block) trees."""
     sampling = Sampling(1.0, None, **{n: v if n == "top_k" else float(v) for n, v in FILTERS[filters].items()})

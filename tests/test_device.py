@@ -12,9 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import speculators_nb.nn.attention as attention_module
 from benchmarks.gpu.decode import prompts
 from benchmarks.gpu.equal import DRAFTERS, HEAD_WAYS, HEADS, VERIFIER, WAYS, batch, drafter
+from speculators_nb.core.registry import DynamicTreeTokenProposalConfig
+from speculators_nb.decode.acceptance_rules import RULES, lenient, synthetic, tolerant
+from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter
-from speculators_nb.decode.tree import Sampling
+from speculators_nb.decode.suffix import SuffixDrafter
+from speculators_nb.decode.tree import Sampling, TokenTree, likeliest
 from speculators_nb.verifier.tapped_model import Verifier
 
 CPU = torch.device("cpu")
@@ -93,6 +98,82 @@ def test_decoding_makes_every_tensor_on_its_device(name):
         sampled = generate(verifier, proposer, asked, k=2, max_new_tokens=6, sampling=Sampling(temperature=0.8))
     assert texts == [expected] * len(drafters)
     assert [len(g.tokens) for g in sampled] == [6, 6]
+
+
+def decoding(name):
+    "A drafter and its verifier, on the device."
+    model = copy.deepcopy(case(name)[0])
+    proposer = model.drafter()
+    verifier = Verifier.from_pretrained(str(VERIFIER), list(proposer.aux_layer_ids))
+    on_cuda(model), on_cuda(verifier.model)
+    return proposer, verifier
+
+
+def wait_once(verifier, drafter, prompt, **options):
+    "Decode; the prompt is copied to the host and to the device, and each forward pass is looked at once."
+    with PretendCuda() as device:
+        ids = torch.tensor(prompt).to("cuda") if isinstance(prompt[0], int) else prompt
+        device.copies.clear()
+        done = generate(verifier, drafter, ids, max_new_tokens=5, **options)
+    batch = done if isinstance(done, list) else [done]
+    passes = 1 + max(len(g.steps) for g in batch)
+    looks = [wait for wait in device.waits if "to the CPU" not in wait]
+    assert len(looks) == passes and len(device.waits) <= passes + 1, device.waits
+    assert len(device.copies) <= len(batch), device.copies
+    return batch
+
+
+GROWN = ([(0,), (1,), (0, 0)], DynamicTreeTokenProposalConfig(speculative_tokens=5, expansion_factor=2, depth=2))
+
+
+@every_drafter
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_decoding_step_waits_for_the_device_once(name, temperature):
+    "Chains, trees of a given shape and trees that grow; one request, and two that accept different numbers of tokens."
+    drafter, verifier = decoding(name)
+    trees = [TreeDrafter(drafter, method) for method in GROWN] if drafter.grow else []
+    for d in (drafter, *trees):
+        sampling = Sampling(temperature)
+        (one,) = wait_once(verifier, d, prompts(2)[1], k=2, sampling=sampling)
+        if temperature or d is drafter:
+            two = wait_once(verifier, d, prompts(2), k=2, sampling=sampling)
+            assert temperature or two[1].tokens == one.tokens
+
+
+@pytest.mark.parametrize("rule", [*RULES, lenient(0.5), tolerant(2, 0.1), synthetic([0.7, 0.3])], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_rule_waits_once(rule, temperature):
+    drafter, verifier = decoding("eagle3")
+    branches = [TreeDrafter(drafter, GROWN[0])] * (rule != "block")
+    for d in (drafter, *branches):
+        wait_once(verifier, d, prompts(1)[0], k=3, rule=rule, sampling=Sampling(temperature))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_proposers_without_training_wait_once(temperature):
+    _, verifier = decoding("eagle3")
+    model = copy.deepcopy(verifier.model)
+    on_cuda(model)
+    draft_model = DraftModel(model, verifier)
+    for d in (NgramDrafter(), SuffixDrafter(), draft_model, *(TreeDrafter(draft_model, m) for m in GROWN)):
+        wait_once(verifier, d, prompts(1)[0], k=3, sampling=Sampling(temperature))
+
+
+def test_what_is_wrong_is_refused_at_the_end_of_the_step():
+    "Without waiting for it: tokens outside of the vocabulary, and logits that are no numbers."
+    _, verifier = decoding("eagle3")
+
+    class Wrong(NoDrafter):
+        def propose(self, tokens, features, k, sampling):
+            return TokenTree.chain(torch.full((2,), 5000, device=tokens.device))
+
+    class NotANumber(NoDrafter):
+        def propose(self, tokens, features, k, sampling):
+            return TokenTree.chain(likeliest(torch.full((1, 9), torch.nan, device=tokens.device)))
+
+    for wrong, message in ((Wrong(), r"tokens\[0\]=5000 is outside"), (NotANumber(), "NotANumber: the logits .* NaN")):
+        with PretendCuda(), pytest.raises(ValueError, match=message):
+            generate(verifier, wrong, prompts(1)[0], k=2)
 
 
 class Waits(TorchDispatchMode):

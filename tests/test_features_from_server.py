@@ -240,6 +240,18 @@ def test_clients_share_the_rows_as_they_are_free(tmp_path):
     assert len(asked) <= 40 + 8, "at most what the killed one had claimed is requested twice"
 
 
+def test_upstreams_fp8_connector_is_read(tmp_path):
+    "Its files have scales beside the codes; what comes is bfloat16, within the rounding of three bits of mantissa."
+    rows = make_rows(3)
+    with Fake(tmp_path / "storage", "--fp8") as fake:
+        live = ServerFeatures(fake.url, rows, fake.storage, LAYERS, layers=LAYERS[:-1])
+        for row, sample in zip(rows, live.__getitems__([0, 1, 2])):
+            right = torch.from_numpy(states_for(row["input_ids"]))
+            found = torch.cat([sample["hidden_states"], sample["verifier_last_hidden_states"]], 1).float()
+            assert (found - right.flatten(1)).abs().max() < 1 / 16 and found.abs().max() > 0.9
+        assert fake.left() == []
+
+
 def test_rows_in_shards_that_fail_are_counted_once(tmp_path):
     ids = [*make_rows(11)["input_ids"], [9] * 64]  # the last is longer than the server takes
     columns = dict(input_ids=ids, loss_mask=[[True] * len(row) for row in ids], seq_len=[*map(len, ids)])

@@ -425,6 +425,9 @@ def test_toy_run(tmp_path):
     assert {r["setting"] for r in found["rows"]["step"] if r["side"] == "ours" and r["flops"] > 1e6} == set(
         step.SETTINGS
     ) - {"EAGLE-3 K=7"}
+    loop = found["rows"]["loop"]
+    assert {(r["proposal"], r["temperature"]) for r in loop} == {(p, t) for p in ("chain", "tree") for t in (0.0, 1.0)}
+    assert all(min(r["draft_seconds"], r["verification_seconds"], r["rule_seconds"]) > 0 for r in loop)
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "results.json",
         "README.md",

@@ -133,7 +133,7 @@ def test_remembering_changes_nothing(small, law_of):
 
 def test_the_quick_draw_is_a_draw():
     law, g = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2, 0.0]]), torch.Generator().manual_seed(0)
-    seen = torch.bincount(torch.cat([inverse(law, 1, generator=g)[0] for _ in range(20_000)]), minlength=6)
+    seen = torch.bincount(torch.stack([inverse(law, generator=g)[0] for _ in range(20_000)]), minlength=6)
     assert seen[law[0] == 0].sum() == 0
     assert (
         chi_square({i: int(c) for i, c in enumerate(seen) if c}, {i: float(p) for i, p in enumerate(law[0]) if p})[2]

@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.proposal_setup import TreeDrafter
-from speculators_nb.decode.tree import Sampling
+from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.decode.tree_growth import dynamic_tree
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dflash import BlockStates
@@ -191,12 +191,14 @@ def test_rows_of_a_tree_know_their_path(seed):
     tokens, features, _ = blocks.text_and_features(model, seed=seed)
     with drafter.grow(tokens, features, k + 2) as next_log_probs, torch.inference_mode():
         tree = dynamic_tree(next_log_probs, top_k=3, depth=k + 2, total_tokens=12).tree
-        assert int(tree.depth.max()) <= k
-        for node in range(len(tree)):
-            path, up = [], node
-            while up >= 0:
-                path, up = [int(tree.tokens[up]), *path], int(tree.parents[up])
-            row = next_log_probs(torch.tensor([node]), tree.tokens, tree.parents)[0]
+    assert int(tree.depth.max()) <= k
+    for node in range(len(tree)):
+        path = tree.tokens[tree.ancestors[node]].tolist()
+        drafter.reset()
+        with drafter.grow(tokens, features, k + 2) as next_log_probs, torch.inference_mode():
+            for depth in range(len(path) + 1):  # one level after the other
+                chain = TokenTree.chain(path[:depth])
+                row = next_log_probs(torch.tensor([depth - 1]), chain.tokens, chain.parents)[0]
             if len(path) == k:
                 assert (row == -torch.inf).all()
                 continue

@@ -9,7 +9,8 @@ import sys
 from contextlib import contextmanager
 from importlib import import_module
 
-KINDS = ("device", "equal", "decode", "notebooks", "step")  # of a cell: the module here that has run(cell, turn)
+# of a cell: the module here that has run(cell, turn)
+KINDS = ("device", "equal", "decode", "notebooks", "step", "loop")
 
 
 class Line:

@@ -63,7 +63,7 @@ class Report:
 
     def __init__(self, folder, **facts):
         self.folder, self.facts = folder, facts | dict(versions=versions())
-        self.rows = dict(device=[], equal=[], decode=[], notebooks=[], step=[])
+        self.rows = dict(device=[], equal=[], decode=[], notebooks=[], step=[], loop=[])
         self.stages, self.not_measured = [], []
 
     def add(self, kind, row):
@@ -138,6 +138,7 @@ def page(report):
         ("Decoding", decoding_table(report)),
         ("Notebooks", notebook_table(report)),
         ("Train step", step_table(report)),
+        ("Decode loop", loop_table(report)),
     ):
         if body:
             lines += [f"## {title}", "", body]
@@ -279,6 +280,20 @@ def step_table(report):
         ],
         lines,
     )
+
+
+def loop_line(row):
+    if "error" in row:
+        return [row["proposal"], *["–"] * 7, row["error"]]
+    parts = [number(1e3 * row[f"{name}seconds"]) for name in ("", "draft_", "verification_", "rule_")]
+    found = [row["proposal"], number(row["temperature"]), *parts]
+    return [*found, number(100 * row["overhead"]), number(row["waits_a_step"]), ""]
+
+
+def loop_table(report):
+    heads = "proposal, temperature, ms a step, draft ms, verification ms, rule ms, overhead %, waits a step, "
+    lines = [loop_line(row) for row in report.rows["loop"]]
+    return lines and table(heads.split(", "), lines)
 
 
 # -------------------------------------------------------------- pictures

@@ -32,6 +32,7 @@ from speculators_nb.core.options import algorithms  # noqa: E402
 # jobs of stage 1: six, of every sixth drafter; hass: EAGLE trained on its own outputs
 DRAFTERS = [[*algorithms(), "hass"][start::6] for start in range(6)]
 LENGTHS = (8192, 32768, 2048)
+LOOP_SECONDS = 120  # limit of the decode loop
 NEEDED = (
     "torch",
     "transformers",
@@ -81,6 +82,11 @@ def step_cells(size, upstream):
         + [cell(setting, LENGTHS[2], side) for setting in settings for side in sides]
         + compiled[1:]
     )
+
+
+def loop_cell(size):
+    """The cell of stage 4."""
+    return dict(kind="loop", name="decode loop", size=size, labels=dict(proposal="all"))
 
 
 def not_run(size, upstream, notebooks):
@@ -225,13 +231,14 @@ def run(opt, paths):
         cells = [cell for job in equality for cell in job]
         alike = [
             [cell for cell in cells if cell["kind"] == "equal"],
-            [cell for cell in cells if cell["kind"] != "equal"] + steps,
+            [cell for cell in cells if cell["kind"] != "equal"] + steps + [loop_cell(size)],
         ]
         going.stage("equality and train steps", alike, sum(opt.seconds), 2, 120)
     else:
         workers = opt.workers or (min(8, max(2, cores // 2)), min(5, max(2, cores // 3)))
         going.stage("equality", equality, opt.seconds[0], workers[0], opt.seconds[0])
         going.stage("train steps", [[cell] for cell in steps], opt.seconds[1], workers[1], 120)
+        going.stage("decode loop", [[loop_cell(size)]], LOOP_SECONDS, 1, LOOP_SECONDS)
     report.finish()
     print((report.folder / "README.md").read_text())
     print(f"results in {report.folder}; {report.failed()} failed")

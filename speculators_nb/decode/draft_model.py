@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .tree import Sampling, TokenTree, likeliest
+from .tree import Sampling, TokenTree, likeliest, to_device
 from .verification import context_for
 from ..verifier.tapped_model import Verifier
 
@@ -44,7 +44,7 @@ class CachedModel:
     def reset(self):
         "Start a new request."
         self.context = context_for(self.model)
-        self.read_tokens = torch.empty(0, dtype=torch.long, device=self.model.device)
+        self.decided = torch.empty(0, dtype=torch.long)  # that it has read, on the host
 
     def read(
         self,
@@ -53,14 +53,25 @@ class CachedModel:
     ) -> Tensor:  # [N+1, V] logits after the last token and after each node
         """Read what is new, after forgetting what differs. Nodes of a tree do not stay in the
         cache."""
-        n = min(len(tokens) - 1, len(self.read_tokens))
-        same = (tokens[:n] == self.read_tokens[:n]).long().cumprod(0)
+        tokens = tokens.cpu()
+        n = min(len(tokens) - 1, len(self.decided))
+        same = (tokens[:n] == self.decided[:n]).long().cumprod(0)
         start = int(same.sum())
         self.context.forget(start)
+        logits = self.read_on(tokens[start:], tree)
+        self.decided = tokens
+        return logits
+
+    def read_on(
+        self,
+        tokens: Tensor,  # [m] after those in the cache
+        tree: TokenTree | None = None,  # N nodes after them
+    ) -> Tensor:  # [N+1, V] logits after the last token and after each node
+        "Read what follows. The next `read` forgets it unless it is decided by then."
+        tokens = tokens.to(self.model.device, non_blocking=True)
         tree = TokenTree.chain(tokens[:0]) if tree is None else tree
-        ((logits, _),) = self.context.read([tokens[start:]], [tree])
+        ((logits, _),) = self.context.read([tokens], [tree])
         self.context.keep([[]])
-        self.read_tokens = tokens
         return logits
 
 # %% ../../nbs/decode/08_draft_model.ipynb #dmnolog1
@@ -90,20 +101,33 @@ class NodeLogProbs(CachedModel):
             yield partial(no_log_probs, self.model.vocab_size, tokens.device)
             return
         root = self.read(tokens)
-        yield partial(self._node_log_probs, tokens, root)
+        level = 0
 
-    def _node_log_probs(self, text, root, nodes, drafted, parents):
-        depth = torch.cat([torch.tensor([0]), TokenTree(drafted, parents).depth])
-        if len(text) + int(depth[nodes + 1].max()) > self.context_length:
-            return no_log_probs(self.model.vocab_size, text.device, nodes)
-        if nodes.tolist() == [-1]:
-            return root.float().log_softmax(-1)
-        above = TokenTree(drafted, parents).ancestors[nodes].any(0)
-        # place of each node among those read, after -1 for the last decided token
-        place = torch.cat([torch.tensor([-1]), above.cumsum(0) - 1])
-        tree = TokenTree(drafted[above], place[parents[above] + 1]).to(text.device)
-        logits = self.read(text, tree)
-        return logits[place[nodes + 1] + 1].float().log_softmax(-1)
+        def log_probs(nodes, drafted, parents):
+            nonlocal level
+            level = level + 1 if len(drafted) else 0
+            if len(tokens) + level > self.context_length:
+                return no_log_probs(self.model.vocab_size, root.device, nodes)
+            if not level:
+                return root.float().log_softmax(-1)
+            paths = []
+            for _ in range(level):
+                paths.append(drafted[nodes])
+                nodes = parents[nodes]
+            paths = torch.stack(paths[::-1], 1)
+            return self._after(tokens, paths).float().log_softmax(-1)
+
+        yield log_probs
+
+    def _after(self, text, paths):
+        "Logits after each path [F, d] behind the text, all in one tree."
+        count, depth = paths.shape
+        ends = range(depth - 1, count * depth, depth)
+        shape = [-1 if i % depth == 0 else i - 1 for i in range(count * depth)]
+        device = self.model.device
+        rows = paths.flatten().to(device, non_blocking=True)
+        tree = TokenTree(rows, to_device(shape, device), shape=shape)
+        return self.read(text, tree)[to_device([1 + end for end in ends], device)]
 
 # %% ../../nbs/decode/08_draft_model.ipynb #4ec47376
 class DraftModel(NodeLogProbs):
@@ -111,6 +135,7 @@ class DraftModel(NodeLogProbs):
     states of the verifier."""
 
     aux_layer_ids = ()
+    reads_host_tokens = True  # what it has read is compared on the host
 
     @classmethod
     def from_pretrained(
@@ -133,15 +158,16 @@ class DraftModel(NodeLogProbs):
         sampling: Sampling,  # of this request: the model draws as the verifier does
     ) -> TokenTree:  # a chain of k; shorter or empty where the model's own context ends
         "Draft k tokens, one after the other."
-        text = tokens
-        draft_probs = []
+        drafted, draft_probs = [], []
         for _ in range(min(k, self.context_length - len(tokens) + 1)):
-            logits = self.read(text)[-1:]
+            logits = self.read_on(drafted[-1]) if drafted else self.read(tokens)
             if sampling.temperature:
                 draft_probs.append(sampling.probabilities(logits))
                 token = sampling.draw(draft_probs[-1])
             else:
                 token = likeliest(logits)
-            text = torch.cat([text, token])
+            drafted.append(token)
+        if not drafted:
+            return TokenTree.chain(tokens[:0])
         probs = torch.cat(draft_probs) if draft_probs else None
-        return TokenTree.chain(text[len(tokens) :], probs)
+        return TokenTree.chain(torch.cat(drafted), probs)

@@ -86,6 +86,7 @@ class NgramDrafter:
     lookup, vLLM's rule)."""
 
     aux_layer_ids = ()  # reads nothing of the verifier
+    reads_host_tokens = True  # the text is searched on the host
 
     def __init__(
         self,

@@ -93,6 +93,7 @@ class TreeDrafter:
         self.aux_layer_ids = drafter.aux_layer_ids
         self.depth = max(map(len, method)) if isinstance(method, list) else method.depth
         self.trained_tokens: int | None = getattr(drafter, "trained_tokens", None)
+        self.reads_host_tokens: bool = getattr(drafter, "reads_host_tokens", False)
 
     def __copy__(self):
         # requests of a batch share weights, not state

@@ -196,6 +196,7 @@ class SuffixDrafter(AnswerMemory):
     drafter share what was learned."""
 
     aux_layer_ids = ()
+    reads_host_tokens = True  # the text is searched on the host
 
     def __init__(
         self,

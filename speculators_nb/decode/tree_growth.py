@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.options import MOST_DRAFTED
-from .tree import GreedyWithProbs, Sampling, TokenTree
+from .tree import GreedyWithProbs, Sampling, TokenTree, to_device
 
 # %% ../../nbs/decode/09_tree_growth.ipynb #21160f87
 NextLogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -86,29 +86,34 @@ def _at_least_one(**numbers):
 
 # %% ../../nbs/decode/09_tree_growth.ipynb #f28a53ba
 def draw_without_replacement(
-    probs: Tensor,  # [V]
-    n: int,  # tokens wanted
+    probs: Tensor,  # [F, V]
+    n: int,  # tokens wanted of each row
     sampling: Sampling,  # draws
-) -> tuple[list[int], list[Tensor]]:  # at most n tokens, the probs [V] that each was drawn from
-    "Draw tokens one after the other, none twice; fewer where nothing is left."
+) -> tuple[Tensor, Tensor]:  # tokens [F, n], the probabilities [F, n, V] they were drawn from
+    """Draw tokens one after the other, none twice in a row. Where nothing is left the
+    probabilities are 0, and the token means nothing."""
     tokens, drawn_from = [], []
-    while len(tokens) < n and probs.sum() > 0:
-        probs = probs / probs.sum()
-        token = int(sampling.draw(probs[None]))
-        tokens.append(token)
+    # a distribution for rows of which nothing is left
+    first = pad(torch.ones_like(probs[:, :1]), (0, probs.shape[1] - 1))
+    for _ in range(n):
+        mass = probs.sum(-1, keepdim=True)
+        probs = torch.where(mass > 0, probs / mass, 0)
+        some = torch.where(mass > 0, probs, first)
+        tokens.append(sampling.draw(some))
         drawn_from.append(probs)
-        probs = probs.index_fill(0, torch.tensor(token, device=probs.device), 0)
-    return tokens, drawn_from
+        probs = probs.scatter(1, tokens[-1][:, None], 0)
+    return torch.stack(tokens, 1), torch.stack(drawn_from, 1)
 
 
 def likeliest_choices(
-    log_probs: Tensor,  # [V]
-    choices: Sequence[int],  # ranks wanted; 0: the likeliest token
-) -> list[tuple[int, int]]:  # (choice, token)
-    "The tokens of these ranks, without those of probability 0."
-    best = log_probs.topk(min(max(choices) + 1, len(log_probs)))
-    possible = int((best.values > -torch.inf).sum())
-    return [(choice, int(best.indices[choice])) for choice in choices if choice < possible]
+    log_probs: Tensor,  # [F, V]
+    n: int,  # tokens wanted of each row
+) -> tuple[Tensor, Tensor]:  # tokens [F, n], [F, n] bool whether there is one
+    "The likeliest tokens of each row, without those of probability 0."
+    count = min(n, log_probs.shape[1])
+    best = log_probs.topk(count)
+    missing = (0, n - count)
+    return pad(best.indices, missing), pad(best.values > -torch.inf, missing)
 
 # %% ../../nbs/decode/09_tree_growth.ipynb #49495096
 def shaped_tree(
@@ -117,47 +122,50 @@ def shaped_tree(
     sampling: Sampling | None = None,  # temperature > 0: without replacement; else: likeliest
 ) -> TokenTree:  # no more nodes than the shape; on the device of the log-probabilities
     """A tree of this shape. Nodes of probability 0 are left out, with all that would follow
-    them."""
+    them; on a device, which would have to be waited for, they stay as padding."""
     drawing = None if isinstance(sampling, GreedyWithProbs) else sampling
     node_of: dict[Choices, int] = {(): -1}
-    tokens: list[int] = []
-    parents: list[int] = []
+    parent_of: list[int] = []
+    tokens = parents = torch.zeros(0, dtype=torch.long)
+    real = torch.zeros(0, dtype=torch.bool)
     probs: list[Tensor] = []
-    for _, level in itertools.groupby(shape, len):
+    for _, paths in itertools.groupby(shape, len):
         families: dict[Choices, list[int]] = {}  # path of a parent -> choices of its children
-        for path in level:
-            if path[:-1] in node_of:
-                families.setdefault(path[:-1], []).append(path[-1])
-        if not families:
-            break
-        nodes = torch.tensor([node_of[up] for up in families])
-        rows = next_log_probs(
-            nodes,
-            torch.tensor(tokens, dtype=torch.long),
-            torch.tensor(parents, dtype=torch.long),
-        )
-        for (up, choices), log_probs in zip(families.items(), rows):
-            if log_probs.max() == -torch.inf:
-                continue
-            if drawing is not None and drawing.temperature > 0:
-                words, drawn_from = draw_without_replacement(
-                    drawing.probabilities(log_probs), len(choices), drawing
-                )
-                chosen = list(zip(choices, words))
-                probs += drawn_from
-            else:
-                chosen = likeliest_choices(log_probs, choices)
-            for choice, token in chosen:
-                node_of[*up, choice] = len(tokens)
-                tokens.append(token)
-                parents.append(node_of[up])
-    return TokenTree(
-        torch.tensor(tokens, dtype=torch.long, device=rows.device),
-        torch.tensor(parents, dtype=torch.long, device=rows.device),
-        torch.stack(probs) if probs else None,
+        for path in paths:
+            families.setdefault(path[:-1], []).append(path[-1])
+        nodes = to_device([node_of[up] for up in families], tokens.device)
+        rows = next_log_probs(nodes, tokens, parents)
+        made = (x.to(rows.device, non_blocking=True) for x in (tokens, parents, real))
+        tokens, parents, real = made
+        if drawing is not None and drawing.temperature > 0:
+            most = max(map(len, families.values()))
+            of_rank = {up: range(len(choices)) for up, choices in families.items()}
+            alive = rows.amax(-1, keepdim=True) > -torch.inf
+            row_probs = drawing.probabilities(torch.where(alive, rows, 0)) * alive
+            found, drawn_from = draw_without_replacement(row_probs, most, drawing)
+            there = drawn_from.sum(-1) > 0
+        else:
+            most = 1 + max(map(max, families.values()))
+            of_rank, drawn_from = families, None
+            found, there = likeliest_choices(rows, most)
+        at = [i * most + rank for i, up in enumerate(families) for rank in of_rank[up]]
+        ups = [node_of[up] for up, choices in families.items() for _ in choices]
+        for up, choices in families.items():
+            for choice in choices:
+                node_of[*up, choice] = len(node_of) - 1
+        where, up = to_device(at, rows.device), to_device(ups, rows.device)
+        parent_is_real = pad(real, (0, 1), value=True)[up]  # the last decided token is -1
+        tokens = torch.cat([tokens, found.flatten()[where]])
+        real = torch.cat([real, there.flatten()[where] & parent_is_real])
+        parents, parent_of = torch.cat([parents, up]), parent_of + ups
+        if drawn_from is not None:
+            probs.append(drawn_from.flatten(0, 1)[where])
+    tree = TokenTree(
+        tokens, parents, torch.cat(probs) if probs else None, real, shape=parent_of
     )
+    return tree.settled() if tree.tokens.device.type == "cpu" else tree
 
-
+# %% ../../nbs/decode/09_tree_growth.ipynb #statcell
 def static_tree(
     next_log_probs: NextLogProbs,  # (nodes [F], tokens [N], parents [N]) -> log-probs [F, V]
     initial_branching_factor: int,  # children of the last decided token
@@ -174,7 +182,7 @@ class ScoredTree(NamedTuple):
     "A tree and how likely the drafter finds each of its paths."
 
     tree: TokenTree  # on the device of the log-probabilities
-    scores: Tensor  # [N] cumulative log-probability of each node's path, on the CPU
+    scores: Tensor  # [N] cumulative log-probability of each node's path
 
 
 def dynamic_tree(
@@ -183,19 +191,22 @@ def dynamic_tree(
     depth: int = 8,  # draft tokens on the longest path
     total_tokens: int = 59,  # nodes kept at the end
 ) -> ScoredTree:  # the nodes of the highest cumulative probability
-    "EAGLE-2's tree (arXiv 2406.16858). Errors: ValueError for a number below 1."
+    """EAGLE-2's tree (arXiv 2406.16858). On a device, nodes of probability 0 stay as padding.
+    Errors: ValueError for a number below 1."""
     _at_least_one(top_k=top_k, depth=depth, total_tokens=total_tokens)
     frontier = torch.tensor([-1])  # nodes that are expanded next
-    frontier_scores = torch.zeros(1)
+    frontier_scores = scores = torch.zeros(0)
     tokens = parents = torch.zeros(0, dtype=torch.long)
-    scores = torch.zeros(0)
-    for _ in range(depth):
+    for level in range(depth):
         rows = next_log_probs(frontier, tokens, parents)
         best = rows.topk(min(top_k, rows.shape[1]))
-        children = best.indices.flatten().cpu()
-        child_scores = (frontier_scores[:, None] + best.values.cpu()).flatten()
+        if not level:  # the rest is on the device of the log-probabilities
+            frontier = torch.full_like(best.indices[:, 0], -1)
+            frontier_scores = torch.zeros_like(best.values[:, 0])
+            tokens, parents, scores = frontier[:0], frontier[:0], frontier_scores[:0]
+        child_scores = (frontier_scores[:, None] + best.values).flatten()
         first_child = len(tokens)
-        tokens = torch.cat([tokens, children])
+        tokens = torch.cat([tokens, best.indices.flatten()])
         parents = torch.cat([parents, frontier.repeat_interleave(best.indices.shape[1])])
         scores = torch.cat([scores, child_scores])
         expanded = child_scores.argsort(descending=True, stable=True)[:top_k].sort().values
@@ -203,11 +214,14 @@ def dynamic_tree(
         frontier_scores = child_scores[expanded]
     # stable: among equals a parent comes before its children
     kept = scores.argsort(descending=True, stable=True)[:total_tokens].sort().values
-    kept = kept[scores[kept] > -torch.inf]
     place_of_parent = torch.searchsorted(kept, parents[kept])  # among the kept nodes
     parents = torch.where(parents[kept] < 0, -1, place_of_parent)
-    tree = TokenTree(tokens[kept].to(rows.device), parents.to(rows.device))
-    return ScoredTree(tree, scores[kept])
+    scores = scores[kept]
+    real = scores > -torch.inf
+    tree = TokenTree(tokens[kept], parents, None, real, deepest=depth)
+    if tree.tokens.device.type == "cpu":
+        return ScoredTree(tree.settled(), scores[real])
+    return ScoredTree(tree, scores)
 
 # %% ../../nbs/decode/09_tree_growth.ipynb #0075744d
 def independent_log_probs(
@@ -215,15 +229,17 @@ def independent_log_probs(
 ) -> NextLogProbs:  # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
     """For a drafter whose positions do not depend on each other: the depth of a node picks the
     row. Beyond depth K all log-probabilities are -inf."""
-    deepest = len(log_probs)
     by_depth = pad(log_probs, (0, 0, 0, 1), value=-torch.inf)
 
     def next_log_probs(nodes, tokens, parents):
-        depth_of = {-1: 0}
-        for node, parent in enumerate(parents.tolist()):
-            depth_of[node] = depth_of[parent] + 1
-        depths = [min(depth_of[node], deepest) for node in nodes.tolist()]
-        return by_depth[torch.tensor(depths, device=by_depth.device)]
+        there = dict(device=by_depth.device, dtype=torch.long, non_blocking=True)
+        up, parents = (x.to(**there) for x in (nodes, parents))
+        parent_of = pad(parents, (0, 1), value=-1)  # of -1 too
+        depth = torch.zeros_like(up)
+        for _ in range(len(log_probs)):
+            depth = depth + (up >= 0)
+            up = parent_of[up]
+        return by_depth[depth]
 
     return next_log_probs
 
@@ -246,31 +262,31 @@ def recurrent_log_probs(
     root: Tensor,  # state after the last decided token
     keys: int,  # in the KV cache now, all decided
 ) -> NextLogProbs:  # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
-    """For a drafter with a KV cache. `attn_mask` lets a token attend to the decided keys, its
-    ancestors and itself: the number of these gives its position."""
-    states = {-1: root}
-    mask_of = {-1: torch.ones(keys, dtype=torch.bool)}
-    cached = keys  # decided keys, then one for each node fed so far
+    """For a drafter with a KV cache, called with one level after the other. `attn_mask` lets a
+    token attend to the decided keys, its ancestors and itself: the number of these gives its
+    position."""
+    # of the last decided token, then of each node fed so far: state, mask, and its row of both
+    states = root[None]
+    masks = torch.ones(1, keys, dtype=torch.bool, device=root.device)
+    row_of = torch.zeros(1, dtype=torch.long, device=root.device)
 
     def next_log_probs(nodes, tokens, parents):
-        nonlocal cached
-        nodes = nodes.tolist()
-        if nodes != [-1]:
-            parent_of = parents[nodes].tolist()
-            width = cached + len(nodes)
-            masks = [mask_of[up] for up in parent_of]
-            attn_mask = torch.stack([pad(mask, (0, width - len(mask))) for mask in masks])
-            attn_mask[:, cached:] = torch.eye(len(nodes), dtype=torch.bool)
-            new_states = step(
-                tokens[nodes].to(root.device),
-                torch.stack([states[up] for up in parent_of]),
-                attn_mask.to(root.device),
-            )
-            mask_of.update(zip(nodes, attn_mask))
-            states.update(zip(nodes, new_states))
-            cached = width
-        rows = logits(torch.stack([states[node] for node in nodes]))
-        return rows.float().log_softmax(-1)
+        nonlocal states, masks, row_of
+        if not len(tokens):
+            return logits(states[:1]).float().log_softmax(-1)
+        nodes, tokens, parents = (
+            x.to(root.device, non_blocking=True) for x in (nodes, tokens, parents)
+        )
+        up, count = row_of[parents[nodes] + 1], len(nodes)
+        own = torch.eye(count, dtype=torch.bool, device=root.device)
+        attn_mask = torch.cat([masks[up], own], 1)
+        new_states = step(tokens[nodes], states[up], attn_mask)
+        new_rows = len(states) + torch.arange(count, device=root.device)
+        row_of = pad(row_of, (0, len(tokens) + 1 - len(row_of)))
+        row_of = row_of.index_copy(0, nodes + 1, new_rows)
+        states = torch.cat([states, new_states])
+        masks = torch.cat([pad(masks, (0, count)), attn_mask])
+        return logits(new_states).float().log_softmax(-1)
 
     return next_log_probs
 
@@ -279,10 +295,11 @@ def paths_to(
     nodes: Tensor,  # [F] of one depth; -1: the last decided token
     tokens: Tensor,  # [N] of all nodes
     parents: Tensor,  # [N]
+    depth: int,  # of the nodes
 ) -> Tensor:  # [F, d]
     "The tokens on the way to each node, its own the last."
-    paths = tokens.new_zeros(len(nodes), 0)
-    while len(nodes) and nodes[0] >= 0:
-        paths = torch.cat([tokens[nodes, None], paths], 1)
+    paths = []
+    for _ in range(depth):
+        paths.append(tokens[nodes])
         nodes = parents[nodes]
-    return paths
+    return torch.stack(paths[::-1], 1) if paths else tokens.new_zeros(len(nodes), 0)

@@ -10,26 +10,36 @@ __all__ = ['Layout', 'layout', 'batch_mask', 'within_window', 'layer_windows', '
 
 # %% ../../nbs/decode/03_verification.ipynb #7cebcd3e
 import copy
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from .tree import TokenTree
+from .tree import TokenTree, to_device
 from ..verifier.cache import crop_cache, new_cache, recurrent_kinds
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/decode/03_verification.ipynb #46c213ea
-class Layout(NamedTuple):
+@dataclass
+class Layout:
     """The new tokens of one request in a forward pass: m decided tokens that the verifier has
     not read yet, then the N nodes of a tree."""
 
     ids: Tensor  # [m+N] int64
     positions: Tensor  # [m+N] int64
-    attn_mask: Tensor  # [m+N, m+N] bool: query, key
+    tree: TokenTree
     unread: int  # m
+
+    @property
+    def attn_mask(self) -> Tensor:  # [m+N, m+N] bool: query, key
+        "What the new tokens attend to among themselves."
+        m, n = self.unread, len(self.ids)
+        attn_mask = torch.ones(n, n, dtype=torch.bool, device=self.ids.device).tril()
+        attn_mask[m:, m:] = self.tree.ancestors
+        return attn_mask
 
 
 def layout(
@@ -38,17 +48,13 @@ def layout(
     start: int,  # position of unread[0]
 ) -> Layout:
     "Put the nodes of a tree after the unread tokens."
-    m, n = len(unread), len(tree)
-    attn_mask = torch.ones(m + n, m + n, dtype=torch.bool, device=unread.device).tril()
-    attn_mask[m:, m:] = tree.ancestors
-    text_positions = torch.arange(start, start + m, device=unread.device)
-    node_positions = start + m - 1 + tree.depth
-    return Layout(
-        torch.cat([unread, tree.tokens]),
-        torch.cat([text_positions, node_positions]),
-        attn_mask,
-        m,
-    )
+    m, ids = len(unread), torch.cat([unread, tree.tokens])
+    if tree.known and tree.is_chain:
+        positions = torch.arange(start, start + len(ids), device=ids.device)
+    else:
+        text = torch.arange(start, start + m, device=ids.device)
+        positions = torch.cat([text, start + m - 1 + tree.depth])
+    return Layout(ids, positions, tree, m)
 
 # %% ../../nbs/decode/03_verification.ipynb #e1498232
 def batch_mask(
@@ -64,7 +70,7 @@ def batch_mask(
         n = len(request.ids)
         attn_mask[b, :n, C : C + n] = request.attn_mask
     # padding attends to itself: a softmax over nothing is NaN
-    column = torch.arange(width)
+    column = torch.arange(width, device=cached.device)
     attn_mask[:, column, C + column] = True
     return attn_mask
 
@@ -103,14 +109,19 @@ def within_chunk(
 def gather_slots(
     cache: DynamicCache,  # changed in place
     requests: list[int],  # rows of the batch that stay
-    index: Tensor,  # [len(requests), C] slots to keep, in order
+    start: int,  # slots before this one stay where they are
+    index: Tensor,  # [len(requests), T] slots to keep after those, in order
 ):
     "Keep some slots of some requests in every layer of a KV cache."
     for layer in cache.layers:
         for name in ("keys", "values"):
-            states = getattr(layer, name)[requests]  # [B, heads, slots, head_dim]
+            states = getattr(layer, name)  # [B, heads, slots, head_dim]
+            if len(requests) < len(states):
+                states = states[to_device(requests, states.device)]
             where = index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-            setattr(layer, name, states.gather(2, where))
+            end = start + index.shape[1]
+            states[:, :, start:end] = states.gather(2, where)
+            setattr(layer, name, states[:, :, :end])
 
 # %% ../../nbs/decode/03_verification.ipynb #cfe573c7
 class RequestCache:
@@ -123,24 +134,24 @@ class RequestCache:
     ):
         self.verifier = verifier
         self.cache = DynamicCache()
-        # [B, C], -1: empty
-        self.positions = torch.empty(requests, 0, dtype=torch.long, device=verifier.device)
-        # what the last forward pass appended: B layouts, and their positions [B, W]
-        self.layouts: list[Layout] = []
-        self.new = self.positions
+        self.slots = 0  # C, of each request in the cache
+        self.lengths = [0] * requests  # B, how many of them are filled: the first ones
+        self.layouts: list[Layout] = []  # what the last forward pass appended, B
 
-    def lengths(self) -> list[int]:  # B
-        "How many tokens of each request are in the cache."
-        return (self.positions >= 0).sum(1).tolist()
+    def positions(self) -> Tensor:  # [B, C] int64 of the token in each slot, -1: empty
+        "On the verifier's device."
+        device = self.verifier.device
+        slots = torch.arange(self.slots, device=device).expand(len(self.lengths), -1)
+        return slots.masked_fill(slots >= to_device(self.lengths, device)[:, None], -1)
 
     def forget(
         self,
         length: int,  # tokens to keep
     ):
         "Cut the only request back to its beginning."
-        if length < self.positions.shape[1]:
+        if length < self.slots:
             crop_cache(self.cache, length)
-            self.positions = self.positions[:, :length]
+            self.slots, self.lengths = length, [length]
 
     def keep(
         self,
@@ -150,26 +161,25 @@ class RequestCache:
         """Reduce the cache to decided text: what was there, the unread tokens of the last
         `read`, and the accepted nodes."""
         requests = list(range(len(paths))) if requests is None else requests
-        positions = torch.cat([self.positions, self.new], 1)
-        slots = [self._decided_slots(b, paths[b]) for b in requests]
-        length = max(map(len, slots))
-        unmoved = all(len(s) == length and int(s[-1]) == length - 1 for s in slots)
-        if unmoved and len(requests) == len(positions):
-            crop_cache(self.cache, length)
-            self.positions = positions[:, :length]
-            return
-        index = pad_sequence(slots, batch_first=True, padding_value=-1)
-        empty = index < 0
-        index = index.clamp(min=0)
-        self.positions = positions[requests].gather(1, index).masked_fill(empty, -1)
-        gather_slots(self.cache, requests, index)
+        start = min(self.lengths[b] for b in requests)
+        tails = [self._decided(b, paths[b], start) for b in requests]
+        end = start + max(map(len, tails))
+        unmoved = all(tail == list(range(start, end)) for tail in tails)
+        if unmoved and len(requests) == len(self.layouts):
+            crop_cache(self.cache, end)
+        else:
+            index = [tail + [0] * (end - start - len(tail)) for tail in tails]
+            gather_slots(self.cache, requests, start, to_device(index, self.verifier.device))
+        self.slots, self.lengths = end, [start + len(tail) for tail in tails]
 
-    def _decided_slots(self, b, path):
-        C = self.positions.shape[1]
-        m = self.layouts[b].unread
-        before = (self.positions[b] >= 0).nonzero()[:, 0]
-        accepted = [C + m + node for node in path]
-        return torch.cat([before, before.new_tensor([*range(C, C + m), *accepted])])
+    def _decided(self, b, path, start):
+        "Slots of the decided text, from slot `start` on."
+        new = self.slots + self.layouts[b].unread
+        return [
+            *range(start, self.lengths[b]),
+            *range(self.slots, new),
+            *(new + node for node in path),
+        ]
 
 # %% ../../nbs/decode/03_verification.ipynb #622a20a3
 class Context(RequestCache):
@@ -183,18 +193,19 @@ class Context(RequestCache):
         super().__init__(verifier, requests)
         self.windows = layer_windows(verifier.config)
 
-    def _masks(self) -> Any:  # [B, 1, W, C+W], or a dict: kind of layer -> this
-        "Additive attention masks for the new tokens."
+    def _masks(self, new: Tensor) -> Any:  # [B, 1, W, C+W], or a dict: kind of layer -> this
+        "Additive attention masks for the new tokens, whose positions are given [B, W]."
         dtype = self.verifier.dtype
-        attends = batch_mask(self.layouts, self.positions, self.new.shape[1])
+        cached = self.positions()
+        attends = batch_mask(self.layouts, cached, new.shape[1])
         masks = {}
         for kind, window in self.windows.items():
             mask = attends
             if window is not None:
-                mask = attends & within_window(self.positions, self.new, window)
+                mask = attends & within_window(cached, new, window)
             if kind == "chunked_attention":
                 chunk = self.verifier.config.attention_chunk_size
-                mask = attends & within_chunk(self.positions, self.new, chunk)
+                mask = attends & within_chunk(cached, new, chunk)
             zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
             masks[kind] = zeros.masked_fill(~mask, torch.finfo(dtype).min)[:, None]
         return masks.get(None, masks)
@@ -207,25 +218,26 @@ class Context(RequestCache):
     ) -> list[tuple[Tensor, Tensor]]:  # B: logits [N_b+1, V], hidden states [m_b+N_b, A·H]
         """One forward pass of the verifier over all requests. Logits are those after the last
         decided token and after each node."""
-        self.layouts = [layout(*each) for each in zip(unread, trees, self.lengths())]
+        self.layouts = [layout(*each) for each in zip(unread, trees, self.lengths)]
         ids = pad_sequence([x.ids for x in self.layouts], batch_first=True)
-        self.new = pad_sequence(
-            [x.positions for x in self.layouts], batch_first=True, padding_value=-1
-        )
-        width = ids.shape[1]
-        tail = width - min(map(len, unread)) + 1  # logits of the last positions only
+        # what is no token is refused later, when the step is looked at
+        ids = ids.clamp(0, self.verifier.vocab_size - 1)
+        tail = ids.shape[1] - min(map(len, unread)) + 1  # logits of the last positions only
         options: dict[str, Any] = dict(past_key_values=self.cache, want_logits=tail)
         if inputs:
             options["inputs"] = inputs
-        if len(trees) > 1 or not trees[0].is_chain or bool((self.positions < 0).any()):
-            options["attention_mask"] = self._masks()
-            options["position_ids"] = self.new.clamp(min=0)
+        chains = all(tree.known and tree.is_chain for tree in trees)
+        if len(trees) > 1 or not chains or self.slots > self.lengths[0]:
+            rows = [x.positions for x in self.layouts]
+            new = pad_sequence(rows, batch_first=True, padding_value=-1)
+            options["attention_mask"] = self._masks(new)
+            options["position_ids"] = new.clamp(min=0)
         out = self.verifier(ids, **options)
         assert out.logits is not None, "logits are wanted"
 
         results = []
         for b, (request, tree) in enumerate(zip(self.layouts, trees)):
-            first = request.unread - 1 - (width - tail)
+            first = request.unread - 1 - (ids.shape[1] - tail)
             logits = out.logits[b, first : first + 1 + len(tree)]
             results.append((logits, out.hidden_states[b, : len(request.ids)]))
         return results
@@ -263,7 +275,8 @@ class RecurrentCache:
     ):
         "Add the accepted nodes to the texts."
         requests = list(range(len(paths))) if requests is None else requests
-        accepted = [tree.tokens[path] for tree, path in zip(self.trees, paths)]
+        device = self.verifier.device
+        accepted = [t.tokens[to_device(path, device)] for t, path in zip(self.trees, paths)]
         self.texts = [torch.cat([self.texts[b], accepted[b]]) for b in requests]
         self.caches = [self.caches[b] for b in requests]
         self.cached = [self.cached[b] for b in requests]
@@ -298,8 +311,8 @@ class RecurrentContext(RecurrentCache):
         hidden = torch.cat([tail, tail[-1:].expand(nodes, -1)])
         for path in tree.paths():
             cache = copy.deepcopy(self.caches[b])
-            out: Any = self.verifier(tree.tokens[path][None], past_key_values=cache)
-            at = torch.tensor(path, device=logits.device)
+            at = to_device(path, logits.device)
+            out: Any = self.verifier(tree.tokens[at][None], past_key_values=cache)
             logits[1 + at] = out.logits[0]
             hidden[len(unread) + at] = out.hidden_states[0]
         return logits, hidden

@@ -5,7 +5,7 @@ The selector re-ranks the likeliest tokens of a slot by the token in front."""
 
 # %% auto #0
 __all__ = ['NEW_FIELDS', 'DFLASH2_RULES', 'DFlash2SpeculatorConfig', 'convolve', 'SlotConvolution', 'ConvolvedLayer',
-           'CandidateSelector', 'DFlash2Network', 'candidate_metrics', 'DFlash2Loss', 'DFlash2Drafter',
+           'CandidateSelector', 'DFlash2Network', 'candidate_metrics', 'DFlash2Loss', 'DFlash2Chains', 'DFlash2Drafter',
            'drafts_all_slots', 'DFlash2DraftModel']
 
 # %% ../../nbs/models/16_dflash2.ipynb #7d7da872
@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 from ..core.config import SpeculatorModelConfig
 from ..core.options import RULES, number, whole
 from ..decode.tree import Sampling, TokenTree
+from ..decode.tree_growth import recurrent_log_probs
 from .base import SpeculatorModel
 from .blocks import BLOCK_RULES, drafts_as_trained
 from speculators_nb.models.dflash import (
@@ -317,8 +318,8 @@ class DFlash2Loss(DFlash2Network):
         return loss, metrics
 
 # %% ../../nbs/models/16_dflash2.ipynb #2d0aa14f
-class DFlash2Drafter(DFlashDrafter):
-    "One forward pass for the candidates of all slots, then token by token, or node by node."
+class DFlash2Chains(DFlashDrafter):
+    "One forward pass for the candidates of all slots, then token by token."
 
     def rows(
         self,
@@ -357,6 +358,10 @@ class DFlash2Drafter(DFlashDrafter):
         chain = torch.cat(drafted[1:])
         return TokenTree.chain(chain, torch.cat(draft_probs) if sampling.temperature else None)
 
+# %% ../../nbs/models/16_dflash2.ipynb #df2nodes
+class DFlash2Drafter(DFlash2Chains):
+    "The same, or node by node."
+
     @contextmanager
     def grow(
         self,
@@ -367,14 +372,17 @@ class DFlash2Drafter(DFlashDrafter):
         "Next-token log-probabilities for the nodes of a tree: a row behind each node's token."
         rows = self.rows(tokens, features, depth)
 
-        def next_log_probs(nodes, drawn, parents):
-            depth_of = F.pad(TokenTree(drawn, parents).depth, (1, 0))  # entry 0: no node
-            token_of = torch.cat([tokens[-1:], drawn.to(tokens)])
-            at = nodes + 1
-            scores = rows(depth_of[at].to(tokens.device), token_of[at.to(tokens.device)])
-            return scores.float().log_softmax(-1)
+        level = 0
 
-        yield next_log_probs
+        def step(ids, previous, ancestors):
+            nonlocal level
+            level += 1
+            return ids  # the state of a node is its token
+
+        def scores(previous):
+            return rows(torch.full_like(previous, level), previous)
+
+        yield recurrent_log_probs(step, scores, tokens[-1], 0)
 
 # %% ../../nbs/models/16_dflash2.ipynb #4a3f509a
 def drafts_all_slots(

@@ -308,9 +308,7 @@ class DSparkDrafter(DFlashDrafter):
         features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
         k: int,  # tokens wanted
         sampling: Sampling,  # temperature and generator
-    ) -> (
-        TokenTree
-    ):  # a chain of at most k; empty if the first confidence is below the threshold
+    ) -> TokenTree:  # a chain of at most k; empty if the first confidence is too low
         """Draft up to k tokens. Whether to stop is decided before a token is drawn, from the
         tokens in front of it, so the distribution of what is drafted stays exact."""
         model, head = self.model, self.model.markov_head
@@ -318,7 +316,8 @@ class DSparkDrafter(DFlashDrafter):
         first = model.config.first_slot
         logits = model.lm_head(states[first:])
         token, code, embeds, state = tokens[-1:], None, None, None
-        forecast = 1.0  # that all slots so far are accepted
+        sure = torch.ones(1, device=tokens.device)  # that all slots so far are accepted
+        drafted_on: list[torch.Tensor] = []  # whether a slot is
         drafted, draft_probs = [], []
         for slot, hidden in enumerate(states.split(1), -first):
             if head is not None:
@@ -327,8 +326,9 @@ class DSparkDrafter(DFlashDrafter):
             if slot < 0:  # the anchor's slot, which predicts nothing
                 continue
             if self.confidence_threshold is not None:
-                forecast *= model.confidence(hidden, embeds).sigmoid().item()
-                if forecast < self.confidence_threshold:
+                sure = sure * model.confidence(hidden, embeds).sigmoid().flatten()
+                drafted_on.append(sure >= self.confidence_threshold)
+                if tokens.device.type == "cpu" and not drafted_on[-1]:
                     break
             slot_logits = logits[slot : slot + 1]
             if head is not None:
@@ -338,10 +338,12 @@ class DSparkDrafter(DFlashDrafter):
             drafted.append(token)
         if not drafted:
             return TokenTree.chain(tokens[:0])
+        # a device is not waited for: it drafts all slots, and those in doubt are padding
+        real = torch.cat(drafted_on[: len(drafted)]) if drafted_on else None
         if not sampling.temperature:
-            return TokenTree.chain(torch.cat(drafted))
+            return TokenTree.chain(torch.cat(drafted), real=real)
         probs = self.over_verifier_vocabulary(torch.cat(draft_probs))
-        return TokenTree.chain(torch.cat(drafted), probs)
+        return TokenTree.chain(torch.cat(drafted), probs, real)
 
 # %% ../../nbs/models/15_dspark.ipynb #blkB0010
 def served_markov_head(

@@ -5,7 +5,7 @@ It takes one draft token a step. No attention, no KV cache."""
 
 # %% auto #0
 __all__ = ['MLPSpeculatorConfig', 'rms', 'ShiftedNorm', 'MLPNetwork', 'MLPOverRows', 'no_proposer', 'MLPSpeculator', 'MLPChain',
-           'node_depths', 'MLPDrafter']
+           'MLPDrafter']
 
 # %% ../../nbs/models/24_mlp_speculator.ipynb #c3b919f7
 import math
@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
 from ..decode.tree import Sampling, TokenTree, likeliest
+from ..decode.tree_growth import recurrent_log_probs
 from .base import SpeculatorModel
 from .token_heads import HeadsDrafter, TokenHeads
 
@@ -245,14 +246,6 @@ class MLPChain(HeadsDrafter):
         )
 
 # %% ../../nbs/models/24_mlp_speculator.ipynb #787a1c5d
-def node_depths(parents: torch.Tensor) -> dict[int, int]:  # [N] -> node -> depth; -1 -> 0
-    "How far each node is from the last decided token."
-    depth_of = {-1: 0}
-    for node, parent in enumerate(parents.tolist()):
-        depth_of[node] = depth_of[parent] + 1
-    return depth_of
-
-
 class MLPDrafter(MLPChain):
     "Drafts chains and trees with an MLP speculator (the `tree.Drafter` protocol)."
 
@@ -261,30 +254,26 @@ class MLPDrafter(MLPChain):
         self,
         tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
         features: torch.Tensor,  # [m, H] of positions n-1-m .. n-2
-        depth: int,  # of the deepest node; not needed: nothing follows the last head's
+        depth: int,  # of the deepest node; nothing follows the last head's
     ) -> Iterator[Callable]:  # nodes -> log-probabilities, see `tree_growth`
         "Next-token log-probabilities for the nodes of a tree."
         heads = self.model.head_weights()
-        state_of = {-1: self.first_state(tokens, features)[0]}
+        depth = 0  # of the nodes of a level
 
-        def log_probs(nodes, drafted, parents, depth):
-            if depth == len(heads):
-                return heads[0].new_full((len(nodes), len(heads[0])), -torch.inf).float()
-            if depth:
-                parent_states = [state_of[parent] for parent in parents[nodes].tolist()]
-                ids = drafted[nodes].to(tokens.device)
-                states = self.model.advance(depth, torch.stack(parent_states), ids)
-                state_of.update(zip(nodes, states))
-            states = torch.stack([state_of[node] for node in nodes])
-            return (states @ heads[depth].T).float().log_softmax(-1)
+        def step(ids, states, ancestors):
+            return self.model.advance(depth, states, ids)
+
+        def logits(states):
+            return states @ heads[depth].T
+
+        root = self.first_state(tokens, features)[0]
+        log_probs = recurrent_log_probs(step, logits, root, 0)
 
         def next_log_probs(nodes, drafted, parents):
-            depth_of = node_depths(parents)
-            level_of = [min(depth_of[node], len(heads)) for node in nodes.tolist()]
-            rows: dict[int, torch.Tensor] = {}
-            for level in sorted(set(level_of)):
-                own = [node for node, at in zip(nodes.tolist(), level_of) if at == level]
-                rows |= zip(own, log_probs(own, drafted, parents, level))
-            return torch.stack([rows[node] for node in nodes.tolist()])
+            nonlocal depth
+            depth = depth + 1 if len(drafted) else 0
+            if depth >= len(heads):
+                return heads[0].new_full((len(nodes), len(heads[0])), -torch.inf).float()
+            return log_probs(nodes, drafted, parents)
 
         yield next_log_probs

@@ -356,8 +356,13 @@ class XPressTrees(DFlashDrafter):
         as many tokens as were trained all of them are -inf."""
         block = self.block(tokens, features)
 
+        level = 0
+
         def next_log_probs(nodes, all_tokens, parents):
-            paths = paths_to(nodes, all_tokens, parents).to(tokens.device)
+            nonlocal level
+            level = level + 1 if len(all_tokens) else 0
+            paths = paths_to(nodes, all_tokens, parents, level)
+            paths = paths.to(tokens.device, non_blocking=True)
             if paths.shape[1] >= self.trained_tokens:
                 shape = len(paths), self.model.target_vocab_size
                 return block.base.new_full(shape, -torch.inf)

@@ -211,8 +211,9 @@ class ArgmaxDrafter(WrappedDrafter):
         sampling: Sampling,  # not used
     ) -> TokenTree:  # without probabilities
         "Draft greedily."
-        tree = self.drafter.propose(tokens, features, k, Sampling())
-        return TokenTree(tree.tokens, tree.parents, None)
+        tree = copy.copy(self.drafter.propose(tokens, features, k, Sampling()))
+        tree.probs = None
+        return tree
 
 
 class LimitedDrafter(WrappedDrafter):

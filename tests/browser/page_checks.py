@@ -11,7 +11,7 @@ EXAMINED = (  # one of each kind, light and dark
     "tutorials/06_one_distribution_four_rules.html",
     "models/09_eagle.html",
     "decode/02_acceptance_rules.html",
-    "decode/04_generate.html",
+    "decode/11_generate.html",
     "doctor/05_training_checks.html",
     "commands/train.html",
     "which_drafter.html",

@@ -15,13 +15,11 @@ from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.decode.verification import Context
 
 
-def inverse(weights, n, generator=None):
-    """`torch.multinomial` for one token a row, by the cumulated law in float64: the same law, a tenth of the time at
-    2048 tokens."""
-    assert n == 1
+def inverse(weights, generator=None):
+    """`decode.tree.draw_tokens` by the cumulated law in float64: the same law, a tenth of the time at 2048 tokens."""
     total = weights.double().cumsum(-1)
     u = torch.rand((*total.shape[:-1], 1), dtype=torch.float64, generator=generator) * total[..., -1:]
-    return torch.searchsorted(total, u, right=True).clamp(max=total.shape[-1] - 1)
+    return torch.searchsorted(total, u, right=True).clamp(max=total.shape[-1] - 1)[..., 0]
 
 
 ROOM, BATCH = 8_000, 64  # passes remembered of one memory; texts read at a time
@@ -47,7 +45,7 @@ class Memory:
         last token, itself included."""
         context, self.read_texts = Context(self.verifier, len(texts)), self.read_texts + len(texts)
         context.cache = copy.deepcopy(self.start.cache)
-        context.positions = self.start.positions.repeat(len(texts), 1)
+        context.slots, context.lengths = self.start.slots, self.start.lengths * len(texts)
         context.cache.batch_repeat_interleave(len(texts))
         return context.read([torch.tensor(t[len(self.prompt) - 1 :]) for t in texts], trees)
 
@@ -81,7 +79,7 @@ class Memory:
 
         class Remembered:
             def __init__(self, verifier, requests=1):
-                self.texts = [()] * requests
+                self.verifier, self.texts = verifier, [()] * requests
 
             def read(self, unread, trees):
                 self.texts, self.trees = [text + tuple(new.tolist()) for text, new in zip(self.texts, unread)], trees
@@ -177,12 +175,6 @@ class Sequential(Remembered):
         return tree
 
 
-class Rows(list):
-    "Rows of a tensor that keep their addresses."
-
-    device = torch.device("cpu")
-
-
 class Grown(Remembered):
     """A `TreeDrafter`: the laws of nodes are remembered by the path to them; the tree is grown from these. An unknown
     node lets the drafter grow it, from the same random numbers."""
@@ -198,10 +190,12 @@ class Grown(Remembered):
 
         def remembered(nodes, words, parents):
             paths = paths_of(words, parents)
-            return Rows(self.known[text, depth, paths[n]] for n in nodes.tolist())
+            return torch.stack([self.known[text, depth, paths[n]] for n in nodes.tolist()])
 
+        # rows of a new tensor: their laws are not worth remembering
+        plain = Sampling(sampling.temperature, sampling.generator, sampling.top_k, sampling.top_p, sampling.min_p)
         try:
-            return grow_tree(self.drafter.method, remembered, depth, sampling)
+            return grow_tree(self.drafter.method, remembered, depth, plain)
         except KeyError:
             sampling.generator.set_state(before)
         with torch.inference_mode(), self.drafter.drafter.grow(tokens, self.fresh(text), depth) as law:
@@ -212,4 +206,4 @@ class Grown(Remembered):
                     self.known |= {(text, depth, paths[n]): row.clone() for n, row in zip(nodes.tolist(), rows)}
                 return rows
 
-            return grow_tree(self.drafter.method, noting, depth, sampling)
+            return grow_tree(self.drafter.method, noting, depth, plain)

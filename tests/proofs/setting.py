@@ -2,7 +2,9 @@
 writes."""
 
 import copy
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from memo import Deterministic, Grown, Independent, Memory, Sequential, inverse
@@ -10,6 +12,7 @@ from transformers import AutoTokenizer
 
 import speculators_nb.decode.generate as decoder
 from speculators_nb.core.registry import DynamicTreeTokenProposalConfig, StaticTreeTokenProposalConfig
+from speculators_nb.decode import acceptance_rules, tree
 from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter
@@ -155,12 +158,10 @@ class Sampler:
 
     def draw(self, drafter, n, sampling, rule, batch=500):
         "n generations. `drafter` is `remembered`."
-        real = decoder.context_for, torch.multinomial
-        decoder.context_for, torch.multinomial = (
-            self.memory.context_class(),
-            inverse if self.fast else torch.multinomial,
-        )
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(decoder, "context_for", self.memory.context_class()))
+            for module in (tree, acceptance_rules) if self.fast else ():
+                stack.enter_context(patch.object(module, "draw_tokens", inverse))
             return [
                 g
                 for at in range(0, n, batch)
@@ -174,5 +175,3 @@ class Sampler:
                     rule=rule,
                 )
             ]
-        finally:
-            decoder.context_for, torch.multinomial = real
