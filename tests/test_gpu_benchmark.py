@@ -428,11 +428,16 @@ def test_toy_run(tmp_path):
     loop = found["rows"]["loop"]
     assert {(r["proposal"], r["temperature"]) for r in loop} == {(p, t) for p in ("chain", "tree") for t in (0.0, 1.0)}
     assert all(min(r["draft_seconds"], r["verification_seconds"], r["rule_seconds"]) > 0 for r in loop)
+    kernels = found["rows"]["kernels"]
+    assert len([r for r in kernels if "kernel" in r]) == 10
+    shares = {r["share_of"]: r["share"] for r in kernels if "share_of" in r}
+    assert sum(shares.values()) == pytest.approx(1) and min(shares[x] for x in ("flex", "product", "loss")) > 0
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "results.json",
         "README.md",
         "equality.png",
         "speed.png",
+        "shares.png",
         "log.txt",
     }
     assert not re.search(

@@ -145,7 +145,8 @@ def measured_step(
 ) -> StepCost:  # its `loss` includes the logits
     "Run a step, forward and backward, that adds to gradients which are there already."
     held, calls = [], []
-    hook = model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    layers: Any = model.layers
+    hook = layers[0].register_forward_hook(lambda *_: calls.append(1))
 
     def run():
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -160,7 +161,8 @@ def measured_step(
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     known = [*model.parameters(), *model.buffers(), *batch.values()]
-    with LiveMemory([*known, *(p.grad for p in trained)]) as memory:
+    known += [p.grad for p in trained if p.grad is not None]
+    with LiveMemory(known) as memory:
         flops = count_flops(run)
     between, most = held
     peaks = memory.most - between, most - between
