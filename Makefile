@@ -128,7 +128,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, the proofs (hours; they continue where they stopped)
 
 .PHONY: loggers-test
 loggers-test: .venv/.dev  ## TensorBoard, W&B offline, MLflow and trackio: each writes a run and is read back (its own environment, 0.7 GB)
@@ -156,7 +156,10 @@ skypilot-test: .venv/.dev  ## the SkyPilot file of the page "On a cluster", read
 doctor: .venv/.dev  ## drafters spoilt on purpose, one fault each: trained, and what the doctor names first; half an hour
 	$(OFFLINE) PYTHONPATH="$(CURDIR)" $(BIN)/python tests/doctor/run.py output/doctor
 
-.PHONY: ranks
+.PHONY: ranks scale
+scale: .venv/.dev  ## memory and time of prepare at 300,000 conversations, and of a feature folder of 100,000 rows; half an hour
+	$(OFFLINE) $(BIN)/python tests/scale/run.py
+
 ranks: .venv/.dev  ## training on 1, 2 and 4 ranks: every drafter equal, resumed on others, killed at 40 random moments; half an hour
 	$(OFFLINE) $(BIN)/python tests/ranks/run.py
 

@@ -28,6 +28,7 @@ from ..features.in_process import extract_features
 from ..jobs.on_ray import on_ray
 from ..jobs.ranks import ranks_of
 from ..jobs.servers import one_or_several
+from ..jobs.shared_job import one_writer
 from speculators_nb.nn.draft_vocabulary import (
     load_vocab_mapping,
     save_vocab_mapping,
@@ -286,24 +287,25 @@ def vocab(
     if not vocab_size and model.get("target_model_path"):
         vocab_size = text_config(verifier_config(model["target_model_path"], False)).vocab_size
     place = Path(output_dir or prepared.folder)
-    if vocab_size and not overwrite:
-        chosen = vocab_mapping_from_frequencies(
-            prepared.token_freq, draft_vocab_size, vocab_size
-        )
-    if vocab_size and not overwrite and _another(place, *chosen):
-        raise FileExistsError(
-            f"{place}: holds another draft vocabulary of {draft_vocab_size} tokens; name "
-            "another output_dir, or pass overwrite=True"
-        )
-    t2d, d2t = prepared.add_vocab_mapping(draft_vocab_size, vocab_size)
-    if output_dir is not None:
-        save_vocab_mapping(output_dir, t2d, d2t)
-        write_provenance(
-            output_dir,
-            "vocab",
-            dict(draft_vocab_size=draft_vocab_size, vocab_size=vocab_size),
-            {"data": data_dir},
-        )
+    with one_writer(place):
+        if vocab_size and not overwrite:
+            chosen = vocab_mapping_from_frequencies(
+                prepared.token_freq, draft_vocab_size, vocab_size
+            )
+        if vocab_size and not overwrite and _another(place, *chosen):
+            raise FileExistsError(
+                f"{place}: holds another draft vocabulary of {draft_vocab_size} tokens; name "
+                "another output_dir, or pass overwrite=True"
+            )
+        t2d, d2t = prepared.add_vocab_mapping(draft_vocab_size, vocab_size)
+        if output_dir is not None:
+            save_vocab_mapping(output_dir, t2d, d2t)
+            write_provenance(
+                output_dir,
+                "vocab",
+                dict(draft_vocab_size=draft_vocab_size, vocab_size=vocab_size),
+                {"data": data_dir},
+            )
     known = sum(n for t, n in prepared.token_freq.items() if t2d[t])
     return {
         "draft_vocab_size": draft_vocab_size,

@@ -242,6 +242,7 @@ def atomic_write(
 @contextlib.contextmanager
 def atomic_folder(
     path: str | os.PathLike,  # the folder to make or replace as a whole
+    replace: bool = True,  # False: DiskError where another process has made it meanwhile
 ) -> Iterator[Path]:  # an empty temporary folder beside it: write the new content there
     """Fill a folder as a whole or not at all: on an exception the old folder stays as it was. A
     link to a folder stays one: what it leads to is replaced. Permissions and DiskError: as of
@@ -258,7 +259,7 @@ def atomic_folder(
             follow_umask(temporary)
             for entry in [*temporary.rglob("*"), temporary]:
                 _sync(entry)
-            _take_place(temporary, path, aside)
+            _take_place(temporary, path, aside if replace else None)
     except DiskError as e:  # of a file in the folder: by the name that it was to have
         e.filename = str(e.filename).replace(str(temporary), str(named))
         shutil.rmtree(temporary, ignore_errors=True)
@@ -269,14 +270,14 @@ def atomic_folder(
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _take_place(new: Path, path: Path, aside: Path):
+def _take_place(new: Path, path: Path, aside: Path | None):
     "Rename `new` to `path`; what is there is renamed to `aside`, and back if that fails."
-    if path.exists():
+    if aside and path.exists():
         os.rename(path, aside)
     try:
         os.rename(new, path)
     except BaseException:
-        if aside.exists():
+        if aside and aside.exists():
             os.rename(aside, path)
         raise
     _sync_name(path.parent)

@@ -5,7 +5,7 @@ The chat template marks the assistant's tokens, and only those are trained."""
 
 # %% auto #0
 __all__ = ['ALL', 'FEATURES', 'LARGEST', 'mask_of', 'Trained', 'Rows', 'encode_batch', 'encode', 'add_turn', 'show_mask',
-           'to_dataset', 'token_frequencies', 'save_prepared']
+           'to_dataset', 'arrow_columns', 'TokenCounts', 'token_frequencies', 'save_prepared']
 
 # %% ../../nbs/data/06_chat_encoding.ipynb #b747f305
 import html
@@ -337,32 +337,41 @@ def to_dataset(
 
 
 def _arrow_table(rows):
-    lengths = np.array([len(ids) for ids, _ in rows], np.int32)
-    ends = lengths.cumsum(dtype=np.int64)
-    if len(rows) and ends[-1] >= 2**31:  # the offsets of one list array have 32 bits
+    if len(rows) > 1 and sum(len(ids) for ids, _ in rows) >= 2**31:  # offsets have 32 bits
         half = len(rows) // 2
         return pa.concat_tables([_arrow_table(rows[:half]), _arrow_table(rows[half:])])
-    offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+    return pa.table(arrow_columns(rows), schema=FEATURES.arrow_schema)
+
+
+def arrow_columns(
+    rows: list[tuple],  # (input_ids [n], loss_mask [n]) each, fewer than 2**31 tokens in all
+) -> list[pa.Array]:  # input_ids, loss_mask, seq_len, as in `FEATURES`
+    "Rows as columns."
+    lengths = np.array([len(ids) for ids, _ in rows], np.int32)
+    offsets = pa.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
     columns = []
     for k, dtype in ((0, np.int32), (1, bool)):
         flat = np.concatenate([row[k] for row in rows]) if rows else np.zeros(0)
         values = pa.array(flat.astype(dtype, copy=False))
         columns.append(pa.ListArray.from_arrays(offsets, values))
-    return pa.table([*columns, pa.array(lengths)], schema=FEATURES.arrow_schema)
+    return [*columns, pa.array(lengths)]
 
 # %% ../../nbs/data/06_chat_encoding.ipynb #41c4d4cd
 LARGEST = 1 << 24  # tokens, of any vocabulary
 
 
-def token_frequencies(
-    dataset: Dataset,  # with input_ids and loss_mask
-) -> dict[int, int]:  # token id -> number of trained occurrences, ascending ids; absent: none
-    "Count the trained tokens."
-    columns = dataset.select_columns(["input_ids", "loss_mask"])
-    counts = np.zeros(0, np.int64)
-    batch: Any  # an Arrow table
-    for batch in columns.with_format("arrow").iter(1000):
-        lists = (batch["loss_mask"], batch["input_ids"])
+class TokenCounts:
+    "Counts of trained tokens, added up table by table."
+
+    def __init__(self):
+        self.counts = np.zeros(0, np.int64)
+
+    def add(
+        self,
+        table: pa.Table,  # with input_ids and loss_mask
+    ) -> None:
+        "Count the trained tokens of some rows. ValueError: an id is no token's."
+        lists = (table["loss_mask"], table["input_ids"])
         mask, ids = (pc.call_function("list_flatten", [x]).to_numpy() for x in lists)
         ids = ids[mask.astype(bool)]
         if len(ids) and not 0 <= ids.min() <= ids.max() < LARGEST:
@@ -370,10 +379,25 @@ def token_frequencies(
                 f"input_ids go from {ids.min()} to {ids.max()}, expected token ids from 0 "
                 "on. Prepare the data again."
             )
-        new = np.bincount(ids, minlength=len(counts))
-        new[: len(counts)] += counts
-        counts = new
-    return {int(i): int(counts[i]) for i in counts.nonzero()[0]}
+        new = np.bincount(ids, minlength=len(self.counts))
+        new[: len(self.counts)] += self.counts
+        self.counts = new
+
+    def as_dict(self) -> dict[int, int]:  # token id -> count, ascending ids; absent: none
+        "The counts so far."
+        return {int(i): int(self.counts[i]) for i in self.counts.nonzero()[0]}
+
+
+def token_frequencies(
+    dataset: Dataset,  # with input_ids and loss_mask
+) -> dict[int, int]:  # token id -> number of trained occurrences, ascending ids; absent: none
+    "Count the trained tokens."
+    counts = TokenCounts()
+    columns = dataset.select_columns(["input_ids", "loss_mask"])
+    batch: Any  # an Arrow table
+    for batch in columns.with_format("arrow").iter(1000):
+        counts.add(batch)
+    return counts.as_dict()
 
 
 def save_prepared(

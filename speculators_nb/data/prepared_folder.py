@@ -206,15 +206,23 @@ class PreparedRows:
     @cached_property
     def lengths(self) -> np.ndarray:  # [rows] tokens
         "Length of each row."
-        return np.array(self.rows.with_format(None)["seq_len"][:], np.int64)
+        column: Any = self.rows.with_format("arrow")["seq_len"]
+        return column.to_numpy().astype(np.int64)
 
     @cached_property
     def trained(self) -> np.ndarray:  # [rows] tokens inside the mask
         "Trained tokens of each row."
-        column: Any = self.rows.with_format("arrow")["loss_mask"]
-        masks = (mask.values for chunk in column.chunks for mask in chunk)
-        counts = [np.count_nonzero(mask.to_numpy(zero_copy_only=False)) for mask in masks]
-        return np.array(counts, np.int64)
+        masks = self.rows.select_columns(["loss_mask"]).with_format("arrow")
+        table: Any  # of Arrow
+        counts = [np.zeros(0, np.int64)]
+        for table in masks.iter(1000):
+            column = table["loss_mask"].combine_chunks()
+            flat = pc.call_function("list_flatten", [column]).to_numpy(zero_copy_only=False)
+            before = np.concatenate([[0], flat.astype(bool).cumsum()])
+            lengths = pc.call_function("list_value_length", [column]).to_numpy()
+            ends = lengths.cumsum()
+            counts.append(before[ends] - before[ends - lengths])
+        return np.concatenate(counts)
 
     @cached_property
     def token_freq(self) -> dict[int, int]:

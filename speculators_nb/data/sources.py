@@ -5,13 +5,14 @@ Each has its place, and a hash of its content as its identity."""
 
 # %% auto #0
 __all__ = ['RECORDS', 'PRESETS', 'ONLY', 'table_files', 'load_table', 'hub_name', 'files_of', 'located', 'read_conversations',
-           'conversation_count', 'content_hash', 'identity']
+           'conversation_count', 'content_hash', 'identity', 'SeenHashes']
 
 # %% ../../nbs/data/03_sources.ipynb #44efd4d0
 import hashlib
 import json
 import os
 import re
+import sqlite3
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from pathlib import Path
@@ -333,3 +334,21 @@ def identity(
     names = (row.get(k) for k in ("id", "uuid"))
     name = next((str(n) for n in names if n not in (None, "") and n == n), None)
     return name or content_hash(row)
+
+# %% ../../nbs/data/03_sources.ipynb #5ee40001
+class SeenHashes:
+    """A set of hashes in a temporary database of SQLite, which is moved to the disk as it
+    grows; in Python's own set each takes 110 bytes of memory."""
+
+    def __init__(self):
+        self.table = sqlite3.connect("", isolation_level=None)  # "": of no name
+        self.table.execute("PRAGMA journal_mode = OFF")
+        self.table.execute("CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID")
+
+    def add(
+        self,
+        key: bytes,  # a hash
+    ) -> bool:  # False: it was there
+        "Add a hash."
+        added = self.table.execute("INSERT OR IGNORE INTO seen VALUES (?)", (key,))
+        return added.rowcount == 1

@@ -219,7 +219,7 @@ def convert(
     found = converted(source, verifier, *how)
     with torch.device("meta"):
         model = SpeculatorModel.registered_class(found.format.model_type)(found.config)
-    with atomic_folder(output) as folder:
+    with atomic_folder(output, replace=False) as folder:
         model.to(commonest_dtype(found.state)).save_pretrained(folder, state_dict=found.state)
         settings: dict[str, Any] = dict(format=found.format.name, config=given)
         settings["speculative_tokens"] = found.speculative_tokens
@@ -285,7 +285,7 @@ def export_native(
     if named and (verifier or (Path(named) / "config.json").is_file()):
         target = verifier_target(named, trust_remote_code or None)
     state = saved_tensors(config, folder, checkpoint)
-    with atomic_folder(output) as new:
+    with atomic_folder(output, replace=False) as new:
         entry.write(config, state, new, target)
         sources = {"checkpoint": checkpoint, "verifier": named}
         write_provenance(new, "export_native", dict(format=entry.name), sources)

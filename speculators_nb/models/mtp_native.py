@@ -362,7 +362,7 @@ def stitch_mtp(
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(set(checkpoint_index(checkpoint).values())):
         tensors |= load_tensors(file)
-    with atomic_folder(out) as folder:
+    with atomic_folder(out, replace=False) as folder:
         stitch_into(folder, config, tensors, verifier, drafter, link)
         sources = {"drafter": drafter, "verifier": verifier}
         write_provenance(folder, "stitch_mtp", dict(link=link), sources)

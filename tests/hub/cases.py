@@ -11,7 +11,9 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
 
+from speculators_nb.cli.main import app
 from speculators_nb.core.checkpoints import resolve_checkpoint
 from speculators_nb.core.config import SpeculatorModelConfig, VerifierConfig
 from speculators_nb.data.messages import normalize
@@ -38,6 +40,19 @@ def test_two_fields_of_a_config(big):
     assert (info.text.vocab_size, info.fingerprint) == (4096, None)
     assert HUB.bytes() < 100_000 and len(bodies()) == 1
     print("bytes for two fields:", HUB.bytes())
+
+
+def test_a_plan_reads_one_config(big, tmp_path):
+    "Disk, a training step, servers: of the verifier one file of two kilobytes is fetched."
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "verifier: org/big\nfeatures: {data: rows, output_dir: features}\n"
+        "train: {data_dir: features, output_dir: draft, total_seq_len: 256}\n"
+    )
+    found = CliRunner().invoke(app, ["plan", str(recipe), "--disk", "2000", "--memory", "80"])
+    assert found.exit_code == 0 and "GB a device" in found.output, found.output
+    assert [path.rsplit("/", 1)[1] for path in bodies()] == ["config.json"]
+    assert HUB.bytes() < 10_000 < (big / "model-00001-of-00016.safetensors").stat().st_size
 
 
 def test_parts_of_a_verifier(big):

@@ -1,0 +1,87 @@
+"""Two processes that are given the same output at once: one whole result, that of a run alone. Either both end well, or
+one is refused in one line that names the output and what to do."""
+
+import multiprocessing
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from speculators_nb.cli import main as cli
+
+ROOT = Path(__file__).parents[1]
+VERIFIER, CORPUS = ROOT / "data/tiny-verifier", ROOT / "data/corpus/train.jsonl"
+FORK = multiprocessing.get_context("fork")
+FEW = ("--max-samples", 8)
+STEPS = ("--total-seq-len", 128, "--max-steps", 2, "--draft-vocab-size", 256, "--extra", "ttt_steps=2")
+# command -> its words, with {out} for its output and names of others' outputs; the files that must be the same
+COMMANDS = {
+    "regenerate": ((CORPUS, "{out}.jsonl", "--verifier", VERIFIER, *FEW, "--max-new-tokens", 8), "out.jsonl"),
+    "prepare": ((CORPUS, VERIFIER, "{out}", *FEW, "--max-length", 96, "--num-proc", 1), "out/*.arrow"),
+    "features": ((VERIFIER, "{prepare}", "{out}", "--dtype", "float32"), "out/*.safetensors"),
+    "vocab": (("{features}", 256, "--output-dir", "{out}"), "out/*.npy"),
+    "train": (("{features}", "{out}", *STEPS), "out/model.safetensors"),
+    "evaluate": (("{train}", CORPUS, *FEW[:1], 2, "--max-new-tokens", 8, "--output-dir", "{out}"), "out/positions.csv"),
+    "export": (("{train}", "{out}"), "out/*.safetensors"),
+    "convert": (("{export}", "{out}", VERIFIER), "out/*.safetensors"),
+}
+
+
+def words_of(command, folder, made):
+    others = {name: made / name / "out" for name in COMMANDS}
+    return [command, *(str(word).format(out=folder / "out", **others) for word in COMMANDS[command][0])]
+
+
+def run(words):
+    return CliRunner().invoke(cli.app, words, env={"COLUMNS": "200", "NO_COLOR": "1", "TQDM_DISABLE": "1"})
+
+
+def work(words, start, results):
+    torch.set_num_threads(1)
+    start.wait(60)
+    found = run(words)
+    results.put((found.exit_code, found.output))
+
+
+def names(folder):
+    "All that lies there, but for locks."
+    found = (str(p.relative_to(folder)) for p in folder.rglob("*"))
+    return sorted(name for name in found if not name.endswith(".lock"))
+
+
+def content(folder, pattern):
+    return {p.name: p.read_bytes() for p in sorted(folder.glob(pattern))}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    "The outputs of all commands, each run alone."
+    folder, there = tmp_path_factory.mktemp("made"), {}
+    for command in COMMANDS:
+        (folder / command).mkdir()
+        found = run(words_of(command, folder / command, folder))
+        assert found.exit_code == 0, (command, found.output)
+        there[command] = names(folder / command)
+    return folder, there
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_one_whole_result(command, made, tmp_path):
+    (made, there), start, results = made, FORK.Barrier(2), FORK.Queue()
+    words = words_of(command, tmp_path, made)
+    both = [FORK.Process(target=work, args=(words, start, results), daemon=True) for _ in range(2)]
+    [process.start() for process in both]
+    found = sorted(results.get(timeout=120) for _ in both)
+    [process.join(60) for process in both]
+    assert found[0][0] == 0, found
+    for code, output in found:
+        if code:
+            line = output.strip().splitlines()[-1]
+            assert code == 2 and "Traceback" not in output and str(tmp_path / "out") in line, output
+            assert re.search("wait|another|overwrite|other", line), line
+    pattern = COMMANDS[command][1]
+    right = content(made / command, pattern)
+    assert right and content(tmp_path, pattern) == right
+    assert names(tmp_path) == there[command]
