@@ -128,7 +128,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test memory scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, memory of a training step, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, the proofs (hours; they continue where they stopped)
 
 .PHONY: loggers-test
 loggers-test: .venv/.dev  ## TensorBoard, W&B offline, MLflow and trackio: each writes a run and is read back (its own environment, 0.7 GB)
@@ -163,6 +163,10 @@ scale: .venv/.dev  ## memory and time of prepare at 300,000 conversations, and o
 ranks: .venv/.dev  ## training on 1, 2 and 4 ranks: every drafter equal, resumed on others, killed at 40 random moments; half an hour
 	$(OFFLINE) $(BIN)/python tests/ranks/run.py
 
+.PHONY: memory
+memory: .venv/.dev  ## memory of a training step: the formula of `plan` beside a count, four drafters at three widths, 32,768 tokens in a row; minutes
+	$(OFFLINE) $(BIN)/python tests/memory/run.py
+
 .PHONY: bad-input
 SEED ?= $(shell date +%Y%m%d)
 BAD_SEED ?= $(SEED)
@@ -176,7 +180,7 @@ bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; pee
 .PHONY: gpu gpu-bundle gpu-toy
 # the machine with the device has its own torch; no environment is made there and nothing is installed
 GPU_PYTHON ?= python3
-gpu:  ## on a machine with an NVIDIA device: what agrees there, and how fast a train step is beside upstream's; five minutes, no network
+gpu:  ## on a machine with an NVIDIA device: what agrees there, and how fast a train step is beside upstream's, its heaviest kernels; six minutes, no network
 	$(GPU_PYTHON) benchmarks/gpu/run.py $(if $(OUT),--out "$(OUT)")
 
 gpu-bundle: .venv/.run  ## where there is a network: the wheels that `make gpu` needs beside torch and transformers, into output/gpu-bundle

@@ -380,7 +380,6 @@ def test_fsdp_names_the_torch_that_it_needs(monkeypatch):
         (dict(learning_rate=float("nan")), "learning_rate=nan"),
         (dict(learning_rate=-1.0), "learning_rate=-1.0"),
         (dict(weight_decay=-0.1), "weight_decay=-0.1"),
-        (dict(gradient_checkpointing=True), "gradient_checkpointing=True"),
         (dict(save_only_model=True), "save_only_model=True"),
         (dict(auto_find_batch_size=True), "auto_find_batch_size=True"),
     ],

@@ -63,7 +63,7 @@ class Report:
 
     def __init__(self, folder, **facts):
         self.folder, self.facts = folder, facts | dict(versions=versions())
-        self.rows = dict(device=[], equal=[], decode=[], notebooks=[], step=[], loop=[])
+        self.rows = dict(device=[], equal=[], decode=[], notebooks=[], step=[], kernels=[], loop=[])
         self.stages, self.not_measured = [], []
 
     def add(self, kind, row):
@@ -80,7 +80,7 @@ class Report:
     def move(self, folder):
         """Go on in another folder, whose old results are dropped."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("results.json", "README.md", "equality.png", "speed.png", "log.txt"):
+        for name in ("results.json", "README.md", "equality.png", "speed.png", "shares.png", "log.txt"):
             (folder / name).unlink(missing_ok=True)
         shutil.copy(self.folder / "log.txt", folder / "log.txt")
         self.folder = folder
@@ -138,6 +138,7 @@ def page(report):
         ("Decoding", decoding_table(report)),
         ("Notebooks", notebook_table(report)),
         ("Train step", step_table(report)),
+        ("Kernels of an EAGLE-3 step", kernel_table(report)),
         ("Decode loop", loop_table(report)),
     ):
         if body:
@@ -282,6 +283,17 @@ def step_table(report):
     )
 
 
+def kernel_table(report):
+    rows = [r for r in report.rows["kernels"] if "kernel" in r]
+    return rows and table(
+        ["kernel", "part", "calls a step", "ms a step", "share of the step, %"],
+        [
+            [r["kernel"], r["group"], number(r["calls"]), number(1e3 * r["seconds"]), number(100 * r["share"])]
+            for r in rows
+        ],
+    )
+
+
 def loop_line(row):
     if "error" in row:
         return [row["proposal"], *["–"] * 7, row["error"]]
@@ -305,6 +317,8 @@ def pictures(report):
         save(equality_picture(report), report.folder / "equality.png")
     if any("error" not in r for r in report.rows["step"]):
         save(speed_picture(report), report.folder / "speed.png")
+    if any("share_of" in r for r in report.rows["kernels"]):
+        save(shares_picture(report), report.folder / "shares.png")
 
 
 def save(figure, path):
@@ -380,4 +394,23 @@ def speed_picture(report):
         )
     axes[0].invert_yaxis()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(sides))
+    return figure
+
+
+def shares_picture(report):
+    """Shares of an EAGLE-3 step, largest first."""
+    from matplotlib import pyplot as plt
+
+    rows = [r for r in report.rows["kernels"] if "share_of" in r]
+    rows.sort(key=lambda r: -r["share"])
+    figure, ax = plt.subplots(figsize=(7, 3), layout="constrained")
+    bars = ax.barh([r["share_of"] for r in rows], [100 * r["share"] for r in rows], color=COLORS["ours"])
+    ax.bar_label(bars, [f"{1e3 * r['seconds']:,.3g} ms" for r in rows], padding=4)
+    most = rows[0]
+    ax.set(
+        xlabel="share of an EAGLE-3 step, %",
+        xlim=(0, 118 * most["share"]),
+        title=f"{most['share_of']} takes {most['share']:.0%} of an EAGLE-3 step",
+    )
+    ax.invert_yaxis()
     return figure

@@ -5,9 +5,9 @@
     make gpu-toy                             the same at toy sizes on a CPU
     python3 benchmarks/gpu/run.py --help     all options
 
-The result is a folder (benchmarks/gpu/results/<device>): results.json, README.md, equality.png, speed.png, and log.txt
-with what the processes wrote to stderr. It is written anew after every result, so that a run which is cut short leaves
-what it has. Exit status: 0, or 1 where a cell failed.
+The result is a folder (benchmarks/gpu/results/<device>): results.json, README.md, equality.png, speed.png,
+shares.png, and log.txt with what the processes wrote to stderr. It is written anew after every result, so that a run
+which is cut short leaves what it has. Exit status: 0, or 1 where a cell failed.
 """
 
 import argparse
@@ -84,8 +84,13 @@ def step_cells(size, upstream):
     )
 
 
+def kernel_cell(size):
+    """The cell of the kernels."""
+    return dict(kind="kernels", name="kernels of an EAGLE-3 step", size=size, labels={})
+
+
 def loop_cell(size):
-    """The cell of stage 4."""
+    """The cell of the decode loop."""
     return dict(kind="loop", name="decode loop", size=size, labels=dict(proposal="all"))
 
 
@@ -231,13 +236,14 @@ def run(opt, paths):
         cells = [cell for job in equality for cell in job]
         alike = [
             [cell for cell in cells if cell["kind"] == "equal"],
-            [cell for cell in cells if cell["kind"] != "equal"] + steps + [loop_cell(size)],
+            [cell for cell in cells if cell["kind"] != "equal"] + steps + [kernel_cell(size), loop_cell(size)],
         ]
         going.stage("equality and train steps", alike, sum(opt.seconds), 2, 120)
     else:
         workers = opt.workers or (min(8, max(2, cores // 2)), min(5, max(2, cores // 3)))
         going.stage("equality", equality, opt.seconds[0], workers[0], opt.seconds[0])
         going.stage("train steps", [[cell] for cell in steps], opt.seconds[1], workers[1], 120)
+        going.stage("kernels", [[kernel_cell(size)]], 60, 1, 60)
         going.stage("decode loop", [[loop_cell(size)]], LOOP_SECONDS, 1, LOOP_SECONDS)
     report.finish()
     print((report.folder / "README.md").read_text())

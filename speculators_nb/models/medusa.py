@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.config import SpeculatorModelConfig
 from .base import SpeculatorModel
@@ -34,7 +35,7 @@ class MedusaSpeculatorConfig(SpeculatorModelConfig):
     medusa_fc_bias: bool = False  # biases in the blocks
 
 # %% ../../nbs/models/25_medusa.ipynb #88b7a9a2
-class ResidualBlocks(nn.Module):
+class ResidualBlocks(GradientCheckpointingLayer):
     "x + SiLU(W x), one or more times; with W = 0, as in a fresh drafter, the identity."
 
     def __init__(self, size: int, depth: int, bias: bool):

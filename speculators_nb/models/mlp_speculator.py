@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -81,6 +81,9 @@ class MLPNetwork(TokenHeads):
     "The recurrent network of an MLP speculator."
 
     config: MLPSpeculatorConfig
+    gradient_checkpointing = False  # transformers sets it, and the function
+    if TYPE_CHECKING:
+        _gradient_checkpointing_func: Callable[..., torch.Tensor]
 
     def __init__(self, config: MLPSpeculatorConfig):
         super().__init__(config)
@@ -124,7 +127,13 @@ class MLPNetwork(TokenHeads):
         state: torch.Tensor,  # [N, H] or [N, D]
         ids: torch.Tensor,  # [N] the token before the one to be predicted
     ) -> torch.Tensor:  # [N, D]
-        "s <- GELU(LN(W_i s + (w_e/w_s) E_i[x]))."
+        "s <- GELU(LN(W_i s + (w_e/w_s) E_i[x])), computed again on the way back if requested."
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self.next_state, i, state, ids)
+        return self.next_state(i, state, ids)
+
+    def next_state(self, i: int, state: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        "What `advance` computes."
         token = self.embed_weight / self.state_weight * self.at(self.emb, i)(ids)
         return F.gelu(self.at(self.ln, i)(self.at(self.proj, i)(state) + token))
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from speculators_nb.models.mtp_families import (
     family_part,
@@ -26,7 +27,7 @@ from ..nn.layers import head_dim, refuse_dropout, rotate
 from ..nn.target_head import norm_eps
 
 # %% ../../nbs/models/20_mtp_layer.ipynb #c229b3f3
-class MTPLayerWeights(nn.Module):
+class MTPLayerWeights(GradientCheckpointingLayer):
     """A decoder layer of the verifier's family between norms:
     norm(layer(proj[norm(embedding), norm(hidden)]))."""
 

@@ -97,10 +97,13 @@ def all_steps(
     impl: str,  # of `attention`
 ) -> Callable[[Attention, torch.Tensor], torch.Tensor]:  # for `DecoderLayer.forward`
     "Attention under a mask over the keys of every step."
+    before = list(cache)  # a layer that is computed again finds the same
 
     def attend(self_attn, x):
-        cache.append(self_attn.key_value(x, rope))
-        keys, values = (torch.cat(part, -2)[None] for part in zip(*cache))
+        now = self_attn.key_value(x, rope)
+        if len(cache) == len(before):
+            cache.append(now)
+        keys, values = (torch.cat(part, -2)[None] for part in zip(*before, now))
         return attention(self_attn.query(x, rope)[None], keys, values, mask, impl)[0]
 
     return attend
@@ -166,10 +169,12 @@ class StepAttention(NamedTuple):
         rows: torch.Tensor,  # [M] int64: the queries
     ) -> Callable[[Attention, torch.Tensor], torch.Tensor]:
         "Step 0."
+        layer = len(caches)
 
         def attend(self_attn, x):
             keys, values = self_attn.key_value(x, self.rope)
-            caches.append(LayerCache(keys, values, []))
+            if len(caches) == layer:  # not where the layer is computed again
+                caches.append(LayerCache(keys, values, []))
             rope_of_rows = [part[rows] for part in self.rope]
             queries = self_attn.query(x[rows], rope_of_rows)
             return prefix_attention(queries, keys, values, [], rows, mask, self.impl)
@@ -182,11 +187,14 @@ class StepAttention(NamedTuple):
         mask: Mask,  # `masks.ttt`
     ) -> Callable[[Attention, torch.Tensor], torch.Tensor]:
         "A later step: the prefix, and the row's own keys."
+        before = list(cache.own)
 
         def attend(self_attn, x):
-            cache.own.append(self_attn.key_value(x, self.rope))
+            own = [*before, self_attn.key_value(x, self.rope)]
+            cache.own[:] = cache.own if len(cache.own) == len(own) else own
             queries = self_attn.query(x, self.rope)
-            return prefix_attention(queries, *cache, self.rows, mask, self.impl)
+            prefix = cache.keys, cache.values, own, self.rows, mask
+            return prefix_attention(queries, *prefix, self.impl)
 
         return attend
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..core.config_fields import check_layers
@@ -312,9 +313,9 @@ def check_layer_config(config):  # of draft layers
     _check_kinds(config)
 
 # %% ../../nbs/nn/04_layers.ipynb #c0ffee03
-class DecoderLayer(nn.Module):
+class DecoderLayer(GradientCheckpointingLayer):
     """A pre-norm decoder layer. With `with_embeds` its attention reads [norm(embedding),
-    norm(hidden)], 2H wide."""
+    norm(hidden)], 2H wide. Gradient checkpointing computes it again on the way back."""
 
     def __init__(
         self,
@@ -363,7 +364,8 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:  # [..., M or N, H]
         """The layer. `attend(self_attn, x)` projects x [..., N, H or 2H] to queries, keys and
         values and returns the heads [..., Hq, M or N, D]: what a query attends to differs
-        between training and drafting, and is all that differs."""
+        between training and drafting, and is all that differs. Gradient checkpointing calls it
+        twice: what it remembers, it remembers once."""
         x, residual = self.inputs(hidden, embeds)
         heads = attend(self.self_attn, x)
         return self.finish(heads, residual if rows is None else residual[rows])

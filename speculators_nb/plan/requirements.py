@@ -25,7 +25,7 @@ from ..features.feature_file import stored_dtype
 from .drafter_sizes import DrafterSizes, drafter_sizes, meta_drafter
 from .sizes import feature_bytes, forward_flops, verifier_sizes
 from .step_memory import StepMemory, step_memory
-from .twins import StepCost, predicted_step
+from .twins import RECOMPUTED, StepCost, predicted_step
 from ..verifier.identity import VerifierInfo
 
 # %% ../../nbs/plan/05_requirements.ipynb #plrq0006
@@ -153,14 +153,15 @@ def training_step(
     if values.get("aux_layer_ids"):
         given["target_layer_ids"] = values["aux_layer_ids"]
     algorithm, length = values["algorithm"], values["total_seq_len"]
-    sizes = drafter_sizes(meta_drafter(algorithm, info, **given), info)
+    own = {n: v for n, v in given.items() if n != RECOMPUTED}
+    sizes = drafter_sizes(meta_drafter(algorithm, info, **own), info)
     bf16, layers = values["bf16"], info.text.num_hidden_layers
     how = (sizes.text, sizes.rows, layers, length, each)
     step = predicted_step(algorithm, *how, bf16=bf16, **given)
     memory = step_memory(sizes, step, length, values["optimizer"], bf16, ranks, device)
     return Training(sizes, step, memory, length)
 
-
+# %% ../../nbs/plan/05_requirements.ipynb #plrq0020
 def smaller_step(
     info: VerifierInfo,
     values: Mapping[str, Any],  # arguments of `train`, whose step does not fit
@@ -173,10 +174,16 @@ def smaller_step(
         other = training_step(info, dict(values, bf16=True), ranks=ranks)
         if other.memory.total <= memory:
             return f"bf16: true ({other.memory.total / GB:.3g} GB)"
+    extra = pairs(values.get("extra"))
+    if not extra.get(RECOMPUTED):
+        less = dict(values, extra=extra | {RECOMPUTED: True})
+        other = training_step(info, less, ranks=ranks)
+        if other.memory.total <= memory:
+            return f"extra: {{gradient_checkpointing: true}} ({other.memory.total / GB:.3g} GB)"
     muon = step_memory(now.sizes, now.step, now.length, "muon", values["bf16"], ranks)
     if muon.total <= memory:
         return f"optimizer: muon ({muon.total / GB:.3g} GB)"
-    fixed = now.memory.state + now.memory.logits
+    fixed = now.memory.state + now.memory.working
     length = int((memory - fixed) / ((now.memory.total - fixed) / now.length)) // 128 * 128
     if length >= 128:
         more = math.ceil(now.length / length) * values["gradient_accumulation_steps"]

@@ -69,10 +69,6 @@ NOT_SUPPORTED = {  # field -> why, and what to do
         "drafters are trained in bfloat16 or float32, whose gradients need no loss scaler; use "
         "bf16=True"
     ),
-    "gradient_checkpointing": (
-        "the draft layers do not recompute; leave it out, and take a smaller total_seq_len if "
-        "memory is short"
-    ),
     "save_only_model": (
         "such a checkpoint cannot be resumed; leave it out, the drafter itself is saved at the "
         "end"
