@@ -140,7 +140,11 @@ def test_a_decoding_step_waits_for_the_device_once(name, temperature):
             assert temperature or two[1].tokens == one.tokens
 
 
-@pytest.mark.parametrize("rule", [*RULES, lenient(0.5), tolerant(2, 0.1), synthetic([0.7, 0.3])], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [*RULES, lenient(0.5), tolerant(2, 0.1), synthetic([0.7, 0.3])],
+    ids=lambda r: r if isinstance(r, str) else r.about,
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_every_rule_waits_once(rule, temperature):
     drafter, verifier = decoding("eagle3")

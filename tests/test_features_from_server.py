@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, os.path.dirname(__file__))
 from fake_extraction import states_for
 
+from speculators_nb.cli import data_commands
 from speculators_nb.data.chat_encoding import save_prepared
 from speculators_nb.features.extraction_client import HiddenStatesClient, extraction_options
 from speculators_nb.features.extraction_files import HOST, collect, file_of_reply, request_name, sweep
@@ -276,6 +277,19 @@ def make_verifier(folder):
         num_key_value_heads=1,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def test_the_command_asks_for_the_last_layer_too(tmp_path, monkeypatch):
+    "`--aux-layer-ids` names the layers that a drafter reads, as everywhere; the server sends the last one beside them."
+    make_verifier(tmp_path / "verifier")
+    rows = make_rows(3)
+    monkeypatch.setattr(data_commands, "open_tokenizer", lambda *_: None)
+    monkeypatch.setattr(data_commands, "_rows", lambda *_: rows)
+    with Fake(tmp_path / "storage") as fake:
+        given = str(tmp_path / "verifier"), "rows", tmp_path / "features", "vllm", fake.url, fake.storage
+        found = data_commands.features(*given, aux_layer_ids=LAYERS[:-1], dtype="float32")
+    assert (found["written"], found["failed"]) == (3, 0)
+    check(tmp_path / "features", rows, 3)
 
 
 TRAIN = dict(

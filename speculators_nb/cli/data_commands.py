@@ -189,10 +189,11 @@ def log_disk(
 def _states_from_server(rows, options, then) -> dict:
     "Features by servers; processes that work in the folder share its rows."
     o, rank, world_size = options, options["rank"], options["world_size"]
-    hidden_size = text_config(verifier_config(o["verifier"])).hidden_size
-    layers = o["aux_layer_ids"] or None
+    config = text_config(verifier_config(o["verifier"]))
+    chosen, last = o["aux_layer_ids"], config.num_hidden_layers
+    layers = [*chosen, last] if chosen else None
     mine = rows.select(shard(len(rows), rank, world_size))
-    log_disk(o["output_dir"], mine, hidden_size, len(layers or range(3)) + 1, o["dtype"])
+    log_disk(o["output_dir"], mine, config.hidden_size, len(layers or range(4)), o["dtype"])
     return extract_from_server(
         *(o["server"] or HERE, rows, o["output_dir"], o["storage"], layers),
         *(o["concurrency"], o["dtype"], rank, world_size),
