@@ -12,6 +12,7 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from speculators_nb.data.chat_encoding import save_prepared
 from speculators_nb.features.extraction_client import HiddenStatesClient, extraction_options
 from speculators_nb.features.extraction_files import HOST, collect, file_of_reply, request_name, sweep
 from speculators_nb.features.feature_file import FeatureError, feature_path, read_features
-from speculators_nb.features.from_server import ServerFeatures, extract_from_server
+from speculators_nb.features.from_server import ServerFeatures, _ServerUnits, extract_from_server
 from speculators_nb.train.train_drafter import train_drafter
 
 HERE, LAYERS = Path(__file__).parent, [1, 2, 3, 4]
@@ -277,6 +278,22 @@ def make_verifier(folder):
         num_key_value_heads=1,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def test_a_row_that_is_stored_while_others_are_settled_is_settled_next():
+    "A thread may finish a shard at any moment. A row that nobody settles would be waited for without end."
+    units = _ServerUnits.__new__(_ServerUnits)
+    settled = []
+
+    def settle(i):
+        settled.append(i)
+        units.folder.stored.add(2)
+
+    units.job, units.folder = SimpleNamespace(settle=settle), SimpleNamespace(stored={1})
+    units.hand, units.show = {1, 2}, lambda: None
+    units.settle()
+    units.settle()
+    assert settled == [1, 2] and not units.hand
 
 
 def test_the_command_asks_for_the_last_layer_too(tmp_path, monkeypatch):

@@ -139,9 +139,10 @@ class _ServerUnits:
 
     def settle(self):
         "Settle what is whole on the disk."
-        for i in self.hand & self.folder.stored:
+        whole = self.hand & self.folder.stored  # once: threads add to it meanwhile
+        for i in whole:
             self.job.settle(i)
-        self.hand -= self.folder.stored
+        self.hand -= whole
         self.show()
 
 # %% ../../nbs/features/08_from_server.ipynb #srvunit3
