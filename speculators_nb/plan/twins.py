@@ -210,11 +210,21 @@ class TwinFit(NamedTuple):
 
 def extrapolated(
     length: int,  # L wanted
-    short: float,  # value at LONGEST / 2
-    long: float,  # at LONGEST
-) -> float:
-    "A line through the values of two rows."
-    return short + (long - short) * (length - LONGEST // 2) / (LONGEST // 2)
+    short: StepCost,  # of a row of LONGEST / 2 tokens
+    long: StepCost,  # of LONGEST tokens
+) -> StepCost:
+    """A line through two rows. The peak of the backward pass is proportional to L, since what
+    is fixed of it sets the peak of the short row alone; chunks and tiles are full already."""
+
+    def line(y0, y1):
+        return y0 + (y1 - y0) * (length - LONGEST // 2) / (LONGEST // 2)
+
+    return long._replace(
+        held=line(short.held, long.held),
+        flops=line(short.flops, long.flops),
+        backward=long.backward * length / LONGEST,
+        loss=line(short.loss, long.loss),
+    )
 
 # %% ../../nbs/plan/03_twins.ipynb #pltw0013
 def twin(
@@ -278,7 +288,5 @@ def predicted_step(
         at = layer.hidden_size, rows
         wide = fits[0](*at, 1), fits[1](*at, 2), fits[2](*at, 1, peak=True)
         reused = steps[0, 0].reused
-        found.append([*wide, *fits[3].of_loss(layer.hidden_size), reused])
-    if len(found) == 1:
-        return StepCost(*found[0])
-    return StepCost(*(extrapolated(length, *pair) for pair in zip(*found)))
+        found.append(StepCost(*wide, *fits[3].of_loss(layer.hidden_size), reused))
+    return found[0] if len(found) == 1 else extrapolated(length, *found)
