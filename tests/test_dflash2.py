@@ -308,11 +308,16 @@ def test_a_node_has_the_row_behind_its_token(seed):
     "Every path of a grown tree is a chain's: its rows are those of training's pass on that path."
     fixed = dict(block_size=4, selector_top_k=4, sample_from_anchor=seed % 2 == 0)
     drafter, tokens, features = drafting_case(60 + seed, **fixed)
-    depth = 3
+    depth, found = 3, {}
     with torch.inference_mode(), drafter.grow(tokens, features[6:], depth) as next_log_probs:
-        tree = static_tree(next_log_probs, 3, 2, depth)
-        inner = torch.arange(-1, 9)  # the leaves are as deep as the block
-        rows = next_log_probs(inner, tree.tokens, tree.parents)
+
+        def recorded(nodes, *tree):
+            of_nodes = next_log_probs(nodes, *tree)
+            found.update(zip(nodes.tolist(), of_nodes))
+            return of_nodes
+
+        tree = static_tree(recorded, 3, 2, depth)
+    rows = torch.stack([found[node] for node in range(-1, 9)])  # the leaves are as deep as the block
     assert len(tree) == 3 + 6 + 12
     for path in tree.paths():
         words = tree.tokens[path]

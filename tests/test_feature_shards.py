@@ -256,7 +256,7 @@ def test_kill_and_interrupt_then_resume(tmp_path, files):
         hidden = list((tmp_path / FOLDER).glob(".*.safetensors"))
         assert len(hidden) == (sent == signal.SIGKILL)
         stored = {i for p in shards_of(tmp_path) for i in load_file(p)["rows"].tolist()}
-        assert before < stored and len(stored) < N
+        assert before < stored and (len(stored) < N or sent == signal.SIGINT)  # which may come late
     counts = extract_features(make_verifier(), make_rows(), tmp_path, shard_gb=SMALL)
     assert counts == {"written": N - len(stored), "kept": len(stored)}
     assert not list((tmp_path / FOLDER).glob(".*.safetensors"))
