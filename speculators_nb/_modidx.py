@@ -3051,6 +3051,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'speculators_nb/jobs/shared_job.py'),
                                                 'speculators_nb.jobs.shared_job._Agreement': ( 'jobs/shared_job.html#_agreement',
                                                                                                'speculators_nb/jobs/shared_job.py'),
+                                                'speculators_nb.jobs.shared_job._Agreement._added': ( 'jobs/shared_job.html#_agreement._added',
+                                                                                                      'speculators_nb/jobs/shared_job.py'),
                                                 'speculators_nb.jobs.shared_job._Agreement._check_about': ( 'jobs/shared_job.html#_agreement._check_about',
                                                                                                             'speculators_nb/jobs/shared_job.py'),
                                                 'speculators_nb.jobs.shared_job._Agreement._clear': ( 'jobs/shared_job.html#_agreement._clear',

@@ -251,9 +251,8 @@ def choose(
     decision = rule.choose(tree, probs, sampling.generator)
     if not isinstance(decision, Decision):  # a rule that has looked
         path, token = decision
-        accepted = [node in path for node in range(len(tree))]
-        rows = (to_device(row, logits.device) for row in (accepted, [token]))
-        decision = Decision(next(rows).bool(), next(rows)[0])
+        accepted = to_device([node in path for node in range(len(tree))], logits.device)
+        decision = Decision(accepted.bool(), to_device([token], logits.device)[0])
     return decision, probs
 
 # %% ../../nbs/decode/04_step.ipynb #lookcell

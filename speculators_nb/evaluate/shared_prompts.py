@@ -56,13 +56,7 @@ class _SharedAnswers(SharedJob):
 
     def read(self):
         "Read what was added to the files since the last time."
-        for path in self.folder.glob("*.answers"):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                lines = file.read()
-            lines = lines[: lines.rfind(b"\n") + 1]  # the end may be in the making
-            self._read[path] = self._read.get(path, 0) + len(lines)
-            self.answers |= dict(map(json.loads, lines.splitlines()))
+        self.answers |= dict(map(json.loads, self._added("*.answers")))
 
     def _clear(self):
         "Remove all files but the lock, and the answers of an evaluation that is not over."

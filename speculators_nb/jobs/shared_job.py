@@ -111,6 +111,7 @@ class _JobFolder:
         self.about = about and json.loads(json.dumps(about))
         self.me = Worker(self.folder, secrets.token_hex(6), lease)
         self.is_primary = False  # whether nobody was there when this worker came
+        self._read: dict[Path, int] = {}  # file of another worker -> bytes read
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -140,7 +141,17 @@ class _JobFolder:
 
 # %% ../../nbs/jobs/02_shared_job.ipynb #ec6ba08c
 class _Agreement(_JobFolder):
-    "What the workers of a job agree on."
+    "What the workers of a job write for one another, and what they agree on."
+
+    def _added(self, pattern: str) -> Iterator[bytes]:
+        "Lines that workers have added to files of this name since the last call."
+        for path in self.folder.glob(pattern):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                lines = file.read()
+            lines = lines[: lines.rfind(b"\n") + 1]  # the end may be in the making
+            self._read[path] = self._read.get(path, 0) + len(lines)
+            yield from lines.splitlines()
 
     def _check_about(self):
         "BlockingIOError: the others do something else."
@@ -172,20 +183,14 @@ class _Claims(_Agreement):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.settled: dict[int, int] = {}  # unit -> rows, by anybody
-        self._read: dict[Path, int] = {}  # file of another worker -> bytes read
 
     def _path(self, unit):
         return self.folder / f"{unit}.claim"
 
     def refresh(self) -> dict[int, int]:  # unit -> rows
         "Read what the others have settled since the last time."
-        for path in self.folder.glob("*.settled"):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                lines = file.read()
-            lines = lines[: lines.rfind(b"\n") + 1]  # the end may be in the making
-            self._read[path] = self._read.get(path, 0) + len(lines)
-            self.settled |= {int(u): int(n) for u, n in map(bytes.split, lines.splitlines())}
+        found = map(bytes.split, self._added("*.settled"))
+        self.settled |= {int(unit): int(rows) for unit, rows in found}
         return self.settled
 
     def claim(
