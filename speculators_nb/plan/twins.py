@@ -236,7 +236,7 @@ class TwinFit(NamedTuple):
         each = max(0.0, (base[1] - base[0]) / (self.width[1] - self.width[0]))
         return each * width, chunks, max(0.0, base[0] - each * self.width[0]) / TILE_BYTES
 
-
+# %% ../../nbs/plan/03_twins.ipynb #pltw0021
 def shorter_rows(
     length: int,  # L wanted
     anchors: int | None,  # at most in a row; None: no end
@@ -339,7 +339,7 @@ def fitted(
     peaks = peak, *loss.of_loss(layer.hidden_size)
     return StepCost(sum(between), sum(flops(*at)), *peaks)
 
-
+# %% ../../nbs/plan/03_twins.ipynb #pltw0023
 def predicted_step(
     algorithm: str,  # a registered `speculators_model_type`
     layer: Any,  # config of the draft layers, else of the verifier's language model
