@@ -223,21 +223,6 @@ def _check_folder(path):
 
 
 @contextmanager
-def _attention_errors(path, name):
-    "ValueError for an attention that the model has not, or that is not installed."
-    try:
-        yield
-    except (ImportError, ValueError, OSError) as e:
-        what = " ".join(str(e.__cause__ or e).split())[:300]
-        if name is None or not re.search("attention|attn", what, re.I):
-            raise
-        raise ValueError(
-            f"attn_implementation={name!r}: transformers cannot use it for verifier {path!r} "
-            f"here ({what}); leave it out, or name another, e.g. sdpa"
-        ) from e
-
-
-@contextmanager
 def _loading_errors(path, quantised=None):
     "ValueError that names the verifier, for what safetensors and transformers raise."
     try:
@@ -268,6 +253,21 @@ def _not_built(path, error, quantised):
         "--server), or take the checkpoint that is not quantised"
     )
 
+# %% ../../nbs/verifier/02_tapped_model.ipynb #attnim03
+@contextmanager
+def _attention_errors(path, name):
+    "ValueError for an attention that the model has not, or that is not installed."
+    try:
+        yield
+    except (ImportError, ValueError, OSError) as e:
+        what = " ".join(str(e.__cause__ or e).split())[:300]
+        if name is None or not re.search("attention|attn", what, re.I):
+            raise
+        raise ValueError(
+            f"attn_implementation={name!r}: transformers cannot use it for verifier {path!r} "
+            f"here ({what}); leave it out, or name another, e.g. sdpa"
+        ) from e
+
 # %% ../../nbs/verifier/02_tapped_model.ipynb #21968947
 def _quantisation(config) -> str | None:
     "The method by which a checkpoint is quantised; None: it is not."
@@ -280,10 +280,10 @@ def load_model(
     path: str | os.PathLike,  # folder, or hub id
     dtype: str | torch.dtype = "auto",  # "auto": the checkpoint's
     trust_remote_code: bool | None = None,  # run code; None: `checkpoints.remote_code` (no)
+    attn_implementation: str | None = None,  # e.g. sdpa, eager; None: transformers' choice
     # "auto": over all devices, the rest on the CPU and on the disk; or module -> place
     device_map: str | dict[str, Any] | None = None,
     offload_folder: str | os.PathLike | None = None,  # for what no memory has place for
-    attn_implementation: str | None = None,  # e.g. sdpa, eager; None: transformers' choice
 ) -> PreTrainedModel:  # on the CPU, unless `device_map` says otherwise
     """Load from safetensors. FileNotFoundError: no config or no weights in the folder;
     ValueError: they do not belong together, NaN, or quantised as cannot be computed here; an
@@ -402,8 +402,7 @@ class Verifier(TappedModel):
         trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
         if not placed and _quantisation(verifier_config(path, trusted)) is not None:
             placed = {"device_map": {"": device or "cpu"}}  # they are not moved afterwards
-        attention = dict(attn_implementation=attn_implementation)
-        model: Any = load_model(path, dtype, trusted, **placed, **attention)
+        model: Any = load_model(path, dtype, trusted, attn_implementation, **placed)
         return cls(model if placed else model.to(device), aux_layer_ids)
 
     @torch.no_grad()
@@ -434,8 +433,7 @@ class Verifier(TappedModel):
         with tapped(self._tapped_modules(), self._stream) as taps:
             out = (self.model if want_logits else headless)(input_ids=input_ids, **arguments)
         if inputs and cache is not None:
-            # pictures take fewer positions than tokens: later text in the cache starts earlier
-            shifted: Any = cache  # transformers' class has no such field
+            shifted: Any = cache  # text after pictures starts earlier; no field of its class
             shifted.position_shift = getattr(self.model.base_model, "rope_deltas", None)
         states = {i: tap.to(input_ids.device) for i, tap in taps.items()}  # of any device
         return VerifierOutput(
