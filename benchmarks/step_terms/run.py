@@ -48,7 +48,7 @@ def rates():
 def step_seconds(shape):
     "Seconds by term, medians over steps; those of AdamW too."
     torch.manual_seed(0)
-    model, batch, arguments = shaped_step(shape)
+    model, batch, arguments = shaped_step("eagle3", shape)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     found = []

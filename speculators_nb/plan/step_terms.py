@@ -119,12 +119,13 @@ class TermMeter(TorchDispatchMode):
 
 # %% ../../nbs/plan/06_step_terms.ipynb #plst0011
 def shaped_step(
+    algorithm: str,  # EAGLE-3's registered name, or one of its network
     shape: StepShape,
 ) -> tuple[SpeculatorModel, dict[str, torch.Tensor], dict[str, Any]]:  # batch, other arguments
-    "An EAGLE-3 drafter of a shape in training mode, on the CPU, and a random row for it."
+    "A drafter of a shape in training mode, on the CPU, and a random row for it."
     layer = layer_of(shape)
     widths = Widths(shape.head_dim, shape.hidden, shape.intermediate, shape.vocab)
     row = sum(shape.documents), shape.documents[0], 1 - shape.prompt, False
     given = dict(ttt_steps=shape.steps)
-    model, step = twin("eagle3", layer, widths, layer.num_hidden_layers, *row, given)
+    model, step = twin(algorithm, layer, widths, layer.num_hidden_layers, *row, given)
     return model, step.pop("batch"), {n: v for n, v in step.items() if n != "bf16"}
