@@ -222,7 +222,7 @@ SPELLS_NAMES = {
     "core.plot",
     "core.option_relations",
     "core.options",
-    "features.vllm_connector",
+    "serve.vllm_connector",
     "features.extraction_client",
     "serve.vllm_methods",
     "serve.speculative_fields",
