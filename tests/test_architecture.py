@@ -223,6 +223,7 @@ SPELLS_NAMES = {
     "core.option_relations",
     "core.options",
     "serve.vllm_connector",
+    "serve.mooncake_connector",
     "features.extraction_client",
     "serve.vllm_methods",
     "serve.speculative_fields",

@@ -293,7 +293,9 @@ def no_steps_problem(value: int) -> str | None:
     return "trains nothing; give a number of steps, or leave it out" if value == 0 else None
 
 # %% ../../nbs/core/01_option_rules.ipynb #moonadr1
-MOONCAKE = r"mooncake://(?P<host>[\w.-]+):(?P<port>\d{1,5})(\?segment_gb=(?P<gb>\d{1,5}(\.\d+)?))?"
+MOONCAKE = (
+    r"mooncake://(?P<host>[\w.-]+):(?P<port>\d{1,5})(\?segment_gb=(?P<gb>\d{1,5}(\.\d+)?))?"
+)
 
 
 @dataclass(frozen=True)

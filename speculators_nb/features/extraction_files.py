@@ -236,6 +236,8 @@ TOLD = "layer_ids", "model"  # in extraction.json
 class FolderStates:
     "States of requests in a folder that server and client share."
 
+    pauses = (0.0, 0.0)  # seconds between attempts for a row
+
     def __init__(
         self,
         storage,  # the server's shared_storage_path, as it is mounted here

@@ -196,7 +196,7 @@ def extract_from_server(
     url: str | Iterable[str],  # of a vLLM started with `extraction_options`; or of several
     rows: Dataset | str | Path,  # a prepared table, or its folder
     output_dir: str | Path,  # gets data_config.json, rows/, and files or shards
-    storage: str | os.PathLike | Iterable,  # its shared_storage_path; of several: one or each
+    storage: str | os.PathLike | Iterable,  # its folder or mooncake://…; one, or one for each
     layer_ids: list[int] | None = None,  # slots, last included; None: server connector's
     concurrency: int = 8,  # requests in flight
     dtype: torch.dtype | str = torch.bfloat16,  # of the stored states
@@ -237,7 +237,7 @@ class ServerFeatures(FeatureRows):
         self,
         url: str | Iterable[str],  # of a vLLM started with `extraction_options`; or several
         rows: Dataset | str | Path,  # a prepared table, or its folder
-        storage: str | os.PathLike | Iterable,  # its shared_storage_path; one, or one for each
+        storage: str | os.PathLike | Iterable,  # folder or mooncake://…; one, or one for each
         layer_ids: list[int] | None = None,  # slots, last included; None: server connector's
         layers: list[int] | None = None,  # for `hidden_states`; None: all sent but the last
         on_bad: str = "raise",  # "raise": FeatureError; "skip": not trained, named and counted

@@ -58,10 +58,11 @@ def open_store(
             "without CUDA: hs-connectors mooncake-transfer-engine-non-cuda; both need "
             "libibverbs1), or name a folder"
         ) from None
-    memory = dict(global_segment_size=0, local_buffer_size=BUFFER)
-    master = f"{address.host}:{address.port}"
     config = MooncakeStoreConfig(
-        local_hostname=local_host(address), master_server_address=master, **memory
+        local_hostname=local_host(address),
+        master_server_address=f"{address.host}:{address.port}",
+        global_segment_size=0,
+        local_buffer_size=BUFFER,
     )
     transfer = MooncakeTransfer(MooncakeHiddenStatesStore(config))
     transfer.setup()
@@ -78,21 +79,23 @@ def manifest_of(
     "The manifest in a reply. ReplyError: there is none, or it is another request's."
     handle, tensors = params.get("handle"), params.get("tensors")
     named = repr(handle or params.get("hidden_states_path"))[:200]
-    if not isinstance(tensors, dict) or not all(isinstance(tensors.get(n), dict) for n in TENSORS):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(tensors.get(n), dict) for n in TENSORS
+    ):
         raise ReplyError(
             named,
             "the server keeps no states in a Mooncake store: start it by `speculators-nb serve "
             "VERIFIER --hidden-states mooncake://HOST:PORT`, or give storage= its folder",
             True,
         )
-    is_key = isinstance(handle, str) and handle.isprintable() and len(handle) <= 250
-    if not is_key or request not in handle:
+    key = handle if isinstance(handle, str) and handle.isprintable() else ""
+    if request not in key or len(key) > 250:
         raise ReplyError(
             named, f"the server names an object that is not this request's ({request})", True
         )
     metadata = params.get("metadata")
     return {
-        "handle": handle,
+        "handle": key,
         "version": params.get("version"),
         "tensors": {name: tensors[name] for name in TENSORS},
         "metadata": metadata if isinstance(metadata, dict) else {},
@@ -135,6 +138,7 @@ class MooncakeStates:
     "States of requests in a Mooncake store."
 
     record = "the server's reply"
+    pauses = (4.0, 8.0)  # seconds between attempts for a row
 
     def __init__(
         self,

@@ -110,8 +110,6 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
             "checkpoint",
             "from_pretrained",
             "native",
-            "storage",
-            "hidden_states",
             "image_folder",
             "prompts",
             "heldout",
@@ -122,6 +120,16 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
             "file",
         ),
         PATH,
+    ),
+    **dict.fromkeys(
+        ("storage", "hidden_states"),
+        [
+            *PATH,
+            ("mooncake://host", "{}='mooncake://host': is no address of a Mooncake master; write something like"),
+            ("mooncake:/host:1", "{}='mooncake:/host:1': is no address of a Mooncake master"),
+            ("mooncake://host:99999", "{}='mooncake://host:99999': is no address of a Mooncake master"),
+            ("mooncake://h:1?segment_gb=0", "{}='mooncake://h:1.segment_gb=0': is no address of a Mooncake master"),
+        ],
     ),
     **dict.fromkeys(
         (
