@@ -1,4 +1,4 @@
-"""Where the time of one EAGLE-3 train step goes: its heaviest kernels, and the shares of flex attention, matrix
+"""Where the time of one train step goes: its heaviest kernels, and the shares of flex attention, matrix
 products, loss, optimizer, all else, and the host.
 
 On a device a kernel's time is the device's, and the host's share is the time in which the device had nothing to do. On
@@ -17,7 +17,7 @@ from benchmarks.gpu import step as train_step
 from benchmarks.gpu.device import pick, wait
 from benchmarks.train_step import worker
 
-SETTING, LENGTH, STEPS, HEAVIEST = "EAGLE-3 K=3", {"device": 8192, "toy": 256}, {"device": 3, "toy": 1}, 10
+LENGTH, STEPS, HEAVIEST = {"device": 8192, "toy": 256}, {"device": 3, "toy": 1}, 10
 GROUPS = ("flex", "product", "loss", "optimizer", "other", "host")
 LOSS, OPTIMIZER = "speculators_nb.loss", "Optimizer."
 FLEX = ("flex", "_prefixown", "scaled_dot_product")
@@ -89,7 +89,7 @@ def summed(found, steps, seconds, device):
 def run(cell, turn):
     """Rows of one step: {setting, size}."""
     device, size = pick(), cell["size"]
-    of = train_step.case(SETTING, LENGTH[size], size)
+    of = train_step.case(cell["setting"], LENGTH[size], size)
     model, call, batch = train_step.build("ours", of, device)
     adamw = worker.torch_adamw(model, fused=device.type == "cuda")
     step = worker.stepper(model, call, batch, *adamw, None, torch.bfloat16)
@@ -108,4 +108,5 @@ def run(cell, turn):
             for _ in range(steps):
                 step()
             wait(device)
-    yield from summed(kernels(profiled.events(), device), steps, seconds, device)
+    for row in summed(kernels(profiled.events(), device), steps, seconds, device):
+        yield cell["labels"] | row
