@@ -2930,6 +2930,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                        'speculators_nb/features/mooncake_states.py'),
                                                          'speculators_nb.features.mooncake_states._connection': ( 'features/mooncake_states.html#_connection',
                                                                                                                   'speculators_nb/features/mooncake_states.py'),
+                                                         'speculators_nb.features.mooncake_states._in_a_line': ( 'features/mooncake_states.html#_in_a_line',
+                                                                                                                 'speculators_nb/features/mooncake_states.py'),
                                                          'speculators_nb.features.mooncake_states.local_host': ( 'features/mooncake_states.html#local_host',
                                                                                                                  'speculators_nb/features/mooncake_states.py'),
                                                          'speculators_nb.features.mooncake_states.manifest_of': ( 'features/mooncake_states.html#manifest_of',

@@ -1,5 +1,5 @@
-"""Hidden states through a Mooncake store, between processes: the client and the format are those of `hs-connectors`, the
-store itself is a stand-in (tests/mooncake/stand_in). `make mooncake-test` does it with the real one."""
+"""Hidden states through a Mooncake store, between processes: client and format are those of `hs-connectors`, the store
+itself is a stand-in (tests/mooncake/stand_in). `make mooncake-test` does it with the real one."""
 
 import json
 import multiprocessing
@@ -124,19 +124,19 @@ def test_layers_that_the_server_does_not_tell(tmp_path, store):
         assert open_states(fake.url, f"mooncake://{place}", LAYERS).states([3]).shape == (1, 4, 16)
         with pytest.raises(ReplyError, match=r"sends 4 layers, expected \[1, 4\]"):
             open_states(fake.url, f"mooncake://{place}", [1, 4]).states([3])
-    with Fake(tmp_path / "unused", "--mooncake", place, *TELLS) as fake:
-        with pytest.raises(ValueError, match=r"the server writes layers \[1, 2, 3, 4\]"):
-            open_states(fake.url, f"mooncake://{place}", [1, 2])
+    wrong = pytest.raises(ValueError, match=r"the server writes layers \[1, 2, 3, 4\]")
+    with Fake(tmp_path / "unused", "--mooncake", place, *TELLS) as fake, wrong:
+        open_states(fake.url, f"mooncake://{place}", [1, 2])
 
 
 def test_files_where_a_store_is_named_and_the_reverse(tmp_path, store):
     place, _ = store
-    with Fake(tmp_path / "storage") as fake:
-        with pytest.raises(ReplyError, match="keeps no states in a Mooncake store: start it by"):
-            open_states(fake.url, f"mooncake://{place}", LAYERS)
-    with Fake(tmp_path / "storage", "--mooncake", place) as fake:
-        with pytest.raises(ReplyError, match="in a Mooncake store, not in files: give storage="):
-            open_states(fake.url, fake.storage, LAYERS).states([3, 4])
+    wrong = pytest.raises(ReplyError, match="keeps no states in a Mooncake store: start it by")
+    with Fake(tmp_path / "storage") as fake, wrong:
+        open_states(fake.url, f"mooncake://{place}", LAYERS)
+    wrong = pytest.raises(ReplyError, match="in a Mooncake store, not in files: give storage=")
+    with Fake(tmp_path / "storage", "--mooncake", place) as fake, wrong:
+        open_states(fake.url, fake.storage, LAYERS).states([3, 4])
 
 
 def test_several_servers_share_a_store(tmp_path, store):

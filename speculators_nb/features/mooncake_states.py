@@ -20,7 +20,7 @@ import torch
 from ..core.http_client import EndpointError
 from ..core.option_rules import MooncakeAddress, mooncake_address, shown
 from .extraction_files import FolderStates, ReplyError, request_name
-from .feature_file import decode_row
+from .feature_file import FeatureError, decode_row
 
 # %% ../../nbs/features/07_mooncake_states.ipynb #moon0006
 # pyright: reportMissingImports=false
@@ -134,6 +134,11 @@ def _connection(address):
     return _Connection(address)
 
 # %% ../../nbs/features/07_mooncake_states.ipynb #moon0014
+def _in_a_line(error):
+    "What hs-connectors says of an error, without the manifest that it adds."
+    return " ".join(str(error).partition("Transfer manifest")[0].split())[:300]
+
+
 class MooncakeStates:
     "States of requests in a Mooncake store."
 
@@ -180,8 +185,11 @@ class MooncakeStates:
         try:
             read = readers.submit(transfer.store.get_sample, manifest, timeout).result()
         except (RuntimeError, OSError, LookupError, TypeError, ValueError, MemoryError) as e:
-            raise ReplyError(where, " ".join(str(e).split())[:300]) from None
-        return decode_row(where, read, token_ids)
+            raise ReplyError(where, _in_a_line(e)) from None
+        try:
+            return decode_row(where, read, token_ids)
+        except FeatureError as e:
+            raise ReplyError(where, e.reason) from None
 
     def delete(
         self,
@@ -194,8 +202,7 @@ class MooncakeStates:
         try:
             self.connection.open()[0].delete(key)
         except (RuntimeError, OSError, ImportError) as e:
-            reason = " ".join(str(e).split())[:300]
-            return ReplyError(f"{self.where} {key}", f"cannot be deleted ({reason})")
+            return ReplyError(f"{self.where} {key}", f"cannot be deleted ({_in_a_line(e)})")
         return None
 
 # %% ../../nbs/features/07_mooncake_states.ipynb #moon0015
