@@ -65,13 +65,12 @@ def step_memory(
     tile = tile_rows(sizes.rows, torch.device(device), chunk)
     logits = 4 * sizes.rows * (step.chunks * chunk + step.tiles * tile)
     split, layer = (ranks, 4 * sizes.layer) if fsdp and ranks > 1 else (1, 0)
-    backward = step.backward + 4 * sizes.matrices * step.reused
     return StepMemory(
         weights=4 * (trained + sizes.frozen) / split + 2 * trained * bf16,
         gradients=4 * trained * (1 + (ranks > 1 and split == 1)) / split,
         optimizer=(8 * trained - 4 * muon) / split,
         activations=step.held,
-        working=max(backward, step.loss + logits - layer, 0.0),
+        working=max(step.backward, step.loss + logits - layer),
         row=length * sizes.states * hidden * (2 if bf16 else 4),
         gathered=2 * layer + 4 * (sizes.rest + sizes.frozen) * (split > 1),
     )
