@@ -286,12 +286,11 @@ class FolderStates:
         "States of a request. FeatureError: as of `file_of_reply` and `collect`."
         handle = params.get("hidden_states_path") or params.get("handle")
         if isinstance(handle, str) and "tensors" in params:
-            raise ReplyError(
-                shown(handle),
+            reason = (
                 "the server keeps states in a Mooncake store, not in files: give storage= the "
-                "address of its master, e.g. mooncake://127.0.0.1:50051",
-                True,
+                "address of its master, e.g. mooncake://127.0.0.1:50051"
             )
+            raise ReplyError(shown(handle), reason, True)
         return collect(file_of_reply(self.folder, handle, request), token_ids, timeout)
 
     def delete(
@@ -304,11 +303,9 @@ class FolderStates:
             try:
                 file.unlink(missing_ok=True)
             except OSError as e:
-                error = ReplyError(
-                    e.filename,
+                reason = (
                     f"cannot be deleted ({e.strerror}), and the folder would fill up: run the "
-                    "server and this client as one user, or in a group that may write to the "
-                    "folder",
-                    True,
+                    "server and this client as one user, or as a group that may write there"
                 )
+                error = ReplyError(e.filename, reason, True)
         return error
