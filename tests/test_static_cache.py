@@ -197,7 +197,7 @@ def test_a_pass_that_cannot_be_recorded_is_named(monkeypatch):
 
 
 def test_the_command_takes_it():
-    "So that an evaluation of a fast device is a matter of its host no more; and the verifier's attention."
+    "`evaluate` passes on the KV cache, and the verifier's attention."
     from speculators_nb.cli.drafter_commands import evaluate
 
     options = dict(verifier=str(VERIFIER), max_samples=2, max_new_tokens=8, ngram=False, device="cpu")

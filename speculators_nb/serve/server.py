@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from tqdm.auto import tqdm
@@ -289,9 +290,10 @@ def print_log(
     server: Server,  # that answers
 ):
     "Print what a server writes, without secrets, until it ends. Errors: ServerError."
+    process: Any = server.process
     with server.log.open(errors="replace") as log:
         rest = ""
-        while server.process.poll() is None:
+        while process.poll() is None:
             *lines, rest = (rest + log.read()).split("\n")
             for line in lines:
                 print(without_secrets(line), flush=True)
