@@ -9,7 +9,7 @@ __all__ = ['KEPT', 'GIVEN_TO_TRAINER', 'train', 'prompts_of', 'Contender', 'eval
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #b05a1f9a
 import contextlib
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from speculators_nb.serve.serve_command import (
     serve_command,
     serve_environment,
 )
-from ..serve.server import Server
+from ..serve.server import Server, print_log
 from ..serve.speculative_config import SpeculativeConfig
 from ..serve.vllm_methods import method_of_types
 from ..train.train_drafter import train_drafter
@@ -215,7 +215,8 @@ def _load_checkpoint(drafter, options) -> Contender:
     k = options["k"][0] if options["k"] else draft_length(trained)
     name = model.config.speculators_model_type
     with named_by(drafter) if named else contextlib.nullcontext():
-        target, tokenizer = open_verifier(verifier, trained.aux_layer_ids, device)
+        how = device, False, options["attn_implementation"]
+        target, tokenizer = open_verifier(verifier, trained.aux_layer_ids, *how)
     return Contender(name, trained, k, verifier, target, tokenizer)
 
 
@@ -229,7 +230,8 @@ def _load_method(drafter, options) -> Contender:
         num_speculative_tokens=lengths[0] if lengths else None,
         target_model_config=read_config(verifier) | {"_name_or_path": str(verifier)},
     )
-    target, tokenizer = open_verifier(verifier, None, options["device"])
+    how = options["device"], False, options["attn_implementation"]
+    target, tokenizer = open_verifier(verifier, None, *how)
     trained = config.drafter(target)
     layers = list(trained.aux_layer_ids)
     name = drafter_name(drafter or verifier, dict(method=method))
@@ -281,7 +283,8 @@ def _evaluate_reference(drafter, data, options) -> Evaluation | EngineEvaluation
     given: dict[str, Any] = dict(k=k) | {name: options[name] for name in sampled}
     run = evaluate_as_engine if options["as_engine"] else measure
     job, ends = options["job"], eos_ids_of(target, tokenizer)
-    how: dict[str, Any] = dict(domains=domains, decode=job.decode, eos_token_ids=ends)
+    decode = partial(job.decode, kv_cache=options["kv_cache"])
+    how: dict[str, Any] = dict(domains=domains, decode=decode, eos_token_ids=ends)
     evaluation = run(target, drafters, prompts, **given, **how)
 
     def save():
@@ -322,6 +325,8 @@ def evaluate(
     extra: list[str] | None = None,  # vllm: a further argument of vllm serve (repeatable)
     seed: int = 0,  # of sampling and of the intervals
     device: str | None = None,  # with reference; default: the accelerator if there is one
+    attn_implementation: str | None = None,  # with reference: eager, …; default: as it fits
+    kv_cache: str = "dynamic",  # with reference: static, or graphs: on CUDA as CUDA graphs
     overwrite: bool = False,  # replace the evaluation in output_dir
 ) -> Evaluation | EngineEvaluation:  # tables, pictures
     "Measure how many drafted tokens the verifier accepts, at each position."
@@ -387,19 +392,6 @@ def experiment(
         write_runs_page(folder, found=found)
     return found
 
-# %% ../../nbs/cli/08_drafter_commands.ipynb #4c67862d
-def _print_log(server):
-    "The log of a server as it is written, without secrets, until it ends."
-    with server.log.open(errors="replace") as log:
-        rest = ""
-        while server.process.poll() is None:
-            # whole lines: half of a secret is not known as one
-            *lines, rest = (rest + log.read()).split("\n")
-            for line in lines:
-                print(without_secrets(line), flush=True)
-            time.sleep(0.2)
-    server.check()
-
 # %% ../../nbs/cli/08_drafter_commands.ipynb #f6250fd4
 def serve(
     checkpoint: str,  # a drafter, or a verifier alone: folder or hub id
@@ -447,4 +439,4 @@ def serve(
             without_secrets(f"serving {checkpoint} at {server.url}; Ctrl-C ends it"), flush=True
         )
         with contextlib.suppress(KeyboardInterrupt):
-            _print_log(server)
+            print_log(server)

@@ -290,6 +290,8 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "tflops": ABOVE,
     "mfu": [*ABOVE, ("1.5", "{}=1.5: must be greater than 0 and at most 1")],
     "rule": words("standard", "typcial", "always"),
+    "kv_cache": words("dynamic, static or graphs", "sttaic", "paged"),
+    "attn_implementation": words("sdpa, eager", "spda", "flash", "kernels-community/flash-attn2"),
     "load": words("requests or guidellm", "wrk", "request"),
     "method": words("ngram", "nrgam", "magic"),
     "features.source": words("hf or vllm", "openai", "HF"),
