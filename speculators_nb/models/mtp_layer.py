@@ -173,7 +173,7 @@ class MTPLayer(MTPLayerWeights):
         heads = heads.transpose(-3, -2).flatten(-2)
         if projections.gate is not None:
             heads = heads * projections.gate
-        residual = residual if rows is None else residual[rows]
+        residual = residual if rows is None else residual.index_select(0, rows)
         hidden = residual + self.normed(1, self.self_attn.o_proj(heads))
         mlp = self.mlp(self.normed(2, hidden)[None])[0]
         plain = hidden + self.normed(3, mlp)

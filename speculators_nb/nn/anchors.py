@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from .compiled import to_device
 from .head_loss import HeadLoss
 from .step_weights import dpace
 from .supervision import block_metrics, sum_and_total
@@ -131,9 +132,9 @@ class Blocks(NamedTuple):
         between[:, :first_slot] = False
         between = between.flatten().nonzero()[:, 0]
         given = self.anchors, self.targets, self.supervised, self.drawn_anchors
-        tensors = [x.to(device) for x in (*given, slots)]
+        tensors = [to_device(x, device) for x in (*given, slots)]
         scored = self.targets.flatten()[slots]
-        return Blocks(*tensors)._replace(scored=scored, between=between.to(device))
+        return Blocks(*tensors)._replace(scored=scored, between=to_device(between, device))
 
     def with_values(
         self,

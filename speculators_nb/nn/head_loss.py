@@ -6,7 +6,7 @@ No [tokens, vocabulary] tensor outlives its chunk, which saves most of the memor
 # %% auto #0
 __all__ = ['CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES', 'TILE_BYTES', 'LOW_PRECISION', 'RowWeight', 'target_slots',
            'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype', 'wide_product', 'HeadProducts', 'NoBias',
-           'RowBias', 'TargetBias', 'HeadLoss', 'RowScores', 'score_chunk', 'HeadCase', 'scaled_gradient', 'head_loss',
+           'RowBias', 'TargetBias', 'HeadLoss', 'score_chunk', 'HeadCase', 'scaled_gradient', 'head_loss',
            'dense_head_loss']
 
 # %% ../../nbs/nn/07_head_loss.ipynb #cb396337
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .losses import Distribution, loss_and_grad, overlap, row_loss
+from .compiled import to_device
+from .losses import Distribution, RowScores, overlap, row_loss
 from .target_head import TargetHead
 
 # %% ../../nbs/nn/07_head_loss.ipynb #8f391fff
@@ -246,42 +247,6 @@ class HeadLoss(NamedTuple):
     accept: Any  # [N] alpha = sum min(p, q) over draft vocabulary; None: not wanted
     tokens: Any = None  # [N] int64 the draft's most likely token; None: not wanted
 
-
-class RowScores:
-    "Row losses by name, whether the likeliest token is right, and the acceptance probability."
-
-    def __init__(
-        self, n: int, mixture: dict[str, float], want_accept: bool, want_tokens: bool, device
-    ):
-        self.mixture = mixture
-        self.losses = {name: torch.zeros(n, device=device) for name in mixture}
-        self.correct = torch.zeros(n, dtype=torch.bool, device=device)
-        self.accept = torch.zeros(n, device=device) if want_accept else None
-        self.tokens = torch.zeros(n, dtype=torch.long, device=device) if want_tokens else None
-
-    def score(
-        self,
-        rows: Tensor,  # [n] int64
-        p: Distribution,  # of their targets
-        q: Distribution,  # the drafter's
-        want_grad: bool,
-    ) -> Tensor | None:  # [n, Vd] gradient of the mixture in q's logits
-        "Fill in the entries of these rows."
-        terms, grad = loss_and_grad(p, q, self.mixture, want_grad)
-        for name, value in terms.items():
-            self.losses[name][rows] = value
-        self.correct[rows] = q.logits.gather(-1, p.argmax[:, None])[:, 0] >= q.top
-        if self.accept is not None:
-            self.accept[rows] = overlap(p, q)
-        if self.tokens is not None:
-            self.tokens[rows] = q.argmax
-        return grad
-
-    def total(self, weight: Tensor) -> Tensor:  # [N] -> scalar
-        "The weighted sum of all row losses."
-        terms = (w * (weight * self.losses[name]).sum() for name, w in self.mixture.items())
-        return sum(terms, torch.zeros((), device=weight.device))
-
 # %% ../../nbs/nn/07_head_loss.ipynb #ad6300ff
 def score_chunk(
     chunk: Chunk,
@@ -304,8 +269,8 @@ def score_chunk(
             rows, z = rows_of_slot[first : first + tile], z_slot[first : first + tile]
             if not len(rows):  # a slot is a prefix of the targets: the later ones are shorter
                 break
-            q = Distribution(z.float() if term is None else z.float() + term[: len(rows)])
-            grad = scores.score(rows, p.first(len(rows)), q, weight is not None)
+            terms = (x if x is None else x[: len(rows)] for x in (term, label))
+            grad = scores.score(rows, p.first(len(rows)), z, *terms, weight is not None)
             if grad is not None and weight is not None:
                 z.copy_(grad)
                 bias.add_gradient(grad, weight, rows)
@@ -346,7 +311,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         kind = TargetBias if case.bias_by_target else RowBias
         bias = NoBias() if e is None else kind(e, w, case.dtype, want_grad)
         order, slots = target_slots(case.target_of_row.cpu(), len(case.target_hidden))
-        order, *slots = (x.to(hidden.device) for x in (order, *slots))
+        order, *slots = (to_device(x, hidden.device) for x in (order, *slots))
         plan = cut_chunks(order, slots, case.chunk, bias.each)
         targets = case.target_hidden[order]
         heads = HeadProducts(hidden, case.head, case.target_head, targets, case.dtype)

@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..core.config_fields import check_layers
+from .compiled import compiled_in_training
 from .target_head import norm_eps, text_config
 
 # %% ../../nbs/nn/04_layers.ipynb #e44791cb
@@ -222,10 +223,12 @@ class Attention(nn.Module):
         heads = x.unflatten(-1, (x.shape[-1] // self.d, self.d)).transpose(-3, -2)
         return heads if norm is None else norm(heads)
 
+    @compiled_in_training
     def query(self, x: Tensor, rope: Sequence[Tensor]) -> Tensor:
         "Rotated queries: [..., N, size] -> [..., Hq, N, D]."
         return rotate(self._heads(self.q_proj(x), self.q_norm), rope)
 
+    @compiled_in_training
     def key_value(self, x: Tensor, rope: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         "Rotated keys, and values: [..., N, size] -> two of [..., Hkv, N, D]."
         keys = rotate(self._heads(self.k_proj(x), self.k_norm), rope)
@@ -334,6 +337,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = RMSNorm(h, eps)
         self.hidden_norm = RMSNorm(h, eps) if with_embeds else None
 
+    @compiled_in_training
     def inputs(
         self,
         hidden: Tensor,  # [..., N, H]
@@ -346,6 +350,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         projected = torch.cat([self.input_layernorm(embeds), normed], -1)
         return projected, normed if self.norm_before_residual else hidden
 
+    @compiled_in_training
     def finish(
         self,
         heads: Tensor,  # [..., Hq, N, D] from attention

@@ -5,19 +5,37 @@ KL, reverse KL, Jensen-Shannon, cross-entropies and total variation, each with i
 
 # %% auto #0
 __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'Distribution', 'rowdot', 'overlap', 'RowLoss', 'parse_loss',
-           'loss_and_grad', 'row_loss']
+           'loss_and_grad', 'ScoredRows', 'score_rows', 'score_logits', 'RowScores', 'row_loss']
 
 # %% ../../nbs/nn/05_losses.ipynb #2f999eda
 import json
 import math
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .compiled import compiled_on_cuda, is_compiled_for
+
 # %% ../../nbs/nn/05_losses.ipynb #eb30f0a9
+if TYPE_CHECKING:
+    from functools import cached_property as piece
+else:
+
+    class piece:
+        "functools.cached_property, which on Python 3.11 holds a lock that cannot be compiled."
+
+        def __init__(self, make):
+            self.make, self.__doc__ = make, make.__doc__
+
+        def __get__(self, of, kind=None):
+            if of is None:
+                return self
+            value = of.__dict__[self.make.__name__] = self.make(of)
+            return value
+
+
 TOP_K = 10  # tokens that `topk_ce` counts (HASS, 2408.15766)
 
 
@@ -33,23 +51,23 @@ class Distribution:
         if label is not None:
             self.label = label
 
-    @cached_property
+    @piece
     def probs(self) -> Tensor:  # [N, V]
         return torch.softmax(self.logits, -1)
 
-    @cached_property
+    @piece
     def top(self) -> Tensor:  # [N] the largest logit
         return self.logits.amax(-1)
 
-    @cached_property
+    @piece
     def argmax(self) -> Tensor:  # [N]
         return self.logits.argmax(-1)
 
-    @cached_property
+    @piece
     def label(self) -> Tensor:  # [N] the right token of `ce`
         return self.argmax
 
-    @cached_property
+    @piece
     def lse(self) -> Tensor:  # [N], log-sum-exp without a second pass of exponentials
         return self.top - self.probs.amax(-1).log()
 
@@ -57,11 +75,11 @@ class Distribution:
     def log_probs(self) -> Tensor:  # [N, V], not kept: one row-sized temporary less
         return self.logits - self.lse[:, None]
 
-    @cached_property
+    @piece
     def neg_entropy(self) -> Tensor:  # [N], sum p log p
         return rowdot(self.probs, self.logits) - self.lse
 
-    @cached_property
+    @piece
     def best(self) -> Tensor:  # [N, TOP_K] the likeliest tokens
         return self.logits.topk(min(TOP_K, self.logits.shape[-1]), -1).indices
 
@@ -245,6 +263,90 @@ def loss_and_grad(
             grad *= weight
         total = grad if total is None else total.add_(grad)
     return terms, total
+
+# %% ../../nbs/nn/05_losses.ipynb #05d03d05
+class ScoredRows(NamedTuple):
+    "What is known of n rows."
+
+    losses: dict[str, Tensor]  # name -> [n] unweighted
+    correct: Tensor  # [n] bool: the draft's most likely token is the verifier's
+    accept: Tensor | None  # [n] the overlap; None: not wanted
+    tokens: Tensor | None  # [n] int64 the draft's most likely token; None: not wanted
+    grad: Tensor | None  # [n, V] of the mixture in the draft's logits; None: not wanted
+
+
+def score_rows(
+    target: Distribution,  # the verifier's p, rows [n, V]
+    draft: Distribution,  # the drafter's q, rows [n, V]
+    mixture: dict[str, float],  # name -> weight, from `parse_loss`
+    want_grad: bool = True,
+    want_accept: bool = True,
+    want_tokens: bool = True,
+) -> ScoredRows:
+    "All scores of some rows, and the gradient of their loss."
+    losses, grad = loss_and_grad(target, draft, mixture, want_grad)
+    correct = draft.logits.gather(-1, target.argmax[:, None])[:, 0] >= draft.top
+    accept = overlap(target, draft) if want_accept else None
+    return ScoredRows(losses, correct, accept, draft.argmax if want_tokens else None, grad)
+
+
+@compiled_on_cuda
+def score_logits(
+    target: Tensor,  # [n, V] of the verifier, float32
+    draft: Tensor,  # [n, V] of the drafter, in any dtype
+    label: Tensor | None,  # [n] the right token of `ce`; None: the verifier's likeliest
+    term: Tensor | None,  # [n, V] added to the drafter's logits
+    *wanted: Any,  # the last four arguments of `score_rows`
+) -> ScoredRows:  # its gradient in the dtype of `draft`, with a term in float32
+    "`score_rows` of raw logits."
+    logits = draft.float() if term is None else draft.float() + term
+    found = score_rows(Distribution(target, label), Distribution(logits), *wanted)
+    if found.grad is None or term is not None:
+        return found
+    return found._replace(grad=found.grad.to(draft.dtype))
+
+# %% ../../nbs/nn/05_losses.ipynb #192f2dad
+class RowScores:
+    "Row losses by name, whether the likeliest token is right, and the acceptance probability."
+
+    def __init__(
+        self, n: int, mixture: dict[str, float], want_accept: bool, want_tokens: bool, device
+    ):
+        self.mixture = mixture
+        self.losses = {name: torch.zeros(n, device=device) for name in mixture}
+        self.correct = torch.zeros(n, dtype=torch.bool, device=device)
+        self.accept = torch.zeros(n, device=device) if want_accept else None
+        self.tokens = torch.zeros(n, dtype=torch.long, device=device) if want_tokens else None
+
+    def score(
+        self,
+        rows: Tensor,  # [n] int64
+        p: Distribution,  # of their targets
+        z: Tensor,  # [n, Vd] the drafter's logits
+        term: Tensor | None,  # [n, Vd] added to them
+        label: Tensor | None,  # [n] right tokens of `ce`
+        want_grad: bool,
+    ) -> Tensor | None:  # [n, Vd] gradient of the mixture in the logits
+        "Fill in the entries of these rows."
+        wanted = self.mixture, want_grad, self.accept is not None, self.tokens is not None
+        if is_compiled_for(z):
+            found = score_logits(p.logits, z, label, term, *wanted)
+        else:  # what is computed of p serves every row that wants it
+            q = Distribution(z.float() if term is None else z.float() + term)
+            found = score_rows(p, q, *wanted)
+        for name, value in found.losses.items():
+            self.losses[name][rows] = value
+        self.correct[rows] = found.correct
+        if self.accept is not None:
+            self.accept[rows] = found.accept
+        if self.tokens is not None:
+            self.tokens[rows] = found.tokens
+        return found.grad
+
+    def total(self, weight: Tensor) -> Tensor:  # [N] -> scalar
+        "The weighted sum of all row losses."
+        terms = (w * (weight * self.losses[name]).sum() for name, w in self.mixture.items())
+        return sum(terms, torch.zeros((), device=weight.device))
 
 # %% ../../nbs/nn/05_losses.ipynb #13fd7d3a
 def row_loss(

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .compiled import to_device
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 else:
@@ -296,12 +298,10 @@ def sliding_window(
 def repeated_diagonal(
     length: int,  # L, the length of one pass
 ) -> Mask:
-    """A query attends to its own position in every later pass: key step·L + j for step >= 1
-    where j is the query's position."""
+    "Query j attends to its own position in every later pass: key step·L + j for step >= 1."
 
     def ranges(q, kv_len):
-        starts = range(length, kv_len, length)
-        return [KeyRange(q + start, q + start + 1) for start in starts]
+        return [KeyRange(q + i, q + i + 1) for i in range(length, kv_len, length)]
 
     return Mask(
         lambda b, h, q, kv: (kv >= length) & (kv % length == q),
@@ -312,9 +312,8 @@ def repeated_diagonal(
 
 def itself() -> Mask:
     "A query attends to its own position, padding too."
-    return Mask(
-        lambda b, h, q, kv: kv == q, lambda q, kv_len: [KeyRange(q, q + 1)], "the query itself"
-    )
+    own = lambda q, kv_len: [KeyRange(q, q + 1)]
+    return Mask(lambda b, h, q, kv: kv == q, own, "the query itself")
 
 
 def ttt(
@@ -411,7 +410,8 @@ def rollouts(
     ids, deepest = document_ids.reshape(-1), int(depth.max()) if len(depth) else 0
     known = torch.equal(anchor_pos[: len(ids)], torch.arange(len(ids), device=ids.device))
     known = known and not depth[: len(ids)].any()
-    anchor_pos, depth, ids = (x.to(device or x.device) for x in (anchor_pos, depth, ids))
+    on = device or anchor_pos.device
+    anchor_pos, depth, ids = (to_device(x, on) for x in (anchor_pos, depth, ids))
     document = ids[anchor_pos]
 
     def before(b, h, q, kv):

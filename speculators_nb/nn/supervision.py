@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from .attention import FLEX_ROWS
+from .compiled import to_device
 
 # %% ../../nbs/nn/08_supervision.ipynb #a0d22691
 def shift_by_one(
@@ -69,7 +70,9 @@ class Supervised(NamedTuple):
 
     def to(self, device: torch.device) -> "Supervised":
         "The same tensors on a device."
-        return self._replace(step=self.step.to(device), target=self.target.to(device))
+        return self._replace(
+            step=to_device(self.step, device), target=to_device(self.target, device)
+        )
 
     def sum_by_step(
         self,
