@@ -4688,6 +4688,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'speculators_nb/nn/attention.py'),
                                              'speculators_nb.nn.attention._own_scores': ( 'nn/attention.html#_own_scores',
                                                                                           'speculators_nb/nn/attention.py'),
+                                             'speculators_nb.nn.attention._pad': ( 'nn/attention.html#_pad',
+                                                                                   'speculators_nb/nn/attention.py'),
                                              'speculators_nb.nn.attention._padded': ( 'nn/attention.html#_padded',
                                                                                       'speculators_nb/nn/attention.py'),
                                              'speculators_nb.nn.attention._prefix_scores': ( 'nn/attention.html#_prefix_scores',

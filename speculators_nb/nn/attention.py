@@ -9,8 +9,6 @@ __all__ = ['BACK_ENDS', 'FLEX_BLOCK', 'FLEX_ROWS', 'attention', 'flex_mask', 'ma
 
 # %% ../../nbs/nn/02_attention.ipynb #7628adb4
 import math
-import operator
-from functools import reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -92,8 +90,10 @@ def _in_ranges(ranges: KeyRange) -> Mask:  # of [Q', R] tensors
     firsts, stops = ([part.int() for part in x.unbind(-1)] for x in ranges)
 
     def allowed(b, h, q, kv):
-        inside = [(kv >= first[q]) & (kv < stop[q]) for first, stop in zip(firsts, stops)]
-        return reduce(operator.or_, inside)
+        inside = kv < 0
+        for first, stop in zip(firsts, stops):
+            inside = inside | ((kv >= first[q]) & (kv < stop[q]))
+        return inside
 
     parts = [KeyRange(*part) for part in zip(*(x.unbind(-1) for x in ranges))]
     return Mask(allowed, lambda q, _: parts)
@@ -132,6 +132,10 @@ def flex_mask(
 _compiled_flex = compiled_on_cuda(flex_attention)
 
 
+def _pad(x, rows):
+    return F.pad(x, (0, 0, 0, rows)) if rows else x  # a copy, of no rows too
+
+
 def masked_flex(
     q: Tensor,  # [B, Hq, Q, D]
     k: Tensor,  # [B, Hkv, K, D]
@@ -145,7 +149,7 @@ def masked_flex(
     queries, keys = q.shape[-2], k.shape[-2]
     if not torch.is_grad_enabled():
         q, k, v = q.detach(), k.detach(), v.detach()  # flex looks at requires_grad alone
-    q, k, v = (F.pad(x, (0, 0, 0, -x.shape[-2] % FLEX_ROWS)) for x in (q, k, v))
+    q, k, v = (_pad(x, -x.shape[-2] % FLEX_ROWS) for x in (q, k, v))
     options: dict[str, Any] = dict(
         block_mask=flex_mask(mask, queries, keys, q.device),
         scale=scale,
