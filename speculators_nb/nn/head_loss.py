@@ -269,8 +269,9 @@ def score_chunk(
             rows, z = rows_of_slot[first : first + tile], z_slot[first : first + tile]
             if not len(rows):  # a slot is a prefix of the targets: the later ones are shorter
                 break
-            terms = (x if x is None else x[: len(rows)] for x in (term, label))
-            grad = scores.score(rows, p.first(len(rows)), z, *terms, weight is not None)
+            of_rows = p.first(len(rows))
+            parts = [x if x is None else x[: len(rows)] for x in (term, label)]
+            grad = scores.score(rows, of_rows, z, parts[0], parts[1], weight is not None)
             if grad is not None and weight is not None:
                 z.copy_(grad)
                 bias.add_gradient(grad, weight, rows)

@@ -270,8 +270,8 @@ class ScoredRows(NamedTuple):
 
     losses: dict[str, Tensor]  # name -> [n] unweighted
     correct: Tensor  # [n] bool: the draft's most likely token is the verifier's
-    accept: Tensor | None  # [n] the overlap; None: not wanted
-    tokens: Tensor | None  # [n] int64 the draft's most likely token; None: not wanted
+    accept: Any  # [n] the overlap; None: not wanted
+    tokens: Any  # [n] int64 the draft's most likely token; None: not wanted
     grad: Tensor | None  # [n, V] of the mixture in the draft's logits; None: not wanted
 
 
