@@ -60,9 +60,7 @@ def to_device(
     device: torch.device | str,
 ) -> Tensor:  # the same values there
     "A copy that the host does not wait for."
-    if torch.device(device).type != "cuda" or x.is_cuda:
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device, non_blocking=True)
 
 # %% ../../nbs/nn/00_compiled.ipynb #cba510c6
 FLEX_NAMES = ("simple_flex_attention", "flex_attention")  # in configs of layers
