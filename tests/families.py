@@ -4,6 +4,7 @@ the table of docs/verifiers.md; tests/test_families.py holds it."""
 import re
 import tempfile
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -312,9 +313,9 @@ def check_picture(family):
     v = verifier(family)
     with torch.no_grad():
         answer = v.model.generate(ids, do_sample=False, max_new_tokens=NEW, **inputs)[0].tolist()
-    for branches in (False, True):
+    for kv_cache, branches in product(kv_caches(family), (False, True)):
         drafter = Knowing([answer], branches)
-        g = generate(v, drafter, ids[0], max_new_tokens=NEW, k=4, inputs=inputs)
+        g = generate(v, drafter, ids[0], max_new_tokens=NEW, k=4, inputs=inputs, kv_cache=kv_cache)
         assert g.prompt + g.tokens == answer and any(s.accepted > 1 for s in g.steps)
         read = torch.cat(drafter.features)[: len(text), :H]
         same(read, expected.states[0][0])
@@ -355,14 +356,19 @@ def greedy(family):
     return prompts, [out[0].tolist() for out in outputs]
 
 
+def kv_caches(family):
+    "Those that the family can be decoded with."
+    return ["dynamic"] if recurrent_kinds(verifier(family).config) else ["dynamic", "static"]
+
+
 def check_decode(family):
-    "Chains, trees and batches write what transformers writes, and hand over the features of that text."
+    "Chains, trees and batches write what transformers writes, with every KV cache, and hand over its features."
     v, (prompts, answers) = verifier(family), greedy(family)
-    for branches in (False, True):
-        drafter = Knowing(answers, branches)
-        together = generate(v, drafter, prompts[1:], max_new_tokens=NEW, k=4)
+    for kv_cache, branches in product(kv_caches(family), (False, True)):
+        drafter, options = Knowing(answers, branches), dict(max_new_tokens=NEW, k=4, kv_cache=kv_cache)
+        together = generate(v, drafter, prompts[1:], **options)
         assert [g.prompt + g.tokens for g in together] == answers[1:]
-        g = generate(v, drafter, prompts[0], max_new_tokens=NEW, k=4)
+        g = generate(v, drafter, prompts[0], **options)
         assert g.prompt + g.tokens == answers[0]
         if branches:
             assert any(max(s.path or [0]) > 3 for s in g.steps)  # nodes beyond the chain

@@ -128,6 +128,18 @@ def wait_once(verifier, drafter, prompt, **options):
 GROWN = ([(0,), (1,), (0, 0)], DynamicTreeTokenProposalConfig(speculative_tokens=5, expansion_factor=2, depth=2))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_step_of_one_shape_waits_once(temperature):
+    "With a static KV cache, whatever is moved in it."
+    drafter, verifier = decoding("eagle3")
+    texts = []
+    for d in (drafter, *(TreeDrafter(drafter, method) for method in GROWN)):
+        options = dict(k=2, sampling=Sampling(temperature), kv_cache="static")
+        texts += wait_once(verifier, d, prompts(2)[1], **options)
+        texts += wait_once(verifier, d, prompts(2), **options)[1:]
+    assert temperature or len({tuple(g.tokens) for g in texts}) == 1
+
+
 @every_drafter
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_decoding_step_waits_for_the_device_once(name, temperature):

@@ -428,7 +428,10 @@ def test_toy_run(tmp_path):
         step.SETTINGS
     ) - {"EAGLE-3 K=7"}
     loop = found["rows"]["loop"]
-    assert {(r["proposal"], r["temperature"]) for r in loop} == {(p, t) for p in ("chain", "tree") for t in (0.0, 1.0)}
+    kinds = {(p, t, c) for p in ("chain", "tree") for t in (0.0, 1.0) for c in ("dynamic", "static", "graphs")}
+    assert {(r["proposal"], r["temperature"], r["kv_cache"]) for r in loop} == kinds
+    assert all(r["text"] == "equal" for r in loop)  # float32 on a CPU
+    assert {r["kv_cache"] for r in found["rows"]["decode"] if r["drafter"] == "eagle3"} == {"dynamic", "graphs"}
     assert all(min(r["draft_seconds"], r["verification_seconds"], r["rule_seconds"]) > 0 for r in loop)
     kernels = found["rows"]["kernels"]
     assert len([r for r in kernels if "kernel" in r]) == 30

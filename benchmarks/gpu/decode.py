@@ -41,7 +41,8 @@ def first_difference(a, b):
 
 
 def run(cell, turn):
-    """One row: texts compared, those that part at a near tie, those that differ otherwise."""
+    """A row with the growing KV cache, and one with CUDA graphs for a trained drafter: texts compared,
+    those that part at a near tie, those that differ otherwise."""
     from speculators_nb.decode.generate import NoDrafter, generate
     from speculators_nb.models.base import SpeculatorModel
     from speculators_nb.verifier.tapped_model import Verifier
@@ -55,21 +56,23 @@ def run(cell, turn):
     proposer = model.to(dtype).drafter()
     verifier = Verifier.from_pretrained(str(VERIFIER), list(proposer.aux_layer_ids), dtype=dtype, device=device)
     options, asked = dict(max_new_tokens=TOKENS[cell["size"]], eos_token_ids=(2,)), prompts(TEXTS[cell["size"]])
-    tied = wrong = kept = steps = 0
-    for ids in asked:
-        alone = generate(verifier, NoDrafter(), ids, k=0, **options)
-        ours = generate(verifier, proposer, ids, k=DRAFTED, **options)
-        at = first_difference(alone.tokens, ours.tokens)
-        steps, kept = steps + len(ours.steps), kept + sum(step.accepted for step in ours.steps)
-        if at is not None:
-            tie = dtype != torch.float32 and near_tie(verifier, [*ids, *alone.tokens[:at]])
-            tied, wrong = tied + tie, wrong + (not tie)
-    yield dict(
-        drafter=name,
-        dtype=cell["dtype"],
-        texts=len(asked),
-        near_ties=tied,
-        different=wrong,
-        accepted_a_step=kept / max(steps, 1),
-        ok=not wrong,
-    )
+    alone = [generate(verifier, NoDrafter(), ids, k=0, **options).tokens for ids in asked]
+    for kv_cache in ("dynamic", "graphs") if name in TRAINED else ("dynamic",):
+        tied = wrong = kept = steps = 0
+        for ids, text in zip(asked, alone):
+            ours = generate(verifier, proposer, ids, k=DRAFTED, kv_cache=kv_cache, **options)
+            at = first_difference(text, ours.tokens)
+            steps, kept = steps + len(ours.steps), kept + sum(step.accepted for step in ours.steps)
+            if at is not None:
+                tie = dtype != torch.float32 and near_tie(verifier, [*ids, *text[:at]])
+                tied, wrong = tied + tie, wrong + (not tie)
+        yield dict(
+            drafter=name,
+            dtype=cell["dtype"],
+            kv_cache=kv_cache,
+            texts=len(asked),
+            near_ties=tied,
+            different=wrong,
+            accepted_a_step=kept / max(steps, 1),
+            ok=not wrong,
+        )

@@ -3,14 +3,18 @@
 `draft`, `verification` and `rule` are timed apart, the device waited for after each; `step` is what `generate` takes
 for a step as it is, which waits once. The overhead is what `step` takes beyond draft and verification.
 A random drafter's tokens are hardly ever accepted, so a step writes one token; its time does not depend on that.
+Each is done with a growing KV cache, with a static one (`static`: all steps have one shape), and with a static one
+whose verification is replayed as a CUDA graph (`graphs`; on a CPU the same as `static`). Their texts are compared.
 """
 
 import tempfile
 import time
 import warnings
+from itertools import product
 
 import torch
 
+from benchmarks.gpu.decode import first_difference, near_tie
 from benchmarks.gpu.device import pick, wait
 
 SIZES = {  # the device's: those of Llama-3.2-1B
@@ -21,6 +25,7 @@ PROMPT, STEPS, DRAFTED = {"device": 512, "toy": 16}, {"device": 40, "toy": 6}, 5
 TREE = dict(speculative_tokens=59, expansion_factor=10, depth=6)
 DRAFT_VOCAB = {"device": 32000, "toy": 256}
 PROPOSALS = ("chain", "tree")
+KV_CACHES = ("dynamic", "static", "graphs")
 
 
 def models(size, device):
@@ -108,10 +113,29 @@ def waits_a_step(verifier, drafter, options):
     return sum("synchronizing" in str(w.message) for w in found) / (len(done.steps) + 1)
 
 
-def run(cell, turn):
-    """A row for a chain and one for a tree, greedy and sampled."""
-    from speculators_nb.core.registry import DynamicTreeTokenProposalConfig
+def verdict_of(verifier, prompt, plain, tokens, temperature):
+    """How a text compares with that of the growing KV cache; in bf16 the last bits of a logit depend on the kernel."""
+    at = first_difference(plain, tokens)
+    if at is None:
+        return "equal"
+    tie = not temperature and near_tie(verifier, [*prompt, *plain[:at]])
+    return f"equal up to token {at}" + (", a near tie" if tie else "")
+
+
+def measured(verifier, drafter, options):
+    """The generation, and seconds of a step; the prompt's pass counts as one."""
     from speculators_nb.decode.generate import generate
+
+    wait(verifier.device)
+    began = time.perf_counter()
+    done = generate(verifier, drafter, **options())
+    wait(verifier.device)
+    return done, (time.perf_counter() - began) / (len(done.steps) + 1)
+
+
+def run(cell, turn):
+    """A row for a chain and one for a tree, greedy and sampled, with every KV cache."""
+    from speculators_nb.core.registry import DynamicTreeTokenProposalConfig
     from speculators_nb.decode.proposal_setup import TreeDrafter
     from speculators_nb.decode.tree import Sampling
 
@@ -120,22 +144,27 @@ def run(cell, turn):
     prompt = torch.randint(verifier.vocab_size, (PROMPT[size],), generator=torch.Generator().manual_seed(1)).tolist()
     drafters = dict(zip(PROPOSALS, (chain, TreeDrafter(chain, DynamicTreeTokenProposalConfig(**TREE)))))
     with turn():
-        for proposal, drafter in drafters.items():
-            for temperature in (0.0, 1.0):
-                options = dict(prompt_ids=prompt, k=DRAFTED, sampling=Sampling(temperature), max_new_tokens=STEPS[size])
-                generate(verifier, drafter, **options)  # warm up
-                wait(device)
-                began = time.perf_counter()
-                done = generate(verifier, drafter, **options)
-                wait(device)
-                step = (time.perf_counter() - began) / (len(done.steps) + 1)  # the prompt's pass is one
-                parts = timed_parts(verifier, drafter, options)
-                yield dict(
-                    proposal=proposal,
-                    temperature=temperature,
-                    steps=len(done.steps),
-                    seconds=step,
-                    **{f"{name}_seconds": value for name, value in parts.items()},
-                    overhead=step / (parts["draft"] + parts["verification"]) - 1,
-                    waits_a_step=waits_a_step(verifier, drafter, options),
-                )
+        for proposal, temperature, kv_cache in product(PROPOSALS, (0.0, 1.0), KV_CACHES):
+            drafter = drafters[proposal]
+
+            def options(temperature=temperature, kv_cache=kv_cache):
+                sampling = Sampling(temperature, torch.Generator(device).manual_seed(1))
+                more = dict(max_new_tokens=STEPS[size], kv_cache=kv_cache)
+                return dict(prompt_ids=prompt, k=DRAFTED, sampling=sampling, **more)
+
+            measured(verifier, drafter, options)  # warm up; a graph is recorded
+            done, step = measured(verifier, drafter, options)
+            if kv_cache == "dynamic":
+                plain = done.tokens
+            parts = timed_parts(verifier, drafter, options())
+            yield dict(
+                proposal=proposal,
+                temperature=temperature,
+                kv_cache=kv_cache,
+                steps=len(done.steps),
+                seconds=step,
+                **{f"{name}_seconds": value for name, value in parts.items()},
+                overhead=step / (parts["draft"] + parts["verification"]) - 1,
+                waits_a_step=waits_a_step(verifier, drafter, options()),
+                text=verdict_of(verifier, prompt, plain, done.tokens, temperature),
+            )

@@ -187,6 +187,7 @@ def decoding_table(report):
         [
             "drafter",
             "dtype",
+            "KV cache",
             "texts",
             "parted at a near tie",
             "different",
@@ -197,6 +198,7 @@ def decoding_table(report):
             [
                 r["drafter"],
                 r["dtype"],
+                r.get("kv_cache", ""),
                 *[number(r.get(k)) for k in ("texts", "near_ties", "different", "accepted_a_step")],
                 verdict(r),
             ]
@@ -344,14 +346,16 @@ def attention_table(report):
 
 def loop_line(row):
     if "error" in row:
-        return [row["proposal"], *["–"] * 7, row["error"]]
+        return [row["proposal"], *["–"] * 8, row["error"]]
     parts = [number(1e3 * row[f"{name}seconds"]) for name in ("", "draft_", "verification_", "rule_")]
-    found = [row["proposal"], number(row["temperature"]), *parts]
-    return [*found, number(100 * row["overhead"]), number(row["waits_a_step"]), ""]
+    found = [row["proposal"], number(row["temperature"]), row["kv_cache"], *parts]
+    return [*found, number(100 * row["overhead"]), number(row["waits_a_step"]), row["text"]]
 
 
 def loop_table(report):
-    heads = "proposal, temperature, ms a step, draft ms, verification ms, rule ms, overhead %, waits a step, "
+    heads = (
+        "proposal, temperature, KV cache, ms a step, draft ms, verification ms, rule ms, overhead %, waits a step, text"
+    )
     lines = [loop_line(row) for row in report.rows["loop"]]
     return lines and table(heads.split(", "), lines)
 

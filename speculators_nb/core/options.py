@@ -5,7 +5,7 @@ They are checked before any work is done, with the relations between them and fu
 
 # %% auto #0
 __all__ = ['MOST_DRAFTED', 'MOST_TOKENS', 'SEED', 'TEMPERATURE', 'HERE', 'ADDRESS', 'REGISTERED', 'STORED', 'FLOATS', 'SERVED',
-           'METHODS', 'PROMPT_SETS', 'SCHEDULES', 'RULES', 'LAYERS', 'ARGUMENTS', 'IN', 'shipped_drafters',
+           'METHODS', 'ATTENTION', 'PROMPT_SETS', 'SCHEDULES', 'RULES', 'LAYERS', 'ARGUMENTS', 'IN', 'shipped_drafters',
            'installed_drafters', 'algorithms', 'rule_of', 'check_options']
 
 # %% ../../nbs/core/03_options.ipynb #0dbf456f
@@ -87,6 +87,9 @@ SERVED = ("auto", "half", "float16", "bfloat16", "float", "float32")  # as vLLM 
 METHODS = _words(
     """ngram ngram_gpu suffix draft_model eagle eagle3 dflash dspark medusa mlp_speculator mtp
     extract_hidden_states custom_class"""
+)
+ATTENTION = _words(  # as transformers spells them
+    "sdpa eager flex_attention flash_attention_2 flash_attention_3 flash_attention_4"
 )
 PROMPT_SETS = _words(
     "shipped mt-bench gsm8k humaneval math-500 speed-bench alpaca-eval cnn-dailymail"
@@ -303,6 +306,8 @@ RULES |= {
     "record": whole(5, 0, MOST_DRAFTED),
     "engine": word("reference", "vllm"),
     "rule": word("standard", "greedy", "strict", "block", "typical", objects=True),
+    "kv_cache": word("dynamic", "static", "graphs"),
+    "attn_implementation": word(*ATTENTION, none=True),
     "load": word("requests", "guidellm"),
     "method": word(*METHODS, none=True),
     "context": whole(128, 1, MOST_TOKENS),

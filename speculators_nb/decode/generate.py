@@ -186,11 +186,13 @@ def generate(
     rule: str | Rule = "standard",  # a row of `RULES`, or a rule
     inputs: dict | None = None,  # pictures of one request's prompt, as a `Verifier` takes them
     record: int = 0,  # likeliest tokens to keep of p and q for each draft token; 0: none
+    kv_cache: str = "dynamic",  # static: steps of one shape; graphs: on CUDA as CUDA graphs
 ) -> Generation | list[Generation]:  # tokens and steps; a list for a list of requests
     """Speculative decoding (2211.17192, algorithm 1). Under a lossless rule the output has the
     verifier's distribution. Requests of a list are read by the verifier together; each has a
     shallow copy of the drafter, which shares its weights."""
-    check_options(dict(max_new_tokens=max_new_tokens, k=k, rule=rule, record=record))
+    given = dict(max_new_tokens=max_new_tokens, k=k, rule=rule, record=record)
+    check_options(given | dict(kv_cache=kv_cache))
     if isinstance(rule, str):
         rule = RULES[rule]
     listed = isinstance(prompt_ids, (list, tuple)) and bool(prompt_ids)
@@ -214,7 +216,8 @@ def generate(
     warn_beyond_training(drafter, k)
 
     active = requests
-    context = context_for(verifier, len(requests))
+    longest = max((len(r.tokens) + r.remaining for r in requests), default=0)
+    context = context_for(verifier, len(requests), kv_cache, longest)
     while active:
         looked = decoding_step(context, active, k, rule, eos_token_ids, columns, inputs)
         inputs = None  # they are in the prompt

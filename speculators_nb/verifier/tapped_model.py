@@ -5,8 +5,7 @@ They are those of chosen layers of the transformers model, caught by forward pre
 
 # %% auto #0
 __all__ = ['log', 'FINAL_NORMS', 'default_aux_layer_ids', 'check_aux_layer_ids', 'find_taps', 'tapped', 'loading_problems',
-           'not_finite', 'auto_class', 'load_model', 'positions_of_mask', 'text_positions', 'VerifierOutput',
-           'TappedModel', 'Verifier']
+           'not_finite', 'auto_class', 'load_model', 'VerifierOutput', 'TappedModel', 'Verifier']
 
 # %% ../../nbs/verifier/02_tapped_model.ipynb #8dd28563
 import inspect
@@ -32,8 +31,9 @@ from transformers import (
 
 from ..core.checkpoints import remote_code_allowed
 from ..core.files import check_length
+from ..core.options import check_options
 from ..nn.target_head import verifier_config
-from .cache import new_cache
+from .cache import new_cache, positions_of_mask, text_positions
 
 # %% ../../nbs/verifier/02_tapped_model.ipynb #12733a9c
 def default_aux_layer_ids(
@@ -253,6 +253,21 @@ def _not_built(path, error, quantised):
         "--server), or take the checkpoint that is not quantised"
     )
 
+# %% ../../nbs/verifier/02_tapped_model.ipynb #attnim03
+@contextmanager
+def _attention_errors(path, name):
+    "ValueError for an attention that the model has not, or that is not installed."
+    try:
+        yield
+    except (ImportError, ValueError, OSError) as e:
+        what = " ".join(str(e.__cause__ or e).split())[:300]
+        if name is None or not re.search("attention|attn", what, re.I):
+            raise
+        raise ValueError(
+            f"attn_implementation={name!r}: transformers cannot use it for verifier {path!r} "
+            f"here ({what}); leave it out, or name another, e.g. sdpa"
+        ) from e
+
 # %% ../../nbs/verifier/02_tapped_model.ipynb #21968947
 def _quantisation(config) -> str | None:
     "The method by which a checkpoint is quantised; None: it is not."
@@ -265,23 +280,28 @@ def load_model(
     path: str | os.PathLike,  # folder, or hub id
     dtype: str | torch.dtype = "auto",  # "auto": the checkpoint's
     trust_remote_code: bool | None = None,  # run code; None: `checkpoints.remote_code` (no)
+    attn_implementation: str | None = None,  # e.g. sdpa, eager; None: transformers' choice
     # "auto": over all devices, the rest on the CPU and on the disk; or module -> place
     device_map: str | dict[str, Any] | None = None,
     offload_folder: str | os.PathLike | None = None,  # for what no memory has place for
 ) -> PreTrainedModel:  # on the CPU, unless `device_map` says otherwise
     """Load from safetensors. FileNotFoundError: no config or no weights in the folder;
-    ValueError: they do not belong together, NaN, or quantised as cannot be computed here."""
+    ValueError: they do not belong together, NaN, or quantised as cannot be computed here; an
+    attention implementation that there is not, or not for this model."""
+    check_options(dict(attn_implementation=attn_implementation))
     path = os.fspath(path)
     if Path(path).is_dir():
         _check_folder(path)
     if trust_remote_code is None:
         trust_remote_code = remote_code_allowed()
     config = verifier_config(path, trust_remote_code)
-    placed: dict[str, Any] = dict(device_map=device_map, offload_folder=offload_folder)
-    with _loading_errors(path, _quantisation(config)):
+    chosen: dict[str, Any] = dict(device_map=device_map, offload_folder=offload_folder)
+    chosen |= dict(attn_implementation=attn_implementation)
+    attention = _attention_errors(path, attn_implementation)
+    with attention, _loading_errors(path, _quantisation(config)):
         model, info = auto_class(config).from_pretrained(
             path,
-            **{name: value for name, value in placed.items() if value is not None},
+            **{name: value for name, value in chosen.items() if value is not None},
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
@@ -301,28 +321,6 @@ def load_model(
             "weights again"
         )
     return model
-
-# %% ../../nbs/verifier/02_tapped_model.ipynb #05924f89
-def positions_of_mask(
-    attention_mask: torch.Tensor,  # [B, past + L], 0 at padding
-    length: int,  # L, of the tokens at hand
-) -> torch.Tensor:  # [B, L] int64, from 0 in each row; padding has 0
-    "Positions that count real tokens alone."
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
-
-
-def text_positions(
-    input_ids: torch.Tensor,  # [B, L]
-    position_ids: torch.Tensor | None,  # [B, L]; None: those after the cache
-    cache: DynamicCache | None,  # with `position_shift` where it holds pictures
-) -> torch.Tensor:  # [B, L], or [3, B, L] where the shift has that shape
-    "Positions of text in a vision-language model, after the pictures in the same cache."
-    if position_ids is None:
-        past = cache.get_seq_length() if cache is not None else 0
-        positions = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)
-        position_ids = positions.expand_as(input_ids)
-    shift = getattr(cache, "position_shift", None)
-    return position_ids if shift is None else position_ids + shift.to(position_ids.device)
 
 # %% ../../nbs/verifier/02_tapped_model.ipynb #d3fb7372
 @dataclass
@@ -358,6 +356,7 @@ class TappedModel:
         sees = getattr(model.config, "vision_config", None) is not None
         self._stream = getattr(self.config, "altup_active_idx", None)  # Gemma-3n has four
         self.has_vision = sees and model.base_model is not self.decoder  # pictures enter there
+        self.static: Any = None  # buffers and graphs of the last request (`static_pass`)
 
     @property
     def device(self):
@@ -396,13 +395,14 @@ class Verifier(TappedModel):
         dtype: str | torch.dtype = "auto",  # torch dtype; "auto": the checkpoint's
         device: str | torch.device | None = "cpu",  # torch device
         trust_remote_code: bool | None = None,  # run code; None: `checkpoints.remote_code` (no)
+        attn_implementation: str | None = None,  # as of `load_model`
         **placed: Any,  # `device_map`, `offload_folder` of `load_model`, in place of `device`
     ) -> "Verifier":  # ready for use
         "Load from safetensors. Errors: as of `load_model`."
         trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
         if not placed and _quantisation(verifier_config(path, trusted)) is not None:
             placed = {"device_map": {"": device or "cpu"}}  # they are not moved afterwards
-        model: Any = load_model(path, dtype, trusted, **placed)
+        model: Any = load_model(path, dtype, trusted, attn_implementation, **placed)
         return cls(model if placed else model.to(device), aux_layer_ids)
 
     @torch.no_grad()
@@ -433,8 +433,7 @@ class Verifier(TappedModel):
         with tapped(self._tapped_modules(), self._stream) as taps:
             out = (self.model if want_logits else headless)(input_ids=input_ids, **arguments)
         if inputs and cache is not None:
-            # pictures take fewer positions than tokens: later text in the cache starts earlier
-            shifted: Any = cache  # transformers' class has no such field
+            shifted: Any = cache  # text after pictures starts earlier; no field of its class
             shifted.position_shift = getattr(self.model.base_model, "rope_deltas", None)
         states = {i: tap.to(input_ids.device) for i, tap in taps.items()}  # of any device
         return VerifierOutput(

@@ -1,0 +1,195 @@
+"""A static KV cache changes no text of any drafter, greedy or sampled; what cannot be static is refused.
+
+Every family is decoded with it by tests/families.py: chains, trees, batches of ragged acceptance, pictures.
+"""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from families import CONFIG_MAPPING, FAMILIES, NEW, Knowing, greedy, picture, verifier
+from transformers import DynamicCache
+
+from benchmarks.gpu.decode import prompts
+from benchmarks.gpu.equal import VERIFIER, drafter
+from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.decode.proposal_setup import TreeDrafter
+from speculators_nb.decode.tree import Sampling, TokenTree
+from speculators_nb.verifier import static_pass
+from speculators_nb.verifier.cache import recurrent_kinds
+from speculators_nb.verifier.static_pass import StaticBuffers, StaticPass
+from speculators_nb.verifier.tapped_model import Verifier
+
+CONFIGS = {family: CONFIG_MAPPING[family](**given) for family, given in FAMILIES.items()}
+RECURRENT = [family for family, config in CONFIGS.items() if recurrent_kinds(config.get_text_config())]
+STATIC = ("static", "graphs")  # on a CPU the second is the first
+
+
+def test_after_a_picture():
+    "Its shift of positions is not that of the next request."
+    v, (ids, inputs) = verifier("qwen3_vl"), picture("qwen3_vl")
+    (asked, *_), (written, *_) = greedy("qwen3_vl")
+    generate(v, NoDrafter(), ids[0], k=0, max_new_tokens=NEW, inputs=inputs, kv_cache="static")
+    assert v.static.cache.position_shift != 0
+    read = generate(v, Knowing([written], True), asked, max_new_tokens=NEW, k=4, kv_cache="static")
+    assert read.prompt + read.tokens == written and v.static.cache.position_shift == 0
+
+
+@pytest.mark.parametrize("kv_cache", STATIC)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_layers_are_refused(family, kv_cache):
+    with pytest.raises(ValueError, match=rf"^kv_cache='{kv_cache}': \w+ has layers of kind .*; leave kv_cache out$"):
+        generate(verifier(family), NoDrafter(), [5, 6], kv_cache=kv_cache)
+
+
+def case(name):
+    "A drafter and its verifier."
+    proposer = drafter(name, torch.device("cpu"))[0].drafter()
+    return proposer, Verifier.from_pretrained(str(VERIFIER), list(proposer.aux_layer_ids))
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "mtp", "medusa"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafters_take_the_same_steps(name, temperature):
+    "Chains and trees of two requests; the draft tokens and what is accepted of them are equal too."
+    proposer, v = case(name)
+    trees = [TreeDrafter(proposer, [(0,), (1,), (0, 0)])] if proposer.grow else []
+    for d in (proposer, *trees):
+        done = []
+        for kv_cache in ("dynamic", "static"):
+            sampling = Sampling(temperature, torch.Generator().manual_seed(1))
+            answers = generate(v, d, prompts(2), k=3, max_new_tokens=8, sampling=sampling, kv_cache=kv_cache)
+            done.append([(g.tokens, g.steps, g.finish_reason) for g in answers])
+        assert done[0] == done[1]
+
+
+def widths(v):
+    "Tokens of the passes that were made."
+    return sorted(v.static.passes)
+
+
+def test_a_step_has_one_shape():
+    "However many tokens are proposed near the end, and whoever has finished."
+    v = verifier("llama")
+    asked, answers = greedy("llama")
+    v.static = None
+    shapes = []
+    forward = StaticPass.forward
+
+    def seen(self):
+        out = forward(self)
+        shapes.append((tuple(self.ids.shape), self.buffers.slots))
+        return out
+
+    with patch.object(StaticPass, "forward", seen):
+        done = generate(v, Knowing(answers, True), asked, max_new_tokens=NEW, k=4, kv_cache="static")
+    assert len({*shapes}) == 1 and len({len(g.steps) for g in done}) > 1
+    assert [g.prompt + g.tokens for g in done] == answers
+
+
+def test_wider_proposals_find_place():
+    "A prompt lookup proposes nothing, then more and more; the text nearly fills the buffers."
+    v = verifier("llama")
+    v.static = None
+    ids = [5, 6, 7, 8, 5, 6]
+
+    class Growing(NgramDrafter):
+        def propose(self, tokens, features, k, sampling):
+            n = 3 * (len(tokens) - len(ids))
+            return TokenTree(tokens.new_full((n,), 9), torch.full((n,), -1))
+
+    plain = generate(v, NoDrafter(), ids, k=0, max_new_tokens=50)
+    done = generate(v, Growing(), ids, k=4, max_new_tokens=50, kv_cache="static")
+    assert done.tokens == plain.tokens
+    assert len(widths(v)) < len(done.steps) and v.static.slots > 64  # it grew, and began anew
+
+
+def test_buffers_are_used_again_and_kept_clean():
+    "By shorter requests; what an earlier one left, NaN for one, is no part of the next."
+    v, (asked, answers) = verifier("llama"), greedy("llama")
+    v.static = None
+
+    def write(i):
+        g = generate(v, Knowing(answers, False), asked[i], max_new_tokens=NEW, k=4, kv_cache="static")
+        assert g.prompt + g.tokens == answers[i]
+        return v.static
+
+    first = write(0)
+    with torch.inference_mode():
+        for stack in first.stacks:
+            stack.fill_(torch.nan)
+    assert write(1) is first and write(2) is first
+    v.model.load_state_dict({k: w.clone() for k, w in v.model.state_dict().items()}, assign=True)
+    assert write(0) is not first  # a recorded pass would read the old weights
+
+
+def test_a_cache_of_other_layers_is_refused():
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    read = DynamicCache()
+    read.layers = [DynamicSlidingWindowLayer(4)]
+    with pytest.raises(
+        ValueError, match="^kv_cache: layer 0 .* keeps a DynamicSlidingWindowLayer.*leave kv_cache out$"
+    ):
+        StaticBuffers(verifier("llama"), read, 8)
+
+
+def test_graphs_on_several_devices_are_refused():
+    places = [SimpleNamespace(device=torch.device(name)) for name in ("cpu", "meta")]
+    v = SimpleNamespace(config=verifier("llama").config, model=SimpleNamespace(parameters=lambda: places))
+    with pytest.raises(ValueError, match="^kv_cache='graphs': .* is on cpu, meta, .*use kv_cache='static'$"):
+        static_pass.check_static(v, "graphs")
+    static_pass.check_static(v, "static")
+
+
+def test_an_unknown_kv_cache_is_refused():
+    with pytest.raises(ValueError, match="kv_cache='paged': is not known; choose dynamic, static or graphs"):
+        generate(verifier("llama"), NoDrafter(), [5], kv_cache="paged")
+
+
+class Graph:
+    "What torch.cuda does, as far as a pass uses it: it runs what it recorded, and says what it was asked."
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def replay(self):
+        self.calls.append("replay")
+
+
+def test_a_pass_that_cannot_be_recorded_is_named(monkeypatch):
+    "And one that can is recorded once."
+    v = verifier("llama")
+    read = DynamicCache()
+    v(torch.tensor([[5, 6]]), past_key_values=read)
+    step = StaticPass(StaticBuffers(v, read, 16), 3)
+    calls = []
+
+    class Nothing:
+        def __init__(self, *args):
+            calls.append("capture" if isinstance(args[0] if args else None, Graph) else "stream")
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *error):
+            pass
+
+        def wait_stream(self, other):
+            pass
+
+    fake = dict(CUDAGraph=lambda: Graph(calls), Stream=Nothing, stream=Nothing, current_stream=Nothing, graph=Nothing)
+    for name, value in fake.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(StaticPass, "on_cuda", True)
+    first, second = step.run(True), step.run(True)
+    assert first is second and calls.count("capture") == 1 and calls.count("replay") == 2
+
+    broken = StaticPass(step.buffers, 3)
+    monkeypatch.setattr(StaticPass, "forward", lambda self: (_ for _ in ()).throw(RuntimeError("not permitted\nwhen")))
+    with pytest.raises(
+        ValueError, match=r"^kv_cache='graphs': LlamaForCausalLM cannot be recorded .*not permitted when"
+    ):
+        broken.run(True)
