@@ -4949,6 +4949,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'speculators_nb.nn.losses._nla_grad': ('nn/losses.html#_nla_grad', 'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses._rkl': ('nn/losses.html#_rkl', 'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses._rkl_grad': ('nn/losses.html#_rkl_grad', 'speculators_nb/nn/losses.py'),
+                                          'speculators_nb.nn.losses._scores': ('nn/losses.html#_scores', 'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses._soft_ce': ('nn/losses.html#_soft_ce', 'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses._topk_ce': ('nn/losses.html#_topk_ce', 'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses._topk_ce_grad': ( 'nn/losses.html#_topk_ce_grad',

@@ -46,7 +46,7 @@ def test_a_compiled_step_is_the_plain_step(name, request):
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == graphs  # another model of the same shapes shares them
     names = {call.__name__ for call in made}
-    assert names & {"score_logits", "score_tokens"} and (name not in ("eagle3", "dflash", "peagle") or names >= PARTS)
+    assert names & {"_scores", "score_tokens"} and (name not in ("eagle3", "dflash", "peagle") or names >= PARTS)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -376,11 +376,12 @@ def stepper(model, call, batch, optimizer, clip, run=None, autocast=None):
     """A function that makes one train step: forward (by `run`, if it is not the model itself), backward, clip,
     AdamW."""
     params = [p for p in model.parameters() if p.requires_grad]
+    forward = model if run is None else run
 
     def step():
         optimizer.zero_grad()
         with torch.autocast(params[0].device.type, dtype=autocast) if autocast else nullcontext():
-            _, loss, _ = (run or model)(**batch, **call)
+            _, loss, _ = forward(**batch, **call)
         loss.backward()
         norm = clip(params, 1.0)
         optimizer.step()

@@ -291,6 +291,15 @@ def score_rows(
 
 
 @compiled_on_cuda
+def _scores(target, draft, label, term, *wanted):
+    # a plain tuple: torch 2.11 cannot compile a function that returns a changed named one
+    logits = draft.float() if term is None else draft.float() + term
+    *scores, grad = score_rows(Distribution(target, label), Distribution(logits), *wanted)
+    if grad is not None and term is None:
+        grad = grad.to(draft.dtype)
+    return *scores, grad
+
+
 def score_logits(
     target: Tensor,  # [n, V] of the verifier, float32
     draft: Tensor,  # [n, V] of the drafter, in any dtype
@@ -299,11 +308,7 @@ def score_logits(
     *wanted: Any,  # the last four arguments of `score_rows`
 ) -> ScoredRows:  # its gradient in the dtype of `draft`, with a term in float32
     "`score_rows` of raw logits."
-    logits = draft.float() if term is None else draft.float() + term
-    found = score_rows(Distribution(target, label), Distribution(logits), *wanted)
-    if found.grad is None or term is not None:
-        return found
-    return found._replace(grad=found.grad.to(draft.dtype))
+    return ScoredRows(*_scores(target, draft, label, term, *wanted))
 
 # %% ../../nbs/nn/05_losses.ipynb #192f2dad
 class RowScores:
