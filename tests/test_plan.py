@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from speculators_nb.cli.main import app
 from speculators_nb.plan import requirements as planning
-from speculators_nb.plan.requirements import GB, check_step_memory
+from speculators_nb.plan.requirements import GB, check_step_memory, shorter_row, training_step
 from speculators_nb.plan.twins import StepCost
+from speculators_nb.verifier.identity import VerifierInfo
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "data/tiny-verifier"
@@ -36,7 +37,11 @@ def run(*words):
 @pytest.fixture
 def quick(monkeypatch):
     "A step without its twins, which the notebooks hold to a measurement."
-    monkeypatch.setattr(planning, "predicted_step", lambda *_, **__: StepCost(held=20e9, flops=8192 * 6e9))
+
+    def step(algorithm, layer, rows, depth, length, *_, **__):
+        return StepCost(held=10e9 + length * 5e6, flops=length * 6e9)
+
+    monkeypatch.setattr(planning, "predicted_step", step)
 
 
 @pytest.fixture
@@ -107,7 +112,7 @@ def test_train_refuses_what_the_device_cannot_hold(quick, caplog):
     with pytest.raises(ValueError, match=r"take 0.0\d+ GB, and the device has 0.001 GB; write"):
         check_step_memory(TINY, values, 1e6)
     check_step_memory(TINY, values, 15 * GB)
-    assert "needs about 2" in caplog.text and "total_seq_len" in caplog.text
+    assert "needs about 5" in caplog.text and "total_seq_len" in caplog.text
     caplog.clear()
     check_step_memory(TINY, values, 80 * GB)
     check_step_memory(TINY, values)  # no accelerator here
@@ -120,3 +125,16 @@ def test_the_docs_print_the_plan_that_is_computed():
     assert " ".join(stored.split()) in " ".join(page.split())
     numbers = json.loads((ROOT / "benchmarks/plan/results/qwen3-8b.json").read_text())
     assert f"{numbers['disk_gb']:,.4g} GB" in stored and f"{numbers['step_gb']:.3g} GB a device" in stored
+
+
+def test_the_shorter_row_fits_where_a_part_stays(quick):
+    "Logits and anchors of a shorter row are as many, so half the memory is not half the row."
+    info = VerifierInfo.of(TINY)
+    values = dict(algorithm="dflash", total_seq_len=8192, optimizer="muon", bf16=True)
+    now = training_step(info, values)
+    memory = 0.6 * now.memory.total
+    length = shorter_row(info, values, memory, now)
+    one, longer = (training_step(info, values | dict(total_seq_len=n)).memory.total for n in (length, length + 128))
+    assert one <= memory < longer
+    assert shorter_row(info, values, 10 * GB, now) == 0
+    assert shorter_row(info, values | dict(total_seq_len=128), memory, now._replace(length=128)) == 0

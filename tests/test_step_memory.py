@@ -5,7 +5,7 @@ import pytest
 from speculators_nb.core.option_rules import pairs
 from speculators_nb.lab.experiment import settings
 from speculators_nb.plan.step_memory import computed_and_measured
-from speculators_nb.plan.twins import RECOMPUTED
+from speculators_nb.plan.twins import RECOMPUTED, most_anchors, shorter_rows
 
 
 @pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "mtp"])
@@ -13,6 +13,24 @@ def test_within_a_tenth_under_gradient_checkpointing(name):
     "Without it: the notebook of the formula. Three widths, other drafters, 32,768 tokens: tests/memory/run.py."
     computed, measured = computed_and_measured(name, 128, **settings(name, 2) | {RECOMPUTED: True})
     assert computed == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+@pytest.mark.parametrize("name", ["dflash", "peagle"])
+def test_a_long_row_with_few_anchors(name, recomputed):
+    "Most of its positions are read, and draft nothing: they take less than those of a short row."
+    given = settings(name, 2) | {RECOMPUTED: recomputed, "max_anchors": 48}
+    computed, measured = computed_and_measured(name, 64, 3072, vocab=512, **given)
+    assert computed == pytest.approx(measured, rel=0.1)
+
+
+def test_rows_of_twins_have_as_many_anchors_for_each_token():
+    assert shorter_rows(8192, None, 1.0) == [(256, None), (512, None)]
+    assert shorter_rows(8192, 8192, 1.0) == [(256, 8192), (512, 8192)]  # the limit ends nothing
+    assert shorter_rows(8192, 512, 1.0) == [(256, 16), (512, 32), (512, 512)]
+    assert shorter_rows(32768, 256, 0.75) == [(1024, 8), (2048, 16), (512, 256)]
+    assert most_anchors("eagle3", {}) is None
+    assert most_anchors("peagle", {}) == most_anchors("dflash", {"max_anchors": None}) == 512
 
 
 def test_the_flag_is_read_as_train_reads_it():

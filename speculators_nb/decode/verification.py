@@ -281,7 +281,7 @@ class StaticContext(StaticCache):
             step.ids[row, :n] = x.ids.clamp(0, self.verifier.vocab_size - 1)
             step.positions[row, :n] = x.positions
             step.among[row, :n, :n] = x.attn_mask
-        out = step.run(self.as_graphs)
+        out: Any = step.run(self.as_graphs)
         return [
             (out.logits[row, x.unread - 1 : len(x.ids)], out.hidden_states[row, : len(x.ids)])
             for row, x in zip(self.rows, self.layouts)

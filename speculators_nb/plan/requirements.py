@@ -5,8 +5,8 @@ What does not fit is named, with the option that makes it fit. Of the verifier o
 
 # %% auto #0
 __all__ = ['HEADER', 'GB', 'STEP', 'log', 'Disk', 'free_disk', 'features_on_disk', 'Machine', 'device_memory', 'Amount',
-           'amount_of_data', 'Training', 'training_step', 'smaller_step', 'check_step_memory', 'Serving', 'serving',
-           'Requirements', 'requirements', 'requirements_text']
+           'amount_of_data', 'Training', 'training_step', 'shorter_row', 'smaller_step', 'check_step_memory', 'Serving',
+           'serving', 'Requirements', 'requirements', 'requirements_text']
 
 # %% ../../nbs/plan/05_requirements.ipynb #plrq0003
 import logging
@@ -162,6 +162,35 @@ def training_step(
     return Training(sizes, step, memory, length)
 
 # %% ../../nbs/plan/05_requirements.ipynb #plrq0020
+def shorter_row(
+    info: VerifierInfo,
+    values: Mapping[str, Any],  # arguments of `train`, whose step does not fit
+    memory: float,  # bytes of a device
+    now: Training,
+    ranks: int = 1,
+) -> int:  # tokens, a multiple of 128; 0: none was found
+    """A shorter row whose step fits: on the line through the step and that of a quarter of its
+    row, since logits and anchors are as many in a shorter row. It is predicted before named."""
+
+    def of_row(length):
+        return training_step(info, dict(values, total_seq_len=length), ranks=ranks)
+
+    least = max(128, now.length // 512 * 128)
+    short = of_row(least) if least < now.length else now
+    for _ in range(4):
+        if short.length == now.length:
+            break
+        slope = (now.memory.total - short.memory.total) / (now.length - short.length)
+        length = int(now.length - (now.memory.total - memory) / slope)
+        length = min(length, now.length - 1) // 128 * 128
+        if length < 128:
+            break
+        now = of_row(length)
+        if now.memory.total <= memory:
+            return length
+    return 0
+
+
 def smaller_step(
     info: VerifierInfo,
     values: Mapping[str, Any],  # arguments of `train`, whose step does not fit
@@ -183,9 +212,8 @@ def smaller_step(
     muon = step_memory(now.sizes, now.step, now.length, "muon", values["bf16"], ranks)
     if muon.total <= memory:
         return f"optimizer: muon ({muon.total / GB:.3g} GB)"
-    fixed = now.memory.state + now.memory.working
-    length = int((memory - fixed) / ((now.memory.total - fixed) / now.length)) // 128 * 128
-    if length >= 128:
+    length = shorter_row(info, values, memory, now, ranks)
+    if length:
         more = math.ceil(now.length / length) * values["gradient_accumulation_steps"]
         return f"total_seq_len: {length} with gradient_accumulation_steps: {more}"
     return "a smaller draft_vocab_size, fewer num_layers, or a device with more memory"

@@ -67,7 +67,7 @@ def step_memory(
         gradients=4 * trained * (1 + (ranks > 1)),
         optimizer=8 * trained - 4 * muon,
         activations=step.held,
-        working=max(step.backward + 4 * sizes.matrices * step.reused, step.loss + logits),
+        working=max(step.backward, step.loss + logits),
         row=length * sizes.states * hidden * (2 if bf16 else 4),
     )
 

@@ -32,8 +32,8 @@ class SlotLayer(StaticLayer):
         at: Callable[[], Tensor],  # slots [B, W] of the tokens that are read now
     ):
         super().__init__(max_cache_len=keys.shape[2])
-        self.keys, self.values, self.at = keys, values, at
-        self.is_initialized = True
+        self.keys, self.values = self.buffers = keys, values
+        self.at, self.is_initialized = at, True
 
     def update(
         self,
@@ -43,10 +43,10 @@ class SlotLayer(StaticLayer):
         **kwargs,
     ) -> tuple[Tensor, Tensor]:  # [B, heads, S, head_dim]
         "Write the new ones, and return all."
-        for buffer, new in ((self.keys, key_states), (self.values, value_states)):
+        for buffer, new in zip(self.buffers, (key_states, value_states)):
             index = self.at().to(buffer.device)[:, None, :, None].expand_as(new)
             buffer.scatter_(2, index, new)
-        return self.keys, self.values
+        return self.buffers
 
     def get_seq_length(self) -> int:
         "All slots: the mask says which of them hold text."
@@ -57,13 +57,14 @@ def states_of_layers(
     cache: DynamicCache,  # of attention layers
 ) -> list[Tensor]:  # keys, values of the first layer, of the second, …
     "The tensors [B, heads, slots, head_dim] of a cache. Errors: ValueError for other layers."
-    for i, layer in enumerate(cache.layers):
+    layers: Any = cache.layers
+    for i, layer in enumerate(layers):
         if type(layer) is not DynamicLayer:
             raise ValueError(
                 f"kv_cache: layer {i} of the verifier keeps a {type(layer).__name__}, with "
                 "no slots that stay; leave kv_cache out"
             )
-    return [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    return [x for layer in layers for x in (layer.keys, layer.values)]
 
 
 def _shape(states):
@@ -124,7 +125,7 @@ class StaticBuffers(SlotStacks):
     ):
         super().__init__(states_of_layers(read), slots)
         self.verifier, self.weights = verifier, addresses(verifier)
-        self.at: Tensor | None = None  # [B, W] slots of the tokens that are read now
+        self.at: Any = None  # [B, W] int64 slots of the tokens that are read now
         self.passes: dict[int, StaticPass] = {}  # width -> pass
         pairs = zip(self.views[::2], self.views[1::2])
         layers: Any = [SlotLayer(keys, values, lambda: self.at) for keys, values in pairs]
@@ -219,7 +220,7 @@ class StaticPass(ShapedPass):
         "Whether there are graphs."
         return self.ids.device.type == "cuda"
 
-    def record(self):
+    def record(self) -> Any:  # torch.cuda.CUDAGraph
         "Record the pass as a CUDA graph. Errors: ValueError where it cannot be recorded."
         graph, device = torch.cuda.CUDAGraph(), self.ids.device
         beside = torch.cuda.Stream(device)
@@ -240,6 +241,7 @@ class StaticPass(ShapedPass):
                 "kv_cache='static'"
             ) from e
         self.graph = graph
+        return graph
 
     def run(
         self,
@@ -248,9 +250,7 @@ class StaticPass(ShapedPass):
         "One forward pass."
         if not (as_graph and self.on_cuda):
             return self.forward()
-        if self.graph is None:
-            self.record()
-        self.graph.replay()
+        (self.graph or self.record()).replay()
         return self.out
 
 # %% ../../nbs/verifier/07_static_pass.ipynb #statp014

@@ -1,5 +1,5 @@
 """Memory of a training step, by the formula of `plan` and counted while it runs: four drafters at three widths, without
-and with gradient checkpointing, and 32,768 tokens in one row.
+and with gradient checkpointing, and six at 32,768 tokens in one row.
 
     python tests/memory/run.py    continues where it stopped; exit status 1 where the formula is off by over a tenth
 """
@@ -18,6 +18,11 @@ RESULTS = Path(__file__).parent / "results.json"
 MOST = 0.1  # share that the formula may be off
 LONG = dict(width=64, length=32768, each=256)
 CASES = [
+    *(
+        dict(drafter=name, recomputed=recomputed, **LONG | dict(width=width))
+        for width, name in ((64, "dflash"), (64, "peagle"), (256, "dspark"), (256, "xpress"))  # of rank 64
+        for recomputed in (True, False)
+    ),
     *(dict(drafter=name, recomputed=True, **LONG) for name in ("eagle3", "mtp")),
     *(
         dict(drafter=name, recomputed=recomputed, width=width, length=384, each=128)
