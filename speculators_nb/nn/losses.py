@@ -308,7 +308,7 @@ def score_logits(
     *wanted: Any,  # the last four arguments of `score_rows`
 ) -> ScoredRows:  # its gradient in the dtype of `draft`, with a term in float32
     "`score_rows` of raw logits."
-    return ScoredRows(*_scores(target, draft, label, term, *wanted))
+    return ScoredRows._make(_scores(target, draft, label, term, *wanted))
 
 # %% ../../nbs/nn/06_losses.ipynb #192f2dad
 class RowScores:
