@@ -17,6 +17,7 @@ from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.tree import Sampling, TokenTree
+from speculators_nb.evaluate import acceptance
 from speculators_nb.verifier import static_pass
 from speculators_nb.verifier.cache import recurrent_kinds
 from speculators_nb.verifier.static_pass import StaticBuffers, StaticPass
@@ -193,3 +194,24 @@ def test_a_pass_that_cannot_be_recorded_is_named(monkeypatch):
         ValueError, match=r"^kv_cache='graphs': LlamaForCausalLM cannot be recorded .*not permitted when"
     ):
         broken.run(True)
+
+
+def test_the_command_takes_it():
+    "`evaluate` passes on the KV cache, and the verifier's attention."
+    from speculators_nb.cli.drafter_commands import evaluate
+
+    options = dict(verifier=str(VERIFIER), max_samples=2, max_new_tokens=8, ngram=False, device="cpu")
+    given = str(VERIFIER.parent / "tiny-drafter"), str(VERIFIER.parent / "corpus/heldout.jsonl")
+    asked = []
+    generate_ = acceptance.generate
+
+    def seen(v, *args, **kwargs):
+        asked.append((kwargs["kv_cache"], v.config._attn_implementation))
+        return generate_(v, *args, **kwargs)
+
+    with patch.object(acceptance, "generate", seen):
+        plain = evaluate(*given, **options)
+        other = evaluate(*given, **options, kv_cache="static", attn_implementation="eager")
+    assert {*asked[:2]} == {("dynamic", "sdpa")} and {*asked[2:]} == {("static", "eager")}
+    texts = [[g.tokens for g in x.generations["eagle3", 0.0]] for x in (plain, other)]
+    assert texts[0] == texts[1] and plain.summary.equals(other.summary)

@@ -103,7 +103,7 @@ GENERAL = "Options"  # heading of what many commands take
 GROUPS = {  # heading -> options below it
     "Verifier and drafter": """verifier model method algorithm draft_arch num_layers
     aux_layer_ids draft_vocab_size vocab_size from_pretrained native format config
-    speculative_tokens""",
+    speculative_tokens attn_implementation""",
     "Data": """data prompts heldout max_samples n_prompts n_heldout max_length rows too_long
     min_trained dedup shuffle val_fraction template_kwargs train_reasoning train_tool_calls
     image_folder allow_urls languages features evaluation eval_share on_bad trust_features
@@ -112,7 +112,7 @@ GROUPS = {  # heading -> options below it
     learning_rate bf16 fsdp checkpoint_format early_stopping_patience decode_prompts
     train.extra""",
     "Decoding": """k temperature temperatures top_p top_k min_p sampling max_new_tokens rule
-    ngram as_engine""",
+    ngram as_engine kv_cache""",
     "Engine and server": """engine source server storage patience hidden_states concurrency
     baseline load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run
     extra""",

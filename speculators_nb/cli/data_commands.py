@@ -86,16 +86,18 @@ def open_verifier(
     aux_layer_ids: list[int] | None = None,  # layers to tap; None: the default three
     device: str | None = None,  # as in `device_of`
     trust_remote_code: bool = False,  # run code that comes with it
+    attn_implementation: str | None = None,  # e.g. sdpa, eager; None: transformers' choice
 ) -> tuple[Verifier, Any]:  # and its tokenizer
     "A verifier and its tokenizer. FileNotFoundError: neither a folder nor on the hub."
-    remote: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    how: dict[str, Any] = dict(attn_implementation=attn_implementation)
+    how |= {"trust_remote_code": True} if trust_remote_code else {}
     resolve_checkpoint(verifier)  # a wrong name has its own error
     place = device_of(device)  # before the weights are read
     tokenizer = open_tokenizer(verifier, trust_remote_code)
     if device == "auto":  # layers that fit no device are on the CPU, then on the disk
-        remote |= dict(device_map="auto", offload_folder=cached_assets_path("speculators_nb"))
+        how |= dict(device_map="auto", offload_folder=cached_assets_path("speculators_nb"))
     layers = aux_layer_ids or None
-    return Verifier.from_pretrained(str(verifier), layers, device=place, **remote), tokenizer
+    return Verifier.from_pretrained(str(verifier), layers, device=place, **how), tokenizer
 
 # %% ../../nbs/cli/07_data_commands.ipynb #850f71e3
 def regenerate(
@@ -114,6 +116,7 @@ def regenerate(
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     seed: int = 0,  # of the sampling
     device: str | None = None,  # without a server; auto: layers over all; default: accelerator
+    attn_implementation: str | None = None,  # without a server: eager, …; default: as it fits
     engine: str = "local",  # local: this process; ray: one for each device of a Ray cluster
 ) -> Report:  # counts; what failed and why
     "Let the verifier answer the questions itself."
@@ -141,7 +144,7 @@ def regenerate(
         report = regenerate_from_server(server, data, output, **with_server, **given)
     else:
         assert verifier is not None  # or check_options refuses
-        opened = open_verifier(verifier, None, device)
+        opened = open_verifier(verifier, None, device, False, attn_implementation)
         report = answer_here(*opened, data, output, then=record, **given)
     if not report.done:
         raise ValueError(
@@ -220,7 +223,7 @@ def features(
     output_dir: Path,  # where the features go; an interrupted run is continued there
     source: str = "hf",  # hf: the verifier in this process; vllm: a server
     server: list[str] | str | None = None,  # with vllm; default: port 8000 here (repeatable)
-    storage: Path | None = None,  # with vllm: the FOLDER of serve --hidden-states FOLDER
+    storage: str | None = None,  # with vllm: what serve --hidden-states names
     max_length: int = 2048,  # rows longer than this are cut, where `data` is not prepared yet
     max_samples: int | None = None,  # use the first so many; default: all
     aux_layer_ids: list[int] | None = None,  # layers, ascending (repeatable); default: three
@@ -232,6 +235,7 @@ def features(
     rank: int = 0,  # which share, where world_size fixed shares are made one by one
     world_size: int = 1,  # fixed shares; 1: all processes that work in output_dir share it
     device: str | None = None,  # with hf; auto: layers over all; default: the accelerator
+    attn_implementation: str | None = None,  # with hf: sdpa, eager, …; default: as it fits
     trust_remote_code: bool = False,  # run code that comes with the verifier
     engine: str = "local",  # local: this process; ray: one for each device of a Ray cluster
 ) -> dict:  # counts, and output_dir
@@ -252,7 +256,8 @@ def features(
         rows = _rows(data, open_tokenizer(verifier, trust_remote_code), max_length, max_samples)
         counts = _states_from_server(rows, options, then)
     else:
-        model, tokenizer = open_verifier(verifier, aux_layer_ids, device, trust_remote_code)
+        how = device, trust_remote_code, attn_implementation
+        model, tokenizer = open_verifier(verifier, aux_layer_ids, *how)
         vocab_size = model.model.get_input_embeddings().get_parameter("weight").shape[0]
         rows = _rows(data, tokenizer, max_length, max_samples, vocab_size)
         counts = _states_in_process(model, rows, options, then)

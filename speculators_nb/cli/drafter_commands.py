@@ -9,7 +9,7 @@ __all__ = ['KEPT', 'GIVEN_TO_TRAINER', 'train', 'prompts_of', 'Contender', 'eval
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #b05a1f9a
 import contextlib
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from ..evaluate.comparison import Comparison, compare_runs, evaluate_as_engine
 from ..evaluate.engine import drafter_name, evaluate_engine
 from ..evaluate.engine_results import EngineEvaluation
 from ..evaluate.prompts import encode_prompts, read_prompts
-from ..features.extraction_client import extraction_options
+from ..features.extraction_client import extraction_options, writable_storage
 from ..lab.experiment import settings
 from ..models.base import SpeculatorModel
 from ..nn.target_head import text_config, verifier_config
@@ -41,7 +41,7 @@ from speculators_nb.serve.serve_command import (
     serve_command,
     serve_environment,
 )
-from ..serve.server import Server
+from ..serve.server import Server, print_log
 from ..serve.speculative_config import SpeculativeConfig
 from ..serve.vllm_methods import method_of_types
 from ..train.train_drafter import train_drafter
@@ -115,7 +115,7 @@ def train(
     draft_vocab_size: int | None = None,  # most frequent tokens; default: all of the verifier's
     from_pretrained: Path | None = None,  # start from this drafter's weights, not fresh ones
     server: list[str] | str | None = None,  # vLLM making features in training (repeatable)
-    storage: Path | None = None,  # the FOLDER of serve --hidden-states FOLDER, as mounted here
+    storage: str | None = None,  # what serve --hidden-states names: a folder, as mounted here
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     aux_layer_ids: list[int] | None = None,  # verifier layers (repeatable); default: features'
     eval_share: float | None = None,  # held-out share, 0: none; default: `prepare`'s, else 0.05
@@ -215,7 +215,8 @@ def _load_checkpoint(drafter, options) -> Contender:
     k = options["k"][0] if options["k"] else draft_length(trained)
     name = model.config.speculators_model_type
     with named_by(drafter) if named else contextlib.nullcontext():
-        target, tokenizer = open_verifier(verifier, trained.aux_layer_ids, device)
+        how = device, False, options["attn_implementation"]
+        target, tokenizer = open_verifier(verifier, trained.aux_layer_ids, *how)
     return Contender(name, trained, k, verifier, target, tokenizer)
 
 
@@ -229,7 +230,8 @@ def _load_method(drafter, options) -> Contender:
         num_speculative_tokens=lengths[0] if lengths else None,
         target_model_config=read_config(verifier) | {"_name_or_path": str(verifier)},
     )
-    target, tokenizer = open_verifier(verifier, None, options["device"])
+    how = options["device"], False, options["attn_implementation"]
+    target, tokenizer = open_verifier(verifier, None, *how)
     trained = config.drafter(target)
     layers = list(trained.aux_layer_ids)
     name = drafter_name(drafter or verifier, dict(method=method))
@@ -281,7 +283,8 @@ def _evaluate_reference(drafter, data, options) -> Evaluation | EngineEvaluation
     given: dict[str, Any] = dict(k=k) | {name: options[name] for name in sampled}
     run = evaluate_as_engine if options["as_engine"] else measure
     job, ends = options["job"], eos_ids_of(target, tokenizer)
-    how: dict[str, Any] = dict(domains=domains, decode=job.decode, eos_token_ids=ends)
+    decode = partial(job.decode, kv_cache=options["kv_cache"])
+    how: dict[str, Any] = dict(domains=domains, decode=decode, eos_token_ids=ends)
     evaluation = run(target, drafters, prompts, **given, **how)
 
     def save():
@@ -322,6 +325,8 @@ def evaluate(
     extra: list[str] | None = None,  # vllm: a further argument of vllm serve (repeatable)
     seed: int = 0,  # of sampling and of the intervals
     device: str | None = None,  # with reference; default: the accelerator if there is one
+    attn_implementation: str | None = None,  # with reference: eager, …; default: as it fits
+    kv_cache: str = "dynamic",  # with reference: static, or graphs: on CUDA as CUDA graphs
     overwrite: bool = False,  # replace the evaluation in output_dir
 ) -> Evaluation | EngineEvaluation:  # tables, pictures
     "Measure how many drafted tokens the verifier accepts, at each position."
@@ -387,19 +392,6 @@ def experiment(
         write_runs_page(folder, found=found)
     return found
 
-# %% ../../nbs/cli/08_drafter_commands.ipynb #4c67862d
-def _print_log(server):
-    "The log of a server as it is written, without secrets, until it ends."
-    with server.log.open(errors="replace") as log:
-        rest = ""
-        while server.process.poll() is None:
-            # whole lines: half of a secret is not known as one
-            *lines, rest = (rest + log.read()).split("\n")
-            for line in lines:
-                print(without_secrets(line), flush=True)
-            time.sleep(0.2)
-    server.check()
-
 # %% ../../nbs/cli/08_drafter_commands.ipynb #f6250fd4
 def serve(
     checkpoint: str,  # a drafter, or a verifier alone: folder or hub id
@@ -407,7 +399,7 @@ def serve(
     method: str | None = None,  # of drafting, e.g. ngram; default: the checkpoint's
     verifier: str | None = None,  # folder or hub id; default: the one that the checkpoint names
     native: Path | None = None,  # drafter in the engine's layout, if vLLM needs it
-    hidden_states: Path | None = None,  # for verifier hidden states, for features --source vllm
+    hidden_states: str | None = None,  # give hidden states: to FOLDER or mooncake://HOST:PORT
     aux_layer_ids: list[int] | None = None,  # with hidden_states; ascending; default: three
     host: str = "127.0.0.1",  # address to listen on; 0.0.0.0 lets other machines in
     port: int = 8000,  # to listen on
@@ -435,7 +427,7 @@ def serve(
     else:
         n = text_config(verifier_config(checkpoint, False)).num_hidden_layers
         layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
-        writable_folder(hidden_states)
+        writable_storage(hidden_states)
         arguments, added = extraction_options(layers, hidden_states)
         command = serve_command(checkpoint, k=0, **options) + arguments
         environment = environment | added
@@ -447,4 +439,4 @@ def serve(
             without_secrets(f"serving {checkpoint} at {server.url}; Ctrl-C ends it"), flush=True
         )
         with contextlib.suppress(KeyboardInterrupt):
-            _print_log(server)
+            print_log(server)

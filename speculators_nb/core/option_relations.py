@@ -104,7 +104,7 @@ def ordered(command, low, high, strictly=False) -> Relation:
 
 # %% ../../nbs/core/02_option_relations.ipynb #6897ba31
 FOLDER = (
-    "name the folder that the server writes to, as in: "
+    "name the folder or the Mooncake store that the server writes to, as in: "
     "speculators-nb serve VERIFIER --hidden-states FOLDER"
 )
 
@@ -204,6 +204,7 @@ ONLY_VLLM = dict.fromkeys(("server", "concurrency", "max_model_len", "vllm", "ex
 ONLY_VLLM |= dict(dtype="auto", load="requests", baseline=True)
 FILTERS = dict(top_p=1.0, top_k=0, min_p=0.0)  # of sampling: name -> default, which is off
 ONLY_LOCAL = dict(rule="standard", as_engine=False, device=None)
+ONLY_LOCAL |= dict(attn_implementation=None, kv_cache="dynamic")
 RUNNING = "is decided when a server starts, and this one runs already"
 ALONE = "hidden_states serves the verifier alone"
 RELATIONS = [
@@ -231,7 +232,10 @@ RELATIONS = [
     *(counts_only_above_zero(None, n, "temperatures", d) for n, d in FILTERS.items()),
     *(excludes("evaluate", name, "server", RUNNING) for name in ("k", "method")),
     counts_only_with("features", "storage", "source", "vllm"),
-    counts_only_with("features", "device", "source", "hf"),
+    *(
+        counts_only_with("features", name, "source", "hf")
+        for name in ("device", "attn_implementation")
+    ),
     needs("train", "storage", "server", "has no effect without a server"),
     needs("serve", "aux_layer_ids", "hidden_states", "has no effect without hidden_states"),
     *(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RECIPE', 'INSTALL', 'GUARD', 'find_executable', 'ServerError', 'free_port', 'option_value', 'log_lines', 'log_tail',
-           'EngineProcess', 'Server', 'wait_for']
+           'EngineProcess', 'Server', 'wait_for', 'print_log']
 
 # %% ../../nbs/serve/09_server.ipynb #d8f9a0e5
 import os
@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from tqdm.auto import tqdm
@@ -283,3 +284,18 @@ def wait_for(
             last_line = without_secrets((log_lines(server.log) or [""])[-1])
             bar.set_description(f"starting the server ({limit}): {last_line}"[:100])
             time.sleep(0.25)
+
+# %% ../../nbs/serve/09_server.ipynb #plog0002
+def print_log(
+    server: Server,  # that answers
+):
+    "Print what a server writes, without secrets, until it ends. Errors: ServerError."
+    process: Any = server.process
+    with server.log.open(errors="replace") as log:
+        rest = ""
+        while process.poll() is None:
+            *lines, rest = (rest + log.read()).split("\n")
+            for line in lines:
+                print(without_secrets(line), flush=True)
+            time.sleep(0.2)
+    server.check()
