@@ -128,7 +128,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test memory scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, memory of a training step, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test memory scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test mooncake-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, memory of a training step, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, hidden states through a Mooncake store, the proofs (hours; they continue where they stopped)
 
 .PHONY: loggers-test
 loggers-test: .venv/.dev  ## TensorBoard, W&B offline, MLflow and trackio: each writes a run and is read back (its own environment, 0.7 GB)
@@ -144,6 +144,10 @@ ray-test: .venv/.dev  ## 200 rows on a Ray cluster of two nodes on this machine,
 .PHONY: cluster
 cluster: .venv/.dev  ## the commands of the page "On a cluster", two machines simulated by two agents on this one; minutes
 	NIGHTLY=1 $(OFFLINE) $(BIN)/python -m pytest tests/test_on_a_cluster.py
+
+.PHONY: mooncake-test
+mooncake-test: vllm .venv/.dev  ## hidden states through a real Mooncake store on loopback, from a stand-in and from the real vLLM (its packages apart, 0.15 GB); five minutes
+	$(OFFLINE) $(BIN)/python tests/mooncake/check_mooncake.py
 
 .PHONY: slurm-test skypilot-test
 slurm-test: .venv/.dev  ## the Slurm lines of the page "On a cluster" on two nodes of a Slurm on loopback (Debian's packages, installed as root); minutes

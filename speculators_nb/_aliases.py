@@ -123,7 +123,7 @@ MOVED = {
     "core.tree_growth": ("decode.tree_growth",),
     "data_generation.batch": ("data.packing", "nn.supervision"),
     "data_generation.chat": ("data.chat_encoding", "data.pipeline"),
-    "data_generation.connector": ("features.vllm_connector",),
+    "data_generation.connector": ("serve.vllm_connector",),
     "data_generation.corpus": ("lab.corpus",),
     "data_generation.endpoint": ("core.http_client", "core.concurrency"),
     "data_generation.extraction": ("features.extraction_client", "features.extraction_files"),

@@ -5,7 +5,9 @@ no engine.
 
 Files are written as vLLM's own connector writes them: under their final name, in two halves with `--slow` seconds
 between, while the lock is held. A process that is killed leaves a torn file. The states are a function of the tokens
-(`states_for`), so a test knows what every file must hold. Each request is a line in `--log`.
+(`states_for`), so a test knows what every file must hold. Each request is a line in `--log`. With `--mooncake
+HOST:PORT` they go into a Mooncake store through the client of `hs-connectors`, as its connector puts them there, and no
+file is written.
 """
 
 import argparse
@@ -14,6 +16,8 @@ import json
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -25,6 +29,9 @@ def states_for(ids, slots=4, hidden=16):
     """[seq, slots, hidden] float32"""
     ids = np.asarray(ids, np.float64)[:, None, None]
     return np.sin(ids * np.arange(1, hidden + 1) + np.arange(slots)[:, None]).astype(np.float32)
+
+
+made = lru_cache(2)(states_for)  # a row that is asked for again takes no time
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -50,19 +57,58 @@ class Handler(BaseHTTPRequestHandler):
         ids = body["prompt"]
         if options.longest is not None and len(ids) > options.longest:
             return self.answer({"error": {"message": "longer than max_model_len"}}, 400)
-        path = Path(options.storage) / f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}.safetensors"
         if options.log:
             with self.lock, open(options.log, "a") as f:
                 f.write(json.dumps(ids) + "\n")
+        name = f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}"
+        params = self.store(name, ids) if options.mooncake else self.file(f"{name}.safetensors", ids)
+        self.answer({"choices": [{"prompt_token_ids": ids}], "kv_transfer_params": params})
+
+    def file(self, name, ids):
+        options = self.server.options
+        path = Path(options.storage) / name
         fd = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
         fcntl.flock(fd, fcntl.LOCK_EX)
-        states = states_for(ids, options.slots, options.hidden)
+        states = made(tuple(ids), options.slots, options.hidden)
         if options.fp8:
             data = fp8_file(states, ids)
         else:
             data = save({"hidden_states": states, "token_ids": np.asarray(ids, np.int64)})
         threading.Thread(target=write_slowly, args=(path, data, fd, options.slow)).start()
-        self.answer({"choices": [{"prompt_token_ids": ids}], "kv_transfer_params": {"hidden_states_path": str(path)}})
+        return {"hidden_states_path": str(path)}
+
+    def store(self, name, ids):
+        "The manifest of an object that is put a moment later, by one of four threads."
+        import torch
+        from hs_connectors.mooncake_store import packed_layout
+
+        options = self.server.options
+        states = torch.from_numpy(made(tuple(ids), options.slots, options.hidden))
+        tensors = {"hidden_states": states, "token_ids": torch.tensor(ids)}
+        layout, size = packed_layout({k: (list(t.shape), t.dtype) for k, t in tensors.items()})
+        metadata = {"num_tokens": len(ids), "total_aligned_bytes": size, "extract_mode": "prompt_only"}
+        if options.layers:
+            metadata |= {"layer_ids": options.layers, "model": options.root}
+        manifest = {"handle": name, "version": 1, "tensors": layout, "metadata": metadata}
+        self.server.writers.submit(put_slowly, self.server.store, manifest, tensors, options.slow)
+        return manifest
+
+
+def put_slowly(store, manifest, tensors, slow):
+    time.sleep(slow)
+    try:
+        store.put_sample(manifest, tensors)
+    except Exception as e:
+        store.put_error(manifest, str(e))
+
+
+def open_store(master, segment):
+    "As upstream's connector opens it inside vLLM."
+    from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
+
+    memory = dict(global_segment_size=segment, local_buffer_size=16 << 20)
+    config = MooncakeStoreConfig(local_hostname="127.0.0.1", master_server_address=master, **memory)
+    return MooncakeHiddenStatesStore(config).setup()
 
 
 def fp8_file(states, ids):
@@ -99,9 +145,14 @@ if __name__ == "__main__":
     parser.add_argument("--root", default="a verifier")
     parser.add_argument("--longest", type=int, help="tokens of the longest prompt that is not refused")
     parser.add_argument("--fp8", action="store_true", help="states in fp8, as upstream's FP8 connector writes them")
+    parser.add_argument("--mooncake", help="HOST:PORT of a Mooncake master: states go there, and into no file")
+    parser.add_argument("--segment", type=int, default=64 << 20, help="bytes of the store's memory, with --mooncake")
+    parser.add_argument("--layers", type=int, nargs="+", help="layer ids that replies tell, with --mooncake")
     parser.add_argument("--log")
     options = parser.parse_args()
     server = Server(("127.0.0.1", options.port), Handler)
     server.options = options
+    if options.mooncake:
+        server.store, server.writers = open_store(options.mooncake, options.segment), ThreadPoolExecutor(4)
     print(server.server_port, flush=True)
     server.serve_forever()

@@ -83,4 +83,4 @@ print(json.dumps(wrong))
 def test_imports_need_no_module_that_windows_lacks():
     """All but the connector, which runs inside of vLLM. (Other packages' own imports of such modules stand behind a
     look at the platform.)"""
-    assert probe(WINDOWS) == {"speculators_nb.features.vllm_connector": "No module named 'fcntl'"}
+    assert probe(WINDOWS) == {"speculators_nb.serve.vllm_connector": "No module named 'fcntl'"}

@@ -121,10 +121,13 @@ def test_makefile_default_torch_is_supported():
 
 
 OPTIONAL = {
-    Requirement(r).name for extra in ("vllm", "loggers", "ray") for r in PROJECT["optional-dependencies"][extra]
+    Requirement(r).name.replace("-", "_")
+    for extra in ("vllm", "loggers", "ray", "mooncake")
+    for r in PROJECT["optional-dependencies"][extra]
 }
 COMES_WITH = {
     "pydantic_core": "pydantic",
+    "mooncake": "mooncake_transfer_engine",
     "IPython": "ipywidgets",
     "yaml": "pyyaml",
     "PIL": "pillow",

@@ -223,7 +223,7 @@ def features(
     output_dir: Path,  # where the features go; an interrupted run is continued there
     source: str = "hf",  # hf: the verifier in this process; vllm: a server
     server: list[str] | str | None = None,  # with vllm; default: port 8000 here (repeatable)
-    storage: Path | None = None,  # with vllm: the FOLDER of serve --hidden-states FOLDER
+    storage: str | None = None,  # with vllm: what serve --hidden-states names
     max_length: int = 2048,  # rows longer than this are cut, where `data` is not prepared yet
     max_samples: int | None = None,  # use the first so many; default: all
     aux_layer_ids: list[int] | None = None,  # layers, ascending (repeatable); default: three

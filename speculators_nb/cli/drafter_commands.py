@@ -30,7 +30,7 @@ from ..evaluate.comparison import Comparison, compare_runs, evaluate_as_engine
 from ..evaluate.engine import drafter_name, evaluate_engine
 from ..evaluate.engine_results import EngineEvaluation
 from ..evaluate.prompts import encode_prompts, read_prompts
-from ..features.extraction_client import extraction_options
+from ..features.extraction_client import extraction_options, writable_storage
 from ..lab.experiment import settings
 from ..models.base import SpeculatorModel
 from ..nn.target_head import text_config, verifier_config
@@ -115,7 +115,7 @@ def train(
     draft_vocab_size: int | None = None,  # most frequent tokens; default: all of the verifier's
     from_pretrained: Path | None = None,  # start from this drafter's weights, not fresh ones
     server: list[str] | str | None = None,  # vLLM making features in training (repeatable)
-    storage: Path | None = None,  # the FOLDER of serve --hidden-states FOLDER, as mounted here
+    storage: str | None = None,  # what serve --hidden-states names: a folder, as mounted here
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     aux_layer_ids: list[int] | None = None,  # verifier layers (repeatable); default: features'
     eval_share: float | None = None,  # held-out share, 0: none; default: `prepare`'s, else 0.05
@@ -399,7 +399,7 @@ def serve(
     method: str | None = None,  # of drafting, e.g. ngram; default: the checkpoint's
     verifier: str | None = None,  # folder or hub id; default: the one that the checkpoint names
     native: Path | None = None,  # drafter in the engine's layout, if vLLM needs it
-    hidden_states: Path | None = None,  # for verifier hidden states, for features --source vllm
+    hidden_states: str | None = None,  # give hidden states: to FOLDER or mooncake://HOST:PORT
     aux_layer_ids: list[int] | None = None,  # with hidden_states; ascending; default: three
     host: str = "127.0.0.1",  # address to listen on; 0.0.0.0 lets other machines in
     port: int = 8000,  # to listen on
@@ -427,7 +427,7 @@ def serve(
     else:
         n = text_config(verifier_config(checkpoint, False)).num_hidden_layers
         layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
-        writable_folder(hidden_states)
+        writable_storage(hidden_states)
         arguments, added = extraction_options(layers, hidden_states)
         command = serve_command(checkpoint, k=0, **options) + arguments
         environment = environment | added

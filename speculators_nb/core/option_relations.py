@@ -104,7 +104,7 @@ def ordered(command, low, high, strictly=False) -> Relation:
 
 # %% ../../nbs/core/02_option_relations.ipynb #6897ba31
 FOLDER = (
-    "name the folder that the server writes to, as in: "
+    "name the folder or the Mooncake store that the server writes to, as in: "
     "speculators-nb serve VERIFIER --hidden-states FOLDER"
 )
 

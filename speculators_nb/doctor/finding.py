@@ -18,7 +18,7 @@ STAGES = {  # in the order of the chain -> the notebook that explains it
     "loss mask": "nbs/data/06_chat_encoding.ipynb",
     "answers": "nbs/tutorials/11_on_policy_or_not.ipynb",
     "shift": "nbs/tutorials/10_hidden_states.ipynb",
-    "features": "nbs/features/09_checks.ipynb",
+    "features": "nbs/features/10_checks.ipynb",
     "vocabulary": "nbs/nn/10_draft_vocabulary.ipynb",
     "weights": "nbs/models/04_base.ipynb",
     "head": "nbs/nn/03_target_head.ipynb",

@@ -69,6 +69,8 @@ class DrafterSizes(NamedTuple):
     rows: int  # of the head over which the loss is taken: the draft vocabulary
     states: int  # of a token that training reads: those of its layers, and the last
     text: Any  # config of the draft layers, else of the verifier's language model
+    layer: int = 0  # weights of the largest layer
+    rest: int = 0  # trained weights outside of layers
 
 
 def drafter_sizes(
@@ -86,4 +88,10 @@ def drafter_sizes(
     layer = getattr(config, "transformer_layer_config", None) or text
     rows = getattr(config, "draft_vocab_size", None) or text.vocab_size
     read = len({*model.drafter().aux_layer_ids, text.num_hidden_layers})
-    return DrafterSizes(sums["trained"], sums["frozen"], sums["hidden"], rows, read, layer)
+    layers: Any = getattr(model, "layers", ())
+    groups = [list(part.parameters()) for part in dict.fromkeys(layers)]
+    inside = {id(weight) for group in groups for weight in group}
+    outside = [w for w in model.parameters() if w.requires_grad and id(w) not in inside]
+    split = max((sum(w.numel() for w in group) for group in groups), default=0)
+    totals = sums["trained"], sums["frozen"], sums["hidden"], rows, read, layer
+    return DrafterSizes(*totals, split, sum(w.numel() for w in outside))

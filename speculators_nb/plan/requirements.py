@@ -158,7 +158,8 @@ def training_step(
     bf16, layers = values["bf16"], info.text.num_hidden_layers
     how = (sizes.text, sizes.rows, layers, length, each)
     step = predicted_step(algorithm, *how, bf16=bf16, **given)
-    memory = step_memory(sizes, step, length, values["optimizer"], bf16, ranks, device)
+    fsdp = bool(values.get("fsdp"))
+    memory = step_memory(sizes, step, length, values["optimizer"], bf16, ranks, device, fsdp)
     return Training(sizes, step, memory, length)
 
 # %% ../../nbs/plan/05_requirements.ipynb #plrq0020
@@ -209,7 +210,11 @@ def smaller_step(
         other = training_step(info, less, ranks=ranks)
         if other.memory.total <= memory:
             return f"extra: {{gradient_checkpointing: true}} ({other.memory.total / GB:.3g} GB)"
-    muon = step_memory(now.sizes, now.step, now.length, "muon", values["bf16"], ranks)
+    given, bf16, fsdp = (now.sizes, now.step, now.length), values["bf16"], values.get("fsdp")
+    split = step_memory(*given, values["optimizer"], bf16, ranks, fsdp=True)
+    if ranks > 1 and split.total <= memory:
+        return f"fsdp: true ({split.total / GB:.3g} GB)"
+    muon = step_memory(*given, "muon", bf16, ranks, fsdp=bool(fsdp))
     if muon.total <= memory:
         return f"optimizer: muon ({muon.total / GB:.3g} GB)"
     length = shorter_row(info, values, memory, now, ranks)
@@ -226,10 +231,11 @@ def check_step_memory(
     verifier: str | os.PathLike,  # folder or hub id
     values: Mapping[str, Any],  # arguments of `train`
     memory: float | None = None,  # bytes of a device; None: this machine's accelerator
-    ranks: int = 1,  # processes that train together
+    ranks: int | None = None,  # processes that train together; None: as torchrun says
 ) -> None:
     "Errors: ValueError for a drafter whose weights, gradients and optimizer do not fit."
     memory = device_memory() if memory is None else memory
+    ranks = ranks or int(os.environ.get("WORLD_SIZE", 1))
     if math.isinf(memory) or values.get("from_pretrained"):  # which brings its own layers
         return
     info = VerifierInfo.of(verifier)
@@ -383,14 +389,17 @@ def requirements_text(
 def _training_rows(found: Requirements) -> list[tuple[str, str]]:
     assert found.training is not None
     sizes, memory = found.training.sizes, found.training.memory
-    parts = ", ".join(f"{name} {n / GB:.3g}" for name, n in memory._asdict().items())
+    parts = ", ".join(f"{name} {n / GB:.3g}" for name, n in memory._asdict().items() if n)
     name = f"{found.algorithm}, {sizes.trained / 1e6:,.0f} million trained weights"
     tokens = found.data.tokens * found.epochs
     devices = found.machine.devices
     rate = f"{found.trained:,.0f} tokens/s on {devices} device{'s' * (devices > 1)}"
     needed = math.ceil(found.trained / found.serving.rate)
+    whole = f"{memory.gathered / GB:.3g} GB are gathered while they compute"
+    split = f"weights, gradients and optimizer are divided over {devices} devices; {whole}"
     return [
         ("drafter", name),
+        *([("fsdp", split)] if memory.gathered else []),
         (
             "step",
             f"{memory.total / GB:.3g} GB a device, {found.training.length} tokens: {parts}",

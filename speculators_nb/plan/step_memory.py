@@ -37,6 +37,7 @@ class StepMemory(NamedTuple):
     activations: float
     working: float  # at the peak: of the loss, or of a layer's backward pass
     row: float
+    gathered: float = 0.0  # under FSDP: weights that are whole beside this rank's part
 
     @property
     def total(self) -> float:
@@ -44,7 +45,7 @@ class StepMemory(NamedTuple):
 
     @property
     def state(self) -> float:  # what no shorter row makes smaller
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.gathered
 
 
 def step_memory(
@@ -55,6 +56,7 @@ def step_memory(
     bf16: bool = False,  # training under autocast
     ranks: int = 1,  # processes that train together
     device: str = "cuda",  # its kind decides how large a chunk of logits is
+    fsdp: bool = False,  # weights, gradients and optimizer are split over the ranks
 ) -> StepMemory:
     "Memory of a step of training."
     trained, hidden = sizes.trained, sizes.text.hidden_size
@@ -62,13 +64,15 @@ def step_memory(
     chunk = chunk_rows(sizes.rows, device)
     tile = tile_rows(sizes.rows, torch.device(device), chunk)
     logits = 4 * sizes.rows * (step.chunks * chunk + step.tiles * tile)
+    split, layer = (ranks, 4 * sizes.layer) if fsdp and ranks > 1 else (1, 0)
     return StepMemory(
-        weights=4 * (trained + sizes.frozen) + 2 * trained * bf16,
-        gradients=4 * trained * (1 + (ranks > 1)),
-        optimizer=8 * trained - 4 * muon,
+        weights=4 * (trained + sizes.frozen) / split + 2 * trained * bf16,
+        gradients=4 * trained * (1 + (ranks > 1 and split == 1)) / split,
+        optimizer=(8 * trained - 4 * muon) / split,
         activations=step.held,
-        working=max(step.backward, step.loss + logits),
+        working=max(step.backward, step.loss + logits - layer),
         row=length * sizes.states * hidden * (2 if bf16 else 4),
+        gathered=2 * layer + 4 * (sizes.rest + sizes.frozen) * (split > 1),
     )
 
 # %% ../../nbs/plan/04_step_memory.ipynb #plme0009

@@ -201,7 +201,7 @@ def open_features(
     data_dir: str | os.PathLike,  # a feature folder of any layout, or a prepared folder
     verifier: str | os.PathLike,  # folder or hub id
     url: str | Iterable[str] | None = None,  # vLLM(s) making features; `data_dir`: prepared
-    storage: str | os.PathLike | Iterable | None = None,  # the vLLM's folder, as mounted here
+    storage: str | os.PathLike | Iterable | None = None,  # of the vLLM: folder, mooncake://…
     layers: list[int] | None = None,  # verifier layers to read; None: the stored, else three
     on_bad: str = "raise",  # a sample that is not available: "raise" or "skip"
     patience: float = 120.0,  # of several servers: seconds to wait while none answers
@@ -215,8 +215,8 @@ def open_features(
             return _verifier_features(data_dir, info, layers, on_bad)
         if storage is None:
             raise ValueError(
-                f"storage=None: name the folder that the server {url!r} writes to (its "
-                "shared_storage_path)"
+                f"storage=None: name the folder that the server {url!r} writes to, or its "
+                "Mooncake store"
             )
         return ServerFeatures(url, Path(data_dir), storage, on_bad=on_bad, patience=patience)
     if url:
@@ -303,7 +303,7 @@ def train_drafter(
     eval_share: float | None = None,  # held-out share; None: the prepared folder's, else 0.05
     on_bad: str = "raise",  # a feature file that does not check: "raise" or "skip"
     url: str | Iterable[str] | None = None,  # vLLM(s) making the features while training
-    storage: str | os.PathLike | Iterable | None = None,  # the vLLM's folder, as mounted here
+    storage: str | os.PathLike | Iterable | None = None,  # of the vLLM: folder, mooncake://…
     target_layer_ids: list[int] | None = None,  # layers to read; None: features', else three
     trust_features: bool = False,  # take features whose record does not fit the verifier
     measure: Measure | None = None,  # of the model at each evaluation, as eval_{name}

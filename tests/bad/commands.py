@@ -82,6 +82,12 @@ DEVICE = [
     ("cpu:x", "{}='cpu:x': is no device"),
     ("meta", "{}='meta': is no device"),
 ]
+MOONCAKE = [
+    ("mooncake://host", "{}='mooncake://host': is no address of a Mooncake master; write something like"),
+    ("mooncake:/host:1", "{}='mooncake:/host:1': is no address of a Mooncake master"),
+    ("mooncake://host:99999", "{}='mooncake://host:99999': is no address of a Mooncake master"),
+    ("mooncake://h:1?segment_gb=0", "{}='mooncake://h:1.segment_gb=0': is no address of a Mooncake master"),
+]
 FLOATS = [
     ("int8", "{}='int8': is not known; choose bfloat16"),
     ("bf61", "{}='bf61': is not known; choose bfloat16"),
@@ -110,8 +116,6 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
             "checkpoint",
             "from_pretrained",
             "native",
-            "storage",
-            "hidden_states",
             "image_folder",
             "prompts",
             "heldout",
@@ -123,6 +127,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         ),
         PATH,
     ),
+    **dict.fromkeys(("storage", "hidden_states"), PATH + MOONCAKE),
     **dict.fromkeys(
         (
             "max_samples",

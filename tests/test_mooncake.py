@@ -1,0 +1,186 @@
+"""Hidden states through a Mooncake store, between processes: client and format are those of `hs-connectors`, the store
+itself is a stand-in (tests/mooncake/stand_in). `make mooncake-test` does it with the real one."""
+
+import json
+import multiprocessing
+import pickle
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_features_from_server import TRAIN, Fake, check, make_rows, make_verifier, wait_for
+
+from speculators_nb.cli import main as cli
+from speculators_nb.core.http_client import EndpointError
+from speculators_nb.core.option_rules import MooncakeAddress
+from speculators_nb.data.chat_encoding import save_prepared
+from speculators_nb.features import mooncake_states
+from speculators_nb.features.extraction_client import HiddenStatesClient, extraction_options, open_states
+from speculators_nb.features.extraction_files import ReplyError
+from speculators_nb.features.from_server import ServerFeatures, extract_from_server
+from speculators_nb.features.mooncake_states import MooncakeStates, states_in
+from speculators_nb.train.train_drafter import train_drafter
+
+STAND_IN = str(Path(__file__).parent / "mooncake/stand_in")
+LAYERS = [1, 2, 3, 4]
+TELLS = ("--layers", "1", "2", "3", "4")
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    "Address and folder of a stand-in for a store; something listens at the address, as a master does."
+    folder = tmp_path / "store"
+    folder.mkdir()
+    monkeypatch.setenv("MOONCAKE_FOLDER", str(folder))
+    monkeypatch.setenv("PYTHONPATH", STAND_IN)
+    monkeypatch.syspath_prepend(STAND_IN)
+    for name in ("mooncake", "mooncake.store"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        yield f"127.0.0.1:{master.getsockname()[1]}", folder
+    mooncake_states._connection.cache_clear()
+
+
+def left(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_rows_come_through_the_store_and_nothing_stays(tmp_path, store):
+    place, folder = store
+    rows, out = make_rows(), tmp_path / "features"
+    with Fake(tmp_path / "unused", "--mooncake", place, "--slow", "0.01", *TELLS) as fake:
+        counts = extract_from_server(fake.url, rows, out, f"mooncake://{place}", concurrency=6, dtype="float32")
+        assert fake.left() == left(folder) == []
+    assert counts == {"written": 40, "kept": 0, "failed": 0}
+    check(out, rows, 40)
+
+
+def test_training_reads_states_from_the_store(tmp_path, store):
+    "The weights are those of training on stored features."
+    place, folder = store
+    save_prepared(make_rows(12), tmp_path / "rows")
+    make_verifier(tmp_path / "verifier")
+    given = dict(verifier=tmp_path / "verifier") | TRAIN | dict(num_train_epochs=1)
+    with Fake(tmp_path / "unused", "--mooncake", place, "--root", str(tmp_path / "verifier"), *TELLS) as fake:
+        source = dict(url=fake.url, storage=f"mooncake://{place}")
+        train_drafter(data_dir=tmp_path / "rows", output_dir=tmp_path / "streamed", **source, **given)
+        extract_from_server(fake.url, tmp_path / "rows", tmp_path / "stored", source["storage"])
+    assert left(folder) == []
+    train_drafter(data_dir=tmp_path / "stored", output_dir=tmp_path / "from-files", **given)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("streamed", "from-files"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_killed_server_started_anew(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(MooncakeStates, "pauses", (0.1, 0.1))
+    place, _ = store
+    rows, out, counts = make_rows(), tmp_path / "features", []
+    with Fake(tmp_path / "unused", "--mooncake", place, "--slow", "0.1", *TELLS) as fake:
+        given = dict(url=fake.url, rows=rows, output_dir=out, storage=f"mooncake://{place}", dtype="float32")
+        more = dict(concurrency=4, timeout=3)
+        thread = threading.Thread(target=lambda: counts.append(extract_from_server(**given, **more)))
+        thread.start()
+        wait_for(lambda: len(list(out.glob("hs_*"))) >= 5)
+        fake.kill()  # what it was to put is lost: the client waits three seconds for it, and asks again
+        fake.__enter__()
+        thread.join(120)
+    assert counts[0]["written"] == 40
+    check(out, rows, 40)
+
+
+def fork_reads(client, queue):
+    queue.put(client.states([7, 8])[:, 0, 0].tolist())
+
+
+def test_a_client_goes_to_other_processes_and_threads(tmp_path, store):
+    place, folder = store
+    with Fake(tmp_path / "unused", "--mooncake", place, *TELLS) as fake:
+        client = HiddenStatesClient(fake.url, f"mooncake://{place}")
+        assert client.layer_ids == LAYERS
+        here = client.states([7, 8])[:, 0, 0].tolist()
+        assert pickle.loads(pickle.dumps(client)).states([7, 8])[:, 0, 0].tolist() == here
+        fork = multiprocessing.get_context("fork")
+        queue = fork.Queue()
+        process = fork.Process(target=fork_reads, args=(client, queue))
+        process.start()
+        assert queue.get(timeout=60) == here
+        process.join()
+        features = ServerFeatures(fake.url, make_rows(8), f"mooncake://{place}")
+        assert [len(s["input_ids"]) for s in features.__getitems__([0, 3])] == features.lengths[:4:3]
+    assert left(folder) == []
+
+
+def test_layers_that_the_server_does_not_tell(tmp_path, store):
+    "Upstream's own connector does not: they are to be given, and counted in each reply."
+    place, _ = store
+    with Fake(tmp_path / "unused", "--mooncake", place) as fake:
+        with pytest.raises(ValueError, match="layer_ids=None: the server's reply does not say"):
+            open_states(fake.url, f"mooncake://{place}")
+        assert open_states(fake.url, f"mooncake://{place}", LAYERS).states([3]).shape == (1, 4, 16)
+        with pytest.raises(ReplyError, match=r"sends 4 layers, expected \[1, 4\]"):
+            open_states(fake.url, f"mooncake://{place}", [1, 4]).states([3])
+    wrong = pytest.raises(ValueError, match=r"the server writes layers \[1, 2, 3, 4\]")
+    with Fake(tmp_path / "unused", "--mooncake", place, *TELLS) as fake, wrong:
+        open_states(fake.url, f"mooncake://{place}", [1, 2])
+
+
+def test_files_where_a_store_is_named_and_the_reverse(tmp_path, store):
+    place, _ = store
+    wrong = pytest.raises(ReplyError, match="keeps no states in a Mooncake store: start it by")
+    with Fake(tmp_path / "storage") as fake, wrong:
+        open_states(fake.url, f"mooncake://{place}", LAYERS)
+    wrong = pytest.raises(ReplyError, match="in a Mooncake store, not in files: give storage=")
+    with Fake(tmp_path / "storage", "--mooncake", place) as fake, wrong:
+        open_states(fake.url, fake.storage, LAYERS).states([3, 4])
+
+
+def test_several_servers_share_a_store(tmp_path, store):
+    place, folder = store
+    rows, out = make_rows(24), tmp_path / "features"
+    options = ("--mooncake", place, "--slow", "0.01", *TELLS)
+    with Fake(tmp_path / "a", *options) as one, Fake(tmp_path / "b", *options) as other:
+        given = dict(concurrency=4, dtype="float32")
+        counts = extract_from_server([one.url, other.url], rows, out, f"mooncake://{place}", **given)
+    assert counts["written"] == 24
+    check(out, rows, 24)
+    assert left(folder) == []
+
+
+def test_no_master_and_no_package(monkeypatch, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.syspath_prepend(STAND_IN)
+    with pytest.raises(
+        EndpointError, match=rf"storage='mooncake://127.0.0.1:{port}': no Mooncake master answers there"
+    ):
+        states_in(f"mooncake://127.0.0.1:{port}")
+    mooncake_states._connection.cache_clear()
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(ImportError, match=r"pip install 'speculators_nb\[mooncake\]'.* or name a folder"):
+        states_in(f"mooncake://127.0.0.1:{port}")
+    mooncake_states._connection.cache_clear()
+
+
+def test_serve_hands_the_address_to_the_connector(capsys):
+    address = "mooncake://10.0.0.2:50051?segment_gb=0.5"
+    cli.app(["serve", "data/tiny-verifier", "--hidden-states", address], standalone_mode=False)
+    printed = capsys.readouterr().out
+    assert "speculators_nb.serve.mooncake_connector" in printed and '"global_segment_size": 536870912' in printed
+    transfer = json.loads(extraction_options(LAYERS, address)[0][3])
+    assert transfer["kv_connector_extra_config"] == {
+        "mooncake": {"master_server_address": "10.0.0.2:50051", "global_segment_size": 2**29}
+    }
+
+
+def test_upstreams_client_reads_the_configuration_that_serve_writes():
+    from hs_connectors.mooncake_store import MooncakeStoreConfig
+
+    transfer = json.loads(extraction_options(LAYERS, "mooncake://10.0.0.2:50051")[0][3])
+    config = MooncakeStoreConfig.from_dict(transfer["kv_connector_extra_config"]["mooncake"])
+    assert (config.master_server_address, config.global_segment_size) == ("10.0.0.2:50051", 4 * 2**30)
+    assert MooncakeAddress("10.0.0.2", 50051).segment_gb == 4
