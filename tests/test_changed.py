@@ -9,7 +9,7 @@ import changed
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MASKS = "nbs/nn/01_masks.ipynb"
+MASKS = "nbs/nn/02_masks.ipynb"
 NOTEBOOKS = [MASKS, "nbs/nn/06a_losses.ipynb", "nbs/tutorials/01_first.ipynb", "nbs/index.ipynb"]
 SOURCES = {
     "tests/test_masks.py": "from speculators_nb.nn.masks import ttt",

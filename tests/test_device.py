@@ -10,6 +10,7 @@ from on_device import PretendCuda, marked, on_cuda
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import speculators_nb.nn.attention as attention_module
+import speculators_nb.nn.compiled as compiled_module
 from benchmarks.gpu.decode import prompts
 from benchmarks.gpu.equal import DRAFTERS, HEAD_WAYS, HEADS, VERIFIER, WAYS, batch, drafter
 from speculators_nb.core.registry import DynamicTreeTokenProposalConfig
@@ -59,7 +60,8 @@ def no_kernel(monkeypatch):
         assert all(x.device.type == "cuda" for x in blocks) or not any(map(marked, blocks))
         return SimpleNamespace(mask_mod=mask_mod)
 
-    monkeypatch.setattr(attention_module, "_flex_on", lambda device_type: by_definition)
+    monkeypatch.setattr(attention_module, "_compiled_flex", by_definition)
+    monkeypatch.setattr(compiled_module, "COMPILED_ON", ())
     monkeypatch.setattr(attention_module.BlockMask, "from_kv_blocks", lists)
 
 
@@ -209,8 +211,10 @@ def test_a_training_step_waits_for_the_device_three_times_at_most(name, no_kerne
     model.train()
     with PretendCuda() as device:
         there = {k: v.to("cuda") for k, v in row.items()}
+        device.copies.clear()
         loss = on_cuda(model)(**there, **options)[1]
     assert len(device.waits) <= 3, device.waits
+    assert not device.copies, device.copies
     with Waits() as backward:
         loss.backward()
     assert backward.count == 0

@@ -28,7 +28,7 @@ from speculators_nb.models import (
     EagleSpeculatorConfig,
     MTPDraftModel,
 )
-from speculators_nb.nn.attention import attention_back_end
+from speculators_nb.nn.compiled import attention_back_end
 from speculators_nb.utils import ClassRegistryMixin
 
 FLEX = "simple_flex_attention"

@@ -81,6 +81,8 @@ def assert_same_blocks(mask, queries, keys):
     by_pairs = create_block_mask(padded, None, None, *made.seq_lengths, device="cpu", BLOCK_SIZE=made.BLOCK_SIZE)
     for name in LISTS:
         assert torch.equal(getattr(made, name), getattr(by_pairs, name)), name
+    zero, (rows, columns) = torch.zeros((), dtype=torch.long), map(torch.arange, made.seq_lengths)
+    assert torch.equal(*(by(zero, zero, rows[:, None], columns) for by in (made.mask_mod, padded)))
     return made
 
 
@@ -128,7 +130,7 @@ def dense(q, k, v, mask):
 @torch.no_grad()
 def test_compiled_flex_gives_the_dense_output(monkeypatch):
     "Five packings through inductor, which reads the lists; a list that lacks a block gives another output."
-    monkeypatch.setattr(attention_module, "_flex_on", lambda device_type: compiled())
+    monkeypatch.setattr(attention_module, "_compiled_flex", compiled())
     for seed in range(5):
         g = torch.Generator().manual_seed(seed)
         documents = packing(1000, g)
@@ -154,7 +156,7 @@ def test_few_compilations(kind, monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounter()
     function = torch.compile(flex_attention, backend=counter, dynamic=True)
-    monkeypatch.setattr(attention_module, "_flex_on", lambda device_type: function)
+    monkeypatch.setattr(attention_module, "_compiled_flex", function)
     sizes = set()
     for seed in range(50):
         g = torch.Generator().manual_seed(seed)

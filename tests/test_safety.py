@@ -28,11 +28,11 @@ from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import convert, detect, export_native
 from speculators_nb.models.mtp_native import extract_mtp, stitch_mtp
 from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
-from speculators_nb.nn.mask_token import resolve_mask_token
 from speculators_nb.nn.target_head import verifier_config
 from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.train.trainer import train
+from speculators_nb.verifier.mask_token import resolve_mask_token
 from speculators_nb.verifier.parts import load_verifier_tensors
 from speculators_nb.verifier.tapped_model import Verifier
 

@@ -17,7 +17,7 @@ from benchmarks.gpu import step as train_step
 from benchmarks.gpu.device import pick, wait
 from benchmarks.train_step import worker
 
-LENGTH, STEPS, HEAVIEST = {"device": 8192, "toy": 256}, {"device": 3, "toy": 1}, 10
+LENGTH, STEPS, HEAVIEST = {"device": 8192, "toy": 256}, {"device": 3, "toy": 1}, 30
 GROUPS = ("flex", "product", "loss", "optimizer", "other", "host")
 LOSS, OPTIMIZER = "speculators_nb.loss", "Optimizer."
 FLEX = ("flex", "_prefixown", "scaled_dot_product")
@@ -27,15 +27,19 @@ PRODUCT = ("gemm", "cutlass", "nvjet", "xmma", "cublas", "aten::mm", "aten::addm
 @contextmanager
 def named_loss():
     """The loss of a drafter has a name in the profile."""
-    from speculators_nb.models import base
+    from speculators_nb.models import base, mtp
 
-    original = base.head_loss
+    def named(original):
+        def loss(*args, **kwargs):
+            with record_function(LOSS):
+                return original(*args, **kwargs)
 
-    def head_loss(*args, **kwargs):
-        with record_function(LOSS):
-            return original(*args, **kwargs)
+        return loss
 
-    with mock.patch.object(base, "head_loss", head_loss):
+    with (
+        mock.patch.object(base, "head_loss", named(base.head_loss)),
+        mock.patch.object(mtp, "token_loss", named(mtp.token_loss)),
+    ):
         yield
 
 

@@ -21,7 +21,7 @@ SIZES = {  # the device's: those of Llama-3.2-1B
     "device": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, heads=32, vocab=128256),
     "toy": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, heads=4, vocab=512),
 }
-PROMPT, STEPS, DRAFTED = {"device": 512, "toy": 16}, {"device": 40, "toy": 6}, 5
+PROMPT, STEPS, DRAFTED = {"device": 512, "toy": 16}, {"device": 24, "toy": 6}, 5
 TREE = dict(speculative_tokens=59, expansion_factor=10, depth=6)
 DRAFT_VOCAB = {"device": 32000, "toy": 256}
 PROPOSALS = ("chain", "tree")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 # of a cell: the module here that has run(cell, turn)
-KINDS = ("device", "equal", "decode", "notebooks", "step", "kernels", "loop")
+KINDS = ("device", "equal", "decode", "notebooks", "step", "kernels", "loop", "attention")
 
 
 class Line:

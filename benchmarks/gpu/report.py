@@ -63,7 +63,7 @@ class Report:
 
     def __init__(self, folder, **facts):
         self.folder, self.facts = folder, facts | dict(versions=versions())
-        self.rows = dict(device=[], equal=[], decode=[], notebooks=[], step=[], kernels=[], loop=[])
+        self.rows = dict(device=[], equal=[], decode=[], notebooks=[], step=[], kernels=[], loop=[], attention=[])
         self.stages, self.not_measured = [], []
 
     def add(self, kind, row):
@@ -138,7 +138,9 @@ def page(report):
         ("Decoding", decoding_table(report)),
         ("Notebooks", notebook_table(report)),
         ("Train step", step_table(report)),
-        ("Kernels of an EAGLE-3 step", kernel_table(report)),
+        ("Parts of a step", share_table(report)),
+        ("Heaviest kernels", kernel_table(report)),
+        ("Back ends of attention", attention_table(report)),
         ("Decode loop", loop_table(report)),
     ):
         if body:
@@ -240,7 +242,7 @@ def step_line(report, row, group):
     """A row of the table. MFU is by the FLOPs of our step at the device's peak rate; ratios are to upstream."""
     label = [row["setting"], row["length"], row["side"]]
     if "error" in row:
-        return [*label, *["–"] * 8, ("out of memory: " if row.get("kind") == "memory" else "") + row["error"]]
+        return [*label, *["–"] * 9, ("out of memory: " if row.get("kind") == "memory" else "") + row["error"]]
     flops, about, other = of(group, "ours").get("flops"), report.device(), of(group, "upstream")
     rate = flops / row["seconds"] if flops else None
     ratio = other["seconds"] / row["seconds"] if other else None
@@ -254,6 +256,7 @@ def step_line(report, row, group):
         number(memory),
         number(100 * rate / about["peak_flops"]) if rate and about["peak_flops"] else "–",
         number(row["first_seconds"]),
+        number(row.get("waits")),
         number(loss_difference(row, group)),
         "**losses differ**" if apart(row, group) else row.get("flops_error", ""),
     ]
@@ -278,6 +281,7 @@ def step_table(report):
             "memory over upstream",
             "MFU %",
             "first step, s",
+            "waits a step",
             "first loss, rel. difference",
             "",
         ],
@@ -286,11 +290,55 @@ def step_table(report):
 
 
 def kernel_table(report):
+    """The ten heaviest of each setting."""
     rows = [r for r in report.rows["kernels"] if "kernel" in r]
+    of_setting = {
+        name: [r for r in rows if r["setting"] == name][:10] for name in dict.fromkeys(r["setting"] for r in rows)
+    }
     return rows and table(
-        ["kernel", "part", "calls a step", "ms a step", "share of the step, %"],
+        ["setting", "kernel", "part", "calls a step", "ms a step", "share of the step, %"],
         [
-            [r["kernel"], r["group"], number(r["calls"]), number(1e3 * r["seconds"]), number(100 * r["share"])]
+            [
+                name,
+                r["kernel"],
+                r["group"],
+                number(r["calls"]),
+                number(1e3 * r["seconds"]),
+                number(100 * r["share"]),
+            ]
+            for name, heaviest in of_setting.items()
+            for r in heaviest
+        ],
+    )
+
+
+def share_table(report):
+    """What each part of a step takes, in milliseconds."""
+    rows = [r for r in report.rows["kernels"] if "share_of" in r]
+    parts = list(dict.fromkeys(r["share_of"] for r in rows))
+    of_setting = {}
+    for r in rows:
+        of_setting.setdefault(r["setting"], {})[r["share_of"]] = 1e3 * r["seconds"]
+    return rows and table(
+        ["setting", *parts, "ms a step"],
+        [[name, *[number(of[p]) for p in parts], number(sum(of.values()))] for name, of in of_setting.items()],
+    )
+
+
+def attention_table(report):
+    rows = report.rows["attention"]
+    return rows and table(
+        ["back end", "positions", "forward, ms", "forward and backward, ms", "largest difference from flex", ""],
+        [
+            [
+                r.get("back_end", "all"),
+                r["length"],
+                *[
+                    number(r[k] * x if k in r else None)
+                    for k, x in (("forward_seconds", 1e3), ("seconds", 1e3), ("apart", 1))
+                ],
+                r.get("error", ""),
+            ]
             for r in rows
         ],
     )
@@ -402,19 +450,18 @@ def speed_picture(report):
 
 
 def shares_picture(report):
-    """Shares of an EAGLE-3 step, largest first."""
+    """What each part of a step takes."""
     from matplotlib import pyplot as plt
 
     rows = [r for r in report.rows["kernels"] if "share_of" in r]
-    rows.sort(key=lambda r: -r["share"])
-    figure, ax = plt.subplots(figsize=(7, 3), layout="constrained")
-    bars = ax.barh([r["share_of"] for r in rows], [100 * r["share"] for r in rows], color=COLORS["ours"])
-    ax.bar_label(bars, [f"{1e3 * r['seconds']:,.3g} ms" for r in rows], padding=4)
-    most = rows[0]
-    ax.set(
-        xlabel="share of an EAGLE-3 step, %",
-        xlim=(0, 118 * most["share"]),
-        title=f"{most['share_of']} takes {most['share']:.0%} of an EAGLE-3 step",
-    )
+    settings = list(dict.fromkeys(r["setting"] for r in rows))
+    figure, ax = plt.subplots(figsize=(8, 0.5 * len(settings) + 1.8), layout="constrained")
+    left = dict.fromkeys(settings, 0.0)
+    for part in dict.fromkeys(r["share_of"] for r in rows):
+        mine = {r["setting"]: 1e3 * r["seconds"] for r in rows if r["share_of"] == part}
+        ax.barh(settings, [mine[s] for s in settings], left=[left[s] for s in settings], label=part)
+        left = {s: left[s] + mine[s] for s in settings}
+    ax.set(xlabel="ms a step", title="Where a step's time goes")
     ax.invert_yaxis()
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=6)
     return figure

@@ -30,8 +30,7 @@ from benchmarks.gpu.report import Report  # noqa: E402
 from speculators_nb.core.options import algorithms  # noqa: E402
 
 DRAFTERS = [*algorithms(), "hass"]  # hass: EAGLE trained on its own outputs
-LENGTHS = (8192, 32768, 2048)
-LOOP_SECONDS = 120  # limit of the decode loop
+SETTINGS = ("EAGLE-3 K=3", "DFlash 512x16", "P-EAGLE", "EAGLE-3 K=7", "MTP")
 NEEDED = (
     "torch",
     "transformers",
@@ -49,7 +48,7 @@ NEEDED = (
 
 # ------------------------------------------------------------- the cells
 def equality_jobs(size):
-    """Jobs of stage 1: lists of cells, each for one process."""
+    """Lists of cells, each for one process: loss and gradients of a drafter in several ways, and decoding with it."""
 
     def cell(kind, drafter, dtype):
         labels = dict(drafter=drafter, dtype=dtype)
@@ -63,33 +62,43 @@ def equality_jobs(size):
     return jobs
 
 
-def step_cells(size, upstream):
-    """Cells of stage 2, the most telling first; each in a process of its own on a device."""
+def step_cell(size, setting, length, side):
+    """A train step."""
+    labels = dict(setting=setting, length=length, side=side)
+    return dict(kind="step", name=f"{setting}, {length} positions, {side}", size=size, labels=labels, **labels)
 
-    def cell(setting, length, side):
-        labels = dict(setting=setting, length=length, side=side)
-        return dict(kind="step", name=f"{setting}, {length} positions, {side}", size=size, labels=labels, **labels)
 
-    settings = ("EAGLE-3 K=3", "DFlash 512x16", "P-EAGLE", "EAGLE-3 K=7", "MTP")
-    sides = ("ours", "upstream") if upstream else ("ours",)
-    if size == "toy":
-        return [cell(setting, 256, side) for setting in settings if setting != "EAGLE-3 K=7" for side in sides]
-    compiled = [cell(setting, 8192, "ours-compiled") for setting in settings]
-    return (
-        [cell(setting, length, side) for length in LENGTHS[:2] for setting in settings for side in sides]
-        + compiled[:1]
-        + [cell(setting, LENGTHS[2], side) for setting in settings for side in sides]
-        + compiled[1:]
-    )
+def device_jobs(upstream):
+    """All jobs of a device in the order in which they begin. Upstream's take longest to compile, and two settings that
+    share their fused loss share a process. Not too many train steps at once: the memory is one."""
+
+    def steps(*cells):
+        return [[step_cell("device", *cell)] for cell in cells if upstream or cell[-1] != "upstream"]
+
+    eagle, dflash, peagle, seven, mtp = SETTINGS
+    first = [[step_cell("device", setting, 8192, "upstream") for setting in (eagle, peagle)]] if upstream else []
+    ours = [(setting, 8192, "ours") for setting in SETTINGS]
+    longest = [(setting, 32768, side) for setting in (eagle, mtp, dflash, peagle) for side in ("ours", "upstream")]
+    short = [(setting, 2048, side) for setting in SETTINGS for side in ("ours", "upstream")]
+    equal = equality_jobs("device")
+    rest = [(dflash, 8192, "upstream"), ours[2], ours[4], (mtp, 8192, "upstream"), ours[3]]
+    last = [*longest, (seven, 8192, "upstream"), (eagle, 8192, "ours-compiled"), *short]
+    return first + steps(*ours[:2]) + equal[:9] + steps(*rest) + equal[9:] + steps(*last)
 
 
 def kernel_cells(size):
     """Cells of the kernels: our steps whose time is to be explained."""
-    settings = ("EAGLE-3 K=3", "DFlash 512x16", "P-EAGLE", "MTP")[: 1 if size == "toy" else 4]
+    settings = SETTINGS[:1] if size == "toy" else [s for s in SETTINGS if s != "EAGLE-3 K=7"]
     return [
         dict(kind="kernels", name=f"kernels, {setting}", setting=setting, size=size, labels=dict(setting=setting))
         for setting in settings
     ]
+
+
+def attention_cell(size, length):
+    """The cell of the back ends of attention."""
+    name = f"back ends of attention, {length} positions"
+    return dict(kind="attention", name=name, size=size, length=length, labels=dict(length=length))
 
 
 def loop_cell(size):
@@ -127,7 +136,7 @@ def environment(paths, workers):
         TOKENIZERS_PARALLELISM="false",
         PYTHONUNBUFFERED="1",
         OMP_NUM_THREADS=share,
-        TORCHINDUCTOR_COMPILE_THREADS=share,
+        TORCHINDUCTOR_COMPILE_THREADS="4",  # compiling comes in bursts
         MPLBACKEND="Agg",
         PYTHONWARNINGS="ignore",
     )
@@ -181,13 +190,11 @@ def main():
         "--seconds",
         type=float,
         nargs=2,
-        default=(120, 180),
-        metavar=("EQUALITY", "STEPS"),
+        default=(330, 120),
+        metavar=("STEPS", "KERNELS"),
         help="limits of the two stages",
     )
-    parser.add_argument(
-        "--workers", type=int, nargs=2, metavar=("EQUALITY", "STEPS"), help="processes side by side in the two stages"
-    )
+    parser.add_argument("--workers", type=int, help="processes side by side in the first stage")
     opt = parser.parse_args()
     bundle = opt.bundle or (FOLDER if FOLDER.is_dir() and not opt.toy else None)
     with tempfile.TemporaryDirectory(prefix="gpu-bundle-") as site:
@@ -232,22 +239,20 @@ def run(opt, paths):
             raise SystemExit("torch sees no CUDA device; on a CPU run `make gpu-toy`")
         report.move(opt.out or (ROOT / "output/gpu-toy" if opt.toy else HERE / "results" / slug(facts["device"])))
     going = Run(report, paths, cores)
-    equality, steps = equality_jobs(size), step_cells(size, upstream)
-    if (
-        size == "toy"
-    ):  # two processes: most of the time would go into imports, and into compiling the same masks in each
-        cells = [cell for job in equality for cell in job]
+    lengths = (256,) if size == "toy" else (8192, 2048)
+    explained = [*kernel_cells(size), *(attention_cell(size, n) for n in lengths), loop_cell(size)]
+    if size == "toy":  # two processes: most of the time would go into imports, and into compiling the same in each
+        cells = [cell for job in equality_jobs(size) for cell in job]
+        steps = [step_cell(size, setting, 256, "ours") for setting in SETTINGS if setting != "EAGLE-3 K=7"]
         alike = [
             [cell for cell in cells if cell["kind"] == "equal"],
-            [cell for cell in cells if cell["kind"] != "equal"] + steps + kernel_cells(size) + [loop_cell(size)],
+            [cell for cell in cells if cell["kind"] != "equal"] + steps + explained,
         ]
-        going.stage("equality and train steps", alike, sum(opt.seconds), 2, 120)
+        going.stage("equality, train steps, kernels, decode loop", alike, sum(opt.seconds), 2, 120)
     else:
-        workers = opt.workers or (max(2, cores - 4), min(5, max(2, cores // 3)))
-        going.stage("equality", equality, opt.seconds[0], workers[0], opt.seconds[0])
-        going.stage("train steps", [[cell] for cell in steps], opt.seconds[1], workers[1], 120)
-        going.stage("kernels", [[cell] for cell in kernel_cells(size)], 60, 4, 60)
-        going.stage("decode loop", [[loop_cell(size)]], LOOP_SECONDS, 1, LOOP_SECONDS)
+        workers = opt.workers or max(2, cores - 4)
+        going.stage("equality and train steps", device_jobs(upstream), opt.seconds[0], workers, 240)
+        going.stage("kernels and decode loop", [[cell] for cell in explained], opt.seconds[1], 7, opt.seconds[1])
     report.finish()
     print((report.folder / "README.md").read_text())
     print(f"results in {report.folder}; {report.failed()} failed")

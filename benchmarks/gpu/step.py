@@ -6,9 +6,11 @@ CUDA: compiled forward, flex attention, fused losses. `ours-compiled` is what th
 torch.compile around the model.
 """
 
+import gc
 import json
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from statistics import median
 
@@ -117,12 +119,25 @@ def measure(step, device, least):
     return median(times), len(times)
 
 
+def waits(call, device):
+    """How often the host waits for the device in a call, by torch's own count; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(w.message) for w in found)
+
+
 def run(cell, turn):
     """The row of one cell: {setting, length, side, size}."""
     device, side, length = pick(), cell["side"], cell["length"]
     of = case(cell["setting"], length, cell["size"])
     model, call, batch = build(side, of, device)
-    flops = counted(model, call, batch) if side == "ours" else {}
     forward = torch.compile(model) if side == "ours-compiled" else None
     adamw = worker.torch_adamw(model, fused=device.type == "cuda")
     step = worker.stepper(model, call, batch, *adamw, forward, torch.bfloat16)
@@ -134,6 +149,8 @@ def run(cell, turn):
     held, peak = peak_memory(step, device)
     with turn():
         seconds, steps = measure(step, device, SECONDS[cell["size"]])
+    waited = waits(step, device)
+    flops = counted(model, call, batch) if side == "ours" else {}  # at the end: nothing runs compiled while it counts
     yield dict(
         cell["labels"],
         seconds=seconds,
@@ -144,5 +161,10 @@ def run(cell, turn):
         first_seconds=first_seconds,
         first_loss=first["loss"],
         first_gradient_norm=first["grad_norm"],
+        waits=waited,
         **flops,
     )
+    del model, call, batch, adamw, step, forward
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # for the processes beside this one

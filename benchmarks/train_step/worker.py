@@ -304,6 +304,14 @@ def training_of(case):
     return ALGORITHMS[case["algorithm"]]["training"] | anchors | case.get("training", {})
 
 
+def compile_around_fused_losses():
+    """torch 2.11 cannot trace upstream's fused losses (an autotuned kernel inside a compiled forward raises "already
+    tracked for mutation"): they stay fused, outside of the compiled graphs."""
+    fused = import_module("speculators.losses.fused")
+    for name in [n for n in vars(fused) if n.startswith("fused_")]:
+        setattr(fused, name, torch.compiler.disable(getattr(fused, name)))
+
+
 def load_upstream(folder, case, batch, attention="sdpa", losses="eager"):
     """Upstream's model, its forward arguments and its batch; random choices replace the functions that make them.
     Its own defaults, flex attention (None) and fused losses, have no backward on a CPU."""
@@ -315,6 +323,8 @@ def load_upstream(folder, case, batch, attention="sdpa", losses="eager"):
     model = model_class(config=config)
     if name == "mtp":
         del model.verifier_lm_head  # as loading a verifier does there
+    if losses == "fused":
+        compile_around_fused_losses()
     call, _ = model_class.get_trainer_kwargs(**training_of(case), loss_implementation=losses)
     given = {k: batch.pop(k) for k in CHOICES if k in batch}
     if "cod_depth" in given:
@@ -366,11 +376,12 @@ def stepper(model, call, batch, optimizer, clip, run=None, autocast=None):
     """A function that makes one train step: forward (by `run`, if it is not the model itself), backward, clip,
     AdamW."""
     params = [p for p in model.parameters() if p.requires_grad]
+    forward = model if run is None else run
 
     def step():
         optimizer.zero_grad()
         with torch.autocast(params[0].device.type, dtype=autocast) if autocast else nullcontext():
-            _, loss, _ = (run or model)(**batch, **call)
+            _, loss, _ = forward(**batch, **call)
         loss.backward()
         norm = clip(params, 1.0)
         optimizer.step()

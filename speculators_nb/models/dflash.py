@@ -44,13 +44,13 @@ from speculators_nb.models.serving_rules import (
     served_rope,
 )
 from ..nn.anchors import Blocks, slot_metrics
-from ..nn.attention import attention_back_end
+from ..nn.compiled import attention_back_end
 from ..nn.head_loss import HeadLoss, RowWeight
 from ..nn.layers import KINDS, DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
-from ..nn.mask_token import resolve_mask_token
 from ..nn.step_weights import StepWeights
 from ..verifier.cache import crop_cache
+from ..verifier.mask_token import resolve_mask_token
 
 # %% ../../nbs/models/14_dflash.ipynb #d33610e2
 @SpeculatorModelConfig.register("dflash")

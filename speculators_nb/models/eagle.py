@@ -36,7 +36,7 @@ from speculators_nb.models.drafting import (
 )
 from .formats import format_named
 from .training_time_test import StepInputs, StepOutput
-from ..nn.attention import attention_back_end
+from ..nn.compiled import attention_back_end, to_device
 from ..nn.head_loss import HeadLoss
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
@@ -268,8 +268,8 @@ class EagleLoss(CachedForward):
         row = ids, features, documents, position_ids[0]
         predicted, dense = self.unroll(row, carries_loss, lean, back_end)
         on_cpu = supervised_steps(carries_loss)
-        carries_loss, entries = carries_loss.to(ids.device), on_cpu.to(ids.device)
-        step_weight = weights_of_steps(step_weights, torch.ones(steps)).to(ids.device)
+        carries_loss, entries = to_device(carries_loss, ids.device), on_cpu.to(ids.device)
+        step_weight = to_device(weights_of_steps(step_weights, torch.ones(steps)), ids.device)
         weight = (step_weight / (carries_loss.sum(-1) + 1e-5))[entries.step]
         true = self.target_head.norm(verifier_last_hidden_states[0, entries.target])
         distance = F.smooth_l1_loss(predicted.to(true.dtype), true, reduction="none").mean(-1)

@@ -49,7 +49,7 @@ from speculators_nb.models.training_time_test import (
     StepOutput,
     TrainingTimeTest,
 )
-from ..nn.attention import attention_back_end
+from ..nn.compiled import attention_back_end, to_device
 from ..nn.head_loss import HeadLoss
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
@@ -271,9 +271,9 @@ class Eagle3Loss(DraftTokens):
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         hidden, dense_states = self.unroll(inputs, counted, lean, back_end, own)
         rows = supervised_steps(counted)  # step and target of each of `hidden`; on the CPU
-        carries_loss, predictions = carries_loss.to(ids.device), rows.to(ids.device)
+        carries_loss, predictions = to_device(carries_loss, ids.device), rows.to(ids.device)
         decay = ttt_step_loss_decay ** torch.arange(ttt_steps).float()
-        step_weight = weights_of_steps(step_weights, decay).to(ids.device)
+        step_weight = to_device(weights_of_steps(step_weights, decay), ids.device)
         weight_per_position = step_weight / (carries_loss.sum(-1).float() + 1e-5)
         position = predictions.target - predictions.step
         in_loss = carries_loss[predictions.step, position]

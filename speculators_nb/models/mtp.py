@@ -26,7 +26,7 @@ from speculators_nb.models.mtp_network import (
     upstream_rows,
 )
 from .serving_rules import Rule, layer_of
-from ..nn.attention import attention_back_end
+from ..nn.compiled import attention_back_end, to_device
 from ..nn.head_loss import HeadLoss
 from ..nn.step_weights import StepWeights, normalised_steps, weights_of_steps
 from speculators_nb.nn.supervision import (
@@ -136,7 +136,7 @@ class MTPLoss(MTPUnrolling):
         upstream, steps = cross_document_targets, self.config.num_speculative_steps
         beta = step_weight_beta
         default = torch.ones(steps) if beta is None else normalised_steps(steps, beta)
-        step_weight = weights_of_steps(step_weights, default).to(ids.device)
+        step_weight = to_device(weights_of_steps(step_weights, default), ids.device)
         mask = torch.ones_like(ids) if loss_mask is None else loss_mask.flatten()
         mask, documents = on_host(mask.bool(), row.documents)
         carries_loss = mtp_supervision(mask, documents, steps, upstream)
@@ -145,7 +145,7 @@ class MTPLoss(MTPUnrolling):
         layer = self.config.transformer_layer_config
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         entries = supervised_steps(carries_loss).to(ids.device)
-        carries_loss, with_loss = carries_loss.to(ids.device), (carries_loss, documents)
+        carries_loss, with_loss = to_device(carries_loss, ids.device), (carries_loss, documents)
         counts = carries_loss.sum(-1).clamp(min=1)
         weight = (step_weight / counts)[entries.step]
         targets, head = ids[entries.target + 2], self.lm_head.weight

@@ -23,6 +23,7 @@ from speculators_nb.models.mtp_families import (
     layer_parts,
 )
 from .training_time_test import StepOutput
+from ..nn.compiled import compiled_in_training
 from ..nn.layers import head_dim, refuse_dropout, rotate
 from ..nn.target_head import norm_eps
 
@@ -92,6 +93,7 @@ class Projections:
         normalise = getattr(self.layer.self_attn, norm, None)
         return (heads if normalise is None else normalise(heads)).transpose(-3, -2)
 
+    @compiled_in_training
     def query(self, x: torch.Tensor, rope: Sequence[torch.Tensor]) -> torch.Tensor:
         "Rotated queries: [N, H] -> [Hq, N, D]."
         q = self.layer.self_attn.q_proj(x)
@@ -100,6 +102,7 @@ class Projections:
             q, self.gate = q.flatten(-2), torch.sigmoid(gate.flatten(-2))
         return self.rotated(self.heads(q, "q_norm"), rope)
 
+    @compiled_in_training
     def key_value(
         self, x: torch.Tensor, rope: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,6 +152,7 @@ class MTPLayer(MTPLayerWeights):
         name = self.family.norms[place]
         return x if name is None else getattr(self, name)(x)
 
+    @compiled_in_training
     def mixed(self, hidden: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
         "State [N, H] and embedding [N, H] of the token that follows, normed and projected."
         both = self.token_layernorm(embeds), self.hidden_layernorm(hidden)
@@ -173,7 +177,7 @@ class MTPLayer(MTPLayerWeights):
         heads = heads.transpose(-3, -2).flatten(-2)
         if projections.gate is not None:
             heads = heads * projections.gate
-        residual = residual if rows is None else residual[rows]
+        residual = residual if rows is None else residual.index_select(0, rows)
         hidden = residual + self.normed(1, self.self_attn.o_proj(heads))
         mlp = self.mlp(self.normed(2, hidden)[None])[0]
         plain = hidden + self.normed(3, mlp)

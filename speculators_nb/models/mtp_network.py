@@ -28,6 +28,7 @@ from speculators_nb.models.training_time_test import (
     TrainingTimeTest,
     all_steps,
 )
+from ..nn.compiled import to_device
 from ..nn.layers import Rotary
 from ..nn.supervision import same_rows, ttt_supervision
 
@@ -245,7 +246,7 @@ class OwnPast(DenseOwnPast):
         needed = [row.nonzero()[:, 0] for row in prefix_rows(carries_loss, documents)]
         if impl == "flex":
             needed = same_rows(needed, len(input_ids))
-        moved = {id(rows): rows.to(device) for rows in needed}
+        moved = {id(rows): to_device(rows, device) for rows in needed}
         computed = [moved[id(rows)] for rows in needed]
         masks = {
             id(rows): self.mask(self.layers[0].window, document_ids[rows]) for rows in computed
@@ -256,7 +257,7 @@ class OwnPast(DenseOwnPast):
         for step, rows in enumerate(computed):
             last = step == steps - 1
             with_loss = carries_loss[step].nonzero()[:, 0]
-            among = torch.searchsorted(needed[step], with_loss).to(device)
+            among = to_device(torch.searchsorted(needed[step], with_loss), device)
             queries = every if len(rows) == len(every) else every[: len(rows)]
             if last and impl != "flex":
                 queries, among = among, every[: len(among)]

@@ -40,10 +40,9 @@ from speculators_nb.models.serving_rules import (
     layer_types_of,
 )
 from ..nn.attention import attention as masked_attention
-from ..nn.attention import attention_back_end
+from ..nn.compiled import attention_back_end, to_device
 from ..nn.head_loss import HeadLoss
 from ..nn.losses import parse_loss
-from ..nn.mask_token import resolve_mask_token
 from ..nn.masks import MaskSize, rollouts
 from ..nn.step_weights import StepWeights, weights_of_steps
 from speculators_nb.nn.supervision import (
@@ -53,6 +52,7 @@ from speculators_nb.nn.supervision import (
     sum_and_total,
 )
 from ..verifier.cache import crop_cache
+from ..verifier.mask_token import resolve_mask_token
 
 # %% ../../nbs/models/12_peagle.ipynb #48c8028a
 @SpeculatorModelConfig.register("peagle")
@@ -97,7 +97,7 @@ class RolloutNetwork(Eagle3DraftModel):
             layer.window: rollouts(*of_rows, layer.window, input_ids.device)
             for layer in self.layers
         }
-        anchor_pos, depth = anchor_pos.to(input_ids.device), depth.to(input_ids.device)
+        anchor_pos, depth = (to_device(x, input_ids.device) for x in (anchor_pos, depth))
         position, known = anchor_pos + depth, depth == 0
         masked = self.mask_hidden.view(1, -1).to(features.dtype)
         hidden = self.fuse(torch.where(known[:, None], features[position], masked))
@@ -141,7 +141,7 @@ class LeanRollouts(RolloutNetwork):
         mask_token = self.config.mask_token_id or 0
         embeds = self.embed_tokens(F.pad(input_ids[plan.order], (0, 1), value=mask_token))
         rope = self.rotary(hidden, plan.anchor + plan.depth, len(input_ids))
-        row = documents.to(device), place.to(device)
+        row = to_device(documents, device), to_device(place, device)
         step = RolloutAttention(plan, rope, *row, impl, masks, {})
         for layer in self.layers:
             skip = plan.segments[0][1] if layer is self.layers[-1] else 0
@@ -317,10 +317,10 @@ class PEagleLoss(SampledRollouts):
         entries = Supervised(rows.depth[scored], position[scored], num_depths)
         there = entries.to(ids.device)
         total = torch.full((), len(scored) + 1e-5, device=ids.device)
-        of_depth = weights_of_steps(step_weights, torch.ones(num_depths)).to(ids.device)
+        of_depth = to_device(weights_of_steps(step_weights, torch.ones(num_depths)), ids.device)
         weight = (of_depth / total)[there.step]
         options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training)
-        hidden = hidden[scored.to(ids.device)]
+        hidden = hidden.index_select(0, to_device(scored, ids.device))
         rows = hidden, verifier_last_hidden_states[0], entries.target, weight
         out = distribution_loss(self, *rows, mixture, lean, **options)
         metrics = depth_metrics(out, there, mixture, total, upstream)

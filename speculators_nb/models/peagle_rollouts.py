@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from ..nn.attention import attention, block_attention
+from ..nn.compiled import to_device
 from ..nn.layers import rotate
 from ..nn.masks import Mask, anchored_blocks, slot_window
 
@@ -97,7 +98,7 @@ class RolloutPlan(NamedTuple):
 
     def to(self, device: torch.device) -> "RolloutPlan":
         "The same tensors on a device."
-        moved = {k: v.to(device) for k, v in self._asdict().items() if k != "segments"}
+        moved = {k: to_device(v, device) for k, v in self._asdict().items() if k != "segments"}
         return self._replace(**moved)
 
 

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from ..core.config import SpeculatorsConfig
 from .base import ForwardOutput, SpeculatorModel
 from .formats import format_named
+from ..nn.compiled import to_device
 from ..nn.head_loss import HeadLoss
 from speculators_nb.nn.supervision import (
     Supervised,
@@ -153,11 +154,14 @@ class TrainedHeads(HeadNetwork):
         needed = needed_rows(trains) if lean else [everywhere] * len(heads)
         # where the positions that train a head are among the computed ones
         chosen = [
-            torch.searchsorted(at, on.nonzero()[:, 0]).to(ids.device)
+            to_device(torch.searchsorted(at, on.nonzero()[:, 0]), ids.device)
             for at, on in zip(needed, trains)
         ]
         entries = supervised_steps(trains).to(ids.device)
-        trains, needed = trains.to(ids.device), [at.to(ids.device) for at in needed]
+        trains, needed = (
+            to_device(trains, ids.device),
+            [to_device(at, ids.device) for at in needed],
+        )
         states = self.verifier_states(verifier_last_hidden_states[0])
         computed = self.hidden_rows(states, ids, needed)
         hidden = [h[at] for h, at in zip(computed, chosen)]

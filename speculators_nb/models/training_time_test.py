@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from .base import SpeculatorModel
 from ..nn.attention import attention, prefix_attention
+from ..nn.compiled import to_device
 from ..nn.layers import Attention, DecoderLayer, Rotary
 from ..nn.masks import Mask, MaskSize, ttt
 from ..nn.supervision import needed_rows, same_rows, shift_by_one
@@ -151,7 +152,10 @@ class LayerCache(NamedTuple):
 
     def select(self, kept: torch.Tensor) -> "LayerCache":  # [M] int64 into the N rows
         "The own keys of the rows that go on."
-        own = [(keys[:, kept], values[:, kept]) for keys, values in self.own]
+        own = [
+            (keys.index_select(1, kept), values.index_select(1, kept))
+            for keys, values in self.own
+        ]
         return self._replace(own=own)
 
 
@@ -176,7 +180,7 @@ class StepAttention(NamedTuple):
             if len(caches) == layer:  # not where the layer is computed again
                 caches.append(LayerCache(keys, values, []))
             rope_of_rows = [part[rows] for part in self.rope]
-            queries = self_attn.query(x[rows], rope_of_rows)
+            queries = self_attn.query(x.index_select(0, rows), rope_of_rows)
             return prefix_attention(queries, keys, values, [], rows, mask, self.impl)
 
         return attend
@@ -230,7 +234,7 @@ class LeanUnrolling(DenseUnrolling):
             if rows is not needed[t - 1]:
                 kept = torch.searchsorted(needed[t - 1], rows)
                 caches = [cache.select(kept) for cache in caches]
-                output = StepOutput(*(states[kept] for states in output))
+                output = StepOutput(*(states.index_select(0, kept) for states in output))
             next_ids = input_ids[(rows + t).clamp_max(len(input_ids) - 1)]
             if own_tokens is not None:
                 next_ids = own_tokens(output.normed)
@@ -269,6 +273,7 @@ class TrainingTimeTest(LeanUnrolling):
             torch.searchsorted(rows, now.nonzero()[:, 0]) for rows, now in zip(needed, counted)
         ]
         device = row[0].device
-        moved = {id(rows): rows.to(device) for rows in needed}
+        moved = {id(rows): to_device(rows, device) for rows in needed}
         states = self.hidden_rows(*row, [moved[id(x)] for x in needed], impl, own_tokens)
-        return torch.cat([h[at.to(device)] for h, at in zip(states, chosen)]), None
+        chosen = [to_device(at, device) for at in chosen]
+        return torch.cat([h.index_select(0, at) for h, at in zip(states, chosen)]), None

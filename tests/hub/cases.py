@@ -23,9 +23,9 @@ from speculators_nb.models.convert import convert, export_native
 from speculators_nb.models.eagle import EagleSpeculator, EagleSpeculatorConfig
 from speculators_nb.models.eagle3 import Eagle3DraftModel
 from speculators_nb.nn.layers import draft_layer_config
-from speculators_nb.nn.mask_token import resolve_mask_token
 from speculators_nb.nn.target_head import verifier_config
 from speculators_nb.verifier.identity import VerifierInfo
+from speculators_nb.verifier.mask_token import resolve_mask_token
 from speculators_nb.verifier.parts import load_verifier_tensors
 
 pytest_plugins = ["loopback"]  # its fixtures

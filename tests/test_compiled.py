@@ -1,0 +1,78 @@
+"What a device runs compiled, compiled on a CPU: the same numbers, no graph break, few graphs."
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import speculators_nb.nn.attention as attention_module
+import speculators_nb.nn.compiled as compiled_module
+from benchmarks.gpu.equal import DRAFTERS, HEADS, WAYS, batch, differences, drafter, flex_trains, step
+from speculators_nb.nn.losses import LOSSES, Distribution, score_logits, score_rows
+from speculators_nb.nn.token_loss import score_tokens
+
+CPU = torch.device("cpu")
+PARTS = {"inputs", "query", "key_value", "finish"}  # of a layer
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    "As on a device, by the compiler's front end alone: kernels for a CPU take minutes."
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(compiled_module, "_compiled", {})
+    monkeypatch.setattr(compiled_module, "COMPILED_ON", ("cpu",))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(attention_module, "_compiled_flex", attention_module.flex_attention)
+    return compiled_module._compiled
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "peagle", "mtp", "medusa"])
+def test_a_compiled_step_is_the_plain_step(name, request):
+    model, training = drafter(name, CPU)
+    row = batch(model, CPU, "toy")
+    arguments = training | ({} if name in HEADS else WAYS["flex"])
+    assert name in DRAFTERS
+    with flex_trains(CPU):
+        plain = step(model, row, arguments, None, CPU)
+        made = request.getfixturevalue("compiles")
+        compiled = step(model, row, arguments, None, CPU)
+        graphs = counters["stats"]["unique_graphs"]
+        step(copy.deepcopy(model), row, arguments, None, CPU)
+    found = differences(compiled, plain)
+    assert found["loss"] < 1e-6 and found["gradient"] < 1e-5
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == graphs  # another model of the same shapes shares them
+    names = {call.__name__ for call in made}
+    assert names & {"_scores", "score_tokens"} and (name not in ("eagle3", "dflash", "peagle") or names >= PARTS)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_compiled_tile_is_one_graph(loss, compiles):
+    "Of every loss; a second graph serves all other numbers of rows."
+    for rows in (6, 9, 5, 7):
+        target, draft = torch.randn(2, rows, 40, generator=torch.Generator().manual_seed(rows))
+        wanted = {loss: 1.0}, True, True, True
+        by_hand = score_rows(Distribution(target), Distribution(draft), *wanted)
+        compiled = score_logits(target, draft, None, None, *wanted)
+        for a, b in zip((compiled.losses[loss], *compiled[1:]), (by_hand.losses[loss], *by_hand[1:])):
+            torch.testing.assert_close(a, b)
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_compiled_tile_of_tokens(compiles):
+    logits, tokens = torch.randn(6, 40).bfloat16(), torch.arange(6)
+    losses, correct, grad = score_tokens(logits, tokens, True)
+    assert torch.equal(correct, logits.argmax(-1) == tokens)
+    torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(logits.float(), tokens, reduction="none"))
+    assert grad.dtype == torch.bfloat16 and not counters["graph_break"] and len(compiles) == 1
+
+
+def test_layers_are_plain_without_gradients(compiles):
+    "Drafting calls them with a new length each time."
+    model, _ = drafter("eagle3", CPU)
+    with torch.no_grad():
+        model.layers[0].finish(torch.randn(4, 3, model.layers[0].self_attn.d), torch.randn(3, model.fc.out_features))
+    assert not compiles
