@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from .tree import TokenTree, to_device
 from ..verifier.cache import crop_cache, new_cache, recurrent_kinds
-from ..verifier.layer_masks import check_takes_masks, layer_masks
+from ..verifier.layer_masks import attention_masks, check_takes_masks
 from speculators_nb.verifier.static_pass import (
     StaticBuffers,
     StaticPass,
@@ -184,7 +184,7 @@ class Context(RequestCache):
             cached = self.positions()
             attends = batch_mask(self.layouts, cached, new.shape[1])
             keys = torch.cat([cached, new], 1)
-            options["attention_mask"] = layer_masks(self.verifier, attends, keys, new)
+            options["attention_mask"] = attention_masks(self.verifier, attends, keys, new)
             options["position_ids"] = new.clamp(min=0)
         out = self.verifier(ids, **options)
         assert out.logits is not None, "logits are wanted"

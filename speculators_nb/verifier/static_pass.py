@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache, StaticLayer
 from transformers.cache_utils import DynamicLayer
 
 from .cache import recurrent_kinds
-from .layer_masks import layer_masks
+from .layer_masks import attention_masks
 from .tapped_model import Verifier, VerifierOutput
 
 # %% ../../nbs/verifier/07_static_pass.ipynb #statp006
@@ -203,7 +203,7 @@ class ShapedPass:
         verifier = self.buffers.verifier
         return verifier(
             self.ids,
-            attention_mask=layer_masks(verifier, attends, keys, self.positions),
+            attention_mask=attention_masks(verifier, attends, keys, self.positions),
             past_key_values=self.buffers.cache,
             position_ids=self.positions,
         )

@@ -78,7 +78,7 @@ class Memory:
         "A `decode.verification.Context` that looks its passes up."
 
         class Remembered:
-            def __init__(self, verifier, requests=1):
+            def __init__(self, verifier, requests=1, *how):
                 self.verifier, self.texts = verifier, [()] * requests
 
             def read(self, unread, trees):
