@@ -168,7 +168,7 @@ ranks: .venv/.dev  ## training on 1, 2 and 4 ranks: every drafter equal, resumed
 	$(OFFLINE) $(BIN)/python tests/ranks/run.py
 
 .PHONY: memory
-memory: .venv/.dev  ## memory of a training step: the formula of `plan` beside a count, four drafters at three widths, six at 32,768 tokens in a row; minutes
+memory: .venv/.dev  ## memory of a training step: the formula of `plan` beside a count, four drafters at three widths, ten at 32,768 tokens in a row; minutes
 	$(OFFLINE) $(BIN)/python tests/memory/run.py
 
 .PHONY: bad-input

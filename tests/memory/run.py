@@ -1,5 +1,5 @@
 """Memory of a training step, by the formula of `plan` and counted while it runs: four drafters at three widths, without
-and with gradient checkpointing, and six at 32,768 tokens in one row.
+and with gradient checkpointing, and ten at 32,768 tokens in one row.
 
     python tests/memory/run.py    continues where it stopped; exit status 1 where the formula is off by over a tenth
 """
