@@ -34,6 +34,12 @@ def states_for(ids, slots=4, hidden=16):
 made = lru_cache(2)(states_for)  # a row that is asked for again takes no time
 
 
+def conversation(body):
+    "Token ids of messages of numbers; the template closes the last turn with 0 unless it is to be left open."
+    ids = [int(t) for message in body["messages"] for t in message["content"].split()]
+    return ids if body.get("continue_final_message") else [*ids, 0]
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version, lock = "HTTP/1.1", threading.Lock()
 
@@ -54,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         options = self.server.options
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        ids = body["prompt"]
+        ids = body["prompt"] if "prompt" in body else conversation(body)
         if options.longest is not None and len(ids) > options.longest:
             return self.answer({"error": {"message": "longer than max_model_len"}}, 400)
         if options.log:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from test_features_from_server import TRAIN, Fake, check, make_rows, make_verifier, wait_for
 
+from speculators_nb.cli import drafter_commands
 from speculators_nb.cli import main as cli
 from speculators_nb.core.http_client import EndpointError
 from speculators_nb.core.option_rules import MooncakeAddress
@@ -23,6 +24,7 @@ from speculators_nb.features.extraction_client import HiddenStatesClient, extrac
 from speculators_nb.features.extraction_files import ReplyError
 from speculators_nb.features.from_server import ServerFeatures, extract_from_server
 from speculators_nb.features.mooncake_states import MooncakeStates, states_in
+from speculators_nb.serve.mooncake_connector import address_to
 from speculators_nb.train.train_drafter import train_drafter
 
 STAND_IN = str(Path(__file__).parent / "mooncake/stand_in")
@@ -138,6 +140,19 @@ def test_files_where_a_store_is_named_and_the_reverse(tmp_path, store):
         open_states(fake.url, fake.storage, LAYERS).states([3, 4])
 
 
+def test_the_objects_of_every_reply_are_deleted(tmp_path, store):
+    "Also of the first of two requests for a row, and of replies that are refused before their states are read."
+    place, folder = store
+    with Fake(tmp_path / "unused", "--mooncake", place, "--slow", "0.1", *TELLS) as fake:
+        client = HiddenStatesClient(fake.url, f"mooncake://{place}")
+        for row in ([5, 6], [7], [8, 9, 2]):
+            messages = [{"role": "assistant", "content": " ".join(map(str, row))}]
+            assert client.states(row, messages).shape == (len(row), 4, 16)
+        with pytest.raises(ReplyError, match="the server read other tokens than the row's"):
+            client.states([5, 7], [{"role": "assistant", "content": "5 6"}])
+        assert left(folder) == []
+
+
 def test_several_servers_share_a_store(tmp_path, store):
     place, folder = store
     rows, out = make_rows(24), tmp_path / "features"
@@ -164,6 +179,19 @@ def test_no_master_and_no_package(monkeypatch, tmp_path):
     with pytest.raises(ImportError, match=r"pip install 'speculators_nb\[mooncake\]'.* or name a folder"):
         states_in(f"mooncake://127.0.0.1:{port}")
     mooncake_states._connection.cache_clear()
+
+
+def test_serve_tries_the_master_before_it_loads_the_model(capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = ["serve", "data/tiny-verifier", "--hidden-states", f"mooncake://127.0.0.1:{port}", "--vllm", "/bin/false"]
+    cli.app(given, standalone_mode=False)  # the command alone: a master may start later
+    what = rf"mooncake://127.0.0.1:{port}'?: no Mooncake master answers there .* mooncake_master --rpc_port={port}"
+    with pytest.raises(EndpointError, match=what):
+        drafter_commands.serve("data/tiny-verifier", hidden_states=given[3], vllm="/bin/false", run=True)
+    with pytest.raises(ConnectionError, match=what):
+        address_to(f"127.0.0.1:{port}")
 
 
 def test_serve_hands_the_address_to_the_connector(capsys):

@@ -88,12 +88,18 @@ def test_states_are_divided_and_one_line_says_so(quick):
     assert "gathered" in lines["step"] and "fsdp" not in requirements_text(memory_of(8, fsdp=False)[0])
 
 
-def test_fsdp_is_named_where_it_makes_a_step_fit(quick):
+@pytest.mark.parametrize("is_new", [True, False])
+def test_fsdp_is_named_where_it_makes_a_step_fit(quick, monkeypatch, is_new):
+    "And where `train` would take it: an older torch cannot."
+    monkeypatch.delattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+    if is_new:
+        monkeypatch.setattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params", None, raising=False)
     whole, split = memory_of(8, fsdp=False, bf16=True)[1].total, memory_of(8, bf16=True)[1].total
     machine = Machine(devices=8, memory=(whole + split) / 2)
     train = TRAIN | dict(fsdp=False, bf16=True, extra={"gradient_checkpointing": True})
     (problem,) = requirements({"train": train}, machine=machine).problems
-    assert f"write fsdp: true ({split / 1e9:.3g} GB)" in problem
+    assert (f"write fsdp: true ({split / 1e9:.3g} GB)" in problem) == is_new
+    assert ("fsdp" in problem) == is_new
 
 
 def test_train_counts_the_ranks_of_torchrun(quick, monkeypatch):

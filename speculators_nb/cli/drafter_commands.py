@@ -427,7 +427,7 @@ def serve(
     else:
         n = text_config(verifier_config(checkpoint, False)).num_hidden_layers
         layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
-        writable_storage(hidden_states)
+        writable_storage(hidden_states, run)
         arguments, added = extraction_options(layers, hidden_states)
         command = serve_command(checkpoint, k=0, **options) + arguments
         environment = environment | added

@@ -24,7 +24,7 @@ from ..core.http_client import Endpoint, EndpointError
 from ..core.option_rules import mooncake_address
 from .extraction_files import ReplyError, request_name
 from .feature_file import FeatureError
-from .mooncake_states import states_in
+from .mooncake_states import local_host, states_in
 from ..jobs.servers import ServerPool, addresses_of, is_servers_fault
 from ..verifier.identity import checkpoint_fingerprint
 
@@ -65,10 +65,15 @@ def extraction_options(
 
 def writable_storage(
     storage,  # as in `extraction_options`
+    starts: bool = True,  # now; a Mooncake master may come after the server's command
 ) -> None:
-    "See, before a server starts, that it can write to its folder; make it. DiskError."
-    if mooncake_address(storage) is None:
+    """See, before a server starts, that it can write to its folder, which is made, or reach its
+    Mooncake master. DiskError, EndpointError."""
+    address = mooncake_address(storage)
+    if address is None:
         writable_folder(storage)
+    elif starts:
+        local_host(address)
 
 # %% ../../nbs/features/08_extraction_client.ipynb #457c8117
 def _at(value, *keys):
@@ -165,6 +170,7 @@ class RequestedStates(ExtractionServer):
     def _post(self, path, body):
         "The reply, and the token ids that the server reports as its prompt."
         reply = self.endpoint.post(path, body)
+        self.place.note(_at(reply, "kv_transfer_params"), body["request_id"])
         choice = _at(reply, "choices", 0, "prompt_token_ids")
         return reply, _at(reply, "prompt_token_ids") or choice
 

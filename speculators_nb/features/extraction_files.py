@@ -276,6 +276,9 @@ class FolderStates:
         "What the server extracts. ValueError: as of `read_record`."
         return read_record(self.record)
 
+    def note(self, params, request):
+        "Not needed: `delete` finds the files by the request's name."
+
     def collect(
         self,
         params: dict,  # kv_transfer_params of a reply
@@ -286,10 +289,8 @@ class FolderStates:
         "States of a request. FeatureError: as of `file_of_reply` and `collect`."
         handle = params.get("hidden_states_path") or params.get("handle")
         if isinstance(handle, str) and "tensors" in params:
-            reason = (
-                "the server keeps states in a Mooncake store, not in files: give storage= the "
-                "address of its master, e.g. mooncake://127.0.0.1:50051"
-            )
+            reason = "the server keeps states in a Mooncake store, not in files: give storage= "
+            reason += "the address of its master, e.g. mooncake://127.0.0.1:50051"
             raise ReplyError(shown(handle), reason, True)
         return collect(file_of_reply(self.folder, handle, request), token_ids, timeout)
 

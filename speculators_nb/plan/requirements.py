@@ -26,6 +26,7 @@ from .drafter_sizes import DrafterSizes, drafter_sizes, meta_drafter
 from .sizes import feature_bytes, forward_flops, verifier_sizes
 from .step_memory import StepMemory, step_memory
 from .twins import RECOMPUTED, StepCost, predicted_step
+from ..train.training_arguments import can_shard
 from ..verifier.identity import VerifierInfo
 
 # %% ../../nbs/plan/05_requirements.ipynb #plrq0006
@@ -212,7 +213,7 @@ def smaller_step(
             return f"extra: {{gradient_checkpointing: true}} ({other.memory.total / GB:.3g} GB)"
     given, bf16, fsdp = (now.sizes, now.step, now.length), values["bf16"], values.get("fsdp")
     split = step_memory(*given, values["optimizer"], bf16, ranks, fsdp=True)
-    if ranks > 1 and split.total <= memory:
+    if ranks > 1 and can_shard() and split.total <= memory:
         return f"fsdp: true ({split.total / GB:.3g} GB)"
     muon = step_memory(*given, "muon", bf16, ranks, fsdp=bool(fsdp))
     if muon.total <= memory:

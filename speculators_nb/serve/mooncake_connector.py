@@ -39,10 +39,16 @@ class HostDevice:
 def address_to(
     master: str,  # HOST:PORT
 ) -> str:  # of this machine
-    "The address of this machine on the way to a master. OSError: it does not answer."
+    "The address of this machine on the way to a master. ConnectionError: it does not answer."
     host, _, port = master.rpartition(":")
-    with socket.create_connection((host, int(port)), 10) as connection:
-        return connection.getsockname()[0]
+    try:
+        with socket.create_connection((host, int(port)), 10) as connection:
+            return connection.getsockname()[0]
+    except OSError as e:
+        raise ConnectionError(
+            f"mooncake://{master}: no Mooncake master answers there ({e.strerror or e}); "
+            f"start one with mooncake_master --rpc_port={port}"
+        ) from None
 
 # %% ../../nbs/serve/11_mooncake_connector.ipynb #mocn0009
 class MooncakeConnector(MooncakeHiddenStatesConnector):

@@ -5,7 +5,7 @@ There are a few fields more, and an error for each field that would have no effe
 
 # %% auto #0
 __all__ = ['WITHOUT_EFFECT', 'NOT_SUPPORTED', 'LOGGER_FOLDERS', 'log', 'Measure', 'refuse_fields', 'refuse_compilation',
-           'check_loggers', 'place_loggers', 'check_sharding', 'OneDevice', 'SpeculatorTrainingArguments',
+           'check_loggers', 'place_loggers', 'can_shard', 'check_sharding', 'OneDevice', 'SpeculatorTrainingArguments',
            'check_names', 'check_measure']
 
 # %% ../../nbs/train/05_training_arguments.ipynb #18c5723e
@@ -156,6 +156,11 @@ def place_loggers(
         wandb.finish()  # the run before this one, into which this one would be written
 
 # %% ../../nbs/train/05_training_arguments.ipynb #fsdparg2
+def can_shard() -> bool:
+    "Whether the installed torch takes `fsdp`."
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
 def check_sharding(
     args: Any,  # SpeculatorTrainingArguments
 ) -> None:
@@ -167,7 +172,7 @@ def check_sharding(
             "speculators-nb-torchrun --nproc-per-node DEVICES train …, or leave fsdp (--fsdp) "
             "out"
         )
-    if args.fsdp and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    if args.fsdp and not can_shard():
         raise ValueError(
             f"fsdp=True: torch {torch.__version__} stops at a row that reaches fewer weights "
             "on one rank than another; install torch 2.13 or newer, or leave fsdp (--fsdp) out"
