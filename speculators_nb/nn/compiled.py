@@ -45,9 +45,11 @@ def _decorated(call, wanted):
             return call(*args, **kwargs)
         if call not in _compiled:
             _compiled[call] = _compile(call)
+        from torch._dynamo.exc import TorchDynamoException  # loaded by now
+
         try:
             return _compiled[call](*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as e:
+        except TorchDynamoException as e:
             why = str(e).strip().splitlines()[0][:160]
             raise RuntimeError(
                 f"{call.__name__} cannot be compiled for {first.device} ({why}); install "
