@@ -184,7 +184,7 @@ bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; pee
 .PHONY: gpu gpu-bundle gpu-toy
 # the machine with the device has its own torch; no environment is made there and nothing is installed
 GPU_PYTHON ?= python3
-gpu:  ## on a machine with an NVIDIA device: what agrees there, and how fast a train step is beside upstream's, its heaviest kernels; six minutes, no network
+gpu:  ## on a machine with an NVIDIA device: what agrees there, and how fast a train step is beside upstream's, its heaviest kernels; at most nine minutes, no network
 	$(GPU_PYTHON) benchmarks/gpu/run.py $(if $(OUT),--out "$(OUT)")
 
 gpu-bundle: .venv/.run  ## where there is a network: the wheels that `make gpu` needs beside torch and transformers, into output/gpu-bundle

@@ -76,3 +76,29 @@ def test_layers_are_plain_without_gradients(compiles):
     with torch.no_grad():
         model.layers[0].finish(torch.randn(4, 3, model.layers[0].self_attn.d), torch.randn(3, model.fc.out_features))
     assert not compiles
+
+
+def test_many_shapes_stay_compiled(compiles):
+    "Beyond torch's limit of eight graphs a function would run uncompiled."
+    for columns in range(4, 30):
+        score_tokens(
+            torch.randn(3, columns, dtype=(torch.float32, torch.bfloat16)[columns % 2]),
+            torch.arange(3),
+            columns % 3 > 0,
+        )
+    for loss in LOSSES:
+        for term in (None, torch.zeros(3, 8)):
+            score_logits(torch.randn(3, 8), torch.randn(3, 8), None, term, {loss: 1.0}, True, True, True)
+    assert counters["stats"]["unique_graphs"] > 16 and not counters["graph_break"]
+    assert not [reason for reason in counters["unimplemented"] if "limit" in str(reason)]
+    assert torch._dynamo.config.recompile_limit >= compiled_module.RECOMPILE_LIMIT
+
+
+def test_a_machine_that_cannot_compile_is_told_so(compiles, monkeypatch):
+    def without_triton(graph, inputs):
+        raise RuntimeError("Cannot find a working triton installation.\nMore.")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=without_triton))
+    with pytest.raises(RuntimeError, match="score_tokens cannot be compiled for cpu .*TORCH_COMPILE_DISABLE=1") as e:
+        score_tokens(torch.randn(3, 8), torch.arange(3), True)
+    assert "\n" not in str(e.value)
