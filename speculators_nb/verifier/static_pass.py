@@ -66,7 +66,7 @@ def states_of_layers(
             )
     return [x for layer in layers for x in (layer.keys, layer.values)]
 
-
+# %% ../../nbs/verifier/07_static_pass.ipynb #statp028
 def _shape(states):
     "What tensors of one stack have in common; a batch and a number of slots are given."
     return states.shape[1], states.shape[3], states.dtype, states.device
@@ -74,6 +74,8 @@ def _shape(states):
 
 class SlotStacks:
     "Tensors of S slots for each request, those of one shape in one stack."
+
+    owner: Any = None  # weak reference to the context that uses them; None: they are free
 
     def __init__(
         self,
@@ -91,6 +93,13 @@ class SlotStacks:
             self.stacks.append(torch.zeros(size, dtype=dtype, device=device))
             for i, view in zip(places, self.stacks[-1]):
                 self.views[i] = view
+
+    def free_for(
+        self,
+        owner: object,  # a context
+    ) -> bool:
+        "Whether no other context uses them. One that no longer exists uses nothing."
+        return self.owner is None or self.owner() in (None, owner)
 
     def move(
         self,
@@ -135,13 +144,6 @@ class StaticBuffers(SlotStacks):
             self.cache.position_shift = shift
         self.fill(read, owner)
 
-    def free_for(
-        self,
-        owner: object,  # a context
-    ) -> bool:
-        "Whether no other context uses them. One that no longer exists uses nothing."
-        return self.owner() in (None, owner)
-
     def fits(
         self,
         read: DynamicCache,  # of another batch
@@ -158,7 +160,7 @@ class StaticBuffers(SlotStacks):
         owner: object = None,  # the context that uses them from now on
     ):
         "Begin with the keys and values of a prefill; all other slots are zero."
-        self.owner = (lambda: None) if owner is None else weakref.ref(owner)
+        self.owner = None if owner is None else weakref.ref(owner)
         for stack in self.stacks:
             stack.zero_()  # what another request left there may be NaN
         for view, states in zip(self.views, states_of_layers(read)):
