@@ -3,13 +3,15 @@
 Every family is decoded with it by tests/families.py: chains, trees, batches of ragged acceptance, pictures.
 """
 
+import gc
+import weakref
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 from families import CONFIG_MAPPING, FAMILIES, NEW, Knowing, greedy, picture, verifier
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.gpu.decode import prompts
 from benchmarks.gpu.equal import VERIFIER, drafter
@@ -17,10 +19,11 @@ from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.tree import Sampling, TokenTree
+from speculators_nb.decode.verification import StaticContext
 from speculators_nb.evaluate import acceptance
 from speculators_nb.verifier import static_pass
 from speculators_nb.verifier.cache import recurrent_kinds
-from speculators_nb.verifier.static_pass import StaticBuffers, StaticPass
+from speculators_nb.verifier.static_pass import StaticBuffers, StaticPass, check_static
 from speculators_nb.verifier.tapped_model import Verifier
 
 CONFIGS = {family: CONFIG_MAPPING[family](**given) for family, given in FAMILIES.items()}
@@ -81,7 +84,7 @@ def test_a_step_has_one_shape():
 
     def seen(self):
         out = forward(self)
-        shapes.append((tuple(self.ids.shape), self.buffers.slots))
+        shapes.append((tuple(self.ids.shape), self.slots))
         return out
 
     with patch.object(StaticPass, "forward", seen):
@@ -126,6 +129,117 @@ def test_buffers_are_used_again_and_kept_clean():
     assert write(0) is not first  # a recorded pass would read the old weights
 
 
+SMALL = dict(vocab_size=64, hidden_size=32)
+NEO = dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=4)
+BY_KEYS = {  # attention that depends on the number of keys -> family, config, what is named
+    "llama4": ("llama4_text", FAMILIES["llama4_text"], "attn_temperature_tuning=True"),
+    "gpt_neo": ("gpt_neo", SMALL | NEO, "model_type='gpt_neo'"),
+    "bloom": ("bloom", SMALL | dict(n_layer=2, n_head=4), "model_type='bloom'"),
+    "falcon": ("falcon", SMALL | dict(num_hidden_layers=2, num_attention_heads=4, alibi=True), "alibi=True"),
+    "mpt": ("mpt", dict(vocab_size=64, d_model=32, n_layers=2, n_heads=4), "attn_config.alibi=True"),
+}
+
+
+def built(family, given):
+    "A verifier of random weights."
+    return Verifier(AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**given)), [1])
+
+
+@pytest.mark.parametrize("kv_cache", STATIC)
+@pytest.mark.parametrize("case", BY_KEYS)
+def test_attention_that_counts_keys_is_refused(case, kv_cache):
+    "Its temperature, window or bias would be that of the slots: other text, or an error of a shape."
+    family, given, named = BY_KEYS[case]
+    with pytest.raises(ValueError, match=rf"^kv_cache='{kv_cache}': \w+ has {named}.*; leave kv_cache out$"):
+        generate(built(family, given), NoDrafter(), [5, 6], kv_cache=kv_cache)
+
+
+@pytest.mark.parametrize(
+    "family, given",
+    [
+        ("llama4_text", FAMILIES["llama4_text"] | dict(attn_temperature_tuning=False)),
+        ("llama4_text", FAMILIES["llama4_text"] | dict(no_rope_layers=[1, 1, 1, 1])),
+        ("falcon", BY_KEYS["falcon"][1] | dict(alibi=False)),
+    ],
+)
+def test_the_same_without_that_is_not_refused(family, given):
+    check_static(built(family, given), "static")
+
+
+def first_step(v, row):
+    "A context that has read a text, and the logits of its first step."
+    context = StaticContext(v, 1, 24)
+    context.read([torch.tensor(row[:-1])], [TokenTree.chain([])])
+    context.keep([[]])
+    ((logits, _),) = context.read([torch.tensor(row[-1:])], [TokenTree.chain([])])
+    context.keep([[]])
+    return context, logits
+
+
+def test_two_contexts_have_buffers_of_their_own():
+    "A dropped one leaves its buffers to the next."
+    v = verifier("llama")
+    v.static = None
+    a, _ = first_step(v, [5, 6, 7, 8])
+    b, _ = first_step(v, [20, 21, 22])
+    ((logits, _),) = a.read([torch.tensor([9])], [TokenTree.chain([])])
+    alone = v(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, -1:]
+    torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+    assert a.buffers is not b.buffers
+    kept = v.static
+    del a, b
+    c, _ = first_step(v, [30, 31])
+    assert c.buffers is kept
+
+
+def test_a_failed_generation_keeps_no_later_one_from_the_buffers():
+    "Its context lives as long as the error; the next ones share those that were made last."
+    v = verifier("llama")
+    v.static = None
+
+    class Fails(NgramDrafter):
+        def propose(self, tokens, features, k, sampling):
+            if len(tokens) > 4:
+                raise RuntimeError("stopped")
+            return TokenTree.chain([])
+
+    with pytest.raises(RuntimeError, match="stopped") as error:
+        generate(v, Fails(), [5, 6], max_new_tokens=8, kv_cache="static")
+    failed, made = v.static, []
+    for _ in range(2):
+        generate(v, NoDrafter(), [5, 6], k=0, max_new_tokens=8, kv_cache="static")
+        made.append(v.static)
+    assert failed is not made[0] and made[0] is made[1] and error.tb is not None
+
+
+@pytest.mark.parametrize("grown", [False, True])
+def test_old_buffers_are_freed_before_new_ones_are_made(grown):
+    "Without a garbage collection: of an earlier request, or those that became too small."
+    v = verifier("llama")
+    v.static = None
+    context, _ = first_step(v, [5, 6, 7, 8])
+    old = [weakref.ref(stack) for stack in v.static.stacks]
+    if not grown:
+        del context
+    alive = []
+    stacks = static_pass.SlotStacks.__init__
+
+    def seen(self, *args):
+        alive.append([ref() is not None for ref in old])
+        stacks(self, *args)
+
+    gc.disable()
+    try:
+        with patch.object(static_pass.SlotStacks, "__init__", seen):
+            if grown:
+                context.read([torch.tensor([9] * 60)], [TokenTree.chain([])])
+            else:
+                generate(v, NoDrafter(), [5] * 80, k=0, max_new_tokens=4, kv_cache="static")
+    finally:
+        gc.enable()
+    assert alive == [[False]]
+
+
 def test_a_cache_of_other_layers_is_refused():
     from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -165,7 +279,8 @@ def test_a_pass_that_cannot_be_recorded_is_named(monkeypatch):
     v = verifier("llama")
     read = DynamicCache()
     v(torch.tensor([[5, 6]]), past_key_values=read)
-    step = StaticPass(StaticBuffers(v, read, 16), 3)
+    buffers = StaticBuffers(v, read, 16)
+    step = StaticPass(buffers, 3)
     calls = []
 
     class Nothing:
@@ -188,7 +303,7 @@ def test_a_pass_that_cannot_be_recorded_is_named(monkeypatch):
     first, second = step.run(True), step.run(True)
     assert first is second and calls.count("capture") == 1 and calls.count("replay") == 2
 
-    broken = StaticPass(step.buffers, 3)
+    broken = StaticPass(buffers, 3)
     monkeypatch.setattr(StaticPass, "forward", lambda self: (_ for _ in ()).throw(RuntimeError("not permitted\nwhen")))
     with pytest.raises(
         ValueError, match=r"^kv_cache='graphs': LlamaForCausalLM cannot be recorded .*not permitted when"

@@ -220,11 +220,12 @@ class StaticCache(Context):
         if width <= self.width:
             return
         self.width, slots = width, self.longest + width
-        if self.buffers is None:
-            self.buffers = static_buffers(self.verifier, self.cache, slots)
-        elif slots > self.buffers.slots:
-            read = self.buffers.first(max(self.lengths))
-            self.buffers = static_buffers(self.verifier, read, slots)
+        if self.buffers is not None:
+            if slots <= self.buffers.slots:
+                return
+            self.cache = self.buffers.first(max(self.lengths))
+            self.buffers = None  # freed before larger ones are made
+        self.buffers = static_buffers(self.verifier, self.cache, slots, self)
         self.cache = DynamicCache()  # that of the prompts is copied
 
     def keep(self, paths, requests=None):
