@@ -48,6 +48,7 @@ for cell in json.loads(sys.argv[1]):
         ticks = []
         (folder / "clock runs").touch()
         while not (folder / "clock ends").exists(): ticks.append(time.time()); time.sleep(0.01)
+        time.sleep(1)  # it ends after all that was said before is read
         say(row=dict(ticks=ticks))
     else:
         if do == "end": (folder / "clock ends").touch()
