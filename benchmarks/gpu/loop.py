@@ -9,13 +9,14 @@ whose verification is replayed as a CUDA graph (`graphs`; on a CPU the same as `
 
 import tempfile
 import time
-import warnings
+from functools import partial
 from itertools import product
 
 import torch
 
 from benchmarks.gpu.decode import first_difference, near_tie
 from benchmarks.gpu.device import pick, wait
+from benchmarks.gpu.step import waits
 
 SIZES = {  # the device's: those of Llama-3.2-1B
     "device": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, heads=32, vocab=128256),
@@ -97,22 +98,6 @@ def timed_parts(verifier, drafter, options):
     return {name: parts.of(name) for name in parts.seconds}
 
 
-def waits_a_step(verifier, drafter, options):
-    """How often the host waited for the device, by torch's own count; None on a CPU."""
-    from speculators_nb.decode.generate import generate
-
-    if verifier.device.type != "cuda":
-        return None
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            done = generate(verifier, drafter, **options)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(w.message) for w in found) / (len(done.steps) + 1)
-
-
 def verdict_of(verifier, prompt, plain, tokens, temperature):
     """How a text compares with that of the growing KV cache; in bf16 the last bits of a logit depend on the kernel."""
     at = first_difference(plain, tokens)
@@ -136,6 +121,7 @@ def measured(verifier, drafter, options):
 def run(cell, turn):
     """A row for a chain and one for a tree, greedy and sampled, with every KV cache."""
     from speculators_nb.core.registry import DynamicTreeTokenProposalConfig
+    from speculators_nb.decode.generate import generate
     from speculators_nb.decode.proposal_setup import TreeDrafter
     from speculators_nb.decode.tree import Sampling
 
@@ -157,6 +143,7 @@ def run(cell, turn):
             if kv_cache == "dynamic":
                 plain = done.tokens
             parts = timed_parts(verifier, drafter, options())
+            waited = waits(partial(generate, verifier, drafter, **options()), device)
             yield dict(
                 proposal=proposal,
                 temperature=temperature,
@@ -165,6 +152,6 @@ def run(cell, turn):
                 seconds=step,
                 **{f"{name}_seconds": value for name, value in parts.items()},
                 overhead=step / (parts["draft"] + parts["verification"]) - 1,
-                waits_a_step=waits_a_step(verifier, drafter, options()),
+                waits_a_step=waited and waited / (len(done.steps) + 1),
                 text=verdict_of(verifier, prompt, plain, done.tokens, temperature),
             )

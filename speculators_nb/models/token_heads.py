@@ -158,10 +158,8 @@ class TrainedHeads(HeadNetwork):
             for at, on in zip(needed, trains)
         ]
         entries = supervised_steps(trains).to(ids.device)
-        trains, needed = (
-            to_device(trains, ids.device),
-            [to_device(at, ids.device) for at in needed],
-        )
+        trains = to_device(trains, ids.device)
+        needed = [to_device(at, ids.device) for at in needed]
         states = self.verifier_states(verifier_last_hidden_states[0])
         computed = self.hidden_rows(states, ids, needed)
         hidden = [h[at] for h, at in zip(computed, chosen)]
