@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.distributed import fsdp
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
-from memory import DEPTH, EACH, LENGTH, VOCAB, wide
+from memory import DEPTH, EACH, LENGTH, VOCAB, wide_verifier
 
 from speculators_nb.lab.experiment import settings
 from speculators_nb.plan import requirements as planning
@@ -36,33 +36,47 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def counted():
+def count(width, *names):
     "drafter -> bytes on a rank: at the peak of a step, between steps, of its packed row."
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command += [str(ROOT / "tests/distributed/memory.py"), str(WIDTH), *NAMES]
+    command += [str(ROOT / "tests/distributed/memory.py"), str(width), *names]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def computed(name, folder):
+@pytest.fixture(scope="module")
+def counted():
+    return count(WIDTH, *NAMES)
+
+
+def computed(name, width, folder):
     "Its sizes, the predicted step, and the memory on one of two ranks."
-    given, widths = settings(name, 2), Widths(WIDTH // 8, WIDTH, 3 * WIDTH, VOCAB)
-    write_twin(folder, wide(WIDTH), widths, DEPTH)
+    given, widths = settings(name, 2), Widths(width // 8, width, 3 * width, VOCAB)
+    write_twin(folder, wide_verifier(width), widths, DEPTH)
     info = VerifierInfo.of(folder)
     sizes = drafter_sizes(meta_drafter(name, info, **given), info)
-    step = predicted_step(name, wide(WIDTH), VOCAB, DEPTH, LENGTH, EACH, 0.75, **given)
-    return step_memory(sizes, step, LENGTH, ranks=RANKS, device="cpu", fsdp=True)
+    shape = VOCAB, DEPTH, LENGTH, EACH, 0.75
+    step = predicted_step(name, wide_verifier(width), *shape, device="cpu", **given)
+    return step_memory(sizes, step, LENGTH, ranks=RANKS, fsdp=True)
+
+
+def check(memory, peak, kept, row):
+    assert memory.weights + memory.gradients + memory.optimizer == pytest.approx(kept - row, rel=0.01)
+    assert memory.total - memory.row == pytest.approx(peak - row, rel=0.1)
 
 
 @needs_gloo
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_holds_what_is_planned(counted, tmp_path, name):
-    memory, (peak, kept, row) = computed(name, tmp_path), counted[name]
-    assert memory.weights + memory.gradients + memory.optimizer == pytest.approx(kept - row, rel=0.01)
-    assert memory.total - memory.row == pytest.approx(peak - row, rel=0.1)
+    check(computed(name, WIDTH, tmp_path), *counted[name])
+
+
+@needs_gloo
+def test_a_rank_holds_what_is_planned_where_layers_are_wide(tmp_path):
+    "The peak is in a layer: its gradients come while its activations go."
+    check(computed("dflash", 512, tmp_path), *count(512, "dflash")["dflash"])
 
 
 @pytest.fixture

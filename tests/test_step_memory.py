@@ -1,11 +1,25 @@
 """Memory of a training step: the formula that `plan` prints beside storages counted while a step runs on the CPU."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from speculators_nb.core.option_rules import pairs
 from speculators_nb.lab.experiment import settings
 from speculators_nb.plan.step_memory import computed_and_measured
-from speculators_nb.plan.twins import RECOMPUTED, most_anchors, shorter_rows
+from speculators_nb.plan.twins import (
+    RECOMPUTED,
+    Widths,
+    measured_step,
+    most_anchors,
+    predicted_step,
+    shorter_rows,
+    twin,
+)
+
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+from memory import wide_verifier
 
 
 @pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "mtp"])
@@ -22,6 +36,18 @@ def test_a_long_row_with_few_anchors(name, recomputed):
     given = settings(name, 2) | {RECOMPUTED: recomputed, "max_anchors": 48}
     computed, measured = computed_and_measured(name, 64, 3072, vocab=512, **given)
     assert computed == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(("width", "vocab"), [(512, 2048), (256, 8192)])
+def test_the_loss_of_blocks_of_eight(width, vocab):
+    "At 512 anchors: the peak is a product or a sum over states where they are wide, else tiles of logits."
+    given = settings("dflash", 2) | dict(max_anchors=512, block_size=8)
+    wide = wide_verifier(width, vocab)
+    shape, widths = (6, 2048, 256, 0.75), Widths(width // 8, width, 3 * width, vocab)
+    step = predicted_step("dflash", wide, vocab, *shape, device="cpu", **given)
+    model, arguments = twin("dflash", wide, widths, *shape, False, given)
+    found = measured_step(model, **arguments)
+    assert max(step.loss, step.network) == pytest.approx(found.network, rel=0.03)  # of the forward pass
 
 
 def test_rows_of_twins_have_as_many_anchors_for_each_token():

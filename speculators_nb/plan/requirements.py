@@ -158,9 +158,9 @@ def training_step(
     sizes = drafter_sizes(meta_drafter(algorithm, info, **own), info)
     bf16, layers = values["bf16"], info.text.num_hidden_layers
     how = (sizes.text, sizes.rows, layers, length, each)
-    step = predicted_step(algorithm, *how, bf16=bf16, **given)
+    step = predicted_step(algorithm, *how, bf16=bf16, device=device, **given)
     fsdp = bool(values.get("fsdp"))
-    memory = step_memory(sizes, step, length, values["optimizer"], bf16, ranks, device, fsdp)
+    memory = step_memory(sizes, step, length, values["optimizer"], bf16, ranks, fsdp)
     return Training(sizes, step, memory, length)
 
 # %% ../../nbs/plan/05_requirements.ipynb #plrq0020

@@ -11,10 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from transformers import Qwen3Config
 
-from ..nn.head_loss import chunk_rows, tile_rows
 from .drafter_sizes import DrafterSizes, drafter_sizes, meta_drafter
 from speculators_nb.plan.twins import (
     RECOMPUTED,
@@ -55,24 +53,24 @@ def step_memory(
     optimizer: str = "adamw",  # or muon
     bf16: bool = False,  # training under autocast
     ranks: int = 1,  # processes that train together
-    device: str = "cuda",  # its kind decides how large a chunk of logits is
     fsdp: bool = False,  # weights, gradients and optimizer are split over the ranks
 ) -> StepMemory:
     "Memory of a step of training."
     trained, hidden = sizes.trained, sizes.text.hidden_size
     muon = sizes.matrices if optimizer == "muon" else 0
-    chunk = chunk_rows(sizes.rows, device)
-    tile = tile_rows(sizes.rows, torch.device(device), chunk)
-    logits = 4 * sizes.rows * (step.chunks * chunk + step.tiles * tile)
-    split, layer = (ranks, 4 * sizes.layer) if fsdp and ranks > 1 else (1, 0)
+    split, layer, working = 1, 0, step.working
+    if fsdp and ranks > 1:
+        split, layer = ranks, 4 * sizes.layer
+        next_layer = layer * (sizes.trained - sizes.rest > sizes.layer)
+        working = max(step.split + next_layer, step.network + layer, step.loss)
     return StepMemory(
         weights=4 * (trained + sizes.frozen) / split + 2 * trained * bf16,
         gradients=4 * trained * (1 + (ranks > 1 and split == 1)) / split,
         optimizer=(8 * trained - 4 * muon) / split,
         activations=step.held,
-        working=max(step.backward, step.loss + logits - layer),
+        working=working,
         row=length * sizes.states * hidden * (2 if bf16 else 4),
-        gathered=2 * layer + 4 * (sizes.rest + sizes.frozen) * (split > 1),
+        gathered=layer + 4 * (sizes.rest + sizes.frozen) * (split > 1),
     )
 
 # %% ../../nbs/plan/04_step_memory.ipynb #plme0009
@@ -95,16 +93,16 @@ def computed_and_measured(
         vocab_size=vocab,
     )
     shape = 6, length, each, 0.75
-    step = predicted_step(name, wide, vocab, *shape, **given)
+    step = predicted_step(name, wide, vocab, *shape, device="cpu", **given)
     widths = Widths(width // 8, width, 3 * width, vocab)
     model, arguments = twin(name, wide, widths, *shape, False, given)
     found = measured_step(model, **arguments)
     gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    measured = gradients + found.held + max(found.loss, found.backward)
+    measured = gradients + found.held + found.working
     with tempfile.TemporaryDirectory() as folder:
         write_twin(Path(folder), wide, widths, 6)
         info = VerifierInfo.of(folder)
         own = {n: v for n, v in given.items() if n != RECOMPUTED}
         sizes = drafter_sizes(meta_drafter(name, info, **own), info)
-    memory = step_memory(sizes, step, length, device="cpu")
+    memory = step_memory(sizes, step, length)
     return memory.gradients + memory.activations + memory.working, measured

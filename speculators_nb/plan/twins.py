@@ -5,15 +5,19 @@ What a step computes and stores is a polynomial in widths: five small steps on a
 
 # %% auto #0
 __all__ = ['HEADS', 'VOCABS', 'LONGEST', 'FEWEST', 'RECOMPUTED', 'LiveMemory', 'Widths', 'twin_widths', 'write_twin',
-           'packed_row', 'StepCost', 'TracedStep', 'traced_step', 'measured_step', 'Terms', 'TwinFit', 'shorter_rows',
-           'extrapolated', 'twin', 'most_anchors', 'fitted', 'predicted_step']
+           'packed_row', 'StepCost', 'keep_gradients', 'TracedStep', 'traced_step', 'measured_step', 'Terms', 'TwinFit',
+           'shorter_rows', 'extrapolated', 'twin', 'chunks_of', 'forward_peaks', 'most_anchors', 'fitted',
+           'predicted_step']
 
 # %% ../../nbs/plan/03_twins.ipynb #pltw0003
 import tempfile
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -23,7 +27,7 @@ from transformers import Qwen3Config
 
 from ..evaluate.cost import count_flops
 from ..models.base import SpeculatorModel
-from ..nn.head_loss import TILE_BYTES, chunk_rows
+from ..nn.head_loss import chunk_rows, tile_rows
 from ..nn.layers import LAYER_FAMILIES, head_dim
 from ..train.train_drafter import LAYER_ARGUMENTS, new_drafter
 from ..train.trainer import weights_to_float32
@@ -35,10 +39,13 @@ class LiveMemory(TorchDispatchMode):
     def __init__(
         self,
         known: Iterable[torch.Tensor] = (),  # made before: their views are not counted
+        vocab: int = 0,  # V: an empty [n, V] is a buffer of logits
     ):
         super().__init__()
-        self.bytes = 0
+        self.bytes = self.logits = self.kept = 0  # all; buffers of logits; what others add
         self.trace: list[int] = []  # bytes after each operation
+        self.beside: list[tuple[int, int]] = []  # likewise: logits, kept
+        self._vocab, self._buffers = vocab, set()
         self._sizes = {t.untyped_storage()._cdata: 0 for t in known}
 
     @property
@@ -46,7 +53,11 @@ class LiveMemory(TorchDispatchMode):
         return max(self.trace, default=0)
 
     def _freed(self, key):
-        self.bytes -= self._sizes.pop(key)
+        size = self._sizes.pop(key)
+        self.bytes -= size
+        if key in self._buffers:
+            self._buffers.remove(key)
+            self.logits -= size
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -59,7 +70,12 @@ class LiveMemory(TorchDispatchMode):
                 self._sizes[key] = storage.nbytes()
                 self.bytes += storage.nbytes()
                 weakref.finalize(storage, self._freed, key)
+                is_empty = function is torch.ops.aten.new_empty.default
+                if is_empty and tensor.shape[1:] == (self._vocab,):
+                    self._buffers.add(key)
+                    self.logits += storage.nbytes()
         self.trace.append(self.bytes)
+        self.beside.append((self.logits, self.kept))
         return out
 
 # %% ../../nbs/plan/03_twins.ipynb #pltw0009
@@ -137,47 +153,86 @@ class StepCost(NamedTuple):
     held: float  # bytes between the forward and the backward pass: activations
     flops: float  # of both
     backward: float = 0.0  # bytes beside `held` at the peak of the backward pass
-    loss: float = 0.0  # bytes beside `held` at the peak of the loss, logits left out
-    chunks: float = 1.0  # of logits that are alive then
-    tiles: float = 5.0  # of logits too, each a part of a chunk: probabilities, gradients
+    split: float = 0.0  # the same where a layer's gradients are kept until it is done (FSDP)
+    network: float = 0.0  # at the peak of the forward pass where no logits are alive
+    logits: float = 0.0  # of the buffer of logits, as long as the loss is computed
+    ended: float = 0.0  # beside `held` and it: after the last chunk of logits
+    states: float = 0.0  # while tiles of logits are scored, tiles left out
+    tiles: float = 0.0  # of those: probabilities, gradients
+    products: float = 0.0  # in a product of a chunk, beside `states`
 
+    @property
+    def loss(self) -> float:  # bytes beside `held` at the peak of the loss
+        return self.logits + max(self.ended, self.states + max(self.tiles, self.products))
 
+    @property
+    def working(self) -> float:  # bytes beside `held` at the peak of the step
+        return max(self.backward, self.network, self.loss)
+
+# %% ../../nbs/plan/03_twins.ipynb #pltw0031
+def keep_gradients(
+    model: SpeculatorModel,
+    memory: LiveMemory,  # whose `kept` grows
+) -> list[Any]:  # handles of hooks
+    "Count gradients as FSDP keeps them."
+    layers: Any = getattr(model, "layers", ())
+    group = {p: i for i, part in enumerate(dict.fromkeys(layers)) for p in part.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    left = Counter(group[p] for p in trained if p in group)
+    sizes = Counter()
+    for p in trained:
+        sizes[group.get(p)] += p.nbytes
+
+    def arrived(p):
+        memory.kept += p.nbytes
+        if p in group:
+            left[group[p]] -= 1
+            memory.kept -= sizes[group[p]] * (left[group[p]] == 0)
+
+    return [p.register_post_accumulate_grad_hook(arrived) for p in trained]
+
+# %% ../../nbs/plan/03_twins.ipynb #pltw0033
 class TracedStep(NamedTuple):
-    "A step that was run."
+    "A step that was run; tensors are float64, bytes beside `held` after each operation."
 
     held: int  # bytes between the forward and the backward pass
     flops: int
-    backward: torch.Tensor  # [operations] float64: bytes beside `held` in the backward pass
-    loss: int  # most bytes beside `held` in the forward pass
+    forward: torch.Tensor  # [2, operations]: all, and buffers of logits
+    backward: torch.Tensor  # [2, operations]: all, and with the gradients that FSDP keeps
 
 
 def traced_step(
     model: SpeculatorModel,  # in training mode, on the CPU
     batch: dict[str, torch.Tensor],
     bf16: bool = False,  # under autocast
+    vocab: int = 0,  # rows of the head
     **kwargs: Any,  # of the forward pass in training
 ) -> TracedStep:
     "Run a step, forward and backward, that adds to gradients which are there already."
-    between = []
-
-    def run():
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = model(**batch, **kwargs)[1]
-        between.extend([memory.bytes, len(memory.trace)])
-        loss.backward()
-
-    torch.manual_seed(0)
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     known = [*model.parameters(), *model.buffers(), *batch.values()]
     known += [p.grad for p in trained if p.grad is not None]
-    with LiveMemory(known) as memory:
-        flops = count_flops(run)
+    memory, between = LiveMemory(known, vocab), []
+
+    def run():  # inside the count of FLOPs, which takes operations apart
+        with memory:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = model(**batch, **kwargs)[1]
+            between.extend([memory.bytes, len(memory.trace)])
+            loss.backward()
+
+    torch.manual_seed(0)
+    handles = keep_gradients(model, memory)
+    flops = count_flops(run)
+    for handle in handles:
+        handle.remove()
     held, first = between
-    backward = torch.tensor(memory.trace[first:], dtype=torch.float64) - held
-    most = max(memory.trace[:first]) - held
-    return TracedStep(held, flops, backward, most)
+    beside = torch.tensor(memory.trace, dtype=torch.float64) - held
+    logits, kept = torch.tensor(memory.beside, dtype=torch.float64).T
+    forward = torch.stack([beside, logits])[:, :first]
+    return TracedStep(held, flops, forward, torch.stack([beside, beside + kept])[:, first:])
 
 
 def measured_step(
@@ -185,11 +240,11 @@ def measured_step(
     batch: dict[str, torch.Tensor],
     bf16: bool = False,  # under autocast
     **kwargs: Any,  # of the forward pass in training
-) -> StepCost:  # its `loss` includes the logits
+) -> StepCost:  # its `network` is the peak of the whole forward pass
     "What a step took that was run."
     step = traced_step(model, batch, bf16, **kwargs)
-    peaks = float(step.backward.max()), step.loss
-    return StepCost(step.held, step.flops, *peaks, 0.0, 0.0)
+    peaks = (float(peak) for peak in (*step.backward.amax(1), step.forward[0].max()))
+    return StepCost(step.held, step.flops, *peaks)
 
 # %% ../../nbs/plan/03_twins.ipynb #pltw0012
 HEADS, VOCABS = (2, 4, 8), (2048, 4096)  # widths of a head, vocabularies of the twins
@@ -199,12 +254,13 @@ RECOMPUTED = "gradient_checkpointing"  # of the trainer, beside the drafter's ar
 
 
 class Terms(NamedTuple):
-    "e, c w, a w² and v (d + b w) at a width and a vocabulary; numbers or tensors."
+    "e, c w, a w², d v and b w v at a width and a vocabulary; numbers or tensors."
 
     fixed: Any
     linear: Any
     square: Any
     vocab: Any
+    head: Any
 
 
 class TwinFit(NamedTuple):
@@ -217,24 +273,14 @@ class TwinFit(NamedTuple):
         "The terms of another width and vocabulary."
         (w0, w1, w2), (v0, v1) = self.width, VOCABS
         d0, d1 = ((self.at[i, 1] - self.at[i, 0]) / (v1 - v0) for i in (0, 1))
-
-        def slope(w):  # d + b w
-            return d0 + (d1 - d0) * (w - w0) / (w1 - w0)
-
-        y0, y1, y2 = (self.at[i, 0] - v0 * slope(w) for i, w in enumerate(self.width))
+        b = (d1 - d0) / (w1 - w0)
+        d = d0 - b * w0
+        y0, y1, y2 = (self.at[i, 0] - v0 * (d + b * w) for i, w in enumerate(self.width))
         first = (y1 - y0) / (w1 - w0)
         a = ((y2 - y1) / (w2 - w1) - first) / (w2 - w0)
         c = first - a * (w0 + w1)
         e = y0 - c * w0 - a * w0**2
-        return Terms(e, c * width, a * width**2, vocab * slope(width))
-
-    def of_loss(self, width: float) -> tuple[float, float, float]:  # as in `StepCost`
-        "Peak of the loss as e + cw + dv: tiles of a fixed size, rows of states, chunks."
-        slope = [(self.at[i, 1] - self.at[i, 0]) / (VOCABS[1] - VOCABS[0]) for i in (0, 1)]
-        chunks = sum(slope) / 2 / (4 * chunk_rows(VOCABS[1], "cpu"))
-        base = [self.at[i, 0] - VOCABS[0] * slope[i] for i in (0, 1)]
-        each = max(0.0, (base[1] - base[0]) / (self.width[1] - self.width[0]))
-        return each * width, chunks, max(0.0, base[0] - each * self.width[0]) / TILE_BYTES
+        return Terms(e, c * width, a * width**2, d * vocab, b * width * vocab)
 
 # %% ../../nbs/plan/03_twins.ipynb #pltw0021
 def shorter_rows(
@@ -257,20 +303,19 @@ def extrapolated(
     length: int,  # L wanted
     rows: list[int],  # tokens of two rows
     steps: list[StepCost],  # of them, and perhaps of a row with all anchors
+    chunk: float,  # bytes of a chunk of logits
 ) -> StepCost:
-    "A line through two rows; chunks and tiles of logits do not grow."
+    "A line through two rows; a buffer of logits grows to a chunk, tiles stay."
     (short, long), full = steps[:2], steps[-1]
 
     def line(y0, y1):
         return y0 + (y1 - y0) * (length - rows[0]) / (rows[1] - rows[0])
 
-    return long._replace(
-        held=line(short.held, long.held),
-        flops=line(short.flops, long.flops),
-        loss=line(short.loss, long.loss),
-        chunks=full.chunks,
-        tiles=full.tiles,
-    )
+    grows = ("held", "flops", "network", "ended", "states")
+    lines = {name: line(getattr(short, name), getattr(long, name)) for name in grows}
+    logits = min(line(short.logits, long.logits), chunk)
+    products = full.products * (logits / full.logits if full.logits else 0)
+    return long._replace(**lines, logits=logits, tiles=full.tiles, products=products)
 
 # %% ../../nbs/plan/03_twins.ipynb #pltw0013
 def twin(
@@ -304,6 +349,52 @@ def twin(
     batch = packed_row(length, each, max(1, read), widths.hidden, dtype, supervised)
     return model.train(), dict(batch=batch, bf16=bf16) | kwargs
 
+# %% ../../nbs/plan/03_twins.ipynb #pltw0036
+@contextmanager
+def chunks_of(
+    rows: int,  # V of the wide head
+    vocab: int,  # of the twin
+    device: str,  # of the wide step
+) -> Iterator[None]:
+    "Inside the block the losses of a twin cut their rows as those of the wide step."
+
+    def chunk(v, _):
+        return chunk_rows(v * rows // vocab, device)
+
+    def tile(v, _, chunk):
+        return tile_rows(v * rows // vocab, torch.device(device), chunk)
+
+    with (
+        patch.multiple("speculators_nb.nn.head_loss", chunk_rows=chunk, tile_rows=tile),
+        patch.multiple("speculators_nb.nn.token_loss", chunk_rows=chunk, tile_rows=tile),
+    ):
+        yield
+
+# %% ../../nbs/plan/03_twins.ipynb #pltw0034
+def forward_peaks(
+    terms: Terms,  # of [2, operations]: bytes beside `held`, and buffers of logits
+) -> tuple[float, ...]:  # the last six fields of `StepCost`
+    "Peaks of the forward pass: without a buffer of logits, with one, and with a tile of it."
+    # b w v: the head in another dtype, which only a CPU needs under autocast
+    total, logits = sum(terms[:4])
+    in_loss = logits > 1
+    network = float(total[~in_loss].max())
+    tile = terms.vocab[0] - logits
+    parts = [(0.0,) * 5]
+    turns = torch.nonzero(in_loss.diff()).flatten().tolist()  # a loss begins, a loss ends
+    for begin, end in zip(turns[::2], turns[1::2]):
+        span = slice(begin + 1, end + 1)
+        beside, tiles = (total - logits)[span], tile[span]
+        scored = torch.nonzero(tiles > 1).flatten()  # a byte: the fit is not exact
+        at = scored[beside[scored].argmax()]
+        last = int(scored[-1]) + 1
+        states = beside[at] - tiles[at]
+        products = beside[:last][tiles[:last] <= 1].max() - states
+        ended = beside[last:].max() if last < len(beside) else states
+        found = logits[span].max(), ended, states, tiles[at], products
+        parts.append(tuple(float(x) for x in found))
+    return network, *max(parts, key=lambda part: StepCost(0, 0, 0, 0, 0, *part).loss)
+
 # %% ../../nbs/plan/03_twins.ipynb #pltw0017
 def most_anchors(
     algorithm: str,  # a registered `speculators_model_type`
@@ -320,6 +411,7 @@ def fitted(
     layer: Any,  # config of the wide draft layers
     rows: int,  # of the head over which the loss is taken
     longer: float,  # backward: of a row of so many times as many tokens
+    device: str,  # of the wide step
     *row: Any,  # layers, length, each, supervised, bf16, given: as in `twin`
 ) -> StepCost:
     "What a step of the wide drafter takes on a row of a twin's length."
@@ -328,16 +420,16 @@ def fitted(
         width.append(twin_widths(layer, head, 0).hidden)
         for j, vocab in enumerate(VOCABS[: 1 if i == 2 else 2]):
             model, step = twin(algorithm, layer, twin_widths(layer, head, vocab), *row)
-            steps[i, j] = traced_step(model, **step)
-    held, flops, backward, loss = (
+            with chunks_of(rows, vocab, device):
+                steps[i, j] = traced_step(model, vocab=vocab, **step)
+    held, flops, forward, backward = (
         TwinFit(width, {k: s[n] for k, s in steps.items()}) for n in range(4)
     )
     at = layer.hidden_size, rows
     # weights that autocast copies, w² of what is held, are counted with the weights
     back, between = backward(*at), held(*at)._replace(square=0)
-    peak = float((sum(back) + (longer - 1) * back.linear).max())
-    peaks = peak, *loss.of_loss(layer.hidden_size)
-    return StepCost(sum(between), sum(flops(*at)), *peaks)
+    peaks = (sum(back) + (longer - 1) * back.linear).amax(1).tolist()
+    return StepCost(sum(between), sum(flops(*at)), *peaks, *forward_peaks(forward(*at)))
 
 # %% ../../nbs/plan/03_twins.ipynb #pltw0023
 def predicted_step(
@@ -349,6 +441,7 @@ def predicted_step(
     each: int = 1024,  # tokens of a conversation
     supervised: float = 1.0,  # share of them that carries loss
     bf16: bool = False,  # as training's
+    device: str = "cuda",  # whose kind decides how large a chunk of logits is
     **given: Any,  # training arguments, and perhaps gradient_checkpointing
 ) -> StepCost:
     "What a step of the wide drafter will take, from its twins."
@@ -361,7 +454,8 @@ def predicted_step(
     for tokens, drawn in short:
         own = given if drawn is None else given | dict(max_anchors=drawn)
         row = depth, tokens, each, supervised, bf16, own
-        steps.append(fitted(algorithm, layer, rows, length / tokens, *row))
+        steps.append(fitted(algorithm, layer, rows, length / tokens, device, *row))
     if len(steps) == 1:
         return steps[0]
-    return extrapolated(length, [tokens for tokens, _ in short], steps)
+    chunk = 4.0 * rows * chunk_rows(rows, device)
+    return extrapolated(length, [tokens for tokens, _ in short], steps, chunk)

@@ -22,7 +22,7 @@ from speculators_nb.plan.twins import Widths, twin
 LENGTH, EACH, VOCAB, DEPTH = 384, 128, 2048, 6
 
 
-def wide(width):
+def wide_verifier(width, vocab=VOCAB):
     "The config of a verifier of this width."
     return Qwen3Config(
         hidden_size=width,
@@ -31,7 +31,7 @@ def wide(width):
         num_key_value_heads=4,
         head_dim=width // 8,
         num_hidden_layers=DEPTH,
-        vocab_size=VOCAB,
+        vocab_size=vocab,
     )
 
 
@@ -65,7 +65,7 @@ class Held(TorchDispatchMode):
 def peak_of(name, width, bf16=False):
     "Bytes: the most in a step that adds to gradients which are there, those between two steps, those of the row."
     widths = Widths(width // 8, width, 3 * width, VOCAB)
-    model, arguments = twin(name, wide(width), widths, DEPTH, LENGTH, EACH, 0.75, bf16, settings(name, 2))
+    model, arguments = twin(name, wide_verifier(width), widths, DEPTH, LENGTH, EACH, 0.75, bf16, settings(name, 2))
     batch, _ = arguments.pop("batch"), arguments.pop("bf16")
     if dist.is_initialized():
         shard(model)
