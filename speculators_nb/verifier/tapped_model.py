@@ -33,7 +33,12 @@ from ..core.checkpoints import remote_code_allowed
 from ..core.files import check_length
 from ..core.options import check_options
 from ..nn.target_head import verifier_config
-from .cache import new_cache, positions_of_mask, text_positions
+from speculators_nb.verifier.cache import (
+    new_cache,
+    positions_of_mask,
+    scaled_by_position,
+    text_positions,
+)
 
 # %% ../../nbs/verifier/02_tapped_model.ipynb #12733a9c
 def default_aux_layer_ids(
@@ -430,7 +435,8 @@ class Verifier(TappedModel):
         if want_logits and want_logits is not True:
             arguments["logits_to_keep"] = want_logits
         headless = self.model.base_model if inputs else self.decoder
-        with tapped(self._tapped_modules(), self._stream) as taps:
+        caught = tapped(self._tapped_modules(), self._stream)
+        with caught as taps, scaled_by_position(self.layers, position_ids):
             out = (self.model if want_logits else headless)(input_ids=input_ids, **arguments)
         if inputs and cache is not None:
             shifted: Any = cache  # text after pictures starts earlier; no field of its class
