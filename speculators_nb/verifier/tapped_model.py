@@ -422,7 +422,7 @@ class Verifier(TappedModel):
         inputs: dict | None = None,  # pixel_values, image_grid_thw, mm_token_type_ids, …
     ) -> VerifierOutput:  # logits, aux states, last states, cache
         "One forward pass. Hidden states and logits at padding have no meaning."
-        cache = past_key_values
+        cache: Any = past_key_values
         if cache is None and use_cache:
             cache = new_cache(self.config)
         arguments: dict[str, Any] = dict(past_key_values=cache, use_cache=use_cache)
@@ -438,9 +438,8 @@ class Verifier(TappedModel):
         caught = tapped(self._tapped_modules(), self._stream)
         with caught as taps, scaled_by_position(self.layers, position_ids):
             out = (self.model if want_logits else headless)(input_ids=input_ids, **arguments)
-        if inputs and cache is not None:
-            shifted: Any = cache  # text after pictures starts earlier; no field of its class
-            shifted.position_shift = getattr(self.model.base_model, "rope_deltas", None)
+        if inputs and cache is not None:  # text after pictures starts earlier
+            cache.position_shift = getattr(self.model.base_model, "rope_deltas", None)
         states = {i: tap.to(input_ids.device) for i, tap in taps.items()}  # of any device
         return VerifierOutput(
             logits=out.logits if want_logits else None,
