@@ -146,8 +146,7 @@ def run(cell, turn):
     adamw = worker.torch_adamw(model, fused=device.type == "cuda")
     step = worker.stepper(model, call, batch, *adamw, forward, torch.bfloat16)
     began = time.perf_counter()
-    first = step()
-    wait(device)
+    first = worker.numbers(step())
     first_seconds = time.perf_counter() - began
     for _ in range(WARM_UP[cell["size"]] - 1):
         step()
@@ -164,8 +163,8 @@ def run(cell, turn):
         peak_bytes=peak,
         steps=steps,
         first_seconds=first_seconds,
-        first_loss=first["loss"].item(),
-        first_gradient_norm=first["grad_norm"].item(),
+        first_loss=first["loss"],
+        first_gradient_norm=first["grad_norm"],
         waits=waited,
         **flops,
     )

@@ -335,7 +335,7 @@ def method(facts):
     training = "\n".join(f"- {name}: `{json.dumps(of)}`" for name, of in facts["training"].items())
     return f"""# A train step beside upstream's, {facts["date"]}
 
-{facts["cpu"]}, one thread, nothing else running. {sides}.
+{facts["cpu"]}, one thread. {sides}.
 Rates: {products}, {rates["exp"] / 1e9:.2f} G exponentials/s, copy {rates["copy"] / 1e9:.0f} GB/s.
 
 Hidden {HIDDEN}, {HEADS} heads / {KV_HEADS} KV heads of {HEAD_DIM}, intermediate {INTERMEDIATE}, verifier vocabulary

@@ -399,9 +399,14 @@ def stepper(model, call, batch, optimizer, clip, run=None, autocast=None):
         loss.backward()
         norm = clip(params, 1.0)
         optimizer.step()
-        return dict(loss=loss.item(), grad_norm=norm.item())
+        return dict(loss=loss.detach(), grad_norm=norm)
 
     return step
+
+
+def numbers(result):
+    """What a step returned, when the device is done with it."""
+    return {name: value.item() for name, value in result.items()}
 
 
 def trainer(side, folder):
@@ -505,7 +510,7 @@ def serve(side, folder):
         print(json.dumps(fields), file=reply, flush=True)
 
     step = trainer(side, folder)
-    first = step()
+    first = numbers(step())
     base = settle()
     answer(versions=versions(side), base=base, **first)
     for line in sys.stdin:
@@ -513,7 +518,7 @@ def serve(side, folder):
             answer(allocated=allocated_peak(step))
             continue
         wall, cpu = time.perf_counter(), time.process_time()
-        result = step()
+        result = numbers(step())
         answer(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu, peak=resident()[1] - base, **result)
 
 
