@@ -4,7 +4,8 @@ Within `PretendCuda()` every function of torch is looked at: what is made with d
 marked tensors are marked, and where CUDA would refuse to mix marked tensors with others an AssertionError says which
 function did. `tensor.device` and `tensor.is_cuda` answer by the mark. Values are those of the CPU, so data-dependent
 code (`nonzero`, `int(...)`, `tolist`) takes its real way; `waits` lists where it did, since there the host would wait
-for the device. `copies` lists where numbers of the host went to the device without `non_blocking=True`: that waits too.
+for the device. `copies` lists where numbers of the host went to the device without `non_blocking=True`: that waits too,
+and so does an index that is on the host, or a number that is put at the places of an index.
 Backward passes are not looked at.
 """
 
@@ -55,6 +56,21 @@ WAITING |= {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutiv
 WAITING |= {"multinomial"}  # checks its weights
 
 
+def copies_numbers(name, args, kwargs):
+    """Whether a call puts numbers of the host into a tensor of a CUDA device: an index, or what is put at an index."""
+    if name == "copy_":
+        return marked(args[0]) and not marked(args[1]) and not (kwargs.get("non_blocking") or (*args, None)[2])
+    if name not in ("__getitem__", "__setitem__") or not marked(args[0]):
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    by_tensor = any(isinstance(i, (list, torch.Tensor)) for i in index)
+    if any(isinstance(i, list) or (isinstance(i, torch.Tensor) and not marked(i)) for i in index):
+        return True
+    # a number fills a slice; at the places of a tensor it is a tensor of the host
+    number = name == "__setitem__" and not isinstance(args[2], torch.Tensor)
+    return name == "__setitem__" and (by_tensor if number else not marked(args[2]))
+
+
 def waits(name, args, kwargs):
     """Whether a call on tensors of a CUDA device makes the host wait for it."""
     if name == "repeat_interleave":
@@ -88,6 +104,8 @@ class PretendCuda(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if waits(name, args, kwargs):
             self.note(name)
+        if copies_numbers(name, args, kwargs):
+            self.note(name, self.copies)
         if name in ("to", "cpu", "cuda"):
             return self.move(func, name, args, kwargs)
         there = list(tensors_in((args, kwargs)))

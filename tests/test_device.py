@@ -250,11 +250,28 @@ def test_a_wait_is_found(wait):
     assert device.waits
 
 
+@pytest.mark.parametrize("copy", [
+    lambda x, host: x[host], lambda x, host: x[[0, 2]], lambda x, host: x.__setitem__(x.long(), 1.0),
+    lambda x, host: x.__setitem__(slice(0, 2), host.float()), lambda x, host: x[:2].copy_(host),
+    lambda x, host: x.__setitem__(x.long(), torch.tensor(1.0)), lambda x, host: host.to("cuda"),
+    lambda x, host: torch.tensor([1, 2], device="cuda"),
+])  # fmt: skip
+def test_a_copy_to_the_device_is_found(copy):
+    with PretendCuda() as device:
+        x, host = torch.ones(3, device="cuda"), torch.tensor([0, 2])
+        assert not device.copies
+        copy(x, host)
+    assert len(device.copies) == 1
+
+
 def test_what_does_not_wait():
     with PretendCuda() as device:
         x, host = torch.ones(3, device="cuda"), torch.tensor([0, 2])
-        x[host.to("cuda")].sum(), x[host], host.tolist(), x.masked_fill(x > 0, 0.0), x.repeat_interleave(2)
-    assert not device.waits
+        there = host.to("cuda", non_blocking=True)
+        x[there].sum(), host.tolist(), x.masked_fill(x > 0, 0.0), x.repeat_interleave(2)
+        x[0], x[1:], x[:2], x[there] = 5, 1.0, x[1:].clone(), x[1:].clone()
+        x[:2].copy_(host, non_blocking=True)
+    assert not device.waits and not device.copies
 
 
 class MakesOnTheCPU(torch.autograd.Function):

@@ -76,9 +76,9 @@ def batch_mask(
     for b, request in enumerate(layouts):
         n = len(request.ids)
         attn_mask[b, :n, C : C + n] = request.attn_mask
-    # padding attends to itself: a softmax over nothing is NaN
-    column = torch.arange(width, device=cached.device)
-    attn_mask[:, column, C + column] = True
+    # padding attends to itself: a softmax over nothing is NaN. A number that is put at
+    # the places of an index is copied to the device, and the host waits
+    attn_mask[:, :, C:].logical_or_(torch.eye(width, dtype=torch.bool, device=cached.device))
     return attn_mask
 
 # %% ../../nbs/decode/03_verification.ipynb #8e23c0db
