@@ -1014,11 +1014,13 @@ def test_a_key_is_nowhere(tmp_path, monkeypatch):
 
 
 def test_vocab(features, tmp_path):
+    before = sorted(features.rglob("*"))
     result = run("vocab", features, 256, "--output-dir", tmp_path)
     assert result.exit_code == 0 and "256 of 2048 tokens" in result.stdout, result.output
     assert {"d2t-256.npy", "t2d-256.npy", "vocab.recipe.yaml", "provenance.json"} == {
         p.name for p in tmp_path.iterdir()
     }
+    assert sorted(features.rglob("*")) == before  # nothing but what --output-dir names
     one_line(run("vocab", features, 4096, "--output-dir", tmp_path), "draft_vocab_size=4096")
     one_line(run("vocab", tmp_path, 16), str(tmp_path))
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch._dynamo.utils import counters
 
 import speculators_nb.nn.attention as attention_module
@@ -101,3 +102,29 @@ def test_a_machine_that_cannot_compile_is_told_so(compiles, monkeypatch):
     with pytest.raises(RuntimeError, match="score_tokens cannot be compiled for cpu .*TORCH_COMPILE_DISABLE=1") as e:
         score_tokens(torch.randn(3, 8), torch.arange(3), True)
     assert "\n" not in str(e.value)
+
+
+@compiled_module.compiled_in_training
+def part(x, weight):
+    return torch.relu(x @ weight.T)
+
+
+class OnePart(torch.nn.Linear):
+    def forward(self, x):
+        return part(x, self.weight).sum()
+
+
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch is built without gloo")
+def test_ddp_with_small_buckets(compiles, monkeypatch, tmp_path):
+    "torch would cut the graph of a part at DDP's buckets, and refuses where one is below 1 MB."
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        model, x = torch.nn.parallel.DistributedDataParallel(OnePart(8, 4), bucket_cap_mb=0.5), torch.randn(3, 8)
+        model(x).backward()
+    finally:
+        dist.destroy_process_group()
+    inner = model.module
+    expected = torch.autograd.grad(torch.relu(x @ inner.weight.T).sum(), inner.weight)[0]
+    torch.testing.assert_close(inner.weight.grad, expected)
+    assert len(compiles) == 1 and not counters["graph_break"]

@@ -1,8 +1,10 @@
 """Hidden states through a Mooncake store, between processes: client and format are those of `hs-connectors`, the store
 itself is a stand-in (tests/mooncake/stand_in). `make mooncake-test` does it with the real one."""
 
+import gc
 import json
 import multiprocessing
+import os
 import pickle
 import socket
 import sys
@@ -114,6 +116,32 @@ def test_a_client_goes_to_other_processes_and_threads(tmp_path, store):
         features = ServerFeatures(fake.url, make_rows(8), f"mooncake://{place}")
         assert [len(s["input_ids"]) for s in features.__getitems__([0, 3])] == features.lengths[:4:3]
     assert left(folder) == []
+
+
+def test_a_forked_child_leaves_the_client_to_its_parent(tmp_path, store, monkeypatch):
+    "It neither uses nor closes it, even where it drops all that it knows of it."
+    place, folder = store
+    client = MooncakeStates(mooncake_states.mooncake_address(f"mooncake://{place}"))
+    parent = client.connection.open()
+    stand_in = type(parent[0].store._store)
+    closed = tmp_path / "closed"
+    monkeypatch.setattr(stand_in, "__del__", lambda _: closed.write_text(str(os.getpid())), raising=False)
+    child = os.fork()
+    if not child:
+        try:
+            before = client.connection.transfer
+            mine = client.connection.open()
+            fine = before is None and mine[0] is not parent[0] and mine[1] is not parent[1]
+            monkeypatch.setattr(mine[0].store, "_store", None)  # its own may be closed
+            closed.unlink(missing_ok=True)
+            del before, mine, parent, client
+            mooncake_states._connection.cache_clear()
+            gc.collect()
+            os._exit(0 if fine and not closed.exists() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert client.connection.open() == parent and left(folder) == []
 
 
 def test_layers_that_the_server_does_not_tell(tmp_path, store):

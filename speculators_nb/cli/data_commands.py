@@ -31,7 +31,6 @@ from ..jobs.servers import one_or_several
 from ..jobs.shared_job import one_writer
 from speculators_nb.nn.draft_vocabulary import (
     load_vocab_mapping,
-    save_vocab_mapping,
     vocab_mapping_from_frequencies,
 )
 from ..nn.target_head import text_config, verifier_config
@@ -302,9 +301,8 @@ def vocab(
                 f"{place}: holds another draft vocabulary of {draft_vocab_size} tokens; name "
                 "another output_dir, or pass overwrite=True"
             )
-        t2d, d2t = prepared.add_vocab_mapping(draft_vocab_size, vocab_size)
+        t2d, d2t = prepared.add_vocab_mapping(draft_vocab_size, vocab_size, place)
         if output_dir is not None:
-            save_vocab_mapping(output_dir, t2d, d2t)
             write_provenance(
                 output_dir,
                 "vocab",

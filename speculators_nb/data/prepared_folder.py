@@ -339,6 +339,7 @@ class Prepared(PreparedReport):
         self,
         draft_vocab_size: int,  # Vd
         vocab_size: int | None = None,  # V, the verifier's; None: as recorded
+        folder: str | Path | None = None,  # to write to; None: this one
     ) -> tuple[torch.Tensor, torch.Tensor]:  # t2d [V] bool, d2t [Vd] int64
         "Choose a draft vocabulary by the counts; write `t2d-{Vd}.npy` and `d2t-{Vd}.npy`."
         check_options({"draft_vocab_size": draft_vocab_size, "vocab_size": vocab_size})
@@ -355,7 +356,7 @@ class Prepared(PreparedReport):
                 "vocab_size (vocab_size in the verifier's config.json)"
             )
         mapping = vocab_mapping_from_frequencies(self.token_freq, draft_vocab_size, vocab_size)
-        save_vocab_mapping(self.folder, *mapping)
+        save_vocab_mapping(folder or self.folder, *mapping)
         return mapping
 
     def plot(self):  # -> a figure: lengths, and what the tokens are used for

@@ -9,9 +9,11 @@ __all__ = ['BUFFER', 'TENSORS', 'local_host', 'open_store', 'manifest_of', 'Stor
 
 # %% ../../nbs/features/07_mooncake_states.ipynb #moon0003
 import contextlib
+import ctypes
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -109,19 +111,23 @@ class _Connection:
 
     def __init__(self, address):
         self.address = address
-        self._forget()
+        self._reset()
+        _opened.add(self)
 
-    def _forget(self):
-        self.lock, self.process = threading.Lock(), os.getpid()
-        self.transfer = self.readers = None
+    def _reset(self):
+        self.lock, self.transfer, self.readers = threading.Lock(), None, None
+
+    def leave_to_parent(self):
+        "In a forked child: the client is the parent's; it is not used here, and never closed."
+        for of_parent in (self.transfer, self.readers):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(of_parent))
+        self._reset()
 
     def __reduce__(self):
         return _connection, (self.address,)
 
     def open(self) -> tuple[Any, ThreadPoolExecutor]:
         "The client, and the threads that read."
-        if self.process != os.getpid():  # forked
-            self._forget()
         with self.lock:
             if self.transfer is None:
                 self.transfer = open_store(self.address)
@@ -130,10 +136,21 @@ class _Connection:
             return self.transfer, self.readers
 
 
+_opened: weakref.WeakSet[_Connection] = weakref.WeakSet()
+
+
 @cache
 def _connection(address):
     "One for all servers of a store."
     return _Connection(address)
+
+
+def _leave_to_parent():
+    for connection in list(_opened):
+        connection.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 # %% ../../nbs/features/07_mooncake_states.ipynb #moon0014
 def _in_a_line(error):

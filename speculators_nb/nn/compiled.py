@@ -34,6 +34,7 @@ def is_compiled_for(
 def _compile(call):
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    config.optimize_ddp = False  # it cuts graphs at DDP's buckets; a part is smaller than one
     return torch.compile(call)
 
 
