@@ -13,7 +13,6 @@ import pytest
 import torch
 from on_device import CUDA, PretendCuda, on_cuda
 from torch import nn
-from torch.optim import AdamW
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import speculators_nb.train.trainer as trainer_module
@@ -170,7 +169,7 @@ class HostToy(Toy):
 @pytest.mark.parametrize("kind", [Toy, HostToy])
 def test_between_two_logs_the_host_does_not_wait_for_the_device(kind, tmp_path, monkeypatch):
     "Batches come on the host, loss tokens are counted there, and copies are not waited for."
-    trainer = SpeculatorTrainer(kind(), arguments(tmp_path, gradient_accumulation_steps=2), samples())
+    trainer = SpeculatorTrainer(kind(), arguments(tmp_path, gradient_accumulation_steps=2), samples(), samples(3, 1))
     rows = iter(trainer.get_train_dataloader())
     monkeypatch.setattr(SpeculatorTrainingArguments, "device", property(lambda self: CUDA))
     monkeypatch.setattr(trainer_module, "kept_rng", lambda device, seed=None: nullcontext())
@@ -180,8 +179,7 @@ def test_between_two_logs_the_host_does_not_wait_for_the_device(kind, tmp_path, 
         for batch in batches:
             inputs = trainer._prepare_inputs(batch)
             loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=n)
-        kept = AdamW(trainer.model.parameters())
-        trainer.callback_handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control, optimizer=kept)
+        trainer.callback_handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
         assert loss.is_cuda
     assert not device.waits and not device.copies, (device.waits, device.copies)
 
