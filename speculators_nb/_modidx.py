@@ -6325,6 +6325,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'speculators_nb/train/trainer.py'),
                                               'speculators_nb.train.trainer.TokenWeightedLoss._finalize_training': ( 'train/trainer.html#tokenweightedloss._finalize_training',
                                                                                                                      'speculators_nb/train/trainer.py'),
+                                              'speculators_nb.train.trainer.TokenWeightedLoss._prepare_inputs': ( 'train/trainer.html#tokenweightedloss._prepare_inputs',
+                                                                                                                  'speculators_nb/train/trainer.py'),
                                               'speculators_nb.train.trainer.TokenWeightedLoss.compute_loss': ( 'train/trainer.html#tokenweightedloss.compute_loss',
                                                                                                                'speculators_nb/train/trainer.py'),
                                               'speculators_nb.train.trainer.TokenWeightedLoss.get_batch_samples': ( 'train/trainer.html#tokenweightedloss.get_batch_samples',
