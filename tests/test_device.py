@@ -220,6 +220,23 @@ def test_a_training_step_waits_for_the_device_three_times_at_most(name, no_kerne
     assert backward.count == 0
 
 
+@every_drafter
+def test_a_training_step_does_not_wait_where_its_masks_are_on_the_host(name, no_kernel):
+    "As a trainer hands them over: what decides shapes is read where it is."
+    model, row, options = copy.deepcopy(case(name)[0]), case(name)[1], arguments(name, TRAINED[name in HEADS])
+    model.train()
+    assert {"document_ids", "loss_mask"} == {*model.read_on_host}
+    losses = []
+    for stays in ((), model.read_on_host):
+        torch.manual_seed(3)
+        with PretendCuda() as device, torch.no_grad():
+            there = {k: v if k in stays else v.to("cuda") for k, v in row.items()}
+            device.copies.clear()
+            losses.append(on_cuda(model)(**there, **options)[1])
+    assert not device.waits and not device.copies, (device.waits, device.copies)
+    assert losses[0] == losses[1] and marked(losses[1])
+
+
 @pytest.mark.parametrize("wait", [
     lambda x: float(x[0]), lambda x: bool(x.any()), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: x.tolist(),
     lambda x: x.cpu(), lambda x: x.to("cpu"), lambda x: torch.equal(x, x), lambda x: x.long().bincount(),

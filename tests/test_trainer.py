@@ -5,17 +5,21 @@ import json
 import math
 import os
 import shutil
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pandas as pd
 import pytest
 import torch
+from on_device import CUDA, PretendCuda, on_cuda
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
+import speculators_nb.train.trainer as trainer_module
 from speculators_nb.features.feature_rows import sample_of
 from speculators_nb.features.in_process import states_of
 from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.nn.compiled import to_device
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.nn.supervision import shift_by_one
 from speculators_nb.train.checkpoint import WholeCheckpoints, checkpoint_problem, last_checkpoint
@@ -150,6 +154,34 @@ def test_loss_scaling_is_the_token_weighted_mean(tmp_path):
     got = sum(trainer.compute_loss(trainer.model, b, num_items_in_batch=n) for b in batches)
     want = sum(trainer.model(**b)[1] * c for b, c in zip(batches, counts)) / sum(counts)
     assert torch.allclose(got, want, rtol=1e-6)
+
+
+class HostToy(Toy):
+    "Reads its loss mask on the host."
+
+    read_on_host = ("loss_mask",)
+
+    def forward(self, *, loss_mask, **batch):
+        assert loss_mask.device.type == "cpu" and batch["input_ids"].device.type == "cuda"
+        return super().forward(loss_mask=to_device(loss_mask, batch["input_ids"].device), **batch)
+
+
+@pytest.mark.parametrize("kind", [Toy, HostToy])
+def test_between_two_logs_the_host_does_not_wait_for_the_device(kind, tmp_path, monkeypatch):
+    "Batches come on the host, loss tokens are counted there, and copies are not waited for."
+    trainer = SpeculatorTrainer(kind(), arguments(tmp_path, gradient_accumulation_steps=2), samples(), samples(3, 1))
+    rows = iter(trainer.get_train_dataloader())
+    monkeypatch.setattr(SpeculatorTrainingArguments, "device", property(lambda self: CUDA))
+    monkeypatch.setattr(trainer_module, "kept_rng", lambda device, seed=None: nullcontext())
+    on_cuda(trainer.model)
+    with PretendCuda() as device:
+        batches, n = trainer.get_batch_samples(rows, 2, CUDA)
+        for batch in batches:
+            inputs = trainer._prepare_inputs(batch)
+            loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=n)
+        trainer.callback_handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
+        assert loss.is_cuda
+    assert not device.waits and not device.copies, (device.waits, device.copies)
 
 
 def test_a_step_without_loss_tokens_changes_nothing(tmp_path):

@@ -12,8 +12,9 @@ AdamW, the last two as that side's trainer makes them). The sides take turns, on
 slows them alike; the first step of each is not timed. Ratios are medians over rounds. Memory is counted over what
 stays between steps (model, batch, gradients, AdamW state, code): as the peak of the resident set (Linux: /proc/self),
 and as the most bytes that torch's allocator held at once, which does not depend on how the C library reuses pages.
-The floor is the work that no implementation can avoid, divided by what this machine's thread reached in the same run.
-Results go to benchmarks/train_step/results/, a page and a JSON file per algorithm.
+The floor is the work that no implementation can avoid, divided by what this machine's thread reached in the same run
+on products of the same kind: with the head, of that many rows and in that dtype, and within a layer.
+Results go to benchmarks/train_step/results/, a page and results.json; cases that are not run keep theirs.
 """
 
 import argparse
@@ -48,6 +49,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from upstream import upstream_python  # noqa: E402
 
+SIDES = ("upstream", "ours", "ours-bf16", "ours-recomputed")
 DOCUMENTS = {2048: [704, 512, 384, 256, 192], 4096: [1024, 768, 640, 512, 448, 320, 256, 128]}
 
 
@@ -228,11 +230,8 @@ def needed(case, folder):
         + n["loss"] * HIDDEN
     )
     return dict(
-        head=2
-        * draft
-        * (
-            HIDDEN * (n["targets"] + 2 * n["loss"]) + 3 * bias * n["loss"]
-        ),  # targets once; logits and their gradient; no dW
+        targets=2 * draft * HIDDEN * n["targets"],  # the verifier's logits, in float32 on every side
+        head=2 * draft * (2 * HIDDEN + 3 * bias) * n["loss"],  # logits and their gradient; no dW but the bias's
         rest=3 * 2 * (n["own"] * n["fuse"] + layer) + 12 * n["pairs"] * q,
         exp=(n["targets"] + n["loss"]) * draft,
         bytes=4 * (draft * HIDDEN + n["own"] * (AUX + 2) * HIDDEN + 2 * saved + 8 * trained),
@@ -242,8 +241,8 @@ def needed(case, folder):
 
 def floor(n, rates, head):
     """(seconds, GEMM seconds, exponential seconds, memory-traffic seconds) of the needed work at this machine's
-    rates."""
-    gemm = n["head"] / rates[head] + n["rest"] / rates["gemm_fp32"]
+    rates; `head` names those of the products with the head, in float32 and in the side's dtype."""
+    gemm = n["targets"] / rates[head[0]] + n["head"] / rates[head[1]] + n["rest"] / rates["layer_fp32"]
     exp = n["exp"] / rates["exp"]
     traffic = n["bytes"] / rates["copy"]
     return max(gemm + exp, traffic), gemm, exp, traffic
@@ -262,7 +261,7 @@ def measure(name, case, pythons, rounds, folder):
                     got = side.ask("step")
                     records[side.name]["steps"].append(got)
                     print(
-                        f"{name:>22} round {i + 1} {side.name:>9} {got['cpu']:7.2f} CPU s {got['wall']:7.2f} s "
+                        f"{name:>22} round {i + 1} {side.name:>15} {got['cpu']:7.2f} CPU s {got['wall']:7.2f} s "
                         f"+{got['peak']:5.0f} MiB  loss {got['loss']:.6f}",
                         flush=True,
                     )
@@ -283,7 +282,8 @@ def summarize(name, case, records, rates, work):
     reference = records.get("upstream", next(iter(records.values())))
     for side, record in records.items():
         steps, pairs = record["steps"], list(zip(reference["steps"], record["steps"]))
-        bound = floor(work, rates, "gemm_bf16" if side.endswith("bf16") else "gemm_fp32")
+        head = [f"head_{dtype}_{case['draft_vocab']}" for dtype in ("fp32", "bf16" if "bf16" in side else "fp32")]
+        bound = floor(work, rates, head)
         cpu = median(s["cpu"] for s in steps)
         peak, other_peak = (max(s["peak"] for s in r["steps"]) for r in (record, reference))
         rows.append(
@@ -322,89 +322,122 @@ def summarize(name, case, records, rates, work):
     return rows
 
 
-def report(algorithm, rows, rates, versions, cpu):
-    """The Markdown page of one algorithm."""
-    sides = "; ".join(f"{side}: " + ", ".join(f"{k} {v}" for k, v in got.items()) for side, got in versions.items())
-    lines = [
-        f"# {algorithm}: train step, {date.today()}",
-        "",
-        f"{cpu}, one thread. {sides}.",
-        f"Measured rates: fp32 GEMM {rates['gemm_fp32'] / 1e9:.0f} GFLOP/s, bf16 GEMM {rates['gemm_bf16'] / 1e9:.0f} "
-        f"GFLOP/s, {rates['exp'] / 1e9:.2f} G exponentials/s, copy {rates['copy'] / 1e9:.0f} GB/s.",
-        "",
-        f"Hidden {HIDDEN}, {HEADS} heads / {KV_HEADS} KV heads of {HEAD_DIM}, intermediate {INTERMEDIATE}, "
-        f"{ALGORITHMS[algorithm]['layers']} draft layer(s), {1 if algorithm == 'mtp' else AUX} verifier layer(s) "
-        f"read, verifier vocabulary {VOCAB}, float32; the first {rows[0]['outside_loss_mask']:.0%} of each document "
-        f"is outside the loss mask. Training arguments: {json.dumps(training_of(dict(algorithm=algorithm)))}. "
-        "Upstream runs its sdpa attention and eager losses, the only ones that train on a CPU. Both get the same "
-        "weights, batch and random choices. A step is forward, backward, clipping and AdamW, the last two as each "
-        "side's trainer makes them (ours: fused, embeddings by rows). `ours-bf16` makes the products with the head "
-        "in bfloat16.",
-        "",
-        "| case | side | CPU s/step (min) | wall s/step | tokens/CPU s | speed | peak resident MiB | peak allocated "
-        "MiB | floor s | step / floor |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+FLOOR_BY_KIND = "26 November 2026"
+
+
+def method(facts):
+    """What was measured, and how: the page's first paragraphs."""
+    rates = facts["rates"]
+    sides = "; ".join(
+        f"{side}: " + ", ".join(f"{k} {v}" for k, v in got.items()) for side, got in facts["versions"].items()
+    )
+    products = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items() if "_" in name)
+    training = "\n".join(f"- {name}: `{json.dumps(of)}`" for name, of in facts["training"].items())
+    return f"""# A train step beside upstream's, {facts["date"]}
+
+{facts["cpu"]}, one thread. {sides}.
+Rates: {products}, {rates["exp"] / 1e9:.2f} G exponentials/s, copy {rates["copy"] / 1e9:.0f} GB/s.
+
+Hidden {HIDDEN}, {HEADS} heads / {KV_HEADS} KV heads of {HEAD_DIM}, intermediate {INTERMEDIATE}, verifier vocabulary
+{VOCAB}, float32; cases are algorithm / packed length / draft vocabulary / anchors x block. Both libraries get the same
+weights, batch and random choices, and these training arguments:
+
+{training}
+
+Upstream runs its sdpa attention and eager losses, the only ones that train on a CPU. A step is forward, backward,
+clipping and AdamW, the last two as each side's trainer makes them (ours: fused, embeddings by rows). `ours-bf16` makes
+the drafter's products with the head in bfloat16, the verifier's stay float32; `ours-recomputed` computes the layers
+again on the way back (gradient checkpointing).
+
+- *Speed*: median over rounds of upstream's CPU time over this side's in the same round.
+- *Memory*: peak over what stays between steps (model, batch, gradients, AdamW state), by torch's allocator and by the
+  resident set.
+- *Floor*: the products and exponentials of the rows that the loss reads, at the rates above for products of that kind,
+  or the unavoidable memory traffic where that takes longer. Results before {FLOOR_BY_KIND} divided all products by the
+  rate of the fastest, whatever its shape, and gave ratios a tenth higher.
+"""
+
+
+def table(head, rows):
+    return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *rows])
+
+
+def summary(rows):
+    """A line a case: speed, memory and distance to the floor of every side of ours."""
+    cases = {}
     for r in rows:
-        lines.append(
-            f"| {r['case']} | {r['side']} | {r['cpu_s']:.2f} ({r['cpu_s_min']:.2f}) | {r['wall_s']:.2f} | "
-            f"{r['tokens_per_cpu_s']:.0f} | {r['speed_vs_upstream']:.1f}x | {r['peak_resident_mib']:.0f} "
-            f"(1/{1 / r['resident_vs_upstream']:.1f}) | {r['peak_allocated_mib']:.0f} "
-            f"(1/{1 / r['allocated_vs_upstream']:.1f}) | {r['floor_s']:.2f} | {r['cpu_over_floor']:.2f} |"
-        )
-    saved = ", ".join(f"{m:.0f} MiB in {n}" for n, m in {r["case"]: r["floor_saved_mib"] for r in rows}.items())
-    docs = ", ".join(f"{len(DOCUMENTS[n])} at {n}" for n in sorted({r["length"] for r in rows}))
-    lines += [
-        "",
-        f"Cases are algorithm / packed length / draft vocabulary / anchors x block (documents: {docs}). *Speed* is "
-        "the median over rounds of upstream's CPU time over this side's in the same round. *Peaks* are over what "
-        "stays between steps: model, batch, gradients, AdamW state. The *floor* is the GEMM and exponential work on "
-        "the rows that the loss reads, at the rates above (for `ours-bf16` the head's at bf16's), or the unavoidable "
-        f"memory traffic where that takes longer. Inputs of the needed GEMMs, kept for backward: {saved}; less only "
-        "with recomputation.",
-        "",
-        "| case | side | floor: GEMM s | exponentials s | traffic s | first loss | rel. diff. | its gradient norm, "
-        "rel. diff. | last loss, rel. diff. |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+        cases.setdefault(r["case"], {})[r["side"]] = r
+    ours = [side for side in SIDES if side != "upstream"]
+    head = ["case", "upstream s", *(f"{side}: s, speed, memory, step / floor" for side in ours)]
+    lines = []
+    for name, sides in cases.items():
+        cells = [f"{sides['upstream']['cpu_s']:.2f}" if "upstream" in sides else ""]
+        for side in ours:
+            r = sides.get(side)
+            cells.append(
+                f"{r['cpu_s']:.2f}, {r['speed_vs_upstream']:.1f}x, 1/{1 / r['allocated_vs_upstream']:.1f}, "
+                f"{r['cpu_over_floor']:.2f}"
+                if r
+                else ""
+            )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return table(head, lines)
+
+
+def details(rows):
+    """Two tables with a line for each case and side: time and memory, floor and equality."""
+    times, equal = [], []
     for r in rows:
-        lines.append(
-            f"| {r['case']} | {r['side']} | {r['floor_gemm_s']:.2f} | {r['floor_exp_s']:.2f} | "
-            f"{r['floor_traffic_s']:.3f} | {r['first_loss']:.5f} | {r['first_loss_rel_diff']:.1e} | "
-            f"{r['first_grad_norm_rel_diff']:.1e} | {r['last_loss_rel_diff']:.1e} |"
+        who = f"| {r['case']} | {r['side']} "
+        times.append(
+            f"{who}| {r['cpu_s']:.2f} ({r['cpu_s_min']:.2f}) | {r['wall_s']:.2f} | {r['tokens_per_cpu_s']:.0f} | "
+            f"{r['speed_vs_upstream']:.1f}x | {r['peak_resident_mib']:.0f} (1/{1 / r['resident_vs_upstream']:.1f}) | "
+            f"{r['peak_allocated_mib']:.0f} (1/{1 / r['allocated_vs_upstream']:.1f}) |"
         )
-    return "\n".join(lines) + "\n"
+        equal.append(
+            f"{who}| {r['floor_s']:.2f} | {r['floor_gemm_s']:.2f} | {r['floor_exp_s']:.2f} | "
+            f"{r['floor_traffic_s']:.3f} | {r['cpu_over_floor']:.2f} | {r['first_loss']:.5f} | "
+            f"{r['first_loss_rel_diff']:.1e} | {r['first_grad_norm_rel_diff']:.1e} | {r['last_loss_rel_diff']:.1e} |"
+        )
+    first = "case | side | CPU s/step (min) | wall s/step | tokens/CPU s | speed | resident MiB | allocated MiB"
+    second = "case | side | floor s | products s | exponentials s | traffic s | step / floor | first loss | "
+    second += "rel. diff. | its gradient norm, rel. diff. | last loss, rel. diff."
+    return table(first.split(" | "), times) + "\n\n" + table(second.split(" | "), equal)
+
+
+def page(facts):
+    """The results as Markdown."""
+    saved = {r["case"]: r["floor_saved_mib"] for r in facts["rows"]}
+    kept = ", ".join(f"{m:.0f} MiB in {name}" for name, m in saved.items())
+    parts = [method(facts), "## Summary\n", summary(facts["rows"]), "\n## Times, memory, equality\n"]
+    parts += [details(facts["rows"]), f"\nInputs of the needed products, kept for backward: {kept}; less only with"]
+    return "\n".join(parts) + " recomputation.\n"
 
 
 def write(folder, rows, rates, versions):
-    """A page and a JSON file for each algorithm that has rows; returns the pages."""
+    """results.json and its page; cases that were not measured now keep what is there."""
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    cpu, pages = cpu[1] if cpu else "unknown CPU", []
+    file, measured = folder / "results.json", {r["case"] for r in rows}
+    old = json.loads(file.read_text())["rows"] if file.is_file() else []
+    rows = sorted([*rows, *(r for r in old if r["case"] not in measured)], key=lambda r: list(CASES).index(r["case"]))
+    algorithms = dict.fromkeys(r["algorithm"] for r in rows)
+    facts = dict(
+        date=str(date.today()),
+        cpu=cpu[1] if cpu else "unknown CPU",
+        rates=rates,
+        versions=versions,
+        training={name: training_of(dict(algorithm=name)) for name in algorithms},
+        rows=rows,
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    for algorithm in dict.fromkeys(r["algorithm"] for r in rows):
-        mine = [r for r in rows if r["algorithm"] == algorithm]
-        stem = folder / f"{algorithm}-{date.today()}-{re.sub(r'[^a-z0-9]+', '-', cpu.lower()).strip('-')}"
-        pages.append(report(algorithm, mine, rates, versions, cpu))
-        Path(f"{stem}.md").write_text(pages[-1])
-        facts = dict(
-            date=str(date.today()),
-            cpu=cpu,
-            threads=1,
-            rates=rates,
-            versions=versions,
-            training=training_of(dict(algorithm=algorithm)),
-            upstream=dict(attention="sdpa", losses="eager"),
-            rows=mine,
-        )
-        Path(f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    return "\n".join(pages)
+    file.write_text(json.dumps(facts, indent=1) + "\n")
+    (folder / "README.md").write_text(page(facts))
 
 
 def main():
-    sides = ["upstream", "ours", "ours-bf16"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upstream-python", type=Path, help="interpreter of an environment with speculators 0.9.0")
-    parser.add_argument("--sides", nargs="+", default=sides, choices=sides)
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     parser.add_argument("--algorithm", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
     parser.add_argument("--case", nargs="+", choices=list(CASES), help="instead of --algorithm")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps per side")
@@ -416,14 +449,14 @@ def main():
     with tempfile.TemporaryDirectory() as tmp:
         for name in names:
             # before each case: the machine is shared
-            rates = {k: max(v, rates.get(k, 0.0)) for k, v in worker("rates").items()}
             folder, of = Path(tmp) / name.replace("/", "_"), CASES[name]
+            rates |= {k: max(v, rates.get(k, 0.0)) for k, v in worker("rates", of["draft_vocab"]).items()}
             records = measure(name, of, pythons, opt.rounds, folder)
             measured[name] = (of, records, needed(of, folder))
-            versions |= {s: r["hello"]["versions"] for s, r in records.items() if s != "ours-bf16"}
+            versions |= {s: r["hello"]["versions"] for s, r in records.items() if s in ("upstream", "ours")}
             rows = [row for done, (of, got, work) in measured.items() for row in summarize(done, of, got, rates, work)]
-            text = write(opt.out, rows, rates, versions)  # after every case: a run that is cut short leaves what it has
-    print("\n" + text)
+            write(opt.out, rows, rates, versions)  # after every case: a run that is cut short leaves what it has
+    print(summary(rows))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 told to.
 
     python worker.py prepare CASE_JSON FOLDER          write a case's weights, batch and configuration (torch only)
-    python worker.py rates                             print what this machine's one thread can do
-    python worker.py upstream|ours|ours-bf16 FOLDER    make steps: a line in, a line of JSON out
-    python worker.py profile FOLDER [ours|ours-bf16|upstream]   where the time of a step goes, by operator
+    python worker.py rates V                           print what this machine's one thread can do; V: rows of the head
+    python worker.py SIDE FOLDER                       make steps: a line in, a line of JSON out
+    python worker.py profile FOLDER [SIDE]             where the time of a step goes, by operator
+
+Sides: upstream, ours, ours-bf16 (products of the drafter with its head in bfloat16), ours-recomputed (gradient
+checkpointing of the draft layers).
 
 The file imports neither library before it knows which side it is, so both interpreters can run it.
 """
@@ -352,7 +355,18 @@ def load_ours_bf16(folder, case, batch):
     return model, call | dict(gemm_dtype=torch.bfloat16), batch
 
 
-SIDES = {"upstream": load_upstream, "ours": load_ours, "ours-bf16": load_ours_bf16}
+def load_ours_recomputed(folder, case, batch):
+    model, call, batch = load_ours(folder, case, batch)
+    model.gradient_checkpointing_enable()
+    return model, call, batch
+
+
+SIDES = {
+    "upstream": load_upstream,
+    "ours": load_ours,
+    "ours-bf16": load_ours_bf16,
+    "ours-recomputed": load_ours_recomputed,
+}
 
 
 def torch_adamw(model, **options):
@@ -385,9 +399,14 @@ def stepper(model, call, batch, optimizer, clip, run=None, autocast=None):
         loss.backward()
         norm = clip(params, 1.0)
         optimizer.step()
-        return dict(loss=loss.item(), grad_norm=norm.item())
+        return dict(loss=loss.detach(), grad_norm=norm)
 
     return step
+
+
+def numbers(result):
+    """What a step returned, when the device is done with it."""
+    return {name: value.item() for name, value in result.items()}
 
 
 def trainer(side, folder):
@@ -440,17 +459,24 @@ def best(f, seconds=0.4):
     return min(times)
 
 
-def rates():
-    """What one thread reaches on the shapes of the step: GEMM in FLOP/s, exponentials per second, bytes copied per
-    second."""
+def product_rate(a, b):
+    """FLOP/s of a @ b, [M, K] and [K, N]."""
+    out = torch.empty(len(a), b.shape[1], dtype=a.dtype)
+    return 2 * len(a) * b.numel() / best(lambda: torch.mm(a, b, out=out))
+
+
+def rates(draft_vocab):
+    """What one thread reaches on the shapes of the step, in FLOP/s: products with a head of that many rows (the faster
+    of logits and their way back), and a layer's products; exponentials per second; bytes copied per second."""
     torch.manual_seed(0)
     out = {}
-    for name, dtype in (("gemm_fp32", torch.float32), ("gemm_bf16", torch.bfloat16)):
-        for rows, cols in ((1024, 8000), (128, 32000), (2048, 704)):
-            a, b = torch.randn(rows, HIDDEN).to(dtype), torch.randn(cols, HIDDEN).to(dtype)
-            c = torch.empty(rows, cols, dtype=dtype)
-            rate = 2 * rows * cols * HIDDEN / best(lambda: torch.mm(a, b.t(), out=c))
-            out[name] = max(out.get(name, 0.0), rate)
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        head, rows = torch.randn(draft_vocab, HIDDEN).to(dtype), torch.randn(512, HIDDEN).to(dtype)
+        logits = torch.empty(512, draft_vocab, dtype=dtype)
+        out[f"head_{name}_{draft_vocab}"] = max(product_rate(rows, head.T), product_rate(logits.normal_(), head))
+    up, down = torch.randn(INTERMEDIATE, HIDDEN), torch.randn(HIDDEN, INTERMEDIATE)
+    x, inner = torch.randn(2048, HIDDEN), torch.randn(2048, INTERMEDIATE)
+    out["layer_fp32"] = max(product_rate(x, up.T), product_rate(inner, down.T), product_rate(inner.T, x))
     x = torch.randn(1 << 15)  # in the first cache levels
     y = torch.empty_like(x)
     out["exp"] = x.numel() / best(lambda: torch.exp(x, out=y), 0.3)
@@ -484,7 +510,7 @@ def serve(side, folder):
         print(json.dumps(fields), file=reply, flush=True)
 
     step = trainer(side, folder)
-    first = step()
+    first = numbers(step())
     base = settle()
     answer(versions=versions(side), base=base, **first)
     for line in sys.stdin:
@@ -492,7 +518,7 @@ def serve(side, folder):
             answer(allocated=allocated_peak(step))
             continue
         wall, cpu = time.perf_counter(), time.process_time()
-        result = step()
+        result = numbers(step())
         answer(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu, peak=resident()[1] - base, **result)
 
 
@@ -519,7 +545,7 @@ if __name__ == "__main__":
     if mode == "prepare":
         prepare(json.loads(sys.argv[2]), Path(sys.argv[3]))
     elif mode == "rates":
-        print(json.dumps(rates()))
+        print(json.dumps(rates(int(sys.argv[2]))))
     elif mode == "profile":
         profile(Path(sys.argv[2]), *sys.argv[3:])
     else:

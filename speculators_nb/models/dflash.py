@@ -44,7 +44,7 @@ from speculators_nb.models.serving_rules import (
     served_rope,
 )
 from ..nn.anchors import Blocks, slot_metrics
-from ..nn.compiled import attention_back_end
+from ..nn.compiled import attention_back_end, to_device
 from ..nn.head_loss import HeadLoss, RowWeight
 from ..nn.layers import KINDS, DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
@@ -239,6 +239,8 @@ class DFlashLoss(DFlashNetwork):
 class DFlashTraining(DFlashLoss):
     "A training step of DFlash."
 
+    read_on_host = ("document_ids", "loss_mask")
+
     def forward(
         self,
         input_ids: torch.Tensor,  # [1, L] token x_i
@@ -269,11 +271,11 @@ class DFlashTraining(DFlashLoss):
         block longer than the row, anchors outside it, an unknown loss or weighting, and a
         missing mask token."""
         mixture, upstream = parse_loss(loss_config), cross_document_targets
-        ids, documents = input_ids[0], document_ids[0]
+        ids, documents = input_ids[0], to_device(document_ids[0], input_ids.device)
         if position_ids is None:
             position_ids = torch.arange(len(ids), device=ids.device)[None]
         draw = max_anchors, anchor_positions, anchor_valid, generator, seed, upstream, lean
-        blocks = self.blocks(loss_mask[0], documents, *draw)
+        blocks = self.blocks(loss_mask[0], document_ids[0], *draw)
         blocks = blocks.to(ids.device, self.config.first_slot)
         tokens = self.block_tokens(ids[blocks.anchors])
         row = self.context(hidden_states[0]), blocks.anchors, documents, position_ids[0]

@@ -226,6 +226,8 @@ def feature_metrics(
 class EagleLoss(CachedForward):
     "A training step of EAGLE and HASS."
 
+    read_on_host = ("document_ids", "loss_mask")
+
     def training_step(
         self,
         input_ids: torch.Tensor,  # [1, L] token x_{i+1}
@@ -252,7 +254,7 @@ class EagleLoss(CachedForward):
         if (steps := forward_num_total) < 1:
             raise ValueError(f"forward_num_total={steps}: at least one step is needed")
         mixture = parse_loss(loss_config or paper_losses(steps))
-        ids, documents = input_ids[0], document_ids[0]
+        ids, documents = input_ids[0], to_device(document_ids[0], input_ids.device)
         if position_ids is None:
             position_ids = torch.arange(1, len(ids) + 1, device=ids.device)[None]
         features = self.target_head.norm(hidden_states[0])
@@ -261,7 +263,7 @@ class EagleLoss(CachedForward):
         elif self.training and noise_std:
             H = features.shape[-1]
             features = features + feature_noise(documents, H, noise_std, generator)
-        mask, where = on_host(loss_mask[0], documents)
+        mask, where = on_host(loss_mask[0], document_ids[0])
         carries_loss = ttt_supervision(mask, where, steps)
         layer = self.config.transformer_layer_config
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)

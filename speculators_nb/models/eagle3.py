@@ -227,6 +227,8 @@ class DraftTokens(Eagle3Network):
 class Eagle3Loss(DraftTokens):
     "A training step of EAGLE-3."
 
+    read_on_host = ("document_ids", "loss_mask")
+
     def forward(
         self,
         input_ids: torch.Tensor,  # [1, L] token x_{i+1}
@@ -254,7 +256,7 @@ class Eagle3Loss(DraftTokens):
         if ttt_steps < 1:
             raise ValueError(f"ttt_steps={ttt_steps}: at least one step is needed")
         mixture = parse_loss(loss_config)
-        ids, documents = input_ids[0], document_ids[0]
+        ids, documents = input_ids[0], to_device(document_ids[0], input_ids.device)
         if position_ids is None:
             position_ids = torch.arange(1, len(ids) + 1, device=ids.device)[None]
         features, upstream = hidden_states[0].to(self.fc.weight.dtype), cross_document_targets
@@ -264,8 +266,8 @@ class Eagle3Loss(DraftTokens):
         if verifier_last_hidden_states is None:
             back_end = attention_back_end(attn_impl, ids.device, False, layer)
             return ForwardOutput(self.draft_rows(inputs, ttt_steps, back_end, own), None, {})
-        mask = documents >= 0 if loss_mask is None else loss_mask[0]
-        on_cpu, ids_of = on_host(mask, documents)
+        mask = document_ids[0] >= 0 if loss_mask is None else loss_mask[0]
+        on_cpu, ids_of = on_host(mask, document_ids[0])
         carries_loss = ttt_supervision(on_cpu, ids_of, ttt_steps, upstream)
         counted = counted_positions(carries_loss, upstream)
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)

@@ -84,8 +84,10 @@ def packed_row(
         position_ids = (real.long().cumsum(-1) - 1).clamp_min(0)
     if document_ids is None:
         document_ids = torch.stack([documents_of(positions) for positions in position_ids])
-    padding = (document_ids < 0) | (real == 0)
-    first = L * torch.arange(B, device=input_ids.device)[:, None]
+    padding = document_ids < 0
+    if attention_mask is not None:
+        padding = padding | (attention_mask == 0)
+    first = L * torch.arange(B, device=document_ids.device)[:, None]
     documents = torch.where(padding, -1, document_ids + first)
     states = hidden_states.flatten(0, 1)
     return Row(input_ids.flatten().long(), states, documents.flatten(), position_ids.flatten())
@@ -103,6 +105,8 @@ def by_text(
 # %% ../../nbs/models/22_mtp.ipynb #3adb50d0
 class MTPLoss(MTPUnrolling):
     "A training step of an MTP head."
+
+    read_on_host = ("document_ids", "loss_mask")
 
     def forward(
         self,
@@ -139,6 +143,7 @@ class MTPLoss(MTPUnrolling):
         step_weight = to_device(weights_of_steps(step_weights, default), ids.device)
         mask = torch.ones_like(ids) if loss_mask is None else loss_mask.flatten()
         mask, documents = on_host(mask.bool(), row.documents)
+        row = row._replace(documents=to_device(row.documents, ids.device))
         carries_loss = mtp_supervision(mask, documents, steps, upstream)
         rows = upstream_rows(L, steps) if upstream else L - 1
         length = self.rotary.length(row.positions[: max(0, rows)])

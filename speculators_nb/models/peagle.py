@@ -269,6 +269,8 @@ class SampledRollouts(LeanRollouts):
 class PEagleLoss(SampledRollouts):
     "A training step of P-EAGLE."
 
+    read_on_host = ("document_ids", "loss_mask")
+
     def forward(
         self,
         input_ids: torch.Tensor,  # [1, L] token x_{i+1}

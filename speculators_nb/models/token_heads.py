@@ -130,6 +130,7 @@ class TrainedHeads(HeadNetwork):
     "The loss of K heads on one packed row."
 
     head_loss_decay = 1.0  # the weight of head k is its (k+1)-th power
+    read_on_host = ("document_ids", "loss_mask")
 
     def forward(
         self,

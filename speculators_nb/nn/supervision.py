@@ -53,12 +53,12 @@ def ttt_supervision(
 def on_host(
     *tensors: torch.Tensor,  # of one shape, whole numbers or truth values
 ) -> list[torch.Tensor]:  # on the CPU
-    """What decides the shapes of a training step, fetched in one copy: the only time that the
-    host waits for the device. Which rows carry loss is then found on the host."""
-    if all(x.device.type == "cpu" for x in tensors):
-        return list(tensors)
-    fetched = torch.stack([x.long() for x in tensors]).cpu()
-    return [x.to(like.dtype) for x, like in zip(fetched, tensors)]
+    """What decides the shapes of a training step: which rows carry loss is found on the host.
+    What is there already is taken as it is; the rest is fetched in one copy, the only time
+    that the host waits for the device."""
+    away = [x.long() for x in tensors if x.device.type != "cpu"]
+    fetched = iter(torch.stack(away).cpu() if away else ())
+    return [x if x.device.type == "cpu" else next(fetched).to(x.dtype) for x in tensors]
 
 
 class Supervised(NamedTuple):

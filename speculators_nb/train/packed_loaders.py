@@ -103,7 +103,8 @@ class PackedLoaders(PackedRows):
                 "loss_mask=True, so there is nothing to learn from. "
                 "Look at the chat template and at which turns were marked as the assistant's."
             )
-        return following(self.accelerator.prepare(loader))
+        # rows come on the host: the trainer copies them to the device without waiting for it
+        return following(self.accelerator.prepare(loader, device_placement=[False]))
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         """The same packed rows at every evaluation; ranks take turns, and the last turn is

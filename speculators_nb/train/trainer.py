@@ -31,6 +31,7 @@ from ..core.files import atomic_write
 from ..core.provenance import without_secrets
 from ..distributed.sharded_training import ShardedTraining, for_first_rank
 from ..distributed.sharding import local
+from ..nn.compiled import to_device
 from .checkpoint import WholeCheckpoints
 from .live_view import LiveView, TableCallback, log_table, was_stopped
 from .optimizers import RowGradients
@@ -147,11 +148,21 @@ class TokenWeightedLoss(FiniteChecks):
         """The micro-batches of one step, and how many loss tokens they hold on average per rank
         (gradients are averaged over ranks)."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        tokens = torch.zeros((), device=device)
-        for batch in batches:
-            tokens = tokens + batch["loss_mask"].sum().to(device)
-        self.step_tokens = self.accelerator.reduce(tokens.float(), "mean")
-        return batches, self.step_tokens
+        tokens = torch.tensor(sum((float(b["loss_mask"].sum()) for b in batches), 0.0))
+        if self.args.world_size > 1:
+            tokens = self.accelerator.reduce(to_device(tokens, device), "mean")
+        self.step_tokens = tokens
+        return batches, tokens
+
+    def _prepare_inputs(self, inputs):
+        "To the device, without a wait, but for what the drafter reads on the host."
+        stays = getattr(self.accelerator.unwrap_model(self.model), "read_on_host", ())
+        return {
+            name: to_device(x, self.args.device)
+            if isinstance(x, torch.Tensor) and name not in stays
+            else x
+            for name, x in inputs.items()
+        }
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch: Any = None):
         "The model's loss, weighted by its share of the step's loss tokens."
@@ -232,7 +243,7 @@ class SeededEvaluation(MeasuredModel):
             inputs = self._prepare_inputs(inputs)
             with self.accelerator.autocast():
                 _, loss, metrics = model(**inputs, **self.eval_kwargs)
-            tokens = inputs["loss_mask"].sum()
+            tokens = to_device(inputs["loss_mask"].sum(), loss.device)
             metrics = metrics | {"loss_sum": loss * tokens, "loss_total": tokens}
             sums.add(metrics, weight=row_index < self.n_eval_rows)
             self.control = self.callback_handler.on_prediction_step(
