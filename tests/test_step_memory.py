@@ -11,6 +11,7 @@ from speculators_nb.plan.step_memory import computed_and_measured
 from speculators_nb.plan.twins import (
     RECOMPUTED,
     Widths,
+    chunks_of,
     measured_step,
     most_anchors,
     predicted_step,
@@ -48,6 +49,26 @@ def test_the_loss_of_blocks_of_eight(width, vocab):
     model, arguments = twin("dflash", wide, widths, *shape, False, given)
     found = measured_step(model, **arguments)
     assert max(step.loss, step.network) == pytest.approx(found.network, rel=0.03)  # of the forward pass
+
+
+@pytest.mark.parametrize("name", ["eagle", "medusa"])
+def test_a_tile_of_logits_is_as_large_as_a_chunk_on_cuda(name):
+    "A row of a twin does not fill them."
+    wide, vocab, given = wide_verifier(64, 4096), 4096, settings(name, 2)
+    shape = 6, 4096, 256, 0.75
+    step = predicted_step(name, wide, vocab, *shape, device="cuda", **given)
+    model, arguments = twin(name, wide, Widths(8, 64, 192, vocab), *shape, False, given)
+    with chunks_of(vocab, vocab, "cuda"):
+        found = measured_step(model, **arguments)
+    assert step.loss == pytest.approx(found.network, rel=0.03)
+    assert step.held + step.working == pytest.approx(found.held + found.working, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["medusa", "xpress"])
+def test_tables_and_heads_that_are_trained(name):
+    "Their gradients are made while the loss is computed."
+    computed, measured = computed_and_measured(name, 256, **settings(name, 2))
+    assert computed == pytest.approx(measured, rel=0.03)
 
 
 def test_rows_of_twins_have_as_many_anchors_for_each_token():

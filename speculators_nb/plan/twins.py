@@ -304,8 +304,9 @@ def extrapolated(
     rows: list[int],  # tokens of two rows
     steps: list[StepCost],  # of them, and perhaps of a row with all anchors
     chunk: float,  # bytes of a chunk of logits
+    tile: float,  # bytes of a tile of it
 ) -> StepCost:
-    "A line through two rows; a buffer of logits grows to a chunk, tiles stay."
+    "A line through two rows; a buffer of logits grows to a chunk, and so does a tile on CUDA."
     (short, long), full = steps[:2], steps[-1]
 
     def line(y0, y1):
@@ -314,8 +315,9 @@ def extrapolated(
     grows = ("held", "flops", "network", "ended", "states")
     lines = {name: line(getattr(short, name), getattr(long, name)) for name in grows}
     logits = min(line(short.logits, long.logits), chunk)
-    products = full.products * (logits / full.logits if full.logits else 0)
-    return long._replace(**lines, logits=logits, tiles=full.tiles, products=products)
+    grown = logits / full.logits if full.logits else 0
+    tiles = full.tiles * (grown if tile == chunk else 1)
+    return long._replace(**lines, logits=logits, tiles=tiles, products=full.products * grown)
 
 # %% ../../nbs/plan/03_twins.ipynb #pltw0013
 def twin(
@@ -375,16 +377,16 @@ def forward_peaks(
     terms: Terms,  # of [2, operations]: bytes beside `held`, and buffers of logits
 ) -> tuple[float, ...]:  # the last six fields of `StepCost`
     "Peaks of the forward pass: without a buffer of logits, with one, and with a tile of it."
-    # b w v: the head in another dtype, which only a CPU needs under autocast
-    total, logits = sum(terms[:4])
+    both: Any = sum(terms)
+    total, logits = both
     in_loss = logits > 1
     network = float(total[~in_loss].max())
-    tile = terms.vocab[0] - logits
+    tables = terms.vocab[0] - logits  # and tiles
     parts = [(0.0,) * 5]
     turns = torch.nonzero(in_loss.diff()).flatten().tolist()  # a loss begins, a loss ends
     for begin, end in zip(turns[::2], turns[1::2]):
         span = slice(begin + 1, end + 1)
-        beside, tiles = (total - logits)[span], tile[span]
+        beside, tiles = (total - logits)[span], tables[span] - tables[begin + 1]
         scored = torch.nonzero(tiles > 1).flatten()  # a byte: the fit is not exact
         at = scored[beside[scored].argmax()]
         last = int(scored[-1]) + 1
@@ -429,7 +431,10 @@ def fitted(
     # weights that autocast copies, w² of what is held, are counted with the weights
     back, between = backward(*at), held(*at)._replace(square=0)
     peaks = (sum(back) + (longer - 1) * back.linear).amax(1).tolist()
-    return StepCost(sum(between), sum(flops(*at)), *peaks, *forward_peaks(forward(*at)))
+    ahead = forward(*at)
+    if between.head < 1:  # frozen; in another dtype, which only a CPU needs under autocast
+        ahead = ahead._replace(head=0)
+    return StepCost(sum(between), sum(flops(*at)), *peaks, *forward_peaks(ahead))
 
 # %% ../../nbs/plan/03_twins.ipynb #pltw0023
 def predicted_step(
@@ -457,5 +462,6 @@ def predicted_step(
         steps.append(fitted(algorithm, layer, rows, length / tokens, device, *row))
     if len(steps) == 1:
         return steps[0]
-    chunk = 4.0 * rows * chunk_rows(rows, device)
-    return extrapolated(length, [tokens for tokens, _ in short], steps, chunk)
+    chunk = chunk_rows(rows, device)
+    sizes = (4.0 * rows * n for n in (chunk, tile_rows(rows, torch.device(device), chunk)))
+    return extrapolated(length, [tokens for tokens, _ in short], steps, *sizes)
