@@ -21,7 +21,6 @@ from speculators_nb.models.eagle3 import Eagle3DraftModel
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.regenerate.in_process import answer
 from speculators_nb.verifier.cache import recurrent_kinds
-from speculators_nb.verifier.static_pass import counts_keys
 from speculators_nb.verifier.tapped_model import Verifier, auto_class
 
 BROKEN = "## What does not work\n"
@@ -360,7 +359,7 @@ def greedy(family):
 def kv_caches(family):
     "Those that the family can be decoded with."
     config = verifier(family).config
-    return ["dynamic"] if recurrent_kinds(config) or counts_keys(config) else ["dynamic", "static"]
+    return ["dynamic"] if recurrent_kinds(config) else ["dynamic", "static"]
 
 
 def check_decode(family):

@@ -1,5 +1,6 @@
 "benchmarks/gpu: its processes and their limits, its bundle of wheels, its tables, and a run at toy sizes."
 
+import gc
 import json
 import os
 import re
@@ -7,20 +8,25 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from packaging.requirements import Requirement
 
-from benchmarks.gpu import bundle, decode, equal, step
+from benchmarks.gpu import bundle, decode, equal, loop, step
 from benchmarks.gpu import run as benchmark
 from benchmarks.gpu.device import table_peak
 from benchmarks.gpu.notebooks import flagged, run_notebook
 from benchmarks.gpu.pool import Pool
 from benchmarks.gpu.report import Report
+from speculators_nb.decode import proposal_setup
+from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.evaluate.cost import training_flops
 from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.verifier.static_pass import StaticBuffers
+from speculators_nb.verifier.tapped_model import Verifier
 
 ROOT = Path(__file__).parents[1]
 
@@ -380,6 +386,37 @@ def test_the_report_counts_failures_and_leaves_out_what_was_not_measured(tmp_pat
     assert not list(tmp_path.glob("*.part*"))
 
 
+def test_each_row_of_the_decode_loop_has_a_turn_of_its_own(monkeypatch):
+    """One for all rows was longer than the pool allows: the last rows would be measured beside other processes. And
+    what is measured leaves no context behind, whose buffers the next row could not use."""
+    chain, plain = Verifier.from_pretrained(str(equal.VERIFIER), [1, 2, 3]), NgramDrafter()
+    monkeypatch.setattr(loop, "models", lambda size, device: (chain, plain))
+    monkeypatch.setattr(proposal_setup, "TreeDrafter", lambda drafter, method: drafter)
+    turns, made = [], []
+
+    @contextmanager
+    def turn():
+        turns.append("began")
+        yield
+        turns.append("ended")
+
+    init = StaticBuffers.__init__
+
+    def seen(self, *args):
+        made.append(self)
+        init(self, *args)
+
+    monkeypatch.setattr(StaticBuffers, "__init__", seen)
+    gc.disable()
+    try:
+        rows = list(loop.run(dict(size="toy"), turn))
+    finally:
+        gc.enable()
+    assert len(rows) == 12 and turns == ["began", "ended"] * 12
+    assert all(len(row["runs"]) == 3 and row["seconds"] == sorted(row["runs"])[1] for row in rows)
+    assert len(made) == 1  # of all rows
+
+
 # --------------------------------------------------------------- the run
 def test_without_a_device_it_says_what_to_run(tmp_path):
     if torch.cuda.is_available():
@@ -428,12 +465,12 @@ def test_toy_run(tmp_path):
     assert {r["setting"] for r in found["rows"]["step"] if r["side"] == "ours" and r["flops"] > 1e6} == set(
         step.SETTINGS
     ) - {"EAGLE-3 K=7"}
-    loop = found["rows"]["loop"]
+    looped = found["rows"]["loop"]
     kinds = {(p, t, c) for p in ("chain", "tree") for t in (0.0, 1.0) for c in ("dynamic", "static", "graphs")}
-    assert {(r["proposal"], r["temperature"], r["kv_cache"]) for r in loop} == kinds
-    assert all(r["text"] == "equal" for r in loop)  # float32 on a CPU
+    assert {(r["proposal"], r["temperature"], r["kv_cache"]) for r in looped} == kinds
+    assert all(r["text"] == "equal" for r in looped)  # float32 on a CPU
     assert {r["kv_cache"] for r in found["rows"]["decode"] if r["drafter"] == "eagle3"} == {"dynamic", "graphs"}
-    assert all(min(r["draft_seconds"], r["verification_seconds"], r["rule_seconds"]) > 0 for r in loop)
+    assert all(min(r["draft_seconds"], r["verification_seconds"], r["rule_seconds"]) > 0 for r in looped)
     kernels = found["rows"]["kernels"]
     assert len([r for r in kernels if "kernel" in r]) == 30
     shares = {r["share_of"]: r["share"] for r in kernels if "share_of" in r}

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.gpu.decode import prompts
 from benchmarks.gpu.equal import VERIFIER, drafter
+from speculators_nb.core.registry import DynamicTreeTokenProposalConfig
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter
@@ -132,11 +133,10 @@ def test_buffers_are_used_again_and_kept_clean():
 SMALL = dict(vocab_size=64, hidden_size=32)
 NEO = dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=4)
 BY_KEYS = {  # attention that depends on the number of keys -> family, config, what is named
-    "llama4": ("llama4_text", FAMILIES["llama4_text"], "attn_temperature_tuning=True"),
     "gpt_neo": ("gpt_neo", SMALL | NEO, "model_type='gpt_neo'"),
     "bloom": ("bloom", SMALL | dict(n_layer=2, n_head=4), "model_type='bloom'"),
     "falcon": ("falcon", SMALL | dict(num_hidden_layers=2, num_attention_heads=4, alibi=True), "alibi=True"),
-    "mpt": ("mpt", dict(vocab_size=64, d_model=32, n_layers=2, n_heads=4), "attn_config.alibi=True"),
+    "mpt": ("mpt", dict(vocab_size=64, d_model=32, n_layers=2, n_heads=4), "model_type='mpt'"),
 }
 
 
@@ -148,7 +148,7 @@ def built(family, given):
 @pytest.mark.parametrize("kv_cache", STATIC)
 @pytest.mark.parametrize("case", BY_KEYS)
 def test_attention_that_counts_keys_is_refused(case, kv_cache):
-    "Its temperature, window or bias would be that of the slots: other text, or an error of a shape."
+    "Its window or bias would be that of the slots: other text, or an error of a shape."
     family, given, named = BY_KEYS[case]
     with pytest.raises(ValueError, match=rf"^kv_cache='{kv_cache}': \w+ has {named}.*; leave kv_cache out$"):
         generate(built(family, given), NoDrafter(), [5, 6], kv_cache=kv_cache)
@@ -157,8 +157,7 @@ def test_attention_that_counts_keys_is_refused(case, kv_cache):
 @pytest.mark.parametrize(
     "family, given",
     [
-        ("llama4_text", FAMILIES["llama4_text"] | dict(attn_temperature_tuning=False)),
-        ("llama4_text", FAMILIES["llama4_text"] | dict(no_rope_layers=[1, 1, 1, 1])),
+        ("llama4_text", FAMILIES["llama4_text"]),
         ("falcon", BY_KEYS["falcon"][1] | dict(alibi=False)),
     ],
 )
@@ -309,6 +308,46 @@ def test_a_pass_that_cannot_be_recorded_is_named(monkeypatch):
         ValueError, match=r"^kv_cache='graphs': LlamaForCausalLM cannot be recorded .*not permitted when"
     ):
         broken.run(True)
+
+
+class Replays:
+    "A graph on a CPU: a replay computes the pass again, into the tensors that were recorded."
+
+    def __init__(self, step):
+        self.step = step
+
+    def replay(self):
+        for name, now in vars(self.step.forward()).items():
+            if isinstance(now, torch.Tensor):
+                getattr(self.step.out, name).copy_(now)
+
+
+GROWN = DynamicTreeTokenProposalConfig(speculative_tokens=12, expansion_factor=4, depth=4)
+
+
+@pytest.mark.parametrize("method", [GROWN, [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]], ids=["dynamic", "static"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_trees_are_recorded_once(method, temperature, monkeypatch):
+    "One shape, one graph: for all steps, also near the end of a text, and for all requests, greedy and sampled."
+    proposer, v = case("eagle3")
+    recorded = []
+
+    def record(self):
+        recorded.append((self.width, self.slots))
+        self.out, self.graph = self.forward(), Replays(self)
+        return self.graph
+
+    monkeypatch.setattr(StaticPass, "record", record)
+    monkeypatch.setattr(StaticPass, "on_cuda", True)
+    drafter = TreeDrafter(proposer, method)
+    for seed in range(3):
+        texts = []
+        for kv_cache in ("dynamic", "graphs"):
+            sampling = Sampling(temperature, torch.Generator().manual_seed(seed))
+            options = dict(k=4, max_new_tokens=12, sampling=sampling, kv_cache=kv_cache)
+            texts.append(generate(v, drafter, prompts(1)[0], **options).tokens)
+        assert texts[0] == texts[1]
+    assert len(recorded) == 1
 
 
 def test_the_command_takes_it():

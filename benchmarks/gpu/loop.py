@@ -1,12 +1,14 @@
 """The decode loop of a random verifier of a billion parameters with an EAGLE-3 drafter: where a step's time goes.
 
 `draft`, `verification` and `rule` are timed apart, the device waited for after each; `step` is what `generate` takes
-for a step as it is, which waits once. The overhead is what `step` takes beyond draft and verification.
+for a step as it is, which waits once: the middle of three runs. The overhead is what `step` takes beyond draft and
+verification.
 A random drafter's tokens are hardly ever accepted, so a step writes one token; its time does not depend on that.
 Each is done with a growing KV cache, with a static one (`static`: all steps have one shape), and with a static one
 whose verification is replayed as a CUDA graph (`graphs`; on a CPU the same as `static`). Their texts are compared.
 """
 
+import gc
 import tempfile
 import time
 from functools import partial
@@ -25,6 +27,7 @@ SIZES = {  # the device's: those of Llama-3.2-1B
 PROMPT, STEPS, DRAFTED = {"device": 512, "toy": 16}, {"device": 24, "toy": 6}, 5
 TREE = dict(speculative_tokens=59, expansion_factor=10, depth=6)
 DRAFT_VOCAB = {"device": 32000, "toy": 256}
+RUNS = 3
 PROPOSALS = ("chain", "tree")
 KV_CACHES = ("dynamic", "static", "graphs")
 
@@ -82,11 +85,12 @@ def timed_parts(verifier, drafter, options):
 
     from speculators_nb.decode import generate as module
 
-    parts, context_for = Parts(verifier.device), module.context_for
+    parts, context_for, contexts = Parts(verifier.device), module.context_for, []
 
     def context(*args):
         made = context_for(*args)
         made.read = parts.timed("verification", made.read)
+        contexts.append(made)
         return made
 
     with (
@@ -95,6 +99,8 @@ def timed_parts(verifier, drafter, options):
         patch.object(module, "choose", parts.timed("rule", module.choose)),
     ):
         module.generate(verifier, drafter, **options)
+    for made in contexts:
+        del made.read  # it refers to its context, which would keep its buffers until a garbage collection
     return {name: parts.of(name) for name in parts.seconds}
 
 
@@ -108,14 +114,19 @@ def verdict_of(verifier, prompt, plain, tokens, temperature):
 
 
 def measured(verifier, drafter, options):
-    """The generation, and seconds of a step; the prompt's pass counts as one."""
+    """The generation, and seconds of a step in each of some runs; the prompt's pass counts as one."""
     from speculators_nb.decode.generate import generate
 
-    wait(verifier.device)
-    began = time.perf_counter()
-    done = generate(verifier, drafter, **options())
-    wait(verifier.device)
-    return done, (time.perf_counter() - began) / (len(done.steps) + 1)
+    seconds = []
+    for _ in range(RUNS):
+        given = options()
+        gc.collect()
+        wait(verifier.device)
+        began = time.perf_counter()
+        done = generate(verifier, drafter, **given)
+        wait(verifier.device)
+        seconds.append((time.perf_counter() - began) / (len(done.steps) + 1))
+    return done, seconds
 
 
 def run(cell, turn):
@@ -129,29 +140,32 @@ def run(cell, turn):
     verifier, chain = models(size, device)
     prompt = torch.randint(verifier.vocab_size, (PROMPT[size],), generator=torch.Generator().manual_seed(1)).tolist()
     drafters = dict(zip(PROPOSALS, (chain, TreeDrafter(chain, DynamicTreeTokenProposalConfig(**TREE)))))
-    with turn():
-        for proposal, temperature, kv_cache in product(PROPOSALS, (0.0, 1.0), KV_CACHES):
-            drafter = drafters[proposal]
+    plain = None
+    for proposal, temperature, kv_cache in product(PROPOSALS, (0.0, 1.0), KV_CACHES):
+        drafter = drafters[proposal]
 
-            def options(temperature=temperature, kv_cache=kv_cache):
-                sampling = Sampling(temperature, torch.Generator(device).manual_seed(1))
-                more = dict(max_new_tokens=STEPS[size], kv_cache=kv_cache)
-                return dict(prompt_ids=prompt, k=DRAFTED, sampling=sampling, **more)
+        def options(temperature=temperature, kv_cache=kv_cache):
+            sampling = Sampling(temperature, torch.Generator(device).manual_seed(1))
+            more = dict(max_new_tokens=STEPS[size], kv_cache=kv_cache)
+            return dict(prompt_ids=prompt, k=DRAFTED, sampling=sampling, **more)
 
-            measured(verifier, drafter, options)  # warm up; a graph is recorded
-            done, step = measured(verifier, drafter, options)
-            if kv_cache == "dynamic":
-                plain = done.tokens
+        with turn():  # a turn for each row: a longer one would end within it, and the others would go on
+            generate(verifier, drafter, **options())  # warm up; a graph is recorded
+            done, runs = measured(verifier, drafter, options)
             parts = timed_parts(verifier, drafter, options())
             waited = waits(partial(generate, verifier, drafter, **options()), device)
-            yield dict(
-                proposal=proposal,
-                temperature=temperature,
-                kv_cache=kv_cache,
-                steps=len(done.steps),
-                seconds=step,
-                **{f"{name}_seconds": value for name, value in parts.items()},
-                overhead=step / (parts["draft"] + parts["verification"]) - 1,
-                waits_a_step=waited and waited / (len(done.steps) + 1),
-                text=verdict_of(verifier, prompt, plain, done.tokens, temperature),
-            )
+        if kv_cache == "dynamic":
+            plain = done.tokens
+        step = sorted(runs)[len(runs) // 2]
+        yield dict(
+            proposal=proposal,
+            temperature=temperature,
+            kv_cache=kv_cache,
+            steps=len(done.steps),
+            seconds=step,
+            runs=runs,
+            **{f"{name}_seconds": value for name, value in parts.items()},
+            overhead=step / (parts["draft"] + parts["verification"]) - 1,
+            waits_a_step=waited and waited / (len(done.steps) + 1),
+            text=verdict_of(verifier, prompt, plain, done.tokens, temperature),
+        )

@@ -184,7 +184,9 @@ class Context(RequestCache):
             cached = self.positions()
             attends = batch_mask(self.layouts, cached, new.shape[1])
             keys = torch.cat([cached, new], 1)
-            options["attention_mask"] = attention_masks(self.verifier, attends, keys, new)
+            options["attention_mask"] = attention_masks(
+                self.verifier, attends, keys, new, chains
+            )
             options["position_ids"] = new.clamp(min=0)
         out = self.verifier(ids, **options)
         assert out.logits is not None, "logits are wanted"
@@ -383,8 +385,12 @@ def context_for(
     kv_cache: str = "dynamic",  # or static, or graphs: static, on CUDA as CUDA graphs
     longest: int = 0,  # tokens of the longest text that a static cache is to hold
 ) -> Context | RecurrentContext:  # the second where a layer is recurrent
-    "What reads B requests with this verifier. Errors: ValueError, as of `check_static`."
+    """What reads B requests with this verifier. Errors: ValueError, as of `check_static` and
+    `check_takes_masks`."""
     if kv_cache != "dynamic":
         return StaticContext(verifier, requests, longest, kv_cache == "graphs")
-    recurrent = recurrent_kinds(verifier.config)
-    return (RecurrentContext if recurrent else Context)(verifier, requests)
+    if recurrent_kinds(verifier.config):
+        return RecurrentContext(verifier, requests)
+    if requests > 1:
+        check_takes_masks(verifier, chains=True)
+    return Context(verifier, requests)

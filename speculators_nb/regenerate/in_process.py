@@ -26,7 +26,7 @@ from ..jobs.ranks import ranks_of
 from .journal import UNIT, Journal, rounds
 from .regenerated import Report
 from .replay import check_sampling
-from ..verifier.cache import new_cache
+from ..verifier.cache import new_cache, scaled_by_position
 from ..verifier.identity import fingerprint
 from ..verifier.tapped_model import Verifier
 
@@ -86,13 +86,15 @@ def answer(
         positions = None
         if mask is not None:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        logits = verifier.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        with scaled_by_position(verifier.layers, positions):
+            out_of_step = verifier.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                logits_to_keep=1,
+            )
+        logits = out_of_step.logits[:, -1]
         token = pick(logits, u[row, step], temperature[row], top_p[row])
         for r, t in zip(row.tolist(), token.tolist()):
             if r >= 0:

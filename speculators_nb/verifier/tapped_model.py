@@ -33,7 +33,12 @@ from ..core.checkpoints import remote_code_allowed
 from ..core.files import check_length
 from ..core.options import check_options
 from ..nn.target_head import verifier_config
-from .cache import new_cache, positions_of_mask, text_positions
+from speculators_nb.verifier.cache import (
+    new_cache,
+    positions_of_mask,
+    scaled_by_position,
+    text_positions,
+)
 
 # %% ../../nbs/verifier/02_tapped_model.ipynb #12733a9c
 def default_aux_layer_ids(
@@ -417,7 +422,7 @@ class Verifier(TappedModel):
         inputs: dict | None = None,  # pixel_values, image_grid_thw, mm_token_type_ids, …
     ) -> VerifierOutput:  # logits, aux states, last states, cache
         "One forward pass. Hidden states and logits at padding have no meaning."
-        cache = past_key_values
+        cache: Any = past_key_values
         if cache is None and use_cache:
             cache = new_cache(self.config)
         arguments: dict[str, Any] = dict(past_key_values=cache, use_cache=use_cache)
@@ -430,11 +435,11 @@ class Verifier(TappedModel):
         if want_logits and want_logits is not True:
             arguments["logits_to_keep"] = want_logits
         headless = self.model.base_model if inputs else self.decoder
-        with tapped(self._tapped_modules(), self._stream) as taps:
+        caught = tapped(self._tapped_modules(), self._stream)
+        with caught as taps, scaled_by_position(self.layers, position_ids):
             out = (self.model if want_logits else headless)(input_ids=input_ids, **arguments)
-        if inputs and cache is not None:
-            shifted: Any = cache  # text after pictures starts earlier; no field of its class
-            shifted.position_shift = getattr(self.model.base_model, "rope_deltas", None)
+        if inputs and cache is not None:  # text after pictures starts earlier
+            cache.position_shift = getattr(self.model.base_model, "rope_deltas", None)
         states = {i: tap.to(input_ids.device) for i, tap in taps.items()}  # of any device
         return VerifierOutput(
             logits=out.logits if want_logits else None,
