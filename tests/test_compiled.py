@@ -115,9 +115,9 @@ class OnePart(torch.nn.Linear):
 
 
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch is built without gloo")
-def test_ddp_with_small_buckets(compiles, monkeypatch, tmp_path):
+@torch._dynamo.config.patch(optimize_ddp=True)  # monkeypatch cannot put it back
+def test_ddp_with_small_buckets(compiles, tmp_path):
     "torch would cut the graph of a part at DDP's buckets, and refuses where one is below 1 MB."
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     try:
         model, x = torch.nn.parallel.DistributedDataParallel(OnePart(8, 4), bucket_cap_mb=0.5), torch.randn(3, 8)

@@ -239,8 +239,6 @@ class DFlashLoss(DFlashNetwork):
 class DFlashTraining(DFlashLoss):
     "A training step of DFlash."
 
-    read_on_host = ("document_ids", "loss_mask")
-
     def forward(
         self,
         input_ids: torch.Tensor,  # [1, L] token x_i
@@ -408,6 +406,7 @@ class DFlashDraftModel(DFlashTraining):
         "target_layer_ids": None,  # three, as vLLM
     }
     drafted_by = "block_size"
+    read_on_host = ("document_ids", "loss_mask")
     lab_arguments: dict[str, Any] = dict(draft_arch="qwen3", max_anchors=256)
 
     @classmethod

@@ -123,9 +123,6 @@ class DraftNetwork(RecomputedLayers):
     main_input_name = "input_ids"
     own_heads = False  # True: own heads, and only the verifier's final norm
     several_rows = False  # True: trains on a batch of texts too, not on one packed row alone
-    # fields of a batch that decide shapes: a trainer leaves them on the host, where `forward`
-    # reads them without a wait for the device
-    read_on_host: tuple[str, ...] = ()
     # prefixes of parameters whose matrices are hidden ones to an optimizer, tables among them
     hidden_matrices: tuple[str, ...] = ()
 

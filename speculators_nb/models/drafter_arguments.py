@@ -34,6 +34,9 @@ class TrainingArguments:
         str, Any
     ] = {}  # those that differ from `forward`'s and the config's
     drafted_by = ""  # the argument that says how many tokens a serving engine drafts
+    # fields of a batch that decide shapes: a trainer leaves them on the host, where `forward`
+    # reads them without a wait for the device
+    read_on_host: tuple[str, ...] = ()
     lab_arguments: dict[str, Any] = {}  # what `lab.experiment` gives besides, e.g. sizes
 
     @classmethod

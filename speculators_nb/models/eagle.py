@@ -226,8 +226,6 @@ def feature_metrics(
 class EagleLoss(CachedForward):
     "A training step of EAGLE and HASS."
 
-    read_on_host = ("document_ids", "loss_mask")
-
     def training_step(
         self,
         input_ids: torch.Tensor,  # [1, L] token x_{i+1}
@@ -344,6 +342,7 @@ class TrainedEagle(EagleLoss):
     config_arguments = ("layernorms", "fusion_bias", "transformer_layer_architecture")
     training_defaults: dict[str, Any] = {"speculative_tokens": 3}
     drafted_by = "speculative_tokens"
+    read_on_host = ("document_ids", "loss_mask")
     whole_vocabulary = "EAGLE shares the verifier's whole head; leave draft_vocab_size out"
 
     @classmethod

@@ -227,8 +227,6 @@ class DraftTokens(Eagle3Network):
 class Eagle3Loss(DraftTokens):
     "A training step of EAGLE-3."
 
-    read_on_host = ("document_ids", "loss_mask")
-
     def forward(
         self,
         input_ids: torch.Tensor,  # [1, L] token x_{i+1}
@@ -387,6 +385,7 @@ class Eagle3DraftModel(Eagle3Loss):
     )
     training_defaults: dict[str, Any] = {"norm_before_residual": True, "target_layer_ids": None}
     drafted_by = "ttt_steps"
+    read_on_host = ("document_ids", "loss_mask")
     lab_arguments = dict(norm_before_fc=True, norm_output=True, ttt_step_loss_decay=0.6)
 
     @classmethod

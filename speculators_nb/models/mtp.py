@@ -66,7 +66,7 @@ class Row(NamedTuple):
 
     ids: torch.Tensor  # [L] int64
     hidden: torch.Tensor  # [L, H]
-    documents: torch.Tensor  # [L] int64, -1: padding
+    documents: torch.Tensor  # [L] int64, -1: padding; may be on the host
     positions: torch.Tensor  # [L] int64
 
 
@@ -106,8 +106,6 @@ def by_text(
 class MTPLoss(MTPUnrolling):
     "A training step of an MTP head."
 
-    read_on_host = ("document_ids", "loss_mask")
-
     def forward(
         self,
         input_ids: torch.Tensor,  # [B, L] token x_t, not shifted
@@ -143,7 +141,6 @@ class MTPLoss(MTPUnrolling):
         step_weight = to_device(weights_of_steps(step_weights, default), ids.device)
         mask = torch.ones_like(ids) if loss_mask is None else loss_mask.flatten()
         mask, documents = on_host(mask.bool(), row.documents)
-        row = row._replace(documents=to_device(row.documents, ids.device))
         carries_loss = mtp_supervision(mask, documents, steps, upstream)
         rows = upstream_rows(L, steps) if upstream else L - 1
         length = self.rotary.length(row.positions[: max(0, rows)])
@@ -241,6 +238,7 @@ class TrainedMTP(MTPLoss):
         "fresh_head": False,  # True: random weights instead of the verifier's MTP head
     }
     drafted_by = "num_speculative_steps"
+    read_on_host = ("document_ids", "loss_mask")
     whole_vocabulary = (
         "an MTP head uses the verifier's own head, with its whole vocabulary; give neither "
         "size nor mapping"

@@ -282,12 +282,13 @@ class MTPUnrolling(OwnPast):
         self,
         input_ids: torch.Tensor,  # [L] tokens x_t
         hidden: torch.Tensor,  # [L, H] the verifier's states after x_t
-        document_ids: torch.Tensor,  # [L]
+        document_ids: torch.Tensor,  # [L], on the device or the host
         position_ids: torch.Tensor,  # [L]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # L - 1 of each
-        "Each state beside the token that follows."
+        "Each state beside the token that follows, all on the device."
         following = self.visible(input_ids[1:], position_ids[:-1])
-        return following, hidden[:-1], document_ids[:-1], position_ids[:-1]
+        documents = to_device(document_ids[:-1], input_ids.device)
+        return following, hidden[:-1], documents, position_ids[:-1]
 
     def dense_hidden(
         self,

@@ -269,8 +269,6 @@ class SampledRollouts(LeanRollouts):
 class PEagleLoss(SampledRollouts):
     "A training step of P-EAGLE."
 
-    read_on_host = ("document_ids", "loss_mask")
-
     def forward(
         self,
         input_ids: torch.Tensor,  # [1, L] token x_{i+1}
@@ -416,6 +414,7 @@ class PEagleDraftModel(PEagleLoss):
         "max_anchors": 512,
     }
     drafted_by = "num_depths"
+    read_on_host = ("document_ids", "loss_mask")
     lab_arguments = dict(norm_before_fc=True, norm_output=True)
 
     @classmethod

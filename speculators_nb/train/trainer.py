@@ -157,12 +157,8 @@ class TokenWeightedLoss(FiniteChecks):
     def _prepare_inputs(self, inputs):
         "To the device, without a wait, but for what the drafter reads on the host."
         stays = getattr(self.accelerator.unwrap_model(self.model), "read_on_host", ())
-        return {
-            name: to_device(x, self.args.device)
-            if isinstance(x, torch.Tensor) and name not in stays
-            else x
-            for name, x in inputs.items()
-        }
+        moves = {name for name, x in inputs.items() if isinstance(x, torch.Tensor)} - {*stays}
+        return inputs | {name: to_device(inputs[name], self.args.device) for name in moves}
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch: Any = None):
         "The model's loss, weighted by its share of the step's loss tokens."
