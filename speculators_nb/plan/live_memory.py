@@ -36,6 +36,7 @@ class LiveMemory(TorchDispatchMode):
 
     @property
     def most(self) -> int:
+        "The most bytes after any operation."
         return max(self.trace, default=0)
 
     def _freed(self, key):
