@@ -90,7 +90,6 @@ def assert_same_blocks(mask, queries, keys):
 def test_blocks_are_those_of_every_pair(part, monkeypatch):
     "600 random packings, windows, anchors and depths, in blocks of 8."
     monkeypatch.setattr(attention_module, "FLEX_BLOCK", 8)
-    monkeypatch.setattr(attention_module, "FLEX_ROWS", 16)
     kinds = set()
     for seed in range(150 * part, 150 * (part + 1)):
         made = assert_same_blocks(*random_mask(seed, 48))
@@ -107,7 +106,6 @@ def test_blocks_of_128(seed):
 def test_a_wrong_list_is_found(by, monkeypatch):
     "Ranges with wrong ends."
     monkeypatch.setattr(attention_module, "FLEX_BLOCK", 8)
-    monkeypatch.setattr(attention_module, "FLEX_ROWS", 16)
     right = causal() & same_document(torch.arange(64) // 16)
 
     def shifted(q, keys):
@@ -152,7 +150,7 @@ def test_compiled_flex_gives_the_dense_output(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["steps", "blocks"])
 def test_few_compilations(kind, monkeypatch):
-    "50 packings whose rows, anchors and documents differ: at most two."
+    "50 packings whose rows, anchors and documents differ: at most two, and one for rows of a single block."
     torch._dynamo.reset()
     counter = CompileCounter()
     function = torch.compile(flex_attention, backend=counter, dynamic=True)
@@ -172,7 +170,7 @@ def test_few_compilations(kind, monkeypatch):
             block_attention(q, k, v, own, own, anchored_blocks(chosen, documents, B), "flex")
         sizes.add(len(chosen))
     assert len(sizes) > 40
-    assert 1 <= counter.frame_count <= 2
+    assert 1 <= counter.frame_count <= 3
 
 
 @lru_cache(None)

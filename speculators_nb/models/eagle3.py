@@ -51,7 +51,7 @@ from speculators_nb.models.training_time_test import (
 )
 from ..nn.compiled import attention_back_end, to_device
 from ..nn.head_loss import HeadLoss
-from ..nn.layers import DecoderLayer, RMSNorm, Rotary
+from ..nn.layers import DecoderLayer, RMSNorm, Rotary, product_of_normed
 from ..nn.losses import parse_loss
 from ..nn.step_weights import StepWeights, weights_of_steps
 from speculators_nb.nn.supervision import (
@@ -129,13 +129,17 @@ class Eagle3Network(TrainingTimeTest):
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:  # [..., A·H] -> [..., H]
         "Mix the features of the A layers into one hidden state."
-        if self.input_norm is not None:
-            features = self.input_norm(features)
-        if self.fc_norm is not None:
-            parts = features.chunk(len(self.fc_norm), -1)
-            normed = [norm(part) for norm, part in zip(self.fc_norm, parts)]
-            features = torch.cat(normed, -1)
-        return self.fc(features)
+        if not torch.is_autocast_enabled(features.device.type):
+            features = features.to(self.fc.weight.dtype)
+        norms = self.fc_norm or ([] if self.input_norm is None else [self.input_norm])
+        if not norms:
+            return self.fc(features)
+        parts = features.chunk(len(norms), -1)
+        if not torch.is_grad_enabled():
+            return self.fc(torch.cat([norm(part) for norm, part in zip(norms, parts)], -1))
+        unit = torch.cat([norm.without_gain(part) for norm, part in zip(norms, parts)], -1)
+        gain = torch.cat([norm.weight for norm in norms])
+        return product_of_normed(unit, gain, self.fc.weight)
 
     def first_inputs(self, input_ids: torch.Tensor, features: torch.Tensor) -> StepInputs:
         "What step 0 reads: tokens [N], features [N, A·H]."
@@ -257,8 +261,8 @@ class Eagle3Loss(DraftTokens):
         ids, documents = input_ids[0], to_device(document_ids[0], input_ids.device)
         if position_ids is None:
             position_ids = torch.arange(1, len(ids) + 1, device=ids.device)[None]
-        features, upstream = hidden_states[0].to(self.fc.weight.dtype), cross_document_targets
-        inputs = ids, features, documents, position_ids[0]
+        upstream = cross_document_targets
+        inputs = ids, hidden_states[0], documents, position_ids[0]
         own = None if use_off_policy_tokens else self.own_tokens
         layer = self.config.transformer_layer_config
         if verifier_last_hidden_states is None:
@@ -299,7 +303,7 @@ class Eagle3Drafter(ChainDrafter):
         super().__init__(model, tuple(layers), deepest_proposal(config.speculators_config))
 
     def first_states(self, features: torch.Tensor) -> torch.Tensor:  # [m, A·H] -> [m, H]
-        return self.model.fuse(features.to(self.model.fc.weight.dtype))
+        return self.model.fuse(features)
 
     def next_input(self, states: torch.Tensor) -> torch.Tensor:  # [n, H] -> [n, H]
         return self.model.finish(states).hidden

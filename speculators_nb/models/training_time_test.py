@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from .base import SpeculatorModel
 from ..nn.attention import attention, prefix_attention
-from ..nn.compiled import to_device
-from ..nn.layers import Attention, DecoderLayer, Rotary
+from ..nn.compiled import take_rows, to_device
+from ..nn.layers import Attention, DecoderLayer, ProjectedEmbeds, Rotary
 from ..nn.masks import Mask, MaskSize, ttt
 from ..nn.supervision import needed_rows, same_rows, shift_by_one
 
@@ -180,7 +180,8 @@ class StepAttention(NamedTuple):
             if len(caches) == layer:  # not where the layer is computed again
                 caches.append(LayerCache(keys, values, []))
             rope_of_rows = [part[rows] for part in self.rope]
-            queries = self_attn.query(x.index_select(0, rows), rope_of_rows)
+            x = x.take(rows) if isinstance(x, ProjectedEmbeds) else take_rows(x, rows)
+            queries = self_attn.query(x, rope_of_rows)
             return prefix_attention(queries, keys, values, [], rows, mask, self.impl)
 
         return attend
@@ -220,6 +221,9 @@ class LeanUnrolling(DenseUnrolling):
         length = self.rotary.length(position_ids)  # of the whole row, where RoPE depends on it
         masks = layer_masks(self, document_ids)
         hidden, embeds = self.first_inputs(input_ids, features)
+        first, of_text = self.layers[0], None
+        if own_tokens is None and getattr(first, "can_project_embeds", False):
+            embeds = of_text = first.project_embeds(embeds)  # for all steps
         rope = self.rotary(hidden, position_ids, length)
         step = StepAttention(needed[0], rope, impl)
         caches = []
@@ -235,10 +239,14 @@ class LeanUnrolling(DenseUnrolling):
                 kept = torch.searchsorted(needed[t - 1], rows)
                 caches = [cache.select(kept) for cache in caches]
                 output = StepOutput(*(states.index_select(0, kept) for states in output))
-            next_ids = input_ids[(rows + t).clamp_max(len(input_ids) - 1)]
-            if own_tokens is not None:
-                next_ids = own_tokens(output.normed)
-            hidden, embeds = self.next_inputs(next_ids, output.hidden)
+            if of_text is not None:
+                # beyond the end no loss is left: these rows take others, so that all differ
+                hidden, embeds = output.hidden, of_text.take((rows + t) % len(input_ids))
+            else:
+                next_ids = input_ids[(rows + t).clamp_max(len(input_ids) - 1)]
+                if own_tokens is not None:
+                    next_ids = own_tokens(output.normed)
+                hidden, embeds = self.next_inputs(next_ids, output.hidden)
             rope = self.rotary(hidden, position_ids[rows] + t, length and length + t)
             step = StepAttention(rows, rope, impl)
             for layer, cache, mask in zip(self.layers, caches, masks):
@@ -276,4 +284,4 @@ class TrainingTimeTest(LeanUnrolling):
         moved = {id(rows): to_device(rows, device) for rows in needed}
         states = self.hidden_rows(*row, [moved[id(x)] for x in needed], impl, own_tokens)
         chosen = [to_device(at, device) for at in chosen]
-        return torch.cat([h.index_select(0, at) for h, at in zip(states, chosen)]), None
+        return torch.cat([take_rows(h, at) for h, at in zip(states, chosen)]), None

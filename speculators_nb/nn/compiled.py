@@ -5,7 +5,7 @@
 
 # %% auto #0
 __all__ = ['COMPILED_ON', 'RECOMPILE_LIMIT', 'FLEX_NAMES', 'is_compiled_for', 'compiled_on_cuda', 'compiled_in_training',
-           'to_device', 'attention_back_end']
+           'to_device', 'take_rows', 'attention_back_end']
 
 # %% ../../nbs/nn/01_compiled.ipynb #094f888f
 from collections.abc import Callable
@@ -80,6 +80,27 @@ def to_device(
 ) -> Tensor:  # the same values there
     "A copy that the host does not wait for."
     return x.to(device, non_blocking=True)
+
+# %% ../../nbs/nn/01_compiled.ipynb #takerow2
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.save_for_backward(rows)
+        ctx.length = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (rows,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.length, *grad.shape[1:]).index_copy_(0, rows, grad), None
+
+
+def take_rows(
+    x: Tensor,  # [L, ...]
+    rows: Tensor,  # [N] int64, all different
+) -> Tensor:  # [N, ...]
+    "`x[rows]`. A row that is named twice would get one of its gradients, not their sum."
+    return _TakeRows.apply(x, rows)  # type: ignore[return-value] (torch's stub)
 
 # %% ../../nbs/nn/01_compiled.ipynb #cba510c6
 FLEX_NAMES = ("simple_flex_attention", "flex_attention")  # in configs of layers

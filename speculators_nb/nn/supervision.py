@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .attention import FLEX_ROWS
+from .attention import FLEX_BLOCK
 from .compiled import to_device
 
 # %% ../../nbs/nn/09_supervision.ipynb #a0d22691
@@ -107,15 +107,12 @@ def same_rows(
     needed: list[torch.Tensor],  # K index tensors from `needed_rows`, on the CPU
     length: int,  # L
 ) -> list[torch.Tensor]:  # K times the same tensor
-    """Rows for compiled kernels: the same at every step, as many as a multiple of 512 (the last
-    one repeated), or all of the packed row where that saves less than a quarter of them."""
-    rows = needed[0]
-    size = len(rows) + -len(rows) % FLEX_ROWS
-    if size > 0.75 * length:
-        rows = torch.arange(length)
-    elif len(rows):
-        rows = F.pad(rows, (0, size - len(rows)), value=int(rows[-1]))
-    return [rows] * len(needed)
+    """Rows for compiled kernels: the same at every step, all different, ascending. Others make
+    their number a multiple of the kernel's block, or all rows there are."""
+    computed = torch.zeros(length, dtype=torch.bool).index_fill_(0, needed[0], True)
+    more = -len(needed[0]) % FLEX_BLOCK
+    computed[(~computed).nonzero()[:more, 0]] = True
+    return [computed.nonzero()[:, 0]] * len(needed)
 
 # %% ../../nbs/nn/09_supervision.ipynb #a2428d50
 def sum_and_total(

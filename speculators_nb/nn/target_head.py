@@ -23,6 +23,7 @@ from ..core.checkpoints import current_hub_access, model_file, remote_code_allow
 from ..core.config import check_field_types
 from ..core.config_fields import check_layers
 from ..core.files import verifier_object
+from .compiled import compiled_on_cuda
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,6 +64,7 @@ class FinalNorm(nn.Module):
         if kind.startswith("layer"):
             self.bias = nn.Parameter(torch.zeros(hidden_size), requires_grad=False)
 
+    @compiled_on_cuda
     def forward(self, h: Tensor) -> Tensor:  # [..., H] -> [..., H] float32
         return NORM_KINDS[self.kind](h.float(), self.weight.float(), self.bias, self.eps)
 

@@ -23,7 +23,7 @@ from speculators_nb.nn.head_loss import (
     scaled_gradient,
     tile_rows,
 )
-from .losses import Distribution
+from .losses import Distribution, one_hot
 from .target_head import TargetHead
 
 # %% ../../nbs/nn/12_token_loss.ipynb #04f0d558
@@ -40,7 +40,7 @@ def score_tokens(
     losses, correct = q.lse - of_token[:, 0], of_token[:, 0] >= q.top
     if not want_grad:
         return losses, correct, None
-    grad = q.probs.scatter_add(-1, tokens[:, None], -torch.ones_like(of_token))
+    grad = q.probs - one_hot(tokens, q.probs).to(q.probs.dtype)
     return losses, correct, grad.to(logits.dtype)
 
 
@@ -67,17 +67,19 @@ class _ChunkedTokenLoss(torch.autograd.Function):
                 if grad_tile is not None:
                     z_tile.copy_(grad_tile)
             if grad_hidden is not None:
-                grad = (z @ w).float() * weight[rows, None]
-                grad_hidden[rows] = grad.to(hidden.dtype)
+                grad_hidden[rows] = (z @ w).to(hidden.dtype)
             if grad_head is not None:
                 grad_head += (z.T @ (h * weight[rows, None].to(dtype))).to(head.dtype)
-        ctx.save_for_backward(grad_hidden, grad_head)
+        ctx.save_for_backward(grad_hidden, grad_head, weight)
         ctx.mark_non_differentiable(correct, losses)
         return (weight * losses).sum(), correct, losses
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
-        return *(scaled_gradient(grad, grad_loss) for grad in ctx.saved_tensors), *[None] * 4
+        grad_hidden, grad_head, weight = ctx.saved_tensors
+        of_rows = (weight * grad_loss)[:, None]
+        grads = scaled_gradient(grad_hidden, of_rows), scaled_gradient(grad_head, grad_loss)
+        return *grads, *[None] * 4
 
 # %% ../../nbs/nn/12_token_loss.ipynb #dd8fd724
 def token_loss(
