@@ -301,11 +301,8 @@ def verdict(row):
 
 def against_committed(rows):
     """With the ratio of each variant's time to that of the code as committed, in the same run."""
-    base = {
-        row["cell"]: row["seconds"]
-        for row in reversed(rows)
-        if row.get("variant") == "as committed" and "seconds" in row
-    }
+    timed = [row for row in rows if "seconds" in row]
+    base = {row["cell"]: row["seconds"] for row in timed if row["variant"] == "as committed"}
     return [
         row | (dict(ratio=row["seconds"] / base[row["cell"]]) if "seconds" in row and row["cell"] in base else {})
         for row in rows
