@@ -94,22 +94,26 @@ class Projections:
         return (heads if normalise is None else normalise(heads)).transpose(-3, -2)
 
     @compiled_in_training
+    def rotated_heads(
+        self, x: torch.Tensor, rope: Sequence[torch.Tensor], norm: str
+    ) -> torch.Tensor:
+        "[N, heads · D] -> [heads, N, D], normed and at its positions."
+        return self.rotated(self.heads(x, norm), rope)
+
     def query(self, x: torch.Tensor, rope: Sequence[torch.Tensor]) -> torch.Tensor:
         "Rotated queries: [N, H] -> [Hq, N, D]."
         q = self.layer.self_attn.q_proj(x)
         if self.layer.gated:
             q, gate = q.unflatten(-1, (-1, 2 * self.layer.d)).chunk(2, -1)
             q, self.gate = q.flatten(-2), torch.sigmoid(gate.flatten(-2))
-        return self.rotated(self.heads(q, "q_norm"), rope)
+        return self.rotated_heads(q, rope, "q_norm")
 
-    @compiled_in_training
     def key_value(
         self, x: torch.Tensor, rope: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         "Rotated keys, and values: [N, H] -> two of [Hkv, N, D]."
-        keys = self.heads(self.layer.self_attn.k_proj(x), "k_norm")
-        values = self.heads(self.layer.self_attn.v_proj(x), "no norm")
-        return self.rotated(keys, rope), values
+        keys = self.rotated_heads(self.layer.self_attn.k_proj(x), rope, "k_norm")
+        return keys, self.heads(self.layer.self_attn.v_proj(x), "no norm")
 
 # %% ../../nbs/models/20_mtp_layer.ipynb #4cb2b0ed
 class LatentProjections(Projections):
@@ -153,10 +157,10 @@ class MTPLayer(MTPLayerWeights):
         return x if name is None else getattr(self, name)(x)
 
     @compiled_in_training
-    def mixed(self, hidden: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        "State [N, H] and embedding [N, H] of the token that follows, normed and projected."
+    def normed_pair(self, hidden: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        "State [N, H] and embedding [N, H] of the token that follows, normed -> [N, 2H]."
         both = self.token_layernorm(embeds), self.hidden_layernorm(hidden)
-        return self.input_proj(torch.cat(both[::-1] if self.family.hidden_first else both, -1))
+        return torch.cat(both[::-1] if self.family.hidden_first else both, -1)
 
     def head_states(self, carried: torch.Tensor) -> torch.Tensor:  # [N, H] -> [N, H]
         "What the head reads, of what the next step reads."
@@ -170,7 +174,7 @@ class MTPLayer(MTPLayerWeights):
         rows: torch.Tensor | None = None,  # [M] int64: only these are computed; None: all
     ) -> StepOutput:  # of [M or N, H]
         "Attention with its gate, residual, MLP, final norm."
-        residual = self.mixed(hidden, embeds)
+        residual = self.input_proj(self.normed_pair(hidden, embeds))
         kind = LatentProjections if self.latent else Projections
         projections = kind(self)
         heads = attend(projections, self.normed(0, residual))[..., : self.v_dim]

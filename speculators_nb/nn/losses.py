@@ -305,14 +305,17 @@ def _joined(parts: list[Tensor | None]) -> Tensor | None:
 @compiled_on_cuda
 def _scores(target, drafts, label, term, mixture, *wanted):
     # a plain tuple: torch 2.11 cannot compile a function that returns a changed named one
-    p, scored = Distribution(target, label), []
-    for draft in drafts:
-        logits = draft.float() if term is None else draft.float() + term
-        rows = score_rows(p, Distribution(logits), mixture, *wanted)
-        low = None if rows.grad is None or term is not None else rows.grad.to(draft.dtype)
-        scored.append(rows if low is None else rows._replace(grad=low))
-    losses = {name: torch.cat([rows.losses[name] for rows in scored]) for name in mixture}
-    return losses, *(_joined([rows[i] for rows in scored]) for i in range(1, 5))
+    p = Distribution(target, label)
+    logits = [z.float() if term is None else z.float() + term for z in drafts]
+    slots = [score_rows(p, Distribution(z), mixture, *wanted) for z in logits]
+    losses = {name: torch.cat([slot.losses[name] for slot in slots]) for name in mixture}
+    correct = torch.cat([slot.correct for slot in slots])
+    accept = _joined([slot.accept for slot in slots])
+    tokens = _joined([slot.tokens for slot in slots])
+    grads = [slot.grad for slot in slots]
+    if term is None and grads[0] is not None:
+        grads = [grad.to(z.dtype) for grad, z in zip(grads, drafts)]
+    return losses, correct, accept, tokens, _joined(grads)
 
 
 def score_logits(
