@@ -164,8 +164,8 @@ def layer_config_from_dict(
     for name in config:  # which would take the place of a method
         if name == "attribute_map" or callable(getattr(family_class, name, None)):
             raise ValueError(
-                f"{name}={shown(config[name])}: is no field of a {model_type} config, but a name "
-                f"of transformers' {family_class.__name__}; remove it"
+                f"{name}={shown(config[name])}: is no field of a {model_type} config, but a "
+                f"name of transformers' {family_class.__name__}; remove it"
             )
     try:
         # infinity is an object in JSON, e.g. Nemotron-H's time_step_limit

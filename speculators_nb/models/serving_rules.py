@@ -62,9 +62,9 @@ def served_rope(
         factor, attention_factor = rope.get("factor"), rope.get("attention_factor")
         if attention_factor or (factor and n and factor != reach):
             careful.append(
-                f"{ROPE} have {factor=} and {attention_factor=}; vLLM's longrope reads neither, "
-                "but max_position_embeddings / original_max_position_embeddings; train with "
-                f"that factor, {reach:g}"
+                f"{ROPE} have {factor=} and {attention_factor=}; vLLM's longrope reads "
+                "neither, but max_position_embeddings / original_max_position_embeddings; "
+                f"train with that factor, {reach:g}"
             )
         careful.append(
             f"{ROPE}.rope_type is longrope: vLLM takes the long factors for every "
