@@ -85,7 +85,7 @@ def measured(setting, length, size, device, turn):
     parts = kernels.summed(kernels.kernels(found.events(), device), 1, seconds, device)
     return dict(
         seconds=seconds,
-        launch_seconds=launched,
+        launched_seconds=launched,
         held_bytes=held,
         peak_bytes=peak,
         first_seconds=first_seconds,

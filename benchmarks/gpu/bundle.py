@@ -49,23 +49,8 @@ EXPECTED = {
     "tokenizers": "0.23.2",
     "huggingface-hub": "1.33.0",
     "numpy": "2.5.2",
-    **dict.fromkeys(
-        [
-            "aiohttp",
-            "anyio",
-            "click",
-            "filelock",
-            "httpcore",
-            "httpx",
-            "matplotlib",
-            "packaging",
-            "pandas",
-            "pillow",
-            "protobuf",
-            "psutil",
-        ]
-    ),
-    **dict.fromkeys(["pyarrow", "pyyaml", "rich", "tqdm", "typer"]),
+    **dict.fromkeys("aiohttp anyio click filelock httpcore httpx matplotlib packaging pandas pillow protobuf".split()),
+    **dict.fromkeys("psutil pyarrow pyyaml rich tqdm typer".split()),
 }
 # Requirements that no training imports: upstream's settings, pictures and sound, and our widgets.
 LEFT_OUT = {"anywidget", "ipywidgets", "pydantic-settings", "torchaudio", "torchvision"}
@@ -118,29 +103,10 @@ def fetch(folder, python="3.12"):
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
-    platforms = [part for p in PLATFORMS for part in ("--platform", p)]
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--only-binary=:all:",
-            "--python-version",
-            python,
-            "--implementation",
-            "cp",
-            *platforms,
-            "-d",
-            folder,
-            "-r",
-            HERE / "bundle.txt",
-        ],
-        check=True,
-    )
+    asked = "--quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp".split()
+    asked += ["--python-version", python, *(part for p in PLATFORMS for part in ("--platform", p))]
+    listed = ["-d", folder, "-r", HERE / "bundle.txt"]
+    subprocess.run([sys.executable, "-m", "pip", "download", *asked, *listed], check=True)
     wheels = [metadata(w) for w in sorted(folder.glob("*.whl"))]
     if wrong := unmet(wheels):
         raise SystemExit("\n".join(wrong))
