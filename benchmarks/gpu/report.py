@@ -73,7 +73,8 @@ PARTS = "flex_seconds product_seconds loss_seconds optimizer_seconds other_secon
 TABLES = {  # kind -> title, columns
     "ab": (
         "Single changes",
-        f"setting length variant seconds ratio launched_seconds {PARTS} peak_bytes first_seconds first_graphs first_loss",
+        f"setting length variant seconds ratio launched_seconds {PARTS} peak_bytes first_seconds first_graphs "
+        "first_loss",
     ),
     "step": (
         "Train step",

@@ -32,7 +32,7 @@ from speculators_nb.core.options import algorithms  # noqa: E402
 
 DRAFTERS = [*algorithms(), "hass"]  # hass: EAGLE trained on its own outputs
 EAGLE, PEAGLE, DFLASH, MTP, SEVEN = "EAGLE-3 K=3", "P-EAGLE", "DFlash 512x16", "MTP", "EAGLE-3 K=7"
-NEEDED = "torch transformers accelerate safetensors pandas pydantic datasets fastcore httpx typer".split()
+NEEDED = "torch transformers accelerate safetensors pandas pydantic datasets fastcore httpx typer"
 SECONDS, FIRST, WORKERS = 540.0, 90.0, 6  # of all; of the device's facts; processes side by side
 # of a train step: GiB of the device with CUDA's own, upstream's and ours; seconds with imports and compilation
 GIB = {
@@ -171,7 +171,7 @@ def work(jobs, on_row, folder, paths, workers, **limits):
 
 def missing():
     """Names of packages that neither the machine nor the bundle has."""
-    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    return [name for name in NEEDED.split() if importlib.util.find_spec(name) is None]
 
 
 def main():
