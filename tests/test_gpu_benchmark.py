@@ -20,7 +20,7 @@ from benchmarks.gpu import ab, bundle, decode, equal, loop, step
 from benchmarks.gpu import run as benchmark
 from benchmarks.gpu.device import table_peak
 from benchmarks.gpu.pool import Pool
-from benchmarks.gpu.report import Report, stamp
+from benchmarks.gpu.report import Report
 from speculators_nb.decode import proposal_setup
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.evaluate.cost import training_flops
@@ -545,7 +545,7 @@ def test_toy_run(tmp_path):
     every = [row for rows in found["rows"].values() for row in rows]
     assert done.returncode == 0, [row for row in every if "error" in row or row.get("ok") is False]
     (run,) = found["runs"]
-    assert not run["left_out"] and {r["commit"] for r in every} == {stamp()["commit"]}
+    assert not run["left_out"] and {r["commit"] for r in every} == {(tmp_path / "tree/COMMIT").read_text().strip()}
     rows = {(r["drafter"], r["dtype"], r["pair"]): r for r in found["rows"]["equal"]}
     pairs = {
         "fp32": ["blocked vs dense", "flex vs dense", "flex vs blocked", "masked vs dense"],
