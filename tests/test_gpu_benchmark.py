@@ -114,17 +114,19 @@ def test_what_runs_out_of_memory_beside_others_is_tried_again_alone(tmp_path):
     assert not any("error" in row for row in rows)
 
 
-def test_cells_begin_in_their_order_as_memory_and_time_allow(tmp_path):
-    "What does not fit waits, and only small ones overtake it; what takes longer than the time left is named."
-    pool = Pool([], None, None, None, memory=64, seconds=100.0)
-    large, small, late = cells("row", gib=40.0), cells("small", gib=1.0), cells("late", needs=200.0)
-    pool.waiting = [list(job) for job in (large, cells("second", gib=40.0), cells("third", gib=20.0), late, small)]
-    assert pool.next_job() == large
-    pool.running.append(SimpleNamespace(cells=large))
-    assert pool.next_job() == small and pool.left == late  # the third would fit beside the first, but takes much
-    assert pool.next_job() is None
-    pool.running.clear()
-    assert [pool.next_job()[0]["do"] for _ in range(2)] == ["second", "third"]
+def test_cells_begin_in_their_order_as_memory_and_time_allow():
+    "What does not fit is overtaken; fillers are few; what takes longer than the time left is named."
+    pool, late = Pool([], None, None, None, memory=64, seconds=100.0), cells("late", needs=200.0)
+    jobs = {name: cells(name, gib=size) for name, size in dict(first=40.0, second=40.0, third=20.0).items()}
+    jobs |= {name: cells(name, gib=1.0, filler=True) for name in "abc"}
+    pool.waiting = [list(job) for job in (late, *jobs.values())]
+    begun = []
+    while job := pool.next_job():
+        begun.append(job[0]["do"])
+        pool.running.append(SimpleNamespace(cells=job))
+    assert begun == ["first", "third", "a", "b"] and pool.left == late
+    pool.running.pop(0)
+    assert [pool.next_job()[0]["do"], pool.next_job()] == ["second", None]
 
 
 # ---------------------------------------------------------------- bundle

@@ -33,7 +33,7 @@ from speculators_nb.core.options import algorithms  # noqa: E402
 DRAFTERS = [*algorithms(), "hass"]  # hass: EAGLE trained on its own outputs
 EAGLE, PEAGLE, DFLASH, MTP, SEVEN = "EAGLE-3 K=3", "P-EAGLE", "DFlash 512x16", "MTP", "EAGLE-3 K=7"
 NEEDED = "torch transformers accelerate safetensors pandas pydantic datasets fastcore httpx typer"
-SECONDS, FIRST, WORKERS = 540.0, 90.0, 6  # of all; of the device's facts; processes side by side
+SECONDS, FIRST, WORKERS = 540.0, 90.0, 7  # of all; of the device's facts; processes side by side
 # of a train step: GiB of the device with CUDA's own, upstream's and ours; seconds with imports and compilation
 GIB = {
     (EAGLE, 8192): (19.0, 18.0),
@@ -71,29 +71,29 @@ def device_jobs():
             for side, gib in zip(("upstream", "ours"), GIB[setting, length]):
                 yield [cell("step", setting, length, side, size="device", gib=gib, needs=NEEDS[side], limit=300.0)]
 
-    def texts(drafter, *dtypes):
-        return [cell("decode", drafter, dtype, size="device", gib=2.0, needs=25.0) for dtype in dtypes]
-
-    def equal(drafter, *dtypes):
-        return [cell("equal", drafter, dtype, size="device", gib=2.0, needs=30.0) for dtype in dtypes]
+    def small(kind, drafter, *dtypes, **more):
+        return [cell(kind, drafter, dtype, size="device", gib=2.0, needs=30.0, **more) for dtype in dtypes]
 
     def kernels(setting):
         return [cell("kernels", setting, size="device", gib=GIB[setting, 8192][1], needs=40.0)]
 
+    def rest(drafter):
+        return [each for kind in ("equal", "decode") for each in small(kind, drafter, "fp32", "bf16", filler=True)]
+
     return [
         [cell("ab", EAGLE, 8192, size="device", gib=18.0, needs=50.0, limit=400.0)],
         *steps(8192, EAGLE),
-        equal("eagle3", "fp32"),
-        equal("eagle3", "bf16"),
+        small("equal", "eagle3", "fp32"),
+        small("equal", "eagle3", "bf16"),
         kernels(EAGLE),
         *steps(8192, PEAGLE, DFLASH),
         *steps(32768, EAGLE),
         *steps(8192, MTP),
         [cell("loop", size="device", gib=8.0, needs=45.0)],
-        texts("eagle3", "fp32", "bf16"),
+        small("decode", "eagle3", "fp32", "bf16"),
         *[kernels(setting) for setting in (MTP, PEAGLE, DFLASH)],
         *steps(8192, SEVEN),
-        *[[*equal(name, "fp32", "bf16"), *texts(name, "fp32", "bf16")] for name in DRAFTERS if name != "eagle3"],
+        *[rest(name) for name in DRAFTERS if name != "eagle3"],
     ]
 
 
