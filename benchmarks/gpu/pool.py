@@ -6,8 +6,9 @@ row with an `error`; the cells after it go on in a new process. While one worker
 others are stopped (SIGSTOP), so that its clock measures it alone: they compile meanwhile, which takes most of the time.
 
 A cell may say `gib`, the device memory that it takes (of the lists of cells that wait, the first begins whose memory is
-free; one that was overtaken OVERTAKEN times is not overtaken again but by fillers), `needs`, the seconds without which it is not begun, `limit`, the most seconds that it may take, and `filler`: at
-most FILLERS processes with such cells run at once, so that they do not keep others waiting.
+free; one that was overtaken OVERTAKEN times is not overtaken again but by fillers), `needs`, the seconds without which
+it is not begun, `limit`, the most seconds that it may take, and `filler`: at most FILLERS processes with such cells run
+at once, so that they do not keep others waiting.
 """
 
 import json
