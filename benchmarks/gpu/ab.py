@@ -50,8 +50,15 @@ def only_flex_compiled():
     return [*tile_eager(), patch(NN + "compiled._compile", compiled), fresh]
 
 
+def embeddings_at_every_step():
+    layer = import_module(NN + "layers").DecoderLayer
+    return [patch.object(layer, "can_project_embeds", False)]
+
+
 VARIANTS = {
     "as committed": list,
+    "each slot of a tile by itself": lambda: [patch(NN + "head_loss.SLOTS_AT_ONCE", 1)],
+    "embeddings projected at every step": embeddings_at_every_step,
     "tile of the loss eager": tile_eager,
     "flex backward 32x128": lambda: flex_backward(32, 128),
     "flex backward 64x64": lambda: flex_backward(64, 64),
