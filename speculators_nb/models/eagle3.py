@@ -258,21 +258,25 @@ class Eagle3Loss(DraftTokens):
         if ttt_steps < 1:
             raise ValueError(f"ttt_steps={ttt_steps}: at least one step is needed")
         mixture = parse_loss(loss_config)
-        ids, documents = input_ids[0], to_device(document_ids[0], input_ids.device)
+        ids = input_ids[0]
         if position_ids is None:
             position_ids = torch.arange(1, len(ids) + 1, device=ids.device)[None]
         upstream = cross_document_targets
-        inputs = ids, hidden_states[0], documents, position_ids[0]
         own = None if use_off_policy_tokens else self.own_tokens
         layer = self.config.transformer_layer_config
         if verifier_last_hidden_states is None:
             back_end = attention_back_end(attn_impl, ids.device, False, layer)
+            documents = to_device(document_ids[0], ids.device)
+            inputs = ids, hidden_states[0], documents, position_ids[0]
             return ForwardOutput(self.draft_rows(inputs, ttt_steps, back_end, own), None, {})
         mask = document_ids[0] >= 0 if loss_mask is None else loss_mask[0]
         on_cpu, ids_of = on_host(mask, document_ids[0])
         carries_loss = ttt_supervision(on_cpu, ids_of, ttt_steps, upstream)
         counted = counted_positions(carries_loss, upstream)
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)
+        mask_on_host = lean and back_end == "flex"
+        documents = ids_of if mask_on_host else to_device(document_ids[0], ids.device)
+        inputs = ids, hidden_states[0], documents, position_ids[0]
         hidden, dense_states = self.unroll(inputs, counted, lean, back_end, own)
         rows = supervised_steps(counted)  # step and target of each of `hidden`; on the CPU
         carries_loss, predictions = to_device(carries_loss, ids.device), rows.to(ids.device)

@@ -151,6 +151,7 @@ class LatentProjections(Projections):
 class MTPLayer(MTPLayerWeights):
     "The layer as drafters call it: what attention does between the projections is an argument."
 
+    @compiled_in_training
     def normed(self, place: int, x: torch.Tensor) -> torch.Tensor:
         "The family's norm at one of four places: before and after attention, and the MLP."
         name = self.family.norms[place]
@@ -162,9 +163,14 @@ class MTPLayer(MTPLayerWeights):
         both = self.token_layernorm(embeds), self.hidden_layernorm(hidden)
         return torch.cat(both[::-1] if self.family.hidden_first else both, -1)
 
+    @compiled_in_training
+    def head_normed(self, x: torch.Tensor) -> torch.Tensor:  # [N, H] -> [N, H]
+        "The norm in front of the head."
+        return self.final_layernorm(x)
+
     def head_states(self, carried: torch.Tensor) -> torch.Tensor:  # [N, H] -> [N, H]
         "What the head reads, of what the next step reads."
-        return self.final_layernorm(carried) if self.family.carries_plain else carried
+        return self.head_normed(carried) if self.family.carries_plain else carried
 
     def forward(
         self,
@@ -185,5 +191,5 @@ class MTPLayer(MTPLayerWeights):
         hidden = residual + self.normed(1, self.self_attn.o_proj(heads))
         mlp = self.mlp(self.normed(2, hidden)[None])[0]
         plain = hidden + self.normed(3, mlp)
-        normed = self.final_layernorm(plain)
+        normed = self.head_normed(plain)
         return StepOutput(normed, plain if self.family.carries_plain else normed)

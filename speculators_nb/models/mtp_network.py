@@ -30,7 +30,7 @@ from speculators_nb.models.training_time_test import (
 )
 from ..nn.compiled import to_device
 from ..nn.layers import Rotary
-from ..nn.supervision import same_rows, ttt_supervision
+from ..nn.supervision import places_among, same_rows, ttt_supervision
 
 # %% ../../nbs/models/21_mtp_network.ipynb #b7b589c3
 @SpeculatorModelConfig.register("mtp")
@@ -257,7 +257,7 @@ class OwnPast(DenseOwnPast):
         for step, rows in enumerate(computed):
             last = step == steps - 1
             with_loss = carries_loss[step].nonzero()[:, 0]
-            among = to_device(torch.searchsorted(needed[step], with_loss), device)
+            among = to_device(places_among(needed[step], with_loss, len(input_ids)), device)
             queries = every if len(rows) == len(every) else every[: len(rows)]
             if last and impl != "flex":
                 queries, among = among, every[: len(among)]

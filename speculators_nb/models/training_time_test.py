@@ -19,7 +19,7 @@ from ..nn.attention import attention, prefix_attention
 from ..nn.compiled import take_rows, to_device
 from ..nn.layers import Attention, DecoderLayer, ProjectedEmbeds, Rotary
 from ..nn.masks import Mask, MaskSize, ttt
-from ..nn.supervision import needed_rows, same_rows, shift_by_one
+from ..nn.supervision import needed_rows, places_among, same_rows, shift_by_one
 
 # %% ../../nbs/models/06_training_time_test.ipynb #ccf2fceb
 # what the drafter itself would draft: normed states [N, H] -> verifier ids [N]
@@ -162,7 +162,7 @@ class LayerCache(NamedTuple):
 class StepAttention(NamedTuple):
     "Attention at one step, for `DecoderLayer.forward`."
 
-    rows: torch.Tensor  # [N] int64 ascending: the rows that are computed
+    rows: torch.Tensor  # [N] int64 ascending: the rows that are computed; where the mask is
     rope: tuple[torch.Tensor, torch.Tensor]  # cos, sin of what is read
     impl: str  # of `prefix_attention`
 
@@ -179,8 +179,9 @@ class StepAttention(NamedTuple):
             keys, values = self_attn.key_value(x, self.rope)
             if len(caches) == layer:  # not where the layer is computed again
                 caches.append(LayerCache(keys, values, []))
-            rope_of_rows = [part[rows] for part in self.rope]
-            x = x.take(rows) if isinstance(x, ProjectedEmbeds) else take_rows(x, rows)
+            at = to_device(rows, keys.device)
+            rope_of_rows = [part[at] for part in self.rope]
+            x = x.take(at) if isinstance(x, ProjectedEmbeds) else take_rows(x, at)
             queries = self_attn.query(x, rope_of_rows)
             return prefix_attention(queries, keys, values, [], rows, mask, self.impl)
 
@@ -211,9 +212,9 @@ class LeanUnrolling(DenseUnrolling):
         self,
         input_ids: torch.Tensor,  # [L]
         features: torch.Tensor,  # [L, A·H]
-        document_ids: torch.Tensor,  # [L]
+        document_ids: torch.Tensor,  # [L]; for "flex" better on the host
         position_ids: torch.Tensor,  # [L]
-        needed: list[torch.Tensor],  # K index tensors from `needed_rows`
+        needed: list[torch.Tensor],  # K index tensors from `needed_rows`, there too
         impl: str = "blocked",  # of `prefix_attention`
         own_tokens: OwnTokens | None = None,  # later steps read these; None: the text's
     ) -> list[torch.Tensor]:  # K tensors [N_t, H]: the normed hidden states of the needed rows
@@ -227,16 +228,17 @@ class LeanUnrolling(DenseUnrolling):
         rope = self.rotary(hidden, position_ids, length)
         step = StepAttention(needed[0], rope, impl)
         caches = []
-        every_row = torch.arange(len(input_ids), device=input_ids.device)
+        every_row = torch.arange(len(input_ids), device=document_ids.device)
+        moved = {id(rows): to_device(rows, input_ids.device) for rows in [*needed, every_row]}
         for layer, mask in zip(self.layers, masks):
             rows = step.rows if layer is self.layers[-1] else every_row
-            hidden = layer(hidden, step.first(caches, mask, rows), embeds, rows)
+            hidden = layer(hidden, step.first(caches, mask, rows), embeds, moved[id(rows)])
         output = self.finish(hidden)
         outputs = [output.normed]
         for t in range(1, len(needed)):
-            rows = needed[t]
-            if rows is not needed[t - 1]:
-                kept = torch.searchsorted(needed[t - 1], rows)
+            rows = moved[id(needed[t])]
+            if needed[t] is not needed[t - 1]:
+                kept = torch.searchsorted(moved[id(needed[t - 1])], rows)
                 caches = [cache.select(kept) for cache in caches]
                 output = StepOutput(*(states.index_select(0, kept) for states in output))
             if of_text is not None:
@@ -248,7 +250,7 @@ class LeanUnrolling(DenseUnrolling):
                     next_ids = own_tokens(output.normed)
                 hidden, embeds = self.next_inputs(next_ids, output.hidden)
             rope = self.rotary(hidden, position_ids[rows] + t, length and length + t)
-            step = StepAttention(rows, rope, impl)
+            step = StepAttention(needed[t], rope, impl)
             for layer, cache, mask in zip(self.layers, caches, masks):
                 hidden = layer(hidden, step.later(cache, mask), embeds)
             output = self.finish(hidden)
@@ -278,10 +280,10 @@ class TrainingTimeTest(LeanUnrolling):
             needed = same_rows(needed, len(row[0]))
         # where the counted rows are among the computed ones
         chosen = [
-            torch.searchsorted(rows, now.nonzero()[:, 0]) for rows, now in zip(needed, counted)
+            places_among(rows, now.nonzero()[:, 0], len(row[0]))
+            for rows, now in zip(needed, counted)
         ]
-        device = row[0].device
-        moved = {id(rows): to_device(rows, device) for rows in needed}
+        moved = {id(rows): to_device(rows, row[2].device) for rows in needed}
         states = self.hidden_rows(*row, [moved[id(x)] for x in needed], impl, own_tokens)
-        chosen = [to_device(at, device) for at in chosen]
+        chosen = [to_device(at, row[0].device) for at in chosen]
         return torch.cat([take_rows(h, at) for h, at in zip(states, chosen)]), None

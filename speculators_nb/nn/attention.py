@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from .compiled import compiled_in_training, compiled_on_cuda
+from .compiled import compiled_in_training, compiled_on_cuda, to_device
 from .masks import KeyRange, Mask, Predicate, disjoint
 
 # %% ../../nbs/nn/03_attention.ipynb #7ec5dd6d
@@ -84,9 +84,9 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:  # [Q/128, K/128] bool ->
     return chosen.sum(-1).int()[None, None], which.int()[None, None]
 
 
-def _in_ranges(ranges: KeyRange) -> Mask:  # of [Q', R] tensors
+def _in_ranges(ranges: KeyRange, device: torch.device | str) -> Mask:  # of [Q', R] tensors
     # the kernel compares a key with two numbers of its query, and looks up nothing else
-    firsts, stops = ([part.int() for part in x.unbind(-1)] for x in ranges)
+    firsts, stops = ([to_device(p.int(), device) for p in x.unbind(-1)] for x in ranges)
 
     def allowed(b, h, q, kv):
         inside = kv < 0
@@ -109,22 +109,28 @@ def flex_mask(
     queries: int,  # Q
     keys: int,  # K
     device: torch.device | str = "cpu",
+    mask_device: torch.device | None = None,  # of what a mask with key ranges is made of
 ) -> BlockMask:  # of queries and keys padded to full blocks
     """The blocks of a mask for flex attention, made once for each mask and size. Padding
-    queries repeat the last one, padding keys are attended to by none."""
+    queries repeat the last one, padding keys are attended to by none. Where the mask's tensors
+    are on the host, the blocks are counted there: a device would need a hundred launches."""
     if (queries, keys) not in mask.made:
+        made_on = mask_device or device
         rows, columns = (n + -n % FLEX_BLOCK for n in (queries, keys))
-        query = torch.arange(rows, device=device).clamp_max(queries - 1)
+        query = torch.arange(rows, device=made_on).clamp_max(queries - 1)
         if mask.ranges is None:
-            last = torch.full((), keys - 1, device=device)
+            last = torch.full((), keys - 1, device=made_on)
             known = _padded(mask.allowed, query, last)
         else:
-            known = _in_ranges(disjoint(mask.ranges(query, keys), keys))
-        blocks = known.blocks(rows, columns, FLEX_BLOCK, device)
+            known = _in_ranges(disjoint(mask.ranges(query, keys), keys), device)
+        blocks = known.blocks(rows, columns, FLEX_BLOCK, made_on)
         lists = *_ordered(blocks.partial), *_ordered(blocks.full)
-        mask.made[queries, keys] = BlockMask.from_kv_blocks(
+        made = mask.made[queries, keys] = BlockMask.from_kv_blocks(
             *lists, BLOCK_SIZE=FLEX_BLOCK, mask_mod=known.allowed, seq_lengths=(rows, columns)
         )
+        for name, x in list(vars(made).items()):
+            if isinstance(x, Tensor):
+                setattr(made, name, to_device(x, device))
     return mask.made[queries, keys]
 
 # %% ../../nbs/nn/03_attention.ipynb #61c94c41
@@ -142,6 +148,7 @@ def masked_flex(
     mask: Mask,  # of Q queries and K keys
     scale: float,  # on the scores
     want_lse: bool = False,  # also return the log-sum-exp of each query's scores
+    mask_device: torch.device | None = None,  # as in `flex_mask`
 ) -> tuple[Tensor, Tensor | None]:  # [B, Hq, Q, D], log-sum-exp [B, Hq, Q] float32
     """flex_attention under a mask; both results are differentiable on CUDA.
     Errors: ValueError when a gradient is wanted on a CPU."""
@@ -150,7 +157,7 @@ def masked_flex(
         q, k, v = q.detach(), k.detach(), v.detach()  # flex looks at requires_grad alone
     q, k, v = (_pad(x, -x.shape[-2] % FLEX_BLOCK) for x in (q, k, v))
     options: dict[str, Any] = dict(
-        block_mask=flex_mask(mask, queries, keys, q.device),
+        block_mask=flex_mask(mask, queries, keys, q.device, mask_device),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=want_lse),
@@ -411,7 +418,9 @@ def prefix_attention(
     k: Tensor,  # [Hkv, L, D] step-0 keys of the packed row
     v: Tensor,  # [Hkv, L, D]
     diagonal: list[tuple[Tensor, Tensor]],  # k, v [Hkv, N, D] of the rows at each later step
-    rows: Tensor,  # [N] int64 positions of the queries; for "blocked" ascending, none padding
+    # [N] int64 positions of the queries, where the mask's tensors are: for "blocked" on the
+    # device of the queries, ascending and none padding; for "flex" better on the host
+    rows: Tensor,
     mask: Mask,  # `masks.ttt`, or another with its keys: step s is keys s·L … (s+1)·L-1
     impl: str = "blocked",  # as in `block_attention`
 ) -> Tensor:  # [Hq, N, D]
@@ -425,7 +434,7 @@ def prefix_attention(
         else (k.new_empty(len(k), len(rows), 0, k.shape[-1], dtype=v.dtype),) * 2
     )
     q, k = q.to(v.dtype), k.to(v.dtype)
-    step = torch.arange(1, len(diagonal) + 1, device=k.device)
+    step = torch.arange(1, len(diagonal) + 1, device=rows.device)
     own_keys = rows[:, None] + k.shape[1] * step
     with torch.autocast(q.device.type, enabled=False):
         if impl == "blocked":
@@ -433,7 +442,8 @@ def prefix_attention(
             return _blocked(*part, rows[:, None], own_keys)[:, :, 0]
         of_rows, scale = mask.of_queries(rows), q.shape[-1] ** -0.5
         row = q[None], k[None], v[None], of_rows, scale
-        out, lse = masked_flex(*row, want_lse=bool(diagonal))
+        out, lse = masked_flex(*row, want_lse=bool(diagonal), mask_device=rows.device)
         if lse is None:
             return out[0]
-        return merge_own(out[0], lse[0], q, own_k, own_v, mask.at(rows[:, None], own_keys))
+        attended = to_device(mask.at(rows[:, None], own_keys), q.device)
+        return merge_own(out[0], lse[0], q, own_k, own_v, attended)

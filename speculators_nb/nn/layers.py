@@ -234,11 +234,11 @@ class ProjectedEmbeds(NamedTuple):
 
     def queries(self) -> Tensor:  # [N, Hq·D]
         "Both parts."
-        return self.query + F.linear(self.hidden, self.query_weight)
+        return torch.addmm(self.query, self.hidden, self.query_weight.T)
 
     def keys_values(self) -> Tensor:  # [N, 2·Hkv·D]
         "Both parts, keys first."
-        return self.key_value + F.linear(self.hidden, self.key_value_weight)
+        return torch.addmm(self.key_value, self.hidden, self.key_value_weight.T)
 
 # %% ../../nbs/nn/05_layers.ipynb #cef509f5
 class Attention(nn.Module):

@@ -64,7 +64,9 @@ class _ChunkedTokenLoss(torch.autograd.Function):
                 z_tile = z[part.start - first : part.stop - first]
                 found = score_tokens(z_tile, tokens[part], want_hidden or want_head)
                 losses[part], correct[part], grad_tile = found
-                if grad_tile is not None:
+                if grad_tile is not None and len(grad_tile) == len(z):
+                    z = grad_tile
+                elif grad_tile is not None:
                     z_tile.copy_(grad_tile)
             if grad_hidden is not None:
                 grad_hidden[rows] = (z @ w).to(hidden.dtype)
