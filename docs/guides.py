@@ -461,43 +461,41 @@ def train_step_cpu():
 
 
 def devices(folder=ROOT / "benchmarks/gpu/results"):
-    "Runs of `make gpu` on accelerators, the newest first: (its folder, results.json)."
-    found = [(file.parent, json.loads(file.read_text())) for file in sorted(folder.glob("*/results.json"))]
-    real = [(place, run) for place, run in found if run["size"] != "toy" and device_name(run)]
-    return sorted(real, key=lambda entry: entry[1]["date"], reverse=True)
+    "What `make gpu` measured: folder -> the rows of its card, by kind. Each row names its commit, torch and date."
+    found = {file.parent: json.loads(file.read_text()) for file in sorted(folder.glob("*/results.json"))}
+    return {place: run["rows"] for place, run in found.items() if run["size"] != "toy" and sound(run["rows"], "device")}
 
 
-def device_name(run):
-    return next((row["device"] for row in run["rows"]["device"] if "error" not in row), None)
+def sound(rows, kind):
+    return [row for row in rows.get(kind, []) if "error" not in row]
 
 
-def run_label(place, run):
-    return f"[{device_name(run)}](../benchmarks/gpu/results/{place.name}/README.md)"
+def stamp(row):
+    return row["date"], row["commit"], row["torch"]
 
 
 def checked(rows, right):
-    "How many of the rows that came to an end are right."
-    ended = [row for row in rows if "error" not in row]
-    return f"{sum(map(right, ended))} of {len(ended)}" if ended else "–"
+    "How many of the rows are right."
+    return f"{sum(map(right, rows))} of {len(rows)}" if rows else "–"
 
 
-def step_pairs(run):
-    """[setting, positions, side, its speed over upstream's, memory, MFU] of the training steps of one run: ours are
-    compared with upstream's of the same run, and nothing else."""
-    steps = [row for row in run["rows"]["step"] if "error" not in row]
-    peak = next(row for row in run["rows"]["device"] if "error" not in row).get("peak_flops")
-    found = []
+def step_pairs(rows):
+    """Training steps of one card beside upstream's: [setting, positions, speed, memory, MFU, date, commit, torch]. Only
+    steps with the same torch are compared."""
+    steps, lines = sound(rows, "step"), []
+    peak = sound(rows, "device")[0].get("peak_flops")
     for row in steps:
         if row["side"] == "upstream":
             continue
-        same = [r for r in steps if (r["setting"], r["length"]) == (row["setting"], row["length"])]
-        upstream = next((r for r in same if r["side"] == "upstream"), None)
-        flops = next((r["flops"] for r in same if r.get("flops")), None)
+        alike = [
+            r for r in steps if (r["setting"], r["length"], r["torch"]) == (row["setting"], row["length"], row["torch"])
+        ]
+        upstream = next((r for r in alike if r["side"] == "upstream"), None)
         speed = f"{upstream['seconds'] / row['seconds']:.2f}" if upstream else "not measured"
         memory = f"{row['peak_bytes'] / upstream['peak_bytes']:.2f}" if upstream else "not measured"
-        mfu = f"{100 * flops / row['seconds'] / peak:.0f} %" if flops and peak else "–"
-        found.append([row["setting"], count(row["length"]), row["side"], speed, memory, mfu])
-    return found
+        mfu = f"{100 * row['flops'] / row['seconds'] / peak:.0f} %" if row.get("flops") and peak else "–"
+        lines.append([row["setting"], count(row["length"]), speed, memory, mfu, *stamp(row)])
+    return lines
 
 
 def on_devices(folder=ROOT / "benchmarks/gpu/results"):
@@ -505,36 +503,33 @@ def on_devices(folder=ROOT / "benchmarks/gpu/results"):
     found = devices(folder)
     if not found:
         return "Nothing here has been run on an accelerator yet (`make gpu` does)."
-    names = listed([f"{device_name(run)} ({run['date']})" for _, run in reversed(found)])
-    runs = [
-        [
-            run_label(place, run),
-            run["date"],
-            f"`{run['versions'].get('commit', '–')}`",
-            run["versions"]["torch"],
-            checked(run["rows"]["equal"], lambda row: row["ok"]),
-            checked(run["rows"]["decode"], lambda row: not row["different"]),
-        ]
-        for place, run in found
-    ]
-    steps = [
-        [device_name(run), f"`{run['versions'].get('commit', '–')}`", *line]
-        for _, run in found
-        for line in step_pairs(run)
-    ]
-    head = ["device", "date", "commit", "torch", "losses and gradients within tolerance", "greedy texts equal, sets"]
+    cards = {place: rows["device"][0]["device"] for place, rows in found.items()}
+    names = listed(list(cards.values()))
     lines = [
-        f"`make gpu` has been run on {names}.",
-        table(head, runs),
-        "A training step beside upstream's, on the same device, in the same run, with the same batch:",
-        table(
-            ["device", "commit", "setting", "positions", "side", "times as fast", "of its memory", "MFU"],
-            steps,
-        )
-        if steps
-        else "No training step was measured.",
-        "Devices, commits and versions differ from run to run, so compare nothing across them.",
+        f"`make gpu` has been run on {names}. Cards, commits and versions of torch differ: compare nothing across the "
+        "sections."
     ]
+    for place, rows in found.items():
+        everything = [row for kind in rows.values() for row in kind]
+        equal = checked(sound(rows, "equal"), lambda row: row["ok"])
+        texts = checked(sound(rows, "decode"), lambda row: not row["different"])
+        dates = listed(sorted({row["date"] for row in everything}))
+        lines += [
+            f"### {cards[place]}",
+            f"Measured on {dates} ([all rows](../benchmarks/gpu/results/{place.name}/README.md)). Losses and gradients "
+            f"within tolerance of the definition: {equal}. Sets of greedy texts equal to the verifier's: {texts}.",
+        ]
+        if steps := step_pairs(rows):
+            head = [
+                "training step",
+                "positions",
+                "times as fast as upstream's",
+                "of its memory",
+                "MFU",
+                "date",
+                "commit",
+            ]
+            lines.append(table([*head, "torch"], steps))
     return "\n\n".join(lines)
 
 

@@ -64,34 +64,36 @@ def test_no_number_of_the_measured_claims_is_typed():
     assert re.findall(r".{,30}\d.{,30}", left.replace(" 0.9.0", "")) == []
 
 
-RUN = dict(
-    date="2026-11-27",
-    size="device",
-    versions=dict(torch="2.11.0", commit="abc1234"),
-    rows=dict(
-        device=[dict(device="NVIDIA X1", peak_flops=1e15)],
-        equal=[dict(ok=True), dict(ok=False), dict(error="out of time")],
-        decode=[dict(different=0)],
-        step=[
-            dict(setting="MTP", length=8192, side="upstream", seconds=0.3, peak_bytes=4e9),
-            dict(setting="MTP", length=8192, side="ours", seconds=0.2, peak_bytes=1e9, flops=1e14),
-            dict(setting="MTP", length=2048, side="ours", seconds=0.1, peak_bytes=1e9, flops=1e13),
-            dict(setting="DFlash", length=8192, side="upstream", error="AssertionError"),
-        ],
-    ),
+STAMP = dict(date="2026-11-27", torch="2.11.0", commit="abc1234")
+ROWS = dict(
+    device=[STAMP | dict(device="NVIDIA X1", peak_flops=1e15)],
+    equal=[STAMP | row for row in (dict(ok=True), dict(ok=False), dict(error="out of time"))],
+    decode=[STAMP | dict(different=0)],
+    step=[
+        STAMP | dict(setting=setting, length=length, side=side) | row
+        for setting, length, side, row in (
+            ("MTP", 8192, "upstream", dict(seconds=0.3, peak_bytes=4e9)),
+            ("MTP", 8192, "ours", dict(seconds=0.2, peak_bytes=1e9, flops=1e14)),
+            ("MTP", 8192, "ours", dict(seconds=0.1, peak_bytes=1e9, flops=1e14, torch="2.13.0")),
+            ("MTP", 2048, "ours", dict(seconds=0.1, peak_bytes=1e9, flops=1e13)),
+            ("DFlash", 8192, "upstream", dict(error="AssertionError")),
+        )
+    ],
 )
 
 
 def test_what_ran_on_an_accelerator_is_read_from_the_results(tmp_path):
     assert "Nothing here has been run on an accelerator" in guides.on_devices(tmp_path)
-    for name, change in {"a": {}, "b": dict(date="2026-12-01", size="toy"), "c": dict(date="2026-12-02")}.items():
+    for name, size in {"x1": "device", "toy": "toy"}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "results.json").write_text(json.dumps(RUN | change))
+        (tmp_path / name / "results.json").write_text(json.dumps(dict(size=size, rows=ROWS)))
     made = guides.on_devices(tmp_path)
-    assert "run on NVIDIA X1 (2026-11-27) and NVIDIA X1 (2026-12-02)." in made
-    assert "| `abc1234` | 2.11.0 | 1 of 2 | 1 of 1 |" in made and "results/b/" not in made
-    assert "| MTP | 8,192 | ours | 1.50 | 0.25 | 50 % |" in made
-    assert "| MTP | 2,048 | ours | not measured | not measured | 10 % |" in made
+    assert "run on NVIDIA X1. " in made and "results/x1/" in made and "results/toy/" not in made
+    assert "definition: 1 of 2." in made and "verifier's: 1 of 1." in made
+    at = "2026-11-27 | abc1234 |"
+    assert f"| MTP | 8,192 | 1.50 | 0.25 | 50 % | {at} 2.11.0 |" in made
+    assert f"| MTP | 8,192 | not measured | not measured | 100 % | {at} 2.13.0 |" in made, "another torch"
+    assert f"| MTP | 2,048 | not measured | not measured | 10 % | {at} 2.11.0 |" in made
 
 
 def test_no_page_says_that_nothing_ran_where_results_are():
@@ -105,11 +107,11 @@ def test_no_page_says_that_nothing_ran_where_results_are():
 def test_the_plan_promises_no_more_than_was_measured():
     from speculators_nb.plan.requirements import Machine
 
-    runs = [run for _, run in guides.devices()]
+    found = guides.devices().values()
     best = max(
-        float(line[-1].rstrip(" %")) for run in runs for line in guides.step_pairs(run) if line[0][:7] == "EAGLE-3"
+        float(line[4].rstrip(" %")) for rows in found for line in guides.step_pairs(rows) if line[0][:7] == "EAGLE-3"
     )
-    copied = max(row["copy_bytes"] for run in runs for row in run["rows"]["device"] if "H100" in row.get("device", ""))
+    copied = max(row["copy_bytes"] for rows in found for row in rows["device"] if "H100" in row["device"])
     assert 100 * Machine().mfu <= best + 0.5 and Machine().bandwidth <= copied / 1e12
 
 
