@@ -79,10 +79,9 @@ def drafter_sizes(kind, verifier):
     )
 
 
-def run_sizes(name, config, conversations, epochs=3, devices=2):
+def run_sizes(name, config, step, conversations, epochs=3, devices=2):
     "A row of the table of runs: features in two dtypes, steps and hours of devices."
     tokens, machine, sizes = conversations * TOKENS, Machine(), verifier_sizes(config)
-    step = predicted_step("eagle3", draft_layer_config(config), DRAFT_VOCAB, sizes.layers, ROW, TOKENS, bf16=True)
     info = VerifierInfo(name, config)
     answers = answering(info, machine, serving(info, machine, TOKENS)[0], TOKENS, AT_ONCE)
     on_disk = [tokens * feature_bytes(sizes.hidden, dtype=dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
@@ -123,7 +122,11 @@ def tables():
         Qwen3Config(**QWEN3_8B, architectures=["Qwen3ForCausalLM"]).save_pretrained(verifier)
         drafters = [drafter_sizes(kind, verifier) for kind in sorted(SpeculatorModel.registered_classes())]
     configs = {"Llama-3.1-8B": LlamaConfig(**LLAMA_8B), "Qwen3-8B": Qwen3Config(**QWEN3_8B, tie_word_embeddings=False)}
-    runs = [run_sizes(name, config, n) for name, config in configs.items() for n in CONVERSATIONS]
+    runs = []
+    for name, config in configs.items():
+        layer, layers = draft_layer_config(config), config.num_hidden_layers
+        step = predicted_step("eagle3", layer, DRAFT_VOCAB, layers, ROW, TOKENS, bf16=True)
+        runs += [run_sizes(name, config, step, n) for n in CONVERSATIONS]
     longest = {run["verifier"]: run for run in runs}  # whose hours are rounded least
     verifiers = [
         dict(
