@@ -20,7 +20,7 @@ from benchmarks.gpu import ab, bundle, decode, equal, loop, step
 from benchmarks.gpu import run as benchmark
 from benchmarks.gpu.device import table_peak
 from benchmarks.gpu.pool import Pool
-from benchmarks.gpu.report import Report, stamp
+from benchmarks.gpu.report import Report
 from speculators_nb.decode import proposal_setup
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.evaluate.cost import training_flops
@@ -114,17 +114,19 @@ def test_what_runs_out_of_memory_beside_others_is_tried_again_alone(tmp_path):
     assert not any("error" in row for row in rows)
 
 
-def test_cells_begin_in_their_order_as_memory_and_time_allow(tmp_path):
-    "What does not fit waits, and only small ones overtake it; what takes longer than the time left is named."
-    pool = Pool([], None, None, None, memory=64, seconds=100.0)
-    large, small, late = cells("row", gib=40.0), cells("small", gib=1.0), cells("late", needs=200.0)
-    pool.waiting = [list(job) for job in (large, cells("second", gib=40.0), cells("third", gib=20.0), late, small)]
-    assert pool.next_job() == large
-    pool.running.append(SimpleNamespace(cells=large))
-    assert pool.next_job() == small and pool.left == late  # the third would fit beside the first, but takes much
-    assert pool.next_job() is None
-    pool.running.clear()
-    assert [pool.next_job()[0]["do"] for _ in range(2)] == ["second", "third"]
+def test_cells_begin_in_their_order_as_memory_and_time_allow():
+    "What does not fit is overtaken; fillers are few; what takes longer than the time left is named."
+    pool, late = Pool([], None, None, None, memory=64, seconds=100.0), cells("late", needs=200.0)
+    jobs = {name: cells(name, gib=size) for name, size in dict(first=40.0, second=40.0, third=20.0).items()}
+    jobs |= {name: cells(name, gib=1.0, filler=True) for name in "abc"}
+    pool.waiting = [list(job) for job in (late, *jobs.values())]
+    begun = []
+    while job := pool.next_job():
+        begun.append(job[0]["do"])
+        pool.running.append(SimpleNamespace(cells=job))
+    assert begun == ["first", "third", "a", "b"] and pool.left == late
+    pool.running.pop(0)
+    assert [pool.next_job()[0]["do"], pool.next_job()] == ["second", None]
 
 
 # ---------------------------------------------------------------- bundle
@@ -391,7 +393,9 @@ ABOUT = dict(card="A | card", torch="2.11.0", date="2026-01-01", commit="abc", v
 
 
 def report_of(folder, **about):
-    return Report.at(folder, ABOUT | about, "device")
+    report = Report.at(folder, ABOUT | about, "device")
+    report.begin(["e", "loop"], ["A sentence."])
+    return report
 
 
 def lines(folder, part):
@@ -417,11 +421,11 @@ def test_the_report_counts_failures_and_names_what_was_left_out(tmp_path):
     report.add("equal", dict(cell="k", drafter="eagle", dtype="fp32", error="killed after 9 s"))
     text = dict(drafter="eagle", dtype="fp32", texts=2, near_ties=0, different=1, accepted_a_step=0.5, ok=False)
     report.add("decode", dict(cell="d", **text))
-    report.finish(3.0, ["loop"], ["A sentence."])
+    report.note(["loop"])
     assert report.failed() == 3
     assert lines(tmp_path, f"{stamped} **losses differ** |") and lines(tmp_path, f"{stamped} killed after 9 s |")
     assert lines(tmp_path, f"{stamped} **not within tolerance** |") and lines(tmp_path, "A sentence.")
-    assert lines(tmp_path, "no time: loop.")
+    assert lines(tmp_path, "no time: loop.") and not lines(tmp_path, "no time: e, loop.")
     assert not list(tmp_path.glob("*.part*"))
 
 
@@ -432,7 +436,6 @@ def test_a_later_run_replaces_its_cells_and_each_row_says_what_it_is_of(tmp_path
     report.add("equal", dict(cell="e", drafter="mtp", dtype="fp32", error="no"))
     later = report_of(tmp_path, commit="def", date="2026-02-02")
     later.add("step", dict(cell="o", side="ours", first_loss=2.0, **STEP | dict(seconds=0.25)))
-    later.finish(3.0, [], [])
     assert later.failed() == 0  # of this run
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     found = {r["cell"]: (r["commit"], r["card"], r["torch"], r["date"]) for rs in rows.values() for r in rs}
@@ -440,6 +443,29 @@ def test_a_later_run_replaces_its_cells_and_each_row_says_what_it_is_of(tmp_path
     assert found == dict(u=old, o=new, e=old)
     (line,) = lines(tmp_path, "| MTP | 2,048 | ours |")
     assert "| 250 | 600 | 4,096 | 2 | 1 |" in line and "| def | 2.11.0 | 2026-02-02 |" in line
+
+
+def test_a_train_step_keeps_its_first_row_when_changing_batches_fail(tmp_path):
+    report = report_of(tmp_path)
+    report.add("step", dict(cell="o", side="ours", first_loss=2.0, **STEP))
+    report.add("step", dict(cell="o", setting="MTP", length=2048, side="ours", changing_seconds=0.7))
+    report.add("step", dict(cell="o", setting="MTP", length=2048, side="ours", error="killed after 9 s"))
+    assert lines(tmp_path, "| MTP | 2,048 | ours | 500 | 700 |")[0].endswith("killed after 9 s |")
+    assert report.failed() == 1
+
+
+def test_results_of_elsewhere_are_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "HERE", tmp_path)
+    there = report_of(tmp_path / "there")
+    there.add("equal", dict(cell="e", drafter="mtp", dtype="fp32", error="no"))
+    here = report_of(tmp_path / "results/a-card", commit="old")
+    for cell in "ef":
+        here.add("equal", dict(cell=cell, drafter="mtp", dtype="fp32", error="no"))
+    benchmark.merge(tmp_path / "there")
+    benchmark.merge(tmp_path / "there")
+    found = json.loads((tmp_path / "results/a-card/results.json").read_text())
+    assert [(r["cell"], r["commit"]) for r in found["rows"]["equal"]] == [("f", "old"), ("e", "abc")]
+    assert [run["commit"] for run in found["runs"]] == ["old", "abc"]
 
 
 def test_what_another_torch_measured_is_not_compared_and_another_card_has_a_folder_of_its_own(tmp_path):
@@ -521,7 +547,7 @@ def test_toy_run(tmp_path):
     every = [row for rows in found["rows"].values() for row in rows]
     assert done.returncode == 0, [row for row in every if "error" in row or row.get("ok") is False]
     (run,) = found["runs"]
-    assert not run["left_out"] and {r["commit"] for r in every} == {stamp()["commit"]}
+    assert not run["left_out"] and {r["commit"] for r in every} == {(tmp_path / "tree/COMMIT").read_text().strip()}
     rows = {(r["drafter"], r["dtype"], r["pair"]): r for r in found["rows"]["equal"]}
     pairs = {
         "fp32": ["blocked vs dense", "flex vs dense", "flex vs blocked", "masked vs dense"],

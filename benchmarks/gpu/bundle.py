@@ -39,6 +39,10 @@ READ = (  # what `make gpu` and `make gpu-toy` read
 COMMIT = "COMMIT"  # file of a slim copy, which has no git: what it is a copy of
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
+ANY_VERSION = (
+    "aiohttp anyio click filelock httpcore httpx matplotlib packaging pandas pillow protobuf psutil pyarrow pyyaml "
+    "rich tqdm typer"
+)
 # What the machine brings; a version where it is known that this one is enough.
 EXPECTED = {
     "torch": "2.11.0",
@@ -49,23 +53,7 @@ EXPECTED = {
     "tokenizers": "0.23.2",
     "huggingface-hub": "1.33.0",
     "numpy": "2.5.2",
-    **dict.fromkeys(
-        [
-            "aiohttp",
-            "anyio",
-            "click",
-            "filelock",
-            "httpcore",
-            "httpx",
-            "matplotlib",
-            "packaging",
-            "pandas",
-            "pillow",
-            "protobuf",
-            "psutil",
-        ]
-    ),
-    **dict.fromkeys(["pyarrow", "pyyaml", "rich", "tqdm", "typer"]),
+    **dict.fromkeys(ANY_VERSION.split()),
 }
 # Requirements that no training imports: upstream's settings, pictures and sound, and our widgets.
 LEFT_OUT = {"anywidget", "ipywidgets", "pydantic-settings", "torchaudio", "torchvision"}
@@ -118,29 +106,10 @@ def fetch(folder, python="3.12"):
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
-    platforms = [part for p in PLATFORMS for part in ("--platform", p)]
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--only-binary=:all:",
-            "--python-version",
-            python,
-            "--implementation",
-            "cp",
-            *platforms,
-            "-d",
-            folder,
-            "-r",
-            HERE / "bundle.txt",
-        ],
-        check=True,
-    )
+    asked = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--implementation", "cp"]
+    asked += ["--python-version", python, *(part for p in PLATFORMS for part in ("--platform", p))]
+    listed = ["-d", folder, "-r", HERE / "bundle.txt"]
+    subprocess.run([sys.executable, "-m", "pip", "download", *asked, *listed], check=True)
     wheels = [metadata(w) for w in sorted(folder.glob("*.whl"))]
     if wrong := unmet(wheels):
         raise SystemExit("\n".join(wrong))

@@ -5,9 +5,10 @@ A worker process (process.py) gets a list of cells and answers in lines of JSON:
 row with an `error`; the cells after it go on in a new process. While one worker has its turn, the process groups of all
 others are stopped (SIGSTOP), so that its clock measures it alone: they compile meanwhile, which takes most of the time.
 
-A cell may say `gib`, the device memory that it takes (lists of cells begin in their order; only those that take at
-most SMALL of it overtake one that must wait for memory), `needs`, the seconds without which it is not begun, and
-`limit`, the most seconds that it may take.
+A cell may say `gib`, the device memory that it takes (of the lists of cells that wait, the first begins whose memory is
+free; one that was overtaken OVERTAKEN times is not overtaken again but by fillers), `needs`, the seconds without which
+it is not begun, `limit`, the most seconds that it may take, and `filler`: at most FILLERS processes with such cells run
+at once, so that they do not keep others waiting.
 """
 
 import json
@@ -23,7 +24,7 @@ import time
 COMMAND = (sys.executable, "-m", "benchmarks.gpu.process")
 TURN_SECONDS = 25  # a turn that takes longer ends, and the others go on
 LIMIT = 200.0  # seconds of a cell
-SMALL = 2.0  # GiB
+OVERTAKEN, FILLERS = 3, 2
 
 
 def gib(cells):
@@ -114,19 +115,26 @@ class Pool:
 
     def next_job(self):
         """The first that may begin now, or None. Cells without enough time are left out."""
-        free = self.memory - sum(gib(worker.cells) for worker in self.running)
-        blocked = False
+        running = [worker.cells for worker in self.running]
+        free = self.memory - sum(map(gib, running))
+        fillers = sum(any(cell.get("filler") for cell in cells) for cells in running)
+        passed = []  # what is more important and has no memory
         for job in list(self.waiting):
             late = [cell for cell in job if cell.get("needs", 0.0) > self.deadline - time.monotonic()]
             self.left += late
             job[:] = [cell for cell in job if cell not in late]
             if not job:
                 self.waiting.remove(job)
-            elif gib(job) <= (min(free, SMALL) if blocked else free) or not self.running:
+                continue
+            filler = job[0].get("filler")
+            may = fillers < FILLERS if filler else all(each[0].get("overtaken", 0) < OVERTAKEN for each in passed)
+            if not running or (may and gib(job) <= free):
                 self.waiting.remove(job)
+                for each in [] if filler else passed:
+                    each[0]["overtaken"] = each[0].get("overtaken", 0) + 1
                 return job
-            else:
-                blocked = True
+            if not filler:
+                passed.append(job)
         return None
 
     def receive(self):

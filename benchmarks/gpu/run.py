@@ -14,8 +14,8 @@ that are not run again stay. Exit status: 0, or 1 where a cell failed.
 
 import argparse
 import importlib.util
+import json
 import os
-import re
 import sys
 import tempfile
 import time
@@ -27,24 +27,13 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.gpu.bundle import FOLDER, python_of, unpack  # noqa: E402
 from benchmarks.gpu.pool import Pool  # noqa: E402
-from benchmarks.gpu.report import Report, stamp  # noqa: E402
+from benchmarks.gpu.report import Report, slug, stamp  # noqa: E402
 from speculators_nb.core.options import algorithms  # noqa: E402
 
 DRAFTERS = [*algorithms(), "hass"]  # hass: EAGLE trained on its own outputs
 EAGLE, PEAGLE, DFLASH, MTP, SEVEN = "EAGLE-3 K=3", "P-EAGLE", "DFlash 512x16", "MTP", "EAGLE-3 K=7"
-NEEDED = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "safetensors",
-    "pandas",
-    "pydantic",
-    "datasets",
-    "fastcore",
-    "httpx",
-    "typer",
-)
-SECONDS, FIRST, WORKERS = 540.0, 90.0, 6  # of all; of the device's facts; processes side by side
+NEEDED = "torch transformers accelerate safetensors pandas pydantic datasets fastcore httpx typer"
+SECONDS, FIRST, WORKERS = 540.0, 90.0, 7  # of all; of the device's facts; processes side by side
 # of a train step: GiB of the device with CUDA's own, upstream's and ours; seconds with imports and compilation
 GIB = {
     (EAGLE, 8192): (19.0, 18.0),
@@ -80,31 +69,31 @@ def device_jobs():
     def steps(length, *settings):
         for setting in settings:
             for side, gib in zip(("upstream", "ours"), GIB[setting, length]):
-                yield [cell("step", setting, length, side, size="device", gib=gib, needs=NEEDS[side], limit=240.0)]
+                yield [cell("step", setting, length, side, size="device", gib=gib, needs=NEEDS[side], limit=300.0)]
 
-    def texts(drafter, *dtypes):
-        return [cell("decode", drafter, dtype, size="device", gib=2.0, needs=25.0) for dtype in dtypes]
-
-    def equal(drafter, *dtypes):
-        return [cell("equal", drafter, dtype, size="device", gib=2.0, needs=30.0) for dtype in dtypes]
+    def small(kind, drafter, *dtypes, **more):
+        return [cell(kind, drafter, dtype, size="device", gib=2.0, needs=30.0, **more) for dtype in dtypes]
 
     def kernels(setting):
         return [cell("kernels", setting, size="device", gib=GIB[setting, 8192][1], needs=40.0)]
 
+    def rest(drafter):
+        return [each for kind in ("equal", "decode") for each in small(kind, drafter, "fp32", "bf16", filler=True)]
+
     return [
         [cell("ab", EAGLE, 8192, size="device", gib=18.0, needs=50.0, limit=400.0)],
         *steps(8192, EAGLE),
-        equal("eagle3", "fp32"),
-        equal("eagle3", "bf16"),
+        small("equal", "eagle3", "fp32"),
+        small("equal", "eagle3", "bf16"),
         kernels(EAGLE),
         *steps(8192, PEAGLE, DFLASH),
         *steps(32768, EAGLE),
         *steps(8192, MTP),
         [cell("loop", size="device", gib=8.0, needs=45.0)],
-        texts("eagle3", "fp32", "bf16"),
+        small("decode", "eagle3", "fp32", "bf16"),
         *[kernels(setting) for setting in (MTP, PEAGLE, DFLASH)],
         *steps(8192, SEVEN),
-        *[[*equal(name, "fp32", "bf16"), *texts(name, "fp32", "bf16")] for name in DRAFTERS if name != "eagle3"],
+        *[rest(name) for name in DRAFTERS if name != "eagle3"],
     ]
 
 
@@ -172,22 +161,17 @@ def environment(paths, workers):
     )
 
 
-def work(report, jobs, paths, **limits):
-    """Do the cells; every row goes to the report at once. Returns names of the cells that were left out."""
-    kinds = {each["name"]: each["kind"] for job in jobs for each in job}
-    limits["workers"] = workers = max(1, min(limits["workers"], len(jobs)))
-    with open(report.folder / "log.txt", "a") as log:
-        pool = Pool(jobs, lambda row: report.add(kinds[row["cell"]], row), log, environment(paths, workers), **limits)
+def work(jobs, on_row, folder, paths, workers, **limits):
+    """Do the cells; every row goes to `on_row` at once. Returns names of the cells that were left out."""
+    workers = max(1, min(workers, len(jobs)))
+    with open(folder / "log.txt", "a") as log:
+        pool = Pool(jobs, on_row, log, environment(paths, workers), workers, **limits)
         return [each["name"] for each in pool.run()]
 
 
 def missing():
     """Names of packages that neither the machine nor the bundle has."""
-    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
-
-
-def slug(device):
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return [name for name in NEEDED.split() if importlib.util.find_spec(name) is None]
 
 
 def main():
@@ -201,10 +185,16 @@ def main():
     parser.add_argument(
         "--out", type=Path, help="folder of results; by default benchmarks/gpu/results/<device>, or output/gpu-toy"
     )
+    parser.add_argument(
+        "--merge", type=Path, metavar="FOLDER", help="run nothing; take FOLDER's rows over into those of its device"
+    )
     opt = parser.parse_args()
     jobs = chosen(toy_jobs() if opt.toy else device_jobs(), opt.only)
     if opt.list:
         print("\n".join(each["name"] for job in jobs for each in job))
+        return
+    if opt.merge:
+        merge(opt.merge)
         return
     bundle = opt.bundle or (FOLDER if FOLDER.is_dir() and not opt.toy else None)
     with tempfile.TemporaryDirectory(prefix="gpu-bundle-") as site:
@@ -233,39 +223,46 @@ def bundle_fits(folder):
     return False
 
 
+def merge(folder):
+    """Into the folder of results of the same device."""
+    found = json.loads((folder / "results.json").read_text())
+    report = Report.at(HERE / "results" / slug(found["card"]), dict(card=found["card"]), found["size"])
+    report.merge(found)
+    print(f"{report.folder}: {len(report.done)} cells of {folder}")
+
+
+def facts_of_device(opt, paths):
+    """Its row."""
+    with tempfile.TemporaryDirectory(prefix="gpu-results-") as folder:
+        asked, rows = [[dict(kind="device", name="device", toy=opt.toy, limit=FIRST)]], []
+        work(asked, rows.append, Path(folder), paths, workers=1, seconds=min(FIRST, opt.seconds))
+        row = rows[0] if rows else dict(error="nothing answered in time")
+        if "error" in row:
+            log = (Path(folder) / "log.txt").read_text()[-3000:]
+            raise SystemExit(f"the device cannot be used: {row['error']}\n{log}")
+    if row["device"] == "CPU" and not opt.toy:
+        raise SystemExit("torch sees no CUDA device; on a CPU run `make gpu-toy`")
+    return row
+
+
 def run(opt, jobs, paths):
     began, upstream = time.monotonic(), importlib.util.find_spec("speculators") is not None
-    size = "toy" if opt.toy else "device"
-    with tempfile.TemporaryDirectory(prefix="gpu-results-") as first:
-        facts = Report(Path(first), stamp(), size)
-        asked = [[dict(kind="device", name="device", toy=opt.toy, limit=FIRST)]]
-        work(facts, asked, paths, workers=1, seconds=min(FIRST, opt.seconds))
-        about = next((row for row in facts.rows["device"] if "error" not in row), None)
-        if about is None:
-            raise SystemExit(
-                "the device cannot be used: "
-                + (facts.rows["device"][0]["error"] if facts.rows["device"] else "nothing answered in time")
-                + f"\n{(Path(first) / 'log.txt').read_text()[-3000:]}"
-            )
-        if about["device"] == "CPU" and not opt.toy:
-            raise SystemExit("torch sees no CUDA device; on a CPU run `make gpu-toy`")
+    about, size = facts_of_device(opt, paths), "toy" if opt.toy else "device"
     folder = opt.out or (ROOT / "output/gpu-toy" if opt.toy else HERE / "results" / slug(about["device"]))
-    report = Report.at(folder, stamp(card=about["device"]), size)
-    report.add("device", about)
     if not upstream:
         jobs = [kept for job in jobs if (kept := [each for each in job if each.get("side") != "upstream"])]
-    memory = about["memory_bytes"] / 2**30 - 2 if "memory_bytes" in about else float("inf")
-    left = work(
-        report,
-        jobs,
-        paths,
-        workers=opt.workers,
-        seconds=opt.seconds - (time.monotonic() - began),
-        memory=memory,
-    )
-    report.finish(time.monotonic() - began, left, not_run(size, upstream))
-    print((report.folder / "README.md").read_text())
-    print(f"results in {report.folder}; {report.failed()} failed")
+    report = Report.at(folder, stamp(card=about["device"]), size)
+    report.begin([each["name"] for job in jobs for each in job], not_run(size, upstream))
+    report.add("device", about)
+    (folder / "log.txt").unlink(missing_ok=True)
+    kinds = {each["name"]: each["kind"] for job in jobs for each in job}
+    limits = dict(workers=opt.workers, seconds=opt.seconds - (time.monotonic() - began))
+    if "memory_bytes" in about:
+        limits["memory"] = about["memory_bytes"] / 2**30 - 2
+    left = work(jobs, lambda row: report.add(kinds[row["cell"]], row), folder, paths, **limits)
+    report.note(left)
+    print((folder / "README.md").read_text())
+    print(f"results in {folder}; {report.failed()} failed")
     return int(report.failed() > 0)
 
 

@@ -12,6 +12,7 @@ import json
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -187,50 +188,55 @@ def graphs():
 
 
 def run(cell, turn):
-    """The row of one cell: {setting, length, side, size}."""
+    """The row of one cell: {setting, length, side, size}; then what changing batches add to it."""
     device, size, length = pick(), cell["size"], cell["length"]
     setup, compiled = Setup(cell["side"], cell["setting"], length, size, device), graphs()
     step = setup.stepper()
-
-    def on(number):
-        def run():
-            setup.use(number)
-            step()
-
-        return run
-
     began = time.perf_counter()
     first = worker.numbers(step())
     first_seconds, first_graphs = time.perf_counter() - began, graphs() - compiled
     for _ in range(WARM_UP[size] - 1):
         step()
     held, peak = peak_memory(step, device)
-    setup.draw_others()
-    packings = [on(i) for i in range(len(setup.batches))]
-    began = time.perf_counter()
-    for other in packings * PASSES[size]:
-        other()
-    wait(device)
-    other_seconds, other_graphs = time.perf_counter() - began, graphs() - compiled - first_graphs
     with turn():
-        changing, _ = measure(packings, device, size)
-        setup.use(0)
         seconds, steps = measure([step] * TOGETHER[size], device, size)
     yield dict(
         cell["labels"],
         seconds=seconds,
-        changing_seconds=changing,
         tokens_per_second=length / seconds,
         held_bytes=held,
         peak_bytes=peak,
         steps=steps,
         first_seconds=first_seconds,
         first_graphs=first_graphs,
-        other_seconds=other_seconds,
-        other_graphs=other_graphs,
-        last_graphs=graphs() - compiled - first_graphs - other_graphs,
         first_loss=first["loss"],
         first_gradient_norm=first["grad_norm"],
         waits=waits(step, device),
-        **(counted(setup) if cell["side"] == "ours" else {}),  # at the end: nothing runs compiled while it counts
+    )
+    yield dict(cell["labels"], **changing(setup, step, turn, size))
+    if cell["side"] == "ours":
+        yield dict(cell["labels"], **counted(setup))  # at the end: nothing runs compiled while it counts
+
+
+def changing(setup, step, turn, size):
+    """Steps that take the packings in turn: the time of one, and graphs compiled before and while it is timed."""
+
+    def on(number):
+        setup.use(number)
+        step()
+
+    setup.draw_others()
+    packings = [partial(on, i) for i in range(len(setup.batches))]
+    compiled, began = graphs(), time.perf_counter()
+    for each in packings * PASSES[size]:
+        each()
+    wait(setup.device)
+    other_seconds, other_graphs = time.perf_counter() - began, graphs() - compiled
+    with turn():
+        seconds, _ = measure(packings, setup.device, size)
+    return dict(
+        changing_seconds=seconds,
+        other_seconds=other_seconds,
+        other_graphs=other_graphs,
+        last_graphs=graphs() - compiled - other_graphs,
     )
