@@ -41,7 +41,7 @@ def target_slots(
 # of logits in one product on a CPU: enough rows for the GEMM to pay for packing the head
 CHUNK_ROWS = 512
 CHUNK_BYTES = 64 << 20
-CUDA_CHUNK_BYTES = 1 << 30  # a chunk costs the host a millisecond
+CUDA_CHUNK_BYTES = 256 << 20
 # of logits between two products: softmax, loss, gradient are taken while they are in cache
 TILE_BYTES = 1 << 20
 

@@ -221,24 +221,30 @@ class ProjectedEmbeds(NamedTuple):
     "The embeddings' part of queries, keys and values, and what projects the hidden states."
 
     query: Tensor  # [N, Hq·D]
-    key_value: Tensor  # [N, 2·Hkv·D]
+    key: Tensor  # [N, Hkv·D]
+    value: Tensor  # [N, Hkv·D]
     query_weight: Tensor  # [Hq·D, H] of the hidden states
-    key_value_weight: Tensor  # [2·Hkv·D, H]
+    key_weight: Tensor  # [Hkv·D, H]
+    value_weight: Tensor  # [Hkv·D, H]
     hidden: Tensor | None = None  # [N, H] normed; the layer puts it in
 
     def take(self, rows: Tensor) -> "ProjectedEmbeds":  # [M] int64, all different
         "Those of some rows."
-        parts = self.query, self.key_value, self.hidden
-        query, key_value, hidden = (x if x is None else take_rows(x, rows) for x in parts)
-        return self._replace(query=query, key_value=key_value, hidden=hidden)
+        return self._replace(
+            query=take_rows(self.query, rows),
+            key=take_rows(self.key, rows),
+            value=take_rows(self.value, rows),
+            hidden=None if self.hidden is None else take_rows(self.hidden, rows),
+        )
 
     def queries(self) -> Tensor:  # [N, Hq·D]
         "Both parts."
         return torch.addmm(self.query, self.hidden, self.query_weight.T)
 
-    def keys_values(self) -> Tensor:  # [N, 2·Hkv·D]
-        "Both parts, keys first."
-        return torch.addmm(self.key_value, self.hidden, self.key_value_weight.T)
+    def keys_values(self) -> tuple[Tensor, Tensor]:  # [N, Hkv·D] each
+        "Both parts."
+        keys = torch.addmm(self.key, self.hidden, self.key_weight.T)
+        return keys, torch.addmm(self.value, self.hidden, self.value_weight.T)
 
 # %% ../../nbs/nn/05_layers.ipynb #cef509f5
 class Attention(nn.Module):
@@ -289,7 +295,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         "Rotated keys, and values: [..., N, size] -> two of [..., Hkv, N, D]."
         if isinstance(x, ProjectedEmbeds):
-            keys, values = x.keys_values().chunk(2, -1)
+            keys, values = x.keys_values()
         else:
             keys, values = self.k_proj(x), self.v_proj(x)
         return self.rotated_keys(keys, rope), self._heads(values)
@@ -399,25 +405,21 @@ class DecoderLayer(GradientCheckpointingLayer):
 
     @property
     def can_project_embeds(self) -> bool:
-        "Whether it reads embeddings, and its weights are whole outside of `forward`, unlike FSDP's."
+        "Whether it reads embeddings, and its weights are whole outside of `forward` (FSDP's not)."
         return self.hidden_norm is not None and not hasattr(self, "unshard")
 
     def project_embeds(self, embeds: Tensor) -> ProjectedEmbeds:  # [N, H]
         "The part of embeddings in queries, keys and values, for a layer with_embeds."
         attention, kind = self.self_attn, embeds.device.type
-        names = attention.q_proj, attention.k_proj, attention.v_proj
-        q, k, v = (proj.weight.chunk(2, 1) for proj in names)
-        biases = [proj.bias for proj in names]
         unit = self.input_layernorm.without_gain(embeds)
-        of_embeds = torch.cat([q[0], k[0], v[0]])
-        projected = product_of_normed(unit, self.input_layernorm.weight, of_embeds)
-        if biases[0] is not None:
-            projected = projected + torch.cat(biases)
-        query, key_value = projected.split([len(q[0]), 2 * len(k[0])], -1)
-        auto = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if auto else q[1].dtype
-        of_hidden = q[1].to(dtype), torch.cat([k[1], v[1]]).to(dtype)  # once for all steps
-        return ProjectedEmbeds(query, key_value, *of_hidden)
+        auto = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        of_embeds, of_hidden = [], []
+        for proj in (attention.q_proj, attention.k_proj, attention.v_proj):
+            embeds_half, hidden_half = proj.weight.chunk(2, 1)
+            part = product_of_normed(unit, self.input_layernorm.weight, embeds_half)
+            of_embeds.append(part if proj.bias is None else part + proj.bias)
+            of_hidden.append(hidden_half.to(auto or hidden_half.dtype))  # once for all steps
+        return ProjectedEmbeds(*of_embeds, *of_hidden)
 
     @compiled_in_training
     def inputs(

@@ -325,7 +325,7 @@ def score_logits(
     term: Tensor | None,  # [n, V] added to the drafter's logits
     *wanted: Any,  # the last four arguments of `score_rows`
 ) -> ScoredRows:  # of S·n rows; its gradient in the dtype of `drafts`, with a term in float32
-    "`score_rows` of raw logits. Compiled, the S drafts share one kernel that reads the target once."
+    "`score_rows` of raw logits. Compiled, S drafts share a kernel that reads the target once."
     return ScoredRows._make(_scores(target, drafts, label, term, *wanted))
 
 # %% ../../nbs/nn/06_losses.ipynb #192f2dad
