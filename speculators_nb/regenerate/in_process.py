@@ -8,10 +8,13 @@ __all__ = ['IN_PROCESS', 'pick', 'answer', 'eos_ids_of', 'share_of', 'regenerate
 
 # %% ../../nbs/regenerate/05_in_process.ipynb #b8c15f34
 import json
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +23,10 @@ from tqdm.auto import tqdm
 from ..core.options import check_options
 from ..data.chat_template import ControlTokens, check_template
 from ..data.messages import BadRow
-from ..data.row_filter import BATCH, check_ids
+from ..data.row_filter import BATCH, check_ids, reason_of
 from ..data.sources import conversation_count
 from ..jobs.ranks import ranks_of
+from .answer_parser import AnswerParser, UnreadableAnswer
 from .journal import UNIT, Journal, rounds
 from .regenerated import Report
 from .replay import check_sampling
@@ -68,6 +72,7 @@ def answer(
     temperature: Any = 0.0,  # of each answer, or one for all; 0: greedy
     seeds: list[int] | None = None,  # seed of each answer; needed above temperature 0
     top_p: Any = 1.0,  # of each answer, or one for all
+    progress: Callable[[int], Any] | None = None,  # gets the number of new tokens at each step
 ) -> list[list[int]]:  # the answers' token ids
     "Batched generation; finished rows leave the batch."
     device, n = verifier.device, len(prompts)
@@ -96,9 +101,12 @@ def answer(
             )
         logits = out_of_step.logits[:, -1]
         token = pick(logits, u[row, step], temperature[row], top_p[row])
-        for r, t in zip(row.tolist(), token.tolist()):
+        rows = row.tolist()
+        for r, t in zip(rows, token.tolist()):
             if r >= 0:
                 out[r].append(t)
+        if progress:
+            progress(sum(r >= 0 for r in rows))
         # finished: u[-1] is read and not used
         row = row.masked_fill(torch.isin(token, eos), -1)
         live: Any = (row >= 0).nonzero().squeeze(-1)
@@ -132,7 +140,8 @@ def _uniform(n, seed):
 IN_PROCESS = ("temperature", "top_p", "reasoning_effort", "chat_template_kwargs")
 
 
-class _Answering(NamedTuple):
+@dataclass
+class _Answering:
     "What makes and reads the answers."
 
     verifier: Verifier
@@ -140,6 +149,7 @@ class _Answering(NamedTuple):
     eos_ids: set[int]
     max_new_tokens: int
     max_length: int
+    progress: Callable[[int], Any]  # gets numbers of new tokens
 
     def is_due(self, replay, journal):
         "Whether a question is to be answered; its tokens are then in `replay.prompt`."
@@ -154,14 +164,14 @@ class _Answering(NamedTuple):
             check_ids(np.asarray(replay.prompt), vocab_size)
             if not replay.prompt:
                 raise BadRow("the chat template makes nothing of it")
-            if len(replay.prompt) < self.max_length:
-                return True
-            replay.end(f"prompt of {self.max_length} tokens or more")
-            if not replay.rows:
-                raise ValueError(replay.about["truncated"])
-        except Exception as e:
-            replay.rows = []
-            journal.fail(replay.key, e, replay.where)
+            if len(replay.prompt) >= self.max_length:
+                raise BadRow(f"prompt of {self.max_length} tokens or more")
+            return True
+        except Exception as e:  # a template may raise anything
+            if replay.rows:  # what is answered is kept
+                replay.end(reason_of(e))
+            else:
+                journal.fail(replay.key, e, replay.where)
         return False
 
     def answer(self, replays):
@@ -174,20 +184,26 @@ class _Answering(NamedTuple):
             [replay.sampling.get("temperature", 0.0) for replay in replays],
             [replay.next_seed() for replay in replays],
             [replay.sampling.get("top_p", 1.0) for replay in replays],
+            self.progress,
         )
 
-    def take(self, replay, ids, journal):
-        "Take an answer into its conversation. False: it cannot be read, which is noted."
+    def take(self, replay, ids):
+        "Take an answer into its conversation, which ends there if it cannot be read."
+        finish, unread = "stop", None
         try:
-            message = _message(ids, replay, self.tokenizer)
-            finish = "tool_calls" if message.get("tool_calls") else "stop"
-            if ids[-1] not in self.eos_ids:
-                finish = "length"
-            replay.add_answer(replay.prompt, ids, message, finish)
-            return True
-        except Exception as e:  # a parser of answers may raise anything
-            journal.fail(replay.key, e, replay.where)
-            return False
+            message = _message(ids, replay, self.tokenizer, self.eos_ids)
+            for call in message.get("tool_calls", ()):
+                call.setdefault(
+                    "id", f"call{len(replay.finish):05}"
+                )  # nine letters, as Mistral's
+                finish = "tool_calls"
+        except UnreadableAnswer as e:
+            message, unread = {"role": "assistant", "content": self.tokenizer.decode(ids)}, e
+        if ids[-1] not in self.eos_ids:
+            finish = "length"
+        replay.add_answer(replay.prompt, ids, message, finish)
+        if unread and finish != "length":
+            replay.end(f"an answer that cannot be read: {unread}")
 
 # %% ../../nbs/regenerate/05_in_process.ipynb #fede049f
 def _check_supported(replay, history):
@@ -202,12 +218,18 @@ def _check_supported(replay, history):
             raise BadRow("holds more than text: ask a server for its answer", f"message {i}")
 
 
-def _message(ids, replay, tokenizer):
+def _message(ids, replay, tokenizer, eos_ids=()):
     "An answer as a message."
-    if not getattr(tokenizer, "response_template", None):
-        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
-    parsed = tokenizer.parse_response(ids, prefix=replay.prompt, tools=replay.tools)
-    return {"content": None} | parsed | {"role": "assistant"}
+    kwargs = json.dumps(replay.template_kwargs, sort_keys=True)
+    template = str(tokenizer.chat_template)
+    parser = _parser(tokenizer, template, kwargs, frozenset(eos_ids))
+    return parser(ids, replay.prompt, replay.tools)
+
+
+@lru_cache(maxsize=64)
+def _parser(tokenizer, template, kwargs, eos_ids):
+    "A parser for a template and its arguments; conversations may differ in them."
+    return AnswerParser(tokenizer, eos_ids, **json.loads(kwargs))
 
 
 def _windows(todo, most):
@@ -233,8 +255,7 @@ def _replayed(window, answering, journal, batch_size):
         for start in range(0, len(queue), batch_size):
             batch = queue[start : start + batch_size]
             for replay, ids in zip(batch, answering.answer(batch)):
-                if not answering.take(replay, ids, journal):
-                    continue
+                answering.take(replay, ids)
                 if answering.is_due(replay, journal):
                     asking.append(replay)
                 elif replay.rows:
@@ -280,6 +301,38 @@ def _window_size(journal, total, batch_size):
     left = batch_size if total is None else (total - journal.progress()) // (2 * workers)
     return max(UNIT, min(batch_size, left))
 
+# %% ../../nbs/regenerate/05_in_process.ipynb #ba4e0001
+class _Bar:
+    "A progress bar of conversations and answered tokens, shown from the start."
+
+    def __init__(self, total: int | None):
+        self.bar = tqdm(total=total, desc="regenerate", unit="conversation")
+        self.tokens, self.start = 0, time.monotonic()
+        self.shown = self.start
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._show(0)
+        self.bar.close()
+
+    def answered(self, tokens: int):
+        "Count tokens; at most once a second they are shown."
+        self.tokens += tokens
+        self._show(1)
+
+    def settled(self, conversations: int):
+        "So many are settled in all."
+        self.bar.update(conversations - self.bar.n)
+
+    def _show(self, after):
+        now = time.monotonic()
+        if now - self.shown >= after:
+            self.shown = now
+            speed = self.tokens / max(now - self.start, 1e-3)
+            self.bar.set_postfix_str(f"{self.tokens:,} tokens, {speed:,.0f} tokens/s")
+
 # %% ../../nbs/regenerate/05_in_process.ipynb #1821986b
 def regenerate(
     verifier: Verifier,  # generates the answers
@@ -312,7 +365,6 @@ def regenerate(
     check_options(options, "regenerate")
     check_template(tokenizer)
     eos_ids = eos_ids_of(verifier, tokenizer)
-    answering = _Answering(verifier, tokenizer, eos_ids, max_new_tokens, max_length)
     sampling = check_sampling({"temperature": temperature} | (sampling or {}), IN_PROCESS)
     settings = {
         "verifier": fingerprint(verifier.model),
@@ -320,20 +372,18 @@ def regenerate(
         "seed": seed,
         "max_new_tokens": max_new_tokens,
     }
-    tools = bool(getattr(tokenizer, "response_template", None))
     control = ControlTokens(tokenizer)
     total = conversation_count(conversations, limit)
     share = share_of(
         conversations, max_length=max_length, languages=languages, max_samples=limit
     )
-    bar = tqdm(total=total, desc="regenerate", unit="conversation", delay=1)
-    with Journal(out_path, settings, share, then) as journal, bar:
-
-        def show():
-            bar.update(journal.progress() - bar.n)
-
-        given = (sampling, seed, languages, tools, limit, control)
-        for todo in rounds(conversations, journal, *given, meanwhile=show):
+    with Journal(out_path, settings, share, then) as journal, _Bar(total) as bar:
+        answering = _Answering(
+            verifier, tokenizer, eos_ids, max_new_tokens, max_length, bar.answered
+        )
+        show = lambda: bar.settled(journal.progress())
+        given: dict[str, Any] = dict(limit=limit, control=control, meanwhile=show)
+        for todo in rounds(conversations, journal, sampling, seed, languages, **given):
             for window in _windows(todo, lambda: _window_size(journal, total, batch_size)):
                 for replay in _replayed(window, answering, journal, batch_size):
                     journal.write(replay)
