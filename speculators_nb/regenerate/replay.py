@@ -264,7 +264,9 @@ class _Answers(_Conversation):
         self.usage = Counter()
         self.about = {}
         self.prompt: list[int] = []  # token ids of the question that is to be answered
-        self.asked = self.used = 0  # turns, and results of tools, that the verifier has read
+        self.turns_read = self.results_read = (
+            0  # turns, and results of tools, that the verifier has read
+        )
         self._next = []  # messages that come before the next answer
 
     def next_seed(self) -> int:  # 60 bits
@@ -283,11 +285,11 @@ class _Answers(_Conversation):
         "What of the input the verifier has not read, but for the old answers."
         early = self.about.get("truncated", "the answer before was cut")
         sizes = [len(turn.messages) + len(turn.results) for turn in self.turns]
-        results = sum(len(turn.results) for turn in self.turns[: self.asked])
+        results = sum(len(turn.results) for turn in self.turns[: self.turns_read])
         roles = [message["role"] for message in self.original]
         counts = {
-            early: sum(sizes[self.asked :]),
-            "results of tools that were not called": results - self.used,
+            early: sum(sizes[self.turns_read :]),
+            "results of tools that were not called": results - self.results_read,
             "no question follows": len(roles) - roles.count("assistant") - sum(sizes),
             "said before the first question": roles[: roles.index("user")].count("assistant"),
         }
@@ -350,7 +352,7 @@ class Replay(_Answers):
                 f"answer {len(self.finish)} has no tokens (finish reason {finish!r})"
             )
         add_turn(self.rows, [*prompt, *ids], len(prompt))
-        self.asked = self._turn + 1
+        self.turns_read = self._turn + 1
         self.messages += [*self._next, message]
         self.finish.append(finish)
         self.usage["answered"] += len(ids)
@@ -377,7 +379,7 @@ class Replay(_Answers):
             self.end("a tool call other than the one whose result is at hand")
         else:
             self._calls += 1
-            self.used += 1
+            self.results_read += 1
             result = {"role": "tool", "name": name, "content": results[0][1]}
             if call.get("id"):
                 result["tool_call_id"] = call["id"]
