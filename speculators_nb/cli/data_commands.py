@@ -111,6 +111,7 @@ def regenerate(
     temperature: float = 0.0,  # 0: greedy
     sampling: dict | None = None,  # {"top_p": 0.9}, weighted: {"temperature": [[0, 1], [1, 3]]}
     languages: list[str] | None = None,  # languages to keep, e.g. en (repeatable); default: all
+    batch_size: int = 96,  # answers generated together, without a server
     concurrency: int = 16,  # conversations in work at once, with a server
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     seed: int = 0,  # of the sampling
@@ -144,7 +145,8 @@ def regenerate(
     else:
         assert verifier is not None  # or check_options refuses
         opened = open_verifier(verifier, None, device, False, attn_implementation)
-        report = answer_here(*opened, data, output, then=record, **given)
+        here = dict(batch_size=batch_size, then=record)
+        report = answer_here(*opened, data, output, **here, **given)
     if not report.done:
         raise ValueError(
             f"data={str(data)!r}: holds no conversation; name a file that has some"

@@ -170,7 +170,7 @@ def _is_path(text):
 # %% ../../nbs/cli/10_plan.ipynb #7a00000b
 # arguments of a command that do not change what comes out
 HOW = {
-    "regenerate": ("server", "concurrency", "device"),
+    "regenerate": ("server", "concurrency", "batch_size", "device"),
     "prepare": ("num_proc",),
     "features": ("server", "storage", "concurrency", "max_tokens", "device"),
     "train": ("server", "storage"),
