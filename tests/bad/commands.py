@@ -137,6 +137,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
             "max_tokens",
             "max_model_len",
             "min_trained",
+            "batch_size",
             "concurrency",
             "num_proc",
             "early_stopping_patience",

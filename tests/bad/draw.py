@@ -248,6 +248,7 @@ WHOLE = {
     "draft_vocab_size": 1,
     "num_proc": 1,
     "max_new_tokens": 1,
+    "batch_size": 1,
     "concurrency": 1,
     "rank": 0,
     "world_size": 1,
