@@ -6,10 +6,9 @@ What each method needs, which checkpoints mean it, which verifiers carry an MTP 
 # %% auto #0
 __all__ = ['METHODS', 'METHOD_OF_NAME', 'AUX_FAMILIES', 'DOCUMENTED_FAMILIES', 'NEW', 'NEW_FAMILIES', 'MTP_FAMILIES',
            'OMNI_TARGETS', 'ATTENTION_BACKENDS', 'KV_CACHE_DTYPES', 'MOE_BACKENDS', 'LOAD_FIELDS', 'QUANTIZATIONS',
-           'NO_MLP', 'V032', 'ENGINES', 'NEWEST', 'ANY_ENGINE', 'words', 'Method', 'method_of_types', 'MTPFamily',
-           'find_field', 'text_part', 'first_of', 'mtp_head', 'built_in_method', 'OmniRule', 'is_omni', 'is_count',
-           'of_drafter', 'omni_layout', 'attention_sizes', 'omni_sizes', 'Engine', 'line_name', 'lines_with',
-           'engine_of']
+           'V032', 'ENGINES', 'NEWEST', 'ANY_ENGINE', 'words', 'Method', 'method_of_types', 'MTPFamily', 'find_field',
+           'text_part', 'first_of', 'mtp_head', 'built_in_method', 'OmniRule', 'is_omni', 'is_count', 'of_drafter',
+           'omni_layout', 'attention_sizes', 'omni_sizes', 'Engine', 'line_name', 'lines_with', 'engine_of']
 
 # %% ../../nbs/serve/01_vllm_methods.ipynb #41aea10e
 from collections.abc import Callable
@@ -457,10 +456,6 @@ class Engine:
         return self.methods - self.without_model
 
 
-NO_MLP = (
-    "no vLLM since its V1 engine drafts with an MLP speculator; draft with `generate` here, or "
-    "give `save_native`'s folder to an engine that has it"
-)
 V032 = Engine(
     methods=frozenset(METHODS),
     without_model=words("mlp_speculator"),
@@ -489,7 +484,6 @@ V032 = Engine(
     },
     defaults=dict(rejection_sample_method="standard", draft_sample_method="greedy"),
     unserved={
-        "mlp": NO_MLP,
         "xpress": "only vLLM 0.33 has XPress; serve it with that (engine_version=0.33)",
     },
     raises_positions=words("eagle eagle3"),  # of drafts with any RoPE
@@ -507,7 +501,6 @@ ENGINES = {
         ),
         verifications=words("standard synthetic"),
         defaults=dict(rejection_sample_method="strict"),
-        unserved={"xpress": V032.unserved["xpress"]},
         aux_families=AUX_FAMILIES,
     ),
     "0.32": V032,
@@ -523,11 +516,7 @@ ENGINES = {
             | words("DFlashQwen3XPressModel DFlash2BeamDraftModel")
         },
         found_by_architecture=V032.found_by_architecture | {"MuseSparkDSparkModel": "dspark"},
-        unserved={
-            "mlp": NO_MLP,
-            "medusa": "vLLM 0.33 has no Medusa; serve it with vLLM 0.32 (engine_version=0.32), "
-            "or draft with `generate` here",
-        },
+        unserved={},
         backends={
             "attention_backend": ATTENTION_BACKENDS
             | words(
@@ -551,7 +540,6 @@ ANY_ENGINE = replace(
     ENGINES[NEWEST],
     methods=frozenset(METHODS),
     missing_fields=words(""),
-    unserved={},
 )
 
 
