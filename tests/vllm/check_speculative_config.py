@@ -65,6 +65,14 @@ def read_wheel(version):
     return folder
 
 
+def in_environment_of_wheel(version):
+    """Run this program again, unless it already imports the Python files of that wheel."""
+    folder = str(read_wheel(version))
+    if os.environ.get("PYTHONPATH") != folder:
+        os.environ["PYTHONPATH"] = folder
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
 def ours(case, folder, engine_version):
     """Our class's config of a dictionary."""
     from speculators_nb.serve.speculative_config import SpeculativeConfig
@@ -260,9 +268,8 @@ def main():
     if args.print_drawn:
         number, seed, version = args.print_drawn
         return print(json.dumps(drawn(int(number), int(seed), version)))
-    if args.wheel and not os.environ.get("PYTHONPATH", "").endswith(f"vllm-{args.wheel}"):
-        os.environ["PYTHONPATH"] = str(read_wheel(args.wheel))
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+    if args.wheel:
+        in_environment_of_wheel(args.wheel)
     import vllm
 
     record = RECORDS[line_of_vllm()]

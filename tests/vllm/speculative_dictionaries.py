@@ -616,7 +616,6 @@ def place(case, folder):
 def mtp_config(word):
     """A verifier's config.json with this model_type or first architecture, with all numbers that families count by."""
     numbers = dict(
-        decoder=dict(model_type="any", causal_vision_prefix=True),
         num_nextn_predict_layers=2,
         mtp_num_hidden_layers=3,
         num_mtp_modules=4,
