@@ -251,7 +251,7 @@ def test_fly_is_for_the_engine(models, verifier):
 def test_an_xpress_draft_has_one_length(models):
     with pytest.raises(ValueError, match="num_speculative_tokens=2 must be 3: vLLM reads the mixture"):
         ours(models, CASES["xpress, two tokens"], "0.33")
-    with pytest.raises(ValueError, match="as DFlashQwen3XPressModel, which vLLM 0.32 does not have; vLLM 0.33 has"):
+    with pytest.raises(ValueError, match="a Qwen3XPressModel, which vLLM 0.32 does not have; vLLM 0.33 has"):
         ours(models, CASES["xpress"], "0.32")
 
 

@@ -205,6 +205,14 @@ class DraftMethod(DraftFields):
                 "has a config.json without model_type, so no engine can tell what it is; "
                 "add it, or write method='medusa' if the folder has Medusa heads",
             )
+        later = self.engine.later_drafts & {*(self._draft.get("architectures") or [])}
+        if later:
+            lines = lines_with(lambda row: not later & row.later_drafts)
+            self.refuse(
+                "model",
+                f"is a {'/'.join(later)}, which {line_name(self.engine_version)} does not "
+                f"have; {lines} has",
+            )
         if found in ("medusa", "mlp_speculator"):
             self._check_line(found)  # a line without them cannot read their config
         if self.method in SOUGHT and found:
@@ -231,12 +239,10 @@ class DraftMethod(DraftFields):
         architecture = served_architecture(method, self._draft, self.engine_version)
         if architecture in self.engine.architectures[method]:
             return
-        lines = lines_with(lambda row: architecture in row.architectures[method])
-        remedy = f"{lines} has" if lines else "convert the draft, or leave method out"
         self.refuse(
             "method",
-            f"makes vLLM serve {self.model} as {architecture}, which "
-            f"{line_name(self.engine_version)} does not have; {remedy}",
+            f"makes vLLM serve {self.model} as {architecture}, which it does not have; "
+            "convert the draft, or leave method out",
         )
 
     def _check_line(self, method: str, engine_version: str | None = None):

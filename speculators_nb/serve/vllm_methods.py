@@ -432,6 +432,7 @@ class Engine:
     missing_fields: frozenset[str]  # fields of `SpeculativeConfig` that it does not have
     verifications: frozenset[str]  # rejection_sample_method, by its present names
     architectures: dict[str, frozenset[str]]  # of drafts, by the methods that rename them
+    later_drafts: frozenset[str]  # architectures of drafts that only a later line has
     found_by_architecture: dict[str, str]  # architecture of a foreign draft -> method
     defaults: dict[str, str]  # of fields, where they differ from `SpeculativeConfig`'s
     unserved: dict[str, str]  # speculators_model_type with served_as -> why it is not served
@@ -476,6 +477,10 @@ V032 = Engine(
         "dflash": words("""DFlashDraftModel DFlash2DraftModel LiLiCorrDraftModel
             DFlashMuseGlimmerAssistantModel DFlashLagunaForCausalLM"""),
     },
+    later_drafts=words(
+        """Qwen3XPressModel DFlashQwen3XPressModel DFlash2BeamDraftModel
+        MuseSparkDSparkModel"""
+    ),
     found_by_architecture={  # DSparkDraftModel too, where the model_type is qwen3
         "MuseGlimmerAssistantModel": "dflash",
         "Qwen3DSparkModel": "dspark",
@@ -515,6 +520,7 @@ ENGINES = {
             "dflash": V032.architectures["dflash"]
             | words("DFlashQwen3XPressModel DFlash2BeamDraftModel")
         },
+        later_drafts=words(""),
         found_by_architecture=V032.found_by_architecture | {"MuseSparkDSparkModel": "dspark"},
         unserved={},
         backends={
