@@ -5655,6 +5655,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                                'speculators_nb/serve/checked_fields.py'),
                                                      'speculators_nb.serve.checked_fields.CheckedFields._check_sampling': ( 'serve/checked_fields.html#checkedfields._check_sampling',
                                                                                                                             'speculators_nb/serve/checked_fields.py'),
+                                                     'speculators_nb.serve.checked_fields.CheckedFields._check_verification': ( 'serve/checked_fields.html#checkedfields._check_verification',
+                                                                                                                                'speculators_nb/serve/checked_fields.py'),
                                                      'speculators_nb.serve.checked_fields.CheckedFields._make_draft_config': ( 'serve/checked_fields.html#checkedfields._make_draft_config',
                                                                                                                                'speculators_nb/serve/checked_fields.py'),
                                                      'speculators_nb.serve.checked_fields.CheckedFields._settle': ( 'serve/checked_fields.html#checkedfields._settle',

@@ -26,7 +26,7 @@ from speculators_nb.serve.speculative_fields import (
     config_of,
     parse_token_tree,
 )
-from .vllm_methods import find_field, line_name, lines_with
+from .vllm_methods import engine_of, find_field, line_name, lines_with
 
 # %% ../../nbs/serve/05_checked_fields.ipynb #1bb80a69
 class CheckedFields(
@@ -104,11 +104,13 @@ class CheckedFields(
         for name in sorted(missing & self._given):
             lines = lines_with(lambda row, name=name: name not in row.missing_fields)
             self.refuse(name, f"is a field of {lines}, not of {line_name(self.engine_version)}")
-        if self.verification not in self.engine.verifications:
+        self._check_verification(self.engine_version)
+
+    def _check_verification(self, engine_version):
+        if self.verification not in engine_of(engine_version).verifications:
             lines = lines_with(lambda row: self.verification in row.verifications)
             self.refuse(
-                "rejection_sample_method",
-                f"is of {lines}, not of {line_name(self.engine_version)}",
+                "rejection_sample_method", f"is of {lines}, not of {line_name(engine_version)}"
             )
 
     def _make_draft_config(self):

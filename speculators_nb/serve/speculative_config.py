@@ -127,6 +127,7 @@ def engine_fields(
         if config._in_target and text_part(config._target).get("model_type") == "deepseek_v32":
             values["enforce_eager"] = True  # that line has no graphs for its MTP head
     else:
+        config._check_verification(engine_version)
         values["rejection_sample_method"] = config.verification
         if not config.is_chain:
             config.refuse(
