@@ -181,7 +181,7 @@ def _line_problems(klass, kind, engine_version) -> list[str]:
     lines = lines_with(lambda row: served_as[0] in row.served)
     return [
         f"speculators_model_type is {kind!r}, and {line_name(engine_version)} does not serve "
-        f"method={served_as[0]!r}, {lines} had it; draft with `generate` here"
+        f"method={served_as[0]!r}; it is served by {lines}, and `generate` drafts with it here"
     ]
 
 
