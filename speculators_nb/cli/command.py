@@ -102,7 +102,7 @@ def _as_typer(parameter, comment, command, named) -> list[inspect.Parameter]:
 GENERAL = "Options"  # heading of what many commands take
 GROUPS = {  # heading -> options below it
     "Verifier and drafter": """verifier model method algorithm draft_arch num_layers
-    aux_layer_ids draft_vocab_size vocab_size from_pretrained native engine_version format config
+    aux_layer_ids draft_vocab_size vocab_size from_pretrained native format config
     speculative_tokens attn_implementation""",
     "Data": """data prompts heldout max_samples n_prompts n_heldout max_length rows too_long
     min_trained dedup shuffle val_fraction template_kwargs train_reasoning train_tool_calls
@@ -115,8 +115,9 @@ GROUPS = {  # heading -> options below it
     ngram as_engine kv_cache""",
     "Engine and server": """engine source server storage patience hidden_states concurrency
     baseline load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run
+    engine_version
     extra""",
-    "Machines": "devices memory disk tflops mfu bandwidth",
+    "Machines": "devices memory disk tflops mfu",
     "Output": "output_dir features.dtype shard_gb save_dtype overwrite resume dry_run link",
     GENERAL: "seed device num_proc max_tokens rank world_size trust_remote_code import_ recipe",
 }
