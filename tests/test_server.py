@@ -18,6 +18,7 @@ from speculators_nb.lab import experiment
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.serve import serve_command as command_module
 from speculators_nb.serve import server as serve
+from speculators_nb.serve import vllm_contract
 from speculators_nb.serve.serve_command import (
     serve_command,
     serve_environment,
@@ -292,7 +293,7 @@ def test_a_program_of_another_user_is_not(planted, monkeypatch):
 def test_the_clone_of_this_package_needs_no_such_check(planted, monkeypatch):
     planted.chmod(0o777)
     package = planted.parents[2] / "speculators_nb"
-    monkeypatch.setattr(serve, "files", lambda name: package)
+    monkeypatch.setattr(vllm_contract, "files", lambda name: package)
     assert find_executable("vllm") == str(planted)
 
 

@@ -239,7 +239,7 @@ def write_xpress(
     reduced vocabulary, a drafter that samples from the anchor, and shapes that vLLM's kernels
     do not have."""
     stored = config.to_dict()
-    problems = [line for rule in XPRESS_LAYOUT_RULES for line in rule(stored)]
+    problems = [line for rule in XPRESS_LAYOUT_RULES for line in rule(stored, None)]
     if problems:
         raise ValueError("; ".join(problems))
     raw = dflash_config_json(config, target) | dict(
