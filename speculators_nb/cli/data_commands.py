@@ -39,6 +39,7 @@ from ..regenerate.from_server import regenerate_from_server
 from ..regenerate.in_process import regenerate as answer_here
 from ..regenerate.regenerated import Report
 from ..verifier.folders import check_tokenizer
+from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/cli/07_data_commands.ipynb #324b4eb8
@@ -195,6 +196,7 @@ def _states_from_server(rows, options, then) -> dict:
     chosen, last = o["aux_layer_ids"], config.num_hidden_layers
     layers = [*chosen, last] if chosen else None
     mine = rows.select(shard(len(rows), rank, world_size))
+    RowLimits.of(config).warn(log, "features", rows["seq_len"][:])
     log_disk(o["output_dir"], mine, config.hidden_size, len(layers or range(4)), o["dtype"])
     return extract_from_server(
         *(o["server"] or HERE, rows, o["output_dir"], o["storage"], layers),

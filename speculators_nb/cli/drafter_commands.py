@@ -29,7 +29,7 @@ from ..evaluate.acceptance import evaluate as measure
 from ..evaluate.comparison import Comparison, compare_runs, evaluate_as_engine
 from ..evaluate.engine import drafter_name, evaluate_engine
 from ..evaluate.engine_results import EngineEvaluation
-from ..evaluate.prompts import encode_prompts, read_prompts
+from ..evaluate.prompts import encode_each, read_prompts
 from ..features.extraction_client import extraction_options, writable_storage
 from ..lab.experiment import settings
 from ..models.base import SpeculatorModel
@@ -169,11 +169,11 @@ def prompts_of(
     data: str | Path,  # a set's name or conversations, as in `read_prompts`
     tokenizer,  # with a chat template
     max_samples: int | None = None,  # the first so many; None: all
-) -> tuple[list[list[int]], list[str] | None]:  # token ids, and domains; None: none is named
+) -> tuple[list, list[str] | None]:  # as of `encode_each`, and domains; None: none is named
     "The questions before the first answer, rendered for generation."
     prompts = read_prompts(data, first=max_samples)
     domains = [prompt.domain for prompt in prompts]
-    return encode_prompts(prompts, tokenizer), domains if set(domains) != {"all"} else None
+    return encode_each(prompts, tokenizer), domains if set(domains) != {"all"} else None
 
 # %% ../../nbs/cli/08_drafter_commands.ipynb #evme0002
 class Contender(NamedTuple):

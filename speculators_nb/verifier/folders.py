@@ -146,6 +146,7 @@ EVALUATION = (  # files of an evaluation, ours or an engine's
     "ranges.csv",
     "requests.csv",
     "requests.jsonl",
+    "skipped.csv",
     "settings.json",
     "acceptance.png",
     "ranges.png",
