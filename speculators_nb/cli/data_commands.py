@@ -150,6 +150,13 @@ def regenerate(
         raise ValueError(
             f"data={str(data)!r}: holds no conversation; name a file that has some"
         )
+    if report["failed"] and not report["written"] + report["kept"]:
+        reason, n = report["failed"].most_common(1)[0]
+        raise ValueError(
+            f"none of {report['failed'].total()} conversations was answered; {n} of them: "
+            f"{reason}. {Path(output).with_suffix('.errors.jsonl')} names each; mend it, and "
+            "run the same command again"
+        )
     return report
 
 # %% ../../nbs/cli/07_data_commands.ipynb #dcec356b

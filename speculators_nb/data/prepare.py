@@ -281,6 +281,12 @@ def prepare_data(
     )
     other = {"draft_vocab_size": draft_vocab_size, "num_proc": num_proc}
     check_options(settings._asdict() | other | {"output_dir": output_dir}, "prepare")
+    if val_fraction and not dedup:
+        log.warning(
+            "dedup=False with val_fraction=%g: equal conversations may be on both sides, and "
+            "what is measured on them was trained; leave dedup on",
+            val_fraction,
+        )
     template, config = _template_of(verifier, trust_remote_code, settings.template_kwargs)
     vocab_size = config.get_text_config().vocab_size if config else None
     limits = RowLimits.of(config) if config else RowLimits()

@@ -84,7 +84,9 @@ class Excess(NamedTuple):
                 "What is beyond is cut off and not trained: pass total_seq_len="
                 f"{self.longest} (--total-seq-len), or prepare with max_length={self.tokens}"
             )
-        return f"Serving never reads so far: prepare with max_length={self.tokens} (--max-length)"
+        return (
+            f"Serving never reads so far: prepare with max_length={self.tokens} (--max-length)"
+        )
 
     def text(
         self,
