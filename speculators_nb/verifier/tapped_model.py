@@ -285,7 +285,7 @@ def _unscaled(folder: Path) -> str | None:
     "A tensor of weights whose numbers need a scale that nothing names; None: there is none."
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as f:
-            for name in f.keys():
+            for name in sorted(f.keys()):
                 kind = f.get_slice(name).get_dtype()
                 if name.endswith("weight") and (kind.startswith(("F8", "F4", "I", "U"))):
                     return f"{name} of {file.name} is stored as {kind}"
