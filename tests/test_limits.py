@@ -21,6 +21,7 @@ from speculators_nb.evaluate.while_training import decoded_acceptance
 from speculators_nb.features.checks import check_features
 from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.features.in_process import extract_features
+from speculators_nb.regenerate.in_process import regenerate
 from speculators_nb.train.trainer import train
 from speculators_nb.verifier.row_limits import RowLimits
 from speculators_nb.verifier.tapped_model import Verifier
@@ -237,3 +238,17 @@ def test_the_context_of_a_config(config, context):
     assert RowLimits.of(Text()) == (context, None)
     fits = RowLimits.of(Text(), total_seq_len=50).exceeded
     assert fits(50) == [] and fits(51) == ["total_seq_len"]
+
+
+# --- regenerate ------------------------------------------------------------------------------------------------------
+
+
+def test_answers_end_with_the_context_and_longer_prompts_are_named(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    config = GPT2Config(vocab_size=2048, n_embd=16, n_head=2, n_layer=4, n_positions=32, bos_token_id=0, eos_token_id=0)
+    verifier = small(tmp_path / "gpt2", config)
+    chats = [{"id": str(n), "messages": [{"role": "user", "content": "cat " * n}]} for n in (1, 5, 60)]
+    report = regenerate(verifier, tokenizer, chats, tmp_path / "answers.jsonl", max_new_tokens=64)
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [len(row["input_ids"]) for row in rows] == [32, 32] and report["finish_reasons"] == {"length": 2}
+    assert sum(report["failed"].values()) == 1 and "prompt of 32 tokens or more" in str(report["failed"])
