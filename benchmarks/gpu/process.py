@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 # of a cell: the module here that has run(cell, turn)
-KINDS = ("device", "equal", "decode", "notebooks", "step", "kernels", "loop", "attention")
+KINDS = ("device", "ab", "step", "equal", "kernels", "decode", "loop")
 
 
 class Line:
@@ -42,7 +42,8 @@ def failure(error):
     """The row of an exception. `memory`: the device's was too small."""
     import torch
 
-    return {"error": first_line(error), **({"kind": "memory"} if isinstance(error, torch.OutOfMemoryError) else {})}
+    memory = isinstance(error, torch.OutOfMemoryError)
+    return {"error": first_line(error), **({"kind": "memory"} if memory else {})}
 
 
 def device_is_broken():
