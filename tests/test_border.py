@@ -79,6 +79,13 @@ def test_no_command_writes_into_a_model_of_others(foreign, line):
     assert contents(foreign) == before
 
 
+def test_features_are_not_written_into_a_drafter(tmp_path):
+    shutil.copytree(GOOD["drafter"], tmp_path / "drafter")
+    before = contents(tmp_path)
+    line = f"features {GOOD['corpus']} {tmp_path}/drafter --verifier {TINY} --max-samples 1"
+    assert typed(line.split())[0] == 2 and contents(tmp_path) == before
+
+
 def test_no_function_writes_into_a_model_of_others(foreign):
     before = contents(foreign)
     for overwrite in (False, True):
@@ -373,8 +380,10 @@ def test_a_verifier_that_was_edited_is_named_by_every_command(moved, caplog, tmp
     edit(verifier)
     for line in lines:
         assert "was trained for a verifier of other weights" in "".join(typed(line)[1:]), line
-    evaluated = typed(["evaluate", str(drafter), str(GOOD["corpus"]), "--max-samples", "1"])  # it has no tokenizer
-    assert evaluated[0] == 2
+    for file in (f for f in TINY.iterdir() if "token" in f.name or f.suffix == ".jinja"):
+        shutil.copy(file, verifier)
+    evaluated = "".join(typed(["evaluate", str(drafter), str(GOOD["corpus"]), "--max-samples", "1"])[1:])
+    assert "was trained for a verifier of other weights" in evaluated
     assert same_weights("served as m", verifier) is same_weights(None, verifier) is None
 
 

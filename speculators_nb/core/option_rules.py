@@ -344,10 +344,10 @@ def printable(text: str) -> str:
 
 
 def typed(
-    path: str | os.PathLike,  # a file or a folder
+    value: object,  # a file or a folder, or another argument
 ) -> str:  # as it is typed after a command
-    "A path that a command does not take for an option: -x is written ./-x."
-    text = os.fspath(path)
+    "An argument that a command does not take for an option: the folder -x is written ./-x."
+    text = str(value)
     return f"./{text}" if text.startswith("-") else text
 
 

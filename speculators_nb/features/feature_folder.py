@@ -178,7 +178,7 @@ def shard(
 
 def _set_up(folder, dataset, config):
     "Write the rows and their record into a folder; one process at a time."
-    refuse_model(folder, "output_dir")
+    refuse_model(folder, drafters=True)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     file = folder / "data_config.json"

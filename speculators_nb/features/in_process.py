@@ -277,6 +277,7 @@ def extract_features(
     FeatureError: not finite; DiskError: the rest is kept; BlockingIOError: another process
     fills the folder otherwise."""
     dtype, dataset = stored_dtype(dtype), table_of(dataset)
+    out_dir = Path(out_dir).expanduser()  # as `datasets` where it writes the table
     check_tokens(dataset, verifier.vocab_size)
     layer_ids = [*verifier.aux_layer_ids, verifier.num_layers]
     config = origin(model_of(verifier), layer_ids, dataset, dtype)

@@ -168,9 +168,15 @@ def foreign_model(
 def refuse_model(
     output_dir: str | os.PathLike | None,  # where a command writes; None: nowhere
     name: str = "output_dir",  # of the argument
+    drafters: bool = False,  # also for a drafter of this library
 ) -> None:
     "Errors: ValueError for the folder of a model that no run of this library has written."
-    if output_dir is not None and (file := foreign_model(output_dir)):
+    if output_dir is None:
+        return
+    file = foreign_model(output_dir)
+    if drafters and (Path(output_dir) / "config.json").is_file():
+        file = "config.json"
+    if file:
         raise ValueError(
             f"{name}={str(output_dir)!r}: is the folder of a model ({file}), which is never "
             "replaced or added to; name another folder"
