@@ -115,7 +115,8 @@ class RowLimits(NamedTuple):
         total_seq_len: int | None = None,  # positions of a packed row; None: nothing is packed
     ) -> "RowLimits":
         "The limits of a verifier's rows."
-        return cls(context_length(vars(config.get_text_config())), total_seq_len)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return cls(context_length(vars(text)), total_seq_len)
 
     def exceeded(
         self,
