@@ -82,7 +82,7 @@ def with_home(
         return [with_home(inner) for inner in value]
     if not isinstance(value, (str, Path)):
         return value
-    name, path = re.fullmatch(r"(?s)((?:[A-Za-z_][\w-]*=)?)(.*)", str(value)).groups()
+    name, path = re.findall(r"(?s)^((?:[A-Za-z_][\w-]*=)?)(.*)$", str(value))[0]
     if re.match(r"\$(\w+|\{\w+\})(/|$)", path):
         raise ValueError(
             f"{shown(str(value))}: variables are not filled in; write the path, or ~/… for one "

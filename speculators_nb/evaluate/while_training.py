@@ -46,7 +46,7 @@ def decoded_acceptance(
     length (verifier's token included), share of steps that accept position 1, …, k. Errors:
     ValueError for prompts or options with which acceptance cannot be measured."""
     check_measurement(LENGTH if k is None else k, prompts, max_new_tokens=max_new_tokens)
-    prompts = [prompts[i] for i in measurable(verifier, prompts)[0]]
+    kept: Any = [prompts[i] for i in measurable(verifier, prompts)[0]]
 
     def measure(model) -> dict[str, float]:
         drafter = model.drafter()
@@ -55,7 +55,7 @@ def decoded_acceptance(
         answers = decode_prompts(
             tapped,
             drafter,
-            prompts,
+            kept,
             temperature=0.0,
             k=depth,
             max_new_tokens=max_new_tokens,

@@ -140,8 +140,9 @@ def _verifier_config(config: dict) -> PretrainedConfig | None:
 def _warn_of_other_weights(folder, raw):
     "Log that the verifier that a checkpoint names is not the one that it was trained for."
     name = _verifier_name(_block(raw, "speculators_config"))
-    here = name and (Path(name) / "config.json").is_file()
-    if here and (problem := trained_for_another(folder, name)):
+    if not name or not (Path(name) / "config.json").is_file():
+        return
+    if problem := trained_for_another(folder, name):
         log.warning("warning: %s", problem)
 
 
