@@ -241,11 +241,11 @@ class ChatTemplate(_Renderer):
     ) -> tuple[str, list[tuple[int, int]] | None]:  # text; marked characters, None: no marks
         "A conversation as later turns continue it: `render` without what is `unasked`."
         text, marks = self.render(messages, tools, prompt)
-        if not prompt and self.unasked and text.endswith(self.unasked):
-            text = text[: -len(self.unasked)]
-            n = len(text)
-            marks = marks and [(a, min(b, n)) for a, b in marks if a < n]
-        return text, marks
+        end = len(text) - len(self.unasked)
+        marked = marks and marks[-1][1] > end  # whoever marked it wants it
+        if prompt or marked or not text.endswith(self.unasked):
+            return text, marks
+        return text[:end], marks
 
     @cached_property
     def unasked(self) -> str:  # empty for most templates
@@ -348,14 +348,15 @@ def turns_of(
     """Render the context and the text of each assistant turn; with `first`, but for turns
     after these tokens. ValueError if no border is certain; BadRow: too many turns, or no
     spelling of the calls of tools is read."""
-    error = None
+    errors = []
     for spelled in spellings(messages):
         try:
             return _turns_of(spelled, template, tools, first, trained)
         except Misread as e:
-            error = error or e
-    assert error is not None
-    raise error
+            errors.append(e)
+    raise max(
+        errors, key=lambda e: bool(e.at)
+    )  # what a rendering lacks says more than a failure
 
 
 def _turns_of(messages, template, tools, first, trained):
@@ -366,19 +367,20 @@ def _turns_of(messages, template, tools, first, trained):
     rendered = 0  # characters of work
     beyond = _Beyond(template, first)
     for k, j in enumerate(answers):
+        if not j:  # an answer to nobody
+            continue
         full, marks = template(messages[: j + 1], tools)
         rendered += len(full) + PER_TOKEN * j
         if rendered > WORK:
             raise BadRow("too many turns to be rendered one by one; split the conversation")
-        if marks is not None:
-            before = k
-            if len(marks) != k + 1 and j:  # not one mark a turn: count those before
-                before = len(template(messages[:j], tools, prompt=True)[1] or ())
-            spans = marks[before:]
-        elif j:
+        if marks is None:
             spans = [(_border(messages, j, template, tools, full), len(full))]
-        else:  # an answer to nobody
-            continue
+        elif len(marks) == k + 1:  # one mark a turn
+            spans = marks[k:]
+        else:  # another answer has the same history, and the marks before it
+            other = template([*messages[:j], _PROBE[1]], tools)[0]
+            same = common_prefix(other, full)
+            spans = [(a, b) for a, b in marks if b > same]
         check_calls(lambda m: template(m, tools)[0], messages[: j + 1], full, spans)
         if trained:
             spans = trained(messages[: j + 1], full, spans)
@@ -458,7 +460,7 @@ def _unmarked(template, j):
         f"is before it. The template is:\n{template._text(None)[:1500]}",
     )
 
-# %% ../../nbs/data/05_chat_template.ipynb #daa00209
+# %% ../../nbs/data/05_chat_template.ipynb #50e19ebb
 def check_calls(
     render: Callable[[list[dict]], str],  # the template
     messages: list[dict],  # through a turn that calls tools, in one spelling
@@ -468,22 +470,22 @@ def check_calls(
     "Misread: the text lacks a call or what is said beside it, or writes them as nobody would."
     turn = messages[-1]
     calls = [call.get("function") or call for call in turn.get("tool_calls") or ()]
+    said = turn.get("content")
     written = "".join(text[a:b] for a, b in spans)
     at = f"message {len(messages) - 1} (assistant)"
     for name, n in Counter(str(call["name"]) for call in calls).items():
         if written.count(name) < n:
             reason = "the chat template leaves out calls of tools, so they cannot be trained"
             raise Misread(reason, at, name)
-    for wrong in (_misspelled(call.get("arguments")) for call in calls):
-        if wrong and wrong in written:
-            reason = "the chat template writes arguments of calls otherwise than as JSON"
-            raise Misread(reason, at, wrong)
-    said = turn.get("content")
     if calls and isinstance(said, str) and said.strip():
         words = said.rpartition("</think>")[2].split()
         if " ".join(words) not in " ".join(written.split()):
             reason = "the chat template leaves out what is said beside calls of tools"
             raise Misread(reason, at, said)
+    for wrong in (_misspelled(call.get("arguments")) for call in calls):
+        if wrong and wrong in written:
+            reason = "the chat template writes arguments of calls otherwise than as JSON"
+            raise Misread(reason, at, wrong)
     if calls and said is None and _written_for_null(render, messages, text):
         raise Misread("the chat template writes None for content that is empty", at)
 
