@@ -1,13 +1,17 @@
 """Chat templates against conversations of many shapes: what `encode` trains, beside an oracle that does not use it.
 
-The oracle has two sources: transformers' own rendering of the conversation as it is given, and words that stand in one
-place of the conversation alone (`Reply3`, `Thought3`, `Result4`), which say who said what. Where a template is known to
-misread a conversation, `FAULTS` says so by hand. Run it: `python -m tests.template_matrix` with trl and axolotl on the path.
+The oracle has three sources: transformers' own rendering of the conversation as it is given, marks of templates that
+have some, and words that stand in one place of the conversation alone (`Reply3`, `Result4`), which say who said what.
+What a template writes at its end unasked is listed by hand. `python tests/template_matrix.py` runs all templates that
+are installed with trl and axolotl, and writes templates/results/README.md.
 """
 
 import itertools
 import json
 import re
+import sys
+from collections import Counter, defaultdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +20,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from speculators_nb.data.chat_encoding import Trained, encode_batch
-from speculators_nb.data.chat_template import ChatTemplate
+from speculators_nb.data.chat_encoding import ALL, Trained, encode_batch, mask_of
+from speculators_nb.data.chat_template import ChatTemplate, merge_turns, turns_of
 from speculators_nb.data.messages import BadRow
 
 TOOLS = [
@@ -242,11 +246,13 @@ class Oracle:
             )
             assert out["input_ids"][: len(ids)] == ids.tolist()
             low = np.array(out["assistant_masks"][: len(ids)], bool)
-            start = stop = len(history)
+            own = [w for w in WORDS.findall(json.dumps(m)) if w in text]
+            start = len(history)
             if not text.startswith(history):  # what is rewritten ends before the last words of another
-                own = [w for w in WORDS.findall(json.dumps(m)) if w in text]
                 start = max(text.rfind(w) for k in range(j) for w in WORDS.findall(json.dumps(messages[k])))
-                stop = min((text.rfind(w) for w in own), default=start)
+            stop = min((text.find(w, start) for w in own if w in text[start:]), default=start)
+            if text.startswith(prompt):  # some marks contain the generation prompt
+                start = stop = max(start, len(prompt))
             high = low & (offsets[:, 0] >= start)  # not the marks of the turns before
             low = low & (offsets[:, 1] > stop)
             zone = "".join(text[a:b] for (a, b), is_low in zip(offsets, low) if is_low)
@@ -260,6 +266,8 @@ class Oracle:
                 raise Refuse("does not continue")
             low, high = (offsets[:, 1] > stop), (offsets[:, 1] > start)
             zone = text[stop:]
+        if messages[0] is PICTURE and ("'type'" in text or "Question0?" not in text):
+            raise Refuse("does not read parts")
         for c in m.get("tool_calls") or ():
             if zone.count(c["function"]["name"]) < len(m["tool_calls"]):
                 raise Refuse("leaves out calls")
@@ -324,11 +332,30 @@ def cells(name, text, shapes=SHAPES, switches=SWITCHES):
             yield (shape, switch, *judge(template, oracle, switch))
 
 
+def pictured(template, shape, rows="conversation", trained=ALL):
+    "Rows of a conversation with pictures, as `images.encode_images` makes them; None: it has none."
+    if not any(isinstance(m["content"], list) for m in shape.messages if "content" in m):
+        return None
+    try:
+        turns = turns_of(shape.messages, template, None, trained=partial(trained.spans, template, None))
+    except BadRow as e:
+        return e
+    texts = merge_turns(turns, rows)
+    encodings = template.tokens([text for text, _ in texts])
+    control = template.control.ids
+    return [
+        (np.array(e.ids), mask_of(np.array(e.offsets).reshape(-1, 2), spans, np.isin(e.ids, control), text))
+        for e, (text, spans) in zip(encodings, texts)
+    ]
+
+
 def judge(template, oracle, switch):
     "('agree', '') | ('refused', why) | ('disagree', what)"
     shape, tokenizer = oracle.shape, oracle.tokenizer
     row = {"messages": shape.messages, "tools": TOOLS if shape.tools else None}
-    (made,) = encode_batch([row], template, **SWITCHES[switch])
+    made = pictured(template, shape, **SWITCHES[switch])
+    if made is None:
+        (made,) = encode_batch([row], template, **SWITCHES[switch])
     expected = oracle.rows(switch)
     if isinstance(made, Exception):
         if not isinstance(made, BadRow):
@@ -345,3 +372,72 @@ def judge(template, oracle, switch):
             lost, more = (tokenizer.decode(ids[part]) for part in (low & ~mask, mask & ~high))
             return "disagree", f"not trained: {lost!r}, trained: {more!r}"
     return "agree", ""
+
+
+RESULTS = Path(__file__).parent / "templates/results/README.md"
+PAGE = """# Chat templates against conversations
+
+{templates} templates ({where}), {shapes} shapes of conversations,
+{switches} switches: **{cells} cells, {agree} agree with the oracle, {refused} are refused by name,
+{disagree} disagree.** The oracle is described in `tests/template_matrix.py`, which wrote
+this page: `PYTHONPATH=. python tests/template_matrix.py`, transformers {transformers}.
+
+## Refusals
+
+Each is a refusal of the oracle's, too: transformers' rendering fails, or leaves something out, in every spelling.
+
+| Reason | Cells | Shapes of conversations | Templates |
+| --- | --- | --- | --- |
+{refusals}
+
+## Templates
+
+Cells that agree and cells that are refused, of {each} each.
+
+| Template | Agree | Refused |
+| --- | --- | --- |
+{table}
+"""
+
+
+def main():
+    import transformers
+
+    texts = installed() | families()
+    counts, reasons, bad = defaultdict(Counter), defaultdict(lambda: (Counter(), Counter())), []
+    for name, text in texts.items():
+        for shape, switch, status, why in cells(name, text):
+            counts[name][status] += 1
+            if status == "refused":
+                why = re.sub(r"verifier '': its chat template (.*?), it renders.*", r"the chat template \1", why)
+                why = re.sub(r" of  fails: \w+: ", " fails: ", why).partition(". Mark them")[0]
+                for names, value in zip(reasons[why], (shape, name)):
+                    names[value] += 1
+            if status == "disagree":
+                bad.append(f"{name}, {shape}, {switch}: {why}")
+        print(name, dict(counts[name]), flush=True)
+    total = sum(counts.values(), Counter())
+    refusals = [
+        f"| {why.replace('|', chr(92) + '|')} | {shapes.total()} | {', '.join(shapes)} | {', '.join(names)} |"
+        for why, (shapes, names) in sorted(reasons.items(), key=lambda r: -sum(r[1][0].values()))
+    ]
+    page = PAGE.format(
+        templates=len(texts),
+        where=f"{len(families())} of our own, the others as trl and axolotl install them",
+        shapes=len(SHAPES),
+        switches=len(SWITCHES),
+        cells=total.total(),
+        **{k: total[k] for k in ("agree", "refused", "disagree")},
+        transformers=transformers.__version__,
+        refusals="\n".join(refusals),
+        each=len(SHAPES) * len(SWITCHES),
+        table="\n".join(f"| {name} | {n['agree']} | {n['refused']} |" for name, n in counts.items()),
+    )
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(page, encoding="utf-8")
+    print(total, *bad, sep="\n")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@ The assistant's characters are found with and without generation marks."""
 # %% auto #0
 __all__ = ['MARK', 'WHOLE', 'PER_TOKEN', 'WORK', 'ROWS', 'texts_in', 'ControlTokens', 'tokenizer_errors', 'check_template',
            'Misread', 'reach', 'ChatTemplate', 'common_prefix', 'fingerprint_template', 'Turns', 'turns_of',
-           'check_calls', 'merge_turns']
+           'in_a_spelling', 'check_calls', 'merge_turns']
 
 # %% ../../nbs/data/05_chat_template.ipynb #ae344024
 import contextlib
@@ -296,6 +296,15 @@ class ChatTemplate(_Renderer):
     def _encode(self, texts):
         return self.backend.encode_batch(texts, add_special_tokens=False)
 
+    @cached_property
+    def marks_prompt(self) -> bool:
+        "Whether its marks contain the generation prompt, which the verifier does not write."
+        try:
+            text, marks = self(_PROBE)
+            return bool(marks) and marks[0][0] < _border(_PROBE, 1, self, None, text)
+        except BadRow:
+            return False
+
 
 _PROBE = (
     {"role": "user", "content": "Is this read?"},
@@ -348,15 +357,21 @@ def turns_of(
     """Render the context and the text of each assistant turn; with `first`, but for turns
     after these tokens. ValueError if no border is certain; BadRow: too many turns, or no
     spelling of the calls of tools is read."""
+    return in_a_spelling(messages, lambda m: _turns_of(m, template, tools, first, trained))
+
+
+def in_a_spelling(
+    messages: list[dict],  # as from `normalize`
+    attempt: Callable[[list[dict]], Any],  # raises Misread for a spelling that is not read
+) -> Any:  # of the first attempt that succeeds
+    "Try the spellings of calls of tools. Misread: the template reads none."
     errors = []
     for spelled in spellings(messages):
         try:
-            return _turns_of(spelled, template, tools, first, trained)
+            return attempt(spelled)
         except Misread as e:
             errors.append(e)
-    raise max(
-        errors, key=lambda e: bool(e.at)
-    )  # what a rendering lacks says more than a failure
+    raise max(errors, key=lambda e: bool(e.at))  # what is left out says more
 
 
 def _turns_of(messages, template, tools, first, trained):
@@ -373,6 +388,7 @@ def _turns_of(messages, template, tools, first, trained):
         rendered += len(full) + PER_TOKEN * j
         if rendered > WORK:
             raise BadRow("too many turns to be rendered one by one; split the conversation")
+        _check_parts(messages[: j + 1], full)
         if marks is None:
             spans = [(_border(messages, j, template, tools, full), len(full))]
         elif len(marks) == k + 1:  # one mark a turn
@@ -381,6 +397,10 @@ def _turns_of(messages, template, tools, first, trained):
             other = template([*messages[:j], _PROBE[1]], tools)[0]
             same = common_prefix(other, full)
             spans = [(a, b) for a, b in marks if b > same]
+        if marks is not None and template.marks_prompt:
+            with contextlib.suppress(BadRow):  # else the marks are all that is known
+                start = _border(messages, j, template, tools, full)
+                spans = [(max(a, start), b) for a, b in spans if b > start]
         check_calls(lambda m: template(m, tools)[0], messages[: j + 1], full, spans)
         if trained:
             spans = trained(messages[: j + 1], full, spans)
@@ -488,6 +508,16 @@ def check_calls(
             raise Misread(reason, at, wrong)
     if calls and said is None and _written_for_null(render, messages, text):
         raise Misread("the chat template writes None for content that is empty", at)
+
+
+def _check_parts(messages, text):
+    "BadRow: a template that knows texts alone was given pictures."
+    for i, content in enumerate(m.get("content") for m in messages):
+        if isinstance(content, list):
+            said = [part["text"].strip() for part in content if part.get("type") == "text"]
+            if str(content) in text or any(words not in text for words in said):
+                reason = "the chat template does not read content that is made of parts"
+                raise BadRow(reason, f"message {i}")
 
 
 def _misspelled(arguments):

@@ -5,7 +5,8 @@ Roles, contents, tool calls, reasoning and tools are checked; what cannot be rea
 
 # %% auto #0
 __all__ = ['ROLES', 'KEPT', 'THOUGHT', 'PARTS', 'SYSTEMS', 'CONVERSATIONS', 'QUESTIONS', 'ANSWERS', 'EMPTY', 'brief', 'BadRow',
-           'check_text', 'question_and_answer', 'messages_of', 'normalize', 'tools_of', 'as_json', 'spellings']
+           'check_text', 'question_and_answer', 'messages_of', 'normalize', 'tools_of', 'as_json', 'spellings',
+           'as_served']
 
 # %% ../../nbs/data/01_messages.ipynb #9ab446de
 import itertools
@@ -340,6 +341,13 @@ def spellings(
             if spelled not in tried:
                 tried.append(spelled)
                 yield spelled
+
+
+def as_served(
+    messages: list[dict],  # as from `normalize`
+) -> list[dict]:
+    "Arguments of calls as objects: vLLM parses them before it renders a request."
+    return [_spelled(m, None, _as_object) for m in messages]
 
 
 def _spelled(message, empty, arguments):
