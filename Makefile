@@ -184,10 +184,10 @@ bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; pee
 .PHONY: gpu gpu-bundle gpu-toy
 # the machine with the device has its own torch; no environment is made there and nothing is installed
 GPU_PYTHON ?= python3
-gpu:  ## on a machine with an NVIDIA device: what agrees there, and how fast a train step is beside upstream's, its heaviest kernels; at most nine minutes, no network
-	$(GPU_PYTHON) benchmarks/gpu/run.py $(if $(OUT),--out "$(OUT)")
+gpu:  ## on a machine with an NVIDIA device: what single changes are worth, a train step beside upstream's, what agrees; ONLY='ab*,step MTP*' for some cells; nine minutes, no network
+	$(GPU_PYTHON) benchmarks/gpu/run.py $(if $(OUT),--out "$(OUT)") $(if $(ONLY),--only "$(ONLY)")
 
-gpu-bundle: .venv/.run  ## where there is a network: the wheels that `make gpu` needs beside torch and transformers, into output/gpu-bundle
+gpu-bundle: .venv/.run  ## where there is a network: the wheels that `make gpu` needs beside torch and transformers, into output/gpu-bundle, and the size of what must travel
 	$(BIN)/python benchmarks/gpu/bundle.py fetch
 
 gpu-toy: .venv/.run  ## `make gpu` at toy sizes on the CPU

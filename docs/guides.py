@@ -1,24 +1,27 @@
 #!/usr/bin/env python
 """The tables of the guides, made from committed results and from docs/published.yml: `python docs/guides.py` writes
 them into the pages, between `<!-- made: NAME -->` and `<!-- end -->`; tests/test_guides.py fails where one is stale.
+Numbers in the prose of a page are in `quotes`: the same test looks for each on its page.
 
-Nothing is measured or computed here but sums of what a table holds, so that every number has one place."""
+Nothing is measured or computed here but sums and ratios of what results hold, so that every number has one place."""
 
 import csv
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("which_drafter", "first_run", "how_much_data", "low_acceptance")
+PAGES = ("which_drafter", "first_run", "how_much_data", "low_acceptance", "measured")
 NAMES = {
     "dflash": "DFlash",
     "dflash2": "DFlash2",
     "dspark": "DSpark",
     "eagle": "EAGLE",
     "eagle3": "EAGLE-3",
+    "hass": "HASS",
     "medusa": "Medusa",
     "mlp": "MLP speculator",
     "mtp": "MTP",
@@ -74,7 +77,7 @@ def served(row):
 def by_length():
     "Measured rows, the longest first; n-gram last."
     rows = {row["drafter"]: row for row in results("drafters", "comparison")}
-    trained = sorted(rows.keys() - {"hass", "n-gram"}, key=lambda name: -float(rows[name]["mean_length"]))
+    trained = sorted(rows.keys() - {"n-gram"}, key=lambda name: -float(rows[name]["mean_length"]))
     return {name: rows[name] for name in [*trained, "n-gram"]}
 
 
@@ -108,13 +111,14 @@ def sizes():
 
 
 def longer():
-    epochs = float(by_length()["eagle3"]["epochs"])
+    rows = by_length()
+    epochs, most = (float(rows[name]["epochs"]) for name in ("eagle3", "eagle"))
     served = float(engine()[4]["mean_length"])
     return (
-        f"EAGLE-3's row is of {epochs:.1f} epochs: it computes much for each token, and the budget ends early. The "
-        f"shipped one, trained for three, takes {served:.2f} tokens a step in vLLM with four drafted, on prompts of "
-        "the same corpus: more than any row here (*measured here*). So a row says what is learned first, not what is "
-        "reached last."
+        "**The order of the rows is no recommendation.** All had the same training FLOPs, so a drafter that computes "
+        f"more for each token has seen fewer tokens: EAGLE-3 {epochs:.1f} epochs, EAGLE {most:.1f}. Longer training "
+        f"changes the order: the shipped EAGLE-3, trained for three epochs, takes {served:.2f} tokens a step in vLLM "
+        "with four drafted, on prompts of the same corpus, which is more than any row above (*measured here*)."
     )
 
 
@@ -152,12 +156,15 @@ def interval():
     return (
         f"- **Acceptance itself, at every epoch** (`speculators-nb evaluate`). 48 prompts of the comparison gave "
         f"{float(row['mean_length']):.2f} tokens a step with a 95 % interval from {low:.2f} to {high:.2f} (*measured "
-        "here*): enough to see a fault or a turn, not enough to tell two good drafters apart."
+        "here*): enough to see a fault or a change of direction, not enough to tell two good drafters apart."
     )
 
 
 def stages():
-    runs = results("plan", "runs")
+    runs = runs_of("Qwen3-8B")
+
+    rate = f"H100 at {100 * float(runs[0]['mfu']):.0f} % of its peak rate"
+    decoded = f"H100, {runs[0]['at_once']} answers at a time: a lower bound"
 
     def line(title, value, how):
         return [title, *map(value, runs), how]
@@ -166,11 +173,94 @@ def stages():
         line("tokens", lambda r: f"{float(r['tokens_millions']):,.1f} M", "*computed*, 1,024 a conversation"),
         line("features on disk, bfloat16", lambda r: f"{count(r['disk_bf16_gb'])} GB", "*computed*, 32 KiB a token"),
         line("features on disk, float8", lambda r: f"{count(r['disk_fp8_gb'])} GB", "*computed*, 16 KiB a token"),
-        line("extraction, GPU-hours", lambda r: r["extraction_device_hours"], "*computed*, H100 at 43 %"),
+        line("answers, GPU-hours", lambda r: r["answers_device_hours"], f"*computed*, {decoded}"),
+        line("extraction, GPU-hours", lambda r: r["extraction_device_hours"], f"*computed*, {rate}"),
         line("optimizer steps", lambda r: count(r["steps"]), "*computed*, 3 epochs, rows of 8,192, 2 GPUs"),
-        line("training, GPU-hours", lambda r: r["training_device_hours"], "*computed*, H100 at 43 %"),
+        line("training, GPU-hours", lambda r: r["training_device_hours"], f"*computed*, {rate}"),
     ]
     return table(["", *(f"{count(r['conversations'])} conversations" for r in runs), "how we know"], rows)
+
+
+def runs_of(verifier):
+    return [row for row in results("plan", "runs") if row["verifier"] == verifier]
+
+
+def recipe_plan():
+    "What `speculators-nb plan` prints for a recipe, in lines that fit."
+    lines = (ROOT / "benchmarks/plan/results/qwen3-8b.txt").read_text().splitlines()
+    broken = [textwrap.fill(line, 88, subsequent_indent=" " * 10, break_on_hyphens=False) for line in lines]
+    return "\n".join(["```text", *broken, "```"])
+
+
+def longer_than_planned():
+    rows = results("plan", "published")
+    each = [
+        f"{row['low']} to {row['high']} times as long for {row['verifier']}"
+        if row["low"] != row["high"]
+        else f"{row['low']} times as long for {row['verifier']}"
+        for row in rows
+    ]
+    return (
+        "The planner gives lower bounds. Two published runs of 5,000 conversations (the first two rows of "
+        f"[the table below](#what-others-reached)) took {' and '.join(each)} (*computed* from *published* times; the "
+        "range is with features that are extracted once, and again in every epoch)."
+    )
+
+
+def reached(entry):
+    "(tokens a step or None, accepted share of the first position or None) of a published run."
+    length = re.match(r"(\d\.\d+) ", str(entry["reached"]))
+    first = re.search(r"positions? (?:in training )?(\d\.\d+)|first position (\d\.\d+)", str(entry["reached"]))
+    training = "accuracy" in str(entry["reached"])  # on training rows: no acceptance
+    return length and length[1], None if training or not first else first[1] or first[2]
+
+
+def span(values):
+    low, high = min(values), max(values)
+    return low if low == high else f"{low} to {high}"
+
+
+def by_amount():
+    """What published runs reached, by amount of data: whose answers -> tokens a step, first position. The MTP head is
+    left out, which was trained before."""
+    runs = [entry for entry in published()["by_data"] if "MTP" not in entry["drafter"]]
+
+    def of(kind):
+        found = [reached(entry) for entry in runs if kind(entry)]
+        return [span([x[i] for x in found if x[i]]) for i in (0, 1)]
+
+    def amount(entry):
+        number = str(entry["conversations"]).replace(",", "")
+        return int(number) if number.isdigit() else 0
+
+    return {
+        "others": of(lambda e: amount(e) == 5000 and "by the verifier" not in e["training"]),
+        "own": of(lambda e: amount(e) == 5000 and "by the verifier" in e["training"]),
+        "more": of(lambda e: 50_000 <= amount(e) <= 100_000),
+        "released": of(lambda e: e["conversations"] == "released"),
+    }
+
+
+def expect():
+    found = by_amount()
+    return (
+        f"So with **5,000** conversations whose answers another model wrote, {found['others'][0]} tokens a step is a "
+        f"success, and {found['own'][0]} where the verifier wrote them. With **50,000 to 100,000** expect "
+        f"{found['more'][0]}; the one published acceptance of the first position is {found['more'][1]}. Released "
+        f"drafters have {found['released'][0]} of at most four, and {found['released'][1]} at the first position."
+    )
+
+
+def how_much():
+    found = by_amount()
+    return (
+        "**To see that the pipeline works: 5,000 conversations** (the first draft token is accepted with probability "
+        f"{found['others'][1]}, or {found['own'][1]} where the verifier wrote the answers). **For a drafter that "
+        f"begins to pay off: 50,000 to 100,000** ({found['more'][0]} tokens a step). **For one like those that are "
+        f"released** ({found['released'][0]}; first position {found['released'][1]})**: half a million and more.** "
+        "These are *published* runs, of verifiers with 7 to 9 billion parameters "
+        "([table](first_run.md#what-others-reached))."
+    )
 
 
 def by_data():
@@ -297,9 +387,247 @@ def spoilt():
     return said + "\n\n" + table(["planted fault", "stage", "named first", "the number that shows it"], rows)
 
 
+# ---- what is measured
+
+
+def page_numbers(file, pattern):
+    "Numbers of a page of results that has no table of its own: the groups of a pattern that is on it once."
+    found = re.findall(pattern, (ROOT / file).read_text(), flags=re.M)
+    if len(found) != 1:
+        raise ValueError(f"{file}: {pattern!r} is on it {len(found)} times")
+    return found[0]
+
+
+def listed(words):
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def proofs():
+    "(combinations measured, of how many, how many differ, texts each, greedy prompts, tokens of each)."
+    page = "tests/proofs/results/README.md"
+    some, every = page_numbers(page, r"(\d+) of (\d+) combinations are measured")
+    different = page_numbers(page, r"^\*\*(\d+) fail\*\*")
+    with open(ROOT / "tests/proofs/results/text.csv", newline="") as file:
+        texts = list(csv.DictReader(file))
+    if any(row["identical"] != row["prompts"] for row in texts):
+        raise ValueError("tests/proofs/results/text.csv: texts differ, and the pages say that none does")
+    (prompts,) = {row["prompts"] for row in texts}
+    each = {int(row["tokens"]) // int(row["prompts"]) for row in texts}
+    samples = page_numbers(page, r"^([\d,]+) texts of five tokens for each cell")
+    return some, every, "none" if different == "0" else different, samples, prompts, max(each)
+
+
+def text_proved():
+    some, every, different, samples, prompts, tokens = proofs()
+    return (
+        f"{samples} texts were sampled for each of {some} of {every} combinations of proposer, acceptance rule and "
+        f"temperature, and compared with their exact distribution: {different} differs. Greedy texts: {prompts} of "
+        f"{tokens} tokens by each proposer, all equal to the verifier's token for token."
+    )
+
+
+ALGORITHMS = ("eagle3", "peagle", "mtp", "dflash", "dspark")
+
+
+def train_steps(algorithm, side="ours"):
+    found = json.loads((ROOT / "benchmarks/train_step/results/results.json").read_text())
+    return [row for row in found["rows"] if (row["algorithm"], row["side"]) == (algorithm, side)]
+
+
+def ends(values, digits=1, text="{}"):
+    low, high = (text.format(f"{value:.{digits}f}") for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def step_ratios(algorithm, side="ours"):
+    "(speed, memory, time over its arithmetic) beside upstream, each as a span of the cases."
+    rows = train_steps(algorithm, side)
+    return (
+        ends([row["speed_vs_upstream"] for row in rows]),
+        ends([1 / row["allocated_vs_upstream"] for row in rows], 0, "1/{}"),
+        ends([row["cpu_over_floor"] for row in rows]),
+    )
+
+
+def train_step_cpu():
+    rows = []
+    for name in ALGORITHMS:
+        speed, memory, floor = step_ratios(name)
+        again, less, _ = step_ratios(name, "ours-recomputed")
+        rows.append([NAMES[name], speed, memory, floor, again, less])
+    head = ["drafter", "times as fast", "of its memory", "times its arithmetic"]
+    return table([*head, "with gradient checkpointing: times as fast", "of its memory"], rows)
+
+
+def devices(folder=ROOT / "benchmarks/gpu/results"):
+    "What `make gpu` measured: folder -> the rows of its card, by kind. Each row names its commit, torch and date."
+    found = {file.parent: json.loads(file.read_text()) for file in sorted(folder.glob("*/results.json"))}
+    return {place: run["rows"] for place, run in found.items() if run["size"] != "toy" and sound(run["rows"], "device")}
+
+
+def sound(rows, kind):
+    return [row for row in rows.get(kind, []) if "error" not in row]
+
+
+def stamp(row):
+    return row["date"], row["commit"], row["torch"]
+
+
+def checked(rows, right):
+    "How many of the rows are right."
+    return f"{sum(map(right, rows))} of {len(rows)}" if rows else "–"
+
+
+def step_pairs(rows):
+    """Training steps of one card beside upstream's: [setting, positions, speed, memory, MFU, date, commit, torch]. Only
+    steps with the same torch are compared."""
+    steps, lines = sound(rows, "step"), []
+    peak = sound(rows, "device")[0].get("peak_flops")
+    for row in steps:
+        if row["side"] == "upstream":
+            continue
+        alike = [
+            r for r in steps if (r["setting"], r["length"], r["torch"]) == (row["setting"], row["length"], row["torch"])
+        ]
+        upstream = next((r for r in alike if r["side"] == "upstream"), None)
+        speed = f"{upstream['seconds'] / row['seconds']:.2f}" if upstream else "not measured"
+        memory = f"{row['peak_bytes'] / upstream['peak_bytes']:.2f}" if upstream else "not measured"
+        mfu = f"{100 * row['flops'] / row['seconds'] / peak:.0f} %" if row.get("flops") and peak else "–"
+        lines.append([row["setting"], count(row["length"]), speed, memory, mfu, *stamp(row)])
+    return lines
+
+
+def on_devices(folder=ROOT / "benchmarks/gpu/results"):
+    "What was measured on accelerators, or that nothing was."
+    found = devices(folder)
+    if not found:
+        return "Nothing here has been run on an accelerator yet (`make gpu` does)."
+    cards = {place: rows["device"][0]["device"] for place, rows in found.items()}
+    names = listed(list(cards.values()))
+    lines = [
+        f"`make gpu` has been run on {names}. Cards, commits and versions of torch differ: compare nothing across the "
+        "sections."
+    ]
+    for place, rows in found.items():
+        everything = [row for kind in rows.values() for row in kind]
+        equal = checked(sound(rows, "equal"), lambda row: row["ok"])
+        texts = checked(sound(rows, "decode"), lambda row: not row["different"])
+        dates = listed(sorted({row["date"] for row in everything}))
+        lines += [
+            f"### {cards[place]}",
+            f"Measured on {dates} ([all rows](../benchmarks/gpu/results/{place.name}/README.md)). Losses and gradients "
+            f"within tolerance of the definition: {equal}. Sets of greedy texts equal to the verifier's: {texts}.",
+        ]
+        if steps := step_pairs(rows):
+            head = [
+                "training step",
+                "positions",
+                "times as fast as upstream's",
+                "of its memory",
+                "MFU",
+                "date",
+                "commit",
+            ]
+            lines.append(table([*head, "torch"], steps))
+    return "\n\n".join(lines)
+
+
+def decoding():
+    number = r"\|\s*([\d.]+) "
+    page = (ROOT / "benchmarks/decode/results/README.md").read_text()
+    rows = re.findall(rf"^\| (?:plain|n-gram|draft model)\s*{number * 3}", page, re.M)
+    ratio, around = ([float(row[i]) for row in rows] for i in (1, 2))
+    share = ends([100 * x for x in around], 0)
+    return (
+        f"Plain decoding, prompt look-up and assisted decoding reach {ends(ratio, 2)} of the tokens a second of "
+        f"`transformers`' `generate`. All that is done beside the forward passes takes {share} % of their time (CPU)."
+    )
+
+
+def engine_speed(drafted=5):
+    "(tokens a step, times the tokens a second) of the shipped EAGLE-3 in vLLM, one request at a time."
+    rows = {(r["k"], r["concurrency"], r["domain"]): r for r in results("engine", "performance")}
+    row = rows[str(drafted), "1", "all"]
+    return f"{float(engine()[drafted]['mean_length']):.1f}", f"{float(row['speedup']):.1f}"
+
+
+def served_in_vllm():
+    length, speed = engine_speed()
+    return (
+        f"The shipped EAGLE-3 in vLLM on a CPU, greedily, five tokens drafted: {length} tokens a step, and {speed} "
+        "times the tokens a second of the same engine without a drafter."
+    )
+
+
+def waiting():
+    walls = [float(row["wall_s"]) for row in results("prepare", "prepare")]
+    (file,) = (ROOT / "benchmarks/features/results").glob("features-*.json")
+    rows = [row for row in json.loads(file.read_text())["extraction"] if row["side"] != "bare"]
+    share = min(row["of_bare_wall"] for row in rows)
+    rows_each = {row["conversations"] for row in results("prepare", "prepare")}
+    return (
+        f"{count(rows_each.pop())} conversations are prepared in {ends(walls, 0)} seconds on two cores; feature "
+        f"extraction runs at {100 * share:.0f} % or more of the speed of the verifier's forward pass alone (CPU)."
+    )
+
+
+# ---- numbers in prose
+
+
+def minutes(target, text):
+    "A line on `make TARGET`, ended by how long docs/times.yml says that it takes on a bare machine with two cores."
+    seconds = yaml.safe_load((ROOT / "docs/times.yml").read_text()).get(f"make {target}", {}).get("seconds")
+    return f"make {target}    # {text}{f': {round(seconds / 60)} minutes' if seconds else ''}\n"
+
+
+def quotes():
+    "page -> phrases with numbers that have to be on it: {what it is from: phrase}."
+    some, every, different, samples, prompts, _ = proofs()
+    speed, memory, _ = step_ratios("eagle3")
+    length, faster = engine_speed()
+    (features,) = (ROOT / "benchmarks/features/results").glob("features-*.json")
+    errors = json.loads(features.read_text())["fp8"]["relative_rms_error"]["float8_e4m3fn"].values()
+    by = by_amount()
+    lengths = {entry["measured"]: entry["length"] for entry in published()["one_checkpoint"]}
+    tree, chain = (next(n for what, n in lengths.items() if who in what) for who in ("authors", "vLLM"))
+    return {
+        "README.md": {
+            "proofs": f"{some} of {every} combinations of drafter, acceptance rule and temperature, {samples} sampled "
+            f"texts each: {different} differs from its exact distribution; and {prompts} greedy texts by each proposer",
+            "engine": f"{length} tokens a step, {faster} times the tokens a second",
+            "demo": minutes("demo", "train a drafter for a tiny verifier, and measure it"),
+            "test": minutes("test", "lint, types, all notebooks and tests"),
+            "train_step": f"a training step of EAGLE-3 is {speed} times as fast, in {memory} of the memory",
+        },
+        "docs/installation.md": {
+            "demo": minutes("demo", "train a drafter for a tiny verifier, and measure it"),
+            "test": minutes("test", "lint, types, notebooks without slow cells, tests without browser, vLLM, upstream"),
+        },
+        "docs/first_run.md": {"features": f"an error of {100 * max(errors):.1f} % of a state"},
+        "docs/how_much_data.md": {
+            "published": f"conversations of other models' answers give {by['others'][0]} tokens a step, the same "
+            f"number answered by the verifier {by['own'][0]}",
+        },
+        "docs/low_acceptance.md": {
+            "published": f"The same weights: {tree:.1f} in the paper, {chain:.1f} in vLLM",
+        },
+    }
+
+
 BLOCKS = {
     made.__name__: made
     for made in (
+        text_proved,
+        train_step_cpu,
+        on_devices,
+        decoding,
+        served_in_vllm,
+        waiting,
+        recipe_plan,
+        longer_than_planned,
+        expect,
+        how_much,
         quality,
         sizes,
         longer,

@@ -3,7 +3,7 @@
 import copy
 import json
 import pickle
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import GenerationConfig, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig, reload_schemas
 from speculators_nb.core.config_fields import LayerConfig, layer_config_from_dict
 from speculators_nb.core.registry import ClassRegistryMixin, GreedyTokenProposalConfig, TokenProposalConfig
+from speculators_nb.models.eagle3 import Eagle3SpeculatorConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = {
@@ -456,3 +457,49 @@ def test_register_without_a_name():
         Base.register()(7)
     with pytest.raises(TypeError, match="no pydantic model"):
         TokenProposalConfig.register("plain")(Plain)
+
+
+NAMES = sorted(
+    {*dir(Eagle3SpeculatorConfig), *vars(Eagle3SpeculatorConfig()), *GenerationConfig().to_dict()}
+    | {"self", "cls", "kwargs", "_only_data", "rope_parameters", "layer_types", "quantization_config", "max_length", ""}
+)
+DROPPED = {
+    "torch_dtype",
+    "auto_map",
+    "model_type",
+    "attn_implementation",
+    "name_or_path",
+    "_name_or_path",
+    "_output_attentions",
+}
+DECLARED = {f.name for f in fields(Eagle3SpeculatorConfig)} - {"id2label", "label2id", "problem_type"}
+
+
+def test_a_field_named_like_an_attribute_stays_data(tmp_path):
+    "It is written back, and takes the place of no method, property or switch of the config."
+    plain = Eagle3SpeculatorConfig(speculators_config=shared()).to_dict()
+    names = [name for name in NAMES if name not in DROPPED | DECLARED]
+    assert len(names) > 200
+    for name in names:
+        config = SpeculatorModelConfig.from_dict(plain | {name: {"a": 1}})
+        assert config.to_dict() == plain | {name: {"a": 1}}, name
+        assert config.check() is None and config.sizes.vocab_size == config.target_vocab_size, name
+    everything = SpeculatorModelConfig.from_dict(plain | dict.fromkeys(names, "x"))
+    everything.save_pretrained(tmp_path)
+    again = SpeculatorModelConfig.from_pretrained(tmp_path)
+    assert again == everything == copy.deepcopy(again)
+    assert again.to_dict() == plain | dict.fromkeys(names, "x")
+    assert json.loads((tmp_path / "config.json").read_text()).keys() >= {*names}
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["x", "nn", "auto", 3, ["float32"]])
+def test_a_dtype_is_torchs(name, value):
+    with pytest.raises(ValueError, match=rf"^Eagle3SpeculatorConfig.{name}=.* is no dtype of torch, e.g. 'bfloat16'$"):
+        Eagle3SpeculatorConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["to_dict", "__class__", "from_dict", "validate_rope", "attribute_map"])
+def test_a_layers_field_named_like_a_method_is_refused(name):
+    with pytest.raises(ValueError, match=rf"transformer_layer_config.{name}={{'a': 1}}: is no field of a llama conf"):
+        Eagle3SpeculatorConfig(transformer_layer_config={"model_type": "llama", name: {"a": 1}})

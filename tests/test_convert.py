@@ -1,6 +1,7 @@
 """Conversion renames and nothing else: both directions are inverse to the bit, whatever the sizes and options, and what
 does not fit is said."""
 
+import copy
 import json
 import shutil
 import sys
@@ -12,6 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3NextConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig
 from speculators_nb.decode.generate import generate
@@ -20,7 +22,7 @@ from speculators_nb.models.convert import convert, detect, export_native
 from speculators_nb.models.formats import NativeCheckpoint, formats
 from speculators_nb.models.mtp_native import stitch_mtp
 from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
-from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.nn.layers import Rotary, draft_layer_config
 from speculators_nb.verifier.tapped_model import Verifier
 
 V, H, LAYERS = 48, 16, 8
@@ -436,6 +438,54 @@ def test_eagle3_as_others_write_it(eagle3, home, tmp_path):
         and layer.transformer_layer_config.rope_parameters["factor"] == 4
     )
     assert layer.transformer_layer_config.max_position_embeddings == 128  # no shorter than the verifier's
+
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+ANGLES = {  # whatever of it transformers derives from max_position_embeddings, which is 64
+    "default": dict(rope_theta=7e5),
+    "linear": dict(rope_scaling=dict(type="linear", factor=2.0)),
+    "proportional": dict(rope_parameters=dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e4)),
+    "yarn": dict(rope_scaling=dict(rope_type="yarn", factor=4.0)),
+    "yarn, ratio": dict(rope_scaling=dict(rope_type="yarn", factor=None, original_max_position_embeddings=16)),
+    "yarn, beside": dict(rope_scaling=dict(type="yarn", factor=4.0), original_max_position_embeddings=16),
+    "yarn by layers": dict(rope_parameters=dict(full_attention=YARN | dict(rope_theta=1e4))),
+    "llama3": dict(rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)),
+    "dynamic": dict(rope_scaling=dict(type="dynamic", factor=4.0)),
+    "longrope": dict(
+        rope_scaling=dict(rope_type="longrope", short_factor=[1.0, 2.0, 3.0, 4.0], long_factor=[5.0, 6.0, 7.0, 8.0]),
+        original_max_position_embeddings=32,
+    ),
+}
+KEPT = {"dynamic", "longrope"}  # types whose angles depend on the length itself, here or in vLLM
+
+
+@pytest.mark.parametrize("name", ANGLES)
+def test_conversion_keeps_angles(name, home, eagle3, tmp_path, caplog):
+    """A drafter trained with 64 positions, its verifier has 128: on texts of each length, and after the way back, in
+    words of transformers 5 or 4, the table is that of transformers for the foreign config.json."""
+    native, rope = eagle3 / "native", ("rope_parameters", "rope_scaling", "rope_theta")
+    fields = dict(max_position_embeddings=64, model_type="llama", layer_types=["full_attention"])
+    old = rewritten(native, tmp_path / "old", config=fields | ANGLES[name], drop=rope)
+    own = {k: v for k, v in json.loads((old / "config.json").read_text()).items() if k not in ("dtype", "eagle_config")}
+    new = convert(old, tmp_path / "new", home / "v")
+    raw = json.loads((Path(export_native(new, tmp_path / "back")) / "config.json").read_text())
+    layer = SpeculatorModelConfig.from_pretrained(new).transformer_layer_config
+    assert layer.max_position_embeddings == (64 if name in KEPT else 128)
+    assert ("stays 64" in caplog.text) == (name in KEPT)
+    four = {k: v for k, v in raw.items() if k != "rope_parameters" or name == "yarn by layers"}
+
+    def table(config, n):
+        if rope := config.rope_parameters.get("full_attention"):
+            config = LlamaConfig(**config.to_dict() | dict(rope_parameters=rope, layer_types=None))
+        at = torch.arange(n)[None]
+        return torch.stack(LlamaRotaryEmbedding(config)(torch.zeros(1), at))
+
+    for n in (20, 60, 100, 300):
+        want = table(LlamaConfig(**copy.deepcopy(own)), n)
+        for config in (layer, LlamaConfig(**copy.deepcopy(raw)), LlamaConfig(**four)):
+            torch.testing.assert_close(table(config, n), want, rtol=0, atol=0)
+        ours = torch.stack(Rotary(layer)(torch.zeros(1), torch.arange(n)))[:, None]
+        torch.testing.assert_close(ours, want, rtol=1e-6, atol=1e-6)
 
 
 def test_dflash_as_others_write_it(home, tmp_path):

@@ -10,15 +10,15 @@ import time
 import tomllib
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from packaging.requirements import Requirement
 
-from benchmarks.gpu import bundle, decode, equal, loop, step
+from benchmarks.gpu import ab, bundle, decode, equal, loop, step
 from benchmarks.gpu import run as benchmark
 from benchmarks.gpu.device import table_peak
-from benchmarks.gpu.notebooks import flagged, run_notebook
 from benchmarks.gpu.pool import Pool
 from benchmarks.gpu.report import Report
 from speculators_nb.decode import proposal_setup
@@ -30,7 +30,7 @@ from speculators_nb.verifier.tapped_model import Verifier
 
 ROOT = Path(__file__).parents[1]
 
-# what a worker does with a cell, instead of benchmarks/gpu/process.py; `alone` is set where the pool tries a cell again
+# what a worker does with a cell, instead of benchmarks/gpu/process.py; `gib` is 64 where the pool tries a cell again
 WORKER = r"""
 import json, os, sys, time
 from pathlib import Path
@@ -44,7 +44,7 @@ for cell in json.loads(sys.argv[1]):
     if do == "sleep": time.sleep(60)
     if do == "die": sys.stderr.write("first\nno such device\n"); os._exit(7)
     if do == "kill": os.kill(os.getpid(), 9)
-    if do == "memory" and not cell.get("alone"): wait("clock runs"); say(row=dict(error="too large", kind="memory"))
+    if do == "memory" and cell.get("gib") != 64: wait("clock runs"); say(row=dict(error="too large", kind="memory"))
     elif do == "turn":
         wait("clock runs"); time.sleep(0.3)
         say(turn="ask"); sys.stdin.readline()
@@ -63,8 +63,8 @@ for cell in json.loads(sys.argv[1]):
 """
 
 
-def cells(*what):
-    return [dict(name=f"{i} {do}", do=do, labels=dict(number=i)) for i, do in enumerate(what)]
+def cells(*what, **more):
+    return [dict(name=f"{i} {do}", do=do, labels=dict(number=i), **more) for i, do in enumerate(what)]
 
 
 def pool_run(tmp_path, jobs, **options):
@@ -78,9 +78,7 @@ def pool_run(tmp_path, jobs, **options):
 
 # ------------------------------------------------------------- processes
 def test_a_cell_that_hangs_or_dies_is_a_row_and_the_next_ones_are_done(tmp_path):
-    rows, left, log, _ = pool_run(
-        tmp_path, [cells("row", "sleep", "row", "die", "kill", "row")], cell_seconds=5.0, seconds=60
-    )
+    rows, left, log, _ = pool_run(tmp_path, [cells("row", "sleep", "row", "die", "kill", "row", limit=5.0)], seconds=60)
     assert not left
     assert [row.get("done") for row in rows] == ["row", None, "row", None, None, "row"]
     assert rows[1] == {"cell": "1 sleep", "number": 1, "error": "killed after 5 s"}
@@ -110,9 +108,25 @@ def test_while_one_has_its_turn_the_others_stand_still(tmp_path):
 
 
 def test_what_runs_out_of_memory_beside_others_is_tried_again_alone(tmp_path):
-    rows, left, _, _ = pool_run(tmp_path, [cells("clock"), cells("memory", "end")], workers=2, seconds=60)
+    jobs = [cells("clock"), cells("memory", "end")]
+    rows, left, _, _ = pool_run(tmp_path, jobs, workers=2, seconds=60, memory=64)
     assert not left and [row["done"] for row in rows if "done" in row] == ["end", "memory"]
     assert not any("error" in row for row in rows)
+
+
+def test_cells_begin_in_their_order_as_memory_and_time_allow():
+    "What does not fit is overtaken; fillers are few; what takes longer than the time left is named."
+    pool, late = Pool([], None, None, None, memory=64, seconds=100.0), cells("late", needs=200.0)
+    jobs = {name: cells(name, gib=size) for name, size in dict(first=40.0, second=40.0, third=20.0).items()}
+    jobs |= {name: cells(name, gib=1.0, filler=True) for name in "abc"}
+    pool.waiting = [list(job) for job in (late, *jobs.values())]
+    begun = []
+    while job := pool.next_job():
+        begun.append(job[0]["do"])
+        pool.running.append(SimpleNamespace(cells=job))
+    assert begun == ["first", "third", "a", "b"] and pool.left == late
+    pool.running.pop(0)
+    assert [pool.next_job()[0]["do"], pool.next_job()] == ["second", None]
 
 
 # ---------------------------------------------------------------- bundle
@@ -202,27 +216,20 @@ def test_a_bundle_for_another_python_is_not_used(tmp_path, monkeypatch):
         benchmark.bundle_fits(tmp_path)
 
 
-# ------------------------------------------------------------- notebooks
-def test_flagged_cells_of_a_notebook_are_run(tmp_path):
-    sources = [
-        "x = 1",
-        "%matplotlib inline\nx += 1",
-        "#| eval: false\nraise SystemExit",
-        "#| slow\nx = 100",
-        "#| cuda\nimport os\nassert x == 2 and os.path.exists('a.ipynb')",
-        "#| cuda\nx += 1\nassert x == 3",
-        "raise SystemExit",
-    ]
-    book = dict(
-        cells=[dict(cell_type="markdown", source="#| cuda")] + [dict(cell_type="code", source=s) for s in sources]
-    )
-    (tmp_path / "a.ipynb").write_text(json.dumps(book))
-    (tmp_path / "b.ipynb").write_text(json.dumps(dict(cells=book["cells"][:2])))
-    assert flagged(tmp_path) == [tmp_path / "a.ipynb"] and run_notebook(tmp_path / "a.ipynb") == 2
-    book["cells"][2]["source"] = "x += 5"
-    (tmp_path / "a.ipynb").write_text(json.dumps(book))
-    with pytest.raises(AssertionError):
-        run_notebook(tmp_path / "a.ipynb")
+@pytest.mark.parametrize("most,wrong", [("MOST", "more than 0; send a slim copy"), ("MOST_SLIM", "shorten READ")])
+def test_what_is_too_large_to_travel_is_refused(tmp_path, monkeypatch, most, wrong):
+    (tmp_path / "a.whl").touch()
+    bundle.size(tmp_path)
+    monkeypatch.setattr(bundle, most, 0)
+    with pytest.raises(SystemExit, match=wrong):
+        bundle.size(tmp_path) if most == "MOST" else bundle.slim(tmp_path / "copy", tmp_path)
+
+
+def test_a_slim_copy_needs_wheels_and_a_new_folder(tmp_path):
+    with pytest.raises(SystemExit, match="make gpu-bundle"):
+        bundle.slim(tmp_path / "copy", tmp_path)
+    with pytest.raises(SystemExit, match="there already"):
+        bundle.slim(tmp_path, tmp_path)
 
 
 # ----------------------------------------------------------- comparisons
@@ -262,18 +269,19 @@ def test_a_near_tie_is_seen():
 
 
 def test_flops_are_those_of_evaluate_cost():
-    model, call, batch = step.build("ours", step.case("EAGLE-3 K=3", 256, "toy"), torch.device("cpu"))
-    counted = step.model_flops(model, call, batch)
-    whole = {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
-    assert counted == training_flops(model, whole, **call) * 256
-    assert all(p.grad is None for p in model.parameters())
+    setup = step.Setup("ours", "EAGLE-3 K=3", 256, "toy", torch.device("cpu"))
+    counted = step.model_flops(setup.model, setup.call, setup.batch)
+    whole = {k: v.float() if v.is_floating_point() else v for k, v in setup.batch.items()}
+    assert counted == training_flops(setup.model, whole, **setup.call) * 256
+    assert all(p.grad is None for p in setup.model.parameters())
 
 
-@pytest.mark.parametrize("length", [2048, 8192, 32768])
+@pytest.mark.parametrize("length", [8192, 32768])
 def test_cases_are_of_the_shapes_that_the_page_names(length):
     for name in step.SETTINGS:
-        of = step.case(name, length, "device")
-        assert sum(of["documents"]) == length and of["shape"]["hidden"] == 4096 and of["layers"] == 1
+        for packing in range(len(step.PACKINGS)):
+            of = step.case(name, length, "device", packing)
+            assert sum(of["documents"]) == length and of["shape"]["hidden"] == 4096 and of["layers"] == 1
     assert step.case("EAGLE-3 K=7", length, "device")["training"] == dict(ttt_steps=7)
     assert (
         step.case("MTP", length, "device")["draft_vocab"] == 151936
@@ -281,22 +289,69 @@ def test_cases_are_of_the_shapes_that_the_page_names(length):
     )
 
 
-def test_every_drafter_has_its_cells():
-    named = {
-        cell["drafter"] for job in benchmark.equality_jobs("device") for cell in job if cell["kind"] != "notebooks"
-    }
-    assert named == set(equal.DRAFTERS)
+def test_packings_have_one_length_and_each_its_own_documents_and_loss():
+    setup = step.Setup("ours", "DFlash 512x16", 256, "toy", torch.device("cpu"))
+    setup.draw_others()
+    first, second = setup.batches
+    assert {k: v.shape for k, v in first.items()} == {k: v.shape for k, v in second.items()}
+    names = ("document_ids", "loss_mask", "input_ids", "anchor_positions")
+    assert all(not first[k].equal(second[k]) for k in names)
+    for number, batch in ((1, second), (0, first)):
+        setup.use(number)
+        assert all(setup.batch[k] is v for k, v in batch.items())
+
+
+def test_graphs_of_other_shapes_are_counted():
+    compiled, before = torch.compile(lambda x: x + 1, backend="eager", dynamic=False), step.graphs()
+    for n in (3, 3, 4):
+        compiled(torch.zeros(n))
+    assert step.graphs() - before == 2
+
+
+def test_a_variant_whose_target_is_gone_is_a_row_and_the_next_is_measured(monkeypatch):
+    measured = []
+    monkeypatch.setattr(ab, "measured", lambda *_: dict(seconds=measured.append(equal.step) or 1.0))
+    gone = lambda: [ab.patch("benchmarks.gpu.equal.no_more", 1)]
+    other = lambda: [ab.patch("benchmarks.gpu.equal.step", "other")]
+    monkeypatch.setattr(ab, "VARIANTS", {"gone": gone, "other": other, "plain": list})
+    of = dict(setting="EAGLE-3 K=3", length=256, size="toy")
+    rows = list(ab.run(dict(of, labels={}), None))
+    assert [row["variant"] for row in rows] == ["gone", "other", "plain"] and "no_more" in rows[0]["error"]
+    assert measured == ["other", equal.step] and equal.step != "other"
+    (row, *_) = ab.run(dict(of, labels={}, ends=time.time() + 1), None)
+    assert row == dict(variant="gone", left_out=True)
+
+
+def names(jobs):
+    return [each["name"] for job in jobs for each in job]
+
+
+def test_every_drafter_has_its_cells_and_each_cell_one_name():
+    jobs = benchmark.device_jobs()
+    for kind in ("equal", "decode"):
+        found = [(c["drafter"], c["dtype"]) for job in jobs for c in job if c["kind"] == kind]
+        assert sorted(found) == sorted((name, dtype) for name in equal.DRAFTERS for dtype in ("fp32", "bf16"))
     assert {algorithm for algorithm, _ in equal.DRAFTERS.values()} == set(SpeculatorModel.registered_classes())
+    assert len(set(names(jobs))) == len(names(jobs)) and not any("," in name for name in names(jobs))
 
 
 def test_the_order_of_the_cells():
-    "What takes longest to compile begins first, and each train step is made once."
-    jobs = benchmark.device_jobs(True)
-    steps = [(c["setting"], c["length"], c["side"]) for job in jobs for c in job if c["kind"] == "step"]
-    assert [c["side"] for c in jobs[0]] == ["upstream"] * 2 and steps[2] == ("EAGLE-3 K=3", 8192, "ours")
-    assert len(set(steps)) == len(steps) == 29
-    alone = [c for job in benchmark.device_jobs(False) for c in job if c["kind"] == "step"]
-    assert {c["side"] for c in alone} == {"ours", "ours-compiled"}
+    kinds = [name.split()[0] for name in names(benchmark.device_jobs())]
+    first = names(benchmark.device_jobs())[:13:2]
+    assert kinds[:6] == ["ab", "step", "step", "equal", "equal", "kernels"]
+    assert first[0] == "ab EAGLE-3 K=3 8192" and first[-1] == "step MTP 8192 upstream" and kinds[14] == "loop"
+
+
+def test_cells_are_chosen_by_a_part_of_their_name_or_a_glob():
+    jobs = benchmark.device_jobs()
+    assert benchmark.chosen(jobs, None) is jobs
+    assert names(benchmark.chosen(jobs, "loop,AB eagle")) == ["ab EAGLE-3 K=3 8192", "loop"]
+    assert names(benchmark.chosen(jobs, "step *32768*")) == [
+        "step EAGLE-3 K=3 32768 upstream",
+        "step EAGLE-3 K=3 32768 ours",
+    ]
+    with pytest.raises(SystemExit, match="no cell is named like 'nothing'; `--list`"):
+        benchmark.chosen(jobs, "loop,nothing")
 
 
 @pytest.mark.parametrize(
@@ -320,70 +375,113 @@ STEP = dict(
     setting="MTP",
     length=2048,
     seconds=0.5,
+    changing_seconds=0.6,
     tokens_per_second=4096,
     held_bytes=2**30,
     peak_bytes=2**31,
     steps=3,
     first_seconds=9.0,
+    first_graphs=7,
+    other_graphs=2,
+    last_graphs=0,
     first_gradient_norm=1.0,
 )
+DEVICE = dict(
+    cell="device", device="A | card", peak_flops=1e15, peak_from="data sheet", gemm_flops=8e14, copy_bytes=4e12
+)
+ABOUT = dict(card="A | card", torch="2.11.0", date="2026-01-01", commit="abc", versions={"python": "3.12"})
 
 
-def test_the_report_counts_failures_and_leaves_out_what_was_not_measured(tmp_path):
-    report = Report(tmp_path, date="2026-01-01", size="device", not_run=["A sentence."])
-    report.add(
-        "device",
-        dict(
-            cell="device",
-            device="Some | device",
-            peak_flops=1e15,
-            peak_from="data sheet",
-            gemm_flops=8e14,
-            copy_bytes=4e12,
-        ),
-    )
-    report.add("step", dict(cell="s", side="upstream", first_loss=2.0, **STEP))
-    report.add(
-        "step", dict(cell="s", side="ours", first_loss=2.01, flops=1e14, **STEP | dict(seconds=0.25, peak_bytes=2**30))
-    )
-    report.add(
-        "step",
-        dict(cell="s", setting="MTP", length=32768, side="upstream", error="OutOfMemoryError: no", kind="memory"),
-    )
-    report.add(
-        "equal",
-        dict(
-            cell="e",
-            drafter="mtp",
-            dtype="fp32",
-            pair="flex vs dense",
-            loss=1e-7,
-            angle=0.0,
-            gradient=1e-6,
-            ok=True,
-            seconds_first=1.0,
-        ),
-    )
+def report_of(folder, **about):
+    report = Report.at(folder, ABOUT | about, "device")
+    report.begin(["e", "loop"], ["A sentence."])
+    return report
+
+
+def lines(folder, part):
+    return [line for line in (folder / "README.md").read_text().splitlines() if part in line]
+
+
+def test_the_report_counts_failures_and_names_what_was_left_out(tmp_path):
+    report = report_of(tmp_path)
+    report.add("device", DEVICE)
+    report.add("step", dict(cell="u", side="upstream", first_loss=2.0, **STEP))
+    half = dict(seconds=0.25, changing_seconds=0.2, peak_bytes=1.5 * 2**30)
+    report.add("step", dict(cell="o", side="ours", first_loss=2.01, flops=1e14, **STEP | half))
+    away = dict(setting="MTP", length=32768, side="upstream", error="OutOfMemoryError: no", kind="memory")
+    report.add("step", dict(cell="m", **away))
+    close = dict(drafter="mtp", dtype="fp32", pair="flex vs dense", loss=1e-7, angle=0.0, gradient=1e-6, ok=True)
+    report.add("equal", dict(cell="e", **close))
     assert report.failed() == 0
-    report.add("step", dict(cell="s", side="ours-compiled", first_loss=2.1, **STEP))
-    report.add("equal", dict(cell="e", drafter="eagle", dtype="fp32", error="killed after 9 s"))
-    report.add(
-        "decode",
-        dict(cell="d", drafter="eagle", dtype="fp32", texts=2, near_ties=0, different=1, accepted_a_step=0.5, ok=False),
-    )
-    report.stage("train steps", 3.0, 180, ["MTP, 8192 positions, ours"])
-    assert report.failed() == json.loads((tmp_path / "results.json").read_text())["failed"] == 3
-    page = (tmp_path / "README.md").read_text()
-    assert "| MTP | 2048 | ours | 250 | 4,096 | 2 | 1 | 0.5 | 40 | 9 | – | 5.00e-03 |  |" in page
-    assert (
-        "losses differ" in page
-        and "out of memory: OutOfMemoryError: no" in page
-        and "killed after 9 s" in page
-        and "**no**" in page
-    )
-    assert "- A sentence." in page and "- MTP, 8192 positions, ours: no time was left" in page
-    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("equality", "speed"))
+    stamped = "abc | 2.11.0 | 2026-01-01 |"
+    assert lines(tmp_path, "| MTP | 2,048 | ours | 250 | 200 | 4,096 | 2 | 3 | 1.5 | 0.5 | 0.75 | 40 | 9 | 7 + 2 + 0 |")
+    assert lines(tmp_path, f"{stamped} out of memory: OutOfMemoryError: no |")
+    report.add("step", dict(cell="s", side="ours", first_loss=2.1, **STEP | dict(length=4096)))
+    report.add("step", dict(cell="t", side="upstream", first_loss=2.0, **STEP | dict(length=4096)))
+    report.add("equal", dict(cell="k", drafter="eagle", dtype="fp32", error="killed after 9 s"))
+    text = dict(drafter="eagle", dtype="fp32", texts=2, near_ties=0, different=1, accepted_a_step=0.5, ok=False)
+    report.add("decode", dict(cell="d", **text))
+    report.note(["loop"])
+    assert report.failed() == 3
+    assert lines(tmp_path, f"{stamped} **losses differ** |") and lines(tmp_path, f"{stamped} killed after 9 s |")
+    assert lines(tmp_path, f"{stamped} **not within tolerance** |") and lines(tmp_path, "A sentence.")
+    assert lines(tmp_path, "no time: loop.") and not lines(tmp_path, "no time: e, loop.")
     assert not list(tmp_path.glob("*.part*"))
+
+
+def test_a_later_run_replaces_its_cells_and_each_row_says_what_it_is_of(tmp_path):
+    report = report_of(tmp_path)
+    for cell, side in (("u", "upstream"), ("o", "ours")):
+        report.add("step", dict(cell=cell, side=side, first_loss=2.0, **STEP))
+    report.add("equal", dict(cell="e", drafter="mtp", dtype="fp32", error="no"))
+    later = report_of(tmp_path, commit="def", date="2026-02-02")
+    later.add("step", dict(cell="o", side="ours", first_loss=2.0, **STEP | dict(seconds=0.25)))
+    assert later.failed() == 0  # of this run
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    found = {r["cell"]: (r["commit"], r["card"], r["torch"], r["date"]) for rs in rows.values() for r in rs}
+    old, new = ("abc", "A | card", "2.11.0", "2026-01-01"), ("def", "A | card", "2.11.0", "2026-02-02")
+    assert found == dict(u=old, o=new, e=old)
+    (line,) = lines(tmp_path, "| MTP | 2,048 | ours |")
+    assert "| 250 | 600 | 4,096 | 2 | 1 |" in line and "| def | 2.11.0 | 2026-02-02 |" in line
+
+
+def test_a_train_step_keeps_its_first_row_when_changing_batches_fail(tmp_path):
+    report = report_of(tmp_path)
+    report.add("step", dict(cell="o", side="ours", first_loss=2.0, **STEP))
+    report.add("step", dict(cell="o", setting="MTP", length=2048, side="ours", changing_seconds=0.7))
+    report.add("step", dict(cell="o", setting="MTP", length=2048, side="ours", error="killed after 9 s"))
+    assert lines(tmp_path, "| MTP | 2,048 | ours | 500 | 700 |")[0].endswith("killed after 9 s |")
+    assert report.failed() == 1
+
+
+def test_results_of_elsewhere_are_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "HERE", tmp_path)
+    there = report_of(tmp_path / "there")
+    there.add("equal", dict(cell="e", drafter="mtp", dtype="fp32", error="no"))
+    here = report_of(tmp_path / "results/a-card", commit="old")
+    for cell in "ef":
+        here.add("equal", dict(cell=cell, drafter="mtp", dtype="fp32", error="no"))
+    benchmark.merge(tmp_path / "there")
+    benchmark.merge(tmp_path / "there")
+    found = json.loads((tmp_path / "results/a-card/results.json").read_text())
+    assert [(r["cell"], r["commit"]) for r in found["rows"]["equal"]] == [("f", "old"), ("e", "abc")]
+    assert [run["commit"] for run in found["runs"]] == ["old", "abc"]
+
+
+def test_what_another_torch_measured_is_not_compared_and_another_card_has_a_folder_of_its_own(tmp_path):
+    report_of(tmp_path).add("step", dict(cell="u", side="upstream", first_loss=2.0, **STEP))
+    later = report_of(tmp_path, torch="2.12.0")
+    later.add("step", dict(cell="o", side="ours", first_loss=9.0, **STEP))
+    assert later.failed() == 0
+    with pytest.raises(SystemExit, match=r"has results of A \| card \(device\), this is B .* by --out"):
+        report_of(tmp_path, card="B")
+
+
+def test_variants_are_compared_with_the_code_as_committed_in_their_run(tmp_path):
+    report = report_of(tmp_path)
+    for variant, seconds in (("as committed", 0.5), ("other", 0.25)):
+        report.add("ab", dict(cell="a", setting="MTP", length=8, variant=variant, seconds=seconds))
+    assert lines(tmp_path, "| MTP | 8 | other | 250 | 0.5 | abc |")
 
 
 def test_each_row_of_the_decode_loop_has_a_turn_of_its_own(monkeypatch):
@@ -431,20 +529,25 @@ def test_without_a_device_it_says_what_to_run(tmp_path):
 
 
 def test_toy_run(tmp_path):
-    "Each drafter, dtype and pair is there, in fp32 within a tenth of its tolerance; texts are equal, steps timed."
+    """Each drafter, dtype and pair is there, in fp32 within a tenth of its tolerance; texts are equal, steps timed.
+    From a slim copy, which has all that it needs."""
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels/a.whl").touch()
+    bundle.slim(tmp_path / "tree", tmp_path / "wheels")
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/gpu/run.py", "--toy", "--out", tmp_path / "out"],
+        [sys.executable, tmp_path / "tree/benchmarks/gpu/run.py", "--toy", "--out", tmp_path / "out"],
         capture_output=True,
         text=True,
-        env=os.environ | dict(OMP_NUM_THREADS="1"),
+        cwd=tmp_path,
+        env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(tmp_path / "tree")),
     )
     print(f"toy run: {time.monotonic() - began:.0f} s")
     found = json.loads((tmp_path / "out/results.json").read_text())
-    assert done.returncode == 0, [
-        row for rows in found["rows"].values() for row in rows if "error" in row or row.get("ok") is False
-    ]
-    assert found["failed"] == 0 and not found["not_measured"]
+    every = [row for rows in found["rows"].values() for row in rows]
+    assert done.returncode == 0, [row for row in every if "error" in row or row.get("ok") is False]
+    (run,) = found["runs"]
+    assert not run["left_out"] and {r["commit"] for r in every} == {(tmp_path / "tree/COMMIT").read_text().strip()}
     rows = {(r["drafter"], r["dtype"], r["pair"]): r for r in found["rows"]["equal"]}
     pairs = {
         "fp32": ["blocked vs dense", "flex vs dense", "flex vs blocked", "masked vs dense"],
@@ -462,9 +565,10 @@ def test_toy_run(tmp_path):
     assert {r["drafter"] for r in found["rows"]["decode"]} == set(equal.DRAFTERS) and max(
         r["accepted_a_step"] for r in found["rows"]["decode"]
     ) > 1
-    assert {r["setting"] for r in found["rows"]["step"] if r["side"] == "ours" and r["flops"] > 1e6} == set(
-        step.SETTINGS
-    ) - {"EAGLE-3 K=7"}
+    timed = [r["setting"] for r in found["rows"]["step"] if min(r["flops"], r["seconds"], r["changing_seconds"]) > 0]
+    assert set(timed) == set(step.SETTINGS) - {"EAGLE-3 K=7"}
+    assert [r["variant"] for r in found["rows"]["ab"]] == list(ab.VARIANTS)
+    assert len({r["first_loss"] for r in found["rows"]["ab"]}) == 1  # on a CPU nothing is compiled
     looped = found["rows"]["loop"]
     kinds = {(p, t, c) for p in ("chain", "tree") for t in (0.0, 1.0) for c in ("dynamic", "static", "graphs")}
     assert {(r["proposal"], r["temperature"], r["kv_cache"]) for r in looped} == kinds
@@ -478,9 +582,6 @@ def test_toy_run(tmp_path):
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "results.json",
         "README.md",
-        "equality.png",
-        "speed.png",
-        "shares.png",
         "log.txt",
     }
     assert not re.search(

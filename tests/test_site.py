@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 from web import books, extras, figures, overview, papers, places  # noqa: E402
+from web.links import crosslink  # noqa: E402
 
 SECTIONS = books.groups()
 BOOKS = [book for section in SECTIONS.values() for book in section]
@@ -80,8 +81,20 @@ def test_every_page_is_in_one_group():
     assert {page.rsplit(".", 1)[0] for page in pages} == listed
 
 
-def test_times_are_of_notebooks_that_exist():
-    assert books.times().keys() <= {book.here for book in BOOKS}
+def test_times_are_of_notebooks_and_targets_that_exist():
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert books.times().keys() <= {book.here for book in BOOKS} | {f"make {target}" for target in targets}
+
+
+def test_the_first_sentence_of_a_command_is_what_it_does():
+    page = "# speculators-nb x\n\n> Train a drafter. More.\n\n```bash\nx\n```\n\nFor example:\n"
+    assert books.first_sentence(page) == "Train a drafter."
+
+
+def test_a_value_of_an_option_is_no_link():
+    symbols = {"local": "distributed.sharding.local", "train": "train.train"}
+    text = "See `train`.\n\n| option | values |\n| --- | --- |\n| `--engine` | `local`, `ray` |\n"
+    assert crosslink(text, symbols) == text.replace("`train`", "{py:obj}`train <train.train>`")
 
 
 def test_a_broken_link_is_seen(tmp_path):

@@ -1,6 +1,8 @@
 """What a bare machine with PyTorch lacks, as wheels in one folder: the benchmark runs there without a network.
 
     python benchmarks/gpu/bundle.py fetch [FOLDER] [PYTHON]    where there is a network: output/gpu-bundle, for 3.12
+    python benchmarks/gpu/bundle.py size [FOLDER]              what must travel: tree and wheels
+    python benchmarks/gpu/bundle.py slim TARGET [FOLDER]       a copy of what `make gpu` reads, with the wheels
     python benchmarks/gpu/bundle.py unpack FOLDER TARGET       a folder for PYTHONPATH
 
 bundle.txt names the versions. After fetching, every requirement of every wheel must be met by another wheel of the
@@ -8,6 +10,7 @@ bundle or by EXPECTED.
 """
 
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,10 +18,31 @@ from email.parser import Parser
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FOLDER = HERE.parents[1] / "output/gpu-bundle"
+ROOT = HERE.parents[1]
+FOLDER = ROOT / "output/gpu-bundle"
 LIMIT = 15e6  # bytes of the bundle
+MIB = 2**20
+MOST, MOST_SLIM = 60 * MIB, 45 * MIB  # of tree and wheels, and of a slim copy
+NOT_READ = ("tests", "docs/_static")  # a machine with a device does without them
+READ = (  # what `make gpu` and `make gpu-toy` read
+    "Makefile",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "speculators_nb",
+    "benchmarks/gpu",
+    "benchmarks/train_step/worker.py",
+    "data/tiny-verifier",
+    "data/tiny-drafter",
+    "data/corpus/heldout.jsonl",
+)
+COMMIT = "COMMIT"  # file of a slim copy, which has no git: what it is a copy of
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
+ANY_VERSION = (
+    "aiohttp anyio click filelock httpcore httpx matplotlib packaging pandas pillow protobuf psutil pyarrow pyyaml "
+    "rich tqdm typer"
+)
 # What the machine brings; a version where it is known that this one is enough.
 EXPECTED = {
     "torch": "2.11.0",
@@ -29,23 +53,7 @@ EXPECTED = {
     "tokenizers": "0.23.2",
     "huggingface-hub": "1.33.0",
     "numpy": "2.5.2",
-    **dict.fromkeys(
-        [
-            "aiohttp",
-            "anyio",
-            "click",
-            "filelock",
-            "httpcore",
-            "httpx",
-            "matplotlib",
-            "packaging",
-            "pandas",
-            "pillow",
-            "protobuf",
-            "psutil",
-        ]
-    ),
-    **dict.fromkeys(["pyarrow", "pyyaml", "rich", "tqdm", "typer"]),
+    **dict.fromkeys(ANY_VERSION.split()),
 }
 # Requirements that no training imports: upstream's settings, pictures and sound, and our widgets.
 LEFT_OUT = {"anywidget", "ipywidgets", "pydantic-settings", "torchaudio", "torchvision"}
@@ -98,29 +106,10 @@ def fetch(folder, python="3.12"):
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
-    platforms = [part for p in PLATFORMS for part in ("--platform", p)]
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--only-binary=:all:",
-            "--python-version",
-            python,
-            "--implementation",
-            "cp",
-            *platforms,
-            "-d",
-            folder,
-            "-r",
-            HERE / "bundle.txt",
-        ],
-        check=True,
-    )
+    asked = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--implementation", "cp"]
+    asked += ["--python-version", python, *(part for p in PLATFORMS for part in ("--platform", p))]
+    listed = ["-d", folder, "-r", HERE / "bundle.txt"]
+    subprocess.run([sys.executable, "-m", "pip", "download", *asked, *listed], check=True)
     wheels = [metadata(w) for w in sorted(folder.glob("*.whl"))]
     if wrong := unmet(wheels):
         raise SystemExit("\n".join(wrong))
@@ -145,10 +134,65 @@ def unpack(folder, target):
             z.extractall(target)
 
 
+# -------------------------------------------------------------- what travels
+def tracked(*paths):
+    """Files of the tree that git tracks, and that are there, below some paths."""
+    done = subprocess.run(["git", "ls-files", "-z", "--", *paths], cwd=ROOT, capture_output=True, check=True)
+    return [p for name in done.stdout.decode().split("\0") if name and (p := ROOT / name).is_file()]
+
+
+def bytes_of(files):
+    return sum(f.stat().st_size for f in files)
+
+
+def size(folder=FOLDER):
+    """Print the size of tree and wheels. Errors: they are too large to be sent."""
+    whole, wheels = bytes_of(tracked()), bytes_of(folder.glob("*.whl"))
+    needed = whole - bytes_of(tracked(*NOT_READ))
+    print(
+        f"tracked files {needed / MIB:.1f} MiB without {' and '.join(NOT_READ)} ({whole / MIB:.1f} with them), "
+        f"wheels {wheels / MIB:.1f} MiB: {(needed + wheels) / MIB:.1f} MiB together"
+    )
+    if needed + wheels > MOST:
+        raise SystemExit(
+            f"tree and wheels have {(needed + wheels) / MIB:.1f} MiB, more than {MOST / MIB:.0f}; send a slim copy: "
+            "`python benchmarks/gpu/bundle.py slim FOLDER`"
+        )
+
+
+def slim(target, folder=FOLDER):
+    """Copy what `make gpu` reads into a new folder, with the wheels. Errors: it is there; no wheels; too large."""
+    from benchmarks.gpu.report import commit_of
+
+    wheels = sorted(folder.glob("*.whl"))
+    if target.exists():
+        raise SystemExit(f"{target} is there already; name a new folder")
+    if not wheels:
+        raise SystemExit(f"no wheels in {folder}; run `make gpu-bundle` first")
+    files = [f for f in tracked(*READ) if HERE / "results" not in f.parents or f.name == "results.json"]
+    total = bytes_of([*files, *wheels])
+    if total > MOST_SLIM:
+        raise SystemExit(f"the copy has {total / MIB:.1f} MiB, more than {MOST_SLIM / MIB:.0f}; shorten READ")
+    copies = {f: target / f.relative_to(ROOT) for f in files}
+    copies |= {f: target / FOLDER.relative_to(ROOT) / f.name for f in wheels}
+    for f, copy in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(f, copy)
+    (target / COMMIT).write_text(f"{commit_of(ROOT)}\n")
+    print(f"{target}: {len(copies)} files, {total / MIB:.1f} MiB")
+
+
 if __name__ == "__main__":
     what, *rest = sys.argv[1:] or ["help"]
+    sys.path.insert(0, str(ROOT))
+    folder = Path(rest[0]) if rest else FOLDER
     if what == "fetch":
-        fetch(Path(rest[0]) if rest else FOLDER, *rest[1:])
+        fetch(folder, *rest[1:])
+        size(folder)
+    elif what == "size":
+        size(folder)
+    elif what == "slim" and rest:
+        slim(folder, *map(Path, rest[1:]))
     elif what == "unpack" and len(rest) == 2:
         unpack(*rest)
     else:

@@ -6,7 +6,6 @@ a CPU a kernel is an operator, its time is its own without that of operators ins
 What runs inside the loss or the optimizer is theirs, products too.
 """
 
-import time
 from contextlib import contextmanager
 from unittest import mock
 
@@ -15,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.gpu import step as train_step
 from benchmarks.gpu.device import pick, wait
-from benchmarks.train_step import worker
 
 LENGTH, STEPS, HEAVIEST = {"device": 8192, "toy": 256}, {"device": 3, "toy": 1}, 30
 GROUPS = ("flex", "product", "loss", "optimizer", "other", "host")
@@ -90,27 +88,25 @@ def summed(found, steps, seconds, device):
         yield dict(share_of=kind, seconds=total / steps, share=total / whole)
 
 
-def run(cell, turn):
-    """Rows of one step: {setting, size}."""
-    device, size = pick(), cell["size"]
-    of = train_step.case(cell["setting"], LENGTH[size], size)
-    model, call, batch = train_step.build("ours", of, device)
-    adamw = worker.torch_adamw(model, fused=device.type == "cuda")
-    step = worker.stepper(model, call, batch, *adamw, None, torch.bfloat16)
+def profiled(step, device, steps):
+    """The events of some steps."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    for _ in range(train_step.WARM_UP[size]):
-        step()
-    wait(device)
-    steps = STEPS[size]
-    with turn():
-        began = time.perf_counter()
+    with named_loss(), profile(activities=activities) as found:
         for _ in range(steps):
             step()
         wait(device)
-        seconds = (time.perf_counter() - began) / steps  # without the profiler
-        with named_loss(), profile(activities=activities) as profiled:
-            for _ in range(steps):
-                step()
-            wait(device)
-    for row in summed(kernels(profiled.events(), device), steps, seconds, device):
+    return found
+
+
+def run(cell, turn):
+    """Rows of one step: {setting, size}."""
+    device, size = pick(), cell["size"]
+    step, steps = train_step.Setup("ours", cell["setting"], LENGTH[size], size, device).stepper(), STEPS[size]
+    for _ in range(train_step.WARM_UP[size]):
+        step()
+    wait(device)
+    with turn():
+        seconds, _ = train_step.measure([step] * steps, device, size)  # without the profiler
+        found = profiled(step, device, steps)
+    for row in summed(kernels(found.events(), device), steps, seconds, device):
         yield cell["labels"] | row

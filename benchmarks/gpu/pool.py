@@ -3,7 +3,12 @@
 A worker process (process.py) gets a list of cells and answers in lines of JSON: {"began": name}, {"row": {...}},
 {"ended": name}, {"turn": "ask"}, {"turn": "done"}. A cell that runs over its limit, or whose process dies, becomes a
 row with an `error`; the cells after it go on in a new process. While one worker has its turn, the process groups of all
-others are stopped (SIGSTOP), so that its clock measures it alone.
+others are stopped (SIGSTOP), so that its clock measures it alone: they compile meanwhile, which takes most of the time.
+
+A cell may say `gib`, the device memory that it takes (of the lists of cells that wait, the first begins whose memory is
+free; one that was overtaken OVERTAKEN times is not overtaken again but by fillers), `needs`, the seconds without which
+it is not begun, `limit`, the most seconds that it may take, and `filler`: at most FILLERS processes with such cells run
+at once, so that they do not keep others waiting.
 """
 
 import json
@@ -17,7 +22,13 @@ import threading
 import time
 
 COMMAND = (sys.executable, "-m", "benchmarks.gpu.process")
-TURN_SECONDS = 20  # a turn that takes longer ends, and the others go on
+TURN_SECONDS = 25  # a turn that takes longer ends, and the others go on
+LIMIT = 200.0  # seconds of a cell
+OVERTAKEN, FILLERS = 3, 2
+
+
+def gib(cells):
+    return max((cell.get("gib", 0.0) for cell in cells), default=0.0)
 
 
 class Worker:
@@ -68,40 +79,63 @@ class Worker:
 
 
 class Pool:
-    """Run jobs (lists of cells).
+    """Run jobs (lists of cells, each for one process).
 
     `on_row(row)` is called for every result; `log` (a file) gets what the processes write to stderr. After `seconds`
-    everything ends; `cell_seconds` is the limit of each cell."""
+    everything ends; `memory` is the device's, in GiB."""
 
-    def __init__(self, jobs, on_row, log, environment, workers=1, seconds=120.0, cell_seconds=60.0, command=COMMAND):
+    def __init__(self, jobs, on_row, log, environment, workers=1, seconds=120.0, memory=float("inf"), command=COMMAND):
         self.waiting, self.running, self.asking, self.turn = [list(job) for job in jobs], [], [], None
         self.on_row, self.log, self.environment, self.command = on_row, log, environment, command
-        self.workers, self.deadline, self.cell_seconds = workers, time.monotonic() + seconds, cell_seconds
-        self.inbox, self.alone, self.turn_began = queue.Queue(), [], 0.0
+        self.workers, self.memory, self.deadline = workers, memory, time.monotonic() + seconds
+        self.inbox, self.left, self.turn_began = queue.Queue(), [], 0.0
 
     def run(self):
         """Until all is done or the time is up; returns the cells that were not finished."""
         try:
-            while self.waiting or self.alone or self.running:
+            while self.waiting or self.running:
                 if time.monotonic() > self.deadline:
                     break
                 self.start_some()
                 self.receive()
                 self.give_turn()
                 self.watch_limits()
-            return [cell for job in [*(w.cells for w in self.running), *self.waiting, *self.alone] for cell in job]
+            return self.left + [c for job in [*(w.cells for w in self.running), *self.waiting] for c in job]
         finally:
             for worker in self.running:
                 worker.kill()
                 self.keep_log(worker)
 
     def start_some(self):
-        if self.turn:
-            return
-        while self.waiting and len(self.running) < self.workers:
-            self.running.append(Worker(self.waiting.pop(0), self.inbox, self.environment, self.command))
-        if self.alone and not self.running:  # what ran out of memory beside others is tried once more by itself
-            self.running.append(Worker(self.alone.pop(0), self.inbox, self.environment, self.command))
+        while not self.turn and len(self.running) < self.workers and (job := self.next_job()):
+            ends = time.time() + self.deadline - time.monotonic()
+            self.running.append(
+                Worker([cell | dict(ends=ends) for cell in job], self.inbox, self.environment, self.command)
+            )
+
+    def next_job(self):
+        """The first that may begin now, or None. Cells without enough time are left out."""
+        running = [worker.cells for worker in self.running]
+        free = self.memory - sum(map(gib, running))
+        fillers = sum(any(cell.get("filler") for cell in cells) for cells in running)
+        passed = []  # what is more important and has no memory
+        for job in list(self.waiting):
+            late = [cell for cell in job if cell.get("needs", 0.0) > self.deadline - time.monotonic()]
+            self.left += late
+            job[:] = [cell for cell in job if cell not in late]
+            if not job:
+                self.waiting.remove(job)
+                continue
+            filler = job[0].get("filler")
+            may = fillers < FILLERS if filler else all(each[0].get("overtaken", 0) < OVERTAKEN for each in passed)
+            if not running or (may and gib(job) <= free):
+                self.waiting.remove(job)
+                for each in [] if filler else passed:
+                    each[0]["overtaken"] = each[0].get("overtaken", 0) + 1
+                return job
+            if not filler:
+                passed.append(job)
+        return None
 
     def receive(self):
         try:
@@ -125,11 +159,14 @@ class Pool:
             self.gone(worker, None if said["died"] == 0 else f"{died(said['died'])}: {last_line(worker.said())}")
 
     def row(self, worker, row):
-        crowded = row.get("kind") == "memory" and len(self.running) > 1 and not worker.now.get("alone")
-        if crowded:
-            self.alone.append([{**worker.now, "alone": True}])
+        cell = worker.now
+        crowded = row.get("kind") == "memory" and len(self.running) > 1 and cell.get("gib") != self.memory
+        if crowded and "variant" not in row:
+            self.waiting.insert(0, [cell | dict(gib=self.memory)])  # once more, with nothing beside it
+        elif row.get("left_out"):
+            self.left.append(cell | dict(name=f"{cell['name']}: {row['variant']}"))
         else:
-            self.on_row({"cell": worker.now["name"], **row})
+            self.on_row({"cell": cell["name"], **row})
 
     def give_turn(self):
         if self.turn and time.monotonic() - self.turn_began > TURN_SECONDS:
@@ -154,9 +191,10 @@ class Pool:
 
     def watch_limits(self):
         for worker in list(self.running):
-            if not worker.stopped and time.monotonic() - worker.began > self.cell_seconds:
+            limit = worker.cells[0].get("limit", LIMIT) if worker.cells else LIMIT
+            if not worker.stopped and time.monotonic() - worker.began > limit:
                 worker.kill()
-                self.gone(worker, f"killed after {self.cell_seconds:.0f} s")
+                self.gone(worker, f"killed after {limit:.0f} s")
 
     def gone(self, worker, why):
         """A process has ended: an unfinished cell becomes a row, the cells after it go to a new process."""

@@ -1,36 +1,125 @@
-"""The folder of results: results.json after every row, tables and pictures at the end of each stage."""
+"""The folder of results of one card: results.json after every row, a page of tables.
+
+Every row says which commit, card, torch and date it has. A run replaces the rows of the cells that it does and keeps
+all others, so a page can hold rows of several commits; it never holds rows of two cards.
+"""
 
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
+import time
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-from benchmarks.gpu.bundle import name_of
+from benchmarks.gpu.bundle import COMMIT, ROOT, name_of
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "triton", "numpy", "accelerate", "datasets", "pydantic", "speculators")
-SIDES = ("upstream", "ours", "ours-compiled")
+SIDES = ("upstream", "ours")
 LOSS_TOLERANCE = 1e-2  # bf16 on both sides
-COLORS = dict(upstream="#999999", ours="#0072b2") | {"ours-compiled": "#56b4e9"}
+STAMP = ("commit", "torch", "date")
+UNITS = {" ms": 1e3, " GiB": 2**-30, " %": 100}
+
+# heads of columns; what ends in one of UNITS is shown in it. A column that no row has is left out
+HEADS = dict(
+    length="positions",
+    seconds="a step, ms",
+    ratio="over as committed",
+    launched_seconds="launched after, ms",
+    host_seconds="device idle, ms",
+    flex_seconds="flex, ms",
+    product_seconds="products, ms",
+    loss_seconds="loss, ms",
+    optimizer_seconds="optimizer, ms",
+    other_seconds="other, ms",
+    peak_bytes="peak, GiB",
+    beyond_bytes="beyond the model, GiB",
+    first_seconds="first step, s",
+    first_graphs="graphs",
+    first_loss="first loss",
+    changing_seconds="of changing batches, ms",
+    tokens_per_second="tokens/s",
+    speed="speed over upstream",
+    changing_speed="speed on changing batches",
+    memory="peak over upstream",
+    mfu="MFU, %",
+    compiled="graphs compiled",
+    waits="waits a step",
+    difference="first loss, rel. difference",
+    loss="loss, rel. difference",
+    angle="1 - cosine of gradients",
+    gradient="gradients, largest rel. difference",
+    seconds_first="first call, s",
+    seconds_again="again, s",
+    group="part",
+    calls="calls a step",
+    share="share of the step, %",
+    kv_cache="KV cache",
+    near_ties="parted at a near tie",
+    accepted_a_step="accepted a step",
+    back_end="back end",
+    forward_seconds="forward, ms",
+    both_seconds="forward and backward, ms",
+    apart="largest difference from flex",
+    draft_seconds="draft, ms",
+    verification_seconds="verification, ms",
+    rule_seconds="rule, ms",
+    overhead="overhead, %",
+    waits_a_step="waits a step",
+)
+PARTS = "flex_seconds product_seconds loss_seconds optimizer_seconds other_seconds host_seconds"
+TABLES = {  # kind -> title, columns
+    "ab": (
+        "Single changes",
+        f"setting length variant seconds ratio launched_seconds {PARTS} peak_bytes first_seconds first_graphs "
+        "first_loss",
+    ),
+    "step": (
+        "Train step",
+        "setting length side seconds changing_seconds tokens_per_second speed changing_speed peak_bytes beyond_bytes "
+        "memory mfu first_seconds compiled waits difference",
+    ),
+    "equal": ("Equality", "drafter dtype pair loss angle gradient seconds_first seconds_again"),
+    "parts": (
+        "Parts of a step",
+        "setting flex_seconds product_seconds loss_seconds optimizer_seconds other_seconds host_seconds",
+    ),
+    "kernels": ("Heaviest kernels", "setting kernel group calls seconds share"),
+    "decode": ("Decoding", "drafter dtype kv_cache texts near_ties different accepted_a_step"),
+    "attention": ("Back ends of attention", "back_end length forward_seconds both_seconds apart"),
+    "loop": (
+        "Decode loop",
+        "proposal temperature kv_cache seconds draft_seconds verification_seconds rule_seconds overhead waits_a_step "
+        "text",
+    ),
+}
 
 
-def versions():
-    """Of the packages that matter, Python and the commit."""
+def commit_of(root):
+    """The commit that is measured, "+" behind it where the code differs from it; None where nothing says so."""
+    if (root / COMMIT).is_file():
+        return (root / COMMIT).read_text().strip()
+
+    def git(*words):
+        done = subprocess.run(["git", *words], cwd=root, text=True, capture_output=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if not shutil.which("git") or not (commit := git("rev-parse", "--short=8", "HEAD")):
+        return None
+    return commit + ("+" if git("status", "--porcelain", "--", "speculators_nb", "benchmarks") else "")
+
+
+def stamp(card=None):
+    """What every row of a run says of it, and the versions of the packages that matter."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name_of(name)] = version(name)
         except PackageNotFoundError:
             pass
-    git = (
-        subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True, capture_output=True)
-        if shutil.which("git")
-        else None
-    )
-    return found | ({"commit": git.stdout.strip()} if git and git.returncode == 0 else {})
+    return dict(commit=commit_of(ROOT), card=card, torch=found.get("torch"), date=str(date.today()), versions=found)
 
 
 def write(path, text):
@@ -42,15 +131,13 @@ def write(path, text):
 
 def number(x):
     """For a table: three digits, or a dash."""
-    return (
-        "–"
-        if x is None
-        else f"{x:.2e}"
-        if x and not 1e-2 <= abs(x) < 1e4
-        else f"{x:,.0f}"
-        if abs(x) >= 100
-        else f"{x:.3g}"
-    )
+    if x is None:
+        return "–"
+    if not isinstance(x, (int, float)):
+        return str(x)
+    if isinstance(x, int) or abs(x) >= 100:
+        return f"{x:,.0f}"
+    return f"{x:.2e}" if x and abs(x) < 1e-2 else f"{x:.3g}"
 
 
 def table(heads, rows):
@@ -58,410 +145,186 @@ def table(heads, rows):
     return "\n".join("| " + " | ".join(str(c).replace("|", "\\|") for c in line) + " |" for line in lines) + "\n"
 
 
-class Report:
-    """What was found so far."""
+def slug(card):
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
 
-    def __init__(self, folder, **facts):
-        self.folder, self.facts = folder, facts | dict(versions=versions())
-        self.rows = dict(device=[], equal=[], decode=[], notebooks=[], step=[], kernels=[], loop=[], attention=[])
-        self.stages, self.not_measured = [], []
+
+class Report:
+    """What is known of a card."""
+
+    def __init__(self, folder, about, size, found=None):
+        self.folder, self.about, self.size, found = folder, about, size, found or {}
+        self.rows, self.runs, self.done = found.get("rows", {}), found.get("runs", []), set()
+        self.rows.setdefault("device", [])
+
+    @classmethod
+    def at(cls, folder, about, size):
+        """Go on with what a folder holds. Errors: it is of another card or of another size."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "results.json"
+        found = json.loads(path.read_text()) if path.is_file() else dict(card=about["card"], size=size)
+        if (found["card"], found["size"]) != (about["card"], size):
+            raise SystemExit(
+                f"{folder} has results of {found['card']} ({found['size']}), this is {about['card']} ({size}); name "
+                "another folder by --out"
+            )
+        return cls(folder, about, size, found)
+
+    def begin(self, names, not_run):
+        """A run that is to do these cells; until they are done, they count as left out."""
+        about = {key: self.about[key] for key in ("date", "commit", "versions")}
+        self.names, self.began = names, time.monotonic()
+        self.runs.append(about | dict(not_run=not_run))
+        self.note(names)
+
+    def note(self, left_out):
+        seconds = round(time.monotonic() - self.began, 1)
+        self.runs[-1].update(cells=len(self.done), seconds=seconds, left_out=left_out)
+        self.save()
 
     def add(self, kind, row):
-        self.rows[kind].append(row)
-        print(", ".join(f"{k} {number(v) if isinstance(v, float) else v}" for k, v in row.items()), flush=True)
-        self.save()
+        """A row of this run."""
+        row = row | {key: self.about[key] for key in ("commit", "card", "torch", "date")}
+        self.put(kind, row)
+        print(", ".join(f"{k} {number(v)}" for k, v in row.items()), flush=True)
+        self.note([name for name in self.names if name not in self.done])
 
-    def stage(self, name, seconds, limit, left):
-        self.stages.append(dict(name=name, seconds=round(seconds, 1), limit=limit))
-        self.not_measured += left
-        self.save()
-        self.finish()
+    def put(self, kind, row):
+        """The first row of a cell replaces what was known of it. A train step has one row: later ones complete it."""
+        rows, name = self.rows.setdefault(kind, []), row["cell"]
+        if name not in self.done:
+            rows[:] = [old for old in rows if old["cell"] != name]
+        if name in self.done and kind == "step":
+            known = next(old for old in rows if old["cell"] == name)
+            known.update(dict(later_error=row["error"]) if "error" in row else row)
+        else:
+            rows.append(row)
+        self.done.add(name)
 
-    def move(self, folder):
-        """Go on in another folder, whose old results are dropped."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("results.json", "README.md", "equality.png", "speed.png", "shares.png", "log.txt"):
-            (folder / name).unlink(missing_ok=True)
-        shutil.copy(self.folder / "log.txt", folder / "log.txt")
-        self.folder = folder
+    def merge(self, found):
+        """Take over all rows and runs of another results.json of this card."""
+        for kind, rows in found["rows"].items():
+            for row in rows:
+                self.put(kind, row)
+        self.runs += [run for run in found["runs"] if run not in self.runs]
         self.save()
-
-    def device(self):
-        """Facts of the device, or None where it failed."""
-        return next((row for row in self.rows["device"] if "error" not in row), None)
 
     def failed(self):
-        """Number of rows with an error or outside their tolerance. What does not fit into the memory is a result."""
-        rows = [row for rows in self.rows.values() for row in rows]
-        groups = step_groups(self).values()
-        return sum(("error" in r and r.get("kind") != "memory") or r.get("ok") is False for r in rows) + sum(
-            apart(r, group) for group in groups for r in group
-        )
+        """Number of rows of this run with an error or outside their tolerance. What does not fit into the memory is a
+        result."""
+        shown = [row for rows in tables(self).values() for row in rows if row.get("cell") in self.done]
+        return sum(bool(verdict(row)) and row.get("kind") != "memory" for row in shown)
+
+    def device(self):
+        return next((row for row in self.rows["device"] if "error" not in row), {})
 
     def save(self):
-        facts = self.facts | dict(
-            stages=self.stages, failed=self.failed(), not_measured=self.not_measured, rows=self.rows
-        )
+        facts = dict(card=self.about["card"], size=self.size, runs=self.runs, rows=self.rows)
         write(self.folder / "results.json", json.dumps(facts, indent=1) + "\n")
-
-    def finish(self):
-        """Tables and pictures of all that is there."""
         write(self.folder / "README.md", page(self))
-        pictures(self)
 
 
 # ---------------------------------------------------------------- tables
 def page(report):
-    about, facts = report.device() or {}, report.facts
-    known = ", ".join(f"{k} {v}" for k, v in facts["versions"].items())
-    lines = [
-        f"# {about.get('device', 'No device')}, {facts['date']}" + (" (toy sizes)" if facts["size"] == "toy" else ""),
-        "",
-        f"{known}. " + "; ".join(f"{s['name']} {s['seconds']:.0f} s of {s['limit']:.0f}" for s in report.stages) + ".",
-        "",
-    ]
+    about = report.device()
+    lines = [f"# {report.about['card']}" + (" (toy sizes)" if report.size == "toy" else ""), ""]
     if about:
         peak = f"{about['peak_flops'] / 1e12:,.3g} TFLOP/s " if about["peak_flops"] else ""
         lines += [
             f"Peak rate in bf16 {peak}({about['peak_from']}); "
-            f"measured product {about['gemm_flops'] / 1e12:,.3g} TFLOP/s, copy {about['copy_bytes'] / 1e9:,.3g} GB/s.",
+            f"measured product {about['gemm_flops'] / 1e12:,.3g} TFLOP/s, copy {about['copy_bytes'] / 1e9:,.3g} GB/s "
+            f"({about['date']}). All rows are of this card; each names its commit, torch and date.",
             "",
         ]
-    lines += [
-        f"{report.failed()} failed." if report.failed() else "Nothing failed.",
-        "",
-        "What each number means: [benchmarks/gpu/README.md](../../README.md).",
-        "",
-    ]
-    for title, body in (
-        ("Equality", equality_table(report)),
-        ("Decoding", decoding_table(report)),
-        ("Notebooks", notebook_table(report)),
-        ("Train step", step_table(report)),
-        ("Parts of a step", share_table(report)),
-        ("Heaviest kernels", kernel_table(report)),
-        ("Back ends of attention", attention_table(report)),
-        ("Decode loop", loop_table(report)),
-    ):
-        if body:
-            lines += [f"## {title}", "", body]
-    lines += [
-        "## Not measured",
-        "",
-        *[f"- {s}" for s in facts["not_run"]],
-        *[f"- {name}: no time was left" for name in report.not_measured],
-        "",
-    ]
-    return "\n".join(lines)
+    lines += ["What each number means: [benchmarks/gpu/README.md](../../README.md).", ""]
+    for kind, rows in tables(report).items():
+        if rows:
+            lines += [f"## {TABLES[kind][0]}", "", rows_table(TABLES[kind][1].split(), rows)]
+    lines += ["## Runs", ""]
+    for run in report.runs:
+        known = ", ".join(f"{k} {v}" for k, v in run["versions"].items())
+        lines += [f"- {run['date']}, commit {run['commit']}: {run['cells']} cells in {run['seconds']:.0f} s; {known}."]
+        lines += [f"  Left out, no time: {', '.join(run['left_out'])}."] if run["left_out"] else []
+        lines += [f"  {sentence}" for sentence in run["not_run"]]
+    return "\n".join(lines) + "\n"
+
+
+def tables(report):
+    """{kind: rows as the page shows them}, in its order."""
+    shown = {kind: report.rows.get(kind, []) for kind in TABLES}
+    shown |= dict(ab=against_committed(shown["ab"]), step=with_ratios(report))
+    shown["kernels"], shown["parts"] = of_kernels(shown["kernels"])
+    return shown
+
+
+def of_kernels(rows):
+    """(ten heaviest of each cell and errors, a row of parts of each cell)."""
+    heaviest, parts = {}, {}
+    for row in rows:
+        if "share_of" in row:
+            parts.setdefault(row["cell"], dict(row))[f"{row['share_of']}_seconds"] = row["seconds"]
+        else:
+            heaviest.setdefault(row["cell"], []).append(row)
+    return [row for found in heaviest.values() for row in found[:10]], list(parts.values())
+
+
+def rows_table(columns, rows):
+    columns = [key for key in columns if any(key in row for row in rows)]
+    heads = [HEADS.get(key, key) for key in columns]
+
+    def shown(row, key):
+        value, head = row.get(key), HEADS.get(key, key)
+        scale = next((scale for unit, scale in UNITS.items() if head.endswith(unit)), None)
+        return number(value * scale if scale and isinstance(value, (int, float)) else value)
+
+    return table([*heads, *STAMP, ""], [[*[shown(r, key) for key in [*columns, *STAMP]], verdict(r)] for r in rows])
 
 
 def verdict(row):
-    return row["error"] if "error" in row else "yes" if row["ok"] else "**no**"
-
-
-def equality_table(report):
-    def line(r):
-        found = [number(r.get(k)) for k in ("loss", "angle", "gradient", "seconds_first", "seconds")]
-        return [r["drafter"], r["dtype"], r.get("pair", ""), *found, verdict(r)]
-
-    rows = report.rows["equal"]
-    return rows and table(
-        [
-            "drafter",
-            "dtype",
-            "pair",
-            "loss, rel. difference",
-            "1 - cosine of gradients",
-            "gradients, largest rel. difference",
-            "first call, s",
-            "again, s",
-            "within tolerance",
-        ],
-        [line(r) for r in rows],
-    )
-
-
-def decoding_table(report):
-    rows = report.rows["decode"]
-    return rows and table(
-        [
-            "drafter",
-            "dtype",
-            "KV cache",
-            "texts",
-            "parted at a near tie",
-            "different",
-            "accepted a step",
-            "equal to the verifier alone",
-        ],
-        [
-            [
-                r["drafter"],
-                r["dtype"],
-                r.get("kv_cache", ""),
-                *[number(r.get(k)) for k in ("texts", "near_ties", "different", "accepted_a_step")],
-                verdict(r),
-            ]
-            for r in rows
-        ],
-    )
-
-
-def notebook_table(report):
-    rows = report.rows["notebooks"]
-    return rows and table(
-        ["notebook", "cells", "passed"], [[r["notebook"], r.get("cells", "–"), verdict(r)] for r in rows]
-    )
-
-
-def loss_difference(row, group):
-    """Of the first loss from upstream's, relative; None where one is missing."""
-    other = of(group, "upstream")
-    return abs(row["first_loss"] / other["first_loss"] - 1) if other and "first_loss" in row else None
-
-
-def apart(row, group):
-    """Whether two sides did not compute the same loss."""
-    found = loss_difference(row, group)
-    return found is not None and not found <= LOSS_TOLERANCE
-
-
-def of(rows, side):
-    return next((r for r in rows if r["side"] == side and "error" not in r), {})
-
-
-def step_groups(report):
-    """{(setting, length): its rows}, in the order of the first of each."""
-    groups = {}
-    for row in report.rows["step"]:
-        groups.setdefault((row["setting"], row["length"]), []).append(row)
-    return groups
-
-
-def step_line(report, row, group):
-    """A row of the table. MFU is by the FLOPs of our step at the device's peak rate; ratios are to upstream."""
-    label = [row["setting"], row["length"], row["side"]]
+    """What is wrong with a row, or nothing."""
     if "error" in row:
-        return [*label, *["–"] * 9, ("out of memory: " if row.get("kind") == "memory" else "") + row["error"]]
-    flops, about, other = of(group, "ours").get("flops"), report.device(), of(group, "upstream")
-    rate = flops / row["seconds"] if flops else None
-    ratio = other["seconds"] / row["seconds"] if other else None
-    memory = row["peak_bytes"] / other["peak_bytes"] if other else None
+        return ("out of memory: " if row.get("kind") == "memory" else "") + row["error"]
+    if row.get("differs"):
+        return "**losses differ**"
+    return "**not within tolerance**" if row.get("ok") is False else row.get("later_error", row.get("flops_error", ""))
+
+
+def against_committed(rows):
+    """With the ratio of each variant's time to that of the code as committed, in the same run."""
+    timed = [row for row in rows if "seconds" in row]
+    base = {row["cell"]: row["seconds"] for row in timed if row["variant"] == "as committed"}
     return [
-        *label,
-        number(1e3 * row["seconds"]),
-        number(row["tokens_per_second"]),
-        number(ratio),
-        number(row["peak_bytes"] / 2**30),
-        number(memory),
-        number(100 * rate / about["peak_flops"]) if rate and about["peak_flops"] else "–",
-        number(row["first_seconds"]),
-        number(row.get("waits")),
-        number(loss_difference(row, group)),
-        "**losses differ**" if apart(row, group) else row.get("flops_error", ""),
+        row | (dict(ratio=row["seconds"] / base[row["cell"]]) if "seconds" in row and row["cell"] in base else {})
+        for row in rows
     ]
 
 
-def step_table(report):
-    groups = step_groups(report)
-    lines = [
-        step_line(report, row, group)
-        for group in groups.values()
-        for row in sorted(group, key=lambda r: SIDES.index(r["side"]))
-    ]
-    return lines and table(
-        [
-            "setting",
-            "positions",
-            "side",
-            "ms a step",
-            "tokens/s",
-            "speed over upstream",
-            "peak GiB",
-            "memory over upstream",
-            "MFU %",
-            "first step, s",
-            "waits a step",
-            "first loss, rel. difference",
-            "",
-        ],
-        lines,
-    )
+def with_ratios(report):
+    """Rows of train steps with what is computed from two of them: speed and memory over upstream's (same card, same
+    torch), difference of the first losses; and MFU, by the FLOPs of our step at the device's peak rate."""
+    rows, peak = report.rows.get("step", []), report.device().get("peak_flops")
+    order = list(dict.fromkeys((row["setting"], row["length"]) for row in rows))
 
+    def of(row, side):
+        same = ("setting", "length", "torch", "card")
+        fits = [r for r in rows if "error" not in r and r["side"] == side and all(r[k] == row[k] for k in same)]
+        return fits[-1] if fits else {}
 
-def kernel_table(report):
-    """The ten heaviest of each setting."""
-    rows = [r for r in report.rows["kernels"] if "kernel" in r]
-    of_setting = {
-        name: [r for r in rows if r["setting"] == name][:10] for name in dict.fromkeys(r["setting"] for r in rows)
-    }
-    return rows and table(
-        ["setting", "kernel", "part", "calls a step", "ms a step", "share of the step, %"],
-        [
-            [
-                name,
-                r["kernel"],
-                r["group"],
-                number(r["calls"]),
-                number(1e3 * r["seconds"]),
-                number(100 * r["share"]),
-            ]
-            for name, heaviest in of_setting.items()
-            for r in heaviest
-        ],
-    )
+    def more(row):
+        """Keys that are added to a row that was measured."""
+        yield "beyond_bytes", row["peak_bytes"] - row["held_bytes"]
+        if "first_graphs" in row:
+            yield "compiled", " + ".join(str(row.get(f"{part}_graphs", "–")) for part in ("first", "other", "last"))
+        if peak and (flops := row.get("flops") or of(row, "ours").get("flops")):
+            yield "mfu", flops / row["seconds"] / peak
+        if other := of(row, "upstream"):
+            yield "speed", other["seconds"] / row["seconds"]
+            yield "memory", row["peak_bytes"] / other["peak_bytes"]
+            if "changing_seconds" in row and "changing_seconds" in other:
+                yield "changing_speed", other["changing_seconds"] / row["changing_seconds"]
+            difference = abs(row["first_loss"] / other["first_loss"] - 1)
+            yield "difference", difference
+            yield "differs", not difference <= LOSS_TOLERANCE
 
-
-def share_table(report):
-    """What each part of a step takes, in milliseconds."""
-    rows = [r for r in report.rows["kernels"] if "share_of" in r]
-    parts = list(dict.fromkeys(r["share_of"] for r in rows))
-    of_setting = {}
-    for r in rows:
-        of_setting.setdefault(r["setting"], {})[r["share_of"]] = 1e3 * r["seconds"]
-    return rows and table(
-        ["setting", *parts, "ms a step"],
-        [[name, *[number(of[p]) for p in parts], number(sum(of.values()))] for name, of in of_setting.items()],
-    )
-
-
-def attention_table(report):
-    rows = report.rows["attention"]
-    return rows and table(
-        ["back end", "positions", "forward, ms", "forward and backward, ms", "largest difference from flex", ""],
-        [
-            [
-                r.get("back_end", "all"),
-                r["length"],
-                *[
-                    number(r[k] * x if k in r else None)
-                    for k, x in (("forward_seconds", 1e3), ("seconds", 1e3), ("apart", 1))
-                ],
-                r.get("error", ""),
-            ]
-            for r in rows
-        ],
-    )
-
-
-def loop_line(row):
-    if "error" in row:
-        return [row["proposal"], *["–"] * 8, row["error"]]
-    parts = [number(1e3 * row[f"{name}seconds"]) for name in ("", "draft_", "verification_", "rule_")]
-    found = [row["proposal"], number(row["temperature"]), row["kv_cache"], *parts]
-    return [*found, number(100 * row["overhead"]), number(row["waits_a_step"]), row["text"]]
-
-
-def loop_table(report):
-    heads = (
-        "proposal, temperature, KV cache, ms a step, draft ms, verification ms, rule ms, overhead %, waits a step, text"
-    )
-    lines = [loop_line(row) for row in report.rows["loop"]]
-    return lines and table(heads.split(", "), lines)
-
-
-# -------------------------------------------------------------- pictures
-def pictures(report):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    if any("loss" in r for r in report.rows["equal"]):
-        save(equality_picture(report), report.folder / "equality.png")
-    if any("error" not in r for r in report.rows["step"]):
-        save(speed_picture(report), report.folder / "speed.png")
-    if any("share_of" in r for r in report.rows["kernels"]):
-        save(shares_picture(report), report.folder / "shares.png")
-
-
-def save(figure, path):
-    from matplotlib import pyplot as plt
-
-    part = path.with_suffix(".part.png")
-    figure.savefig(part, dpi=110, metadata={"Software": None})
-    os.replace(part, path)
-    plt.close(figure)
-
-
-def equality_picture(report):
-    """Largest gradient difference of each pair, over the tolerance."""
-    from matplotlib import pyplot as plt
-
-    from benchmarks.gpu.equal import TOLERANCE
-
-    rows = [r for r in report.rows["equal"] if "loss" in r]
-    names, pairs = list(dict.fromkeys(r["drafter"] for r in rows)), list(dict.fromkeys(r["pair"] for r in rows))
-    figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
-    for i, pair in enumerate(pairs):
-        for dtype, marker in (("fp32", "o"), ("bf16", "^")):
-            mine = [r for r in rows if (r["pair"], r["dtype"]) == (pair, dtype)]
-            ax.scatter(
-                [names.index(r["drafter"]) + 0.08 * (i - len(pairs) / 2) for r in mine],
-                [max(r["gradient"], 1e-9) for r in mine],
-                marker=marker,
-                color=f"C{i}",
-                label=f"{pair}, {dtype}" if mine else None,
-                s=24,
-            )
-    for dtype in TOLERANCE:
-        ax.axhline(TOLERANCE[dtype]["gradient"], color="#999999", lw=1, ls="--")
-        ax.annotate(
-            f"tolerance in {dtype}",
-            (len(names) - 0.5, TOLERANCE[dtype]["gradient"]),
-            ha="right",
-            va="bottom",
-            color="#666666",
-            fontsize=8,
-        )
-    ax.set(
-        yscale="log", ylabel="largest relative difference of a gradient", xticks=range(len(names)), xticklabels=names
-    )
-    figure.legend(*ax.get_legend_handles_labels(), fontsize=7, ncols=1, loc="outside right upper")
-    return figure
-
-
-def speed_picture(report):
-    """Tokens a second and peak memory of each setting and length."""
-    from matplotlib import pyplot as plt
-
-    groups = step_groups(report)
-    sides = [s for s in SIDES if any(of(group, s) for group in groups.values())]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 0.5 * len(groups) + 1.5), layout="constrained", sharey=True)
-    for ax, key, scale, label in (
-        (axes[0], "tokens_per_second", 1, "tokens/s"),
-        (axes[1], "peak_bytes", 2**30, "peak memory, GiB"),
-    ):
-        for i, side in enumerate(sides):
-            at = [g + 0.8 * ((i + 0.5) / len(sides) - 0.5) for g in range(len(groups))]
-            ax.barh(
-                at,
-                [of(group, side).get(key, 0) / scale for group in groups.values()],
-                0.8 / len(sides),
-                color=COLORS[side],
-                label=side,
-            )
-        ax.set(
-            xlabel=label,
-            yticks=range(len(groups)),
-            yticklabels=[f"{setting}, {length:,}" for setting, length in groups],
-        )
-    axes[0].invert_yaxis()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(sides))
-    return figure
-
-
-def shares_picture(report):
-    """What each part of a step takes."""
-    from matplotlib import pyplot as plt
-
-    rows = [r for r in report.rows["kernels"] if "share_of" in r]
-    settings = list(dict.fromkeys(r["setting"] for r in rows))
-    figure, ax = plt.subplots(figsize=(8, 0.5 * len(settings) + 1.8), layout="constrained")
-    left = dict.fromkeys(settings, 0.0)
-    for part in dict.fromkeys(r["share_of"] for r in rows):
-        mine = {r["setting"]: 1e3 * r["seconds"] for r in rows if r["share_of"] == part}
-        ax.barh(settings, [mine[s] for s in settings], left=[left[s] for s in settings], label=part)
-        left = {s: left[s] + mine[s] for s in settings}
-    ax.set(xlabel="ms a step", title="Where a step's time goes")
-    ax.invert_yaxis()
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    return figure
+    rows = sorted(rows, key=lambda r: (order.index((r["setting"], r["length"])), SIDES.index(r["side"])))
+    return [row if "error" in row else row | dict(more(row)) for row in rows]

@@ -1,17 +1,18 @@
 """One train step (forward, backward, clipping, AdamW) of ours or of upstream's, timed while no other process runs.
 
-Weights, packed batch and random choices are those of benchmarks/train_step, drawn on the device from one seed, so that
-both sides compute the same loss. Both train in bf16 autocast over float32 weights. Upstream runs what it runs best on
-CUDA: compiled forward, flex attention, fused losses. `ours-compiled` is what the trainer's `torch_compile` does:
-torch.compile around the model. Ours reads document ids and the loss mask on the host, where its trainer leaves them.
-Steps are timed some at a time, without a look at their loss between them, as between two logs of a trainer.
+Weights, packed batches and random choices are those of benchmarks/train_step, drawn on the device from one seed, so
+that both sides compute the same loss on the first batch. Both train in bf16 autocast over float32 weights. Upstream
+runs what it runs best on CUDA: compiled forward, flex attention, fused losses. Ours reads document ids and the loss
+mask on the host, where its trainer leaves them. Steps are timed some at a time, without a look at their loss between
+them, as between two logs of a trainer: on the first batch again and again, and over batches that differ in their
+documents and loss masks, as a trainer's do. Graphs that torch compiles are counted.
 """
 
-import gc
 import json
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -24,51 +25,92 @@ from benchmarks.train_step import worker
 QWEN3_8B = dict(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936, window=None)
 TOY = dict(hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=512, window=None)
 DRAFT_VOCAB, ANCHORS = {"device": 32000, "toy": 256}, {"device": 512, "toy": 8}
-# of 2048 positions; other rows have as many, longer or shorter
-DOCUMENTS = {"device": (704, 512, 384, 256, 192), "toy": (1024, 512, 512)}
+# (lengths of the documents of 2048 positions, share of each outside the loss mask); other rows have as many documents,
+# longer or shorter
+PACKINGS = (
+    ((704, 512, 384, 256, 192), 0.25),
+    ((1024, 640, 384), 0.2),
+    ((512, 512, 512, 512), 0.35),
+    ((896, 320, 320, 256, 160, 96), 0.1),
+)
 SETTINGS = {  # name -> algorithm, training arguments beside those of benchmarks/train_step
     "EAGLE-3 K=3": ("eagle3", {}),
-    "EAGLE-3 K=7": ("eagle3", dict(ttt_steps=7)),
     "P-EAGLE": ("peagle", {}),
     "DFlash 512x16": ("dflash", {}),
     "MTP": ("mtp", {}),
+    "EAGLE-3 K=7": ("eagle3", dict(ttt_steps=7)),
 }
-WARM_UP, SECONDS = {"device": 3, "toy": 1}, {"device": 1.0, "toy": 0.0}
-TOGETHER, LEAST_TIMES, MOST_TIMES = 3, 2, 4  # steps between two waits for the device; how often they are timed
+WARM_UP, PASSES = {"device": 3, "toy": 1}, {"device": 2, "toy": 1}  # untimed steps, and passes over all packings
+TOGETHER = {"device": 3, "toy": 1}  # steps of one batch between two waits for the device
+SECONDS, TIMES = {"device": 1.0, "toy": 0.0}, {"device": (2, 4), "toy": (1, 1)}  # of timing; least and most times
 
 
-def case(name, length, size):
+def case(name, length, size, packing=0):
     """A case of benchmarks/train_step."""
     algorithm, training = SETTINGS[name]
     shape = TOY if size == "toy" else QWEN3_8B
+    documents, prompt = PACKINGS[packing]
     of = dict(
         algorithm=algorithm,
         shape=shape,
         layers=1,
-        prompt=0.25,
-        documents=[n * length // 2048 for n in DOCUMENTS[size]],
+        prompt=prompt,
+        documents=[n * length // 2048 for n in documents],
         training=training,
         draft_vocab=shape["vocab"] if algorithm == "mtp" else DRAFT_VOCAB[size],
     )
     return of | (dict(anchors=ANCHORS[size]) if algorithm == "dflash" else {})
 
 
-def build(side, of, device):
-    """(model, arguments of its forward, batch) with the same weights, batch and random choices on every side."""
-    cuda, g = device.type == "cuda", torch.Generator(device).manual_seed(worker.SEED)
-    config = worker.configuration(of)
-    state = worker.weights(of, config, g)
-    batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in worker.packed_batch(of, config, g).items()}
-    with tempfile.TemporaryDirectory() as folder, torch.device(device):
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+class Setup:
+    """One side's model, the arguments of its forward, and the packed batch that the next step takes.
+
+    Weights, batches and random choices are the same on every side."""
+
+    def __init__(self, side, name, length, size, device):
+        self.side, self.of, self.device = side, (name, length, size), device
+        cuda, self.generator = device.type == "cuda", torch.Generator(device).manual_seed(worker.SEED)
+        of = case(*self.of)
+        self.config = worker.configuration(of)
+        state = worker.weights(of, self.config, self.generator)
+        batch = self.drawn(of)
+        with tempfile.TemporaryDirectory() as folder, torch.device(device):
+            (Path(folder) / "config.json").write_text(json.dumps(self.config))
+            if side == "upstream":
+                best = dict(attention=None, losses="fused") if cuda else dict(attention="sdpa", losses="eager")
+                self.model, self.call, _ = worker.load_upstream(Path(folder), of, dict(batch), **best)
+            else:
+                self.model, self.call, _ = worker.load_ours_bf16(Path(folder), of, batch)
+        self.model.load_state_dict(state)
+        self.model.to(device).train()
+        self.batches, self.batch, self.choices = [self.placed(batch)], {}, {}
+        self.use(0)
         if side == "upstream":
-            best = dict(attention=None, losses="fused") if cuda else dict(attention="sdpa", losses="eager")
-            model, call, batch = worker.load_upstream(Path(folder), of, batch, **best)
-        else:
-            model, call, batch = worker.load_ours_bf16(Path(folder), of, batch)
-            batch |= {name: batch[name].cpu() for name in model.read_on_host}
-    model.load_state_dict(state)
-    return model.to(device).train(), call, batch
+            worker.give_choices(self.choices)
+
+    def drawn(self, of):
+        batch = worker.packed_batch(of, self.config, self.generator)
+        return {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
+
+    def placed(self, batch):
+        """Where each side's trainer leaves it."""
+        return batch | {name: batch[name].cpu() for name in getattr(self.model, "read_on_host", ())}
+
+    def draw_others(self):
+        """The other packings: after the memory of a step is measured, which has no place for them."""
+        packings = range(1, 2 if self.of[-1] == "toy" else len(PACKINGS))
+        self.batches += [self.placed(self.drawn(case(*self.of, packing=i))) for i in packings]
+
+    def use(self, number):
+        """The next step takes this batch."""
+        self.batch.update(self.batches[number])
+        if self.side == "upstream":
+            self.choices.update(worker.take_choices(self.batch))
+
+    def stepper(self):
+        """A function that makes one train step on the batch in use."""
+        adamw = worker.torch_adamw(self.model, fused=self.device.type == "cuda")
+        return worker.stepper(self.model, self.call, self.batch, *adamw, autocast=torch.bfloat16)
 
 
 def model_flops(model, call, batch):
@@ -89,10 +131,11 @@ def model_flops(model, call, batch):
     return flops
 
 
-def counted(model, call, batch):
-    """{"flops": number}, or what went wrong: a step is timed all the same."""
+def counted(setup):
+    """{"flops": number} of the first batch, or what went wrong: a step is timed all the same."""
+    setup.use(0)
     try:
-        return dict(flops=model_flops(model, call, batch))
+        return dict(flops=model_flops(setup.model, setup.call, setup.batch))
     except Exception as error:
         return dict(flops_error=first_line(error))
 
@@ -111,16 +154,16 @@ def peak_memory(step, device):
     return int(before * 2**20), int(worker.resident()[1] * 2**20)
 
 
-def measure(step, device, least):
-    """(median seconds, number) of steps, TOGETHER of them between two waits; `least` seconds, if not too many."""
-    times = []
-    while len(times) < LEAST_TIMES or (sum(times) < least and len(times) < MOST_TIMES):
+def measure(steps, device, size):
+    """(median seconds of a step, number of steps). `steps`: what is called between two waits for the device."""
+    times, (least, most) = [], TIMES[size]
+    while len(times) < least or (sum(times) < SECONDS[size] and len(times) < most):
         began = time.perf_counter()
-        for _ in range(TOGETHER):
+        for step in steps:
             step()
         wait(device)
         times.append(time.perf_counter() - began)
-    return median(times) / TOGETHER, TOGETHER * len(times)
+    return median(times) / len(steps), len(steps) * len(times)
 
 
 def waits(call, device):
@@ -137,24 +180,26 @@ def waits(call, device):
     return sum("synchronizing" in str(w.message) for w in found)
 
 
+def graphs():
+    """Graphs that torch has compiled in this process, those of a function's other shapes among them."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
 def run(cell, turn):
-    """The row of one cell: {setting, length, side, size}."""
-    device, side, length = pick(), cell["side"], cell["length"]
-    of = case(cell["setting"], length, cell["size"])
-    model, call, batch = build(side, of, device)
-    forward = torch.compile(model) if side == "ours-compiled" else None
-    adamw = worker.torch_adamw(model, fused=device.type == "cuda")
-    step = worker.stepper(model, call, batch, *adamw, forward, torch.bfloat16)
+    """The row of one cell: {setting, length, side, size}; then what changing batches add to it."""
+    device, size, length = pick(), cell["size"], cell["length"]
+    setup, compiled = Setup(cell["side"], cell["setting"], length, size, device), graphs()
+    step = setup.stepper()
     began = time.perf_counter()
     first = worker.numbers(step())
-    first_seconds = time.perf_counter() - began
-    for _ in range(WARM_UP[cell["size"]] - 1):
+    first_seconds, first_graphs = time.perf_counter() - began, graphs() - compiled
+    for _ in range(WARM_UP[size] - 1):
         step()
     held, peak = peak_memory(step, device)
     with turn():
-        seconds, steps = measure(step, device, SECONDS[cell["size"]])
-    waited = waits(step, device)
-    flops = counted(model, call, batch) if side == "ours" else {}  # at the end: nothing runs compiled while it counts
+        seconds, steps = measure([step] * TOGETHER[size], device, size)
     yield dict(
         cell["labels"],
         seconds=seconds,
@@ -163,12 +208,35 @@ def run(cell, turn):
         peak_bytes=peak,
         steps=steps,
         first_seconds=first_seconds,
+        first_graphs=first_graphs,
         first_loss=first["loss"],
         first_gradient_norm=first["grad_norm"],
-        waits=waited,
-        **flops,
+        waits=waits(step, device),
     )
-    del model, call, batch, adamw, step, forward
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # for the processes beside this one
+    yield dict(cell["labels"], **changing(setup, step, turn, size))
+    if cell["side"] == "ours":
+        yield dict(cell["labels"], **counted(setup))  # at the end: nothing runs compiled while it counts
+
+
+def changing(setup, step, turn, size):
+    """Steps that take the packings in turn: the time of one, and graphs compiled before and while it is timed."""
+
+    def on(number):
+        setup.use(number)
+        step()
+
+    setup.draw_others()
+    packings = [partial(on, i) for i in range(len(setup.batches))]
+    compiled, began = graphs(), time.perf_counter()
+    for each in packings * PASSES[size]:
+        each()
+    wait(setup.device)
+    other_seconds, other_graphs = time.perf_counter() - began, graphs() - compiled
+    with turn():
+        seconds, _ = measure(packings, setup.device, size)
+    return dict(
+        changing_seconds=seconds,
+        other_seconds=other_seconds,
+        other_graphs=other_graphs,
+        last_graphs=graphs() - compiled - other_graphs,
+    )

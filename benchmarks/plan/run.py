@@ -1,13 +1,12 @@
 """Sizes of drafters and of runs for an 8B verifier, computed from configs: the guides show them.
 
-    python benchmarks/plan/run.py    writes results/drafters.csv and results/runs.csv; seconds, nothing is downloaded
+    python benchmarks/plan/run.py    writes results/*.csv and the plan of a recipe; seconds, nothing is downloaded
 
 A drafter is built on the meta device, where a tensor has a shape and no memory, with as many layers as released
 checkpoints have: four for P-EAGLE, five for drafters of blocks, one for the others. What a run needs computes
 the package `plan`.
 """
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from speculators_nb.lab.shipped import shipped_data
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.plan.drafter_sizes import meta_drafter
-from speculators_nb.plan.requirements import GB, Machine, requirements, requirements_text
+from speculators_nb.plan.requirements import GB, Machine, answering, requirements, requirements_text, serving
 from speculators_nb.plan.sizes import cache_bytes, feature_bytes, forward_flops, verifier_sizes
 from speculators_nb.plan.twins import predicted_step
 from speculators_nb.serve.vllm_methods import METHODS, method_of_types
@@ -42,6 +41,11 @@ SHARED = ("embed_tokens", "lm_head", "verifier_lm_head")  # where frozen: the ve
 ENGINE = "vllm-0.32"
 CONVERSATIONS = (5_000, 50_000, 500_000)
 TOKENS, ROW = 1024, 8192  # of a conversation, of a packed row
+AT_ONCE = 128  # answers that a server writes
+# hours of devices that published runs of 5,000 conversations and 5 epochs took, as the examples of speculators say
+# (docs/published.yml): extraction 143 s and training 327 s on 2 H100; both together 16 min on 4 H100
+PUBLISHED = {"Llama-3.1-8B": 2 * (143 + 327) / 3600, "Qwen3-8B": 4 * 16 / 60}
+ONLINE = {"Qwen3-8B"}  # its features may have been made again in every epoch
 
 
 def drafter_sizes(kind, verifier):
@@ -75,21 +79,35 @@ def drafter_sizes(kind, verifier):
     )
 
 
-def run_sizes(sizes, step, conversations, epochs=3, devices=2):
+def run_sizes(name, config, step, conversations, epochs=3, devices=2):
     "A row of the table of runs: features in two dtypes, steps and hours of devices."
-    tokens, machine = conversations * TOKENS, Machine()
+    tokens, machine, sizes = conversations * TOKENS, Machine(), verifier_sizes(config)
+    info = VerifierInfo(name, config)
+    answers = answering(info, machine, serving(info, machine, TOKENS)[0], TOKENS, AT_ONCE)
     on_disk = [tokens * feature_bytes(sizes.hidden, dtype=dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
     return dict(
+        verifier=name,
         conversations=conversations,
         tokens_millions=round(tokens / 1e6, 1),
         disk_bf16_gb=round(on_disk[0] / 1e9),
         disk_fp8_gb=round(on_disk[1] / 1e9),
         epochs=epochs,
         devices=devices,
+        mfu=machine.mfu,
+        at_once=answers.at_once,
+        answers_device_hours=round(tokens / answers.rate / 3600, 2),
         extraction_device_hours=round(hours(machine, tokens * forward_flops(sizes, TOKENS)), 2),
         steps=-(-tokens * epochs // (ROW * devices)),
         training_device_hours=round(hours(machine, tokens * epochs * step.flops / ROW), 2),
     )
+
+
+def published_ratio(name, run, epochs=5):
+    "How many times as long a published run took as `run` of a table; online, features are made once or in every epoch."
+    extraction, training = run["extraction_device_hours"], run["training_device_hours"] / run["epochs"] * epochs
+    scale = 5_000 / run["conversations"]
+    once, each = (PUBLISHED[name] / (scale * (n * extraction + training)) for n in (1, epochs if name in ONLINE else 1))
+    return dict(verifier=name, device_hours=round(PUBLISHED[name], 2), low=round(each, 1), high=round(once, 1))
 
 
 def hours(machine, flops):
@@ -103,10 +121,13 @@ def tables():
     with tempfile.TemporaryDirectory() as verifier:
         Qwen3Config(**QWEN3_8B, architectures=["Qwen3ForCausalLM"]).save_pretrained(verifier)
         drafters = [drafter_sizes(kind, verifier) for kind in sorted(SpeculatorModel.registered_classes())]
-    llama = LlamaConfig(**LLAMA_8B)
-    shape = verifier_sizes(llama)
-    step = predicted_step("eagle3", draft_layer_config(llama), DRAFT_VOCAB, shape.layers, ROW, TOKENS, bf16=True)
-    runs = [run_sizes(shape, step, n) for n in CONVERSATIONS]
+    configs = {"Llama-3.1-8B": LlamaConfig(**LLAMA_8B), "Qwen3-8B": Qwen3Config(**QWEN3_8B, tie_word_embeddings=False)}
+    runs = []
+    for name, config in configs.items():
+        layer, layers = draft_layer_config(config), config.num_hidden_layers
+        step = predicted_step("eagle3", layer, DRAFT_VOCAB, layers, ROW, TOKENS, bf16=True)
+        runs += [run_sizes(name, config, step, n) for n in CONVERSATIONS]
+    longest = {run["verifier"]: run for run in runs}  # whose hours are rounded least
     verifiers = [
         dict(
             verifier=name,
@@ -114,29 +135,26 @@ def tables():
             cache_kib=cache_bytes(size) // 1024,
             draft_cache_kib=cache_bytes(size._replace(layers=1)) // 1024,
         )
-        for name, size in {
-            "Llama-3.1-8B": shape,
-            "Qwen3-8B": verifier_sizes(Qwen3Config(**QWEN3_8B, tie_word_embeddings=False)),
-        }.items()
+        for name, size in ((name, verifier_sizes(config)) for name, config in configs.items())
     ]
-    return {"drafters": drafters, "runs": runs, "verifiers": verifiers}
+    published = [published_ratio(name, run) for name, run in longest.items()]
+    return {"drafters": drafters, "runs": runs, "verifiers": verifiers, "published": published}
 
 
 def plan_of_recipe(name="qwen3-8b", devices=8, memory=80, disk=2000):
-    "What `speculators-nb plan` prints for a shipped recipe on H100s, and its two numbers that a test reads."
+    "What `speculators-nb plan` prints for a shipped recipe on H100s."
     with tempfile.TemporaryDirectory() as verifier:
         Qwen3Config(**QWEN3_8B, tie_word_embeddings=False).save_pretrained(verifier)
         stages = stages_of(RECIPES / f"{name}.yaml", app.functions, app.outputs)[0]
         sections = {stage.name: stage.values for stage in stages}
         found = requirements(sections, verifier, machine=Machine(devices, memory * GB), disk=disk * GB)
-    return requirements_text(found), dict(disk_gb=found.disk.need / GB, step_gb=found.training.memory.total / GB)
+    return requirements_text(found)
 
 
 if __name__ == "__main__":
     RESULTS.mkdir(exist_ok=True)
-    text, numbers = plan_of_recipe()
+    text = plan_of_recipe()
     (RESULTS / "qwen3-8b.txt").write_text(text + "\n")
-    (RESULTS / "qwen3-8b.json").write_text(json.dumps(numbers, indent=1) + "\n")
     print(text)
     for name, rows in tables().items():
         pd.DataFrame(rows).to_csv(RESULTS / f"{name}.csv", index=False)

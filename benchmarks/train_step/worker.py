@@ -315,6 +315,21 @@ def compile_around_fused_losses():
         setattr(fused, name, torch.compiler.disable(getattr(fused, name)))
 
 
+def take_choices(batch):
+    """The random choices of a batch, taken out of it."""
+    return {k: batch.pop(k) for k in CHOICES if k in batch}
+
+
+def give_choices(given):
+    """Upstream's functions that draw return what the dict `given` holds when they are called."""
+    if "cod_depth" in given:
+        peagle = import_module("speculators.models.peagle.core")
+        peagle.generate_cod_sample_indices = lambda *_, **__: (given["cod_anchor_pos"], given["cod_depth"])
+    if "anchor_valid" in given:
+        dflash = import_module("speculators.models.dflash.core")
+        dflash.select_anchors = lambda *_: (given["anchor_positions"], given["anchor_valid"])
+
+
 def load_upstream(folder, case, batch, attention="sdpa", losses="eager"):
     """Upstream's model, its forward arguments and its batch; random choices replace the functions that make them.
     Its own defaults, flex attention (None) and fused losses, have no backward on a CPU."""
@@ -329,14 +344,7 @@ def load_upstream(folder, case, batch, attention="sdpa", losses="eager"):
     if losses == "fused":
         compile_around_fused_losses()
     call, _ = model_class.get_trainer_kwargs(**training_of(case), loss_implementation=losses)
-    given = {k: batch.pop(k) for k in CHOICES if k in batch}
-    if "cod_depth" in given:
-        core.generate_cod_sample_indices = lambda *_, **__: (given["cod_anchor_pos"], given["cod_depth"])
-    if "anchor_valid" in given:
-        import_module("speculators.models.dflash.core").select_anchors = lambda *_: (
-            given["anchor_positions"],
-            given["anchor_valid"],
-        )
+    give_choices(take_choices(batch))
     return model, call, batch
 
 

@@ -73,7 +73,8 @@ def plain(claim):
 
 def first_sentence(text):
     "Of the prose of a page: of its first paragraph after the title"
-    paragraphs = re.split(r"\n\s*\n", re.sub(r"^```.*?^```|<!--.*?-->", "", text, flags=re.M | re.S))
+    text = re.sub(r"^> ", "", re.sub(r"^```.*?^```|<!--.*?-->", "", text, flags=re.M | re.S), flags=re.M)
+    paragraphs = re.split(r"\n\s*\n", text)
     prose = next(p for p in paragraphs[1:] if re.match(r"[A-Z*`\[]", p))
     return re.split(r"(?<=[.?])\s", " ".join(prose.split()))[0]
 

@@ -39,5 +39,6 @@ def crosslink(text, symbols):
     def link(m):
         return f"{{py:obj}}`{m[1]} <{symbols[m[1]]}>`" if m[1] in symbols else m[0]
 
-    parts = re.split(r"(^```.*?^```|^#.*?$)", text, flags=re.M | re.S)  # fenced blocks and headings stay
+    # fenced blocks, headings and the tables of a command's options and arguments stay
+    parts = re.split(r"(^```.*?^```|^#.*?$|^\| `(?:--|[A-Z_]+`).*?$)", text, flags=re.M | re.S)
     return "".join(p if i % 2 else re.sub(r"(?<![`}\w])`([A-Za-z_][\w.]*)`(?!`)", link, p) for i, p in enumerate(parts))

@@ -116,7 +116,7 @@ GROUPS = {  # heading -> options below it
     "Engine and server": """engine source server storage patience hidden_states concurrency
     baseline load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run
     extra""",
-    "Machines": "devices memory disk tflops mfu",
+    "Machines": "devices memory disk tflops mfu bandwidth",
     "Output": "output_dir features.dtype shard_gb save_dtype overwrite resume dry_run link",
     GENERAL: "seed device num_proc max_tokens rank world_size trust_remote_code import_ recipe",
 }

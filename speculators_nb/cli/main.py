@@ -285,7 +285,8 @@ def plan(
     memory: float | None = None,  # GB of one; default: of this machine's, if it has any
     disk: float | None = None,  # GB free for features; default: where the recipe writes them
     tflops: float = 989.0,  # of one device in bfloat16; default: H100
-    mfu: float = 0.43,  # share of it that is reached
+    mfu: float = 0.31,  # share of it that is reached; default: measured on an H100
+    bandwidth: float = 3.0,  # of one device's memory, TB/s; default: measured on an H100
 ) -> Any:  # plan.requirements.Requirements
     """What a recipe needs: disk, memory of a training step, hours, servers; what does not fit,
     and the option that makes it fit. Nothing is started; weights are not read."""
@@ -294,12 +295,12 @@ def plan(
     from speculators_nb.plan.requirements import GB, Machine, device_memory, requirements
 
     own = dict(conversations=conversations, tokens_each=tokens_each, devices=devices)
-    own |= dict(memory=memory, disk=disk, tflops=tflops, mfu=mfu)
+    own |= dict(memory=memory, disk=disk, tflops=tflops, mfu=mfu, bandwidth=bandwidth)
     check_options(dict(recipe=recipe, verifier=verifier) | own, "plan")
     stages = stages_of(recipe, app.functions, app.outputs)[0]
     sections = {stage.name: stage.values for stage in stages}
     place = device_memory() if memory is None else memory * GB
-    machine = Machine(devices, place, tflops, mfu)
+    machine = Machine(devices, place, tflops, mfu, bandwidth)
     free = None if disk is None else disk * GB
     return requirements(sections, verifier, conversations, tokens_each, machine, free)
 

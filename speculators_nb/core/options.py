@@ -327,7 +327,8 @@ RULES |= {
     "memory": number(80, above=0, none=True),
     "disk": number(2000, above=0, none=True),
     "tflops": number(989, above=0),
-    "mfu": number(0.43, above=0, high=1),
+    "mfu": number(0.31, above=0, high=1),
+    "bandwidth": number(3.0, above=0),
 }
 ARGUMENTS = several(text("--max-num-seqs=8"), "--max-num-seqs=8", none=True)
 IN = {

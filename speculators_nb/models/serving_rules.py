@@ -52,7 +52,20 @@ def served_rope(
     if kind == "proportional" and rope.get("factor", 1) != 1:
         found = f"{ROPE}.factor is {rope['factor']}"
         wrong.append(f"{found}; vLLM's proportional RoPE has no factor, train with 1")
+    if kind == "dynamic":
+        careful.append(
+            f"{ROPE}.rope_type is dynamic: vLLM never scales its angles, training scales those "
+            "of texts longer than max_position_embeddings; drafts for such texts differ"
+        )
     if kind == "longrope":
+        reach = layer.get("max_position_embeddings", 0) / (n or 1)
+        factor, attention_factor = rope.get("factor"), rope.get("attention_factor")
+        if attention_factor or (factor and n and factor != reach):
+            careful.append(
+                f"{ROPE} have {factor=} and {attention_factor=}; vLLM's longrope reads "
+                "neither, but max_position_embeddings / original_max_position_embeddings; "
+                f"train with that factor, {reach:g}"
+            )
         careful.append(
             f"{ROPE}.rope_type is longrope: vLLM takes the long factors for every "
             f"text where max_model_len is above {n}, training takes them for longer "

@@ -6,7 +6,7 @@ What does not fit is named, with the option that makes it fit. Of the verifier o
 # %% auto #0
 __all__ = ['HEADER', 'GB', 'STEP', 'log', 'Disk', 'free_disk', 'features_on_disk', 'Machine', 'device_memory', 'Amount',
            'amount_of_data', 'Training', 'training_step', 'shorter_row', 'smaller_step', 'check_step_memory', 'Serving',
-           'serving', 'Requirements', 'requirements', 'requirements_text']
+           'serving', 'Answers', 'answering', 'Requirements', 'requirements', 'requirements_text']
 
 # %% ../../nbs/plan/06_requirements.ipynb #plrq0003
 import logging
@@ -23,7 +23,7 @@ from ..core.option_rules import pairs
 from ..data.prepared_folder import load_prepared
 from ..features.feature_file import stored_dtype
 from .drafter_sizes import DrafterSizes, drafter_sizes, meta_drafter
-from .sizes import feature_bytes, forward_flops, verifier_sizes
+from .sizes import cache_bytes, feature_bytes, forward_flops, verifier_sizes
 from .step_memory import StepMemory, step_memory
 from .twins import RECOMPUTED, StepCost, predicted_step
 from ..train.training_arguments import can_shard
@@ -89,7 +89,8 @@ class Machine(NamedTuple):
     devices: int = 1  # that train
     memory: float = math.inf  # bytes of one
     tflops: float = 989.0  # of one, in bfloat16: H100, dense, by its data sheet
-    mfu: float = 0.43  # share of it that is reached
+    mfu: float = 0.31  # share of it that is reached: EAGLE-3's step on an H100
+    bandwidth: float = 3.0  # of its memory, TB/s: a copy on an H100
 
     def seconds(self, flops: float, devices: int) -> float:
         return flops / (devices * self.tflops * 1e12 * self.mfu)
@@ -280,6 +281,35 @@ def serving(
     return Serving(weights, width, 1 / machine.seconds(flops, width)), flops
 
 
+class Answers(NamedTuple):
+    "Answers that a server of the verifier writes (`regenerate`)."
+
+    at_once: int  # conversations in one decoding step
+    rate: float  # tokens/s of one server, at most
+
+
+def answering(
+    info: VerifierInfo,  # of the verifier
+    machine: Machine,
+    server: Serving,
+    each: int,  # tokens of a conversation
+    concurrency: int,  # of the recipe
+) -> Answers:
+    """An upper bound of the rate. A decoding step reads all weights and every KV cache once,
+    and computes one token of each conversation; the slower of both counts. On average half of
+    a conversation is in its cache. Memory limits how many are cached at once."""
+    sizes = verifier_sizes(info.config)
+    cache = cache_bytes(sizes)
+    at_once = concurrency
+    if not math.isinf(machine.memory):
+        free = 0.9 * server.width * machine.memory - server.weights
+        at_once = max(1, min(concurrency, int(free / (cache * each))))
+    moved = server.weights + at_once * cache * each / 2
+    reading = moved / (server.width * machine.bandwidth * 1e12)
+    computing = machine.seconds(at_once * forward_flops(sizes, each), server.width)
+    return Answers(at_once, at_once / max(reading, computing))
+
+
 class Requirements(NamedTuple):
     "What a recipe needs."
 
@@ -294,6 +324,7 @@ class Requirements(NamedTuple):
     epochs: float
     algorithm: str
     remedy: str  # for the step of training; "": it fits
+    answers: Answers | None = None  # None: the recipe has no section regenerate
 
     @property
     def trained(self) -> float:  # tokens/s of all devices
@@ -345,6 +376,10 @@ def requirements(
         wide = stored_dtype(dtype).itemsize > 1
         other = features_on_disk(*numbers, "float8_e4m3fn" if wide else "bfloat16", free)
     server, flops = serving(info, machine, data.each)
+    written = sections.get("regenerate")
+    answers = (
+        answering(info, machine, server, data.each, written["concurrency"]) if written else None
+    )
     remedy = ""
     if train:
         training = training_step(info, train, data.each, machine.devices)
@@ -355,7 +390,7 @@ def requirements(
     read = flops * data.tokens
     return Requirements(
         *(info.name, machine, data, need, other, server, read, training, epochs, algorithm),
-        remedy,
+        *(remedy, answers),
     )
 
 # %% ../../nbs/plan/06_requirements.ipynb #plrq0014
@@ -375,12 +410,16 @@ def requirements_text(
         sizes = f"{need.need / GB:,.4g} GB in {need.dtype}"
         rows.append(("features", f"{sizes} ({other.dtype}: {other.need / GB:,.4g} GB)"))
     rate = f"{machine.tflops:g} TFLOPS a device at MFU {machine.mfu:g}"
-    rows.append(("rate", rate))
+    rows.append(("rate", f"{rate} (measured on an H100: 0.31; --mfu)"))
     read = _hours(machine.seconds(found.read_flops, server.width))
     width = f"--tensor-parallel-size {server.width}" if server.width > 1 else "one device"
     prefill = f"{server.rate:,.0f} tokens/s prefill"
     weights = f"weights of {server.weights / GB:.3g} GB in bfloat16"
     rows.append(("a server", f"{width}: {weights}, {prefill}, {read} for all rows"))
+    if found.answers:
+        wrote = f"{found.answers.at_once} at once, {found.answers.rate:,.0f} tokens/s at most"
+        least = _hours(data.tokens / found.answers.rate)
+        rows.append(("answers", f"{wrote}: {least} on one server, or more"))
     if found.training:
         rows += _training_rows(found)
     lines = [f"{name:<10}{text}" for name, text in rows]
@@ -395,7 +434,9 @@ def _training_rows(found: Requirements) -> list[tuple[str, str]]:
     tokens = found.data.tokens * found.epochs
     devices = found.machine.devices
     rate = f"{found.trained:,.0f} tokens/s on {devices} device{'s' * (devices > 1)}"
-    needed = math.ceil(found.trained / found.serving.rate)
+    server = found.serving
+    needed = math.ceil(found.trained / server.rate)
+    online = f"{needed} server{'s' * (needed > 1)} more would keep {devices} devices fed"
     whole = f"{memory.gathered / GB:.3g} GB are gathered while they compute"
     split = f"weights, gradients and optimizer are divided over {devices} devices; {whole}"
     return [
@@ -406,5 +447,23 @@ def _training_rows(found: Requirements) -> list[tuple[str, str]]:
             f"{memory.total / GB:.3g} GB a device, {found.training.length} tokens: {parts}",
         ),
         ("training", f"{rate}, {_hours(tokens / found.trained)} for {found.epochs:g} epochs"),
-        ("online", f"{needed} server{'s' * (needed > 1)} would keep the devices fed"),
+        *_side_by_side(found, memory.total),
+        *([("online", online)] if devices > 1 else []),
+    ]
+
+
+def _side_by_side(found: Requirements, step: float) -> list[tuple[str, str]]:
+    "Whether verifier and training step fit one device at the same time."
+    has, weights = found.machine.memory, found.serving.weights / found.serving.width
+    if math.isinf(has) or step > has:
+        return []
+    both = f"{weights / GB:.3g} GB of verifier and {step / GB:.3g} GB of step"
+    if weights + step <= has:
+        return [("together", f"{both} fit a device of {has / GB:.3g} GB")]
+    return [
+        (
+            "in turn",
+            f"{both} do not fit a device of {has / GB:.3g} GB together: "
+            "stop the server before training",
+        )
     ]

@@ -288,6 +288,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "memory": ABOVE,
     "disk": ABOVE,
     "tflops": ABOVE,
+    "bandwidth": ABOVE,
     "mfu": [*ABOVE, ("1.5", "{}=1.5: must be greater than 0 and at most 1")],
     "rule": words("standard", "typcial", "always"),
     "kv_cache": words("dynamic, static or graphs", "sttaic", "paged"),
