@@ -266,7 +266,7 @@ class Oracle:
                 raise Refuse("does not continue")
             low, high = (offsets[:, 1] > stop), (offsets[:, 1] > start)
             zone = text[stop:]
-        if messages[0] is PICTURE and ("'type'" in text or "Question0?" not in text):
+        if messages[0] == PICTURE and ("'type'" in text or "Question0?" not in text):
             raise Refuse("does not read parts")
         for c in m.get("tool_calls") or ():
             if zone.count(c["function"]["name"]) < len(m["tool_calls"]):
