@@ -25,6 +25,7 @@ from ..core.files import read_object
 from ..models.base import SpeculatorModel
 from ..nn.draft_vocabulary import check_vocab_mapping
 from ..nn.target_head import text_config, verifier_config
+from ..verifier.identity import trained_for_another
 
 # %% ../../nbs/serve/07_vllm_contract.ipynb #1e90cd78
 log = logging.getLogger("speculators_nb.serve.vllm_contract")
@@ -136,6 +137,15 @@ def _verifier_config(config: dict) -> PretrainedConfig | None:
     return text_config(verifier_config(name))
 
 
+def _warn_of_other_weights(folder, raw):
+    "Log that the verifier that a checkpoint names is not the one that it was trained for."
+    name = _verifier_name(_block(raw, "speculators_config"))
+    if not name or not (Path(name) / "config.json").is_file():
+        return
+    if problem := trained_for_another(folder, name):
+        log.warning("warning: %s", problem)
+
+
 def _rules_of(klass, raw) -> list[str]:
     "Violations that the model class itself knows; its warnings are logged."
     if klass.vllm_method() and hasattr(klass, "serving_warnings"):
@@ -149,7 +159,8 @@ def check_vllm_contract(
 ) -> list[str]:  # violations, each a sentence with the remedy; empty: vLLM will load it
     """Everything in a checkpoint folder that would keep vLLM from serving it, or make it serve
     another model than was trained. What differs on some builds of vLLM or for some requests
-    alone is logged as a warning (`serving_warnings` of the model's class)."""
+    alone is logged as a warning (`serving_warnings` of the model's class), and so is a verifier
+    that is here and has other weights than the drafter was trained for."""
     folder = resolve_checkpoint(folder)
     file = folder / "config.json"
     if not file.is_file():
@@ -166,6 +177,7 @@ def check_vllm_contract(
     if config.sizes is not config and "transformer_layer_config" not in raw:
         found.append("transformer_layer_config is missing; it must describe the draft layers")
     klass = SpeculatorModel.registered_model_class_from_config(config)
+    _warn_of_other_weights(folder, raw)
     try:
         with torch.device("meta"):
             model = klass(config)
