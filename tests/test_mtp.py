@@ -85,6 +85,13 @@ def test_five_adamw_steps(name):
         opt.step()
 
 
+def said_once(config):
+    "rope_parameters count; the partial_rotary_factor that transformers before 5.20.2 writes beside them does not."
+    config = {k: said_once(v) if isinstance(v, dict) else v for k, v in config.items()}
+    beside = "partial_rotary_factor" in (config.get("rope_parameters") or {})
+    return {k: v for k, v in config.items() if not (beside and k == "partial_rotary_factor")}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_checkpoint_is_upstreams(name, tmp_path):
     "The same tensors under the same names; the same config keys and values."
@@ -96,7 +103,7 @@ def test_checkpoint_is_upstreams(name, tmp_path):
     want, got = (json.loads((d / "config.json").read_text()) for d in (folder / "saved_pretrained", tmp_path))
     for key in ("auto_map", "transformers_version"):
         want.pop(key, None), got.pop(key, None)
-    assert got == want
+    assert said_once(got) == said_once(want)
 
 
 @pytest.mark.parametrize("name", [c for c in CASES if c != "mtp"])

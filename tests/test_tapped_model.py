@@ -3,9 +3,11 @@ not know."""
 
 import json
 import os
+import warnings
 
 import pytest
 import torch
+from families import verifier as family_verifier
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -143,6 +145,41 @@ def test_left_padding_with_a_cache(verifier):
     cache = verifier(IDS[:, :9], mask[:, :9]).past_key_values
     out = verifier(IDS[:, 9:], mask, past_key_values=cache)
     torch.testing.assert_close(out.logits, whole.logits[:, 9:], **CLOSE)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma3n_text"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("layers", [[3, 4], [1, 3], [2]])
+def test_last_logits_leave_the_taps_whole(family, attention, layers):
+    "The last two layers share keys; transformers 5.23 would give them the positions alone whose logits are wanted."
+    model = family_verifier(family).model
+    usual = model.config._attn_implementation
+    model.set_attn_implementation(attention)
+    v, ids = Verifier(model, layers), IDS.clamp(max=60)
+    whole = v(ids)
+    for n in (1, 3):
+        first = v(ids[:, :7], want_logits=n)
+        rest = v(ids[:, 7:], past_key_values=first.past_key_values, want_logits=n)
+        for name in ("hidden_states", "last_hidden_states"):
+            parts = torch.cat([getattr(out, name) for out in (first, rest)], 1)
+            torch.testing.assert_close(parts, getattr(whole, name), **CLOSE)
+        for out, end in ((first, 7), (rest, 12)):
+            torch.testing.assert_close(out.logits, whole.logits[:, end - n : end], **CLOSE)
+    model.set_attn_implementation(usual)
+
+
+def test_short_taps_are_refused():
+    v = Verifier(AutoModelForCausalLM.from_config(CONFIGS["llama"]), [1])
+    v.norm.register_forward_pre_hook(lambda module, args: (args[0][:, -2:],))
+    with pytest.raises(RuntimeError, match=r"2 of 12 positions enter layer 4 in transformers 5\.\d+"):
+        v(IDS, want_logits=2)
+
+
+def test_the_cache_is_given_by_its_name_of_today(verifier):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        cache = verifier(IDS[:, :7]).past_key_values
+        verifier(IDS[:, 7:], past_key_values=cache, want_logits=False)
 
 
 def test_model_is_left_as_it_was(verifier):

@@ -156,9 +156,23 @@ def test_both_ends_lie_within_the_bounds():
 
 def test_ends_outside_of_the_bounds_are_seen():
     found = ends(WORKFLOWS["ci"])
-    assert len(list(faults_of_ends(found | {"newest": found["newest"] | {"transformers": "5.20.0"}}))) == 1
+    assert len(list(faults_of_ends(found | {"newest": found["newest"] | {"transformers": "6.0.0"}}))) == 1
     assert len(list(faults_of_ends(found | {"oldest": found["oldest"] | {"torch": "2.11.0"}}))) == 1
     assert len(list(faults_of_ends(found | {"oldest": found["newest"]}))) == 4
+
+
+def test_the_upper_bound_is_the_same_in_every_file():
+    "pyproject.toml, settings.ini, ci.yml and two pages; `python .ci/pins.py --raise` writes all of them."
+    raised, newest = script("pins").raised, ends(WORKFLOWS["ci"])["newest"]["transformers"]
+    assert raised(newest) == {file: (ROOT / file).read_text() for file in raised(newest)}
+    other = raised("9.8.7")
+    assert (
+        "transformers>=5.16,<9.9" in other["pyproject.toml"]
+        and "transformers 5.16 to 9.8; " in other["docs/installation.md"]
+    )
+    assert "transformers==9.8.7\n" in other[".github/workflows/ci.yml"]
+    with pytest.raises(SystemExit, match="'9' is no release"):
+        raised("9")
 
 
 def test_the_page_names_the_same_oldest_versions():

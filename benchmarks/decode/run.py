@@ -35,7 +35,7 @@ from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixIndex
-from speculators_nb.verifier.cache import crop_cache
+from speculators_nb.verifier.cache import cache_keyword, crop_cache
 from speculators_nb.verifier.tapped_model import Verifier
 
 HERE = Path(__file__).resolve().parent
@@ -77,15 +77,17 @@ def clock(run):
 def bare(verifier, generation, draft=None):
     "Only the passes of a generation, with the same cache handling: the verifier's, and a draft model's."
     cache, own, ids = DynamicCache(), DynamicCache(), torch.tensor([generation.prompt + generation.tokens])
+    keyword = cache_keyword(LlamaForCausalLM.forward)
+    read, own_cache = {keyword: cache}, {keyword: own}
     with torch.inference_mode():
-        verifier.model(ids[:, : len(generation.prompt)], past_key_values=cache, logits_to_keep=1)
+        verifier.model(ids[:, : len(generation.prompt)], **read, logits_to_keep=1)
         for step in generation.steps:
             at, drafted = cache.get_seq_length(), torch.tensor(step.draft, dtype=torch.long)
             if draft is not None and len(drafted):
-                draft(ids[:, own.get_seq_length() : at + 1], past_key_values=own, logits_to_keep=1)
+                draft(ids[:, own.get_seq_length() : at + 1], **own_cache, logits_to_keep=1)
                 for token in drafted[:-1]:
-                    draft(token.view(1, 1), past_key_values=own)
-            verifier.model(torch.cat([ids[0, at : at + 1], drafted])[None], past_key_values=cache)
+                    draft(token.view(1, 1), **own_cache)
+            verifier.model(torch.cat([ids[0, at : at + 1], drafted])[None], **read)
             crop_cache(cache, at + len(step.tokens))
             if draft is not None:
                 crop_cache(own, min(own.get_seq_length(), at + len(step.tokens)))

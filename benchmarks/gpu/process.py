@@ -1,6 +1,8 @@
 """A process that does cells of the benchmark and answers in lines of JSON (pool.py says which).
 
 python -m benchmarks.gpu.process CELLS_JSON
+
+A cell's kind is the module here that has run(cell, turn), which yields its rows.
 """
 
 import json
@@ -8,9 +10,6 @@ import os
 import sys
 from contextlib import contextmanager
 from importlib import import_module
-
-# of a cell: the module here that has run(cell, turn)
-KINDS = ("device", "ab", "step", "equal", "kernels", "decode", "loop")
 
 
 class Line:

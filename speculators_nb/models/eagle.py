@@ -49,6 +49,7 @@ from speculators_nb.nn.supervision import (
     supervised_steps,
     ttt_supervision,
 )
+from ..verifier.cache import cache_keyword
 
 # %% ../../nbs/models/09_eagle.ipynb #550bfa1a
 @SpeculatorModelConfig.register("eagle")
@@ -413,9 +414,10 @@ class EagleForward(TrainedEagle):
         keep = past_key_values is not None if use_cache is None else use_cache
         # transformers says FloatTensor where it takes a tensor of any float type
         logits, features = (cast(torch.FloatTensor, x) for x in (logits, features))
+        kept: dict[str, Any] = {cache_keyword(CausalLMOutputWithPast): cache if keep else None}
         return CausalLMOutputWithPast(
             logits=logits,
-            past_key_values=cache if keep else None,
+            **kept,
             hidden_states=(features,) if output_hidden_states else None,
             attentions=None if weights is None else tuple(weights),
         )

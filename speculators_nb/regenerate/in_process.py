@@ -26,7 +26,7 @@ from ..jobs.ranks import ranks_of
 from .journal import UNIT, Journal, rounds
 from .regenerated import Report
 from .replay import check_sampling
-from ..verifier.cache import new_cache, scaled_by_position
+from ..verifier.cache import cache_keyword, new_cache, scaled_by_position
 from ..verifier.identity import fingerprint
 from ..verifier.tapped_model import Verifier
 
@@ -82,6 +82,7 @@ def answer(
     row = torch.arange(n, device=device)  # the prompt of each row of the batch; -1: finished
     out = [[] for _ in prompts]
     cache = new_cache(verifier.config)
+    keyword = cache_keyword(type(verifier.model).forward)
     for step in range(max_new_tokens):
         positions = None
         if mask is not None:
@@ -91,8 +92,8 @@ def answer(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
                 logits_to_keep=1,
+                **{keyword: cache},
             )
         logits = out_of_step.logits[:, -1]
         token = pick(logits, u[row, step], temperature[row], top_p[row])

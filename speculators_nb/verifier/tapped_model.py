@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -34,6 +35,7 @@ from ..core.files import check_length
 from ..core.options import check_options
 from ..nn.target_head import verifier_config
 from speculators_nb.verifier.cache import (
+    cache_keyword,
     new_cache,
     positions_of_mask,
     scaled_by_position,
@@ -387,6 +389,23 @@ class TappedModel:
             position_ids = text_positions(input_ids, position_ids, cache)
         return position_ids if self._takes_positions else None
 
+    def _last_positions(self, n: int) -> int | slice:
+        "`logits_to_keep` for the last n positions, such that every layer still reads all."
+        # Gemma 4 gives only n positions to the layers that share keys and values, if n is an
+        # integer (transformers 5.23)
+        shares = getattr(self.config, "num_kv_shared_layers", 0)
+        return slice(-n, None) if shares else n
+
+    def _check_lengths(self, taps, length):
+        "RuntimeError where a layer was given fewer positions than were read."
+        for layer_id, tap in sorted(taps.items()):
+            if tap.shape[1] != length:
+                raise RuntimeError(
+                    f"{type(self.model).__name__}: {tap.shape[1]} of {length} positions enter "
+                    f"layer {layer_id} in transformers {transformers.__version__}, so that its "
+                    "hidden states are not whole; take another release of transformers"
+                )
+
 # %% ../../nbs/verifier/02_tapped_model.ipynb #ce8157ba
 class Verifier(TappedModel):
     """An HF causal or vision-language LM (the target model) that returns its residual stream at
@@ -425,19 +444,22 @@ class Verifier(TappedModel):
         cache: Any = past_key_values
         if cache is None and use_cache:
             cache = new_cache(self.config)
-        arguments: dict[str, Any] = dict(past_key_values=cache, use_cache=use_cache)
-        arguments |= dict(attention_mask=attention_mask) | (inputs or {})
+        arguments: dict[str, Any] = dict(attention_mask=attention_mask, use_cache=use_cache)
+        arguments |= inputs or {}
         position_ids = self._position_ids(
             input_ids, position_ids, attention_mask, cache, with_pictures=bool(inputs)
         )
         if position_ids is not None:
             arguments["position_ids"] = position_ids
         if want_logits and want_logits is not True:
-            arguments["logits_to_keep"] = want_logits
+            arguments["logits_to_keep"] = self._last_positions(want_logits)
         headless = self.model.base_model if inputs else self.decoder
+        reader: Any = self.model if want_logits else headless
+        arguments[cache_keyword(type(reader).forward)] = cache
         caught = tapped(self._tapped_modules(), self._stream)
         with caught as taps, scaled_by_position(self.layers, position_ids):
-            out = (self.model if want_logits else headless)(input_ids=input_ids, **arguments)
+            out = reader(input_ids=input_ids, **arguments)
+        self._check_lengths(taps, input_ids.shape[1])
         if inputs and cache is not None:  # text after pictures starts earlier
             cache.position_shift = getattr(self.model.base_model, "rope_deltas", None)
         states = {i: tap.to(input_ids.device) for i, tap in taps.items()}  # of any device
