@@ -39,6 +39,7 @@ from ..regenerate.from_server import regenerate_from_server
 from ..regenerate.in_process import regenerate as answer_here
 from ..regenerate.regenerated import Report
 from ..verifier.folders import check_tokenizer
+from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/cli/07_data_commands.ipynb #324b4eb8
@@ -149,6 +150,13 @@ def regenerate(
         raise ValueError(
             f"data={str(data)!r}: holds no conversation; name a file that has some"
         )
+    if report["failed"] and not report["written"] + report["kept"]:
+        reason, n = report["failed"].most_common(1)[0]
+        raise ValueError(
+            f"none of {report['failed'].total()} conversations was answered; {n} of them: "
+            f"{reason}. {Path(output).with_suffix('.errors.jsonl')} names each; mend it, and "
+            "run the same command again"
+        )
     return report
 
 # %% ../../nbs/cli/07_data_commands.ipynb #dcec356b
@@ -195,6 +203,7 @@ def _states_from_server(rows, options, then) -> dict:
     chosen, last = o["aux_layer_ids"], config.num_hidden_layers
     layers = [*chosen, last] if chosen else None
     mine = rows.select(shard(len(rows), rank, world_size))
+    RowLimits.of(config).warn(log, "features", rows["seq_len"][:])
     log_disk(o["output_dir"], mine, config.hidden_size, len(layers or range(4)), o["dtype"])
     return extract_from_server(
         *(o["server"] or HERE, rows, o["output_dir"], o["storage"], layers),

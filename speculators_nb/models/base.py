@@ -405,7 +405,7 @@ class SpeculatorModel(PretrainedDrafter):
         if cls.vllm_method() is None:
             return [
                 f"speculators_model_type is {cls.config_class.speculators_model_type!r}, which "
-                "vLLM 0.32 does not serve; draft with `generate` here (the class of a drafter "
+                "vLLM does not serve; draft with `generate` here (the class of a drafter "
                 "that vLLM serves says so in `served_as`)"
             ]
         return [sentence for rule in cls.serving_rules for sentence in rule(raw, verifier)]

@@ -28,6 +28,7 @@ from .regenerated import Report
 from .replay import check_sampling
 from ..verifier.cache import cache_keyword, new_cache, scaled_by_position
 from ..verifier.identity import fingerprint
+from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/regenerate/05_in_process.ipynb #33955c22
@@ -69,8 +70,9 @@ def answer(
     seeds: list[int] | None = None,  # seed of each answer; needed above temperature 0
     top_p: Any = 1.0,  # of each answer, or one for all
 ) -> list[list[int]]:  # the answers' token ids
-    "Batched generation; finished rows leave the batch."
+    "Batched generation; finished rows leave the batch. The verifier's context cuts an answer."
     device, n = verifier.device, len(prompts)
+    limits = RowLimits.of(verifier.config)
     ids, mask = _left_padded(prompts, device)
     temperature = torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(n)
     top_p = torch.as_tensor(top_p, dtype=torch.float32, device=device).expand(n)
@@ -102,6 +104,9 @@ def answer(
                 out[r].append(t)
         # finished: u[-1] is read and not used
         row = row.masked_fill(torch.isin(token, eos), -1)
+        if limits.exceeded(step + 2 + max(map(len, prompts))):  # one may be at its end
+            ends = [bool(limits.exceeded(len(prompts[r]) + len(out[r]) + 1)) for r in row]
+            row = row.masked_fill(torch.tensor(ends, device=device), -1)
         live: Any = (row >= 0).nonzero().squeeze(-1)
         if not len(live):
             break
@@ -291,7 +296,7 @@ def regenerate(
     temperature: float = 0.0,  # 0: greedy
     seed: int = 0,  # of the sampling
     batch_size: int = 96,  # answers generated together
-    max_length: int = 2048,  # a prompt of this length ends its conversation
+    max_length: int = 2048,  # a prompt of this length, or of the context's, ends it
     sampling: dict | None = None,  # more parameters or distributions (`replay.check_sampling`)
     languages=None,  # only conversations in these, as in `language.wanted_languages`
     limit: int | None = None,  # stop after so many conversations of the input
@@ -313,7 +318,8 @@ def regenerate(
     check_options(options, "regenerate")
     check_template(tokenizer)
     eos_ids = eos_ids_of(verifier, tokenizer)
-    answering = _Answering(verifier, tokenizer, eos_ids, max_new_tokens, max_length)
+    longest = min(max_length, RowLimits.of(verifier.config).context or max_length)
+    answering = _Answering(verifier, tokenizer, eos_ids, max_new_tokens, longest)
     sampling = check_sampling({"temperature": temperature} | (sampling or {}), IN_PROCESS)
     settings = {
         "verifier": fingerprint(verifier.model),
