@@ -116,8 +116,9 @@ GROUPS = {  # heading -> options below it
     ngram as_engine kv_cache""",
     "Engine and server": """engine source server storage patience hidden_states concurrency
     baseline load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run
+    engine_version
     extra""",
-    "Machines": "devices memory disk tflops mfu bandwidth",
+    "Machines": "devices memory disk tflops mfu",
     "Output": "output_dir features.dtype shard_gb save_dtype overwrite resume dry_run link",
     GENERAL: "seed device num_proc max_tokens rank world_size trust_remote_code import_ recipe",
 }

@@ -413,6 +413,7 @@ def serve(
     method: str | None = None,  # of drafting, e.g. ngram; default: the checkpoint's
     verifier: str | None = None,  # folder or hub id; default: the one that the checkpoint names
     native: Path | None = None,  # drafter in the engine's layout, if vLLM needs it
+    engine_version: str | None = None,  # of vLLM: 0.32 or 0.33; default: installed, else newest
     hidden_states: str | None = None,  # give hidden states: to FOLDER or mooncake://HOST:PORT
     aux_layer_ids: list[int] | None = None,  # with hidden_states; ascending; default: three
     host: str = "127.0.0.1",  # address to listen on; 0.0.0.0 lets other machines in
@@ -434,6 +435,7 @@ def serve(
         enforce_eager=enforce_eager,
         extra=extra or (),
         vllm=vllm or "vllm",
+        engine_version=engine_version,
     )
     environment = serve_environment()
     _warn_of_other_weights(checkpoint, verifier)

@@ -295,6 +295,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "attn_implementation": words("sdpa, eager", "spda", "flash", "kernels-community/flash-attn2"),
     "load": words("requests or guidellm", "wrk", "request"),
     "method": words("ngram", "nrgam", "magic"),
+    "engine_version": words("0.32 or 0.33", "0.31", "newest"),
     "features.source": words("hf or vllm", "openai", "HF"),
     "rows": words("conversation or turn", "turns", "all"),
     "too_long": words("cut or drop", "dorp", "keep"),

@@ -289,6 +289,7 @@ WORDS = {
     "save_dtype": ("float32", "bfloat16", "float16", "float64"),
     "dtype": ("bfloat16", "float16", "float32", "float8_e4m3fn", "auto", "half", "float"),
     "method": ("ngram",),
+    "engine_version": ("0.32", "0.33"),
     "device": ("cpu",),
 }
 OUTPUTS = ("output", "output_dir", "out", "native", "hidden_states")
