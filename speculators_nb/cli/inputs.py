@@ -371,7 +371,8 @@ NEW = {"convert": "output_dir", "export": "output_dir", "stitch-mtp": "out"}
 
 def _check_output(values, command):
     "Errors: FileExistsError or ValueError for an output that would replace another."
-    refuse_model(values.get("output_dir"), drafters=command == "features")
+    if command not in NEW:
+        refuse_model(values.get("output_dir"), drafters=command == "features")
     if command == "serve":
         refuse_model(values.get("hidden_states"), "hidden_states")
     if command in OUTPUTS:

@@ -75,7 +75,13 @@ class LoadedByName(ClassRegistryMixin, StoredNetwork):
     ) -> type:  # the SpeculatorModel subclass
         "Which class a config belongs to. Errors: WrongKind for what is no drafter's config."
         check_kind(config)
-        return SpeculatorModel.registered_class(config.speculators_model_type)
+        import_models()
+        name, kind = config.speculators_model_type, type(config)
+        if name not in SpeculatorModel.registry:
+            of_config = (c for c in SpeculatorModel.registry.values() if c.config_class is kind)
+            if (found := next(of_config, None)) is not None:  # a model of another name
+                return found
+        return SpeculatorModel.registered_class(name)
 
     def _find_verifier(self, path, verifier):
         "Borrow from the verifier: the given one, or where it can be had the config's."

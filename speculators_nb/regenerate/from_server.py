@@ -20,8 +20,13 @@ from transformers import AutoTokenizer
 
 from ..core.concurrency import Breaker, concurrently
 from ..core.http_client import Endpoint, EndpointError
-from ..data.chat_template import ControlTokens
-from ..data.messages import normalize
+from speculators_nb.data.chat_template import (
+    ControlTokens,
+    Misread,
+    check_calls,
+    in_a_spelling,
+)
+from ..data.messages import as_served, normalize
 from ..data.row_filter import ready_row
 from ..data.sources import conversation_count
 from ..jobs.servers import EndpointPool, NoServerLeft, addresses_of
@@ -40,8 +45,21 @@ def retokenise(
 ) -> tuple[list[int], list[int]]:  # token ids of the prompt, and of the answer
     """The tokens that a text would have. ValueError: the template does not let an answer
     continue its prompt."""
-    prompt = replay.render(normalize(history), tokenizer)
-    full = replay.render(normalize([*history, message]), tokenizer, prompt=False)
+
+    def text_of(messages):
+        kwargs = dict(tools=replay.tools, **replay.template_kwargs)
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+        except Exception as e:  # a template may raise anything
+            raise Misread(f"the chat template fails: {type(e).__name__}: {e}") from e
+
+    def rendered(messages):
+        text = text_of(messages)
+        check_calls(text_of, messages, text, [(0, len(text))])
+        full = replay.render(messages, tokenizer, prompt=False)
+        return replay.render(messages[:-1], tokenizer), full
+
+    prompt, full = in_a_spelling(as_served(normalize([*history, message])), rendered)
     if full[: len(prompt)] != prompt:
         raise ValueError(
             "the server gives no token ids, and the chat template renders an answered question "

@@ -29,7 +29,6 @@ from ..core.files import not_only_ours, read_object
 from ..models.base import SpeculatorModel
 from ..nn.draft_vocabulary import check_vocab_mapping
 from ..nn.target_head import text_config, verifier_config
-<<<<<<< HEAD
 from speculators_nb.serve.vllm_methods import (
     ENGINES,
     NEWEST,
@@ -37,6 +36,7 @@ from speculators_nb.serve.vllm_methods import (
     line_name,
     lines_with,
 )
+from ..verifier.identity import trained_for_another
 
 # %% ../../nbs/serve/07_vllm_contract.ipynb #4f86b90d
 RECIPE = (
@@ -112,9 +112,6 @@ def installed_engine_version(
             not_newer = [n for n in numbered if tuple(map(int, n.split("."))) <= version]
             return [*numbered[:1], *not_newer][-1]
     return NEWEST
-=======
-from ..verifier.identity import trained_for_another
->>>>>>> main
 
 # %% ../../nbs/serve/07_vllm_contract.ipynb #1e90cd78
 log = logging.getLogger("speculators_nb.serve.vllm_contract")
@@ -263,14 +260,10 @@ def check_vllm_contract(
 ) -> list[str]:  # violations, each a sentence with the remedy; empty: vLLM will load it
     """Everything in a checkpoint folder that would keep vLLM from serving it, or make it serve
     another model than was trained. What differs on some builds of vLLM or for some requests
-<<<<<<< HEAD
-    alone is logged as a warning (`serving_warnings` of the model's class)."""
-    engine_version = engine_version or installed_engine_version()
-    engine_of(engine_version)
-=======
     alone is logged as a warning (`serving_warnings` of the model's class), and so is a verifier
     that is here and has other weights than the drafter was trained for."""
->>>>>>> main
+    engine_version = engine_version or installed_engine_version()
+    engine_of(engine_version)
     folder = resolve_checkpoint(folder)
     file = folder / "config.json"
     if not file.is_file():
@@ -288,11 +281,8 @@ def check_vllm_contract(
     if config.sizes is not config and "transformer_layer_config" not in raw:
         found.append("transformer_layer_config is missing; it must describe the draft layers")
     klass = SpeculatorModel.registered_model_class_from_config(config)
-<<<<<<< HEAD
     found += _line_problems(klass, kind, engine_version)
-=======
     _warn_of_other_weights(folder, raw)
->>>>>>> main
     try:
         with torch.device("meta"):
             model = klass(config)
