@@ -117,6 +117,8 @@ vllm-all: vllm  ## what `make vllm-test` leaves out: all variants, suffix decodi
 	$(OFFLINE) $(BIN)/python tests/vllm/check_regenerate.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_features.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_mtp_families.py --all
+	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_speculative_config.py --wheel 0.33.0
+	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_xpress.py
 
 upstream-test: .venv/.run  ## checkpoints of ours in speculators 0.9.0 and its in ours: the same loss (its own environment, 1.7 GB)
 	$(OFFLINE) $(BIN)/python tests/parity/check_upstream.py

@@ -70,8 +70,8 @@ def length_of(drafter, temperature, domain="all"):
 
 
 def served(row):
-    "How vLLM takes a drafter."
-    return f"`{row['method']}`" if row["method"] else "no"
+    "How vLLM 0.32 and 0.33 take a drafter."
+    return [f"`{word}`" if word else "no" for word in (row["vllm_0.32"], row["vllm_0.33"])]
 
 
 def by_length():
@@ -101,13 +101,13 @@ def sizes():
             count(sized[name]["trained_millions"]) + " M",
             f"{float(sized[name]['served_gb']):.1f} GB",
             f"{sized[name]['feature_kib']} KiB",
-            served(sized[name]),
+            *served(sized[name]),
         ]
         for name in by_length()
         if name in sized
     ]
-    rows.append(["n-gram", "none", "none", "none", "none", "`ngram`"])
-    return table(["drafter", "layers", "trained weights", "in memory", "features a token", "vLLM 0.32"], rows)
+    rows.append(["n-gram", "none", "none", "none", "none", "`ngram`", "`ngram`"])
+    return table(["drafter", "layers", "trained weights", "in memory", "features a token", "vLLM 0.32", "0.33"], rows)
 
 
 def longer():

@@ -70,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         s, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         s.last = body
-        if body["max_tokens"] > 500:
+        if body["max_tokens"] > 500 or "beyond the context" in str(body.get("messages", body.get("prompt"))):
             return self.say(json.dumps({"error": {"message": "too long"}}), "application/json", 400)
         steps, accepted, pieces = expected(s.k, body["max_tokens"])
         self.send_response(200)

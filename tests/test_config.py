@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import Field
+from pydantic import Field, ValidationError
 from transformers import GenerationConfig, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig, reload_schemas
@@ -503,3 +503,49 @@ def test_a_dtype_is_torchs(name, value):
 def test_a_layers_field_named_like_a_method_is_refused(name):
     with pytest.raises(ValueError, match=rf"transformer_layer_config.{name}={{'a': 1}}: is no field of a llama conf"):
         Eagle3SpeculatorConfig(transformer_layer_config={"model_type": "llama", name: {"a": 1}})
+
+
+def test_a_default_is_no_choice(tmp_path):
+    "The default draft vocabulary is at most the verifier's; one that is given and larger is refused."
+    small = LlamaConfig(vocab_size=64)
+    for kind in ("eagle3", "peagle", "dflash", "dspark"):
+        config_class = SpeculatorModelConfig.registered_class(kind)
+        config = config_class(transformer_layer_config=small)
+        assert (config.draft_vocab_size, config_class().draft_vocab_size) == (64, 32000)
+        assert copy.deepcopy(config) == config == config_class.from_dict(config.to_dict())
+        with pytest.raises(ValueError, match="draft_vocab_size=32000 is larger than the verifier's vocabulary of 64"):
+            config_class(transformer_layer_config=small, draft_vocab_size=32000)
+
+
+def test_wrong_values_are_pydantics_error_in_one_line():
+    for wrong, line in (
+        (TokenProposalConfig, "proposal_type=(missing): field required"),
+        (lambda: VerifierConfig(name_or_path="v"), "architectures=(missing): field required"),
+        (
+            lambda: SpeculatorModelConfig.registered_class("mtp")(num_nextn_predict_layers=2),
+            "num_nextn_predict_layers=2:",
+        ),
+        (lambda: Eagle3SpeculatorConfig(norm_before_fc="x"), "Eagle3SpeculatorConfig.norm_before_fc='x': input should"),
+        (
+            lambda: Eagle3SpeculatorConfig(speculators_model_type="x"),
+            "Eagle3SpeculatorConfig.speculators_model_type='x'",
+        ),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            wrong()
+        assert (
+            isinstance(caught.value, ValueError)
+            and str(caught.value).startswith(line)
+            and "\n" not in str(caught.value)
+        )
+
+
+def test_a_path_to_config_json_and_names_of_transformers(tmp_path):
+    Eagle3SpeculatorConfig(speculators_config=shared()).save_pretrained(tmp_path)
+    config = SpeculatorModelConfig.from_pretrained(tmp_path / "config.json")
+    assert config == SpeculatorModelConfig.from_pretrained(tmp_path) and config.model_type == "speculator_model"
+    assert "model_type" not in json.loads((tmp_path / "config.json").read_text())
+    mtp = SpeculatorModelConfig.registered_class("mtp")(
+        transformer_layer_config=Qwen3Config(hidden_size=16, vocab_size=9)
+    )
+    assert (mtp.hidden_size, mtp.vocab_size) == (16, 9)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from matrix import V, batch_for, drafter, verifier
 
+from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.nn.supervision import chain_metrics
@@ -70,6 +71,19 @@ def test_the_mask_tokens_row_is_trained():
     )
     model.train()(**batch_for(model, "llama"), **model.get_trainer_kwargs(num_depths=4)[0])[1].backward()
     assert model.embed_tokens.padding_idx is None and model.embed_tokens.weight.grad[V - 1].norm() > 0
+
+
+def test_a_drafter_takes_its_config_alone():
+    "A further argument is an error, and so is a config without the verifier's sizes."
+    model = drafter("eagle3", "llama")
+    with pytest.raises(TypeError, match="verifier"):
+        type(model)(model.config, verifier=None)
+
+    class WithoutSizes(SpeculatorModelConfig):
+        speculators_model_type: str = "without_sizes"
+
+    with pytest.raises(AttributeError, match="vocab_size"):
+        SpeculatorModel(WithoutSizes())
 
 
 def test_runs_are_counted_as_runs():

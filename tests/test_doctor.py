@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from doctor.run import CASES, RESULTS
@@ -17,6 +18,7 @@ from speculators_nb.core.provenance import write_provenance
 from speculators_nb.doctor.doctor import examine
 from speculators_nb.doctor.examination import find_sources
 from speculators_nb.doctor.finding import STAGES
+from speculators_nb.doctor.training_checks import data_check, learned_check
 
 ROOT = Path(__file__).parents[1]
 TINY, SHIPPED = ROOT / "data/tiny-verifier", ROOT / "data/tiny-drafter"
@@ -100,3 +102,26 @@ def test_the_command_ends_with_a_verdict_and_code_one(tmp_path):
     assert "First loss: weights" in (tmp_path / "page/index.html").read_text()
     again = CliRunner().invoke(app, [*line, "--output-dir", str(tmp_path / "page")])
     assert again.exit_code == 2 and "--overwrite" in again.output
+
+
+@pytest.mark.parametrize(
+    "settings, norms, evidence, remedy",
+    [
+        ({"learning_rate": 2e-3}, None, "9 steps, learning rate 0.002", "train for more steps: "),
+        (None, None, "at 50%; 9 steps", "train for more steps: "),
+        ({"learning_rate": 2e-3}, [1.0, 3.0], "learning rate 0.002", "lower the learning rate"),
+    ],
+)
+def test_a_run_that_ended_before_its_first_log(settings, norms, evidence, remedy):
+    history = pd.DataFrame({"step": [5, 9], "eval_loss": [9.0, 8.0], "eval_position_0_acc": [0.0, 0.01]})
+    history = history if norms is None else history.assign(grad_norm=norms)
+    found = learned_check(history, 0.5, settings)
+    assert found.state == "finding" and found.evidence.endswith(evidence) and found.remedy.startswith(remedy)
+    assert data_check(history).evidence == "the history has no training loss: the run was shorter than logging_steps"
+    assert data_check(history.drop(columns="eval_loss")).evidence == "the history has no held-out loss"
+
+
+def test_a_high_learning_rate_is_not_raised():
+    history = pd.DataFrame({"step": [900], "learning_rate": [2e-3], "eval_position_0_acc": [0.0]})
+    assert learned_check(history, 0.5).remedy.startswith("train for more steps: ")
+    assert learned_check(history.assign(learning_rate=3e-5), 0.5).remedy.startswith("raise the learning rate tenfold")

@@ -187,6 +187,17 @@ def test_a_server_that_runs(engine):
             found.plot()
 
 
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_prompt_that_the_server_does_not_take_is_skipped_and_named(engine, tmp_path, concurrency):
+    prompts = [*PROMPTS[:2], dict(prompt="beyond the context", domain="a"), PROMPTS[3]]
+    with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:
+        found = evaluate_engine(server.url, prompts, max_new_tokens=9, concurrency=concurrency, output_dir=tmp_path)
+        without = evaluate_engine(server.url, [*prompts[:2], prompts[3]], max_new_tokens=9, concurrency=concurrency)
+    assert found.requests.prompt.tolist() == [0, 1, 3] and found.skipped.prompt.tolist() == [2]
+    assert "400: too long" in found.skipped.why[0] and EngineEvaluation.read(tmp_path).settings["skipped"]
+    assert found.summary.equals(without.summary) and found.positions.equals(without.positions)
+
+
 @pytest.mark.parametrize(
     "behaviour, error, words, concurrency",
     [

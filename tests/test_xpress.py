@@ -2,6 +2,8 @@
 token after the other, and what is drawn against the distribution that training's pass gives."""
 
 import json
+import re
+from pathlib import Path
 
 import blocks
 import pytest
@@ -15,9 +17,13 @@ from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.decode.tree_growth import dynamic_tree
 from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.convert import convert
 from speculators_nb.models.dflash import BlockStates
-from speculators_nb.models.xpress import XPressDraftModel, XPressSpeculatorConfig
+from speculators_nb.models.formats import inverse, rename
+from speculators_nb.models.formats_dflash import XPRESS_NAMES
+from speculators_nb.models.xpress import RefinerHead, XPressDraftModel, XPressSpeculatorConfig
 from speculators_nb.nn.anchors import Blocks
+from speculators_nb.serve.serve_command import what_to_serve
 from speculators_nb.serve.speculative_config import SpeculativeConfig
 from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.train.optimizers import MuonAdamW, build_optimizer, parameter_groups
@@ -268,17 +274,71 @@ def test_errors_name_the_field():
         model(**batch, ce_from_data=True)
 
 
-def test_vllm_does_not_serve_it(tmp_path):
-    "One line of the contract, and nothing else is found in a good checkpoint."
-    model = fresh_xpress(tmp_path, blocks.tiny_verifier(tmp_path))
+def serving(tmp_path, **fields):
+    "A drafter with shapes that vLLM's kernels have, but for these fields."
+    fields = dict(xpress_rank=16, xpress_mlp_ratio=4) | fields
+    model = fresh_xpress(tmp_path, blocks.tiny_verifier(tmp_path), **fields)
     model.save_pretrained(tmp_path / "drafter")
-    (found,) = check_vllm_contract(tmp_path / "drafter")
-    assert "'xpress', which vLLM 0.32 does not serve" in found and "\n" not in found
-    target = dict(target_model_config=json.loads((tmp_path / "verifier/config.json").read_text()))
-    for given in ({}, {"method": "dflash"}):
-        with pytest.raises(ValueError, match="speculators_model_type='xpress', which vLLM does not serve") as refusal:
-            SpeculativeConfig(model=str(tmp_path / "drafter"), num_speculative_tokens=3, **target, **given)
-        assert "\n" not in str(refusal.value)
+    return model
+
+
+def test_vllm_serves_it_in_a_layout_of_its_own(tmp_path):
+    "By 0.33 alone, from what `save_native` writes; it comes back as it was, and drafts the same."
+    model = serving(tmp_path)
+    (found,) = check_vllm_contract(tmp_path / "drafter", "0.33")
+    assert "save_native" in found and "\n" not in found
+    assert "only vLLM 0.33 has XPress" in check_vllm_contract(tmp_path / "drafter", "0.32")[0]
+    target = tmp_path / "verifier"
+    served, words = what_to_serve(tmp_path / "drafter", native=tmp_path / "native", engine_version="0.33")
+    assert served == str(target) and words["method"] == "dflash" and words["num_speculative_tokens"] == 3
+    native = json.loads((tmp_path / "native/config.json").read_text())
+    assert native["architectures"] == ["Qwen3XPressModel"] and native["xpress_mlp_hidden"] == 64
+    assert (native["xpress_block_size"], native["xpress_num_passes"], native["xpress_topc"]) == (
+        4,
+        6,
+        native["vocab_size"],
+    )
+    back = SpeculatorModel.from_pretrained(convert(tmp_path / "native", tmp_path / "back", target))
+    assert all(torch.equal(w, back.saved_state()[name]) for name, w in model.saved_state().items())
+    assert back.config.num_jacobi_passes == 6 and back.config.aux_hidden_state_layer_ids
+    with pytest.raises(ValueError, match="speculators_model_type='xpress': only vLLM 0.33 has XPress"):
+        SpeculativeConfig(model=str(tmp_path / "drafter"), engine_version="0.32")
+
+
+@pytest.mark.parametrize(
+    "fields,wrong",
+    [
+        (dict(xpress_rank=24), "xpress_rank is 24; vLLM's kernel takes a power of two"),
+        (dict(xpress_rank=8, xpress_mlp_ratio=8), "xpress_rank is 8"),
+        (dict(xpress_mlp_ratio=3), "xpress_mlp_ratio is 48; vLLM's kernel takes a multiple of 64"),
+        (dict(sample_from_anchor=True), "sample_from_anchor is True"),
+    ],
+)
+def test_what_vllms_kernels_have_no_shape_for(tmp_path, fields, wrong):
+    model = serving(tmp_path, **fields)
+    assert any(wrong in line for line in check_vllm_contract(tmp_path / "drafter", "0.33"))
+    with pytest.raises(ValueError, match=re.escape(wrong)):
+        model.save_native(tmp_path / "native")
+    assert not (tmp_path / "native/config.json").exists()
+
+
+def test_a_reduced_vocabulary_is_not_exported(tmp_path):
+    model, _ = random_model(1, draft_vocab_size=20)
+    with pytest.raises(ValueError, match="draft_vocab_size is 20, of the verifier's .* train with that"):
+        model.save_native(tmp_path / "native")
+
+
+def test_the_refiner_is_vllms():
+    "The bias by vLLM 0.33's own class, loaded by its own loader from the names that we write."
+    stored = load_file(Path(__file__).parent / "fixtures/xpress_vllm.safetensors")
+    weights = rename({n: w for n, w in stored.items() if n.startswith("xpress_head.")}, inverse(XPRESS_NAMES))
+    r, B, _ = weights["refiner_head.mix_l"].shape
+    (V, _), (_, H) = weights["refiner_head.token_embed.weight"].shape, weights["refiner_head.down_h.weight"].shape
+    head = RefinerHead(V, V, H, B, r, len(weights["refiner_head.mlp_gate.weight"]) // r)
+    head.load_state_dict({name.removeprefix("refiner_head."): w for name, w in weights.items()})
+    with torch.no_grad():
+        codes = head(head.token_embed(stored["in_front"]), head.cache(stored["hidden"]))
+        torch.testing.assert_close(head.readout(codes), stored["bias"], rtol=1e-5, atol=1e-5)
 
 
 def test_defaults_are_the_documented_ones():

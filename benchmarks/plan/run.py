@@ -25,7 +25,7 @@ from speculators_nb.plan.drafter_sizes import meta_drafter
 from speculators_nb.plan.requirements import GB, Machine, answering, requirements, requirements_text, serving
 from speculators_nb.plan.sizes import cache_bytes, feature_bytes, forward_flops, verifier_sizes
 from speculators_nb.plan.twins import predicted_step
-from speculators_nb.serve.vllm_methods import METHODS, method_of_types
+from speculators_nb.serve.vllm_methods import ENGINES, method_of_types
 from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.verifier.identity import VerifierInfo
 
@@ -38,7 +38,7 @@ DRAFT_VOCAB = 32000
 WHOLE = ("dflash2",)  # its selector knows every token
 LAYERS = dict(peagle=4, dflash=5, dflash2=5, dspark=5, xpress=5)  # else 1
 SHARED = ("embed_tokens", "lm_head", "verifier_lm_head")  # where frozen: the verifier's, or rows of it
-ENGINE = "vllm-0.32"
+VERSIONS = ("0.32", "0.33")  # of vLLM
 CONVERSATIONS = (5_000, 50_000, 500_000)
 TOKENS, ROW = 1024, 8192  # of a conversation, of a packed row
 AT_ONCE = 128  # answers that a server writes
@@ -67,7 +67,8 @@ def drafter_sizes(kind, verifier):
     last = AutoConfig.from_pretrained(shipped_data() / "tiny-verifier").num_hidden_layers
     states = len({*small.aux_layer_ids, last})
     method = method_of_types().get(kind, ("", None))[0]
-    served = method if method and ENGINE in METHODS[method].lines else ""
+    rows = {version: ENGINES[version] for version in VERSIONS}
+    served = {v: method if method in row.served and kind not in row.unserved else "" for v, row in rows.items()}
     return dict(
         drafter=kind,
         layers=layers,
@@ -75,7 +76,7 @@ def drafter_sizes(kind, verifier):
         served_gb=round(2 * (own + head) / 1e9, 2),
         feature_kib=feature_bytes(config.hidden_size, states) // 1024,
         trees=hasattr(small, "grow"),
-        method=served,
+        **{f"vllm_{version}": word for version, word in served.items()},
     )
 
 

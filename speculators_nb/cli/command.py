@@ -26,8 +26,9 @@ from .inputs import check_inputs
 from .own_drafters import import_drafters, loads_drafters
 from .program import App, one_line
 from .signature import comments_of
-from ..core.option_rules import shown
+from ..core.option_rules import printable, shown, typed
 from ..core.options import RULES, check_options, rule_of
+from ..verifier.folders import refuse_model
 
 # %% ../../nbs/cli/06_command.ipynb #724d2927
 def _object(text):
@@ -115,10 +116,12 @@ GROUPS = {  # heading -> options below it
     ngram as_engine kv_cache""",
     "Engine and server": """engine source server storage patience hidden_states concurrency
     baseline load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run
+    engine_version
     extra""",
-    "Machines": "devices memory disk tflops mfu bandwidth",
+    "Machines": "devices memory disk tflops mfu",
     "Output": "output_dir features.dtype shard_gb save_dtype overwrite resume dry_run link",
-    GENERAL: "seed device num_proc max_tokens rank world_size trust_remote_code import_ recipe",
+    GENERAL: """seed device num_proc batch_size max_tokens rank world_size
+    trust_remote_code import_ recipe""",
 }
 GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.split()}
 FEW = 8  # options of a command that need no groups
@@ -235,22 +238,23 @@ class ShellCommand(TyperCommand):
             parameter.required = False
 
 
-def _former_order(function, command, named, typed) -> dict:
+def _former_order(function, command, named, values) -> dict:
     """The arguments of a line with one argument more than the command takes: in the order of
     the Python function. Errors: ValueError where an option gives it, too."""
     from speculators_nb.core.provenance import without_secrets
 
     names = _required(function)
     places = [name for name in names if name not in named]
-    texts = [str(typed[name]) for name in places] + [typed["former"]]
+    texts = [str(values[name]) for name in places] + [values["former"]]
     option = next(name for name in names if name in named)
-    if typed[option] is not None:
+    if values[option] is not None:
         raise ValueError(
             f"{shown(texts[-1])}: one argument too many; {command} takes "
             f"{', '.join(map(str.upper, places))}, and --{option}"
         )
     given = dict(zip(names, texts))
-    line = shlex.join([command, *(given[n] for n in places), f"--{option}", given[option]])
+    words = [*(typed(given[n]) for n in places), f"--{option}", given[option]]
+    line = shlex.join([command, *words])
     typer.echo(
         without_secrets(f"Note: --{option} is an option: speculators-nb {line}"), err=True
     )
@@ -262,27 +266,33 @@ def _former_order(function, command, named, typed) -> dict:
         raise ValueError(e.message) from None
 
 # %% ../../nbs/cli/06_command.ipynb #560b1519
-def _values(function, name, named, app, context, recipe, typed):
+def _values(function, name, named, app, context, recipe, line):
     """Every argument of the function, checked: from the command line, the recipe, or its
     default."""
     from speculators_nb.cli.recipe import read_recipe, resolve
 
-    given = {n for n in typed if context.get_parameter_source(n).name == "COMMANDLINE"}
+    given = {n for n in line if context.get_parameter_source(n).name == "COMMANDLINE"}
     if twice := [n for n in given if f"{n}_" in given]:
         raise ValueError(
-            f"{twice[0]}={shown(typed[twice[0]])}: given as an argument and as an "
+            f"{twice[0]}={shown(line[twice[0]])}: given as an argument and as an "
             "option; leave one out"
         )
-    flags = {n.removesuffix("_"): typed[n] for n in sorted(given)}
+    flags = {n.removesuffix("_"): line[n] for n in sorted(given)}
     import_drafters(flags.get("import", ()))
     if flags.pop("former", None) is not None:
-        flags |= _former_order(function, name, named, typed)
+        flags |= _former_order(function, name, named, line)
     values = resolve(
         function, flags, read_recipe(recipe, name, app.functions) if recipe else None
     )
     check_options(values, name)
     check_inputs(values, name)
     return values
+
+
+def _flags(app, command) -> set[str]:
+    "The options of a command."
+    names = inspect.signature(app.functions[command]).parameters
+    return {"--import", *(f"--{name.replace('_', '-')}" for name in names)}
 
 
 def _next_line(steps, recipe, app, own) -> str:
@@ -292,7 +302,9 @@ def _next_line(steps, recipe, app, own) -> str:
 
     written = sections_of(recipe) if recipe else ()
     lines = [
-        (words[0], "--recipe", str(recipe)) if words[0] in written else list(map(str, words))
+        [words[0], "--recipe", typed(recipe)]
+        if words[0] in written
+        else [word if word in _flags(app, words[0]) else typed(word) for word in words]
         for words in steps
     ]
     flags = [word for name in own for word in ("--import", name)]
@@ -323,8 +335,15 @@ def _print(text):
     "Print a text without secrets, if there is one."
     from speculators_nb.core.provenance import without_secrets
 
-    if text:
-        typer.echo(without_secrets(text))
+    if not text:
+        return
+    try:
+        typer.echo(printable(without_secrets(text)))
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        e.filename = "standard output"
+        raise
 
 # %% ../../nbs/cli/06_command.ipynb #9394eaf8
 def command(
@@ -347,6 +366,7 @@ def command(
         own = values.get("import", [])
         import_drafters(own)  # once in a process; this one may be the child of another
         given = {n: v for n, v in values.items() if n != "import"}
+        refuse_model(values.get("output_dir"))
         from speculators_nb.core.concurrency import plain_progress
 
         with plain_progress():
@@ -356,10 +376,13 @@ def command(
             _leave_recipe(values.get(output), name, values)
         return result
 
-    def run(context: typer.Context, **typed):
-        recipe = typed.pop("recipe") if "recipe" not in takes else None
+    def run(context: typer.Context, **line):
+        recipe = line.pop("recipe") if "recipe" not in takes else None
         with one_line(function):
-            values = _values(function, name, named, app, context, recipe, typed)
+            from speculators_nb.cli.recipe import with_home
+
+            line, recipe = with_home(line), with_home(recipe)
+            values = _values(function, name, named, app, context, recipe, line)
             result = perform(values)
             own = values.get("import", ())
             if then and _is_first_rank():

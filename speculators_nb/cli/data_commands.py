@@ -39,6 +39,7 @@ from ..regenerate.from_server import regenerate_from_server
 from ..regenerate.in_process import regenerate as answer_here
 from ..regenerate.regenerated import Report
 from ..verifier.folders import check_tokenizer
+from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/cli/07_data_commands.ipynb #324b4eb8
@@ -111,6 +112,7 @@ def regenerate(
     temperature: float = 0.0,  # 0: greedy
     sampling: dict | None = None,  # {"top_p": 0.9}, weighted: {"temperature": [[0, 1], [1, 3]]}
     languages: list[str] | None = None,  # languages to keep, e.g. en (repeatable); default: all
+    batch_size: int = 96,  # answers generated together, without a server
     concurrency: int = 16,  # conversations in work at once, with a server
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     seed: int = 0,  # of the sampling
@@ -144,10 +146,18 @@ def regenerate(
     else:
         assert verifier is not None  # or check_options refuses
         opened = open_verifier(verifier, None, device, False, attn_implementation)
-        report = answer_here(*opened, data, output, then=record, **given)
+        here = dict(batch_size=batch_size, then=record)
+        report = answer_here(*opened, data, output, **here, **given)
     if not report.done:
         raise ValueError(
             f"data={str(data)!r}: holds no conversation; name a file that has some"
+        )
+    if report["failed"] and not report["written"] + report["kept"]:
+        reason, n = report["failed"].most_common(1)[0]
+        raise ValueError(
+            f"none of {report['failed'].total()} conversations was answered; {n} of them: "
+            f"{reason}. {Path(output).with_suffix('.errors.jsonl')} names each; mend it, and "
+            "run the same command again"
         )
     return report
 
@@ -195,6 +205,7 @@ def _states_from_server(rows, options, then) -> dict:
     chosen, last = o["aux_layer_ids"], config.num_hidden_layers
     layers = [*chosen, last] if chosen else None
     mine = rows.select(shard(len(rows), rank, world_size))
+    RowLimits.of(config).warn(log, "features", rows["seq_len"][:])
     log_disk(o["output_dir"], mine, config.hidden_size, len(layers or range(4)), o["dtype"])
     return extract_from_server(
         *(o["server"] or HERE, rows, o["output_dir"], o["storage"], layers),

@@ -21,7 +21,7 @@ from speculators_nb.core.files import (
     read_object,
     verifier_object,
 )
-from ..core.option_rules import near, pairs, shown
+from ..core.option_rules import near, pairs, shown, typed
 from ..core.options import IN, RULES, check_options, shipped_drafters
 from ..data.sources import files_of, table_files
 from ..evaluate.prompts import sources_of
@@ -38,6 +38,7 @@ from speculators_nb.verifier.folders import (
     named_verifier,
     new_folder,
     origin_of,
+    refuse_model,
     refuse_overwriting,
     refuse_own,
 )
@@ -52,12 +53,12 @@ def check_features(
     if path.is_file():
         raise ValueError(
             f"data_dir={str(path)!r}: is a file, and a drafter is trained on features. Make "
-            f"them: speculators-nb features {path} FEATURES --verifier {model}; "
+            f"them: speculators-nb features {typed(path)} FEATURES --verifier {model}; "
             "then speculators-nb train FEATURES DRAFTER"
         )
     if not path.is_dir():
         raise FileNotFoundError(
-            f"{path}: no such folder. Make one: speculators-nb features DATA {path} "
+            f"{path}: no such folder. Make one: speculators-nb features DATA {typed(path)} "
             f"--verifier {model}"
         )
     if (path / "config.json").is_file():
@@ -272,7 +273,7 @@ def _check_arguments(where, algorithm, arguments):
 # %% ../../nbs/cli/04_inputs.ipynb #expf0003
 def _read_fields(path) -> dict[str, Any]:
     "The fields of an experiment's file, each by its rule. Errors: ValueError."
-    from speculators_nb.cli.recipe import read_plain
+    from speculators_nb.cli.recipe import read_plain, spelt
 
     if not path.is_file():
         raise FileNotFoundError(
@@ -283,7 +284,7 @@ def _read_fields(path) -> dict[str, Any]:
     if not isinstance(content, dict):
         what = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise ValueError(f"{path}: {what}, expected a mapping with settings, or a grid")
-    fields = {str(name).replace("-", "_"): value for name, value in content.items()}
+    fields = spelt(content, f"{path}: ")
     for name, value in fields.items():
         if name not in FIELDS:
             raise ValueError(
@@ -301,13 +302,15 @@ def _read_fields(path) -> dict[str, Any]:
 
 def _factors(where, grid) -> dict[str, Any]:
     "The factors of a grid, checked to have values. Errors: ValueError."
+    from speculators_nb.cli.recipe import spelt
+
     for name, values in grid.items():
         if not isinstance(values, (list, dict)) or not values:
             raise ValueError(
                 f"{where}{name}={shown(values)}: must be a list of values, or a mapping of "
                 f"names and values; write {name}: [VALUE, VALUE]"
             )
-    return {str(name).replace("-", "_"): values for name, values in grid.items()}
+    return spelt(grid, where)
 
 # %% ../../nbs/cli/04_inputs.ipynb #expf0004
 def read_experiment_file(
@@ -368,6 +371,10 @@ NEW = {"convert": "output_dir", "export": "output_dir", "stitch-mtp": "out"}
 
 def _check_output(values, command):
     "Errors: FileExistsError or ValueError for an output that would replace another."
+    if command not in NEW:
+        refuse_model(values.get("output_dir"), drafters=command == "features")
+    if command == "serve":
+        refuse_model(values.get("hidden_states"), "hidden_states")
     if command in OUTPUTS:
         overwrite = values.get("overwrite", False)
         refuse_overwriting(values.get("output_dir"), overwrite, OUTPUTS[command])

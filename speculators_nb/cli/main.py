@@ -123,6 +123,8 @@ def _measured(evaluation):
         if len(table):
             there = [column for column in columns.split() if column in table]
             shown.append(_table(table[there], index=False))
+    for prompt, why in evaluation.skipped.itertuples(index=False):
+        shown.append(f"prompt {prompt} was skipped: {why}")
     return "\n\n".join(shown)
 
 

@@ -5,8 +5,8 @@ They are compared with what their outputs say of how they were made."""
 
 # %% auto #0
 __all__ = ['READS', 'NOT_A_STAGE', 'HOW', 'RECORD', 'Stage', 'same_place', 'paths_of', 'depends_on', 'stages_of',
-           'missing_inputs', 'Made', 'made_by', 'now', 'changes_of', 'stages_in', 'RunRecord', 'Planned', 'plan_of',
-           'plan_text', 'refuse_overwriting', 'folder_of']
+           'missing_inputs', 'Made', 'made_by', 'now', 'changes_of', 'is_there', 'stages_in', 'RunRecord', 'Planned',
+           'plan_of', 'plan_text', 'refuse_overwriting', 'folder_of']
 
 # %% ../../nbs/cli/10_plan.ipynb #7a000003
 import inspect
@@ -170,7 +170,7 @@ def _is_path(text):
 # %% ../../nbs/cli/10_plan.ipynb #7a00000b
 # arguments of a command that do not change what comes out
 HOW = {
-    "regenerate": ("server", "concurrency", "device"),
+    "regenerate": ("server", "concurrency", "batch_size", "device"),
     "prepare": ("num_proc",),
     "features": ("server", "storage", "concurrency", "max_tokens", "device"),
     "train": ("server", "storage"),
@@ -236,6 +236,13 @@ def changes_of(
 RECORD = "run.json"
 
 
+def is_there(
+    output: Path,  # of a stage
+) -> bool:
+    "Whether it is a file, or a folder that holds something."
+    return any(output.iterdir()) if output.is_dir() else output.exists()
+
+
 def stages_in(
     file: Path,  # run.json, perhaps not there yet
 ) -> dict[str, dict[str, Any]]:  # name of a stage -> what is known of it
@@ -270,9 +277,10 @@ class RunRecord:
         after: list[Stage],  # those that depend on it
     ):
         "Note that a stage has begun: until it ends, nothing after it is done."
-        made = now(stage)
+        made, fresh = now(stage), self.is_fresh(stage)
         output = stage.output and str(stage.output)
-        self.stages[stage.name] = {"command": stage.command, "output": output} | made._asdict()
+        about = {"command": stage.command, "output": output, "fresh": fresh}
+        self.stages[stage.name] = about | made._asdict()
         for later in after:
             entry = self.stages.setdefault(later.name, {})
             there = later.output is not None and later.output.exists()
@@ -281,6 +289,26 @@ class RunRecord:
         self.write()
         if stage.output is not None:
             recipe_path(stage.output, stage.command).unlink(missing_ok=True)
+
+    def has_begun(
+        self,
+        stage: Stage,
+    ) -> bool:
+        "Whether this run has begun the stage, where the recipe says now."
+        entry = self.stages.get(stage.name, {})
+        here = entry.get("output") == (stage.output and str(stage.output))
+        return here and bool(entry.get("arguments"))
+
+    def is_fresh(
+        self,
+        stage: Stage,
+    ) -> bool:  # False: it held something else before, or nothing says so
+        "Whether all that is in a stage's output is its own, so that it may be removed."
+        if stage.output is None or not is_there(stage.output):
+            return True
+        if self.has_begun(stage):
+            return self.stages[stage.name].get("fresh", made_by(stage) is not None)
+        return made_by(stage) is not None
 
     def skip(
         self,
@@ -319,9 +347,9 @@ class Planned(NamedTuple):
 def _state(stage, entry, function, remade) -> tuple[str, str]:
     "What is to be done for one stage, and why."
     output = stage.output
-    there = output is not None and output.exists()
-    if output is not None and output.is_dir():
-        there = any(output.iterdir())
+    there = output is not None and is_there(output)
+    elsewhere = entry.get("output") != (output and str(output))  # the recipe names another now
+    entry = {k: v for k, v in entry.items() if not (elsewhere and k != "outdated")}
     begun = Made(entry.get("arguments", {}), entry.get("inputs", {}))
     made = made_by(stage) if there else None
     if stage.output is None and entry.get("done"):

@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 import speculators_nb
-from ..core.option_rules import near
+from ..core.option_rules import near, printable
 from ..core.options import RULES, rule_of
 
 # %% ../../nbs/cli/05_program.ipynb #7312e378
@@ -47,7 +47,18 @@ def _system(e):
     "A refusal of the operating system: the path, the reason, the remedy."
     path = e.filename2 or e.filename
     reason = (e.strerror or type(e).__name__).lower()
+    if e.errno == errno.ENOENT and not _has_working_folder():
+        return "the working folder has been removed; change into one that is there (cd)"
+    if isinstance(path, int) or path is None:  # neither a write nor the system says which
+        return f"{reason}; {REMEDIES.get(e.errno, 'look at the disk and at the command line')}"
     return f"{os.fsdecode(path)}: {reason}; {REMEDIES.get(e.errno, 'look at the path')}"
+
+
+def _has_working_folder():
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
 
 
 def failure(
@@ -59,10 +70,9 @@ def failure(
     )  # an argument may be an address with a password
 
     text = str(e)
-    if isinstance(e, OSError) and isinstance(e.filename, (str, bytes)):
-        text = _system(e) if text.startswith("[Errno") else text
-    text = without_secrets(text)
-    text = " ".join(text.split())[:1000] or type(e).__name__
+    if isinstance(e, OSError) and text.startswith("[Errno"):
+        text = _system(e)
+    text = printable(" ".join(without_secrets(text).split()))[:1000] or type(e).__name__
     ours = type(e).__module__.partition(".")[0] == "speculators_nb"
     code = 2
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError":
@@ -166,16 +176,49 @@ def _listening():
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # %% ../../nbs/cli/05_program.ipynb #76c82e98
+def _open_closed_streams():
+    """Standard output and error that were closed (`>&-`) lead nowhere, and their numbers are
+    not given to the next file that is opened."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(nowhere, number)
+        setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8"))
+
+
+def _drop_output():
+    "What standard output still holds is not written."
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _flush() -> int:  # exit code
+    "Write what standard output still holds; a disk that refuses it is named in one line."
+    try:
+        sys.stdout.flush()
+        return 0
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        _drop_output()
+        typer.echo(f"Error: standard output: {failure(e)[0]}", err=True)
+        return 2
+
+
 class Program(TyperGroup):
     "Commands whose failures are one line; Ctrl-C prints nothing, and its exit code is 130."
 
     def main(self, *args, standalone_mode=True, **kwargs):
+        _open_closed_streams()
         try:
             with _listening():
                 code = super().main(*args, standalone_mode=False, **kwargs)
-            sys.stdout.flush()
+            code = code or _flush()
         except BrokenPipeError:  # the reader of the output (`head`, for example) has ended
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             code = 1
         except Exception as e:
             if not isinstance(e, UsageFault):
@@ -186,7 +229,7 @@ class Program(TyperGroup):
             else:
                 from speculators_nb.core.provenance import without_secrets
 
-                message = " ".join(without_secrets(usage(e)).split())[:1000]
+                message = printable(" ".join(without_secrets(usage(e)).split()))[:1000]
                 if "RANK" in os.environ:
                     from speculators_nb.distributed.torchrun import end_rank
 
@@ -232,7 +275,7 @@ class Echo(logging.Handler):
     "Log messages of the library go to the terminal, apart from the results."
 
     def emit(self, record):
-        typer.echo(self.format(record), err=True)
+        typer.echo(printable(self.format(record)), err=True)
 
 
 class App(typer.Typer):

@@ -33,6 +33,7 @@ from speculators_nb.cli.plan import (
     Stage,
     depends_on,
     folder_of,
+    is_there,
     missing_inputs,
     plan_of,
     plan_text,
@@ -40,6 +41,7 @@ from speculators_nb.cli.plan import (
     stages_of,
 )
 from ..core.files import writable_folder
+from ..core.option_rules import typed
 from ..core.options import HERE
 from ..core.provenance import without_secrets
 
@@ -135,9 +137,10 @@ def arguments_for(
     planned: Planned,
     function: Callable,  # of the command
     begun: bool,  # by this run, before
+    fresh: bool,  # all that is in its output is its own
 ) -> dict:
     """The arguments of a stage, with what is to become of its output. What a command cannot
-    replace by itself is removed."""
+    replace by itself is removed. Errors: FileExistsError where that is not the stage's own."""
     stage, takes = planned.stage, inspect.signature(function).parameters
     values = dict(stage.values)
     if planned.state == "will continue":
@@ -147,11 +150,16 @@ def arguments_for(
             values["overwrite"] = True
     if planned.state == "will run again" and stage.output is not None:
         if "overwrite" in takes:
-            values["overwrite"] = True
-        elif stage.output.is_dir():
+            values["overwrite"] = fresh
+        elif is_there(stage.output) and not fresh:
+            raise FileExistsError(
+                f"{stage.name}: {stage.output} holds what this run did not make, and is not "
+                "removed; name another place in the recipe, or remove it"
+            )
+        elif stage.output.is_dir() and not stage.output.is_symlink():
             shutil.rmtree(stage.output)
         else:
-            stage.output.unlink()
+            stage.output.unlink(missing_ok=True)
     return values
 
 # %% ../../nbs/cli/11_run.ipynb #7a000015
@@ -202,7 +210,7 @@ def serve_line(
     values = stage.values
     host, port = host_and_port(address)
     drafter, verifier = values.get("drafter"), values.get("verifier")
-    words = ["serve", drafter or verifier or "VERIFIER"]
+    words = ["serve", typed(drafter or verifier or "VERIFIER")]
     given = {"hidden_states": values.get("storage")}
     if stage.command == "evaluate":
         given["verifier"] = verifier if drafter else None
@@ -270,9 +278,10 @@ def run_stage(planned, stages, record, commands, perform):
         record.skip(stage, problem)
         typer.echo(f"skipped: {problem}")
         return
-    begun = bool(record.stages.get(stage.name, {}).get("arguments"))
+    values = arguments_for(
+        planned, function, record.has_begun(stage), fresh=record.is_fresh(stage)
+    )
     record.begin(stage, after)
-    values = arguments_for(planned, function, begun)
     began = time.monotonic()
     process, receiver = start(perform, function, stage.command, values)
     code, text = wait_for_stage(process, receiver, stage.name)

@@ -50,7 +50,7 @@ def pause(
     longest: float = 60.0,  # never more
 ) -> float:  # seconds
     "Exponential back-off with equal jitter, or what the server requests if that is longer."
-    wait = 2 ** (failures - 1) / 2 * random.uniform(0.5, 1)
+    wait = 2 ** (min(failures, 20) - 1) / 2 * random.uniform(0.5, 1)
     try:
         wait = max(wait, float(retry_after or 0))
     except ValueError:

@@ -34,6 +34,7 @@ from .option_rules import shown
 from .options import RULES, installed_drafters
 from speculators_nb.core.registry import (
     ClassRegistryMixin,
+    FieldError,
     FoundOnHub,
     GreedyTokenProposalConfig,
     PydanticNames,
@@ -63,8 +64,8 @@ class VerifierConfig(ReloadableBaseModel):
     ) -> "VerifierConfig":  # what the drafter's config will say
         "Describe a verifier by its loaded config."
         if name_or_path == "UNSET":
-            name_or_path = getattr(config, "_name_or_path", "") or None
-        architectures = list(getattr(config, "architectures", None) or [])
+            name_or_path = config.name_or_path or None
+        architectures = config.to_dict().get("architectures") or []
         return cls(name_or_path=name_or_path, architectures=architectures)
 
     @classmethod
@@ -180,7 +181,7 @@ class CheckedConfig(PretrainedConfig):
             try:
                 value = field_type.validate_python(value)
             except ValidationError as e:
-                raise ValueError(explain(e, cls.__name__, name)) from None
+                raise FieldError.of(explain(e, cls.__name__, name)) from None
             rule = LAYER_RULES.get(name) or RULES.get(name)
             if rule and value is not None and (problem := rule.problem(value)):
                 raise ValueError(f"{field}={shown(value)}: {problem}")
@@ -300,7 +301,14 @@ class DrafterFields(JsonConfig):
 
     has_no_defaults_at_init: ClassVar[bool] = True  # every field is written to the file
 
+    def __new__(cls, /, **kwargs):
+        config = super().__new__(cls)
+        if kwargs:  # none where an object is copied
+            vars(config)["_given"] = {*kwargs}  # until `__post_init__`
+        return config
+
     def __post_init__(self, **kwargs):
+        given_names = vars(self).pop("_given", ())
         kwargs.pop("auto_map", None)  # names Python files to run; this library runs none
         kwargs.pop("model_type", None)
         kwargs |= kwargs.pop("_only_data", {})
@@ -320,14 +328,20 @@ class DrafterFields(JsonConfig):
         data |= {name: value for name, value in unknown.items() if name not in vars(self)}
         if data:
             self._only_data = data
+        draft_size = getattr(self, "draft_vocab_size", None)
+        if draft_size and "draft_vocab_size" not in given_names:  # a default is no choice
+            self.draft_vocab_size = min(draft_size, self.target_vocab_size)
         self._check_version()
         given, own = self.speculators_model_type, type(self).speculators_model_type
         if own and given != own:
-            raise ValueError(
+            raise FieldError.of(
                 f"{type(self).__name__}.speculators_model_type={given!r}: must be {own!r}, or "
                 "use SpeculatorModelConfig.from_dict, which finds the class of any type"
             )
-        self.check()
+        try:
+            self.check()
+        except ValueError as e:
+            raise e if type(e) is not ValueError else FieldError.of(str(e)) from None
 
     def _check_dtype(self, **fields):
         for name, value in fields.items():
@@ -374,6 +388,7 @@ class SpeculatorModelConfig(PydanticNames, ClassRegistryMixin, FoundOnHub, Draft
     auto_package: ClassVar[str | tuple[str, ...] | None] = ("speculators_nb.models",)
     registry_auto_discovery: ClassVar[bool] = True
     schema_discriminator: ClassVar[str] = "speculators_model_type"
+    model_type: ClassVar[str] = "speculator_model"  # of transformers; in no config.json
 
     @classmethod
     def from_dict(

@@ -23,6 +23,7 @@ import httpcore
 import httpx
 
 from .concurrency import EndpointError, pause, worth_retrying
+from .option_rules import printable
 from .provenance import without_secrets
 
 # %% ../../nbs/core/10_http_client.ipynb #endp0002
@@ -325,7 +326,7 @@ class Connection:
 
     def _clean(self, text):
         key = _key(self.api_key_env)
-        return without_secrets(text.replace(key, "***") if key else text)
+        return printable(without_secrets(text.replace(key, "***") if key else text))
 
     def _once(self, method, path, request) -> _Reply:
         try:

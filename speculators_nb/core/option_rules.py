@@ -7,7 +7,8 @@ Each refusal is one line with the fault and a value that is right."""
 __all__ = ['LOSSES', 'KINDS', 'number', 'switch', 'text', 'path', 'mapping', 'DEVICES', 'MOONCAKE', 'DECIDED', 'near', 'shown',
            'OptionRule', 'range_of', 'whole', 'word', 'several', 'switches', 'address_problem', 'host_problem',
            'device_problem', 'ascending_problem', 'recorded_problem', 'steps_problem', 'no_steps_problem',
-           'MooncakeAddress', 'mooncake_address', 'storage_problem', 'pairs', 'check_vllm_arguments']
+           'MooncakeAddress', 'mooncake_address', 'storage_problem', 'printable', 'typed', 'pairs',
+           'check_vllm_arguments']
 
 # %% ../../nbs/core/01_option_rules.ipynb #orul0003
 import difflib
@@ -333,6 +334,23 @@ def storage_problem(value: str | os.PathLike) -> str | None:
     return recorded_problem(value)
 
 # %% ../../nbs/core/01_option_rules.ipynb #1e7700a6
+def printable(text: str) -> str:
+    r"""A text for a terminal: what it would obey, such as an escape sequence or a character
+    that turns the line around, is written as \x1b; lines and tabs stay."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
+        for c in text
+    )
+
+
+def typed(
+    value: object,  # a file or a folder, or another argument
+) -> str:  # as it is typed after a command
+    "An argument that a command does not take for an option: the folder -x is written ./-x."
+    text = str(value)
+    return f"./{text}" if text.startswith("-") else text
+
+
 def pairs(
     extra: Mapping | Iterable[str] | None,  # a mapping, or texts name=value; None: nothing
 ) -> dict[str, Any]:  # name with underscores -> value

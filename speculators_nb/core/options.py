@@ -128,6 +128,7 @@ RULES: dict[str, OptionRule] = {
     "features": path("output/features", none=True),
     "evaluation": several(text("output/evaluation"), "output/evaluation", none=True),
     "vllm": path(".venv-vllm/bin/vllm", none=True),
+    "engine_version": word("0.32", "0.33", none=True),
     **dict.fromkeys(("server", "url"), several(ADDRESS, HERE, none=True, alone=True)),
     "host": text("127.0.0.1", test=host_problem),
     "port": whole(8000, 1, 65535, none=True),

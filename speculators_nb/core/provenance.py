@@ -8,7 +8,10 @@ __all__ = ['SECRET_NAME', 'NOT_SECRET', 'SECRET_TEXT', 'WHOLE', 'END', 'RECORDS'
            'identify', 'versions', 'git_commit', 'provenance', 'provenance_path', 'write_provenance', 'read_provenance']
 
 # %% ../../nbs/core/07_provenance.ipynb #804976df
+import base64
+import functools
 import hashlib
+import html
 import json
 import logging
 import os
@@ -81,13 +84,32 @@ SECRET_TEXT = [
 ]
 
 # %% ../../nbs/core/07_provenance.ipynb #1c21c787
-def _spellings(secret):
-    "A secret as texts may hold it: plain, in an address, in JSON, in Python."
+@functools.cache
+def _spellings(secret) -> tuple[str, ...]:
+    "A secret as texts may hold it."
+    return tuple(_spell(secret))
+
+
+def _spell(secret):
+    """A secret as texts may hold it: plain, in an address, in JSON, in Python, in HTML, in
+    hexadecimal digits, and in base64, also in the middle of what was encoded (`user:key`)."""
     yield secret
     yield quote(secret)
     yield quote(secret, safe="")
     yield json.dumps(secret)[1:-1]
     yield repr(secret)[1:-1]
+    yield html.escape(secret)
+    content = secret.encode("utf-8", "surrogateescape")
+    for digits in (content.hex(), content.hex(":"), content.hex(" ")):
+        yield from (digits, digits.upper())
+    yield "".join(f"%{byte:02X}" for byte in content)
+    yield base64.b32encode(content).decode().rstrip("=")
+    for before in range(3):  # bytes before it, in its group of three
+        text = base64.b64encode(bytes(before) + content)
+        # the digits that the secret decides alone
+        start, end = -(-8 * before // 6), 8 * (before + len(content)) // 6
+        for part in (text[start:].decode(), text[start:end].decode()):
+            yield from (part, part.replace("+", "-").replace("/", "_"))
 
 
 def _known_secrets() -> list[str]:

@@ -28,26 +28,38 @@ from speculators_nb.data.chat_template import (
     reach,
     turns_of,
 )
-from .messages import BadRow, check_text, normalize, tools_of
+from .messages import THOUGHT, BadRow, check_text, normalize, tools_of
 from .row_filter import check_ids, ready_row
 
 # %% ../../nbs/data/06_chat_encoding.ipynb #2f9f8aae
 def mask_of(
     offsets: np.ndarray,  # [n, 2] first character of each token, and the one after its last
     spans: list[tuple[int, int]],  # trained characters
+    control: np.ndarray | None = None,  # [n] bool: control tokens; None: there are none
+    text: str = "",  # that the offsets refer to; a control token may hold spaces around it
 ) -> np.ndarray:  # [n] bool
-    "A token is trained if it holds a trained character."
+    "A token is trained if it holds a trained character; a control token if all of it is."
     start = offsets[:, 0]
     end = np.maximum(offsets[:, 1], start + 1)
     mask = np.zeros(len(offsets), bool)
+    inside = np.zeros(len(offsets), bool)
     for first, last in spans:
         mask |= (end > first) & (start < last)
+        inside |= (start >= first) & (end <= last)
+    if control is None:
+        return mask
+    for i in np.flatnonzero(mask & control & ~inside):
+        token = text[start[i] : end[i]]
+        first = start[i] + len(token) - len(token.lstrip())
+        last = end[i] - len(token) + len(token.rstrip())
+        mask[i] = any(a <= first and last <= b for a, b in spans)
     return mask
 
 # %% ../../nbs/data/06_chat_encoding.ipynb #b2f00002
 # (opening, closing) tags of reasoning; only what is on its own may begin in the prompt
 _TAGS = [(f"<{n}>", f"</{n}>") for n in ("think", "thinking", "thought", "reasoning")]
 _TAGS += [("[THINK]", "[/THINK]"), ("<|begin_of_thought|>", "<|end_of_thought|>")]
+_TAGS += [("<|channel>thought", "<channel|>"), ("<|START_THINKING|>", "<|END_THINKING|>")]
 _REASONING = [rf"{re.escape(a)}.*?(?:{re.escape(b)}\s*|\Z)" for a, b in _TAGS]
 _REASONING += [
     r"<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>(?:<\|start\|>assistant)?|\Z)"
@@ -59,6 +71,9 @@ _CALLS = [
     r"<\|channel\|>commentary to=.*?(?:<\|call\|>|\Z)",
     r"<\|tool_calls_section_begin\|>.*?(?:<\|tool_calls_section_end\|>|\Z)",
     "<\uff5ctool\u2581calls\u2581begin\uff5c>.*?(?:<\uff5ctool\u2581calls\u2581end\uff5c>|\\Z)",
+    r"<\|START_ACTION\|>.*?(?:<\|END_ACTION\|>|\Z)",
+    r"<\|tool_call>.*?(?:<tool_call\|>|\Z)",
+    r"<\|tool_call_start\|>.*?(?:<\|tool_call_end\|>|\Z)",
 ]
 _REASONING, _CALLS = (re.compile("|".join(p), re.S) for p in (_REASONING, _CALLS))
 
@@ -96,30 +111,24 @@ class Trained(NamedTuple):
         text: str,  # rendered
         spans: list[tuple[int, int]],  # characters of the turn
     ) -> list[tuple[int, int]]:  # trained characters
-        "What is trained of a turn. BadRow: it says nothing, or the template omits its calls."
+        "What is trained of a turn. BadRow: it says nothing."
         turn = messages[-1]
-        calls = turn.get("tool_calls") or []
-        if turn["content"] == "" and not calls and not turn.get("reasoning_content"):
+        calls = turn.get("tool_calls")
+        if turn.get("content") == "" and not calls and not turn.get("reasoning_content"):
             raise BadRow("an answer is empty", f"message {len(messages) - 1} (assistant)")
-        written = "".join(text[a:b] for a, b in spans)
-        for name in (str((call.get("function") or call)["name"]) for call in calls):
-            if name not in written:
-                reason = (
-                    "the chat template leaves out calls of tools, so they cannot be trained"
-                )
-                raise BadRow(reason, f"message {len(messages) - 1} (assistant)", name)
-        if turn.get("weight") == 0:
+        if turn.get("weight") == 0 or not spans:
             return []
+        left_out = []
         if calls and not self.tool_calls:
-            spans = _without(spans, [_calls_in(template, tools, messages, text, spans)])
-        thought = turn.get("reasoning_content")
-        return self.tagged(text, spans, thought)
+            left_out += _calls_in(template, tools, messages, text, spans[0][0])
+        if not self.reasoning and turn.get("reasoning_content"):
+            left_out += _reasoning_in(template, tools, messages, text, spans[0][0])
+        return self.tagged(text, _without(spans, left_out))
 
     def tagged(
         self,
         text: str,  # of a whole row
         spans: list[tuple[int, int]],  # characters of the assistant's
-        thought: str | None = None,  # reasoning that may be in it without a tag
     ) -> list[tuple[int, int]]:  # trained characters
         "What is trained, by the tags in the text."
         left_out = []
@@ -128,8 +137,6 @@ class Trained(NamedTuple):
             found = [] if self.tool_calls else _marked(part, _CALLS)
             if not self.reasoning:
                 found += _marked(part, _REASONING, _TAGS)
-                if thought and (place := part.find(thought)) >= 0:
-                    found.append((place, place + len(thought)))
             left_out += [(a + s, a + e) for s, e in found]
         return _without(spans, left_out)
 
@@ -137,29 +144,72 @@ class Trained(NamedTuple):
 ALL = Trained()
 
 # %% ../../nbs/data/06_chat_encoding.ipynb #b2f00005
-def _calls_in(template, tools, messages, text, spans):
-    "(first, last) character of what a turn says because of its calls of tools."
+def _calls_in(template, tools, messages, text, start):
+    "[(first, last)] characters of what a turn, from `start`, says because of its calls."
+    content = messages[-1].get("content") or ""
     turn = {k: v for k, v in messages[-1].items() if k != "tool_calls"}
-    bare, _ = template([*messages[:-1], turn | {"content": turn["content"] or ""}], tools)
-    start = spans[0][0]
-    most = min(len(text), len(bare)) - start  # characters that both may end with
-    backwards = zip(reversed(text[start:]), reversed(bare[start:]))
-    same = next((i for i, (a, b) in enumerate(backwards) if a != b), most)
-    end = len(text) - same
-    first = start + common_prefix(text[start:end], bare[start : len(bare) - same])
-    return first, end
+    try:
+        bare = template([*messages[:-1], turn | {"content": content}], tools)[0][start:]
+    except BadRow:  # such a turn cannot do without its calls
+        return [(start, len(text))]
+    end = len(text) - common_prefix(text[start:][::-1], bare[::-1])
+    first = start + common_prefix(text[start:], bare)
+    more = len(text) - start - len(bare)
+    if more > 0 and end - first <= more:  # they are put in between, at `first` or before it
+        (tokens,) = template.tokens([text])
+        begins = {a for a, _ in tokens.offsets} | {len(text)}
+        places = range(first, end - more - 1, -1)
+        whole = (i for i in places if i in begins and i + more in begins)
+        place = next(whole, first)
+        return [(place, place + more)]
+    said = text.find(content.strip(), start) if content.strip() else end
+    return _without([(first, end)], [(said, said + len(content.strip()))])
 
 
-def _ready_mask(ids, mask, trained, tokenizer):
+def _reasoning_in(template, tools, messages, text, start):
+    "[(first, last)] characters of what a turn, from `start`, thinks, with the tags around it."
+    thought = messages[-1]["reasoning_content"].strip()
+    place = text.find(thought, start)
+    if place < 0:
+        return []
+    end = place + len(thought)
+    closing = _closing(template, tools, messages, thought, start)
+    end += common_prefix(text[end:], closing)
+    return [(start, len(text) - len(text[end:].lstrip()))]
+
+
+def _closing(template, tools, messages, thought, start):
+    "What follows reasoning because of it, before an answer."
+    answer = "It is."
+    turn = {"role": "assistant", "content": answer}
+    thinks = turn | {k: v for k, v in messages[-1].items() if k in THOUGHT}
+    try:
+        before = len(template(messages[:-1], tools)[0])
+        texts = (template([*messages[:-1], t], tools)[0][before:] for t in (thinks, turn))
+        with_thought, without = (text.rpartition(answer)[0] for text in texts)
+    except BadRow:
+        return ""
+    opening, found, between = with_thought.partition(thought)
+    if not found or without.startswith(opening):  # an empty block is written without reasoning
+        return between
+    header = min(start - before, common_prefix(opening, without))  # it begins both
+    ours, theirs = template.tokens([between, without[header:]])
+    same = common_prefix(ours.ids[::-1], theirs.ids[::-1])
+    return between[: ours.offsets[-same][0]] if same else between
+
+
+def _ready_mask(ids, mask, trained, template):
     "The mask of a row that is tokenised already, without what is not to be trained."
     if all(trained):
         return mask
-    texts = [tokenizer.decode([i]) for i in ids.tolist()]
+    texts = [template.tokenizer.decode([i]) for i in ids.tolist()]
     ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
     offsets = np.stack([ends - [len(text) for text in texts], ends], axis=1)
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
     runs = [(int(offsets[a, 0]), int(offsets[b - 1, 1])) for a, b in edges.reshape(-1, 2)]
-    return mask & mask_of(offsets, trained.tagged("".join(texts), runs))
+    text = "".join(texts)
+    control = np.isin(ids, template.control.ids)
+    return mask & mask_of(offsets, trained.tagged(text, runs), control, text)
 
 # %% ../../nbs/data/06_chat_encoding.ipynb #304e46d6
 class Rows(list):
@@ -193,7 +243,7 @@ def encode_batch(
     for i, made in enumerate(out):
         if isinstance(made, _Rendered):
             own = list(islice(encodings, len(made.parts)))
-            out[i] = _masked(made, own, first, vocab_size)
+            out[i] = _masked(made, own, template, first, vocab_size)
     return out
 
 # %% ../../nbs/data/06_chat_encoding.ipynb #b2f00006
@@ -202,7 +252,7 @@ def _render(row, template, rows, first, vocab_size, trained):
     try:
         if isinstance(row, dict) and row.get("input_ids") is not None:
             ids, mask = ready_row(row, vocab_size)
-            return Rows([(ids, _ready_mask(ids, mask, trained, template.tokenizer))])
+            return Rows([(ids, _ready_mask(ids, mask, trained, template))])
         messages = normalize(row)
         for i, message in enumerate(messages):
             if isinstance(message["content"], list):
@@ -234,7 +284,7 @@ def _tokens(template, texts, first):
     return [_tokens(template, [text], first)[0] for text in texts]
 
 
-def _masked(rendered, encodings, first, vocab_size):
+def _masked(rendered, encodings, template, first, vocab_size):
     "The rows of a conversation, or the error."
     out = Rows()
     out.partial = rendered.partial
@@ -251,7 +301,8 @@ def _masked(rendered, encodings, first, vocab_size):
             check_ids(ids, vocab_size)
         except BadRow as e:
             return e
-        out.append((ids, mask_of(offsets, spans)))
+        control = np.isin(ids, template.control.ids)
+        out.append((ids, mask_of(offsets, spans, control, text)))
     return out
 
 # %% ../../nbs/data/06_chat_encoding.ipynb #90261728

@@ -5,20 +5,23 @@ The assistant's characters are found with and without generation marks."""
 
 # %% auto #0
 __all__ = ['MARK', 'WHOLE', 'PER_TOKEN', 'WORK', 'ROWS', 'texts_in', 'ControlTokens', 'tokenizer_errors', 'check_template',
-           'reach', 'ChatTemplate', 'fingerprint_template', 'Turns', 'turns_of', 'common_prefix', 'merge_turns']
+           'Misread', 'reach', 'ChatTemplate', 'common_prefix', 'fingerprint_template', 'Turns', 'turns_of',
+           'in_a_spelling', 'check_calls', 'merge_turns']
 
 # %% ../../nbs/data/05_chat_template.ipynb #ae344024
 import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer, processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .messages import BadRow
+from .messages import BadRow, spellings
 
 # %% ../../nbs/data/05_chat_template.ipynb #a4c970f2
 def texts_in(
@@ -43,8 +46,9 @@ class ControlTokens:
         self,
         tokenizer,  # an HF tokenizer
     ):
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        self.tokens = {str(t) for t in added if t.special and str(t)}
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.ids = sorted(added)  # of tokens that are taken out of a text whole
+        self.tokens = {str(t) for t in added.values() if t.special and str(t)}
         self.lengths = sorted({len(t) for t in self.tokens}, reverse=True)
         starts = sorted({re.escape(t[:2]) for t in self.tokens})
         self.start = re.compile("|".join(starts)) if starts else None
@@ -145,13 +149,13 @@ class _Renderer:
             return own["tool_use"] if tools and "tool_use" in own else own.get("default")
         return own
 
-    def __call__(
+    def render(
         self,
         messages: list[dict],  # as from `normalize`
         tools: list[dict] | None = None,  # as from `tools_of`
         prompt: bool = False,  # end with the generation prompt
     ) -> tuple[str, list[tuple[int, int]] | None]:  # text; marked characters, None: no marks
-        "Render a conversation. BadRow: what the template raises."
+        "A conversation as transformers renders it. Misread: what the template raises."
         text = _usable(self, self._text(tools))
         marked = bool(MARK.search(text))
         try:
@@ -198,6 +202,10 @@ def _usable(template, text: str | None) -> str:
     return text
 
 
+class Misread(BadRow):
+    "A chat template cannot read a conversation as it is spelled."
+
+
 def _failed(name, error):
     "A template's error as a BadRow."
     kind = type(error).__name__
@@ -207,7 +215,7 @@ def _failed(name, error):
             f"end, or a message is nested too deep ({kind})"
         )
     why = (str(error).splitlines() or [""])[0][:160]
-    return BadRow(f"the chat template of {name} fails: {kind}: {why}")
+    return Misread(f"the chat template of {name} fails: {kind}: {why}")
 
 # %% ../../nbs/data/05_chat_template.ipynb #f61c46b2
 WHOLE = 1 << 17  # characters of a text that is tokenised whole, whatever is needed of it
@@ -224,6 +232,47 @@ def reach(
 class ChatTemplate(_Renderer):
     """A tokenizer's chat template: `template(messages)` gives the text, and where in it the
     marks are; `tokens` tokenises it."""
+
+    def __call__(
+        self,
+        messages: list[dict],  # as from `normalize`
+        tools: list[dict] | None = None,  # as from `tools_of`
+        prompt: bool = False,  # end with the generation prompt
+    ) -> tuple[str, list[tuple[int, int]] | None]:  # text; marked characters, None: no marks
+        "A conversation as later turns continue it: `render` without what is `unasked`."
+        text, marks = self.render(messages, tools, prompt)
+        end = len(text) - len(self.unasked)
+        marked = marks and marks[-1][1] > end  # whoever marked it wants it
+        if prompt or marked or not text.endswith(self.unasked):
+            return text, marks
+        return text[:end], marks
+
+    @cached_property
+    def unasked(self) -> str:  # empty for most templates
+        """What the template writes after every conversation, though no generation prompt was
+        requested, and not where a conversation continues."""
+        ask, said = _PROBE
+        try:
+            question, text, longer = (
+                self.render(m)[0] for m in ([ask], [ask, said], [ask, said, ask])
+            )
+        except BadRow:
+            return ""
+        first = len(text) - common_prefix(text[::-1], question[::-1])  # here, or after it
+        ours, theirs = self.tokens([text, longer])
+        k = common_prefix(ours.ids, theirs.ids)
+        last = ours.offsets[k][0] if k < len(ours.ids) else len(text)  # here, or before it
+        # the next header may begin with the same characters, as the first header does
+        begin = longer.removeprefix(self.special.get("bos_token") or "")
+        same = [n for n in range(last - first + 1) if begin.startswith(text[last - n : last])]
+        if not same:  # earlier turns are rewritten
+            return ""
+        start = last - max(same)
+        end_of_turn = text[text.rfind(said["content"]) + len(said["content"]) : start]
+        ends = self.control.inside(end_of_turn)
+        if text[start:].strip() == self.special.get("eos_token") and not ends:
+            return ""  # the only token that ends an answer
+        return text[start:]
 
     def tokens(
         self,
@@ -247,6 +296,29 @@ class ChatTemplate(_Renderer):
     def _encode(self, texts):
         return self.backend.encode_batch(texts, add_special_tokens=False)
 
+    @cached_property
+    def marks_prompt(self) -> bool:
+        "Whether its marks contain the generation prompt, which the verifier does not write."
+        try:
+            text, marks = self(_PROBE)
+            return bool(marks) and marks[0][0] < _border(_PROBE, 1, self, None, text)
+        except BadRow:
+            return False
+
+
+_PROBE = (
+    {"role": "user", "content": "Is this read?"},
+    {"role": "assistant", "content": "It is."},
+)
+
+
+def common_prefix(
+    a,  # a text or a list
+    b,  # another
+) -> int:  # how many first elements agree
+    "Length of the longest common prefix."
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
 
 def _settled(encoding, first, end):
     "Whether the first tokens are in the first half of a text that was cut at `end`."
@@ -268,9 +340,11 @@ WORK = 1 << 27  # characters that are rendered for one conversation at most
 
 
 class Turns(list):
-    "Assistant turns. `partial`: later ones were left out."
+    """Assistant turns. `partial`: later ones were left out. `messages`: the conversation in the
+    spelling that was rendered."""
 
     partial = False
+    messages: list[dict]
 
 
 def turns_of(
@@ -281,25 +355,56 @@ def turns_of(
     trained=None,  # (messages through a turn, text, its spans) -> spans; None: all that it says
 ) -> Turns:  # [(text through turn, trained characters)], a list with `partial`
     """Render the context and the text of each assistant turn; with `first`, but for turns
-    after these tokens. ValueError if no border is certain; BadRow: too many turns."""
+    after these tokens. ValueError if no border is certain; BadRow: too many turns, or no
+    spelling of the calls of tools is read."""
+    return in_a_spelling(messages, lambda m: _turns_of(m, template, tools, first, trained))
+
+
+def in_a_spelling(
+    messages: list[dict],  # as from `normalize`
+    attempt: Callable[[list[dict]], Any],  # raises Misread for a spelling that is not read
+) -> Any:  # of the first attempt that succeeds
+    "Try the spellings of calls of tools. Misread: the template reads none."
+    errors = []
+    for spelled in spellings(messages):
+        try:
+            return attempt(spelled)
+        except Misread as e:
+            errors.append(e)
+    raise max(errors, key=lambda e: bool(e.at))  # what is left out says more
+
+
+def _turns_of(messages, template, tools, first, trained):
+    "Turns of a conversation in one spelling. Misread: the template reads another."
     turns = Turns()
+    turns.messages = messages
     answers = [j for j, m in enumerate(messages) if m["role"] == "assistant"]
     rendered = 0  # characters of work
     beyond = _Beyond(template, first)
     for k, j in enumerate(answers):
+        if not j:  # an answer to nobody
+            continue
         full, marks = template(messages[: j + 1], tools)
         rendered += len(full) + PER_TOKEN * j
         if rendered > WORK:
             raise BadRow("too many turns to be rendered one by one; split the conversation")
-        if marks is not None:
-            before = k
-            if len(marks) != k + 1 and j:  # not one mark a turn: count those before
-                before = len(template(messages[:j], tools, prompt=True)[1] or ())
-            turns.append((full, marks[before:]))
-        elif j:
-            turns.append((full, [(_border(messages, j, template, tools, full), len(full))]))
-        if trained and (marks is not None or j):
-            turns[-1] = (full, trained(messages[: j + 1], full, turns[-1][1]))
+        _check_parts(messages[: j + 1], full)
+        if marks is None:
+            spans = [(_border(messages, j, template, tools, full), len(full))]
+        elif len(marks) == k + 1:  # one mark a turn
+            spans = marks[k:]
+        else:  # another answer has the same history, and the marks before it
+            other = template([*messages[:j], _PROBE[1]], tools)[0]
+            same = common_prefix(other, full)
+            spans = [(a, b) for a, b in marks if b > same]
+        if marks is not None and template.marks_prompt:
+            with contextlib.suppress(BadRow):  # else the marks are all that is known
+                start = _border(messages, j, template, tools, full)
+                spans = [(max(a, start), b) for a, b in spans if b > start]
+        check_calls(lambda m: template(m, tools)[0], messages[: j + 1], full, spans)
+        if trained:
+            spans = trained(messages[: j + 1], full, spans)
+        turns.append((full, spans))
         if turns and j != answers[-1] and beyond(messages[: j + 1], turns[-1][0]):
             turns.partial = True
             break
@@ -334,17 +439,9 @@ class _Beyond:
 
 def _kept(message):
     "What stays of a message in the history of every later turn: not the reasoning."
-    return str(message["content"] or "").rpartition("</think>")[2]
+    return str(message.get("content") or "").rpartition("</think>")[2]
 
 # %% ../../nbs/data/05_chat_template.ipynb #2024918d
-def common_prefix(
-    a: list,  # one sequence
-    b: list,  # another
-) -> int:  # how many first elements agree
-    "Length of the longest common prefix."
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
 def _border(messages, j, template, tools, full):
     "The character of `full` at which the assistant's turn j begins."
     prompt = template(messages[:j], tools, prompt=True)[0]
@@ -382,6 +479,67 @@ def _unmarked(template, j):
         detail=f"tokenizer {template.name!r}: message {j} (assistant) does not continue what "
         f"is before it. The template is:\n{template._text(None)[:1500]}",
     )
+
+# %% ../../nbs/data/05_chat_template.ipynb #50e19ebb
+def check_calls(
+    render: Callable[[list[dict]], str],  # the template
+    messages: list[dict],  # through a turn that calls tools, in one spelling
+    text: str,  # what the template makes of them
+    spans: list[tuple[int, int]],  # characters of the turn
+) -> None:
+    "Misread: the text lacks a call or what is said beside it, or writes them as nobody would."
+    turn = messages[-1]
+    calls = [call.get("function") or call for call in turn.get("tool_calls") or ()]
+    said = turn.get("content")
+    written = "".join(text[a:b] for a, b in spans)
+    at = f"message {len(messages) - 1} (assistant)"
+    for name, n in Counter(str(call["name"]) for call in calls).items():
+        if written.count(name) < n:
+            reason = "the chat template leaves out calls of tools, so they cannot be trained"
+            raise Misread(reason, at, name)
+    if calls and isinstance(said, str) and said.strip():
+        words = said.rpartition("</think>")[2].split()
+        if " ".join(words) not in " ".join(written.split()):
+            reason = "the chat template leaves out what is said beside calls of tools"
+            raise Misread(reason, at, said)
+    for wrong in (_misspelled(call.get("arguments")) for call in calls):
+        if wrong and wrong in written:
+            reason = "the chat template writes arguments of calls otherwise than as JSON"
+            raise Misread(reason, at, wrong)
+    if calls and said is None and _written_for_null(render, messages, text):
+        raise Misread("the chat template writes None for content that is empty", at)
+
+
+def _check_parts(messages, text):
+    "BadRow: a template that knows texts alone was given pictures."
+    for i, content in enumerate(m.get("content") for m in messages):
+        if isinstance(content, list):
+            said = [part["text"].strip() for part in content if part.get("type") == "text"]
+            if str(content) in text or any(words not in text for words in said):
+                reason = "the chat template does not read content that is made of parts"
+                raise BadRow(reason, f"message {i}")
+
+
+def _misspelled(arguments):
+    "How a template writes arguments that are of the other kind; None: it cannot be told."
+    as_json = json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):
+        return as_json  # a text in quotation marks
+    return str(arguments) if arguments and str(arguments) != as_json else None
+
+
+def _written_for_null(render, messages, text):
+    "Whether a word stands where the content of the last message would."
+    if not re.search("None|null", text):
+        return False
+    content = _PROBE[0]["content"]
+    try:
+        other = render([*messages[:-1], messages[-1] | {"content": content}])
+    except Misread:
+        return False
+    first = common_prefix(text, other)
+    last = len(text) - common_prefix(text[first:][::-1], other[first:][::-1])
+    return text[first:last].strip() in ("None", "null")
 
 # %% ../../nbs/data/05_chat_template.ipynb #0693fbe2
 ROWS = ("conversation", "turn")

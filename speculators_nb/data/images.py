@@ -319,7 +319,7 @@ def pictures_of(
 ) -> list[Image.Image]:  # RGB, in the order of their places
     """Open the pictures. ValueError: one is missing, damaged, too large, or in a format that is
     not known."""
-    contents = [m["content"] for m in messages if isinstance(m["content"], list)]
+    contents = [m.get("content") for m in messages if isinstance(m.get("content"), list)]
     files = [picture_file(part) for content in contents for part in content]
     return [_decoded(file) for file in files if file]
 
@@ -330,7 +330,7 @@ def for_template(
     "What is handed to the chat template."
     out = []
     for message in messages:
-        if isinstance(message["content"], list):
+        if isinstance(message.get("content"), list):
             content = [
                 {"type": "image"} if part["type"] == "image_url" else part
                 for part in message["content"]
@@ -385,14 +385,20 @@ def encode_images(
     ends = [j + 1 for j, m in enumerate(messages) if m["role"] == "assistant"]
     ends = ends[len(ends) - len(turns) :]  # an answer to nobody is no turn
     end_of = {text: end for (text, _), end in zip(turns, ends)}
+    spelled = [
+        there | {"content": m["content"]} if isinstance(m["content"], list) else there
+        for m, there in zip(messages, turns.messages)
+    ]
     out = []
     for text, spans in merge_turns(turns, rows):
         (short,) = template.tokens([check_text(text)], first)
-        context = messages[: end_of[text]]
+        context = spelled[: end_of[text]]
         ids = short.ids
         mask = np.zeros(len(ids), bool)
         if not first or len(ids) < first:
-            short_mask = mask_of(np.array(short.offsets).reshape(-1, 2), spans)
+            control = np.isin(ids, template.control.ids)
+            offsets = np.array(short.offsets).reshape(-1, 2)
+            short_mask = mask_of(offsets, spans, control, text)
             ids = process(text, context, template.owner)["input_ids"][0].tolist()
             mask = carry_mask(short_mask, short.ids, ids)
         out.append((np.array(ids, np.int32), mask, context))
@@ -406,7 +412,7 @@ def inputs_of(
     """A row's pictures, as tensors. ValueError if messages and ids do not belong together
     (other pictures, other processor)."""
     messages = row.get("messages")
-    if not messages or not any(isinstance(m["content"], list) for m in messages):
+    if not messages or not any(isinstance(m.get("content"), list) for m in messages):
         return {}
     made = process(template(for_template(messages), tools_of(row))[0], messages, template.owner)
     ids = [int(t) for t in row["input_ids"]]
@@ -435,7 +441,7 @@ def row_inputs(
 
     def inputs(i):
         row = table[i]
-        pictured = any(isinstance(m["content"], list) for m in row["messages"] or ())
+        pictured = any(isinstance(m.get("content"), list) for m in row["messages"] or ())
         return inputs_of(row, template()) if pictured else {}
 
     return inputs

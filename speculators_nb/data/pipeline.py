@@ -49,6 +49,7 @@ from speculators_nb.data.row_filter import (
     size_of,
 )
 from .sources import SeenHashes, content_hash, conversation_count
+from ..verifier.row_limits import Excess, RowLimits
 
 # %% ../../nbs/data/10_pipeline.ipynb #f74c46ca
 log = logging.getLogger(__name__)
@@ -83,11 +84,12 @@ class Encoder(NamedTuple):
     settings: Settings
     vocab_size: int  # token ids are below it
     pictures: dict | None = None  # arguments of `resolve_images`; None: text only
+    limits: RowLimits = RowLimits()  # of the verifier; rows beyond it are counted
 
 
 def _encode(batch, encoder):
     "(where, Made) for each (where, conversation) of a batch."
-    template, settings, vocab_size, _ = encoder
+    template, settings, vocab_size = encoder.template, encoder.settings, encoder.vocab_size
     first = settings.max_length + 1
     with_pictures = [_has_pictures(row, encoder) for _, row in batch]
     text = [row for (_, row), pictured in zip(batch, with_pictures) if not pictured]
@@ -114,7 +116,7 @@ def _has_pictures(row, encoder):
 
 def _encode_pictures(row, encoder):
     "The rows of a conversation with pictures, or the error."
-    template, settings, vocab_size, pictures = encoder
+    template, settings, pictures = encoder.template, encoder.settings, encoder.pictures
     tools = row["tools"]
     try:
         messages = resolve_images(row, **pictures)
@@ -122,7 +124,7 @@ def _encode_pictures(row, encoder):
         how = (settings.rows, first, settings.trained)
         rows = encode_images(messages, template, tools, *how)
         for ids, *_ in rows:
-            check_ids(ids, vocab_size)
+            check_ids(ids, encoder.vocab_size)
         return [(*made_row, tools) for made_row in rows]
     except DiskError:  # pictures that cannot be stored: not the conversation's fault
         raise
@@ -310,6 +312,8 @@ class Result(NamedTuple):
     order: np.ndarray  # [conversations that have rows], those for training first
     split: dict[str, int]  # rows for "train" and "val"
     counts: Counts  # what was left out, and why
+    beyond: list[Excess] = []  # rows that are longer than the verifier's context
+    first_beyond: str = ""  # where the first of them is
 
     @property
     def lengths(self) -> np.ndarray:  # [rows] int64
@@ -348,6 +352,8 @@ class Result(NamedTuple):
             stages.append({"what": "cut", "rows": n["rows cut"], "tokens": n["tokens cut"]})
         else:
             stages.append({"what": "kept", "conversations": len(self.order)})
+        for excess in self.beyond:
+            stages.append({"what": f"longer than {excess.words}", "rows": excess.rows})
         domains = self.counts.domains
         return ({"domains": domains} if domains else {}) | {
             "stages": stages,
@@ -371,15 +377,17 @@ def run_pipeline(
     sampled = isinstance(stream, list)
     total = len(stream) if sampled else conversation_count(data, limit)
     bar = tqdm(total=total, desc="prepare", unit="conversation", leave=False, delay=1)
-    spool = RowSpool(file or io.BytesIO())
+    spool, first_beyond = RowSpool(file or io.BytesIO()), ""
     for where, made in _encode_all(stream, encoder, num_proc):
         bar.update(1 if sampled else counts.n["read"] - bar.n)  # duplicates count as done
         counts.add(where, made)
         if made.rows:
             spool.append(made.rows)
-        if made.rows and (made.cut or made.partial):
-            lengths = [len(ids) for ids, *_ in made.rows]
+        lengths = [len(ids) for ids, *_ in made.rows]
+        if made.cut or made.partial:
             counts.n["rows cut"] += lengths.count(settings.max_length)
+        if not first_beyond and any(map(encoder.limits.exceeded, lengths)):
+            first_beyond = where
     bar.close()
     spool.finish()
     if not spool.counts:
@@ -390,7 +398,8 @@ def run_pipeline(
     train, val = _split(len(spool.counts), settings)
     val_rows = sum(spool.counts[i] for i in val)
     split = {"train": len(spool.lengths) - val_rows, "val": val_rows}
-    return Result(spool, np.concatenate([train, val]), split, counts)
+    beyond = encoder.limits.count(spool.lengths)
+    return Result(spool, np.concatenate([train, val]), split, counts, beyond, first_beyond)
 
 
 def _split(n, settings):

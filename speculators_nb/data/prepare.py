@@ -39,6 +39,7 @@ from .row_filter import Located
 from .sources import content_hash, files_of, hub_name, located, table_files
 from ..nn.target_head import verifier_config
 from ..verifier.folders import origin_of
+from ..verifier.row_limits import RowLimits
 
 # %% ../../nbs/data/11_prepare.ipynb #e6c4bcd7
 log = logging.getLogger(__name__)
@@ -71,12 +72,12 @@ def _hash_of(row):
 
 # %% ../../nbs/data/11_prepare.ipynb #c4cd7d92
 def _template_of(verifier, trust_remote_code, template_kwargs):
-    "The chat template, and the vocabulary size of the verifier's config (None: unknown)."
+    "The chat template, and the verifier's config (None: unknown)."
     if not isinstance(verifier, (str, Path)):
         return ChatTemplate(verifier, **template_kwargs), None
     config = verifier_config(verifier, trust_remote_code)
     processor = load_processor(verifier, trust_remote_code)
-    return ChatTemplate(processor, **template_kwargs), config.get_text_config().vocab_size
+    return ChatTemplate(processor, **template_kwargs), config
 
 
 def _existing(folder, origin, overwrite):
@@ -222,6 +223,9 @@ def _open_or_make(data, verifier, encoder, vocab_size, folder, pictures, num_pro
             result = run_pipeline(readable, encoder, processes, file=file)
             if result.counts.control:
                 log.warning("prepare: %s", result.counts.spelled())
+            for excess in result.beyond:
+                text = excess.text(first=result.first_beyond)
+                log.warning("prepare: %s. %s", text, excess.remedy)
             path = verifier if isinstance(verifier, (str, Path)) else None
             name = str(path or template.name)
             record = _record(paths, path, name, folder, result, settings)
@@ -277,8 +281,17 @@ def prepare_data(
     )
     other = {"draft_vocab_size": draft_vocab_size, "num_proc": num_proc}
     check_options(settings._asdict() | other | {"output_dir": output_dir}, "prepare")
-    template, vocab_size = _template_of(verifier, trust_remote_code, settings.template_kwargs)
-    encoder = Encoder(template, settings, vocab_size or len(template.tokenizer))
+    if val_fraction and not dedup:
+        log.warning(
+            "dedup=False with val_fraction=%g: equal conversations may be on both sides, and "
+            "what is measured on them was trained; leave dedup on",
+            val_fraction,
+        )
+    template, config = _template_of(verifier, trust_remote_code, settings.template_kwargs)
+    vocab_size = config.get_text_config().vocab_size if config else None
+    limits = RowLimits.of(config) if config else RowLimits()
+    size = vocab_size or len(template.tokenizer)
+    encoder = Encoder(template, settings, size, limits=limits)
     folder = Path(output_dir)
     pictures = (image_folder, allow_urls)
     prepared = _open_or_make(

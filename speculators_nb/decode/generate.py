@@ -11,6 +11,7 @@ __all__ = ['MARKS', 'check_request', 'feature_columns', 'NoDrafter', 'HiddenStat
 # %% ../../nbs/decode/11_generate.ipynb #77e8ca6d
 import copy
 import html
+import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from speculators_nb.decode.step import (
 )
 from .tree import Drafter, Sampling, TokenTree, checks_later, to_device
 from .verification import context_for
+from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/decode/11_generate.ipynb #549767be
@@ -42,8 +44,7 @@ def check_request(
     max_new_tokens: int,  # output limit
 ) -> int:  # tokens that can be written: the limit, or what the verifier's context leaves
     "Refuse a request that cannot be answered, with a ValueError."
-    config = verifier.config
-    context = getattr(config, "max_position_embeddings", None) or len(prompt) + max_new_tokens
+    limits = RowLimits.of(verifier.config)
     if prompt.ndim != 1:
         raise ValueError(
             f"prompt_ids has shape {tuple(prompt.shape)}: pass the ids of one request, e.g. "
@@ -59,12 +60,12 @@ def check_request(
             f"prompt_ids holds {low}…{high}, but the verifier has {verifier.vocab_size} "
             "tokens: is this its tokenizer?"
         )
-    if len(prompt) >= context:
+    if limits.exceeded(len(prompt) + 1):
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens and the verifier's context {context}: no "
-            "room is left for an answer; shorten it"
+            f"the prompt has {len(prompt)} tokens and the verifier's context {limits.context}: "
+            "no room is left for an answer; shorten it"
         )
-    return min(max_new_tokens, context - len(prompt))
+    return min(max_new_tokens, (limits.context or sys.maxsize) - len(prompt))
 
 # %% ../../nbs/decode/11_generate.ipynb #335db383
 def feature_columns(

@@ -127,7 +127,7 @@ def look_at_training(e: Examination) -> Iterator[Finding]:
         trained, heldout = e.split
         table = pair_accuracy([e.rows[i] for i in trained], [e.rows[i] for i in heldout])
         tokens = sum(int(e.rows[i].loss_mask.sum()) for i in trained)
-    yield learned_check(e.sources.history, table)
+    yield learned_check(e.sources.history, table, e.sources.record.get("settings"))
     conversations = e.sources.record.get("data", {}).get("rows")
     yield data_check(e.sources.history, conversations, tokens)
 

@@ -17,7 +17,7 @@ import torch
 from .finding import Finding, judged
 from ..features.feature_folder import FeatureDataset
 from ..features.in_process import states_of
-from ..verifier.identity import head_of, stored_fingerprint
+from ..verifier.identity import head_of, same_weights, stored_fingerprint
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/doctor/03_feature_checks.ipynb #986ca64e
@@ -26,14 +26,14 @@ def verifier_check(
     verifier: str | os.PathLike,  # folder or hub id of the model that serves
 ) -> Finding:
     "Whether the drafter was trained for the verifier that serves."
-    now = stored_fingerprint(verifier)
-    if recorded is None or now is None:
+    same, now = same_weights(recorded, verifier), stored_fingerprint(verifier)
+    if same is None:
         absent = "run.json has no fingerprint" if recorded is None else f"{verifier} has none"
         return Finding("verifier", "not checked", absent)
     return judged(
         "verifier",
-        recorded != now,
-        f"trained for weights {recorded}, served with {now}",
+        not same,
+        f"trained for weights {recorded}, served with {recorded if same else now}",
         "serve the verifier that the drafter was trained for, or make features of the one that "
         "serves and train on (speculators-nb train --from-pretrained)",
     )

@@ -26,12 +26,14 @@ from ..decode.tree import Drafter
 from speculators_nb.evaluate.acceptance import (
     COUNTS,
     Evaluation,
+    Refused,
     acceptance_summary,
     acceptance_table,
     bootstrap,
     check_measurement,
     count_steps,
     decode_prompts,
+    measurable,
     steps_of,
 )
 from .engine_results import TABLES, EngineEvaluation, read_table
@@ -52,7 +54,7 @@ def as_engine_counts(
 def evaluate_as_engine(
     verifier: Verifier,  # taps every layer that a drafter reads
     drafters: dict[str, Drafter],
-    prompts: list[list[int]],  # token ids of each request
+    prompts: Sequence[list[int] | Refused],  # token ids of each request
     *,
     k: int = 3,  # tokens to draft in each step
     temperatures: Sequence[float] = (0.0,),  # one evaluation each
@@ -72,6 +74,9 @@ def evaluate_as_engine(
     check_measurement(k, prompts, rule=rule, seed=seed)
     options: dict[str, Any] = dict(k=k, eos_token_ids=eos_token_ids, rule=rule, seed=seed)
     options |= filters
+    numbers, skipped = measurable(verifier, prompts)
+    prompts = [prompts[i] for i in numbers]
+    domains = domains and [domains[i] for i in numbers]
     parts = []
     with tqdm(total=len(drafters) * len(temperatures) * len(prompts), unit="request") as bar:
         for name, drafter in drafters.items():
@@ -84,13 +89,11 @@ def evaluate_as_engine(
                     bar.update()
                 key = dict(drafter=name, temperature=t)
                 parts.append(_engine_tables(generations, k, max_new_tokens, domains, seed, key))
-    summary, positions, requests = zip(*parts)
-    return EngineEvaluation(
-        pd.concat(summary, ignore_index=True),
-        pd.concat(positions, ignore_index=True),
-        pd.DataFrame(columns=["k", "concurrency", "temperature", "domain"]),
-        pd.concat(requests, ignore_index=True),
-    )
+    summary, positions, requests = (pd.concat(t, ignore_index=True) for t in zip(*parts))
+    requests["prompt"] = [numbers[i] for i in requests.prompt]
+    speed = pd.DataFrame(columns=["k", "concurrency", "temperature", "domain"])
+    settings = dict(skipped=skipped) if skipped else {}
+    return EngineEvaluation(summary, positions, speed, requests, settings)
 
 # %% ../../nbs/evaluate/10_comparison.ipynb #aea03dba
 def _engine_tables(generations, k, limit, domains, seed, key):

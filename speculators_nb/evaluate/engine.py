@@ -164,6 +164,7 @@ class Measurements:
     filters: Mapping[str, Any] = field(default_factory=dict)  # top_p, top_k, min_p
     rows: list[LoadRows] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)  # that started servers
+    skipped: dict[int, str] = field(default_factory=dict)  # prompts that are not measured: why
 
     def measure(
         self,
@@ -187,6 +188,7 @@ class Measurements:
                     **self.filters,
                 )
                 drafter = self.name if load.k else "no drafter"
+                self.skipped |= load.refused
                 self.rows.append(tables_of(load, self.seed, drafter=drafter, temperature=t))
 
     def settings(
@@ -313,6 +315,8 @@ def evaluate_engine(
         sweep.tokenizer = tokenizer or settings["tokenizer"]
         lengths = draft_lengths(k, baseline)
         sweep.serve(checkpoint, lengths, serve, output_dir, env, timeout=timeout, vllm=vllm)
+    if sweep.skipped:
+        settings["skipped"] = sweep.skipped
     found = gather(sweep.rows, settings)
     if output_dir is not None:
         save_run(found, output_dir, checkpoint=None if running else str(checkpoint), data=data)

@@ -30,6 +30,7 @@ from speculators_nb.evaluate.acceptance import (
     compared_ranges,
     forget,
     rows_of_ranges,
+    skipped_table,
 )
 from .load import Load, Reply, performance, rows_of, steps_of
 from ..verifier.folders import check_evaluation
@@ -243,6 +244,11 @@ class EngineTables:
         "The rows of `ranges`, if there is more than one range."
         return compared_ranges(self.ranges)
 
+    @property
+    def skipped(self) -> pd.DataFrame:  # prompt, why
+        "Prompts that were not measured."
+        return skipped_table(self.settings.get("skipped", {}))
+
 # %% ../../nbs/evaluate/08_engine_results.ipynb #ed5c3f08
 class EngineEvaluation(EngineTables):
     "What `evaluate_engine` measured."
@@ -332,7 +338,8 @@ def tables_of(
         table = acceptance_table(rows_of(load)[0], load.k, seed=seed)
         positions = table.assign(**key, **setting)[[*key, *table.columns, *setting]]
     requests = [
-        {**key, **setting, "prompt": i, **request_row(r)} for i, r in enumerate(load.replies)
+        {**key, **setting, "prompt": i, **request_row(r)}
+        for i, r in zip(load.numbers, load.replies)
     ]
     return LoadRows(summary, positions, speed, requests)
 

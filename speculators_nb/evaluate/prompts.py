@@ -6,7 +6,7 @@ drafter does, so a number without its set says little."""
 
 # %% auto #0
 __all__ = ['log', 'LAYOUTS', 'UNFILLED', 'SETS', 'Prompt', 'Layout', 'layout_of', 'prompt_of', 'prompt_source', 'sources_of',
-           'read_prompts', 'encode_prompts']
+           'read_prompts', 'encode_prompts', 'encode_each']
 
 # %% ../../nbs/evaluate/05_prompts.ipynb #evpr0003
 import logging
@@ -266,3 +266,19 @@ def encode_prompts(
         else list(p.text or ())
         for p in prompts
     ]
+
+
+def encode_each(
+    prompts: list[Prompt],
+    tokenizer: Any,  # of the verifier
+) -> list:  # token ids of each, or an `acceptance.Refused` that says why it has none
+    "As `encode_prompts`, for an evaluation that skips what the chat template refuses."
+    from speculators_nb.evaluate.acceptance import Refused  # torch
+
+    def encode(prompt):
+        try:
+            return encode_prompts([prompt], tokenizer)[0]
+        except ValueError as e:
+            return Refused(str(e))
+
+    return list(map(encode, prompts))

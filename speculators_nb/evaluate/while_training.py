@@ -7,15 +7,17 @@ How many tokens a step it saves only decoding says: eight prompts at each evalua
 __all__ = ['LENGTH', 'PROMPTS', 'draft_length', 'decoded_acceptance']
 
 # %% ../../nbs/evaluate/11_while_training.ipynb #cf2d8ca8
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ..decode.tree import Drafter
 from speculators_nb.evaluate.acceptance import (
+    Refused,
     acceptance_summary,
     acceptance_table,
     check_measurement,
     decode_prompts,
+    measurable,
 )
 from ..verifier.tapped_model import Verifier
 
@@ -35,7 +37,7 @@ PROMPTS = 8  # prompts decoded at each evaluation, where a caller does not choos
 
 def decoded_acceptance(
     verifier: Verifier,  # the target model; moved to the drafter's device when it decodes
-    prompts: list[list[int]],  # token ids of each request
+    prompts: Sequence[list[int] | Refused],  # token ids of each request
     k: int | None = None,  # tokens to draft in each step; None: `draft_length`
     max_new_tokens: int = 64,  # output limit of a request
     eos_token_ids: Collection[int] = (),  # token ids that end an output
@@ -44,6 +46,7 @@ def decoded_acceptance(
     length (verifier's token included), share of steps that accept position 1, …, k. Errors:
     ValueError for prompts or options with which acceptance cannot be measured."""
     check_measurement(LENGTH if k is None else k, prompts, max_new_tokens=max_new_tokens)
+    kept: Any = [prompts[i] for i in measurable(verifier, prompts)[0]]
 
     def measure(model) -> dict[str, float]:
         drafter = model.drafter()
@@ -52,7 +55,7 @@ def decoded_acceptance(
         answers = decode_prompts(
             tapped,
             drafter,
-            prompts,
+            kept,
             temperature=0.0,
             k=depth,
             max_new_tokens=max_new_tokens,

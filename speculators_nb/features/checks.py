@@ -18,6 +18,7 @@ from speculators_nb.verifier.identity import (
     check_final_norm,
     checkpoint_fingerprint,
 )
+from ..verifier.row_limits import RowLimits
 
 # %% ../../nbs/features/10_checks.ipynb #58a638d7
 log = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ def check_features(
     """Check features against a verifier before the first step; afterwards each row's token ids
     are compared with its vocabulary.
     Errors: ValueError for another hidden size, a final norm that is read wrongly, and, unless
-    trusted, for a record that does not fit."""
+    trusted, for a record that does not fit. Rows beyond its context are counted in a
+    warning."""
     info = VerifierInfo.of(verifier)
     text = info.text
     if data.shape is not None and data.shape[1] != text.hidden_size:
@@ -104,4 +106,5 @@ def check_features(
                 "trust_features (--trust-features) takes them as they are"
             )
         log.warning("%s; taken all the same", misfit)
+    RowLimits.of(info.config).warn(log, str(data.where), data.lengths)
     data.vocab_size = text.vocab_size

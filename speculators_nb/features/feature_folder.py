@@ -46,7 +46,7 @@ from speculators_nb.features.feature_shards import (
     ShardWriter,
     remove_unfinished,
 )
-from ..verifier.folders import layout_of, legacy_files
+from ..verifier.folders import layout_of, legacy_files, refuse_model
 
 # %% ../../nbs/features/04_feature_folder.ipynb #70cea550
 class RowTokens:
@@ -178,6 +178,7 @@ def shard(
 
 def _set_up(folder, dataset, config):
     "Write the rows and their record into a folder; one process at a time."
+    refuse_model(folder, drafters=True)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     file = folder / "data_config.json"

@@ -214,7 +214,7 @@ def extract_from_server(
     """Write the features of rows that have no valid file. ValueError: another origin;
     TooManyFailures, NoServerLeft: servers down; DiskError: the rest is kept; BlockingIOError:
     another process fills the folder otherwise."""
-    dataset = table_of(rows)
+    dataset, output_dir = table_of(rows), Path(output_dir).expanduser()
     client = open_states(url, storage, layer_ids, model, timeout, tries, patience)
     config = origin(client.about(), client.layer_ids, dataset, dtype)
     share = [*shard(len(dataset), rank, world_size)]

@@ -75,7 +75,13 @@ class LoadedByName(ClassRegistryMixin, StoredNetwork):
     ) -> type:  # the SpeculatorModel subclass
         "Which class a config belongs to. Errors: WrongKind for what is no drafter's config."
         check_kind(config)
-        return SpeculatorModel.registered_class(config.speculators_model_type)
+        import_models()
+        name, kind = config.speculators_model_type, type(config)
+        if name not in SpeculatorModel.registry:
+            of_config = (c for c in SpeculatorModel.registry.values() if c.config_class is kind)
+            if (found := next(of_config, None)) is not None:  # a model of another name
+                return found
+        return SpeculatorModel.registered_class(name)
 
     def _find_verifier(self, path, verifier):
         "Borrow from the verifier: the given one, or where it can be had the config's."
@@ -399,7 +405,7 @@ class SpeculatorModel(PretrainedDrafter):
         if cls.vllm_method() is None:
             return [
                 f"speculators_model_type is {cls.config_class.speculators_model_type!r}, which "
-                "vLLM 0.32 does not serve; draft with `generate` here (the class of a drafter "
+                "vLLM does not serve; draft with `generate` here (the class of a drafter "
                 "that vLLM serves says so in `served_as`)"
             ]
         return [sentence for rule in cls.serving_rules for sentence in rule(raw, verifier)]

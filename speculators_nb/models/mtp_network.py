@@ -62,6 +62,16 @@ class MTPSpeculatorConfig(SpeculatorModelConfig):
                 "layer is supported, which drafts all tokens; set it to 1"
             )
 
+    @property
+    def hidden_size(self) -> int:  # H
+        "Width of the verifier's hidden states."
+        return self.sizes.hidden_size
+
+    @property
+    def vocab_size(self) -> int:  # V
+        "The verifier's vocabulary size."
+        return self.target_vocab_size
+
     def _plain(self, output):
         if not output.get("verifier_norm"):
             output.pop("verifier_norm", None)  # upstream's config.json has no such key

@@ -5,7 +5,7 @@ Each is one small rule about what was trained, shared by the drafters that need 
 
 # %% auto #0
 __all__ = ['Rule', 'LAYER', 'layer_of', 'layer_types_of', 'first_proposal', 'served_rope', 'silu_only', 'rope_as_trained',
-           'known_layer_family', 'reaches_as_far', 'written', 'layers_exist', 'one_kind_of_attention']
+           'known_layer_family', 'reaches_as_far', 'written', 'layers_exist', 'own_layout', 'one_kind_of_attention']
 
 # %% ../../nbs/models/02_serving_rules.ipynb #45eaa284
 from collections.abc import Callable
@@ -144,6 +144,20 @@ def layers_exist(
         if verifier is None or not ids or max(ids) <= verifier.num_hidden_layers:
             return []
         return [f"{field}={ids}, but the verifier has {verifier.num_hidden_layers} layers"]
+
+    return rule
+
+
+def own_layout(
+    drafters: str,  # in words
+) -> Rule:
+    "A rule: vLLM reads them in another layout than a speculators folder."
+
+    def rule(raw, verifier=None):
+        return [
+            f"vLLM reads {drafters} in their own layout alone; write it with "
+            "model.save_native(folder) (`speculators-nb export`) and serve that"
+        ]
 
     return rule
 

@@ -56,8 +56,13 @@ def _done_in(path, settings, until=None):
     return done, complete
 
 
+def _reasons(counts):
+    "The most frequent reasons, on one line."
+    return "; ".join(f"{n} × {why}" for why, n in counts.most_common(10))
+
+
 def _warn(report, errors):
-    "Warn of control tokens in messages, and of conversations that failed."
+    "Warn of control tokens, of messages left out, and of conversations that failed."
     if control := report["control_tokens"]:
         first = report.first
         spelled = ", ".join(
@@ -65,8 +70,11 @@ def _warn(report, errors):
             for token, n in control.items()
         )
         log.warning("conversations spell control tokens, which are read as such: %s", spelled)
+    if left_out := report["left_out"]:
+        reasons = _reasons(left_out)
+        log.warning("%d messages of the input were left out: %s", left_out.total(), reasons)
     if failed := report["failed"]:
-        reasons = "; ".join(f"{n} × {why}" for why, n in failed.most_common(10))
+        reasons = _reasons(failed)
         log.warning("%d conversations failed, see %s: %s", failed.total(), errors, reasons)
 
 # %% ../../nbs/regenerate/04_journal.ipynb #7d42f529
@@ -344,8 +352,8 @@ class Journal(_JournalLines):
 class _Reader:
     "Makes a replay of each conversation that is to be answered, and counts the others."
 
-    def __init__(self, journal, sampling, seed, languages=None, tools=True, control=None):
-        self.journal, self.sampling, self.seed, self.tools = journal, sampling, seed, tools
+    def __init__(self, journal, sampling, seed, languages=None, control=None):
+        self.journal, self.sampling, self.seed = journal, sampling, seed
         self.wanted, self.control = wanted_languages(languages), control
 
     def __call__(self, where, row):
@@ -354,7 +362,7 @@ class _Reader:
         try:
             if isinstance(row, BadRow):
                 raise row
-            replay = Replay(row, self.sampling, self.seed, self.tools, where)
+            replay = Replay(row, self.sampling, self.seed, where)
             _check_json(replay)
             language, good = (
                 language_of_row(row, replay.original, self.wanted)
@@ -393,13 +401,12 @@ def still_to_do(
     sampling: dict,  # as from `replay.check_sampling`
     seed: int,  # of everything random
     languages=None,  # as in `language.wanted_languages`; None: all
-    tools: bool = True,  # whether the assistant can call tools
     limit: int | None = None,  # stop after so many conversations of the input
     control: ControlTokens | None = None,  # the verifier's, to be looked for; None: not known
 ) -> Iterator[Replay]:  # ready for its requests
     """The conversations that are not done yet and that this process is to answer. One that
     cannot be read or sent is noted and passed over."""
-    read = _Reader(journal, sampling, seed, languages, tools, control)
+    read = _Reader(journal, sampling, seed, languages, control)
     rows = enumerate(islice(located(conversations), limit))
     if journal.alone:
         for _, row in rows:

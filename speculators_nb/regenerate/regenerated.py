@@ -106,6 +106,7 @@ _WORDS = {
     "retokenised": "answers whose tokens were made from text",
     "other_tokens": "of these, by another count than the server's",
     "truncated": "conversations ended early",
+    "left_out": "messages of the input left out",
     "skipped": "conversations in other languages",
     "failed": "conversations failed",
     "control_tokens": "conversations that spell a control token",
@@ -154,6 +155,7 @@ class _Counts(_Table):
             seconds=0.0,
             finish_reasons=Counter(),
             truncated=Counter(),
+            left_out=Counter(),
             skipped=Counter(),
             failed=Counter(),
             control_tokens=Counter(),
@@ -171,11 +173,12 @@ class _Counts(_Table):
         name: str,  # of a count by reason
         reason: str,  # under which it is counted
         where: str,  # file and line
+        n: int = 1,  # how many
     ) -> None:
-        "Count a case; more than `REASONS` reasons are counted as one."
+        "Count cases; more than `REASONS` reasons are counted as one."
         if reason not in self[name] and len(self[name]) >= REASONS:
             reason = "other reasons"
-        self[name][reason] += 1
+        self[name][reason] += n
         self.first.setdefault((name, reason), where)
 
     def count(
@@ -194,7 +197,9 @@ class _Counts(_Table):
             if name in self:
                 self[name] += usage.get(name, 0)
         if "truncated" in about:
-            self["truncated"][about["truncated"]] += 1
+            self.add("truncated", about["truncated"], line["primary_id"])
+        for reason, n in about.get("left_out", {}).items():
+            self.add("left_out", reason, line["primary_id"], n)
 
 # %% ../../nbs/regenerate/03_regenerated.ipynb #f5edb858
 class Report(_Counts):
@@ -203,11 +208,12 @@ class Report(_Counts):
     def forget_work(self) -> None:
         "Drop what is counted of answers and of failures, before all are counted again."
         fresh = type(self)()
-        for name in ("written", "cut", "answers", "tokens", "finish_reasons", "truncated"):
+        forgotten = ["written", "cut", "answers", "tokens", "finish_reasons"]
+        forgotten += ["truncated", "left_out", "failed"]
+        for name in forgotten:
             self[name] = fresh[name]
-        self["failed"] = fresh["failed"]
         self |= {name: 0 for name in ("retokenised", "other_tokens") if name in self}
-        self.first = {k: where for k, where in self.first.items() if k[0] != "failed"}
+        self.first = {k: where for k, where in self.first.items() if k[0] not in forgotten}
 
     def as_json(self) -> dict:
         "For `read`, in another process."

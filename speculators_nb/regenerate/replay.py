@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ..data.chat_encoding import add_turn
 from ..data.chat_template import reach
-from ..data.messages import brief, normalize, tools_of
+from ..data.messages import THOUGHT, brief, normalize, tools_of
 from ..data.row_filter import domain_of
 from ..data.sources import content_hash, identity
 
@@ -36,15 +36,12 @@ class Turn:
 
 def turns_to_ask(
     messages: list[dict],  # as from `messages.normalize`
-    tools: bool = True,  # can call tools; False: what followed the first call is left out
 ) -> list[Turn]:  # one per answer to a user
     "The turns that are replayed. ValueError if there is no user message."
     turns = [Turn()]
     answered = False
     calls = []  # of the last answer, without a result so far
     for message in messages:
-        if not tools and (message["role"] == "tool" or message.get("tool_calls")):
-            break
         if message["role"] == "assistant":
             answered = True
             calls = _calls(message)
@@ -58,8 +55,7 @@ def turns_to_ask(
     if not turns[-1].has_user():
         turns.pop()
     if not turns:
-        where = "" if tools else " before the first tool call"
-        raise ValueError(f"no user message{where}")
+        raise ValueError("no user message")
     return turns
 
 
@@ -67,7 +63,7 @@ def questions_of(
     messages: list[dict],  # as from `messages.normalize`
 ) -> list[list[dict]]:  # per answer: the messages that ask for it
     "The user's turns, without tools."
-    return [turn.messages for turn in turns_to_ask(messages, tools=False)]
+    return [turn.messages for turn in turns_to_ask(messages)]
 
 # %% ../../nbs/regenerate/01_replay.ipynb #735aad4b
 _NAME = re.compile(r'<tool_(?:call|response)>[^<]*?"name"\s*:\s*"([^"]+)"')
@@ -200,6 +196,12 @@ def _draw(pairs, seed):
     return next(value for (value, _), end in zip(pairs, ends) if u < end)
 
 # %% ../../nbs/regenerate/01_replay.ipynb #75c94b28
+def _spelled(message):
+    "A message whose reasoning has every name that templates read."
+    thought = message.get("reasoning_content")
+    return message | dict.fromkeys(THOUGHT, thought) if thought else message
+
+
 class _Conversation:
     "What a replay starts from, and how its history is rendered."
 
@@ -208,7 +210,6 @@ class _Conversation:
         row,  # a conversation, as `messages.normalize` takes it
         sampling: dict | None = None,  # of the call, as from `check_sampling`
         seed: int = 0,  # of everything random
-        tools: bool = True,  # whether the assistant can call tools
         where: str = "",  # where it comes from: file and line
     ):
         row = row if isinstance(row, dict) else {"messages": row}
@@ -221,7 +222,7 @@ class _Conversation:
         ]
         self.tools, self.domain = definitions or None, domain_of(row)
         self.sampling = draw_sampling(row, self.key, sampling or {}, seed)
-        self.turns = turns_to_ask(self.original, tools)
+        self.turns = turns_to_ask(self.original)
 
     @property
     def template_kwargs(self) -> dict:
@@ -239,6 +240,7 @@ class _Conversation:
         limit: int | None = None,  # tokens beyond which it is of no use; None: no such number
     ) -> list[int]:  # token ids; of a history beyond the limit: more than it, but not all
         "A history as the verifier reads it."
+        messages = [_spelled(message) for message in messages]
         kwargs = dict(tools=self.tools, add_generation_prompt=prompt, **self.template_kwargs)
         if limit and sum(len(str(m["content"])) for m in messages) > reach(limit):
             text = tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
@@ -254,13 +256,17 @@ class _Conversation:
 class _Answers(_Conversation):
     "The answers so far, and the lines that they become."
 
-    def __init__(self, row, sampling=None, seed=0, tools=True, where=""):
-        super().__init__(row, sampling, seed, tools, where)
+    def __init__(self, row, sampling=None, seed=0, where=""):
+        super().__init__(row, sampling, seed, where)
         self.messages = []  # all so far
         self.rows = []  # (input_ids, loss_mask)
         self.finish = []  # finish reason of each answer
         self.usage = Counter()
         self.about = {}
+        self.prompt: list[int] = []  # token ids of the question that is to be answered
+        self.turns_read = self.results_read = (
+            0  # turns, and results of tools, that the verifier has read
+        )
         self._next = []  # messages that come before the next answer
 
     def next_seed(self) -> int:  # 60 bits
@@ -274,6 +280,20 @@ class _Answers(_Conversation):
         "End the conversation before all turns are replayed."
         self.about["truncated"] = reason
         self._next = []
+
+    def left_out(self) -> dict[str, int]:  # reason -> messages
+        "What of the input the verifier has not read, but for the old answers."
+        early = self.about.get("truncated", "the answer before was cut")
+        sizes = [len(turn.messages) + len(turn.results) for turn in self.turns]
+        results = sum(len(turn.results) for turn in self.turns[: self.turns_read])
+        roles = [message["role"] for message in self.original]
+        counts = {
+            early: sum(sizes[self.turns_read :]),
+            "results of tools that were not called": results - self.results_read,
+            "no question follows": len(roles) - roles.count("assistant") - sum(sizes),
+            "said before the first question": roles[: roles.index("user")].count("assistant"),
+        }
+        return {reason: n for reason, n in counts.items() if n}
 
     def lines(
         self,
@@ -289,6 +309,8 @@ class _Answers(_Conversation):
         about = metadata | self.about | own
         if self.tools:
             about["tools"] = self.tools
+        if left_out := self.left_out():
+            about["left_out"] = left_out
         domain = {"domain": self.domain} if self.domain else {}
         return [
             {
@@ -306,8 +328,7 @@ class _Answers(_Conversation):
 
 # %% ../../nbs/regenerate/01_replay.ipynb #8f2a8388
 class Replay(_Answers):
-    """One conversation while it is being regenerated: `Replay(row, sampling, seed, tools,
-    where)`."""
+    """One conversation while it is being regenerated: `Replay(row, sampling, seed, where)`."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -331,6 +352,7 @@ class Replay(_Answers):
                 f"answer {len(self.finish)} has no tokens (finish reason {finish!r})"
             )
         add_turn(self.rows, [*prompt, *ids], len(prompt))
+        self.turns_read = self._turn + 1
         self.messages += [*self._next, message]
         self.finish.append(finish)
         self.usage["answered"] += len(ids)
@@ -357,6 +379,7 @@ class Replay(_Answers):
             self.end("a tool call other than the one whose result is at hand")
         else:
             self._calls += 1
+            self.results_read += 1
             result = {"role": "tool", "name": name, "content": results[0][1]}
             if call.get("id"):
                 result["tool_call_id"] = call["id"]

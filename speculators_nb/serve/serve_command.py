@@ -28,8 +28,8 @@ from ..core.options import check_options
 from ..core.provenance import SECRET_NAME, identify
 from ..models.base import SpeculatorModel
 from .speculative_config import SpeculativeConfig
-from .vllm_contract import check_vllm_contract
-from .vllm_methods import METHODS, built_in_method, method_of_types
+from .vllm_contract import check_vllm_contract, installed_engine_version
+from .vllm_methods import built_in_method, engine_of, method_of_types
 from ..verifier.folders import named_by, named_verifier
 
 # %% ../../nbs/serve/08_serve_command.ipynb #51de96e5
@@ -76,11 +76,11 @@ def _class_of(config):
     )
 
 
-def _native_hint(config) -> list[str]:
+def _native_hint(config, engine_version) -> list[str]:
     "The remedy for a drafter that vLLM serves in another layout; empty: there is none."
     served_as = method_of_types().get(config["speculators_model_type"], ("", False))
-    method = METHODS.get(served_as[0])
-    served = method is not None and "vllm-0.32" in method.lines
+    engine, kind = engine_of(engine_version), config["speculators_model_type"]
+    served = served_as[0] in engine.served and kind not in engine.unserved
     if not served or not hasattr(_class_of(config), "save_native"):
         return []
     return ["native=FOLDER (--native) writes its own layout there and serves that"]
@@ -112,13 +112,13 @@ class Served(NamedTuple):
     speculative_config: dict[str, Any] | None  # None: no such argument
 
 
-def _check_drafter(checkpoint, config, native, fields) -> tuple[Any, dict]:
+def _check_drafter(checkpoint, config, native, fields, engine_version) -> tuple[Any, dict]:
     "The draft to name, and its speculative fields. Errors: ValueError if refused."
     folder = resolve_checkpoint(checkpoint)
-    problems = check_vllm_contract(folder)
+    problems = check_vllm_contract(folder, engine_version)
     if not problems:
         return checkpoint, fields
-    hint = _native_hint(config)
+    hint = _native_hint(config, engine_version)
     if native is None or not hint:
         raise ValueError(
             f"{checkpoint}: vLLM cannot serve it as it is: {'; '.join([*problems, *hint])}"
@@ -152,10 +152,12 @@ def what_to_serve(
     method: str | None = None,  # a key of `vllm_methods.METHODS`; None: the checkpoint's
     speculative_config: dict | None = None,  # further fields of `SpeculativeConfig`
     native: str | os.PathLike | None = None,  # drafter in the engine's layout, if vLLM needs it
+    engine_version: str | None = None,  # of vLLM: 0.32 or 0.33; None: installed, else newest
 ) -> Served:  # model to name, --speculative-config to give (None: none)
     """What vLLM is given. Errors: ValueError with the reasons why it would refuse;
     FileNotFoundError."""
-    check_options(dict(k=k, method=method), "serve")
+    check_options(dict(k=k, method=method, engine_version=engine_version), "serve")
+    engine_version = engine_version or installed_engine_version()
     config = read_config(checkpoint)
     fields = dict(speculative_config or {})
     if k:
@@ -170,7 +172,7 @@ def what_to_serve(
         return Served(_model_argument(target), None)
     draft = checkpoint if is_drafter or verifier else None
     if is_drafter:
-        draft, fields = _check_drafter(checkpoint, config, native, fields)
+        draft, fields = _check_drafter(checkpoint, config, native, fields, engine_version)
     elif not draft and not fields.keys() & {"method", "model"}:
         built_in = built_in_method(config)
         if built_in:
@@ -179,8 +181,10 @@ def what_to_serve(
             return Served(_model_argument(target), None)
     given: dict[str, Any] = {"model": _model_argument(draft)} if draft else {}
     given |= fields
-    checked = SpeculativeConfig(**given, target_model_config=_target_config(target))
-    served = json.loads(checked.to_json("vllm-0.32"))  # refuses what that engine does not have
+    checked = SpeculativeConfig(
+        **given, target_model_config=_target_config(target), engine_version=engine_version
+    )
+    served = json.loads(checked.to_json())
     if is_drafter and draft is checkpoint and not verifier:  # its config.json has the rest
         changed = {n: v for n, v in served.items() if n in fields and n != "method"}
         return Served(_model_argument(checkpoint), changed or None)
@@ -232,15 +236,20 @@ def serve_command(
     enforce_eager: bool | None = None,  # starts faster, runs slower; None: if no accelerator
     extra: Sequence[str] = (),  # further arguments of vllm serve
     vllm: str = "vllm",  # the executable; the bare name is looked up by `Server`
+    engine_version: str | None = None,  # of vLLM: 0.32 or 0.33; None: installed, else newest
 ) -> list[str]:  # arguments, the executable first
     """The command that serves a checkpoint. Errors: as of `what_to_serve`; ValueError for a key
     among the arguments, where everybody on the machine can read it."""
     extra = list(map(str, extra))
     arguments = dict(host=host, port=port, dtype=dtype, max_model_len=max_model_len)
     given = dict(k=k, method=method, enforce_eager=enforce_eager, extra=extra)
+    given["engine_version"] = engine_version
     check_options(given | arguments, "serve")
     _refuse_secrets(extra)
-    served = what_to_serve(checkpoint, k, verifier, method, speculative_config, native)
+    engine_version = engine_version or installed_engine_version(vllm)
+    served = what_to_serve(
+        checkpoint, k, verifier, method, speculative_config, native, engine_version
+    )
     if host not in ("127.0.0.1", "localhost", "::1") and not os.environ.get("VLLM_API_KEY"):
         warnings.warn(
             f"host={host!r} lets everybody who reaches this machine use the server; set "

@@ -323,6 +323,7 @@ def train_drafter(
     if from_pretrained is not None:
         refuse_given(shape, "from_pretrained brings its own layers")
     overwrite = training_args.get("overwrite", False)
+    output_dir = Path(output_dir).expanduser()  # as transformers' TrainingArguments
     check_output_dir(output_dir, overwrite, training_args.get("resume_from_checkpoint"))
     info = VerifierInfo.of(verifier)
     model, data = _model_and_features(

@@ -19,6 +19,7 @@ __all__ = ['ALL_ATTENTION_FUNCTIONS', 'CONVERTED_ALGORITHMS', 'create_combined_m
 # %% ../../nbs/train/10_upstream_functions.ipynb #a1618060
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -89,7 +90,8 @@ def create_peagle_mask_mod(
 def _dense(mask_mod: Callable, q_len: int, kv_len: int, device: Any) -> Tensor:
     q, kv = torch.arange(q_len, device=device)[:, None], torch.arange(kv_len, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    return torch.as_tensor(mask_mod(zero, zero, q, kv)).expand(q_len, kv_len)[None, None]
+    allowed = torch.as_tensor(mask_mod(zero, zero, q, kv), device=device)
+    return allowed.expand(q_len, kv_len)[None, None]
 
 
 def create_float_mask(
@@ -123,7 +125,13 @@ def extend_mask_for_draft_tokens(
     sizes = batch[0], batch[1], q_len, kv_len + q_len
     device = block_mask.kv_indices.device
     block = block_mask.BLOCK_SIZE
-    return create_block_mask(block_mask.mask_mod, *sizes, device=device, BLOCK_SIZE=block)
+
+    def allowed(b, h, q, kv):  # flex attention takes tensors alone
+        return torch.as_tensor(block_mask.mask_mod(b, h, q, kv), device=device)
+
+    longer = create_block_mask(allowed, *sizes, device=device, BLOCK_SIZE=block)
+    longer.mask_mod = block_mask.mask_mod
+    return longer
 
 
 def extend_dense_mask_for_draft_tokens(
@@ -271,9 +279,24 @@ def resolve_verifier_norm_class(
 def resolve_draft_intermediate_size(
     verifier_config: PretrainedConfig,  # of the language model
 ) -> int:
-    "Width of a draft MLP: the verifier's, or three times hidden_size where it has experts."
+    """Width of a draft MLP: the verifier's, or three times hidden_size where it has experts,
+    with a UserWarning. Errors: ValueError for a config with neither."""
     width = getattr(verifier_config, "intermediate_size", None)
-    return int(width) if width is not None else 3 * int(verifier_config.hidden_size)
+    if width is not None:
+        return int(width)
+    hidden_size = getattr(verifier_config, "hidden_size", None)
+    if hidden_size is None:
+        raise ValueError(
+            "intermediate_size and hidden_size are missing, so the width of a draft MLP is "
+            "unknown; give the config of a language model"
+        )
+    width = 3 * int(hidden_size)
+    warnings.warn(
+        f"intermediate_size is missing: draft MLPs are 3 x hidden_size = {width} wide",
+        UserWarning,
+        stacklevel=2,
+    )
+    return width
 
 
 def flatten_rope_parameters(

@@ -304,6 +304,11 @@ class MarkovHead(dspark.MarkovHead):
         hidden_size: int,
         head_type: str = "vanilla",  # one of `dspark.MARKOV_HEADS`
     ):
+        if markov_rank < 1:
+            raise ValueError(f"markov_rank={markov_rank}: must be at least 1")
+        if head_type not in dspark.MARKOV_HEADS:
+            known = ", ".join(dspark.MARKOV_HEADS)
+            raise ValueError(f"head_type={head_type!r} is unknown; choose from {known}")
         super().__init__(
             verifier_vocab_size, draft_vocab_size, markov_rank, hidden_size, head_type
         )
@@ -322,6 +327,9 @@ class MarkovHead(dspark.MarkovHead):
 
 class ConfidenceHead(dspark.ConfidenceHead):
     "DSpark's confidence head."
+
+    def __init__(self, input_dim: int):  # H, or H + r
+        super().__init__(input_dim)
 
     def forward(self, features: Tensor) -> Tensor:  # [..., size] -> [...]
         "The logit of the acceptance probability."

@@ -5,13 +5,15 @@ Its final norm and head are compared with transformers' own."""
 
 # %% auto #0
 __all__ = ['log', 'HEAD_TOLERANCE', 'HALF_TOLERANCE', 'head_of', 'check_verifier_head', 'meta_model', 'check_final_norm',
-           'fingerprint', 'VerifierInfo', 'stored_fingerprint', 'checkpoint_fingerprint']
+           'fingerprint', 'VerifierInfo', 'stored_fingerprint', 'same_weights', 'trained_for_another',
+           'checkpoint_fingerprint']
 
 # %% ../../nbs/verifier/03_identity.ipynb #ad841fdc
 import copy
 import hashlib
 import logging
 import os
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +23,7 @@ from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..core.checkpoints import checkpoint_index, hub_access
+from ..core.files import read_object
 from speculators_nb.nn.target_head import (
     FinalNorm,
     TargetHead,
@@ -211,6 +214,37 @@ def stored_fingerprint(
 ) -> str | None:  # 16 hex digits, as `fingerprint`; None: its files name tensors otherwise
     "The fingerprint of the model that a checkpoint would load as."
     return VerifierInfo.of(verifier).fingerprint
+
+
+def same_weights(
+    recorded: str | None,  # fingerprint of a verifier, as a run or features record it
+    verifier: str | os.PathLike,  # folder or hub id
+) -> bool | None:  # None: not recorded, or its files are not here
+    "Whether a verifier still is the one that was recorded, by either fingerprint."
+    if recorded is None or not re.fullmatch("[0-9a-f]{16}", str(recorded)):
+        return None
+    info = VerifierInfo.of(verifier)
+    now = [info.fingerprint]
+    if (Path(info) / "config.json").is_file():  # a server records this one
+        now.append(checkpoint_fingerprint(info))
+    return recorded in now if any(now) else None
+
+
+def trained_for_another(
+    drafter: str | os.PathLike,  # folder; a hub id has no record
+    verifier: str | os.PathLike,  # folder or hub id of the model that it drafts for now
+) -> str | None:  # what is wrong, and the remedy; None: nothing, or it is not known
+    "Whether the record of a drafter's run names a verifier of other weights."
+    file = Path(drafter) / "run.json"
+    recorded = read_object(file).get("verifier") if file.is_file() else None
+    if same_weights(recorded, verifier) is not False:
+        return None
+    return (
+        f"{drafter} was trained for a verifier of other weights than {verifier} has now "
+        f"(fingerprint {recorded} in run.json): fewer draft tokens are accepted. Name the "
+        "verifier that it was trained for, or train on features of this one (speculators-nb "
+        "features, train --from-pretrained)"
+    )
 
 
 def checkpoint_fingerprint(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..core.checkpoints import remote_code_allowed
+from ..core.checkpoints import model_file, remote_code_allowed
 from ..core.files import check_length
 from ..core.options import check_options
 from ..nn.target_head import verifier_config
@@ -283,6 +283,17 @@ def _quantisation(config) -> str | None:
     return str(found["quant_method"]) if "quant_method" in found else None
 
 
+def _unscaled(folder: Path) -> str | None:
+    "A tensor of weights whose numbers need a scale that nothing names; None: there is none."
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as f:
+            for name in sorted(f.keys()):
+                kind = f.get_slice(name).get_dtype()
+                if name.endswith("weight") and (kind.startswith(("F8", "F4", "I", "U"))):
+                    return f"{name} of {file.name} is stored as {kind}"
+    return None
+
+
 def load_model(
     path: str | os.PathLike,  # folder, or hub id
     dtype: str | torch.dtype = "auto",  # "auto": the checkpoint's
@@ -314,6 +325,12 @@ def load_model(
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+        )
+    folder = model_file(path).parent
+    if _quantisation(config) is None and (problem := _unscaled(folder)):
+        raise ValueError(
+            f"verifier {path!r}: {problem}, and config.json has no quantization_config, so its "
+            "scale is not known; take both files from one checkpoint"
         )
     if problems := loading_problems(model, info):
         raise ValueError(

@@ -248,6 +248,7 @@ WHOLE = {
     "draft_vocab_size": 1,
     "num_proc": 1,
     "max_new_tokens": 1,
+    "batch_size": 1,
     "concurrency": 1,
     "rank": 0,
     "world_size": 1,
@@ -289,6 +290,7 @@ WORDS = {
     "save_dtype": ("float32", "bfloat16", "float16", "float64"),
     "dtype": ("bfloat16", "float16", "float32", "float8_e4m3fn", "auto", "half", "float"),
     "method": ("ngram",),
+    "engine_version": ("0.32", "0.33"),
     "device": ("cpu",),
 }
 OUTPUTS = ("output", "output_dir", "out", "native", "hidden_states")

@@ -4,7 +4,9 @@
     .venv-vllm/bin/python tests/vllm/check_speculative_config.py            compare with the record; fails where vLLM
     answers otherwise
     .venv-vllm/bin/python tests/vllm/check_speculative_config.py --record   write
-    tests/fixtures/speculative_config_vllm.json again
+    tests/fixtures/speculative_config_vllm_VERSION.json again
+    .venv-vllm/bin/python tests/vllm/check_speculative_config.py --wheel 0.33.0   the class of another vLLM: its wheel
+    is downloaded (0.3 GB), and its Python files are read without their kernels, beside the packages of .venv-vllm
     .venv-vllm/bin/python tests/vllm/check_speculative_config.py --draw 300 --seed 5   others, once, without a record
 
 `speculative_dictionaries.py` has the dictionaries, right and wrong: written ones, a strategy that draws others, and the
@@ -19,9 +21,11 @@ draws and emits). The suffix cases need arctic-inference only to run: here vLLM 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -38,28 +42,60 @@ from speculative_dictionaries import (
     write_models,
 )
 
-RECORD = ROOT / "tests/fixtures/speculative_config_vllm.json"
+RECORDS = {version: ROOT / f"tests/fixtures/speculative_config_vllm_{version}.json" for version in ("0.32", "0.33")}
 
 
-def ours(case, folder):
+def read_wheel(version):
+    """The Python files of a vLLM that cannot be installed here; a folder for PYTHONPATH."""
+    folder = ROOT / f".venv-vllm/vllm-{version}"
+    if (folder / "vllm").is_dir():
+        return folder
+    with tempfile.TemporaryDirectory() as tmp:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "download", "--no-deps", "-d", tmp]
+        subprocess.run([*pip, f"vllm=={version}"], check=True)
+        with zipfile.ZipFile(next(Path(tmp).glob("vllm-*.whl"))) as wheel:
+            wheel.extractall(tmp, [name for name in wheel.namelist() if name.endswith(".py")])
+        # vLLM takes the platform from the name of its version
+        named = Path(tmp) / f"vllm-{version}+cpu.dist-info"
+        named.mkdir()
+        (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+        folder.mkdir(exist_ok=True)
+        for part in (named, Path(tmp) / "vllm"):  # the package last: it says that all is there
+            shutil.move(part, folder / part.name)
+    return folder
+
+
+def in_environment_of_wheel(version):
+    """Run this program again, unless it already imports the Python files of that wheel."""
+    folder = str(read_wheel(version))
+    if os.environ.get("PYTHONPATH") != folder:
+        os.environ["PYTHONPATH"] = folder
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def ours(case, folder, engine_version):
     """Our class's config of a dictionary."""
     from speculators_nb.serve.speculative_config import SpeculativeConfig
 
     fields, target, devices = place(case, folder)
     return SpeculativeConfig(
-        **fields, target_model_config=target, target_parallel_config=dict(tensor_parallel_size=devices)
+        **fields,
+        target_model_config=target,
+        target_parallel_config=dict(tensor_parallel_size=devices),
+        engine_version=engine_version,
     )
 
 
-def our_answer(case, folder):
+def our_answer(case, folder, engine_version):
     """Runs inside .venv: what our class makes of a dictionary, in the form of the record, and the JSON it emits."""
     try:
-        config = ours(case, folder)
+        config = ours(case, folder, engine_version)
     except ValueError as e:
         return dict(accepted=False, error=str(e))
-    values = resolved(config, folder, config.verification, config.draft_max_model_len, config.num_lookahead_tokens)
+    lengths = config.draft_max_model_len, config.num_lookahead_tokens
+    values = resolved(config, folder, config.verification, *lengths, engine_version)
     try:
-        emitted = json.loads(config.to_json("vllm-0.32"))
+        emitted = json.loads(config.to_json(engine_version))
     except ValueError:
         emitted = None
     return dict(accepted=True, values=values, hash=config.compute_hash()[:8], emitted=emitted)
@@ -78,8 +114,10 @@ def ask_vllm(folder, cases, given=None):
     """What vLLM makes of each dictionary, or of the fields given in its place, with the case's target and devices."""
     import vllm.config.speculative as module
     from vllm.config import ModelConfig, ParallelConfig
+    from vllm.model_executor.models import registry
 
     module.has_arctic_inference = lambda: True
+    registry._run_in_subprocess = lambda inspect: inspect()  # a process for each architecture takes minutes
     targets, graphs, answers = {}, {}, []
     for i, case in enumerate(cases):
         fields, target, devices = place(case, folder)
@@ -97,11 +135,18 @@ def ask_vllm(folder, cases, given=None):
         draft = None if c.method in WITHOUT_DRAFT else c.draft_model_config
         longest = draft and draft.max_model_len
         lookahead = draft and getattr(draft.hf_config, "num_lookahead_tokens", None)
-        values = resolved(c, folder, c.rejection_sample_method, longest, lookahead)
+        values = resolved(c, folder, c.rejection_sample_method, longest, lookahead, line_of_vllm())
         # the hash itself is another in every folder: which configs share one is what counts
         graph = graphs.setdefault(c.compute_hash(), len(graphs))
         answers.append(dict(accepted=True, values=values, hash=graph))
     return answers
+
+
+def line_of_vllm():
+    """The release line of the vLLM that is imported, e.g. 0.33."""
+    import vllm
+
+    return ".".join(vllm.__version__.split(".")[:2])
 
 
 WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
@@ -115,8 +160,9 @@ def ask_mtp(words):
 
     def made(fields):
         kind = fields.pop("model_type")
-        if "text_config" in fields:
-            fields["text_config"] = made(fields["text_config"])
+        for part in ("text_config", "decoder"):
+            if part in fields:
+                fields[part] = made(fields[part])
         config = PretrainedConfig(**fields)
         config.model_type = kind
         return config
@@ -159,7 +205,7 @@ def mtp_words():
 def in_our_environment(*arguments):
     """What this script prints inside .venv, given these arguments."""
     command = [ROOT / ".venv/bin/python", "-W", "ignore", __file__, *map(str, arguments)]
-    environment = os.environ | dict(PYTHONPATH=str(ROOT))
+    environment = os.environ | dict(PYTHONPATH=str(ROOT))  # without the folder of a wheel
     return json.loads(subprocess.run(command, check=True, capture_output=True, env=environment).stdout)
 
 
@@ -167,7 +213,7 @@ def compare(folder, cases):
     """vLLM's answers, ours, and where they differ for no reason of the table."""
     dictionaries = Path(folder) / "dictionaries.json"
     dictionaries.write_text(json.dumps(cases))
-    ours = in_our_environment("--ours", folder, dictionaries)
+    ours = in_our_environment("--ours", folder, dictionaries, line_of_vllm())
     theirs = ask_vllm(folder, cases)
     unexplained = []
     for case, said, answer in zip(cases, theirs, ours):
@@ -184,8 +230,8 @@ def compare(folder, cases):
 
 
 def is_elsewhere(case):
-    """Whether the model is on no machine that this one can reach."""
-    return "models of other machines" in rows_of(case)
+    """Whether no JSON helps: the model is on no machine that this one can reach, or vLLM's own class has no head."""
+    return "models of other machines" in rows_of(case) or case.get("target") == "llama-mtp"
 
 
 def as_text(record):
@@ -208,23 +254,30 @@ def main():
     parser.add_argument("--record", action="store_true", help="write the record again")
     parser.add_argument("--draw", type=int, metavar="N", help="draw N other dictionaries; with --record they are kept")
     parser.add_argument("--seed", type=int, default=0, help="of --draw")
-    parser.add_argument("--ours", nargs=2, metavar=("FOLDER", "FILE"), help="print our answers (it calls itself so)")
+    parser.add_argument("--wheel", metavar="VERSION", help="of this vLLM, whose wheel is downloaded")
+    parser.add_argument("--ours", nargs=3, metavar=("FOLDER", "FILE", "VERSION"), help="(it calls itself so)")
     parser.add_argument("--print-words", action="store_true", help="print the words of our MTP table (as above)")
-    parser.add_argument("--print-drawn", nargs=2, type=int, metavar=("N", "SEED"), help="print them (as above)")
+    parser.add_argument("--print-drawn", nargs=3, metavar=("N", "SEED", "VERSION"), help="print them (as above)")
     args = parser.parse_args()
     if args.ours:
-        folder, file = args.ours
-        return print(json.dumps([our_answer(case, folder) for case in json.loads(Path(file).read_text())]))
+        folder, file, version = args.ours
+        cases = json.loads(Path(file).read_text())
+        return print(json.dumps([our_answer(case, folder, version) for case in cases]))
     if args.print_words:
         return print(json.dumps(mtp_words()))
     if args.print_drawn:
-        return print(json.dumps(drawn(*args.print_drawn)))
+        number, seed, version = args.print_drawn
+        return print(json.dumps(drawn(int(number), int(seed), version)))
+    if args.wheel:
+        in_environment_of_wheel(args.wheel)
     import vllm
 
-    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    record = RECORDS[line_of_vllm()]
+    recorded = json.loads(record.read_text()) if record.exists() else {}
     others, seed = recorded.get("drawn", []), recorded.get("seed")
     if args.draw:
-        others, seed = [dict(case=c) for c in in_our_environment("--print-drawn", args.draw, args.seed)], args.seed
+        drawn_cases = in_our_environment("--print-drawn", args.draw, args.seed, line_of_vllm())
+        others, seed = [dict(case=c) for c in drawn_cases], args.seed
     written = {} if args.draw and not args.record else CASES
     cases = [*written.values(), *(row["case"] for row in others)]
     with tempfile.TemporaryDirectory() as folder:
@@ -251,7 +304,7 @@ def main():
     )
     answer = json.loads(json.dumps(answer))
     if args.record:
-        RECORD.write_text(as_text(answer))
+        record.write_text(as_text(answer))
         return print("recorded")
     if answer != recorded:
         parts = [part for part in answer if answer[part] != recorded.get(part)]

@@ -1,5 +1,5 @@
 """Dictionaries for SpeculativeConfig: written ones (`CASES`), a strategy that draws others (`dictionaries`), the models
-that they name, and the rows of the table of differences that explain where our class decides otherwise than vLLM 0.32
+that they name, and the rows of the table of differences that explain where our class decides otherwise than vLLM
 (`ROWS`). Read by tests/test_speculative_config.py, and inside vLLM's environment by check_speculative_config.py: no
 import of ours, of vLLM or of hypothesis at the top."""
 
@@ -152,6 +152,25 @@ MODELS = {
         markov_rank=8,
         markov_head_type="vanilla",
     ),
+}
+XPRESS = BLOCKS | dict(
+    architectures=["Qwen3XPressModel"], xpress_block_size=4, xpress_rank=16, xpress_mlp_hidden=64, xpress_topc=512
+)
+MODELS |= {
+    "xpress": XPRESS,
+    "xpress-renamed": XPRESS | dict(architectures=["DFlashQwen3XPressModel"]),
+    "xpress-of-many": XPRESS | dict(xpress_topc=4096),
+    "xpress-by-steps": {n: v for n, v in XPRESS.items() if n[:6] != "xpress"} | dict(num_speculative_steps=3),
+    "short-blocks": BLOCKS | dict(max_position_embeddings=512),
+    "yarned-blocks": BLOCKS
+    | dict(
+        max_position_embeddings=512,
+        rope_scaling=dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=256),
+    ),
+    "muse-sparks": SPARKS | dict(architectures=["MuseSparkDSparkModel"]),
+    # vLLM has a class of its own for the first, and none for the second
+    "llama-mtp": LLAMA | dict(num_mtp_layers=2),
+    "helium-mtp": LLAMA | dict(model_type="helium", architectures=["HeliumForCausalLM"], num_mtp_layers=2),
 }
 THINKER = LLAMA | dict(
     model_type="qwen3_omni_moe_text",
@@ -505,6 +524,75 @@ CASES |= {  # what ours once decided otherwise
     "eagle3 as its checkpoint, by its path": dict(model="trained-eagle3", method="mtp", num_speculative_tokens=3),
     "trained blocks as eagle3": dict(model="trained-blocks", method="eagle3", num_speculative_tokens=3),
 }
+FLY = dict(rejection_sample_method="fly")
+EAGLE3 = dict(model="small", method="eagle3", num_speculative_tokens=3)
+CASES |= {  # the fields of vLLM 0.33
+    "fly": NGRAM | FLY,
+    "fly, nine tokens": NGRAM | FLY | dict(num_speculative_tokens=9),
+    "fly, one token": NGRAM | FLY | dict(num_speculative_tokens=1),
+    "fly, window 2": NGRAM | FLY | dict(fly_window_size=2),
+    "fly, window of the draft": NGRAM | FLY | dict(fly_window_size=3),
+    "fly, window 0": NGRAM | FLY | dict(fly_window_size=0),
+    "fly, its entropy": EAGLE3 | FLY | dict(fly_entropy_threshold=0.5, fly_entropy_top_k=5),
+    "fly, drawn": DRAFT | FLY | dict(draft_sample_method="probabilistic"),
+    "fly, entropy below 0": NGRAM | FLY | dict(fly_entropy_threshold=-0.1),
+    "fly, entropy of no token": NGRAM | FLY | dict(fly_entropy_top_k=0),
+    "fly of hidden states": dict(method="extract_hidden_states", num_speculative_tokens=2) | FLY,
+    "fly, no method": NGRAM | dict(fly_window_size=2, fly_entropy_threshold=0.5),
+    "fly with rates": NGRAM | FLY | dict(synthetic_acceptance_rates=[0.8, 0.4, 0.4]),
+    "xpress": dict(model="xpress", method="dflash", num_speculative_tokens=3),
+    "xpress, renamed": dict(model="xpress-renamed", method="dflash", num_speculative_tokens=3),
+    "xpress, no method": dict(model="xpress", num_speculative_tokens=3),
+    "xpress, no length": dict(model="xpress", method="dflash"),
+    "xpress, two tokens": dict(model="xpress", method="dflash", num_speculative_tokens=2),
+    "xpress, top 20": dict(model="xpress", method="dflash", num_speculative_tokens=3, xpress_topc=20),
+    "xpress, exact": dict(model="xpress", method="dflash", num_speculative_tokens=3, xpress_topc=0),
+    "xpress, top of more than its vocabulary": dict(
+        model="xpress", method="dflash", num_speculative_tokens=3, xpress_topc=2049
+    ),
+    "xpress, top -1": dict(model="xpress", method="dflash", num_speculative_tokens=3, xpress_topc=-1),
+    "xpress, too many by its config": dict(model="xpress-of-many", method="dflash", num_speculative_tokens=3),
+    "xpress, too many by its config, top 20": dict(
+        model="xpress-of-many", method="dflash", num_speculative_tokens=3, xpress_topc=20
+    ),
+    "xpress by its steps": dict(model="xpress-by-steps", method="dflash", num_speculative_tokens=3),
+    "xpress as eagle3": dict(model="xpress", method="eagle3", num_speculative_tokens=3),
+    "xpress top of dflash": dict(model="blocks", method="dflash", num_speculative_tokens=3, xpress_topc=20),
+    "xpress top of eagle3": EAGLE3 | dict(xpress_topc=20),
+    "xpress top of n-grams": NGRAM | dict(xpress_topc=20),
+    "quantized head": EAGLE3 | dict(draft_lm_head_quantization="fp8"),
+    "quantized head of 4 bits": dict(model="EAGLE-small", num_speculative_tokens=3, draft_lm_head_quantization="nvfp4"),
+    "quantized head of 8 bits": EAGLE3 | dict(draft_lm_head_quantization="int8"),
+    "quantized head of an MTP head": dict(
+        method="mtp", num_speculative_tokens=1, target="mimo", draft_lm_head_quantization="fp8"
+    ),
+    "quantized head of n-grams": NGRAM | dict(draft_lm_head_quantization="fp8"),
+    "quantized head of a draft model": DRAFT | dict(draft_lm_head_quantization="fp8"),
+    "quantized head of dflash": dict(
+        model="blocks", method="dflash", num_speculative_tokens=3, draft_lm_head_quantization="fp8"
+    ),
+    "hashes without lookahead": EAGLE3 | dict(disable_lookahead_block_hashes=True),
+    "hashes without lookahead, n-gram": NGRAM | dict(disable_lookahead_block_hashes=True),
+    "KV cache of 0.33": DRAFT | dict(kv_cache_dtype="octave_k3v4"),
+    "MoE backend of 0.33": DRAFT | dict(moe_backend="aiter_triton_mxfp4_mxfp4"),
+    "attention backend of 0.33": DRAFT | dict(attention_backend="rocm_octave"),
+    "other vocabulary with argmax": DRAFT
+    | dict(model="small-other-words", use_heterogeneous_vocab=True, use_local_argmax_reduction=True),
+    "dflash, fewer positions": dict(model="short-blocks", method="dflash", num_speculative_tokens=3),
+    "dflash, fewer positions of YaRN": dict(model="yarned-blocks", method="dflash", num_speculative_tokens=3),
+    "dflash without block drop": dict(
+        model="blocks", method="dflash", num_speculative_tokens=3, disable_eagle_block_drop=True
+    ),
+    "dspark of muse spark": dict(model="muse-sparks", num_speculative_tokens=3),
+    "dspark of muse spark by its method": dict(model="muse-sparks", method="dspark", num_speculative_tokens=3),
+    "mtp of a class of vLLM's own": dict(method="mtp", num_speculative_tokens=2, target="llama-mtp"),
+    "mtp by the Transformers back end": dict(method="mtp", num_speculative_tokens=2, target="helium-mtp"),
+    "mtp by the Transformers back end, four": dict(method="mtp", num_speculative_tokens=4, target="helium-mtp"),
+    "mtp by the Transformers back end, three": dict(method="mtp", num_speculative_tokens=3, target="helium-mtp"),
+    "a built-in head by the Transformers back end": dict(num_speculative_tokens=2, target="helium-mtp"),
+    "mtp layers of a draft": dict(model="llama-mtp", num_speculative_tokens=2),
+    "step5 by its old name": dict(method="step5_mtp", num_speculative_tokens=1, target="mimo"),
+}
 assert len(CASES) >= 150, len(CASES)
 
 
@@ -527,9 +615,17 @@ def place(case, folder):
 
 def mtp_config(word):
     """A verifier's config.json with this model_type or first architecture, with all numbers that families count by."""
-    numbers = dict(num_nextn_predict_layers=2, mtp_num_hidden_layers=3, num_mtp_modules=4, layer_types=[], hc_count=1)
+    numbers = dict(
+        num_nextn_predict_layers=2,
+        mtp_num_hidden_layers=3,
+        num_mtp_modules=4,
+        layer_types=[],
+        hc_count=1,
+    )
     config = dict(model_type="any", architectures=["AnyForCausalLM"])
     config |= dict(architectures=[word]) if word[0].isupper() else dict(model_type=word)
+    if word.startswith("RadioMBart"):
+        return config | dict(decoder=dict(model_type="any", causal_vision_prefix=True))
     if word.startswith("Nemotron"):  # these have it in a part
         return config | dict(text_config=dict(model_type="nemotron_h", architectures=["Any"], **numbers))
     if word in ("interns2_mobius", "intern_s2_preview"):
@@ -542,7 +638,7 @@ def mtp_config(word):
     return config | numbers
 
 
-# where we decide otherwise than vLLM 0.32, on purpose. Title: [(what we do, on which dictionaries)]. What we do:
+# where we decide otherwise than vLLM, on purpose. Title: [(what we do, on which dictionaries)]. What we do:
 # "accept" what vLLM refuses, "refuse" what it accepts, resolve to other "values". A condition names fields and values
 # that decide, and holds for no dictionary on which the two agree. The reasons are in the table at the end of
 # nbs/serve/06_speculative_config.ipynb, under the same titles.
@@ -564,14 +660,21 @@ def _is_in_brackets(case):
     return case.get("method") == "[ngram]"
 
 
-def _is_mlp_speculator(case):
-    return case.get("model") == "mlp" and case.get("method") in (None, "mlp_speculator")
-
-
 def _is_mtp_without_number(case):
     in_target = case.get("method") in MTP_WORDS and "model" not in case
     found = case.get("model") in MTP_MODELS and case.get("method") in (None, "draft_model", *MTP_WORDS)
     return "num_speculative_tokens" not in case and (in_target or found)
+
+
+def _has_own_class(case):
+    "The target has `num_mtp_layers`, and vLLM does not serve it by the Transformers back end."
+    return case.get("target") == "llama-mtp" and case.get("method") == "mtp" and "model" not in case
+
+
+def _is_of_another_length(case):
+    "vLLM's kernel takes an XPress draft's block of 4 slots to be the draft and the anchor."
+    xpress = str(case.get("model")).startswith("xpress") and case.get("method") == "dflash"
+    return xpress and case.get("num_speculative_tokens") != 3
 
 
 def _given_or_by_path(case):
@@ -635,9 +738,8 @@ ROWS = {
         ("accept", _sampled_in_words),
         ("accept", _has_tree),
         ("accept", _is_in_brackets),
-        ("accept", _is_mlp_speculator),
     ],
-    "the number of an MTP head": [("accept", _is_mtp_without_number)],
+    "MTP heads": [("accept", _is_mtp_without_number), ("accept", _has_own_class)],
     "a checkpoint of this library": [
         ("refuse", _contradicts_checkpoint),
         ("accept", _checkpoint_has_number),
@@ -645,7 +747,11 @@ ROWS = {
         ("values", _checkpoint_is_parallel),
         ("values", _checkpoint_proposes_fewer),
     ],
-    "what fails later": [("refuse", _is_argmax_of_a_sample), ("refuse", _has_odd_schedule)],
+    "what fails later": [
+        ("refuse", _is_argmax_of_a_sample),
+        ("refuse", _has_odd_schedule),
+        ("refuse", _is_of_another_length),
+    ],
     "models of other machines": [("accept", _is_elsewhere)],
     "numbers that nobody means": [("refuse", _has_no_meant_number), ("refuse", _has_infinite_factor)],
 }
@@ -684,6 +790,9 @@ USUAL = dict(
     use_multi_module_mtp=False,
     use_gemma4_mtp=False,
     use_step3p5_mtp=False,
+    disable_lookahead_block_hashes=False,
+    fly_entropy_threshold=0.3,
+    fly_entropy_top_k=3,
 )
 FIELDS = [
     "method",
@@ -715,6 +824,12 @@ FIELDS = [
     "num_speculative_tokens_per_batch_size",
     "dspark_draft_topk",
     "enable_adaptive_verification",
+    "disable_lookahead_block_hashes",
+    "draft_lm_head_quantization",
+    "xpress_topc",
+    "fly_window_size",
+    "fly_entropy_threshold",
+    "fly_entropy_top_k",
 ]
 QUESTIONS = [
     "use_eagle",
@@ -731,12 +846,14 @@ QUESTIONS = [
     "use_step3p5_mtp",
     "use_multi_module_mtp",
 ]
+QUESTIONS_OF_033 = ["needs_eagle_block_drop", "is_xpress", "draft_shares_target_positions"]
 DEVICES = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
 
 
-def resolved(config, folder, rejection_sample_method, draft_max_model_len, lookahead):
+def resolved(config, folder, rejection_sample_method, draft_max_model_len, lookahead, engine_version):
     """What either class made of a dictionary, as JSON has it: what is not usual, and what is not None."""
-    values = {name: getattr(config, name) for name in FIELDS}
+    questions = QUESTIONS + (QUESTIONS_OF_033 if engine_version == "0.33" else [])
+    values = {name: getattr(config, name, USUAL.get(name)) for name in FIELDS}  # vLLM 0.32 does not have all
     values["attention_backend"] = getattr(config.attention_backend, "name", config.attention_backend)
     devices = config.draft_parallel_config
     values |= dict(
@@ -747,9 +864,9 @@ def resolved(config, folder, rejection_sample_method, draft_max_model_len, looka
         devices=devices and [getattr(devices, name) for name in DEVICES],
         shown=repr(config).replace(str(folder), "").replace(str(ROOT), ""),
     )
-    values |= {name: getattr(config, name)() for name in QUESTIONS}
-    asked = [name for name in QUESTIONS if values[name] and name not in USUAL]
-    values = {n: v for n, v in values.items() if v is not None and (n not in QUESTIONS or n in USUAL)}
+    values |= {name: getattr(config, name)() for name in questions}
+    asked = [name for name in questions if values[name] and name not in USUAL]
+    values = {n: v for n, v in values.items() if v is not None and (n not in questions or n in USUAL)}
     values = json.loads(json.dumps(values | dict(questions=asked)))
     return {name: value for name, value in values.items() if name not in USUAL or value != USUAL[name]}
 
@@ -784,11 +901,26 @@ RIGHT = {  # field -> values to draw from that are right in some dictionary
     "num_speculative_tokens_per_batch_size": [[[1, 4, 3], [5, 9, 1]], [[1, 2, 0]]],
     "rejection_sample_method": ["standard", "block", "synthetic"],
 }
+RIGHT_IN_033 = RIGHT | {
+    "rejection_sample_method": ["standard", "block", "synthetic", "fly", "fly"],
+    "fly_window_size": [1, 2, 3, 6],
+    "fly_entropy_threshold": [0.0, 0.3, 1.5],
+    "fly_entropy_top_k": [1, 5],
+    "xpress_topc": [0, 20, 2048, 2049],
+    "draft_lm_head_quantization": ["fp8", "nvfp4"],
+    "disable_lookahead_block_hashes": [True, False],
+    "kv_cache_dtype": ["auto", "fp8", "octave_k3v3", "of_a_platform"],
+    "moe_backend": ["triton", "aiter_triton_mxfp4_mxfp4"],
+    "attention_backend": ["FLASH_ATTN", "step5_dsa"],
+}
 BELONGS = {  # field -> what is written in a dictionary of its method
     "index_share_for_mtp_iteration": ("mtp",),
     "use_heterogeneous_vocab": ("draft_model",),
     "dspark_draft_topk": ("sparks",),
     "parallel_drafting": ("eagle",),
+    "xpress_topc": ("xpress",),
+    "draft_lm_head_quantization": ("eagle",),
+    "fly_window_size": ("ngram",),
 }
 WRONG = {  # field -> values that are wrong in every dictionary
     "num_speculative_tokens": [0, -1, "many", 2.5],
@@ -823,10 +955,11 @@ def _drawn_rates(draw, st, case):
     return dict(synthetic_acceptance_rates=sorted((r / 10 for r in rates), reverse=bool(draw(st.integers(0, 5)))))
 
 
-def dictionaries():
+def dictionaries(engine_version):
     """A hypothesis strategy over the fields: a way of drafting, up to four fields more, sometimes a wrong one."""
     from hypothesis import strategies as st
 
+    right = RIGHT_IN_033 if engine_version == "0.33" else RIGHT
     without_model = ["ngram", "ngram", "ngram_gpu", "suffix", "suffix", "extract_hidden_states", "mtp", "custom_class"]
     found = [None, None, None, None, "draft_model"]
     of_a_model = [*found, "eagle", "eagle3", "eagle3", "dflash", "dspark", "medusa", "mtp", "mimo_mtp"]
@@ -842,11 +975,11 @@ def dictionaries():
         if draw(st.integers(0, 9)):
             case["num_speculative_tokens"] = draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 16]))
         if draw(st.integers(0, 5)):  # fields that few methods have, mostly where they belong
-            names = [name for name in RIGHT if all(part in str(case) for part in BELONGS.get(name, ()))]
+            names = [name for name in right if all(part in str(case) for part in BELONGS.get(name, ()))]
         else:
-            names = list(RIGHT)
+            names = list(right)
         for name in draw(st.lists(st.sampled_from(sorted(names)), max_size=4, unique=True)):
-            case[name] = draw(st.sampled_from(RIGHT[name]))
+            case[name] = draw(st.sampled_from(right[name]))
         if case.get("rejection_sample_method") == "synthetic" or not draw(st.integers(0, 29)):
             case |= _drawn_rates(draw, st, case)
         if not draw(st.integers(0, 9)):
@@ -861,7 +994,7 @@ def dictionaries():
     return dictionary()
 
 
-def drawn(number, seed):
+def drawn(number, seed, engine_version):
     """That many dictionaries, all different, drawn with a seed (hypothesis, in .venv)."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as with_seed
@@ -876,7 +1009,7 @@ def drawn(number, seed):
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(dictionaries())
+    @given(dictionaries(engine_version))
     def keep(case):
         found.setdefault(json.dumps(case, sort_keys=True), case)
 
