@@ -405,7 +405,7 @@ class DecoderLayer(GradientCheckpointingLayer):
 
     @property
     def can_project_embeds(self) -> bool:
-        "Whether it reads embeddings, and its weights are whole outside of `forward` (FSDP's not)."
+        "Whether it reads embeddings, and its weights are whole outside of `forward`: not FSDP's."
         return self.hidden_norm is not None and not hasattr(self, "unshard")
 
     def project_embeds(self, embeds: Tensor) -> ProjectedEmbeds:  # [N, H]
