@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from .checkpoints import hub_access, model_file, push_errors
 from .files import NotSupported, check_folder
@@ -156,7 +156,7 @@ class FieldError(ValidationError):
     def of(cls, problem: str) -> "FieldError":
         "An error of a rule between fields, which the problem names."
         rule = PydanticCustomError("rule", "{problem}", {"problem": problem})
-        return cls.from_exception_data("config", [dict(type=rule, loc=(), input=None)])
+        return cls.from_exception_data("config", [InitErrorDetails(type=rule, input=None)])
 
     def __str__(self):
         return explain(self)

@@ -300,7 +300,7 @@ class ChatTemplate(_Renderer):
     def marks_prompt(self) -> bool:
         "Whether its marks contain the generation prompt, which the verifier does not write."
         try:
-            text, marks = self(_PROBE)
+            text, marks = self(list(_PROBE))
             return bool(marks) and marks[0][0] < _border(_PROBE, 1, self, None, text)
         except BadRow:
             return False

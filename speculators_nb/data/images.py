@@ -319,8 +319,9 @@ def pictures_of(
 ) -> list[Image.Image]:  # RGB, in the order of their places
     """Open the pictures. ValueError: one is missing, damaged, too large, or in a format that is
     not known."""
-    contents = [m.get("content") for m in messages if isinstance(m.get("content"), list)]
-    files = [picture_file(part) for content in contents for part in content]
+    contents = [m.get("content") for m in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    files = [picture_file(part) for part in parts]
     return [_decoded(file) for file in files if file]
 
 # %% ../../nbs/data/08_images.ipynb #8d29aa7c

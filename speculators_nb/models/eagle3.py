@@ -131,8 +131,8 @@ class Eagle3Network(TrainingTimeTest):
         "Mix the features of the A layers into one hidden state."
         if not torch.is_autocast_enabled(features.device.type):
             features = features.to(self.fc.weight.dtype)
-        norms = self.fc_norm or ([] if self.input_norm is None else [self.input_norm])
-        if not norms:
+        norms: Any = self.fc_norm or [self.input_norm]  # RMSNorms, or one None
+        if norms[0] is None:
             return self.fc(features)
         parts = features.chunk(len(norms), -1)
         if not torch.is_grad_enabled():

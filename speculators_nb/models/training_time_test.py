@@ -9,7 +9,7 @@ __all__ = ['OwnTokens', 'StepInputs', 'StepOutput', 'UnrolledDrafter', 'layer_ma
 
 # %% ../../nbs/models/06_training_time_test.ipynb #2171d775
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -221,6 +221,7 @@ class LeanUnrolling(DenseUnrolling):
         "The needed rows of every step."
         length = self.rotary.length(position_ids)  # of the whole row, where RoPE depends on it
         masks = layer_masks(self, document_ids)
+        embeds: Any
         hidden, embeds = self.first_inputs(input_ids, features)
         first, of_text = self.layers[0], None
         if own_tokens is None and getattr(first, "can_project_embeds", False):

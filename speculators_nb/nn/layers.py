@@ -226,7 +226,7 @@ class ProjectedEmbeds(NamedTuple):
     query_weight: Tensor  # [Hq·D, H] of the hidden states
     key_weight: Tensor  # [Hkv·D, H]
     value_weight: Tensor  # [Hkv·D, H]
-    hidden: Tensor | None = None  # [N, H] normed; the layer puts it in
+    hidden: Any = None  # [N, H] normed; the layer puts it in
 
     def take(self, rows: Tensor) -> "ProjectedEmbeds":  # [M] int64, all different
         "Those of some rows."
@@ -405,18 +405,19 @@ class DecoderLayer(GradientCheckpointingLayer):
 
     @property
     def can_project_embeds(self) -> bool:
-        "Whether it reads embeddings, and its weights are whole outside of `forward`: not FSDP's."
+        "Whether it reads embeddings, and has its weights outside of `forward`: not under FSDP."
         return self.hidden_norm is not None and not hasattr(self, "unshard")
 
     def project_embeds(self, embeds: Tensor) -> ProjectedEmbeds:  # [N, H]
         "The part of embeddings in queries, keys and values, for a layer with_embeds."
         attention, kind = self.self_attn, embeds.device.type
-        unit = self.input_layernorm.without_gain(embeds)
+        norm: Any = self.input_layernorm  # an RMSNorm, where there are embeddings
+        unit = norm.without_gain(embeds)
         auto = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         of_embeds, of_hidden = [], []
         for proj in (attention.q_proj, attention.k_proj, attention.v_proj):
             embeds_half, hidden_half = proj.weight.chunk(2, 1)
-            part = product_of_normed(unit, self.input_layernorm.weight, embeds_half)
+            part = product_of_normed(unit, norm.weight, embeds_half)
             of_embeds.append(part if proj.bias is None else part + proj.bias)
             of_hidden.append(hidden_half.to(auto or hidden_half.dtype))  # once for all steps
         return ProjectedEmbeds(*of_embeds, *of_hidden)
@@ -461,7 +462,9 @@ class DecoderLayer(GradientCheckpointingLayer):
         values and returns the heads [..., Hq, M or N, D]: what a query attends to differs
         between training and drafting, and is all that differs. Gradient checkpointing calls it
         twice: what it remembers, it remembers once."""
-        if isinstance(embeds, ProjectedEmbeds):
+        if self.hidden_norm is None:  # a layer behind the first
+            x, residual = self.inputs(hidden)
+        elif isinstance(embeds, ProjectedEmbeds):
             normed = self.hidden_norm(hidden)
             x = embeds._replace(hidden=normed)
             residual = normed if self.norm_before_residual else hidden

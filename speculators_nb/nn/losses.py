@@ -312,7 +312,7 @@ def _scores(target, drafts, label, term, mixture, *wanted):
     correct = torch.cat([slot.correct for slot in slots])
     accept = _joined([slot.accept for slot in slots])
     tokens = _joined([slot.tokens for slot in slots])
-    grads = [slot.grad for slot in slots]
+    grads: Any = [slot.grad for slot in slots]
     if term is None and grads[0] is not None:
         grads = [grad.to(z.dtype) for grad, z in zip(grads, drafts)]
     return losses, correct, accept, tokens, _joined(grads)

@@ -307,11 +307,11 @@ class AnswerParser:
         ids: list[int],  # of an answer, with the token that ended it
         prompt: list[int],  # that it answers
         tools: list[dict] | None = None,  # as from `tools_of`
-    ) -> dict:  # role, content; reasoning_content and tool_calls where it has them
+    ) -> dict[str, Any]:  # role, content; reasoning_content and tool_calls where it has them
         "An answer as a message. UnreadableAnswer: its marks are not those of the template."
         text = self._decode(ids[:-1] if ids and ids[-1] in self.eos_ids else ids)
         if self.template:
-            message = self._by_template(ids, prompt, tools)
+            message: dict[str, Any] = self._by_template(ids, prompt, tools)
         else:
             message = self._by_marks(text, self._decode(prompt[-64:]).rstrip(), tools)
         calls = message.get("tool_calls") or []
