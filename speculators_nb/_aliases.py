@@ -286,7 +286,7 @@ DROPPED: dict[str, str] = {
     "regenerate.language": "BY_LETTER BY_SCRIPT BY_WORD OWN_LETTERS VIETNAMESE",
     "lab.experiment": "SETTINGS",
     "nn.attention": "flex_prefix",
-    "serve.server": "INSTALL RECIPE",
+    "serve": "INSTALL RECIPE",
     "serve.speculative_config": "ENGINES",
     "serve.vllm_methods": "SERVED_AS",
 }
