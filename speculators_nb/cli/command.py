@@ -118,7 +118,7 @@ GROUPS = {  # heading -> options below it
     baseline load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run
     engine_version
     extra""",
-    "Machines": "devices memory disk tflops mfu",
+    "Machines": "devices memory disk tflops bandwidth mfu",
     "Output": "output_dir features.dtype shard_gb save_dtype overwrite resume dry_run link",
     GENERAL: """seed device num_proc batch_size max_tokens rank world_size
     trust_remote_code import_ recipe""",
