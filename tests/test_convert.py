@@ -236,7 +236,8 @@ KINDS = {
 
 
 def test_every_format_is_tested():
-    assert {f.name: f.model_type for f in formats()} == KINDS
+    "XPress's layout, which has a kernel's limits, has its tests in test_xpress.py."
+    assert {f.name: f.model_type for f in formats()} == KINDS | {"xpress": "xpress"}
 
 
 @pytest.mark.statement("release-53")

@@ -228,7 +228,7 @@ def test_own_tokens_are_what_is_drafted(seed):
         assert (ga[key] - gb[key]).norm() <= 1e-5 * gb[key].norm() + 1e-6, key
     assert loss != model(**batch, ttt_steps=steps)[1]
     first = model(**batch, ttt_steps=1, use_off_policy_tokens=False)[1]
-    assert first == model(**batch, ttt_steps=1)[1]  # one step reads no drafted token
+    torch.testing.assert_close(first, model(**batch, ttt_steps=1)[1])  # one step reads no drafted token
 
 
 def test_off_policy_in_training_alone():

@@ -568,7 +568,8 @@ def test_toy_run(tmp_path):
     timed = [r["setting"] for r in found["rows"]["step"] if min(r["flops"], r["seconds"], r["changing_seconds"]) > 0]
     assert set(timed) == set(step.SETTINGS) - {"EAGLE-3 K=7"}
     assert [r["variant"] for r in found["rows"]["ab"]] == list(ab.VARIANTS)
-    assert len({r["first_loss"] for r in found["rows"]["ab"]}) == 1  # on a CPU nothing is compiled
+    losses = [r["first_loss"] for r in found["rows"]["ab"]]
+    assert max(losses) / min(losses) < 1.001  # on a CPU nothing is compiled; products are rounded to bf16
     looped = found["rows"]["loop"]
     kinds = {(p, t, c) for p in ("chain", "tree") for t in (0.0, 1.0) for c in ("dynamic", "static", "graphs")}
     assert {(r["proposal"], r["temperature"], r["kv_cache"]) for r in looped} == kinds

@@ -162,8 +162,8 @@ def _calls_in(template, tools, messages, text, start):
         whole = (i for i in places if i in begins and i + more in begins)
         place = next(whole, first)
         return [(place, place + more)]
-    said = text.find(content.strip(), start) if content.strip() else end
-    return _without([(first, end)], [(said, said + len(content.strip()))])
+    at = text.find(content.strip(), start) if content.strip() else end
+    return _without([(first, end)], [(at, at + len(content.strip()))])
 
 
 def _reasoning_in(template, tools, messages, text, start):

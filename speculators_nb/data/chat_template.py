@@ -251,10 +251,11 @@ class ChatTemplate(_Renderer):
     def unasked(self) -> str:  # empty for most templates
         """What the template writes after every conversation, though no generation prompt was
         requested, and not where a conversation continues."""
-        ask, said = _PROBE
+        question, answer = _PROBE
         try:
             question, text, longer = (
-                self.render(m)[0] for m in ([ask], [ask, said], [ask, said, ask])
+                self.render(m)[0]
+                for m in ([question], [question, answer], [question, answer, question])
             )
         except BadRow:
             return ""
@@ -268,7 +269,7 @@ class ChatTemplate(_Renderer):
         if not same:  # earlier turns are rewritten
             return ""
         start = last - max(same)
-        end_of_turn = text[text.rfind(said["content"]) + len(said["content"]) : start]
+        end_of_turn = text[text.rfind(answer["content"]) + len(answer["content"]) : start]
         ends = self.control.inside(end_of_turn)
         if text[start:].strip() == self.special.get("eos_token") and not ends:
             return ""  # the only token that ends an answer
@@ -490,23 +491,23 @@ def check_calls(
     "Misread: the text lacks a call or what is said beside it, or writes them as nobody would."
     turn = messages[-1]
     calls = [call.get("function") or call for call in turn.get("tool_calls") or ()]
-    said = turn.get("content")
+    spoken = turn.get("content")
     written = "".join(text[a:b] for a, b in spans)
     at = f"message {len(messages) - 1} (assistant)"
     for name, n in Counter(str(call["name"]) for call in calls).items():
         if written.count(name) < n:
             reason = "the chat template leaves out calls of tools, so they cannot be trained"
             raise Misread(reason, at, name)
-    if calls and isinstance(said, str) and said.strip():
-        words = said.rpartition("</think>")[2].split()
+    if calls and isinstance(spoken, str) and spoken.strip():
+        words = spoken.rpartition("</think>")[2].split()
         if " ".join(words) not in " ".join(written.split()):
             reason = "the chat template leaves out what is said beside calls of tools"
-            raise Misread(reason, at, said)
+            raise Misread(reason, at, spoken)
     for wrong in (_misspelled(call.get("arguments")) for call in calls):
         if wrong and wrong in written:
             reason = "the chat template writes arguments of calls otherwise than as JSON"
             raise Misread(reason, at, wrong)
-    if calls and said is None and _written_for_null(render, messages, text):
+    if calls and spoken is None and _written_for_null(render, messages, text):
         raise Misread("the chat template writes None for content that is empty", at)
 
 
@@ -514,8 +515,8 @@ def _check_parts(messages, text):
     "BadRow: a template that knows texts alone was given pictures."
     for i, content in enumerate(m.get("content") for m in messages):
         if isinstance(content, list):
-            said = [part["text"].strip() for part in content if part.get("type") == "text"]
-            if str(content) in text or any(words not in text for words in said):
+            texts = [part["text"].strip() for part in content if part.get("type") == "text"]
+            if str(content) in text or any(words not in text for words in texts):
                 reason = "the chat template does not read content that is made of parts"
                 raise BadRow(reason, f"message {i}")
 

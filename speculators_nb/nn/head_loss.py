@@ -297,8 +297,12 @@ def score_chunk(
             grad = scores.score(rows, p.first(n), drafts, *parts, weight is not None)
             if grad is None or weight is None:
                 continue
-            if len(grad) == len(z_rows):
-                gradients = grad
+            if (
+                len(grad) == len(z_rows)
+                and grad.dtype == z_rows.dtype
+                and is_compiled_for(grad)
+            ):
+                gradients = grad  # as it is; on a CPU its place is that of the logits
             for (rows, z), part in zip(group, grad.split(n)):
                 if gradients is z_rows:
                     z.copy_(part)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .compiled import compiled_on_cuda
+from .compiled import compiled_on_cuda, is_compiled_for
 from speculators_nb.nn.head_loss import (
     HeadLoss,
     chunk_rows,
@@ -64,7 +64,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
                 z_tile = z[part.start - first : part.stop - first]
                 found = score_tokens(z_tile, tokens[part], want_hidden or want_head)
                 losses[part], correct[part], grad_tile = found
-                if grad_tile is not None and len(grad_tile) == len(z):
+                if grad_tile is not None and len(grad_tile) == len(z) and is_compiled_for(z):
                     z = grad_tile
                 elif grad_tile is not None:
                     z_tile.copy_(grad_tile)

@@ -162,7 +162,7 @@ def foreign_model(
     if any((folder / name).is_file() for name in OWN_RECORDS):
         return None
     found = (file.name for pattern in MODEL_FILES for file in sorted(folder.glob(pattern)))
-    return next((name for name in found if not name.startswith("hs_")), None)
+    return next((name for name in found if not name.startswith(("hs_", ".hs_"))), None)
 
 
 def refuse_model(

@@ -469,7 +469,7 @@ CASES = [
     ),
     Case(
         "serve: a native folder of another drafter",
-        lambda folder: what_to_serve(HEADS, native=folder / "native", verifier=VERIFIER),
+        lambda folder: what_to_serve(HEADS, native=folder / "native", verifier=VERIFIER, engine_version="0.32"),
         "native='.*native': holds the layout of another drafter; name another",
         {"native": _native},
     ),

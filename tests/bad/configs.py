@@ -191,7 +191,10 @@ FIELDS = {
     "no methods": (block(proposal_methods=[]), "proposal_methods=\\[\\]: list should have at least 1"),
     "methods that are text": (block(proposal_methods="greedy"), "proposal_methods='greedy': (input|must|extra|is)"),
     "a method that is null": (block(proposal_methods=[None]), "proposal_methods.0=None: (input|must|extra|is)"),
-    "a method of nothing": (block(proposal_methods=[{}]), "proposal_methods.0=\\{\\}: .*proposal_type"),
+    "a method of nothing": (
+        block(proposal_methods=[{}]),
+        "proposal_methods.0.proposal_type=\\(missing\\): field required",
+    ),
     "an unknown method": (method(proposal_type="guess"), "proposal_methods.0=.*'guess'"),
     "a default that is not listed": (
         block(default_proposal_method="sampling"),
