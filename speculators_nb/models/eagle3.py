@@ -135,7 +135,7 @@ class Eagle3Network(TrainingTimeTest):
         if norms[0] is None:
             return self.fc(features)
         parts = features.chunk(len(norms), -1)
-        if not torch.is_grad_enabled():
+        if not self.training:
             return self.fc(torch.cat([norm(part) for norm, part in zip(norms, parts)], -1))
         unit = torch.cat([norm.without_gain(part) for norm, part in zip(norms, parts)], -1)
         gain = torch.cat([norm.weight for norm in norms])

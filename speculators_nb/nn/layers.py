@@ -405,8 +405,10 @@ class DecoderLayer(GradientCheckpointingLayer):
 
     @property
     def can_project_embeds(self) -> bool:
-        "Whether it reads embeddings, and has its weights outside of `forward`: not under FSDP."
-        return self.hidden_norm is not None and not hasattr(self, "unshard")
+        """Whether it trains, reads embeddings, and has its weights outside of `forward`, which
+        FSDP's have not."""
+        whole = not hasattr(self, "unshard")
+        return self.training and self.hidden_norm is not None and whole
 
     def project_embeds(self, embeds: Tensor) -> ProjectedEmbeds:  # [N, H]
         "The part of embeddings in queries, keys and values, for a layer with_embeds."
