@@ -120,7 +120,7 @@ GROUPS = {  # heading -> options below it
     extra""",
     "Machines": "devices memory disk tflops bandwidth mfu",
     "Output": "output_dir features.dtype shard_gb save_dtype overwrite resume dry_run link",
-    GENERAL: """seed device num_proc batch_size max_tokens rank world_size
+    GENERAL: """seed device compute_dtype num_proc batch_size max_tokens rank world_size
     trust_remote_code import_ recipe""",
 }
 GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.split()}

@@ -236,6 +236,7 @@ RELATIONS = [
         counts_only_with("features", name, "source", "hf")
         for name in ("device", "attn_implementation")
     ),
+    counts_only_with("features", "compute_dtype", "source", "hf", "auto"),
     needs("train", "storage", "server", "has no effect without a server"),
     needs("serve", "aux_layer_ids", "hidden_states", "has no effect without hidden_states"),
     *(

@@ -43,7 +43,7 @@ from speculators_nb.verifier.identity import (
     fingerprint,
 )
 from ..verifier.row_limits import RowLimits
-from ..verifier.tapped_model import Verifier
+from ..verifier.tapped_model import Verifier, computing
 
 # %% ../../nbs/features/05_in_process.ipynb #bf5c525f
 def token_batches(
@@ -272,6 +272,7 @@ def extract_features(
     world_size: int = 1,  # 1: all processes that work in the folder share its batches
     then: Callable[[dict], Any] | None = None,  # gets the counts, once, when all is done
     shard_gb: float | None = None,  # GB of a file of many rows; None: a file for each row
+    compute_dtype: torch.dtype | None = None,  # of products; None: the verifier's
 ) -> dict[str, int]:  # counts of the whole job: written, kept
     """Write the features of rows that have no valid file. ValueError: another origin;
     FeatureError: not finite; DiskError: the rest is kept; BlockingIOError: another process
@@ -292,7 +293,8 @@ def extract_features(
 
     def compute(batch):
         tokens = [folder.tokens[i] for i in batch]
-        return states_of(verifier, tokens, computed, [inputs_of(i) for i in batch])
+        with computing(verifier, compute_dtype):
+            return states_of(verifier, tokens, computed, [inputs_of(i) for i in batch])
 
     about = dict(max_tokens=max_tokens, shard_gb=shard_gb)
     with feature_job(out_dir, config, rows, **about) as job:

@@ -307,6 +307,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         ("float64", "{}='float64': is not known"),
     ],
     "dtype": words("auto", "int8", "fp4"),
+    "compute_dtype": words("auto, bfloat16 or float32", "bf16", "float16"),
 }
 FURTHER = [  # --extra of train: (name=value, what must be answered)
     ("max_steps=0", "max_steps=0: trains nothing; give a number of steps"),
