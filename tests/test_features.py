@@ -450,3 +450,16 @@ def test_the_split_of_a_prepared_folder_is_kept(tmp_path):
     assert FeatureDataset(tmp_path / "features").split == {"train": N - 3, "val": 3}
     assert LiveFeatures(make_verifier(), table_of(tmp_path / "prepared")).split == {"train": N - 3, "val": 3}
     assert LiveFeatures(make_verifier(), table_of(tmp_path / "prepared").select(range(5))).split is None
+
+
+def test_products_in_bfloat16(tmp_path):
+    "The states are near those of float32, and the folder is that of the same verifier."
+    verifier, rows, folders = make_verifier(), make_rows(), {}
+    for dtype in (None, torch.bfloat16):
+        folder = tmp_path / str(dtype)
+        extract_features(verifier, rows, folder, dtype=torch.float32, compute_dtype=dtype)
+        folders[dtype] = FeatureDataset(folder)
+    exact, rounded = (torch.cat([f.read(i)[2] for i in range(N)]) for f in folders.values())
+    assert not torch.equal(exact, rounded)
+    assert torch.cosine_similarity(exact, rounded, dim=-1).mean() > 0.999
+    assert len({(tmp_path / str(d) / "data_config.json").read_text() for d in folders}) == 1

@@ -302,3 +302,22 @@ def test_what_is_known_of_a_verifier_is_read_once(tmp_path, verifier, monkeypatc
     assert len(reads) == 1
     with pytest.raises(FileNotFoundError):
         VerifierInfo.of(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("slow, chosen", [(torch.float32, torch.bfloat16), (torch.bfloat16, None), (None, None)])
+def test_the_dtype_of_products_is_measured(monkeypatch, slow, chosen):
+    "A small verifier keeps its own, and so does one on a CPU that is no faster in bfloat16."
+    clock, torch_linear = [0.0], torch.nn.functional.linear
+
+    def linear(states, weight):
+        clock[0] += 2.0 if states.dtype == slow else 1.0
+        return torch_linear(states, weight)
+
+    model = Verifier(LlamaForCausalLM(LlamaConfig(**TINY)))
+    assert faster_dtype(model) is None
+    monkeypatch.setattr(tapped_model, "FEW_WEIGHTS", 0)
+    monkeypatch.setattr(tapped_model.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    assert faster_dtype(model) is chosen
+    model.model.bfloat16()
+    assert faster_dtype(model) is None

@@ -5,13 +5,13 @@ what a CPU computes in bfloat16.
     python benchmarks/generation/run.py                           a random one of SmolLM2-135M's sizes
 
 Method: one thread; the sides of a comparison take turns, so that a busy machine slows them alike; seconds are those of
-processor time; ratios are medians over rounds. Prompts have 300 to 800 random tokens, all of different length
+processor time; a step is the median of all steps. Prompts have 300 to 800 random tokens, all of different length
 (`--shortest`, `--longest`), greedy, no end token, so that every side generates the same number of tokens.
 
 - *answer*: `regenerate.in_process.answer`, float32; *bfloat16*: the same within `tapped_model.computing`.
 - *padded*: what `answer` was before: left padding, a growing cache, a mask for all; *transformers*: `model.generate` on
   the same left-padded batch, with its dynamic cache and with its static one.
-- *prefill* is taken off: a step is (seconds for n + 1 tokens - seconds for 1 token) / n.
+- *prefill* is the time until every prompt has its first token; a step follows the one before.
 - *features*: `features.in_process.states_of`, float32 and bfloat16, and the cosine between them.
 
 Results go to benchmarks/generation/results/.
@@ -24,6 +24,8 @@ import re
 import time
 from contextlib import nullcontext
 from datetime import date
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -57,7 +59,7 @@ def padded_batch(prompts):
 
 
 @torch.no_grad()
-def padded(verifier, prompts, n):
+def padded(verifier, prompts, n, tick):
     """Greedy answers as they were generated before: left padding and a growing cache."""
     ids, mask = padded_batch(prompts)
     cache, out = DynamicCache(), []
@@ -69,30 +71,44 @@ def padded(verifier, prompts, n):
         ids = step.logits[:, -1].argmax(-1, keepdim=True)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         out.append(ids)
+        tick()
     return torch.cat(out, 1).tolist()
 
 
-def generated(verifier, prompts, n, cache=None):
+def generated(verifier, prompts, n, tick, cache=None):
     """Greedy answers of transformers."""
+
+    def goes_on(ids, scores, **kwargs):
+        tick()
+        return torch.zeros(len(ids), dtype=torch.bool)
+
     ids, mask = padded_batch(prompts)
-    kind = {"cache_implementation": cache} if cache else {}
     whole = verifier.model.generate(
-        ids, attention_mask=mask, max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0, **kind
+        ids,
+        attention_mask=mask,
+        max_new_tokens=n,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        stopping_criteria=[goes_on],
+        disable_compile=True,
+        **({"cache_implementation": cache} if cache else {}),
     )
     return whole[:, ids.shape[1] :].tolist()
 
 
-def in_bfloat16(verifier, prompts, n):
-    with computing(verifier, torch.bfloat16):
-        return answer(verifier, prompts, n, ())
+def ours(verifier, prompts, n, tick, dtype=None):
+    """Greedy answers of `regenerate`."""
+    with computing(verifier, dtype):
+        return answer(verifier, prompts, n, (), progress=lambda tokens: tick())
 
 
 SIDES = {
-    "answer": lambda v, prompts, n: answer(v, prompts, n, ()),
-    "answer, bfloat16": in_bfloat16,
+    "answer": ours,
+    "answer, bfloat16": partial(ours, dtype=torch.bfloat16),
     "padded": padded,
     "transformers, dynamic": generated,
-    "transformers, static": lambda v, prompts, n: generated(v, prompts, n, "static"),
+    "transformers, static": partial(generated, cache="static"),
 }
 
 
@@ -111,12 +127,15 @@ def generation(verifier, opt, rows):
     steps, prefills, texts = {s: [] for s in SIDES}, {s: [] for s in SIDES}, {}
     for _ in range(opt.rounds):
         for side, function in SIDES.items():
-            first, _ = clocked(function, verifier, prompts, 1)
-            whole, texts[side] = clocked(function, verifier, prompts, 1 + opt.steps)
-            prefills[side].append(first)
-            steps[side].append((whole - first) / opt.steps)
-            print(rows, side, f"prefill {first:.1f} s, step {steps[side][-1] * 1000:.0f} ms", flush=True)
-    ours = texts["answer"]
+            ticks, start = [], time.process_time()
+            texts[side] = function(verifier, prompts, 1 + opt.steps, lambda: ticks.append(time.process_time()))
+            ticks = ticks[-opt.steps - 1 :]
+            prefills[side].append(ticks[0] - start)
+            steps[side] += [after - before for before, after in pairwise(ticks)]
+            print(
+                rows, side, f"prefill {prefills[side][-1]:.1f} s, step {1000 * median(steps[side]):.0f} ms", flush=True
+            )
+    before = median(steps["padded"])
     return [
         dict(
             rows=rows,
@@ -124,8 +143,8 @@ def generation(verifier, opt, rows):
             prefill_s=median(prefills[side]),
             step_ms=1000 * median(steps[side]),
             tokens_per_s=rows / median(steps[side]),
-            step_of_padded=median(p / s for p, s in zip(steps["padded"], steps[side])),
-            same_answers=sum(a == b for a, b in zip(ours, texts[side])),
+            step_of_padded=before / median(steps[side]),
+            same_answers=sum(a == b for a, b in zip(texts["answer"], texts[side])),
         )
         for side in SIDES
     ]
@@ -186,7 +205,7 @@ def report(facts):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verifier")
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 48])
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 48])
     parser.add_argument("--shortest", type=int, default=300)
     parser.add_argument("--longest", type=int, default=800)
     parser.add_argument("--steps", type=int, default=8)

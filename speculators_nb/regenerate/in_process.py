@@ -216,17 +216,20 @@ def answers(
                 batch.requests[batch.requests.index(request)] = None
                 yield request
 
-    while True:
-        free = batch_size - len(batch.running) if batch.joins or not batch.running else 0
-        new = list(islice(iter(take, None), free))
+    def prompts():
+        free = batch_size - len(batch.running)
+        new = list(islice(iter(take, None), free if batch.joins or not batch.running else 0))
         for request in new:
             request.draw(max_new_tokens)
-        for group in batch.add(new):
-            yield from finished(group)
-        if batch.running:
-            yield from finished(batch.step())
-        elif not new:
+        return new
+
+    while True:
+        while new := prompts():
+            for group in batch.add(new):
+                yield from finished(group)
+        if not batch.running:
             return
+        yield from finished(batch.step())
 
 
 def answer(

@@ -245,9 +245,10 @@ class ColumnLayer(DynamicLayer):
         rows: list[int],  # n, of the batch
         read: DynamicLayer,  # of n prompts
     ):
-        "Replace rows by others. They are attended to after `show`."
+        "Replace rows by others."
         length = read.keys.shape[2]
         if length > self.end:
             self._move(torch.arange(len(self.keys)), length)
         for buffer, states in zip(self.buffers, (read.keys, read.values)):
             buffer[rows, :, self.end - length : self.end] = states.to(buffer.dtype)
+        self.show(max(length, self.keys.shape[2]))
