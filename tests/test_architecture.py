@@ -211,10 +211,6 @@ SPELLS_NAMES = {
     "serve.draft_and_target",
     "serve.checked_fields",
     "serve.speculative_config",
-    "train.upstream_losses",
-    "train.upstream_functions",
-    "train.upstream_metrics",
-    "train.upstream_layers",
 }
 
 

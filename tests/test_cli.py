@@ -376,12 +376,6 @@ def test_what_a_shell_cannot_type():
 
 
 NAMED = [n for n, f in COMMANDS.items() if "verifier" in inspect.signature(f).parameters]
-IN_ORDER = {  # command -> its places in the order of the function, as the shell took them before
-    "prepare": "{chats} {v} {out}",
-    "features": "{v} {chats} {out}",
-    "convert": "{chats} {out} {v}",
-    "stitch-mtp": "{chats} {v} {out}",
-}
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -396,20 +390,7 @@ def test_the_verifier_is_an_option_everywhere(name):
     line = " ".join(["[OPTIONS]", *places, *wanted])
     assert re.search(rf"Usage: speculators-nb {name} {re.escape(line)}(?! [A-Z]+ )", usage), usage
     assert shown.count("[required]") == len(needed)
-
-
-@pytest.mark.parametrize("name", IN_ORDER)
-def test_the_former_order_works_with_a_note(tmp_path, name):
-    """The note is one line and says what to write; both lines end the same."""
-    there = dict(chats=tmp_path / "no chats", v=VERIFIER, out=tmp_path / "out")
-    former = run(name, *(place.format(**there) for place in IN_ORDER[name].split()))
-    usual = run(name, there["chats"], there["out"], "--verifier", there["v"])
-    note, *_, error = former.stderr.splitlines()
-    line = f"speculators-nb {name} '{there['chats']}' {there['out']} --verifier {VERIFIER}"
-    assert note == f"Note: --verifier is an option: {line}"
-    assert error == usual.stderr.splitlines()[-1] and former.exit_code == usual.exit_code == 2
-    one_line(run(name, "a", "b", "c", "--verifier", "v"), "'c': one argument too many", "--verifier")
-    one_line(run(name, "a", "b", "c", "d"), "unexpected extra argument", "(d)")
+    one_line(run(name, *places, "one more"), "unexpected extra argument(s) (one more)")
 
 
 REFUSED = [  # what needs no model to be refused -> words of the refusal
@@ -1163,10 +1144,6 @@ def test_a_recipe_does_not_decide_what_becomes_of_the_output(tmp_path):
 
     text = write_recipe(tmp_path, "train", {"data_dir": "f", "overwrite": True, "resume": True, "seed": 0}).read_text()
     assert "seed: 0" in text and "overwrite" not in text and "resume" not in text
-
-
-def test_an_empty_place_in_the_former_order_is_refused(tmp_path):
-    one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", ""), "output_dir=''", "empty")
 
 
 # --- drafters of one's own --------------------------------------------------------------------------------------------
