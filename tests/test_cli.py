@@ -31,6 +31,7 @@ from speculators_nb.serve.server import free_port
 
 ROOT = Path(__file__).parents[1]
 VERIFIER, CORPUS = ROOT / "data/tiny-verifier", ROOT / "data/corpus"
+OF_TINY = "--verifier", VERIFIER
 COMMANDS = cli.app.functions
 
 
@@ -219,20 +220,20 @@ def test_missing_paths(tmp_path):
 
 def test_bad_data_is_named(conversations, tmp_path):
     one_line(
-        run("features", VERIFIER, conversations('{"messages": []}\n{"mess'), tmp_path / "out"),
+        run("features", conversations('{"messages": []}\n{"mess'), tmp_path / "out", *OF_TINY),
         "1 × not JSON (first: ",
         "c.jsonl, line 2, Unterminated string",
     )
     one_line(
-        run("features", VERIFIER, conversations('{"a": 1}', "c.json"), tmp_path / "out"),
+        run("features", conversations('{"a": 1}', "c.json"), tmp_path / "out", *OF_TINY),
         "no row left of 1 conversations (1 × no messages: expected 'messages' or 'conversations', or a question (",
         "c.json, item 0",
     )
     one_line(
-        run("features", VERIFIER, conversations('{"messages": []}'), tmp_path / "out"), "no row left of 1 conversations"
+        run("features", conversations('{"messages": []}'), tmp_path / "out", *OF_TINY), "no row left of 1 conversations"
     )
     one_line(
-        run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "out", "--dtype", "bf61", "--max-samples", 1),
+        run("features", CORPUS / "heldout.jsonl", tmp_path / "out", *OF_TINY, "--dtype", "bf61", "--max-samples", 1),
         "dtype='bf61'",
     )
 
@@ -633,9 +634,9 @@ def features(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli") / "features"
     result = run(
         "features",
-        VERIFIER,
         CORPUS / "train.jsonl",
         folder,
+        *OF_TINY,
         "--max-samples",
         16,
         "--max-length",
@@ -681,9 +682,9 @@ def drafter(features):
 def test_features_are_kept_when_asked_again(features):
     result = run(
         "features",
-        VERIFIER,
         CORPUS / "train.jsonl",
         features,
+        *OF_TINY,
         "--max-samples",
         16,
         "--max-length",
@@ -693,7 +694,7 @@ def test_features_are_kept_when_asked_again(features):
     )
     assert "0 feature files written, 16 kept" in result.stdout
     one_line(
-        run("features", VERIFIER, CORPUS / "train.jsonl", features, "--max-samples", 15, "--max-length", 192),
+        run("features", CORPUS / "train.jsonl", features, *OF_TINY, "--max-samples", 15, "--max-length", 192),
         "another origin",
     )
 
@@ -921,9 +922,9 @@ def test_questions_are_answered_anew(tmp_path, monkeypatch):
         answered = [row["messages"] for row in read_conversations(f"{data}.out.jsonl")]
         assert len(answered) == written and all(m[-1]["role"] == "assistant" for m in answered)
         assert any(m[0]["content"] in ("What is 2 + 2?", "Add.\n\n2, 2") for m in answered)
-    result = run("prepare", "gsm8k", VERIFIER, tmp_path / "p", "--num-proc", 1)
+    result = run("prepare", "gsm8k", tmp_path / "p", *OF_TINY, "--num-proc", 1)
     assert result.exit_code == 0 and "3 training and 0 validation rows" in result.stdout, result.output
-    one_line(run("prepare", "gsm9k", VERIFIER, tmp_path / "q"), "gsm9k: no such file", "hf:gsm9k", "gsm8k")
+    one_line(run("prepare", "gsm9k", tmp_path / "q", *OF_TINY), "gsm9k: no such file", "hf:gsm9k", "gsm8k")
 
 
 def test_regenerated_answers_are_prepared(tmp_path):
