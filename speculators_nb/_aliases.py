@@ -254,11 +254,8 @@ RENAMED = {
     "models.mlp_speculator.read_published": "models.formats_token_heads.read_mlp_speculator",
     "models.mlp_speculator.shared_with": "models.formats_token_heads.storing_head",
     "models.mlp_speculator.write_published": "models.formats_token_heads.write_mlp_speculator",
-    "serve.speculative_config.WORDS": "serve.speculative_fields.DOCUMENTED_SAMPLING",
-    "serve.speculative_config.config_of": "serve.speculative_fields.config_of",
-    "serve.speculative_config.conditional_rates": "serve.speculative_fields.conditional_rates",
-    "serve.speculative_config.length_to_rates": "serve.speculative_fields.length_to_rates",
-    "serve.speculative_config.named": "serve.draft_method.method_in_name",
+    "serve.speculative_config.WORDS": "serve.vllm_methods.DOCUMENTED_SAMPLING",
+    "serve.speculative_config.named": "serve.vllm_methods.method_in_name",
     "serve.vllm_methods.NAMED": "serve.vllm_methods.METHOD_OF_NAME",
     "serve.vllm_methods.entry": "serve.vllm_methods.find_field",
     "serve.vllm_methods.mtp_family": "serve.vllm_methods.mtp_head",
@@ -287,7 +284,7 @@ DROPPED: dict[str, str] = {
     "lab.experiment": "SETTINGS",
     "nn.attention": "flex_prefix",
     "serve": "INSTALL RECIPE",
-    "serve.speculative_config": "ENGINES",
+    "serve.speculative_config": "DRAFTERS ENGINES",
     "serve.vllm_methods": "SERVED_AS",
 }
 

@@ -1,11 +1,10 @@
-"""vLLM's speculative config as a pydantic model: checked before there is a server, run on our own decoder, and emitted as
-JSON.
+"""vLLM's speculative config as a pydantic model: checked before there is a server, run on our decoder, emitted as
+JSON. nbs/serve/01_speculative_config.ipynb shows it at work, and where it decides otherwise than vLLM."""
 
-`SpeculativeConfig` has the fields, each with its sentence. `_complete` is the list of what is checked and filled in, in
-the engine's order; each of its lines is a function below the class. To add a field, write it with type, default and
-sentence; if its value can be wrong in a way that the type does not say, add a check. What release lines of vLLM do
-differently is in `vllm_methods.ENGINES`. nbs/serve/01_speculative_config.ipynb shows all of it at work, and where it
-decides otherwise than vLLM."""
+# `SpeculativeConfig` has the fields, each with its sentence. `_complete` is the list of what is checked and filled in,
+# in the engine's order; each of its lines is a function below the class. To add a field, write it with type, default
+# and sentence; if its value can be wrong in a way that the type does not say, add a check. What release lines of vLLM
+# do differently is in `vllm_methods.ENGINES`.
 
 import copy
 import difflib
@@ -14,7 +13,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -285,11 +284,7 @@ class SpeculativeConfig(ReloadableBaseModel):
         _check_target(self)
         _check_dspark_topk(self)
         _check_xpress(self)
-        if self.method == "dspark" and self._draft and is_omni(self._target):
-            tokens = self.num_speculative_tokens or 0
-            problem = omni_problem(self._draft, text_part(self._target), tokens, self.model)
-            if problem:
-                raise ValueError(problem)
+        _check_omni(self)
         self.draft_model_config = _made_draft_config(self)
         return self
 
@@ -546,7 +541,7 @@ class SpeculativeConfig(ReloadableBaseModel):
 # ---- what fields hold
 
 
-def _similar(word, known) -> str:
+def _similar(word: str, known: Iterable[str]) -> str:
     "The remedy for a word that is not known."
     similar = difflib.get_close_matches(word, known, 1)
     return f"did you mean {similar[0]}?" if similar else "leave it out"
@@ -633,7 +628,7 @@ def conditional_rates(
 # ---- checks: each takes a config whose fields have their types, and names a field where it refuses
 
 
-def _check_release_line(config):
+def _check_release_line(config: SpeculativeConfig):
     missing = config.engine.missing_fields - {"speculative_token_tree"}  # a chain is no tree
     for name in sorted(missing & config._given):
         lines = lines_with(lambda row, name=name: name not in row.missing_fields)
@@ -641,13 +636,13 @@ def _check_release_line(config):
     _check_verification(config, config.engine_version)
 
 
-def _check_verification(config, engine_version):
+def _check_verification(config: SpeculativeConfig, engine_version: str | None):
     if config.verification not in engine_of(engine_version).verifications:
         lines = lines_with(lambda row: config.verification in row.verifications)
         config.refuse("rejection_sample_method", f"is of {lines}, not of {line_name(engine_version)}")
 
 
-def _check_served(method, engine_version):
+def _check_served(method: str | None, engine_version: str | None):
     "Errors: ValueError if that release line has no such method, or cannot load its drafts."
     if method not in engine_of(engine_version).served:
         raise ValueError(
@@ -656,7 +651,9 @@ def _check_served(method, engine_version):
         )
 
 
-def _find_method(config) -> bool:  # whether the checkpoint was trained to draft all tokens in one forward pass
+def _find_method(
+    config: SpeculativeConfig,
+) -> bool:  # whether the checkpoint was trained to draft all tokens in one forward pass
     """Set `method` and read the draft's config.json. A checkpoint of this library says what it is; another is known by
     its path, then by its architecture or model_type; what remains is an ordinary language model."""
     _replace_former_names(config)
@@ -688,7 +685,7 @@ def _find_method(config) -> bool:  # whether the checkpoint was trained to draft
     return parallel
 
 
-def _replace_former_names(config):
+def _replace_former_names(config: SpeculativeConfig):
     version = config.engine_version
     heads = {family.head for family in MTP_FAMILIES if version is None or version in family.lines}
     if config.method in heads - {"mtp"}:
@@ -702,7 +699,7 @@ def _replace_former_names(config):
     if config.method is not None and config.method not in config.engine.methods:
         _check_served(config.method, version)
     if config.method is None and names_python_class(config.model or ""):
-        if Path(config.model).is_dir():
+        if Path(config.model or "").is_dir():
             warnings.warn(
                 f"model={config.model!r} is read as a Python class, though there is such a folder; write "
                 f"'./{config.model}'",
@@ -713,7 +710,7 @@ def _replace_former_names(config):
         config.refuse("method", "and model=None: name a method, or the draft model")
 
 
-def _read_draft(config):
+def _read_draft(config: SpeculativeConfig):
     "The draft's config.json. A method without a checkpoint has its own name as `model`, as in vLLM."
     if config.model is None and config.method in ("mtp", "dspark"):  # a part of the target
         if config.target_model_config is None:
@@ -732,7 +729,7 @@ def _read_draft(config):
         config.model = config.method
 
 
-def _follow_path(config):
+def _follow_path(config: SpeculativeConfig):
     "vLLM lets the path decide for every method that is not itself found by a name: so it is here, with a warning."
     found = method_in_name(config.model or "")
     if found is None or config.method is None or not config.spec.weights:
@@ -746,7 +743,7 @@ def _follow_path(config):
         config.method = found
 
 
-def _check_foreign_draft(config):
+def _check_foreign_draft(config: SpeculativeConfig):
     "A draft that another project has written: what vLLM finds in it overrules some methods."
     draft, version = config._draft, config.engine_version
     kind = draft.get("model_type")
@@ -792,7 +789,7 @@ def _check_foreign_draft(config):
         )
 
 
-def _transformers_mtp(config) -> str | None:
+def _transformers_mtp(config: SpeculativeConfig) -> str | None:
     "MTP layers of a target that vLLM has no class for, by the Transformers back end."
     layers = find_field(config._target, "num_mtp_layers")
     if not layers or not config.engine.transformers_mtp:
@@ -807,7 +804,7 @@ def _transformers_mtp(config) -> str | None:
     return "mtp"
 
 
-def _complete_lookup(config):
+def _complete_lookup(config: SpeculativeConfig):
     "The lengths of the n-grams; the numbers of suffix decoding, which vLLM checks for that method alone."
     if config.use_ngram():
         low, high = config.prompt_lookup_min, config.prompt_lookup_max
@@ -836,12 +833,12 @@ def _complete_lookup(config):
         )
 
 
-def _warn_without_effect(config, name, why):
+def _warn_without_effect(config: SpeculativeConfig, name: str, why: str):
     "Warn of a field that vLLM accepts and does not use."
     warnings.warn(f"{name}={getattr(config, name)!r} {why}; leave it out", stacklevel=2)
 
 
-def _complete_number(config):
+def _complete_number(config: SpeculativeConfig):
     "`num_speculative_tokens`: what is given, else what the draft's config has."
     method, draft, version = config.method, config._draft, config.engine_version
     if config.num_speculative_tokens is None and method == "suffix":
@@ -851,7 +848,7 @@ def _complete_number(config):
             stacklevel=2,
         )
         config.num_speculative_tokens = depth
-    predicted = predicted_tokens(method, draft, version)
+    predicted = predicted_tokens(method or "", draft, version)
     n = config.num_speculative_tokens or predicted
     if not n and (method == "dspark" or "speculators_config" in draft):
         n = default_length(draft)
@@ -877,7 +874,7 @@ def _complete_number(config):
         )
 
 
-def _complete_sampling(config):
+def _complete_sampling(config: SpeculativeConfig):
     "`draft_sample_method`, which must not contradict `rejection_sample_method`."
     given = config.draft_sample_method
     if given == "probabilistic" and "rejection_sample_method" not in config.model_fields_set:
@@ -892,7 +889,7 @@ def _complete_sampling(config):
     config.draft_sample_method = given or implied
 
 
-def _complete_tree(config):
+def _complete_tree(config: SpeculativeConfig):
     "The token tree as text, breadth first."
     if config.speculative_token_tree is None:
         return
@@ -905,7 +902,7 @@ def _complete_tree(config):
     config.speculative_token_tree = str(paths)
 
 
-def _check_schedule(config):
+def _check_schedule(config: SpeculativeConfig):
     "Ranges of batch sizes must not overlap, and begin at 1."
     if config.num_speculative_tokens_per_batch_size is None:
         return
@@ -920,16 +917,16 @@ def _check_schedule(config):
         )
 
 
-def _check_drafting(config):
+def _check_drafting(config: SpeculativeConfig):
     "Fields that only some methods read."
     method = config.method
     if config.parallel_drafting and config.spec.parallel is False:
         _warn_without_effect(config, "parallel_drafting", f"is nothing that method={method!r} can do")
     if config.draft_model_config and method == "suffix":
         config.refuse("draft_model_config", "is of no model; leave it out")
+    headless = method not in ("eagle", "eagle3", "mtp") or config.use_gemma4_mtp()
     if config.index_share_for_mtp_iteration is not None and method != "mtp":
         config.refuse("index_share_for_mtp_iteration", f"is for method='mtp', this is {method!r}; leave it out")
-    headless = method not in ("eagle", "eagle3", "mtp") or config.use_gemma4_mtp()
     if config.draft_lm_head_quantization is not None and headless:
         config.refuse(
             "draft_lm_head_quantization",
@@ -940,7 +937,7 @@ def _check_drafting(config):
         config.refuse("use_heterogeneous_vocab", f"is for method='draft_model', this is {method!r}; leave it out")
 
 
-def _check_sampling(config):
+def _check_sampling(config: SpeculativeConfig):
     "What needs all logits of the draft, and what needs its best token alone."
     sampled = config.draft_sample_method == "probabilistic"
     if config.use_heterogeneous_vocab and sampled:
@@ -969,10 +966,10 @@ def _check_sampling(config):
         )
 
 
-def _complete_rates(config):
+def _complete_rates(config: SpeculativeConfig):
     "Synthetic acceptance: one rate for each draft token, from the rates or from the length."
     rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
-    n = config.num_speculative_tokens
+    n = config.num_speculative_tokens or 0  # it was found, or refused
     if config.verification != "synthetic":
         for name in ("synthetic_acceptance_rates", "synthetic_acceptance_length"):
             if getattr(config, name) is not None:
@@ -1002,9 +999,9 @@ def _complete_rates(config):
     config.synthetic_acceptance_rates, config.synthetic_acceptance_length = rates, None
 
 
-def _complete_fly(config):
+def _complete_fly(config: SpeculativeConfig):
     "FLy's window (arXiv 2511.22972): the draft must be longer."
-    n = config.num_speculative_tokens
+    n = config.num_speculative_tokens or 0
     if config.verification != "fly":
         for name in ("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"):
             if name in config.model_fields_set:
@@ -1022,7 +1019,7 @@ def _complete_fly(config):
         config.refuse("fly_window_size", f"must be smaller than num_speculative_tokens={n}; lower it, or leave it out")
 
 
-def _complete_devices(config):
+def _complete_devices(config: SpeculativeConfig):
     "`draft_tensor_parallel_size`: 1 or the target's, and a divisor of the attention heads."
     target = config.target_parallel_config
     if target is None:
@@ -1045,7 +1042,7 @@ def _complete_devices(config):
         )
 
 
-def _check_draft(config):
+def _check_draft(config: SpeculativeConfig):
     "Length of the texts, and quantization, of a draft that is loaded."
     if not config.spec.weights:
         return
@@ -1056,12 +1053,11 @@ def _check_draft(config):
     for owner, limit in limits.items():
         if config.max_model_len and limit and config.max_model_len > limit:
             config.refuse("max_model_len", f"is longer than the {owner}'s {limit}; lower it, or leave it out")
-    problem = quantization_problem(config.quantization, config._draft)
-    if problem:
+    if problem := quantization_problem(config.quantization, config._draft):
         config.refuse("quantization", problem)
 
 
-def _check_target(config):
+def _check_target(config: SpeculativeConfig):
     "Family, parts and vocabulary of the target."
     method, target, draft = config.method, config._target, config._draft
     if not target:
@@ -1090,11 +1086,11 @@ def _check_target(config):
         )
 
 
-def _drafted_words(draft) -> int:
+def _drafted_words(draft: dict[str, Any]) -> int:
     return find_field(draft, "draft_vocab_size") or find_field(draft, "vocab_size", 0)
 
 
-def _check_dspark_topk(config):
+def _check_dspark_topk(config: SpeculativeConfig):
     topk, draft = config.dspark_draft_topk, config._draft
     if topk and config.method != "dspark" and config.spec.weights:
         raise ValueError(f"dspark_draft_topk={topk} is for method='dspark', this is {config.method!r}; leave it out")
@@ -1110,7 +1106,7 @@ def _check_dspark_topk(config):
         raise ValueError(f"dspark_draft_topk={topk} is for Qwen3 DSpark drafts, this is {architecture}; leave it out")
 
 
-def _check_xpress(config):
+def _check_xpress(config: SpeculativeConfig):
     "An XPress draft has one length: vLLM's kernel takes its block to be as long as the draft and the anchor."
     topc, draft = config.xpress_topc, config._draft
     if not config.is_xpress():
@@ -1122,7 +1118,7 @@ def _check_xpress(config):
         raise ValueError(f"xpress_topc={topc} must lie between 0 and the draft's {_drafted_words(draft)} tokens")
     block = draft.get("xpress_block_size") or draft.get("block_size")
     block = block or draft.get("num_speculative_steps", 15) + 1
-    if config.num_speculative_tokens + 1 != block:
+    if (config.num_speculative_tokens or 0) + 1 != block:
         config.refuse(
             "num_speculative_tokens",
             f"must be {block - 1}: vLLM reads the mixture of an XPress draft's block of {block} slots in strides of "
@@ -1130,7 +1126,15 @@ def _check_xpress(config):
         )
 
 
-def _made_draft_config(config) -> dict[str, Any] | None:
+def _check_omni(config: SpeculativeConfig):
+    "A DSpark draft for Qwen3-Omni."
+    if config.method == "dspark" and config._draft and is_omni(config._target):
+        tokens, text = config.num_speculative_tokens or 0, text_part(config._target)
+        if problem := omni_problem(config._draft, text, tokens, config.model):
+            raise ValueError(problem)
+
+
+def _made_draft_config(config: SpeculativeConfig) -> dict[str, Any] | None:
     "As vLLM makes it: the draft's config, or the target's where there is no draft; None: neither is known."
     stated = (config.draft_model_config or {}).get("hf_config") or {}
     model, fields = config.model, config._draft
@@ -1189,7 +1193,7 @@ def _fields_for(config: SpeculativeConfig, engine_version: str) -> dict[str, Any
     return emitted
 
 
-def _documented_method(config) -> str:
+def _documented_method(config: SpeculativeConfig) -> str:
     "The pair (verification, draft) as the one name that the documented line has for it."
     pair = (config.verification, config.draft_sample_method)
     for name, same in DOCUMENTED_SAMPLING.items():
@@ -1201,7 +1205,7 @@ def _documented_method(config) -> str:
     )
 
 
-def _emitted_method(config) -> str | None:
+def _emitted_method(config: SpeculativeConfig) -> str | None:
     "The method that makes vLLM read the draft as here; None: it must find the method itself."
     if config._as_medusa:  # whatever it is then served as
         return "medusa"
@@ -1209,7 +1213,7 @@ def _emitted_method(config) -> str | None:
     return None if config.method == "medusa" and has_parts else config.method
 
 
-def _stated_draft_config(config) -> dict[str, Any] | None:
+def _stated_draft_config(config: SpeculativeConfig) -> dict[str, Any] | None:
     "Of the draft's config that was made, what the engine cannot make itself."
     if config.method != "extract_hidden_states" or config.draft_model_config is None:
         return None
@@ -1280,7 +1284,7 @@ class LimitedDrafter(WrappedDrafter):
 def _plain_drafter(config: SpeculativeConfig, verifier: Verifier) -> Any:
     "The drafter of a method, without a tree or a limit."
     if config.use_ngram():
-        return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+        return NgramDrafter(config.prompt_lookup_min or 0, config.prompt_lookup_max or 0)
     if config.method == "suffix":
         if config.suffix_decoding_max_tree_depth < 2:
             config.refuse("suffix_decoding_max_tree_depth", "drafts nothing; write 2 or more")
@@ -1303,7 +1307,7 @@ def _plain_drafter(config: SpeculativeConfig, verifier: Verifier) -> Any:
                 "use_heterogeneous_vocab",
                 "is for the engine: this decoder has no tokens but the verifier's; leave it out",
             )
-        return DraftModel.from_pretrained(config.model, verifier)
+        return DraftModel.from_pretrained(config.model or "", verifier)
     return _trained_drafter(config, verifier)
 
 
@@ -1340,7 +1344,8 @@ def speculate(
 ) -> Generation | list[Generation]:  # tokens and steps
     "Decode as a config describes. A schedule for batch sizes is applied to the number of requests that are given."
     if isinstance(config, dict):
-        config = SpeculativeConfig(**({"target_model_config": verifier.config} | config))
+        fields: dict[str, Any] = {"target_model_config": verifier.config} | config
+        config = SpeculativeConfig(**fields)
     listed = isinstance(prompt_ids, (list, tuple)) and bool(prompt_ids)
     requests = len(prompt_ids) if listed and not isinstance(prompt_ids[0], int) else 1
     drafter = config.drafter(verifier)

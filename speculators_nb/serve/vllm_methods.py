@@ -1,9 +1,9 @@
-"""Tables of the drafting methods that vLLM serves, and of its release lines: what a method needs, which checkpoints mean
-it, and what differs between vLLM 0.32 and 0.33.
+"""Tables of the drafting methods that vLLM serves, and of its release lines: what a method needs, which checkpoints
+mean it, and what differs between vLLM 0.32 and 0.33."""
 
-vLLM knows a method by its name, and what follows from the name is spread over its code; here it is `METHODS`. Its heads
-for multi-token prediction are a long function there, and `MTP_FAMILIES` here. `ENGINES` has a row for each release
-line: what differs between them is there and nowhere else."""
+# vLLM knows a method by its name, and what follows from the name is spread over its code; here it is `METHODS`. Its
+# heads for multi-token prediction are a long function there, and `MTP_FAMILIES` here. `ENGINES` has a row for each
+# release line: what differs between them is there and nowhere else.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
