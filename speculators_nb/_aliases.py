@@ -1,7 +1,6 @@
 """Import paths that the public documentation of speculators names, and this package's layout does not have.
 
-Written by hand, as `__init__.py` is; everything else in this package is exported from a notebook. The type checker's
-view of these paths is in the `.pyi` files.
+Written by hand, as `__init__.py` is. The type checker's view of these paths is in the `.pyi` files.
 """
 
 import sys
