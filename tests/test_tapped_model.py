@@ -25,12 +25,14 @@ from transformers import (
     Qwen3Config,
 )
 
+from speculators_nb.verifier import tapped_model
 from speculators_nb.verifier.cache import crop_cache
 from speculators_nb.verifier.identity import fingerprint
 from speculators_nb.verifier.tapped_model import (
     Verifier,
     check_aux_layer_ids,
     default_aux_layer_ids,
+    faster_dtype,
     find_taps,
 )
 
@@ -313,7 +315,7 @@ def test_the_dtype_of_products_is_measured(monkeypatch, slow, chosen):
         clock[0] += 2.0 if states.dtype == slow else 1.0
         return torch_linear(states, weight)
 
-    model = Verifier(LlamaForCausalLM(LlamaConfig(**TINY)))
+    model = Verifier(AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)))
     assert faster_dtype(model) is None
     monkeypatch.setattr(tapped_model, "FEW_WEIGHTS", 0)
     monkeypatch.setattr(tapped_model.time, "perf_counter", lambda: clock[0])
