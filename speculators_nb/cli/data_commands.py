@@ -106,12 +106,12 @@ def open_verifier(
 
 def dtype_of(
     verifier: Verifier,
-    compute_dtype: str,  # auto: as is faster here; bfloat16, float32
+    compute_dtype: str | None,  # auto: as is faster here; bfloat16, float32; None: as loaded
 ) -> torch.dtype | None:  # of products; None: the verifier's
     "The number format in which a verifier's products are computed."
-    if compute_dtype == "float32":
-        return None  # it was loaded so
-    return torch.bfloat16 if compute_dtype == "bfloat16" else faster_dtype(verifier)
+    if compute_dtype == "auto":
+        return faster_dtype(verifier)
+    return torch.bfloat16 if compute_dtype == "bfloat16" else None
 
 # %% ../../nbs/cli/07_data_commands.ipynb #850f71e3
 def regenerate(
@@ -131,7 +131,7 @@ def regenerate(
     concurrency: int = 16,  # conversations in work at once, with a server
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     seed: int = 0,  # of the sampling
-    compute_dtype: str = "auto",  # without a server; auto: bfloat16 where a CPU is faster in it
+    compute_dtype: str | None = None,  # without a server; auto: bfloat16 where a CPU is faster
     device: str | None = None,  # without a server; auto: layers over all; default: accelerator
     attn_implementation: str | None = None,  # without a server: eager, …; default: as it fits
     engine: str = "local",  # local: this process; ray: one for each device of a Ray cluster

@@ -165,7 +165,7 @@ RULES |= {
     "draft_vocab_size": whole(32000, 1, none=True),
     **dict.fromkeys(("aux_layer_ids", "target_layer_ids"), LAYERS),
     "dtype": word(*STORED),
-    "compute_dtype": word("auto", "bfloat16", "float32"),
+    "compute_dtype": word("auto", "bfloat16", "float32", none=True),
     "shard_gb": number(2.0, above=0, high=1000, none=True),
     "seed": whole(0, **SEED),
     "config": mapping({"norm_before_residual": True}, none=True),
