@@ -95,7 +95,7 @@ NAMES = {
     "convert.eagle.eagle3_converter.Eagle3Converter": f"{FUNCTIONS}.Converter",
     "convert.mtp.MTPConverter": f"{FUNCTIONS}.Converter",
     "convert.mtp.converter.MTPConverter": f"{FUNCTIONS}.Converter",
-    "model.DraftVocabMixin": "models.draft_network.ReducedVocabulary",
+    "model.DraftVocabMixin": "models.draft_network.DraftNetwork",
     "models.eagle3.shift_batch": f"{FUNCTIONS}.shift_batch",
     "models.mtp.MTPSpeculatorConfig": "models.mtp_network.MTPSpeculatorConfig",
     "models.mtp.compute_step_weights": f"{FUNCTIONS}.compute_step_weights",
