@@ -217,6 +217,7 @@ class DraftNetwork(PreTrainedModel):
     if TYPE_CHECKING:  # attributes that `__init__` or a subclass makes, for type checkers
         embed_tokens: nn.Embedding  # [V, H]; None with `own_heads`
         lm_head: nn.Linear  # [Vd, H]; None with `own_heads`
+        verifier_layers: Any  # int; None: no verifier's weights yet
         t2d: torch.Tensor | None  # [V] bool; None: the whole vocabulary
         d2t: torch.Tensor | None  # [Vd] int64
 
