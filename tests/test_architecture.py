@@ -214,10 +214,6 @@ SPELLS_NAMES = {
     "features.extraction_client",
     "serve.vllm_methods",
     "serve.speculative_config",
-    "train.upstream_losses",
-    "train.upstream_functions",
-    "train.upstream_metrics",
-    "train.upstream_layers",
 }
 
 
