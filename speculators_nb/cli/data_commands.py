@@ -109,8 +109,7 @@ def regenerate(
     verifier: str | None = None,  # folder or hub id; with server: tokenizer if it sends no ids
     server: list[str] | str | None = None,  # OpenAI-compatible, e.g. http://a:8000 (repeatable)
     model: str | None = None,  # its name there; default: the only one
-    self_prompts: int
-    | None = None,  # `data` is a new .jsonl: so many questions it writes itself
+    self_prompts: int | None = None,  # write so many questions into `data` first, a .jsonl
     max_samples: int | None = None,  # use the first so many conversations; default: all
     max_new_tokens: int = 256,  # of each answer
     max_length: int = 2048,  # a conversation ends where its prompt is this long
