@@ -152,7 +152,7 @@ def regenerate(
         opened = open_verifier(verifier, None, device, False, attn_implementation)
         if self_prompts is not None:
             dropped = write_self_prompts(
-                *opened, data, self_prompts, languages or None, seed, batch_size
+                *opened, data, self_prompts, languages or None, seed, batch_size or 96
             )
             log.info("%d questions; dropped: %s", self_prompts, dict(dropped))
         here = dict(batch_size=batch_size, then=record)
