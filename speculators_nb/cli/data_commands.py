@@ -128,8 +128,7 @@ def regenerate(
     temperature: float = 0.0,  # 0: greedy
     sampling: dict | None = None,  # {"top_p": 0.9}, weighted: {"temperature": [[0, 1], [1, 3]]}
     languages: list[str] | None = None,  # languages to keep, e.g. en (repeatable); default: all
-    batch_size: int
-    | None = None,  # answers at once, without a server; default: as memory allows
+    batch_size: int | None = None,  # answers at once, without a server; default: by memory
     concurrency: int = 16,  # conversations in work at once, with a server
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     seed: int = 0,  # of the sampling
