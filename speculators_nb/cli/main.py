@@ -35,11 +35,6 @@ def _table(frame, **options):
     )
 
 # %% ../../nbs/cli/12_main.ipynb #74954639
-def _prepared(p):
-    more = "".join(f"\n\n{_table(t)}" for t in (p.dropped, p.control_tokens) if len(t))
-    return f"{_table(p.table)}{more}\n\n{p!r}"
-
-
 def _reported(page):
     return f"{page}: open it in a browser; its tables are beside it."
 
@@ -75,7 +70,7 @@ regenerate = command(
 )
 prepare = command(
     library("data.prepare", "prepare_data"),
-    _prepared,
+    lambda prepared: prepared.summary(),
     app,
     name="prepare",
     group="Data",

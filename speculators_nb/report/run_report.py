@@ -30,8 +30,15 @@ def data_section(
     "What `prepare` kept and dropped."
     config = read_object(folder / "data_config.json")
     report, split, data = (config.get(k, {}) for k in ("report", "split", "data"))
-    tables = {"What was read": pd.DataFrame(report.get("stages", []))}
-    for key, caption in (("dropped", "Left out"), ("control_tokens", "Control tokens in text")):
+    stages = pd.DataFrame(report.get("stages", []))
+    if "first" in stages:
+        stages["first"] = stages["first"].str.join("; ")
+    tables = {"What was read": stages}
+    for key, caption in (
+        ("dropped", "Dropped"),
+        ("omitted", "Left out of conversations that are kept"),
+        ("control_tokens", "Control tokens in text"),
+    ):
         tables[caption] = pd.DataFrame(report.get(key, []))
     rows, held = split.get("train", 0), split.get("val", 0)
     text = (
