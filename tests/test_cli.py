@@ -771,7 +771,7 @@ def test_evaluate(drafter, tmp_path):
     assert result.exit_code == 0, result.output
     first, *rows = result.stdout.split("\n\n")[0].splitlines()
     assert " ".join(first.split()) == "drafter temperature tokens per step tokens per second speedup"
-    assert [row.split("  ")[0].strip() for row in rows] == ["no drafter"] * 2 + ["eagle3"] * 2 + ["n-gram"] * 2
+    assert [row.strip().split("  ")[0] for row in rows] == ["no drafter"] * 2 + ["eagle3"] * 2 + ["n-gram"] * 2
     assert "mean length" in result.stdout
     assert all(row["domain"] in result.stdout for row in read_conversations(CORPUS / "heldout.jsonl", 2))
     assert {p.name for p in tmp_path.iterdir()} == {

@@ -138,7 +138,15 @@ class _Table(dict):
         return self.table().to_html(index=False)
 
     def __repr__(self):
-        return self.table().to_string(index=False)
+        table = self.table()
+        width = max((len(str(n)) for n in table.number), default=0)
+        lines = []
+        for row in table.to_dict("records"):
+            line = f"{row['number']:>{width}} {row['what']}"
+            line += f": {row['why']}" if row["why"] else ""
+            line += f" (first: {row['first']})" if row.get("first") else ""
+            lines.append(line)
+        return "\n".join(lines)
 
 # %% ../../nbs/regenerate/03_regenerated.ipynb #5139a577
 class _Counts(_Table):

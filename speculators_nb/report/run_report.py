@@ -110,8 +110,10 @@ def readable(
     for c in table:
         if c in shown or c.endswith(("_low", "_high")):
             continue
-        numbers = pd.api.types.is_numeric_dtype(table[c])
-        whole = numbers and (table[c].dropna() % 1 == 0).all()
+        if not pd.api.types.is_numeric_dtype(table[c]):
+            shown[c] = table[c]
+            continue
+        whole = (table[c].dropna() % 1 == 0).all()
         texts = table[c].map(
             lambda v: "" if pd.isna(v) else f"{v:.0f}" if whole else f"{v:.3f}"
         )
@@ -120,7 +122,7 @@ def readable(
             texts = [
                 t if pd.isna(a) else f"{t} [{a:.3f}, {b:.3f}]" for t, (a, b) in zip(texts, ends)
             ]
-        shown[c] = texts if numbers else table[c]
+        shown[c] = texts
     return pd.DataFrame(shown)
 
 
