@@ -596,13 +596,13 @@ def quotes():
             "proofs": f"{some} of {every} combinations of drafter, acceptance rule and temperature, {samples} sampled "
             f"texts each: {different} differs from its exact distribution; and {prompts} greedy texts by each proposer",
             "engine": f"{length} tokens a step, {faster} times the tokens a second",
-            "demo": minutes("demo", "train a drafter for a tiny verifier, and measure it"),
-            "test": minutes("test", "lint, types, all notebooks and tests"),
+            "demo": minutes("demo", "train a drafter, and measure it"),
+            "test": minutes("test", "lint, types, notebooks, tests"),
             "train_step": f"a training step of EAGLE-3 is {speed} times as fast, in {memory} of the memory",
         },
         "docs/installation.md": {
-            "demo": minutes("demo", "train a drafter for a tiny verifier, and measure it"),
-            "test": minutes("test", "lint, types, notebooks without slow cells, tests without browser, vLLM, upstream"),
+            "demo": minutes("demo", "train a drafter, and measure it"),
+            "test": minutes("test", "lint, types, notebooks, tests; not slow cells, browser, vLLM"),
         },
         "docs/first_run.md": {"features": f"an error of {100 * max(errors):.1f} % of a state"},
         "docs/how_much_data.md": {

@@ -50,7 +50,9 @@ def device_of(
     machine does not have."""
     check_options(dict(device=name))
     if not name or name == "auto":
-        found = torch.accelerator.current_accelerator() or torch.device("cpu")
+        # a CUDA build of torch names "cuda" on a machine without a driver, too
+        found = torch.accelerator.current_accelerator(check_available=True)
+        found = found or torch.device("cpu")
         ranks = ranks_of()
         if found.type == "cpu" or ranks.world_size == 1:
             return found
@@ -63,7 +65,7 @@ def device_of(
     if (device.index or 0) >= n:
         raise ValueError(
             f"device={str(name)!r}: torch finds {n or 'no'} such device{'s' * (n > 1)} on this "
-            f"machine; leave it out for {torch.accelerator.current_accelerator() or 'cpu'}"
+            f"machine; leave it out for {device_of(None).type}"
         )
     return device
 

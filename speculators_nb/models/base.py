@@ -215,7 +215,9 @@ def requested_device(
     if isinstance(device_map, dict):
         place = device_map.get("") if len(device_map) == 1 else "several"
     if place == "auto":
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device(
+            "cpu"
+        )
     try:
         return None if device_map is None else torch.device(place)
     except (RuntimeError, TypeError) as e:
