@@ -138,14 +138,11 @@ class _Table(dict):
         return self.table().to_html(index=False)
 
     def __repr__(self):
-        table = self.table()
-        width = max((len(str(n)) for n in table.number), default=0)
         lines = []
-        for row in table.to_dict("records"):
-            line = f"{row['number']:>{width}} {row['what']}"
-            line += f": {row['why']}" if row["why"] else ""
-            line += f" (first: {row['first']})" if row.get("first") else ""
-            lines.append(line)
+        for row in self.table().to_dict("records"):
+            first = f"first: {row['first']}" if row.get("first") else ""
+            about = "; ".join(filter(None, (row["why"], first)))
+            lines.append(f"{row['what']}: {row['number']}" + (f" ({about})" if about else ""))
         return "\n".join(lines)
 
 # %% ../../nbs/regenerate/03_regenerated.ipynb #5139a577

@@ -106,7 +106,7 @@ def readable(
     table: pd.DataFrame,  # estimates, some with columns _low and _high
 ) -> pd.DataFrame:
     "Estimates with their intervals as text, three digits."
-    shown = {c: table[c] for c in _KEYS if c in table}
+    shown: dict[Any, Any] = {c: table[c] for c in _KEYS if c in table}
     for c in table:
         if c in shown or c.endswith(("_low", "_high")):
             continue
