@@ -107,7 +107,7 @@ def readable(
 ) -> pd.DataFrame:
     "Estimates with their intervals as text, three digits."
     shown: dict[Any, Any] = {c: table[c] for c in _KEYS if c in table}
-    for c in table:
+    for c in map(str, table):
         if c in shown or c.endswith(("_low", "_high")):
             continue
         if not pd.api.types.is_numeric_dtype(table[c]):
