@@ -1,2 +1,1 @@
 from .models.convert import *
-from .train.upstream_functions import *

@@ -1,2 +1,1 @@
 from .data.prepare import *
-from .data.prepared_folder import *

@@ -1,3 +1,1 @@
-from .core.checkpoints import *
-from .core.files import *
 from .core.registry import *

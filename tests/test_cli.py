@@ -31,6 +31,7 @@ from speculators_nb.serve.server import free_port
 
 ROOT = Path(__file__).parents[1]
 VERIFIER, CORPUS = ROOT / "data/tiny-verifier", ROOT / "data/corpus"
+OF_TINY = "--verifier", VERIFIER
 COMMANDS = cli.app.functions
 
 
@@ -219,20 +220,20 @@ def test_missing_paths(tmp_path):
 
 def test_bad_data_is_named(conversations, tmp_path):
     one_line(
-        run("features", VERIFIER, conversations('{"messages": []}\n{"mess'), tmp_path / "out"),
+        run("features", conversations('{"messages": []}\n{"mess'), tmp_path / "out", *OF_TINY),
         "1 × not JSON (first: ",
         "c.jsonl, line 2, Unterminated string",
     )
     one_line(
-        run("features", VERIFIER, conversations('{"a": 1}', "c.json"), tmp_path / "out"),
+        run("features", conversations('{"a": 1}', "c.json"), tmp_path / "out", *OF_TINY),
         "no row left of 1 conversations (1 × no messages: expected 'messages' or 'conversations', or a question (",
         "c.json, item 0",
     )
     one_line(
-        run("features", VERIFIER, conversations('{"messages": []}'), tmp_path / "out"), "no row left of 1 conversations"
+        run("features", conversations('{"messages": []}'), tmp_path / "out", *OF_TINY), "no row left of 1 conversations"
     )
     one_line(
-        run("features", VERIFIER, CORPUS / "heldout.jsonl", tmp_path / "out", "--dtype", "bf61", "--max-samples", 1),
+        run("features", CORPUS / "heldout.jsonl", tmp_path / "out", *OF_TINY, "--dtype", "bf61", "--max-samples", 1),
         "dtype='bf61'",
     )
 
@@ -376,12 +377,6 @@ def test_what_a_shell_cannot_type():
 
 
 NAMED = [n for n, f in COMMANDS.items() if "verifier" in inspect.signature(f).parameters]
-IN_ORDER = {  # command -> its places in the order of the function, as the shell took them before
-    "prepare": "{chats} {v} {out}",
-    "features": "{v} {chats} {out}",
-    "convert": "{chats} {out} {v}",
-    "stitch-mtp": "{chats} {v} {out}",
-}
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -396,20 +391,7 @@ def test_the_verifier_is_an_option_everywhere(name):
     line = " ".join(["[OPTIONS]", *places, *wanted])
     assert re.search(rf"Usage: speculators-nb {name} {re.escape(line)}(?! [A-Z]+ )", usage), usage
     assert shown.count("[required]") == len(needed)
-
-
-@pytest.mark.parametrize("name", IN_ORDER)
-def test_the_former_order_works_with_a_note(tmp_path, name):
-    """The note is one line and says what to write; both lines end the same."""
-    there = dict(chats=tmp_path / "no chats", v=VERIFIER, out=tmp_path / "out")
-    former = run(name, *(place.format(**there) for place in IN_ORDER[name].split()))
-    usual = run(name, there["chats"], there["out"], "--verifier", there["v"])
-    note, *_, error = former.stderr.splitlines()
-    line = f"speculators-nb {name} '{there['chats']}' {there['out']} --verifier {VERIFIER}"
-    assert note == f"Note: --verifier is an option: {line}"
-    assert error == usual.stderr.splitlines()[-1] and former.exit_code == usual.exit_code == 2
-    one_line(run(name, "a", "b", "c", "--verifier", "v"), "'c': one argument too many", "--verifier")
-    one_line(run(name, "a", "b", "c", "d"), "unexpected extra argument", "(d)")
+    one_line(run(name, *places, "one more"), "unexpected extra argument(s) (one more)")
 
 
 REFUSED = [  # what needs no model to be refused -> words of the refusal
@@ -652,9 +634,9 @@ def features(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli") / "features"
     result = run(
         "features",
-        VERIFIER,
         CORPUS / "train.jsonl",
         folder,
+        *OF_TINY,
         "--max-samples",
         16,
         "--max-length",
@@ -700,9 +682,9 @@ def drafter(features):
 def test_features_are_kept_when_asked_again(features):
     result = run(
         "features",
-        VERIFIER,
         CORPUS / "train.jsonl",
         features,
+        *OF_TINY,
         "--max-samples",
         16,
         "--max-length",
@@ -712,7 +694,7 @@ def test_features_are_kept_when_asked_again(features):
     )
     assert "0 feature files written, 16 kept" in result.stdout
     one_line(
-        run("features", VERIFIER, CORPUS / "train.jsonl", features, "--max-samples", 15, "--max-length", 192),
+        run("features", CORPUS / "train.jsonl", features, *OF_TINY, "--max-samples", 15, "--max-length", 192),
         "another origin",
     )
 
@@ -944,9 +926,9 @@ def test_questions_are_answered_anew(tmp_path, monkeypatch):
         answered = [row["messages"] for row in read_conversations(f"{data}.out.jsonl")]
         assert len(answered) == written and all(m[-1]["role"] == "assistant" for m in answered)
         assert any(m[0]["content"] in ("What is 2 + 2?", "Add.\n\n2, 2") for m in answered)
-    result = run("prepare", "gsm8k", VERIFIER, tmp_path / "p", "--num-proc", 1)
+    result = run("prepare", "gsm8k", tmp_path / "p", *OF_TINY, "--num-proc", 1)
     assert result.exit_code == 0 and "3 training and 0 validation rows" in result.stdout, result.output
-    one_line(run("prepare", "gsm9k", VERIFIER, tmp_path / "q"), "gsm9k: no such file", "hf:gsm9k", "gsm8k")
+    one_line(run("prepare", "gsm9k", tmp_path / "q", *OF_TINY), "gsm9k: no such file", "hf:gsm9k", "gsm8k")
 
 
 def test_regenerated_answers_are_prepared(tmp_path):
@@ -1167,10 +1149,6 @@ def test_a_recipe_does_not_decide_what_becomes_of_the_output(tmp_path):
 
     text = write_recipe(tmp_path, "train", {"data_dir": "f", "overwrite": True, "resume": True, "seed": 0}).read_text()
     assert "seed: 0" in text and "overwrite" not in text and "resume" not in text
-
-
-def test_an_empty_place_in_the_former_order_is_refused(tmp_path):
-    one_line(run("features", VERIFIER, CORPUS / "heldout.jsonl", ""), "output_dir=''", "empty")
 
 
 # --- drafters of one's own --------------------------------------------------------------------------------------------

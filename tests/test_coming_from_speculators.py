@@ -21,6 +21,7 @@ from speculators_nb.train.training_arguments import NOT_SUPPORTED, SpeculatorTra
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/coming_from_speculators.md").read_text()
 UPSTREAM = json.loads((ROOT / "tests/fixtures/upstream_names.json").read_text())
+NAMES = "Names that have no place here", "Names of train, data_generation and utils"  # tables of the page
 
 
 def table(title):
@@ -90,3 +91,45 @@ def test_data_sets():
 @pytest.mark.parametrize("there,here", table("In Python"))
 def test_python(there, here):
     assert there.startswith("speculators.") and callable(attribute(here))
+
+
+def rows(title):
+    "[(module.name, what is said of it)] of a table of names."
+    part = re.split(r"^## ", PAGE.split(f"## {title}\n")[1], flags=re.M)[0]
+    lines = re.findall(r"^\| `([\w.]+)`: (.*?) \| (.+) \|$", part, flags=re.M)
+    return [(f"{module}.{name}", said) for module, names, said in lines for name in re.findall(r"`(\w+)`", names)]
+
+
+def found(path):
+    "Whether the name is ours: not of another library that the module imports."
+    try:
+        value = attribute(f"speculators_nb.{path}")
+    except (ModuleNotFoundError, AttributeError):
+        return False
+    return getattr(value, "__module__", "speculators_nb").startswith("speculators_nb")
+
+
+def test_a_name_is_found_or_on_the_page():
+    listed = [name for title in NAMES for name, _ in rows(title)]
+    names = [f"{module}.{name}" for module, names in UPSTREAM["names"].items() for name in names]
+    assert sorted(listed) == [name for name in sorted(names) if not found(name)]
+    assert len(names) - len(listed) > 40
+
+
+def test_what_the_page_names_of_ours_is_there():
+    text = PAGE.split("## Names\n")[1]
+    for path in set(re.findall(r"`speculators_nb\.([\w.]+)`", text)):
+        try:
+            importlib.import_module(f"speculators_nb.{path}")
+        except ModuleNotFoundError:
+            assert attribute(f"speculators_nb.{path}") is not None, path
+    known = [command.name or command.callback.__name__ for command in app.registered_commands]
+    assert set(re.findall(r"`speculators-nb (\w+)", text)) <= set(known)
+
+
+def test_what_the_documentation_names():
+    part = PAGE.split("## What the documentation names")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.+) \| (.+) \|$", part, flags=re.M)
+    assert len(rows) == part.count("\n| `") and all("speculators" in here for _, here in rows)
+    of_0_9 = [name for there, _ in rows for name in re.findall(r"`(utils\.\w+)`", there)]
+    assert len(of_0_9) == 3 and all(map(found, of_0_9))

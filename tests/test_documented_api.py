@@ -239,6 +239,20 @@ def test_class_of_a_config(saved):
     assert SpeculatorModel.registered_model_class_from_config(config) is Eagle3DraftModel
 
 
+def test_class_of_a_config_that_has_another_name():
+    class Config(SpeculatorModelConfig):
+        speculators_model_type: str = "config_of_names"
+
+    class Model(SpeculatorModel):
+        config_class = Config
+
+    try:
+        SpeculatorModel.register("model_of_names")(Model)
+        assert SpeculatorModel.registered_model_class_from_config(Config()) is Model
+    finally:
+        SpeculatorModel.registry.pop("model_of_names", None)
+
+
 @pytest.mark.statement("api-42", "api-43", "api-44")
 def test_class_of_no_config():
     for config in (LlamaConfig(), SpeculatorModelConfig()):

@@ -482,14 +482,13 @@ def test_no_secret_in_output_logs_or_files(verifiers, tmp_path):
         capture_output=True,
         text=True,
     )
-    good = run("convert", native, tmp_path / "made", verifiers / "llama")
+    of_llama = "--verifier", verifiers / "llama"
+    good = run("convert", native, tmp_path / "made", *of_llama)
     assert good.returncode == 0, good.stderr[-2000:]
     bad = [
-        run("convert", native, tmp_path / "no", "somebody/private-model"),
-        run(
-            "--traceback", "convert", f"https://user:{secrets['HF_TOKEN']}@host/x", tmp_path / "no", verifiers / "llama"
-        ),
-        run("convert", f"https://user:{secrets['HF_TOKEN']}@host/x", tmp_path / "no", verifiers / "llama"),
+        run("convert", native, tmp_path / "no", "--verifier", "somebody/private-model"),
+        run("--traceback", "convert", f"https://user:{secrets['HF_TOKEN']}@host/x", tmp_path / "no", *of_llama),
+        run("convert", f"https://user:{secrets['HF_TOKEN']}@host/x", tmp_path / "no", *of_llama),
     ]
     assert all(p.returncode for p in bad)
     said = "".join(p.stdout + p.stderr for p in (good, *bad))
@@ -529,7 +528,7 @@ def test_what_is_written_follows_the_umask(tmp_path, umask):
 from speculators_nb.cli.main import app
 import speculators_nb.core.checkpoints as checkpoints, torch
 verifier = {str(ROOT / "data/tiny-verifier")!r}
-for line in (["features", verifier, {str(rows)!r}, "features"],
+for line in (["features", {str(rows)!r}, "features", "--verifier", verifier],
              ["train", "features", "drafter", "--verifier", verifier, "--total-seq-len", "32", "--eval-share", "0",
               "--extra", "max_steps=1", "--extra", "save_steps=1", "--extra", "save_strategy=steps",
               "--extra", "disable_tqdm=true"],

@@ -22,21 +22,20 @@ from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.serve.speculative_config import (
     ArgmaxDrafter,
     SpeculativeConfig,
-    speculate,
-)
-from speculators_nb.serve.speculative_fields import (
-    DOCUMENTED_SAMPLING,
     conditional_rates,
     length_to_rates,
     parse_token_tree,
+    speculate,
 )
 from speculators_nb.serve.vllm_methods import (
+    DOCUMENTED_SAMPLING,
     ENGINES,
     METHODS,
     MTP_FAMILIES,
     Engine,
     method_of_types,
     mtp_head,
+    served_architecture,
 )
 from speculators_nb.verifier.tapped_model import Verifier
 
@@ -48,7 +47,7 @@ from speculative_dictionaries import CASES, MODELS, OMNI_WRONG, ROWS, explained,
 RECORDS = {version: json.loads(file.read_text()) for version, file in vllm.RECORDS.items()}
 DRAWN = [(version, i) for version, record in RECORDS.items() for i in range(len(record["drawn"]))]
 NGRAM = dict(method="ngram", num_speculative_tokens=3)
-PAGE = (ROOT / "nbs/serve/06_speculative_config.ipynb").read_text()
+PAGE = (ROOT / "nbs/serve/01_speculative_config.ipynb").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -899,8 +898,6 @@ def test_shown_as_vllm_shows_it():
 
 @pytest.mark.statement("vllm-49")
 def test_mistral_large_is_served_by_its_eagle_class():
-    from speculators_nb.serve.draft_method import served_architecture
-
     served = served_architecture("eagle", dict(architectures=["MistralLarge3ForCausalLM"]))
     assert served == "EagleMistralLarge3ForCausalLM" and served in ENGINES["0.33"].architectures["eagle"]
 

@@ -19,13 +19,13 @@ STEPS = ("--total-seq-len", 128, "--max-steps", 2, "--draft-vocab-size", 256, "-
 # command -> its words, with {out} for its output and names of others' outputs; the files that must be the same
 COMMANDS = {
     "regenerate": ((CORPUS, "{out}.jsonl", "--verifier", VERIFIER, *FEW, "--max-new-tokens", 8), "out.jsonl"),
-    "prepare": ((CORPUS, VERIFIER, "{out}", *FEW, "--max-length", 96, "--num-proc", 1), "out/*.arrow"),
-    "features": ((VERIFIER, "{prepare}", "{out}", "--dtype", "float32"), "out/*.safetensors"),
+    "prepare": ((CORPUS, "{out}", "--verifier", VERIFIER, *FEW, "--max-length", 96, "--num-proc", 1), "out/*.arrow"),
+    "features": (("{prepare}", "{out}", "--verifier", VERIFIER, "--dtype", "float32"), "out/*.safetensors"),
     "vocab": (("{features}", 256, "--output-dir", "{out}"), "out/*.npy"),
     "train": (("{features}", "{out}", *STEPS), "out/model.safetensors"),
     "evaluate": (("{train}", CORPUS, *FEW[:1], 2, "--max-new-tokens", 8, "--output-dir", "{out}"), "out/positions.csv"),
     "export": (("{train}", "{out}"), "out/*.safetensors"),
-    "convert": (("{export}", "{out}", VERIFIER), "out/*.safetensors"),
+    "convert": (("{export}", "{out}", "--verifier", VERIFIER), "out/*.safetensors"),
 }
 
 

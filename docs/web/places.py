@@ -4,7 +4,6 @@ import tomllib
 from pathlib import Path
 
 import conformance
-import migration
 
 DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
@@ -61,7 +60,6 @@ DRAFTERS = [  # their notebooks are a group of their own; all others of a packag
 ]
 MADE = {
     "docs/conformance.md": conformance.page,  # no file holds it
-    "docs/coming_from_speculators.md": migration.page,  # numbers are filled in
 }
 FILES = "files"  # on the site: files of the repository that pages link to
 # empty: the project has no address yet

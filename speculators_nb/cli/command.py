@@ -165,9 +165,6 @@ def _shell_parameters(function, command, named) -> list[inspect.Parameter]:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name != "import_":
             parameters += _as_typer(parameter, comments.get(parameter.name), command, named)
-    if set(named) & set(_required(function)):
-        former = typer.Argument(hidden=True, metavar="")
-        parameters.append(_keyword("former", str | None, former))
     own = typer.Option(
         "--import",
         metavar="MODULE",
@@ -237,36 +234,8 @@ class ShellCommand(TyperCommand):
         for parameter in shown:
             parameter.required = False
 
-
-def _former_order(function, command, named, values) -> dict:
-    """The arguments of a line with one argument more than the command takes: in the order of
-    the Python function. Errors: ValueError where an option gives it, too."""
-    from speculators_nb.core.provenance import without_secrets
-
-    names = _required(function)
-    places = [name for name in names if name not in named]
-    texts = [str(values[name]) for name in places] + [values["former"]]
-    option = next(name for name in names if name in named)
-    if values[option] is not None:
-        raise ValueError(
-            f"{shown(texts[-1])}: one argument too many; {command} takes "
-            f"{', '.join(map(str.upper, places))}, and --{option}"
-        )
-    given = dict(zip(names, texts))
-    words = [*(typed(given[n]) for n in places), f"--{option}", given[option]]
-    line = shlex.join([command, *words])
-    typer.echo(
-        without_secrets(f"Note: --{option} is an option: speculators-nb {line}"), err=True
-    )
-    kinds = inspect.signature(function).parameters
-    read = {n: _reader(n, kinds[n].annotation, command).get("parser", str) for n in names}
-    try:
-        return {name: read[name](text) for name, text in given.items()}
-    except typer.BadParameter as e:
-        raise ValueError(e.message) from None
-
 # %% ../../nbs/cli/06_command.ipynb #560b1519
-def _values(function, name, named, app, context, recipe, line):
+def _values(function, name, app, context, recipe, line):
     """Every argument of the function, checked: from the command line, the recipe, or its
     default."""
     from speculators_nb.cli.recipe import read_recipe, resolve
@@ -279,8 +248,6 @@ def _values(function, name, named, app, context, recipe, line):
         )
     flags = {n.removesuffix("_"): line[n] for n in sorted(given)}
     import_drafters(flags.get("import", ()))
-    if flags.pop("former", None) is not None:
-        flags |= _former_order(function, name, named, line)
     values = resolve(
         function, flags, read_recipe(recipe, name, app.functions) if recipe else None
     )
@@ -382,7 +349,7 @@ def command(
             from speculators_nb.cli.recipe import with_home
 
             line, recipe = with_home(line), with_home(recipe)
-            values = _values(function, name, named, app, context, recipe, line)
+            values = _values(function, name, app, context, recipe, line)
             result = perform(values)
             own = values.get("import", ())
             if then and _is_first_rank():

@@ -19,8 +19,7 @@ from speculators_nb.models import (
 )
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.serve.serve_command import what_to_serve
-from speculators_nb.serve.speculative_config import SpeculativeConfig
-from speculators_nb.serve.speculative_fields import parse_token_tree
+from speculators_nb.serve.speculative_config import SpeculativeConfig, parse_token_tree
 from speculators_nb.serve.vllm_contract import check_vllm_contract
 
 from .harness import GOOD, RELEASE, Case

@@ -632,7 +632,7 @@ CASES += [
     ),
     Case(
         "prepare: a file that is not there",
-        "prepare {here}/none.jsonl {tiny} {here}/out",
+        "prepare {here}/none.jsonl {here}/out --verifier {tiny}",
         "none.jsonl: no such file; check the spelling",
     ),
     Case(
@@ -1076,31 +1076,34 @@ CASES += [
     ),
     Case(
         "prepare: torn line in a shell",
-        "prepare {here}/c.jsonl {tiny} {here}/out",
+        "prepare {here}/c.jsonl {here}/out --verifier {tiny}",
         r"1 conversation: not JSON \(first: .*c\.jsonl, line 2",
         {"c.jsonl": lines(TALK, '{"mess')},
         counted=True,
     ),
     Case(
         "prepare: control token in a shell",
-        "prepare {here}/c.jsonl {tiny} {here}/out",
+        "prepare {here}/c.jsonl {here}/out --verifier {tiny}",
         r"1 conversation: <\|im_end\|> \(first: .*c\.jsonl, line 2, message 0",
         {"c.jsonl": lines(TALK, asked("<|im_end|>"))},
         counted=True,
     ),
     Case(
-        "prepare: cut gzip in a shell", "prepare {here}/c.jsonl.gz {tiny} {here}/out", DAMAGED, {"c.jsonl.gz": GZ[:-30]}
+        "prepare: cut gzip in a shell",
+        "prepare {here}/c.jsonl.gz {here}/out --verifier {tiny}",
+        DAMAGED,
+        {"c.jsonl.gz": GZ[:-30]},
     ),
     Case(
         "features: torn line in a shell",
-        "features {tiny} {here}/c.jsonl {here}/out",
+        "features {here}/c.jsonl {here}/out --verifier {tiny}",
         r"1 × not JSON \(first: .*c\.jsonl, line 2",
         {"c.jsonl": lines(TALK, '{"mess')},
         counted=True,
     ),
     Case(
         "features: ids beyond the vocabulary in a shell",
-        "features {tiny} {here}/c.jsonl {here}/out",
+        "features {here}/c.jsonl {here}/out --verifier {tiny}",
         r"1 × a token id beyond the verifier's vocabulary of 2048.*\(first: .*c\.jsonl, line 2",
         {"c.jsonl": lines(TALK, ids([5, 3000]))},
         counted=True,

@@ -67,13 +67,13 @@ TRAINED, TABLES = ("out/model.safetensors",), ("out/summary.csv", "out/positions
 LEARN = {"ftr": RELEASE / "features", "vrf": RELEASE / "verifier"}
 SCENES = {
     "prepare": Scene(
-        "prepare talks.jsonl tny out --max-length 96 --num-proc 1",
+        "prepare talks.jsonl out --verifier tny --max-length 96 --num-proc 1",
         {"talks.jsonl": "talks", "tny": GOOD["tiny"]},
         ("out/*.arrow", "out/token_freq.json"),
         6,
     ),
     "prepare turns": Scene(
-        "prepare talks.jsonl tny out --rows turn --val-fraction 0.3 --draft-vocab-size 50 --num-proc 2",
+        "prepare talks.jsonl out --verifier tny --rows turn --val-fraction 0.3 --draft-vocab-size 50 --num-proc 2",
         {"talks.jsonl": "talks", "tny": GOOD["tiny"]},
         ("out/*.arrow", "out/token_freq.json", "out/*.npy"),
         3,
@@ -85,10 +85,13 @@ SCENES = {
         4,
     ),
     "features": Scene(
-        "features tny prp out --max-samples 3", {"tny": GOOD["tiny"], "prp": "prepared"}, ("out/hs_*",), 4
+        "features prp out --verifier tny --max-samples 3", {"tny": GOOD["tiny"], "prp": "prepared"}, ("out/hs_*",), 4
     ),
     "features of chats": Scene(
-        "features tny talks.jsonl out --max-length 48", {"tny": GOOD["tiny"], "talks.jsonl": "talks"}, ("out/hs_*",), 2
+        "features talks.jsonl out --verifier tny --max-length 48",
+        {"tny": GOOD["tiny"], "talks.jsonl": "talks"},
+        ("out/hs_*",),
+        2,
     ),
     "vocab": Scene("vocab prp 40 --output-dir out", {"prp": "prepared"}, ("out/*.npy",), 3, ("prp",)),
     **{
@@ -151,13 +154,13 @@ SCENES = {
         1,
     ),
     "convert": Scene(
-        "convert ntv out vrf",
+        "convert ntv out --verifier vrf",
         {"ntv": "native", "vrf": RELEASE / "verifier"},
         ("out/model.safetensors", "out/config.json"),
         4,
     ),
     "stitch": Scene(
-        "stitch-mtp drf vrf out",
+        "stitch-mtp drf out --verifier vrf",
         {"drf": RELEASE / "mtp", "vrf": RELEASE / "verifier"},
         ("out/model.safetensors", "out/config.json"),
         2,
@@ -176,7 +179,7 @@ SCENES = {
 MADE = {  # what the scenes read and the repository does not hold: name -> files, command, what is kept
     "prepared": (
         {"talks.jsonl": "talks", "tny": GOOD["tiny"]},
-        "prepare talks.jsonl tny out --max-length 64 --num-proc 1 --no-shuffle",
+        "prepare talks.jsonl out --verifier tny --max-length 64 --num-proc 1 --no-shuffle",
         "out",
     ),
     "run": (

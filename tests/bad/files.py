@@ -6,14 +6,14 @@ from .disk import closed, full, read_only, small_files
 from .harness import GOOD, ROOT, Case, _type
 
 WRITERS = {  # command -> its line; {out} is a place that cannot be written
-    "prepare": "prepare {corpus} {tiny} {out} --max-samples 40 --num-proc 1",
-    "features": "features {tiny} {corpus} {out} --max-samples 4 --max-length 64",
+    "prepare": "prepare {corpus} {out} --verifier {tiny} --max-samples 40 --num-proc 1",
+    "features": "features {corpus} {out} --verifier {tiny} --max-samples 4 --max-length 64",
     "train": (
         "train {features} {out} --verifier {verifier} --extra max_steps=1 --extra save_steps=1 --extra "
         "disable_tqdm=true"
     ),
     "regenerate": "regenerate {corpus} {out}/answers.jsonl --verifier {tiny} --max-samples 8 --max-new-tokens 32",
-    "convert": "convert {native} {out} {verifier}",
+    "convert": "convert {native} {out} --verifier {verifier}",
     "export": "export {drafter} {out} --verifier {verifier}",
     "evaluate": (
         "evaluate {shipped} {corpus} --verifier {tiny} --output-dir {out} --max-new-tokens 4 --k 1 --max-samples 1 "

@@ -157,7 +157,7 @@ CASES = [
     *(
         Case(
             f"a chat template: {name}",
-            "prepare {here}/talks.jsonl {here}/new {here}/out",
+            "prepare {here}/talks.jsonl {here}/out --verifier {here}/new",
             f"no row left of 1 conversations .*the chat template of .*new fails: {said}",
             TALKS | {"new": copied(GOOD["tiny"], chat_template__jinja=text)},
         )
@@ -178,7 +178,7 @@ CASES = [
             },
         )
         for line in (
-            "prepare {here}/talks.jsonl {here}/new {here}/out",
+            "prepare {here}/talks.jsonl {here}/out --verifier {here}/new",
             "regenerate {here}/talks.jsonl {here}/a.jsonl --verifier {here}/new",
             "evaluate {here}/drafter {here}/talks.jsonl --verifier {here}/new --max-new-tokens 2",
         )
@@ -211,11 +211,14 @@ CASES = [
             "new: its tokenizer cannot be read: .*",
             TALKS | {"new": copied(GOOD["tiny"], tokenizer__json='{"model": []}')},
         )
-        for name, line in {"prepare": "prepare {here}/talks.jsonl {here}/new {here}/out", "demo": DEMO}.items()
+        for name, line in {
+            "prepare": "prepare {here}/talks.jsonl {here}/out --verifier {here}/new",
+            "demo": DEMO,
+        }.items()
     ),
     Case(
         "prepare: 100,000 brackets for a tokenizer",
-        "prepare {here}/talks.jsonl {here}/new {here}/out",
+        "prepare {here}/talks.jsonl {here}/out --verifier {here}/new",
         "new: its tokenizer cannot be read: RecursionError",
         TALKS | {"new": copied(GOOD["tiny"], tokenizer__json='{"a":' * 100_000)},
     ),
@@ -228,8 +231,8 @@ CASES = [
     *(
         Case(f"{line.split()[0]}: a read fails", line, "talks.jsonl: input/output error", {"talks.jsonl": memory})
         for line in (
-            "prepare {here}/talks.jsonl {tiny} {here}/out",
-            "features {tiny} {here}/talks.jsonl {here}/out",
+            "prepare {here}/talks.jsonl {here}/out --verifier {tiny}",
+            "features {here}/talks.jsonl {here}/out --verifier {tiny}",
             "regenerate {here}/talks.jsonl {here}/out.jsonl --verifier {tiny}",
         )
     ),
@@ -247,7 +250,7 @@ CASES = [
             {"talks.jsonl": zeros(100 << 20)},
         )
         for line in (
-            "prepare {here}/talks.jsonl {tiny} {here}/out",
+            "prepare {here}/talks.jsonl {here}/out --verifier {tiny}",
             "regenerate {here}/talks.jsonl {here}/out.jsonl --verifier {tiny}",
         )
     ),
@@ -264,7 +267,10 @@ CASES = [
             "no row left of 0 conversations \\(there were none in '.*talks.jsonl'",
             {"talks.jsonl": ""},
         )
-        for line in ("prepare {here}/talks.jsonl {tiny} {here}/out", "features {tiny} {here}/talks.jsonl {here}/out")
+        for line in (
+            "prepare {here}/talks.jsonl {here}/out --verifier {tiny}",
+            "features {here}/talks.jsonl {here}/out --verifier {tiny}",
+        )
     ),
     Case(
         "evaluate: a huge config",
@@ -452,7 +458,7 @@ CASES = [
     *(
         Case(
             f"prepare: a template that {name}",
-            "prepare {here}/talks.jsonl {here}/new {here}/out",
+            "prepare {here}/talks.jsonl {here}/out --verifier {here}/new",
             f"the chat template of .*new calls itself without end or makes a text without end.*{error}",
             TALKS | {"new": copied(GOOD["tiny"], chat_template__jinja=template)},
         )
@@ -505,7 +511,7 @@ CASES = [
     ),
     Case(
         "features: weights that cannot be mapped",
-        "features {here}/new {here}/talks.jsonl {here}/out",
+        "features {here}/talks.jsonl {here}/out --verifier {here}/new",
         "verifier '.*new': its weights cannot be read",
         TALKS | {"new": copied(GOOD["tiny"], model__safetensors=memory)},
     ),
@@ -570,7 +576,7 @@ CASES = [
     ),
     Case(
         "stitch-mtp: a verifier without tensors",
-        "stitch-mtp {here}/drafter {here}/new {here}/out",
+        "stitch-mtp {here}/drafter {here}/out --verifier {here}/new",
         "new: its weights hold no norm.weight, so this is no language model",
         {
             "drafter": copied(RELEASE / "mtp"),
@@ -593,7 +599,7 @@ CASES = [
     *(
         Case(
             f"features: one weight of {value}",
-            "features {here}/new {here}/talks.jsonl {here}/out",
+            "features {here}/talks.jsonl {here}/out --verifier {here}/new",
             "verifier '.*new': NaN or infinity in model.layers.0.self_attn.k_proj.weight",
             TALKS | {"new": with_weight(value)},
         )
@@ -601,7 +607,7 @@ CASES = [
     ),
     Case(
         "features: a weight that is too great",
-        "features {here}/new {here}/talks.jsonl {here}/out",
+        "features {here}/talks.jsonl {here}/out --verifier {here}/new",
         "hs_0.safetensors: the verifier's states are not finite .*; look for damaged weights in .*new, or",
         TALKS | {"new": with_weight(3e38)},
     ),

@@ -1,28 +1,19 @@
 #!/usr/bin/env python
-"""Write tests/fixtures/upstream_names.json: the public names of speculators 0.9.0 and what one call of each answers.
+"""Write tests/fixtures/upstream_names.json: the public names of speculators 0.9.0, the options of its training command
+and the data sets that it knows by a word.
 
-HF_HUB_OFFLINE=1 TRITON_INTERPRET=1 benchmarks/.venv-upstream/bin/python tests/parity/record_names.py
-
-Its losses outside of `losses.eager` are Triton kernels; on a CPU they run where the package `triton` is on the path.
+HF_HUB_OFFLINE=1 benchmarks/.venv-upstream/bin/python tests/parity/record_names.py
 """
 
 import ast
 import json
-import sys
-import warnings
-from importlib import import_module
 from pathlib import Path
 
 import speculators
-from speculators.losses import eager
-
-sys.path.insert(0, str(Path(__file__).parent))
-import named_calls
 
 FIXTURE = Path(__file__).parents[1] / "fixtures/upstream_names.json"
 HOME = Path(speculators.__file__).parent
-PARTS = ("config", "model", "models", "proposals", "losses", "convert")  # each name is called
-FURTHER = ("train", "data_generation", "utils")  # names alone
+PARTS = ["config", "convert", "data_generation", "losses", "model", "models", "proposals", "train", "utils"]
 
 
 def public(file):
@@ -38,7 +29,7 @@ def public(file):
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             defined.append(node.target.id)
     found = defined if listed is None else listed
-    return sorted({name for name in found if not name.startswith("_") and name != "logger"}), listed is not None
+    return sorted({name for name in found if not name.startswith("_") and name != "logger"})
 
 
 def options():
@@ -68,24 +59,14 @@ def written(record):
 
 
 def main():
-    warnings.simplefilter("ignore")
-    named_calls.use_losses(eager)
-    modules, further, answers = {}, {}, {}
+    names = {}
     for file in sorted(HOME.rglob("*.py")):
         module = ".".join(file.relative_to(HOME).with_suffix("").parts).removesuffix(".__init__")
-        package = module.split(".")[0]
-        if package in PARTS and module != "losses.fused":
-            names, listed = public(file)
-            modules[module] = dict(names=names, listed=listed)
-        elif package in FURTHER and (names := public(file)[0]):
-            further[module] = names
-    for name in named_calls.CALLS:
-        module, _, attribute = name.rpartition(".")
-        answers[name] = named_calls.call(name, getattr(import_module(f"speculators.{module}"), attribute))
-    record = dict(version="0.9.0", modules={m: v for m, v in modules.items() if v["names"]}, answers=answers)
-    record |= dict(options=options(), presets=presets(), further=further)
+        if module.split(".")[0] in PARTS and module != "losses.fused" and (found := public(file)):
+            names[module] = found
+    record = dict(version="0.9.0", names=names, options=options(), presets=presets())
     FIXTURE.write_text(written(record) + "\n")
-    print(f"{sum(len(v['names']) for v in modules.values())} names, {len(answers)} calls")
+    print(f"{sum(map(len, names.values()))} names")
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ def check(folder, kills):
         )
         found["conversations"] = len(asked)
     with stage("prepare") as found:
-        run("prepare", answers, VERIFIER, prepared, "--max-length", 384, "--num-proc", 1)
+        run("prepare", answers, prepared, "--verifier", VERIFIER, "--max-length", 384, "--num-proc", 1)
         config = json.loads((prepared / "data_config.json").read_text())
         found["rows"], found["tokens"] = config["data"]["num_samples"], config["data"]["num_tokens"]
 
@@ -238,9 +238,10 @@ def check(folder, kills):
         server = Serving(free_port(), folder, VERIFIER, "--hidden-states", folder / "states")
     args = (
         "features",
-        VERIFIER,
         prepared,
         served,
+        "--verifier",
+        VERIFIER,
         "--source",
         "vllm",
         "--storage",
@@ -274,7 +275,7 @@ def check(folder, kills):
         left = [p.name for p in (folder / "states").iterdir() if p.name != "extraction.json"]
         assert not left, f"left in the shared folder: {left}"
     with stage("features by Hugging Face") as found:
-        run("features", VERIFIER, prepared, here, "--dtype", "float32")
+        run("features", prepared, here, "--verifier", VERIFIER, "--dtype", "float32")
         found["rows"], worst = features_equal(served, here)
         found["largest relative difference"] = f"{worst:.1e}"
         assert worst <= 1e-3, f"the engine's hidden states differ by {worst:.2e}"

@@ -640,8 +640,8 @@ def mtp_config(word):
 
 # where we decide otherwise than vLLM, on purpose. Title: [(what we do, on which dictionaries)]. What we do:
 # "accept" what vLLM refuses, "refuse" what it accepts, resolve to other "values". A condition names fields and values
-# that decide, and holds for no dictionary on which the two agree. The reasons are in the table at the end of
-# nbs/serve/06_speculative_config.ipynb, under the same titles.
+# that decide, and holds for no dictionary on which the two agree. The reasons are in the table of
+# nbs/serve/01_speculative_config.ipynb, under the same titles.
 MTP_MODELS = ("mimo", "two-heads", "latent")
 MTP_WORDS = ("mtp", "mimo_mtp")
 SERVED_AS = {"trained-eagle3": "eagle3", "trained-parallel": "eagle3", "trained-blocks": "dflash"}
