@@ -5,7 +5,7 @@ They are one `config.json`, and a serving engine needs nothing else."""
 
 # %% auto #0
 __all__ = ['OF_TRANSFORMERS', 'NOT_FOR_TRANSFORMERS', 'OF_CLASSIFIERS', 'log', 'VerifierConfig', 'SpeculatorsConfig',
-           'CheckedConfig', 'JsonConfig', 'import_models', 'DrafterFields', 'SpeculatorModelConfig', 'reload_schemas']
+           'import_models', 'DrafterFields', 'SpeculatorModelConfig', 'reload_schemas']
 
 # %% ../../nbs/core/12_config.ipynb #07bd2f05
 import copy
@@ -136,11 +136,11 @@ class SpeculatorsConfig(ReloadableBaseModel):
 
 # %% ../../nbs/core/12_config.ipynb #388c4885
 def _hints(cls: type) -> dict[str, Any]:
-    "The type of each field that `cls` and its bases down from CheckedConfig declare."
+    "The type of each field that `cls` and its bases down from DrafterFields declare."
     return {
         name: hint
         for base in reversed(cls.__mro__)
-        if issubclass(base, CheckedConfig)
+        if issubclass(base, DrafterFields)
         for name, hint in inspect.get_annotations(base, eval_str=True).items()
         if get_origin(hint) is not ClassVar
     }
@@ -163,14 +163,65 @@ def _numbers(cls: type) -> set[str]:
     fields = {name: kinds(hint) for name, hint in _hints(cls).items()}
     return {name for name, has in fields.items() if {int, float} & has and bool not in has}
 
+# %% ../../nbs/core/12_config.ipynb #99f23a31
+# further fields that transformers takes for itself, in any config
+OF_TRANSFORMERS = {
+    *("name_or_path", "torch_dtype", "output_attentions", "attn_implementation"),
+    *("experts_implementation", "_name_or_path", "_commit_hash", "_output_attentions"),
+}
+# and those that it would check in a drafter's config as in a decoder's, or cannot take
+NOT_FOR_TRANSFORMERS = {
+    *("rope_parameters", "rope_scaling", "rope_theta", "layer_types", "mlp_layer_types"),
+    *("quantization_config", "per_layer_config", "self", "kwargs"),
+}
+OF_CLASSIFIERS = ("id2label", "label2id", "problem_type")
 
-class CheckedConfig(PretrainedConfig):
-    "A transformers config whose declared fields pydantic checks whenever they are set."
+# %% ../../nbs/core/12_config.ipynb #a7273b0d
+def import_models():
+    "Import `auto_package` and the entry points of other packages: each registers itself."
+    SpeculatorModelConfig.auto_populate_registry()
+    for drafter in installed_drafters():
+        drafter.load()
+
+
+def _class_of(config_dict) -> "type[SpeculatorModelConfig]":
+    "The registered class that `speculators_model_type` names."
+    registry = SpeculatorModelConfig.registry
+    name = config_dict.get("speculators_model_type")
+    name = name if isinstance(name, str | None) else shown(name)
+    if name not in registry:
+        import_models()
+    known = ", ".join(sorted(registry))
+    if "speculators_model_type" not in config_dict:
+        raise NotSupported(
+            "speculators_model_type is missing, so this is not a drafter's config "
+            f"(its model_type is {config_dict.get('model_type')!r}). "
+            f"Known types: {known}. Convert a foreign checkpoint first."
+        )
+    if name not in registry:
+        raise ValueError(
+            f"speculators_model_type={name!r} is not known. Known types: {known}. "
+            "Check the spelling, or import the module that registers it."
+        )
+    return registry[name]
+
+# %% ../../nbs/core/12_config.ipynb #01a03e59
+log = getLogger(__name__)
+
+
+class DrafterFields(PretrainedConfig):
+    "What every drafter's config has."
+
+    speculators_config: SpeculatorsConfig | None = None
+    speculators_model_type: str = ""
+    speculators_version: str = speculators_nb.__version__
+    tie_word_embeddings: bool = False
+    has_no_defaults_at_init: ClassVar[bool] = True  # every field is written to the file
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         # the dataclass decorator gives each subclass one that forgets undeclared keys
-        cls.__eq__ = CheckedConfig.__eq__
+        cls.__eq__ = DrafterFields.__eq__
 
     @classmethod
     def _checked(cls, name: str, value: Any) -> Any:
@@ -192,25 +243,6 @@ class CheckedConfig(PretrainedConfig):
 
     def __eq__(self, other):
         return type(self) is type(other) and self.to_dict() == other.to_dict()
-
-# %% ../../nbs/core/12_config.ipynb #99f23a31
-# further fields that transformers takes for itself, in any config
-OF_TRANSFORMERS = {
-    *("name_or_path", "torch_dtype", "output_attentions", "attn_implementation"),
-    *("experts_implementation", "_name_or_path", "_commit_hash", "_output_attentions"),
-}
-# and those that it would check in a drafter's config as in a decoder's, or cannot take
-NOT_FOR_TRANSFORMERS = {
-    *("rope_parameters", "rope_scaling", "rope_theta", "layer_types", "mlp_layer_types"),
-    *("quantization_config", "per_layer_config", "self", "kwargs"),
-}
-OF_CLASSIFIERS = ("id2label", "label2id", "problem_type")
-
-
-class JsonConfig(CheckedConfig):
-    "A checked config that is written as config.json."
-
-    speculators_config: SpeculatorsConfig | None = None
 
     @classmethod
     def validate_transformer_config(cls, value: Any) -> PretrainedConfig:
@@ -258,48 +290,6 @@ class JsonConfig(CheckedConfig):
         "Write the config as JSON, atomically."
         with atomic_write(json_file_path) as temporary:
             temporary.write_text(self.to_json_string(use_diff=use_diff), encoding="utf-8")
-
-# %% ../../nbs/core/12_config.ipynb #a7273b0d
-def import_models():
-    "Import `auto_package` and the entry points of other packages: each registers itself."
-    SpeculatorModelConfig.auto_populate_registry()
-    for drafter in installed_drafters():
-        drafter.load()
-
-
-def _class_of(config_dict) -> "type[SpeculatorModelConfig]":
-    "The registered class that `speculators_model_type` names."
-    registry = SpeculatorModelConfig.registry
-    name = config_dict.get("speculators_model_type")
-    name = name if isinstance(name, str | None) else shown(name)
-    if name not in registry:
-        import_models()
-    known = ", ".join(sorted(registry))
-    if "speculators_model_type" not in config_dict:
-        raise NotSupported(
-            "speculators_model_type is missing, so this is not a drafter's config "
-            f"(its model_type is {config_dict.get('model_type')!r}). "
-            f"Known types: {known}. Convert a foreign checkpoint first."
-        )
-    if name not in registry:
-        raise ValueError(
-            f"speculators_model_type={name!r} is not known. Known types: {known}. "
-            "Check the spelling, or import the module that registers it."
-        )
-    return registry[name]
-
-# %% ../../nbs/core/12_config.ipynb #01a03e59
-log = getLogger(__name__)
-
-
-class DrafterFields(JsonConfig):
-    "What every drafter's config has."
-
-    speculators_model_type: str = ""
-    speculators_version: str = speculators_nb.__version__
-    tie_word_embeddings: bool = False
-
-    has_no_defaults_at_init: ClassVar[bool] = True  # every field is written to the file
 
     def __new__(cls, /, **kwargs):
         config = super().__new__(cls)

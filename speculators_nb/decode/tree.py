@@ -6,8 +6,7 @@ all."""
 
 # %% auto #0
 __all__ = ['Check', 'require', 'checks_later', 'fetch', 'to_device', 'likeliest', 'probabilities', 'draw_tokens', 'Sampling',
-           'GreedyWithProbs', 'TreeShape', 'TreeRelations', 'check_nodes', 'TreeParts', 'TreeViews', 'TokenTree',
-           'Drafter']
+           'GreedyWithProbs', 'check_nodes', 'TokenTree', 'Drafter']
 
 # %% ../../nbs/decode/01_tree.ipynb #9761dddd
 from collections.abc import Callable, Iterator, Sequence
@@ -187,12 +186,51 @@ class GreedyWithProbs(Sampling):
         "The argmax of each distribution; no random number is used."
         return probs.argmax(-1)
 
-# %% ../../nbs/decode/01_tree.ipynb #c7015e1c
-class TreeShape:
-    "Relations between the nodes of a tree, from its row of `parents` alone."
+# %% ../../nbs/decode/01_tree.ipynb #736ed2cf
+def check_nodes(
+    tokens: Tensor,  # [N] int64
+    parents: Tensor,  # [N] int64
+    parent_of: list[int] | None,  # `parents` on the CPU; None: not looked at
+    probs: Tensor | None,  # [N, V]
+) -> None:
+    "Errors: ValueError for rows that are not a tree, naming the row and the node."
+    n = len(tokens)
+    for name, row in (("tokens", tokens), ("parents", parents)):
+        if row.ndim != 1 or row.is_floating_point() or row.dtype == torch.bool:
+            raise ValueError(
+                f"{name} must be a row of integers, got {row.dtype} of shape {tuple(row.shape)}"
+            )
+    if parents.shape != tokens.shape:
+        raise ValueError(
+            f"parents has shape {tuple(parents.shape)}, but there are {n} tokens: give one "
+            "parent for each"
+        )
+    for node, parent in enumerate(parent_of or ()):
+        if not -1 <= parent < node:
+            raise ValueError(
+                f"parents[{node}]={parent} must be -1 or smaller than {node}: list every "
+                "parent before its children"
+            )
+    if probs is not None and (probs.ndim != 2 or len(probs) != n):
+        raise ValueError(
+            f"probs has shape {tuple(probs.shape)}, but there are {n} tokens: give one row [V] "
+            "for each, or None"
+        )
 
-    parents: Tensor  # [N] int64, on any device
-    deepest: int | None = None  # no node is deeper; None: `parent_of` says
+# %% ../../nbs/decode/01_tree.ipynb #4ed4c07f
+@dataclass
+class TokenTree:
+    """Draft tokens and which of them each one follows; not changed after it was made. Errors:
+    ValueError for rows that are not a tree, and tokens outside the vocabulary of `probs`."""
+
+    tokens: Tensor  # [N] int64 verifier token ids
+    parents: Tensor  # [N] int64 parent, before its children; -1: the last decided token
+    probs: Tensor | None = None  # [N, V] distribution of each token; None: deterministic
+    real: Tensor | None = None  # [N] bool, False: padding, never accepted; None: all are real
+    deepest: int | None = None  # of a tree that grew on a device: no node is deeper
+    shape: InitVar[list[int] | None] = None  # `parents`, where the host has made them
+
+    _checked_vocabulary = None  # the size for which the tokens are known to be right
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -234,10 +272,6 @@ class TreeShape:
             ways[node] = [*ways[parent], node]
         return [ways[leaf] for leaf in sorted(set(ways) - set(self.parent_of) - {-1})]
 
-# %% ../../nbs/decode/01_tree.ipynb #treerel1
-class TreeRelations(TreeShape):
-    "Relations of nodes as tensors, on the device of `parents`."
-
     @cached_property
     def ancestors(self) -> Tensor:  # [N, N] bool
         """Row i marks node i and all its ancestors: what the node's query attends to within the
@@ -257,47 +291,6 @@ class TreeRelations(TreeShape):
         """How many draft tokens are on the way to each node, itself included: its position is
         that of the last decided token plus this."""
         return self.ancestors.sum(-1)
-
-# %% ../../nbs/decode/01_tree.ipynb #736ed2cf
-def check_nodes(
-    tokens: Tensor,  # [N] int64
-    parents: Tensor,  # [N] int64
-    parent_of: list[int] | None,  # `parents` on the CPU; None: not looked at
-    probs: Tensor | None,  # [N, V]
-) -> None:
-    "Errors: ValueError for rows that are not a tree, naming the row and the node."
-    n = len(tokens)
-    for name, row in (("tokens", tokens), ("parents", parents)):
-        if row.ndim != 1 or row.is_floating_point() or row.dtype == torch.bool:
-            raise ValueError(
-                f"{name} must be a row of integers, got {row.dtype} of shape {tuple(row.shape)}"
-            )
-    if parents.shape != tokens.shape:
-        raise ValueError(
-            f"parents has shape {tuple(parents.shape)}, but there are {n} tokens: give one "
-            "parent for each"
-        )
-    for node, parent in enumerate(parent_of or ()):
-        if not -1 <= parent < node:
-            raise ValueError(
-                f"parents[{node}]={parent} must be -1 or smaller than {node}: list every "
-                "parent before its children"
-            )
-    if probs is not None and (probs.ndim != 2 or len(probs) != n):
-        raise ValueError(
-            f"probs has shape {tuple(probs.shape)}, but there are {n} tokens: give one row [V] "
-            "for each, or None"
-        )
-
-# %% ../../nbs/decode/01_tree.ipynb #81ed78b2
-@dataclass
-class TreeParts(TreeRelations):
-    "A tree elsewhere, and in part."
-
-    tokens: Tensor  # [N]
-    parents: Tensor  # [N]
-    probs: Tensor | None = None  # [N, V]
-    real: Tensor | None = None  # [N] bool, see `TokenTree`
 
     def _like(self, change: Callable[[Tensor], Tensor], parents, parent_of) -> Self:
         "A tree whose other rows are changed alike."
@@ -348,10 +341,6 @@ class TreeParts(TreeRelations):
         tree.real = None
         return tree
 
-# %% ../../nbs/decode/01_tree.ipynb #treeview
-class TreeViews(TreeParts):
-    "A tree as a picture."
-
     def draw(
         self,
         decode: Callable[[int], str] = str,  # token id -> text
@@ -367,21 +356,6 @@ class TreeViews(TreeParts):
             weights = self.probs.gather(1, self.tokens[:, None]).flatten().tolist()
         labels = [decode(token) for token in self.tokens.tolist()]
         return plot_tree(self.parent_of, labels, weights, accepted, root, title)
-
-# %% ../../nbs/decode/01_tree.ipynb #4ed4c07f
-@dataclass
-class TokenTree(TreeViews):
-    """Draft tokens and which of them each one follows; not changed after it was made. Errors:
-    ValueError for rows that are not a tree, and tokens outside the vocabulary of `probs`."""
-
-    tokens: Tensor  # [N] int64 verifier token ids
-    parents: Tensor  # [N] int64 parent, before its children; -1: the last decided token
-    probs: Tensor | None = None  # [N, V] distribution of each token; None: deterministic
-    real: Tensor | None = None  # [N] bool, False: padding, never accepted; None: all are real
-    deepest: int | None = None  # of a tree that grew on a device: no node is deeper
-    shape: InitVar[list[int] | None] = None  # `parents`, where the host has made them
-
-    _checked_vocabulary = None  # the size for which the tokens are known to be right
 
     def __post_init__(self, shape):
         if shape is not None:

@@ -6,7 +6,7 @@ decoding."""
 
 # %% auto #0
 __all__ = ['NO_MIN_P', 'UNSET_SAMPLING', 'GENERATORS', 'load_by_requests', 'load_by_guidellm', 'draft_lengths', 'drafter_name',
-           'Measurements', 'Sweep', 'save_run', 'evaluate_engine']
+           'Sweep', 'save_run', 'evaluate_engine']
 
 # %% ../../nbs/evaluate/09_engine.ipynb #b6e4d069
 import json
@@ -147,10 +147,20 @@ def drafter_name(
     name = name or "no drafter"
     return {"ngram": "n-gram", "draft_model": "draft model"}.get(name, name)
 
-# %% ../../nbs/evaluate/09_engine.ipynb #b09e928a
+# %% ../../nbs/evaluate/09_engine.ipynb #6be71ccc
+def _command(checkpoint, k, arguments) -> list[str]:
+    "The command of a server, which reports the counts of each request if it drafts."
+    command = serve_command(checkpoint, k, **arguments)
+    drafter_is_served = k != 0 and "speculators_model_type" in read_config(command[2])
+    drafts = drafter_is_served or "--speculative-config" in command
+    if not drafts or any(PER_REQUEST[0] in argument for argument in command):
+        return command
+    return [*command, *PER_REQUEST]
+
+
 @dataclass
-class Measurements:
-    "What stays the same in all measurements, and what was measured so far."
+class Sweep:
+    "Measurements of servers that it starts."
 
     prompts: list[Prompt]
     concurrency: list[int]  # requests at once, each a load
@@ -207,20 +217,6 @@ class Measurements:
             prompts=len(self.prompts),
             domains=domains.to_dict(),
         )
-
-# %% ../../nbs/evaluate/09_engine.ipynb #6be71ccc
-def _command(checkpoint, k, arguments) -> list[str]:
-    "The command of a server, which reports the counts of each request if it drafts."
-    command = serve_command(checkpoint, k, **arguments)
-    drafter_is_served = k != 0 and "speculators_model_type" in read_config(command[2])
-    drafts = drafter_is_served or "--speculative-config" in command
-    if not drafts or any(PER_REQUEST[0] in argument for argument in command):
-        return command
-    return [*command, *PER_REQUEST]
-
-
-class Sweep(Measurements):
-    "Measurements of servers that it starts."
 
     def serve(
         self,

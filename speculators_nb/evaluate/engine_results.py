@@ -5,7 +5,7 @@ Columns are those of the in-process evaluation, so that both can be compared."""
 
 # %% auto #0
 __all__ = ['TABLES', 'MEASURED', 'SHOWN', 'read_table', 'read_run', 'plot_engine_acceptance', 'plot_speed', 'output_ranges',
-           'EngineTables', 'EngineEvaluation', 'LoadRows', 'tables_of', 'request_row', 'gather']
+           'EngineEvaluation', 'LoadRows', 'tables_of', 'request_row', 'gather']
 
 # %% ../../nbs/evaluate/08_engine_results.ipynb #b6e4d069
 import json
@@ -223,10 +223,10 @@ def output_ranges(
             table += [{**dict(zip(setting, key)), **row} for row in rows]
     return pd.DataFrame(table)
 
-# %% ../../nbs/evaluate/08_engine_results.ipynb #ed5c3f07
+# %% ../../nbs/evaluate/08_engine_results.ipynb #ed5c3f08
 @dataclass
-class EngineTables:
-    "The tables of `EngineEvaluation`."
+class EngineEvaluation:
+    "What `evaluate_engine` measured."
 
     summary: pd.DataFrame  # columns of `Evaluation.summary`, and k, concurrency
     positions: pd.DataFrame  # columns of `Evaluation.positions`, and k, concurrency
@@ -248,10 +248,6 @@ class EngineTables:
     def skipped(self) -> pd.DataFrame:  # prompt, why
         "Prompts that were not measured."
         return skipped_table(self.settings.get("skipped", {}))
-
-# %% ../../nbs/evaluate/08_engine_results.ipynb #ed5c3f08
-class EngineEvaluation(EngineTables):
-    "What `evaluate_engine` measured."
 
     def plot(
         self,

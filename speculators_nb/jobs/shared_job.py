@@ -95,9 +95,11 @@ class Worker:
         except FileNotFoundError:  # it has left
             return False
 
-# %% ../../nbs/jobs/02_shared_job.ipynb #acf15e9c
-class _JobFolder:
-    "The files of a shared job, and who works on it."
+# %% ../../nbs/jobs/02_shared_job.ipynb #14f04032
+class SharedJob:
+    "A context: the work on one output, shared by all processes that open it."
+
+    start: Any = None  # what the first worker has found
 
     def __init__(
         self,
@@ -112,6 +114,7 @@ class _JobFolder:
         self.me = Worker(self.folder, secrets.token_hex(6), lease)
         self.is_primary = False  # whether nobody was there when this worker came
         self._read: dict[Path, int] = {}  # file of another worker -> bytes read
+        self.settled: dict[int, int] = {}  # unit -> rows, by anybody
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -138,10 +141,6 @@ class _JobFolder:
         names = (path.stem for path in self.folder.glob("*.host"))
         found = [Worker(self.folder, n, self.lease) for n in names if n != self.me.name]
         return [worker for worker in found if self.me.sees(worker)]
-
-# %% ../../nbs/jobs/02_shared_job.ipynb #ec6ba08c
-class _Agreement(_JobFolder):
-    "What the workers of a job write for one another, and what they agree on."
 
     def _added(self, pattern: str) -> Iterator[bytes]:
         "Lines that workers have added to files of this name since the last call."
@@ -175,14 +174,6 @@ class _Agreement(_JobFolder):
         for path in self.folder.iterdir():
             if path.name != ".lock":
                 path.unlink(missing_ok=True)
-
-# %% ../../nbs/jobs/02_shared_job.ipynb #fe6dd47b
-class _Claims(_Agreement):
-    "Which units are in work and which are settled."
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.settled: dict[int, int] = {}  # unit -> rows, by anybody
 
     def _path(self, unit):
         return self.folder / f"{unit}.claim"
@@ -229,10 +220,6 @@ class _Claims(_Agreement):
             os.fsync(file.fileno())
         self.settled[unit] = rows
         self._path(unit).unlink(missing_ok=True)
-
-# %% ../../nbs/jobs/02_shared_job.ipynb #cd678e26
-class _Waiting(_Claims):
-    "Units of workers that are gone become free."
 
     def _is_in_work(self, unit):
         "Whether its holder is alive. A claim of one that is gone is removed."
@@ -281,12 +268,6 @@ class _Waiting(_Claims):
             if not self.wait(units, meanwhile):
                 return
 
-# %% ../../nbs/jobs/02_shared_job.ipynb #6bf5b0ba
-class _Opened(_Waiting):
-    "Opened by the first worker and by those that join, closed by the last one."
-
-    start: Any = None  # what the first worker has found
-
     def recover(self) -> None:
         "Keep the results of workers that are gone; for kinds of jobs that have some."
 
@@ -334,10 +315,6 @@ class _Opened(_Waiting):
             (self.folder / ".lock").unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # somebody has come meanwhile
                 self.folder.rmdir()
-
-# %% ../../nbs/jobs/02_shared_job.ipynb #14f04032
-class SharedJob(_Opened):
-    "A context: the work on one output, shared by all processes that open it."
 
     def _once(self, name, function):
         "What a function returns that one worker alone calls (JSON)."

@@ -5,8 +5,7 @@ The selector re-ranks the likeliest tokens of a slot by the token in front."""
 
 # %% auto #0
 __all__ = ['NEW_FIELDS', 'DFLASH2_RULES', 'DFlash2SpeculatorConfig', 'convolve', 'SlotConvolution', 'ConvolvedLayer',
-           'CandidateSelector', 'DFlash2Network', 'candidate_metrics', 'DFlash2Loss', 'DFlash2Chains', 'DFlash2Drafter',
-           'drafts_all_slots', 'DFlash2DraftModel']
+           'CandidateSelector', 'candidate_metrics', 'DFlash2Drafter', 'drafts_all_slots', 'DFlash2DraftModel']
 
 # %% ../../nbs/models/16_dflash2.ipynb #7d7da872
 from collections.abc import Callable, Iterator
@@ -201,50 +200,6 @@ class CandidateSelector(nn.Module):
         successors = self.successor_codebook[candidates]
         return unary + (codes[..., None, :] * successors).sum(-1).to(unary.dtype)
 
-# %% ../../nbs/models/16_dflash2.ipynb #1f3bcc10
-class DFlash2Network(DFlashDraftModel):
-    "DFlash's network with convolved layers, and the candidate selector."
-
-    config_class: type[DFlash2SpeculatorConfig] = DFlash2SpeculatorConfig
-
-    def __init__(self, config: DFlash2SpeculatorConfig):
-        layer = config.transformer_layer_config
-        if config.draft_vocab_size != layer.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size={config.draft_vocab_size} of {layer.vocab_size}: candidates "
-                "are tokens of the verifier's whole vocabulary, leave draft_vocab_size out"
-            )
-        super().__init__(config)
-        for module in self.modules():
-            if isinstance(module, SlotConvolution):
-                module.reset()  # the base class has drawn all linear maps anew
-        std = getattr(layer, "initializer_range", 0.02)
-        sizes = layer.vocab_size, layer.hidden_size, config.selector_rank
-        self.candidate_selector = CandidateSelector(*sizes, std)
-
-    def draft_layer(self, index: int) -> ConvolvedLayer:
-        "One layer."
-        config: Any = self.config
-        return ConvolvedLayer(config, index)
-
-    def slot_bias(
-        self,
-        states: BlockStates,  # without a bias
-        lean: bool,  # the same either way
-    ) -> SlotBias:
-        "What the selector adds, for candidates alone."
-        in_front = states.input_ids[states.blocks.targets]
-        embeds, codes = self.candidate_selector(states.hidden, in_front)
-        return SlotBias(embeds, codes, self.candidate_selector.successor_codebook, None)
-
-    def draft_tokens(self, states: BlockStates) -> torch.Tensor:  # [1, A·B] int64
-        "The selected token of every slot, behind the text's own tokens."
-        unary, candidates = self.lm_head(states.hidden).topk(self.config.selector_top_k, -1)
-        bias: Any = states.bias  # of `slot_bias`
-        scores = self.candidate_selector.scores(unary, bias.codes, candidates)
-        selected = scores.argmax(-1, keepdim=True)
-        return candidates.gather(-1, selected).view(1, -1)
-
 # %% ../../nbs/models/16_dflash2.ipynb #1d1095ea
 def candidate_metrics(
     candidates: Candidates,  # of the N slots with loss
@@ -268,58 +223,9 @@ def candidate_metrics(
     metrics |= {f"{oracle}_{end}": possible[f"eal_{end}"] for end in ("sum", "total")}
     return metrics | {name: selected[name] for name in ("eal_sum", "eal_total")}
 
-# %% ../../nbs/models/16_dflash2.ipynb #be172dbb
-class DFlash2Loss(DFlash2Network):
-    "DFlash's loss and that of the selector."
-
-    needs_acceptance = True
-
-    def selector_rows(
-        self,
-        states: BlockStates,
-        target_hidden: torch.Tensor,  # [L, H] the verifier's states before its final norm
-    ) -> tuple[Candidates, torch.Tensor]:  # candidates of N slots with loss; scores [N, C]
-        "Which tokens the selector chooses from, and their scores."
-        blocks = states.blocks
-        bias: Any = states.bias  # of `slot_bias`
-        hidden, codes = blocks.with_values(states.hidden), blocks.with_values(bias.codes)
-        head, targets = self.lm_head.weight, target_hidden[blocks.with_values(blocks.targets)]
-        top_k = self.config.selector_top_k
-        candidates = find_candidates(hidden, head, self.target_head, targets, top_k)
-        unary = candidate_logits(hidden, head, candidates.ids)
-        return candidates, self.candidate_selector.scores(unary, codes, candidates.ids)
-
-    def step_loss(
-        self,
-        states: BlockStates,
-        score: Callable,  # `block_loss` with everything but the states
-        gamma: float,  # not needed: the selector's loss has the slots' weights
-        step_weights: StepWeights,  # likewise
-        upstream: bool,  # metrics as upstream reports them
-        selector_loss_alpha: float = 1.0,  # weight of the selector's loss
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # loss, metrics
-        "The loss of the unary logits, and the selector's."
-        out, metrics = score(states._replace(bias=None))
-        bound: Any = score  # a functools.partial
-        weight: RowWeight = bound.keywords["weight"]
-        first = self.config.first_slot
-        candidates, scores = self.selector_rows(states, bound.keywords["target_hidden"])
-        errors = F.cross_entropy(scores, candidates.place, reduction="none")
-        by_slot = weight({"ce": errors.detach()}) if callable(weight) else weight
-        count = states.blocks.supervised.sum().float()
-        selector = (by_slot * errors).sum() / (count + 1e-5)
-        loss = out.loss + selector_loss_alpha * selector
-        metrics |= acceptance_metrics(out.accept, states.blocks, first, upstream)
-        metrics |= candidate_metrics(candidates, scores.detach(), states.blocks, first)
-        total = torch.ones_like(count) if upstream else count
-        parts = {"loss": loss, "unary_loss": out.loss, "selector_loss": selector}
-        for name, value in parts.items():
-            metrics |= sum_and_total(name, value.detach() * total, total)
-        return loss, metrics
-
-# %% ../../nbs/models/16_dflash2.ipynb #2d0aa14f
-class DFlash2Chains(DFlashDrafter):
-    "One forward pass for the candidates of all slots, then token by token."
+# %% ../../nbs/models/16_dflash2.ipynb #df2nodes
+class DFlash2Drafter(DFlashDrafter):
+    "The same, or node by node."
 
     def rows(
         self,
@@ -357,10 +263,6 @@ class DFlash2Chains(DFlashDrafter):
             drafted.append(sampling.draw(draft_probs[-1]))
         chain = torch.cat(drafted[1:])
         return TokenTree.chain(chain, torch.cat(draft_probs) if sampling.temperature else None)
-
-# %% ../../nbs/models/16_dflash2.ipynb #df2nodes
-class DFlash2Drafter(DFlash2Chains):
-    "The same, or node by node."
 
     @contextmanager
     def grow(
@@ -410,10 +312,12 @@ DFLASH2_RULES: tuple[Rule, ...] = (
 
 # %% ../../nbs/models/16_dflash2.ipynb #6c5aa29b
 @SpeculatorModel.register("dflash2")
-class DFlash2DraftModel(DFlash2Loss):
+class DFlash2DraftModel(DFlashDraftModel):
     """DFlash2 ([z-lab/dflash](https://github.com/z-lab/dflash)): DFlash's blocks with
     convolutions along the slots, and a selector among the likeliest tokens of each."""
 
+    config_class: type[DFlash2SpeculatorConfig] = DFlash2SpeculatorConfig
+    needs_acceptance = True
     served_as = "dflash", True
     serving_rules = DFLASH2_RULES
     config_arguments = (*DFlashDraftModel.config_arguments, *NEW_FIELDS)
@@ -422,6 +326,87 @@ class DFlash2DraftModel(DFlash2Loss):
         "per_position_loss_weight": "fixed-exp-decay",
         "sliding_window_non_causal": True,
     }
+
+    def __init__(self, config: DFlash2SpeculatorConfig):
+        layer = config.transformer_layer_config
+        if config.draft_vocab_size != layer.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={config.draft_vocab_size} of {layer.vocab_size}: candidates "
+                "are tokens of the verifier's whole vocabulary, leave draft_vocab_size out"
+            )
+        super().__init__(config)
+        for module in self.modules():
+            if isinstance(module, SlotConvolution):
+                module.reset()  # the base class has drawn all linear maps anew
+        std = getattr(layer, "initializer_range", 0.02)
+        sizes = layer.vocab_size, layer.hidden_size, config.selector_rank
+        self.candidate_selector = CandidateSelector(*sizes, std)
+
+    def draft_layer(self, index: int) -> ConvolvedLayer:
+        "One layer."
+        config: Any = self.config
+        return ConvolvedLayer(config, index)
+
+    def slot_bias(
+        self,
+        states: BlockStates,  # without a bias
+        lean: bool,  # the same either way
+    ) -> SlotBias:
+        "What the selector adds, for candidates alone."
+        in_front = states.input_ids[states.blocks.targets]
+        embeds, codes = self.candidate_selector(states.hidden, in_front)
+        return SlotBias(embeds, codes, self.candidate_selector.successor_codebook, None)
+
+    def draft_tokens(self, states: BlockStates) -> torch.Tensor:  # [1, A·B] int64
+        "The selected token of every slot, behind the text's own tokens."
+        unary, candidates = self.lm_head(states.hidden).topk(self.config.selector_top_k, -1)
+        bias: Any = states.bias  # of `slot_bias`
+        scores = self.candidate_selector.scores(unary, bias.codes, candidates)
+        selected = scores.argmax(-1, keepdim=True)
+        return candidates.gather(-1, selected).view(1, -1)
+
+    def selector_rows(
+        self,
+        states: BlockStates,
+        target_hidden: torch.Tensor,  # [L, H] the verifier's states before its final norm
+    ) -> tuple[Candidates, torch.Tensor]:  # candidates of N slots with loss; scores [N, C]
+        "Which tokens the selector chooses from, and their scores."
+        blocks = states.blocks
+        bias: Any = states.bias  # of `slot_bias`
+        hidden, codes = blocks.with_values(states.hidden), blocks.with_values(bias.codes)
+        head, targets = self.lm_head.weight, target_hidden[blocks.with_values(blocks.targets)]
+        top_k = self.config.selector_top_k
+        candidates = find_candidates(hidden, head, self.target_head, targets, top_k)
+        unary = candidate_logits(hidden, head, candidates.ids)
+        return candidates, self.candidate_selector.scores(unary, codes, candidates.ids)
+
+    def step_loss(
+        self,
+        states: BlockStates,
+        score: Callable,  # `block_loss` with everything but the states
+        gamma: float,  # not needed: the selector's loss has the slots' weights
+        step_weights: StepWeights,  # likewise
+        upstream: bool,  # metrics as upstream reports them
+        selector_loss_alpha: float = 1.0,  # weight of the selector's loss
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # loss, metrics
+        "The loss of the unary logits, and the selector's."
+        out, metrics = score(states._replace(bias=None))
+        bound: Any = score  # a functools.partial
+        weight: RowWeight = bound.keywords["weight"]
+        first = self.config.first_slot
+        candidates, scores = self.selector_rows(states, bound.keywords["target_hidden"])
+        errors = F.cross_entropy(scores, candidates.place, reduction="none")
+        by_slot = weight({"ce": errors.detach()}) if callable(weight) else weight
+        count = states.blocks.supervised.sum().float()
+        selector = (by_slot * errors).sum() / (count + 1e-5)
+        loss = out.loss + selector_loss_alpha * selector
+        metrics |= acceptance_metrics(out.accept, states.blocks, first, upstream)
+        metrics |= candidate_metrics(candidates, scores.detach(), states.blocks, first)
+        total = torch.ones_like(count) if upstream else count
+        parts = {"loss": loss, "unary_loss": out.loss, "selector_loss": selector}
+        for name, value in parts.items():
+            metrics |= sum_and_total(name, value.detach() * total, total)
+        return loss, metrics
 
     @classmethod
     def forward_arguments(cls) -> dict[str, Any]:  # argument -> default

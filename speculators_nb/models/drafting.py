@@ -5,7 +5,7 @@ What every drafter shares of them is here."""
 
 # %% auto #0
 __all__ = ['cache_mask', 'step_mask', 'padded_mask', 'as_cache', 'attention_weights', 'padded_attention', 'cached_attention',
-           'ToRead', 'deepest_proposal', 'CachedDrafter', 'ChainState', 'ChainDrafter', 'SlotDrafter']
+           'ToRead', 'deepest_proposal', 'CachedDrafter', 'ChainDrafter', 'SlotDrafter']
 
 # %% ../../nbs/models/05_drafting.ipynb #0b86c81d
 from collections.abc import Callable, Iterator, Sequence
@@ -238,10 +238,9 @@ class CachedDrafter:
         "Probabilities over the verifier's vocabulary; tokens that the drafter lacks get 0."
         return scatter_probs(probs, self.model.d2t, self.model.target_vocab_size)
 
-# %% ../../nbs/models/05_drafting.ipynb #0c334811
-class ChainState(CachedDrafter):
-    """The state of a chain. A subclass says `first_states`, `step` and `logits`;
-    `first_position` is the position of the first key."""
+# %% ../../nbs/models/05_drafting.ipynb #f80dbb70
+class ChainDrafter(CachedDrafter):
+    "Drafts one token after the other, or the nodes of a tree level by level."
 
     first_position = 1  # a drafter of shifted rows reads (x_1, g_0) first
 
@@ -288,10 +287,6 @@ class ChainState(CachedDrafter):
         features = self.unread(tokens, features, len(tokens) - 1 + self.first_position)
         following = tokens[len(tokens) - len(features) :]
         return self.step(self.first_states(features), following)[-1:]
-
-# %% ../../nbs/models/05_drafting.ipynb #f80dbb70
-class ChainDrafter(ChainState):
-    "Drafts one token after the other, or the nodes of a tree level by level."
 
     @torch.inference_mode()
     def propose(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from .drafting import attention_weights, cached_attention
-from .eagle3 import Eagle3Drafter, Eagle3Network
+from .eagle3 import Eagle3Drafter, Eagle3DraftModel
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,7 +22,7 @@ class AttentionRecorder(Eagle3Drafter):
     """An EAGLE-3 drafter of one layer that records what each draft step attends to. Errors:
     ValueError for more layers or a sliding window."""
 
-    def __init__(self, model: Eagle3Network):
+    def __init__(self, model: Eagle3DraftModel):
         super().__init__(model)
         windows = [layer.window for layer in model.layers]
         if windows != [None]:

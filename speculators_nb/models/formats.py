@@ -6,8 +6,8 @@ Most differ from ours in names alone."""
 # %% auto #0
 __all__ = ['FORMATS', 'WEIGHTS', 'BUFFERS', 'NOT_OF_LAYERS', 'SOMETIMES_UNDECLARED', 'LENGTH_FREE', 'log', 'BORROWED', 'Target',
            'NativeFormat', 'register_format', 'formats', 'format_named', 'verifier_target', 'find_weights',
-           'pickled_tensors', 'NativeConfig', 'NativeCheckpoint', 'rename', 'inverse', 'reaching', 'layer_config',
-           'flat_config', 'count_layers', 'check_copy', 'without_borrowed', 'vocab_mapping', 'write_native']
+           'pickled_tensors', 'NativeCheckpoint', 'rename', 'inverse', 'reaching', 'layer_config', 'flat_config',
+           'count_layers', 'check_copy', 'without_borrowed', 'vocab_mapping', 'write_native']
 
 # %% ../../nbs/models/08_formats.ipynb #4e5f2425
 import json
@@ -143,9 +143,14 @@ def pickled_tensors(file: Path) -> dict[str, torch.Tensor]:  # name -> tensor
         )
     return content
 
-# %% ../../nbs/models/08_formats.ipynb #c0f1b10c
-class NativeConfig:
-    "The config.json of a checkpoint of another project; {} where there is none."
+# %% ../../nbs/models/08_formats.ipynb #8e3b9cc7
+# computed from the config, stored by old versions
+BUFFERS = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+
+
+class NativeCheckpoint:
+    """A drafter's checkpoint as another project wrote it. Errors: FileNotFoundError naming the
+    files that were looked for; ValueError for what is not JSON or no tensor."""
 
     def __init__(
         self,
@@ -154,7 +159,9 @@ class NativeConfig:
         self.name = str(source)
         self.folder, self.file = find_weights(source)
         config = self.folder / "config.json"
+        # {} where there is none
         self.config = read_object(config) if config.is_file() else {}
+        self._pickles: dict[Path, dict[str, torch.Tensor]] = {}
 
     def config_value(
         self,
@@ -168,22 +175,6 @@ class NativeConfig:
             if fields.get(name) is not None:
                 return fields[name]
         return default
-
-# %% ../../nbs/models/08_formats.ipynb #8e3b9cc7
-# computed from the config, stored by old versions
-BUFFERS = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
-
-
-class NativeCheckpoint(NativeConfig):
-    """A drafter's checkpoint as another project wrote it. Errors: FileNotFoundError naming the
-    files that were looked for; ValueError for what is not JSON or no tensor."""
-
-    def __init__(
-        self,
-        source: str | os.PathLike,  # folder, hub id, or the file with the weights
-    ):
-        super().__init__(source)
-        self._pickles: dict[Path, dict[str, torch.Tensor]] = {}
 
     def _pickle(self, file):
         if file not in self._pickles:

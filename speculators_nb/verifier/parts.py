@@ -5,7 +5,7 @@ From its folder, or from a hub by HTTP range requests."""
 
 # %% auto #0
 __all__ = ['PIECE', 'LONGEST_HEADER', 'NORM_NAMES', 'HEAD_NAMES', 'EMBEDDING_NAMES', 'TENSOR_NAMES', 'NoRanges', 'range_request',
-           'read_range', 'header_length', 'remote_header', 'save_remote_tensor', 'HubModel', 'HubShards', 'HubIndex',
+           'read_range', 'header_length', 'remote_header', 'save_remote_tensor', 'HubShards', 'HubIndex',
            'tensor_index', 'load_verifier_tensors']
 
 # %% ../../nbs/verifier/04_parts.ipynb #parts003
@@ -128,10 +128,10 @@ def save_remote_tensor(
         for start in range(header["start"] + first, end, PIECE):
             out.write(read_range(url, start, min(start + PIECE, end), headers))
 
-# %% ../../nbs/verifier/04_parts.ipynb #parts011
+# %% ../../nbs/verifier/04_parts.ipynb #parts012
 @dataclass(frozen=True)
-class HubModel:
-    "A model on a hub, at one commit."
+class HubShards:
+    "The safetensors files of a model on a hub."
 
     name: str  # hub id
     folder: Path  # of the commit in the cache; its config.json is there
@@ -186,10 +186,6 @@ class HubModel:
             raise LocalEntryNotFoundError(file)
         url = hf_hub_url(self.name, file, revision=self.commit)
         return url, build_hf_headers(token=access.token)
-
-# %% ../../nbs/verifier/04_parts.ipynb #parts012
-class HubShards(HubModel):
-    "The safetensors files of a model on a hub."
 
     def whole(self, shard: str) -> Path | None:  # None: not in the cache
         "A shard that was fetched before."
