@@ -105,8 +105,9 @@ GROUPS = {  # heading -> options below it
     "Verifier and drafter": """verifier model method algorithm draft_arch num_layers
     aux_layer_ids draft_vocab_size vocab_size from_pretrained native format config
     speculative_tokens attn_implementation""",
-    "Data": """data prompts heldout max_samples n_prompts n_heldout max_length rows too_long
-    min_trained dedup shuffle val_fraction template_kwargs train_reasoning train_tool_calls
+    "Data": """data self_prompts prompts heldout max_samples n_prompts n_heldout max_length
+    rows too_long min_trained dedup shuffle val_fraction template_kwargs train_reasoning
+    train_tool_calls
     image_folder allow_urls languages features evaluation eval_share on_bad trust_features
     conversations tokens_each""",
     "Training": """num_train_epochs epochs total_seq_len gradient_accumulation_steps optimizer

@@ -38,6 +38,7 @@ from ..plan.requirements import features_on_disk, free_disk
 from ..regenerate.from_server import regenerate_from_server
 from ..regenerate.in_process import regenerate as answer_here
 from ..regenerate.regenerated import Report
+from ..regenerate.self_prompts import write_self_prompts
 from ..verifier.folders import check_tokenizer
 from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier
@@ -108,6 +109,7 @@ def regenerate(
     verifier: str | None = None,  # folder or hub id; with server: tokenizer if it sends no ids
     server: list[str] | str | None = None,  # OpenAI-compatible, e.g. http://a:8000 (repeatable)
     model: str | None = None,  # its name there; default: the only one
+    self_prompts: int | None = None,  # write so many questions into `data` first, a .jsonl
     max_samples: int | None = None,  # use the first so many conversations; default: all
     max_new_tokens: int = 256,  # of each answer
     max_length: int = 2048,  # a conversation ends where its prompt is this long
@@ -148,6 +150,11 @@ def regenerate(
     else:
         assert verifier is not None  # or check_options refuses
         opened = open_verifier(verifier, None, device, False, attn_implementation)
+        if self_prompts is not None:
+            dropped = write_self_prompts(
+                *opened, data, self_prompts, languages or None, seed, batch_size or 96
+            )
+            log.info("%d questions; dropped: %s", self_prompts, dict(dropped))
         here = dict(batch_size=batch_size, then=record)
         report = answer_here(*opened, data, output, **here, **given)
     if not report.done:

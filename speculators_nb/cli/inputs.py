@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from speculators_nb.core.files import (
     check_folder,
+    check_no_gguf,
     model_object,
     read_object,
     verifier_object,
@@ -91,6 +92,7 @@ def _check_model(field, value, command):
     path = Path(value)
     if path.is_dir():
         return
+    check_no_gguf(path)
     if path.is_file() and path.suffix in FILES and field != "source":
         raise ValueError(
             f"{field}={shown(str(value))}: is a file, and a model's folder is needed; "
@@ -367,6 +369,7 @@ def check_settings(
 
 OUTPUTS = {"evaluate": EVALUATION, "compare": COMPARISON, "doctor": DIAGNOSIS}
 NEW = {"convert": "output_dir", "export": "output_dir", "stitch-mtp": "out"}
+NEW |= {"from-gguf": "output_dir"}
 
 
 def _check_output(values, command):
@@ -406,7 +409,7 @@ def check_inputs(
             continue
         if field in MODELS or (command, field) == ("convert", "source"):
             _check_model(field, value, command)
-        elif field == "data":
+        elif field == "data" and values.get("self_prompts") is None:
             _check_data(field, value, command)
     _check_output(values, command)
     _check_verifier(values, command)

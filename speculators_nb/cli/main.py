@@ -5,7 +5,7 @@ Each is a function of the library, and reads what the one before it has written.
 
 # %% auto #0
 __all__ = ['app', 'regenerate', 'prepare', 'features', 'report', 'vocab', 'train', 'evaluate', 'compare', 'check', 'doctor',
-           'experiment', 'serve', 'convert', 'export', 'stitch_mtp', 'demo', 'perform', 'run', 'plan']
+           'experiment', 'serve', 'from_gguf', 'convert', 'export', 'stitch_mtp', 'demo', 'perform', 'run', 'plan']
 
 # %% ../../nbs/cli/12_main.ipynb #7abb180d
 from pathlib import Path
@@ -227,6 +227,17 @@ serve = command(
 )
 
 # %% ../../nbs/cli/12_main.ipynb #2e854ef2
+from_gguf = command(
+    library("verifier.from_gguf", "save_verifier"),
+    str,
+    app,
+    name="from-gguf",
+    group="Data",
+    output=None,
+    then=lambda folder, given: [
+        ("regenerate", "PROMPTS.jsonl", "ANSWERS.jsonl", "--verifier", str(folder))
+    ],
+)
 convert = command(
     library("models.convert", "convert"),
     str,

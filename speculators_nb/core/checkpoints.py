@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .files import atomic_write, read_object
+from .files import atomic_write, check_no_gguf, read_object
 
 # %% ../../nbs/core/05_checkpoints.ipynb #a591dbaf
 LFS_POINTER = b"version https://git-lfs"  # what a clone without Git LFS has in a file's place
@@ -265,6 +265,8 @@ def model_file(
     hub id."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path) / file
+    if file == "config.json":
+        check_no_gguf(name_or_path)
     from huggingface_hub import hf_hub_download
 
     name = str(name_or_path)
@@ -280,6 +282,7 @@ def resolve_checkpoint(
     Errors: FileNotFoundError."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
+    check_no_gguf(name_or_path)
     from huggingface_hub import snapshot_download
 
     name, files = str(name_or_path), ", ".join(patterns)

@@ -6,7 +6,7 @@ A file is either the old one or the new one, never half of each."""
 # %% auto #0
 __all__ = ['REMEDIES', 'MOST_JSON', 'SIGNS', 'DiskError', 'disk_errors', 'follow_umask', 'writable_folder', 'atomic_write',
            'atomic_folder', 'check_length', 'read_errors', 'read_object', 'not_only_ours', 'NotSupported',
-           'check_folder', 'model_object', 'verifier_object']
+           'check_folder', 'check_no_gguf', 'model_object', 'verifier_object']
 
 # %% ../../nbs/core/04_files.ipynb #132663a8
 import contextlib
@@ -15,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import stat
 from collections.abc import Iterator
@@ -401,6 +402,20 @@ def check_folder(
     return config
 
 # %% ../../nbs/core/04_files.ipynb #vobj0001
+def check_no_gguf(
+    name: str | os.PathLike,  # of a model: folder, hub id, or by mistake a file
+) -> None:
+    "Errors: ValueError for a GGUF file, or a folder with one and no config.json."
+    path = Path(name)
+    found = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    if found and not (path / "config.json").is_file():
+        raise ValueError(
+            f"{shown(str(name))}: is GGUF, and a model is read from a folder with config.json "
+            f"and safetensors; make one: speculators-nb from-gguf {shlex.quote(str(found[0]))} "
+            "FOLDER"
+        )
+
+
 def model_object(
     folder: str | os.PathLike,  # of a model
     kind: str = "model",  # what it should be, for messages
@@ -409,6 +424,7 @@ def model_object(
     "Read a model's config.json. Errors: FileNotFoundError; ValueError for what is no JSON."
     file = Path(folder) / "config.json"
     if not file.is_file():
+        check_no_gguf(folder)
         raise FileNotFoundError(
             f"{name or folder}: has no config.json; is it a {kind}'s folder?"
         )

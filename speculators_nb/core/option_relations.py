@@ -223,6 +223,7 @@ RELATIONS = [
     Relation("evaluate", ("method", "temperature"), _one_temperature),
     Relation("evaluate", ("engine", "min_p", "server"), _no_min_p),
     apart("regenerate", "data", "output"),
+    excludes("regenerate", "self_prompts", "server", "are written in this process"),
     apart("report", "prepared", "output_dir"),
     apart("train", "data_dir", "output_dir"),
     *(apart(c, "data", "output_dir") for c in ("prepare", "features", "evaluate")),

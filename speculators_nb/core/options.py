@@ -115,6 +115,7 @@ RULES: dict[str, OptionRule] = {
     "verifier": path("Qwen/Qwen3-8B", none=True, objects=True),
     "drafter": path("output/drafter", objects=True),
     "checkpoint": path("output/drafter"),
+    "gguf": path("Qwen3-0.6B-Q8_0.gguf"),
     "from_pretrained": path("output/drafter", none=True),
     "import_": several(path("my_drafters.py"), "my_drafters.py", none=True),
     "resume_from_checkpoint": OptionRule("resume", "output/drafter/checkpoint-100", none=True),
@@ -143,6 +144,7 @@ RULES |= {
     "source": word("hf", "vllm"),
     **dict.fromkeys(("max_samples", "n_prompts"), whole(100, 1, none=True)),
     "n_heldout": whole(48, 1, none=True),
+    "self_prompts": whole(2000, 1, none=True),
     "max_new_tokens": whole(256, 1, MOST_TOKENS),
     "max_length": whole(2048, 2, MOST_TOKENS),
     "max_tokens": whole(8192, 1, MOST_TOKENS),
@@ -348,13 +350,22 @@ IN = {
     "evaluate.method": word(*METHODS[:-2], none=True),  # the last two draft nothing here
     "demo.k": whole(4, 1, MOST_DRAFTED),
     "doctor.data": path("chats.jsonl", none=True, objects=True),
+    "from-gguf.save_dtype": word(*FLOATS[:3]),
     **{
         f"{command}.verifier": path("Qwen/Qwen3-8B", objects=True)
         for command in ("prepare", "features", "convert", "stitch-mtp", "demo")
     },
     **{
         f"{command}.output_dir": path("output/run", test=recorded_problem)
-        for command in ("prepare", "features", "train", "convert", "export", "demo")
+        for command in (
+            "prepare",
+            "features",
+            "train",
+            "convert",
+            "export",
+            "demo",
+            "from-gguf",
+        )
     },
 }
 
