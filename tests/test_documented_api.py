@@ -203,8 +203,9 @@ def test_which_attention(verifier, tmp_path, algorithm):
     assert attention_back_end(None, torch.device("cuda"), True, plain.config.transformer_layer_config) == "flex"
     data = batch(1 if algorithm == "mtp" else 3)
     assert plain(**data).loss.isfinite()
-    with pytest.raises(ValueError, match="attn_impl='flex' has no backward on a CPU"):
-        flex(**data)
+    if torch.__version__ >= "2.11":  # before, torch computes it with a matrix of all scores
+        with pytest.raises(ValueError, match="attn_impl='flex' has no backward on a CPU"):
+            flex(**data)
     assert flex.config == plain.config
     with pytest.raises(ValueError, match="draft_attn_impl='flash'"):
         kind.from_training_args(draft, draft_attn_impl="flash", **given)

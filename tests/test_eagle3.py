@@ -318,6 +318,7 @@ def test_attention_named_by_the_layers():
         assert attention_back_end("eager", cpu, False, layer) == "eager"
     model, batch, _ = random_model(1)
     model.config.transformer_layer_config._attn_implementation = "simple_flex_attention"
-    with pytest.raises(ValueError, match="attn_impl='flex' has no backward on a CPU"):
-        model(**batch)
+    if torch.__version__ >= "2.11":  # before, torch computes it with a matrix of all scores
+        with pytest.raises(ValueError, match="attn_impl='flex' has no backward on a CPU"):
+            model(**batch)
     assert model(**batch, attn_impl="blocked").loss.isfinite()
