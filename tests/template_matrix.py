@@ -371,6 +371,13 @@ def judge(template, oracle, switch):
         if (low & ~mask).any() or (mask & ~high).any():
             lost, more = (tokenizer.decode(ids[part]) for part in (low & ~mask, mask & ~high))
             return "disagree", f"not trained: {lost!r}, trained: {more!r}"
+    text = "".join(tokenizer.decode(ids) for ids, _ in made)
+    first = getattr(made, "omitted", {}).values()  # messages of which something is left out, by kind
+    for i, m in enumerate(shape.messages):
+        words = WORDS.findall(json.dumps({k: v for k, v in m.items() if k in ("content", "reasoning_content")}))
+        lost = [w for w in words if w not in text]
+        if lost and not any(place <= i for place in first):
+            return "disagree", f"left out, and not counted: {lost}"
     return "agree", ""
 
 

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculators_nb.decode.generate import Generation, NoDrafter, Step, generate
 from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.evaluate.acceptance import (
     acceptance_summary,
@@ -204,6 +205,39 @@ def test_evaluate(verifier, tmp_path):
     pd.testing.assert_frame_equal(pd.read_csv(folder / "summary.csv"), result.summary, check_dtype=False)
     pd.testing.assert_frame_equal(pd.read_csv(folder / "positions.csv"), result.positions, check_dtype=False)
     assert (folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_speed_beside_no_drafter(monkeypatch, tmp_path):
+    "By a clock that counts the verifier's forward passes: each drafter's tokens, steps and ratio are its own."
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    verifier, passes = Verifier(LlamaForCausalLM(config).eval(), [1]), [0]
+    verifier.decoder.register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+
+    def counted(run):
+        before = passes[0]
+        run()
+        return 2.0 * (passes[0] - before)
+
+    monkeypatch.setattr("speculators_nb.evaluate.acceptance.seconds", counted)
+    prompts = torch.randint(0, 8, (5, 12)).tolist()
+    drafters = {"n-gram": NgramDrafter(), "suffix": SuffixDrafter()}
+    given = dict(k=3, max_new_tokens=24)
+    result = evaluate(verifier, drafters, prompts, baseline=True, **given)
+    table = result.performance.set_index("drafter")
+    assert table.index.tolist() == ["no drafter", "n-gram", "suffix"] and set(result.summary.drafter) == {*drafters}
+    assert table.loc["no drafter", ["tokens_per_step", "speedup", "speedup_low", "speedup_high"]].eq(1).all()
+    assert table.tokens.eq(5 * 24).all() and table.loc["no drafter", "seconds"] == 2 * 5 * 24
+    for name in drafters:
+        row, answers = table.loc[name], result.generations[name, 0.0]
+        assert row.seconds == 2 * sum(1 + len(g.steps) for g in answers) == sum(g.seconds for g in answers)
+        assert row.tokens_per_second == row.tokens / row.seconds and row.speedup == 240 / row.seconds > 1
+        assert row.speedup_low < row.speedup < row.speedup_high and row.tokens_per_step > 1
+    again = {"n-gram": NgramDrafter(), "suffix": SuffixDrafter()}  # suffixes of finished answers are remembered
+    plain = evaluate(verifier, again, prompts, **given)
+    assert plain.performance.empty and plain.generations["n-gram", 0.0] == result.generations["n-gram", 0.0]
+    pd.testing.assert_frame_equal(plain.summary, result.summary)
+    assert (result.save(tmp_path) / "performance.csv").is_file()
 
 
 @settings(max_examples=60, deadline=None)

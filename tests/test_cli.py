@@ -745,19 +745,23 @@ def test_evaluate(drafter, tmp_path):
         12,
         "--output-dir",
         tmp_path,
-        "--temperatures",
+        "--temperature",
         0,
-        "--temperatures",
+        "--temperature",
         1,
     )
     assert result.exit_code == 0, result.output
-    assert "mean_length" in result.stdout and "n-gram" in result.stdout
+    first, *rows = result.stdout.split("\n\n")[0].splitlines()
+    assert " ".join(first.split()) == "drafter temperature tokens per step tokens per second speedup"
+    assert [row.strip().split("  ")[0] for row in rows] == ["no drafter"] * 2 + ["eagle3"] * 2 + ["n-gram"] * 2
+    assert "mean length" in result.stdout
     assert all(row["domain"] in result.stdout for row in read_conversations(CORPUS / "heldout.jsonl", 2))
     assert {p.name for p in tmp_path.iterdir()} == {
         "summary.csv",
         "positions.csv",
         "ranges.csv",
         "requests.csv",
+        "performance.csv",
         "acceptance.png",
         "provenance.json",
         "evaluate.recipe.yaml",

@@ -127,7 +127,7 @@ def test_a_running_server_needs_no_drafter_folder(tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setenv("SPECULATORS_NB_VLLM", str(script))
     with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:
-        found = evaluate(None, str(CORPUS), engine="vllm", server=server.url, temperatures=[1.0], min_p=0.1, **FEW)
+        found = evaluate(None, str(CORPUS), engine="vllm", server=server.url, temperature=[1.0], min_p=0.1, **FEW)
     assert set(found.summary.drafter) == {"served"} and found.settings["min_p"] == 0.1
 
 

@@ -228,6 +228,47 @@ def test_the_report_counts_all_that_went(chats, tmp_path):
     assert "narrator" in html and "duplicates" in html and prepared.plot().axes
 
 
+THINKS = [
+    {"role": "user", "content": "2 + 3?"},
+    {"role": "assistant", "content": "5", "reasoning_content": "One more."},
+]
+
+
+def test_the_summary_names_what_went_and_what_was_left_out(chats, tmp_path, caplog):
+    "Of conversations that are kept, too: reasoning without a place in the template, answers to nobody."
+    greeting = [{"role": "assistant", "content": "Hello, what is it?"}, *chats[1]["messages"]]
+    asks = [*chats[2]["messages"], {"role": "user", "content": "And then?"}]
+    tags = [THINKS[0], {"role": "assistant", "content": "<think>One more.</think>5"}]  # rendered as it is
+    rows = [*chats[:3], *chats[:2], greeting, THINKS, [*THINKS, *tags], asks, [{"role": "narrator", "content": "x"}]]
+    lines = "\n".join(json.dumps(row if isinstance(row, dict) else {"messages": row}) for row in rows)
+    (tmp_path / "c.jsonl").write_text(lines)
+    caplog.set_level("INFO")
+    prepared = prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p", num_proc=1)
+    assert {reason: list(line) for reason, *line in prepared.omitted.itertuples()} == {
+        "reasoning that the chat template leaves out": [2, f"{tmp_path}/c.jsonl, line 7, message 1"],
+        "an answer before the first question, which is not trained": [1, f"{tmp_path}/c.jsonl, line 6, message 0"],
+        "messages after the last answer": [1, f"{tmp_path}/c.jsonl, line 9, message 4"],
+    }
+    summary = prepared.summary()
+    for words in (
+        repr(prepared),
+        f"duplicates     2 conversations ({tmp_path}/c.jsonl, line 4; line 5)",
+        "  2 conversations: reasoning that the chat template leaves out (first: ",
+        "  1 conversation: role 'narrator' is unknown",
+    ):
+        assert summary.count(words) == 1, summary
+    assert "reasoning that the chat template leaves out" in prepared._repr_html_() and repr(prepared) not in caplog.text
+    assert "reasoning that" in prepare(rows, AutoTokenizer.from_pretrained(VERIFIER), 64).info.description
+
+
+def test_many_duplicates_are_named_by_their_first(chats, tmp_path):
+    summary = prepare_data(chats[:2] * 20, VERIFIER, tmp_path / "p").summary()
+    assert (
+        "38 conversations (conversation 2; conversation 3; conversation 4; conversation 5; conversation 6; …)"
+        in summary
+    )
+
+
 def test_too_long_is_dropped_or_cut():
     rows = [(np.arange(10), np.arange(10) >= 4), (np.arange(3), np.arange(3) >= 1)]
     assert [len(r[0]) for r in filter_rows(rows, 6)[0]] == [6, 3] and filter_rows(rows, 6)[1:] == ([], 4)

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from speculators_nb.data.chat_template import ControlTokens
 from speculators_nb.regenerate import self_prompts
+from speculators_nb.regenerate.regenerated import read_regenerated
 from speculators_nb.regenerate.self_prompts import QuestionFilter, user_turn, write_self_prompts
 from speculators_nb.verifier.tapped_model import Verifier
 
@@ -75,3 +76,13 @@ def test_the_command_answers_its_own_questions(tmp_path):
     assert [a["messages"][0] for a in answers] == [q["messages"][0] for q in questions] and len(answers) == 6
     assert "conversations that were there" in run(*line).stdout
     one_line(run(*line, "--server", "http://127.0.0.1:1"), "self_prompts=6: are written in this process")
+
+
+def test_what_ships_of_smollm2_is_what_its_page_says():
+    folder = VERIFIER.parent / "smollm2"
+    page, rows = (folder / "README.md").read_text(), [*read_regenerated(folder / "answers.jsonl")]
+    questions = [json.loads(line)["messages"] for line in (folder / "questions.jsonl").read_text().splitlines()]
+    assert [row["messages"][:1] for row in rows] == questions[: len(rows)]
+    tokens, answered = (sum(map(f, rows)) for f in (lambda r: len(r["input_ids"]), lambda r: sum(r["loss_mask"])))
+    for text in (f"{len(questions)} questions", f"first {len(rows)} of them", f"{tokens:,} tokens, {answered:,}"):
+        assert text in page

@@ -70,7 +70,8 @@ def test_all_are_killed_and_the_same_call_continues(tmp_path):
 def test_torchrun_shares_the_prompts(tmp_path, options):
     "The command on two ranks: the files of one process, and one record."
     words = ["evaluate", "shipped", "--method", "ngram", "--verifier", str(ROOT / "data/tiny-verifier")]
-    words += ["--max-samples", "8", "--max-new-tokens", "16", "--temperatures", "1", *options, "--output-dir"]
+    words += ["--max-samples", "8", "--max-new-tokens", "16", "--temperature", "1", "--no-baseline", *options]
+    words += ["--output-dir"]
     program = Path(sys.executable).with_name("speculators-nb")
     launch = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", "0"]
     env = os.environ | dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", OMP_NUM_THREADS="1")

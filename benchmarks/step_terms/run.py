@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from speculators_nb.core.files import atomic_write
-from speculators_nb.evaluate.cost import seconds
+from speculators_nb.decode.generate import seconds
 from speculators_nb.plan.step_terms import StepShape, TermMeter, shaped_step, term_flops
 
 RESULTS = Path(__file__).parent / "results"

@@ -178,10 +178,11 @@ def regenerate(
         )
     if report["failed"] and not report["written"] + report["kept"]:
         reason, n = report["failed"].most_common(1)[0]
+        first = report.first["failed", reason]
         raise ValueError(
             f"none of {report['failed'].total()} conversations was answered; {n} of them: "
-            f"{reason}. {Path(output).with_suffix('.errors.jsonl')} names each; mend it, and "
-            "run the same command again"
+            f"{reason} (first: {first}). {Path(output).with_suffix('.errors.jsonl')} names "
+            "each; mend it, and run the same command again"
         )
     return report
 

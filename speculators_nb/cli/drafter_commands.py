@@ -10,7 +10,6 @@ __all__ = ['log', 'KEPT', 'GIVEN_TO_TRAINER', 'train', 'prompts_of', 'Contender'
 # %% ../../nbs/cli/08_drafter_commands.ipynb #b05a1f9a
 import contextlib
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -279,7 +278,7 @@ def _evaluate_vllm(drafter, data, options) -> EngineEvaluation:
         served,
         read_prompts(data, first=options["max_samples"]),
         concurrency=options["concurrency"] or 1,
-        temperatures=options["temperatures"],
+        temperatures=options["temperature"],
         **{name: options[name] for name in same},
         **started,
     )
@@ -293,13 +292,23 @@ def _evaluate_reference(drafter, data, options) -> Evaluation | EngineEvaluation
     drafters: dict[str, Any] = {name: trained}
     if options["ngram"]:
         drafters.setdefault("n-gram", NgramDrafter())
-    sampled = "temperatures", "top_p", "top_k", "min_p", "max_new_tokens", "rule", "seed"
-    given: dict[str, Any] = dict(k=k) | {name: options[name] for name in sampled}
-    run = evaluate_as_engine if options["as_engine"] else measure
-    job, ends = options["job"], eos_ids_of(target, tokenizer)
-    decode = partial(job.decode, kv_cache=options["kv_cache"])
-    how: dict[str, Any] = dict(domains=domains, decode=decode, eos_token_ids=ends)
-    evaluation = run(target, drafters, prompts, **given, **how)
+    sampled = "top_p", "top_k", "min_p", "max_new_tokens", "rule", "seed"
+    given: dict[str, Any] = dict(k=k, temperatures=options["temperature"])
+    given |= {name: options[name] for name in sampled}
+    run = evaluate_as_engine
+    if not options["as_engine"]:
+        run, given["baseline"] = measure, options["baseline"]
+    job = options["job"]
+    evaluation = run(
+        target,
+        drafters,
+        prompts,
+        domains=domains,
+        eos_token_ids=eos_ids_of(target, tokenizer),
+        kv_cache=options["kv_cache"],
+        decode=job.decode,
+        **given,
+    )
 
     def save():
         evaluation.save(output_dir)
@@ -322,7 +331,7 @@ def evaluate(
     server: str | None = None,  # vllm: address of a running one; default: started for each k
     k: list[int] | None = None,  # tokens drafted a step (vllm: repeatable); default: as trained
     concurrency: list[int] | None = None,  # vllm: requests at once (repeatable); default: 1
-    temperatures: list[float] | None = None,  # of sampling (repeatable); default: 0 (greedy)
+    temperature: list[float] | None = None,  # of sampling (repeatable); default: 0 (greedy)
     top_p: float = 1.0,  # sample from the likeliest tokens that hold this mass; 1: from all
     top_k: int = 0,  # sample from so many likeliest tokens; 0: from all
     min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest; 0: none
@@ -331,7 +340,7 @@ def evaluate(
     ngram: bool = True,  # with reference: compare with n-gram lookup in the text so far
     as_engine: bool = False,  # with reference: count as vLLM does, comparable to the digit
     rule: str = "standard",  # with reference: acceptance rule
-    baseline: bool = True,  # with vllm: measure without drafting too
+    baseline: bool = True,  # also without a drafter, for the speed-up; not with as_engine
     load: str = "requests",  # with vllm: what sends the load, requests or guidellm
     dtype: str = "auto",  # with vllm: dtype of weights and arithmetic; auto on a CPU: bfloat16
     max_model_len: int | None = None,  # vllm: longest prompt + output; default: model's limit
@@ -351,7 +360,7 @@ def evaluate(
     refuse_overwriting(output_dir, overwrite, EVALUATION)
     options["ours"] = method is None or _check_method(drafter, method)
     options["k"] = [k] if isinstance(k, int) else list(k or ())
-    options["temperatures"] = tuple(temperatures or (0.0,))
+    options["temperature"] = tuple(temperature or (0.0,))
     run = _evaluate_vllm if engine == "vllm" else _evaluate_reference
     with evaluation_job(output_dir, options) as options["job"]:
         return run(drafter, data, options)

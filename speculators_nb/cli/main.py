@@ -35,11 +35,6 @@ def _table(frame, **options):
     )
 
 # %% ../../nbs/cli/12_main.ipynb #74954639
-def _prepared(p):
-    more = "".join(f"\n\n{_table(t)}" for t in (p.dropped, p.control_tokens) if len(t))
-    return f"{_table(p.table)}{more}\n\n{p!r}"
-
-
 def _reported(page):
     return f"{page}: open it in a browser; its tables are beside it."
 
@@ -75,7 +70,7 @@ regenerate = command(
 )
 prepare = command(
     library("data.prepare", "prepare_data"),
-    _prepared,
+    lambda prepared: prepared.summary(),
     app,
     name="prepare",
     group="Data",
@@ -108,21 +103,26 @@ def _trained(trainer):
 
 
 def _measured(evaluation):
+    from speculators_nb.report.run_report import readable
+
     lengths = "mean_length mean_length_low mean_length_high draft_acceptance requests tokens"
     rates = "drafter temperature k position unconditional conditional"
     ranges = "by range mean_length mean_length_low mean_length_high requests steps"
-    times = "tokens_per_second first_token_ms between_tokens_ms speedup"
+    times = "tokens_per_second first_token_ms between_tokens_ms"
+    times += " speedup speedup_low speedup_high"
+    setting = "k concurrency temperature domain"
     tables = [
+        (evaluation.performance, f"drafter {setting} tokens_per_step {times}"),
         (evaluation.summary, f"drafter temperature k concurrency domain {lengths}"),
         (evaluation.positions, rates),
         (getattr(evaluation, "compared_ranges", tuple)(), f"drafter temperature {ranges}"),
-        (getattr(evaluation, "performance", ()), f"k concurrency temperature domain {times}"),
     ]
     shown = []
     for table, columns in tables:
         if len(table):
             there = [column for column in columns.split() if column in table]
-            shown.append(_table(table[there], index=False))
+            plain = readable(table[there]).rename(columns=lambda name: name.replace("_", " "))
+            shown.append(plain.to_string(index=False))
     for prompt, why in evaluation.skipped.itertuples(index=False):
         shown.append(f"prompt {prompt} was skipped: {why}")
     return "\n\n".join(shown)
@@ -305,12 +305,14 @@ def plan(
     and the option that makes it fit. Nothing is started; weights are not read."""
     from speculators_nb.cli.plan import stages_of
     from speculators_nb.core.options import check_options
-    from speculators_nb.plan.requirements import GB, Machine, device_memory, requirements
 
     own = dict(conversations=conversations, tokens_each=tokens_each, devices=devices)
     own |= dict(memory=memory, disk=disk, tflops=tflops, mfu=mfu, bandwidth=bandwidth)
     check_options(dict(recipe=recipe, verifier=verifier) | own, "plan")
     stages = stages_of(recipe, app.functions, app.outputs)[0]
+    # after a wrong recipe is refused: this imports torch
+    from speculators_nb.plan.requirements import GB, Machine, device_memory, requirements
+
     sections = {stage.name: stage.values for stage in stages}
     place = device_memory() if memory is None else memory * GB
     machine = Machine(devices, place, tflops, mfu, bandwidth)

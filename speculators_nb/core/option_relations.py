@@ -183,10 +183,10 @@ def _what_drafts(values):
 
 
 def _one_temperature(values):
-    several = values["temperatures"]
+    several = values["temperature"]
     if values["method"] == "suffix" and isinstance(several, (list, tuple)) and several[1:]:
         return (
-            f"temperatures={shown(several)}: method=suffix remembers the answers at the first; "
+            f"temperature={shown(several)}: method=suffix remembers the answers at the first; "
             "measure one at a time"
         )
 
@@ -201,7 +201,7 @@ def _no_min_p(values):
 # %% ../../nbs/core/02_option_relations.ipynb #453791cb
 # options of `evaluate` that one engine alone reads: name -> default
 ONLY_VLLM = dict.fromkeys(("server", "concurrency", "max_model_len", "vllm", "extra"))
-ONLY_VLLM |= dict(dtype="auto", load="requests", baseline=True)
+ONLY_VLLM |= dict(dtype="auto", load="requests")
 FILTERS = dict(top_p=1.0, top_k=0, min_p=0.0)  # of sampling: name -> default, which is off
 ONLY_LOCAL = dict(rule="standard", as_engine=False, device=None)
 ONLY_LOCAL |= dict(attn_implementation=None, kv_cache="dynamic")
@@ -220,7 +220,7 @@ RELATIONS = [
     Relation("train", ("server", "storage"), lambda v: _no_storage(v, v["server"] is not None)),
     Relation("evaluate", ("engine", "k"), _one_length),
     Relation("evaluate", ("drafter", "method", "verifier", "server"), _what_drafts),
-    Relation("evaluate", ("method", "temperatures"), _one_temperature),
+    Relation("evaluate", ("method", "temperature"), _one_temperature),
     Relation("evaluate", ("engine", "min_p", "server"), _no_min_p),
     apart("regenerate", "data", "output"),
     excludes("regenerate", "self_prompts", "server", "are written in this process"),
@@ -231,6 +231,7 @@ RELATIONS = [
     *(counts_only_with("evaluate", n, "engine", "vllm", d) for n, d in ONLY_VLLM.items()),
     *(counts_only_with("evaluate", n, "engine", "reference", d) for n, d in ONLY_LOCAL.items()),
     *(counts_only_above_zero(None, n, "temperatures", d) for n, d in FILTERS.items()),
+    *(counts_only_above_zero("evaluate", n, "temperature", d) for n, d in FILTERS.items()),
     *(excludes("evaluate", name, "server", RUNNING) for name in ("k", "method")),
     counts_only_with("features", "storage", "source", "vllm"),
     *(

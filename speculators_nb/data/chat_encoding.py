@@ -213,9 +213,11 @@ def _ready_mask(ids, mask, trained, template):
 
 # %% ../../nbs/data/06_chat_encoding.ipynb #304e46d6
 class Rows(list):
-    "The rows of one conversation. `partial`: of one of them, only the beginning was tokenised."
+    """The rows of one conversation. `partial`: only the beginning of one was tokenised.
+    `omitted`: what of the conversation is in no row, or is not trained."""
 
     partial = False
+    omitted: dict[str, int] = {}  # what -> the first such message
 
 
 class _Rendered(NamedTuple):
@@ -223,6 +225,7 @@ class _Rendered(NamedTuple):
 
     parts: list  # (text, trained characters) of each row
     partial: bool  # later turns were left out
+    omitted: dict[str, int]  # as of `Rows`
 
 
 def encode_batch(
@@ -269,7 +272,7 @@ def _render(row, template, rows, first, vocab_size, trained):
             raise BadRow("no assistant message that answers another")
         for text, _ in parts:
             check_text(text)
-        return _Rendered(parts, turns.partial)
+        return _Rendered(parts, turns.partial, turns.omitted)
     except Exception as e:  # a template may raise anything
         return e
 
@@ -287,7 +290,7 @@ def _tokens(template, texts, first):
 def _masked(rendered, encodings, template, first, vocab_size):
     "The rows of a conversation, or the error."
     out = Rows()
-    out.partial = rendered.partial
+    out.partial, out.omitted = rendered.partial, rendered.omitted
     for (text, spans), encoding in zip(rendered.parts, encodings):
         if isinstance(encoding, Exception):
             return encoding

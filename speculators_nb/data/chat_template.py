@@ -5,8 +5,8 @@ The assistant's characters are found with and without generation marks."""
 
 # %% auto #0
 __all__ = ['MARK', 'WHOLE', 'PER_TOKEN', 'WORK', 'ROWS', 'texts_in', 'ControlTokens', 'tokenizer_errors', 'check_template',
-           'Misread', 'reach', 'ChatTemplate', 'common_prefix', 'fingerprint_template', 'Turns', 'turns_of',
-           'in_a_spelling', 'check_calls', 'merge_turns']
+           'Misread', 'template_errors', 'reach', 'ChatTemplate', 'common_prefix', 'fingerprint_template', 'Turns',
+           'turns_of', 'in_a_spelling', 'check_calls', 'merge_turns']
 
 # %% ../../nbs/data/05_chat_template.ipynb #ae344024
 import contextlib
@@ -158,7 +158,7 @@ class _Renderer:
         "A conversation as transformers renders it. Misread: what the template raises."
         text = _usable(self, self._text(tools))
         marked = bool(MARK.search(text))
-        try:
+        with template_errors(self.name):
             rendered: Any = render_jinja_template(
                 conversations=[messages],
                 tools=None if tools is None else [*tools],
@@ -167,8 +167,6 @@ class _Renderer:
                 add_generation_prompt=prompt,
                 **(self.special | self.kwargs),
             )
-        except Exception as e:  # a template may raise anything
-            raise _failed(self.name, e) from e
         texts, marks = rendered  # lists; transformers' type is that of one conversation
         return texts[0], marks[0] if marked else None
 
@@ -204,6 +202,17 @@ def _usable(template, text: str | None) -> str:
 
 class Misread(BadRow):
     "A chat template cannot read a conversation as it is spelled."
+
+
+@contextlib.contextmanager
+def template_errors(
+    name: str,  # of the tokenizer
+):
+    "What a chat template raises, which may be anything, as a BadRow that names it."
+    try:
+        yield
+    except Exception as e:
+        raise _failed(name, e) from e
 
 
 def _failed(name, error):
@@ -342,10 +351,11 @@ WORK = 1 << 27  # characters that are rendered for one conversation at most
 
 class Turns(list):
     """Assistant turns. `partial`: later ones were left out. `messages`: the conversation in the
-    spelling that was rendered."""
+    spelling that was rendered. `omitted`: what of it is in no row, or is not trained."""
 
     partial = False
     messages: list[dict]
+    omitted: dict[str, int]  # what -> the first such message
 
 
 def turns_of(
@@ -378,12 +388,14 @@ def in_a_spelling(
 def _turns_of(messages, template, tools, first, trained):
     "Turns of a conversation in one spelling. Misread: the template reads another."
     turns = Turns()
-    turns.messages = messages
+    turns.messages, turns.omitted = messages, {}
     answers = [j for j, m in enumerate(messages) if m["role"] == "assistant"]
+    seen = 0  # messages that were looked for in a text
     rendered = 0  # characters of work
     beyond = _Beyond(template, first)
     for k, j in enumerate(answers):
         if not j:  # an answer to nobody
+            turns.omitted["an answer before the first question, which is not trained"] = 0
             continue
         full, marks = template(messages[: j + 1], tools)
         rendered += len(full) + PER_TOKEN * j
@@ -403,13 +415,45 @@ def _turns_of(messages, template, tools, first, trained):
                 start = _border(messages, j, template, tools, full)
                 spans = [(max(a, start), b) for a, b in spans if b > start]
         check_calls(lambda m: template(m, tools)[0], messages[: j + 1], full, spans)
+        for what, i in _unread(messages[: j + 1], seen, full):
+            turns.omitted.setdefault(what, i)
+        seen = j + 1
         if trained:
             spans = trained(messages[: j + 1], full, spans)
         turns.append((full, spans))
         if turns and j != answers[-1] and beyond(messages[: j + 1], turns[-1][0]):
             turns.partial = True
             break
+    if turns and answers[-1] + 1 < len(messages):
+        turns.omitted["messages after the last answer"] = answers[-1] + 1
     return turns
+
+
+def _unread(messages, seen, text) -> Iterator[tuple[str, int]]:
+    "(what, message) that a template leaves out, from message `seen` to the last, an answer."
+    for i, message in enumerate(messages[seen:], seen):
+        if message["role"] != "tool" and not _holds(text, _parts_of(message)[1]):
+            yield "text that the chat template leaves out", i  # results of tools may be quoted
+    before = _parts_of(messages[-2])[1].strip()
+    if not _holds(text[max(text.rfind(before), 0) :], _parts_of(messages[-1])[0]):
+        yield "reasoning that the chat template leaves out", len(messages) - 1
+
+
+def _parts_of(message) -> tuple[str, str]:
+    "What was thought, and what is said; some write both as content."
+    content = message.get("content")
+    if not isinstance(content, str):
+        content = ""
+    thought, _, spoken = content.rpartition("</think>")
+    return message.get("reasoning_content") or thought.rpartition("<think>")[2], spoken
+
+
+def _holds(text, words):
+    "Whether a text holds these words, with any spaces between them, in capitals or not."
+    if words.strip() in text:
+        return True
+    plain, rest = (" ".join(t.lower().split()) for t in (words, text))
+    return plain in rest
 
 # %% ../../nbs/data/05_chat_template.ipynb #6718f7cd
 class _Beyond:

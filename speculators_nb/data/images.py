@@ -30,7 +30,7 @@ from PIL import Image, UnidentifiedImageError
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from ..core.files import atomic_write
-from .chat_encoding import ALL, Trained, mask_of
+from .chat_encoding import ALL, Rows, Trained, mask_of
 from speculators_nb.data.chat_template import (
     ChatTemplate,
     merge_turns,
@@ -378,7 +378,7 @@ def encode_images(
     rows: str = "conversation",  # "turn": a row per assistant turn, only that turn trained
     first: int | None = None,  # tokens beyond which a row is of no use; None: all are needed
     trained: Trained = ALL,  # what of the answers is trained
-) -> list[tuple]:  # (input_ids int32 [n], loss_mask bool [n], messages of the row) per row
+) -> Rows:  # (input_ids int32 [n], loss_mask bool [n], messages of the row) per row
     """`chat_encoding.encode_batch` for one conversation with pictures. A row of `first` tokens
     or more has no pictures and an empty mask."""
     spans = functools.partial(trained.spans, template, tools)
@@ -390,7 +390,8 @@ def encode_images(
         there | {"content": m["content"]} if isinstance(m["content"], list) else there
         for m, there in zip(messages, turns.messages)
     ]
-    out = []
+    out = Rows()
+    out.omitted = turns.omitted
     for text, spans in merge_turns(turns, rows):
         (short,) = template.tokens([check_text(text)], first)
         context = spelled[: end_of[text]]

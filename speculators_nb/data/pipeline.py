@@ -32,6 +32,7 @@ from ..core.files import DiskError
 from ..core.options import check_options
 from speculators_nb.data.chat_encoding import (
     FEATURES,
+    Rows,
     Trained,
     arrow_columns,
     encode_batch,
@@ -125,7 +126,9 @@ def _encode_pictures(row, encoder):
         rows = encode_images(messages, template, tools, *how)
         for ids, *_ in rows:
             check_ids(ids, encoder.vocab_size)
-        return [(*made_row, tools) for made_row in rows]
+        made = Rows((*made_row, tools) for made_row in rows)
+        made.omitted = rows.omitted
+        return made
     except DiskError:  # pictures that cannot be stored: not the conversation's fault
         raise
     except Exception as e:  # as in encode_batch
@@ -205,7 +208,7 @@ def _distinct(data, counts, encoder, limit):
             counts.refuse(where, row)
             continue
         if encoder.settings.dedup and not seen.add(bytes.fromhex(content_hash(row))):
-            counts.n["duplicates"] += 1
+            counts.repeat(where)
             continue
         yield where, row
 
@@ -348,6 +351,9 @@ class Result(NamedTuple):
         }
         stages: list[dict] = [{"what": "read", "conversations": n["read"]}]
         stages += [{"what": k, "conversations": n[v]} for k, v in names.items() if n[v]]
+        for stage in stages:
+            if stage["what"] == "duplicates":
+                stage["first"] = self.counts.duplicates
         if n["rows cut"]:
             stages.append({"what": "cut", "rows": n["rows cut"], "tokens": n["tokens cut"]})
         else:
@@ -359,6 +365,7 @@ class Result(NamedTuple):
             "stages": stages,
             "tokens_cut": n["tokens cut"],
             "dropped": self.counts.dropped,
+            "omitted": self.counts.omitted,
             "control_tokens": self.counts.control,
         }
 
@@ -394,6 +401,8 @@ def run_pipeline(
         why = counts.why() or f"there were none{in_data(data)}"
         if "no assistant message" in why:
             why += "; `regenerate` lets the verifier answer questions"
+        if f"in the first {settings.max_length}" in why:
+            why += "; raise max_length"
         raise ValueError(f"no row left of {counts.n['read']} conversations ({why})")
     train, val = _split(len(spool.counts), settings)
     val_rows = sum(spool.counts[i] for i in val)
@@ -438,8 +447,11 @@ def prepare(
         f"{counts.n['read']} conversations, {len(table)} rows, {result.lengths.sum()} tokens, "
         f"{trained} trained; dropped: {counts.why() or 'nothing'}"
     )
+    if counts.omitted:
+        text += f"; left out of those that are kept: {counts.left_out()}"
     if counts.control:
         text += f"; {counts.spelled()}"
     table.info.description = text
-    log.log(logging.WARNING if counts.dropped or counts.control else logging.INFO, text)
+    noted = counts.dropped or counts.omitted or counts.control
+    log.log(logging.WARNING if noted else logging.INFO, text)
     return table

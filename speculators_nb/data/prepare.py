@@ -231,9 +231,7 @@ def _open_or_make(data, verifier, encoder, vocab_size, folder, pictures, num_pro
             record = _record(paths, path, name, folder, result, settings)
             config = _config(result, origin, settings, name, vocab_size)
             _write(folder, result, {"version": "3.0"} | record | config)
-        prepared = load_prepared(folder)
-        log.info("%r", prepared)
-        return prepared
+        return load_prepared(folder)
 
 # %% ../../nbs/data/11_prepare.ipynb #40712313
 def prepare_data(

@@ -93,7 +93,7 @@ def _config_checks(config):
     for name in ("model", "origin", "report", "split", "data", "hidden_states"):
         part = config.get(name, {})
         yield isinstance(part, dict), name, part, "an object"
-    for name in ("stages", "dropped", "control_tokens", "domains"):
+    for name in ("stages", "dropped", "omitted", "control_tokens", "domains"):
         lines = config.get("report", {}).get(name, [])
         yield _all(lines, dict), f"report.{name}", lines, "a list of objects"
     layers = config.get("hidden_states", {}).get("layer_ids", [])
@@ -232,6 +232,23 @@ class PreparedRows:
         return stored or token_frequencies(self.rows)
 
 # %% ../../nbs/data/09_prepared_folder.ipynb #a745b933
+def _count(n, unit):
+    "A number with its unit: 1 row, 2 rows."
+    return f"{n} {unit}{'s' * (n != 1)}"
+
+
+def _places(places, n) -> str:
+    "The first places of n, each without the file that the one before it names."
+    if not places:
+        return ""
+    heads = [place.rpartition(", ")[0] for place in places]
+    shown = [
+        place.removeprefix(f"{head}, ") if head == before else place
+        for place, head, before in zip(places, heads, [None, *heads])
+    ]
+    return f" ({'; '.join([*shown, *['…'] * (n > len(places))])})"
+
+
 class PreparedReport(PreparedRows):
     "Tables of what a prepared folder contains; it displays them in a notebook."
 
@@ -266,6 +283,12 @@ class PreparedReport(PreparedRows):
         return pd.DataFrame(self._reported("dropped"), columns=columns).set_index("reason")
 
     @property
+    def omitted(self) -> pd.DataFrame:  # what -> conversations, place of the first
+        "What was left out of conversations that are kept, or is not trained."
+        columns = ["what", "conversations", "first"]
+        return pd.DataFrame(self._reported("omitted"), columns=columns).set_index("what")
+
+    @property
     def control_tokens(self) -> pd.DataFrame:  # token -> conversations, place of the first
         "Control tokens that messages spell: the tokenizer reads their names as tokens."
         columns = ["token", "conversations", "first"]
@@ -287,8 +310,35 @@ class PreparedReport(PreparedRows):
             f"rows, {tokens} tokens, {trained} of them ({trained / max(tokens, 1):.0%}) trained"
         )
 
+    def summary(self) -> str:  # lines
+        "The same tables as text: what came in, what was left out and why, what is left."
+        lines = [repr(self), ""]
+        places = {stage["what"]: stage.get("first") for stage in self._reported("stages")}
+        width = max(map(len, self.table.index))
+        for what, numbers in self.table.iterrows():
+            counts = [
+                _count(numbers[unit], unit.removesuffix("s"))
+                for unit in ("conversations", "rows", "tokens")
+                if pd.notna(numbers[unit])
+            ]
+            counts += [f"{numbers['mask']:.0%} trained"] if pd.notna(numbers["mask"]) else []
+            named = _places(places.get(what) or (), numbers["conversations"])
+            lines.append(f"{what:<{width}}  {', '.join(counts)}{named}")
+        for title, table in (
+            ("Dropped", self.dropped),
+            ("Left out of conversations that are kept", self.omitted),
+            ("Control tokens that messages spell", self.control_tokens),
+        ):
+            lines += ["", title] if len(table) else []
+            for what, case in table.iterrows():
+                unit = case.get("unit", "conversations").removesuffix("s")
+                n = _count(case.get("count", case.get("conversations")), unit)
+                lines.append(f"  {n}: {what} (first: {case['first']})")
+        return "\n".join(lines)
+
     def _repr_html_(self):
-        tables = [t.to_html() for t in (self.dropped, self.control_tokens) if len(t)]
+        tables = (self.dropped, self.omitted, self.control_tokens)
+        tables = [t.to_html() for t in tables if len(t)]
         return f"<p>{self!r}</p>" + self.table.to_html(na_rep="") + "".join(tables)
 
 # %% ../../nbs/data/09_prepared_folder.ipynb #9cce531c

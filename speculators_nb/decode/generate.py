@@ -6,12 +6,13 @@ only the number of forward passes changes."""
 
 # %% auto #0
 __all__ = ['MARKS', 'check_request', 'feature_columns', 'NoDrafter', 'HiddenStates', 'warn_beyond_training', 'new_request',
-           'decoding_step', 'generate', 'Trace']
+           'decoding_step', 'generate', 'seconds', 'Trace']
 
 # %% ../../nbs/decode/11_generate.ipynb #77e8ca6d
 import copy
 import html
 import sys
+import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -228,6 +229,24 @@ def generate(
             context.keep([x.nodes for x in looked], unfinished)
     done = [request.generation() for request in requests]
     return done if many else done[0]
+
+# %% ../../nbs/decode/11_generate.ipynb #timed002
+def seconds(
+    run,  # function without arguments
+) -> float:  # until its result is there
+    """Time a call. In a single thread it is the processor's time, which other programs on the
+    machine do not lengthen; else the wall clock."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    clock = (
+        time.process_time
+        if torch.get_num_threads() == 1 and not torch.cuda.is_available()
+        else time.perf_counter
+    )
+    wait()
+    start = clock()
+    run()
+    wait()
+    return clock() - start
 
 # %% ../../nbs/decode/11_generate.ipynb #d4de2376
 MARKS = {  # kind -> how it looks in HTML, and in plain text

@@ -76,6 +76,7 @@ class Generation:
     finish_reason: str  # "stop": at a stop token; "length": at max_new_tokens or context end
     hidden_states: Tensor | None = None  # [n, A·H] of all but the last token, by `HiddenStates`
     records: list[StepRecord] | None = None  # one for each step, where `record` requests it
+    seconds: float | None = field(default=None, compare=False)  # it took, where it was timed
 
 # %% ../../nbs/decode/04_step.ipynb #d3b90002
 def likeliest_tokens(

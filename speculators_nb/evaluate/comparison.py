@@ -66,14 +66,15 @@ def evaluate_as_engine(
     top_k: int = 0,  # keep the k likeliest tokens; 0: all
     min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest; 0: none
     seed: int = 0,  # of sampling and of the bootstrap
-    decode: Callable[..., Iterator[Generation]] = decode_prompts,  # or of a `SharedPrompts`
+    kv_cache: str = "dynamic",  # as of `generate`
+    decode: Callable[..., Iterator[dict]] = decode_prompts,  # or of a `SharedPrompts`
 ) -> EngineEvaluation:  # without performance; `requests` has the counts of each
     "Decode with our own decoder and count as vLLM counts."
     filters = dict(top_p=top_p, top_k=top_k, min_p=min_p)
     check_options(dict(temperatures=temperatures, max_new_tokens=max_new_tokens) | filters)
     check_measurement(k, prompts, rule=rule, seed=seed)
     options: dict[str, Any] = dict(k=k, eos_token_ids=eos_token_ids, rule=rule, seed=seed)
-    options |= filters
+    options |= filters | dict(max_new_tokens=max_new_tokens + k, kv_cache=kv_cache)
     numbers, skipped = measurable(verifier, prompts)
     prompts = [prompts[i] for i in numbers]
     domains = domains and [domains[i] for i in numbers]
@@ -82,10 +83,8 @@ def evaluate_as_engine(
         for name, drafter in drafters.items():
             for t in temperatures:
                 generations = []
-                for g in decode(
-                    verifier, drafter, prompts, t, max_new_tokens=max_new_tokens + k, **options
-                ):
-                    generations.append(g)
+                for answers in decode(verifier, {name: drafter}, prompts, t, **options):
+                    generations.append(answers[name])
                     bar.update()
                 key = dict(drafter=name, temperature=t)
                 parts.append(_engine_tables(generations, k, max_new_tokens, domains, seed, key))

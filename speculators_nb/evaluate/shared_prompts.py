@@ -105,17 +105,17 @@ class SharedPrompts(_SharedEnd):
     def decode(
         self,
         verifier: Verifier,
-        drafter: Drafter,
+        drafters: Mapping[str, Drafter],  # name -> drafter
         prompts: list[list[int]],  # token ids of each request
         temperature: float,
         *,
         seed: int = 0,  # of the first prompt's sampling; each has its own
         **options: Any,  # further arguments of `decode_prompts`
-    ) -> Iterator[Generation]:
+    ) -> Iterator[dict[str, Generation]]:
         "Answers to all prompts in their order, each when it is there, whoever decoded it."
-        if hasattr(drafter, "finish"):
+        if any(hasattr(drafter, "finish") for drafter in drafters.values()):
             options["seed"] = seed
-            yield from decode_prompts(verifier, drafter, prompts, temperature, **options)
+            yield from decode_prompts(verifier, drafters, prompts, temperature, **options)
             return
         first, n = self.units_before, 0
         self.units_before += len(prompts)
@@ -123,7 +123,7 @@ class SharedPrompts(_SharedEnd):
             if unit is not None:
                 options["seed"] = seed + unit - first
                 only = [prompts[unit - first]]
-                answers = decode_prompts(verifier, drafter, only, temperature, **options)
+                answers = decode_prompts(verifier, drafters, only, temperature, **options)
                 self.write({unit: _as_json(next(answers))})
                 self.settle(unit)
             self.read()
@@ -135,19 +135,23 @@ class SharedPrompts(_SharedEnd):
             yield _from_json(prompts[i], self.answers[first + i])
 
 
-def _as_json(answer):
-    steps = [asdict(step) for step in answer.steps]
-    return dict(tokens=answer.tokens, steps=steps, finish_reason=answer.finish_reason)
+_STORED = ("tokens", "steps", "finish_reason", "seconds")  # of an answer
 
 
-def _from_json(prompt, answer):
-    steps = [Step(**step) for step in answer["steps"]]
-    return Generation(prompt, answer["tokens"], steps, answer["finish_reason"])
+def _as_json(answers):
+    return {n: {k: v for k, v in asdict(a).items() if k in _STORED} for n, a in answers.items()}
+
+
+def _from_json(prompt, answers):
+    return {
+        name: Generation(prompt, **answer | {"steps": [Step(**s) for s in answer["steps"]]})
+        for name, answer in answers.items()
+    }
 
 # %% ../../nbs/evaluate/12_shared_prompts.ipynb #shpr0018
 SAME = (  # options that decide what is measured
-    *("method", "k", "temperatures", "top_p", "top_k", "min_p", "max_samples"),
-    *("max_new_tokens", "ngram", "as_engine", "rule", "seed"),
+    *("method", "k", "temperature", "top_p", "top_k", "min_p", "max_samples"),
+    *("max_new_tokens", "ngram", "baseline", "as_engine", "rule", "seed"),
 )
 
 

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from ..core.options import check_options
-from ..decode.generate import NoDrafter, generate
+from ..decode.generate import NoDrafter, generate, seconds
 from ..decode.tree import Drafter, Sampling
 from .acceptance import check_prompts
-from .cost import seconds
 from ..verifier.cache import crop_cache, new_cache
 from ..verifier.tapped_model import Verifier
 

@@ -54,14 +54,14 @@ def decoded_acceptance(
         tapped = Verifier(verifier.model.to(model.device), drafter.aux_layer_ids or None)
         answers = decode_prompts(
             tapped,
-            drafter,
+            {"drafter": drafter},
             kept,
             temperature=0.0,
             k=depth,
             max_new_tokens=max_new_tokens,
             eos_token_ids=eos_token_ids,
         )
-        decoded = list(answers)
+        decoded = [answer["drafter"] for answer in answers]
         rates = acceptance_table(decoded, depth).set_index("position").unconditional
         length = acceptance_summary(decoded, depth)["mean_length"]
         return {"mean_length": float(length)} | {

@@ -138,7 +138,12 @@ class _Table(dict):
         return self.table().to_html(index=False)
 
     def __repr__(self):
-        return self.table().to_string(index=False)
+        lines = []
+        for row in self.table().to_dict("records"):
+            first = f"first: {row['first']}" if row.get("first") else ""
+            about = "; ".join(filter(None, (row["why"], first)))
+            lines.append(f"{row['what']}: {row['number']}" + (f" ({about})" if about else ""))
+        return "\n".join(lines)
 
 # %% ../../nbs/regenerate/03_regenerated.ipynb #5139a577
 class _Counts(_Table):

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ..data.chat_encoding import add_turn
-from ..data.chat_template import reach
+from ..data.chat_template import reach, template_errors
 from ..data.messages import THOUGHT, brief, normalize, tools_of
 from ..data.row_filter import domain_of
 from ..data.sources import content_hash, identity
@@ -243,14 +243,17 @@ class _Conversation:
         messages = [_spelled(message) for message in messages]
         kwargs = dict(tools=self.tools, add_generation_prompt=prompt, **self.template_kwargs)
         if limit and sum(len(str(m["content"])) for m in messages) > reach(limit):
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+            with template_errors(tokenizer.name_or_path):
+                text = tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
             end = reach(limit)
             while end < len(text):
                 ids = tokenizer(text[:end], add_special_tokens=False)["input_ids"]
                 if len(ids) > limit + 100:  # the cut changes few tokens
                     return ids
                 end *= 4
-        return tokenizer.apply_chat_template(messages, return_dict=True, **kwargs)["input_ids"]
+        with template_errors(tokenizer.name_or_path):
+            encoded = tokenizer.apply_chat_template(messages, return_dict=True, **kwargs)
+        return encoded["input_ids"]
 
 # %% ../../nbs/regenerate/01_replay.ipynb #fbc589ea
 class _Answers(_Conversation):

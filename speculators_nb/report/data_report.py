@@ -375,6 +375,8 @@ def _left_out(prepared):
     tables = {"From conversations to rows": prepared.table.astype(object)}
     if len(prepared.dropped):
         tables["Left out, and the first of each"] = prepared.dropped
+    if len(prepared.omitted):
+        tables["Left out of conversations that are kept"] = prepared.omitted
     if len(prepared.control_tokens):
         tables["Control tokens that messages spell"] = prepared.control_tokens
     return Section("What was left out", "", tables)

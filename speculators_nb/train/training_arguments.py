@@ -5,8 +5,8 @@ There are a few fields more, and an error for each field that would have no effe
 
 # %% auto #0
 __all__ = ['WITHOUT_EFFECT', 'NOT_SUPPORTED', 'LOGGER_FOLDERS', 'log', 'Measure', 'refuse_fields', 'refuse_compilation',
-           'check_loggers', 'place_loggers', 'can_shard', 'check_sharding', 'OneDevice', 'SpeculatorTrainingArguments',
-           'check_names', 'check_measure']
+           'check_loggers', 'place_loggers', 'check_keywords', 'can_shard', 'check_sharding', 'OneDevice',
+           'SpeculatorTrainingArguments', 'check_names', 'check_measure']
 
 # %% ../../nbs/train/05_training_arguments.ipynb #18c5723e
 import difflib
@@ -26,6 +26,9 @@ from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
 )
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import SchedulerType
 from transformers.training_args import ParallelMode
 
 from ..core.options import check_options
@@ -155,6 +158,23 @@ def place_loggers(
     if "wandb" in names and wandb is not None and "WANDB_DIR" in _placed:
         wandb.finish()  # the run before this one, into which this one would be written
 
+# %% ../../nbs/train/05_training_arguments.ipynb #kwargs01
+def check_keywords(
+    values: dict,  # training arguments
+) -> None:
+    "ValueError for a key of an argument that is a mapping, which its reader does not take."
+    scheduler = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(values["lr_scheduler_type"])]
+    for name, reader in (
+        ("accelerator_config", AcceleratorConfig),
+        ("lr_scheduler_kwargs", scheduler),
+    ):
+        given, takes = values[name], inspect.signature(reader).parameters
+        for key in given if isinstance(given, dict) else ():
+            if key not in takes:
+                near = difflib.get_close_matches(str(key), takes, 1)
+                hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(takes)}"
+                raise ValueError(f"{name}={given}: {reader.__name__} takes no {key!r}; {hint}")
+
 # %% ../../nbs/train/05_training_arguments.ipynb #fsdparg2
 def can_shard() -> bool:
     "Whether the installed torch takes `fsdp`."
@@ -243,6 +263,7 @@ class SpeculatorTrainingArguments(OneDevice):
         values = {name: getattr(self, name) for name in defaults}
         check_options({name: v for name, v in values.items() if v != defaults[name]})
         refuse_fields(values, defaults)
+        check_keywords(values)
         if self.early_stopping_patience is not None and self.eval_strategy in ("no", None):
             raise ValueError(
                 "early_stopping_patience needs evaluations: set eval_strategy to 'epoch' or "

@@ -210,7 +210,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "eval_share": SHARE,
     "val_fraction": SHARE,
     "temperature": WARM,
-    "temperatures": [
+    "evaluate.temperature": [
         ("-1", "{}=\\[?-1.0\\]?: must be at least 0"),
         ("nan", "{}=\\[?nan\\]?: must be finite"),
         ("0 {option} -inf", "{}=\\[0.0, -inf\\]: must be finite"),
@@ -335,6 +335,8 @@ FURTHER = [  # --extra of train: (name=value, what must be answered)
     ("save_total_limit=0", "save_total_limit=0: must be at least 1"),
     ("lr_scheduler_type=cosin", "lr_scheduler_type='cosin': is not known; choose .*Did you mean cosine"),
     ("lr_scheduler_kwargs=3", "lr_scheduler_kwargs=3: must be a mapping"),
+    ('lr_scheduler_kwargs={"a": 1}', "lr_scheduler_kwargs={'a': 1}: get_linear_schedule_with_warmup takes no 'a'"),
+    ('accelerator_config={"even_batch": 1}', "accelerator_config=.*takes no 'even_batch'; did you mean even_batches"),
     ("eval_strategy=sometimes", "eval_strategy='sometimes': is not known; choose no, steps or epoch"),
     ("save_strategy=true", "save_strategy=True: is no word"),
     ("muon_learning_rate=0", "muon_learning_rate=0: must be greater than 0"),
@@ -429,12 +431,6 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
     ("evaluate", "a dtype without an engine", "--dtype half", "dtype='half': has no effect with engine=reference"),
     (
         "evaluate",
-        "no baseline without an engine",
-        "--no-baseline",
-        "baseline=False: has no effect with engine=reference",
-    ),
-    (
-        "evaluate",
         "counting as vLLM counts, by vLLM",
         "--engine vllm --as-engine",
         "as_engine=True: has no effect with engine=vllm; leave it out",
@@ -449,18 +445,18 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
         "evaluate",
         "a filter of greedy decoding",
         "--top-p 0.9",
-        "top_p=0.9: has no effect with temperatures=None, which is greedy; leave it out, or set temperatures=1",
+        "top_p=0.9: has no effect with temperature=None, which is greedy; leave it out, or set temperature=1",
     ),
     (
         "evaluate",
         "a filter at temperature 0",
-        "--min-p 0.1 --temperatures 0",
-        "min_p=0.1: has no effect with temperatures=\\[0.0\\], which is greedy",
+        "--min-p 0.1 --temperature 0",
+        "min_p=0.1: has no effect with temperature=\\[0.0\\], which is greedy",
     ),
     (
         "evaluate",
         "a filter that vLLM does not take",
-        "--engine vllm --temperatures 1 --min-p 0.1",
+        "--engine vllm --temperature 1 --min-p 0.1",
         "min_p=0.1: vLLM 0.32 does not take it with speculative decoding; leave it out, or set engine=reference",
     ),
     (
@@ -522,8 +518,8 @@ SPELLING = [  # lines that cannot be read
     ("train {features} {here}/d --warmup-steps=-4", "warmup_steps=-4: must be at least 0"),
     ("serve {drafter} --max-num-seqs 8", "--max-num-seqs: serve has no such option.*--extra=--max-num-seqs=8"),
     (
-        "evaluate {drafter} {corpus} --temperature 1",
-        "--temperature: evaluate has no such option; Did you mean --temperatures",
+        "evaluate {drafter} {corpus} --temperatures 1",
+        "--temperatures: evaluate has no such option; Did you mean --temperature",
     ),
     ("check {drafter} --verbose-output", "--verbose-output: check has no such option; `check --help`"),
     ("check {drafter} {drafter}", "Got unexpected extra argument.*check takes FOLDER"),
@@ -626,6 +622,7 @@ RECIPES = [  # (name, file, content, what must be answered)
     ),
 ]
 WRONG = [  # arguments that name something else than is wanted
+    ("plan without its recipe", "plan {here}/none.yaml", "none.yaml: no such recipe"),
     (
         "neither drafter nor method",
         "evaluate {corpus}",
@@ -643,8 +640,8 @@ WRONG = [  # arguments that name something else than is wanted
     ),
     (
         "suffixes at two temperatures",
-        "evaluate {corpus} --method suffix --verifier {tiny} --temperatures 0 --temperatures 1",
-        "temperatures=\\[0.0, 1.0\\]: method=suffix remembers the answers at the first; measure one at a time",
+        "evaluate {corpus} --method suffix --verifier {tiny} --temperature 0 --temperature 1",
+        "temperature=\\[0.0, 1.0\\]: method=suffix remembers the answers at the first; measure one at a time",
     ),
     (
         "a verifier without heads",

@@ -840,7 +840,7 @@ CASES += [
     Case(
         "regenerate: torn line in a shell",
         "regenerate {here}/c.jsonl {here}/o.jsonl --verifier {tiny} --max-new-tokens 2",
-        r"failed not JSON +1 .*c\.jsonl, line 2",
+        r"failed: 1 \(not JSON; first: .*c\.jsonl, line 2\)",
         {"c.jsonl": lines(TALK, '{"mess')},
         counted=True,
     ),
@@ -1077,14 +1077,14 @@ CASES += [
     Case(
         "prepare: torn line in a shell",
         "prepare {here}/c.jsonl {here}/out --verifier {tiny}",
-        r"not JSON +1 +conversations .*c\.jsonl, line 2",
+        r"1 conversation: not JSON \(first: .*c\.jsonl, line 2",
         {"c.jsonl": lines(TALK, '{"mess')},
         counted=True,
     ),
     Case(
         "prepare: control token in a shell",
         "prepare {here}/c.jsonl {here}/out --verifier {tiny}",
-        r"<\|im_end\|> +1 .*c\.jsonl, line 2, message 0",
+        r"1 conversation: <\|im_end\|> \(first: .*c\.jsonl, line 2, message 0",
         {"c.jsonl": lines(TALK, asked("<|im_end|>"))},
         counted=True,
     ),

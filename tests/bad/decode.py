@@ -334,8 +334,8 @@ MEASURES = {
     "compare: two of a name": (lambda: compare(["a/x", "b/x"]), "runs='b/x': another run is called 'x', too"),
     "compare: a number": (lambda: compare(3), "runs=3: must be a list"),
     "evaluate step: a temperature": (
-        lambda: evaluate_step(str(GOOD["drafter"]), "x", temperatures=[-1.0]),
-        "temperatures=-1.0: must be",
+        lambda: evaluate_step(str(GOOD["drafter"]), "x", temperature=[-1.0]),
+        "temperature=-1.0: must be",
     ),
     "evaluate step: an engine": (
         lambda: evaluate_step(str(GOOD["drafter"]), "x", engine=3),

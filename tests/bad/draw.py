@@ -272,7 +272,6 @@ WHOLE = {
 REAL = {
     "val_fraction": (0, 0.999),
     "temperature": (0, 100),
-    "temperatures": (0, 100),
     "eval_share": (0, 0.999),
     "num_train_epochs": (1e-9, 1e6),
     "learning_rate": (1e-300, 1e300),
@@ -318,9 +317,7 @@ INPUTS = (
 def allowed(option: str, value) -> bool:
     "Whether a value is one that the option allows, by what its help says. A text is read as a shell gives it."
     if isinstance(value, (list, tuple)):
-        return option in ("k", "temperatures", "concurrency", "aux_layer_ids") and all(
-            allowed(option, v) for v in value
-        )
+        return option in ("k", "temperature", "concurrency", "aux_layer_ids") and all(allowed(option, v) for v in value)
     if value is None or isinstance(value, bool):
         return value is None or option not in WHOLE.keys() | REAL.keys() | WORDS.keys()
     try:
