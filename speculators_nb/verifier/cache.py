@@ -192,9 +192,12 @@ SPARE = 64  # columns that are written in place before the buffers are made anew
 class ColumnLayer(DynamicLayer):
     "Keys and values of rows that end in the same column, in buffers with columns to spare."
 
+    keys: Any  # [B, heads, width, head_dim], the last columns of its buffer
+    values: Any
+
     def __init__(
         self,
-        read: DynamicLayer,  # of a prefill
+        read: Any,  # DynamicLayer of a prefill
     ):
         super().__init__()
         self.is_initialized = True
@@ -243,7 +246,7 @@ class ColumnLayer(DynamicLayer):
     def put(
         self,
         rows: list[int],  # n, of the batch
-        read: DynamicLayer,  # of n prompts
+        read: Any,  # DynamicLayer of n prompts
     ):
         "Replace rows by others."
         length = read.keys.shape[2]
