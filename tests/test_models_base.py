@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 from matrix import DRAFTERS, batch_for, drafter
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.models.base import SpeculatorModel
@@ -130,6 +131,17 @@ def test_verifier_of_another_hidden_size(verifier, checkpoint, tmp_path):
     LlamaForCausalLM(LlamaConfig(**SHAPE | dict(hidden_size=48))).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="hidden_size 48, this drafter's LlamaConfig has 32"):
         SpeculatorModel.from_pretrained(checkpoint, verifier=tmp_path / "other")
+
+
+def test_verifier_whose_config_lacks_its_width(verifier, tmp_path):
+    "transformers then takes 4096."
+    folder = shutil.copytree(verifier, tmp_path / "verifier")
+    config = json.loads((folder / "config.json").read_text())
+    width = config.pop("hidden_size")
+    (folder / "config.json").write_text(json.dumps(config))
+    layer = draft_layer_config(AutoConfig.from_pretrained(folder))
+    with pytest.raises(ValueError, match=f"embeddings of {width} channels, its config.json says hidden_size 4096"):
+        Eagle3DraftModel.from_training_args(layer, verifier_name_or_path=str(folder))
 
 
 def test_verifier_of_another_vocabulary(checkpoint, tmp_path):

@@ -58,8 +58,8 @@ def check_request(
     low, high = int(prompt.min()), int(prompt.max())
     if low < 0 or high >= verifier.vocab_size:
         raise ValueError(
-            f"prompt_ids holds {low}…{high}, but the verifier has {verifier.vocab_size} "
-            "tokens: is this its tokenizer?"
+            f"prompt_ids holds {low}…{high}, but the verifier {verifier.config.name_or_path!r} "
+            f"has {verifier.vocab_size} tokens: is this its tokenizer?"
         )
     if limits.exceeded(len(prompt) + 1):
         raise ValueError(

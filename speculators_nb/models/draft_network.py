@@ -145,12 +145,18 @@ def check_parts(
     verifier: str | os.PathLike,  # where the weights are from, for messages
     parts: dict[str, Any],  # from `load_verifier_tensors`
 ) -> None:
-    "Raise ValueError for weights that are not finite, or of another vocabulary."
+    "Raise ValueError for weights that are not finite, or of another shape than the config's."
     broken = [n for n, w in parts.items() if w is not None and not w.isfinite().all()]
     if broken:
         raise ValueError(
             f"verifier {str(verifier)!r}: its {', '.join(broken)} hold NaN or infinity; "
             "fetch or save it again"
+        )
+    width, stored = model.config.sizes.hidden_size, parts["embeddings"].shape[-1]
+    if stored != width:
+        raise ValueError(
+            f"verifier {str(verifier)!r} stores embeddings of {stored} channels, its "
+            f"config.json says hidden_size {width}; write {stored} there"
         )
     if len(parts["embeddings"]) != model.target_vocab_size:
         raise ValueError(

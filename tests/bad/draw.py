@@ -579,7 +579,9 @@ def _options(scene):
 
 def _said(scene):
     "The scene's command line as values: option -> texts; arguments under their names."
-    words, options = shlex.split(scene.line), list(_options(scene))
+    words = shlex.split(scene.line)
+    named = {w[2:].replace("-", "_") for w in words if w.startswith("--")}
+    options = [name for name in _options(scene) if name not in named]
     given, at, i = {}, 0, 1
     while i < len(words):
         if words[i].startswith("--"):
@@ -722,7 +724,7 @@ def _spoil_recipe(rng, scene, drawn):
         names = (field, *said(value))
         fine = allowed(field, value) or (value == [] and "list" in options[field])
         # a folder may be called 2026
-        fine = fine or (field in OUTPUTS and isinstance(value, int) and not isinstance(value, bool))
+        fine = fine or (field in OUTPUTS and isinstance(value, int | float) and not isinstance(value, bool))
         excuse = "the option allows it" if fine else ""
         drawn = drawn._replace(printed=_elsewhere(scene, field, value))
     else:

@@ -75,7 +75,8 @@ WRONG = (
 
 def said(value):
     "How a message may show a value."
-    return {repr(value)[:30], str(value)[:30], json.dumps(value, default=str)[:30]} - {""}
+    home = os.path.expanduser(value)[:30] if isinstance(value, str) else ""
+    return {repr(value)[:30], str(value)[:30], json.dumps(value, default=str)[:30], home} - {""}
 
 
 def paths_of(tree, at=()):
