@@ -272,11 +272,13 @@ def answered(tmp_path, monkeypatch, template, answers, talk=TALK):
     verifier.model.resize_token_embeddings(len(tok))
     verifier.model.generation_config.eos_token_id = [tok.convert_tokens_to_ids(t) for t in ENDS]
 
-    def script(_, asked, *args, **kwargs):
-        prompts.extend(asked)
-        return [ids_of(tok, queue.pop(0))]
+    def script(_, take, *args):
+        while request := take():
+            prompts.append(request.prompt)
+            request.tokens = ids_of(tok, queue.pop(0))
+            yield request
 
-    monkeypatch.setattr(in_process, "answer", script)
+    monkeypatch.setattr(in_process, "answers", script)
     row = {"id": "a", "tools": TOOLS, "messages": talk}
     report = regenerate(verifier, tok, [row], tmp_path / "o.jsonl", max_length=4000)
     *_, line = read_regenerated(tmp_path / "o.jsonl")

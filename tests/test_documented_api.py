@@ -28,6 +28,7 @@ from speculators_nb.models import (
     EagleSpeculatorConfig,
     MTPDraftModel,
 )
+from speculators_nb.models.base import REGISTERED
 from speculators_nb.nn.compiled import attention_back_end
 from speculators_nb.utils import ClassRegistryMixin
 
@@ -229,8 +230,6 @@ def test_a_class_of_ones_own():
         assert found.get_trainer_kwargs(seed=1) == (dict(special=True), dict(special=False))
     finally:
         del SpeculatorModel.registry["statement_of_tests"]
-        from speculators_nb.models.base import REGISTERED
-
         REGISTERED.discard("statement_of_tests")
 
 
@@ -252,6 +251,7 @@ def test_class_of_a_config_that_has_another_name():
         assert SpeculatorModel.registered_model_class_from_config(Config()) is Model
     finally:
         SpeculatorModel.registry.pop("model_of_names", None)
+        REGISTERED.discard("model_of_names")
 
 
 @pytest.mark.statement("api-42", "api-43", "api-44")

@@ -354,7 +354,7 @@ def test_the_command_takes_it():
     "`evaluate` passes on the KV cache, and the verifier's attention."
     from speculators_nb.cli.drafter_commands import evaluate
 
-    options = dict(verifier=str(VERIFIER), max_samples=2, max_new_tokens=8, ngram=False, device="cpu")
+    options = dict(verifier=str(VERIFIER), max_samples=2, max_new_tokens=8, ngram=False, baseline=False, device="cpu")
     given = str(VERIFIER.parent / "tiny-drafter"), str(VERIFIER.parent / "corpus/heldout.jsonl")
     asked = []
     generate_ = acceptance.generate

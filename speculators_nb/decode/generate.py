@@ -57,9 +57,11 @@ def check_request(
         )
     low, high = int(prompt.min()), int(prompt.max())
     if low < 0 or high >= verifier.vocab_size:
+        path = verifier.config.name_or_path
+        name = f"verifier {path!r}" if path else "verifier"
         raise ValueError(
-            f"prompt_ids holds {low}…{high}, but the verifier {verifier.config.name_or_path!r} "
-            f"has {verifier.vocab_size} tokens: is this its tokenizer?"
+            f"prompt_ids holds {low}…{high}, but the {name} has {verifier.vocab_size} tokens: "
+            "is this its tokenizer?"
         )
     if limits.exceeded(len(prompt) + 1):
         raise ValueError(

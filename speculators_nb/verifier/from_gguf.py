@@ -194,12 +194,14 @@ def _plain_tokenizer(tokenizer, header, name):
 def _save(file, name, folder, dtype):
     "Write model and tokenizer to an empty folder."
     header = read_header(file, name)
-    how: dict[str, Any] = dict(gguf_file=file.name)
+    how: dict[str, Any] = dict(gguf_file=file.name, trust_remote_code=False)
     with _gguf_errors(name):
         model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, **how)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **how)
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(_plain_config(model.config), dtype=dtype)
+        plain = AutoModelForCausalLM.from_config(
+            _plain_config(model.config), dtype=dtype, trust_remote_code=False
+        )
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config

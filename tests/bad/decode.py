@@ -105,9 +105,9 @@ ARGUMENTS = {  # arguments of generate -> what must be answered
     "prompt: two rows": (dict(prompt=[[1, 2], [3, 4]]), "prompt_ids has shape \\(2, 2\\): pass the ids of one request"),
     "prompt: beyond the vocabulary": (
         dict(prompt=[5, 64]),
-        "prompt_ids holds 5…64, but the verifier '.*' has 64 tokens: is this its tokenizer",
+        "prompt_ids holds 5…64, but the verifier.* has 64 tokens: is this its tokenizer",
     ),
-    "prompt: negative": (dict(prompt=[-1, 5]), "prompt_ids holds -1…5, but the verifier '.*' has 64"),
+    "prompt: negative": (dict(prompt=[-1, 5]), "prompt_ids holds -1…5, but the verifier.* has 64"),
     "prompt: longer than the context": (
         dict(prompt=[5] * 64),
         "the prompt has 64 tokens and the verifier's context 64: no room is left",
