@@ -15,7 +15,15 @@ from transformers.integrations import sdpa_attention
 
 from speculators_nb.data.pipeline import prepare
 from speculators_nb.regenerate import in_process
-from speculators_nb.regenerate.in_process import Request, answer, answers, eos_ids_of, pick, regenerate, rows_in_memory
+from speculators_nb.regenerate.in_process import (
+    AnswerRequest,
+    answer,
+    answers,
+    eos_ids_of,
+    pick,
+    regenerate,
+    rows_in_memory,
+)
 from speculators_nb.regenerate.journal import read_regenerated
 from speculators_nb.regenerate.replay import Replay
 from speculators_nb.verifier.tapped_model import Verifier
@@ -133,7 +141,7 @@ def test_a_finished_row_is_replaced_at_once():
     verifier.decoder.register_forward_pre_hook(
         lambda m, a, k: sizes.append(tuple(k["input_ids"].shape)), with_kwargs=True
     )
-    todo = iter([Request(p, 1.0, s, about=s) for s, p in enumerate(prompts)])
+    todo = iter([AnswerRequest(p, 1.0, s, about=s) for s, p in enumerate(prompts)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sdpa_attention, "repeat_kv", lambda *_: pytest.fail("keys are copied"))
         done = {r.about: r.tokens for r in answers(verifier, lambda: next(todo, None), 90, {257}, 3)}
