@@ -237,13 +237,17 @@ RULES |= {
     "torch_empty_cache_steps": whole(100, 1, none=True),
     "ddp_timeout": whole(1800, 1),
     "ddp_bucket_cap_mb": whole(25, 1, none=True),
-    "gradient_checkpointing_kwargs": mapping({"use_reentrant": False}, none=True),
+    # the same by its name from transformers 5.24 on
+    **dict.fromkeys(
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        mapping({"use_reentrant": False}, none=True),
+    ),
 }
 
 # %% ../../nbs/core/03_options.ipynb #1fc88623
 RULES |= switches(
     """fp16 logging_first_step load_best_model_at_end eval_on_start save_only_model
-    ignore_data_skip full_determinism use_cpu gradient_checkpointing torch_compile
+    ignore_data_skip full_determinism use_cpu torch_compile
     dataloader_pin_memory dataloader_persistent_workers dataloader_drop_last
     dataloader_in_order bf16_full_eval fp16_full_eval logging_nan_inf_filter push_to_hub
     skip_memory_metrics remove_unused_columns auto_find_batch_size
@@ -254,7 +258,7 @@ RULES |= switches(
 )
 RULES |= switches(
     """disable_tqdm greater_is_better tf32 ddp_find_unused_parameters ddp_broadcast_buffers
-    ddp_static_graph hub_private_repo""",
+    ddp_static_graph hub_private_repo gradient_checkpointing activation_checkpointing""",
     none=True,
 )
 
