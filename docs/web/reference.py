@@ -70,6 +70,7 @@ def fields(rows, returned=None):
 
 
 def directive(kind, head, body, options=(), fence="```"):
+    head = head.replace("`", "")  # the line that opens a fence must not hold one
     return "\n".join([f"{fence}{{py:{kind}}} {head}", *options, "", *body, fence, ""])
 
 
