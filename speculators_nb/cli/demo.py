@@ -25,14 +25,13 @@ from ..data.packing import collate
 from ..data.pipeline import prepare
 from ..decode.generate import Generation, NoDrafter, generate
 from ..decode.ngram import NgramDrafter
-from ..evaluate.acceptance import Evaluation, evaluate
+from ..evaluate.acceptance import PLAIN, Evaluation, evaluate
 from ..evaluate.cost import training_flops
 from ..evaluate.prompts import Prompt, encode_prompts, read_prompts
 from ..evaluate.while_training import PROMPTS, decoded_acceptance
 from ..features.feature_folder import FeatureDataset
 from ..features.in_process import extract_features
 from speculators_nb.lab.demo_report import (
-    PLAIN,
     Budget,
     acceptance_section,
     again_section,

@@ -210,7 +210,8 @@ log = getLogger(__name__)
 
 
 class DrafterFields(PretrainedConfig):
-    "What every drafter's config has."
+    """What every drafter's config has. Declared fields are checked whenever they are set; all
+    fields are written as config.json."""
 
     speculators_config: SpeculatorsConfig | None = None
     speculators_model_type: str = ""

@@ -427,7 +427,7 @@ def check_measurement(
         raise ValueError(f"k={k}: acceptance needs at least one drafted token")
 
 # %% ../../nbs/evaluate/01_acceptance.ipynb #speed002
-PLAIN = "no drafter"
+PLAIN = "no drafter"  # name of decoding without one
 
 
 def performance_table(

@@ -64,7 +64,8 @@ def row_problem(
 
 # %% ../../nbs/features/02_feature_rows.ipynb #64262098
 class FeatureRows(torch.utils.data.Dataset):
-    "Samples with features. A source defines `read(i)`."
+    """Samples with features. A source defines `read(i)`, and sets `shape` and `split` when it
+    knows them."""
 
     where = "the source of features"  # its name in messages
     rows: Any = None  # the prepared table, where the source has one

@@ -99,7 +99,7 @@ _HOST = hashlib.sha256(f"{socket.gethostname()} {_NUMBERS}".encode()).hexdigest(
 
 # %% ../../nbs/features/03_feature_shards.ipynb #0dd5ba2d
 class OpenShard:
-    "A shard that is being written, and how it ends."
+    "A shard that is being written, under a hidden name, and how it ends."
 
     def __init__(
         self,
@@ -183,7 +183,8 @@ class OpenShard:
 
 # %% ../../nbs/features/03_feature_shards.ipynb #f0e1d2c6
 class ShardWriter:
-    "Writes states into shards; as a context manager it closes the last one."
+    """Appends rows to shards of about one size; as a context manager it closes the last one.
+    May be used by several threads."""
 
     def __init__(
         self,
@@ -332,7 +333,8 @@ def open_shard(
 
 # %% ../../nbs/features/03_feature_shards.ipynb #f0e1d2c3
 class FeatureShards:
-    "Rows that are read from shards. May be sent to other processes."
+    """The shards of a feature folder, where each row is, and rows read from them. May be sent
+    to other processes."""
 
     def __init__(
         self,

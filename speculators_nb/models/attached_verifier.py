@@ -191,7 +191,8 @@ def real_tokens(
 
 # %% ../../nbs/models/07_attached_verifier.ipynb #915135fb
 class AttachableVerifier(TrainingTimeTest):
-    "Loads a checkpoint and attaches its verifier."
+    """A drafter whose verifier is attached, from files or from memory, and given back again;
+    with the whole verifier it generates."""
 
     not_saved = ("target_head.", "embed_tokens.", "lm_head.")
     from_verifier = ()  # a checkpoint is complete without its verifier

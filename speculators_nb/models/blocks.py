@@ -131,7 +131,9 @@ class BlockAttention(NamedTuple):
 
 # %% ../../nbs/models/13_blocks.ipynb #blk00014
 class BlockDrafting(SpeculatorModel):
-    "How much each slot counts in the loss, before averaging."
+    """Blocks at anchors through the layers of a drafter that has `layers`, `norm` and `rotary`:
+    what a slot attends to, the blocks of a training step, how much each slot counts. The config
+    has `block_size`, `max_anchors`, `sample_from_anchor` and `sliding_window_non_causal`."""
 
     shift = None  # index i of every tensor is token i
 

@@ -206,7 +206,9 @@ def check_values(
 
 # %% ../../nbs/models/03_draft_network.ipynb #b773ba56
 class DraftNetwork(PreTrainedModel):
-    "Reads and writes checkpoints."
+    """What every drafter holds beside its own layers: the verifier's embedding and head, its
+    final norm, and the draft vocabulary; where the verifier's weights come from, and how a
+    checkpoint is written and checked."""
 
     supports_gradient_checkpointing = True
     config_class: type[SpeculatorModelConfig] = SpeculatorModelConfig

@@ -38,7 +38,8 @@ def check_whole_vocabulary(
 
 # %% ../../nbs/models/01_drafter_arguments.ipynb #f817ff85
 class TrainingArguments:
-    "Makes a drafter for a verifier from training arguments."
+    """What a drafter takes of a trainer's arguments, and a fresh drafter made from them; a base
+    of `models.base.SpeculatorModel`."""
 
     config_class: type[SpeculatorModelConfig]
     training_forward = "forward"  # the method whose keyword-only parameters are arguments

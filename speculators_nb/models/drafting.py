@@ -240,7 +240,8 @@ class CachedDrafter:
 
 # %% ../../nbs/models/05_drafting.ipynb #f80dbb70
 class ChainDrafter(CachedDrafter):
-    "Drafts one token after the other, or the nodes of a tree level by level."
+    """Drafts one token after the other, or the nodes of a tree level by level. A subclass says
+    `first_states`, `step` and `logits`; `first_position` is the position of the first key."""
 
     first_position = 1  # a drafter of shifted rows reads (x_1, g_0) first
 

@@ -113,7 +113,9 @@ class LatentProjections(Projections):
 
 # %% ../../nbs/models/20_mtp_layer.ipynb #e32b62b5
 class MTPLayer(GradientCheckpointingLayer):
-    "The layer as drafters call it: what attention does between the projections is an argument."
+    """A decoder layer of the verifier's family between norms:
+    norm(layer(proj[norm(embedding), norm(hidden)])). What attention does between the
+    projections is an argument of `forward`."""
 
     self_attn: Any  # of the family, like the next
     mlp: Any

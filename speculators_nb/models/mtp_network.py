@@ -132,7 +132,8 @@ def prefix_rows(
 
 # %% ../../nbs/models/21_mtp_network.ipynb #143a4517
 class MTPNetwork(TrainingTimeTest):
-    "Both unrollings, of a row that is not shifted yet."
+    """The layer of an MTP head, what it reads at the first step and at later ones, and both
+    unrollings, of a row that is not shifted yet."""
 
     config_class: type[MTPSpeculatorConfig] = MTPSpeculatorConfig
     several_rows = True

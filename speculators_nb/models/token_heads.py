@@ -94,7 +94,9 @@ def heads_metrics(
 
 # %% ../../nbs/models/23_token_heads.ipynb #6563aac7
 class TokenHeads(SpeculatorModel):
-    "Base of drafters with heads of their own: training arguments and foreign checkpoints."
+    """A drafter of K heads of its own over the verifier's last hidden state: the loss on one
+    packed row, training arguments, foreign checkpoints. A subclass gives `hidden_rows` and
+    `head_weights`."""
 
     own_heads = True
     from_verifier = ("target_head.norm.weight",)

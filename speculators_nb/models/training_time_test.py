@@ -131,7 +131,9 @@ class StepAttention(NamedTuple):
 
 # %% ../../nbs/models/06_training_time_test.ipynb #tttmsk04
 class TrainingTimeTest(SpeculatorModel):
-    "Training-time test, by the definition or by the rows that a loss needs."
+    """A drafter with decoder layers that is trained on its own output: by the definition
+    (`dense_hidden`), or by the rows that a loss needs (`hidden_rows`). A subclass says
+    `first_inputs`, `next_inputs` and `finish`."""
 
     shift = staticmethod(shift_by_one)
 

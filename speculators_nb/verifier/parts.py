@@ -131,7 +131,7 @@ def save_remote_tensor(
 # %% ../../nbs/verifier/04_parts.ipynb #parts012
 @dataclass(frozen=True)
 class HubShards:
-    "The safetensors files of a model on a hub."
+    "The safetensors files of a model on a hub, at one commit."
 
     name: str  # hub id
     folder: Path  # of the commit in the cache; its config.json is there

@@ -495,7 +495,7 @@ FEW_WEIGHTS = 32e6  # parameters of a verifier that other work than products dom
 
 
 def faster_dtype(
-    verifier: Verifier,
+    verifier: Verifier,  # whose largest matrix of the first layer is multiplied
 ) -> torch.dtype | None:  # bfloat16; None: the verifier's own is as good
     "Whether this CPU multiplies a float32 verifier's matrices 1.5 times as fast in bfloat16."
     if verifier.device.type != "cpu" or verifier.dtype != torch.float32:
@@ -516,7 +516,7 @@ def faster_dtype(
 
 
 def computing(
-    verifier: Verifier,
+    verifier: Verifier,  # on whose device
     dtype: torch.dtype | None,  # of products; None, or the verifier's: nothing changes
 ) -> torch.autocast:
     "A context: the verifier's products are computed in another number format."
