@@ -372,12 +372,12 @@ class Eagle3DraftModel(TrainingTimeTest):
             normed = hidden  # of the step before, at which there is none
             for t, rows in enumerate(steps.rows):
                 if t:  # the output of the step before, beside the token that follows
-                    hidden, normed = steps.keep(t, hidden), steps.keep(t, normed)
+                    hidden = steps.keep(t, hidden)
                 if t and own_tokens is None:
                     # beyond the end no loss is left: these rows take others, so that all differ
                     embeds = take_embeds(text, (rows + t) % len(ids))
                 elif t:
-                    embeds = self.embed_tokens(self.own_tokens(normed))
+                    embeds = self.embed_tokens(self.own_tokens(steps.keep(t, normed)))
                 hidden = steps.layers(t, hidden, embeds)
                 normed = self.norm(hidden)
                 scored.append(take_rows(normed, steps.scored[t]))
