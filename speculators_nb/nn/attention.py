@@ -432,5 +432,5 @@ def prefix_attention(
         out, lse = masked_flex(*row, want_lse=bool(diagonal), mask_device=rows.device)
         if lse is None:
             return out[0]
-        attended = to_device(mask.at(rows[:, None], own_keys), q.device)
-        return merge_own(out[0], lse[0], q, own_k, own_v, attended)
+        of_own = to_device(mask.at(rows[:, None], own_keys), q.device)
+        return merge_own(out[0], lse[0], q, own_k, own_v, of_own)
