@@ -14,8 +14,8 @@ import pandas as pd
 # %% ../../nbs/doctor/01_finding.ipynb #b0f7830d
 STAGES = {  # in the order of the chain -> the notebook that explains it
     "verifier": "nbs/verifier/03_identity.ipynb",
-    "template": "nbs/data/05_chat_template.ipynb",
-    "loss mask": "nbs/data/06_chat_encoding.ipynb",
+    "template": "nbs/data/01_chat_template.ipynb",
+    "loss mask": "nbs/data/02_chat_encoding.ipynb",
     "answers": "nbs/tutorials/11_on_policy_or_not.ipynb",
     "shift": "nbs/tutorials/10_hidden_states.ipynb",
     "features": "nbs/features/10_checks.ipynb",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..core.files import atomic_write
-from ..data.file_reader import read_lines
+from ..data.sources import read_lines
 from ..data.messages import brief
 from ..data.row_filter import REASONS
 
