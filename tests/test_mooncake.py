@@ -22,8 +22,7 @@ from speculators_nb.core.http_client import EndpointError
 from speculators_nb.core.option_rules import MooncakeAddress
 from speculators_nb.data.chat_encoding import save_prepared
 from speculators_nb.features import mooncake_states
-from speculators_nb.features.extraction_client import HiddenStatesClient, extraction_options, open_states
-from speculators_nb.features.extraction_files import ReplyError
+from speculators_nb.features.extraction import HiddenStatesClient, ReplyError, extraction_options, open_states
 from speculators_nb.features.from_server import ServerFeatures, extract_from_server
 from speculators_nb.features.mooncake_states import MooncakeStates, states_in
 from speculators_nb.serve.mooncake_connector import address_to
