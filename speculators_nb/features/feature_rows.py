@@ -1,5 +1,5 @@
 """Rows of hidden states: files (safetensors; bfloat16 or fp8), one for each row or shards of many, written atomically,
-with a checksum that every read checks. `FeatureRows` is what all sources of features are: a PyTorch dataset of samples."""
+with a checksum that every read checks. `FeatureRows` is a source of features: a PyTorch dataset of samples."""
 
 import contextlib
 import errno
