@@ -1,5 +1,5 @@
-"""Reading conversations: JSONL, JSON and Parquet files, folders, Arrow tables, the hub, memory; streaming, with bounded
-memory. A bad line is counted, a wrong file is an error; a conversation has its place, and a hash of its content."""
+"""Reading conversations: JSONL, JSON and Parquet files, folders, Arrow tables, the hub, memory; streaming, with
+bounded memory. A bad line is counted, a wrong file is an error; a conversation has its place, and a hash."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""Rows of hidden states: files (safetensors; bfloat16 or fp8), one for each row or shards of many, written atomically,
+"""Rows of hidden states: files (safetensors; bfloat16 or fp8), one for each row or shards of many, written whole,
 with a checksum that every read checks. `FeatureRows` is a source of features: a PyTorch dataset of samples."""
 
 import contextlib
