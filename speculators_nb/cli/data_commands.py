@@ -25,7 +25,7 @@ from ..data.prepared_folder import load_prepared, read_data_config
 from ..features.feature_folder import shard, table_of
 from ..features.from_server import extract_from_server
 from ..features.in_process import extract_features
-from ..jobs.on_ray import on_ray
+from ..jobs.shared_job import on_ray
 from ..jobs.ranks import ranks_of
 from ..jobs.servers import one_or_several
 from ..jobs.shared_job import one_writer
