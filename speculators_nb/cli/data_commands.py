@@ -25,10 +25,9 @@ from ..data.prepared_folder import load_prepared, read_data_config
 from ..features.feature_folder import shard, table_of
 from ..features.from_server import extract_from_server
 from ..features.in_process import extract_features
-from ..jobs.shared_job import on_ray
 from ..jobs.ranks import ranks_of
 from ..jobs.servers import one_or_several
-from ..jobs.shared_job import one_writer
+from ..jobs.shared_job import on_ray, one_writer
 from speculators_nb.nn.draft_vocabulary import (
     load_vocab_mapping,
     vocab_mapping_from_frequencies,
@@ -37,7 +36,7 @@ from ..nn.target_head import text_config, verifier_config
 from ..plan.requirements import features_on_disk, free_disk
 from ..regenerate.from_server import regenerate_from_server
 from ..regenerate.in_process import regenerate as answer_here
-from ..regenerate.regenerated import Report
+from ..regenerate.journal import Report
 from ..regenerate.self_prompts import write_self_prompts
 from ..verifier.folders import check_tokenizer
 from ..verifier.row_limits import RowLimits
