@@ -21,7 +21,7 @@ from speculators_nb.cli.plan import Planned, RunRecord, Stage, plan_of
 from speculators_nb.cli.recipe import read_recipe, with_home
 from speculators_nb.cli.run import arguments_for
 from speculators_nb.core.concurrency import pause
-from speculators_nb.core.option_rules import printable
+from speculators_nb.core.options import printable
 from speculators_nb.core.provenance import without_secrets
 from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.verifier.folders import foreign_model

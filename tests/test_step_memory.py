@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from speculators_nb.core.option_rules import pairs
+from speculators_nb.core.options import pairs
 from speculators_nb.lab.experiment import settings
 from speculators_nb.plan.step_memory import (
     RECOMPUTED,

@@ -26,8 +26,7 @@ from .inputs import check_inputs
 from .own_drafters import import_drafters, loads_drafters
 from .program import App, one_line
 from .signature import comments_of
-from ..core.option_rules import printable, shown, typed
-from ..core.options import RULES, check_options, rule_of
+from ..core.options import RULES, check_options, printable, rule_of, shown, typed
 from ..verifier.folders import refuse_model
 
 # %% ../../nbs/cli/06_command.ipynb #724d2927

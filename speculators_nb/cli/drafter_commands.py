@@ -18,8 +18,7 @@ from .inputs import check_features, named_runs, read_experiment_file
 from ..core.checkpoints import remote_code
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_write, disk_errors, writable_folder
-from ..core.option_relations import FILTERS, NO_WEIGHTS
-from ..core.options import check_options, pairs
+from ..core.options import FILTERS, NO_WEIGHTS, check_options, pairs
 from ..core.provenance import provenance_path, without_secrets, write_provenance
 from ..data.prepared_folder import read_data_config
 from ..decode.ngram import NgramDrafter

@@ -22,8 +22,16 @@ from speculators_nb.core.files import (
     read_object,
     verifier_object,
 )
-from ..core.option_rules import near, pairs, shown, typed
-from ..core.options import IN, RULES, check_options, shipped_drafters
+from speculators_nb.core.options import (
+    IN,
+    RULES,
+    check_options,
+    near,
+    pairs,
+    shipped_drafters,
+    shown,
+    typed,
+)
 from ..data.sources import files_of, table_files
 from ..evaluate.prompts import sources_of
 from speculators_nb.verifier.folders import (

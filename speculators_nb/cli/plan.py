@@ -26,7 +26,7 @@ from speculators_nb.cli.recipe import (
     recipe_section,
 )
 from ..core.files import atomic_write, read_object
-from ..core.option_rules import shown
+from ..core.options import shown
 from ..core.provenance import RECORDS, identify, provenance_path
 
 # %% ../../nbs/cli/10_plan.ipynb #7a000006

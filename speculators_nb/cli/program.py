@@ -22,8 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 import speculators_nb
-from ..core.option_rules import near, printable
-from ..core.options import RULES, rule_of
+from ..core.options import RULES, near, printable, rule_of
 
 # %% ../../nbs/cli/05_program.ipynb #7312e378
 # mistakes of the caller or of the data; so are the library's own

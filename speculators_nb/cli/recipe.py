@@ -24,8 +24,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from .own_drafters import import_drafters, loads_drafters
-from ..core.option_rules import near, shown
-from ..core.options import check_options, rule_of
+from ..core.options import check_options, near, rule_of, shown
 from ..core.provenance import NOT_SECRET, SECRET_NAME, without_secrets
 
 # %% ../../nbs/cli/02_recipe.ipynb #2ddfa564

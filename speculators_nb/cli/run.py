@@ -41,8 +41,7 @@ from speculators_nb.cli.plan import (
     stages_of,
 )
 from ..core.files import writable_folder
-from ..core.option_rules import typed
-from ..core.options import HERE
+from ..core.options import HERE, typed
 from ..core.provenance import without_secrets
 
 # %% ../../nbs/cli/11_run.ipynb #7a000012

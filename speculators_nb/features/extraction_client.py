@@ -21,7 +21,7 @@ import torch
 
 from ..core.files import writable_folder
 from ..core.http_client import Endpoint, EndpointError
-from ..core.option_rules import mooncake_address
+from ..core.options import mooncake_address
 from .extraction_files import ReplyError, request_name
 from .feature_file import FeatureError
 from .mooncake_states import local_host, states_in

@@ -25,7 +25,7 @@ from typing import cast
 import torch
 
 from ..core.files import read_object
-from ..core.option_rules import shown
+from ..core.options import shown
 from .feature_file import FeatureError, read_features
 
 # %% ../../nbs/features/06_extraction_files.ipynb #0daab16b

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ..core.http_client import EndpointError
-from ..core.option_rules import MooncakeAddress, mooncake_address, shown
+from ..core.options import MooncakeAddress, mooncake_address, shown
 from .extraction_files import FolderStates, ReplyError, request_name
 from .feature_file import FeatureError, decode_row
 

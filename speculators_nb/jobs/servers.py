@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from ..core.concurrency import EndpointError, pause, worth_retrying
 from ..core.http_client import Endpoint, time_limit
-from ..core.option_rules import shown
+from ..core.options import shown
 
 log = logging.getLogger(__name__)
 

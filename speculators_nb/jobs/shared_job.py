@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from ..core.concurrency import plain_progress
 from ..core.files import atomic_write, disk_errors, read_object, writable_folder
-from ..core.option_rules import shown
+from ..core.options import shown
 from .ranks import is_first
 
 log = logging.getLogger(__name__)
@@ -358,7 +358,7 @@ def one_writer(
                 folder.rmdir()
 
 
-# On a Ray cluster: a task for each GPU, and where there is none, for each node. Ray starts a process again that is killed;
+# On a Ray cluster: a task for each GPU, and where there is none, for each node. Ray starts a killed process again;
 # claims and output are as without Ray, so the output must be on a file system that all nodes see. Each task looks for a
 # file that the driver has made there before it begins.
 RETRIES = 3  # starts of a task after its process was killed

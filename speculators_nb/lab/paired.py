@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ..core.option_rules import near, shown
+from ..core.options import near, shown
 from ..evaluate.acceptance import bootstrap
 
 # %% ../../nbs/lab/08_paired.ipynb #7999a9d7

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.option_rules import pairs
+from ..core.options import pairs
 from ..data.prepared_folder import load_prepared
 from ..features.feature_file import stored_dtype
 from ..train.training_arguments import can_shard
