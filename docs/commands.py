@@ -13,8 +13,8 @@ from pathlib import Path
 
 import typer
 
+from speculators_nb.cli.command import STATUSES
 from speculators_nb.cli.main import app
-from speculators_nb.cli.program import STATUSES
 from speculators_nb.cli.recipe import recipe_path
 from speculators_nb.core.options import check_options, range_of, rule_of
 

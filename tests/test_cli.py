@@ -21,10 +21,8 @@ from typer.testing import CliRunner
 import speculators_nb
 from speculators_nb.cli import drafter_commands as drafter_steps
 from speculators_nb.cli import main as cli
-from speculators_nb.cli.command import command
-from speculators_nb.cli.program import new_app
+from speculators_nb.cli.command import command, library, new_app
 from speculators_nb.cli.recipe import read_sections
-from speculators_nb.cli.signature import library
 from speculators_nb.core.provenance import read_provenance
 from speculators_nb.data.sources import read_conversations
 from speculators_nb.serve.server import free_port

@@ -276,8 +276,9 @@ def _is_last(piece):
 
 
 class Endpoint:
-    """Requests to an OpenAI-compatible server, with retries. May be shared by threads, and sent to other processes. Messages
-    lose the key before they leave this class, and httpx's exceptions, which hold the request with its headers, never do."""
+    """Requests to an OpenAI-compatible server, with retries. May be shared by threads, and sent to other processes.
+    Messages lose the key before they leave this class, and httpx's exceptions, which hold the request with its headers,
+    never do."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Checks of a drafter: its weights, head, config flags and draft length, its training history, and its acceptance as the
-history predicts it, the decoder measures it and an engine counts it, by position and domain."""
+"""Checks of a drafter: its weights, head, config flags and draft length, its training history, and its acceptance.
+The history predicts that, the decoder measures it and an engine counts it, by position and domain."""
 
 import copy
 import inspect
