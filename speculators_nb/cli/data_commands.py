@@ -86,16 +86,15 @@ def open_verifier(
     dtype: str = "auto",  # of the weights; auto: the checkpoint's
 ) -> tuple[Verifier, Any]:  # and its tokenizer
     "A verifier and its tokenizer. FileNotFoundError: neither a folder nor on the hub."
-    how: dict[str, Any] = dict(attn_implementation=attn_implementation)
-    how |= {"trust_remote_code": True} if trust_remote_code else {}
+    options: dict[str, Any] = dict(attn_implementation=attn_implementation, dtype=dtype)
+    options |= {"trust_remote_code": True} if trust_remote_code else {}
     resolve_checkpoint(verifier)  # a wrong name has its own error
     place = device_of(device)  # before the weights are read
     tokenizer = open_tokenizer(verifier, trust_remote_code)
     if device == "auto":  # layers that fit no device are on the CPU, then on the disk
-        how |= dict(device_map="auto", offload_folder=cached_assets_path("speculators_nb"))
+        options |= dict(device_map="auto", offload_folder=cached_assets_path("speculators_nb"))
     layers = aux_layer_ids or None
-    how |= {"dtype": dtype}
-    return Verifier.from_pretrained(str(verifier), layers, device=place, **how), tokenizer
+    return Verifier.from_pretrained(str(verifier), layers, device=place, **options), tokenizer
 
 
 def dtype_of(
@@ -280,9 +279,10 @@ def features(
         rows = _rows(data, open_tokenizer(verifier, trust_remote_code), max_length, max_samples)
         counts = _states_from_server(rows, options, then)
     else:
-        how = device, trust_remote_code, attn_implementation
         loaded = "float32" if compute_dtype == "float32" else "auto"
-        model, tokenizer = open_verifier(verifier, aux_layer_ids, *how, loaded)
+        model, tokenizer = open_verifier(
+            verifier, aux_layer_ids, device, trust_remote_code, attn_implementation, dtype=loaded
+        )
         vocab_size = model.model.get_input_embeddings().get_parameter("weight").shape[0]
         rows = _rows(data, tokenizer, max_length, max_samples, vocab_size)
         counts = _states_in_process(model, rows, options, then)

@@ -207,8 +207,9 @@ def _load_checkpoint(drafter, options) -> Contender:
     name = model.config.speculators_model_type
     _warn_of_other_weights(drafter, verifier)
     with named_by(drafter) if named else contextlib.nullcontext():
-        how = device, False, options["attn_implementation"]
-        target, tokenizer = open_verifier(verifier, trained.aux_layer_ids, *how)
+        target, tokenizer = open_verifier(
+            verifier, trained.aux_layer_ids, device, attn_implementation=options["attn_implementation"]
+        )
     return Contender(name, trained, k, verifier, target, tokenizer)
 
 
@@ -229,8 +230,9 @@ def _load_method(drafter, options) -> Contender:
         num_speculative_tokens=lengths[0] if lengths else None,
         target_model_config=read_config(verifier) | {"_name_or_path": str(verifier)},
     )
-    how = options["device"], False, options["attn_implementation"]
-    target, tokenizer = open_verifier(verifier, None, *how)
+    target, tokenizer = open_verifier(
+        verifier, device=options["device"], attn_implementation=options["attn_implementation"]
+    )
     trained = config.drafter(target)
     layers = list(trained.aux_layer_ids)
     name = drafter_name(drafter or verifier, dict(method=method))

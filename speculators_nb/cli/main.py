@@ -175,8 +175,8 @@ def _evaluate_longest(found, given):
 
     longest = found.table().index[0]
     folder = found.runs[found.runs.setting == longest].folder.iloc[0]
-    own = [word for name in read_experiment_file(given["file"]).modules for word in ("--import", name)]
-    return [("evaluate", f"{folder}/drafter", "shipped", *own)]
+    modules = [word for name in read_experiment_file(given["file"]).modules for word in ("--import", name)]
+    return [("evaluate", f"{folder}/drafter", "shipped", *modules)]
 
 
 experiment = command(

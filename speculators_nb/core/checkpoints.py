@@ -17,6 +17,11 @@ from torch import Tensor
 
 from .files import atomic_write, check_no_gguf, read_object
 
+# A foreign file is data. Nothing in a safetensors file can run; a pickle names functions for its reader to call, so
+# that `load_pickle` reads tensors out of it and refuses the rest. An index came with its model: a name or a link in it
+# that leads out of the folder is refused. How hub ids are fetched is set once around a call, which may read several
+# models.
+
 LFS_POINTER = b"version https://git-lfs"  # what a clone without Git LFS has in a file's place
 
 

@@ -13,6 +13,10 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 from unittest.mock import patch
 
+# A client that waits needs threads and no more. Items are taken from their source only as far as work is ahead, so that
+# it may be longer than memory; an error is a result; no thread keeps a program from ending, as those of
+# `concurrent.futures` would.
+
 
 class EndpointError(RuntimeError):
     """A request that was not answered; `status` is the HTTP status, or None where there was

@@ -19,6 +19,11 @@ from .concurrency import EndpointError, pause, worth_retrying
 from .options import printable
 from .provenance import without_secrets
 
+# Requests are httpx's. Added is what neither httpx, the `openai` client nor `stamina` has: a limit on the time and size
+# of a whole answer (others limit the time between two packets, by which a server that sends a byte a minute is never
+# late), and errors that do not hold the request with its key. The key is read from the environment at each request;
+# redirects are not followed, so that it goes to no other server.
+
 LARGEST = 256 << 20  # bytes of one reply
 # when the exchange that this thread is in must be over, by time.monotonic
 _END: ContextVar[float | None] = ContextVar("end", default=None)

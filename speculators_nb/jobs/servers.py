@@ -15,6 +15,11 @@ from ..core.concurrency import EndpointError, pause, worth_retrying
 from ..core.http_client import Endpoint, time_limit
 from ..core.options import shown
 
+# Refused connections, time-outs, broken answers and 5xx are the server's fault, and another may answer; so are 401,
+# 403, 404 and 405, by which a server says that it is another one than it was. Every other 4xx is about the request.
+# Requests that were in flight when a server failed count as one failure, or eight of them would make a pause of a
+# minute.
+
 log = logging.getLogger(__name__)
 
 

@@ -23,6 +23,13 @@ from ..core.files import atomic_write, disk_errors, read_object, writable_folder
 from ..core.options import shown
 from .ranks import is_first
 
+# Fixed shares would make a job as long as its slowest process, and lose the share of one that is killed. So rows come
+# in small units, and a process that is free claims the next. All that is needed is a folder that all see: `job.json`
+# says what is done, so that nobody joins who would do something else; each worker has a file of the units it has
+# settled; a claim is a file that the file system lets one process make (O_EXCL). A claim saves work and does not guard
+# the result: what two do at the same time is done twice and is the same. What outlives the processes is the output
+# alone.
+
 log = logging.getLogger(__name__)
 LEASE = 60.0  # seconds without a sign of life after which a worker on another host is gone
 

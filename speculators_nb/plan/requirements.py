@@ -199,11 +199,11 @@ def smaller_step(
         other = training_step(info, less, ranks=ranks)
         if other.memory.total <= memory:
             return f"extra: {{gradient_checkpointing: true}} ({other.memory.total / GB:.3g} GB)"
-    given, bf16, fsdp = (now.sizes, now.step, now.length), values["bf16"], values.get("fsdp")
-    split = step_memory(*given, values["optimizer"], bf16, ranks, fsdp=True)
+    step = dict(sizes=now.sizes, step=now.step, length=now.length, bf16=values["bf16"], ranks=ranks)
+    split = step_memory(**step, optimizer=values["optimizer"], fsdp=True)
     if ranks > 1 and can_shard() and split.total <= memory:
         return f"fsdp: true ({split.total / GB:.3g} GB)"
-    muon = step_memory(*given, "muon", bf16, ranks, fsdp=bool(fsdp))
+    muon = step_memory(**step, optimizer="muon", fsdp=bool(values.get("fsdp")))
     if muon.total <= memory:
         return f"optimizer: muon ({muon.total / GB:.3g} GB)"
     length = shorter_row(info, values, memory, now, ranks)

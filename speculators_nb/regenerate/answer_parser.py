@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 from ..data.chat_template import ControlTokens, common_prefix
 from ..data.messages import THOUGHT
 
+# Most templates leave old reasoning out of the next prompt, so that an answer must be taken apart as a server would;
+# who only decodes its tokens trains on contexts that no served model reads. Every chat template writes answers: it is
+# given one of each kind, of words that occur nowhere else, and the characters around those words are the marks.
+
 
 class UnreadableAnswer(ValueError):
     "An answer that the marks of its chat template do not take apart; its text is the reason."

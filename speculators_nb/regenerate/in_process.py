@@ -32,6 +32,13 @@ from .journal import UNIT, Journal, rounds
 from .journal import Report
 from .replay import check_sampling
 
+# Each answer has its own stream of uniform numbers, seeded by conversation and turn, and a token is read off the
+# distribution function at that number: an answer does not change when the batch around it does, and a run that was
+# interrupted writes what it would have written. (`generate` of transformers draws all rows from one generator.) No
+# prompt is padded: keys and values are put into columns such that all texts end together, and a row that has finished
+# is replaced at once; where all have one length no mask is passed. For a recurrent state prompts are padded on the
+# left.
+
 
 def pick(
     logits: torch.Tensor,  # [B, V]

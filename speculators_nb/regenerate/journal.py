@@ -25,6 +25,10 @@ from ..jobs.shared_job import SharedJob
 from .language import language_of_row, wanted_languages
 from .replay import Replay
 
+# Answers of two verifiers or settings never mix in a file. Opening it cuts off what is torn; each conversation is one
+# write. Of several processes the first writes the output, each further one a part in `NAME.work`; the last puts them
+# together in the order of the input, and so does the next run where all were killed.
+
 BEGIN = b'{"id": '  # of every line
 
 

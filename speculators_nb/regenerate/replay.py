@@ -15,6 +15,10 @@ from ..data.messages import THOUGHT, brief, normalize, tools_of
 from ..data.row_filter import domain_of
 from ..data.sources import content_hash, identity
 
+# No tools are executed: the i-th call of a turn gets the i-th recorded result if both name the same tool and the call
+# is the only one in its answer. Otherwise the conversation ends with that answer, which is the verifier's own and is
+# kept; so it does with an answer that was cut, since what a user would reply to half a sentence is not in the data.
+
 
 @dataclass
 class Turn:
