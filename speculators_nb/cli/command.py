@@ -30,7 +30,7 @@ import speculators_nb
 from ..core.options import RULES, check_options, near, printable, rule_of, shown, typed
 from ..verifier.folders import refuse_model
 from .inputs import check_inputs
-from .recipe import import_drafters, loads_drafters
+from .own_drafters import import_drafters, loads_drafters
 
 SHELL = {
     "str": str,

@@ -6,10 +6,8 @@ from typing import Any
 
 import typer
 
-from .command import command
-from .command import new_app, one_line
+from .command import command, library, new_app, one_line
 from .run import run_recipe
-from .command import library
 
 app = new_app(
     "speculators-nb",

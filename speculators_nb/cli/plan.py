@@ -13,7 +13,7 @@ import yaml
 from ..core.files import atomic_write, read_object
 from ..core.options import shown
 from ..core.provenance import RECORDS, identify, provenance_path
-from .recipe import loads_drafters
+from .own_drafters import loads_drafters
 from .recipe import (
     command_of,
     read_sections,
