@@ -1,5 +1,5 @@
-"""A command line interface made from functions. A signature gives the options, the comments beside its parameters the
-help texts, a recipe file any argument; names and comments are read from the source, and an error is one line."""
+"""A command line interface made from functions. A signature gives the options, the comments beside its parameters
+the help texts, a recipe file any argument; names and comments are read from the source, and an error is one line."""
 
 import ast
 import contextlib

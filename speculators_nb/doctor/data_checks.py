@@ -1,5 +1,5 @@
-"""A finding names the stage that loses, its number, the remedy, and the page that explains it; and the checks of data:
-prompt, loss mask, on-policy answers, draft vocabulary, and stored hidden states against the verifier that serves."""
+"""A finding names the stage that loses, its number, the remedy, and the page that explains it; and checks of data.
+These are prompt, loss mask, on-policy answers, draft vocabulary, and hidden states against the verifier that serves."""
 
 import os
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Sizes of a verifier (target model) from its config.json, and of a drafter before it is made, on torch's meta device.
+"""Sizes of a verifier (target model) from its config.json, and of a drafter before it is made (on a meta device).
 Weights, bytes of features and cache, FLOPs. A mixture of experts is counted by the experts that a token uses."""
 
 from typing import Any, NamedTuple
