@@ -18,8 +18,8 @@ from speculators_nb.decode.tree import TokenTree
 from speculators_nb.doctor import data_checks as data
 from speculators_nb.doctor import drafter_checks as checks
 from speculators_nb.doctor.doctor import DECODED, Examination, answered_rows, find_sources
-from speculators_nb.features.feature_file import feature_path, read_features, write_features
 from speculators_nb.features.feature_folder import FeatureDataset
+from speculators_nb.features.feature_rows import feature_path, read_features, write_features
 from speculators_nb.features.in_process import extract_features
 from speculators_nb.lab.experiment import heldout_prompts
 from speculators_nb.lab.shipped import read_corpus

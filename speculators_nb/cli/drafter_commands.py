@@ -18,8 +18,7 @@ from ..decode.tree import Drafter
 from ..evaluate.acceptance import Evaluation
 from ..evaluate.acceptance import evaluate as measure
 from ..evaluate.comparison import Comparison, compare_runs, evaluate_as_engine
-from ..evaluate.engine import drafter_name, evaluate_engine
-from ..evaluate.engine_results import EngineEvaluation
+from ..evaluate.engine import EngineEvaluation, drafter_name, evaluate_engine
 from ..evaluate.prompts import encode_each, read_prompts
 from ..evaluate.shared_prompts import evaluation_job
 from ..evaluate.while_training import (
@@ -28,7 +27,7 @@ from ..evaluate.while_training import (
     decoded_acceptance,
     draft_length,
 )
-from ..features.extraction_client import extraction_options, writable_storage
+from ..features.extraction import extraction_options, writable_storage
 from ..jobs.servers import one_or_several
 from ..jobs.shared_job import one_writer
 from ..lab.experiment import settings

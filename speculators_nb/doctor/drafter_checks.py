@@ -23,7 +23,7 @@ from ..core.registry import DynamicTreeTokenProposalConfig
 from ..data.packing import collate
 from ..decode.proposal_setup import TreeDrafter
 from ..evaluate.acceptance import Evaluation, acceptance_summary, evaluate
-from ..evaluate.engine_results import read_table
+from ..evaluate.engine import read_table
 from ..features.feature_rows import FeatureRows
 from ..models.base import SpeculatorModel
 from ..verifier.parts import load_verifier_tensors

@@ -13,7 +13,7 @@ import torch
 
 from ..core.options import pairs
 from ..data.prepared_folder import load_prepared
-from ..features.feature_file import stored_dtype
+from ..features.feature_rows import stored_dtype
 from ..train.training_arguments import can_shard
 from ..verifier.identity import VerifierInfo
 from .sizes import DrafterSizes, cache_bytes, drafter_sizes, feature_bytes, forward_flops, meta_drafter, verifier_sizes
@@ -199,11 +199,10 @@ def smaller_step(
         other = training_step(info, less, ranks=ranks)
         if other.memory.total <= memory:
             return f"extra: {{gradient_checkpointing: true}} ({other.memory.total / GB:.3g} GB)"
-    step = dict(sizes=now.sizes, step=now.step, length=now.length, bf16=values["bf16"], ranks=ranks)
-    split = step_memory(**step, optimizer=values["optimizer"], fsdp=True)
+    split = step_memory(now.sizes, now.step, now.length, values["optimizer"], values["bf16"], ranks, fsdp=True)
     if ranks > 1 and can_shard() and split.total <= memory:
         return f"fsdp: true ({split.total / GB:.3g} GB)"
-    muon = step_memory(**step, optimizer="muon", fsdp=bool(values.get("fsdp")))
+    muon = step_memory(now.sizes, now.step, now.length, "muon", values["bf16"], ranks, bool(values.get("fsdp")))
     if muon.total <= memory:
         return f"optimizer: muon ({muon.total / GB:.3g} GB)"
     length = shorter_row(info, values, memory, now, ranks)

@@ -17,7 +17,7 @@ import pandas as pd
 from ..core.files import atomic_write, disk_errors
 from ..core.provenance import without_secrets
 from ..data.chat_template import ControlTokens
-from ..data.file_reader import read_lines
+from ..data.sources import read_lines
 from ..data.messages import BadRow, brief
 from ..data.row_filter import REASONS, reason_of
 from ..data.sources import located
