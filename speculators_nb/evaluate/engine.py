@@ -1,6 +1,11 @@
 """Evaluation by vLLM: acceptance, throughput and latency by draft length and load, as tables and figures.
 A server is started for each draft length, and gets prompts under each load, with and without a drafter."""
 
+# A server reports what each step with a draft accepted, and not where it was. Where every step verified a draft the
+# place follows: a step writes what it accepted and one token more. With n-grams some steps draft nothing, the tokens
+# do not add up, and a request has no places. Intervals are over requests, so they need requests that were counted one
+# by one.
+
 import json
 import os
 import tempfile

@@ -1,6 +1,11 @@
 """Checks of a verifier (target model) before training, and fingerprints of its weights.
 Its final norm and head are compared with transformers' own."""
 
+# Targets of training are `softcap(scale * (norm(h) W + b))`, through a norm and a head that are read from the
+# verifier's checkpoint. Families differ in the norm (the weight or one plus the weight, centred or not), in a scale
+# and in a soft-cap, and the checkpoint does not tell which; a wrong one trains a worse drafter without an error. So
+# the norm is compared with transformers' own, built on the `meta` device: features on the disk come without logits.
+
 import copy
 import hashlib
 import logging

@@ -1,6 +1,11 @@
 """Limits of a row: the verifier's (target model's) context, and the positions of a packed row.
 One rule says which of them a row exceeds, where rows are made, read, trained and decoded."""
 
+# A config names how many positions are read under the name of its family. vLLM takes the smallest of these fields,
+# times the factor of a RoPE that stretches positions; for types that are trained to their length (YaRN, Llama 3) the
+# field has the length already. A row is first cut to a packed row, if it is packed; what is left of it must fit the
+# context.
+
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
