@@ -13,11 +13,10 @@ from pathlib import Path
 
 import typer
 
+from speculators_nb.cli.command import STATUSES
 from speculators_nb.cli.main import app
-from speculators_nb.cli.program import STATUSES
 from speculators_nb.cli.recipe import recipe_path
-from speculators_nb.core.option_rules import range_of
-from speculators_nb.core.options import check_options, rule_of
+from speculators_nb.core.options import check_options, range_of, rule_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = app.info.name

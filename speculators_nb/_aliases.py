@@ -45,8 +45,8 @@ class _Alias(Loader):
     def exec_module(self, module):
         target = import_module(f"{PACKAGE}.{DOCUMENTED[self.path]}")
         if self.path in PARENTS:  # a module of its own: a path below it becomes a name in it
-            names = {name: getattr(target, name) for name in target.__all__}
-            vars(module).update(names, __all__=target.__all__, __path__=[])
+            names = {name: value for name, value in vars(target).items() if not name.startswith("_")}
+            vars(module).update(names, __path__=[])
         else:
             sys.modules[module.__name__] = target
 

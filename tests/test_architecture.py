@@ -207,7 +207,6 @@ SPELLS_NAMES = {
     "cli.inputs",  # the command stitch-mtp; so does `cli.main`
     "cli.main",
     "core.plot",
-    "core.option_relations",
     "core.options",
     "serve.vllm_connector",
     "serve.mooncake_connector",

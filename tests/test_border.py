@@ -21,7 +21,7 @@ from speculators_nb.cli.plan import Planned, RunRecord, Stage, plan_of
 from speculators_nb.cli.recipe import read_recipe, with_home
 from speculators_nb.cli.run import arguments_for
 from speculators_nb.core.concurrency import pause
-from speculators_nb.core.option_rules import printable
+from speculators_nb.core.options import printable
 from speculators_nb.core.provenance import without_secrets
 from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.verifier.folders import foreign_model
@@ -391,7 +391,7 @@ def test_a_verifier_that_was_edited_is_named_by_every_command(moved, caplog, tmp
 
 PROGRAM = """
 import speculators_nb.cli.command as c
-from speculators_nb.cli.program import new_app
+from speculators_nb.cli.command import new_app
 
 def work(output_dir: str | None = None):
     open("done", "w").close()
@@ -415,7 +415,7 @@ def test_a_closed_stream_is_no_traceback(tmp_path, closed):
 
 
 def test_a_working_folder_that_is_gone_is_named(tmp_path):
-    from speculators_nb.cli.program import failure
+    from speculators_nb.cli.command import failure
 
     gone, here = tmp_path / "gone", os.getcwd()
     gone.mkdir()

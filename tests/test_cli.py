@@ -21,10 +21,8 @@ from typer.testing import CliRunner
 import speculators_nb
 from speculators_nb.cli import drafter_commands as drafter_steps
 from speculators_nb.cli import main as cli
-from speculators_nb.cli.command import command
-from speculators_nb.cli.program import new_app
+from speculators_nb.cli.command import command, library, new_app
 from speculators_nb.cli.recipe import read_sections
-from speculators_nb.cli.signature import library
 from speculators_nb.core.provenance import read_provenance
 from speculators_nb.data.sources import read_conversations
 from speculators_nb.serve.server import free_port
@@ -115,13 +113,7 @@ def test_a_command_is_the_library_s_function(name):
 
 def test_heavy_imports_are_inside():
     light = {"data.sources", "evaluate.prompts", "verifier.folders"}
-    for module in (
-        cli,
-        *(
-            sys.modules[f"speculators_nb.cli.{name}"]
-            for name in ("own_drafters", "signature", "inputs", "program", "command")
-        ),
-    ):
+    for module in (cli, *(sys.modules[f"speculators_nb.cli.{name}"] for name in ("own_drafters", "inputs", "command"))):
         tree = ast.parse(Path(module.__file__).read_text())
         tops = {
             name if name in light else name.split(".")[0]
@@ -145,12 +137,10 @@ def test_heavy_imports_are_inside():
             "inputs",
             "own_drafters",
             "pathlib",
-            "program",
             "re",
             "run",
             "shlex",
             "signal",
-            "signature",
             "speculators_nb",
             "sys",
             "textwrap",

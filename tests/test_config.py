@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 from transformers import GenerationConfig, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig, reload_schemas
-from speculators_nb.core.config_fields import LayerConfig, layer_config_from_dict
+from speculators_nb.core.config import (
+    LayerConfig,
+    SpeculatorModelConfig,
+    SpeculatorsConfig,
+    VerifierConfig,
+    layer_config_from_dict,
+    reload_schemas,
+)
 from speculators_nb.core.registry import ClassRegistryMixin, GreedyTokenProposalConfig, TokenProposalConfig
 from speculators_nb.models.eagle3 import Eagle3SpeculatorConfig
 

@@ -1,15 +1,19 @@
-"""The data report: what it counts, what it warns of, and that its page needs nothing else."""
+"""The data report: what it counts, what it warns of, and that its page needs nothing else. And the page of a run."""
 
 import json
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 from datasets import Dataset
 
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
 from speculators_nb.report.data_report import DataReport, Repeats, coverage, report, signature
+from speculators_nb.report.page import Headline, Section, image, page_html
+from speculators_nb.report.run_report import plot_accuracy, training_section, write_run_report
 
 TINY = Path(__file__).parents[1] / "data/tiny-verifier"
 
@@ -103,3 +107,33 @@ def test_nothing_is_trained(tmp_path):
     Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[0, 0]], "seq_len": [2]}).save_to_disk(tmp_path / "q")
     (tmp_path / "q/data_config.json").write_text(json.dumps({"model": made.config["model"]}))
     assert DataReport(load_prepared(tmp_path / "q")).warnings[0].startswith("No token is trained")
+
+
+def test_what_is_first_on_a_page_and_what_is_escaped():
+    table = pd.DataFrame({"domain": ["<script>"], "rows": [3]})
+    section = Section("Acceptance", "a < b\n\nc", {"<b>domains</b>": table}, {"bars": plt.figure(figsize=(1, 1))})
+    numbers = [Headline("<2.9", "tokens a step", "One without a drafter.")]
+    page = page_html("A drafter", [section], {"verifier": "tiny"}, ["20 prompts are few"], "Three.", numbers)
+    assert "&lt;script&gt;" in page and "&lt;b&gt;" in page and "<p>a &lt; b</p><p>c</p>" in page
+    order = [page.index(word) for word in ("Three.", "20 prompts are few", "&lt;2.9</strong>", "verifier", "<h2")]
+    assert order == sorted(order) and page.count("<img") == 1 and "http" not in page and "<script" not in page
+    with pytest.raises(ValueError, match="'no picture': no PNG"):
+        image("no picture", b"GIF89a")
+
+
+def test_the_page_of_a_run(tmp_path):
+    log = pd.DataFrame({"step": [10, 20], "loss": [5.0, 2.5], "eval_loss": [None, 2.8], "eval_full_acc_0": [None, 0.5]})
+    log.to_csv(tmp_path / "training_log.csv", index=False)
+    state = {"global_step": 30, "num_train_epochs": 3, "best_global_step": 30, "best_metric": 2.8}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    section = training_section("train", tmp_path, {"algorithm": "eagle3"})
+    assert section.figures["accuracy"].axes[0].get_title(loc="left") == "Position 1 ends at 50%"
+    assert "step 30 (loss 2.8000)" in section.text and plot_accuracy(log[["step", "loss"]]) is None
+    read = {"data_dir": {"path": "features", "sha256": "1f2e" * 16}}
+    train = dict(command="train", output=str(tmp_path), arguments={}, inputs=read, done=True, seconds=61.2)
+    check = {"command": "check", "text": "vLLM can serve this drafter.", "done": True}
+    left = {"command": "evaluate", "skipped": "vllm was not found"}
+    (tmp_path / "run.json").write_text(json.dumps({"stages": {"train": train, "check": check, "e.vllm": left}}))
+    page = write_run_report(tmp_path).read_text()
+    for text in ("61.2 s", "1f2e1f2e1f2e1f2e", "vLLM can serve", "e.vllm: vllm was not found"):
+        assert text in page

@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 
 from speculators_nb.cli.main import app
 from speculators_nb.core.provenance import write_provenance
-from speculators_nb.doctor.doctor import examine
-from speculators_nb.doctor.examination import find_sources
-from speculators_nb.doctor.finding import STAGES
-from speculators_nb.doctor.training_checks import data_check, learned_check
+from speculators_nb.doctor.data_checks import STAGES
+from speculators_nb.doctor.doctor import examine, find_sources
+from speculators_nb.doctor.drafter_checks import data_check, learned_check
 
 ROOT = Path(__file__).parents[1]
 TINY, SHIPPED = ROOT / "data/tiny-verifier", ROOT / "data/tiny-drafter"

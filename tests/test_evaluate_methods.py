@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from speculators_nb.cli.drafter_commands import evaluate
 from speculators_nb.cli.main import app
-from speculators_nb.core.option_relations import NO_WEIGHTS
-from speculators_nb.core.options import METHODS, PROMPT_SETS
+from speculators_nb.core.options import METHODS, NO_WEIGHTS, PROMPT_SETS
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.evaluate.prompts import SETS, UNFILLED, encode_prompts, read_prompts

@@ -19,7 +19,7 @@ from test_features_from_server import TRAIN, Fake, check, make_rows, make_verifi
 from speculators_nb.cli import drafter_commands
 from speculators_nb.cli import main as cli
 from speculators_nb.core.http_client import EndpointError
-from speculators_nb.core.option_rules import MooncakeAddress
+from speculators_nb.core.options import MooncakeAddress
 from speculators_nb.data.chat_encoding import save_prepared
 from speculators_nb.features import extraction
 from speculators_nb.features.extraction import (

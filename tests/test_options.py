@@ -17,10 +17,9 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 
 from speculators_nb.cli import main as cli
 from speculators_nb.cli.recipe import read_recipe, resolve
-from speculators_nb.core import option_rules, options
+from speculators_nb.core import options
 from speculators_nb.core.config import import_models
-from speculators_nb.core.option_relations import RELATIONS
-from speculators_nb.core.options import IN, RULES, algorithms, check_options, pairs, rule_of
+from speculators_nb.core.options import IN, RELATIONS, RULES, algorithms, check_options, pairs, rule_of
 from speculators_nb.decode.acceptance_rules import RULES as ACCEPTANCE
 from speculators_nb.evaluate.engine import GENERATORS
 from speculators_nb.features.feature_rows import stored_dtype
@@ -184,7 +183,7 @@ def test_shipped_recipes_pass():
 @pytest.mark.parametrize(
     "words,known",
     [
-        (option_rules.LOSSES, LOSSES),
+        (options.LOSSES, LOSSES),
         (options.METHODS, METHODS),
         (options.SCHEDULES, [s.value for s in SchedulerType]),
         (RULES["optimizer"].words, OPTIMIZERS),

@@ -3,14 +3,27 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from speculators_nb.cli.main import app
+from speculators_nb.evaluate.cost import count_flops
+from speculators_nb.lab.experiment import settings
+from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.plan import requirements as planning
 from speculators_nb.plan.requirements import GB, check_step_memory, shorter_row, training_step
-from speculators_nb.plan.twins import StepCost
+from speculators_nb.plan.sizes import (
+    cache_bytes,
+    drafter_sizes,
+    feature_bytes,
+    forward_flops,
+    meta_drafter,
+    verifier_sizes,
+)
+from speculators_nb.plan.step_memory import LiveMemory, StepCost, keep_gradients, traced_step
+from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.verifier.identity import VerifierInfo
 
 ROOT = Path(__file__).parents[1]
@@ -160,3 +173,83 @@ def test_the_shorter_row_fits_where_a_part_stays(quick):
     assert one <= memory < longer
     assert shorter_row(info, values, 10 * GB, now) == 0
     assert shorter_row(info, values | dict(total_seq_len=128), memory, now._replace(length=128)) == 0
+
+
+LLAMA = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+QWEN3_MOE = Qwen3MoeConfig(
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    vocab_size=151936,
+)
+
+
+@pytest.mark.parametrize("config,weights,active", [(LLAMA, 8.03, 7.5), (QWEN3_MOE, 30.5, 3.3)])
+def test_sizes_are_those_of_the_models_cards(config, weights, active):
+    sizes = verifier_sizes(config)
+    assert sizes.weights / 1e9 == pytest.approx(weights, rel=0.01)
+    assert (sizes.active + sizes.vocab * sizes.hidden) / 1e9 == pytest.approx(active, rel=0.1)
+    if config is LLAMA:
+        of_token = feature_bytes(4096), feature_bytes(4096, dtype=torch.float8_e4m3fn), cache_bytes(sizes)
+        assert of_token == (32 * 1024, 16 * 1024, 128 * 1024)
+
+
+def test_flops_of_a_forward_pass_are_those_counted():
+    model = AutoModelForCausalLM.from_pretrained(TINY).model
+    ids = torch.ones(1, 512, dtype=torch.long)
+    with torch.no_grad():
+        counted = count_flops(lambda: model(ids)) / 512
+    assert forward_flops(verifier_sizes(model.config), context=2 * 512) == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize("name", sorted(SpeculatorModel.registered_classes()))
+def test_a_drafter_is_counted_before_it_is_made(name):
+    info = VerifierInfo.of(TINY)
+    sizes = drafter_sizes(meta_drafter(name, info, **settings(name)), info)
+    made = new_drafter(name, info, **settings(name))
+    trained = sum(p.numel() for p in made.parameters() if p.requires_grad)
+    assert (sizes.trained, sizes.trained + sizes.frozen) == (trained, sum(p.numel() for p in made.parameters()))
+    assert sizes.states == len({*made.drafter().aux_layer_ids, info.text.num_hidden_layers})
+
+
+def test_live_memory_and_gradients_as_fsdp_keeps_them():
+    with LiveMemory() as memory:
+        x = torch.zeros(1024)  # 4 KiB
+        y = x.exp() + 1  # one more, and another on the way
+        del x
+    assert (memory.bytes, memory.most, len(y)) == (4096, 3 * 4096, 1024)
+    toy = torch.nn.Module()
+    toy.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8, bias=False) for _ in range(2)])
+    toy.head = torch.nn.Linear(8, 8, bias=False)
+    for part in toy.parameters():
+        part.grad = torch.zeros_like(part)
+    with LiveMemory() as memory:
+        keep_gradients(toy, memory)
+        toy.head(toy.layers[1](toy.layers[0](torch.ones(1, 8)))).sum().backward()
+    kept = [kept for _, kept in memory.beside]
+    assert (max(kept), kept[-1], memory.kept) == (256, 256, 256)  # the head's; a layer's are sent
+
+
+def test_what_a_traced_step_holds():
+    class Silu(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2**16))
+
+        def forward(self, x):
+            return None, torch.nn.functional.silu(self.weight * x).sum()
+
+    step = traced_step(Silu(), dict(x=torch.ones(2**16)))
+    assert step.held == int(step.backward[0].max()) == 4 * 2**16 + 4  # 4 bytes: the sum, its gradient

@@ -15,10 +15,9 @@ from memory import DEPTH, EACH, LENGTH, VOCAB, wide_verifier
 
 from speculators_nb.lab.experiment import settings
 from speculators_nb.plan import requirements as planning
-from speculators_nb.plan.drafter_sizes import drafter_sizes, meta_drafter
 from speculators_nb.plan.requirements import Machine, check_step_memory, requirements, requirements_text
-from speculators_nb.plan.step_memory import step_memory
-from speculators_nb.plan.twins import StepCost, Widths, predicted_step, write_twin
+from speculators_nb.plan.sizes import drafter_sizes, meta_drafter
+from speculators_nb.plan.step_memory import StepCost, Widths, predicted_step, step_memory, write_twin
 from speculators_nb.verifier.identity import VerifierInfo
 
 ROOT, NAMES, WIDTH, RANKS = Path(__file__).parents[1], ("eagle3", "peagle", "dflash", "mtp"), 256, 2

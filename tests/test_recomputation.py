@@ -4,7 +4,7 @@ import pytest
 import torch
 from matrix import DRAFTERS, H, batch_for, drafter, train_step, verifier
 
-from speculators_nb.plan.twins import measured_step
+from speculators_nb.plan.step_memory import measured_step
 from speculators_nb.train.trainer import train
 
 every_drafter = pytest.mark.parametrize("name", DRAFTERS)

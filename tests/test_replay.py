@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.regenerate.journal import Journal, read_regenerated, still_to_do
+from speculators_nb.regenerate.journal import Journal, Report, put_in_order, read_regenerated, still_to_do
 from speculators_nb.regenerate.language import code_of, language_of, language_of_row, wanted_languages
 from speculators_nb.regenerate.replay import Replay, check_sampling, draw_sampling, questions_of, turns_to_ask
 
@@ -369,3 +369,34 @@ def test_identity_is_the_id_and_else_the_content(tmp_path):
     assert "belongs to another conversation" in (tmp_path / "y.errors.jsonl").read_text()
     again = todo([b | {"id": 1}, a | {"uuid": "u"}], "y.jsonl")  # the input was changed under an id
     assert (again["kept"], again["written"], again["failed"].total()) == (1, 0, 1)
+
+
+def line(key, k=0, n=1):
+    about = dict(finish_reasons=["stop"], usage=dict(answered=3), content=key.upper())
+    return dict(id=f"{key}_gen{k}", primary_id=key, part=[k, n], metadata=about)
+
+
+def test_files_of_several_processes_become_one_in_order(tmp_path):
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path, lines in (
+        (a, [line("old"), line("d"), line("b", 0, 2), line("b", 1, 2)]),
+        (b, [line("c"), line("b", 0, 2), line("b", 1, 2), line("torn", 0, 2)]),
+    ):
+        path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    put_in_order(a, ["a", "b", "c", "d"], [b])
+    assert [row["id"] for row in read_regenerated(a)] == ["old_gen0", "b_gen0", "b_gen1", "c_gen0", "d_gen0"]
+    before = a.stat().st_ino
+    put_in_order(a, ["a", "b", "c", "d"])  # it is in order: nothing is written
+    assert a.stat().st_ino == before
+
+
+def test_a_report_is_read_by_another_process():
+    report, again = Report(), Report()
+    for key in "abc":
+        report.count(line(key))
+    report.add("failed", "EndpointError: status 500", "chats.jsonl, line 3")
+    assert (report["written"], report["tokens"], report["finish_reasons"], report.done) == (3, 9, {"stop": 3}, 4)
+    again.read(json.loads(json.dumps(report.as_json())))
+    assert (again, again.first) == (report, report.first) and "chats.jsonl, line 3" in repr(again)
+    again.forget_work()
+    assert (again.done, again.first) == (0, {})

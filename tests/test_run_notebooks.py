@@ -213,8 +213,8 @@ def test_a_second_run_stores_the_same_bytes(project):
 
 def test_nbdev_test_runs_ours_too():
     "Without a kernel, for the assertions; a contributor may use either."
-    before = (ROOT / "nbs/core/09_plot.ipynb").read_bytes()
-    command = [Path(sys.executable).with_name("nbdev-test"), "nbs/core/09_plot.ipynb", "--n-workers", "0"]
+    before = (ROOT / "nbs/core/01_plot.ipynb").read_bytes()
+    command = [Path(sys.executable).with_name("nbdev-test"), "nbs/core/01_plot.ipynb", "--n-workers", "0"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert said.returncode == 0 and "Success" in said.stdout, said.stdout + said.stderr
-    assert (ROOT / "nbs/core/09_plot.ipynb").read_bytes() == before
+    assert (ROOT / "nbs/core/01_plot.ipynb").read_bytes() == before

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from speculators_nb.data.chat_template import ControlTokens
 from speculators_nb.regenerate import self_prompts
-from speculators_nb.regenerate.regenerated import read_regenerated
+from speculators_nb.regenerate.journal import read_regenerated
 from speculators_nb.regenerate.self_prompts import QuestionFilter, user_turn, write_self_prompts
 from speculators_nb.verifier.tapped_model import Verifier
 

@@ -19,7 +19,7 @@ from speculators_nb.core.provenance import read_provenance
 from speculators_nb.features.in_process import extract_features
 from speculators_nb.jobs.shared_job import SharedJob
 from speculators_nb.regenerate.in_process import regenerate
-from speculators_nb.regenerate.regenerated import read_regenerated
+from speculators_nb.regenerate.journal import read_regenerated
 
 ROOT = Path(__file__).parents[1]
 FORK = multiprocessing.get_context("fork")

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.option_rules import ascending_problem, several, shown, whole
-from ..core.options import MOST_TOKENS
+from ..core.options import MOST_TOKENS, ascending_problem, several, shown, whole
 from .generate import Generation
 
 # %% ../../nbs/decode/12_step_counts.ipynb #25ff6a89

@@ -19,8 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.option_rules import near, shown
-from ..core.options import PROMPT_SETS, check_options
+from ..core.options import PROMPT_SETS, check_options, near, shown
 from ..data.messages import QUESTIONS, brief, normalize, tools_of
 from ..data.sources import files_of, hub_name, read_conversations
 

@@ -25,7 +25,7 @@ import torch
 
 from ..core.files import read_object, writable_folder
 from ..core.http_client import Endpoint, EndpointError
-from ..core.option_rules import MooncakeAddress, mooncake_address, shown
+from ..core.options import MooncakeAddress, mooncake_address, shown
 from ..jobs.servers import ServerPool, addresses_of, is_servers_fault
 from ..verifier.identity import checkpoint_fingerprint
 from .feature_rows import FeatureError, decode_row, read_features

@@ -26,8 +26,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.import_utils import is_in_notebook
 
 from ..core.files import atomic_write
-from ..core.option_rules import near, shown
-from ..core.options import algorithms, check_options
+from ..core.options import algorithms, check_options, near, shown
 from ..data.packing import collate, pack
 from ..data.pipeline import prepare
 from ..decode.ngram import NgramDrafter

@@ -31,8 +31,7 @@ from ..core import plot
 from ..core.concurrency import end_with_parent
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_folder, read_object
-from ..core.option_rules import shown
-from ..core.options import check_options
+from ..core.options import check_options, shown
 from ..core.provenance import write_provenance
 from ..decode.step_counts import COUNTS
 from ..evaluate.acceptance import count

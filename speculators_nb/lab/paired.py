@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ..core.option_rules import near, shown
+from ..core.options import near, shown
 from ..evaluate.acceptance import bootstrap
 
 LENGTH = "mean length"  # the measure; the others are "position 1", "position 2", …

@@ -28,8 +28,7 @@ from speculators_nb.core.checkpoints import (
 )
 from ..core.config import SpeculatorModelConfig, import_models
 from ..core.files import read_object
-from ..core.option_rules import shown
-from ..core.options import REGISTERED
+from ..core.options import REGISTERED, shown
 from ..core.registry import ClassRegistryMixin
 from .draft_network import DraftNetwork, WrongKind, check_kind
 from .drafter_arguments import TrainingArguments

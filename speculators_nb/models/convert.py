@@ -21,8 +21,7 @@ import torch
 from ..core.checkpoints import hub_access, read_state, resolve_checkpoint
 from ..core.config import SpeculatorModelConfig, SpeculatorsConfig
 from ..core.files import atomic_folder
-from ..core.option_rules import near, shown
-from ..core.options import check_options
+from ..core.options import check_options, near, shown
 from ..core.provenance import write_provenance
 from .base import FOREIGN, SpeculatorModel
 from speculators_nb.models.formats import (

@@ -18,8 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, Qwen3Config
 
-from ..core.config import SpeculatorModelConfig
-from ..core.config_fields import Qwen3Layers
+from ..core.config import Qwen3Layers, SpeculatorModelConfig
 from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.blocks import (
     BLOCK_RULES,

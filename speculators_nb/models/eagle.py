@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..core.config import SpeculatorModelConfig
-from ..core.config_fields import LlamaLayers
+from ..core.config import LlamaLayers, SpeculatorModelConfig
 from ..decode.tree import TokenTree
 from ..decode.tree_growth import dynamic_tree
 from .attached_verifier import AttachableVerifier

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
-from ..core.config import SpeculatorModelConfig
-from ..core.config_fields import Qwen3Layers
+from ..core.config import Qwen3Layers, SpeculatorModelConfig
 from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.drafter_arguments import (
     check_draft_vocab_size,

@@ -32,8 +32,7 @@ from speculators_nb.core.checkpoints import (
     save_tensors,
     tensor_names,
 )
-from ..core.config import import_models
-from ..core.config_fields import layer_config_from_dict
+from ..core.config import import_models, layer_config_from_dict
 from ..core.files import atomic_write, read_object
 from ..nn.layers import LAYER_FAMILIES
 from ..nn.target_head import text_config, verifier_config

@@ -29,8 +29,7 @@ from speculators_nb.core.checkpoints import (
     save_tensors,
     tensor_problem,
 )
-from ..core.config import SpeculatorModelConfig
-from ..core.config_fields import layer_config_from_dict
+from ..core.config import SpeculatorModelConfig, layer_config_from_dict
 from ..core.files import atomic_folder, atomic_write
 from ..core.provenance import write_provenance
 from .base import SpeculatorModel

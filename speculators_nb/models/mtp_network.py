@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen2Config
 
-from ..core.config import SpeculatorModelConfig
-from ..core.config_fields import LayerConfig
+from ..core.config import LayerConfig, SpeculatorModelConfig
 from ..core.files import NotSupported
 from .mtp_layer import MTPLayer
 from speculators_nb.models.training_time_test import (

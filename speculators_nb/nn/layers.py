@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..core.config_fields import check_layers
+from ..core.config import check_layers
 from .compiled import compiled_in_training, take_rows
 from .target_head import norm_eps, text_config
 

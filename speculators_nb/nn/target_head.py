@@ -20,8 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto as auto
 
 from ..core.checkpoints import current_hub_access, model_file, remote_code_allowed
-from ..core.config import check_field_types
-from ..core.config_fields import check_layers
+from ..core.config import check_field_types, check_layers
 from ..core.files import verifier_object
 from .compiled import compiled_on_cuda
 

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 from ..core.config import check_field_types
 from ..core.files import NotSupported, read_object
-from ..core.option_rules import shown
+from ..core.options import shown
 from ..core.options import MOST_DRAFTED
 from ..core.registry import ReloadableBaseModel
 from ..decode.acceptance_rules import RULES, Rule, synthetic

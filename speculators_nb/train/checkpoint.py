@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_
 
 from ..core.checkpoints import checkpoint_index, load_tensors, read_state
 from ..core.files import atomic_write, read_object
-from ..core.option_rules import shown
+from ..core.options import shown
 from ..distributed.shard_files import has_shards, shards_problem
 from ..distributed.sharding import local
 from ..models.base import SpeculatorModel

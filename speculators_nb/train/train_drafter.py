@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from transformers import PretrainedConfig
 
 from ..core.checkpoints import model_file
-from ..core.config_fields import layer_config_from_dict
+from ..core.config import layer_config_from_dict
 from ..core.files import read_object
 from ..core.options import check_options
 from ..data.chat_encoding import token_frequencies

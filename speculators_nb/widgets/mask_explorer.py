@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from ..core.option_rules import shown
+from ..core.options import shown
 from ..models.base import SpeculatorModel
 from ..nn.masks import Mask, MaskSize
 from .widget import Widget

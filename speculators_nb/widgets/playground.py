@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..core.option_rules import shown
+from ..core.options import shown
 from speculators_nb.evaluate.speedup import (
     batch_verify,
     best_gamma,

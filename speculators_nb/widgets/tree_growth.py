@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.option_rules import shown
+from ..core.options import shown
 from ..decode.generate import NoDrafter, generate
 from ..decode.tree import Drafter
 from ..decode.tree_growth import dynamic_tree

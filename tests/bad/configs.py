@@ -4,8 +4,7 @@ field and value. Each wrong config.json of a drafter is also given to `check`, w
 import json
 import shutil
 
-from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
-from speculators_nb.core.config_fields import layer_config_from_dict
+from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig, layer_config_from_dict
 from speculators_nb.core.registry import (
     DynamicTreeTokenProposalConfig,
     GreedyTokenProposalConfig,

@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 
 from speculators_nb.distributed.sharding import shard
 from speculators_nb.lab.experiment import settings
-from speculators_nb.plan.twins import Widths, twin
+from speculators_nb.plan.step_memory import Widths, twin
 
 LENGTH, EACH, VOCAB, DEPTH = 384, 128, 2048, 6
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from speculators_nb.core.files import atomic_write
 from speculators_nb.lab.experiment import settings
-from speculators_nb.plan.step_memory import computed_and_measured
-from speculators_nb.plan.twins import RECOMPUTED
+from speculators_nb.plan.step_memory import RECOMPUTED, computed_and_measured
 
 RESULTS = Path(__file__).parent / "results.json"
 MOST = 0.1  # share that the formula may be off
