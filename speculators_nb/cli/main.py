@@ -5,7 +5,8 @@ Each is a function of the library, and reads what the one before it has written.
 
 # %% auto #0
 __all__ = ['app', 'regenerate', 'prepare', 'features', 'report', 'vocab', 'train', 'evaluate', 'compare', 'check', 'doctor',
-           'experiment', 'serve', 'from_gguf', 'convert', 'export', 'stitch_mtp', 'demo', 'perform', 'run', 'plan']
+           'experiment', 'serve', 'from_gguf', 'convert', 'export', 'stitch_mtp', 'demo', 'real', 'perform', 'run',
+           'plan']
 
 # %% ../../nbs/cli/12_main.ipynb #7abb180d
 from pathlib import Path
@@ -260,6 +261,9 @@ stitch_mtp = command(
 # %% ../../nbs/cli/12_main.ipynb #ab2e8148
 demo = command(
     library("cli.demo", "demo"), lambda evaluation: None, app, group="All of it", output=None
+)
+real = command(
+    library("cli.demo", "real"), lambda evaluation: None, app, group="All of it", output=None
 )  # it reports while it runs
 
 # %% ../../nbs/cli/12_main.ipynb #9df9c8d4
