@@ -425,7 +425,8 @@ def main():
         print(name, dict(counts[name]), flush=True)
     total = sum(counts.values(), Counter())
     refusals = [
-        f"| {why.replace('|', chr(92) + '|')} | {shapes.total()} | {', '.join(shapes)} | {', '.join(names)} |"
+        f"| {why.replace('|', chr(92) + '|')} | {shapes.total()} | {', '.join(shapes)} "
+        f"| {len(names)}: {', '.join(names)} |"
         for why, (shapes, names) in sorted(reasons.items(), key=lambda r: -sum(r[1][0].values()))
     ]
     page = PAGE.format(

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.decode.suffix import SuffixDrafter, SuffixIndex
-from speculators_nb.decode.suffix_index import Followers, Part
+from speculators_nb.decode.suffix import SuffixDrafter
+from speculators_nb.decode.suffix_index import Followers, Part, SuffixIndex
 from speculators_nb.decode.tree import Sampling
 
 

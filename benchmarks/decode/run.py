@@ -34,7 +34,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.decode.suffix import SuffixIndex
+from speculators_nb.decode.suffix_index import SuffixIndex
 from speculators_nb.verifier.cache import cache_keyword, crop_cache
 from speculators_nb.verifier.tapped_model import Verifier
 
