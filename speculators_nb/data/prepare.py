@@ -271,13 +271,13 @@ def prepare_data(
     overwrite: bool = False,  # replace a prepared folder that was made from something else
     trust_remote_code: bool = False,  # run code that comes with the verifier's tokenizer
 ) -> Prepared:  # the folder, open; displays its report
-    """Tokenise, mask, filter, shuffle, split and store conversations. What the held-out ones ask
-    is in `heldout.jsonl`, which `evaluate` reads. The same call again does nothing. Pictures
-    that come as bytes or from the network go to `{output_dir}-images`. Conversations that
-    cannot be used are counted in the report, with file and line of the first. ValueError: a
-    setting, a file that is not what it claims to be (by file and line), a folder that was made
-    from something else, or nothing left. OSError: the disk is full, or may not be written, with
-    the path."""
+    """Tokenise, mask, filter, shuffle, split and store conversations. What held-out ones ask is
+    in `heldout.jsonl`, which `evaluate` reads. The same call again does nothing. Pictures that
+    come as bytes or from the network go to `{output_dir}-images`. Conversations that cannot be
+    used are counted in the report, with file and line of the first. ValueError: a setting, a
+    file that is not what it claims to be (by file and line), a folder that was made from
+    something else, or nothing left. OSError: the disk is full, or may not be written, with the
+    path."""
     settings = Settings(
         max_length=max_length,
         max_samples=max_samples,
