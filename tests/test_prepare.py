@@ -223,7 +223,9 @@ def test_the_report_counts_all_that_went(chats, tmp_path):
         {"input_ids": [1] * 80, "loss_mask": [0] * 70 + [1] * 10},
         {"input_ids": [1] * 80, "loss_mask": [0] * 60 + [1] * 20},
     ]
-    prepared = prepare_data(chats + chats[:9] + bad, VERIFIER, tmp_path / "p", max_length=64, min_trained=2)
+    prepared = prepare_data(
+        chats + chats[:9] + bad, VERIFIER, tmp_path / "p", max_length=64, min_trained=2, val_fraction=0
+    )
     stages = prepared.table["conversations"].dropna().to_dict()
     made = [row for c in chats for row in encode(normalize(c), AutoTokenizer.from_pretrained(VERIFIER))] + [
         ([1] * 80, [0] * 60 + [1] * 20)
