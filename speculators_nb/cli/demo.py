@@ -405,8 +405,8 @@ def real(
     name = verifier or _fetched(folder)
     tokenizer = open_tokenizer(name)
     model = Verifier.from_pretrained(str(name), dtype="float32")
-    if (faster := faster_dtype(model)) is not None:
-        model.model.to(faster)
+    if faster_dtype(model) is not None:
+        model = Verifier.from_pretrained(str(name), dtype="bfloat16")
     stages.begin("answers", "token ids and loss masks of its answers")
     rows = prepare_data(
         data, name, folder / "prepared", max_length=1024, max_samples=max_samples, seed=seed
