@@ -4,7 +4,7 @@
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-MAKERS = "prompt_makers", "corpus", "tiny_model", "tiny_verifier"
+MAKERS = "corpus", "tiny_model", "tiny_verifier"
 CLONE_ONLY = {("speculators_nb.lab", maker) for maker in MAKERS}
 
 

@@ -128,14 +128,17 @@ def accepts(name, given):
 # ---- the page
 
 
-def notebook_of(function):
-    "The notebook that defines a command."
+def source_of(function):
+    "The notebook that defines a command, or its module, where that is written by hand."
     file = ROOT / f"{function.__module__.replace('.', '/')}.py"
-    return NOTEBOOK.search(file.read_text())[1]
+    notebook = NOTEBOOK.search(file.read_text())
+    return notebook[1] if notebook else str(file.relative_to(ROOT))
 
 
 def title_of(path):
     text = (ROOT / path).read_text()
+    if path.endswith(".py"):
+        return path.removesuffix(".py").split("/", 1)[1].replace("/", ".")
     return re.search(r'^\s*"?# (.+?)(?:\\n)?",?$' if path.endswith(".ipynb") else r"^# (.+)$", text, flags=re.M)[1]
 
 
@@ -183,7 +186,7 @@ def page(name):
     usage = " ".join(command.collect_usage_pieces(context))
     arguments = [[f"`{p.metavar}`", p.help, values(p, name)] for p in visible(command, "argument")]
     statuses = STATUSES | ({1: f"{app.verdicts[name]} Or: {STATUSES[1]}"} if name in app.verdicts else {})
-    shown = link(notebook_of(function))
+    shown = link(source_of(function))
     parts = [f"# {PROGRAM} {name}\n", f"> {command.help}\n", f"```bash\n{PROGRAM} {name} {usage}\n```\n"]
     parts += ["For example:\n", f"```bash\n{shlex.join(example(name))}\n```\n"]
     parts += ["## Arguments\n", table(["argument", "what it is", "values"], arguments)] if arguments else []

@@ -211,7 +211,7 @@ SPELLS_NAMES = {
     "core.options",
     "serve.vllm_connector",
     "serve.mooncake_connector",
-    "features.extraction_client",
+    "features.extraction",
     "serve.vllm_methods",
     "serve.speculative_config",
 }

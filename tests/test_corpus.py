@@ -17,9 +17,9 @@ from speculators_nb.lab.corpus import (
     is_heldout,
     is_right,
     main,
+    spin,
     topics,
 )
-from speculators_nb.lab.prompt_makers import spin
 from speculators_nb.lab.shipped import read_corpus
 
 ROOT = Path(__file__).parent.parent

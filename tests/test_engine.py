@@ -17,8 +17,7 @@ from speculators_nb.core.http_client import Endpoint, EndpointError
 from speculators_nb.decode.generate import Generation, Step
 from speculators_nb.evaluate.acceptance import COUNTS, acceptance_table, evaluate
 from speculators_nb.evaluate.comparison import as_engine_counts, compare_runs, evaluate_as_engine
-from speculators_nb.evaluate.engine import evaluate_engine
-from speculators_nb.evaluate.engine_results import EngineEvaluation, output_ranges
+from speculators_nb.evaluate.engine import EngineEvaluation, evaluate_engine, output_ranges
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report, replies_of
 from speculators_nb.evaluate.load import ask, run_load
 from speculators_nb.evaluate.prompts import Prompt, read_prompts

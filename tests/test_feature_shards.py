@@ -20,10 +20,18 @@ from safetensors.torch import load_file, save_file
 from test_features import N, make_rows, make_verifier
 
 from speculators_nb.core.files import DiskError
-from speculators_nb.features import feature_shards
-from speculators_nb.features.feature_file import FeatureError, feature_path, stored_row, write_features
+from speculators_nb.features import feature_rows
 from speculators_nb.features.feature_folder import FeatureDataset, FeatureFolder, origin
-from speculators_nb.features.feature_shards import FOLDER, FeatureShards, ShardWriter, remove_unfinished
+from speculators_nb.features.feature_rows import (
+    FOLDER,
+    FeatureError,
+    FeatureShards,
+    ShardWriter,
+    feature_path,
+    remove_unfinished,
+    stored_row,
+    write_features,
+)
 from speculators_nb.features.in_process import extract_features
 from speculators_nb.features.shard_conversion import pack_features
 
@@ -91,8 +99,8 @@ def test_every_flipped_bit_is_named(tmp_path):
             writer.write(i, torch.randn(len(ids), 3, 8), ids)
     (path,) = shards_of(tmp_path)
     whole = path.read_bytes()
-    header = len(whole[8 : feature_shards.HEADER].rstrip()) + 8
-    spots = [*range(0, header, 3), *range(feature_shards.HEADER, len(whole), 5)]
+    header = len(whole[8 : feature_rows.HEADER].rstrip()) + 8
+    spots = [*range(0, header, 3), *range(feature_rows.HEADER, len(whole), 5)]
     assert len(spots) > 200
     for at in spots:
         path.write_bytes(flipped(whole, at))
@@ -107,7 +115,7 @@ def test_every_flipped_bit_is_named(tmp_path):
         assert found, at
 
 
-@pytest.mark.parametrize("keep", [0, 1, 100, feature_shards.HEADER, -1])
+@pytest.mark.parametrize("keep", [0, 1, 100, feature_rows.HEADER, -1])
 def test_a_truncated_shard_is_named_and_made_again(tmp_path, files, keep, caplog):
     verifier, rows = make_verifier(), make_rows()
     extract_features(verifier, rows, tmp_path, shard_gb=SMALL)
@@ -137,7 +145,7 @@ def test_a_file_of_another_table_is_left_alone(tmp_path, caplog):
 
 
 def test_a_folder_is_sent_to_processes_and_holds_few_handles(tmp_path, monkeypatch):
-    monkeypatch.setattr(feature_shards, "HANDLES", 2)
+    monkeypatch.setattr(feature_rows, "HANDLES", 2)
     extract_features(make_verifier(), make_rows(), tmp_path, shard_gb=SMALL)
     shards = FeatureShards(tmp_path, N)
     for i in np.random.default_rng(0).permutation(N):
@@ -154,7 +162,7 @@ sys.path[:0] = [{here!r}]
 import torch
 from bad.disk import mounted
 from speculators_nb.core.files import DiskError
-from speculators_nb.features.feature_shards import FeatureShards, ShardWriter
+from speculators_nb.features.feature_rows import FeatureShards, ShardWriter
 folder = Path({out!r})
 assert mounted(folder, "8m")
 torch.manual_seed(0)
@@ -201,7 +209,7 @@ def test_what_the_tail_needs_is_given_back_by_the_last_row(tmp_path, monkeypatch
     writer, calls = ShardWriter(tmp_path), []
     for i in range(5):
         writer.write(i, torch.full((4, 2, 8), float(i)), range(4))
-    finish = feature_shards.shard_header
+    finish = feature_rows.shard_header
 
     def no_space(*args):
         calls.append(args)
@@ -209,7 +217,7 @@ def test_what_the_tail_needs_is_given_back_by_the_last_row(tmp_path, monkeypatch
             raise OSError(errno.ENOSPC, "No space left on device")
         return finish(*args)
 
-    monkeypatch.setattr(feature_shards, "shard_header", no_space)
+    monkeypatch.setattr(feature_rows, "shard_header", no_space)
     with pytest.raises(DiskError, match="No space left"):
         writer.close()
     shards = FeatureShards(tmp_path, 5)
@@ -228,7 +236,7 @@ import sys, time
 sys.path[:0] = [{here!r}]
 from test_features import make_rows, make_verifier
 from speculators_nb.features import in_process
-from speculators_nb.features.feature_shards import OpenShard
+from speculators_nb.features.feature_rows import OpenShard
 add = OpenShard.add
 def slow(*args): time.sleep(.03); add(*args)
 OpenShard.add = slow
@@ -289,7 +297,7 @@ def test_a_worker_that_joins_removes_nothing(tmp_path):
     shard.write_bytes(shard.read_bytes()[:100])
     child = subprocess.Popen(["true"])
     child.wait()
-    left = [tmp_path / ".hs_3.safetensors", tmp_path / FOLDER / f".{feature_shards._HOST}-{child.pid}-a.safetensors"]
+    left = [tmp_path / ".hs_3.safetensors", tmp_path / FOLDER / f".{feature_rows._HOST}-{child.pid}-a.safetensors"]
     for path in left:
         path.touch()
     joined = FeatureFolder(tmp_path, rows, config, alone=False, shard_gb=1)
@@ -364,7 +372,7 @@ def test_files_become_shards_byte_for_byte(tmp_path, files, monkeypatch):
     for file in files.glob("hs_*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     stored = {i: stored_row(feature_path(files, i)) for i in range(N)}
-    real, calls = feature_shards.OpenShard.finish, []
+    real, calls = feature_rows.OpenShard.finish, []
 
     def stop(shard):
         calls.append(shard)
@@ -372,7 +380,7 @@ def test_files_become_shards_byte_for_byte(tmp_path, files, monkeypatch):
             raise KeyboardInterrupt
         real(shard)
 
-    monkeypatch.setattr(feature_shards.OpenShard, "finish", stop)
+    monkeypatch.setattr(feature_rows.OpenShard, "finish", stop)
     with pytest.raises(KeyboardInterrupt):
         pack_features(tmp_path, SMALL)
     monkeypatch.undo()
@@ -403,13 +411,12 @@ def test_opening_a_folder_opens_no_row_file(tmp_path, monkeypatch, caplog):
     folder = FeatureFolder(tmp_path, rows, config)
     for i in range(N):
         write_features(feature_path(tmp_path, i), torch.randn(len(rows[i]["input_ids"]), 2, 8), folder.tokens[i])
-    opened, real = [], feature_shards.safe_open
-    from speculators_nb.features import feature_file
+    opened, real = [], feature_rows.safe_open
 
     def counted(path, *args):
         opened.append(path)
         return real(path, *args)
 
-    monkeypatch.setattr(feature_file, "safe_open", counted)
+    monkeypatch.setattr(feature_rows, "safe_open", counted)
     logging.disable(logging.NOTSET)
     assert FeatureDataset(tmp_path).lengths == rows["seq_len"][:] and len(opened) == 1

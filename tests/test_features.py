@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from speculators_nb.core.checkpoints import save_tensors
-from speculators_nb.features import feature_file
-from speculators_nb.features.feature_file import (
+from speculators_nb.features import feature_rows
+from speculators_nb.features.feature_folder import FeatureDataset, table_of
+from speculators_nb.features.feature_rows import (
     FP8,
     FeatureError,
     feature_path,
@@ -28,7 +29,6 @@ from speculators_nb.features.feature_file import (
     to_fp8,
     write_features,
 )
-from speculators_nb.features.feature_folder import FeatureDataset, table_of
 from speculators_nb.features.in_process import LiveFeatures, extract_features, states_of, token_batches
 from speculators_nb.train.train_drafter import open_features, train_drafter
 from speculators_nb.verifier.folders import layout_of
@@ -192,7 +192,7 @@ def test_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         save_tensors(*args)
 
-    monkeypatch.setattr(feature_file, "save_tensors", save)
+    monkeypatch.setattr(feature_rows, "save_tensors", save)
     with pytest.raises(OSError, match="10 of 24 rows are complete and kept") as e:
         extract_features(verifier, rows, tmp_path, max_tokens=64)
     assert e.value.errno == errno.ENOSPC and "No space left" in str(e.value)
@@ -213,11 +213,11 @@ SLOW_EXTRACTION = """
 import sys, time, torch
 sys.path.insert(0, {here!r})
 from test_features import make_rows, make_verifier
-from speculators_nb.features import feature_file
+from speculators_nb.features import feature_rows
 from speculators_nb.features import in_process as features
-save = feature_file.save_tensors
+save = feature_rows.save_tensors
 def slow(*args): time.sleep(.05); save(*args)
-feature_file.save_tensors = slow
+feature_rows.save_tensors = slow
 features.extract_features(make_verifier(), make_rows(), {out!r}, max_tokens=32, writers=1)
 """
 

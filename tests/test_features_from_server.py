@@ -28,9 +28,16 @@ from fake_extraction import states_for
 
 from speculators_nb.cli import data_commands
 from speculators_nb.data.chat_encoding import save_prepared
-from speculators_nb.features.extraction_client import HiddenStatesClient, extraction_options
-from speculators_nb.features.extraction_files import HOST, collect, file_of_reply, request_name, sweep
-from speculators_nb.features.feature_file import FeatureError, feature_path, read_features
+from speculators_nb.features.extraction import (
+    HOST,
+    HiddenStatesClient,
+    collect,
+    extraction_options,
+    file_of_reply,
+    request_name,
+    sweep,
+)
+from speculators_nb.features.feature_rows import FeatureError, feature_path, read_features
 from speculators_nb.features.from_server import ServerFeatures, _ServerUnits, extract_from_server
 from speculators_nb.train.train_drafter import train_drafter
 

@@ -4,7 +4,10 @@ stranger's data may not do."""
 import base64
 import io
 import json
+import threading
+import time
 import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 
 import numpy as np
@@ -24,17 +27,22 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from speculators_nb.data import images
 from speculators_nb.data.chat_template import ChatTemplate
 from speculators_nb.data.images import (
     carry_mask,
+    fetch_picture,
     for_template,
     has_pictures,
     inputs_of,
+    is_public,
     load_processor,
     open_picture,
     pictures_of,
     process,
+    public_addresses,
     resolve_images,
+    shown_address,
 )
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
@@ -396,3 +404,79 @@ def test_a_mask_is_carried_or_refused():
     ] * 4 + [True]
     with pytest.raises(ValueError, match="1 of 2 trained tokens"):
         carry_mask(mask, [1, 9, 2, 9, 2], [1, 9, 9, 2])
+
+
+PUBLIC = ["8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+V4 = "127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 255.255.255.255"
+V6 = "::1 :: fe80::1 fc00::1 ff02::1 ::ffff:127.0.0.1 ::127.0.0.1 64:ff9b::a00:1 2002:7f00:1:: 2001:0:53aa:64c::1"
+
+
+def test_which_addresses_are_public():
+    assert [a for a in [*PUBLIC, *V4.split(), *V6.split()] if is_public(a)] == PUBLIC
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "2130706433", "0x7f.1", "127.1", "localhost"])
+def test_a_host_inside_is_found_however_it_is_spelt(host):
+    with pytest.raises(ValueError, match="inside of this network"):
+        public_addresses(host, 80)
+    with pytest.raises(ValueError, match="inside of this network"):
+        fetch_picture(f"http://{host}:9/")
+
+
+class Page(BaseHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        path, _, rest = self.path[1:].partition("/")
+        self.send_response(302 if path == "to" else 404 if path == "absent" else 200)
+        if path == "to":
+            self.send_header("Location", rest or "/to/")
+        self.end_headers()
+        while path == "endless":
+            self.wfile.write(bytes(1 << 20))
+        for _ in range(100 if path == "slow" else 0):
+            self.wfile.write(b"x")
+            self.wfile.flush()
+            time.sleep(0.05)
+        if path == "picture":
+            self.wfile.write(b"a picture")
+
+
+@pytest.fixture
+def server(monkeypatch):
+    "On a free port of this machine, which counts as public."
+    real = images.is_public
+    monkeypatch.setattr(images, "is_public", lambda a: a == "127.0.0.1" or real(a))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        server.daemon_threads = True
+        server.handle_error = lambda *_: None
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_pictures_are_fetched(server):
+    assert fetch_picture(server + "picture") == fetch_picture(server + "to/" + server + "picture") == b"a picture"
+
+
+@pytest.mark.parametrize(
+    "path, limits, words",
+    [
+        ("absent", {}, "status 404"),
+        ("to/http://10.0.0.1/", {}, "the host '10.0.0.1' is 10.0.0.1, an address inside of this network"),
+        ("to/http://[::ffff:10.0.0.1]/", {}, "is ::ffff:10.0.0.1, an address inside of this network"),
+        ("to/file:///etc/passwd", {}, "the scheme 'file' is not fetched: only http and https are"),
+        ("to/", {}, "more than 5 redirections"),
+        ("endless", {"largest": 1 << 20}, "the reply is larger than 1 MiB"),
+        ("slow", {"seconds": 0.3}, "not there within 0.3 s"),
+    ],
+)
+def test_what_is_not_fetched(server, path, limits, words):
+    with pytest.raises(ValueError) as e:
+        fetch_picture(server + path, **limits)
+    assert words in str(e.value)
+
+
+def test_an_address_is_shown_without_its_secrets():
+    assert shown_address("https://me:word@example.org/a.png?signature=secret#x") == "https://example.org/a.png"

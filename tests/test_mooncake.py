@@ -21,11 +21,16 @@ from speculators_nb.cli import main as cli
 from speculators_nb.core.http_client import EndpointError
 from speculators_nb.core.option_rules import MooncakeAddress
 from speculators_nb.data.chat_encoding import save_prepared
-from speculators_nb.features import mooncake_states
-from speculators_nb.features.extraction_client import HiddenStatesClient, extraction_options, open_states
-from speculators_nb.features.extraction_files import ReplyError
+from speculators_nb.features import extraction
+from speculators_nb.features.extraction import (
+    HiddenStatesClient,
+    MooncakeStates,
+    ReplyError,
+    extraction_options,
+    open_states,
+    states_in,
+)
 from speculators_nb.features.from_server import ServerFeatures, extract_from_server
-from speculators_nb.features.mooncake_states import MooncakeStates, states_in
 from speculators_nb.serve.mooncake_connector import address_to
 from speculators_nb.train.train_drafter import train_drafter
 
@@ -46,7 +51,7 @@ def store(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as master:
         yield f"127.0.0.1:{master.getsockname()[1]}", folder
-    mooncake_states._connection.cache_clear()
+    extraction._connection.cache_clear()
 
 
 def left(folder):
@@ -121,7 +126,7 @@ def test_a_client_goes_to_other_processes_and_threads(tmp_path, store):
 def test_a_forked_child_leaves_the_client_to_its_parent(tmp_path, store, monkeypatch):
     "It neither uses nor closes it, even where it drops all that it knows of it."
     place, folder = store
-    client = MooncakeStates(mooncake_states.mooncake_address(f"mooncake://{place}"))
+    client = MooncakeStates(extraction.mooncake_address(f"mooncake://{place}"))
     parent = client.connection.open()
     stand_in = type(parent[0].store._store)
     closed = tmp_path / "closed"
@@ -135,7 +140,7 @@ def test_a_forked_child_leaves_the_client_to_its_parent(tmp_path, store, monkeyp
             monkeypatch.setattr(mine[0].store, "_store", None)  # its own may be closed
             closed.unlink(missing_ok=True)
             del before, mine, parent, client
-            mooncake_states._connection.cache_clear()
+            extraction._connection.cache_clear()
             gc.collect()
             os._exit(0 if fine and not closed.exists() else 1)
         finally:
@@ -202,11 +207,11 @@ def test_no_master_and_no_package(monkeypatch, tmp_path):
         EndpointError, match=rf"storage='mooncake://127.0.0.1:{port}': no Mooncake master answers there"
     ):
         states_in(f"mooncake://127.0.0.1:{port}")
-    mooncake_states._connection.cache_clear()
+    extraction._connection.cache_clear()
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(ImportError, match=r"pip install 'speculators_nb\[mooncake\]'.* or name a folder"):
         states_in(f"mooncake://127.0.0.1:{port}")
-    mooncake_states._connection.cache_clear()
+    extraction._connection.cache_clear()
 
 
 def test_serve_tries_the_master_before_it_loads_the_model(capsys):

@@ -23,7 +23,7 @@ from speculators_nb.core.option_relations import RELATIONS
 from speculators_nb.core.options import IN, RULES, algorithms, check_options, pairs, rule_of
 from speculators_nb.decode.acceptance_rules import RULES as ACCEPTANCE
 from speculators_nb.evaluate.engine import GENERATORS
-from speculators_nb.features.feature_file import stored_dtype
+from speculators_nb.features.feature_rows import stored_dtype
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dspark import MARKOV_HEADS
 from speculators_nb.nn.attention import BACK_ENDS

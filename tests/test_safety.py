@@ -23,7 +23,7 @@ from speculators_nb.core.checkpoints import checkpoint_index, inside, load_pickl
 from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.core.provenance import without_secrets
 from speculators_nb.data.prepared_folder import read_token_freq
-from speculators_nb.features.feature_file import read_legacy
+from speculators_nb.features.feature_rows import read_legacy
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import convert, detect, export_native
 from speculators_nb.models.mtp_native import extract_mtp, stitch_mtp

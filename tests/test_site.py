@@ -77,6 +77,7 @@ def test_every_page_is_in_one_group():
     entries = re.findall(r"^/(\S+)$", "\n".join(made.values()), flags=re.M)
     assert len(entries) == len(set(entries))
     pages = [b.page for b in BOOKS if b.page != "index.ipynb"] + list(text) + list(made)
+    pages += [m.page for m in books.modules()]
     listed = {*entries, *overview.GROUPS}
     assert {page.rsplit(".", 1)[0] for page in pages} == listed
 

@@ -12,10 +12,11 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculators_nb.data import file_reader as files
+from speculators_nb.data import sources as files
 from speculators_nb.data.messages import ROLES, BadRow, normalize
 from speculators_nb.data.sources import (
     content_hash,
+    conversation_count,
     files_of,
     hub_name,
     identity,
@@ -388,6 +389,9 @@ def test_flipped_bits_in_a_table_end_no_process(tmp_path):
         dict(prompt=[{"role": "user", "content": "2 + 2?"}], completion=[{"role": "assistant", "content": "4"}]),
         dict(input=[{"role": "user", "content": "2 + 2?"}], output="4", messages=None),
         dict(question="another", messages=CHAT["messages"]),
+        dict(id="0", data=["2 + 2?", "4"]),
+        dict(problem="2 + 2?", solution="4", answer="…"),
+        dict(conversation=CHAT["messages"], model="x"),
     ],
 )
 def test_questions_and_answers_in_columns(row):
@@ -404,3 +408,29 @@ def test_a_file_goes_before_a_name(tmp_path, monkeypatch):
     assert hub_name("gsm8k") is None and list(read_conversations("gsm8k")) == [CHAT]
     with pytest.raises(FileNotFoundError, match="hf:sharegtp, one file .* known by a name are sharegpt"):
         list(read_conversations("sharegtp"))
+
+
+@pytest.mark.parametrize(
+    "row, wanted",
+    [
+        (dict(system_prompt="Be short.", question="a", response="b"), [("system", "Be short."), ("user", "a")]),
+        (dict(instruction="Add.", input="2, 2", output="4"), [("user", "Add.\n\n2, 2"), ("assistant", "4")]),
+        (dict(instruction="Add.", context="2, 2", response="4"), [("user", "Add.\n\n2, 2"), ("assistant", "4")]),
+        (dict(messages=[{"role": "system", "content": "x"}], system="y"), [("system", "x")]),
+    ],
+)
+def test_instructions_and_systems(row, wanted):
+    assert [(m["role"], m["content"]) for m in normalize(row)][: len(wanted)] == wanted
+
+
+def test_reasoning_and_calls():
+    assert normalize(dict(question="a", answer="b", thinking="c"))[1]["reasoning_content"] == "c"
+    (turn,) = normalize([{"from": "function_call", "value": '{"name": "add"}'}])
+    assert turn["tool_calls"][0]["function"] == {"name": "add"}
+
+
+def test_how_many_conversations(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"messages": []}\n\nnot JSON\n')
+    assert (conversation_count(file), conversation_count(tmp_path, 1)) == (2, 1)
+    assert [conversation_count(d) for d in ([{}, {}], iter([{}]), "gsm8k")] == [2, None, None]

@@ -50,7 +50,7 @@ def installed(wheel, tmp_path_factory):
 
 # what makes data/corpus and data/tiny-verifier is run from a clone
 COMMANDS = {"speculators_nb/lab/corpus.py", "speculators_nb/lab/tiny_verifier.py"}
-MAKERS = COMMANDS | {"speculators_nb/lab/prompt_makers.py", "speculators_nb/lab/tiny_model.py"}
+MAKERS = COMMANDS | {"speculators_nb/lab/corpus.py", "speculators_nb/lab/tiny_model.py"}
 
 
 def test_every_module_is_inside(wheel):

@@ -34,11 +34,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from speculators_nb.data.packing import PackedBatchSampler, collate
-from speculators_nb.features.feature_file import (
+from speculators_nb.features.feature_folder import FeatureDataset
+from speculators_nb.features.feature_rows import (
     feature_path,
     read_features,
 )
-from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.features.in_process import extract_features, states_of, token_batches
 from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.verifier.tapped_model import Verifier

@@ -5,7 +5,7 @@ import re
 import commands
 from readme import readme
 
-from web.books import duration, first_sentence, plain, title_of
+from web.books import duration, first_sentence, modules, plain, title_of
 from web.places import DRAFTERS, GUIDES, INTERNALS, START
 
 GROUPS = ["start", "tutorials", "guides", "commands", "drafters", "internals"]  # pages, in the order of the sidebar
@@ -28,6 +28,16 @@ def table(books):
     "Notebooks with what they claim and how long they run"
     rows = [f"| [{b.title}](/{b.page}) | {plain(b.claim)} | {duration(b.here)} |" for b in books]
     return "\n".join(["| notebook | what it shows | runs in |", "| --- | --- | --- |", *rows]) + "\n"
+
+
+def module_table(package):
+    "Modules of a package that are written by hand, with what they say of themselves"
+    rows = [f"| [{m.name}](/{m.page}) | {' '.join(m.docstring.split())} |" for m in in_package(package)]
+    return "\n".join(["| module | what it holds |", "| --- | --- |", *rows]) + "\n" if rows else ""
+
+
+def in_package(package):
+    return [m for m in modules() if m.name.split(".")[0] == package]
 
 
 def overviews(sections, pages):
@@ -54,9 +64,8 @@ def overviews(sections, pages):
         rest = [b for b in books if b not in drafters]
         if what:
             packages.append(f"internals/{name}.md")
-            group(
-                f"internals/{name}", name, [], f"{what[0].upper()}{what[1:]}.\n\n{table(rest)}", [b.page for b in rest]
-            )
+            text = f"{what[0].upper()}{what[1:]}.\n\n{table(rest) if rest else ''}\n{module_table(name)}"
+            group(f"internals/{name}", name, [], text, [page.page for page in [*rest, *in_package(name)]])
     lines = "\n".join(f"- [{p[10:-3]}](/{p}): {out[p].split(chr(10))[4]}" for p in packages)
     group("internals", "Internals", INTERNALS.values(), lines, packages)
     return out

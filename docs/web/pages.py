@@ -5,7 +5,7 @@ import shutil
 
 import commands
 
-from web.books import duration, groups, times
+from web.books import duration, groups, modules, times
 from web.cells import join_imports, stage_cell
 from web.extras import extras
 from web.figures import anchor, figures, gallery
@@ -70,6 +70,13 @@ def stage_book(book, where, symbols, refs):
     return json.dumps(book.nb | {"cells": cells, "metadata": metadata})
 
 
+def module_page(module, reference_text):
+    "A module that is written by hand: what it says of itself, its source, its reference"
+    up = "../" * (module.page.count("/") + 2)
+    source = f":::{{container}} about-page\nSource: {{download}}`{module.here} <{up}{module.here}>`.\n:::\n"
+    return f"# {module.name}\n\n{source}\n{module.docstring}\n\n{reference_text}"
+
+
 def stage():
     "Write every page and the table of contents to docs/_src"
     shutil.rmtree(SRC, ignore_errors=True)
@@ -80,7 +87,8 @@ def stage():
     pages["README.md"] = "index.md", home
     where = {b.here: b.page for b in books} | {here: place for here, (place, _) in pages.items()}
     where["nbs/index.ipynb"] = "index.md"
-    refs = {b.module: reference(b.module) for b in books if b.module}
+    where |= {m.here: m.page for m in modules()}
+    refs = {name: reference(name) for name in [*(b.module for b in books if b.module), *(m.name for m in modules())]}
     seen = [n for _, names in refs.values() for n in names]
     symbols = {n: f"{LIB}.{m}.{n}" for m, (_, names) in refs.items() for n in names if seen.count(n) == 1}
     symbols |= {n: f"{LIB}.{m}" for m in refs for n in (m, f"{LIB}.{m}") if n not in seen}
@@ -91,6 +99,9 @@ def stage():
     extras(books, sections["Start"][0].claim, SRC / next(iter(pictures)))
     for place, text in overviews(sections, dict(pages.values())).items():
         write(place, text)
+    for module in modules():
+        local = {n: f"{LIB}.{module.name}.{n}" for n in refs[module.name][1]}
+        write(module.page, crosslink(module_page(module, refs[module.name][0]), symbols | local))
     for book in books:
         local = {n: f"{LIB}.{book.module}.{n}" for n in refs[book.module][1]} if book.module else {}
         write(book.page, stage_book(book, where, symbols | local, refs))

@@ -121,7 +121,7 @@ def klass(node, notes, patched):
 
 
 def reference(module):
-    "The reference of one exported module as MyST text, and its public names"
+    "The reference of one module as MyST text, and its public names: `__all__`, or what has no underscore before it"
     source = (ROOT / LIB / f"{module.replace('.', '/')}.py").read_text()
     tree, notes = ast.parse(source), comments(source)
     public = next(
@@ -130,8 +130,12 @@ def reference(module):
             for n in tree.body
             if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
         ),
-        [],
+        None,
     )
+    if public is None:
+        public = [n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name[0] != "_"]
+        named = (t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name))
+        public += [name for name in named if name.isupper() and name[0] != "_"]
     patches = {}
     for n in tree.body:
         if isinstance(n, ast.FunctionDef) and "patch" in decorators(n):

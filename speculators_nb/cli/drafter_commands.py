@@ -27,10 +27,9 @@ from ..decode.tree import Drafter
 from ..evaluate.acceptance import Evaluation
 from ..evaluate.acceptance import evaluate as measure
 from ..evaluate.comparison import Comparison, compare_runs, evaluate_as_engine
-from ..evaluate.engine import drafter_name, evaluate_engine
-from ..evaluate.engine_results import EngineEvaluation
+from ..evaluate.engine import EngineEvaluation, drafter_name, evaluate_engine
 from ..evaluate.prompts import encode_each, read_prompts
-from ..features.extraction_client import extraction_options, writable_storage
+from ..features.extraction import extraction_options, writable_storage
 from ..lab.experiment import settings
 from ..models.base import SpeculatorModel
 from ..nn.target_head import text_config, verifier_config

@@ -21,7 +21,7 @@ from ..decode.proposal_setup import TreeDrafter
 from .data_checks import DataRow
 from .finding import Finding, judged
 from ..evaluate.acceptance import Evaluation, acceptance_summary, evaluate
-from ..evaluate.engine_results import read_table
+from ..evaluate.engine import read_table
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/doctor/06_decoding_checks.ipynb #ee9484ad

@@ -13,23 +13,23 @@ import pandas as pd
 
 # %% ../../nbs/doctor/01_finding.ipynb #b0f7830d
 STAGES = {  # in the order of the chain -> the notebook that explains it
-    "verifier": "nbs/verifier/03_identity.ipynb",
-    "template": "nbs/data/05_chat_template.ipynb",
-    "loss mask": "nbs/data/06_chat_encoding.ipynb",
+    "verifier": "speculators_nb/verifier/identity.py",
+    "template": "nbs/data/01_chat_template.ipynb",
+    "loss mask": "nbs/data/02_chat_encoding.ipynb",
     "answers": "nbs/tutorials/11_on_policy_or_not.ipynb",
     "shift": "nbs/tutorials/10_hidden_states.ipynb",
-    "features": "nbs/features/10_checks.ipynb",
+    "features": "speculators_nb/features/checks.py",
     "vocabulary": "nbs/nn/11_draft_vocabulary.ipynb",
     "weights": "nbs/models/04_base.ipynb",
     "head": "nbs/nn/04_target_head.ipynb",
     "convention": "nbs/nn/05_layers.ipynb",
     "draft length": "nbs/tutorials/07_how_many_tokens.ipynb",
-    "training": "nbs/train/07_trainer.ipynb",
+    "training": "nbs/train/02_trainer.ipynb",
     "data size": "nbs/tutorials/09_from_your_chats.ipynb",
     "domains": "nbs/tutorials/08_when_ngram_wins.ipynb",
     "acceptance": "nbs/evaluate/01_acceptance.ipynb",
     "tree": "nbs/tutorials/05_a_tree_grows.ipynb",
-    "engine": "nbs/evaluate/10_comparison.ipynb",
+    "engine": "nbs/evaluate/04_comparison.ipynb",
 }
 
 # %% ../../nbs/doctor/01_finding.ipynb #5904352b

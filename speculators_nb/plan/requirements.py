@@ -21,7 +21,7 @@ import torch
 
 from ..core.option_rules import pairs
 from ..data.prepared_folder import load_prepared
-from ..features.feature_file import stored_dtype
+from ..features.feature_rows import stored_dtype
 from .drafter_sizes import DrafterSizes, drafter_sizes, meta_drafter
 from .sizes import cache_bytes, feature_bytes, forward_flops, verifier_sizes
 from .step_memory import StepMemory, step_memory

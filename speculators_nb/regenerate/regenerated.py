@@ -15,9 +15,9 @@ from pathlib import Path
 import pandas as pd
 
 from ..core.files import atomic_write
-from ..data.file_reader import read_lines
 from ..data.messages import brief
 from ..data.row_filter import REASONS
+from ..data.sources import read_lines
 
 # %% ../../nbs/regenerate/03_regenerated.ipynb #d00616cc
 BEGIN = b'{"id": '  # of every line

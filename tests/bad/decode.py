@@ -17,8 +17,7 @@ from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.evaluate.acceptance import acceptance_table, bootstrap, evaluate
 from speculators_nb.evaluate.comparison import compare_runs, evaluate_as_engine
 from speculators_nb.evaluate.cost import draft_cost, verifier_cost
-from speculators_nb.evaluate.engine import evaluate_engine
-from speculators_nb.evaluate.engine_results import EngineEvaluation
+from speculators_nb.evaluate.engine import EngineEvaluation, evaluate_engine
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report
 from speculators_nb.evaluate.prompts import UNFILLED, read_prompts
 from speculators_nb.evaluate.speedup import measured_speedup, speedups, verify_costs

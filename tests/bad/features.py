@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from speculators_nb.data.chat_encoding import to_dataset
-from speculators_nb.features.feature_file import FP8
 from speculators_nb.features.feature_folder import FeatureDataset
+from speculators_nb.features.feature_rows import FP8
 from speculators_nb.features.in_process import extract_features
 from speculators_nb.verifier.tapped_model import Verifier
 

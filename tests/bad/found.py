@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculators_nb.features.feature_file import read_features
+from speculators_nb.features.feature_rows import read_features
 from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
 
 from .harness import GOOD, RELEASE, Case

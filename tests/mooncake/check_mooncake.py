@@ -228,7 +228,7 @@ def check_speed(work, place, keys):
     from test_features_from_server import Fake
 
     from speculators_nb.core.concurrency import concurrently
-    from speculators_nb.features.extraction_client import open_states
+    from speculators_nb.features.extraction import open_states
 
     row, found = np.arange(1024).tolist(), {}
     shape = ("--hidden", "4096", "--layers", "1", "2", "3", "4", "--root", "a verifier")

@@ -73,8 +73,8 @@ def main(python):
     from datasets import Dataset, disable_progress_bars
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from speculators_nb.features.feature_file import from_fp8, to_fp8
     from speculators_nb.features.feature_folder import FeatureDataset
+    from speculators_nb.features.feature_rows import from_fp8, to_fp8
     from speculators_nb.features.in_process import extract_features, states_of
     from speculators_nb.train.train_drafter import open_features
     from speculators_nb.verifier.tapped_model import Verifier

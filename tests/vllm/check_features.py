@@ -87,7 +87,7 @@ def make_moe(folder):
 
 def start(storage, layer_ids, log, model=VERIFIER):
     """The server, as a context."""
-    from speculators_nb.features.extraction_client import extraction_options
+    from speculators_nb.features.extraction import extraction_options
     from speculators_nb.serve.serve_command import serve_environment
     from speculators_nb.serve.server import Server, free_port
 
@@ -107,7 +107,7 @@ def compare(folder, verifier, rows):
     """The largest difference of each layer slot, relative to the slot's largest state."""
     import torch
 
-    from speculators_nb.features.feature_file import feature_path, read_features
+    from speculators_nb.features.feature_rows import feature_path, read_features
     from speculators_nb.features.in_process import states_of
 
     worst, largest = torch.zeros(2, len(verifier.aux_layer_ids) + 1)
@@ -158,7 +158,7 @@ def main(layer_ids=(2, 3, 4, 6), rows=ROWS):
     import torch
 
     from speculators_nb.core.concurrency import TooManyFailures
-    from speculators_nb.features.extraction_client import HiddenStatesClient
+    from speculators_nb.features.extraction import HiddenStatesClient
     from speculators_nb.features.feature_folder import FeatureDataset
     from speculators_nb.features.from_server import ServerFeatures, extract_from_server
     from speculators_nb.verifier.tapped_model import Verifier

@@ -1,0 +1,859 @@
+"""Client for vLLM servers that extract hidden states of the verifier (target model), into files or Mooncake.
+Which file a reply may name, the writer's lock, bytes in flight, what killed clients left; several servers as one."""
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ..core.files import read_object, writable_folder
+from ..core.http_client import Endpoint, EndpointError
+from ..core.option_rules import MooncakeAddress, mooncake_address, shown
+from ..jobs.servers import ServerPool, addresses_of, is_servers_fault
+from ..verifier.identity import checkpoint_fingerprint
+from .feature_rows import FeatureError, decode_row, read_features
+
+
+class ReplyError(FeatureError):
+    "A reply, or a file that it named, that gives no hidden states."
+
+    def __init__(
+        self,
+        where,  # the server's address, or the file that it named
+        reason: str,  # what is wrong
+        final: bool = False,  # whether the same request would fail again
+    ):
+        super(FeatureError, self).__init__(f"{where}: {reason}")
+        self.path = where
+        self.reason = reason
+        self.final = final
+
+    def __reduce__(self):
+        return ReplyError, (self.path, self.reason, self.final)
+
+
+def file_of_reply(
+    storage,  # the folder that the user named
+    handle,  # the path in the reply
+    request: str,  # the name of the request, from `request_name`
+) -> Path:  # the file: directly in `storage`, *{request}*.safetensors
+    "The file that a reply names. ReplyError for every other place and name; nothing is opened."
+    root = os.path.realpath(storage)
+    named = repr(handle)[:200]
+    if not isinstance(handle, str) or not handle.isprintable() or len(handle) > 4096:
+        raise ReplyError(named, "the server names a file by something that is no path: nothing is read", True)
+    folder, name = os.path.split(os.path.join(root, handle))
+    if os.path.realpath(folder) != root:
+        raise ReplyError(
+            named,
+            f"the server names a file outside of {root}: nothing is read there. storage= must "
+            "be the server's shared_storage_path as it is mounted here",
+            True,
+        )
+    if request not in name or not name.endswith(".safetensors") or len(os.fsencode(name)) > 250:
+        raise ReplyError(
+            named,
+            f"the server names a file that is not this request's (*{request}*.safetensors): nothing is read",
+            True,
+        )
+    return Path(root, name)
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a file is there. ReplyError: something that is no file, such as a link, a folder
+    or a pipe."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(mode):
+        raise ReplyError(path, f"is {'a link' if stat.S_ISLNK(mode) else 'no file'}: it is not read", True)
+    return True
+
+
+def _open_lock(lock):
+    "A file descriptor of the writer's lock; None: it is gone. ReplyError: it is not readable."
+    try:
+        return os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise ReplyError(
+            lock,
+            f"{e.strerror}: run the server and this client as one user, or with a umask that lets both read",
+            True,
+        ) from None
+
+
+def _wait_for_lock(lock, deadline):
+    """Whether the writer has released its lock; False where the file system has no locks, or
+    the lock is gone. ReplyError: it is still held at the deadline, or not readable."""
+    import fcntl  # Unix alone has it, as it alone has vLLM; training is imported everywhere
+
+    fd = _open_lock(lock)
+    if fd is None:
+        return False
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ReplyError(lock, "still locked by its writer") from None
+                time.sleep(0.005)
+            except OSError as e:
+                if e.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+                    raise
+                return False
+    finally:
+        os.close(fd)
+
+
+def collect(
+    path: Path,  # the file, from `file_of_reply`
+    token_ids,  # [seq] the tokens whose states are expected
+    timeout: float = 30.0,  # seconds to wait for the writer
+) -> torch.Tensor:  # hidden_states [seq, A+1, H]
+    """Wait for the writer, read, check. FeatureError: the file is missing, incomplete, or of
+    other tokens."""
+    deadline = time.monotonic() + timeout
+    lock = Path(f"{path}.lock")
+    if _is_file(lock) and _wait_for_lock(lock, deadline):
+        if not _is_file(path):
+            raise ReplyError(
+                path,
+                "the server gave the lock back without a file (killed, or its disk is full: see its log)",
+            )
+        return cast(torch.Tensor, read_features(path, token_ids))
+    while True:  # no lock to wait for
+        try:
+            _is_file(path)
+            return cast(torch.Tensor, read_features(path, token_ids))
+        except FeatureError as e:
+            if getattr(e, "final", False) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+class MemoryLimit:
+    "A bound on the bytes in flight. What is larger than the bound waits until it is alone."
+
+    def __init__(
+        self,
+        size: int | None,  # bytes; None: no bound
+    ):
+        self.size = size
+        self.used = 0
+        self.peak = 0
+        self.changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def reserve(
+        self,
+        n: int,  # bytes
+    ):
+        "Wait until n bytes are free, and reserve them for the block."
+        with self.changed:
+            self.changed.wait_for(lambda: self.size is None or not self.used or self.used + n <= self.size)
+            self.used += n
+            self.peak = max(self.peak, self.used)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.used -= n
+                self.changed.notify_all()
+
+
+HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+_REQUEST_FILE = re.compile(r"\bhs-([0-9a-f]{8})-(\d{1,9})-[0-9a-f]+\b.*\.safetensors(\.lock)?$")
+
+
+def request_name() -> str:  # unique; contains host and process
+    "A name for one request of this process."
+    return f"hs-{HOST}-{os.getpid()}-{secrets.token_hex(6)}"
+
+
+def _is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def sweep(
+    storage,  # the shared folder
+    older_than: float = 3600.0,  # seconds; for files of other hosts
+) -> int:  # files deleted
+    """Delete what killed clients have left: requests of ended processes of this host, and old
+    ones of others."""
+    deleted = 0
+    for path in Path(storage).glob("*hs-*"):
+        name = _REQUEST_FILE.search(path.name)
+        if not name:
+            continue
+        host, pid = name[1], int(name[2])
+        with contextlib.suppress(OSError):  # deleted already, or not ours to delete
+            found = path.lstat()
+            old = time.time() - found.st_mtime > older_than
+            abandoned = not _is_running(pid) if host == HOST else old
+            if abandoned and stat.S_ISREG(found.st_mode):
+                path.unlink()
+                deleted += 1
+    return deleted
+
+
+def read_record(
+    file: Path,  # extraction.json of a server's folder
+) -> dict | None:  # model, layer_ids; None: there is no file
+    "What a server extracts, as `say_what_is_served` writes it. ValueError: it is not so."
+    if not file.is_file():
+        return None
+    record = read_object(file)
+    ids, model = (record.get(name) if isinstance(record, dict) else None for name in ("layer_ids", "model"))
+    are_ids = isinstance(ids, list) and all(type(i) is int for i in ids)
+    if not are_ids or not ids or not isinstance(model, str):
+        raise ValueError(
+            f"{file}: needs model, a name, and layer_ids, a list of integers; it holds "
+            f"{str(record)[:100]!r}. Start the server again: it writes the file"
+        )
+    return record
+
+
+class FolderStates:
+    "States of requests in a folder that server and client share."
+
+    pauses = (0.0, 0.0)  # seconds between attempts for a row
+
+    def __init__(
+        self,
+        storage,  # the server's shared_storage_path, as it is mounted here
+    ):
+        self.folder = Path(storage).resolve()
+        if not self.folder.is_dir():
+            raise FileNotFoundError(
+                f"storage={str(storage)!r}: no such folder; name the server's shared_storage_path as it is mounted here"
+            )
+        self.record = self.folder / "extraction.json"
+        sweep(self.folder)
+
+    def served(
+        self,
+        ask=None,  # not needed: the server has written it
+    ) -> dict | None:  # model, layer_ids; None: the server's connector does not say
+        "What the server extracts. ValueError: as of `read_record`."
+        return read_record(self.record)
+
+    def note(self, params, request):
+        "Not needed: `delete` finds the files by the request's name."
+
+    def collect(
+        self,
+        params: dict,  # kv_transfer_params of a reply
+        request: str,  # the request's name
+        token_ids: list[int],  # [seq] of the row
+        timeout: float,  # seconds to wait for the writer
+    ) -> torch.Tensor:  # [seq, A+1, H]
+        "States of a request. FeatureError: as of `file_of_reply` and `collect`."
+        handle = params.get("hidden_states_path") or params.get("handle")
+        if isinstance(handle, str) and "tensors" in params:
+            reason = "the server keeps states in a Mooncake store, not in files: give storage= "
+            reason += "the address of its master, e.g. mooncake://127.0.0.1:50051"
+            raise ReplyError(shown(handle), reason, True)
+        return collect(file_of_reply(self.folder, handle, request), token_ids, timeout)
+
+    def delete(
+        self,
+        request: str,  # the request's name
+    ) -> ReplyError | None:  # the error of a file that stays
+        "Delete the files of one request, and nothing else."
+        error = None
+        for file in self.folder.glob(f"*{request}*"):
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as e:
+                reason = (
+                    f"cannot be deleted ({e.strerror}), and the folder would fill up: run the "
+                    "server and this client as one user, or as a group that may write there"
+                )
+                error = ReplyError(e.filename, reason, True)
+        return error
+
+
+# pyright: reportMissingImports=false
+BUFFER = 64 << 20  # bytes that Mooncake registers for a client; states go past it
+
+
+def local_host(
+    address: MooncakeAddress,  # of a master
+) -> str:  # of this machine, as the master sees it
+    "Under which address the store reaches this machine. EndpointError: no master answers."
+    try:
+        with socket.create_connection((address.host, address.port), 10) as connection:
+            return connection.getsockname()[0]
+    except OSError as e:
+        place = f"mooncake://{address.host}:{address.port}"
+        raise EndpointError(
+            f"storage={shown(place)}: no Mooncake master answers there ({e.strerror or e}); "
+            f"start one with mooncake_master --rpc_port={address.port}"
+        ) from None
+
+
+def open_store(
+    address: MooncakeAddress,  # of the master
+) -> Any:  # an `hs_connectors.MooncakeTransfer` that is connected
+    """A client that gives the store no memory. Errors: ImportError without the packages;
+    EndpointError where no master answers."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # Mooncake logs each step of each client
+    try:
+        import mooncake.store as _  # noqa: F401
+        from hs_connectors import MooncakeTransfer
+        from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
+    except ImportError as e:
+        raise ImportError(
+            f"storage='mooncake://…': {e}; pip install 'speculators_nb[mooncake]' (on machines "
+            "without CUDA: hs-connectors mooncake-transfer-engine-non-cuda; both need "
+            "libibverbs1), or name a folder"
+        ) from None
+    config = MooncakeStoreConfig(
+        local_hostname=local_host(address),
+        master_server_address=f"{address.host}:{address.port}",
+        global_segment_size=0,
+        local_buffer_size=BUFFER,
+    )
+    transfer = MooncakeTransfer(MooncakeHiddenStatesStore(config))
+    transfer.setup()
+    return transfer
+
+
+TENSORS = "hidden_states", "token_ids"
+
+
+def manifest_of(
+    params: dict,  # kv_transfer_params of a reply
+    request: str,  # the request's name
+) -> dict[str, Any]:  # handle, version, tensors, metadata
+    "The manifest in a reply. ReplyError: there is none, or it is another request's."
+    handle, tensors = params.get("handle"), params.get("tensors")
+    named = repr(handle or params.get("hidden_states_path"))[:200]
+    if not isinstance(tensors, dict) or not all(isinstance(tensors.get(n), dict) for n in TENSORS):
+        raise ReplyError(
+            named,
+            "the server keeps no states in a Mooncake store: start it by `speculators-nb serve "
+            "VERIFIER --hidden-states mooncake://HOST:PORT`, or give storage= its folder",
+            True,
+        )
+    key = handle if isinstance(handle, str) and handle.isprintable() else ""
+    if request not in key or len(key) > 250:
+        raise ReplyError(named, f"the server names an object that is not this request's ({request})", True)
+    metadata = params.get("metadata")
+    return {
+        "handle": key,
+        "version": params.get("version"),
+        "tensors": {name: tensors[name] for name in TENSORS},
+        "metadata": metadata if isinstance(metadata, dict) else {},
+    }
+
+
+class _Connection:
+    "The connection of a process to a store, opened where it is first used."
+
+    def __init__(self, address):
+        self.address = address
+        self._reset()
+        _opened.add(self)
+
+    def _reset(self):
+        self.lock, self.transfer, self.readers = threading.Lock(), None, None
+
+    def leave_to_parent(self):
+        "In a forked child: the client is the parent's; it is not used here, and never closed."
+        for of_parent in (self.transfer, self.readers):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(of_parent))
+        self._reset()
+
+    def __reduce__(self):
+        return _connection, (self.address,)
+
+    def open(self) -> tuple[Any, ThreadPoolExecutor]:
+        "The client, and the threads that read."
+        with self.lock:
+            if self.transfer is None:
+                self.transfer = open_store(self.address)
+            if self.readers is None:
+                self.readers = ThreadPoolExecutor(4, "mooncake")
+            return self.transfer, self.readers
+
+
+_opened: weakref.WeakSet[_Connection] = weakref.WeakSet()
+
+
+@cache
+def _connection(address):
+    "One for all servers of a store."
+    return _Connection(address)
+
+
+def _leave_to_parent():
+    for connection in list(_opened):
+        connection.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _in_a_line(error):
+    "What hs-connectors says of an error, without the manifest that it adds."
+    return " ".join(str(error).partition("Transfer manifest")[0].split())[:300]
+
+
+class StoredObjects:
+    "Objects of requests in a Mooncake store: known by the replies, and deleted."
+
+    late = 10.0  # seconds to wait for an object that is only deleted
+
+    def __init__(
+        self,
+        address: MooncakeAddress,  # of its master
+    ):
+        self.where = f"mooncake://{address.host}:{address.port}"
+        self.connection = _connection(address)
+        # request -> key of each object -> its manifest; None: it was waited for
+        self.objects: dict[str, dict[str, dict | None]] = {}
+        self.connection.open()
+
+    def note(
+        self,
+        params: Any,  # kv_transfer_params of a reply, perhaps none
+        request: str,  # the request's name
+    ) -> None:
+        "Remember the object of a reply, so that `delete` deletes it, read or not."
+        with contextlib.suppress(ReplyError):
+            manifest = manifest_of(params if isinstance(params, dict) else {}, request)
+            self.objects.setdefault(request, {})[manifest["handle"]] = manifest
+
+    def delete(
+        self,
+        request: str,  # the request's name
+    ) -> ReplyError | None:  # the error of an object that stays
+        "Delete the objects of all replies to one request, and nothing else."
+        error = None
+        for key, unread in self.objects.pop(request, {}).items():
+            try:
+                transfer, readers = self.connection.open()
+                if unread:
+                    wait = readers.submit(transfer.store.get_sample, unread, self.late)
+                    wait.exception()  # None: it is there; an error: it does not come
+                transfer.delete(key)
+            except (RuntimeError, OSError, ImportError) as e:
+                reason = f"cannot be deleted ({_in_a_line(e)})"
+                error = ReplyError(f"{self.where} {key}", reason)
+        return error
+
+
+class StoredStates(StoredObjects):
+    "States of requests in a Mooncake store: read them."
+
+    record = "the server's reply"
+    pauses = (4.0, 8.0)  # seconds between attempts for a row
+
+    def collect(
+        self,
+        params: dict,  # kv_transfer_params of a reply
+        request: str,  # the request's name
+        token_ids: list[int],  # [seq] of the row
+        timeout: float,  # seconds to wait for the server
+    ) -> torch.Tensor:  # [seq, A+1, H]
+        "States of a request. FeatureError: not there in time, torn, of other tokens."
+        manifest = manifest_of(params, request)
+        transfer, readers = self.connection.open()
+        self.objects.setdefault(request, {})[manifest["handle"]] = None
+        where = f"{self.where} {manifest['handle']}"
+        try:
+            read = readers.submit(transfer.store.get_sample, manifest, timeout).result()
+        except (RuntimeError, OSError, LookupError, TypeError, ValueError, MemoryError) as e:
+            raise ReplyError(where, _in_a_line(e)) from None
+        try:
+            return decode_row(where, read, token_ids)
+        except FeatureError as e:
+            raise ReplyError(where, e.reason) from None
+
+
+class MooncakeStates(StoredStates):
+    "States of requests in a Mooncake store, and what its server extracts."
+
+    def served(
+        self,
+        ask: Callable[[str], dict],  # request of one token by its name -> kv_transfer_params
+    ) -> dict | None:  # model, layer_ids; None: the server's connector does not say
+        "What the server extracts. Errors: as of `collect`."
+        name = request_name()
+        params = ask(name)
+        try:
+            self.collect(params, name, [0], 30.0)
+        finally:
+            self.delete(name)
+        metadata = manifest_of(params, name)["metadata"]
+        ids, model = metadata.get("layer_ids"), metadata.get("model")
+        is_known = isinstance(ids, list) and ids and all(type(i) is int for i in ids)
+        return {"model": model, "layer_ids": ids} if is_known else None
+
+
+def states_in(
+    storage,  # a folder that server and client share, or mooncake://HOST:PORT
+) -> FolderStates | MooncakeStates:
+    """Where a server puts hidden states. Errors: FileNotFoundError for no folder; ValueError
+    for a broken address; ImportError, EndpointError: as of `open_store`."""
+    address = mooncake_address(storage)
+    return MooncakeStates(address) if address else FolderStates(storage)
+
+
+def extraction_options(
+    layer_ids: list[int],  # verifier layers, ascending; the last one is the number of layers
+    storage,  # folder that client and server share, or mooncake://HOST:PORT
+) -> tuple[list[str], dict[str, str]]:  # further `vllm serve VERIFIER` arguments; environment
+    """Options with which vLLM passes hidden states on, as in `speculators-nb serve VERIFIER
+    --hidden-states FOLDER`."""
+    speculation = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [int(i) for i in layer_ids]}},
+    }
+    store = mooncake_address(storage)
+    if store:
+        module, name = "mooncake_connector", "MooncakeConnector"
+        size, master = round(store.segment_gb * 2**30), f"{store.host}:{store.port}"
+        to = {"mooncake": dict(master_server_address=master, global_segment_size=size)}
+    else:
+        module, name = "vllm_connector", "HiddenStatesConnector"
+        to = {"shared_storage_path": str(Path(storage).resolve())}
+    transfer = {
+        "kv_connector": name,
+        "kv_connector_module_path": f"speculators_nb.serve.{module}",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": to,
+    }
+    options = ["--speculative-config", json.dumps(speculation)]
+    options += ["--kv-transfer-config", json.dumps(transfer)]
+    package = str(Path(str(files("speculators_nb"))).parent)
+    python_path = [package, os.environ.get("PYTHONPATH")]
+    return options, {"PYTHONPATH": os.pathsep.join(filter(None, python_path))}
+
+
+def writable_storage(
+    storage,  # as in `extraction_options`
+    starts: bool = True,  # now; a Mooncake master may come after the server's command
+) -> None:
+    """See, before a server starts, that it can write to its folder, which is made, or reach its
+    Mooncake master. DiskError, EndpointError."""
+    address = mooncake_address(storage)
+    if address is None:
+        writable_folder(storage)
+    elif starts:
+        local_host(address)
+
+
+def _at(value, *keys):
+    "A part of a reply; None where the reply has another form."
+    for key in keys:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def _served_model(endpoint: Endpoint, model: str | None) -> tuple[str, str]:
+    "Errors: ValueError for a name that is not served."
+    served: Any = endpoint.served()
+    names = [m["id"] for m in served]
+    if not names:
+        raise EndpointError(f"{endpoint.url}: serves no model; is it still starting?")
+    if model not in (None, *names):
+        raise ValueError(
+            f"model={model!r}: {endpoint.url} serves {', '.join(names)}; name one of them, or leave model out"
+        )
+    chosen = next(m for m in served if model in (None, m["id"]))
+    name, root = chosen["id"], chosen.get("root")
+    is_path = isinstance(root, str) and root.isprintable() and root
+    return name, root if is_path else name
+
+
+class ExtractionServer:
+    "A vLLM that was started with `extraction_options`: its model, layers and storage."
+
+    def __init__(
+        self,
+        url: str,  # e.g. http://127.0.0.1:8000
+        storage,  # its shared folder, as it is mounted here, or mooncake://HOST:PORT
+        layer_ids: list[int] | None = None,  # slots, last included; None: the server's
+        model: str | None = None,  # served name; None: the only one
+        timeout: float = 600.0,  # seconds that one answer may take
+        tries: int = 8,  # requests for one answer, with back-off that outlasts a server restart
+    ):
+        self.endpoint = Endpoint(url, timeout=timeout, tries=tries)
+        self.storage = storage
+        self.place = states_in(storage)
+        self.timeout = timeout
+        self.model, self.root = _served_model(self.endpoint, model)
+        self.layer_ids = self._checked_layers(layer_ids)
+
+    def _ask(self, name):
+        "What the reply to a prompt of one token says of its states."
+        body = {"model": self.model, "prompt": [0], "max_tokens": 1, "request_id": name}
+        return _at(self.endpoint.post("/v1/completions", body), "kv_transfer_params") or {}
+
+    def _checked_layers(self, layer_ids):
+        "The layers that the server writes. ValueError: it writes others, or of another model."
+        served = self.place.served(self._ask)
+        if served is None:
+            if layer_ids is None:
+                raise ValueError(
+                    f"layer_ids=None: {self.place.record} does not say (another connector?). "
+                    "Pass the layer ids that the server was started with"
+                )
+            return list(layer_ids)
+        if served["model"] not in (self.root, self.model):
+            raise ValueError(
+                f"storage={str(self.storage)!r}: a server of {served['model']!r} writes there, "
+                f"but {self.endpoint.url} serves {self.root!r}"
+            )
+        if layer_ids is not None and list(layer_ids) != served["layer_ids"]:
+            raise ValueError(
+                f"layer_ids={list(layer_ids)}: the server writes layers {served['layer_ids']}; "
+                "start it with these ids, or take its own"
+            )
+        return list(served["layer_ids"])
+
+    def about(self) -> dict[str, str]:  # the "model" part of data_config.json
+        "Name and fingerprint of the server's model."
+        fingerprint = f"served as {self.root}"
+        if (Path(self.root) / "config.json").is_file():
+            fingerprint = checkpoint_fingerprint(self.root)
+        return {"target_model_path": self.root, "fingerprint": fingerprint}
+
+
+class RequestedStates(ExtractionServer):
+    "One request of hidden states: the prompt, the reply, the states."
+
+    def _final(self, reason, where=None):
+        "An error that another attempt would not mend."
+        return ReplyError(where or self.endpoint.url, reason, True)
+
+    def _post(self, path, body):
+        "The reply, and the token ids that the server reports as its prompt."
+        reply = self.endpoint.post(path, body)
+        self.place.note(_at(reply, "kv_transfer_params"), body["request_id"])
+        choice = _at(reply, "choices", 0, "prompt_token_ids")
+        return reply, _at(reply, "prompt_token_ids") or choice
+
+    def _post_row(self, name, ids, messages):
+        "Post one row, as token ids or as messages."
+        body = {
+            "model": self.model,
+            "max_tokens": 1,
+            "temperature": 0,
+            "return_token_ids": True,
+            "request_id": name,
+        }
+        if messages is None:
+            return self._post("/v1/completions", body | {"prompt": ids})
+        body |= {"messages": messages, "add_generation_prompt": False}
+        reply, prompt_ids = self._post("/v1/chat/completions", body)
+        if prompt_ids != ids and isinstance(prompt_ids, list) and prompt_ids[: len(ids)] == ids:
+            # this template ends the last turn with a token that the row lacks: leave it open
+            return self._post("/v1/chat/completions", body | {"continue_final_message": True})
+        return reply, prompt_ids
+
+    def _request(self, name, ids, messages):
+        "States of one row, checked. ReplyError, FeatureError, EndpointError."
+        reply, prompt_ids = self._post_row(name, ids, messages)
+        if not isinstance(prompt_ids, list):
+            raise self._final("the reply has no prompt_token_ids; is this vLLM?")
+        if prompt_ids != ids:
+            pairs = enumerate(zip(prompt_ids, ids))
+            shorter = min(len(prompt_ids), len(ids))
+            first = next((i for i, (x, y) in pairs if x != y), shorter)
+            raise self._final(
+                f"the server read other tokens than the row's: {len(prompt_ids)} instead of "
+                f"{len(ids)}, first difference at position {first}"
+            )
+        params: Any = _at(reply, "kv_transfer_params")
+        if not (_at(params, "hidden_states_path") or _at(params, "handle")):
+            raise self._final(
+                "the reply names no file (kv_transfer_params is empty): start the server by "
+                "`speculators-nb serve VERIFIER --hidden-states FOLDER`"
+            )
+        states = self.place.collect(params, name, ids, min(self.timeout, 60))
+        if states.shape[1] != len(self.layer_ids):
+            raise self._final(f"the server sends {states.shape[1]} layers, expected {self.layer_ids}")
+        return states
+
+
+class RowRefused(ReplyError):
+    "A server refuses a row; another server of the same model would refuse it, too."
+
+    def __reduce__(self):
+        return RowRefused, (self.path, self.reason, self.final)
+
+
+class OneAttempt(RequestedStates):
+    "One attempt for a row; nothing of it stays in the storage."
+
+    def attempt(
+        self,
+        ids: list[int],  # token ids
+        messages: list | None = None,  # as of `states`
+    ) -> torch.Tensor:  # [seq, A+1, H]
+        "States of one row, requested once. Errors: as of `states`."
+        name = request_name()
+        try:
+            states = self._request(name, ids, messages)
+            if error := self.place.delete(name):
+                raise error
+            return states
+        except EndpointError as e:
+            if e.status is None or not 400 <= e.status < 500 or is_servers_fault(e):
+                raise
+            reason = f"a row of {len(ids)} tokens was refused: {e}"
+            raise RowRefused(self.endpoint.url, reason, True) from None
+        finally:
+            self.place.delete(name)
+
+
+class HiddenStatesClient(OneAttempt):
+    """Hidden states of rows, from a vLLM that was started with `extraction_options`. May be
+    shared by threads and sent to other processes."""
+
+    def states(
+        self,
+        token_ids,  # [seq]
+        messages: list | None = None,  # the conversation, where it has more than text
+    ) -> torch.Tensor:  # [seq, A+1, H]
+        """States of one row, which is deleted where it was. FeatureError: refused, or three
+        attempts failed; EndpointError: no answer."""
+        ids = [int(t) for t in token_ids]
+        for seconds in self.place.pauses:
+            try:
+                return self.attempt(ids, messages)
+            except FeatureError as e:
+                if getattr(e, "final", False):
+                    raise
+            time.sleep(seconds)
+        return self.attempt(ids, messages)
+
+
+def storages_of(
+    storage: str | os.PathLike | Iterable,  # one place for all servers, or one for each
+    servers: int,  # how many there are
+) -> list:  # one folder for each server
+    "The shared folder of each server. ValueError: another number of folders than servers."
+    one = isinstance(storage, (str, os.PathLike))
+    folders = [storage] if one else list(storage)
+    if len(folders) == 1:
+        return folders * servers
+    if len(folders) != servers:
+        raise ValueError(
+            f"storage: {len(folders)} folders for {servers} server{'s' * (servers > 1)}; name "
+            "one that all share, or one for each, in the order of the servers"
+        )
+    return folders
+
+
+class HiddenStatesPool(ServerPool[HiddenStatesClient]):
+    "Hidden states of rows, from several servers of one verifier."
+
+    def __init__(
+        self,
+        urls: Iterable[str],  # addresses
+        storage: str | os.PathLike | Iterable,  # as in `storages_of`
+        layer_ids: list[int] | None = None,  # slots, last included; None: the server's
+        model: str | None = None,  # served name; None: the only one
+        timeout: float = 600.0,  # seconds that one answer may take
+        tries: int = 8,  # requests for one row
+        patience: float = 120.0,  # seconds to wait while no server answers
+    ):
+        found, self.tries = addresses_of(urls), tries
+        folders = storages_of(storage, len(found))
+        self.shape: tuple[int, ...] | None = None  # slots, hidden size
+        self.known: dict[str, dict] = {}  # model folder or id -> what `about` says of it
+        opens = {
+            url: partial(HiddenStatesClient, url, folder, layer_ids, model, timeout, 1)
+            for url, folder in zip(found, folders)
+        }
+        super().__init__(opens, self._identity, patience)
+        self.layer_ids, self.origin = self.call(lambda c: (c.layer_ids, self._about(c)))
+
+    def _about(self, client):
+        if client.root not in self.known:  # a fingerprint reads the head of every weight file
+            self.known[client.root] = client.about()
+        return self.known[client.root]
+
+    def _identity(self, client) -> Any:
+        what = self._about(client)["fingerprint"]
+        return f"{client.model} ({what}) with layers {client.layer_ids}"
+
+    def at_fault(self, error: Exception) -> bool:
+        of_reply = isinstance(error, FeatureError) and not isinstance(error, RowRefused)
+        return of_reply or is_servers_fault(error)
+
+    def about(self) -> dict[str, str]:  # the "model" part of data_config.json
+        "Name and fingerprint of the servers' model."
+        return self.origin
+
+    def states(
+        self,
+        token_ids,  # [seq]
+        messages: list | None = None,  # the conversation, where it has more than text
+    ) -> torch.Tensor:  # [seq, A+1, H]
+        "States of one row. Errors: as of `HiddenStatesClient.states`; NoServerLeft."
+        ids = [int(t) for t in token_ids]
+        return self.call(partial(self._states, ids=ids, messages=messages))
+
+    def _states(self, client, ids, messages):
+        states = client.attempt(ids, messages)
+        shape = tuple(states.shape[1:])
+        with self.changed:
+            self.shape = self.shape or shape
+        if shape != self.shape:
+            reason = f"states of {list(shape)} for a token, the rows before {list(self.shape)}"
+            raise ReplyError(client.endpoint.url, reason)
+        return states
+
+
+def open_states(
+    url: str | Iterable[str],  # one address, or several
+    storage: str | os.PathLike | Iterable,  # as in `storages_of`
+    layer_ids: list[int] | None = None,  # slots, last included; None: the server's
+    model: str | None = None,  # served name; None: the only one
+    timeout: float = 600.0,  # seconds that one answer may take
+    tries: int = 8,  # requests for one row
+    patience: float = 120.0,  # of several servers: seconds to wait while none answers
+) -> HiddenStatesClient | HiddenStatesPool:
+    "The client of one server, or of several. Errors: as of `HiddenStatesClient`."
+    urls = addresses_of(url)
+    if len(urls) > 1:
+        return HiddenStatesPool(urls, storage, layer_ids, model, timeout, tries, patience)
+    (folder,) = storages_of(storage, 1)
+    return HiddenStatesClient(urls[0], folder, layer_ids, model, timeout, tries)
