@@ -1,5 +1,6 @@
 # Each target prepares what it needs: a bare machine with Python 3.11 or newer, git and make is enough.
 #   make demo                                        train a drafter on the CPU and measure it
+#   make real                                        the same for SmolLM2-135M-Instruct, in half an hour
 #   make demo TORCH="torch==2.11.0 --index-url ..."  the same on another torch build (remembered in .venv)
 #   make pytest PINS="transformers==5.16.0 ..."      other versions than constraints.txt has (remembered; PINS= ends it)
 #   make help                                        every target in a line
@@ -22,7 +23,7 @@ QUIET := > >(grep --line-buffered -E '^ *Downloading .* MB\)|^Installing' | cut 
 	2> >(grep --line-buffered -v -E '^WARNING: Location .* is ignored' >&2)
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 
-.PHONY: help demo test quick lint types newest notebooks-test pytest nbdev2 lab docs browser-test vllm-test proofs upstream-test \
+.PHONY: help demo real test quick lint types newest notebooks-test pytest nbdev2 lab docs browser-test vllm-test proofs upstream-test \
 	bench compare verifier answers corpus notebooks export format hooks env env-dev wheel release-check clean force
 .DEFAULT_GOAL := help
 
@@ -31,6 +32,9 @@ help:  ## this list
 
 demo: .venv/.run  ## train a drafter for the shipped tiny verifier, measure it, write a report to output/demo
 	$(OFFLINE) $(BIN)/speculators-nb demo
+
+real: .venv/.real  ## train a drafter for SmolLM2-135M-Instruct (fetched, 93 MB) on its own answers, measure it, write a report to output/real; half an hour on two idle cores, continues where it stopped
+	$(OFFLINE) env -u OMP_NUM_THREADS $(BIN)/speculators-nb real
 
 test: lint types notebooks-test nbdev2 pytest  ## everything that must hold: lint, types, notebooks, nbdev 2, pytest (sync included)
 
@@ -259,6 +263,10 @@ endif
 .venv/.dev: .venv/.run
 	@echo "== installing the requirements of tests, Lab and docs"
 	@PYTHONWARNINGS=ignore $(BIN)/python $(PIP) -c .venv/.constraints -e ".[dev,docs]" $(QUIET)
+	@touch $@
+
+.venv/.real: .venv/.run
+	@PYTHONWARNINGS=ignore $(BIN)/python $(PIP) -c .venv/.constraints -e ".[gguf]" $(QUIET)
 	@touch $@
 
 # nbdev 2.4.14 runs with these two bounds only, and never beside nbdev 3

@@ -597,11 +597,13 @@ def quotes():
             f"texts each: {different} differs from its exact distribution; and {prompts} greedy texts by each proposer",
             "engine": f"{length} tokens a step, {faster} times the tokens a second",
             "demo": minutes("demo", "train a drafter, and measure it"),
+            "real": minutes("real", "the same for SmolLM2-135M, a language model, on its own answers"),
             "test": minutes("test", "lint, types, notebooks, tests"),
             "train_step": f"a training step of EAGLE-3 is {speed} times as fast, in {memory} of the memory",
         },
         "docs/installation.md": {
             "demo": minutes("demo", "train a drafter, and measure it"),
+            "real": minutes("real", "the same for SmolLM2-135M, a language model, on its own answers"),
             "test": minutes("test", "lint, types, notebooks, tests; not slow cells, browser, vLLM"),
         },
         "docs/first_run.md": {"features": f"an error of {100 * max(errors):.1f} % of a state"},

@@ -917,7 +917,7 @@ def test_questions_are_answered_anew(tmp_path, monkeypatch):
         assert len(answered) == written and all(m[-1]["role"] == "assistant" for m in answered)
         assert any(m[0]["content"] in ("What is 2 + 2?", "Add.\n\n2, 2") for m in answered)
     result = run("prepare", "gsm8k", tmp_path / "p", *OF_TINY, "--num-proc", 1)
-    assert result.exit_code == 0 and "3 training and 0 validation rows" in result.stdout, result.output
+    assert result.exit_code == 0 and "2 training and 1 validation rows" in result.stdout, result.output
     one_line(run("prepare", "gsm9k", tmp_path / "q", *OF_TINY), "gsm9k: no such file", "hf:gsm9k", "gsm8k")
 
 

@@ -12,7 +12,7 @@ import pytest
 from small_report import small_report
 from test_experiment import names_taken
 
-from speculators_nb.cli.demo import demo
+from speculators_nb.cli.demo import demo, real
 from speculators_nb.core.options import algorithms
 from speculators_nb.lab.demo_report import trained_step_weights, training_figures
 from speculators_nb.lab.experiment import settings
@@ -98,3 +98,28 @@ def test_the_report_draws_the_weights_of_the_run(algorithm, given, weights, tmp_
         lines = figures["step_weights"].axes[0].lines
         assert len(lines) == 1
         np.testing.assert_allclose(lines[0].get_ydata(), weights, rtol=1e-6)
+
+
+def test_the_demo_of_a_real_verifier_holds_out_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+    "With the tiny verifier and its shipped answers in the place of those that are fetched."
+    monkeypatch.chdir(ROOT)
+    given = dict(verifier="data/tiny-verifier", data="data/answers/train.jsonl", k=2, epochs=1, draft_vocab_size=512)
+    given |= dict(max_samples=60, n_heldout=2)
+    with monkeypatch.context() as patched:
+        patched.setattr("speculators_nb.cli.demo.check_vllm_contract", lambda folder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):  # after training
+            real(tmp_path, **given)
+    weights = (tmp_path / "drafter/model.safetensors").stat().st_mtime_ns
+    measured = real(tmp_path, **given)
+    assert (tmp_path / "drafter/model.safetensors").stat().st_mtime_ns == weights
+    assert set(measured.performance.drafter) == {"no drafter", "n-gram", "eagle3"}
+    page, said = (tmp_path / "report.html").read_text(), capsys.readouterr().out
+    assert "as fast as without a drafter" in page and "times as fast as without a drafter" in said
+    assert f"speculators-nb evaluate {tmp_path / 'drafter'} {tmp_path / 'prepared'}" in page
+    split = json.loads((tmp_path / "features/data_config.json").read_text())["data"]["split"]
+    assert split == {"train": 57, "val": 3}
+    asked = [json.loads(line)["text"] for line in (tmp_path / "prepared/heldout.jsonl").read_text().splitlines()]
+    shown = re.findall(r"<summary>([^<]+)</summary>", page)
+    assert len(asked) == 3 and len(shown) == 2 and all(any(q in text for text in asked) for q in shown)
+    with pytest.raises(FileExistsError, match="seed"):
+        real(tmp_path, **given, seed=1)

@@ -29,6 +29,7 @@ from speculators_nb.data.pipeline import prepare
 from speculators_nb.data.prepare import fingerprint_data, prepare_data
 from speculators_nb.data.prepared_folder import changes, load_prepared, read_token_freq
 from speculators_nb.data.row_filter import filter_rows
+from speculators_nb.evaluate.prompts import encode_prompts, prompt_of, read_prompts
 from speculators_nb.lab.corpus import corpus
 from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
 
@@ -68,7 +69,7 @@ def everything(folder):
 
 
 def test_rows_are_those_of_encode(chats, tok, tmp_path):
-    prepared = prepare_data(chats, VERIFIER, tmp_path / "p", shuffle=False)
+    prepared = prepare_data(chats, VERIFIER, tmp_path / "p", shuffle=False, val_fraction=0.0)
     assert rows_in(prepared) == [row for c in chats for row in encode(normalize(c), tok)]
     assert len(prepared) == len(prepared.train) == 120 and len(prepared.val) == 0 and not len(prepared.dropped)
     turns = prepare_data(chats, VERIFIER, tmp_path / "t", shuffle=False, rows="turn")
@@ -112,6 +113,23 @@ def test_what_is_written(chats, tmp_path):
     assert repr(read) == repr(prepared) and read.table.equals(prepared.table)
 
 
+@pytest.mark.parametrize("rows", ["conversation", "turn"])
+def test_what_held_out_conversations_ask_is_there_as_prompts(chats, tok, tmp_path, rows):
+    prepared = prepare_data(chats, VERIFIER, tmp_path / "p", rows=rows)
+    assert prepared.config["split"]["val"] == len(prepared.val) >= 6  # 5 % of 120 conversations
+    prompts = read_prompts(tmp_path / "p")
+    assert prompts == read_prompts(tmp_path / "p/heldout.jsonl") and len(prompts) == 6
+    asked = {json.dumps(encode_prompts([prompt_of(chat)], tok)[0]): chat["messages"][0]["content"] for chat in chats}
+    lines = list(map(json.loads, (tmp_path / "p/heldout.jsonl").read_text().splitlines()))
+    assert all(asked[json.dumps(line["prompt"])] in line["text"] for line in lines)
+    first = [line["prompt"] for line in lines]
+    held, trained = (list(part["input_ids"]) for part in (prepared.val, prepared.train))
+    begins = lambda ids, prompt: ids[: len(prompt)].tolist() == prompt
+    assert all(any(begins(ids, prompt) for prompt in first) for ids in held)
+    assert not any(begins(ids, prompt) for prompt in first for ids in trained)
+    assert not (prepare_data(chats, VERIFIER, tmp_path / "all", val_fraction=0).folder / "heldout.jsonl").exists()
+
+
 @pytest.mark.parametrize("val_fraction", [0.0, 0.2])
 def test_the_same_call_again_does_nothing(chats, tmp_path, val_fraction):
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, chats)))
@@ -137,7 +155,7 @@ def test_the_same_call_again_does_nothing(chats, tmp_path, val_fraction):
         (dict(too_long="drop"), "too_long was"),
         (dict(dedup=False), "dedup was True"),
         (dict(shuffle=False), "shuffle was"),
-        (dict(val_fraction=0.5), "val_fraction was 0.0, is 0.5"),
+        (dict(val_fraction=0.5), "val_fraction was 0.05, is 0.5"),
         (dict(min_trained=3), "min_trained was 1"),
         (dict(template_kwargs={"x": 1}), "template_kwargs was"),
         (dict(data=corpus(121)), "data was '"),
@@ -205,7 +223,9 @@ def test_the_report_counts_all_that_went(chats, tmp_path):
         {"input_ids": [1] * 80, "loss_mask": [0] * 70 + [1] * 10},
         {"input_ids": [1] * 80, "loss_mask": [0] * 60 + [1] * 20},
     ]
-    prepared = prepare_data(chats + chats[:9] + bad, VERIFIER, tmp_path / "p", max_length=64, min_trained=2)
+    prepared = prepare_data(
+        chats + chats[:9] + bad, VERIFIER, tmp_path / "p", max_length=64, min_trained=2, val_fraction=0
+    )
     stages = prepared.table["conversations"].dropna().to_dict()
     made = [row for c in chats for row in encode(normalize(c), AutoTokenizer.from_pretrained(VERIFIER))] + [
         ([1] * 80, [0] * 60 + [1] * 20)

@@ -104,7 +104,7 @@ def _check_model(field, value, command):
 
 
 # their verifier is read as a model; the first three, and `evaluate` here, read its tokenizer
-TOKENISES = ("regenerate", "features", "demo")
+TOKENISES = ("regenerate", "features", "demo", "real")
 READS = (
     *TOKENISES,
     "prepare",
@@ -188,13 +188,13 @@ def _check_data(field, value, command):
 
 
 def check_clone(
-    *paths: str | os.PathLike,  # files that `demo` reads; by default those of the repository
+    *paths: str | os.PathLike,  # files that a demo reads; by default those of the repository
 ) -> None:
     "Errors: FileNotFoundError naming what is not there, and the clone."
     for path in paths:
         if not Path(path).is_file():
             raise FileNotFoundError(
-                f"{path}: no such file. The demo reads the corpus and the verifier in data/ of "
+                f"{path}: no such file. The demo reads the data and the verifier in data/ of "
                 "the repository: run it in a clone, or name files of your own."
             )
 
@@ -366,9 +366,9 @@ def _check_output(values, command):
     if command == "train":
         resume = pairs(values.get("extra")).get("resume_from_checkpoint", values.get("resume"))
         check_output_dir(values["output_dir"], values.get("overwrite", False), resume)
-    if command == "demo":
+    if command in ("demo", "real"):
         given = {n: v for n, v in values.items() if n not in ("output_dir", "import")}
-        check_settings(Path(values["output_dir"]) / "demo.json", given)
+        check_settings(Path(values["output_dir"]) / f"{command}.json", given)
     if command == "prepare":
         origin_of(values["output_dir"])
 
@@ -380,6 +380,8 @@ def check_inputs(
     "Errors: FileNotFoundError or ValueError for an input that is missing or of another kind."
     if command == "demo":
         check_clone(values["prompts"], values["heldout"])
+    if command == "real" and values["data"].startswith("data/"):
+        check_clone(values["data"])
     if command == "experiment":
         read_experiment_file(values["file"])
     if command == "train":

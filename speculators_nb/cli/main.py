@@ -222,6 +222,9 @@ stitch_mtp = command(
 
 demo = command(
     library("cli.demo", "demo"), lambda evaluation: None, app, group="All of it", output=None
+)
+real = command(
+    library("cli.demo", "real"), lambda evaluation: None, app, group="All of it", output=None
 )  # it reports while it runs
 
 

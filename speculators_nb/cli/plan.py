@@ -91,7 +91,7 @@ READS = (
     *("data", "data_dir", "drafter", "folder", "checkpoint", "from_pretrained", "prepared"),
     *("features", "runs", "evaluations"),
 )
-NOT_A_STAGE = "run", "demo", "experiment"
+NOT_A_STAGE = "run", "demo", "real", "experiment"
 
 
 def stages_of(

@@ -904,7 +904,7 @@ IN = {
     "evaluate.temperature": SEVERAL_TEMPERATURES,
     "evaluate.drafter": path("output/drafter", none=True, objects=True),
     "evaluate.method": word(*METHODS[:-2], none=True),  # the last two draft nothing here
-    "demo.k": whole(4, 1, MOST_DRAFTED),
+    **dict.fromkeys(("demo.k", "real.k"), whole(4, 1, MOST_DRAFTED)),
     "doctor.data": path("chats.jsonl", none=True, objects=True),
     "from-gguf.save_dtype": word(*FLOATS[:3]),
     **{
@@ -920,6 +920,7 @@ IN = {
             "convert",
             "export",
             "demo",
+            "real",
             "from-gguf",
         )
     },

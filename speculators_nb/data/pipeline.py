@@ -2,6 +2,7 @@
 `prepare` runs it in memory."""
 
 import io
+import json
 import logging
 import multiprocessing
 import os
@@ -43,7 +44,7 @@ class Settings(NamedTuple):
     min_trained: int = 1
     dedup: bool = True
     shuffle: bool = True
-    val_fraction: float = 0.0
+    val_fraction: float = 0.05
     seed: int = 0
     template_kwargs: dict = {}
     train_reasoning: bool = True
@@ -293,6 +294,7 @@ class Result(NamedTuple):
     counts: Counts  # what was left out, and why
     beyond: list[Excess] = []  # rows that are longer than the verifier's context
     first_beyond: str = ""  # where the first of them is
+    held_out: int = 0  # conversations for validation: the last of the order
 
     @property
     def lengths(self) -> np.ndarray:  # [rows] int64
@@ -315,6 +317,19 @@ class Result(NamedTuple):
         ]
         tables = self.rows.tables(self.order, chain.from_iterable(sizes))
         yield from (islice(tables, len(part)) for part in sizes)
+
+    def questions(self) -> Iterator[dict]:
+        """What the held-out conversations ask: a prompt, the token ids before the first answer;
+        of one with pictures messages and tools."""
+        order = self.order[len(self.order) - self.held_out :]
+        for table in self.rows.tables(order, [self.rows.counts[i] for i in order]):
+            row = table.slice(0, 1).to_pylist()[0]
+            messages, tools = (json.loads(row.get(name, "null")) for name in ("messages", "tools"))
+            prompt = row["input_ids"][: row["loss_mask"].index(True)]
+            if messages:
+                yield {"messages": messages, "tools": tools}
+            elif prompt:
+                yield {"prompt": prompt}
 
     def report(self) -> dict:
         "What `data_config.json` records: stages, tokens cut off, reasons, control tokens."
@@ -384,7 +399,8 @@ def run_pipeline(
     val_rows = sum(spool.counts[i] for i in val)
     split = {"train": len(spool.lengths) - val_rows, "val": val_rows}
     beyond = encoder.limits.count(spool.lengths)
-    return Result(spool, np.concatenate([train, val]), split, counts, beyond, first_beyond)
+    order = np.concatenate([train, val])
+    return Result(spool, order, split, counts, beyond, first_beyond, len(val))
 
 
 def _split(n, settings):
@@ -410,7 +426,7 @@ def prepare(
     """Tokenise in memory. What cannot be used is dropped and counted; ValueError if no row is
     left."""
     check_options({"max_length": max_length, "rows": rows, "max_samples": limit})
-    settings = Settings(max_length, rows=rows, dedup=False, shuffle=False)
+    settings = Settings(max_length, rows=rows, dedup=False, shuffle=False, val_fraction=0.0)
     template = ChatTemplate(tokenizer, **template_kwargs)
     encoder = Encoder(template, settings, vocab_size or len(template.tokenizer))
     result = run_pipeline(conversations, encoder, limit=limit)

@@ -36,7 +36,14 @@ from .messages import brief
 from .pipeline import Encoder, Result, Settings, run_pipeline
 from .prepared_folder import Prepared, changes, load_prepared
 from .row_filter import Located
-from .sources import content_hash, files_of, hub_name, located, table_files
+from speculators_nb.data.sources import (
+    HELD_OUT,
+    content_hash,
+    files_of,
+    hub_name,
+    located,
+    table_files,
+)
 from ..nn.target_head import verifier_config
 from ..verifier.folders import origin_of
 from ..verifier.row_limits import RowLimits
@@ -186,7 +193,7 @@ def write_table(
     return counts.as_dict()
 
 # %% ../../nbs/data/04_prepare.ipynb #b10c0003
-def _write(folder, result: Result, config):
+def _write(folder, result: Result, config, tokenizer):
     "Everything at once, or nothing."
     fingerprint = hashlib.sha256(json.dumps(config["origin"]).encode()).hexdigest()[:16]
     text = json.dumps(config, indent=1, ensure_ascii=False)
@@ -196,6 +203,12 @@ def _write(folder, result: Result, config):
             for i, n in enumerate(result.lengths):
                 file.write(f'{", " if i else "{"}"{i}": {n}')
             file.write("}")
+        if result.held_out:
+            with open(tmp / HELD_OUT, "w", encoding="utf-8", errors="backslashreplace") as file:
+                for row in result.questions():
+                    if "prompt" in row:
+                        row["text"] = tokenizer.decode(row["prompt"])  # for a reader
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
         (tmp / "token_freq.json").write_text(json.dumps(freq), encoding="utf-8")
         torch.save(freq, tmp / "token_freq.pt")  # numbers; for the upstream library
         (tmp / "data_config.json").write_text(text, "utf-8", "backslashreplace")
@@ -230,7 +243,8 @@ def _open_or_make(data, verifier, encoder, vocab_size, folder, pictures, num_pro
             name = str(path or template.name)
             record = _record(paths, path, name, folder, result, settings)
             config = _config(result, origin, settings, name, vocab_size)
-            _write(folder, result, {"version": "3.0"} | record | config)
+            config = {"version": "3.0"} | record | config
+            _write(folder, result, config, template.tokenizer)
         return load_prepared(folder)
 
 # %% ../../nbs/data/04_prepare.ipynb #40712313
@@ -245,7 +259,7 @@ def prepare_data(
     min_trained: int = 1,  # trained tokens that a row must have
     dedup: bool = True,  # drop conversations with the same messages as another
     shuffle: bool = True,  # False: keep the order of conversations, max_samples takes the first
-    val_fraction: float = 0.0,  # share of the conversations whose rows are for validation
+    val_fraction: float = 0.05,  # share of the conversations that are held out of training
     seed: int = 0,  # of the sample and the order
     draft_vocab_size: int | None = None,  # also choose a draft vocabulary of this size
     template_kwargs: dict | None = None,  # for the template, e.g. {"enable_thinking": False}
@@ -257,12 +271,13 @@ def prepare_data(
     overwrite: bool = False,  # replace a prepared folder that was made from something else
     trust_remote_code: bool = False,  # run code that comes with the verifier's tokenizer
 ) -> Prepared:  # the folder, open; displays its report
-    """Tokenise, mask, filter, shuffle, split and store conversations. The same call again does
-    nothing. Pictures that come as bytes or from the network go to `{output_dir}-images`.
-    Conversations that cannot be used are counted in the report, with file and line of the
-    first. ValueError: a setting, a file that is not what it claims to be (by file and line), a
-    folder that was made from something else, or nothing left. OSError: the disk is full, or
-    may not be written, with the path."""
+    """Tokenise, mask, filter, shuffle, split and store conversations. What held-out ones ask is
+    in `heldout.jsonl`, which `evaluate` reads. The same call again does nothing. Pictures that
+    come as bytes or from the network go to `{output_dir}-images`. Conversations that cannot be
+    used are counted in the report, with file and line of the first. ValueError: a setting, a
+    file that is not what it claims to be (by file and line), a folder that was made from
+    something else, or nothing left. OSError: the disk is full, or may not be written, with the
+    path."""
     settings = Settings(
         max_length=max_length,
         max_samples=max_samples,

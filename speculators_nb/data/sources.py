@@ -322,6 +322,9 @@ RECORDS = (
 )  # what tools write beside conversations; in a folder, names that end so are passed over
 
 
+HELD_OUT = "heldout.jsonl"  # in a prepared folder: what the held-out conversations ask
+
+
 def table_files(
     folder: str | Path,  # a table that `Dataset.save_to_disk` wrote
 ) -> list[str]:  # names of its files, as it lists them

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ..core.options import PROMPT_SETS, check_options, near, shown
 from ..data.messages import QUESTIONS, brief, normalize, tools_of
-from ..data.sources import files_of, hub_name, read_conversations
+from ..data.sources import HELD_OUT, files_of, hub_name, read_conversations
 
 # %% ../../nbs/evaluate/05_prompts.ipynb #evpr0006
 log = logging.getLogger(__name__)
@@ -181,6 +181,8 @@ def sources_of(
     for part in data if isinstance(data, list) else [data]:
         source = prompt_source(part)
         table = (Path(source) / "state.json").is_file()
+        if table and (Path(source) / HELD_OUT).is_file():  # the rest is trained on
+            source, table = Path(source) / HELD_OUT, False
         names = [] if table else files_of(source) or []
         found += [(file.name.split(".")[0], file) for file in names] or [(str(part), source)]
     return found if len(found) > 1 else [("all", source) for _, source in found]

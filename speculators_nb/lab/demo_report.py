@@ -37,7 +37,8 @@ def headlines(
     evaluation: Evaluation,  # of the drafter and of decoding without one, greedily among others
     name: str,  # of the drafter
 ) -> list[Headline]:
-    "Mean acceptance length, first acceptance and identical texts, at temperature 0."
+    """Mean acceptance length, first acceptance and identical texts, and tokens a second where
+    they were timed, at temperature 0."""
     summary, positions = (
         t[(t.drafter == name) & (t.temperature == 0)]
         for t in (evaluation.summary, evaluation.positions)
@@ -48,7 +49,7 @@ def headlines(
     same = sum(a.tokens == b.tokens for a, b in zip(answers, plain, strict=True))
     interval = f"[{total.mean_length_low:.2f}, {total.mean_length_high:.2f}]"
     ends = f"[{first.unconditional_low:.0%}, {first.unconditional_high:.0%}]"
-    return [
+    numbers = [
         Headline(
             f"{total.mean_length:.2f}",
             "tokens a step",
@@ -68,6 +69,18 @@ def headlines(
             "passes a text takes, and not the text.",
         ),
     ]
+    speed = evaluation.performance
+    if len(speed):
+        speed = speed[(speed.drafter == name) & (speed.temperature == 0)].iloc[0]
+        numbers.append(
+            Headline(
+                f"{speed.speedup:.2f} ×",
+                "as fast as without a drafter",
+                f"{speed.tokens_per_second:.0f} tokens a second in this process; 95 % interval "
+                f"[{speed.speedup_low:.2f}, {speed.speedup_high:.2f}].",
+            )
+        )
+    return numbers
 
 # %% ../../nbs/lab/02_demo_report.ipynb #d3a0000b
 def one_of_each(
@@ -117,10 +130,16 @@ def readable_tables(
         )
 
     setting = ["drafter", "temperature"]
+    speed = evaluation.performance
+    if len(speed):
+        faster = {"times as fast as without a drafter": with_interval(speed, "speedup")}
+        speed = speed.assign(**faster).rename(columns={"tokens_per_second": "tokens a second"})
+        speed = speed.set_index(setting)[["tokens a second", *faster]].round(1)
     with_length = {"mean acceptance length": with_interval(total, "mean_length")}
     lengths = total.assign(**with_length).set_index(setting)
     return {
         "Mean acceptance length": lengths[["mean acceptance length", "tokens", "steps"]],
+        **({"Speed": speed} if len(speed) else {}),
         "Acceptance at each position": per_position("unconditional"),
         "Acceptance at each position, the ones before it accepted": per_position("conditional"),
         "Mean acceptance length by domain": by_domain.pivot_table(
@@ -334,8 +353,8 @@ def again_section(
     used = versions().items()
     tables = {"Versions": pd.DataFrame(used, columns=["package", "version"])}
     text = (
-        "The first command writes this report again, in a clone of the project and without a "
-        "network; the others use the drafter. Seeds are fixed: the same versions on the same "
+        "The first command writes this report again, in a clone of the project; the others use "
+        "the drafter. Seeds are fixed: the same versions on the same "
         "kind of processor give the same numbers."
     )
     return Section("Make it again", text, tables, html=f"<pre tabindex=0>{typed}</pre>")
