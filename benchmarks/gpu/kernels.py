@@ -6,7 +6,7 @@ a CPU a kernel is an operator, its time is its own without that of operators ins
 What runs inside the loss or the optimizer is theirs, products too.
 """
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
@@ -25,7 +25,7 @@ PRODUCT = ("gemm", "cutlass", "nvjet", "xmma", "cublas", "aten::mm", "aten::addm
 @contextmanager
 def named_loss():
     """The loss of a drafter has a name in the profile."""
-    from speculators_nb.models import base, mtp
+    from speculators_nb.models import dflash, eagle, eagle3, mtp, peagle
 
     def named(original):
         def loss(*args, **kwargs):
@@ -34,10 +34,10 @@ def named_loss():
 
         return loss
 
-    with (
-        mock.patch.object(base, "head_loss", named(base.head_loss)),
-        mock.patch.object(mtp, "token_loss", named(mtp.token_loss)),
-    ):
+    with ExitStack() as patches:
+        for module in (dflash, eagle, eagle3, peagle):
+            patches.enter_context(mock.patch.object(module, "head_loss", named(module.head_loss)))
+        patches.enter_context(mock.patch.object(mtp, "token_loss", named(mtp.token_loss)))
         yield
 
 

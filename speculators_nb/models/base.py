@@ -6,7 +6,7 @@ A drafter is a few layers between the verifier's embedding and the verifier's he
 # %% auto #0
 __all__ = ['log', 'FOREIGN', 'ForwardOutput', 'read_foreign_drafter', 'stored_config', 'plain_tensors', 'stored_state',
            'without_mismatched', 'build', 'requested_dtype', 'requested_device', 'NoLayers',
-           'verify_training_compatible', 'SpeculatorModel', 'distribution_loss']
+           'verify_training_compatible', 'SpeculatorModel']
 
 # %% ../../nbs/models/04_base.ipynb #c6ed54a6
 import logging
@@ -34,7 +34,6 @@ from ..core.registry import ClassRegistryMixin
 from .draft_network import DraftNetwork, WrongKind, check_kind
 from .drafter_arguments import TrainingArguments
 from .serving_rules import Rule
-from ..nn.head_loss import HeadLoss, dense_head_loss, head_loss
 
 # %% ../../nbs/models/04_base.ipynb #8d0db1fa
 _Class = TypeVar("_Class")
@@ -410,23 +409,3 @@ class SpeculatorModel(TrainingArguments, ClassRegistryMixin, DraftNetwork):
         with push_errors(repo_id):
             push: Any = super().push_to_hub
             return push(repo_id, **kwargs)
-
-# %% ../../nbs/models/04_base.ipynb #081af660
-def distribution_loss(
-    model: SpeculatorModel,
-    hidden: torch.Tensor,  # [N, H] after the drafter's final norm
-    target_hidden: torch.Tensor,  # [L, H] the verifier's states before its final norm
-    target_positions: torch.Tensor,  # [N] int64 into L
-    weight: torch.Tensor | Callable,  # [N] float32, or a function of the row losses
-    mixture: dict[str, float],  # from `losses.parse_loss`
-    lean: bool = True,  # False: by whole tensors and autograd
-    **options: Any,  # of `head_loss`: bias, gemm_dtype, want_accept, labels …
-) -> HeadLoss:
-    "The weighted loss between the drafter's distributions and the verifier's."
-    head, target_head = model.lm_head.weight, model.target_head
-    rows = (hidden, head, target_head, target_hidden, target_positions, weight, mixture)
-    if lean:
-        return head_loss(*rows, **options)
-    dense = {name: options[name] for name in ("bias", "labels") if name in options}
-    out = dense_head_loss(*rows, **dense)
-    return out if options.get("want_accept") else out._replace(accept=None)

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from ..core.config import SpeculatorModelConfig
 from ..core.config_fields import Qwen3Layers
-from .base import ForwardOutput, SpeculatorModel, distribution_loss
+from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.blocks import (
     BLOCK_RULES,
     BlockDrafting,
@@ -45,7 +45,7 @@ from speculators_nb.models.serving_rules import (
 )
 from ..nn.anchors import Blocks, slot_metrics
 from ..nn.compiled import attention_back_end, to_device
-from ..nn.head_loss import HeadLoss, RowWeight
+from ..nn.head_loss import HeadLoss, RowWeight, head_loss
 from ..nn.layers import KINDS, DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
 from ..nn.step_weights import StepWeights
@@ -329,8 +329,17 @@ class DFlashDraftModel(BlockDrafting):
         hidden, targets = blocks.with_values(states.hidden), blocks.scored
         if targets is None:
             targets = blocks.with_values(blocks.targets)
-        rows = hidden, target_hidden, targets, mean, mixture
-        out = distribution_loss(self, *rows, lean, **options)
+        out = head_loss(
+            hidden,
+            self.lm_head.weight,
+            self.target_head,
+            target_hidden,
+            targets,
+            mean,
+            mixture,
+            lean=lean,
+            **options,
+        )
         by_row = mean if isinstance(mean, torch.Tensor) else mean(out.rows)
         return out, slot_metrics(out, blocks, by_row, mixture, self.config.first_slot, upstream)
 

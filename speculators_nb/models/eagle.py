@@ -25,7 +25,7 @@ from ..core.config_fields import LlamaLayers
 from ..decode.tree import TokenTree
 from ..decode.tree_growth import dynamic_tree
 from .attached_verifier import AttachableVerifier
-from .base import ForwardOutput, SpeculatorModel, distribution_loss
+from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.drafting import (
     ChainDrafter,
     as_cache,
@@ -34,9 +34,9 @@ from speculators_nb.models.drafting import (
     step_mask,
 )
 from .formats import format_named
-from .training_time_test import StepInputs, StepOutput
-from ..nn.compiled import attention_back_end, to_device
-from ..nn.head_loss import HeadLoss
+from .training_time_test import LeanSteps, StepInputs, StepOutput
+from ..nn.compiled import attention_back_end, take_rows, to_device
+from ..nn.head_loss import HeadLoss, head_loss
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
 from ..nn.step_weights import StepWeights, weights_of_steps
@@ -230,11 +230,15 @@ class EagleSpeculator(AttachableVerifier):
         "What a later step reads: tokens [N], predicted features [N, H], detached."
         return StepInputs(self.fuse(input_ids, hidden.detach()), None)
 
-    def finish(self, hidden: torch.Tensor) -> StepOutput:  # [..., H] of the layer
+    def predicted(self, hidden: torch.Tensor) -> torch.Tensor:  # [..., H] of the layer
         "The predicted feature, which both the head and the next step read."
-        if self.pre_lm_head_layernorm is not None:
-            hidden = self.pre_lm_head_layernorm(hidden)
-        return StepOutput(hidden, hidden)
+        norm = self.pre_lm_head_layernorm
+        return hidden if norm is None else norm(hidden)
+
+    def finish(self, hidden: torch.Tensor) -> StepOutput:  # [..., H] of the layer
+        "The same for `dense_hidden`."
+        feature = self.predicted(hidden)
+        return StepOutput(feature, feature)
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V] float32
         "The verifier's head on predicted features."
@@ -254,7 +258,7 @@ class EagleSpeculator(AttachableVerifier):
         x = self.fuse(ids, features)
         rope = self.rotary(x, positions)
         attend = padded_attention(cache, rope, self.transformer.window, mask, weights)
-        return self.finish(self.transformer(x, attend)).hidden
+        return self.predicted(self.transformer(x, attend))
 
     def logits_forward(
         self,
@@ -298,39 +302,65 @@ class EagleSpeculator(AttachableVerifier):
         """One packed row. The loss is the weighted sum over steps of the mean over that step's
         rows; a run never leaves its document.
         Errors: ValueError for forward_num_total < 1 or an unknown loss."""
-        if (steps := forward_num_total) < 1:
-            raise ValueError(f"forward_num_total={steps}: at least one step is needed")
-        mixture = parse_loss(loss_config or paper_losses(steps))
-        ids, documents = input_ids[0], to_device(document_ids[0], input_ids.device)
-        if position_ids is None:
-            position_ids = torch.arange(1, len(ids) + 1, device=ids.device)[None]
+        K = forward_num_total
+        if K < 1:
+            raise ValueError(f"forward_num_total={K}: at least one step is needed")
+        mixture = parse_loss(loss_config or paper_losses(K))
+        ids, device = input_ids[0], input_ids.device
+        documents = to_device(document_ids[0], device)
+        positions = torch.arange(1, len(ids) + 1, device=device)
+        if position_ids is not None:
+            positions = position_ids[0]
         features = self.target_head.norm(hidden_states[0])
         if noise is not None:
             features = features + noise[0]
         elif self.training and noise_std:
             H = features.shape[-1]
             features = features + feature_noise(documents, H, noise_std, generator)
-        mask, where = on_host(loss_mask[0], document_ids[0])
-        carries_loss = ttt_supervision(mask, where, steps)
+        mask, documents_on_host = on_host(loss_mask[0], document_ids[0])
+        carries_loss = ttt_supervision(mask, documents_on_host, K)
         layer = self.config.transformer_layer_config
-        back_end = attention_back_end(attn_impl, ids.device, lean, layer)
-        row = ids, features, documents, position_ids[0]
-        predicted, dense = self.unroll(row, carries_loss, lean, back_end)
+        back_end = attention_back_end(attn_impl, device, lean, layer)
+
+        drafts, scored = None, []  # predicted features of the rows with loss, step by step
+        if lean:
+            steps = LeanSteps(self, carries_loss, documents, positions, back_end)
+            for t, rows in enumerate(steps.rows):
+                read = ids  # beside the features: the token that follows
+                if t:
+                    features = steps.keep(t, features).detach()
+                    read = ids[(rows + t).clamp_max(len(ids) - 1)]
+                features = self.predicted(steps.layers(t, self.fuse(read, features)))
+                scored.append(take_rows(features, steps.scored[t]))
+        else:  # the definition: every row at every step
+            dense = self.dense_hidden(ids, features, documents, positions, K, back_end)
+            drafts = [self.logits(states).argmax(-1)[None] for states in dense]
+            at = [rows.nonzero()[:, 0].to(device) for rows in carries_loss]
+            scored = [states[rows] for states, rows in zip(dense, at)]
+        predicted = torch.cat(scored)
+
         on_cpu = supervised_steps(carries_loss)
-        carries_loss, entries = to_device(carries_loss, ids.device), on_cpu.to(ids.device)
-        step_weight = to_device(weights_of_steps(step_weights, torch.ones(steps)), ids.device)
+        carries_loss, entries = to_device(carries_loss, device), on_cpu.to(device)
+        step_weight = to_device(weights_of_steps(step_weights, torch.ones(K)), device)
         weight = (step_weight / (carries_loss.sum(-1) + 1e-5))[entries.step]
         true = self.target_head.norm(verifier_last_hidden_states[0, entries.target])
         distance = F.smooth_l1_loss(predicted.to(true.dtype), true, reduction="none").mean(-1)
-        options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training)
         scale = self.target_head.scale
-        scaled = predicted if scale == 1 else predicted * scale
-        rows = scaled, verifier_last_hidden_states[0], on_cpu.target, weight, mixture
-        out = distribution_loss(self, *rows, lean, **options)
+        out = head_loss(
+            predicted if scale == 1 else predicted * scale,
+            self.lm_head.weight,
+            self.target_head,
+            verifier_last_hidden_states[0],
+            on_cpu.target,
+            weight,
+            mixture,
+            gemm_dtype=gemm_dtype,
+            want_accept=not self.training,
+            lean=lean,
+        )
         loss = out.loss + feature_weight * (weight * distance).sum()
-        tokens = None if dense is None else [self.logits(f).argmax(-1)[None] for f in dense]
         metrics = feature_metrics(out, distance, feature_weight, mixture, entries, carries_loss)
-        return ForwardOutput(tokens, loss, metrics)
+        return ForwardOutput(drafts, loss, metrics)
 
     @classmethod
     def draft_layers(cls, layer: PretrainedConfig | None, verifier: str) -> PretrainedConfig:

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from ..core.config import SpeculatorModelConfig
 from ..core.config_fields import Qwen3Layers
-from .base import ForwardOutput, SpeculatorModel, distribution_loss
+from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.drafter_arguments import (
     check_draft_vocab_size,
     check_layer_ids,
@@ -44,14 +44,20 @@ from speculators_nb.models.serving_rules import (
     written,
 )
 from speculators_nb.models.training_time_test import (
-    OwnTokens,
+    LeanSteps,
     StepInputs,
     StepOutput,
     TrainingTimeTest,
 )
-from ..nn.compiled import attention_back_end, to_device
-from ..nn.head_loss import HeadLoss
-from ..nn.layers import DecoderLayer, RMSNorm, Rotary, product_of_normed
+from ..nn.compiled import attention_back_end, take_rows, to_device
+from ..nn.head_loss import HeadLoss, head_loss
+from speculators_nb.nn.layers import (
+    DecoderLayer,
+    RMSNorm,
+    Rotary,
+    product_of_normed,
+    take_embeds,
+)
 from ..nn.losses import parse_loss
 from ..nn.step_weights import StepWeights, weights_of_steps
 from speculators_nb.nn.supervision import (
@@ -104,11 +110,8 @@ class Eagle3SpeculatorConfig(SpeculatorModelConfig):
 # %% ../../nbs/models/10_eagle3.ipynb #eaeda589
 def counted_positions(
     carries_loss: torch.Tensor,  # [K, L] bool
-    upstream: bool,  # cross_document_targets: also what upstream counts in its accuracies
 ) -> torch.Tensor:  # [K, L] bool
-    "The positions whose predictions are needed, for the loss or for a metric."
-    if not upstream:
-        return carries_loss
+    "The positions that carry loss, and those that upstream counts in its accuracies besides."
     steps, length = carries_loss.shape
     position = torch.arange(length, device=carries_loss.device)
     step = torch.arange(steps, device=carries_loss.device)[:, None]
@@ -305,24 +308,6 @@ class Eagle3DraftModel(TrainingTimeTest):
         likeliest = [self.lm_head(part).argmax(-1) for part in normed.split(1024)]
         return self.to_verifier(torch.cat(likeliest))
 
-    def draft_tokens(
-        self, states: list[torch.Tensor] | None
-    ) -> list[torch.Tensor] | None:  # K [L, H] -> K [1, L]
-        "The most likely token at every step and row, in the verifier's ids."
-        return None if states is None else [self.own_tokens(h)[None] for h in states]
-
-    def draft_rows(
-        self,
-        # tokens [L], features [L, A·H], documents [L], positions [L]
-        row: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        steps: int,  # K
-        impl: str,  # of `attention`
-        own_tokens: OwnTokens | None,  # later steps read these; None: the text's
-    ) -> list[torch.Tensor]:  # K [1, L]
-        "Draft tokens of a whole row, without a loss."
-        with torch.no_grad():
-            return self.draft_tokens(self.dense_hidden(*row, steps, impl, own_tokens)) or []
-
     def forward(
         self,
         input_ids: torch.Tensor,  # [1, L] token x_{i+1}
@@ -349,40 +334,81 @@ class Eagle3DraftModel(TrainingTimeTest):
         Errors: ValueError for ttt_steps < 1, an unknown loss, or weights of another number."""
         if ttt_steps < 1:
             raise ValueError(f"ttt_steps={ttt_steps}: at least one step is needed")
-        mixture = parse_loss(loss_config)
-        ids = input_ids[0]
-        if position_ids is None:
-            position_ids = torch.arange(1, len(ids) + 1, device=ids.device)[None]
-        upstream = cross_document_targets
-        own = None if use_off_policy_tokens else self.own_tokens
+        mixture, upstream = parse_loss(loss_config), cross_document_targets
+        ids, device = input_ids[0], input_ids.device
+        positions = torch.arange(1, len(ids) + 1, device=device)
+        if position_ids is not None:
+            positions = position_ids[0]
+        documents = to_device(document_ids[0], device)
+        own_tokens = None if use_off_policy_tokens else self.own_tokens
+        has_targets = verifier_last_hidden_states is not None
+        lean = lean and has_targets
         layer = self.config.transformer_layer_config
-        if verifier_last_hidden_states is None:
-            back_end = attention_back_end(attn_impl, ids.device, False, layer)
-            documents = to_device(document_ids[0], ids.device)
-            inputs = ids, hidden_states[0], documents, position_ids[0]
-            return ForwardOutput(self.draft_rows(inputs, ttt_steps, back_end, own), None, {})
-        mask = document_ids[0] >= 0 if loss_mask is None else loss_mask[0]
-        on_cpu, ids_of = on_host(mask, document_ids[0])
-        carries_loss = ttt_supervision(on_cpu, ids_of, ttt_steps, upstream)
-        counted = counted_positions(carries_loss, upstream)
-        back_end = attention_back_end(attn_impl, ids.device, lean, layer)
-        mask_on_host = lean and back_end == "flex"
-        documents = ids_of if mask_on_host else to_device(document_ids[0], ids.device)
-        inputs = ids, hidden_states[0], documents, position_ids[0]
-        hidden, dense_states = self.unroll(inputs, counted, lean, back_end, own)
+        back_end = attention_back_end(attn_impl, device, lean, layer)
+
+        drafts = None
+        if not lean:  # the definition: every row at every step
+            with torch.set_grad_enabled(torch.is_grad_enabled() and has_targets):
+                states = self.dense_hidden(
+                    ids, hidden_states[0], documents, positions, ttt_steps, back_end, own_tokens
+                )
+            drafts = [self.own_tokens(normed)[None] for normed in states]
+        if not has_targets:
+            return ForwardOutput(drafts, None, {})
+
+        # which rows carry loss at which step decides shapes, and is found on the host
+        answers = document_ids[0] >= 0 if loss_mask is None else loss_mask[0]
+        answers, documents_on_host = on_host(answers, document_ids[0])
+        carries_loss = ttt_supervision(answers, documents_on_host, ttt_steps, upstream)
+        counted = counted_positions(carries_loss) if upstream else carries_loss
+        scored = []  # normed states of the counted rows, step by step
+        if lean:
+            of_mask = documents_on_host if back_end == "flex" else documents
+            steps = LeanSteps(self, counted, of_mask, positions, back_end)
+            text = self.embed_tokens(ids)  # row i reads that of token i + t at step t
+            if own_tokens is None:
+                text = self.layers[0].project_embeds(text)  # once for all steps
+            hidden, embeds = self.fuse(hidden_states[0]), text
+            normed = hidden  # of the step before, at which there is none
+            for t, rows in enumerate(steps.rows):
+                if t:  # the output of the step before, beside the token that follows
+                    hidden = steps.keep(t, hidden)
+                if t and own_tokens is None:
+                    # beyond the end no loss is left: these rows take others, so that all differ
+                    embeds = take_embeds(text, (rows + t) % len(ids))
+                elif t:
+                    embeds = self.embed_tokens(self.own_tokens(steps.keep(t, normed)))
+                hidden = steps.layers(t, hidden, embeds)
+                normed = self.norm(hidden)
+                scored.append(take_rows(normed, steps.scored[t]))
+                hidden = normed if self.config.norm_output else hidden
+        else:
+            at = [rows.nonzero()[:, 0].to(device) for rows in counted]
+            scored = [normed[rows] for normed, rows in zip(states, at)]
+        hidden = torch.cat(scored)
+
         rows = supervised_steps(counted)  # step and target of each of `hidden`; on the CPU
-        carries_loss, predictions = to_device(carries_loss, ids.device), rows.to(ids.device)
+        carries_loss, predictions = to_device(carries_loss, device), rows.to(device)
         decay = ttt_step_loss_decay ** torch.arange(ttt_steps).float()
-        step_weight = to_device(weights_of_steps(step_weights, decay), ids.device)
+        step_weight = to_device(weights_of_steps(step_weights, decay), device)
         weight_per_position = step_weight / (carries_loss.sum(-1).float() + 1e-5)
         position = predictions.target - predictions.step
         in_loss = carries_loss[predictions.step, position]
         weight = weight_per_position[predictions.step] * in_loss
-        options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training)
-        states, target = verifier_last_hidden_states[0], rows.target
-        out = distribution_loss(self, hidden, states, target, weight, mixture, lean, **options)
+        out = head_loss(
+            hidden,
+            self.lm_head.weight,
+            self.target_head,
+            verifier_last_hidden_states[0],
+            rows.target,
+            weight,
+            mixture,
+            gemm_dtype=gemm_dtype,
+            want_accept=not self.training,
+            lean=lean,
+        )
         metrics = step_metrics(out, predictions, weight, mixture, carries_loss, upstream)
-        return ForwardOutput(self.draft_tokens(dense_states), out.loss, metrics)
+        return ForwardOutput(drafts, out.loss, metrics)
 
     @classmethod
     def get_trainer_kwargs(

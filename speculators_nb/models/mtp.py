@@ -235,7 +235,7 @@ class MTPDraftModel(MTPNetwork):
         weight = (step_weight / counts)[entries.step]
         targets, head = ids[entries.target + 2], self.lm_head.weight
         if lean:
-            hidden = self.supervised_hidden(row, *with_loss, as_served, back_end, length)
+            hidden = self.supervised_hidden(*row, *with_loss, as_served, back_end, length)
             out = token_loss(hidden, head, targets, weight, gemm_dtype=gemm_dtype)
             logits = None
         else:

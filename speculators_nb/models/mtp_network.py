@@ -21,13 +21,14 @@ from ..core.config_fields import LayerConfig
 from ..core.files import NotSupported
 from .mtp_layer import MTPLayer
 from speculators_nb.models.training_time_test import (
+    LeanSteps,
     StepAttention,
     StepInputs,
     StepOutput,
     TrainingTimeTest,
     all_steps,
 )
-from ..nn.compiled import to_device
+from ..nn.compiled import take_rows, to_device
 from ..nn.layers import Rotary
 from ..nn.supervision import places_among, same_rows, ttt_supervision
 
@@ -261,8 +262,7 @@ class MTPNetwork(TrainingTimeTest):
             if last and impl != "flex":
                 queries, among = among, every[: len(among)]
             rope = self.rope(position_ids[rows] + step, length)
-            attention = StepAttention(queries, rope, impl)
-            attend = attention.first([], masks[id(rows)], queries)
+            attend = StepAttention(masks[id(rows)], impl).step(queries, rope)
             output = self.layers[0](hidden, attend, embeds, queries)
             outputs.append(output.normed[among])
             if not last:
@@ -271,6 +271,27 @@ class MTPNetwork(TrainingTimeTest):
                     state = state[torch.searchsorted(rows, after)]
                 ahead = (after + step + 1).clamp_max(len(input_ids) - 1)
                 hidden, embeds = self.next_inputs(input_ids[ahead], state)
+        return outputs
+
+    def served_past_rows(
+        self,
+        input_ids: torch.Tensor,  # [L'] tokens x_{t+1}
+        features: torch.Tensor,  # [L', H] the verifier's states after x_t
+        document_ids: torch.Tensor,  # [L']
+        position_ids: torch.Tensor,  # [L']
+        carries_loss: torch.Tensor,  # [K, L'] bool, on the CPU
+        impl: str = "blocked",  # of `prefix_attention`
+    ) -> list[torch.Tensor]:  # K tensors [N_s, H]: the rows of each step that carry loss
+        "The rows that carry loss, over the past of the first step."
+        steps = LeanSteps(self, carries_loss, document_ids, position_ids, impl)
+        hidden, embeds = self.first_inputs(input_ids, features)
+        outputs = []
+        for t, rows in enumerate(steps.rows):
+            if t:
+                ahead = (rows + t).clamp_max(len(input_ids) - 1)
+                hidden, embeds = self.next_inputs(input_ids[ahead], steps.keep(t, hidden))
+            normed, hidden = steps.layers(t, hidden, embeds)  # the layer has both already
+            outputs.append(take_rows(normed, steps.scored[t]))
         return outputs
 
     def shifted(
@@ -305,7 +326,10 @@ class MTPNetwork(TrainingTimeTest):
 
     def supervised_hidden(
         self,
-        row: tuple[torch.Tensor, ...],  # the first four arguments of `dense_hidden`
+        input_ids: torch.Tensor,  # these four as in `dense_hidden`
+        hidden: torch.Tensor,
+        document_ids: torch.Tensor,
+        position_ids: torch.Tensor,
         carries_loss: torch.Tensor,  # [K, L] bool; this and the next on the CPU
         documents: torch.Tensor,  # [L]
         as_served: bool,  # as in `dense_hidden`
@@ -313,8 +337,10 @@ class MTPNetwork(TrainingTimeTest):
         length: int | None,  # as in `dense_hidden`
     ) -> torch.Tensor:  # [N, H], step by step, as in `supervised_steps`
         "The states of the rows that carry loss."
-        shifted = self.shifted(*row)
+        shifted = self.shifted(input_ids, hidden, document_ids, position_ids)
+        carries_loss = carries_loss[:, :-1]
         if as_served:
-            return self.unroll(shifted, carries_loss[:, :-1], True, impl)[0]
-        with_loss = carries_loss[:, :-1], documents[:-1]
-        return torch.cat(self.own_past_rows(*shifted, *with_loss, impl, length))
+            states = self.served_past_rows(*shifted, carries_loss, impl)
+        else:
+            states = self.own_past_rows(*shifted, carries_loss, documents[:-1], impl, length)
+        return torch.cat(states)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
-from .base import ForwardOutput, SpeculatorModel, distribution_loss
+from .base import ForwardOutput, SpeculatorModel
 from .drafter_arguments import check_mask_token
 from .drafting import SlotDrafter
 from speculators_nb.models.eagle3 import (
@@ -40,7 +40,7 @@ from speculators_nb.models.serving_rules import (
 )
 from ..nn.attention import attention as masked_attention
 from ..nn.compiled import attention_back_end, to_device
-from ..nn.head_loss import HeadLoss
+from ..nn.head_loss import HeadLoss, head_loss
 from ..nn.losses import parse_loss
 from ..nn.masks import MaskSize, rollouts
 from ..nn.step_weights import StepWeights, weights_of_steps
@@ -392,10 +392,19 @@ class PEagleDraftModel(Eagle3DraftModel):
         total = torch.full((), len(scored) + 1e-5, device=ids.device)
         of_depth = to_device(weights_of_steps(step_weights, torch.ones(num_depths)), ids.device)
         weight = (of_depth / total)[there.step]
-        options = dict(gemm_dtype=gemm_dtype, want_accept=not self.training)
         hidden = hidden.index_select(0, to_device(scored, ids.device))
-        rows = hidden, verifier_last_hidden_states[0], entries.target, weight
-        out = distribution_loss(self, *rows, mixture, lean, **options)
+        out = head_loss(
+            hidden,
+            self.lm_head.weight,
+            self.target_head,
+            verifier_last_hidden_states[0],
+            entries.target,
+            weight,
+            mixture,
+            gemm_dtype=gemm_dtype,
+            want_accept=not self.training,
+            lean=lean,
+        )
         metrics = depth_metrics(out, there, mixture, total, upstream)
         return ForwardOutput(None, out.loss, metrics)
 

@@ -5,7 +5,7 @@ And exactly and blockwise where drafters are special: a causal prefix plus a few
 
 # %% auto #0
 __all__ = ['BACK_ENDS', 'FLEX_BLOCK', 'attention', 'flex_mask', 'masked_flex', 'key_prefix', 'PrefixBlock', 'prefix_blocks',
-           'prefix_sums', 'prefix_gradients', 'block_attention', 'merge_own', 'prefix_attention']
+           'AttendedKeys', 'attended_keys', 'block_attention', 'merge_own', 'prefix_attention']
 
 # %% ../../nbs/nn/03_attention.ipynb #7628adb4
 import math
@@ -195,27 +195,18 @@ def key_prefix(
 
 # %% ../../nbs/nn/03_attention.ipynb #d43790f5
 class PrefixBlock(NamedTuple):
-    "Anchors first_anchor … stop_anchor-1 need keys first … stop-1."
+    "Some anchors and the keys that they need."
 
-    first_anchor: int
-    stop_anchor: int
-    first: int
-    stop: int
+    anchors: slice
+    keys: slice
     all_first: int  # keys all_first … all_stop-1 are those that every query attends to
     all_stop: int
 
     @property
-    def anchors(self) -> slice:
-        return slice(self.first_anchor, self.stop_anchor)
-
-    @property
-    def keys(self) -> slice:
-        return slice(self.first, self.stop)
-
-    @property
     def pairs(self) -> int:
         "Anchors times keys: scores that are computed for each query of an anchor."
-        return (self.stop_anchor - self.first_anchor) * (self.stop - self.first)
+        anchors, keys = self.anchors, self.keys
+        return (anchors.stop - anchors.start) * (keys.stop - keys.start)
 
 
 def prefix_blocks(
@@ -233,19 +224,20 @@ def prefix_blocks(
     for begin, end in pairwise(borders):
         for a in range(begin, end, block):
             b = min(a + block, end)
-            keys = min(lowest[a:b]), max(highest[a:b])
-            blocks.append(PrefixBlock(a, b, *keys, max(all_first[a:b]), min(all_stop[a:b])))
+            keys = slice(min(lowest[a:b]), max(highest[a:b]))
+            common = max(all_first[a:b]), min(all_stop[a:b])
+            blocks.append(PrefixBlock(slice(a, b), keys, *common))
     return blocks
 
 # %% ../../nbs/nn/03_attention.ipynb #760e79de
-def _prefix_scores(part, q, k, prefix, bias=None):
+def _prefix_scores(part, q, k, first, stop, bias=None):
     """Scores [Hkv, n, m] of a block's n queries with its m keys, -inf outside of the prefix of
     the query; less `bias` [Hkv, n] where given."""
     q, k_t = q[:, part.anchors].flatten(1, 2), k[:, part.keys].transpose(-1, -2)
     scores = q @ k_t if bias is None else torch.baddbmm(bias[..., None], q, k_t, beta=-1)
-    first, stop = (x[part.anchors].flatten()[:, None] for x in prefix)
-    key = torch.arange(part.first, part.stop, device=q.device)
-    begin, end = part.all_first - part.first, part.all_stop - part.first
+    first, stop = (x[part.anchors].flatten()[:, None] for x in (first, stop))
+    key = torch.arange(part.keys.start, part.keys.stop, device=q.device)
+    begin, end = part.all_first - part.keys.start, part.all_stop - part.keys.start
     if begin:  # queries differ only at both ends of the block's keys
         scores[..., :begin].masked_fill_(key[:begin] < first, -math.inf)
     if end < len(key):
@@ -253,71 +245,31 @@ def _prefix_scores(part, q, k, prefix, bias=None):
     return scores
 
 
-def prefix_sums(
-    q: Tensor,  # [Hkv, A, R, D], scaled: R queries at each anchor
-    k: Tensor,  # [Hkv, L, D]
-    v: Tensor,  # [Hkv, L, D]
-    prefix: KeyRange,  # of [A, R] tensors
-    blocks: list[PrefixBlock],
-    top: Tensor,  # [Hkv, A, R] largest other score; becomes the largest of all, in place
-) -> tuple[Tensor, Tensor]:  # sums of exp(score - top) * v [Hkv, A, R, D] and without v
-    "Softmax over each query's prefix, before its division."
-    weighted, total = torch.empty_like(q), torch.empty_like(top)
-    for part in blocks:
-        scores = _prefix_scores(part, q, k, prefix)
-        best = top[:, part.anchors].flatten(1)
-        if scores.shape[-1]:
-            best = torch.maximum(best, scores.amax(-1))
-        best = best.masked_fill(best == -math.inf, 0)  # a query that attends to nothing
-        p = scores.sub_(best[..., None]).exp_()
-        shape = (part.stop_anchor - part.first_anchor, -1)
-        top[:, part.anchors] = best.unflatten(1, shape)
-        total[:, part.anchors] = p.sum(-1).unflatten(1, shape)
-        weighted[:, part.anchors] = (p @ v[:, part.keys]).unflatten(1, shape)
-    return weighted, total
-
-# %% ../../nbs/nn/03_attention.ipynb #bee5b8cb
-def prefix_gradients(
-    q: Tensor,  # as in `prefix_sums`, the next four
-    k: Tensor,
-    v: Tensor,
-    prefix: KeyRange,
-    blocks: list[PrefixBlock],
-    lse: Tensor,  # [Hkv, A, R] log-sum-exp over all keys of a query
-    grad_out: Tensor,  # [Hkv, A, R, D]
-    delta: Tensor,  # [Hkv, A, R] grad_out · out
-) -> tuple[Tensor, Tensor, Tensor]:  # gradients of q, k and v
-    "Backward pass of attention over prefixes (FlashAttention, arXiv 2205.14135, appendix B)."
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for part in blocks:
-        keys, shape = part.keys, (part.stop_anchor - part.first_anchor, -1)
-        p = _prefix_scores(part, q, k, prefix, lse[:, part.anchors].flatten(1)).exp_()
-        grad = grad_out[:, part.anchors].flatten(1, 2)
-        grad_v[:, keys] += p.transpose(-1, -2) @ grad
-        bias = delta[:, part.anchors].flatten(1)[..., None]
-        grad_scores = torch.baddbmm(bias, grad, v[:, keys].transpose(-1, -2), beta=-1).mul_(p)
-        grad_q[:, part.anchors] = (grad_scores @ k[:, keys]).unflatten(1, shape)
-        grad_k[:, keys] += grad_scores.transpose(-1, -2) @ q[:, part.anchors].flatten(1, 2)
-    return grad_q, grad_k, grad_v
-
-
-def _own_scores(q, own_k, attended):  # [Hkv, A, R, D], [Hkv, A, S, D] -> [Hkv, A, R, S]
-    scores = _wide(q) @ _wide(own_k).transpose(-1, -2)
-    return scores.masked_fill_(~attended, -math.inf)
-
-
 class _PrefixOwn(torch.autograd.Function):
-    """q [Hkv, A, R, D] (scaled already), k and v [Hkv, L, D], own_k and own_v [Hkv, A, S, D],
-    all float32 or all float64; first and stop [A, R]; attended [A, R, S] own keys."""
+    """q [Hkv, A, R, D] (scaled already: R queries at each anchor), k and v [Hkv, L, D], own_k
+    and own_v [Hkv, A, S, D], all float32 or all float64; first and stop [A, R] of the prefix;
+    attended [A, R, S] own keys -> [Hkv, A, R, D]."""
 
     @staticmethod
     def forward(ctx, q, k, v, own_k, own_v, first, stop, attended, blocks):
-        own = _own_scores(q, own_k, attended)
+        own = (q @ own_k.transpose(-1, -2)).masked_fill_(~attended, -math.inf)
+        # the largest score of each query, and sums of exp(score - top), with v and without
         top = own.amax(-1) if own.shape[-1] else torch.full_like(q[..., 0], -math.inf)
-        out, total = prefix_sums(q, k, v, KeyRange(first, stop), blocks, top)
+        weighted, total = torch.empty_like(q), torch.empty_like(top)
+        for part in blocks:
+            scores = _prefix_scores(part, q, k, first, stop)
+            best = top[:, part.anchors].flatten(1)
+            if scores.shape[-1]:
+                best = torch.maximum(best, scores.amax(-1))
+            best = best.masked_fill(best == -math.inf, 0)  # a query that attends to nothing
+            p = scores.sub_(best[..., None]).exp_()
+            shape = (part.anchors.stop - part.anchors.start, -1)
+            top[:, part.anchors] = best.unflatten(1, shape)
+            total[:, part.anchors] = p.sum(-1).unflatten(1, shape)
+            weighted[:, part.anchors] = (p @ v[:, part.keys]).unflatten(1, shape)
         own = own.sub_(top[..., None]).exp_()
         total = (total + own.sum(-1)).clamp_min(torch.finfo(total.dtype).tiny)
-        out = (out + own @ own_v) / total[..., None]
+        out = (weighted + own @ own_v) / total[..., None]
         own, lse = own / total[..., None], top + total.log()
         ctx.save_for_backward(q, k, v, own_k, own_v, first, stop, out, lse, own)
         ctx.blocks = blocks
@@ -328,30 +280,62 @@ class _PrefixOwn(torch.autograd.Function):
         q, k, v, own_k, own_v, first, stop, out, lse, own = ctx.saved_tensors
         grad_out = grad_out.contiguous()
         delta = (grad_out * out).sum(-1)
-        grad_q, grad_k, grad_v = prefix_gradients(
-            q, k, v, KeyRange(first, stop), ctx.blocks, lse, grad_out, delta
-        )
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for part in ctx.blocks:
+            anchors, keys = part.anchors, part.keys
+            shape = (anchors.stop - anchors.start, -1)
+            less = lse[:, anchors].flatten(1)
+            p = _prefix_scores(part, q, k, first, stop, less).exp_()
+            grad = grad_out[:, anchors].flatten(1, 2)
+            grad_v[:, keys] += p.transpose(-1, -2) @ grad
+            bias = delta[:, anchors].flatten(1)[..., None]
+            v_t = v[:, keys].transpose(-1, -2)
+            grad_scores = torch.baddbmm(bias, grad, v_t, beta=-1).mul_(p)
+            grad_q[:, anchors] = (grad_scores @ k[:, keys]).unflatten(1, shape)
+            grad_k[:, keys] += grad_scores.transpose(-1, -2) @ q[:, anchors].flatten(1, 2)
         grad_scores = own * (grad_out @ own_v.transpose(-1, -2) - delta[..., None])
         grad_q += grad_scores @ own_k
         grad_own_k = grad_scores.transpose(-1, -2) @ q
         grad_own_v = own.transpose(-1, -2) @ grad_out
-        return grad_q, grad_k, grad_v, grad_own_k, grad_own_v, *[None] * 4
+        return grad_q, grad_k, grad_v, grad_own_k, grad_own_v, None, None, None, None
 
 # %% ../../nbs/nn/03_attention.ipynb #attbk014
-def _blocked(q, k, v, own_k, own_v, mask, queries, own_keys):
-    """q [Hq, A, B, D]; own_k, own_v [Hkv, A, S, D]; queries [A, B] and own_keys [A, S] of the
-    mask. Heads that share a key head are queries of one anchor."""
+class AttendedKeys(NamedTuple):
+    "What B queries at each of A anchors attend to, in the form that blocks need."
+
+    prefix: KeyRange  # of [A, B] tensors: the range of each query among the row's keys
+    own: Tensor  # [A, B, S] bool: which of its anchor's own keys
+    blocks: list[PrefixBlock]
+
+
+def attended_keys(
+    mask: Mask,
+    queries: Tensor,  # [A, B] int64, queries of the mask
+    own_keys: Tensor,  # [A, S] int64, keys of the mask that belong to one anchor alone
+    length: int,  # L: keys 0 … L-1 are the row's
+) -> AttendedKeys:
+    "A mask in that form. Errors: ValueError, as in `key_prefix`."
+    prefix = key_prefix(mask, queries, length)
+    own = mask.at(queries[:, :, None], own_keys[:, None])
+    return AttendedKeys(prefix, own, prefix_blocks(prefix, max(1, 128 // queries.shape[1])))
+
+
+def _blocked(q, k, v, own_k, own_v, attended: AttendedKeys):
+    """q [Hq, A, B, D]; own_k, own_v [Hkv, A, S, D]. Heads that share a key head are queries of
+    one anchor."""
     hq, _, b, d = q.shape
-    hkv, L = k.shape[:2]
+    hkv = len(k)
     groups = hq // hkv
-    prefix = KeyRange(*(x.repeat(1, groups) for x in key_prefix(mask, queries, L)))
-    attended = mask.at(queries[:, :, None], own_keys[:, None]).repeat(1, groups, 1)
     rows = (_wide(q) * d**-0.5).unflatten(0, (hkv, groups))
     rows = rows.transpose(1, 2).flatten(2, 3)  # [Hkv, A, G·B, D]: an anchor's together
-    blocks = prefix_blocks(prefix, max(1, 128 // b))
-    keys = map(_wide, (k, v, own_k, own_v))  # the one rounding is that of the inputs
-    out = _PrefixOwn.apply(rows, *keys, *prefix, attended, blocks).to(v.dtype)
-    return out.unflatten(2, (groups, b)).transpose(1, 2).flatten(0, 1)
+    out = _PrefixOwn.apply(
+        rows,
+        *map(_wide, (k, v, own_k, own_v)),  # the one rounding is that of the inputs
+        *(x.repeat(1, groups) for x in attended.prefix),
+        attended.own.repeat(1, groups, 1),
+        attended.blocks,
+    )
+    return out.to(v.dtype).unflatten(2, (groups, b)).transpose(1, 2).flatten(0, 1)
 
 
 def _check_lean(impl):
@@ -388,7 +372,8 @@ def block_attention(
             return masked_flex(*rows, mask, d**-0.5)[0][0].unflatten(1, (a, b))
         queries = torch.arange(a * b, device=q.device).view(a, b)
         own_keys = torch.arange(a * own_k.shape[2], device=q.device).view(a, -1) + k.shape[1]
-        return _blocked(q, k, v, own_k, own_v, mask, queries, own_keys)
+        attended = attended_keys(mask, queries, own_keys, k.shape[1])
+        return _blocked(q, k, v, own_k, own_v, attended)
 
 # %% ../../nbs/nn/03_attention.ipynb #b9d79d06
 @compiled_in_training
@@ -423,6 +408,7 @@ def prefix_attention(
     rows: Tensor,
     mask: Mask,  # `masks.ttt`, or another with its keys: step s is keys s·L … (s+1)·L-1
     impl: str = "blocked",  # as in `block_attention`
+    attended: AttendedKeys | None = None,  # what "blocked" makes of rows and mask; None: here
 ) -> Tensor:  # [Hq, N, D]
     "Attention of selected rows over step 0, plus each row's own keys of later steps, exactly."
     _check_lean(impl)
@@ -438,12 +424,13 @@ def prefix_attention(
     own_keys = rows[:, None] + k.shape[1] * step
     with torch.autocast(q.device.type, enabled=False):
         if impl == "blocked":
-            part = q[:, :, None], k, v, own_k, own_v, mask
-            return _blocked(*part, rows[:, None], own_keys)[:, :, 0]
+            if attended is None:
+                attended = attended_keys(mask, rows[:, None], own_keys, k.shape[1])
+            return _blocked(q[:, :, None], k, v, own_k, own_v, attended)[:, :, 0]
         of_rows, scale = mask.of_queries(rows), q.shape[-1] ** -0.5
         row = q[None], k[None], v[None], of_rows, scale
         out, lse = masked_flex(*row, want_lse=bool(diagonal), mask_device=rows.device)
         if lse is None:
             return out[0]
-        attended = to_device(mask.at(rows[:, None], own_keys), q.device)
-        return merge_own(out[0], lse[0], q, own_k, own_v, attended)
+        of_own = to_device(mask.at(rows[:, None], own_keys), q.device)
+        return merge_own(out[0], lse[0], q, own_k, own_v, of_own)

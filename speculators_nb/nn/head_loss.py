@@ -6,8 +6,8 @@ No [tokens, vocabulary] tensor outlives its chunk, which saves most of the memor
 # %% auto #0
 __all__ = ['CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES', 'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight',
            'target_slots', 'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype', 'wide_product',
-           'HeadProducts', 'NoBias', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk', 'HeadCase',
-           'scaled_gradient', 'head_loss', 'dense_head_loss']
+           'HeadProducts', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk', 'HeadCase', 'scaled_gradient',
+           'head_loss', 'dense_head_loss']
 
 # %% ../../nbs/nn/08_head_loss.ipynb #cb396337
 from collections.abc import Callable
@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from .compiled import compiled_on_cuda, is_compiled_for, to_device
-from .losses import Distribution, RowScores, overlap, row_loss
+from speculators_nb.nn.losses import (
+    LOSSES,
+    Distribution,
+    ScoredRows,
+    overlap,
+    row_loss,
+    score_logits,
+    score_rows,
+)
 from .target_head import TargetHead
 
 # %% ../../nbs/nn/08_head_loss.ipynb #8f391fff
@@ -67,19 +75,12 @@ class Chunk(NamedTuple):
     first: int
     stop: int
     slots: list[Tensor]  # int64 rows: entry t of each slot wants target first + t
-
-    @property
-    def rows(self) -> Tensor:
-        return torch.cat(self.slots)
-
-    def logits(self, each: int) -> int:
-        "Rows of logits, where a target takes `each` by itself."
-        return each * (self.stop - self.first) + sum(map(len, self.slots))
+    rows: Tensor  # all of them
 
 
 def cut_chunks(
     order: Tensor,  # [T'] targets, from `target_slots`
-    slots: list[Tensor],  # likewise
+    slots: list[Tensor],  # rows [T_s] of its first T_s, from there too
     size: int,  # wanted rows of logits a chunk
     each: int = 1,  # rows of logits that a target takes by itself
 ) -> list[Chunk]:
@@ -90,7 +91,11 @@ def cut_chunks(
         logits_so_far += count.clamp_max(len(rows))
     _, sizes = torch.unique_consecutive((logits_so_far - 1) // size, return_counts=True)
     borders = [0, *torch.cumsum(sizes, 0).tolist()]
-    return [Chunk(a, b, [s[a:b] for s in slots if len(s) > a]) for a, b in pairwise(borders)]
+    chunks = []
+    for a, b in pairwise(borders):
+        wanting = [rows[a:b] for rows in slots if len(rows) > a]
+        chunks.append(Chunk(a, b, wanting, torch.cat(wanting)))
+    return chunks
 
 # %% ../../nbs/nn/08_head_loss.ipynb #a27ffffb
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -149,14 +154,13 @@ class HeadProducts:
     def logits(
         self,
         chunk: Chunk,
-        rows: Tensor,  # `chunk.rows`
         buffer: Tensor,  # [enough, Vd]
     ) -> tuple[Tensor, Tensor]:  # of targets, of rows; views of the buffer if possible
         "Raw products, without scale and soft-cap."
         targets = self.targets[chunk.first : chunk.stop]
-        hidden = self.hidden[rows].to(self.dtype)
-        both = buffer[: len(targets) + len(rows)]
-        z_targets, z_rows = both.split([len(targets), len(rows)])
+        hidden = self.hidden[chunk.rows].to(self.dtype)
+        both = buffer[: len(targets) + len(hidden)]
+        z_targets, z_rows = both.split([len(targets), len(hidden)])
         if self.shared and not self.low:  # one product reads the head once
             torch.mm(torch.cat([targets, hidden]), self.w_draft.T, out=both)
             return z_targets, z_rows
@@ -166,31 +170,10 @@ class HeadProducts:
         return torch.mm(targets, self.w_target.T, out=z_targets), z_rows
 
 # %% ../../nbs/nn/08_head_loss.ipynb #2c93f33d
-class NoBias:
-    "No low-rank term."
+class RowBias:
+    "A low-rank term e @ w.T with a row of e for each loss row."
 
     each = 1  # rows of logits that a target of a chunk takes by itself
-    grad_e: Tensor | None = None
-    grad_w: Tensor | None = None
-
-    def begin(self, z_rows: Tensor, rows: Tensor, targets: Tensor, spare: Tensor):
-        "A chunk's logits of `rows` are in z_rows; `targets` are its targets; spare: free rows."
-
-    def tile(self, first: int, size: int) -> Tensor | None:
-        "What is added to the logits of rows that want targets first … first+size-1 of a chunk."
-
-    def add_gradient(self, grad: Tensor, weight: Tensor, rows: Tensor):
-        "Gradients [n, Vd] of the losses of `rows`, which want the tile's first n targets."
-
-    def end_tile(self, first: int):
-        "All rows of a tile are scored."
-
-    def end(self, grad_rows: Tensor, weight: Tensor, rows: Tensor, targets: Tensor):
-        "All rows of a chunk are scored; grad_rows has taken the place of their logits."
-
-
-class RowBias(NoBias):
-    "A low-rank term e @ w.T with a row of e for each loss row."
 
     def __init__(
         self,
@@ -203,10 +186,21 @@ class RowBias(NoBias):
         self.grad_e: Tensor = torch.zeros_like(e) if want_grad else e[:0]
         self.grad_w: Tensor = torch.zeros_like(w) if want_grad else w[:0]
 
-    def begin(self, z_rows, rows, targets, spare):
+    def begin(self, z_rows: Tensor, rows: Tensor, targets: Tensor, spare: Tensor):
+        "A chunk's logits of `rows` are in z_rows; `targets` are its targets; spare: free rows."
         z_rows.addmm_(self.e[rows].to(self.dtype), self.w.T.to(self.dtype))
 
-    def end(self, grad_rows, weight, rows, targets):
+    def tile(self, first: int, size: int) -> Tensor | None:
+        "What is added to the logits of rows that want targets first … first+size-1 of a chunk."
+
+    def add_gradient(self, grad: Tensor, weight: Tensor, rows: Tensor):
+        "Gradients [n, Vd] of the losses of `rows`, which want the tile's first n targets."
+
+    def end_tile(self, first: int):
+        "All rows of a tile are scored."
+
+    def end(self, grad_rows: Tensor, weight: Tensor, rows: Tensor, targets: Tensor):
+        "All rows of a chunk are scored; grad_rows has taken the place of their logits."
         weighted = (self.e[rows] * weight[rows, None]).to(self.dtype)
         grad_e = (grad_rows @ self.w.to(self.dtype)).to(self.e.dtype) * weight[rows, None]
         self.grad_e[rows] = grad_e.to(self.e.dtype)
@@ -254,12 +248,12 @@ SLOTS_AT_ONCE = 4  # that one compiled kernel scores: all of EAGLE-3's, where no
 def alike(
     slots: list[tuple[Tensor, Tensor]],  # rows [n] of each and their logits [n, Vd]; n falls
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    "Slots that a compiled kernel scores together: of as many rows. On a CPU each by itself."
+    "Slots that a compiled kernel scores together: of as many rows."
     groups: list[list[tuple[Tensor, Tensor]]] = []
     for slot in slots:
         last = groups[-1] if groups else []
         fits = last and len(last[0][0]) == len(slot[0]) and len(last) < SLOTS_AT_ONCE
-        if fits and is_compiled_for(slot[1]):
+        if fits:
             last.append(slot)
         else:
             groups.append([slot])
@@ -270,44 +264,75 @@ def score_chunk(
     chunk: Chunk,
     z_targets: Tensor,  # raw logits of its targets
     z_rows: Tensor,  # raw logits of its rows; may become gradients
-    scores: RowScores,
+    scores: ScoredRows,  # of all N rows; gets those of the chunk
+    mixture: dict[str, float],  # loss name -> weight
     target_head: TargetHead,  # for scale and soft-cap of the target's logits
-    bias: NoBias,
+    bias: RowBias | None,
     weight: Tensor | None,  # [N] weights of rows; None: no gradient is wanted
     tile: int,  # targets at a time
     labels: Tensor | None = None,  # of its targets, the right tokens of `ce`
 ) -> Tensor:  # [n, Vd] gradients of the losses of its rows in their logits, where wanted
     "Score the rows of a chunk against its targets."
-    gradients = z_rows
+    gradients, compiled = z_rows, is_compiled_for(z_rows)
+    want_accept, want_tokens = scores.accept is not None, scores.tokens is not None
+    reads_probs = want_accept or any(LOSSES[name].target_probs for name in mixture)
     z_slots = z_rows.split([len(rows) for rows in chunk.slots])
     for first in range(0, len(z_targets), tile):
         label = None if labels is None else labels[first : first + tile]
-        p = Distribution(target_head.finish(z_targets[first : first + tile].float()), label)
-        term = bias.tile(first, len(p.logits))
+        logits = target_head.finish(z_targets[first : first + tile].float())
+        # what is computed of p serves every row that wants it; a compiled kernel makes its own
+        p = Distribution(logits, label, softmax=reads_probs and not compiled)
+        term = None if bias is None else bias.tile(first, len(logits))
         # a slot is a prefix of the targets: the later ones are shorter
         slots = [
             (rows[first : first + tile], z[first : first + tile])
             for rows, z in zip(chunk.slots, z_slots)
             if len(rows) > first
         ]
-        for group in alike(slots):
+        for group in alike(slots) if compiled else [[slot] for slot in slots]:
             rows, drafts = torch.cat([rows for rows, _ in group]), [z for _, z in group]
             n = len(drafts[0])
-            parts = [x if x is None else x[:n] for x in (term, label)]
-            grad = scores.score(rows, p.first(n), drafts, *parts, weight is not None)
+            added = None if term is None else term[:n]
+            if compiled:
+                right = None if label is None else label[:n]
+                scored = score_logits(
+                    logits[:n],
+                    drafts,
+                    right,
+                    added,
+                    mixture,
+                    weight is not None,
+                    want_accept,
+                    want_tokens,
+                )
+            else:
+                z = drafts[0].float() if added is None else drafts[0].float() + added
+                scored = score_rows(
+                    p.first(n),
+                    Distribution(z),
+                    mixture,
+                    want_grad=weight is not None,
+                    want_accept=want_accept,
+                    want_tokens=want_tokens,
+                )
+            for name, value in scored.losses.items():
+                scores.losses[name][rows] = value
+            scores.correct[rows] = scored.correct
+            if want_accept:
+                scores.accept[rows] = scored.accept
+            if want_tokens:
+                scores.tokens[rows] = scored.tokens
+            grad = scored.grad
             if grad is None or weight is None:
                 continue
-            if (
-                len(grad) == len(z_rows)
-                and grad.dtype == z_rows.dtype
-                and is_compiled_for(grad)
-            ):
+            if compiled and len(grad) == len(z_rows) and grad.dtype == z_rows.dtype:
                 gradients = grad  # as it is; on a CPU its place is that of the logits
             for (rows, z), part in zip(group, grad.split(n)):
                 if gradients is z_rows:
                     z.copy_(part)
-                bias.add_gradient(part, weight, rows)
-        if weight is not None:
+                if bias is not None:
+                    bias.add_gradient(part, weight, rows)
+        if bias is not None and weight is not None:
             bias.end_tile(first)
     return gradients
 
@@ -333,70 +358,81 @@ class HeadCase(NamedTuple):
 
 # %% ../../nbs/nn/08_head_loss.ipynb #67bece63
 @compiled_on_cuda
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    return (grad * factor).to(grad.dtype)
-
-
 def scaled_gradient(
-    grad: Tensor | None,
-    factor: Tensor,  # float32, a number or one for each row [N, 1]
-) -> Tensor | None:
+    grad: Tensor,
+    factor: Tensor,  # [1] or one for each row [N, 1], float32: a number would be rounded
+) -> Tensor:
     "A gradient in any dtype times float32 numbers, rounded once."
-    if grad is None:
-        return None
-    return _scaled(grad, factor if factor.ndim else factor.view(1))  # a number would be rounded
+    return (grad * factor).to(grad.dtype)
 
 
 class _ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, e, w, case: HeadCase):
+        n, device, mixture = len(hidden), hidden.device, case.mixture
         want_grad, weight = any(ctx.needs_input_grad[:3]), case.weight
         grad_hidden = torch.zeros_like(hidden) if want_grad else None
-        kind = TargetBias if case.bias_by_target else RowBias
-        bias = NoBias() if e is None else kind(e, w, case.dtype, want_grad)
+        bias = None
+        if e is not None:
+            kind = TargetBias if case.bias_by_target else RowBias
+            bias = kind(e, w, case.dtype, want_grad)
+        each = 1 if bias is None else bias.each
+        # targets and the rows that want them, in chunks
         order, slots = target_slots(case.target_of_row.cpu(), len(case.target_hidden))
-        order, *slots = (to_device(x, hidden.device) for x in (order, *slots))
-        plan = cut_chunks(order, slots, case.chunk, bias.each)
+        order, *slots = (to_device(x, device) for x in (order, *slots))
+        chunks = cut_chunks(order, slots, case.chunk, each)
         targets = case.target_hidden[order]
         heads = HeadProducts(hidden, case.head, case.target_head, targets, case.dtype)
-        wanted = case.want_accept, case.want_tokens
-        scores = RowScores(len(hidden), case.mixture, *wanted, hidden.device)
-        tile = tile_rows(len(case.head), hidden.device, case.chunk)
-        largest = max((chunk.logits(bias.each) for chunk in plan), default=0)
+        scores = ScoredRows(
+            {name: torch.zeros(n, device=device) for name in mixture},
+            torch.zeros(n, dtype=torch.bool, device=device),
+            torch.zeros(n, device=device) if case.want_accept else None,
+            torch.zeros(n, dtype=torch.long, device=device) if case.want_tokens else None,
+        )
+        tile = tile_rows(len(case.head), device, case.chunk)
+        largest = max((each * (c.stop - c.first) + len(c.rows) for c in chunks), default=0)
         buffer = hidden.new_empty(largest, len(case.head), dtype=case.dtype)
-        known_weight = weight if isinstance(weight, Tensor) else hidden.new_ones(len(hidden))
-        for chunk in plan:
+        known_weight = weight if isinstance(weight, Tensor) else hidden.new_ones(n)
+        for chunk in chunks:
             rows, used = chunk.rows, order[chunk.first : chunk.stop]
-            z_targets, z_rows = heads.logits(chunk, rows, buffer)
-            bias.begin(z_rows, rows, used, buffer[chunk.logits(1) :])
-            labels = None if case.labels is None else case.labels[used]
+            z_targets, z_rows = heads.logits(chunk, buffer)
+            if bias is not None:
+                bias.begin(z_rows, rows, used, buffer[len(used) + len(rows) :])
             gradients = score_chunk(
                 chunk,
                 z_targets,
                 z_rows,
                 scores,
+                mixture,
                 target_head=case.target_head,
                 bias=bias,
                 weight=known_weight if want_grad else None,
                 tile=tile,
-                labels=labels,
+                labels=None if case.labels is None else case.labels[used],
             )
             if grad_hidden is not None:
                 grad_hidden[rows] = (gradients @ heads.w_draft).to(hidden.dtype)
-                bias.end(gradients, known_weight, rows, used)
+                if bias is not None:
+                    bias.end(gradients, known_weight, rows, used)
         if not isinstance(weight, Tensor):
             weight = weight(scores.losses)
-        ctx.save_for_backward(grad_hidden, bias.grad_e, bias.grad_w, weight)
+        loss = torch.zeros((), device=device)
+        for name, of_name in mixture.items():
+            loss = loss + of_name * (weight * scores.losses[name]).sum()
+        of_bias = (None, None) if bias is None else (bias.grad_e, bias.grad_w)
+        ctx.save_for_backward(grad_hidden, *of_bias, weight)
         outputs = scores.correct, scores.accept, scores.tokens, *scores.losses.values()
         ctx.mark_non_differentiable(*(x for x in outputs if x is not None))
-        return scores.total(weight), *outputs
+        return loss, *outputs
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
         grad_hidden, grad_e, grad_w, weight = ctx.saved_tensors
-        of_rows = (weight * grad_loss)[:, None]
-        scaled = (scaled_gradient(grad, grad_loss) for grad in (grad_e, grad_w))
-        return scaled_gradient(grad_hidden, of_rows), *scaled, None
+        grads = [grad_hidden, grad_e, grad_w]
+        factors = (weight * grad_loss)[:, None], grad_loss.view(1), grad_loss.view(1)
+        for i, grad in enumerate(grads):
+            grads[i] = None if grad is None else scaled_gradient(grad, factors[i])
+        return *grads, None
 
 # %% ../../nbs/nn/08_head_loss.ipynb #9a99e64e
 def head_loss(
@@ -414,20 +450,57 @@ def head_loss(
     bias_by_target: bool = False,  # e is [T, r]: rows of a target share its bias, computed once
     labels: Tensor | None = None,  # [T] ids of head's rows: right in `ce`; None: the likeliest
     want_tokens: bool = False,  # also return the most likely token of each row
+    lean: bool = True,  # False: by the definition, `dense_head_loss`, in the dtype of `hidden`
 ) -> HeadLoss:
     """Weighted sum of distribution losses between the drafter's rows and the verifier's, never
     holding more than one [chunk, Vd] buffer. The gradient in `hidden` is formed on the way
     forward; head and targets get none."""
-    given = hidden, head, target_head, target_hidden, target_of_row
+    if not lean:
+        out = dense_head_loss(
+            hidden,
+            head,
+            target_head,
+            target_hidden,
+            target_of_row,
+            weight,
+            mixture,
+            bias=bias,
+            bias_by_target=bias_by_target,
+            labels=labels,
+        )
+        return out if want_accept else out._replace(accept=None)
     if bias is not None and callable(weight):
         # the gradient of w sums over rows: their weights must be known first
         with torch.no_grad():
-            none = hidden.new_zeros(len(hidden))
-            how = mixture, bias, gemm_dtype, chunk, False, bias_by_target, labels
-            weight = weight(head_loss(*given, none, *how).rows)
-    sizes = chunk or chunk_rows(len(head), hidden.device), head_dtype(hidden, gemm_dtype)
-    wanted = want_accept, bias_by_target, labels, want_tokens
-    case = HeadCase(*given[1:], weight, mixture, *sizes, *wanted)
+            first = head_loss(
+                hidden,
+                head,
+                target_head,
+                target_hidden,
+                target_of_row,
+                hidden.new_zeros(len(hidden)),
+                mixture,
+                bias=bias,
+                gemm_dtype=gemm_dtype,
+                chunk=chunk,
+                bias_by_target=bias_by_target,
+                labels=labels,
+            )
+            weight = weight(first.rows)
+    case = HeadCase(
+        head=head,
+        target_head=target_head,
+        target_hidden=target_hidden,
+        target_of_row=target_of_row,
+        weight=weight,
+        mixture=mixture,
+        chunk=chunk or chunk_rows(len(head), hidden.device),
+        dtype=head_dtype(hidden, gemm_dtype),
+        want_accept=want_accept,
+        bias_by_target=bias_by_target,
+        labels=labels,
+        want_tokens=want_tokens,
+    )
     e, w = bias or (None, None)
     with torch.autocast(hidden.device.type, enabled=False):  # it would change these dtypes
         loss, correct, accept, tokens, *rows = _ChunkedHeadLoss.apply(hidden, e, w, case)

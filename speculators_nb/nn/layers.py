@@ -7,7 +7,8 @@ everything else only where it is needed."""
 # %% auto #0
 __all__ = ['ROPE', 'LAYER_FAMILIES', 'ALIKE_FAMILIES', 'KINDS', 'DRAFT_SLIDING_WINDOW', 'RMSNorm', 'product_of_normed', 'MLP',
            'head_dim', 'rope_parameters', 'rotated_channels', 'rope_frequencies', 'Rotary', 'rotate', 'ProjectedEmbeds',
-           'Attention', 'refuse_dropout', 'layer_window', 'check_layer_config', 'DecoderLayer', 'draft_layer_config']
+           'take_embeds', 'Attention', 'refuse_dropout', 'layer_window', 'check_layer_config', 'DecoderLayer',
+           'draft_layer_config']
 
 # %% ../../nbs/nn/05_layers.ipynb #e53d7547
 import copy
@@ -228,23 +229,20 @@ class ProjectedEmbeds(NamedTuple):
     value_weight: Tensor  # [Hkv·D, H]
     hidden: Any = None  # [N, H] normed; the layer puts it in
 
-    def take(self, rows: Tensor) -> "ProjectedEmbeds":  # [M] int64, all different
-        "Those of some rows."
-        return self._replace(
-            query=take_rows(self.query, rows),
-            key=take_rows(self.key, rows),
-            value=take_rows(self.value, rows),
-            hidden=None if self.hidden is None else take_rows(self.hidden, rows),
-        )
 
-    def queries(self) -> Tensor:  # [N, Hq·D]
-        "Both parts."
-        return torch.addmm(self.query, self.hidden, self.query_weight.T)
-
-    def keys_values(self) -> tuple[Tensor, Tensor]:  # [N, Hkv·D] each
-        "Both parts."
-        keys = torch.addmm(self.key, self.hidden, self.key_weight.T)
-        return keys, torch.addmm(self.value, self.hidden, self.value_weight.T)
+def take_embeds(
+    x: Tensor | ProjectedEmbeds,  # [N, ...]
+    rows: Tensor,  # [M] int64, all different
+) -> Any:  # of the same kind, [M, ...]
+    "Some rows of what a layer reads beside the hidden state."
+    if isinstance(x, Tensor):
+        return take_rows(x, rows)
+    return x._replace(
+        query=take_rows(x.query, rows),
+        key=take_rows(x.key, rows),
+        value=take_rows(x.value, rows),
+        hidden=None if x.hidden is None else take_rows(x.hidden, rows),
+    )
 
 # %% ../../nbs/nn/05_layers.ipynb #cef509f5
 class Attention(nn.Module):
@@ -287,7 +285,10 @@ class Attention(nn.Module):
 
     def query(self, x: Tensor | ProjectedEmbeds, rope: Sequence[Tensor]) -> Tensor:
         "Rotated queries: [..., N, size] -> [..., Hq, N, D]."
-        projected = x.queries() if isinstance(x, ProjectedEmbeds) else self.q_proj(x)
+        if isinstance(x, ProjectedEmbeds):  # both parts
+            projected = torch.addmm(x.query, x.hidden, x.query_weight.T)
+        else:
+            projected = self.q_proj(x)
         return self.rotated_queries(projected, rope)
 
     def key_value(
@@ -295,7 +296,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         "Rotated keys, and values: [..., N, size] -> two of [..., Hkv, N, D]."
         if isinstance(x, ProjectedEmbeds):
-            keys, values = x.keys_values()
+            keys = torch.addmm(x.key, x.hidden, x.key_weight.T)
+            values = torch.addmm(x.value, x.hidden, x.value_weight.T)
         else:
             keys, values = self.k_proj(x), self.v_proj(x)
         return self.rotated_keys(keys, rope), self._heads(values)
@@ -410,8 +412,11 @@ class DecoderLayer(GradientCheckpointingLayer):
         whole = not hasattr(self, "unshard")
         return self.training and self.hidden_norm is not None and whole
 
-    def project_embeds(self, embeds: Tensor) -> ProjectedEmbeds:  # [N, H]
-        "The part of embeddings in queries, keys and values, for a layer with_embeds."
+    def project_embeds(self, embeds: Tensor) -> Tensor | ProjectedEmbeds:  # [N, H]
+        """The part of embeddings in queries, keys and values, for a layer with_embeds; the
+        embeddings themselves where that cannot be made beforehand."""
+        if not self.can_project_embeds:
+            return embeds
         attention, kind = self.self_attn, embeds.device.type
         norm: Any = self.input_layernorm  # an RMSNorm, where there are embeddings
         unit = norm.without_gain(embeds)

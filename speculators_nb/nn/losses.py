@@ -5,7 +5,7 @@ KL, reverse KL, Jensen-Shannon, cross-entropies and total variation, each with i
 
 # %% auto #0
 __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'Distribution', 'rowdot', 'one_hot', 'overlap', 'RowLoss',
-           'parse_loss', 'loss_and_grad', 'ScoredRows', 'score_rows', 'score_logits', 'RowScores', 'row_loss']
+           'parse_loss', 'ScoredRows', 'score_rows', 'score_logits', 'row_loss']
 
 # %% ../../nbs/nn/06_losses.ipynb #2f999eda
 import json
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .compiled import compiled_on_cuda, is_compiled_for
+from .compiled import compiled_on_cuda
 
 # %% ../../nbs/nn/06_losses.ipynb #piece001
 if TYPE_CHECKING:
@@ -40,24 +40,22 @@ TOP_K = 10  # tokens that `topk_ce` counts (HASS, 2408.15766)
 
 
 class Distribution:
-    "Softmax over each row of `logits` [N, V]; every piece is computed once, when first used."
+    "Softmax over each row of `logits` [N, V]; what else is read of it is computed once."
 
     def __init__(
         self,
         logits: Tensor,  # [N, V], taken as float32 unless float64
         label: Tensor | None = None,  # [N] the right token of `ce`; None: the likeliest
+        softmax: bool = True,  # False: only the likeliest tokens are read
     ):
         self.logits = logits if logits.dtype == torch.float64 else logits.float()
         if label is not None:
             self.label = label
-
-    @piece
-    def probs(self) -> Tensor:  # [N, V]
-        return torch.softmax(self.logits, -1)
-
-    @piece
-    def top(self) -> Tensor:  # [N] the largest logit
-        return self.logits.amax(-1)
+        if softmax:
+            self.probs = torch.softmax(self.logits, -1)  # [N, V]
+            self.top = self.logits.amax(-1)  # [N] the largest logit
+            # [N] log-sum-exp, without a second pass of exponentials
+            self.lse = self.top - self.probs.amax(-1).log()
 
     @piece
     def argmax(self) -> Tensor:  # [N]
@@ -67,17 +65,14 @@ class Distribution:
     def label(self) -> Tensor:  # [N] the right token of `ce`
         return self.argmax
 
-    @piece
-    def lse(self) -> Tensor:  # [N], log-sum-exp without a second pass of exponentials
-        return self.top - self.probs.amax(-1).log()
-
     @property
     def log_probs(self) -> Tensor:  # [N, V], not kept: one row-sized temporary less
         return self.logits - self.lse[:, None]
 
     @piece
     def neg_entropy(self) -> Tensor:  # [N], sum p log p
-        return rowdot(self.probs, self.logits) - self.lse
+        with torch.autocast(self.logits.device.type, enabled=False):
+            return torch.linalg.vecdot(self.probs, self.logits) - self.lse
 
     @piece
     def best(self) -> Tensor:  # [N, TOP_K] the likeliest tokens
@@ -87,7 +82,7 @@ class Distribution:
         "The first n rows, with the pieces that are computed already."
         if n == len(self.logits):
             return self
-        part = Distribution(self.logits[:n])
+        part = Distribution(self.logits[:n], softmax=False)
         part.__dict__.update({name: piece[:n] for name, piece in self.__dict__.items()})
         return part
 
@@ -215,13 +210,14 @@ class RowLoss(NamedTuple):
 
     value: Callable  # (target distribution, draft distribution) -> [N]
     grad: Callable  # (target distribution, draft distribution, value [N]) -> [N, V]
+    target_probs: bool = True  # False: of the target only the likeliest token is read
 
 
 LOSSES = dict(
     kl_div=RowLoss(_kl, _kl_grad),
     rkl=RowLoss(_rkl, _rkl_grad),
     jsd=RowLoss(_jsd, _jsd_grad),
-    ce=RowLoss(_ce, _ce_grad),
+    ce=RowLoss(_ce, _ce_grad, target_probs=False),
     soft_ce=RowLoss(_soft_ce, _kl_grad),
     topk_ce=RowLoss(_topk_ce, _topk_ce_grad),
     tv=RowLoss(_tv, _tv_grad),
@@ -254,33 +250,14 @@ def parse_loss(
     return {name: float(weight) for name, weight in mixture.items()}
 
 
-def loss_and_grad(
-    target: Distribution,  # the verifier's p, rows [N, V]
-    draft: Distribution,  # the drafter's q, rows [N, V]
-    mixture: dict[str, float],  # name -> weight, from `parse_loss`
-    want_grad: bool = True,  # False: the gradient is not formed
-) -> tuple[dict[str, Tensor], Tensor | None]:  # [N] unweighted; [N, V] or None
-    "The closed-form row losses of a mixture and the gradient of their weighted sum."
-    terms = {name: LOSSES[name].value(target, draft) for name in mixture}
-    if not want_grad:
-        return terms, None
-    total = None
-    for name, weight in mixture.items():
-        grad = LOSSES[name].grad(target, draft, terms[name])
-        if weight != 1:
-            grad *= weight
-        total = grad if total is None else total.add_(grad)
-    return terms, total
-
-# %% ../../nbs/nn/06_losses.ipynb #05d03d05
 class ScoredRows(NamedTuple):
     "What is known of n rows."
 
     losses: dict[str, Tensor]  # name -> [n] unweighted
     correct: Tensor  # [n] bool: the draft's most likely token is the verifier's
-    accept: Any  # [n] the overlap; None: not wanted
-    tokens: Any  # [n] int64 the draft's most likely token; None: not wanted
-    grad: Tensor | None  # [n, V] of the mixture in the draft's logits; None: not wanted
+    accept: Any = None  # [n] the overlap; None: not wanted
+    tokens: Any = None  # [n] int64 the draft's most likely token; None: not wanted
+    grad: Tensor | None = None  # [n, V] of the mixture in the draft's logits; None: not wanted
 
 
 def score_rows(
@@ -288,16 +265,23 @@ def score_rows(
     draft: Distribution,  # the drafter's q, rows [n, V]
     mixture: dict[str, float],  # name -> weight, from `parse_loss`
     want_grad: bool = True,
-    want_accept: bool = True,
-    want_tokens: bool = True,
+    want_accept: bool = False,
+    want_tokens: bool = False,
 ) -> ScoredRows:
-    "All scores of some rows, and the gradient of their loss."
-    losses, grad = loss_and_grad(target, draft, mixture, want_grad)
+    "The closed-form row losses of a mixture, the gradient of their weighted sum, and metrics."
+    losses, total = {}, None
+    for name in mixture:
+        losses[name] = LOSSES[name].value(target, draft)
+    for name, weight in mixture.items() if want_grad else ():
+        grad = LOSSES[name].grad(target, draft, losses[name])
+        if weight != 1:
+            grad *= weight
+        total = grad if total is None else total.add_(grad)
     correct = draft.logits.gather(-1, target.argmax[:, None])[:, 0] >= draft.top
     accept = overlap(target, draft) if want_accept else None
-    return ScoredRows(losses, correct, accept, draft.argmax if want_tokens else None, grad)
+    return ScoredRows(losses, correct, accept, draft.argmax if want_tokens else None, total)
 
-
+# %% ../../nbs/nn/06_losses.ipynb #05d03d05
 def _joined(parts: list[Tensor | None]) -> Tensor | None:
     return None if parts[0] is None else torch.cat(parts)  # type: ignore[arg-type] (all or none)
 
@@ -328,50 +312,6 @@ def score_logits(
     "`score_rows` of raw logits. Compiled, S drafts share a kernel that reads the target once."
     return ScoredRows._make(_scores(target, drafts, label, term, *wanted))
 
-# %% ../../nbs/nn/06_losses.ipynb #192f2dad
-class RowScores:
-    "Row losses by name, whether the likeliest token is right, and the acceptance probability."
-
-    def __init__(
-        self, n: int, mixture: dict[str, float], want_accept: bool, want_tokens: bool, device
-    ):
-        self.mixture = mixture
-        self.losses = {name: torch.zeros(n, device=device) for name in mixture}
-        self.correct = torch.zeros(n, dtype=torch.bool, device=device)
-        self.accept = torch.zeros(n, device=device) if want_accept else None
-        self.tokens = torch.zeros(n, dtype=torch.long, device=device) if want_tokens else None
-
-    def score(
-        self,
-        rows: Tensor,  # [S·n] int64
-        p: Distribution,  # of their n targets
-        drafts: list[Tensor],  # S times [n, Vd]: the drafter's logits; on a CPU S is 1
-        term: Tensor | None,  # [n, Vd] added to them
-        label: Tensor | None,  # [n] right tokens of `ce`
-        want_grad: bool,
-    ) -> Tensor | None:  # [S·n, Vd] gradient of the mixture in the logits
-        "Fill in the entries of these rows."
-        wanted = self.mixture, want_grad, self.accept is not None, self.tokens is not None
-        if is_compiled_for(rows):
-            found = score_logits(p.logits, drafts, label, term, *wanted)
-        else:  # what is computed of p serves every row that wants it
-            (z,) = drafts
-            q = Distribution(z.float() if term is None else z.float() + term)
-            found = score_rows(p, q, *wanted)
-        for name, value in found.losses.items():
-            self.losses[name][rows] = value
-        self.correct[rows] = found.correct
-        if self.accept is not None:
-            self.accept[rows] = found.accept
-        if self.tokens is not None:
-            self.tokens[rows] = found.tokens
-        return found.grad
-
-    def total(self, weight: Tensor) -> Tensor:  # [N] -> scalar
-        "The weighted sum of all row losses."
-        terms = (w * (weight * self.losses[name]).sum() for name, w in self.mixture.items())
-        return sum(terms, torch.zeros((), device=weight.device))
-
 # %% ../../nbs/nn/06_losses.ipynb #13fd7d3a
 def row_loss(
     logits: Tensor,  # [..., V] of the drafter; gradients flow
@@ -380,7 +320,7 @@ def row_loss(
     label: Tensor
     | None = None,  # [...] the right token of `ce`; None: the verifier's likeliest
 ) -> dict[str, Tensor]:  # name -> [...] unweighted row losses
-    "The losses of a mixture by whole tensors and autograd, the reference for `loss_and_grad`."
+    "The losses of a mixture by whole tensors and autograd, the reference for `score_rows`."
     v, shape = logits.shape[-1], logits.shape[:-1]
     label = None if label is None else label.flatten()
     target = Distribution(target_logits.reshape(-1, v), label)

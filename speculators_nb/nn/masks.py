@@ -8,7 +8,6 @@ __all__ = ['Predicate', 'KeyRanges', 'KeyRange', 'disjoint', 'intersections', 'B
            'slot_window', 'rollouts']
 
 # %% ../../nbs/nn/02_masks.ipynb #2f348c42
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -59,12 +58,6 @@ def intersections(a: list[KeyRange], b: list[KeyRange]) -> list[KeyRange]:
         KeyRange(torch.maximum(x.first, y.first), torch.minimum(x.stop, y.stop))
         for x, y in product(a, b)
     ]
-
-
-def _joined(a: KeyRanges | None, b: KeyRanges | None, join: Callable) -> KeyRanges | None:
-    if a is None or b is None:
-        return None
-    return lambda q, kv_len: join(a(q, kv_len), b(q, kv_len))
 
 # %% ../../nbs/nn/02_masks.ipynb #a9cddf0d
 class BlockMap(NamedTuple):
@@ -183,20 +176,20 @@ class Mask:
         return self.allowed(b, h, q_idx, kv_idx)
 
     def __and__(self, other: "Mask") -> "Mask":
-        return Mask(
-            lambda b, h, q, kv: self(b, h, q, kv) & other(b, h, q, kv),
-            _joined(self.ranges, other.ranges, intersections),
-            join="and",
-            parts=(self, other),
-        )
+        left, right, of_left, of_right = self.allowed, other.allowed, self.ranges, other.ranges
+        ranges = None
+        if of_left is not None and of_right is not None:
+            ranges = lambda q, kv_len: intersections(of_left(q, kv_len), of_right(q, kv_len))
+        allowed = lambda b, h, q, kv: left(b, h, q, kv) & right(b, h, q, kv)
+        return Mask(allowed, ranges, join="and", parts=(self, other))
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Mask(
-            lambda b, h, q, kv: self(b, h, q, kv) | other(b, h, q, kv),
-            _joined(self.ranges, other.ranges, operator.add),
-            join="or",
-            parts=(self, other),
-        )
+        left, right, of_left, of_right = self.allowed, other.allowed, self.ranges, other.ranges
+        ranges = None
+        if of_left is not None and of_right is not None:
+            ranges = lambda q, kv_len: of_left(q, kv_len) + of_right(q, kv_len)
+        allowed = lambda b, h, q, kv: left(b, h, q, kv) | right(b, h, q, kv)
+        return Mask(allowed, ranges, join="or", parts=(self, other))
 
     def __invert__(self) -> "Mask":
         return Mask(lambda b, h, q, kv: ~self(b, h, q, kv), join="not", parts=(self,))
@@ -260,8 +253,9 @@ def same_document(
             "row, [L] or [1, L]"
         )
 
+    document = document_range(ids)
+
     def ranges(q, kv_len):
-        document = document_range(ids)
         first, stop = document.first[q], document.stop[q]
         return [KeyRange(first + start, stop + start) for start in range(0, kv_len, L)]
 
@@ -314,7 +308,7 @@ def ttt(
     first = causal() & same_document(document_ids)
     if window is not None:
         first = first & sliding_window(window)
-    return first | repeated_diagonal(length) | itself()
+    return first | (repeated_diagonal(length) | itself())
 
 # %% ../../nbs/nn/02_masks.ipynb #50f06d41
 def anchored_blocks(

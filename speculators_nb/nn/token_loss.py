@@ -79,9 +79,11 @@ class _ChunkedTokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, *_):
         grad_hidden, grad_head, weight = ctx.saved_tensors
-        of_rows = (weight * grad_loss)[:, None]
-        grads = scaled_gradient(grad_hidden, of_rows), scaled_gradient(grad_head, grad_loss)
-        return *grads, *[None] * 4
+        if grad_hidden is not None:
+            grad_hidden = scaled_gradient(grad_hidden, (weight * grad_loss)[:, None])
+        if grad_head is not None:
+            grad_head = scaled_gradient(grad_head, grad_loss.view(1))
+        return grad_hidden, grad_head, None, None, None, None
 
 # %% ../../nbs/nn/12_token_loss.ipynb #dd8fd724
 def token_loss(
