@@ -30,7 +30,7 @@ def prepared(folder, rows, **options):
 def test_what_it_warns_of(tmp_path):
     rows = [talk(f"{i} + 2?", f"The answer is {i + 2}.", domain="sums") for i in range(9)]
     rows += [talk("What does <|im_end|> do?", "It ends. " * 40, source="tokens"), {"messages": []}]
-    found = DataReport(prepared(tmp_path / "p", [*rows, *rows[:2]], dedup=False))
+    found = DataReport(prepared(tmp_path / "p", [*rows, *rows[:2]], dedup=False, val_fraction=0.0))
     said = "\n".join(found.warnings)
     for words in (
         "8% of the rows end inside an answer, cut at max_length=64",
