@@ -220,9 +220,7 @@ stitch_mtp = command(
     output=None,
 )
 
-demo = command(
-    library("cli.demo", "demo"), lambda evaluation: None, app, group="All of it", output=None
-)
+demo = command(library("cli.demo", "demo"), lambda evaluation: None, app, group="All of it", output=None)
 real = command(
     library("cli.demo", "real"), lambda evaluation: None, app, group="All of it", output=None
 )  # it reports while it runs
