@@ -28,7 +28,7 @@ def test_right_version():
 
 
 # nbdev 2 enters modules that are written by hand in _modidx.py, without names
-BY_HAND = re.compile(rb"^ +'[\w.]+': \{\},\n", flags=re.M)
+BY_HAND = re.compile(rb"'[\w.]+': \{\},\n +")
 FURTHER_LINES = re.compile(rb'\A("""(?:(?!""").)+)\n(?:.*\n)*?.*"""$', flags=re.M)
 
 
