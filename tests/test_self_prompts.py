@@ -82,7 +82,6 @@ def test_what_ships_of_smollm2_is_what_its_page_says():
     folder = VERIFIER.parent / "smollm2"
     page, rows = (folder / "README.md").read_text(), [*read_regenerated(folder / "answers.jsonl")]
     questions = [json.loads(line)["messages"] for line in (folder / "questions.jsonl").read_text().splitlines()]
-    assert [row["messages"][:1] for row in rows] == questions[: len(rows)]
+    assert [row["messages"][:1] for row in rows] == questions
     tokens, answered = (sum(map(f, rows)) for f in (lambda r: len(r["input_ids"]), lambda r: sum(r["loss_mask"])))
-    for text in (f"{len(questions)} questions", f"first {len(rows)} of them", f"{tokens:,} tokens, {answered:,}"):
-        assert text in page
+    assert f"{len(questions):,} questions" in page and f"{tokens:,} tokens, {answered:,}" in page
