@@ -224,7 +224,8 @@ IDS = [  # what no tokenised row may be
 
 def prepared(folder, name="c.jsonl", **options):
     "The report of `prepare_data` on a file of the case."
-    made = prepare_data(folder / name, tokenizer(), folder / "out", num_proc=1, **options)
+    options = dict(num_proc=1, val_fraction=0.0) | options
+    made = prepare_data(folder / name, tokenizer(), folder / "out", **options)
     return "\n".join(
         [
             repr(made),
