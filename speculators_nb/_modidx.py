@@ -797,6 +797,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'speculators_nb/evaluate/cost.py'),
                                               'speculators_nb.evaluate.cost._counter': ( 'evaluate/cost.html#_counter',
                                                                                          'speculators_nb/evaluate/cost.py'),
+                                              'speculators_nb.evaluate.cost.attention_flops': ( 'evaluate/cost.html#attention_flops',
+                                                                                                'speculators_nb/evaluate/cost.py'),
                                               'speculators_nb.evaluate.cost.count_flops': ( 'evaluate/cost.html#count_flops',
                                                                                             'speculators_nb/evaluate/cost.py'),
                                               'speculators_nb.evaluate.cost.draft_cost': ( 'evaluate/cost.html#draft_cost',

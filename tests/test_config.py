@@ -477,6 +477,7 @@ DROPPED = {
     "name_or_path",
     "_name_or_path",
     "_output_attentions",
+    "_commit_hash",  # transformers 5.16 takes it
 }
 DECLARED = {f.name for f in fields(Eagle3SpeculatorConfig)} - {"id2label", "label2id", "problem_type"}
 

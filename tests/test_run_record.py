@@ -357,7 +357,7 @@ def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path):
 
 def test_fsdp_names_the_torch_that_it_needs(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
     with pytest.raises(ValueError, match=r"fsdp=True: torch \S+ .*2\.13 or newer.*--fsdp"):
         check_sharding(SimpleNamespace(fsdp=True, checkpoint_format="full"))
 
