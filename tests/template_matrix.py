@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from speculators_nb.data.chat_encoding import ALL, Trained, encode_batch, mask_of
 from speculators_nb.data.chat_template import ChatTemplate, merge_turns, turns_of
@@ -213,7 +214,13 @@ class Oracle:
 
     def render(self, messages, prompt=False):
         kwargs = dict(tools=TOOLS if self.shape.tools else None, **self.shape.kwargs)
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **kwargs)
+        given = dict(chat_template=self.tokenizer.chat_template, add_generation_prompt=prompt, **kwargs)
+        if any(value is None for m in messages for value in m.values()):
+            # apply_chat_template of transformers 5.24 drops a null, which templates ask for; earlier ones hand it on
+            special = self.tokenizer.special_tokens_map
+            (text,), _ = render_jinja_template(conversations=[messages], **given, **special)
+        else:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **given)
         return text if prompt else text.removesuffix(self.unasked)
 
     def encode(self, text):
