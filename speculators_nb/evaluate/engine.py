@@ -121,6 +121,8 @@ def read_run(
         )
     found: dict[str, Any] = dict(settings=read_object(folder / "settings.json"))
     file = folder / "requests.jsonl"
+    if not file.is_file():  # a pipe would never end
+        raise FileNotFoundError(f"{file}: no such file; evaluate again")
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         found["requests"] = pd.DataFrame(map(json.loads, lines))

@@ -424,6 +424,12 @@ CASES = [
         )
     ),
     Case(
+        "compare: requests that are a pipe",
+        "compare {here}/run",
+        "run/requests.jsonl: no such file; evaluate again",
+        evaluation() | {"run/requests.jsonl": os.mkfifo},
+    ),
+    Case(
         "compare: requests that are cut off",
         "compare {here}/run",
         "run/requests.jsonl: not one request a line .*evaluate again",
