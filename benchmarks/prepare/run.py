@@ -97,7 +97,12 @@ def main():
             for rows in args.rows:
                 start, used = time.perf_counter(), cpu()
                 prepared = prepare_data(
-                    data, tokenizer, Path(d) / f"{name} {rows}", rows=rows, num_proc=args.processors
+                    data,
+                    tokenizer,
+                    Path(d) / f"{name} {rows}",
+                    rows=rows,
+                    num_proc=args.processors,
+                    val_fraction=0.0,
                 )
                 wall = time.perf_counter() - start
                 lines.append(
@@ -115,7 +120,7 @@ def main():
                     }
                 )
                 start = time.perf_counter()
-                prepare_data(data, tokenizer, Path(d) / f"{name} {rows}", rows=rows)
+                prepare_data(data, tokenizer, Path(d) / f"{name} {rows}", rows=rows, val_fraction=0.0)
                 lines[-1]["again_s"] = round(time.perf_counter() - start, 2)
                 print(lines[-1], flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -146,7 +146,9 @@ def main(python):
         theirs = load_prepared(folder / "theirs")
         assert [r["input_ids"].tolist() for r in theirs.rows] == [i[:120] for i, m in rows["plain"] if sum(m[:120])]
         assert theirs.token_freq == token_frequencies(theirs.rows)
-        again = prepare_data(folder / "theirs", VERIFIER, folder / "again", shuffle=False, dedup=False)
+        again = prepare_data(
+            folder / "theirs", VERIFIER, folder / "again", shuffle=False, dedup=False, val_fraction=0.0
+        )
         assert [r["loss_mask"].int().tolist() for r in again.rows] == [
             r["loss_mask"].int().tolist() for r in theirs.rows
         ]
