@@ -2,6 +2,7 @@
 folders hold."""
 
 import gzip
+import io
 import json
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from speculators_nb.data.chat_encoding import encode, to_dataset
 from speculators_nb.data.messages import normalize
-from speculators_nb.data.pipeline import prepare
+from speculators_nb.data.pipeline import Result, RowSpool, prepare
 from speculators_nb.data.prepare import fingerprint_data, prepare_data
 from speculators_nb.data.prepared_folder import changes, load_prepared, read_token_freq
 from speculators_nb.data.row_filter import filter_rows
@@ -128,6 +129,17 @@ def test_what_held_out_conversations_ask_is_there_as_prompts(chats, tok, tmp_pat
     assert all(any(begins(ids, prompt) for prompt in first) for ids in held)
     assert not any(begins(ids, prompt) for prompt in first for ids in trained)
     assert not (prepare_data(chats, VERIFIER, tmp_path / "all", val_fraction=0).folder / "heldout.jsonl").exists()
+
+
+def test_questions_of_held_out_conversations_with_pictures_with_tools_and_with_neither():
+    ids, mask, asked = np.array([1, 2, 3]), np.array([False, False, True]), [{"role": "user", "content": "x"}]
+    tools = [{"type": "function"}]
+    spool = RowSpool(io.BytesIO())
+    for more in ((asked, tools), (), (asked, None)):
+        spool.append([(ids, mask, *more)])
+    spool.finish()
+    questions = [*Result(spool, np.arange(3), {}, None, held_out=3).questions()]
+    assert questions == [{"messages": asked, "tools": tools}, {"prompt": [1, 2]}, {"messages": asked, "tools": None}]
 
 
 @pytest.mark.parametrize("val_fraction", [0.0, 0.2])

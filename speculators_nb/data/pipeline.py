@@ -324,7 +324,7 @@ class Result(NamedTuple):
         order = self.order[len(self.order) - self.held_out :]
         for table in self.rows.tables(order, [self.rows.counts[i] for i in order]):
             row = table.slice(0, 1).to_pylist()[0]
-            messages, tools = (json.loads(row.get(name, "null")) for name in ("messages", "tools"))
+            messages, tools = (json.loads(row.get(name) or "null") for name in ("messages", "tools"))
             prompt = row["input_ids"][: row["loss_mask"].index(True)]
             if messages:
                 yield {"messages": messages, "tools": tools}
