@@ -203,10 +203,10 @@ compare: .venv/.dev  ## every family of drafters on one training budget; results
 	$(OFFLINE) $(BIN)/python benchmarks/drafters/run.py
 
 corpus: .venv/.run  ## write data/corpus again (the same bytes)
-	$(BIN)/python -m speculators_nb.lab.corpus
+	$(BIN)/python data/make/corpus.py
 
 verifier: .venv/.run  ## train data/tiny-verifier again
-	$(OFFLINE) $(BIN)/python -m speculators_nb.lab.tiny_verifier
+	$(OFFLINE) $(BIN)/python data/make/tiny_verifier.py
 
 answers: .venv/.run  ## write data/answers again: what the verifier says to the training prompts
 	$(OFFLINE) $(BIN)/python -m speculators_nb.lab.experiment
