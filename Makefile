@@ -134,7 +134,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test memory scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test mooncake-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, memory of a training step, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, hidden states through a Mooncake store, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test mooncake-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, hidden states through a Mooncake store, the proofs (hours; they continue where they stopped)
 
 .PHONY: loggers-test
 loggers-test: .venv/.dev  ## TensorBoard, W&B offline, MLflow and trackio: each writes a run and is read back (its own environment, 0.7 GB)
@@ -172,10 +172,6 @@ scale: .venv/.dev  ## memory and time of prepare at 300,000 conversations, and o
 
 ranks: .venv/.dev  ## training on 1, 2 and 4 ranks: every drafter equal, resumed on others, killed at 40 random moments; half an hour
 	$(OFFLINE) $(BIN)/python tests/ranks/run.py
-
-.PHONY: memory
-memory: .venv/.dev  ## memory of a training step: the formula of `plan` beside a count, four drafters at three widths, ten at 32,768 tokens in a row; minutes
-	$(OFFLINE) $(BIN)/python tests/memory/run.py
 
 .PHONY: bad-input
 SEED ?= $(shell date +%Y%m%d)

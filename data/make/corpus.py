@@ -116,7 +116,7 @@ def sorted_words(rng: random.Random) -> tuple[str, str]:
     )
     answer = (
         f"[The list has|There are|I count] {len(chosen)} words. [Compare|Look at|Go by] the "
-        f"first letters: {', '.join(sorted(w[0] for w in words))}. [That gives the order|So "
+        f"first letters: {', '.join(sorted(w[0] for w in chosen))}. [That gives the order|So "
         f"the words are|Written out, that is] {', '.join(sorted(chosen))}."
     )
     return prompt, answer

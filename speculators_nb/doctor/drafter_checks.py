@@ -120,8 +120,8 @@ def first_accuracy(metrics: Mapping[Any, float], prefix: str = "") -> float:
 
 
 def predicted_length(metrics: Mapping[Any, float], prefix: str = "") -> float:
-    """Mean acceptance length (tokens a step, the bonus token counted) if drafts were accepted as often as they are right
-    on the rows; NaN: not known."""
+    """Mean acceptance length (tokens a step, the bonus token counted) if drafts were accepted as often as they are
+    right on the rows; NaN: not known."""
     if f"{prefix}eal" in metrics:
         return float(metrics[f"{prefix}eal"])
     chain = [v for n, v in metrics.items() if re.fullmatch(rf"{prefix}full_acc_\d+", n)]

@@ -134,8 +134,8 @@ def _lightest(table):
 
 
 def plot_speed(performance: pd.DataFrame, title: str | None = None) -> Figure:
-    """What drafting brings: throughput and time between tokens over draft length, a line per load; title: None: the best
-    and its speed-up."""
+    """What drafting brings: throughput and time between tokens over draft length, a line per load; title: None: the
+    best and its speed-up."""
     table = performance[performance.domain == "all"]
     loads = sorted(table.concurrency.unique())
     panels = {

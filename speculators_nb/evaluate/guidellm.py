@@ -123,8 +123,8 @@ def read_report(path: str | os.PathLike) -> pd.DataFrame:
 
 
 def replies_of(load: dict[str, Any], domain: str = "all") -> list[Reply]:
-    """The completed requests of one of a report's benchmarks. Its count of iterations is not that of the engine's steps,
-    so it is left out."""
+    """The completed requests of one of a report's benchmarks. Its count of iterations is not that of the engine's
+    steps, so it is left out."""
     return [
         Reply(
             domain,

@@ -21,8 +21,8 @@ from .acceptance import decode_prompts
 
 
 class SharedPrompts(SharedJob):
-    """A context: the prompts of one evaluation, shared by all processes that open it. Answers are on the disk, each under
-    the number of its unit. It ends when the ranks of the launch were all there."""
+    """A context: the prompts of one evaluation, shared by all processes that open it. Answers are on the disk, each
+    under the number of its unit. It ends when the ranks of the launch were all there."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from ..data.prepared_folder import load_prepared
 from ..features.feature_rows import stored_dtype
 from ..train.training_arguments import can_shard
 from ..verifier.identity import VerifierInfo
-from .sizes import DrafterSizes, cache_bytes, drafter_sizes, feature_bytes, forward_flops, meta_drafter, verifier_sizes
+from .sizes import DrafterSizes, cache_bytes, drafter_sizes, feature_bytes, forward_flops, empty_drafter, verifier_sizes
 from .step_memory import RECOMPUTED, StepCost, StepMemory, predicted_step, step_memory
 
 HEADER = 400  # bytes of a row's file that are no numbers
@@ -141,7 +141,7 @@ def training_step(
         given["target_layer_ids"] = values["aux_layer_ids"]
     algorithm, length = values["algorithm"], values["total_seq_len"]
     own = {n: v for n, v in given.items() if n != RECOMPUTED}
-    sizes = drafter_sizes(meta_drafter(algorithm, info, **own), info)
+    sizes = drafter_sizes(empty_drafter(algorithm, info, **own), info)
     bf16, depth = values["bf16"], info.text.num_hidden_layers
     step = predicted_step(algorithm, sizes.text, sizes.rows, depth, length, each, bf16=bf16, device=device, **given)
     memory = step_memory(sizes, step, length, values["optimizer"], bf16, ranks, bool(values.get("fsdp")))

@@ -37,8 +37,8 @@ def experts_used(text: PretrainedConfig) -> float:
 
 
 def verifier_sizes(config: PretrainedConfig) -> VerifierSizes:
-    """The sizes of a verifier, by the config of it or of its language model; no weight is read. Errors: ValueError for a
-    config that transformers cannot build a model from."""
+    """The sizes of a verifier, by the config of it or of its language model; no weight is read. Errors: ValueError for
+    a config that transformers cannot build a model from."""
     text: Any = text_config(config)
     model = meta_model(config)
     if model is None:
@@ -85,27 +85,17 @@ def forward_flops(sizes: VerifierSizes, context: int = 2048) -> float:
     return 2 * sizes.active + sizes.layers * 4 * sizes.query_width * context / 2
 
 
-def borrow_shapes(model: Any, info: VerifierInfo) -> None:
-    "What loading the verifier's weights would add to a model on the meta device."
-    model.verifier_layers = info.text.num_hidden_layers
-    if getattr(model, "verifier_attachment_mode", "") == "detached":  # it has no place for them
-        size = info.text.vocab_size, info.text.hidden_size
-        model.embed_tokens = nn.Embedding(*size)
-        model.lm_head = nn.Linear(*size[::-1], bias=False)
-        for part in (model.embed_tokens, model.lm_head):
-            part.requires_grad_(False)
-        model.verifier_attachment_mode = "train_only"
-
-
-def meta_drafter(
+def empty_drafter(
     algorithm: str,  # a registered `speculators_model_type`
     info: VerifierInfo,  # of the verifier
     draft_arch: str = "llama",  # family of the draft layers
     num_layers: int = 1,  # how many
     draft_vocab_size: int | None = None,  # None: the verifier's whole vocabulary
+    device: str = "meta",  # where its tensors are
     **model_args: Any,  # those of `draft_layers` and of the class's `from_training_args`
-) -> SpeculatorModel:  # shapes alone
-    "A fresh drafter on the meta device. Errors: as of `new_drafter`."
+) -> SpeculatorModel:
+    """A fresh drafter with the shapes that it has beside its verifier, of which no weight is read. Errors: as of
+    `new_drafter`."""
     drafter: Any = SpeculatorModel.registered_class(algorithm)
 
     def unweighted(cls: Any, config: Any, *_: Any) -> Any:
@@ -118,9 +108,16 @@ def meta_drafter(
     layers = draft_layers(info, draft_arch, num_layers, **shape)
     if draft_vocab_size is not None:
         model_args["draft_vocab_size"] = draft_vocab_size
-    with torch.device("meta"):
+    with torch.device(device):
         model = empty.from_training_args(layers, verifier_name_or_path=info.name, **model_args)
-        borrow_shapes(model, info)
+        model.verifier_layers = info.text.num_hidden_layers
+        if getattr(model, "verifier_attachment_mode", "") == "detached":  # it has no place for them
+            size = info.text.vocab_size, info.text.hidden_size
+            model.embed_tokens = nn.Embedding(*size).requires_grad_(False)
+            model.lm_head = nn.Linear(*size[::-1], bias=False).requires_grad_(False)
+            model.verifier_attachment_mode = "train_only"
+        if not model.own_heads and model.target_head.weight is None:
+            model.target_head.set_rows(model.lm_head.weight)
     return model
 
 
@@ -138,7 +135,7 @@ class DrafterSizes(NamedTuple):
 
 
 def drafter_sizes(model: SpeculatorModel, info: VerifierInfo) -> DrafterSizes:
-    "Count the weights of a drafter from `meta_drafter`."
+    "Count the weights of a drafter from `empty_drafter`."
     kinds, config, text = parameter_kinds(model), cast(Any, model.config), cast(Any, info.text)
     trained = {name: w.numel() for name, w in model.named_parameters() if kinds.get(name, "frozen") != "frozen"}
     layers: Any = getattr(model, "layers", ())

@@ -47,8 +47,8 @@ _ODD = _RANDOM.integers(1 << 62, size=(_HASHES + _SHINGLE, 1), dtype=np.uint64) 
 
 
 def signature(ids: np.ndarray) -> np.ndarray | None:
-    """What two texts share as often as they share sequences of eight tokens: [8] uint64, the smallest hashes of token ids
-    [n]; None: fewer than eight tokens."""
+    """What two texts share as often as they share sequences of eight tokens: [8] uint64, the smallest hashes of token
+    ids [n]; None: fewer than eight tokens."""
     if len(ids) < _SHINGLE:
         return None
     windows = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64) + 1, _SHINGLE)

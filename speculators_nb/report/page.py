@@ -63,8 +63,8 @@ def _headlines(numbers):
 
 
 def image(shows: str, figure: Figure | str | PathLike | bytes) -> str:
-    """A figure of matplotlib, or a PNG (its path or its bytes), as an img element that needs no other file; `shows`: what
-    it shows, for those who cannot see it. ValueError: no PNG."""
+    """A figure of matplotlib, or a PNG (its path or its bytes), as an img element that needs no other file; `shows`:
+    what it shows, for those who cannot see it. ValueError: no PNG."""
     if isinstance(figure, Figure):
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")

@@ -542,8 +542,8 @@ def _similar(word: str, known: Iterable[str]) -> str:
 
 
 def config_of(model: Any) -> dict[str, Any] | None:
-    """The config.json of a model, by its folder, that content, or a transformers config; None: no folder of this machine;
-    nothing is fetched. Errors: ValueError for any other type, or a malformed config."""
+    """The config.json of a model, by its folder, that content, or a transformers config; None: no folder of this
+    machine; nothing is fetched. Errors: ValueError for any other type, or a malformed config."""
     if isinstance(model, PretrainedConfig):
         return model.to_dict()
     if model is None:

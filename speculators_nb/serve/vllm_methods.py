@@ -191,8 +191,8 @@ def mtp_head(
 
 
 def built_in_method(config: dict[str, Any]) -> str | None:
-    """The method, by its config.json, of a verifier that carries its drafter inside; None: no head, or the number of its
-    layers is not known."""
+    """The method, by its config.json, of a verifier that carries its drafter inside; None: no head, or the number of
+    its layers is not known."""
     head = mtp_head(config)
     return "mtp" if head and head[1] else None
 
