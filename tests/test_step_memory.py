@@ -20,8 +20,10 @@ LAYER = Qwen3Config(
 SHAPE = LAYER, 512, 6, 192, 64, 0.75  # rows of the head, depth, tokens, tokens of a conversation, share with loss
 
 
-@pytest.mark.parametrize("name", sorted(SpeculatorModel.registered_classes()))
-@pytest.mark.parametrize(("recomputed", "device"), [(False, "cpu"), (True, "cuda")])
+CASES = [(name, True, "cuda") for name in sorted(SpeculatorModel.registered_classes())]
+
+
+@pytest.mark.parametrize(("name", "recomputed", "device"), [*CASES, ("eagle3", False, "cpu"), ("dflash", False, "cpu")])
 def test_a_step_without_memory_is_the_step(name, recomputed, device):
     given = settings(name, 2) | {RECOMPUTED: recomputed}
     model, arguments = step_of(name, *SHAPE, **given)
