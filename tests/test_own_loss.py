@@ -79,7 +79,8 @@ def test_weights_of_what_was_scored_in_every_drafter(algorithm, features):
     assert all(drafted.correct.shape == drafted.scored.shape for drafted in seen)
     assert all(not (drafted.correct & ~drafted.scored).any() for drafted in seen)
     ones = drafter(**row, per_position_loss_weight=lambda drafted: torch.ones(drafted.scored.shape))[1]
-    assert 0 < lean < ones
+    several = seen[0].scored.sum(-1).max() > 1  # EAGLE's runs have one token
+    assert 0 < lean <= ones and (lean < ones) == several
 
 
 def test_one_may_read_the_acceptance(features):

@@ -84,16 +84,19 @@ class Subject(NamedTuple):
     heldout: str | None = None  # prompts, as of `read_prompts`; None: the shipped ones
 
     @classmethod
-    def of(cls, features: str | os.PathLike, heldout: str | os.PathLike | None) -> "Subject":
-        "Features with a verifier of their own. Errors: ValueError for a record without it."
+    def of(cls, features: str | Path, heldout: str | Path | None) -> "Subject":
+        "Features of the shipped verifier, or of another with prompts for it. Errors: ValueError where one is missing."
         verifier = read_data_config(features).get("model", {}).get("target_model_path")
-        if not verifier:
-            raise ValueError(f"features={shown(str(features))}: data_config.json does not say which verifier made them")
-        if heldout is None:
+        where = f"features={shown(str(features))}"
+        if heldout is None and verifier and Path(verifier).name != "tiny-verifier":
             raise ValueError(
-                f"heldout is missing: with features={shown(str(features))}, name prompts to measure on, "
-                "e.g. the prepared folder (its held-out part)"
+                f"heldout is missing: {where} are of {verifier}; name prompts to measure on, e.g. the prepared "
+                "folder (its held-out part)"
             )
+        if heldout is None:
+            return cls(str(features))
+        if not verifier:
+            raise ValueError(f"{where}: data_config.json does not say which verifier made them")
         return cls(str(features), str(verifier), str(heldout))
 
     def described(self) -> dict[str, Any]:  # what a result depends on, by name
@@ -444,8 +447,8 @@ def experiment(
     n_prompts: int = 24,  # held-out prompts
     max_new_tokens: int = 160,  # of one answer
     workers: int = 1,  # processes; 1: this one
-    features: str | os.PathLike | None = None,  # None: `shipped_features()`
-    heldout: str | os.PathLike | None = None,  # prompts, needed with features of one's own
+    features: str | Path | None = None,  # None: `shipped_features()`
+    heldout: str | Path | None = None,  # prompts, needed with features of one's own
     after_each: Callable[[Experiment], None] | None = None,  # called with what is finished
     **args,  # of `train_drafter`, for all
 ) -> Experiment:

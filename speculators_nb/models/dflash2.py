@@ -43,8 +43,8 @@ from speculators_nb.models.serving_rules import (
 )
 from ..nn.anchors import Blocks
 from ..nn.head_loss import RowWeight
-from ..nn.losses import ScoredRows
 from ..nn.layers import Attention, DecoderLayer
+from ..nn.losses import ScoredRows
 from ..nn.step_weights import StepWeights
 from ..nn.supervision import block_metrics, sum_and_total
 from ..nn.token_loss import Candidates, candidate_logits, find_candidates

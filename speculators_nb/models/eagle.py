@@ -38,7 +38,7 @@ from ..nn.compiled import attention_back_end, take_rows, to_device
 from ..nn.head_loss import HeadLoss, RowWeight, head_loss
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
-from ..nn.step_weights import FIXED, StepWeights, loss_weight, weights_of_steps
+from ..nn.step_weights import StepWeights, loss_weight, weights_of_steps
 from speculators_nb.nn.supervision import (
     Supervised,
     chain_metrics,
@@ -295,8 +295,8 @@ class EagleSpeculator(AttachableVerifier):
         loss_config: "dict | str | None" = None,  # `losses.parse_loss`; None: `paper_losses`
         noise_std: float = 0.2,  # of the noise on the features in training, `feature_noise`
         step_weights: StepWeights = None,  # K weights, or a function of the step; None: 1 each
-        # fixed-exp-decay, one of your own (`register_loss_weight`), or a function
-        per_position_loss_weight: str | Callable = FIXED,
+        # one of your own (`register_loss_weight`), dpace, or a function; None: by the step
+        per_position_loss_weight: str | Callable | None = None,
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
     ) -> ForwardOutput:  # tokens: list of K [1, L], or None where lean

@@ -58,7 +58,7 @@ from speculators_nb.nn.layers import (
     take_embeds,
 )
 from ..nn.losses import parse_loss
-from ..nn.step_weights import FIXED, StepWeights, loss_weight, weights_of_steps
+from ..nn.step_weights import StepWeights, loss_weight, weights_of_steps
 from speculators_nb.nn.supervision import (
     Supervised,
     chain_metrics,
@@ -324,8 +324,8 @@ class Eagle3DraftModel(TrainingTimeTest):
         ttt_step_loss_decay: float = 1.0,  # gamma: the weight of step t is gamma^t
         use_off_policy_tokens: bool = True,  # later steps read the text; False: drafted tokens
         step_weights: StepWeights = None,  # K weights, or a function of the step; None: gamma^t
-        # fixed-exp-decay, one of your own (`register_loss_weight`), or a function
-        per_position_loss_weight: str | Callable = FIXED,
+        # one of your own (`register_loss_weight`), dpace, or a function; None: by the step
+        per_position_loss_weight: str | Callable | None = None,
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
         cross_document_targets: bool = False,  # True: targets may cross documents, as upstream
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16

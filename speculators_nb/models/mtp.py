@@ -30,7 +30,6 @@ from .serving_rules import Rule, layer_of
 from ..nn.compiled import attention_back_end, to_device
 from ..nn.head_loss import HeadLoss, RowWeight
 from speculators_nb.nn.step_weights import (
-    FIXED,
     StepWeights,
     loss_weight,
     normalised_steps,
@@ -209,8 +208,8 @@ class MTPDraftModel(MTPNetwork):
         lengths: Any = None,
         *,
         step_weights: StepWeights = None,  # K weights, or a function of the step
-        # fixed-exp-decay, one of your own (`register_loss_weight`), or a function
-        per_position_loss_weight: str | Callable = FIXED,
+        # one of your own (`register_loss_weight`), dpace, or a function; None: by the step
+        per_position_loss_weight: str | Callable | None = None,
         step_weight_beta: float | None = None,  # None: 1 each; else beta^k, summing to 1
         as_served: bool = False,  # True: first step's past (cache); False: own past (upstream)
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16

@@ -44,7 +44,7 @@ from ..nn.compiled import attention_back_end, to_device
 from ..nn.head_loss import HeadLoss, RowWeight, head_loss
 from ..nn.losses import parse_loss
 from ..nn.masks import MaskSize, rollouts
-from ..nn.step_weights import FIXED, StepWeights, loss_weight, weights_of_steps
+from ..nn.step_weights import StepWeights, loss_weight, weights_of_steps
 from speculators_nb.nn.supervision import (
     Supervised,
     on_host,
@@ -364,8 +364,8 @@ class PEagleDraftModel(Eagle3DraftModel):
         max_anchors: int | None = None,  # positions that start depths above 0; None: all
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
         step_weights: StepWeights = None,  # K weights, or a function of the depth; None: 1 each
-        # fixed-exp-decay, one of your own (`register_loss_weight`), or a function
-        per_position_loss_weight: str | Callable = FIXED,
+        # one of your own (`register_loss_weight`), dpace, or a function; None: by the step
+        per_position_loss_weight: str | Callable | None = None,
         cross_document_targets: bool = False,  # True: rollouts may cross documents, as upstream
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)

@@ -20,7 +20,7 @@ from .formats import format_named
 from ..nn.compiled import to_device
 from ..nn.head_loss import HeadLoss, RowWeight
 from ..nn.losses import ScoredRows
-from ..nn.step_weights import FIXED, loss_weight
+from ..nn.step_weights import loss_weight
 from speculators_nb.nn.supervision import (
     Supervised,
     block_metrics,
@@ -150,8 +150,8 @@ class TokenHeads(SpeculatorModel):
         lean: bool = True,  # False: dense, every position at every head, and draft tokens
         *,
         head_loss_decay: float | None = None,  # None: the class's
-        # fixed-exp-decay, one of your own (`register_loss_weight`), or a function
-        per_position_loss_weight: str | Callable = FIXED,
+        # one of your own (`register_loss_weight`), dpace, or a function; None: by the step
+        per_position_loss_weight: str | Callable | None = None,
         cross_document_targets: bool = False,  # True: targets may be in the next document
         gemm_dtype: torch.dtype | None = None,  # of the heads' products, e.g. torch.bfloat16
     ) -> ForwardOutput:  # tokens: list of K [1, L], or None where lean

@@ -195,15 +195,17 @@ def register_loss_weight(
 
 
 def loss_weight(
-    of: str | Callable[[Drafted], Tensor],  # a registered name, `FIXED`, or a function
-) -> LossWeight | None:  # None: `FIXED`
+    of: str | Callable[[Drafted], Tensor] | None,  # a registered name, `FIXED`, or a function
+) -> LossWeight | None:  # None: by the step alone
     "What weighs drafted tokens. Errors: ValueError for an unknown name."
     if callable(of):
         named = [known for known in LOSS_WEIGHTS.values() if known.weigh is of]
         return named[0] if named else LossWeight(of)
-    if of != FIXED and of not in LOSS_WEIGHTS:
+    if of in (None, FIXED):
+        return None
+    if of not in LOSS_WEIGHTS:
         raise ValueError(
             f"per_position_loss_weight={of!r} is unknown; choose from "
             f"{', '.join([FIXED, *LOSS_WEIGHTS])}"
         )
-    return LOSS_WEIGHTS.get(of)
+    return LOSS_WEIGHTS[of]
