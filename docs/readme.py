@@ -16,6 +16,8 @@ def output(out, name, alt):
     if out["output_type"] == "stream":
         return ("```text\n" + "".join(out["text"]).rstrip() + "\n```", None) if out["name"] == "stdout" else ("", None)
     data = out.get("data", {})
+    if "snb-widget" in "".join(data.get("text/html", "")):
+        return "", None  # it needs a page with JavaScript
     if "image/png" in data:
         return f"![{alt}]({PICTURES}/{name}.png)", base64.b64decode("".join(data["image/png"]))
     if "text/markdown" in data:
