@@ -92,6 +92,32 @@ def quality():
     return table([*head, "training, MFLOPs a token", "epochs"], rows)
 
 
+def real():
+    rows = {name: {} for name in ("real", "toy")}
+    for row in results("real", "comparison"):
+        rows[row["verifier"]][row["drafter"]] = row
+
+    def line(name, row):
+        gap = "" if name == "eagle3" else "{minus_eagle3:+.2f} [{minus_low:+.2f}, {minus_high:+.2f}]"
+        numbers = {field: float(row[field] or "nan") for field in row if field not in ("verifier", "drafter")}
+        length = "{mean_length:.2f} [{low:.2f}, {high:.2f}]".format(**numbers)
+        return [NAMES[name], length, gap.format(**numbers), row["rank"], rows["toy"][name]["rank"]]
+
+    head = ["drafter", "tokens a step, SmolLM2", "minus EAGLE-3", "rank", "rank with the tiny verifier"]
+    return table(head, [line(name, row) for name, row in rows["real"].items()])
+
+
+def alike():
+    (row,) = results("real", "rank_correlation")
+    tau, low, high = (float(row[name]) for name in ("tau", "low", "high"))
+    return (
+        f"With {row['seeds']} seeds, equal training FLOPs (what EAGLE-3 needs for {row['rows']} packed rows of 1,024 "
+        f"positions) and the same settings, the orders of {row['drafters']} drafters with the two verifiers have a "
+        f"Kendall's tau of {tau:.2f} [{low:.2f}, {high:.2f}] (*measured here*, "
+        "[results](../benchmarks/real/results/README.md))."
+    )
+
+
 def sizes():
     sized = {row["drafter"]: row for row in results("plan", "drafters")}
     rows = [

@@ -2,19 +2,21 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from speculators_nb.cli.inputs import read_experiment_file
 from speculators_nb.cli.main import app
 from speculators_nb.core import options
 from speculators_nb.core.options import algorithms, check_options
 from speculators_nb.data.packing import collate
 from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.lab.experiment import settings, shipped_features
-from speculators_nb.lab.grid import Measured, Run, Subject, planned
+from speculators_nb.lab.grid import Measured, Run, Subject, experiment, planned
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn import losses, step_weights
 from speculators_nb.nn.losses import Distribution, parse_loss, register_loss, row_loss, score_rows
@@ -157,3 +159,34 @@ def test_settings_that_are_one_are_refused():
     assert len(planned_with(loss_fn="ce")) == 2
     with pytest.raises(ValueError, match="'usual' and 'other' are the same setting"):
         planned_with(loss_fn="kl_div")
+
+
+def test_a_file_is_looked_for_beside_the_experiment(tmp_path, monkeypatch):
+    "From any working folder, and with features and prompts of one's own."
+    (tmp_path / "loss_beside.py").write_text(MODULE)
+    lines = ["import: loss_beside.py", "algorithm: dflash", "features: features", "heldout: prepared"]
+    lines += ["grid: {per_position_loss_weight: [dpace, until_wrong]}"]
+    (tmp_path / "own.yaml").write_text("\n".join(lines))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    what = read_experiment_file(tmp_path / "own.yaml")
+    assert what.modules == [str(tmp_path / "loss_beside.py")] and "until_wrong" in step_weights.LOSS_WEIGHTS
+    assert what.given == dict(features="features", heldout="prepared")
+
+
+def test_an_experiment_on_a_verifier_of_ones_own(tmp_path, features):
+    "Its features say which verifier; its prompts are asked, and are missing by name."
+    own = tmp_path / "features"
+    shutil.copytree(features, own)
+    record = json.loads((own / "data_config.json").read_text())
+    record["model"]["target_model_path"] = str(tmp_path / "verifier")
+    (own / "data_config.json").write_text(json.dumps(record))
+    shutil.copytree(VERIFIER, tmp_path / "verifier")
+    with pytest.raises(ValueError, match="heldout is missing"):
+        experiment(tmp_path / "out", {"usual": ("medusa", {})}, features=own)
+    given = dict(max_steps=2, total_seq_len=512, seeds=1, k=2, n_prompts=2, max_new_tokens=8)
+    heldout = ROOT / "data/corpus/heldout.jsonl"
+    found = experiment(tmp_path / "out", {"usual": ("medusa", {})}, features=own, heldout=heldout, **given)
+    assert len(found.runs) == 1 and found.counts.prompt.nunique() == 2
+    inputs = json.loads(next((tmp_path / "out").glob("*/provenance.json")).read_text())["inputs"]
+    assert str(tmp_path / "verifier") in json.dumps(inputs)

@@ -78,9 +78,8 @@ def comparison(counts):
     return pd.concat(tables).round(4)
 
 
-def page(rows, counts):
+def page(rows, counts, alike):
     "The stored results as a page."
-    alike = rank_correlation(counts["toy"], counts["real"], K)
     tables = {}
     for name, own in counts.items():
         table = results_table(own, K, "eagle3").rename_axis("drafter")
@@ -89,7 +88,8 @@ def page(rows, counts):
     return f"""# Drafters with two verifiers, {date.today()}
 
 Every drafter has the training FLOPs that EAGLE-3 needs for {rows} packed rows of {ROW} positions with that verifier,
-three seeds; four tokens drafted in a step, greedily. Written by `python benchmarks/real/run.py`.
+{counts["real"].seed.nunique()} seeds; four tokens drafted in a step, greedily. Written by
+`python benchmarks/real/run.py`.
 
 **Kendall's tau of the two orders of {len(alike.names)} drafters:
 {alike.tau:.2f} [{alike.low:.2f}, {alike.high:.2f}].**
@@ -128,6 +128,11 @@ if __name__ == "__main__":
     if all(file.is_file() for file in files.values()):
         counts = {name: pd.read_csv(file) for name, file in files.items()}
         comparison(counts).to_csv(results / "comparison.csv", index=False)
-        text = page(args.rows, counts)
+        alike = rank_correlation(counts["toy"], counts["real"], K)
+        row = dict(drafters=len(alike.names), tau=alike.tau, low=alike.low, high=alike.high, rows=args.rows)
+        pd.DataFrame([row | dict(seeds=counts["real"].seed.nunique())]).round(4).to_csv(
+            results / "rank_correlation.csv", index=False
+        )
+        text = page(args.rows, counts, alike)
         (results / "README.md").write_text(text, encoding="utf-8")
         print(text)

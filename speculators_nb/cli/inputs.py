@@ -328,7 +328,9 @@ def read_experiment_file(
     if not settings and not factors:
         raise ValueError(f"{where}{'grid' if 'grid' in fields else 'settings'}={{}}: is empty")
     given = {name: fields[name] for name in (*SIZES, *DATA) if name in fields}
-    return ExperimentFile(algorithm, settings, factors, common, given, fields.get("import", []))
+    modules = fields.get("import", [])
+    modules = [modules] if isinstance(modules, str) else modules
+    return ExperimentFile(algorithm, settings, factors, common, given, modules)
 
 
 def check_settings(

@@ -168,7 +168,8 @@ def with_files_beside(
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         files = [path.parent / name for name in names]
         found = [file.suffix == ".py" and file.is_file() for file in files]
-        fields["import"] = [str(file) if own else name for name, file, own in zip(names, files, found)]
+        if any(found):
+            fields["import"] = [str(file) if own else name for name, file, own in zip(names, files, found)]
 
 
 def _load(path: Path) -> dict:
