@@ -207,6 +207,7 @@ def without_memory(model: nn.Module) -> FakeTensorMode:
             made[tensor] = nn.Parameter(seeming, tensor.requires_grad) if is_weight else seeming
         return made[tensor]
 
+    tensors: Any
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             tensors.update({name: fake(tensor) for name, tensor in tensors.items()})
