@@ -171,8 +171,14 @@ def plot_speed(
         for i, load in enumerate(loads):
             mean = table[table.concurrency == load].groupby("k")[name].mean()
             grey = 0.65 * (1 - i / (len(loads) - 1)) if len(loads) > 1 else 0
-            style = dict(color=str(grey), marker="osD^v"[i % 5], markersize=5)
-            ax.plot(mean.index, mean, label=f"{load} at once", **style)
+            ax.plot(
+                mean.index,
+                mean,
+                label=f"{load} at once",
+                color=str(grey),
+                marker="osD^v"[i % 5],
+                markersize=5,
+            )
         ax.set(
             xlabel="draft tokens a step, K (0: none)",
             ylabel=label,
@@ -333,12 +339,13 @@ def tables_of(
         speed.append(row | performance(replies, seconds[domain]))
         rows, sizes = rows_of(load, domain) if drafted else (np.zeros((0, 2)), None)
         if rows[:, 1].any():
-            found = acceptance_summary(rows, load.k, seed=seed, sizes=sizes)
-            summary.append({**key, "domain": domain or "all", **found, **setting})
+            numbers = acceptance_summary(rows, load.k, seed=seed, sizes=sizes)
+            summary.append({**key, "domain": domain or "all", **numbers, **setting})
     positions = None
     if drafted:
         table = acceptance_table(rows_of(load)[0], load.k, seed=seed)
-        positions = table.assign(**key, **setting)[[*key, *table.columns, *setting]]
+        columns = [*key, *table.columns, *setting]
+        positions = table.assign(**key, k=load.k, concurrency=load.concurrency)[columns]
     requests = [{**key, **setting, "prompt": i, **request_row(r)} for i, r in zip(load.numbers, load.replies)]
     return LoadRows(summary, positions, speed, requests)
 
@@ -389,8 +396,7 @@ def load_by_requests(
     **filters: Any,  # top_p, top_k, min_p
 ) -> Load:
     "Send the prompts with our own client."
-    sampling = temperature, seed
-    return run_load(endpoint, prompts, concurrency, max_tokens, *sampling, model, **filters)
+    return run_load(endpoint, prompts, concurrency, max_tokens, temperature, seed, model, **filters)
 
 
 def load_by_guidellm(
@@ -626,8 +632,18 @@ def evaluate_engine(
     loads = sorted([concurrency] if isinstance(concurrency, int) else concurrency)
     prompts = read_prompts(data, max_samples)
     name = name or ("served" if running else drafter_name(checkpoint, serve))
-    fixed = temperatures, max_new_tokens, seed, load, name, model, tokenizer
-    sweep = Sweep(prompts, loads, *fixed, filters)
+    sweep = Sweep(
+        prompts,
+        concurrency=loads,
+        temperatures=temperatures,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        generator=load,
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        filters=filters,
+    )
     settings = sweep.settings(checkpoint)
     if running:
         sweep.measure(str(checkpoint), loads)
@@ -638,7 +654,7 @@ def evaluate_engine(
         sweep.serve(checkpoint, lengths, serve, output_dir, env, timeout=timeout, vllm=vllm)
     if sweep.skipped:
         settings["skipped"] = sweep.skipped
-    found = gather(sweep.rows, settings)
+    evaluation = gather(sweep.rows, settings)
     if output_dir is not None:
-        save_run(found, output_dir, checkpoint=None if running else str(checkpoint), data=data)
-    return found
+        save_run(evaluation, output_dir, checkpoint=None if running else str(checkpoint), data=data)
+    return evaluation

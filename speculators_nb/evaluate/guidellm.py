@@ -88,8 +88,7 @@ def guidellm_command(
         backend["max_tokens"] = max_tokens
         data = _kind("json_file", path=str(dataset))
     else:
-        sizes = dict(prompt_tokens=prompt_tokens, output_tokens=max_tokens)
-        data = _kind("synthetic_text", **sizes)
+        data = _kind("synthetic_text", prompt_tokens=prompt_tokens, output_tokens=max_tokens)
     options = {
         "--backend": _kind("openai_http", **backend),
         "--tokenizer": _kind("huggingface_auto", model=tokenizer or model),

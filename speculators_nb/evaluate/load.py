@@ -134,9 +134,8 @@ def run_load(
     seconds, counts = {}, {}
 
     def one(i):
-        fixed = max_tokens, temperature, seed + i, salt
         try:
-            return ask(endpoint, model, prompts[i], *fixed, **filters)
+            return ask(endpoint, model, prompts[i], max_tokens, temperature, seed + i, salt, **filters)
         except EndpointError as e:
             if e.status not in (400, 413, 422):
                 raise

@@ -20,12 +20,18 @@ from ..verifier.tapped_model import Verifier
 from .acceptance import decode_prompts
 
 
-class _SharedAnswers(SharedJob):
-    "Answers on the disk, each under the number of its unit."
+class SharedPrompts(SharedJob):
+    """A context: the prompts of one evaluation, shared by all processes that open it. Each
+    answer is on the disk, under the number of its unit."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        output_dir: str | os.PathLike,  # of the evaluation, seen by all processes
+        about: dict,  # what all must agree on (JSON)
+    ):
+        super().__init__(Path(output_dir) / ".work", output_dir, "output_dir", about)
         self.answers: dict[int, dict] = {}  # unit -> tokens, steps, finish_reason
+        self.units_before = 0  # prompts of earlier calls of `decode`
         self.over = True  # whether nobody needs the files any more
 
     def recover(self):
@@ -59,10 +65,6 @@ class _SharedAnswers(SharedJob):
             if path.name != ".lock" and not (kept and not self.over):
                 path.unlink(missing_ok=True)
 
-
-class _SharedEnd(_SharedAnswers):
-    "Begun by the first worker, ended when the ranks of the launch were all there."
-
     def __enter__(self):
         super().__enter__()
         self.settled |= dict.fromkeys(self.start, 1)
@@ -74,7 +76,7 @@ class _SharedEnd(_SharedAnswers):
         self,
         function: Callable[[], Any],  # what is to be done once, after all prompts
     ) -> Any:  # what it returned, in the process that ran it
-        "Run the end of an evaluation once."
+        "Run the end of an evaluation once, when the ranks of the launch were all there."
         end = time.monotonic() + LEASE
         while len([*self.folder.glob("*.rank")]) < ranks_of().world_size:
             if time.monotonic() > end:
@@ -83,18 +85,6 @@ class _SharedEnd(_SharedAnswers):
         result = super().finish(function)
         self.over = True
         return result
-
-
-class SharedPrompts(_SharedEnd):
-    "A context: the prompts of one evaluation, shared by all processes that open it."
-
-    def __init__(
-        self,
-        output_dir: str | os.PathLike,  # of the evaluation, seen by all processes
-        about: dict,  # what all must agree on (JSON)
-    ):
-        super().__init__(Path(output_dir) / ".work", output_dir, "output_dir", about)
-        self.units_before = 0  # prompts of earlier calls of `decode`
 
     def decode(
         self,

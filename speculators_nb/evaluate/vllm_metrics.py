@@ -122,16 +122,18 @@ def request_counts(
     tokens: int,  # that were written
 ) -> RequestCounts | None:  # None: there are none, or they have another form
     "Read the counts of a request from its answer."
-    found = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+    reported = (answer.get("metrics") or {}).get("speculative_decoding") or {}
     try:
-        histogram = [int(n) for n in found["acceptance_histogram"]]
-        drafts, proposed = int(found["num_spec_steps"]), int(found["num_draft_tokens"])
-        accepted = int(found["num_accepted_draft_tokens"])
-        steps = found.get("per_step_drafted") or [], found.get("per_step_accepted") or []
+        histogram = [int(n) for n in reported["acceptance_histogram"]]
+        drafts, proposed = int(reported["num_spec_steps"]), int(reported["num_draft_tokens"])
+        accepted = int(reported["num_accepted_draft_tokens"])
+        step_proposed = reported.get("per_step_drafted") or []
+        step_accepted = reported.get("per_step_accepted") or []
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     at_least = [sum(histogram[n:]) for n in range(1, len(histogram))]
     if sum(histogram) != drafts or sum(at_least) != accepted:
         return None
     counts = dict(drafts=drafts, proposed=proposed, accepted=accepted, requests=1)
-    return RequestCounts(counts | dict(tokens=tokens, positions=at_least), *steps)
+    counts |= dict(tokens=tokens, positions=at_least)
+    return RequestCounts(counts, step_proposed, step_accepted)
