@@ -186,7 +186,7 @@ class LiveView(TrainerCallback):
         # front end sends them to a subshell
         comm: Any = self.button.comm
         comm._reply_subshell_for = lambda data, default: default
-        self.rows, self.curve = ipywidgets.HTML(), ipywidgets.Image(format="png")
+        self.rows, self.curve = ipywidgets.HTML(), ipywidgets.HTML()
         self.curve.layout.display = "none"
         top = ipywidgets.HBox([self.bar, self.count, self.button])
         display(ipywidgets.VBox([top, self.rows, self.curve]))
@@ -216,10 +216,12 @@ class LiveView(TrainerCallback):
         rows = table.to_dict("records")
         text = "\n".join([header_line(rows[-1]), *map(row_line, rows)])
         self.rows.value = f"<pre>{html.escape(text)}</pre>"
-        picture = io.BytesIO()
+        picture = io.StringIO()
         log = pd.DataFrame(state.log_history).groupby("step").first()
-        plot_runs({"this run": log}).savefig(picture, format="png", dpi=80)
-        self.curve.value, self.curve.layout.display = picture.getvalue(), None
+        plot_runs({"this run": log}).savefig(picture, format="svg")  # crisp at any width
+        _, _, svg = picture.getvalue().partition("<svg ")
+        self.curve.value = f'<svg style="max-width: 100%; height: auto" {svg}'
+        self.curve.layout.display = None
 
     def on_train_end(self, args, state, control, **kwargs):
         self.request.release()
