@@ -397,7 +397,8 @@ class Eagle3DraftModel(TrainingTimeTest):
         position = predictions.target - predictions.step
         in_loss = carries_loss[predictions.step, position]
         weight: RowWeight = (step_weight / counts)[predictions.step] * in_loss
-        if by_scores := loss_weight(per_position_loss_weight):
+        own = per_position_loss_weight
+        if by_scores := own and loss_weight(own):
             count = counts[predictions.step] / in_loss  # infinite beside the loss
             weight = by_scores.of_rows(position, predictions.step, len(ids), ttt_steps, count)
         out = head_loss(
