@@ -9,7 +9,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import test_mtp_families as families
-import torch
 from typer.testing import CliRunner
 
 from speculators_nb.cli.drafter_commands import evaluate
@@ -17,7 +16,6 @@ from speculators_nb.cli.main import app
 from speculators_nb.core.options import METHODS, NO_WEIGHTS, PROMPT_SETS
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.tree import Sampling
-from speculators_nb.evaluate.acceptance import evaluate as measure
 from speculators_nb.evaluate.prompts import SETS, UNFILLED, encode_prompts, read_prompts
 from speculators_nb.serve.server import Server
 from speculators_nb.serve.speculative_config import SpeculativeConfig
@@ -49,25 +47,6 @@ def test_from_the_shell_without_a_drafter(tmp_path):
     assert json.loads((tmp_path / "provenance.json").read_text())["arguments"]["method"] == "ngram"
     again = CliRunner().invoke(app, ["evaluate", "--recipe", str(tmp_path / "evaluate.recipe.yaml"), "--overwrite"])
     assert again.exit_code == 0, again.output  # the drafter that was left out stays left out
-
-
-def test_a_row_is_decoded_in_float32_on_a_cpu(tmp_path, monkeypatch):
-    "In bfloat16 the greedy text would depend on what drafts it."
-    Verifier.from_pretrained(VERIFIER, dtype="bfloat16").model.save_pretrained(tmp_path)
-    for file in VERIFIER.glob("*token*"):
-        shutil.copy(file, tmp_path)
-    shutil.copy(VERIFIER / "chat_template.jinja", tmp_path)
-    dtypes = []
-
-    def measured(verifier, *rest, **options):
-        dtypes.append(verifier.dtype)
-        return measure(verifier, *rest, **options)
-
-    monkeypatch.setattr("speculators_nb.cli.drafter_commands.measure", measured)
-    found = evaluate(None, str(CORPUS), str(tmp_path), method="ngram", k=2, **FEW)
-    assert dtypes == [torch.float32]
-    texts = [[g.tokens for g in found.generations[name, 0.0]] for name in ("no drafter", "n-gram")]
-    assert texts[0] == texts[1]
 
 
 def test_the_method_of_a_config_is_what_is_measured():

@@ -389,7 +389,7 @@ def real(
     data: str = "data/smollm2/answers.jsonl",  # conversations, answered by that verifier
     algorithm: str = "eagle3",  # which drafter, e.g. eagle3, dflash
     max_samples: int | None = None,  # of the conversations; default: all
-    n_heldout: int | None = 24,  # of the held-out questions; None: all
+    n_heldout: int | None = 16,  # of the held-out questions; None: all
     k: int = 4,  # tokens drafted in a step, and trained to be
     epochs: float = 3,  # passes over the training answers
     draft_vocab_size: int = 8000,  # most frequent tokens that the drafter knows
