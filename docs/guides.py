@@ -100,7 +100,8 @@ def real():
     def line(name, row):
         gap = "" if name == "eagle3" else "{minus_eagle3:+.2f} [{minus_low:+.2f}, {minus_high:+.2f}]"
         numbers = {field: float(row[field] or "nan") for field in row if field not in ("verifier", "drafter")}
-        length = "{mean_length:.2f} [{low:.2f}, {high:.2f}]".format(**numbers)
+        several = row["low"] and "{mean_length:.2f} [{low:.2f}, {high:.2f}]"
+        length = (several or "{mean_length:.2f}").format(**numbers)
         return [NAMES[name], length, gap.format(**numbers), row["rank"], rows["toy"][name]["rank"]]
 
     head = ["drafter", "tokens a step, SmolLM2", "minus EAGLE-3", "rank", "rank with the tiny verifier"]
@@ -110,11 +111,11 @@ def real():
 def alike():
     (row,) = results("real", "rank_correlation")
     tau, low, high = (float(row[name]) for name in ("tau", "low", "high"))
+    seeds = "one seed, so that the interval is over questions alone" if row["seeds"] == "1" else f"{row['seeds']} seeds"
     return (
-        f"With {row['seeds']} seeds, equal training FLOPs (what EAGLE-3 needs for {row['rows']} packed rows of 1,024 "
-        f"positions) and the same settings, the orders of {row['drafters']} drafters with the two verifiers have a "
-        f"Kendall's tau of {tau:.2f} [{low:.2f}, {high:.2f}] (*measured here*, "
-        "[results](../benchmarks/real/results/README.md))."
+        f"Equal training FLOPs, those that EAGLE-3 needs for {row['rows']} packed rows of 1,024 positions; {seeds}. "
+        f"Kendall's tau of the two orders of {row['drafters']} drafters is {tau:.2f} [{low:.2f}, {high:.2f}] "
+        "(*measured here*, [results](../benchmarks/real/results/README.md))."
     )
 
 
@@ -657,6 +658,8 @@ BLOCKS = {
         expect,
         how_much,
         quality,
+        real,
+        alike,
         sizes,
         longer,
         copying,
