@@ -181,7 +181,7 @@ bad-input: .venv/.dev  ## 300 random bad inputs, from BAD_SEED (today's date); s
 	cd tests && $(OFFLINE) PYTHONPATH="$(CURDIR)" ../$(BIN)/python -m bad.draw --seed $(BAD_SEED) --n 300
 
 bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own
-	for f in $(filter-out benchmarks/gpu/run.py,$(wildcard benchmarks/*/run.py)); do echo "== $$f"; $(BIN)/python "$$f" || exit; done
+	for f in $(filter-out benchmarks/gpu/run.py benchmarks/real/run.py,$(wildcard benchmarks/*/run.py)); do echo "== $$f"; $(BIN)/python "$$f" || exit; done
 
 .PHONY: gpu gpu-bundle gpu-toy
 # the machine with the device has its own torch; no environment is made there and nothing is installed
