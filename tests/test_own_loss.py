@@ -172,6 +172,9 @@ def test_a_file_is_looked_for_beside_the_experiment(tmp_path, monkeypatch):
     what = read_experiment_file(tmp_path / "own.yaml")
     assert what.modules == [str(tmp_path / "loss_beside.py")] and "until_wrong" in step_weights.LOSS_WEIGHTS
     assert what.given == dict(features="features", heldout="prepared")
+    (tmp_path / "own.yaml").write_text("\n".join([*lines, "max_new_tokens: 0"]))
+    with pytest.raises(ValueError, match="max_new_tokens=0: must be at least 1"):
+        read_experiment_file(tmp_path / "own.yaml")
 
 
 def test_an_experiment_on_a_verifier_of_ones_own(tmp_path, features):

@@ -51,6 +51,20 @@ def test_make_targets_exist(page):
     assert used and used <= targets
 
 
+def test_shell_commands_exist():
+    """Every `speculators-nb` line of the way to a served drafter names a command with these options."""
+    from typer.main import get_command
+
+    from speculators_nb.cli.main import app
+
+    commands = get_command(app).commands
+    lines = re.findall(r"^speculators-nb (\w+)(.*)$", (ROOT / "docs/from_chats.md").read_text(), flags=re.M)
+    assert lines
+    for name, rest in lines:
+        options = {o for p in commands[name].params for o in p.opts}
+        assert set(re.findall(r"--[\w-]+", rest)) <= options, name
+
+
 def test_ci_runs_the_test_line_of_the_readme():
     steps = re.findall(r"^step (.+)$", (ROOT / ".ci/run").read_text(), flags=re.M)
     (line,) = re.findall(r"^(make test\b.*?) *#", TEXT, flags=re.M)

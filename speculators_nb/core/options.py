@@ -935,6 +935,7 @@ IN |= {
     "experiment.draft_lengths": several(whole(4, 1, MOST_DRAFTED), "2 4"),
     "experiment.n_prompts": whole(24, 1),
     "experiment.workers": whole(2, 1, 1024),
+    "experiment.max_new_tokens": whole(160, 1, MOST_TOKENS),
     "experiment.features": path("output/features"),
     "experiment.heldout": path("output/prepared"),
     **{f"experiment.{name}": mapping({"max_steps": 100}) for name in ("settings", "grid", "common")},

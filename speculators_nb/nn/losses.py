@@ -11,7 +11,6 @@ __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'Distribution',
 import json
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -255,16 +254,15 @@ def parse_loss(
 
 
 def autograd_gradient(
-    name: str,  # of a loss without a formula for its gradient
+    value: Callable,  # a loss: (p, q) -> [n]
     target: Distribution,  # the verifier's p, rows [n, V]
     draft: Distribution,  # the drafter's q, rows [n, V]
-    value: Tensor | None = None,  # [n] not needed: it is computed again
 ) -> Tensor:  # [n, V]
     "The gradient of a loss in the draft logits, as autograd finds it."
     with torch.enable_grad():
         logits = draft.logits.detach().requires_grad_()
-        again = LOSSES[name].value(target, Distribution(logits))
-        return torch.autograd.grad(again.sum(), logits)[0]
+        total = value(target, Distribution(logits)).sum()
+        return torch.autograd.grad(total, logits)[0]
 
 
 class ScoredRows(NamedTuple):
@@ -290,8 +288,11 @@ def score_rows(
     for name in mixture:
         losses[name] = LOSSES[name].value(target, draft)
     for name, weight in mixture.items() if want_grad else ():
-        formula = LOSSES[name].grad or partial(autograd_gradient, name)
-        grad = formula(target, draft, losses[name])
+        value, formula, _ = LOSSES[name]
+        if formula is None:
+            grad = autograd_gradient(value, target, draft)
+        else:
+            grad = formula(target, draft, losses[name])
         if weight != 1:
             grad *= weight
         total = grad if total is None else total.add_(grad)
