@@ -33,7 +33,7 @@ help:  ## this list
 demo: .venv/.run  ## train a drafter for the shipped tiny verifier, measure it, write a report to output/demo
 	$(OFFLINE) $(BIN)/speculators-nb demo
 
-real: .venv/.real  ## train a drafter for SmolLM2-135M-Instruct (fetched, 93 MB) on its own answers, measure it, write a report to output/real; about half an hour on two idle cores (estimated), continues where it stopped
+real: .venv/.real  ## train a drafter for SmolLM2-135M-Instruct (fetched, 93 MB) on its own answers, measure it, write a report to output/real; half an hour on two idle cores, continues where it stopped
 	$(OFFLINE) env -u OMP_NUM_THREADS $(BIN)/speculators-nb real
 
 test: lint types notebooks-test nbdev2 pytest  ## everything that must hold: lint, types, notebooks, nbdev 2, pytest (sync included)
@@ -134,7 +134,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test memory scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test mooncake-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, memory of a training step, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, hidden states through a Mooncake store, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test mooncake-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, hidden states through a Mooncake store, the proofs (hours; they continue where they stopped)
 
 .PHONY: loggers-test
 loggers-test: .venv/.dev  ## TensorBoard, W&B offline, MLflow and trackio: each writes a run and is read back (its own environment, 0.7 GB)
@@ -173,10 +173,6 @@ scale: .venv/.dev  ## memory and time of prepare at 300,000 conversations, and o
 ranks: .venv/.dev  ## training on 1, 2 and 4 ranks: every drafter equal, resumed on others, killed at 40 random moments; half an hour
 	$(OFFLINE) $(BIN)/python tests/ranks/run.py
 
-.PHONY: memory
-memory: .venv/.dev  ## memory of a training step: the formula of `plan` beside a count, four drafters at three widths, ten at 32,768 tokens in a row; minutes
-	$(OFFLINE) $(BIN)/python tests/memory/run.py
-
 .PHONY: bad-input
 SEED ?= $(shell date +%Y%m%d)
 BAD_SEED ?= $(SEED)
@@ -185,7 +181,7 @@ bad-input: .venv/.dev  ## 300 random bad inputs, from BAD_SEED (today's date); s
 	cd tests && $(OFFLINE) PYTHONPATH="$(CURDIR)" ../$(BIN)/python -m bad.draw --seed $(BAD_SEED) --n 300
 
 bench: .venv/.dev  ## every measurement in benchmarks/, results beside each; peers get environments of their own
-	for f in $(filter-out benchmarks/gpu/run.py,$(wildcard benchmarks/*/run.py)); do echo "== $$f"; $(BIN)/python "$$f" || exit; done
+	for f in $(filter-out benchmarks/gpu/run.py benchmarks/real/run.py,$(wildcard benchmarks/*/run.py)); do echo "== $$f"; $(BIN)/python "$$f" || exit; done
 
 .PHONY: gpu gpu-bundle gpu-toy
 # the machine with the device has its own torch; no environment is made there and nothing is installed
@@ -203,10 +199,10 @@ compare: .venv/.dev  ## every family of drafters on one training budget; results
 	$(OFFLINE) $(BIN)/python benchmarks/drafters/run.py
 
 corpus: .venv/.run  ## write data/corpus again (the same bytes)
-	$(BIN)/python -m speculators_nb.lab.corpus
+	$(BIN)/python data/make/corpus.py
 
 verifier: .venv/.run  ## train data/tiny-verifier again
-	$(OFFLINE) $(BIN)/python -m speculators_nb.lab.tiny_verifier
+	$(OFFLINE) $(BIN)/python data/make/tiny_verifier.py
 
 answers: .venv/.run  ## write data/answers again: what the verifier says to the training prompts
 	$(OFFLINE) $(BIN)/python -m speculators_nb.lab.experiment

@@ -92,6 +92,65 @@ def quality():
     return table([*head, "training, MFLOPs a token", "epochs"], rows)
 
 
+def real():
+    rows = {name: {} for name in ("real", "toy")}
+    for row in results("real", "comparison"):
+        rows[row["verifier"]][row["drafter"]] = row
+
+    def line(name, row):
+        gap = "" if name == "eagle3" else "{minus_eagle3:+.2f} [{minus_low:+.2f}, {minus_high:+.2f}]"
+        numbers = {field: float(row[field] or "nan") for field in row if field not in ("verifier", "drafter")}
+        several = row["low"] and "{mean_length:.2f} [{low:.2f}, {high:.2f}]"
+        length = (several or "{mean_length:.2f}").format(**numbers)
+        return [NAMES[name], length, gap.format(**numbers), row["rank"], rows["toy"][name]["rank"]]
+
+    head = ["drafter", "tokens a step, SmolLM2", "minus EAGLE-3", "rank", "rank with the tiny verifier"]
+    return table(head, [line(name, row) for name, row in rows["real"].items()])
+
+
+def alike():
+    (row,) = results("real", "rank_correlation")
+    tau, low, high = (float(row[name]) for name in ("tau", "low", "high"))
+    seeds = "one seed, so that the interval is over questions alone" if row["seeds"] == "1" else f"{row['seeds']} seeds"
+    return (
+        f"Equal training FLOPs, those that EAGLE-3 needs for {row['rows']} packed rows of 1,024 positions; {seeds}. "
+        f"Kendall's tau of the two orders of {row['drafters']} drafters is {tau:.2f} [{low:.2f}, {high:.2f}] "
+        "(*measured here*, [results](../benchmarks/real/results/README.md))."
+    )
+
+
+def real_demo():
+    rows = {row["what"]: row for row in results("real", "make_real")}
+
+    def number(what):
+        return f"{float(rows[what]['value']):g}"
+
+    def interval(what):
+        return "{:.2f} [{:.2f}, {:.2f}]".format(*(float(rows[what][name]) for name in ("value", "low", "high")))
+
+    def minutes_of(what):
+        return round(float(rows[f"seconds {what}"]["value"]) / 60)
+
+    after = [what for what in rows if what.startswith("tokens a step after")]
+    curve = ", ".join(f"{float(rows[what]['value']):.2f}{what.removeprefix('tokens a step')}" for what in after)
+    asked, compared = number("held-out questions"), number("texts compared in float32")
+    return (
+        f"`make real`, once, on two idle cores: {minutes_of('from nothing')} minutes from nothing, of which features "
+        f"took {minutes_of('of features')}, training with five evaluations {minutes_of('of training')}, and decoding "
+        f"{asked} questions {minutes_of('of decoding')}. (It evaluates three times now, and decodes fewer questions.) "
+        "The drafter is EAGLE-3, and drafts four tokens for SmolLM2, on whose own answers it was trained.\n\n"
+        f"- Tokens a step on {asked} questions that were held out, greedily: **{interval('tokens a step')}**, n-gram "
+        f"{interval('tokens a step of n-gram')}. In float32 {number('texts equal in float32')} of {compared} texts "
+        "that were compared are the verifier's own, token for token.\n"
+        f"- Tokens a second in bfloat16, which is faster on that machine: {number('tokens a second in bfloat16')}, "
+        f"against {number('tokens a second in bfloat16 without a drafter')} without a drafter, "
+        f"**{interval('speed-up in bfloat16')} times**. There a forward pass over several tokens rounds otherwise "
+        f"than passes over one, and {number('texts equal in bfloat16')} of the {asked} texts is equal; so `make real` "
+        "decodes in float32.\n"
+        f"- While it trained, on eight questions, tokens a step: {curve}."
+    )
+
+
 def sizes():
     sized = {row["drafter"]: row for row in results("plan", "drafters")}
     rows = [
@@ -597,13 +656,13 @@ def quotes():
             f"texts each: {different} differs from its exact distribution; and {prompts} greedy texts by each proposer",
             "engine": f"{length} tokens a step, {faster} times the tokens a second",
             "demo": minutes("demo", "train a drafter, and measure it"),
-            "real": minutes("real", "the same with a language model, SmolLM2"),
+            "real": minutes("real", "the same with SmolLM2"),
             "test": minutes("test", "lint, types, notebooks, tests"),
             "train_step": f"a training step of EAGLE-3 is {speed} times as fast, in {memory} of the memory",
         },
         "docs/installation.md": {
             "demo": minutes("demo", "train a drafter, and measure it"),
-            "real": minutes("real", "the same with a language model, SmolLM2"),
+            "real": minutes("real", "the same with SmolLM2"),
             "test": minutes("test", "lint, types, notebooks, tests; not slow cells, browser, vLLM"),
         },
         "docs/first_run.md": {"features": f"an error of {100 * max(errors):.1f} % of a state"},
@@ -631,6 +690,9 @@ BLOCKS = {
         expect,
         how_much,
         quality,
+        real,
+        alike,
+        real_demo,
         sizes,
         longer,
         copying,

@@ -11,11 +11,14 @@ from web.places import ROOT
 PICTURES = "docs/readme"  # where the README finds its pictures
 
 
-def output(out, name, alt):
+def output(out, name, alt, widgets):
     "One stored output as (markdown, PNG bytes or None)"
     if out["output_type"] == "stream":
         return ("```text\n" + "".join(out["text"]).rstrip() + "\n```", None) if out["name"] == "stdout" else ("", None)
     data = out.get("data", {})
+    html = "".join(data.get("text/html", ""))
+    if "snb-widget" in html:
+        return f"```{{raw}} html\n{html}\n```" if widgets else "", None
     if "image/png" in data:
         return f"![{alt}]({PICTURES}/{name}.png)", base64.b64decode("".join(data["image/png"]))
     if "text/markdown" in data:
@@ -23,8 +26,8 @@ def output(out, name, alt):
     return "```text\n" + "".join(data.get("text/plain", "")).rstrip() + "\n```", None
 
 
-def readme():
-    "The text of README.md, and its pictures as {path: bytes}"
+def readme(widgets=False):
+    "The text of README.md, and its pictures as {path: bytes}; with widgets, for a page that has JavaScript"
     parts, pictures = ["<!-- made from nbs/index.ipynb by docs/readme.py: edit the notebook -->"], {}
     for cell in load(ROOT / "nbs/index.ipynb")["cells"]:
         shown = stage_cell(cell)
@@ -41,7 +44,7 @@ def readme():
         if "echo" not in directives(cell):
             parts.append(f"```python\n{shown['source']}\n```")
         for out in cell["outputs"]:
-            text, png = output(out, f"{len(pictures) + 1}", directives(cell).get("fig-alt"))
+            text, png = output(out, f"{len(pictures) + 1}", directives(cell).get("fig-alt"), widgets)
             parts.append(text)
             if png:
                 pictures[f"{PICTURES}/{len(pictures) + 1}.png"] = png

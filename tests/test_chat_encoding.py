@@ -23,7 +23,7 @@ from speculators_nb.data.chat_encoding import (
 from speculators_nb.data.chat_template import ChatTemplate, turns_of
 from speculators_nb.data.messages import BadRow, normalize
 from speculators_nb.data.pipeline import prepare
-from speculators_nb.lab.corpus import corpus
+from speculators_nb.lab.shipped import read_corpus, shipped_data
 
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content "
@@ -490,7 +490,7 @@ def same_with_a_limit(chats, tok, n, rows):
 def test_the_limit_changes_no_token_of_the_corpus(kind, rows, template, monkeypatch):
     tok = KINDS[kind]
     tok.chat_template = template
-    chats = [c["messages"] for c in corpus(60)]
+    chats = [c["messages"] for c in read_corpus(shipped_data() / "corpus/train.jsonl")[:60]]
     assert same_with_a_limit(chats, tok, 40, rows) == 0  # they are short, and tokenised as ever
     monkeypatch.setattr(template_module, "WHOLE", 300)
     monkeypatch.setattr(template_module, "PER_TOKEN", 2)

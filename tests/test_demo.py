@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from small_report import small_report
 from test_experiment import names_taken
 
 from speculators_nb.cli.demo import demo, real
 from speculators_nb.core.options import algorithms
+from speculators_nb.evaluate import acceptance
 from speculators_nb.lab.demo_report import trained_step_weights, training_figures
 from speculators_nb.lab.experiment import settings
 from speculators_nb.models.base import SpeculatorModel
@@ -110,7 +112,16 @@ def test_the_demo_of_a_real_verifier_holds_out_and_goes_on_where_it_stopped(tmp_
         with pytest.raises(ZeroDivisionError):  # after training
             real(tmp_path, **given)
     weights = (tmp_path / "drafter/model.safetensors").stat().st_mtime_ns
+    decoded_by = []
+
+    def evaluate(verifier, *rest, **options):
+        decoded_by.append(verifier.dtype)
+        return acceptance.evaluate(verifier, *rest, **options)
+
+    monkeypatch.setattr("speculators_nb.cli.demo.evaluate", evaluate)
+    monkeypatch.setattr("speculators_nb.cli.demo.faster_dtype", lambda verifier: torch.bfloat16)
     measured = real(tmp_path, **given)
+    assert decoded_by == [torch.float32]  # one greedy text, whatever drafts it
     assert (tmp_path / "drafter/model.safetensors").stat().st_mtime_ns == weights
     assert set(measured.performance.drafter) == {"no drafter", "n-gram", "eagle3"}
     page, said = (tmp_path / "report.html").read_text(), capsys.readouterr().out

@@ -15,6 +15,7 @@ from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
 from speculators_nb.nn.anchors import block_supervision
 from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.nn.losses import ScoredRows
 from speculators_nb.nn.masks import anchored_blocks
 from speculators_nb.nn.step_weights import dpace
 from speculators_nb.serve.vllm_contract import check_vllm_contract
@@ -233,8 +234,9 @@ def test_slot_weights():
     torch.testing.assert_close(weight, torch.exp(-torch.tensor([0, 1, 2, 3, 0, 2]) / 2))
     rows = torch.rand(6)
     table = torch.zeros(2, 5).masked_scatter(supervised, rows)
+    scored = ScoredRows(losses={"ce": rows}, correct=rows < 0.5)
     torch.testing.assert_close(
-        model.slot_weight(supervised, "dpace", dpace_alpha=0.3)({"ce": rows}), dpace(table, supervised, 0.3)[supervised]
+        model.slot_weight(supervised, "dpace", dpace_alpha=0.3)(scored), dpace(table, supervised, 0.3)[supervised]
     )
     with pytest.raises(ValueError, match="per_position_loss_weight='linear'"):
         model.slot_weight(supervised, "linear")

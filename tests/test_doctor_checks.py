@@ -17,7 +17,7 @@ from speculators_nb.data.pipeline import prepare
 from speculators_nb.decode.tree import TokenTree
 from speculators_nb.doctor import data_checks as data
 from speculators_nb.doctor import drafter_checks as checks
-from speculators_nb.doctor.doctor import DECODED, Examination, answered_rows, find_sources
+from speculators_nb.doctor.doctor import DECODED, Diagnosis, Examination, answered_rows, find_sources
 from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.features.feature_rows import feature_path, read_features, write_features
 from speculators_nb.features.in_process import extract_features
@@ -71,10 +71,9 @@ def test_the_first_finding_is_that_of_the_first_stage():
     good, bad = data.judged("loss mask", False, "46 %", ""), data.judged("shift", True, "token i", "extract again")
     later = data.judged("engine", True, "1.9 tokens a step", "look above")
     assert (good.state, bad.state, bad.page) == ("ok", "finding", data.STAGES["shift"])
-    assert data.first_finding([later, good, bad]) == bad and data.first_finding([good]) is None
-    assert data.findings_table([later, good, bad])["page"].tolist() == ["", bad.page, later.page]
-    with pytest.raises(ValueError, match="luck"):
-        data.in_order([bad._replace(stage="luck")])
+    found = Diagnosis([later, good, bad])
+    assert found.first == bad and Diagnosis([good]).first is None
+    assert found.table()["page"].tolist() == ["", bad.page, later.page]
 
 
 def test_template_and_mask(tokenizer):

@@ -38,7 +38,7 @@ from speculators_nb.features.extraction import (
     sweep,
 )
 from speculators_nb.features.feature_rows import FeatureError, feature_path, read_features
-from speculators_nb.features.from_server import ServerFeatures, _ServerUnits, extract_from_server
+from speculators_nb.features.from_server import ServerFeatures, _ServerExtraction, extract_from_server
 from speculators_nb.train.train_drafter import train_drafter
 
 HERE, LAYERS = Path(__file__).parent, [1, 2, 3, 4]
@@ -289,7 +289,7 @@ def make_verifier(folder):
 
 def test_a_row_that_is_stored_while_others_are_settled_is_settled_next():
     "A thread may finish a shard at any moment. A row that nobody settles would be waited for without end."
-    units = _ServerUnits.__new__(_ServerUnits)
+    units = _ServerExtraction.__new__(_ServerExtraction)
     settled = []
 
     def settle(i):

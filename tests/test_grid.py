@@ -19,7 +19,7 @@ from speculators_nb.core.options import algorithms, check_options
 from speculators_nb.lab import grid
 from speculators_nb.lab.experiment import shipped_features
 from speculators_nb.lab.experiment_page import write_runs_page
-from speculators_nb.lab.grid import Measured, Run, experiment, read_experiment
+from speculators_nb.lab.grid import Measured, Run, Subject, experiment, read_experiment
 from speculators_nb.lab.paired import LENGTH, differences, measures, results_table, t_interval, t_quantile
 from speculators_nb.models import base
 from speculators_nb.models.base import SpeculatorModel
@@ -68,19 +68,20 @@ def test_only_common_seeds_are_compared():
 
 
 def run(**changes):
-    usual = Run("x", "eagle3", {}, 4, 0, "features", Measured())
+    usual = Run("x", "eagle3", {}, 4, 0, Subject("features"), Measured())
     return usual._replace(**changes)
 
 
 def test_a_key_is_of_what_is_computed():
     first = run().key
-    assert run(setting="other").key == first == run(features="elsewhere/features").key
+    assert run(setting="other").key == first == run(subject=Subject("elsewhere/features")).key
     changed = [
         run(seed=1),
         run(k=3),
         run(algorithm="dflash"),
         run(arguments={"max_steps": 3}),
-        run(features="others"),
+        run(subject=Subject("others")),
+        run(subject=Subject("features", "a-verifier", "prompts")),
         run(measured=Measured((2,))),
         run(measured=Measured(n_prompts=3)),
         run(arguments={"step_weights": lambda k: 0.5**k}),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from speculators_nb.nn.head_loss import dense_head_loss, head_loss, target_slots
 from speculators_nb.nn.losses import LOSSES
+from speculators_nb.nn.step_weights import loss_weight
 from speculators_nb.nn.target_head import TargetHead
 from speculators_nb.nn.token_loss import dense_token_loss, token_loss
 
@@ -93,6 +94,13 @@ def test_low_precision_products_stay_close():
     assert torch.cosine_similarity(a, b, dim=0) > 0.999
 
 
+def confident_count_more(n):
+    "Weights of n rows that depend on their losses."
+    row = torch.arange(n)
+    by = loss_weight(lambda drafted: torch.exp(-drafted.losses["ce"]))
+    return by.of_rows(run=row, step=0 * row, runs=n, steps=1)
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("by_loss", [False, True])
 def test_low_rank_term_and_weights_from_losses(chunk, by_loss):
@@ -100,7 +108,7 @@ def test_low_rank_term_and_weights_from_losses(chunk, by_loss):
     c, g = case(3, n=31), torch.Generator().manual_seed(4)
     bias = [torch.randn(31, 5, generator=g, requires_grad=True), torch.randn(40, 5, generator=g, requires_grad=True)]
     if by_loss:
-        c["weight"] = lambda rows: torch.exp(-rows["ce"])
+        c["weight"] = confident_count_more(31)
     for extra in (None, bias):
         leaves = [c["hidden"], *(extra or [])]
         want, got = (
@@ -124,7 +132,7 @@ def test_low_rank_term_of_targets(chunk, tile, by_loss, monkeypatch):
         torch.randn(40, 5, generator=g, requires_grad=True),
     ]
     if by_loss:
-        c["weight"] = lambda rows: torch.exp(-rows["ce"])
+        c["weight"] = confident_count_more(31)
     want, got = (
         f(**c, mixture={"ce": 0.3, "kl_div": 1.0}, bias=bias, bias_by_target=True, **o)
         for f, o in ((dense_head_loss, {}), (head_loss, dict(chunk=chunk)))

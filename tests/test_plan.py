@@ -17,12 +17,12 @@ from speculators_nb.plan.requirements import GB, check_step_memory, shorter_row,
 from speculators_nb.plan.sizes import (
     cache_bytes,
     drafter_sizes,
+    empty_drafter,
     feature_bytes,
     forward_flops,
-    meta_drafter,
     verifier_sizes,
 )
-from speculators_nb.plan.step_memory import LiveMemory, StepCost, keep_gradients, traced_step
+from speculators_nb.plan.step_memory import LiveMemory, StepCost, keep_gradients, measured_step
 from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.verifier.identity import VerifierInfo
 
@@ -48,7 +48,7 @@ def run(*words):
 
 @pytest.fixture
 def quick(monkeypatch):
-    "A step without its twins, which the notebooks hold to a measurement."
+    "A step that is not computed, not even without memory."
 
     def step(algorithm, layer, rows, depth, length, *_, **__):
         return StepCost(held=10e9 + length * 5e6, flops=length * 6e9)
@@ -217,7 +217,7 @@ def test_flops_of_a_forward_pass_are_those_counted():
 @pytest.mark.parametrize("name", sorted(SpeculatorModel.registered_classes()))
 def test_a_drafter_is_counted_before_it_is_made(name):
     info = VerifierInfo.of(TINY)
-    sizes = drafter_sizes(meta_drafter(name, info, **settings(name)), info)
+    sizes = drafter_sizes(empty_drafter(name, info, **settings(name)), info)
     made = new_drafter(name, info, **settings(name))
     trained = sum(p.numel() for p in made.parameters() if p.requires_grad)
     assert (sizes.trained, sizes.trained + sizes.frozen) == (trained, sum(p.numel() for p in made.parameters()))
@@ -229,7 +229,7 @@ def test_live_memory_and_gradients_as_fsdp_keeps_them():
         x = torch.zeros(1024)  # 4 KiB
         y = x.exp() + 1  # one more, and another on the way
         del x
-    assert (memory.bytes, memory.most, len(y)) == (4096, 3 * 4096, 1024)
+    assert (memory.bytes, max(memory.trace)[0], len(y)) == (4096, 3 * 4096, 1024)
     toy = torch.nn.Module()
     toy.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8, bias=False) for _ in range(2)])
     toy.head = torch.nn.Linear(8, 8, bias=False)
@@ -238,11 +238,11 @@ def test_live_memory_and_gradients_as_fsdp_keeps_them():
     with LiveMemory() as memory:
         keep_gradients(toy, memory)
         toy.head(toy.layers[1](toy.layers[0](torch.ones(1, 8)))).sum().backward()
-    kept = [kept for _, kept in memory.beside]
+    kept = [kept for _, _, kept in memory.trace]
     assert (max(kept), kept[-1], memory.kept) == (256, 256, 256)  # the head's; a layer's are sent
 
 
-def test_what_a_traced_step_holds():
+def test_what_a_measured_step_holds():
     class Silu(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -251,5 +251,5 @@ def test_what_a_traced_step_holds():
         def forward(self, x):
             return None, torch.nn.functional.silu(self.weight * x).sum()
 
-    step = traced_step(Silu(), dict(x=torch.ones(2**16)))
-    assert step.held == int(step.backward[0].max()) == 4 * 2**16 + 4  # 4 bytes: the sum, its gradient
+    step = measured_step(Silu(), dict(x=torch.ones(2**16)))
+    assert step.held == step.backward == 4 * 2**16 + 4  # 4 bytes: the sum, its gradient

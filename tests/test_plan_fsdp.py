@@ -16,8 +16,8 @@ from memory import DEPTH, EACH, LENGTH, VOCAB, wide_verifier
 from speculators_nb.lab.experiment import settings
 from speculators_nb.plan import requirements as planning
 from speculators_nb.plan.requirements import Machine, check_step_memory, requirements, requirements_text
-from speculators_nb.plan.sizes import drafter_sizes, meta_drafter
-from speculators_nb.plan.step_memory import StepCost, Widths, predicted_step, step_memory, write_twin
+from speculators_nb.plan.sizes import drafter_sizes, empty_drafter
+from speculators_nb.plan.step_memory import StepCost, predicted_step, step_memory, verifier_like
 from speculators_nb.verifier.identity import VerifierInfo
 
 ROOT, NAMES, WIDTH, RANKS = Path(__file__).parents[1], ("eagle3", "peagle", "dflash", "mtp"), 256, 2
@@ -52,10 +52,10 @@ def counted():
 
 def computed(name, width, folder):
     "Its sizes, the predicted step, and the memory on one of two ranks."
-    given, widths = settings(name, 2), Widths(width // 8, width, 3 * width, VOCAB)
-    write_twin(folder, wide_verifier(width), widths, DEPTH)
+    given = settings(name, 2)
+    verifier_like(wide_verifier(width), VOCAB, DEPTH).save_pretrained(folder)
     info = VerifierInfo.of(folder)
-    sizes = drafter_sizes(meta_drafter(name, info, **given), info)
+    sizes = drafter_sizes(empty_drafter(name, info, **given), info)
     shape = VOCAB, DEPTH, LENGTH, EACH, 0.75
     step = predicted_step(name, wide_verifier(width), *shape, device="cpu", **given)
     return step_memory(sizes, step, LENGTH, ranks=RANKS, fsdp=True)

@@ -24,15 +24,15 @@ from speculators_nb.evaluate.guidellm import guidellm_command, read_report
 from speculators_nb.evaluate.vllm_metrics import MetricsError, counted, read_counters
 from speculators_nb.features.extraction import MemoryLimit, collect
 from speculators_nb.features.feature_rows import FeatureError, FeatureRow, FeatureRows, row_problem
-from speculators_nb.features.prefetch import PrefetchedRows, following, prefetched, without_states
+from speculators_nb.features.prefetch import PrefetchedRows, follow_order, prefetched, without_states
 from speculators_nb.lab.code_digest import code_digest
 from speculators_nb.lab.experiment import heldout_setting
 from speculators_nb.lab.greedy_replay import greedy_answers, replay
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.supervision import shift_by_one
 from speculators_nb.serve.vllm_connector import Done, cached_rows, file_for, say_what_is_served, write_whole
-from speculators_nb.train.packed_loaders import NumberedRows, PackedLoaders
-from speculators_nb.train.trainer import SpeculatorTrainingArguments
+from speculators_nb.train.packed_loaders import PackedLoaders
+from speculators_nb.train.trainer import SpeculatorTrainer, SpeculatorTrainingArguments
 
 ROOT = Path(__file__).parents[1]
 
@@ -114,7 +114,7 @@ def test_states_that_are_computed_are_requested_ahead():
     half = Subset(source, [3, 4, 5])
     bare = without_states(half, 1)
     assert (len(bare["input_ids"]), int(bare["loss_mask"].sum()), source.requested) == (6, 6, 0)
-    loader = following(DataLoader(prefetched(half), batch_sampler=[[0, 2], [1]], collate_fn=list))
+    loader = follow_order(DataLoader(prefetched(half), batch_sampler=[[0, 2], [1]], collate_fn=list))
     assert [[len(s["input_ids"]) for s in row] for row in loader] == [[5, 7], [6]] and source.requested == 3
     stored = [bare]  # what is not computed stays as it is
     assert prefetched(stored) is stored and without_states(stored, 0) is bare
@@ -219,11 +219,19 @@ def test_an_evaluation_has_the_same_rows_every_time(arguments):
     assert sum(int((row["document_ids"] >= 0).sum()) for row in rows) == sum(len(s["input_ids"]) - 1 for s in data)
 
 
+class Plain(nn.Linear):
+    "As much of a drafter as a trainer needs before its first step."
+
+    @staticmethod
+    def get_trainer_kwargs():
+        return {}, {}
+
+
 def test_ranks_take_the_rows_and_seeds_of_one_process(arguments):
     data = [sample(n) for n in (12, 13, 12, 11, 12)]
 
     def steps_of(rank, world_size, accumulation):
-        one = NumberedRows(nn.Linear(1, 1), arguments, train_dataset=data)
+        one = SpeculatorTrainer(Plain(1, 1), arguments, train_dataset=data)
         one.shift = shift_by_one
         one.args = SimpleNamespace(total_seq_len=12, seed=0, data_seed=None, world_size=world_size)
         one.args.process_index, one.args.gradient_accumulation_steps = rank, accumulation

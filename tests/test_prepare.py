@@ -31,15 +31,20 @@ from speculators_nb.data.prepare import fingerprint_data, prepare_data
 from speculators_nb.data.prepared_folder import changes, load_prepared, read_token_freq
 from speculators_nb.data.row_filter import filter_rows
 from speculators_nb.evaluate.prompts import encode_prompts, prompt_of, read_prompts
-from speculators_nb.lab.corpus import corpus
+from speculators_nb.lab.shipped import read_corpus
 from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
 
-VERIFIER = Path(__file__).parents[1] / "data/tiny-verifier"
+DATA = Path(__file__).parents[1] / "data"
+VERIFIER = DATA / "tiny-verifier"
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if "
     "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 disable_progress_bars()
+
+
+def corpus(n):
+    return read_corpus(DATA / "corpus/train.jsonl")[:n]
 
 
 @pytest.fixture(scope="module")

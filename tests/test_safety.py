@@ -382,9 +382,6 @@ OWN = {
     "cli.demo",
     "lab.experiment",
     "lab.experiment_page",
-    "lab.tiny_model",
-    "lab.tiny_verifier",
-    "lab.corpus",
 }  # read what this repository ships
 
 

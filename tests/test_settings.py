@@ -155,7 +155,8 @@ def test_imports_are_declared(files, extras):
     declared = PROJECT["dependencies"] + sum((PROJECT["optional-dependencies"][x] for x in extras), [])
     declared = {Requirement(r).name.replace("-", "_") for r in declared} | OPTIONAL
     files = list(ROOT.glob(files))
-    local = {p.stem for p in [*files, *ROOT.glob("docs/*.py"), *ROOT.glob("tests/*/*.py")]} | {
+    beside = [found for where in ("docs/*.py", "tests/*/*.py", "data/make/*.py") for found in ROOT.glob(where)]
+    local = {p.stem for p in [*files, *beside]} | {
         p.name for folder in ("tests", "docs") for p in (ROOT / folder).iterdir() if p.is_dir()
     }
     unknown = {COMES_WITH.get(name, name): path.name for path in files for name in third_party(path) - local}

@@ -221,15 +221,15 @@ def test_old_buffers_are_freed_before_new_ones_are_made(grown):
     if not grown:
         del context
     alive = []
-    stacks = static_pass.SlotStacks.__init__
+    init = StaticBuffers.__init__
 
     def seen(self, *args):
         alive.append([ref() is not None for ref in old])
-        stacks(self, *args)
+        init(self, *args)
 
     gc.disable()
     try:
-        with patch.object(static_pass.SlotStacks, "__init__", seen):
+        with patch.object(StaticBuffers, "__init__", seen):
             if grown:
                 context.read([torch.tensor([9] * 60)], [TokenTree.chain([])])
             else:

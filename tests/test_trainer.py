@@ -13,7 +13,7 @@ import pytest
 import torch
 from on_device import CUDA, PretendCuda, on_cuda
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainerState
 
 import speculators_nb.train.trainer as trainer_module
 from speculators_nb.features.feature_rows import sample_of
@@ -22,13 +22,13 @@ from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.compiled import to_device
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.nn.supervision import shift_by_one
-from speculators_nb.train.checkpoint import WholeCheckpoints, checkpoint_problem, last_checkpoint
+from speculators_nb.train.checkpoint import checkpoint_problem, last_checkpoint, surplus_checkpoints
 from speculators_nb.train.live_view import evaluation_table, header_line, row_line
+from speculators_nb.train.packed_loaders import lengths_of
 from speculators_nb.train.trainer import (
     MetricSums,
     SpeculatorTrainer,
     SpeculatorTrainingArguments,
-    lengths_of,
     log_table,
     train,
 )
@@ -549,16 +549,11 @@ def test_a_kill_while_old_checkpoints_are_deleted_tears_none(tmp_path, monkeypat
     ],
 )  # now=2: 3 to 5 are an earlier run's
 def test_which_checkpoints_go(tmp_path, limit, now, best, removed):
-    class Run:
-        class args:
-            save_total_limit = limit
-
-        class state:
-            global_step, best_model_checkpoint = now, best and str(tmp_path / f"checkpoint-{best}")
-
-    for step in range(1, 6):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    assert WholeCheckpoints._obsolete(Run, tmp_path) == [str(tmp_path / f"checkpoint-{step}") for step in removed]
+    folders = {step: str(tmp_path / f"checkpoint-{step}") for step in range(1, 6)}
+    for folder in folders.values():
+        os.mkdir(folder)
+    state = TrainerState(global_step=now, best_model_checkpoint=folders.get(best))
+    assert surplus_checkpoints(tmp_path, state, limit) == [folders[step] for step in removed]
 
 
 @pytest.fixture(scope="module")

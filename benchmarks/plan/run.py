@@ -22,7 +22,7 @@ from speculators_nb.lab.shipped import shipped_data
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.plan.requirements import GB, Machine, answering, requirements, requirements_text, serving
-from speculators_nb.plan.sizes import cache_bytes, feature_bytes, forward_flops, meta_drafter, verifier_sizes
+from speculators_nb.plan.sizes import cache_bytes, empty_drafter, feature_bytes, forward_flops, verifier_sizes
 from speculators_nb.plan.step_memory import predicted_step
 from speculators_nb.serve.vllm_methods import ENGINES, method_of_types
 from speculators_nb.train.train_drafter import new_drafter
@@ -56,7 +56,7 @@ def drafter_sizes(kind, verifier):
     given = drafter.arguments_to_draft(4) | dict(mask_token_id=config.vocab_size - 1)
     if not (drafter.whole_vocabulary or drafter.fixed_layers or kind in WHOLE):
         given |= dict(draft_vocab_size=DRAFT_VOCAB)
-    model = meta_drafter(kind, VerifierInfo.of(verifier), family, layers, **given)
+    model = empty_drafter(kind, VerifierInfo.of(verifier), family, layers, **given)
     named = list(model.named_parameters())
     own = sum(p.numel() for name, p in named if p.requires_grad or not name.startswith(SHARED))
     reduced = getattr(model.config, "draft_vocab_size", config.vocab_size) < config.vocab_size

@@ -14,6 +14,7 @@ question, and results/UPSTREAM.md.
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,9 +35,10 @@ SETTINGS = {  # arguments of `train_drafter`; None: other than these
 ABOUT = """# Beside upstream on a real verifier
 
 EAGLE-3 for SmolLM2-135M-Instruct, draft vocabulary {vocabulary:,}, packed rows of {length:,} positions; greedy, K={k},
-{questions} held-out questions of at most {new} new tokens, {seeds} seeds. `accepted`: tokens a step minus one.
-Intervals of 95 %: over seeds (t); in the last column over questions (bootstrap, seeds pooled). CPU seconds of the
-training loop on one thread. Again with `make real`, then `python benchmarks/real/upstream.py`.
+{questions} held-out questions of at most {new} new tokens; seeds: {seeds}. `accepted`: tokens a step minus one.
+Intervals of 95 %: over seeds (t), with one seed over questions; in the last column over questions (bootstrap, seeds
+pooled). CPU seconds of the training loop on one thread. Again with `make real`, then
+`python benchmarks/real/upstream.py`.
 
 | setting | steps | CPU s | tokens a step | by seed | accepted | minus upstream | accepted more |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -118,12 +120,10 @@ def answers_of(real, file):
 
     from speculators_nb.lab.greedy_replay import greedy_answers
     from speculators_nb.regenerate.in_process import eos_ids_of
-    from speculators_nb.verifier.tapped_model import Verifier, faster_dtype
+    from speculators_nb.verifier.tapped_model import Verifier
 
     if not file.exists():
-        verifier = Verifier.from_pretrained(real / "verifier", dtype="float32")
-        if faster_dtype(verifier) is not None:  # as `make real` decodes
-            verifier = Verifier.from_pretrained(real / "verifier", dtype="bfloat16")
+        verifier = Verifier.from_pretrained(real / "verifier", dtype="bfloat16")  # as its features were made
         lines = (real / "prepared/heldout.jsonl").read_text().splitlines()[:QUESTIONS]
         stop = eos_ids_of(verifier, AutoTokenizer.from_pretrained(real / "verifier"))
         prompts = [json.loads(line)["prompt"] for line in lines]
@@ -160,7 +160,6 @@ def rows_of_page(table):
 
     pairs = differences(table, UPSTREAM, K)
     pairs = pairs[pairs.measure == TOKENS].set_index("setting")
-    sums = table.groupby(["setting", "prompt"], sort=False)[["steps", "accepted"]].sum()
     for setting, own in measures(table, K).groupby("setting", sort=False):
         runs, tokens = table[table.setting == setting].drop_duplicates("seed"), own[TOKENS].to_numpy()
         row = [
@@ -172,6 +171,7 @@ def rows_of_page(table):
         row += [", ".join(f"{n:.3f}" for n in tokens), f"{tokens.mean() - 1:.3f}", "", ""]
         if setting != UPSTREAM:
             row[-2] = as_text(*pairs.loc[setting, ["difference", "low", "high"]], sign=True)
+            sums = table[table.seed.isin(runs.seed)].groupby(["setting", "prompt"])[["steps", "accepted"]].sum()
             both = np.hstack([sums.loc[UPSTREAM], sums.loc[setting]])
             more = bootstrap(both, lambda c: 100 * (c[..., 3:] / c[..., 2:3] / (c[..., 1:2] / c[..., :1]) - 1))
             row[-1] = "{:+.0f} % [{:.0f}, {:.0f}]".format(*(x.item() for x in more))
@@ -189,8 +189,8 @@ def main(opt):
     answers = answers_of(real, opt.folder / "answers.pt")
     found, runs = [], {}
     for seed in range(opt.seeds):
-        for i, setting in enumerate(SETTINGS):
-            folder, steps = opt.folder.resolve() / f"{i}-{seed}", opt.steps
+        for setting in SETTINGS:
+            folder, steps = opt.folder.resolve() / re.sub(r"\W+", "-", f"{setting} {seed}"), opt.steps
             if setting == EQUAL_TIME:
                 steps = round(steps * runs[UPSTREAM]["cpu_seconds"] / runs[OURS]["cpu_seconds"])
             run = runs[setting] = trained(setting, real, folder, steps, seed, python)

@@ -18,7 +18,7 @@ def toctree(places):
 
 def landing():
     "README.md as the first page of the site, and its pictures"
-    text, pictures = readme()
+    text, pictures = readme(widgets=True)
     text = re.sub(r"^<!--.*-->\n", "", text)
     text = re.sub(r"^- .*`make docs` builds.*$", BROWSE, text, flags=re.M)
     return f"---\nhide-toc: true\n---\n{text}\n{toctree(GROUPS)}", pictures

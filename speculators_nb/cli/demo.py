@@ -300,7 +300,8 @@ def _from_features(run) -> Evaluation:
     "The stages that both commands have: features, training, check, decoding, report."
     folder, stages, given, n = run.folder, run.stages, run.given, len(run.questions)
     stages.begin("features", f"hidden states of {len(run.rows)} conversations")
-    extract_features(run.model, run.rows, folder / "features")
+    computed = faster_dtype(run.model)  # of the states alone: decoding is exact in float32
+    extract_features(run.model, run.rows, folder / "features", compute_dtype=computed)
     what = f"training a drafter ({given['algorithm']}, to draft {given['k']} tokens)"
     stages.begin("training", what)
     trainer = _train(run)
@@ -388,7 +389,7 @@ def real(
     data: str = "data/smollm2/answers.jsonl",  # conversations, answered by that verifier
     algorithm: str = "eagle3",  # which drafter, e.g. eagle3, dflash
     max_samples: int | None = None,  # of the conversations; default: all
-    n_heldout: int | None = 24,  # of the held-out questions; None: all
+    n_heldout: int | None = 16,  # of the held-out questions; None: all
     k: int = 4,  # tokens drafted in a step, and trained to be
     epochs: float = 3,  # passes over the training answers
     draft_vocab_size: int = 8000,  # most frequent tokens that the drafter knows
@@ -405,16 +406,14 @@ def real(
     name = verifier or _fetched(folder)
     tokenizer = open_tokenizer(name)
     model = Verifier.from_pretrained(str(name), dtype="float32")
-    if faster_dtype(model) is not None:
-        model = Verifier.from_pretrained(str(name), dtype="bfloat16")
     stages.begin("answers", "token ids and loss masks of its answers")
     rows = prepare_data(
         data, name, folder / "prepared", max_length=1024, max_samples=max_samples, seed=seed
     ).rows
     sizes: dict[str, Any] = dict(num_train_epochs=epochs, draft_vocab_size=draft_vocab_size)
-    # a share of all steps: five evaluations and checkpoints, however many conversations
+    # a share of all steps: three evaluations and checkpoints, however many conversations
     often = dict.fromkeys(("eval_strategy", "save_strategy"), "steps")
-    often |= dict.fromkeys(("eval_steps", "save_steps"), 0.2)
+    often |= dict.fromkeys(("eval_steps", "save_steps"), 1 / 3)
     run = DemoRun(
         command="real",
         given=given,

@@ -382,11 +382,11 @@ def compare(
 
 
 def experiment(
-    file: Path,  # YAML or JSON: settings or a grid of training options, seeds, what all have
+    file: Path,  # YAML or JSON: settings or a grid of training options, seeds, features
     output_dir: Path | None,  # for runs, table, picture, page; default: output/, FILE's name
 ) -> Experiment:  # finished runs
-    """Train settings with several seeds on the shipped data, and compare them: differences with
-    intervals, and a page of all runs. Run it again to continue."""
+    """Train settings with several seeds, on the shipped data or on features of your own, and compare them:
+    differences with intervals, and a page of all runs. Run it again to continue."""
     check_options(locals(), "experiment")
     what = read_experiment_file(file)
     folder = Path(output_dir or Path("output") / Path(file).stem)

@@ -223,13 +223,14 @@ class ExperimentFile(NamedTuple):
     settings: dict[str, tuple[str, dict[str, Any]]]  # name -> (algorithm, arguments); of a grid: {}
     factors: dict[str, Any]  # of a grid: argument -> values, or name -> value
     common: dict[str, Any]  # training arguments of all
-    given: dict[str, Any]  # seeds, k, draft_lengths, n_prompts, workers: those in the file
+    given: dict[str, Any]  # seeds, k, features and the like: those of `SIZES` and `DATA` in the file
     modules: list[str]  # that register drafters
 
 
-SIZES = "seeds", "k", "draft_lengths", "n_prompts", "workers"
-FIELDS = (*SIZES, "algorithm", "settings", "grid", "common", "import")
-DECIDED = {"seed", "overwrite", "output_dir", "features", *FIELDS}  # no training arguments
+SIZES = "seeds", "k", "draft_lengths", "n_prompts", "max_new_tokens", "workers"
+DATA = "features", "heldout"  # of one's own: paths from the working folder, as in commands
+FIELDS = (*SIZES, *DATA, "algorithm", "settings", "grid", "common", "import")
+DECIDED = {"seed", "overwrite", "output_dir", *FIELDS}  # no training arguments
 
 
 def _arguments(values, where) -> dict[str, Any]:
@@ -300,10 +301,11 @@ def read_experiment_file(
 ) -> ExperimentFile:
     """Read and check the file of an experiment; what `import` names is imported. Errors:
     FileNotFoundError, ValueError naming the field, its value and what to write."""
-    from .recipe import import_first
+    from .recipe import import_first, with_files_beside
 
     path, where = Path(path), f"{path}: "
     fields = _read_fields(path)
+    with_files_beside(path, fields)
     import_first(path, {"import": fields.get("import", [])})
     algorithm = fields.get("algorithm", "eagle3")
     rules = {name: fields[name] for name in fields if f"experiment.{name}" in IN}
@@ -325,7 +327,7 @@ def read_experiment_file(
             _check_arguments(f"{where}grid.", algorithm, {name: value})
     if not settings and not factors:
         raise ValueError(f"{where}{'grid' if 'grid' in fields else 'settings'}={{}}: is empty")
-    given = {name: fields[name] for name in SIZES if name in fields}
+    given = {name: fields[name] for name in (*SIZES, *DATA) if name in fields}
     modules = fields.get("import", [])
     modules = [modules] if isinstance(modules, str) else modules
     return ExperimentFile(algorithm, settings, factors, common, given, modules)

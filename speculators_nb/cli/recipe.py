@@ -158,6 +158,20 @@ def spelt(
     return fields
 
 
+def with_files_beside(
+    path: Path,  # of a recipe
+    fields: dict[str, Any],  # of it, or of a section; `import` is changed
+):
+    "A file that `import` names is looked for beside the recipe, then in the working folder."
+    given = fields.get("import")
+    names = [given] if isinstance(given, str) else given
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        files = [path.parent / name for name in names]
+        found = [file.suffix == ".py" and file.is_file() for file in files]
+        if any(found):
+            fields["import"] = [str(file) if own else name for name, file, own in zip(names, files, found)]
+
+
 def _load(path: Path) -> dict:
     "The file as a dictionary; field names with underscores."
     content = read_plain(path)
@@ -172,6 +186,8 @@ def _load(path: Path) -> dict:
             fields[section] = spelt(value, f"{path}: {section}.")
         else:
             fields[name] = value
+    for values in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
+        with_files_beside(path, values)
     return fields
 
 
@@ -280,7 +296,7 @@ def _check_names(path, name, section, known):
 
 
 def import_first(
-    path: Path,  # for errors
+    path: Path,  # of the recipe
     content: Mapping,  # of a recipe; `import` of it and of its sections is read
 ):
     "Import what registers drafters, which are words of options then. Errors name the recipe."

@@ -141,7 +141,9 @@ def _resume(rule, value):
     return None if isinstance(value, bool) else _path(rule, value)
 
 
-LOSSES = ("kl_div", "rkl", "jsd", "ce", "soft_ce", "topk_ce", "tv", "nla", "lk_hybrid")
+# `nn.losses.register_loss` and `nn.step_weights.register_loss_weight` add to these two
+LOSSES = ["kl_div", "rkl", "jsd", "ce", "soft_ce", "topk_ce", "tv", "nla", "lk_hybrid"]
+LOSS_WEIGHTS = ["fixed-exp-decay", "dpace"]
 
 
 def _list(rule, value):
@@ -831,7 +833,7 @@ RULES |= {
     "max_anchors": whole(512, 1, none=True),
     "transformer_layer_architecture": text("auto"),
     "loss_fn": OptionRule("loss", "kl_div", none=True),
-    "per_position_loss_weight": word("fixed-exp-decay", "dpace", none=True),
+    "per_position_loss_weight": OptionRule("word", "dpace", words=lambda: tuple(LOSS_WEIGHTS), none=True, objects=True),
     "ttt_step_loss_decay": number(1.0, above=0, high=10),
     "head_loss_decay": number(0.8, above=0, high=10, none=True),
     "step_weight_beta": number(0.6, above=0, high=10),
@@ -933,6 +935,9 @@ IN |= {
     "experiment.draft_lengths": several(whole(4, 1, MOST_DRAFTED), "2 4"),
     "experiment.n_prompts": whole(24, 1),
     "experiment.workers": whole(2, 1, 1024),
+    "experiment.max_new_tokens": whole(160, 1, MOST_TOKENS),
+    "experiment.features": path("output/features"),
+    "experiment.heldout": path("output/prepared"),
     **{f"experiment.{name}": mapping({"max_steps": 100}) for name in ("settings", "grid", "common")},
 }
 

@@ -22,7 +22,10 @@ from .options import MOST_DRAFTED
 _Class = TypeVar("_Class")
 
 
-def _same_class(a, b):
+def same_definition(
+    a: Any,  # a class or a function
+    b: Any,
+) -> bool:
     "Whether one definition is the other, run again or exported."
     modules = {a.__module__, b.__module__}
     return a.__qualname__ == b.__qualname__ and (len(modules) == 1 or "__main__" in modules)
@@ -57,7 +60,7 @@ class ClassRegistryMixin:
             raise TypeError(f"{cls.__name__}: register decorates classes, and {klass!r} is none")
         name = name or klass.__name__
         known = cls.registry.get(name, klass)
-        if not _same_class(known, klass):
+        if not same_definition(known, klass):
             raise ValueError(
                 f"{cls.__name__}: the name {name!r} is taken by "
                 f"{known.__module__}.{known.__qualname__}, so "

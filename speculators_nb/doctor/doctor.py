@@ -4,7 +4,7 @@ The doctor names the first stage that loses, with a number, a remedy, and the pa
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,47 +32,12 @@ from ..train.train_drafter import training_split
 from ..verifier.folders import DIAGNOSIS, named_by, refuse_overwriting
 from ..verifier.identity import VerifierInfo
 from ..verifier.tapped_model import Verifier
-from .data_checks import (
-    STAGES,
-    DataRow,
-    Finding,
-    answers_check,
-    features_check,
-    findings_table,
-    first_finding,
-    in_order,
-    judged,
-    mask_check,
-    sample_rows,
-    shift_check,
-    template_check,
-    verifier_check,
-    vocabulary_check,
-)
-from .drafter_checks import (
-    Decoded,
-    Measurement,
-    acceptance_check,
-    data_check,
-    decode,
-    domains_check,
-    engine_check,
-    forward_options,
-    heldout_batches,
-    history_check,
-    learned_check,
-    length_check,
-    mapping_check,
-    measure,
-    pair_accuracy,
-    plot_history,
-    predicted_length,
-    repair_checks,
-    seen_by_domain,
-    trained_length,
-    tree_note,
-    weights_check,
-)
+from .data_checks import STAGES, Finding, Rows, answers_check, features_check, judged, mask_check, rows_of
+from .data_checks import shift_check, template_check, unchecked, verifier_check, vocabulary_check
+from .drafter_checks import Batch, Decoded, Measurement, acceptance_check, data_check, decode, domains_check
+from .drafter_checks import engine_check, forward_options, heldout_batches, history_check, last_evaluation
+from .drafter_checks import learned_check, length_check, mapping_check, measure, pair_accuracy, plot_history
+from .drafter_checks import predicted_length, repair_checks, seen_by_domain, trained_length, tree_note, weights_check
 
 
 class Sources(NamedTuple):
@@ -86,13 +51,6 @@ class Sources(NamedTuple):
     split: Mapping[str, Any]  # eval_share and seed of the run, where they are known
 
 
-def _named(folder, role):
-    "An input of a folder, from its provenance; None: not recorded."
-    if not provenance_path(folder).is_file():
-        return None
-    return read_provenance(folder).get("inputs", {}).get(role, {}).get("path")
-
-
 def find_sources(
     drafter: str | os.PathLike,  # folder of a trained drafter
     verifier: str | os.PathLike | None = None,  # None: what the config names
@@ -100,35 +58,34 @@ def find_sources(
 ) -> Sources:
     """Read what a drafter's folder says about itself. Errors: FileNotFoundError; ValueError for
     a folder that holds no drafter, or features that are none."""
-    folder = Path(drafter)
+    folder, log = Path(drafter), Path(drafter) / "training_log.csv"
+    made = read_provenance(folder) if provenance_path(folder).is_file() else {}
+    given, inputs = (made.get(part, {}) for part in ("arguments", "inputs"))
     of = SpeculatorModelConfig.from_pretrained(drafter).speculators_config
     named = of.verifier.name_or_path if of else None
-    verifier = verifier or named or _named(folder, "verifier")
+    verifier = verifier or named or inputs.get("verifier", {}).get("path")
     if not verifier:
         raise ValueError(f"verifier=None: {folder} names none; give its folder or hub id")
-    if features is None and (found := _named(folder, "features")) and Path(found).is_dir():
+    if features is None and (found := inputs.get("features", {}).get("path")) and Path(found).is_dir():
         features = found
-    log = folder / "training_log.csv"
-    history = pd.read_csv(log) if log.is_file() and log.stat().st_size > 1 else pd.DataFrame()
     record = read_record(folder)
-    given = {}
-    if provenance_path(folder).is_file():
-        given = read_provenance(folder).get("arguments", {})
     seed = record.get("settings", {}).get("seed", 0)
-    split = dict(eval_share=given.get("eval_share"), seed=given.get("seed", seed))
-    place = Path(features) if features is not None else None
-    return Sources(str(drafter), str(verifier), place, record, history, split)
+    return Sources(
+        str(drafter),
+        str(verifier),
+        Path(features) if features is not None else None,
+        record,
+        pd.read_csv(log) if log.is_file() and log.stat().st_size > 1 else pd.DataFrame(),
+        dict(eval_share=given.get("eval_share"), seed=given.get("seed", seed)),
+    )
 
 
 LOOKED_AT = 32  # rows and prompts that are run through the verifier at most
 DECODED = 8  # prompts that are decoded, of each domain
 
 
-def answered_rows(
-    prompts: list[list[int]],  # token ids
-    answers: list[list[int]],  # token ids, of each prompt
-) -> Dataset:  # input_ids, loss_mask, seq_len
-    "Prompts and their answers as rows whose answers are trained."
+def answered_rows(prompts: list[list[int]], answers: list[list[int]]) -> Dataset:
+    "Prompts and the answer to each, as rows (input_ids, loss_mask, seq_len) whose answers are trained."
     texts = list(zip(prompts, answers))
     return Dataset.from_dict(
         dict(
@@ -209,14 +166,14 @@ class Examination:
         return self.features is not None and read <= set(self.features.layer_ids or ())
 
     @cached_property
-    def rows(self) -> list[DataRow]:
+    def rows(self) -> Rows:
         "All rows without their states; empty: there are no features."
         if self.features is None or self.features.rows is None:
             return []
-        return sample_rows(self.features.rows, len(self.features))
+        return rows_of(self.features.rows.with_format(None))
 
     @cached_property
-    def some(self) -> list[DataRow]:
+    def some(self) -> Rows:
         "A few rows, evenly spread."
         step = max(1, len(self.rows) // LOOKED_AT)
         return self.rows[::step][:LOOKED_AT]
@@ -230,7 +187,7 @@ class Examination:
         return LiveFeatures(self.verifier, rows, torch.float32)
 
     @cached_property
-    def batches(self) -> list[dict[str, torch.Tensor]]:  # empty: there are no prompts either
+    def batches(self) -> list[Batch]:  # empty: there are no prompts either
         "Held-out rows; where the stored features do not serve, `answers`."
         if self.stored:
             assert self.features is not None
@@ -242,8 +199,23 @@ class Examination:
         return heldout_batches(self.model, self.answers, list(range(len(self.answers))))
 
     @cached_property
+    def recorded(self) -> Mapping[str, Any]:
+        "Arguments of the model in training, by run.json; empty: not known."
+        return self.sources.record.get("model", {})
+
+    @cached_property
     def options(self) -> dict[str, Any]:
-        return forward_options(self.model, self.sources.record.get("model", {}))
+        return forward_options(self.model, self.recorded)
+
+    @cached_property
+    def trained_length(self) -> int | None:
+        "Tokens that it was trained to draft; None: not known."
+        return trained_length(self.model, self.recorded)
+
+    @cached_property
+    def stop(self) -> Any:
+        "Token ids that end an answer."
+        return eos_ids_of(self.verifier, self.tokenizer)
 
     @cached_property
     def measured(self) -> Measurement:
@@ -263,30 +235,27 @@ class Examination:
     def decoded(self) -> Decoded | None:  # None: there are no prompts
         if not self.to_decode:
             return None
-        k = self.model.config.speculators_config.speculative_tokens
-        trained = trained_length(self.model, self.sources.record.get("model", {}))
-        name = self.model.config.speculators_model_type
-        stop = eos_ids_of(self.verifier, self.tokenizer)
-        k = min(k, trained or k)
-        return decode(self.verifier, self.drafter, name, self.to_decode, k, stop, self.domains)
+        name, k = self.model.config.speculators_model_type, self.model.config.speculators_config.speculative_tokens
+        k = min(k, self.trained_length or k)
+        return decode(self.verifier, self.drafter, name, self.to_decode, k, self.stop, self.domains)
 
 
 RECOMPUTED = 4  # rows whose states are computed again
 
 
-def _missing(*stages, what="no features were found; give --features"):
-    return [Finding(stage, "not checked", what) for stage in stages]
+NO_FEATURES = "no features were found; give --features"
 
 
 def look_at_data(e: Examination) -> Iterator[Finding]:
     "Verifier, template, loss mask, answers."
-    recorded = e.sources.record.get("verifier")
-    yield verifier_check(recorded, e.sources.verifier)
+    yield verifier_check(e.sources.record.get("verifier"), e.sources.verifier)
     if not e.rows:
-        yield from _missing("template", "loss mask", "answers")
+        for stage in ("template", "loss mask", "answers"):
+            yield unchecked(stage, NO_FEATURES)
         return
     if getattr(e.tokenizer, "chat_template", None) is None:
-        yield from _missing("template", "loss mask", what="the verifier has no chat template")
+        for stage in ("template", "loss mask"):
+            yield unchecked(stage, "the verifier has no chat template")
     else:
         yield template_check(e.some, e.tokenizer)
         yield mask_check(e.some, e.tokenizer)
@@ -296,7 +265,8 @@ def look_at_data(e: Examination) -> Iterator[Finding]:
 def look_at_features(e: Examination) -> Iterator[Finding]:
     "Shift, states, layers."
     if e.features is None:
-        yield from _missing("shift", "features")
+        yield unchecked("shift", NO_FEATURES)
+        yield unchecked("features", NO_FEATURES)
         return
     n = len(e.features)
     chosen = sorted({i * (n - 1) // max(1, RECOMPUTED - 1) for i in range(RECOMPUTED)})
@@ -314,11 +284,10 @@ def look_at_drafter(e: Examination) -> Iterator[Finding]:
         written = e.decoded.written if e.decoded else []
         yield vocabulary_check(e.model.t2d, e.some, written)
     yield weights_check(e.model, e.state)
-    recorded = e.sources.record.get("model", {})
-    yield length_check(e.model, recorded)
+    yield length_check(e.model, e.recorded)
     if not e.batches:
-        what = "no features of the layers that it reads, and no prompts: give --data"
-        yield from _missing("head", "convention", what=what)
+        for stage in ("head", "convention"):
+            yield unchecked(stage, "no features of the layers that it reads, and no prompts: give --data")
         return
     repaired = repair_checks(e.model, e.state, e.sources.verifier, e.batches, e.options)
     yield from repaired
@@ -341,20 +310,16 @@ def look_at_training(e: Examination) -> Iterator[Finding]:
 def look_at_decoding(e: Examination) -> Iterator[Finding]:
     "Domains, acceptance, tree."
     if e.decoded is None:
-        what = "no prompts: give --data, or --features"
-        yield from _missing("domains", "acceptance", "tree", what=what)
+        for stage in ("domains", "acceptance", "tree"):
+            yield unchecked(stage, "no prompts: give --data, or --features")
         return
     if e.domains is None or not e.rows:
-        what = "needs --data with domains, and features"
-        yield from _missing("domains", what=what)
+        yield unchecked("domains", "needs --data with domains, and features")
     else:
         yield domains_check(seen_by_domain(e.decoded, e.domains, e.rows))
-    evals = e.sources.history.filter(regex="^eval_").dropna(how="all")
-    last = evals.iloc[-1].to_dict() if len(evals) else {}
-    trained = trained_length(e.model, e.sources.record.get("model", {}))
-    yield acceptance_check(e.decoded, predicted_length(last, "eval_"), trained)
-    stop = eos_ids_of(e.verifier, e.tokenizer)
-    yield tree_note(e.verifier, e.drafter, e.decoded, e.to_decode, stop)
+    predicted = predicted_length(last_evaluation(e.sources.history), "eval_")
+    yield acceptance_check(e.decoded, predicted, e.trained_length)
+    yield tree_note(e.verifier, e.drafter, e.decoded, e.to_decode, e.stop)
 
 
 WALK: dict[str, tuple[Callable[[Examination], Iterator[Finding]], str]] = {
@@ -370,13 +335,17 @@ WALK: dict[str, tuple[Callable[[Examination], Iterator[Finding]], str]] = {
 class Diagnosis:
     "What the doctor found."
 
-    findings: list[Finding]  # in the order of the chain
-    figures: dict[str, Figure]  # what it shows -> the picture
-    facts: dict[str, str]  # what was examined
+    findings: list[Finding]  # put in the order of the chain; those of a stage in the order of the checks
+    figures: dict[str, Figure] = field(default_factory=dict)  # what it shows -> the picture
+    facts: dict[str, str] = field(default_factory=dict)  # what was examined
+
+    def __post_init__(self):
+        self.findings = sorted(self.findings, key=lambda f: list(STAGES).index(f.stage))
 
     @property
-    def first(self) -> Finding | None:  # None: nothing was found
-        return first_finding(self.findings)
+    def first(self) -> Finding | None:
+        "The stage to mend first; None: nothing was found."
+        return next((f for f in self.findings if f.state == "finding"), None)
 
     @property
     def verdict(self) -> str:
@@ -388,8 +357,10 @@ class Diagnosis:
         first = self.first
         return f"First loss: {first.stage}. {first.evidence}. Remedy: {first.remedy}."
 
-    def table(self) -> pd.DataFrame:  # stage, state, number, remedy, page
-        return findings_table(self.findings)
+    def table(self) -> pd.DataFrame:
+        "Every finding: stage, state, number, remedy, and the page where something was found."
+        rows = [(*f, f.page if f.state == "finding" else "") for f in self.findings]
+        return pd.DataFrame(rows, columns=["stage", "state", "number", "remedy", "page"])
 
     def save(
         self,
@@ -403,20 +374,15 @@ class Diagnosis:
         if self.figures:
             parts.append(Section("Pictures", figures=self.figures))
         warned = [self.verdict] if self.first else []
-        title = "What the doctor found"
-        return write_page(folder / "index.html", title, parts, self.facts, warned)
+        return write_page(folder / "index.html", "What the doctor found", parts, self.facts, warned)
 
     def _repr_html_(self):
         return f"<p>{self.verdict}</p>" + self.table().to_html(index=False)
 
 
-def _refused(e, error):
-    "A drafter that does not load beside its verifier."
-    text = " ".join(str(error).split())
-    stage = "verifier" if text.startswith("verifier") else "weights"
-    yield judged(stage, True, text, "mend what the message names, and run the doctor again")
-    others = [name for name in STAGES if name not in (stage, "engine")]
-    yield from _missing(*others, what="the drafter does not load")
+def _failed(stage, error):
+    "What could not be examined, as a finding of its stage."
+    return judged(stage, True, " ".join(str(error).split()), "mend what the message names, and run the doctor again")
 
 
 def _foreign_features(e):
@@ -424,15 +390,15 @@ def _foreign_features(e):
     text = VerifierInfo.of(e.sources.verifier).text
     if e.features is None:
         return
-    size, largest = (
-        e.features.hidden_size,
-        max((int(r.input_ids.max()) for r in e.rows), default=0),
-    )
+    size, largest = e.features.hidden_size, max((int(row.input_ids.max()) for row in e.rows), default=0)
     if size != text.hidden_size or largest >= text.vocab_size:
-        numbers = f"states of size {size} and token ids up to {largest}; the verifier has "
-        numbers += f"hidden_size {text.hidden_size} and {text.vocab_size} tokens"
-        remedy = "name the features that this drafter was trained on"
-        yield judged("features", True, numbers, remedy)
+        yield judged(
+            "features",
+            True,
+            f"states of size {size} and token ids up to {largest}; the verifier has "
+            f"hidden_size {text.hidden_size} and {text.vocab_size} tokens",
+            "name the features that this drafter was trained on",
+        )
         e.features, e.rows = None, []
 
 
@@ -440,8 +406,11 @@ def _walked(e, progress):
     "Every finding; a part that cannot be examined is a finding of its stage."
     try:
         e.model  # noqa: B018 (loads it)
-    except ValueError as error:
-        yield from _refused(e, error)
+    except ValueError as error:  # it does not load beside its verifier
+        failed = _failed("verifier" if str(error).lstrip().startswith("verifier") else "weights", error)
+        yield failed
+        for stage in STAGES.keys() - {failed.stage, "engine"}:
+            yield unchecked(stage, "the drafter does not load")
         return
     yield from _foreign_features(e)
     for part, (look, stage) in WALK.items():
@@ -449,19 +418,8 @@ def _walked(e, progress):
         try:
             yield from look(e)
         except ValueError as error:
-            remedy = "mend what the message names, and run the doctor again"
-            yield judged(stage, True, " ".join(str(error).split()), remedy)
+            yield _failed(stage, error)
         progress.update()
-
-
-def _pictures(e):
-    "What it shows -> the picture, of what was measured."
-    figures = {}
-    if len(e.sources.history):
-        figures["loss over steps"] = plot_history(e.sources.history)
-    if vars(e).get("decoded") is not None:
-        figures["acceptance by position"] = e.decoded.evaluation.plot()
-    return figures
 
 
 def examine(
@@ -478,7 +436,8 @@ def examine(
     check_options(locals(), "doctor")
     refuse_overwriting(output_dir, overwrite, DIAGNOSIS)
     sources = find_sources(drafter, verifier, features)
-    runs = [engine_check(folder, None) for folder in evaluation or ()]  # refused before work
+    for folder in evaluation or ():
+        engine_check(folder, None)  # refused before work
     with contextlib.nullcontext() if verifier else named_by(drafter):
         VerifierInfo.of(sources.verifier)
     e = Examination(sources, data)
@@ -487,11 +446,13 @@ def examine(
         findings = list(_walked(e, progress))
     decoded = vars(e).get("decoded")
     findings += [engine_check(folder, decoded) for folder in evaluation or ()]
-    if not runs:
-        findings += _missing("engine", what="give --evaluation, a folder of an engine's run")
-    facts = dict(drafter=str(drafter), verifier=sources.verifier)
-    facts["features"] = str(sources.features or "none")
-    diagnosis = Diagnosis(in_order(findings), _pictures(e), facts)
+    if not evaluation:
+        findings.append(unchecked("engine", "give --evaluation, a folder of an engine's run"))
+    figures = {"loss over steps": plot_history(sources.history)} if len(sources.history) else {}
+    if decoded is not None:
+        figures["acceptance by position"] = decoded.evaluation.plot()
+    facts = dict(drafter=str(drafter), verifier=sources.verifier, features=str(sources.features or "none"))
+    diagnosis = Diagnosis(findings, figures, facts)
     if output_dir is not None:
         diagnosis.save(output_dir)
         inputs = dict(drafter=drafter, verifier=sources.verifier, features=sources.features)

@@ -28,16 +28,14 @@ from ..features.feature_rows import FeatureRows
 from ..models.base import SpeculatorModel
 from ..verifier.parts import load_verifier_tensors
 from ..verifier.tapped_model import Verifier
-from .data_checks import DataRow, Finding, judged
+from .data_checks import Finding, Rows, judged, unchecked
 
 FEW_VALUES = 256  # of eight bits
 LOOKED_AT = 1 << 16  # values of a matrix
 
 
-def coarse_matrices(
-    state: Mapping[str, torch.Tensor],  # of a checkpoint
-) -> dict[str, int]:  # matrix -> different values, where they are few
-    "Matrices that went through a low precision."
+def coarse_matrices(state: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    "Matrices of a checkpoint that went through a low precision: name -> different values."
     found = {}
     for name, w in state.items():
         if w.ndim == 2 and w.is_floating_point() and w.numel() >= 16 * FEW_VALUES:
@@ -47,30 +45,18 @@ def coarse_matrices(
     return found
 
 
-def untrained_layers(
-    model: SpeculatorModel,
-) -> list[str]:  # names of layers
-    "Layers with norms of exact ones, or matrices of exact zeros."
-    found = []
-    layers: Any = getattr(model, "layers", ())
-    for i, layer in enumerate(layers):
-        weights = [p.detach() for p in layer.parameters()]
-        norms = [w for w in weights if w.ndim == 1]
-        matrices = [w for w in weights if w.ndim == 2]
-        ones = norms and all(bool((w == 1).all()) for w in norms)
-        zeros = matrices and all(bool((w == 0).all()) for w in matrices)
-        if ones or zeros:
-            found.append(f"layer {i}")
-    return found
+def is_untrained(layer: torch.nn.Module) -> bool:
+    "Whether all norms are of exact ones, or all matrices of exact zeros."
+    weights = [p.detach() for p in layer.parameters()]
+    norms = [bool((w == 1).all()) for w in weights if w.ndim == 1]
+    matrices = [bool((w == 0).all()) for w in weights if w.ndim == 2]
+    return any(same and all(same) for same in (norms, matrices))
 
 
-def weights_check(
-    model: SpeculatorModel,
-    state: Mapping[str, torch.Tensor],  # of its checkpoint
-) -> Finding:
-    "Whether the weights are trained, and stored in full."
+def weights_check(model: SpeculatorModel, state: Mapping[str, torch.Tensor]) -> Finding:
+    "Whether the weights are trained, and stored in full in the checkpoint `state`."
     layers: Any = getattr(model, "layers", ())
-    if untrained := untrained_layers(model):
+    if untrained := [f"layer {i}" for i, layer in enumerate(layers) if is_untrained(layer)]:
         return judged(
             "weights",
             True,
@@ -79,50 +65,42 @@ def weights_check(
             "save the trained checkpoint again; look at the keys that were renamed or merged",
         )
     coarse = coarse_matrices(state)
-    floats = {str(w.dtype).removeprefix("torch.") for w in state.values() if w.ndim == 2}
-    dtype = ", ".join(sorted(floats))
-    fewest = min(coarse.values(), default=0)
-    few = f"{len(coarse)} matrices have {fewest} different values or a few more"
+    dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in state.values() if w.ndim == 2})
+    few = f"{len(coarse)} matrices have {min(coarse.values(), default=0)} different values or a few more"
     return judged(
         "weights",
         bool(coarse),
-        few if coarse else f"{len(state)} tensors, {dtype}, all trained and of full precision",
+        few if coarse else f"{len(state)} tensors, {', '.join(dtypes)}, all trained and of full precision",
         "save the checkpoint from the training run in bfloat16 or more (save_dtype)",
     )
 
 
-def forward_options(
-    model: SpeculatorModel,
-    recorded: Mapping[str, Any],  # "model" of run.json; may be empty
-) -> dict[str, Any]:  # of `forward`
-    "What the drafter was evaluated with; nothing that only says how to compute."
+def forward_options(model: SpeculatorModel, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `forward` that the drafter was evaluated with, by "model" of run.json; none that only says how to
+    compute."""
     takes = inspect.signature(type(model).forward).parameters
     names = takes.keys() - {"gemm_dtype", "attn_impl", "lean", "step_weights"}
     return {name: value for name, value in recorded.items() if name in names}
 
 
-def heldout_batches(
-    model: SpeculatorModel,
-    features: FeatureRows,  # with the layers that the drafter reads
-    rows: list[int],  # which; as many are taken as fit
-    length: int = 1024,  # positions in a batch
-    n: int = 2,  # batches
-) -> list[dict[str, torch.Tensor]]:
-    "Packed rows, as training packs them."
+Batch = dict[str, torch.Tensor]
+BATCHES, LENGTH = 2, 1024  # held-out batches, positions in each
+
+
+def heldout_batches(model: SpeculatorModel, features: FeatureRows, rows: list[int]) -> list[Batch]:
+    "The first of these rows that fill the batches, packed as training packs them."
     features.choose(list(model.drafter().aux_layer_ids))
-    batches, samples, used = [], [], 0
+    packs, used = [[]], 0
     for i in rows:
         sample = features[i]
-        if samples and used + len(sample["input_ids"]) > length:
-            batches.append(collate(samples, length, model.shift, torch.float32))
-            samples, used = [], 0
-        if len(batches) == n:
-            break
-        samples.append(sample)
         used += len(sample["input_ids"])
-    if samples and len(batches) < n:
-        batches.append(collate(samples, length, model.shift, torch.float32))
-    return batches
+        if packs[-1] and used > LENGTH:
+            if len(packs) == BATCHES:
+                break
+            packs.append([])
+            used = len(sample["input_ids"])
+        packs[-1].append(sample)
+    return [collate(pack, LENGTH, model.shift, torch.float32) for pack in packs if pack]
 
 
 class Measurement(NamedTuple):
@@ -133,34 +111,26 @@ class Measurement(NamedTuple):
     length: float  # mean acceptance length that the accuracies predict; NaN: not known
 
 
-def first_accuracy(
-    metrics: Mapping[Any, float],  # name -> mean
-    prefix: str = "",  # "eval_" in a history
-) -> float:  # NaN: there is none
-    "Accuracy at the first draft position, whatever the drafter calls it."
+def first_accuracy(metrics: Mapping[Any, float], prefix: str = "") -> float:
+    """Accuracy at the first draft position, whatever the drafter calls it; NaN: there is none. `prefix`: of the names,
+    "eval_" in a history."""
     names = [n for n in metrics if re.fullmatch(rf"{prefix}(full_acc_\d+|position_\d+_acc)", n)]
     names.sort(key=lambda n: int(re.findall(r"\d+", n)[0]))
-    return float(metrics[names[0]]) if names else float("nan")
+    return float(metrics[names[0]]) if names else math.nan
 
 
-def predicted_length(
-    metrics: Mapping[Any, float],  # name -> mean
-    prefix: str = "",  # "eval_" in a history
-) -> float:  # tokens a step, the bonus token counted; NaN: not known
-    "Mean acceptance length if drafts were accepted as often as they are right on the rows."
+def predicted_length(metrics: Mapping[Any, float], prefix: str = "") -> float:
+    """Mean acceptance length (tokens a step, the bonus token counted) if drafts were accepted as often as they are
+    right on the rows; NaN: not known."""
     if f"{prefix}eal" in metrics:
         return float(metrics[f"{prefix}eal"])
     chain = [v for n, v in metrics.items() if re.fullmatch(rf"{prefix}full_acc_\d+", n)]
-    return 1 + float(sum(chain)) if chain else float("nan")
+    return 1 + float(sum(chain)) if chain else math.nan
 
 
 @torch.no_grad()
-def measure(
-    model: SpeculatorModel,
-    batches: list[dict[str, torch.Tensor]],
-    options: Mapping[str, Any],  # of `forward`
-) -> Measurement:
-    "Loss and accuracy on held-out batches."
+def measure(model: SpeculatorModel, batches: list[Batch], options: Mapping[str, Any]) -> Measurement:
+    "Loss and accuracy on held-out batches, with these arguments of `forward`."
     losses, sums = [], {}
     for batch in batches:
         torch.manual_seed(0)  # anchors are drawn
@@ -188,12 +158,6 @@ class Repair(NamedTuple):
     model: SpeculatorModel
 
 
-def _with_rows(model, name, rows):
-    changed = copy.deepcopy(model)
-    changed.get_parameter(name).data.copy_(rows.to(model.dtype))
-    return changed
-
-
 def repairs(
     model: SpeculatorModel,
     state: Mapping[str, torch.Tensor],  # of its checkpoint
@@ -204,7 +168,9 @@ def repairs(
         parts = load_verifier_tensors(verifier, model.t2d)
         for name, part in (("lm_head.weight", "head"), ("embed_tokens.weight", "embeddings")):
             if not torch.equal(model.get_parameter(name).float(), parts[part].float()):
-                yield Repair("head", f"the verifier's {part}", _with_rows(model, name, parts[part]))
+                changed = copy.deepcopy(model)
+                changed.get_parameter(name).data.copy_(parts[part].to(model.dtype))
+                yield Repair("head", f"the verifier's {part}", changed)
     fields = set(type(model.config).__dataclass_fields__)
     fields -= {*SpeculatorModelConfig.__dataclass_fields__, "embed_requires_grad"}
     for name in sorted(fields):
@@ -226,7 +192,7 @@ def repair_checks(
     model: SpeculatorModel,
     state: Mapping[str, torch.Tensor],  # of its checkpoint
     verifier: str | os.PathLike,  # folder or hub id
-    batches: list[dict[str, torch.Tensor]],  # held out
+    batches: list[Batch],  # held out
     options: Mapping[str, Any],  # of `forward`
 ) -> list[Finding]:  # one of head, one of convention
     "Whether a repair makes the drafter better."
@@ -254,15 +220,17 @@ def repair_checks(
 LEAST_KEPT = 0.85  # accuracy now over accuracy in the history
 
 
-def history_check(
-    now: Measurement,
-    history: pd.DataFrame,  # training_log.csv; may be empty
-) -> Finding:
-    "Whether the folder does what its history says."
+def last_evaluation(history: pd.DataFrame) -> dict[Any, Any]:
+    "The last held-out metrics of a training_log.csv; empty: it has none."
     evals = history.filter(regex="^eval_").dropna(how="all")
-    then = first_accuracy(evals.iloc[-1].to_dict(), "eval_") if len(evals) else float("nan")
+    return evals.iloc[-1].to_dict() if len(evals) else {}
+
+
+def history_check(now: Measurement, history: pd.DataFrame) -> Finding:
+    "Whether the folder does what its history (training_log.csv) says."
+    then = first_accuracy(last_evaluation(history), "eval_")
     if not then > 0 or now.first != now.first:
-        return Finding("convention", "not checked", "the history has no held-out accuracy")
+        return unchecked("convention", "the history has no held-out accuracy")
     return judged(
         "convention",
         now.first < LEAST_KEPT * then,
@@ -271,16 +239,12 @@ def history_check(
     )
 
 
-def mapping_check(
-    model: SpeculatorModel,  # with a reduced vocabulary
-    verifier: str | os.PathLike,  # folder or hub id
-    n: int = 256,  # rows looked at
-) -> Finding:
+def mapping_check(model: SpeculatorModel, verifier: str | os.PathLike) -> Finding:
     "Whether the rows of a reduced head are those that the mapping names."
     if model.t2d is None:
         return Finding("vocabulary", "ok", "no mapping: the whole vocabulary is drafted")
     head = torch.nn.functional.normalize(load_verifier_tensors(verifier)["head"].float(), dim=-1)
-    rows = torch.linspace(0, model.draft_vocab_size - 1, n).long().unique()
+    rows = torch.linspace(0, model.draft_vocab_size - 1, 256).long().unique()
     own = torch.nn.functional.normalize(model.lm_head.weight.detach()[rows].float(), dim=-1)
     nearest = (own @ head.T).max(-1)
     named = model.to_verifier(rows)
@@ -296,26 +260,20 @@ def mapping_check(
     )
 
 
-def trained_length(
-    model: SpeculatorModel,
-    recorded: Mapping[str, Any],  # "model" of run.json
-) -> int | None:  # None: not known
-    "How many tokens the drafter was trained to draft."
+def trained_length(model: SpeculatorModel, recorded: Mapping[str, Any]) -> int | None:
+    'How many tokens the drafter was trained to draft, by "model" of run.json; None: not known.'
     known = vars(model.config) | dict(recorded)
     if type(model).drafted_by not in known:
         return None
     return type(model).tokens_to_draft(type(model).training_arguments() | known)
 
 
-def length_check(
-    model: SpeculatorModel,
-    recorded: Mapping[str, Any],  # "model" of run.json
-) -> Finding:
-    "Whether the engine would draft more tokens than were trained."
+def length_check(model: SpeculatorModel, recorded: Mapping[str, Any]) -> Finding:
+    'Whether the engine would draft more tokens than were trained, by "model" of run.json.'
     served = model.config.speculators_config.speculative_tokens
     trained = trained_length(model, recorded)
     if trained is None:
-        return Finding("draft length", "not checked", "run.json does not say the trained steps")
+        return unchecked("draft length", "run.json does not say the trained steps")
     return judged(
         "draft length",
         served > trained,
@@ -328,31 +286,28 @@ def length_check(
 AHEAD = 2  # positions from the state that is read to the first draft token
 
 
-def pair_accuracy(
-    rows: list[DataRow],  # training rows
-    heldout: list[DataRow],  # others
-) -> float:  # share of the trained tokens of `heldout`; NaN: none
-    "How often the commonest token two positions after a token is the right one."
-    counts: dict[int, Counter] = defaultdict(Counter)
+def _pairs(rows: Rows) -> Iterator[tuple[int, int]]:
+    "(token, the trained token two positions later)."
     for ids, mask in rows:
-        for token, later in zip(ids[:-AHEAD][mask[AHEAD:]], ids[AHEAD:][mask[AHEAD:]]):
-            counts[int(token)][int(later)] += 1
+        trained = mask[AHEAD:]
+        yield from zip(ids[:-AHEAD][trained].tolist(), ids[AHEAD:][trained].tolist())
+
+
+def pair_accuracy(rows: Rows, heldout: Rows) -> float:
+    """How often the commonest token of `rows` two positions after a token is the right one: share of the trained tokens
+    of `heldout`; NaN: none."""
+    counts: dict[int, Counter] = defaultdict(Counter)
+    for token, later in _pairs(rows):
+        counts[token][later] += 1
     commonest = {token: c.most_common(1)[0][0] for token, c in counts.items()}
-    right = [
-        commonest.get(int(token)) == later
-        for ids, mask in heldout
-        for token, later in zip(ids[:-AHEAD][mask[AHEAD:]], ids[AHEAD:][mask[AHEAD:]])
-    ]
-    return float(np.mean(right)) if right else float("nan")
+    right = [commonest.get(token) == later for token, later in _pairs(heldout)]
+    return float(np.mean(right)) if right else math.nan
 
 
-def last_of(
-    history: pd.DataFrame,  # training_log.csv
-    name: str,  # of a column
-) -> float:  # NaN: there is none
-    "The last value of a column."
+def last_of(history: pd.DataFrame, name: str) -> float:
+    "The last value of a column; NaN: there is none."
     values = history[name].dropna() if name in history else pd.Series(dtype=float)
-    return float(values.iloc[-1]) if len(values) else float("nan")
+    return float(values.iloc[-1]) if len(values) else math.nan
 
 
 LEAST_LEARNED = 0.5  # of the table's accuracy
@@ -366,11 +321,13 @@ def learned_check(
     settings: Mapping[str, Any] | None = None,  # of the run's record
 ) -> Finding:
     "Whether the drafter knows what a table of token pairs knows."
-    evals = history.filter(regex="^eval_").dropna(how="all")
-    part, prefix = (evals, "eval_") if len(evals) else (history.dropna(how="all"), "")
-    reached = first_accuracy(part.iloc[-1].to_dict(), prefix) if len(part) else math.nan
+    if metrics := last_evaluation(history):
+        reached = first_accuracy(metrics, "eval_")
+    else:
+        logged = history.dropna(how="all")
+        reached = first_accuracy(logged.iloc[-1].to_dict()) if len(logged) else math.nan
     if reached != reached or table != table:
-        return Finding("training", "not checked", "no accuracy in the history, or no rows")
+        return unchecked("training", "no accuracy in the history, or no rows")
     rate = history["learning_rate"].max() if "learning_rate" in history else math.nan
     if rate != rate:  # the run ended before `logging_steps`
         rate = (settings or {}).get("learning_rate") or math.nan
@@ -382,8 +339,7 @@ def learned_check(
     elif steps < FEW_STEPS or rate >= HIGH_RATE:
         remedy = "train for more steps: a larger num_train_epochs, or more conversations"
     else:
-        remedy = "raise the learning rate tenfold, and look at the first hundred steps; then "
-        remedy += "train for more steps"
+        remedy = "raise the learning rate tenfold, and look at the first hundred steps; then train for more steps"
     shown = "" if rate != rate else f", learning rate {rate:.1g}"
     return judged(
         "training",
@@ -413,10 +369,8 @@ class Curve(NamedTuple):
         return 1 - self.train / self.last if self.last else math.nan
 
 
-def learning_curve(
-    history: pd.DataFrame,  # training_log.csv
-) -> Curve:
-    "The ends of the two curves."
+def learning_curve(history: pd.DataFrame) -> Curve:
+    "The ends of the two curves of a training_log.csv."
     trained = history["loss"].dropna() if "loss" in history else pd.Series(dtype=float)
     heldout = history["eval_loss"].dropna() if "eval_loss" in history else trained.iloc[:0]
     middle = trained.iloc[len(trained) // 2] if len(trained) > 2 else math.nan
@@ -436,18 +390,16 @@ def data_check(
     "Whether there are enough data for the steps, beside the measured curve."
     curve = learning_curve(history)
     if curve.last != curve.last:
-        return Finding("data size", "not checked", "the history has no held-out loss")
+        return unchecked("data size", "the history has no held-out loss")
     if curve.gap != curve.gap:
-        reason = "the history has no training loss: the run was shorter than logging_steps"
-        return Finding("data size", "not checked", reason)
+        return unchecked("data size", "the history has no training loss: the run was shorter than logging_steps")
     rows = f"{n} conversations, " if n is not None else ""
     rows += f"{tokens} trained tokens, " if tokens is not None else ""
     measured = ", ".join(f"{gap:.0%} at {e:g} epochs" for e, gap in MEASURED_GAPS.items())
     slope = ""
     if curve.doubling == curve.doubling:
         way = "fell" if curve.doubling >= 0 else "rose"
-        slope = f"; the held-out loss {way} by {abs(curve.doubling):.0%} "
-        slope += "since the last evaluation of the first half"
+        slope = f"; the held-out loss {way} by {abs(curve.doubling):.0%} since the last evaluation of the first half"
     epochs = last_of(history, "epoch")
     return judged(
         "data size",
@@ -459,10 +411,8 @@ def data_check(
     )
 
 
-def plot_history(
-    history: pd.DataFrame,  # training_log.csv
-) -> Figure:
-    "Training and held-out loss over steps."
+def plot_history(history: pd.DataFrame) -> Figure:
+    "Training and held-out loss of a training_log.csv over steps."
     fig, ax = new_axes(5, 3)
     step = history["step"] if "step" in history else pd.Series(range(len(history)))
     for name, label, style in (
@@ -473,10 +423,8 @@ def plot_history(
             known = history[name].notna()
             ax.plot(step[known], history[name][known], label=label, **style)
     curve = learning_curve(history)
-    title = "The loss over the training steps"
-    if curve.fall == curve.fall:
-        title = f"The loss fell by {curve.fall:.0%} in the second half of the run"
-    ax.set_title(title, loc="left")
+    fell = f"The loss fell by {curve.fall:.0%} in the second half of the run"
+    ax.set_title(fell if curve.fall == curve.fall else "The loss over the training steps", loc="left")
     ax.set(xlabel="step", ylabel="loss", ylim=(0, None))
     ax.legend(frameon=False)
     plt.close(fig)
@@ -520,20 +468,25 @@ def decode(
     domains: list[str] | None = None,  # of each prompt
 ) -> Decoded:
     "Greedy decoding of a few prompts."
-    options: dict[str, Any] = dict(k=k, max_new_tokens=max(MOST_NEW, k + 2), domains=domains)
-    options |= dict(eos_token_ids=set(eos_token_ids))
-    return Decoded(evaluate(verifier, {name: drafter}, prompts, **options), k, name)
+    evaluation = evaluate(
+        verifier,
+        {name: drafter},
+        prompts,
+        k=k,
+        max_new_tokens=max(MOST_NEW, k + 2),
+        domains=domains,
+        eos_token_ids=set(eos_token_ids),
+    )
+    return Decoded(evaluation, k, name)
 
 
 LEAST_ACCEPTED = 0.6  # accepted draft tokens a step over those predicted
 LEAST_HELD = 0.25  # acceptance at a position, over that at the one before
 
 
-def cliff(
-    decoded: Decoded,
-) -> int | None:  # from 1; None: there is none
-    """The first position that is accepted much less often than the one before: the upper end of
-    its 95 % interval counts, of drafts that were right up to there."""
+def cliff(decoded: Decoded) -> int | None:
+    """The first position (from 1) that is accepted much less often than the one before: the upper end of its 95 %
+    interval counts, of drafts that were right up to there. None: there is none."""
     table = decoded.evaluation.positions
     rates, high = table.conditional.tolist(), table.conditional_high.tolist()
     for i in range(1, len(rates)):
@@ -573,23 +526,15 @@ def acceptance_check(
 LEAST_SEEN = 0.5  # share of triples, over that of the best domain
 
 
-def triples(
-    tokens: Iterable[int],
-) -> set[tuple[int, ...]]:
+def triples(tokens: list[int]) -> set[tuple[int, int, int]]:
     "Every three tokens in a row."
-    tokens = list(tokens)
-    return {tuple(tokens[i : i + 3]) for i in range(len(tokens) - 2)}
+    return set(zip(tokens, tokens[1:], tokens[2:]))
 
 
-def seen_by_domain(
-    decoded: Decoded,
-    domains: list[str],  # of each prompt
-    rows: list[DataRow],  # all training rows
-) -> pd.DataFrame:  # domain -> seen (share of triples), mean_length, prompts
-    "How much of what the verifier writes in a domain the training answers hold."
-    known: set[tuple[int, ...]] = set()
-    for ids, mask in rows:
-        known |= triples(int(t) for t in ids[mask])
+def seen_by_domain(decoded: Decoded, domains: list[str], rows: Rows) -> pd.DataFrame:
+    """How much of what the verifier writes in a domain the training answers hold: domain -> seen (share of triples),
+    mean_length, prompts. `domains`: of each prompt; `rows`: all training rows."""
+    known = {triple for ids, mask in rows for triple in triples(ids[mask].tolist())}
     generations = decoded.evaluation.generations[decoded.name, 0.0]
     lines = []
     for domain in sorted(set(domains)):
@@ -602,12 +547,10 @@ def seen_by_domain(
     return pd.DataFrame(lines, columns=columns).set_index("domain")
 
 
-def domains_check(
-    table: pd.DataFrame,  # from `seen_by_domain`
-) -> Finding:
-    "Whether a domain is missing from the training data."
+def domains_check(table: pd.DataFrame) -> Finding:
+    "Whether a domain is missing from the training data, by `seen_by_domain`."
     if len(table) < 2:
-        return Finding("domains", "not checked", "prompts of one domain, or of unknown ones")
+        return unchecked("domains", "prompts of one domain, or of unknown ones")
     unseen = table[table.seen < LEAST_SEEN * table.seen.max()]
     weak = unseen[unseen.mean_length < table.mean_length.max()]
     shown = ", ".join(f"{name} {row.mean_length:.2f} ({row.seen:.0%} seen)" for name, row in table.iterrows())
@@ -628,7 +571,7 @@ def tree_note(
 ) -> Finding:
     "The same prompts with a dynamic tree of four nodes for each token of the chain."
     if not callable(getattr(drafter, "grow", None)):
-        return Finding("tree", "not checked", "this drafter drafts chains only")
+        return unchecked("tree", "this drafter drafts chains only")
     nodes = 4 * decoded.k
     method = DynamicTreeTokenProposalConfig(speculative_tokens=nodes, expansion_factor=4, depth=decoded.k)
     grown = decode(verifier, TreeDrafter(drafter, method), decoded.name, prompts, decoded.k, eos_token_ids)
@@ -643,11 +586,9 @@ def tree_note(
 LEAST_SERVED = 0.85  # the engine's mean length over the one here
 
 
-def engine_check(
-    folder: str | os.PathLike,  # of an evaluation
-    decoded: Decoded | None,  # here; None: not measured
-) -> Finding:
-    "Whether an engine accepts what the decoder here accepts. Errors: as from `read_table`."
+def engine_check(folder: str | os.PathLike, decoded: Decoded | None) -> Finding:
+    """Whether an engine, by the folder of its evaluation, accepts what the decoder here accepts (None: not measured).
+    Errors: as from `read_table`."""
     table = read_table(Path(folder) / "summary.csv")
     total = table[table.domain == "all"] if "domain" in table else table
     if "k" in table and (total.k > 0).any():
@@ -655,8 +596,7 @@ def engine_check(
     row = total.sort_values("temperature").iloc[0]
     k = int(row.k) if "k" in table else None
     length = float(row.mean_length)
-    evidence = f"{Path(folder).name}: {length:.2f} tokens a step"
-    evidence += f" with k={k}" if k else ""
+    evidence = f"{Path(folder).name}: {length:.2f} tokens a step" + (f" with k={k}" if k else "")
     if decoded is None:
         return Finding("engine", "note", evidence)
     if k not in (None, decoded.k):

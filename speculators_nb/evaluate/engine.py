@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +28,8 @@ from ..core.options import check_options
 from ..core.plot import new_axes, plot_acceptance, plot_ranges
 from ..core.provenance import without_secrets, write_provenance
 from ..decode.step_counts import OUTPUT_EDGES, check_edges
-from ..serve.serve_command import (
-    accelerated,
-    as_shell,
-    find_verifier,
-    read_config,
-    serve_command,
-    serve_environment,
-    what_to_serve,
-)
+from ..serve.serve_command import accelerated, as_shell, find_verifier, read_config
+from ..serve.serve_command import serve_command, serve_environment, what_to_serve
 from ..serve.server import Server
 from ..verifier.folders import check_evaluation
 from .acceptance import acceptance_summary, acceptance_table, compared_ranges, forget, rows_of_ranges, skipped_table
@@ -53,24 +47,12 @@ MEASURED = {  # columns of each that are numbers in every row
 }
 SHOWN = {  # further columns of each that a comparison shows
     "summary": (
-        "drafter",
-        "domain",
-        "mean_length",
-        "mean_length_low",
-        "mean_length_high",
-        "draft_acceptance",
-        "steps",
+        *("drafter", "domain", "mean_length", "mean_length_low", "mean_length_high"),
+        *("draft_acceptance", "steps"),
     ),
     "positions": ("drafter",),
     "requests": ("drafter",),
-    "performance": (
-        "drafter",
-        "domain",
-        "tokens_per_second",
-        "first_token_ms",
-        "between_tokens_ms",
-        "speedup",
-    ),
+    "performance": ("drafter", "domain", "tokens_per_second", "first_token_ms", "between_tokens_ms", "speedup"),
 }
 
 
@@ -108,10 +90,9 @@ def read_table(
     return table
 
 
-def read_run(
-    folder: str | os.PathLike,  # from `EngineEvaluation.save`
-) -> dict[str, Any]:  # the tables, requests and settings, by name
-    "Read a saved run. Errors: FileNotFoundError; ValueError naming the file."
+def read_run(folder: str | os.PathLike) -> dict[str, Any]:
+    """Read what `EngineEvaluation.save` wrote: the tables, requests and settings, by name. Errors: FileNotFoundError;
+    ValueError naming the file."""
     folder = Path(folder)
     check_evaluation(folder)
     if not (folder / "settings.json").is_file():
@@ -131,12 +112,9 @@ def read_run(
     return found | {name: read_table(folder / f"{name}.csv") for name in TABLES}
 
 
-def plot_engine_acceptance(
-    positions: pd.DataFrame,  # with k and concurrency
-    summary: pd.DataFrame,  # likewise
-    title: str | None = None,  # None: the longest mean acceptance length
-) -> Figure:  # one panel for each temperature
-    "Acceptance per position. Errors: ValueError where nothing was drafted."
+def plot_engine_acceptance(positions: pd.DataFrame, summary: pd.DataFrame, title: str | None = None) -> Figure:
+    """Acceptance per position, a panel for each temperature; title: None: the longest mean acceptance length. Errors:
+    ValueError where nothing was drafted."""
     if positions.empty:
         raise ValueError("nothing was drafted in this run, so there is no acceptance to draw")
     table = _lightest(positions)
@@ -155,11 +133,9 @@ def _lightest(table):
     return table[table.concurrency == table.concurrency.min()]
 
 
-def plot_speed(
-    performance: pd.DataFrame,  # of an `EngineEvaluation`
-    title: str | None = None,  # None: the best and its speed-up
-) -> Figure:  # throughput and time between tokens over draft length, a line per load
-    "What drafting brings under each load."
+def plot_speed(performance: pd.DataFrame, title: str | None = None) -> Figure:
+    """What drafting brings: throughput and time between tokens over draft length, a line per load; title: None: the
+    best and its speed-up."""
     table = performance[performance.domain == "all"]
     loads = sorted(table.concurrency.unique())
     panels = {
@@ -171,8 +147,14 @@ def plot_speed(
         for i, load in enumerate(loads):
             mean = table[table.concurrency == load].groupby("k")[name].mean()
             grey = 0.65 * (1 - i / (len(loads) - 1)) if len(loads) > 1 else 0
-            style = dict(color=str(grey), marker="osD^v"[i % 5], markersize=5)
-            ax.plot(mean.index, mean, label=f"{load} at once", **style)
+            ax.plot(
+                mean.index,
+                mean,
+                label=f"{load} at once",
+                color=str(grey),
+                marker="osD^v"[i % 5],
+                markersize=5,
+            )
         ax.set(
             xlabel="draft tokens a step, K (0: none)",
             ylabel=label,
@@ -255,25 +237,16 @@ class EngineEvaluation:
         "Prompts that were not measured."
         return skipped_table(self.settings.get("skipped", {}))
 
-    def plot(
-        self,
-        title: str | None = None,  # None: the longest mean acceptance length
-    ) -> Figure:  # one panel for each temperature
+    def plot(self, title: str | None = None) -> Figure:
         """Acceptance per position in the picture of `Evaluation.plot`: of several loads the
         lightest, of several draft lengths all."""
         return plot_engine_acceptance(self.positions, self.summary, title)
 
-    def plot_speed(
-        self,
-        title: str | None = None,  # None: the best and its speed-up
-    ) -> Figure:  # throughput and time between tokens over draft length, a line per load
-        "What drafting brings: the left end of each line is the engine without it."
+    def plot_speed(self, title: str | None = None) -> Figure:
+        "As the function `plot_speed`: the left end of each line is the engine without drafting."
         return plot_speed(self.performance, title)
 
-    def save(
-        self,
-        folder: str | os.PathLike,  # made where missing
-    ) -> Path:  # the folder
+    def save(self, folder: str | os.PathLike) -> Path:
         """Write summary.csv, positions.csv, performance.csv, requests.jsonl, settings.json,
         acceptance.png and speed.png; ranges.csv and ranges.png where there are several."""
         folder = Path(folder)
@@ -297,11 +270,8 @@ class EngineEvaluation:
         return folder
 
     @classmethod
-    def read(
-        cls,
-        folder: str | os.PathLike,  # from `save`
-    ) -> "EngineEvaluation":
-        "Read a saved run. Errors: FileNotFoundError; ValueError naming the file."
+    def read(cls, folder: str | os.PathLike) -> "EngineEvaluation":
+        "Read what `save` wrote. Errors: FileNotFoundError; ValueError naming the file."
         return cls(**read_run(folder))
 
 
@@ -333,20 +303,19 @@ def tables_of(
         speed.append(row | performance(replies, seconds[domain]))
         rows, sizes = rows_of(load, domain) if drafted else (np.zeros((0, 2)), None)
         if rows[:, 1].any():
-            found = acceptance_summary(rows, load.k, seed=seed, sizes=sizes)
-            summary.append({**key, "domain": domain or "all", **found, **setting})
+            numbers = acceptance_summary(rows, load.k, seed=seed, sizes=sizes)
+            summary.append({**key, "domain": domain or "all", **numbers, **setting})
     positions = None
     if drafted:
         table = acceptance_table(rows_of(load)[0], load.k, seed=seed)
-        positions = table.assign(**key, **setting)[[*key, *table.columns, *setting]]
+        columns = [*key, *table.columns, *setting]
+        positions = table.assign(**key, k=load.k, concurrency=load.concurrency)[columns]
     requests = [{**key, **setting, "prompt": i, **request_row(r)} for i, r in zip(load.numbers, load.replies)]
     return LoadRows(summary, positions, speed, requests)
 
 
-def request_row(
-    reply: Reply,
-) -> dict[str, Any]:  # columns of the table of requests
-    "One answer, with its own counts where it has some."
+def request_row(reply: Reply) -> dict[str, Any]:
+    "One answer as a row of the table of requests, with its own counts where it has some."
     row = asdict(reply)
     counts = row.pop("counts")
     if counts is not None:
@@ -356,12 +325,8 @@ def request_row(
     return row
 
 
-def gather(
-    loads: list[LoadRows],  # from `tables_of`
-    settings: dict,  # how it was measured
-) -> EngineEvaluation:
-    """Put loads together, and compare the speed of each with the engine without drafting under
-    the same load."""
+def gather(loads: list[LoadRows], settings: dict) -> EngineEvaluation:
+    "Put loads together, and compare the speed of each with the engine without drafting under the same load."
     speed = pd.DataFrame([row for load in loads for row in load.performance])
     same = ["concurrency", "temperature", "domain"]
     plain = speed[speed.k == 0].drop_duplicates(same).set_index(same).tokens_per_second
@@ -377,22 +342,6 @@ def gather(
     )
 
 
-def load_by_requests(
-    endpoint: Endpoint,  # a server
-    prompts: list[Prompt],
-    concurrency: int,  # requests at once
-    max_tokens: int,  # of an answer
-    temperature: float,  # 0: greedy
-    seed: int,  # of the sampling
-    model: str | None,  # as the server names it; None: the first
-    tokenizer: str | None,  # not used
-    **filters: Any,  # top_p, top_k, min_p
-) -> Load:
-    "Send the prompts with our own client."
-    sampling = temperature, seed
-    return run_load(endpoint, prompts, concurrency, max_tokens, *sampling, model, **filters)
-
-
 def load_by_guidellm(
     endpoint: Endpoint,  # a server
     prompts: list[Prompt],
@@ -400,8 +349,8 @@ def load_by_guidellm(
     max_tokens: int,  # of an answer
     temperature: float,  # 0: greedy
     seed: int,  # of the sampling
-    model: str | None,  # as the server names it; None: the first
-    tokenizer: str | None,  # folder or hub id; None: the model's name
+    model: str | None = None,  # as the server names it; None: the first
+    tokenizer: str | None = None,  # folder or hub id; None: the model's name
     **filters: Any,  # top_p, top_k, min_p
 ) -> Load:
     "Send the prompts with GuideLLM, domain by domain."
@@ -443,24 +392,18 @@ UNSET_SAMPLING = (
     "top_p and top_k of draft tokens; texts and acceptance are not the verifier's, and top_k "
     "can end the engine. Measure with engine=reference"
 )
-GENERATORS = {"requests": load_by_requests, "guidellm": load_by_guidellm}
+GENERATORS = {"requests": run_load, "guidellm": load_by_guidellm}
 
 
-def draft_lengths(
-    k: int | Sequence[int] | None,  # tokens to draft, or several; None: the checkpoint's
-    baseline: bool,  # measure without drafting too
-) -> list[int | None]:  # each once, in order
-    "The draft lengths of a sweep; 0: no drafting."
+def draft_lengths(k: int | Sequence[int] | None, baseline: bool) -> list[int | None]:
+    "The draft lengths of a sweep, each once, in order; 0: no drafting, None: the checkpoint's."
     lengths = [0] if baseline else []
     lengths += [k] if k is None or isinstance(k, int) else k
     return list(dict.fromkeys(lengths))
 
 
-def drafter_name(
-    checkpoint: str | os.PathLike,  # what to serve
-    serve: Mapping[str, Any],  # arguments of `serve_command`
-) -> str:
-    "What the drafter is called in tables."
+def drafter_name(checkpoint: str | os.PathLike, serve: Mapping[str, Any]) -> str:
+    "What the drafter is called in tables, by the checkpoint and the arguments of `serve_command`."
     config = read_config(checkpoint)
     speculative = serve.get("speculative_config") or {}
     name = (
@@ -501,14 +444,12 @@ class Sweep:
     commands: list[str] = field(default_factory=list)  # that started servers
     skipped: dict[int, str] = field(default_factory=dict)  # prompts that are not measured: why
 
-    def measure(
-        self,
-        url: str,  # of a server
-        loads: list[int],  # some of `concurrency`
-    ):
-        "Measure a running server under each load, at each temperature."
+    def measure(self, url: str, loads: list[int]):
+        "Measure a running server under each of these loads, at each temperature."
         endpoint = Endpoint(url, api_key_env="VLLM_API_KEY")
         send = GENERATORS[self.generator]
+        if send is load_by_guidellm:
+            send = partial(send, tokenizer=self.tokenizer)
         for requests in loads:
             for t in self.temperatures:
                 load = send(
@@ -518,18 +459,14 @@ class Sweep:
                     self.max_new_tokens,
                     t,
                     self.seed,
-                    self.model,
-                    self.tokenizer,
+                    model=self.model,
                     **self.filters,
                 )
                 drafter = self.name if load.k else "no drafter"
                 self.skipped |= load.refused
                 self.rows.append(tables_of(load, self.seed, drafter=drafter, temperature=t))
 
-    def settings(
-        self,
-        checkpoint: str | os.PathLike,
-    ) -> dict[str, Any]:
+    def settings(self, checkpoint: str | os.PathLike) -> dict[str, Any]:
         "How it was measured, for settings.json."
         domains = pd.Series([p.domain for p in self.prompts]).value_counts(sort=False)
         return dict(
@@ -626,8 +563,18 @@ def evaluate_engine(
     loads = sorted([concurrency] if isinstance(concurrency, int) else concurrency)
     prompts = read_prompts(data, max_samples)
     name = name or ("served" if running else drafter_name(checkpoint, serve))
-    fixed = temperatures, max_new_tokens, seed, load, name, model, tokenizer
-    sweep = Sweep(prompts, loads, *fixed, filters)
+    sweep = Sweep(
+        prompts,
+        concurrency=loads,
+        temperatures=temperatures,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        generator=load,
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        filters=filters,
+    )
     settings = sweep.settings(checkpoint)
     if running:
         sweep.measure(str(checkpoint), loads)
@@ -638,7 +585,7 @@ def evaluate_engine(
         sweep.serve(checkpoint, lengths, serve, output_dir, env, timeout=timeout, vllm=vllm)
     if sweep.skipped:
         settings["skipped"] = sweep.skipped
-    found = gather(sweep.rows, settings)
+    evaluation = gather(sweep.rows, settings)
     if output_dir is not None:
-        save_run(found, output_dir, checkpoint=None if running else str(checkpoint), data=data)
-    return found
+        save_run(evaluation, output_dir, checkpoint=None if running else str(checkpoint), data=data)
+    return evaluation

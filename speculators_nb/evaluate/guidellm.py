@@ -17,11 +17,8 @@ from .load import Reply, performance
 from .prompts import Prompt
 
 
-def write_dataset(
-    prompts: list[Prompt],
-    path: str | os.PathLike,  # a .jsonl
-) -> Path:  # the file
-    "Prompts as GuideLLM reads them. Errors: ValueError for prompts that are token ids."
+def write_dataset(prompts: list[Prompt], path: str | os.PathLike) -> Path:
+    "Prompts as GuideLLM reads them, to a .jsonl file. Errors: ValueError for prompts that are token ids."
     rows = [{"messages": p.messages} if p.messages else {"prompt": p.text} for p in prompts]
     if any(isinstance(r.get("prompt"), list) for r in rows):
         raise ValueError(
@@ -88,8 +85,7 @@ def guidellm_command(
         backend["max_tokens"] = max_tokens
         data = _kind("json_file", path=str(dataset))
     else:
-        sizes = dict(prompt_tokens=prompt_tokens, output_tokens=max_tokens)
-        data = _kind("synthetic_text", **sizes)
+        data = _kind("synthetic_text", prompt_tokens=prompt_tokens, output_tokens=max_tokens)
     options = {
         "--backend": _kind("openai_http", **backend),
         "--tokenizer": _kind("huggingface_auto", model=tokenizer or model),
@@ -102,11 +98,9 @@ def guidellm_command(
     return [str(guidellm or "guidellm"), "run", *load, *arguments, *end]
 
 
-def read_report(
-    path: str | os.PathLike,  # of guidellm run, JSON
-) -> pd.DataFrame:  # one row per load: concurrency or rate, errors, columns of `performance`
-    """Read what GuideLLM measured. Errors: ValueError for another file, or a load in which
-    nothing was answered."""
+def read_report(path: str | os.PathLike) -> pd.DataFrame:
+    """Read the JSON report of guidellm run, a row for each load: concurrency or rate, errors, columns of `performance`.
+    Errors: ValueError for another file, or a load in which nothing was answered."""
     report = read_object(path)
     if "benchmarks" not in report:
         raise ValueError(f"{path}: has no benchmarks; give the JSON report of guidellm run, version 0.8")
@@ -127,12 +121,9 @@ def read_report(
     return pd.DataFrame(rows)
 
 
-def replies_of(
-    load: dict[str, Any],  # one of a report's benchmarks
-    domain: str = "all",  # group in which the replies are reported
-) -> list[Reply]:  # those that were completed
-    """A load's requests. Its count of iterations is not that of the engine's steps, so it is
-    left out."""
+def replies_of(load: dict[str, Any], domain: str = "all") -> list[Reply]:
+    """The completed requests of one of a report's benchmarks. Its count of iterations is not that of the engine's
+    steps, so it is left out."""
     return [
         Reply(
             domain,

@@ -57,7 +57,11 @@ def ask(
     body = dict(
         model=model,
         max_tokens=max_tokens,
-        **dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
         stream=True,
         stream_options={"include_usage": True},
         return_token_ids=True,
@@ -134,9 +138,8 @@ def run_load(
     seconds, counts = {}, {}
 
     def one(i):
-        fixed = max_tokens, temperature, seed + i, salt
         try:
-            return ask(endpoint, model, prompts[i], *fixed, **filters)
+            return ask(endpoint, model, prompts[i], max_tokens, temperature, seed + i, salt, **filters)
         except EndpointError as e:
             if e.status not in (400, 413, 422):
                 raise
@@ -183,30 +186,23 @@ def _settle(meter):
         time.sleep(0.02)
 
 
-def sum_counts(
-    counts: list[dict[str, Any]],  # from `read_counters`
-) -> dict[str, Any]:  # the same keys
-    "Counts of several requests or domains together."
+def sum_counts(counts: list[dict[str, Any]]) -> dict[str, Any]:
+    "Counts of several requests or domains (`read_counters`) together."
     total: dict[str, Any] = {key: sum(c[key] for c in counts) for key in COUNTERS}
     return total | {"positions": [sum(p) for p in zip(*(c["positions"] for c in counts))]}
 
 
-def steps_of(
-    replies: list[Reply],
-    counts: dict[str, Any],  # of all of them, as in `read_counters`
-) -> float:
-    "Verification steps, those without a draft included."
+def steps_of(replies: list[Reply], counts: dict[str, Any]) -> float:
+    "Verification steps of replies, by the counts of all of them, those without a draft included."
     pieces = sum(max(r.pieces - 1, 0) for r in replies)
     undrafted = counts["tokens"] - counts["requests"] - counts["accepted"]
     return max(counts["drafts"], pieces, undrafted)
 
 
-def rows_of(
-    load: Load,  # a row for each request that has counts of its own, else one for the domain
-    domain: str | None = None,  # None: all together
-) -> tuple[np.ndarray, list]:  # ([R, 4 + k] of `count`, [requests, tokens, step tokens, steps])
-    """Counts for `acceptance_table` and `acceptance_summary`. Where the stream merged pieces of
-    a request that ends at the limit, up to k steps without a draft are lost."""
+def rows_of(load: Load, domain: str | None = None) -> tuple[np.ndarray, list]:
+    """Counts for `acceptance_table` and `acceptance_summary`: ([R, 4 + k] of `count`, [requests, tokens, step tokens,
+    steps]); a row for each request that has counts of its own, else one for the domain (None: all together). Where the
+    stream merged pieces of a request that ends at the limit, up to k steps without a draft are lost."""
     replies = [r for r in load.replies if domain in (None, r.domain)]
     parts = [(r.counts, [r]) for r in replies if r.counts]
     if len(parts) < len(replies):
@@ -221,11 +217,9 @@ def rows_of(
     return np.array(rows, dtype=float), [len(replies), tokens, tokens - len(replies), steps]
 
 
-def performance(
-    replies: list[Reply],
-    seconds: float,  # the clock for all of them
-) -> dict:  # one row of a table
-    "Throughput and latency: medians and 95th percentiles over requests, times in milliseconds."
+def performance(replies: list[Reply], seconds: float) -> dict:
+    """Throughput and latency as a row of a table: medians and 95th percentiles over requests, times in milliseconds.
+    `seconds`: the clock for all of them."""
 
     def spread(name, values):
         known = np.array([v for v in values if v == v]) * 1000

@@ -20,13 +20,19 @@ from ..verifier.tapped_model import Verifier
 from .acceptance import decode_prompts
 
 
-class _SharedAnswers(SharedJob):
-    "Answers on the disk, each under the number of its unit."
+class SharedPrompts(SharedJob):
+    """A context: the prompts of one evaluation, shared by all processes that open it. Answers are on the disk, each
+    under the number of its unit. It ends when the ranks of the launch were all there."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        output_dir: str | os.PathLike,  # of the evaluation, seen by all processes
+        about: dict,  # what all must agree on (JSON)
+    ):
+        super().__init__(Path(output_dir) / ".work", output_dir, "output_dir", about)
         self.answers: dict[int, dict] = {}  # unit -> tokens, steps, finish_reason
         self.over = True  # whether nobody needs the files any more
+        self.units_before = 0  # prompts of earlier calls of `decode`
 
     def recover(self):
         "Read the answers of workers that are gone, if they had the same to do."
@@ -59,10 +65,6 @@ class _SharedAnswers(SharedJob):
             if path.name != ".lock" and not (kept and not self.over):
                 path.unlink(missing_ok=True)
 
-
-class _SharedEnd(_SharedAnswers):
-    "Begun by the first worker, ended when the ranks of the launch were all there."
-
     def __enter__(self):
         super().__enter__()
         self.settled |= dict.fromkeys(self.start, 1)
@@ -70,11 +72,8 @@ class _SharedEnd(_SharedAnswers):
         self.over = False
         return self
 
-    def finish(
-        self,
-        function: Callable[[], Any],  # what is to be done once, after all prompts
-    ) -> Any:  # what it returned, in the process that ran it
-        "Run the end of an evaluation once."
+    def finish(self, function: Callable[[], Any]) -> Any:
+        "Run the end of an evaluation once, after all prompts; its result in the process that ran it."
         end = time.monotonic() + LEASE
         while len([*self.folder.glob("*.rank")]) < ranks_of().world_size:
             if time.monotonic() > end:
@@ -83,18 +82,6 @@ class _SharedEnd(_SharedAnswers):
         result = super().finish(function)
         self.over = True
         return result
-
-
-class SharedPrompts(_SharedEnd):
-    "A context: the prompts of one evaluation, shared by all processes that open it."
-
-    def __init__(
-        self,
-        output_dir: str | os.PathLike,  # of the evaluation, seen by all processes
-        about: dict,  # what all must agree on (JSON)
-    ):
-        super().__init__(Path(output_dir) / ".work", output_dir, "output_dir", about)
-        self.units_before = 0  # prompts of earlier calls of `decode`
 
     def decode(
         self,
@@ -154,11 +141,8 @@ class Alone:
 
     decode = staticmethod(decode_prompts)
 
-    def finish(
-        self,
-        function: Callable[[], Any],  # what is to be done after all prompts
-    ) -> Any:  # what it returned
-        "Run the end of an evaluation."
+    def finish(self, function: Callable[[], Any]) -> Any:
+        "Run the end of an evaluation, after all prompts."
         return function()
 
 

@@ -22,10 +22,8 @@ class MetricsError(RuntimeError):
     "Counters that do not say what these requests did."
 
 
-def read_counters(
-    text: str,  # of /metrics
-) -> dict[str, float | list]:  # COUNTERS, all engines; `positions`: accepted by position, or []
-    "Parse what is counted about speculation."
+def read_counters(text: str) -> dict[str, float | list]:
+    "COUNTERS of all engines in the text of /metrics, and `positions`: accepted by position, or []."
     found = dict.fromkeys(COUNTERS, 0.0)
     positions: dict[int, float] = {}
     names = {name: key for key, name in COUNTERS.items()}
@@ -41,11 +39,8 @@ def read_counters(
     return found | {"positions": [positions[i] for i in sorted(positions)]}
 
 
-def counted(
-    before: dict,  # from `read_counters`
-    after: dict,  # likewise, later
-) -> dict:  # the same keys
-    "What was added. Errors: MetricsError where a counter went down."
+def counted(before: dict, after: dict) -> dict:
+    "What was added between two results of `read_counters`. Errors: MetricsError where a counter went down."
     grown = {key: after[key] - before[key] for key in COUNTERS}
     new = after["positions"]
     old = before["positions"] or [0.0] * len(new)
@@ -68,8 +63,8 @@ class Meter:
         self.last: dict[str, Any] = {}
         self.k = len(self.start()["positions"])
 
-    def start(self) -> dict:  # the counters now
-        "Begin to count."
+    def start(self) -> dict:
+        "Begin to count; the counters now."
         self.last = read_counters(self.endpoint.get("/metrics"))
         return self.last
 
@@ -117,21 +112,21 @@ class RequestCounts(NamedTuple):
     step_accepted: list[int]  # of each step that verified a draft; empty: not reported
 
 
-def request_counts(
-    answer: dict,  # JSON of a response, or a piece of a stream
-    tokens: int,  # that were written
-) -> RequestCounts | None:  # None: there are none, or they have another form
-    "Read the counts of a request from its answer."
-    found = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+def request_counts(answer: dict, tokens: int) -> RequestCounts | None:
+    """The counts of a request that wrote so many tokens, from its response or a piece of the stream (JSON); None: there
+    are none, or they have another form."""
+    reported = (answer.get("metrics") or {}).get("speculative_decoding") or {}
     try:
-        histogram = [int(n) for n in found["acceptance_histogram"]]
-        drafts, proposed = int(found["num_spec_steps"]), int(found["num_draft_tokens"])
-        accepted = int(found["num_accepted_draft_tokens"])
-        steps = found.get("per_step_drafted") or [], found.get("per_step_accepted") or []
+        histogram = [int(n) for n in reported["acceptance_histogram"]]
+        drafts, proposed = int(reported["num_spec_steps"]), int(reported["num_draft_tokens"])
+        accepted = int(reported["num_accepted_draft_tokens"])
+        step_proposed = reported.get("per_step_drafted") or []
+        step_accepted = reported.get("per_step_accepted") or []
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     at_least = [sum(histogram[n:]) for n in range(1, len(histogram))]
     if sum(histogram) != drafts or sum(at_least) != accepted:
         return None
     counts = dict(drafts=drafts, proposed=proposed, accepted=accepted, requests=1)
-    return RequestCounts(counts | dict(tokens=tokens, positions=at_least), *steps)
+    counts |= dict(tokens=tokens, positions=at_least)
+    return RequestCounts(counts, step_proposed, step_accepted)

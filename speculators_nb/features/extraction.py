@@ -46,7 +46,7 @@ class ReplyError(FeatureError):
         self.final = final
 
     def __reduce__(self):
-        return ReplyError, (self.path, self.reason, self.final)
+        return type(self), (self.path, self.reason, self.final)
 
 
 def file_of_reply(
@@ -215,10 +215,10 @@ def sweep(
             continue
         host, pid = name[1], int(name[2])
         with contextlib.suppress(OSError):  # deleted already, or not ours to delete
-            found = path.lstat()
-            old = time.time() - found.st_mtime > older_than
+            status = path.lstat()
+            old = time.time() - status.st_mtime > older_than
             abandoned = not _is_running(pid) if host == HOST else old
-            if abandoned and stat.S_ISREG(found.st_mode):
+            if abandoned and stat.S_ISREG(status.st_mode):
                 path.unlink()
                 deleted += 1
     return deleted
@@ -428,9 +428,11 @@ def _in_a_line(error):
     return " ".join(str(error).partition("Transfer manifest")[0].split())[:300]
 
 
-class StoredObjects:
-    "Objects of requests in a Mooncake store: known by the replies, and deleted."
+class MooncakeStates:
+    "States of requests in a Mooncake store, known by the replies: read, and deleted."
 
+    record = "the server's reply"
+    pauses = (4.0, 8.0)  # seconds between attempts for a row
     late = 10.0  # seconds to wait for an object that is only deleted
 
     def __init__(
@@ -471,13 +473,6 @@ class StoredObjects:
                 error = ReplyError(f"{self.where} {key}", reason)
         return error
 
-
-class StoredStates(StoredObjects):
-    "States of requests in a Mooncake store: read them."
-
-    record = "the server's reply"
-    pauses = (4.0, 8.0)  # seconds between attempts for a row
-
     def collect(
         self,
         params: dict,  # kv_transfer_params of a reply
@@ -498,10 +493,6 @@ class StoredStates(StoredObjects):
             return decode_row(where, read, token_ids)
         except FeatureError as e:
             raise ReplyError(where, e.reason) from None
-
-
-class MooncakeStates(StoredStates):
-    "States of requests in a Mooncake store, and what its server extracts."
 
     def served(
         self,
@@ -600,8 +591,13 @@ def _served_model(endpoint: Endpoint, model: str | None) -> tuple[str, str]:
     return name, root if is_path else name
 
 
-class ExtractionServer:
-    "A vLLM that was started with `extraction_options`: its model, layers and storage."
+class RowRefused(ReplyError):
+    "A server refuses a row; another server of the same model would refuse it, too."
+
+
+class HiddenStatesClient:
+    """Hidden states of rows, from a vLLM that was started with `extraction_options`. May be
+    shared by threads and sent to other processes."""
 
     def __init__(
         self,
@@ -653,13 +649,9 @@ class ExtractionServer:
             fingerprint = checkpoint_fingerprint(self.root)
         return {"target_model_path": self.root, "fingerprint": fingerprint}
 
-
-class RequestedStates(ExtractionServer):
-    "One request of hidden states: the prompt, the reply, the states."
-
-    def _final(self, reason, where=None):
+    def _final(self, reason):
         "An error that another attempt would not mend."
-        return ReplyError(where or self.endpoint.url, reason, True)
+        return ReplyError(self.endpoint.url, reason, True)
 
     def _post(self, path, body):
         "The reply, and the token ids that the server reports as its prompt."
@@ -710,23 +702,13 @@ class RequestedStates(ExtractionServer):
             raise self._final(f"the server sends {states.shape[1]} layers, expected {self.layer_ids}")
         return states
 
-
-class RowRefused(ReplyError):
-    "A server refuses a row; another server of the same model would refuse it, too."
-
-    def __reduce__(self):
-        return RowRefused, (self.path, self.reason, self.final)
-
-
-class OneAttempt(RequestedStates):
-    "One attempt for a row; nothing of it stays in the storage."
-
     def attempt(
         self,
         ids: list[int],  # token ids
         messages: list | None = None,  # as of `states`
     ) -> torch.Tensor:  # [seq, A+1, H]
-        "States of one row, requested once. Errors: as of `states`."
+        """States of one row, requested once; nothing of it stays in the storage. Errors: as of
+        `states`."""
         name = request_name()
         try:
             states = self._request(name, ids, messages)
@@ -740,11 +722,6 @@ class OneAttempt(RequestedStates):
             raise RowRefused(self.endpoint.url, reason, True) from None
         finally:
             self.place.delete(name)
-
-
-class HiddenStatesClient(OneAttempt):
-    """Hidden states of rows, from a vLLM that was started with `extraction_options`. May be
-    shared by threads and sent to other processes."""
 
     def states(
         self,
@@ -794,21 +771,21 @@ class HiddenStatesPool(ServerPool[HiddenStatesClient]):
         tries: int = 8,  # requests for one row
         patience: float = 120.0,  # seconds to wait while no server answers
     ):
-        found, self.tries = addresses_of(urls), tries
-        folders = storages_of(storage, len(found))
+        addresses, self.tries = addresses_of(urls), tries
+        folders = storages_of(storage, len(addresses))
         self.shape: tuple[int, ...] | None = None  # slots, hidden size
-        self.known: dict[str, dict] = {}  # model folder or id -> what `about` says of it
+        self.models: dict[str, dict] = {}  # model folder or id -> what `about` says of it
         opens = {
-            url: partial(HiddenStatesClient, url, folder, layer_ids, model, timeout, 1)
-            for url, folder in zip(found, folders)
+            url: partial(HiddenStatesClient, url, folder, layer_ids, model, timeout, tries=1)
+            for url, folder in zip(addresses, folders)
         }
         super().__init__(opens, self._identity, patience)
         self.layer_ids, self.origin = self.call(lambda c: (c.layer_ids, self._about(c)))
 
     def _about(self, client):
-        if client.root not in self.known:  # a fingerprint reads the head of every weight file
-            self.known[client.root] = client.about()
-        return self.known[client.root]
+        if client.root not in self.models:  # a fingerprint reads the head of every weight file
+            self.models[client.root] = client.about()
+        return self.models[client.root]
 
     def _identity(self, client) -> Any:
         what = self._about(client)["fingerprint"]

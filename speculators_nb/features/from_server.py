@@ -17,12 +17,10 @@ from ..core.files import DiskError
 from ..core.http_client import EndpointError
 from ..data.images import FORMATS, open_picture, picture_file
 from ..jobs.servers import addresses_of
-from .extraction import HiddenStatesClient, HiddenStatesPool, open_states
-from .extraction import MemoryLimit
-from .feature_rows import FeatureError
+from .extraction import HiddenStatesClient, HiddenStatesPool, MemoryLimit, open_states
 from .feature_folder import FeatureFolder, disk_error, origin, shard, split_of, table_of
-from .feature_rows import FeatureRow, FeatureRows
-from .in_process import ended, feature_job
+from .feature_rows import FeatureError, FeatureRow, FeatureRows
+from .in_process import feature_job
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +87,8 @@ class RowWriter:
             folder.write(i, states)
 
 
-class _ServerUnits:
-    "The rows of a folder: claimed, requested, settled."
+class _ServerExtraction:
+    "Requests the rows of a folder until the job is done: claimed, requested, settled."
 
     def __init__(self, job, folder, writer, breaker):
         self.job, self.folder, self.writer, self.breaker = job, folder, writer, breaker
@@ -125,10 +123,6 @@ class _ServerUnits:
         self.hand -= whole
         self.show()
 
-
-class _ServerExtraction(_ServerUnits):
-    "Requests rows until the job is done."
-
     def request(self, rows, concurrency):
         "Request rows, as they are claimed; those that fail are named and counted."
         for i, result in concurrently(self.writer, rows, concurrency):
@@ -157,8 +151,9 @@ class _ServerExtraction(_ServerUnits):
                 elif before == len(self.job.settled):
                     return
 
-    def complete(self):
-        "Counts of the whole job; rows that are gone although they are settled are made again."
+    def complete(self, then):
+        """Counts of the whole job, which `then` gets; rows that are gone although they are
+        settled are made again."""
         self.folder.shards.refresh()
         failed = {i for i, rows in self.job.settled.items() if not rows}
         mine = self.folder.stored | failed
@@ -169,7 +164,10 @@ class _ServerExtraction(_ServerUnits):
         self.folder.remove_unfinished()  # of processes that were killed
         written = self.start["rows"] - len(failed)
         kept = len(self.folder.wanted) - self.start["rows"]
-        return {"written": written, "kept": kept, "failed": len(failed)}
+        counts = {"written": written, "kept": kept, "failed": len(failed)}
+        if then:
+            then(counts)
+        return counts
 
 
 def extract_from_server(
@@ -199,13 +197,12 @@ def extract_from_server(
     config = origin(client.about(), client.layer_ids, dataset, dtype)
     share = [*shard(len(dataset), rank, world_size)]
     with feature_job(output_dir, config, share, shard_gb=shard_gb) as job:
-        given = share, job.is_primary, shard_gb
-        folder = FeatureFolder(output_dir, dataset, config, *given)
+        folder = FeatureFolder(output_dir, dataset, config, share, job.is_primary, shard_gb)
         writer = RowWriter(client, folder, dataset, max_bytes)
         try:
             extraction = _ServerExtraction(job, folder, writer, Breaker(max_failures))
             extraction.write(concurrency)
-            return job.finish(lambda: ended(extraction.complete(), then))
+            return job.finish(lambda: extraction.complete(then))
         except DiskError as e:
             raise disk_error(folder, e, writer.hidden_size) from e
 

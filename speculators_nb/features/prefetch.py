@@ -134,7 +134,7 @@ def prefetched(
     return PrefetchedRows(dataset, ahead, source.concurrency) if ahead else dataset
 
 
-def following(
+def follow_order(
     loader: DataLoader,  # perhaps of a `prefetched` dataset
 ) -> DataLoader:
     "The loader, whose dataset knows its order."

@@ -6,8 +6,8 @@ Each gets the same answers, hidden states, held-out prompts and training FLOPs."
 # %% auto #0
 __all__ = ['COMMON', 'FREE_CHOICE', 'BUDGET', 'CONTENDERS', 'write_answers', 'shipped_features', 'settings', 'train_on_shipped',
            'shipped_drafter', 'heldout_prompts', 'HeldoutSetting', 'heldout_setting', 'measure_heldout',
-           'heldout_acceptance', 'with_interval', 'summary_table', 'flops_per_token', 'train_equally', 'drafting_cost',
-           'compare']
+           'heldout_acceptance', 'with_interval', 'summary_table', 'flops_per_token', 'Share', 'steps_within',
+           'train_equally', 'drafting_cost', 'compare']
 
 # %% ../../nbs/lab/01_experiment.ipynb #a6ef44ba
 import hashlib
@@ -37,11 +37,13 @@ from speculators_nb.evaluate.cost import (
     training_flops,
     verifier_cost,
 )
+from ..evaluate.prompts import encode_prompts, read_prompts
 from ..evaluate.while_training import PROMPTS, decoded_acceptance
 from ..features.feature_folder import FeatureDataset
 from ..features.in_process import extract_features
 from .shipped import read_corpus, shipped_data
 from ..models.base import SpeculatorModel
+from ..nn.target_head import text_config, verifier_config
 from ..regenerate.in_process import eos_ids_of, regenerate
 from ..regenerate.journal import read_regenerated
 from ..train.train_drafter import new_drafter, train_drafter
@@ -119,14 +121,7 @@ def shipped_features(
     return folder
 
 # %% ../../nbs/lab/01_experiment.ipynb #7c6fc6b2
-COMMON = dict(
-    total_seq_len=1024,
-    num_train_epochs=1,
-    optimizer="muon",
-    learning_rate=3e-3,
-    lr_scheduler_type="cosine",
-    logging_steps=20,
-)
+COMMON = dict(total_seq_len=1024, num_train_epochs=1, logging_steps=20)
 
 
 def settings(
@@ -144,21 +139,23 @@ def train_on_shipped(
     output: str | os.PathLike,  # gets the checkpoint and its log
     k: int = 4,  # tokens that it will draft
     features: Path | None = None,  # None: `shipped_features()`
+    verifier: str | os.PathLike | None = None,  # that made them; None: the shipped one
     **args,  # of `train_drafter`, before `settings`
 ) -> SpeculatorTrainer:  # has run; its model is saved in `output`
-    """Train a drafter for the shipped verifier, without intermediate checkpoints. Each
-    evaluation decodes held-out prompts."""
+    """Train a drafter, for the shipped verifier if no other is given, without intermediate
+    checkpoints. With the shipped one each evaluation decodes held-out prompts."""
     once: dict[str, Any] = dict(
         save_strategy="no",
         load_best_model_at_end=False,
         disable_tqdm=not is_in_notebook(),  # a live view there; silence in a script
     )
-    if args.get("eval_strategy") != "no" and args.get("eval_share") != 0:
+    evaluates = args.get("eval_strategy") != "no" and args.get("eval_share") != 0
+    if evaluates and verifier is None:
         once["measure"] = heldout_acceptance(k)
     return train_drafter(
         features or shipped_features(),
         output,
-        shipped_data() / "tiny-verifier",
+        verifier or shipped_data() / "tiny-verifier",
         algorithm,
         **(settings(algorithm, k) | once | args),
     )
@@ -197,8 +194,8 @@ def heldout_prompts(
 class HeldoutSetting(NamedTuple):
     "What is decoded when drafters are measured."
 
-    verifier: Verifier  # the shipped one, tapped where the drafters read
-    prompts: list[list[int]]  # token ids of each first turn
+    verifier: Verifier  # tapped where the drafters read
+    prompts: list[list[int]]  # token ids of each question
     domains: list[str]  # of each prompt
     eos_token_ids: set[int]  # ids that end an answer
 
@@ -206,15 +203,23 @@ class HeldoutSetting(NamedTuple):
 def heldout_setting(
     drafters: dict,  # name -> drafter
     n_prompts: int | None,  # the first so many; None: all
-    domains: tuple | None = None,  # prompts of these only; None: all six
+    domains: tuple | None = None,  # shipped prompts of these only; None: all six
+    verifier: str | os.PathLike | None = None,  # folder or hub id; None: the shipped one
+    heldout: str | Path | None = None,  # prompts, as of `read_prompts`; None: the shipped ones
 ) -> HeldoutSetting:
     """What is decoded when drafters are measured. Errors: ValueError for a domain that the
     corpus does not have."""
     check_options(dict(n_prompts=n_prompts))
-    data = shipped_data()
+    name = str(verifier or shipped_data() / "tiny-verifier")
     layers = sorted({i for drafter in drafters.values() for i in drafter.aux_layer_ids})
-    verifier = Verifier.from_pretrained(data / "tiny-verifier", layers or None)
-    tokenizer = AutoTokenizer.from_pretrained(data / "tiny-verifier")
+    tapped = Verifier.from_pretrained(name, layers or None, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    stop = eos_ids_of(tapped, tokenizer)
+    if heldout is not None:
+        own = read_prompts(heldout, first=n_prompts)
+        ids = encode_prompts(own, tokenizer)
+        return HeldoutSetting(tapped, ids, [prompt.domain for prompt in own], stop)
+    data = shipped_data()
     corpus = read_corpus(data / "corpus/heldout.jsonl")
     known = dict.fromkeys(row["domain"] for row in corpus)
     if unknown := [d for d in domains or () if d not in known]:
@@ -224,7 +229,7 @@ def heldout_setting(
         )
     rows = [row for row in corpus if domains is None or row["domain"] in domains]
     prompts, kinds = heldout_prompts(rows, tokenizer, n_prompts)
-    return HeldoutSetting(verifier, prompts, kinds, eos_ids_of(verifier, tokenizer))
+    return HeldoutSetting(tapped, prompts, kinds, stop)
 
 # %% ../../nbs/lab/01_experiment.ipynb #e180f03e
 def measure_heldout(
@@ -307,20 +312,52 @@ CONTENDERS = {name: (name, {}) for name in algorithms()} | {
 
 def flops_per_token(
     algorithm: str,  # a registered `speculators_model_type`
-    features: Path,  # from `shipped_features`
+    features: Path,  # e.g. from `shipped_features`
+    verifier: str | os.PathLike | None = None,  # that made them; None: the shipped one
     **args,  # of `train_drafter`
 ) -> tuple[float, int]:  # FLOPs for each token of one packed row, trained parameters
     "What training an algorithm takes, counted on a fresh drafter and one row."
     stored = json.loads((features / "data_config.json").read_text())["hidden_states"]
-    verifier = shipped_data() / "tiny-verifier"
+    verifier = verifier or shipped_data() / "tiny-verifier"
     layers = stored["layer_ids"][:-1]
+    size, known = (
+        args.get("draft_vocab_size"),
+        text_config(verifier_config(str(verifier))).vocab_size,
+    )
+    if size and size < known:  # which tokens does not matter
+        args["mapping"] = torch.arange(known) < size, torch.zeros(size, dtype=torch.long)
     model = new_drafter(algorithm, verifier, target_layer_ids=layers, **args)
     data = FeatureDataset(features, layers=list(model.drafter().aux_layer_ids))
     length = args["total_seq_len"]
     first_row = [data[i] for i in pack(data.lengths, length)[0]]
     batch = collate(first_row, length, model.shift, torch.float32)
+    args.pop("mapping", None)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return training_flops(model, batch, **model.get_trainer_kwargs(**args)[0]), parameters
+
+# %% ../../nbs/lab/01_experiment.ipynb #f20a5a28
+class Share(NamedTuple):
+    "What a budget of training FLOPs means for one contender."
+
+    steps: int
+    parameters: int  # trained
+    mflops_per_token: float
+    epochs: float
+
+
+def steps_within(
+    budget: float,  # training FLOPs
+    algorithm: str,  # a registered `speculators_model_type`
+    features: Path,
+    verifier: str | os.PathLike | None = None,  # that made them; None: the shipped one
+    **args,  # of `train_drafter`, all of them
+) -> Share:
+    "How many steps of training a budget holds."
+    lengths = FeatureDataset(features).lengths
+    flops, parameters = flops_per_token(algorithm, features, verifier, **args)
+    tokens_in_step = sum(lengths) / len(pack(lengths, args["total_seq_len"]))
+    steps = max(1, round(budget / flops / tokens_in_step))
+    return Share(steps, parameters, flops / 1e6, steps * tokens_in_step / sum(lengths))
 
 # %% ../../nbs/lab/01_experiment.ipynb #54750754
 def _train_one(folder, name, budget, contender, k, features, args) -> dict:
@@ -334,21 +371,12 @@ def _train_one(folder, name, budget, contender, k, features, args) -> dict:
         finished = json.loads(record.read_text())
         if finished.get("requested") == requested:
             return finished["row"]
-    lengths = FeatureDataset(features).lengths
-    flops, parameters = flops_per_token(algorithm, features, **given)
-    tokens_in_step = sum(lengths) / len(pack(lengths, given["total_seq_len"]))
-    steps = max(1, round(budget / flops / tokens_in_step))
-    once = own | args | dict(max_steps=steps, eval_strategy="no")
+    share = steps_within(budget, algorithm, features, **given)
+    once = own | args | dict(max_steps=share.steps, eval_strategy="no")
     start = time.perf_counter()
     train_on_shipped(algorithm, record.parent, k, features, **once)
-    row = dict(
-        drafter=name,
-        parameters=parameters,
-        mflops_per_token=flops / 1e6,
-        steps=steps,
-        epochs=steps * tokens_in_step / sum(lengths),
-        seconds=time.perf_counter() - start,
-    )
+    seconds = time.perf_counter() - start
+    row = dict(drafter=name) | share._asdict() | dict(seconds=seconds)
     with atomic_write(record) as tmp:
         tmp.write_text(json.dumps({"requested": requested, "row": row}))
     return row

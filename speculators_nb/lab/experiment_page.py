@@ -11,10 +11,9 @@ from typing import cast
 import pandas as pd
 from transformers import AutoTokenizer
 
-from ..core.files import atomic_write
 from ..decode.generate import Generation, generate
 from ..models.base import SpeculatorModel
-from ..report.page import Section, page_html
+from ..report.page import Section, write_page
 from ..widgets.debugger import Debugger, debug
 from ..widgets.widget import embed
 from .experiment import heldout_setting
@@ -23,20 +22,16 @@ from .paired import KEYS, LENGTH, measures, results_table
 from .shipped import read_corpus, shipped_data
 
 
-def debugger_line(
-    *folders: str,  # of runs
-    prompt: int | None = None,  # None: the first
-) -> str:  # Python
-    "What opens runs in the debugger, in a notebook that imports `debug_runs`."
+def debugger_line(*folders: str, prompt: int | None = None) -> str:
+    "What opens the runs of these folders in the debugger, in a notebook that imports `debug_runs`."
     given = [json.dumps(folder, ensure_ascii=False) for folder in folders]
     given += [] if prompt is None else [f"prompt={prompt}"]
     return f"debug_runs({', '.join(given)})"
 
 
-def runs_table(
-    found: Experiment,  # from `experiment` or `read_experiment`
-) -> pd.DataFrame:  # a row for each run: setting, seed, arguments, "K = 4", …, drafter, debugger
-    "Every run with what it was trained with and its mean acceptance lengths."
+def runs_table(found: Experiment) -> pd.DataFrame:
+    """Every run with what it was trained with and its mean acceptance lengths: setting, seed, arguments, "K = 4", …,
+    drafter, debugger."""
     table = found.runs.drop(columns="folder").set_index(["setting", "seed"])
     for k in sorted(found.counts.k.unique()):
         table[f"K = {k}"] = measures(found.counts, k)[LENGTH].round(3)
@@ -45,30 +40,14 @@ def runs_table(
     return table.reset_index()
 
 
-def curves(
-    found: Experiment,
-) -> list[dict]:  # name, setting, rates [k] at the longest draft length; in the order of `runs`
-    "Acceptance rates by position of every run."
-    k = int(found.counts.k.max())
-    rates = measures(found.counts, k).drop(columns=LENGTH).round(4)
-    keys = zip(found.runs.setting, found.runs.seed)
+def curves(found: Experiment) -> list[dict]:
+    """Acceptance rates by position of every run at the longest draft length, in the order of `runs`: name, setting,
+    rates."""
+    rates = measures(found.counts, int(found.counts.k.max())).drop(columns=LENGTH).round(4)
     return [
-        dict(name=f"{setting}, seed {seed}", setting=setting, rates=rates.loc[key].tolist())
-        for key in keys
-        for setting, seed in [key]
+        dict(name=f"{setting}, seed {seed}", setting=setting, rates=rates.loc[setting, seed].tolist())
+        for setting, seed in zip(found.runs.setting, found.runs.seed)
     ]
-
-
-def _drafters(folders):
-    "The name of each run -> its drafter, its longest draft length."
-    found, verifier = {}, shipped_data() / "tiny-verifier"  # where it is now
-    for folder in folders:
-        row, counts = read_run(Path(folder))
-        name = f"{row['setting']}, seed {row['seed']}"
-        name = f"{name} ({Path(folder).name})" if name in found else name
-        model = SpeculatorModel.from_pretrained(Path(folder) / "drafter", verifier=verifier)
-        found[name] = model.drafter(), int(counts.k.max())
-    return found
 
 
 def debug_runs(
@@ -80,29 +59,35 @@ def debug_runs(
     and for a drafter of a class that is not imported."""
     if not folders:
         raise ValueError("folders=(): is empty; name the folder of a run")
-    drafters = _drafters(folders)
-    setting = heldout_setting({name: drafter for name, (drafter, _) in drafters.items()}, None)
+    verifier = shipped_data() / "tiny-verifier"  # where it is now
+    drafters, lengths = {}, {}
+    for folder in folders:
+        row, counts = read_run(Path(folder))
+        name = f"{row['setting']}, seed {row['seed']}"
+        name = f"{name} ({Path(folder).name})" if name in drafters else name
+        drafters[name] = SpeculatorModel.from_pretrained(Path(folder) / "drafter", verifier=verifier).drafter()
+        lengths[name] = int(counts.k.max())
+    setting = heldout_setting(drafters, None)
     if not 0 <= prompt < len(setting.prompts):
         raise ValueError(f"prompt={prompt}: is not held out; give one of 0 to {len(setting.prompts) - 1}")
     answers = {}
-    for name, (drafter, k) in drafters.items():
+    for name, drafter in drafters.items():
         answer = generate(
             setting.verifier,
             drafter,
             setting.prompts[prompt],
             max_new_tokens=Measured().max_new_tokens,
-            k=k,
+            k=lengths[name],
             eos_token_ids=setting.eos_token_ids,
             record=5,
         )
         answers[name] = cast(Generation, answer)
-    return debug(answers, AutoTokenizer.from_pretrained(shipped_data() / "tiny-verifier"))
+    return debug(answers, AutoTokenizer.from_pretrained(verifier))
 
 
-def best_and_worst(
-    found: Experiment,
-) -> tuple[list[tuple[str, int]], int]:  # (setting, seed) of one or two runs; a prompt
-    "The runs with the longest and the shortest acceptance, and where they are furthest apart."
+def best_and_worst(found: Experiment) -> tuple[list[tuple[str, int]], int]:
+    """The runs (setting, seed) with the longest and the shortest acceptance, which may be one, and the prompt on which
+    they are furthest apart."""
     k = int(found.counts.k.max())
     ascending = measures(found.counts, k)[LENGTH].sort_values(kind="stable").index.tolist()
     best, worst = ascending[-1], ascending[0]
@@ -112,10 +97,8 @@ def best_and_worst(
     return list(dict.fromkeys([best, worst])), int(cast(int, saved.idxmax()))
 
 
-def debugger_section(
-    found: Experiment,
-) -> Section:  # says why, where the drafters cannot be loaded
-    "The best and the worst run in the debugger, on one held-out prompt."
+def debugger_section(found: Experiment) -> Section:
+    "The best and the worst run in the debugger, on one held-out prompt; says why, where they cannot be loaded."
     runs, prompt = best_and_worst(found)
     folders = [found.runs.set_index(KEYS).folder[run] for run in runs]
     lengths = measures(found.counts, int(found.counts.k.max()))[LENGTH]
@@ -143,47 +126,6 @@ STEPS = (
     "step, or move the slider: p is the verifier's probability of a draft token, q the "
     "drafter's."
 )
-
-
-SCRIPT = """
-const runs=JSON.parse(document.getElementById('curves').textContent);
-const table=document.querySelectorAll('table')[1],body=table.tBodies[0],rows=[...body.rows];
-const colours=['#0072b2','#d55e00','#009e73','#cc79a7','#e69f00','#56b4e9','#882255','#999933'];
-const names=[...new Set(runs.map(r=>r.setting))],shown=new Set();
-const key=(fire)=>e=>{if(e.key=='Enter'||e.key==' '){e.preventDefault();fire()}};
-const press=(el,fire)=>{el.tabIndex=0;el.style.cursor='pointer';
- el.onclick=fire;el.onkeydown=key(fire)};
-[...table.tHead.rows[0].cells].forEach((head,column)=>{let up=false;press(head,()=>{up=!up;
- const text=r=>r.cells[column].textContent,by=(a,b)=>{const x=text(a),y=text(b);
-  return x!==''&&y!==''&&!isNaN(x)&&!isNaN(y)?x-y:x.localeCompare(y)};
- [...body.rows].sort((a,b)=>up?by(a,b):by(b,a)).forEach(r=>body.append(r));
- for(const c of table.tHead.rows[0].cells)c.removeAttribute('aria-sort');
- head.setAttribute('aria-sort',up?'ascending':'descending')})});
-const NS='http://www.w3.org/2000/svg',svg=document.createElementNS(NS,'svg');
-svg.setAttribute('viewBox','0 0 720 320');svg.setAttribute('role','img');
-svg.setAttribute('aria-label','acceptance rate by draft position of the chosen runs');
-table.closest('figure').before(svg);
-const add=(tag,at,text)=>{const e=document.createElementNS(NS,tag);
- for(const[k,v]of Object.entries(at))e.setAttribute(k,v);
- e.textContent=text??'';svg.append(e);return e};
-const depth=Math.max(...runs.map(r=>r.rates.length));
-const X=i=>50+(depth>1?i/(depth-1):0)*470,Y=v=>280-v*260;
-function draw(){svg.replaceChildren();const ink={fill:'currentColor','font-size':12};
- for(const v of[0,.25,.5,.75,1]){add('line',{x1:50,x2:520,y1:Y(v),y2:Y(v),stroke:'#8884'});
-  add('text',{x:44,y:Y(v)+4,'text-anchor':'end',...ink},v)}
- for(let i=0;i<depth;i++)add('text',{x:X(i),y:298,'text-anchor':'middle',...ink},i+1);
- add('text',{x:285,y:316,'text-anchor':'middle',...ink},'draft position');
- let line=0;for(const i of shown){const r=runs[i],colour=colours[names.indexOf(r.setting)%8];
-  const last=r.rates.length-1;
-  const points=r.rates.map((v,j)=>X(j)+','+Y(v)).join(' ');
-  add('polyline',{points,fill:'none',stroke:colour,'stroke-width':2});
-  if(line<18)add('text',{x:530,y:24+15*line,fill:colour,'font-size':12},r.name);line++;
-  add('circle',{cx:X(last),cy:Y(r.rates[last]),r:3,fill:colour})}}
-rows.forEach((row,i)=>{const line=row.lastElementChild;line.style.userSelect='all';
- line.onclick=e=>e.stopPropagation();const turn=()=>{shown.has(i)?shown.delete(i):shown.add(i);
- row.style.fontWeight=shown.has(i)?600:'';row.setAttribute('aria-selected',shown.has(i));draw()};
- press(row,turn);if(runs.findIndex(r=>r.setting==runs[i].setting)==i)turn()});draw();
-"""
 
 
 def write_runs_page(
@@ -214,10 +156,8 @@ def write_runs_page(
         "runs": len(found.runs),
         "held-out prompts": found.counts.prompt.nunique(),
     }
-    page = page_html("Runs of an experiment", sections, facts)
     data = json.dumps(curves(found)).replace("<", "\\u003c")
-    more = f'<script type="application/json" id="curves">{data}</script><script>{SCRIPT}</script>'
-    path = Path(path or Path(folder) / "index.html")
-    with atomic_write(path) as temporary:
-        temporary.write_text(page.replace("</html>", f"{more}</html>"), encoding="utf-8")
-    return path
+    script = Path(__file__).with_name("runs.js").read_text(encoding="utf-8")
+    html = f'<script type="application/json" id="curves">{data}</script><script>{script}</script>'
+    sections[-1] = sections[-1]._replace(html=sections[-1].html + html)
+    return write_page(path or Path(folder) / "index.html", "Runs of an experiment", sections, facts)

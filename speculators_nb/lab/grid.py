@@ -1,8 +1,9 @@
-"""A grid of training settings and seeds on the shipped verifier.
+"""A grid of training settings and seeds, on the shipped verifier or on any features.
 Every run is stored under a key of its content, an interrupted experiment goes on where it was, and all runs end
 in one table with paired intervals."""
 
 import hashlib
+import inspect
 import itertools
 import json
 import os
@@ -33,9 +34,13 @@ from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_folder, read_object
 from ..core.options import check_options, shown
 from ..core.provenance import write_provenance
+from ..data.prepared_folder import read_data_config
 from ..decode.step_counts import COUNTS
 from ..evaluate.acceptance import count
 from ..models.base import SpeculatorModel
+from ..nn.losses import LOSSES, RowLoss, parse_loss, register_loss
+from ..nn.step_weights import LOSS_WEIGHTS, LossWeight, register_loss_weight
+from ..train.train_drafter import train_drafter
 from .code_digest import code_digest
 from .experiment import heldout_setting, settings, shipped_features, train_on_shipped
 from .greedy_replay import Answer, greedy_answers, replay
@@ -71,6 +76,37 @@ class Measured(NamedTuple):
     max_new_tokens: int = 160  # of one answer
 
 
+class Subject(NamedTuple):
+    "What an experiment is about: the verifier, what drafters learn from, what they are asked."
+
+    features: str  # folder of the hidden states
+    verifier: str | None = None  # that made them, folder or hub id; None: the shipped one
+    heldout: str | None = None  # prompts, as of `read_prompts`; None: the shipped ones
+
+    @classmethod
+    def of(cls, features: str | Path, heldout: str | Path | None) -> "Subject":
+        "Features of the shipped verifier, or of another with prompts for it. Errors: ValueError where one is missing."
+        verifier = read_data_config(features).get("model", {}).get("target_model_path")
+        where = f"features={shown(str(features))}"
+        if heldout is None and verifier and Path(verifier).name != "tiny-verifier":
+            raise ValueError(
+                f"heldout is missing: {where} are of {verifier}; name prompts to measure on, e.g. the prepared "
+                "folder (its held-out part)"
+            )
+        if heldout is None:
+            return cls(str(features))
+        if not verifier:
+            raise ValueError(f"{where}: data_config.json does not say which verifier made them")
+        return cls(str(features), str(verifier), str(heldout))
+
+    def described(self) -> dict[str, Any]:  # what a result depends on, by name
+        "The shipped features' name is a hash of their content; others bring their record."
+        about: dict[str, Any] = dict(features=Path(self.features).name)
+        if self.verifier is not None:
+            about |= dict(record=read_data_config(self.features), heldout=self.heldout)
+        return about
+
+
 class Run(NamedTuple):
     "One training run of an experiment."
 
@@ -79,21 +115,32 @@ class Run(NamedTuple):
     arguments: dict[str, Any]  # of `train_on_shipped`, without the seed
     k: int  # tokens that the drafter is trained to draft
     seed: int
-    features: str  # folder of the hidden states
+    subject: Subject
     measured: Measured
 
     def described(self) -> dict[str, Any]:  # what the result depends on, by name
         "Without the setting's name; the code of what is not this library's as a hash."
         drafter = SpeculatorModel.registered_class(self.algorithm)
         own = not drafter.__module__.startswith("speculators_nb.")
-        return dict(
+        losses = [function for function, *_ in own_losses([self]).values()]
+        about = dict(
             algorithm=self.algorithm,
             code=code_digest([drafter, drafter.config_class]) if own else None,
             arguments=settings(self.algorithm, self.k) | self.arguments,
             seed=self.seed,
-            features=Path(self.features).name,
             measured=self.measured,
         )
+        about |= self.subject.described()
+        return about | (dict(losses=code_digest(losses)) if losses else {})
+
+    def effective(self) -> dict[str, Any]:
+        "As `described`, without arguments that repeat a default."
+        drafter = SpeculatorModel.registered_class(self.algorithm)
+        defaults = {p.name: p.default for p in inspect.signature(train_drafter).parameters.values()}
+        defaults |= drafter.training_arguments()
+        about = self.described()
+        changed = {n: v for n, v in about["arguments"].items() if n not in defaults or defaults[n] != v}
+        return about | dict(arguments=changed)
 
     @property
     def key(self) -> str:  # 16 hex digits
@@ -107,11 +154,11 @@ class Run(NamedTuple):
         return f"{self.setting}, seed {self.seed}"
 
 
-@lru_cache(maxsize=4)
-def _answers(layers: tuple[int, ...], measured: Measured) -> tuple[list[Answer], list[str]]:
-    "The verifier's answers with the states of these layers, and the domain of each prompt."
+@lru_cache(maxsize=2)
+def _answers(measured: Measured, subject: Subject, layers: tuple[int, ...]) -> tuple[list[Answer], list[str]]:
+    "The verifier's answers with the states of the features' layers, and the domain of each prompt."
     reads = type("Reads", (), {"aux_layer_ids": layers})
-    setting = heldout_setting({"any": reads}, measured.n_prompts)
+    setting = heldout_setting({"any": reads}, measured.n_prompts, verifier=subject.verifier, heldout=subject.heldout)
     beyond = max(measured.draft_lengths)
     stop = setting.eos_token_ids
     answers = greedy_answers(setting.verifier, setting.prompts, measured.max_new_tokens, stop, beyond)
@@ -121,14 +168,19 @@ def _answers(layers: tuple[int, ...], measured: Measured) -> tuple[list[Answer],
 def counts_of(
     drafter: Any,  # as from `model.drafter()`
     measured: Measured,
+    subject: Subject,
 ) -> pd.DataFrame:  # k, prompt, domain, steps, steps_drafted, proposed, accepted, at_1, at_2, …
     "Steps and accepted tokens on every held-out prompt."
-    answers, domains = _answers(tuple(drafter.aux_layer_ids), measured)
+    stored = read_data_config(subject.features)["hidden_states"]["layer_ids"]
+    layers = sorted({*stored, *drafter.aux_layer_ids})
+    answers, domains = _answers(measured, subject, tuple(layers))
+    reads = [layers.index(i) for i in drafter.aux_layer_ids]
     rows = []
     for k in measured.draft_lengths:
         names = [*COUNTS, *(f"at_{i}" for i in range(1, k + 1))]
         for i, (answer, domain) in enumerate(zip(answers, domains)):
-            numbers = count(replay(drafter, answer, k), k).astype(int).tolist()
+            states = answer.states.unflatten(-1, (len(layers), -1))[:, reads].flatten(1)
+            numbers = count(replay(drafter, answer._replace(states=states), k), k).astype(int).tolist()
             rows.append(dict(k=k, prompt=i, domain=domain) | dict(zip(names, numbers)))
     return pd.DataFrame(rows)
 
@@ -147,18 +199,19 @@ def do_run(
     once: dict[str, Any] = dict(eval_share=0.0, eval_strategy="no", seed=run.seed)
     with atomic_folder(folder) as building:
         drafter_folder = building / "drafter"
-        features = Path(run.features)
-        train_on_shipped(run.algorithm, drafter_folder, run.k, features, **once | run.arguments)
+        features, verifier = Path(run.subject.features), run.subject.verifier
+        train_on_shipped(run.algorithm, drafter_folder, run.k, features, verifier, **once | run.arguments)
         drafter = SpeculatorModel.from_pretrained(drafter_folder).drafter()
-        counts = counts_of(drafter, run.measured)
+        counts = counts_of(drafter, run.measured, run.subject)
         counts.to_csv(building / "counts.csv", index=False)
         given = {name: _as_text(value) for name, value in run.arguments.items()}
         about = dict(setting=run.setting, seed=run.seed, algorithm=run.algorithm, arguments=given)
         text = json.dumps(about, indent=1, ensure_ascii=False)
         (building / "setting.json").write_text(text, encoding="utf-8")
-        inputs = dict(features=features, verifier=shipped_data() / "tiny-verifier")
+        inputs = dict(features=features, verifier=verifier or shipped_data() / "tiny-verifier")
         record = run._asdict() | dict(arguments=given, measured=run.measured._asdict())
-        del record["features"]
+        record |= dict(heldout=run.subject.heldout)
+        del record["subject"]
         seconds = round(time.perf_counter() - start, 1)
         write_provenance(building, "experiment", record, inputs, seconds=seconds)
 
@@ -173,10 +226,20 @@ def _own_classes(runs) -> list[tuple[str, type, type]]:
     ]
 
 
+def own_losses(runs: list[Run]) -> dict[str, RowLoss | LossWeight]:
+    "Losses and weights of losses that runs name and that are not this library's."
+    found: dict[str, RowLoss | LossWeight] = {}
+    for run in runs:
+        loss, weight = run.arguments.get("loss_fn"), run.arguments.get("per_position_loss_weight")
+        found |= {name: LOSSES[name] for name in (parse_loss(loss) if loss else ())}
+        found |= {weight: LOSS_WEIGHTS[weight]} if weight in LOSS_WEIGHTS else {}
+    return {name: own for name, own in found.items() if not own[0].__module__.startswith("speculators_nb.")}
+
+
 @contextmanager
-def _importable(classes):
+def _importable(definitions):
     "A fresh process has this one's path: what was imported from a file is found there, too."
-    modules = {sys.modules.get(kind.__module__) for _, *both in classes for kind in both}
+    modules = {sys.modules.get(own.__module__) for own in definitions}
     files = {getattr(m, "__file__", None) for m in modules if m and "." not in m.__name__}
     folders = {str(Path(file).parent) for file in files if file} - set(sys.path)
     sys.path += folders
@@ -187,13 +250,18 @@ def _importable(classes):
 
 
 def _in_worker(sent: bytes) -> None:
-    "Register the notebook's classes in this process, and do a run."
+    "Register the notebook's classes and losses in this process, and do a run."
     disable_progress_bar()  # of loading weights
-    classes, run, folder, threads = dill.loads(sent)
+    classes, losses, run, folder, threads = dill.loads(sent)
     torch.set_num_threads(threads)
     for name, config, drafter in classes:
         SpeculatorModelConfig.register(name)(config)
         SpeculatorModel.register(name)(drafter)
+    for name, own in losses.items():
+        if isinstance(own, RowLoss):
+            register_loss(name, own.grad)(own.value)
+        else:
+            register_loss_weight(name, own.reads_accept)(own.weigh)
     do_run(run, folder)
 
 
@@ -207,13 +275,15 @@ def _finishing(runs: list[Run], folder: Path, workers: int) -> Iterator[tuple[Ru
             except Exception as e:
                 yield run, f"{type(e).__name__}: {e}"
         return
-    classes, threads = _own_classes(runs), max(1, torch.get_num_threads() // workers)
+    classes, losses = _own_classes(runs), own_losses(runs)
+    definitions = [kind for _, *both in classes for kind in both] + [function for function, *_ in losses.values()]
+    threads = max(1, torch.get_num_threads() // workers)
     n, context = min(workers, len(runs)), get_context("spawn")
-    with _importable(classes), ProcessPoolExecutor(n, context, end_with_parent) as pool:
-        sent = {
-            pool.submit(_in_worker, dill.dumps((classes, run, folder / run.key, threads), recurse=True)): run
-            for run in runs
-        }
+    with _importable(definitions), ProcessPoolExecutor(n, context, end_with_parent) as pool:
+        sent = {}
+        for run in runs:
+            work = dill.dumps((classes, losses, run, folder / run.key, threads), recurse=True)
+            sent[pool.submit(_in_worker, work)] = run
         try:
             for future in as_completed(sent):
                 error = future.exception()
@@ -334,10 +404,11 @@ def planned(
     seeds: int,
     k: int,
     measured: Measured,
-    features: Path,
+    subject: Subject,
     args: dict[str, Any],
 ) -> list[Run]:  # seed by seed
-    "The runs of an experiment. Errors: ValueError for an option out of its range."
+    """The runs of an experiment. Errors: ValueError for an option out of its range, and for two
+    settings that are the same once defaults are filled in."""
     if not contenders:
         raise ValueError("contenders is empty: give a name, an algorithm and arguments")
     if seeds < 1:
@@ -350,11 +421,21 @@ def planned(
         name for own in (args, *(own for _, own in contenders.values())) for name in own
     }:
         raise ValueError(f"{min(taken)}: is the experiment's own; leave it out")
-    return [
-        Run(name, algorithm, args | own, k, seed, str(features), measured)
+    runs = [
+        Run(name, algorithm, args | own, k, seed, subject, measured)
         for seed in range(seeds)
         for name, (algorithm, own) in contenders.items()
     ]
+    known: dict[str, str] = {}
+    for run in runs[: len(contenders)]:
+        content = json.dumps(run.effective(), sort_keys=True, default=code_digest)
+        if content in known:
+            raise ValueError(
+                f"contenders: {known[content]!r} and {run.setting!r} are the same setting once "
+                "defaults are filled in; leave one out"
+            )
+        known[content] = run.setting
+    return runs
 
 
 def experiment(
@@ -364,17 +445,23 @@ def experiment(
     k: int = 4,  # tokens that each drafter is trained to draft
     draft_lengths: Sequence[int] | None = None,  # measured, one decoding each; None: k
     n_prompts: int = 24,  # held-out prompts
+    max_new_tokens: int = 160,  # of one answer
     workers: int = 1,  # processes; 1: this one
-    features: Path | None = None,  # None: `shipped_features()`
+    features: str | Path | None = None,  # None: `shipped_features()`
+    heldout: str | Path | None = None,  # prompts, needed with features of one's own
     after_each: Callable[[Experiment], None] | None = None,  # called with what is finished
     **args,  # of `train_drafter`, for all
 ) -> Experiment:
-    """Train every setting with every seed on the shipped data, and measure greedy acceptance
-    on the same held-out prompts. Errors: ValueError for settings that cannot be run, or a
-    folder in use by another process; the first error where every run fails."""
-    folder, measured = Path(folder), Measured(tuple(draft_lengths or (k,)), n_prompts)
-    runs = planned(contenders, seeds, k, measured, Path("unknown"), args)
-    runs = [run._replace(features=str(features or shipped_features())) for run in runs]
+    """Train every setting with every seed, on the shipped data or on features of one's own, and
+    measure greedy acceptance on the same held-out prompts. Errors: ValueError for settings that
+    cannot be run, or a folder in use by another process; the first error where every run
+    fails."""
+    folder = Path(folder)
+    measured = Measured(tuple(draft_lengths or (k,)), n_prompts, max_new_tokens)
+    subject = Subject("unknown") if features is None else Subject.of(features, heldout)
+    runs = planned(contenders, seeds, k, measured, subject, args)
+    if features is None:  # made only once the settings are known to be right
+        runs = [run._replace(subject=Subject(str(shipped_features()))) for run in runs]
     folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
 

@@ -2,6 +2,8 @@
 The prompts and the seeds are the same, the intervals are of 95 %."""
 
 from collections.abc import Sequence
+from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -153,3 +155,49 @@ def results_table(
         rows[name] = row
     best = found[LENGTH].groupby("setting").mean().sort_values(ascending=False).index
     return pd.DataFrame.from_dict(rows, "index").loc[list(best)].rename_axis("setting")
+
+
+class RankCorrelation(NamedTuple):
+    "Kendall's tau of two orders of the same settings, with its 95 % interval."
+
+    names: list[str]  # settings that both have
+    tau: float
+    low: float
+    high: float
+
+
+def _tau(a, b):
+    pairs = combinations(range(len(a)), 2)
+    signs = [np.sign((a[i] - a[j]) * (b[i] - b[j])) for i, j in pairs]
+    return float(np.mean(signs))
+
+
+def _resampled(counts, names, k, draws, rng):
+    "[draws, settings]: mean lengths of resampled prompts, and of resampled seeds of each setting."
+    own = counts[counts.k == k].sort_values(["seed", "prompt"])
+    by_seed = [[_sums(run, k) for _, run in own[own.setting == name].groupby("seed")] for name in names]
+    sums = np.array(by_seed)  # [settings, seeds, prompts, 2 + k]
+    settings, seeds, prompts, _ = sums.shape
+    found = []
+    for _ in range(draws):
+        of_prompts = sums[:, :, rng.integers(prompts, size=prompts)].sum(2)
+        chosen = rng.integers(seeds, size=(settings, seeds))
+        lengths = _ratios(of_prompts)[..., 0]
+        found.append(np.take_along_axis(lengths, chosen, 1).mean(1))
+    return np.array(found)
+
+
+def rank_correlation(
+    first: pd.DataFrame,  # one row for each setting, seed, k and prompt
+    second: pd.DataFrame,  # of another experiment with these settings, every seed on every prompt
+    k: int,  # tokens drafted in a step
+    draws: int = 2000,  # resampled prompts and seeds, for the interval
+) -> RankCorrelation:
+    "Whether two experiments order their settings alike, by mean acceptance length."
+    both = [measures(counts, k)[LENGTH].groupby("setting").mean() for counts in (first, second)]
+    names = [str(name) for name in both[0].index if name in both[1].index]
+    rng = np.random.default_rng(0)
+    drawn = [_resampled(counts, names, k, draws, rng) for counts in (first, second)]
+    spread = [_tau(a, b) for a, b in zip(*drawn)]
+    low, high = np.quantile(spread, (0.025, 0.975))
+    return RankCorrelation(names, _tau(*(lengths[names].to_numpy() for lengths in both)), float(low), float(high))

@@ -10,6 +10,7 @@ __all__ = ['Rope', 'BLOCK_RULES', 'as_qwen3_layers', 'Projections', 'BlockAttent
 
 # %% ../../nbs/models/13_blocks.ipynb #blkA0003
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,12 +31,10 @@ from speculators_nb.models.serving_rules import (
     written,
 )
 from speculators_nb.nn.anchors import (
-    SLOT_WEIGHTS,
     Blocks,
     block_supervision,
     check_anchors,
     chosen_slots,
-    dpace_weights,
     select_anchors,
 )
 from ..nn.attention import attention, block_attention
@@ -49,7 +48,16 @@ from speculators_nb.nn.layers import (
     head_dim,
 )
 from ..nn.masks import Mask, MaskSize, anchored_blocks, slot_window
-from ..nn.step_weights import StepWeights, block_decay, weights_of_steps
+from speculators_nb.nn.step_weights import (
+    FIXED,
+    LossWeight,
+    StepWeights,
+    WeightOfRows,
+    block_decay,
+    loss_weight,
+    survival_weights,
+    weights_of_steps,
+)
 from ..nn.supervision import on_host
 
 # %% ../../nbs/models/13_blocks.ipynb #blk00005
@@ -262,21 +270,22 @@ class BlockDrafting(SpeculatorModel):
     def slot_weight(
         self,
         supervised: torch.Tensor,  # [A, B] bool
-        scheme: str,  # one of SLOT_WEIGHTS
+        scheme: str | Callable = FIXED,  # as in `loss_weight`
         gamma: float = 4.0,  # of the decay
         dpace_alpha: float = 0.5,  # of D-PACE
         step_weights: StepWeights = None,  # B weights instead, or a function of the slot
         slots: torch.Tensor | None = None,  # of `chosen_slots`
-    ) -> torch.Tensor | Callable:  # [N], or a function of the row losses
+    ) -> torch.Tensor | WeightOfRows:  # [N], or a function of what the slots were scored
         "Weights of the slots with loss. Errors: ValueError for an unknown scheme."
-        if scheme not in SLOT_WEIGHTS:
-            raise ValueError(
-                f"per_position_loss_weight={scheme!r} is unknown; choose from "
-                f"{', '.join(SLOT_WEIGHTS)}"
-            )
-        if scheme == "dpace" and step_weights is None:
-            return dpace_weights(supervised, dpace_alpha, slots)
-        return self.slot_decay(supervised, gamma, step_weights, slots)
+        by_scores = loss_weight(scheme)
+        if by_scores is None or step_weights is not None:
+            return self.slot_decay(supervised, gamma, step_weights, slots)
+        if scheme == "dpace":
+            by_scores = LossWeight(partial(survival_weights, alpha=dpace_alpha))
+        runs, steps = supervised.shape
+        if slots is None:
+            slots = supervised.flatten().nonzero()[:, 0]
+        return by_scores.of_rows(slots // steps, slots % steps, runs, steps)
 
 # %% ../../nbs/models/13_blocks.ipynb #fe5e0775
 def cached_block_mask(

@@ -47,7 +47,7 @@ from ..nn.compiled import attention_back_end, to_device
 from ..nn.head_loss import HeadLoss, RowWeight, head_loss
 from ..nn.layers import KINDS, DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
-from ..nn.step_weights import StepWeights
+from ..nn.step_weights import FIXED, StepWeights
 from ..verifier.cache import crop_cache
 from ..verifier.mask_token import resolve_mask_token
 
@@ -318,11 +318,10 @@ class DFlashDraftModel(BlockDrafting):
         "Mean over the slots with loss."
         blocks = states.blocks
         count = blocks.supervised.sum() + 1e-5
-        mean: RowWeight = (
-            weight / count
-            if isinstance(weight, torch.Tensor)
-            else lambda rows: weight(rows) / count
-        )
+        if isinstance(weight, torch.Tensor):
+            mean: RowWeight = weight / count
+        else:
+            mean = weight._replace(count=count)
         if states.bias is not None:
             options |= states.bias.head_loss_options(blocks)
         hidden, targets = blocks.with_values(states.hidden), blocks.scored
@@ -339,8 +338,7 @@ class DFlashDraftModel(BlockDrafting):
             lean=lean,
             **options,
         )
-        by_row = mean if isinstance(mean, torch.Tensor) else mean(out.rows)
-        return out, slot_metrics(out, blocks, by_row, mixture, self.config.first_slot, upstream)
+        return out, slot_metrics(out, blocks, mixture, self.config.first_slot, upstream)
 
     def draft_tokens(self, states: BlockStates) -> torch.Tensor:  # [1, A·B] int64
         "The most likely token of every slot, in the verifier's ids."
@@ -366,7 +364,8 @@ class DFlashDraftModel(BlockDrafting):
         max_anchors: int | None = None,  # blocks drawn; None: the config's
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
         gamma: float = 4.0,  # slots over which a weight falls by a factor of e
-        per_position_loss_weight: str = "fixed-exp-decay",  # or "dpace", see `slot_weight`
+        # fixed-exp-decay, dpace, one of your own (`register_loss_weight`), or a function
+        per_position_loss_weight: str | Callable = FIXED,
         dpace_alpha: float = 0.5,  # smoothing of D-PACE
         step_weights: StepWeights = None,  # B weights, or a function of the slot; None: above
         cross_document_targets: bool = False,  # True: a block may cross documents, as upstream
@@ -382,26 +381,54 @@ class DFlashDraftModel(BlockDrafting):
         ids, documents = input_ids[0], to_device(document_ids[0], input_ids.device)
         if position_ids is None:
             position_ids = torch.arange(len(ids), device=ids.device)[None]
-        draw = max_anchors, anchor_positions, anchor_valid, generator, seed, upstream, lean
-        blocks = self.blocks(loss_mask[0], document_ids[0], *draw)
+        blocks = self.blocks(
+            loss_mask[0],
+            document_ids[0],
+            max_anchors=max_anchors,
+            anchor_positions=anchor_positions,
+            anchor_valid=anchor_valid,
+            generator=generator,
+            seed=seed,
+            cross_document=upstream,
+            lean=lean,
+        )
         blocks = blocks.to(ids.device, self.config.first_slot)
         tokens = self.block_tokens(ids[blocks.anchors])
-        row = self.context(hidden_states[0]), blocks.anchors, documents, position_ids[0]
         layer = self.config.transformer_layer_config
-        back_end = attention_back_end(attn_impl, ids.device, lean, layer)
-        way = lean, back_end, serving_window, blocks.drawn_anchors
-        hidden = self.block_hidden(tokens, *row, *way)
+        hidden = self.block_hidden(
+            tokens,
+            self.context(hidden_states[0]),
+            blocks.anchors,
+            documents,
+            position_ids[0],
+            lean=lean,
+            impl=attention_back_end(attn_impl, ids.device, lean, layer),
+            serving_window=serving_window,
+            drawn_anchors=blocks.drawn_anchors,
+        )
         states = BlockStates(ids, documents, blocks, hidden)
         states = states._replace(bias=self.slot_bias(states, lean))
-        scheme = per_position_loss_weight, gamma, dpace_alpha, step_weights
-        weight = self.slot_weight(blocks.supervised, *scheme, blocks.slots)
-        want_accept = self.needs_acceptance or not self.training
-        options = dict(gemm_dtype=gemm_dtype, want_accept=want_accept)
-        options |= dict(mixture=mixture, weight=weight, upstream=upstream, lean=lean)
-        targets = verifier_last_hidden_states[0]
-        score = partial(self.block_loss, target_hidden=targets, **options)
-        rest = gamma, step_weights, upstream
-        loss, metrics = self.step_loss(states, score, *rest, **extra)
+        weight = self.slot_weight(
+            blocks.supervised,
+            scheme=per_position_loss_weight,
+            gamma=gamma,
+            dpace_alpha=dpace_alpha,
+            step_weights=step_weights,
+            slots=blocks.slots,
+        )
+        score = partial(
+            self.block_loss,
+            target_hidden=verifier_last_hidden_states[0],
+            mixture=mixture,
+            weight=weight,
+            upstream=upstream,
+            lean=lean,
+            gemm_dtype=gemm_dtype,
+            want_accept=self.needs_acceptance or not self.training,
+        )
+        loss, metrics = self.step_loss(
+            states, score, gamma=gamma, step_weights=step_weights, upstream=upstream, **extra
+        )
         return ForwardOutput(None if lean else self.draft_tokens(states), loss, metrics)
 
     @classmethod

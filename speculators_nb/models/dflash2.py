@@ -44,6 +44,7 @@ from speculators_nb.models.serving_rules import (
 from ..nn.anchors import Blocks
 from ..nn.head_loss import RowWeight
 from ..nn.layers import Attention, DecoderLayer
+from ..nn.losses import ScoredRows
 from ..nn.step_weights import StepWeights
 from ..nn.supervision import block_metrics, sum_and_total
 from ..nn.token_loss import Candidates, candidate_logits, find_candidates
@@ -396,9 +397,11 @@ class DFlash2DraftModel(DFlashDraftModel):
         first = self.config.first_slot
         candidates, scores = self.selector_rows(states, bound.keywords["target_hidden"])
         errors = F.cross_entropy(scores, candidates.place, reduction="none")
-        by_slot = weight({"ce": errors.detach()}) if callable(weight) else weight
+        if not isinstance(weight, torch.Tensor):
+            chosen = scores.argmax(-1) == candidates.place
+            weight = weight(ScoredRows({"ce": errors.detach()}, chosen, out.accept))
         count = states.blocks.supervised.sum().float()
-        selector = (by_slot * errors).sum() / (count + 1e-5)
+        selector = (weight * errors).sum() / (count + 1e-5)
         loss = out.loss + selector_loss_alpha * selector
         metrics |= acceptance_metrics(out.accept, states.blocks, first, upstream)
         metrics |= candidate_metrics(candidates, scores.detach(), states.blocks, first)

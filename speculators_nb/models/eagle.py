@@ -10,7 +10,7 @@ __all__ = ['EagleSpeculatorConfig', 'paper_losses', 'feature_noise', 'feature_me
 # %% ../../nbs/models/09_eagle.ipynb #4ec86db9
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any, cast
 
@@ -35,10 +35,10 @@ from speculators_nb.models.drafting import (
 from .formats import format_named
 from .training_time_test import LeanSteps, StepInputs, StepOutput
 from ..nn.compiled import attention_back_end, take_rows, to_device
-from ..nn.head_loss import HeadLoss, head_loss
+from ..nn.head_loss import HeadLoss, RowWeight, head_loss
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
-from ..nn.step_weights import StepWeights, weights_of_steps
+from ..nn.step_weights import StepWeights, loss_weight, weights_of_steps
 from speculators_nb.nn.supervision import (
     Supervised,
     chain_metrics,
@@ -295,6 +295,8 @@ class EagleSpeculator(AttachableVerifier):
         loss_config: "dict | str | None" = None,  # `losses.parse_loss`; None: `paper_losses`
         noise_std: float = 0.2,  # of the noise on the features in training, `feature_noise`
         step_weights: StepWeights = None,  # K weights, or a function of the step; None: 1 each
+        # one of your own (`register_loss_weight`), dpace, or a function; None: by the step
+        per_position_loss_weight: str | Callable | None = None,
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
     ) -> ForwardOutput:  # tokens: list of K [1, L], or None where lean
@@ -341,7 +343,11 @@ class EagleSpeculator(AttachableVerifier):
         on_cpu = supervised_steps(carries_loss)
         carries_loss, entries = to_device(carries_loss, device), on_cpu.to(device)
         step_weight = to_device(weights_of_steps(step_weights, torch.ones(K)), device)
-        weight = (step_weight / (carries_loss.sum(-1) + 1e-5))[entries.step]
+        counts = carries_loss.sum(-1) + 1e-5
+        weight: RowWeight = (step_weight / counts)[entries.step]
+        if by_scores := loss_weight(per_position_loss_weight):
+            run, count = entries.target - entries.step, counts[entries.step]
+            weight = by_scores.of_rows(run, entries.step, len(ids), K, count)
         true = self.target_head.norm(verifier_last_hidden_states[0, entries.target])
         distance = F.smooth_l1_loss(predicted.to(true.dtype), true, reduction="none").mean(-1)
         scale = self.target_head.scale
@@ -357,7 +363,7 @@ class EagleSpeculator(AttachableVerifier):
             want_accept=not self.training,
             lean=lean,
         )
-        loss = out.loss + feature_weight * (weight * distance).sum()
+        loss = out.loss + feature_weight * (out.weight * distance).sum()
         metrics = feature_metrics(out, distance, feature_weight, mixture, entries, carries_loss)
         return ForwardOutput(drafts, loss, metrics)
 

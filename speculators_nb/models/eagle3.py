@@ -9,7 +9,7 @@ __all__ = ['EAGLE3_RULES', 'Eagle3SpeculatorConfig', 'counted_positions', 'step_
 
 # %% ../../nbs/models/10_eagle3.ipynb #c8d87f48
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ from speculators_nb.models.training_time_test import (
     TrainingTimeTest,
 )
 from ..nn.compiled import attention_back_end, take_rows, to_device
-from ..nn.head_loss import HeadLoss, head_loss
+from ..nn.head_loss import HeadLoss, RowWeight, head_loss
 from speculators_nb.nn.layers import (
     DecoderLayer,
     RMSNorm,
@@ -58,7 +58,7 @@ from speculators_nb.nn.layers import (
     take_embeds,
 )
 from ..nn.losses import parse_loss
-from ..nn.step_weights import StepWeights, weights_of_steps
+from ..nn.step_weights import StepWeights, loss_weight, weights_of_steps
 from speculators_nb.nn.supervision import (
     Supervised,
     chain_metrics,
@@ -122,7 +122,6 @@ def counted_positions(
 def step_metrics(
     out: HeadLoss,
     predictions: Supervised,  # the N predictions of `out`, with step and target
-    weight: torch.Tensor,  # [N]
     mixture: dict[str, float],  # loss name -> weight
     carries_loss: torch.Tensor,  # [K, L] bool
     upstream: bool,  # cross_document_targets: losses are means over the batch, with total 1
@@ -137,7 +136,9 @@ def step_metrics(
         losses |= {f"{name}_loss": out.rows[name] for name in mixture}
     metrics = {}
     for name, value in losses.items():
-        weighted_means = predictions.sum_by_step(weight * value)  # w_t times the step's mean
+        weighted_means = predictions.sum_by_step(
+            out.weight * value
+        )  # w_t times the step's mean
         metrics |= sum_and_total(name, weighted_means * totals, totals)  # loss_0, loss_1, …
         metrics |= sum_and_total(name, weighted_means.sum() * totals[0], totals[0])  # loss
     if out.accept is not None and not upstream:
@@ -323,6 +324,8 @@ class Eagle3DraftModel(TrainingTimeTest):
         ttt_step_loss_decay: float = 1.0,  # gamma: the weight of step t is gamma^t
         use_off_policy_tokens: bool = True,  # later steps read the text; False: drafted tokens
         step_weights: StepWeights = None,  # K weights, or a function of the step; None: gamma^t
+        # one of your own (`register_loss_weight`), dpace, or a function; None: by the step
+        per_position_loss_weight: str | Callable | None = None,
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
         cross_document_targets: bool = False,  # True: targets may cross documents, as upstream
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
@@ -390,10 +393,14 @@ class Eagle3DraftModel(TrainingTimeTest):
         carries_loss, predictions = to_device(carries_loss, device), rows.to(device)
         decay = ttt_step_loss_decay ** torch.arange(ttt_steps).float()
         step_weight = to_device(weights_of_steps(step_weights, decay), device)
-        weight_per_position = step_weight / (carries_loss.sum(-1).float() + 1e-5)
+        counts = carries_loss.sum(-1).float() + 1e-5
         position = predictions.target - predictions.step
         in_loss = carries_loss[predictions.step, position]
-        weight = weight_per_position[predictions.step] * in_loss
+        weight: RowWeight = (step_weight / counts)[predictions.step] * in_loss
+        own = per_position_loss_weight
+        if by_scores := own and loss_weight(own):
+            count = counts[predictions.step] / in_loss  # infinite beside the loss
+            weight = by_scores.of_rows(position, predictions.step, len(ids), ttt_steps, count)
         out = head_loss(
             hidden,
             self.lm_head.weight,
@@ -406,7 +413,7 @@ class Eagle3DraftModel(TrainingTimeTest):
             want_accept=not self.training,
             lean=lean,
         )
-        metrics = step_metrics(out, predictions, weight, mixture, carries_loss, upstream)
+        metrics = step_metrics(out, predictions, mixture, carries_loss, upstream)
         return ForwardOutput(drafts, out.loss, metrics)
 
     @classmethod

@@ -8,6 +8,7 @@ __all__ = ['MTP_RULES', 'token_metrics', 'Row', 'packed_row', 'by_text', 'MTPDra
            'state_as_served', 'MTPDraftModel']
 
 # %% ../../nbs/models/22_mtp.ipynb #51799ea8
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -27,8 +28,13 @@ from speculators_nb.models.mtp_network import (
 )
 from .serving_rules import Rule, layer_of
 from ..nn.compiled import attention_back_end, to_device
-from ..nn.head_loss import HeadLoss
-from ..nn.step_weights import StepWeights, normalised_steps, weights_of_steps
+from ..nn.head_loss import HeadLoss, RowWeight
+from speculators_nb.nn.step_weights import (
+    StepWeights,
+    loss_weight,
+    normalised_steps,
+    weights_of_steps,
+)
 from speculators_nb.nn.supervision import (
     Supervised,
     chain_metrics,
@@ -44,13 +50,12 @@ from ..nn.token_loss import dense_token_loss, token_loss
 def token_metrics(
     out: HeadLoss,
     entries: Supervised,  # the N rows of `out`
-    weight: torch.Tensor,  # [N]
     carries_loss: torch.Tensor,  # [K, L] bool
     upstream: bool,  # means over the batch, as upstream reports them
 ) -> dict[str, torch.Tensor]:  # sums and totals
     "Losses with their step's weight, and accuracies against the data's tokens."
     counts = carries_loss.sum(-1).float()
-    by_step = entries.sum_by_step(weight * out.rows["ce"])
+    by_step = entries.sum_by_step(out.weight * out.rows["ce"])
     if upstream:
         metrics = {f"loss_step_{step}": x for step, x in enumerate(by_step)}
         return metrics | sum_and_total("loss", by_step.sum(), torch.ones_like(by_step[0]))
@@ -203,6 +208,8 @@ class MTPDraftModel(MTPNetwork):
         lengths: Any = None,
         *,
         step_weights: StepWeights = None,  # K weights, or a function of the step
+        # one of your own (`register_loss_weight`), dpace, or a function; None: by the step
+        per_position_loss_weight: str | Callable | None = None,
         step_weight_beta: float | None = None,  # None: 1 each; else beta^k, summing to 1
         as_served: bool = False,  # True: first step's past (cache); False: own past (upstream)
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
@@ -232,7 +239,10 @@ class MTPDraftModel(MTPNetwork):
         entries = supervised_steps(carries_loss).to(ids.device)
         carries_loss, with_loss = to_device(carries_loss, ids.device), (carries_loss, documents)
         counts = carries_loss.sum(-1).clamp(min=1)
-        weight = (step_weight / counts)[entries.step]
+        weight: RowWeight = (step_weight / counts)[entries.step]
+        if by_scores := loss_weight(per_position_loss_weight):
+            run, count = entries.target - entries.step, counts[entries.step]
+            weight = by_scores.of_rows(run, entries.step, L, steps, count)
         targets, head = ids[entries.target + 2], self.lm_head.weight
         if lean:
             hidden = self.supervised_hidden(*row, *with_loss, as_served, back_end, length)
@@ -243,7 +253,7 @@ class MTPDraftModel(MTPNetwork):
             hidden = torch.cat([h[at[:-1]] for h, at in zip(dense, carries_loss)])
             out = dense_token_loss(hidden, head, targets, weight)
             logits = [by_text(self.lm_head(h[:rows]), len(input_ids)) for h in dense]
-        metrics = token_metrics(out, entries, weight, carries_loss, upstream)
+        metrics = token_metrics(out, entries, carries_loss, upstream)
         return ForwardOutput(logits, out.loss, metrics)
 
     @classmethod

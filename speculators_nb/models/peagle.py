@@ -7,6 +7,7 @@ __all__ = ['PEAGLE_RULES', 'PEagleSpeculatorConfig', 'check_given', 'plan_of', '
            'mask_token_written', 'no_norm_of_each_feature', 'window_holds_rollout', 'PEagleDraftModel']
 
 # %% ../../nbs/models/12_peagle.ipynb #d0cc853c
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,10 +41,10 @@ from speculators_nb.models.serving_rules import (
 )
 from ..nn.attention import attention as masked_attention
 from ..nn.compiled import attention_back_end, to_device
-from ..nn.head_loss import HeadLoss, head_loss
+from ..nn.head_loss import HeadLoss, RowWeight, head_loss
 from ..nn.losses import parse_loss
 from ..nn.masks import MaskSize, rollouts
-from ..nn.step_weights import StepWeights, weights_of_steps
+from ..nn.step_weights import StepWeights, loss_weight, weights_of_steps
 from speculators_nb.nn.supervision import (
     Supervised,
     on_host,
@@ -363,6 +364,8 @@ class PEagleDraftModel(Eagle3DraftModel):
         max_anchors: int | None = None,  # positions that start depths above 0; None: all
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
         step_weights: StepWeights = None,  # K weights, or a function of the depth; None: 1 each
+        # one of your own (`register_loss_weight`), dpace, or a function; None: by the step
+        per_position_loss_weight: str | Callable | None = None,
         cross_document_targets: bool = False,  # True: rollouts may cross documents, as upstream
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA, else "blocked" or "sdpa" (dense)
@@ -391,7 +394,10 @@ class PEagleDraftModel(Eagle3DraftModel):
         there = entries.to(ids.device)
         total = torch.full((), len(scored) + 1e-5, device=ids.device)
         of_depth = to_device(weights_of_steps(step_weights, torch.ones(num_depths)), ids.device)
-        weight = (of_depth / total)[there.step]
+        weight: RowWeight = (of_depth / total)[there.step]
+        if by_scores := loss_weight(per_position_loss_weight):
+            run = there.target - there.step
+            weight = by_scores.of_rows(run, there.step, len(ids), num_depths, total)
         hidden = hidden.index_select(0, to_device(scored, ids.device))
         out = head_loss(
             hidden,

@@ -8,6 +8,7 @@ __all__ = ['AHEAD', 'trained_positions', 'heads_loss', 'heads_metrics', 'TokenHe
 
 # %% ../../nbs/models/23_token_heads.ipynb #f9e8dd35
 import os
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -17,7 +18,9 @@ from ..core.config import SpeculatorsConfig
 from .base import ForwardOutput, SpeculatorModel
 from .formats import format_named
 from ..nn.compiled import to_device
-from ..nn.head_loss import HeadLoss
+from ..nn.head_loss import HeadLoss, RowWeight
+from ..nn.losses import ScoredRows
+from ..nn.step_weights import loss_weight
 from speculators_nb.nn.supervision import (
     Supervised,
     block_metrics,
@@ -47,34 +50,40 @@ def heads_loss(
     hidden: list[torch.Tensor],  # K of [N_k, D], the positions that train head k
     heads: list[torch.Tensor],  # K of [V, D]; tied ones are the same object
     targets: list[torch.Tensor],  # K of [N_k] int64 token ids
-    weights: torch.Tensor,  # [K] float32 of each position of a head
+    weight: RowWeight,  # [N] float32 of each row in the sum, head by head
     lean: bool = True,  # False: by whole tensors and autograd
     gemm_dtype: torch.dtype | None = None,  # of the products, e.g. torch.bfloat16
 ) -> HeadLoss:  # `rows` has "ce"; rows and `correct` [N], head by head
     "The weighted sum of the cross-entropies of all heads."
-    loss = torch.zeros((), device=weights.device)
+    device, by_head = hidden[0].device, [len(rows) for rows in hidden]
+    if not isinstance(weight, torch.Tensor):  # of all heads at once: they are scored first
+        with torch.no_grad():
+            zeros = torch.zeros(sum(by_head), device=device)
+            first = heads_loss(hidden, heads, targets, zeros, lean, gemm_dtype)
+        weight = weight(ScoredRows(first.rows, first.correct))
+    weights = weight.split(by_head)
+    loss = torch.zeros((), device=device)
     cross_entropy: dict[int, torch.Tensor] = {}  # head -> [N_k]
     correct: dict[int, torch.Tensor] = {}
     for matrix in {id(head): head for head in heads}.values():
         sharing = [k for k, head in enumerate(heads) if head is matrix]
-        counts = [len(hidden[k]) for k in sharing]
-        weight = torch.cat([weights[k].expand(len(hidden[k])) for k in sharing])
-        rows = (
-            torch.cat([hidden[k] for k in sharing]),
-            matrix,
-            torch.cat([targets[k] for k in sharing]),
-            weight,
+        rows, right, row_weight = (
+            torch.cat([values[k] for k in sharing]) for values in (hidden, targets, weights)
         )
-        out = token_loss(*rows, gemm_dtype=gemm_dtype) if lean else dense_token_loss(*rows)
+        if lean:
+            out = token_loss(rows, matrix, right, row_weight, gemm_dtype=gemm_dtype)
+        else:
+            out = dense_token_loss(rows, matrix, right, row_weight)
         loss = loss + out.loss
+        counts = [by_head[k] for k in sharing]
         cross_entropy |= zip(sharing, out.rows["ce"].split(counts))
         correct |= zip(sharing, out.correct.split(counts))
-    by_head = range(len(heads))
     return HeadLoss(
         loss,
-        {"ce": torch.cat([cross_entropy[k] for k in by_head])},
-        torch.cat([correct[k] for k in by_head]),
-        None,
+        {"ce": torch.cat([cross_entropy[k] for k in range(len(heads))])},
+        torch.cat([correct[k] for k in range(len(heads))]),
+        accept=None,
+        weight=weight,
     )
 
 
@@ -141,6 +150,8 @@ class TokenHeads(SpeculatorModel):
         lean: bool = True,  # False: dense, every position at every head, and draft tokens
         *,
         head_loss_decay: float | None = None,  # None: the class's
+        # one of your own (`register_loss_weight`), dpace, or a function; None: by the step
+        per_position_loss_weight: str | Callable | None = None,
         cross_document_targets: bool = False,  # True: targets may be in the next document
         gemm_dtype: torch.dtype | None = None,  # of the heads' products, e.g. torch.bfloat16
     ) -> ForwardOutput:  # tokens: list of K [1, L], or None where lean
@@ -166,13 +177,17 @@ class TokenHeads(SpeculatorModel):
         decay = self.head_loss_decay if head_loss_decay is None else head_loss_decay
         powers = decay ** torch.arange(1.0, len(heads) + 1, device=ids.device)
         totals = trains.sum(-1).float() + 1e-5
+        weight: RowWeight = (powers / totals)[entries.step]
+        if by_scores := loss_weight(per_position_loss_weight):
+            run, count = entries.target - entries.step, totals[entries.step]
+            weight = by_scores.of_rows(run, entries.step, len(ids), len(heads), count)
         out = heads_loss(
             hidden,
             heads,
             list(targets.split([len(h) for h in hidden])),
-            powers / totals,
-            lean,
-            gemm_dtype,
+            weight,
+            lean=lean,
+            gemm_dtype=gemm_dtype,
         )
         tokens = None
         if not lean:

@@ -10,7 +10,6 @@ __all__ = ['CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES', 'TILE_BYTES', 'LOW_P
            'head_loss', 'dense_head_loss']
 
 # %% ../../nbs/nn/08_head_loss.ipynb #cb396337
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from speculators_nb.nn.losses import (
     score_logits,
     score_rows,
 )
+from .step_weights import WeightOfRows
 from .target_head import TargetHead
 
 # %% ../../nbs/nn/08_head_loss.ipynb #8f391fff
@@ -240,6 +240,7 @@ class HeadLoss(NamedTuple):
     correct: Tensor  # [N] bool: the draft's most likely token is the verifier's
     accept: Any  # [N] alpha = sum min(p, q) over draft vocabulary; None: not wanted
     tokens: Any = None  # [N] int64 the draft's most likely token; None: not wanted
+    weight: Any = None  # [N] of each row in `loss`
 
 # %% ../../nbs/nn/08_head_loss.ipynb #ad6300ff
 SLOTS_AT_ONCE = 4  # that one compiled kernel scores: all of EAGLE-3's, where no more are wanted
@@ -273,7 +274,9 @@ def score_chunk(
     labels: Tensor | None = None,  # of its targets, the right tokens of `ce`
 ) -> Tensor:  # [n, Vd] gradients of the losses of its rows in their logits, where wanted
     "Score the rows of a chunk against its targets."
-    gradients, compiled = z_rows, is_compiled_for(z_rows)
+    gradients = z_rows
+    # a loss of one's own, differentiated by autograd, is not compiled
+    compiled = is_compiled_for(z_rows) and all(LOSSES[name].grad for name in mixture)
     want_accept, want_tokens = scores.accept is not None, scores.tokens is not None
     reads_probs = want_accept or any(LOSSES[name].target_probs for name in mixture)
     z_slots = z_rows.split([len(rows) for rows in chunk.slots])
@@ -337,7 +340,7 @@ def score_chunk(
     return gradients
 
 # %% ../../nbs/nn/08_head_loss.ipynb #76ebc767
-RowWeight = Tensor | Callable[[dict[str, Tensor]], Tensor]  # [N], or made from the row losses
+RowWeight = Tensor | WeightOfRows  # [N], or made from what the rows were scored
 
 
 class HeadCase(NamedTuple):
@@ -415,13 +418,14 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                 if bias is not None:
                     bias.end(gradients, known_weight, rows, used)
         if not isinstance(weight, Tensor):
-            weight = weight(scores.losses)
+            weight = weight(scores)
         loss = torch.zeros((), device=device)
         for name, of_name in mixture.items():
             loss = loss + of_name * (weight * scores.losses[name]).sum()
         of_bias = (None, None) if bias is None else (bias.grad_e, bias.grad_w)
         ctx.save_for_backward(grad_hidden, *of_bias, weight)
-        outputs = scores.correct, scores.accept, scores.tokens, *scores.losses.values()
+        of_rows = scores.correct, scores.accept, scores.tokens, weight.detach()
+        outputs = *of_rows, *scores.losses.values()
         ctx.mark_non_differentiable(*(x for x in outputs if x is not None))
         return loss, *outputs
 
@@ -441,7 +445,7 @@ def head_loss(
     target_head: TargetHead,  # the verifier's
     target_hidden: Tensor,  # [T, H] the verifier's states before its final norm
     target_of_row: Tensor,  # [N] int64 into T: what row n should match; best on the CPU
-    weight: RowWeight,  # [N] float32 per row of the summed loss; or a function of row losses
+    weight: RowWeight,  # [N] float32 of each row in the summed loss, or `WeightOfRows`
     mixture: dict[str, float],  # loss name -> weight, from `losses.parse_loss`
     bias: tuple[Tensor, Tensor] | None = None,  # trainable e [N, r], w [Vd, r]: + e @ w.T
     gemm_dtype: torch.dtype | None = None,  # drafter-head products; verifier logits: float32
@@ -455,6 +459,8 @@ def head_loss(
     """Weighted sum of distribution losses between the drafter's rows and the verifier's, never
     holding more than one [chunk, Vd] buffer. The gradient in `hidden` is formed on the way
     forward; head and targets get none."""
+    by_scores = not isinstance(weight, Tensor)
+    reads_accept = by_scores and weight.by.reads_accept
     if not lean:
         out = dense_head_loss(
             hidden,
@@ -469,7 +475,7 @@ def head_loss(
             labels=labels,
         )
         return out if want_accept else out._replace(accept=None)
-    if bias is not None and callable(weight):
+    if bias is not None and by_scores:
         # the gradient of w sums over rows: their weights must be known first
         with torch.no_grad():
             first = head_loss(
@@ -483,10 +489,11 @@ def head_loss(
                 bias=bias,
                 gemm_dtype=gemm_dtype,
                 chunk=chunk,
+                want_accept=reads_accept,
                 bias_by_target=bias_by_target,
                 labels=labels,
             )
-            weight = weight(first.rows)
+            weight = weight(ScoredRows(first.rows, first.correct, first.accept))
     case = HeadCase(
         head=head,
         target_head=target_head,
@@ -496,15 +503,17 @@ def head_loss(
         mixture=mixture,
         chunk=chunk or chunk_rows(len(head), hidden.device),
         dtype=head_dtype(hidden, gemm_dtype),
-        want_accept=want_accept,
+        want_accept=want_accept or reads_accept,
         bias_by_target=bias_by_target,
         labels=labels,
         want_tokens=want_tokens,
     )
     e, w = bias or (None, None)
     with torch.autocast(hidden.device.type, enabled=False):  # it would change these dtypes
-        loss, correct, accept, tokens, *rows = _ChunkedHeadLoss.apply(hidden, e, w, case)
-    return HeadLoss(loss, dict(zip(mixture, rows)), correct, accept, tokens)
+        loss, *of_rows = _ChunkedHeadLoss.apply(hidden, e, w, case)
+    correct, accept, tokens, weight, *rows = of_rows
+    accept = accept if want_accept else None
+    return HeadLoss(loss, dict(zip(mixture, rows)), correct, accept, tokens, weight)
 
 # %% ../../nbs/nn/08_head_loss.ipynb #f231dc26
 def dense_head_loss(
@@ -534,8 +543,9 @@ def dense_head_loss(
         label = None if labels is None else labels[target_of_row]
         rows = row_loss(logits, targets, mixture, label)
     detached = {name: losses.detach() for name, losses in rows.items()}
-    if callable(weight):
-        weight = weight(detached)
-    loss: Any = sum((weight * rows[name] * w).sum() for name, w in mixture.items())
     p, q = Distribution(targets), Distribution(logits.detach())
-    return HeadLoss(loss, detached, p.argmax == q.argmax, overlap(p, q), q.argmax)
+    correct, accept = p.argmax == q.argmax, overlap(p, q)
+    if not isinstance(weight, Tensor):
+        weight = weight(ScoredRows(detached, correct, accept))
+    loss: Any = sum((weight * rows[name] * w).sum() for name, w in mixture.items())
+    return HeadLoss(loss, detached, correct, accept, q.argmax, weight)

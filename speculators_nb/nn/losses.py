@@ -5,7 +5,7 @@ KL, reverse KL, Jensen-Shannon, cross-entropies and total variation, each with i
 
 # %% auto #0
 __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'Distribution', 'rowdot', 'one_hot', 'overlap', 'RowLoss',
-           'parse_loss', 'ScoredRows', 'score_rows', 'score_logits', 'row_loss']
+           'parse_loss', 'autograd_gradient', 'ScoredRows', 'score_rows', 'register_loss', 'score_logits', 'row_loss']
 
 # %% ../../nbs/nn/06_losses.ipynb #2f999eda
 import json
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core import options
+from ..core.registry import same_definition
 from .compiled import compiled_on_cuda
 
 # %% ../../nbs/nn/06_losses.ipynb #piece001
@@ -209,7 +211,8 @@ class RowLoss(NamedTuple):
     "A loss of one row and its gradient in the draft logits, functions of both distributions."
 
     value: Callable  # (target distribution, draft distribution) -> [N]
-    grad: Callable  # (target distribution, draft distribution, value [N]) -> [N, V]
+    # (target distribution, draft distribution, value [N]) -> [N, V]; None: autograd's
+    grad: Callable | None = None
     target_probs: bool = True  # False: of the target only the likeliest token is read
 
 
@@ -250,6 +253,18 @@ def parse_loss(
     return {name: float(weight) for name, weight in mixture.items()}
 
 
+def autograd_gradient(
+    value: Callable,  # a loss: (p, q) -> [n]
+    target: Distribution,  # the verifier's p, rows [n, V]
+    draft: Distribution,  # the drafter's q, rows [n, V]
+) -> Tensor:  # [n, V]
+    "The gradient of a loss in the draft logits, as autograd finds it."
+    with torch.enable_grad():
+        logits = draft.logits.detach().requires_grad_()
+        total = value(target, Distribution(logits)).sum()
+        return torch.autograd.grad(total, logits)[0]
+
+
 class ScoredRows(NamedTuple):
     "What is known of n rows."
 
@@ -268,18 +283,44 @@ def score_rows(
     want_accept: bool = False,
     want_tokens: bool = False,
 ) -> ScoredRows:
-    "The closed-form row losses of a mixture, the gradient of their weighted sum, and metrics."
+    "The row losses of a mixture, the gradient of their weighted sum, and metrics."
     losses, total = {}, None
     for name in mixture:
         losses[name] = LOSSES[name].value(target, draft)
     for name, weight in mixture.items() if want_grad else ():
-        grad = LOSSES[name].grad(target, draft, losses[name])
+        value, formula, _ = LOSSES[name]
+        if formula is None:
+            grad = autograd_gradient(value, target, draft)
+        else:
+            grad = formula(target, draft, losses[name])
         if weight != 1:
             grad *= weight
         total = grad if total is None else total.add_(grad)
     correct = draft.logits.gather(-1, target.argmax[:, None])[:, 0] >= draft.top
     accept = overlap(target, draft) if want_accept else None
     return ScoredRows(losses, correct, accept, draft.argmax if want_tokens else None, total)
+
+# %% ../../nbs/nn/06_losses.ipynb #06a0f00d
+def register_loss(
+    name: str,  # the word of `loss_fn`, alone or in a mixture
+    grad: Callable | None = None,  # (p, q, value [N]) -> [N, V] in q's logits; None: autograd's
+) -> Callable:  # a decorator that returns the function unchanged
+    """Decorator of a function (p: Distribution, q: Distribution) -> [N], the verifier's and the
+    drafter's. Errors: ValueError for the name of a loss that another function has."""
+
+    def register(value):
+        other = LOSSES.get(name)
+        if other is not None and not same_definition(other.value, value):
+            raise ValueError(
+                f"register_loss({name!r}): {other.value.__module__}.{other.value.__qualname__} "
+                "is registered under this name; choose another"
+            )
+        LOSSES[name] = RowLoss(value, grad)
+        if name not in options.LOSSES:
+            options.LOSSES.append(name)
+        return value
+
+    return register
 
 # %% ../../nbs/nn/06_losses.ipynb #05d03d05
 def _joined(parts: list[Tensor | None]) -> Tensor | None:

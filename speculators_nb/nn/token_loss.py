@@ -18,12 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from .compiled import compiled_on_cuda, is_compiled_for
 from speculators_nb.nn.head_loss import (
     HeadLoss,
+    RowWeight,
     chunk_rows,
     head_dtype,
     scaled_gradient,
     tile_rows,
 )
-from .losses import Distribution, one_hot
+from .losses import Distribution, ScoredRows, one_hot
 from .target_head import TargetHead
 
 # %% ../../nbs/nn/12_token_loss.ipynb #04f0d558
@@ -90,34 +91,42 @@ def token_loss(
     hidden: Tensor,  # [N, H] rows of the drafter that carry loss; gradients flow
     head: Tensor,  # [V, H]; gets a gradient where it requires one
     tokens: Tensor,  # [N] int64: the token each row should predict, an id of head's rows
-    weight: Tensor,  # [N] float32 of each row in the summed loss
+    weight: RowWeight,  # [N] float32 of each row in the summed loss, or `WeightOfRows`
     gemm_dtype: torch.dtype | None = None,  # of the products, as in `head_dtype`
     chunk: int | None = None,  # rows of logits a chunk; None: `chunk_rows`
 ) -> HeadLoss:  # its `rows` has one entry, "ce"; `correct`: the argmax is the data's token
     """Weighted sum of cross-entropies against data tokens, never holding more than one [chunk,
     V] buffer."""
+    if not isinstance(weight, Tensor):
+        # the gradient of the head sums over rows: their weights must be known first
+        with torch.no_grad():
+            zeros = torch.zeros(len(hidden), device=hidden.device)
+            first = token_loss(hidden, head, tokens, zeros, gemm_dtype, chunk)
+        weight = weight(ScoredRows(first.rows, first.correct))
     dtype = head_dtype(hidden, gemm_dtype)
     chunk = chunk or chunk_rows(len(head), hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
         loss, correct, rows = _ChunkedTokenLoss.apply(
             hidden, head, tokens, weight, chunk, dtype
         )
-    return HeadLoss(loss, {"ce": rows}, correct, None)
+    return HeadLoss(loss, {"ce": rows}, correct, None, weight=weight)
 
 
 def dense_token_loss(
     hidden: Tensor,  # as in `token_loss`, all of them
     head: Tensor,
     tokens: Tensor,
-    weight: Tensor,
+    weight: RowWeight,
 ) -> HeadLoss:
     "The definition of `token_loss`, by whole tensors and autograd."
     dtype = head_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         logits = (hidden.to(dtype) @ head.to(dtype).T).float()
     rows = torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
-    correct = logits.argmax(-1) == tokens
-    return HeadLoss((weight * rows).sum(), {"ce": rows.detach()}, correct, None)
+    correct, detached = logits.argmax(-1) == tokens, {"ce": rows.detach()}
+    if not isinstance(weight, Tensor):
+        weight = weight(ScoredRows(detached, correct))
+    return HeadLoss((weight * rows).sum(), detached, correct, None, weight=weight)
 
 # %% ../../nbs/nn/12_token_loss.ipynb #8464b6b2
 class Candidates(NamedTuple):

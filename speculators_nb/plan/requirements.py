@@ -16,7 +16,7 @@ from ..data.prepared_folder import load_prepared
 from ..features.feature_rows import stored_dtype
 from ..train.training_arguments import can_shard
 from ..verifier.identity import VerifierInfo
-from .sizes import DrafterSizes, cache_bytes, drafter_sizes, feature_bytes, forward_flops, meta_drafter, verifier_sizes
+from .sizes import DrafterSizes, cache_bytes, drafter_sizes, feature_bytes, forward_flops, empty_drafter, verifier_sizes
 from .step_memory import RECOMPUTED, StepCost, StepMemory, predicted_step, step_memory
 
 HEADER = 400  # bytes of a row's file that are no numbers
@@ -45,10 +45,8 @@ class Disk(NamedTuple):
         return f"{option}; or train on the prepared folder with a server, which writes nothing"
 
 
-def free_disk(
-    folder: str | os.PathLike,  # need not exist yet
-) -> int:  # bytes
-    "Free space where a folder will be."
+def free_disk(folder: str | os.PathLike) -> int:
+    "Free bytes where a folder will be; it need not exist yet."
     place = Path(folder).absolute()
     place = next(parent for parent in (place, *place.parents) if parent.is_dir())
     return shutil.disk_usage(place).free
@@ -83,8 +81,8 @@ class Machine(NamedTuple):
         return flops / (devices * self.tflops * 1e12 * self.mfu)
 
 
-def device_memory() -> float:  # bytes of one device; infinite: there is none but the CPU
-    "Memory of this machine's accelerator."
+def device_memory() -> float:
+    "Memory of this machine's accelerator in bytes; infinite: there is none but the CPU."
     if torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory)
     return math.inf
@@ -143,12 +141,10 @@ def training_step(
         given["target_layer_ids"] = values["aux_layer_ids"]
     algorithm, length = values["algorithm"], values["total_seq_len"]
     own = {n: v for n, v in given.items() if n != RECOMPUTED}
-    sizes = drafter_sizes(meta_drafter(algorithm, info, **own), info)
-    bf16, layers = values["bf16"], info.text.num_hidden_layers
-    how = (sizes.text, sizes.rows, layers, length, each)
-    step = predicted_step(algorithm, *how, bf16=bf16, device=device, **given)
-    fsdp = bool(values.get("fsdp"))
-    memory = step_memory(sizes, step, length, values["optimizer"], bf16, ranks, fsdp)
+    sizes = drafter_sizes(empty_drafter(algorithm, info, **own), info)
+    bf16, depth = values["bf16"], info.text.num_hidden_layers
+    step = predicted_step(algorithm, sizes.text, sizes.rows, depth, length, each, bf16=bf16, device=device, **given)
+    memory = step_memory(sizes, step, length, values["optimizer"], bf16, ranks, bool(values.get("fsdp")))
     return Training(sizes, step, memory, length)
 
 
@@ -189,22 +185,26 @@ def smaller_step(
     ranks: int = 1,
 ) -> str:  # the option that makes it fit
     "What to write in the recipe."
-    if not values["bf16"]:
-        other = training_step(info, dict(values, bf16=True), ranks=ranks)
-        if other.memory.total <= memory:
-            return f"bf16: true ({other.memory.total / GB:.3g} GB)"
-    extra = pairs(values.get("extra"))
-    if not extra.get(RECOMPUTED):
-        less = dict(values, extra=extra | {RECOMPUTED: True})
-        other = training_step(info, less, ranks=ranks)
-        if other.memory.total <= memory:
-            return f"extra: {{gradient_checkpointing: true}} ({other.memory.total / GB:.3g} GB)"
-    split = step_memory(now.sizes, now.step, now.length, values["optimizer"], values["bf16"], ranks, fsdp=True)
-    if ranks > 1 and can_shard() and split.total <= memory:
-        return f"fsdp: true ({split.total / GB:.3g} GB)"
-    muon = step_memory(now.sizes, now.step, now.length, "muon", values["bf16"], ranks, bool(values.get("fsdp")))
-    if muon.total <= memory:
-        return f"optimizer: muon ({muon.total / GB:.3g} GB)"
+    extra, fsdp = pairs(values.get("extra")), bool(values.get("fsdp"))
+
+    def of(**changed):
+        return training_step(info, dict(values, **changed), ranks=ranks).memory.total
+
+    def same_step(optimizer=values["optimizer"], fsdp=fsdp):
+        return step_memory(now.sizes, now.step, now.length, optimizer, values["bf16"], ranks, fsdp).total
+
+    ways = {
+        "bf16: true": lambda: not values["bf16"] and of(bf16=True),
+        "extra: {gradient_checkpointing: true}": lambda: (
+            not extra.get(RECOMPUTED) and of(extra=extra | {RECOMPUTED: True})
+        ),
+        "fsdp: true": lambda: ranks > 1 and can_shard() and same_step(fsdp=True),
+        "optimizer: muon": lambda: same_step(optimizer="muon"),
+    }
+    for option, needs in ways.items():
+        total = needs()
+        if total and total <= memory:
+            return f"{option} ({total / GB:.3g} GB)"
     length = shorter_row(info, values, memory, now, ranks)
     if length:
         more = math.ceil(now.length / length) * values["gradient_accumulation_steps"]
@@ -239,7 +239,10 @@ def check_step_memory(
         )
     log.warning(
         "a step of %d tokens needs about %.3g GB, and the device has %.3g GB: if it runs out of memory, write %s",
-        *(now.length, total, has, remedy),
+        now.length,
+        total,
+        has,
+        remedy,
     )
 
 
@@ -251,12 +254,8 @@ class Serving(NamedTuple):
     rate: float  # tokens/s of one server, prefill
 
 
-def serving(
-    info: VerifierInfo,  # of the verifier
-    machine: Machine,
-    each: int,  # tokens of a conversation
-) -> tuple[Serving, float]:  # and FLOPs of a token
-    "What a server of the verifier takes and makes."
+def serving(info: VerifierInfo, machine: Machine, each: int) -> tuple[Serving, float]:
+    "What a server of the verifier takes and makes, and FLOPs of a token, in conversations of `each` tokens."
     sizes = verifier_sizes(info.config)
     flops = forward_flops(sizes, each)
     weights = 2.0 * sizes.weights
@@ -354,24 +353,33 @@ def requirements(
     if write:
         states, dtype = len(write.get("aux_layer_ids") or range(3)) + 1, write["dtype"]
         free = free_disk(write["output_dir"]) if disk is None else disk
-        numbers = data.tokens, data.rows, info.text.hidden_size, states
-        need = features_on_disk(*numbers, dtype, free)
         wide = stored_dtype(dtype).itemsize > 1
-        other = features_on_disk(*numbers, "float8_e4m3fn" if wide else "bfloat16", free)
+        need, other = (
+            features_on_disk(data.tokens, data.rows, info.text.hidden_size, states, kind, free)
+            for kind in (dtype, "float8_e4m3fn" if wide else "bfloat16")
+        )
     server, flops = serving(info, machine, data.each)
     written = sections.get("regenerate")
     answers = answering(info, machine, server, data.each, written["concurrency"]) if written else None
-    remedy = ""
+    remedy, epochs, algorithm = "", 0, ""
     if train:
+        epochs, algorithm = train["num_train_epochs"], train["algorithm"]
         training = training_step(info, train, data.each, machine.devices)
         if training.memory.total > machine.memory:
             remedy = smaller_step(info, train, machine.memory, training, machine.devices)
-    epochs = train["num_train_epochs"] if train else 0
-    algorithm = train["algorithm"] if train else ""
-    read = flops * data.tokens
     return Requirements(
-        *(info.name, machine, data, need, other, server, read, training, epochs, algorithm),
-        *(remedy, answers),
+        verifier=info.name,
+        machine=machine,
+        data=data,
+        disk=need,
+        other=other,
+        serving=server,
+        read_flops=flops * data.tokens,
+        training=training,
+        epochs=epochs,
+        algorithm=algorithm,
+        remedy=remedy,
+        answers=answers,
     )
 
 
@@ -379,10 +387,8 @@ def _hours(seconds: float) -> str:
     return f"{seconds / 3600:.3g} hours"
 
 
-def requirements_text(
-    found: Requirements,
-) -> str:  # lines
-    "What a recipe needs, to be printed."
+def requirements_text(found: Requirements) -> str:
+    "What a recipe needs, as lines to be printed."
     data, machine, server = found.data, found.machine, found.serving
     known = "counted" if data.known else "assumed: --conversations, --tokens-each"
     rows = [("data", f"{data.rows:,} rows of {data.each:,} tokens on average ({known})")]

@@ -1,7 +1,7 @@
 """Sizes of a verifier (target model) from its config.json, and of a drafter before it is made (on a meta device).
 Weights, bytes of features and cache, FLOPs. A mixture of experts is counted by the experts that a token uses."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -27,10 +27,8 @@ class VerifierSizes(NamedTuple):
     vocab: int  # V
 
 
-def experts_used(
-    text: PretrainedConfig,  # of the language model
-) -> float:  # share of the experts that a token uses; 1: a dense model
-    "Experts a token over experts."
+def experts_used(text: PretrainedConfig) -> float:
+    "The share of a language model's experts that a token uses; 1: a dense model."
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     chosen = ("num_experts_per_tok", "moe_topk", "top_k_experts")
     n = next((getattr(text, name) for name in counts if getattr(text, name, None)), None)
@@ -38,11 +36,9 @@ def experts_used(
     return k / n if n and k else 1.0
 
 
-def verifier_sizes(
-    config: PretrainedConfig,  # of the whole model, or of its language model
-) -> VerifierSizes:
-    """The sizes of a verifier; no weight is read. Errors: ValueError for a config that
-    transformers cannot build a model from."""
+def verifier_sizes(config: PretrainedConfig) -> VerifierSizes:
+    """The sizes of a verifier, by the config of it or of its language model; no weight is read. Errors: ValueError for
+    a config that transformers cannot build a model from."""
     text: Any = text_config(config)
     model = meta_model(config)
     if model is None:
@@ -79,46 +75,27 @@ def feature_bytes(
     return states * hidden_size * dtype.itemsize
 
 
-def cache_bytes(
-    sizes: VerifierSizes,
-    dtype: torch.dtype = torch.bfloat16,  # of keys and values
-) -> int:  # of one token
-    "Bytes that a token takes in the KV cache."
-    return sizes.layers * sizes.cache_width * dtype.itemsize
+def cache_bytes(sizes: VerifierSizes) -> int:
+    "Bytes that a token takes in a KV cache in bfloat16."
+    return 2 * sizes.layers * sizes.cache_width
 
 
-def forward_flops(
-    sizes: VerifierSizes,
-    context: int = 2048,  # tokens of a row
-) -> float:  # of one token
-    "FLOPs of the verifier's forward pass, without its head."
+def forward_flops(sizes: VerifierSizes, context: int = 2048) -> float:
+    "FLOPs of a token in the verifier's forward pass over a row of `context` tokens, without its head."
     return 2 * sizes.active + sizes.layers * 4 * sizes.query_width * context / 2
 
 
-def borrow_shapes(
-    model: Any,  # on the meta device
-    info: VerifierInfo,  # of its verifier
-) -> None:
-    "What loading the verifier's weights would add to a model."
-    model.verifier_layers = info.text.num_hidden_layers
-    if getattr(model, "verifier_attachment_mode", "") == "detached":  # it has no place for them
-        size = info.text.vocab_size, info.text.hidden_size
-        model.embed_tokens = nn.Embedding(*size)
-        model.lm_head = nn.Linear(*size[::-1], bias=False)
-        for part in (model.embed_tokens, model.lm_head):
-            part.requires_grad_(False)
-        model.verifier_attachment_mode = "train_only"
-
-
-def meta_drafter(
+def empty_drafter(
     algorithm: str,  # a registered `speculators_model_type`
     info: VerifierInfo,  # of the verifier
     draft_arch: str = "llama",  # family of the draft layers
     num_layers: int = 1,  # how many
     draft_vocab_size: int | None = None,  # None: the verifier's whole vocabulary
+    device: str = "meta",  # where its tensors are
     **model_args: Any,  # those of `draft_layers` and of the class's `from_training_args`
-) -> SpeculatorModel:  # shapes alone
-    "A fresh drafter on the meta device. Errors: as of `new_drafter`."
+) -> SpeculatorModel:
+    """A fresh drafter with the shapes that it has beside its verifier, of which no weight is read. Errors: as of
+    `new_drafter`."""
     drafter: Any = SpeculatorModel.registered_class(algorithm)
 
     def unweighted(cls: Any, config: Any, *_: Any) -> Any:
@@ -131,9 +108,16 @@ def meta_drafter(
     layers = draft_layers(info, draft_arch, num_layers, **shape)
     if draft_vocab_size is not None:
         model_args["draft_vocab_size"] = draft_vocab_size
-    with torch.device("meta"):
+    with torch.device(device):
         model = empty.from_training_args(layers, verifier_name_or_path=info.name, **model_args)
-        borrow_shapes(model, info)
+        model.verifier_layers = info.text.num_hidden_layers
+        if getattr(model, "verifier_attachment_mode", "") == "detached":  # it has no place for them
+            size = info.text.vocab_size, info.text.hidden_size
+            model.embed_tokens = nn.Embedding(*size).requires_grad_(False)
+            model.lm_head = nn.Linear(*size[::-1], bias=False).requires_grad_(False)
+            model.verifier_attachment_mode = "train_only"
+        if not model.own_heads and model.target_head.weight is None:
+            model.target_head.set_rows(model.lm_head.weight)
     return model
 
 
@@ -150,33 +134,20 @@ class DrafterSizes(NamedTuple):
     rest: int = 0  # trained weights outside of layers
 
 
-def drafter_sizes(
-    model: SpeculatorModel,  # from `meta_drafter`
-    info: VerifierInfo,  # of its verifier
-) -> DrafterSizes:
-    "Count a drafter's weights."
-    kinds, sums = parameter_kinds(model), dict.fromkeys(("frozen", "hidden", "trained"), 0)
-    for name, weight in model.named_parameters():
-        kind = kinds.get(name, "frozen")
-        sums["frozen" if kind == "frozen" else "trained"] += weight.numel()
-        sums["hidden"] += weight.numel() * (kind == "hidden")
-    config: Any = model.config
-    text: Any = info.text
-    layer = getattr(config, "transformer_layer_config", None) or text
-    rows = getattr(config, "draft_vocab_size", None) or text.vocab_size
-    read = len({*model.drafter().aux_layer_ids, text.num_hidden_layers})
+def drafter_sizes(model: SpeculatorModel, info: VerifierInfo) -> DrafterSizes:
+    "Count the weights of a drafter from `empty_drafter`."
+    kinds, config, text = parameter_kinds(model), cast(Any, model.config), cast(Any, info.text)
+    trained = {name: w.numel() for name, w in model.named_parameters() if kinds.get(name, "frozen") != "frozen"}
     layers: Any = getattr(model, "layers", ())
     groups = [list(part.parameters()) for part in dict.fromkeys(layers)]
     inside = {id(weight) for group in groups for weight in group}
-    outside = [w for w in model.parameters() if w.requires_grad and id(w) not in inside]
-    split = max((sum(w.numel() for w in group) for group in groups), default=0)
     return DrafterSizes(
-        trained=sums["trained"],
-        frozen=sums["frozen"],
-        matrices=sums["hidden"],
-        rows=rows,
-        states=read,
-        text=layer,
-        layer=split,
-        rest=sum(w.numel() for w in outside),
+        trained=sum(trained.values()),
+        frozen=sum(w.numel() for w in model.parameters()) - sum(trained.values()),
+        matrices=sum(n for name, n in trained.items() if kinds[name] == "hidden"),
+        rows=getattr(config, "draft_vocab_size", None) or text.vocab_size,
+        states=len({*model.drafter().aux_layer_ids, text.num_hidden_layers}),
+        text=getattr(config, "transformer_layer_config", None) or text,
+        layer=max((sum(w.numel() for w in group) for group in groups), default=0),
+        rest=sum(w.numel() for w in model.parameters() if w.requires_grad and id(w) not in inside),
     )

@@ -21,7 +21,7 @@ from transformers import Qwen3Config
 
 from ..evaluate.cost import ALSO_COUNTED
 from ..models.base import SpeculatorModel
-from .step_memory import Widths, twin
+from .step_memory import step_of
 
 # %% ../../nbs/plan/01_step_terms.ipynb #plst0006
 class StepShape(NamedTuple):
@@ -131,9 +131,15 @@ def shaped_step(
     shape: StepShape,
 ) -> tuple[SpeculatorModel, dict[str, torch.Tensor], dict[str, Any]]:  # batch, other arguments
     "A drafter of a shape in training mode, on the CPU, and a random row for it."
-    layer = layer_of(shape)
-    widths = Widths(shape.head_dim, shape.hidden, shape.intermediate, shape.vocab)
-    row = sum(shape.documents), shape.documents[0], 1 - shape.prompt, False
-    given = dict(ttt_steps=shape.steps)
-    model, step = twin(algorithm, layer, widths, layer.num_hidden_layers, *row, given)
+    layer, length = layer_of(shape), sum(shape.documents)
+    model, step = step_of(
+        algorithm,
+        layer,
+        shape.vocab,
+        layer.num_hidden_layers,
+        length,
+        each=shape.documents[0],
+        supervised=1 - shape.prompt,
+        ttt_steps=shape.steps,
+    )
     return model, step.pop("batch"), {n: v for n, v in step.items() if n != "bf16"}

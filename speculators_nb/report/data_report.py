@@ -24,10 +24,8 @@ from ..regenerate.language import language_of
 from .page import Section, write_page
 
 
-def rows_of(
-    prepared: Prepared,  # an open folder
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # input_ids [n], loss_mask [n] bool
-    "The rows of a folder, training rows first."
+def rows_of(prepared: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    "The rows of a folder, training rows first: input_ids [n], loss_mask [n] bool."
     call: Any = pc.call_function  # its kernels are made when it is imported
     columns: Any = prepared.rows.select_columns(["input_ids", "loss_mask"])
     for batch in columns.with_format("arrow").iter(1000):
@@ -38,10 +36,8 @@ def rows_of(
         yield from zip(np.split(ids, ends), np.split(mask, ends))
 
 
-def turns_in(
-    mask: np.ndarray,  # [n] bool
-) -> int:
-    "How many answers of a row are trained: runs of trained tokens."
+def turns_in(mask: np.ndarray) -> int:
+    "How many answers of a row are trained: runs of trained tokens in its mask [n]."
     return int(np.count_nonzero(np.diff(mask.astype(np.int8), prepend=0) == 1))
 
 
@@ -50,10 +46,9 @@ _RANDOM = np.random.default_rng(0)
 _ODD = _RANDOM.integers(1 << 62, size=(_HASHES + _SHINGLE, 1), dtype=np.uint64) * 2 + 1
 
 
-def signature(
-    ids: np.ndarray,  # [n] token ids
-) -> np.ndarray | None:  # [8] uint64, the smallest hashes; None: fewer than eight tokens
-    "What two texts share as often as they share sequences of eight tokens."
+def signature(ids: np.ndarray) -> np.ndarray | None:
+    """What two texts share as often as they share sequences of eight tokens: [8] uint64, the smallest hashes of token
+    ids [n]; None: fewer than eight tokens."""
     if len(ids) < _SHINGLE:
         return None
     windows = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64) + 1, _SHINGLE)
@@ -106,11 +101,8 @@ class Repeats:
 _SAMPLE, _TEXT = 1000, 600  # rows whose language is looked at, and tokens of each
 
 
-def languages(
-    prepared: Prepared,  # an open folder
-    tokenizer,  # gives the text
-) -> pd.DataFrame:  # language -> rows, share
-    "The languages of the answers in a sample of the rows."
+def languages(prepared: Prepared, tokenizer) -> pd.DataFrame:
+    "The languages of the answers in a sample of the rows: language -> rows, share."
     chosen = np.unique(np.linspace(0, len(prepared) - 1, _SAMPLE).astype(int))
     found = Counter()
     rows: Any = prepared.rows.with_format("numpy")
@@ -123,10 +115,9 @@ def languages(
     return table.set_index("language")
 
 
-def coverage(
-    prepared: Prepared,  # an open folder
-) -> pd.DataFrame:  # draft vocabulary size -> share of the trained tokens: train, val
-    "How much of the trained tokens the most frequent ones of the training rows are."
+def coverage(prepared: Prepared) -> pd.DataFrame:
+    """How much of the trained tokens the most frequent ones of the training rows are: draft vocabulary size -> share of
+    train, held out."""
     train = token_frequencies(prepared.train)
     counts = np.array(sorted(train.values(), reverse=True), float)
     order = sorted(train, key=lambda token: (-train[token], token))
@@ -146,9 +137,7 @@ def coverage(
 _WORTH = 0.01  # share from which a warning is given
 
 
-def cut_answers(
-    prepared: Prepared,  # an open folder
-) -> int:  # rows
+def cut_answers(prepared: Prepared) -> int:
     "Rows that end inside an answer because `max_length` cut them."
     origin = prepared.config.get("origin", {})
     if not any(stage.get("what") == "cut" for stage in prepared._reported("stages")):
@@ -213,10 +202,8 @@ def data_warnings(
     return [text for given, text in lines if given]
 
 
-def plot_coverage(
-    table: pd.DataFrame,  # from `coverage`
-) -> Figure:
-    "Coverage against the size of the draft vocabulary."
+def plot_coverage(table: pd.DataFrame) -> Figure:
+    "`coverage` against the size of the draft vocabulary."
     fig, ax = new_axes(5.5, 3)
     last = table.columns[-1]
     for name, colour in zip(table, (COLOURS["trained"], "#0072b2")):
@@ -234,10 +221,8 @@ def plot_coverage(
     return fig
 
 
-def plot_domains(
-    table: pd.DataFrame,  # `Prepared.domains`
-) -> Figure:
-    "Tokens of each domain, trained and context; the ten largest."
+def plot_domains(table: pd.DataFrame) -> Figure:
+    "Tokens of each of `Prepared.domains`, trained and context; the ten largest."
     top = table.head(10).iloc[::-1]
     fig, ax = new_axes(5.5, 1.1 + 0.28 * len(top))
     whole = max(int(table["tokens"].sum()), 1)
@@ -332,7 +317,7 @@ class DataReport:
         found = {"Languages": languages(prepared, tokenizer).round(3)} if tokenizer else {}
         self.sections.append(Section("Languages", text, found))
         self.sections.append(_repeated(prepared, repeats.n))
-        self.sections.append(_left_out(prepared))
+        self.sections.append(Section("What was left out", "", left_out(prepared)))
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -357,16 +342,15 @@ def _repeated(prepared, n):
     return Section("Duplicates", "Rows that repeat an earlier one.", {"Seen before": table})
 
 
-def _left_out(prepared):
-    "The section of what was left out, and of control tokens."
-    tables = {"From conversations to rows": prepared.table.astype(object)}
-    if len(prepared.dropped):
-        tables["Left out, and the first of each"] = prepared.dropped
-    if len(prepared.omitted):
-        tables["Left out of conversations that are kept"] = prepared.omitted
-    if len(prepared.control_tokens):
-        tables["Control tokens that messages spell"] = prepared.control_tokens
-    return Section("What was left out", "", tables)
+def left_out(prepared: Prepared) -> dict[str, pd.DataFrame]:
+    "What a folder was made from, what was left out, and control tokens: caption -> table."
+    tables = {
+        "From conversations to rows": prepared.table.astype(object),
+        "Left out, and the first of each": prepared.dropped,
+        "Left out of conversations that are kept": prepared.omitted,
+        "Control tokens that messages spell": prepared.control_tokens,
+    }
+    return {caption: table for caption, table in tables.items() if len(table)}
 
 
 def report(

@@ -62,11 +62,9 @@ def _headlines(numbers):
     return cards and f"<ul class=numbers>{cards}</ul>"
 
 
-def image(
-    shows: str,  # what the figure shows, for those who cannot see it
-    figure: Figure | str | PathLike | bytes,  # of matplotlib, or a PNG: its path or its bytes
-) -> str:  # an img element
-    "A figure as an element that needs no other file. ValueError: no PNG."
+def image(shows: str, figure: Figure | str | PathLike | bytes) -> str:
+    """A figure of matplotlib, or a PNG (its path or its bytes), as an img element that needs no other file; `shows`:
+    what it shows, for those who cannot see it. ValueError: no PNG."""
     if isinstance(figure, Figure):
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
@@ -80,48 +78,7 @@ def image(
     return f'<img alt="{html.escape(shows)}" src="data:image/png;base64,{data}">'
 
 
-_STYLE = """
-:root{color-scheme:light dark;--line:#8884;--soft:#8881;--warn:#d55e00;
---ground:light-dark(#fff,#17191c);--text:light-dark(#1f2328,#e4e6e9);
---muted:light-dark(#57606a,#a2a9b1);--accent:light-dark(#0060a0,#6cb8f0)}
-body{font:16px/1.6 system-ui,sans-serif;max-width:62rem;margin:2.5rem auto 4rem;padding:0 1rem;
-background:var(--ground);color:var(--text)}
-h1{font-size:1.9rem;line-height:1.25;margin:0 0 .6rem}
-h2{font-size:1.3rem;margin:3rem 0 .6rem;border-top:1px solid var(--line);padding-top:1.2rem}
-main>p,h2~p{max-width:46rem}
-a{color:var(--accent)}
-.lead{font-size:1.1rem;color:var(--muted);max-width:46rem;margin:.4rem 0}
-nav{display:flex;flex-wrap:wrap;gap:.4rem 1.4rem;margin:1.4rem 0}
-dl{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1.2rem;margin:1.4rem 0}
-dt{color:var(--muted)}dd{margin:0;overflow-wrap:anywhere}
-ul.warnings,ul.numbers{list-style:none;margin:1.4rem 0;padding:0}
-ul.warnings li{border-left:4px solid var(--warn);background:var(--soft);margin:.4rem 0;
-padding:.4rem .8rem}
-ul.numbers{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,15rem),1fr));
-gap:1rem}
-ul.numbers li{border:1px solid var(--line);border-top:4px solid var(--accent);
-border-radius:6px;background:var(--soft);padding:.8rem 1rem}
-ul.numbers strong{display:block;font-size:2.4rem;line-height:1.2;
-font-variant-numeric:tabular-nums}
-ul.numbers span{font-weight:600}ul.numbers p{margin:.4rem 0 0;font-size:.9rem;
-color:var(--muted)}
-figure{margin:1.4rem 0}figcaption{font-weight:600;margin-bottom:.3rem}
-.wide{overflow-x:auto}.short td{white-space:nowrap}
-table{border-collapse:collapse;font-size:.94rem;font-variant-numeric:tabular-nums}
-td,th{padding:.25rem 1rem .25rem 0;text-align:right;border-bottom:1px solid var(--line)}
-thead th{font-weight:500;color:var(--muted);white-space:nowrap}
-tbody th,td:first-child,th:first-child{text-align:left;font-weight:400}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));
-gap:1rem;margin:1rem 0;align-items:start}
-img{display:block;max-width:100%;height:auto;border-radius:4px}
-pre{overflow-x:auto;background:var(--soft);border-radius:6px;padding:.8rem 1rem;
-font:.88rem/1.5 ui-monospace,monospace}
-details{margin:.8rem 0}
-summary{cursor:pointer;padding:.3rem 0;white-space:pre-line;overflow-wrap:anywhere}
-:focus-visible{outline:2px solid var(--accent);outline-offset:2px}
-@media(max-width:30rem){dl{grid-template-columns:1fr}dd{margin-bottom:.5rem}}
-@media(prefers-color-scheme:dark){img{filter:invert(.9) hue-rotate(180deg)}}
-"""
+STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 def page_html(
@@ -156,7 +113,7 @@ def page_html(
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
     )
     shown = f"<main>{''.join(body)}</main>"
-    return f"{head}{_element('title', title)}<style>{_STYLE}</style>{shown}</html>\n"
+    return f"{head}{_element('title', title)}<style>\n{STYLE}</style>{shown}</html>\n"
 
 
 def write_page(

@@ -14,42 +14,16 @@ from matplotlib.figure import Figure
 from ..core.files import read_object
 from ..core.plot import new_axes, plot_loss
 from ..core.provenance import RECORDS, provenance_path, versions
+from ..data.prepared_folder import load_prepared
+from .data_report import left_out
 from .page import Section, write_page
-
-
-def data_section(
-    name: str,  # of the stage
-    folder: Path,  # a prepared folder
-) -> Section:
-    "What `prepare` kept and dropped."
-    config = read_object(folder / "data_config.json")
-    report, split, data = (config.get(k, {}) for k in ("report", "split", "data"))
-    stages = pd.DataFrame(report.get("stages", []))
-    if "first" in stages:
-        stages["first"] = stages["first"].str.join("; ")
-    tables = {"What was read": stages}
-    for key, caption in (
-        ("dropped", "Dropped"),
-        ("omitted", "Left out of conversations that are kept"),
-        ("control_tokens", "Control tokens in text"),
-    ):
-        tables[caption] = pd.DataFrame(report.get(key, []))
-    rows, held = split.get("train", 0), split.get("val", 0)
-    text = (
-        f"{rows:,} rows for training and {held:,} for validation, "
-        f"{data.get('num_tokens', 0):,} tokens in rows of at most {data.get('seq_length')}."
-    )
-    tables = {caption: table.fillna("") for caption, table in tables.items() if len(table)}
-    return Section(f"Data ({name})", text, tables)
 
 
 ACCURACY = re.compile(r"eval_(?:full_acc|acc|accept)_(\d+)$")
 
 
-def plot_accuracy(
-    log: pd.DataFrame,  # step, eval_full_acc_0, …; gaps as in a Trainer's log
-) -> Figure | None:  # None: the log has no accuracy
-    "Held-out accuracy at each drafted position against steps."
+def plot_accuracy(log: pd.DataFrame) -> Figure | None:
+    "Held-out accuracy at each drafted position against steps, from a Trainer's log; None: it has no accuracy."
     names = [c for c in map(str, log) if ACCURACY.search(c)]
     kinds = dict.fromkeys(c.rpartition("_")[0] for c in names)  # the first of several
     names = [c for c in names if c.rpartition("_")[0] == next(iter(kinds))]
@@ -67,12 +41,8 @@ def plot_accuracy(
     return fig
 
 
-def training_section(
-    name: str,  # of the stage
-    folder: Path,  # a drafter
-    arguments: Mapping,  # of the stage
-) -> Section:
-    "The curves of a training run and its best checkpoint."
+def training_section(name: str, folder: Path, arguments: Mapping) -> Section:
+    "The curves of a training run and its best checkpoint, by the drafter's folder and the arguments of the stage."
     log = pd.read_csv(folder / "training_log.csv")
     state = read_object(folder / "trainer_state.json")
     figures = {"loss": plot_loss(log), "accuracy": plot_accuracy(log)}
@@ -94,10 +64,8 @@ def training_section(
 _KEYS = ("drafter", "temperature", "k", "concurrency", "domain", "position")
 
 
-def readable(
-    table: pd.DataFrame,  # estimates, some with columns _low and _high
-) -> pd.DataFrame:
-    "Estimates with their intervals as text, three digits."
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    "Estimates, some with columns _low and _high, as text with their intervals, three digits."
     shown: dict[Any, Any] = {c: table[c] for c in _KEYS if c in table}
     for c in map(str, table):
         if c in shown or c.endswith(("_low", "_high")):
@@ -114,11 +82,8 @@ def readable(
     return pd.DataFrame(shown)
 
 
-def evaluation_section(
-    name: str,  # of the stage
-    folder: Path,  # from `evaluate --output-dir`
-) -> Section:
-    "The tables and pictures of an evaluation."
+def evaluation_section(name: str, folder: Path) -> Section:
+    "The tables and pictures of the folder of an evaluation."
     captions = {
         "summary": "Mean acceptance length",
         "positions": "Acceptance at each position",
@@ -164,7 +129,8 @@ def _section_of(name, stage) -> Section | None:
     if not stage.get("done"):
         return None
     if stage["command"] == "prepare" and output is not None:
-        return data_section(name, output)
+        prepared = load_prepared(output)
+        return Section(f"Data ({name})", f"{prepared!r}.", left_out(prepared))
     if stage["command"] == "train" and output is not None:
         return training_section(name, output, stage["arguments"])
     if stage["command"] == "evaluate" and output is not None:

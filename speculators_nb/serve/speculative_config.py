@@ -328,12 +328,9 @@ class SpeculativeConfig(ReloadableBaseModel):
         tree = self.speculative_token_tree
         return max(map(len, parse_token_tree(tree))) if tree else self.num_speculative_tokens or 0
 
-    def tokens_for(
-        self,
-        batch_size: int,  # requests that are decoded together
-        num_speculative_tokens: int,  # the most
-    ) -> int:  # as in vLLM 0.32, v1/spec_decode/dynamic/utils.py
-        "How many tokens to draft; between two ranges and after the last: as in the one before."
+    def tokens_for(self, batch_size: int, num_speculative_tokens: int) -> int:
+        """How many tokens to draft, at most `num_speculative_tokens`, for so many requests together; between two ranges
+        and after the last: as in the one before (vLLM 0.32, v1/spec_decode/dynamic/utils.py)."""
         tokens = num_speculative_tokens
         for first, _, number in sorted(self.num_speculative_tokens_per_batch_size or ()):
             if first <= batch_size:
@@ -516,12 +513,9 @@ class SpeculativeConfig(ReloadableBaseModel):
             )
         return RULES["strict" if self.rejection_sample_method == "strict" else self.verification]
 
-    def drafter(
-        self,
-        verifier: Verifier,  # for which tokens are drafted
-    ) -> Drafter:  # for `generate`; a checkpoint is loaded on the verifier's device
-        """The drafter: it grows the tree, drafts greedily, and stops, as the config says. Errors: ValueError if it
-        cannot be read, or cannot draft the tree."""
+    def drafter(self, verifier: Verifier) -> Drafter:
+        """The drafter for `generate`, on the verifier's device: it grows the tree, drafts greedily, and stops, as the
+        config says. Errors: ValueError if it cannot be read, or cannot draft the tree."""
         drafter: Drafter = _plain_drafter(self, verifier)
         tree = self.speculative_token_tree
         if tree and not self.is_chain:
@@ -547,10 +541,9 @@ def _similar(word: str, known: Iterable[str]) -> str:
     return f"did you mean {similar[0]}?" if similar else "leave it out"
 
 
-def config_of(
-    model: Any,  # a model's folder, the content of its config.json, or a transformers config
-) -> dict[str, Any] | None:  # None: no folder of this machine; nothing is fetched
-    "The config.json of a model. Errors: ValueError for any other type, or a malformed config."
+def config_of(model: Any) -> dict[str, Any] | None:
+    """The config.json of a model, by its folder, that content, or a transformers config; None: no folder of this
+    machine; nothing is fetched. Errors: ValueError for any other type, or a malformed config."""
     if isinstance(model, PretrainedConfig):
         return model.to_dict()
     if model is None:
@@ -571,11 +564,8 @@ def config_of(
     return config
 
 
-def model_name(
-    model: Any,  # as given to `config_of`
-    config: dict[str, Any],  # what that returned
-) -> str | None:  # None: nothing says
-    "What a model is called: its path, or the name in its config."
+def model_name(model: Any, config: dict[str, Any]) -> str | None:
+    "What a model is called: its path, or the name in the config that `config_of` found; None: neither."
     return str(model) if isinstance(model, (str, Path)) else config.get("_name_or_path")
 
 
@@ -593,10 +583,9 @@ def create_draft_parallel_config(
     return target_parallel_config.model_copy(update=changed)
 
 
-def parse_token_tree(
-    text: str | Sequence[Sequence[int]],  # "[(0,), (1,), (0, 0)]", or the list itself
-) -> list[tuple[int, ...]]:  # breadth first
-    "Read a token tree. Errors: ValueError saying which path is wrong, and how."
+def parse_token_tree(text: str | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Read a token tree, "[(0,), (1,), (0, 0)]" or the list itself, breadth first. Errors: ValueError saying which path
+    is wrong, and how."""
     try:
         return parse_tree(text if isinstance(text, str) else str([tuple(path) for path in text]))
     except (ValueError, TypeError) as e:
@@ -618,10 +607,9 @@ def length_to_rates(
     return rates[:n]
 
 
-def conditional_rates(
-    rates: Sequence[float],  # unconditional, not increasing
-) -> list[float]:  # of each position, given that all before were accepted; 0 after a rate of 0
-    "Conditional acceptance rates."
+def conditional_rates(rates: Sequence[float]) -> list[float]:
+    """Acceptance rates of each position given that all before were accepted, from unconditional ones; 0 after a rate of
+    0."""
     return [rate / before if before else 0.0 for before, rate in zip([1.0, *rates], rates)]
 
 
@@ -651,11 +639,10 @@ def _check_served(method: str | None, engine_version: str | None):
         )
 
 
-def _find_method(
-    config: SpeculativeConfig,
-) -> bool:  # whether the checkpoint was trained to draft all tokens in one forward pass
-    """Set `method` and read the draft's config.json. A checkpoint of this library says what it is; another is known by
-    its path, then by its architecture or model_type; what remains is an ordinary language model."""
+def _find_method(config: SpeculativeConfig) -> bool:
+    """Set `method` and read the draft's config.json; whether the checkpoint was trained to draft all tokens in one
+    forward pass. A checkpoint of this library says what it is; another is known by its path, then by its architecture
+    or model_type; what remains is an ordinary language model."""
     _replace_former_names(config)
     _read_draft(config)
     kind = config._draft.get("speculators_model_type")
@@ -1046,10 +1033,7 @@ def _check_draft(config: SpeculativeConfig):
     "Length of the texts, and quantization, of a draft that is loaded."
     if not config.spec.weights:
         return
-    limits = {
-        "draft": served_length(config._draft, config._as_medusa),
-        "target": served_length(config._target),
-    }
+    limits = {"draft": served_length(config._draft, config._as_medusa), "target": served_length(config._target)}
     for owner, limit in limits.items():
         if config.max_model_len and limit and config.max_model_len > limit:
             config.refuse("max_model_len", f"is longer than the {owner}'s {limit}; lower it, or leave it out")

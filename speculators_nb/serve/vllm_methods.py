@@ -13,10 +13,8 @@ from ..models.base import SpeculatorModel
 from ..verifier.row_limits import context_length, rope_of
 
 
-def words(
-    text: str,  # names with spaces between them
-) -> frozenset[str]:
-    "A set of names as it is read best."
+def words(text: str) -> frozenset[str]:
+    "A set of names, written with spaces between them."
     return frozenset(text.split())
 
 
@@ -49,11 +47,10 @@ METHODS = {
 }
 
 
-def method_of_types() -> dict[str, tuple[str, bool]]:  # -> method, parallel_drafting
-    """By `speculators_model_type`: what the drafters of this library are served as, by some
+def method_of_types() -> dict[str, tuple[str, bool]]:
+    """`speculators_model_type` -> method, parallel_drafting: what the drafters of this library are served as, by some
     release line (a row of ENGINES has those that it does not serve)."""
-    drafters = SpeculatorModel.registered_classes()
-    found = {kind: klass.vllm_method() for kind, klass in sorted(drafters.items())}
+    found = {kind: klass.vllm_method() for kind, klass in sorted(SpeculatorModel.registered_classes().items())}
     return {kind: method for kind, method in found.items() if method}
 
 
@@ -140,12 +137,8 @@ NEW_FAMILIES = [
 MTP_FAMILIES = [*DOCUMENTED_FAMILIES, *NEW_FAMILIES]
 
 
-def find_field(
-    config: dict[str, Any],  # a config.json
-    name: str,  # of a field
-    default: Any = None,  # where no part has it
-) -> Any:
-    "A field of a model's config, or of its text, layer or MTP part."
+def find_field(config: dict[str, Any], name: str, default: Any = None) -> Any:
+    "A field of a model's config.json, or of its text, layer or MTP part; `default`: where none has it."
     parts = ("text_config", "transformer_layer_config", "mtp_config")
     thinker = config.get("thinker_config") or {}  # of Qwen3-Omni
     for fields in (config, *map(config.get, parts), thinker.get("text_config")):
@@ -155,19 +148,14 @@ def find_field(
     return default
 
 
-def text_part(
-    config: dict[str, Any],  # a config.json
-) -> dict[str, Any]:  # the text model's part, or the layers' of a checkpoint of this library
-    "The part of a config that describes the language model."
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    "The part of a config.json that describes the language model, or the layers of a checkpoint of this library."
     config = config.get("thinker_config") or config  # of Qwen3-Omni
     return config.get("text_config") or config.get("transformer_layer_config") or config
 
 
-def first_of(
-    draft: dict[str, Any],  # a draft's config.json
-    *places: str,  # "dflash_config.block_size", "block_size": looked at in this order
-) -> Any:  # None: none of them
-    "The first field that a draft has."
+def first_of(draft: dict[str, Any], *places: str) -> Any:
+    'The first of these fields that a draft\'s config.json has, as "dflash_config.block_size"; None: none of them.'
     for place in places:
         part, _, name = place.rpartition(".")
         found = ((draft.get(part) or {}) if part else draft).get(name)
@@ -202,10 +190,9 @@ def mtp_head(
     return None
 
 
-def built_in_method(
-    config: dict[str, Any],  # a verifier's config.json
-) -> str | None:  # a key of METHODS; None: no head, or the number of its layers is not known
-    "The method by which a verifier is served that carries its drafter inside."
+def built_in_method(config: dict[str, Any]) -> str | None:
+    """The method, by its config.json, of a verifier that carries its drafter inside; None: no head, or the number of
+    its layers is not known."""
     head = mtp_head(config)
     return "mtp" if head and head[1] else None
 
@@ -213,20 +200,14 @@ def built_in_method(
 OMNI_TARGETS = words("Qwen3OmniMoeForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration")
 
 
-def is_omni(
-    target: dict[str, Any],  # its config.json
-) -> bool:
-    "Whether a target is a Qwen3-Omni."
+def is_omni(target: dict[str, Any]) -> bool:
+    "Whether a target is a Qwen3-Omni, by its config.json."
     known = OMNI_TARGETS & {*(target.get("architectures") or [])}
     return target.get("model_type") == "qwen3_omni_moe" or bool(known)
 
 
-def is_count(
-    value: Any,
-    low: int = 1,  # the least
-    high: float = float("inf"),  # the most
-) -> TypeGuard[int]:  # a truth value is none
-    "Whether a value is a whole number from low to high."
+def is_count(value: Any, low: int = 1, high: float = float("inf")) -> TypeGuard[int]:
+    "Whether a value is a whole number from low to high; a truth value is none."
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
@@ -449,33 +430,23 @@ ENGINES = {
 }
 NEWEST = "0.33"
 # for our own decoder: the newest line's rules, with whatever any of the lines has
-ANY_ENGINE = replace(
-    ENGINES[NEWEST],
-    methods=frozenset(METHODS),
-    missing_fields=words(""),
-)
+ANY_ENGINE = replace(ENGINES[NEWEST], methods=frozenset(METHODS), missing_fields=words(""))
 
 
-def line_name(
-    engine_version: str | None,  # a key of ENGINES; None: the newest
-) -> str:
-    "A release line in a sentence."
+def line_name(engine_version: str | None) -> str:
+    "A release line (a key of ENGINES; None: the newest) in a sentence."
     if engine_version == "documented":
         return "the documented line"
     return f"vLLM {engine_version or NEWEST}"
 
 
-def lines_with(
-    has: Callable[[Engine], bool],
-) -> str:
+def lines_with(has: Callable[[Engine], bool]) -> str:
     "The release lines that have something, in a sentence."
     return " and ".join(line_name(version) for version, row in ENGINES.items() if has(row))
 
 
-def engine_of(
-    engine_version: str | None,  # a key of ENGINES; None: of no one line
-) -> Engine:
-    "A row of ENGINES. Errors: ValueError for another version."
+def engine_of(engine_version: str | None) -> Engine:
+    "A row of ENGINES; None: `ANY_ENGINE`. Errors: ValueError for another version."
     if engine_version is None:
         return ANY_ENGINE
     if engine_version not in ENGINES:
@@ -493,10 +464,8 @@ DOCUMENTED_SAMPLING: dict[str, tuple[str, DraftSampling]] = {
 }
 
 
-def method_in_name(
-    name: str,  # of a model, or its path
-) -> str | None:  # a key of METHODS; None: the name says nothing
-    "The method that vLLM reads out of a model's name."
+def method_in_name(name: str) -> str | None:
+    "The method that vLLM reads out of a model's name or path; None: it says nothing."
     return next((m for part, m in METHOD_OF_NAME.items() if part in name.lower()), None)
 
 
@@ -517,10 +486,8 @@ def method_in_config(
     return "mtp" if mtp_head(config, engine_version) else None
 
 
-def names_python_class(
-    model: str,  # as in the config
-) -> bool:  # e.g. my.module.Drafter
-    "Whether vLLM imports this as a drafter where no method is given."
+def names_python_class(model: str) -> bool:
+    "Whether vLLM imports this as a drafter where no method is given, as my.module.Drafter."
     parts = model.split(".")
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
@@ -558,10 +525,8 @@ def predicted_tokens(
     return head[1] if head else draft.get("n_predict")
 
 
-def default_length(
-    draft: dict[str, Any],  # the draft's config.json
-) -> int | None:  # None: it has no number
-    "Tokens to draft by a checkpoint's first proposal method, or its block."
+def default_length(draft: dict[str, Any]) -> int | None:
+    "Tokens to draft by the first proposal method of a draft's config.json, or its block; None: it has no number."
     methods = (draft.get("speculators_config") or {}).get("proposal_methods") or [{}]
     block = draft.get("block_size") or draft.get("dspark_block_size")
     return methods[0].get("speculative_tokens") or block

@@ -19,11 +19,27 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_
 from ..core.checkpoints import checkpoint_index, load_tensors, read_state
 from ..core.files import atomic_write, read_object
 from ..core.options import shown
-from ..distributed.shard_files import has_shards, shards_problem
-from ..distributed.sharding import local
+from ..distributed.shard_files import has_shards, load_model_shards, shards_problem
+from ..distributed.sharded_training import (
+    load_training_shards,
+    plain_optimizer,
+    save_model_config,
+    save_training_state,
+    split_states,
+)
+from ..distributed.sharding import gather, is_sharded, load_whole, local
 from ..models.base import SpeculatorModel
 from ..verifier.folders import check_output_dir, is_trained
-from .run_record import accumulation, differences, read_record, run_changes, run_record, write_record
+from .run_record import (
+    accumulation,
+    data_record,
+    differences,
+    layers_record,
+    read_record,
+    run_changes,
+    run_record,
+    write_record,
+)
 
 log = logging.getLogger(__name__)
 log.addFilter(lambda record: os.environ.get("RANK", "0") == "0")  # all ranks would say the same
@@ -77,64 +93,22 @@ def last_checkpoint(
             return folder
 
 
-class AtomicSaves(Trainer):
-    "transformers' Trainer whose checkpoint folders are complete or absent."
-
-    args: Any  # TrainingArguments whose `output_dir` is set
-    record: Mapping = {}  # written into each checkpoint, from `run_record`
-    saving = False  # a checkpoint is being written
-    outdated: Sequence[str] = ()  # checkpoints of the replaced run, deleted at the first save
-
-    def _get_output_dir(self, trial):
-        folder = super()._get_output_dir(trial)
-        return os.path.join(folder, ".saving") if self.saving else folder
-
-    def _obsolete(self, folder):
-        """Checkpoints beyond save_total_limit: first those of an earlier run, which are ahead
-        of this one, then the oldest; never the last or the best."""
-        present = sort_checkpoints(str(folder))
-        limit = self.args.save_total_limit
-        if not limit:
-            return []
-        last = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        now = [Path(c).name for c in present].index(last)
-        kept = {present[now], self.state.best_model_checkpoint} & set(present)
-        removable = [c for c in present[now + 1 :] + present[:now] if c not in kept]
-        surplus = len(present) - max(limit, len(kept))
-        return removable[: max(0, surplus)]
-
-    def _save_checkpoint(self, model, trial):
-        folder = Path(self._get_output_dir(trial))
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        staging = folder / ".saving"
-        if self.args.should_save:
-            shutil.rmtree(staging, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self.saving = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.saving = False
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(folder / name)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            self.state.save_to_json(str(staging / name / TRAINER_STATE_NAME))
-            write_record(staging / name, self.record)
-            self._publish(staging, folder / name)
-        self.accelerator.wait_for_everyone()
-
-    def _publish(self, staging, final):
-        "Rename the new checkpoint to its place, then delete old ones: each is renamed first."
-        replaced, self.outdated = self.outdated, ()
-        for old in map(Path, replaced):
-            old.rename(staging / f"outdated-{old.name}")
-        if final.exists():
-            final.rename(staging / "replaced")
-        (staging / final.name).rename(final)
-        for old in map(Path, self._obsolete(final.parent)):
-            old.rename(staging / old.name)
-        shutil.rmtree(staging)
+def surplus_checkpoints(
+    folder: str | os.PathLike,  # with checkpoint-N folders
+    state: TrainerState,  # of the run; the checkpoint of its step is there
+    limit: int | None,  # checkpoints to keep; None: all
+) -> list[str]:  # to delete, in this order
+    """Checkpoints beyond save_total_limit: first those of an earlier run, which are ahead of
+    this one, then the oldest; never the last or the best."""
+    present = sort_checkpoints(str(folder))
+    if not limit:
+        return []
+    last = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    now = [Path(c).name for c in present].index(last)
+    kept = {present[now], state.best_model_checkpoint} & set(present)
+    removable = [c for c in present[now + 1 :] + present[:now] if c not in kept]
+    surplus = len(present) - max(limit, len(kept))
+    return removable[: max(0, surplus)]
 
 
 @contextlib.contextmanager
@@ -156,41 +130,6 @@ def _readable(checkpoint, what):
             f"cannot resume from {checkpoint}: {what} cannot be read, or is of another run "
             f"({reason}); resume from an older checkpoint, by its folder"
         ) from e
-
-
-class CheckedLoads(Trainer):
-    "transformers' Trainer that loads all of a checkpoint, or names what does not fit."
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        "Load all weights. Errors: ValueError naming the tensors that are missing or differ."
-        if isinstance(self.model, SpeculatorModel) and not has_shards(resume_from_checkpoint):
-            self.model.check_state(read_state(resume_from_checkpoint), resume_from_checkpoint)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        with _readable(checkpoint, "optimizer.pt or scheduler.pt"):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        optimizer: Any = self.optimizer
-        state = optimizer.state_dict()["state"] if checkpoint else {}
-        tensors = (t for part in state.values() for t in part.values() if torch.is_tensor(t))
-        if not all(bool(local(t).isfinite().all()) for t in tensors):
-            raise ValueError(
-                f"cannot resume from {checkpoint}: optimizer.pt holds values that are not "
-                "finite; resume from an older checkpoint, by its folder"
-            )
-
-    def _load_rng_state(self, checkpoint):
-        with _readable(checkpoint, "its random state (rng_state*.pth)"):
-            super()._load_rng_state(checkpoint)
-
-    def _init_training_state(self, *args):
-        steps_taken = super()._init_training_state(*args)
-        state = self.state
-        name = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-        best = Path(str(self.args.output_dir)) / name
-        if state.best_global_step and state.best_model_checkpoint is None and best.is_dir():
-            state.best_model_checkpoint = str(best)  # the folder was moved
-        return steps_taken
 
 
 def newest_checkpoint(
@@ -275,20 +214,83 @@ def close_progress_bars(
                 bar.close()
 
 
-class FinishedRuns(CheckedLoads):
-    "transformers' Trainer that recognizes a run which has no steps left."
+class WholeCheckpoints(Trainer):
+    """transformers' Trainer whose checkpoint folders are complete or absent, and which
+    continues a run only with the settings, data and model that it was started with. Drafters
+    that are sharded are saved whole or in shards, and both are read, whatever wrote them."""
 
+    args: Any  # SpeculatorTrainingArguments whose `output_dir` is set
+    model: Any  # a drafter
+    train_kwargs: dict[str, Any]  # further arguments of the model's forward
+    record: Mapping = {}  # written into each checkpoint, from `run_record`
+    saving = False  # a checkpoint is being written
+    outdated: Sequence[str] = ()  # checkpoints of the replaced run, deleted at the first save
     done = False  # the run had finished before, and nothing was left to do
 
-    def finish(self) -> None:
-        "Record in the output folder that the run has ended, and at which step."
-        if not self.args.should_save:
+    def run_record(self) -> dict:  # as from `run_record.run_record`
+        """The settings, the model's training arguments, the data and the verifier that made
+        them."""
+        dataset: Any = self.train_dataset
+        source = getattr(dataset, "dataset", dataset)
+        return run_record(
+            self.args,
+            data_record(dataset),
+            verifier=getattr(source, "verifier_fingerprint", None),
+            arguments=self.train_kwargs | layers_record(self.model),
+        )
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs) -> TrainOutput:
+        """Train. `True` resumes from the newest complete checkpoint in output_dir, and starts
+        at step 0 where the folder is empty. A run that has finished is left as it is.
+        Errors: ValueError where something was trained there already, where a checkpoint is
+        incomplete, or where it belongs to a run with other settings or data."""
+        folder, record = self.args.output_dir, self.run_record()
+        check_output_dir(folder, getattr(self.args, "overwrite", False), resume_from_checkpoint)
+        checkpoint = None
+        if resume_from_checkpoint:
+            checkpoint = self._checkpoint(resume_from_checkpoint, record)
+            result = self._result_of(checkpoint)
+            if result is not None:
+                return result
+        if checkpoint:
+            record["run"] = read_record(checkpoint).get("run") or record["run"]
+        self.outdated = [] if checkpoint else sort_checkpoints(str(folder))
+        self.record = record
+        self.accelerator.wait_for_everyone()  # every rank has read the folder
+        if self.args.should_save:
+            write_record(folder, record)
+            if checkpoint:
+                write_record(checkpoint, record)  # one of release 0.1 had none
+        try:
+            return super().train(resume_from_checkpoint=checkpoint, **kwargs)
+        finally:
+            close_progress_bars(self)
+
+    def _checkpoint(self, resume_from_checkpoint, record):
+        "The checkpoint to continue from, checked; None: start at step 0."
+        folder = self.args.output_dir
+        if resume_from_checkpoint is True:
+            checkpoint = newest_checkpoint(folder)
+        else:
+            checkpoint = named_checkpoint(resume_from_checkpoint, folder)
+        if checkpoint:
+            check_same_run(checkpoint, record, getattr(self.model, "config", None))
+        self._keep_rows(read_record(checkpoint or folder), record)
+        return checkpoint
+
+    def _keep_rows(self, old, record):
+        "A step keeps its rows on another number of ranks: each accumulates more or fewer."
+        steps, args = accumulation(old, record), self.args
+        if steps is None or not old:
             return
-        folder = Path(str(self.args.output_dir))
-        with atomic_write(folder / TRAINER_STATE_NAME) as temporary:
-            self.state.save_to_json(str(temporary))
-        finished = {"step": self.state.global_step, "planned": self.state.max_steps}
-        write_record(folder, read_record(folder) | {"finished": finished})
+        record["rows_in_step"] = steps * args.world_size
+        if steps != args.gradient_accumulation_steps:
+            args.gradient_accumulation_steps = steps
+            log.warning(
+                f"The run was on {old['world_size']} ranks, and is on {args.world_size}: "
+                f"gradient_accumulation_steps={steps} here, so that a step keeps its "
+                f"{record['rows_in_step']} rows."
+            )
 
     def _result_of(self, checkpoint) -> TrainOutput | None:
         """The trained model, where no step is left to take; None: training continues from the
@@ -324,62 +326,140 @@ class FinishedRuns(CheckedLoads):
         log.warning(message)
         return TrainOutput(state.global_step, 0.0, {})
 
-
-class WholeCheckpoints(AtomicSaves, FinishedRuns):
-    """transformers' Trainer whose checkpoint folders are complete or absent, and which
-    continues a run only with the settings, data and model that it was started with."""
-
-    def run_record(self) -> dict:  # as from `run_record.run_record`
-        "What this run is; a subclass that knows its data adds them."
-        return run_record(self.args)
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs) -> TrainOutput:
-        """Train. `True` resumes from the newest complete checkpoint in output_dir, and starts
-        at step 0 where the folder is empty. A run that has finished is left as it is.
-        Errors: ValueError where something was trained there already, where a checkpoint is
-        incomplete, or where it belongs to a run with other settings or data."""
-        folder, record = self.args.output_dir, self.run_record()
-        check_output_dir(folder, getattr(self.args, "overwrite", False), resume_from_checkpoint)
-        checkpoint = None
-        if resume_from_checkpoint:
-            checkpoint = self._checkpoint(resume_from_checkpoint, record)
-            result = self._result_of(checkpoint)
-            if result is not None:
-                return result
-        if checkpoint:
-            record["run"] = read_record(checkpoint).get("run") or record["run"]
-        self.outdated = [] if checkpoint else sort_checkpoints(str(folder))
-        self.record = record
-        self.accelerator.wait_for_everyone()  # every rank has read the folder
-        if self.args.should_save:
-            write_record(folder, record)
-            if checkpoint:
-                write_record(checkpoint, record)  # one of release 0.1 had none
-        try:
-            return super().train(resume_from_checkpoint=checkpoint, **kwargs)
-        finally:
-            close_progress_bars(self)
-
-    def _keep_rows(self, old, record):
-        "A step keeps its rows on another number of ranks: each accumulates more or fewer."
-        steps, args = accumulation(old, record), self.args
-        if steps is None or not old:
+    def finish(self) -> None:
+        "Record in the output folder that the run has ended, and at which step."
+        if not self.args.should_save:
             return
-        record["rows_in_step"] = steps * args.world_size
-        if steps != args.gradient_accumulation_steps:
-            args.gradient_accumulation_steps = steps
-            log.warning(
-                f"The run was on {old['world_size']} ranks, and is on {args.world_size}: "
-                f"gradient_accumulation_steps={steps} here, so that a step keeps its "
-                f"{record['rows_in_step']} rows."
+        folder = Path(str(self.args.output_dir))
+        with atomic_write(folder / TRAINER_STATE_NAME) as temporary:
+            self.state.save_to_json(str(temporary))
+        finished = {"step": self.state.global_step, "planned": self.state.max_steps}
+        write_record(folder, read_record(folder) | {"finished": finished})
+
+    # ---- saves
+
+    def _get_output_dir(self, trial):
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, ".saving") if self.saving else folder
+
+    def _save_checkpoint(self, model, trial):
+        folder = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        staging = folder / ".saving"
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self.saving = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.saving = False
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder / name)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self.state.save_to_json(str(staging / name / TRAINER_STATE_NAME))
+            write_record(staging / name, self.record)
+            self._publish(staging, folder / name)
+        self.accelerator.wait_for_everyone()
+
+    def _publish(self, staging, final):
+        "Rename the new checkpoint to its place, then delete old ones: each is renamed first."
+        replaced, self.outdated = self.outdated, ()
+        for old in map(Path, replaced):
+            old.rename(staging / f"outdated-{old.name}")
+        if final.exists():
+            final.rename(staging / "replaced")
+        (staging / final.name).rename(final)
+        limit = self.args.save_total_limit
+        for old in map(Path, surplus_checkpoints(final.parent, self.state, limit)):
+            old.rename(staging / old.name)
+        shutil.rmtree(staging)
+
+    @property
+    def _in_shards(self):
+        "Whether what is being saved is a checkpoint of which each rank writes its part."
+        sharded = self.saving and is_sharded(self.model)
+        return sharded and self.args.checkpoint_format == "sharded"
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        "Save the drafter, gathered if it is sharded; on every rank."
+        if not is_sharded(self.model):
+            return super().save_model(output_dir, _internal_call)
+        state = {}
+        if not self._in_shards:
+            saved = getattr(self.model, "saved_state", self.model.state_dict)
+            state = gather(saved(), keep=self.args.should_save)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir=None, state_dict=None):
+        if self._in_shards:
+            save_model_config(output_dir or self.args.output_dir, self.model)
+        else:
+            super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        if not is_sharded(self.model):
+            return super()._save_optimizer_and_scheduler(output_dir)
+        save_training_state(
+            output_dir,
+            self.model,
+            self.optimizer,
+            self.lr_scheduler,
+            in_shards=self._in_shards,
+            keep=self.args.should_save,
+        )
+
+    # ---- loads
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        "Load all weights. Errors: ValueError naming the tensors that are missing or differ."
+        if has_shards(resume_from_checkpoint):
+            load_model_shards(resume_from_checkpoint, self.model)
+            return
+        if isinstance(self.model, SpeculatorModel):
+            self.model.check_state(read_state(resume_from_checkpoint), resume_from_checkpoint)
+        if is_sharded(self.model):
+            load_whole(self.model, read_state(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        best: Any = self.state.best_model_checkpoint
+        if is_sharded(self.model) or has_shards(best):
+            self._load_from_checkpoint(best)
+        else:
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        with _readable(checkpoint, "optimizer.pt or scheduler.pt"):
+            if checkpoint and has_shards(checkpoint):
+                load_training_shards(checkpoint, self.model, self.optimizer, self.lr_scheduler)
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)
+                if checkpoint and is_sharded(self.model):
+                    split_states(plain_optimizer(self.optimizer))
+        optimizer: Any = self.optimizer
+        state = optimizer.state_dict()["state"] if checkpoint else {}
+        tensors = (t for part in state.values() for t in part.values() if torch.is_tensor(t))
+        if not all(bool(local(t).isfinite().all()) for t in tensors):
+            raise ValueError(
+                f"cannot resume from {checkpoint}: optimizer.pt holds values that are not "
+                "finite; resume from an older checkpoint, by its folder"
             )
 
-    def _checkpoint(self, wanted, record):
-        "The checkpoint to continue from, checked; None: start at step 0."
-        folder = self.args.output_dir
-        newest = wanted is True
-        checkpoint = newest_checkpoint(folder) if newest else named_checkpoint(wanted, folder)
-        if checkpoint:
-            check_same_run(checkpoint, record, getattr(self.model, "config", None))
-        self._keep_rows(read_record(checkpoint or folder), record)
-        return checkpoint
+    def _load_rng_state(self, checkpoint):
+        with _readable(checkpoint, "its random state (rng_state*.pth)"):
+            super()._load_rng_state(checkpoint)
+
+    def _init_training_state(self, *args):
+        steps_taken = super()._init_training_state(*args)
+        state = self.state
+        name = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+        best = Path(str(self.args.output_dir)) / name
+        if state.best_global_step and state.best_model_checkpoint is None and best.is_dir():
+            state.best_model_checkpoint = str(best)  # the folder was moved
+        return steps_taken

@@ -25,10 +25,10 @@ _ACCURACY = re.compile(r"eval_(full_acc|acc|accept|position)_(\d+)(_acc)?$")
 
 def _position_columns(metrics) -> dict[str, str]:
     "Metrics of an evaluation -> names that count from one."
-    found = [m for m in map(_ACCURACY.match, metrics) if m]
-    own = [m for m in found if m[1] == found[0][1]]  # the first kind, where there are several
-    own = sorted(own, key=lambda m: int(m[2]))[:SHOWN_POSITIONS]
-    return {m[0]: f"accuracy {n}" for n, m in enumerate(own, 1)}
+    matches = [m for m in map(_ACCURACY.match, metrics) if m]
+    first_kind = [m for m in matches if m[1] == matches[0][1]]  # where there are several
+    by_position = sorted(first_kind, key=lambda m: int(m[2]))[:SHOWN_POSITIONS]
+    return {m[0]: f"accuracy {n}" for n, m in enumerate(by_position, 1)}
 
 
 def evaluation_table(
@@ -165,34 +165,12 @@ class StopRequest:
             signal.signal(signal.SIGINT, self.before)
 
 
-class StopCallback(TrainerCallback):
-    "End a run after a step, with a checkpoint, once its `StopRequest` is set."
+class LiveView(TrainerCallback):
+    """A widget under the cell that trains: bar, rows of `evaluation_table`, curve, button. The
+    run ends after a step, with a checkpoint, once its `StopRequest` is set."""
 
     def __init__(self):
         self.request = StopRequest()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.request.wanted:
-            control.should_training_stop = True
-            control.should_save = args.save_strategy != "no"
-            control.should_evaluate = False  # it may take longer than a reader waits
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        if self.request.wanted:
-            control.should_evaluate = control.should_save = False
-
-
-def was_stopped(
-    trainer: Trainer,  # any that has run
-) -> bool:
-    "Whether a run ended by a `StopRequest`, before its last step."
-    callbacks = trainer.callback_handler.callbacks
-    wanted = any(c.request.wanted for c in callbacks if isinstance(c, StopCallback))
-    return wanted and trainer.state.global_step < trainer.state.max_steps
-
-
-class LiveView(StopCallback):
-    "A widget under the cell that trains: bar, rows of `evaluation_table`, curve, button."
 
     def on_train_begin(self, args, state, control, **kwargs):
         import ipywidgets  # here: training outside a kernel does without both
@@ -208,7 +186,7 @@ class LiveView(StopCallback):
         # front end sends them to a subshell
         comm: Any = self.button.comm
         comm._reply_subshell_for = lambda data, default: default
-        self.rows, self.curve = ipywidgets.HTML(), ipywidgets.Image(format="png")
+        self.rows, self.curve = ipywidgets.HTML(), ipywidgets.HTML()
         self.curve.layout.display = "none"
         top = ipywidgets.HBox([self.bar, self.count, self.button])
         display(ipywidgets.VBox([top, self.rows, self.curve]))
@@ -218,9 +196,16 @@ class LiveView(StopCallback):
         button.disabled, button.description = True, "Stopping …"
 
     def on_step_end(self, args, state, control, **kwargs):
-        super().on_step_end(args, state, control, **kwargs)
+        if self.request.wanted:
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
+            control.should_evaluate = False  # it may take longer than a reader waits
         self.bar.value = state.global_step
         self.count.value = f"{state.global_step} of {state.max_steps} steps"
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self.request.wanted:
+            control.should_evaluate = control.should_save = False
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "train_runtime" in (logs or {}):
@@ -231,12 +216,23 @@ class LiveView(StopCallback):
         rows = table.to_dict("records")
         text = "\n".join([header_line(rows[-1]), *map(row_line, rows)])
         self.rows.value = f"<pre>{html.escape(text)}</pre>"
-        picture = io.BytesIO()
+        picture = io.StringIO()
         log = pd.DataFrame(state.log_history).groupby("step").first()
-        plot_runs({"this run": log}).savefig(picture, format="png", dpi=80)
-        self.curve.value, self.curve.layout.display = picture.getvalue(), None
+        plot_runs({"this run": log}).savefig(picture, format="svg")  # crisp at any width
+        _, _, svg = picture.getvalue().partition("<svg ")
+        self.curve.value = f'<svg style="max-width: 100%; height: auto" {svg}'
+        self.curve.layout.display = None
 
     def on_train_end(self, args, state, control, **kwargs):
         self.request.release()
         self.button.disabled = True
         self.button.description = "Stopped" if self.request.wanted else "Finished"
+
+
+def was_stopped(
+    trainer: Trainer,  # any that has run
+) -> bool:
+    "Whether a run ended by a `StopRequest`, before its last step."
+    callbacks = trainer.callback_handler.callbacks
+    wanted = any(c.request.wanted for c in callbacks if isinstance(c, LiveView))
+    return wanted and trainer.state.global_step < trainer.state.max_steps

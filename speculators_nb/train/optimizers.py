@@ -5,10 +5,9 @@ Both are behind one `torch.optim.Optimizer`; embedding tables take sparse gradie
 
 # %% auto #0
 __all__ = ['LOOKUP_NAMES', 'OPTIMIZERS', 'SLICE_BYTES', 'parameter_kinds', 'parameter_groups', 'table_slices', 'RowAdamW',
-           'use_row_gradients', 'clip_gradients', 'MuonAdamW', 'build_optimizer', 'RowGradients']
+           'use_row_gradients', 'clip_gradients', 'MuonAdamW', 'build_optimizer']
 
 # %% ../../nbs/train/01_optimizers.ipynb #1b81b327
-import math
 from collections.abc import Container, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -19,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
-from transformers import Trainer
 
 from ..distributed.sharded_muon import ShardedMuon
 from ..distributed.sharding import local
@@ -279,43 +277,3 @@ def build_optimizer(
     if plain:
         return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay, fused=True)
     return MuonAdamW(groups, lr=lr, weight_decay=weight_decay)
-
-# %% ../../nbs/train/01_optimizers.ipynb #0146d844
-class RowGradients(Trainer):
-    "transformers' Trainer with AdamW or Muon, and gradients of embedding tables by rows."
-
-    args: Any  # SpeculatorTrainingArguments
-    model: Any  # a drafter
-
-    @property
-    def _by_rows(self):
-        # on CUDA dense gradients are faster: P-EAGLE at 8B takes 75 ms a step, by rows 120
-        one_process = self.args.world_size == 1 and not self.args.fsdp
-        return one_process and self.args.device.type == "cpu"
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        "AdamW, or Muon and AdamW, over the trainable parameters."
-        if self.optimizer is None:
-            args = self.args
-            self.optimizer = build_optimizer(
-                self.model if model is None else model,
-                args.optimizer,
-                args.learning_rate,
-                args.muon_learning_rate,
-                args.weight_decay,
-                betas=(args.adam_beta1, args.adam_beta2),
-                row_updates=True,
-                row_gradients=self._by_rows,
-            )
-        return self.optimizer
-
-    def _clip_grad_norm(self, model):
-        if not (self._by_rows or self.args.fsdp):
-            return super()._clip_grad_norm(model)
-        self.accelerator.unscale_gradients()
-        return clip_gradients(model.parameters(), self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        if grad_norm is None and (self._by_rows or self.args.fsdp):
-            grad_norm = clip_gradients(model.parameters(), math.inf)
-        return super()._get_grad_norm(model, grad_norm)

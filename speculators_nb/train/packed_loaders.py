@@ -12,9 +12,11 @@ from torch.utils.data import DataLoader, Subset
 from transformers import Trainer
 
 from ..data.packing import PackedBatchSampler, collate
-from ..features.prefetch import following, prefetched, tokens_of, without_states
+from ..features.prefetch import follow_order, prefetched, tokens_of, without_states
 from ..verifier.row_limits import RowLimits
 from .training_arguments import SpeculatorTrainingArguments
+
+log = logging.getLogger(__name__)
 
 
 def lengths_of(
@@ -31,16 +33,45 @@ def lengths_of(
     return lengths
 
 
-log = logging.getLogger(__name__)
+def row_seed(
+    seed: int,  # of the run
+    epoch: int,  # from 0
+    row: int,  # index of the packed row in the epoch's order
+) -> int:  # 63 bits
+    "The seed of a packed row's random choices in one epoch."
+    digest = hashlib.sha256(f"{seed}/{epoch}/{row}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
-class PackedRows(Trainer):
+@contextlib.contextmanager
+def kept_rng(
+    device: torch.device,  # the device whose generator is kept, besides the CPU's
+    seed: int | None = None,  # of the draws in the block; None: they continue
+):
+    "Restore torch's random state at the end of the block."
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    cpu_state = torch.get_rng_state()
+    device_state = module.get_rng_state() if module else None
+    if seed is not None:
+        torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu_state)
+        if module:
+            module.set_rng_state(device_state)
+
+
+class PackedLoaders(Trainer):
     "transformers' Trainer that packs a dataset into rows of `total_seq_len`."
 
     if TYPE_CHECKING:  # as `Trainer.__init__` leaves them
         args: SpeculatorTrainingArguments
         train_dataset: Any
+        eval_dataset: Any
 
+    train_rows: PackedBatchSampler  # of the training, as its loader has them
+    n_eval_rows = 0  # rows of the current evaluation set that count
     shift: Any = None  # sample -> the sample as it is laid out in a row; None: as it is
     feature_dtype: torch.dtype | None = None  # of hidden states in a batch; None: as stored
 
@@ -91,16 +122,6 @@ class PackedRows(Trainer):
             multiprocessing_context=args.dataloader_multiprocessing_context,
         )
 
-
-class PackedLoaders(PackedRows):
-    "The data loaders of transformers' Trainer, with packed rows."
-
-    if TYPE_CHECKING:
-        eval_dataset: Any
-        train_rows: PackedBatchSampler
-
-    n_eval_rows = 0  # rows of the current evaluation set that count
-
     def get_train_dataloader(self) -> DataLoader:
         """Packed rows, another shuffle in each epoch; with several ranks, each takes every n-th
         row."""
@@ -115,7 +136,7 @@ class PackedLoaders(PackedRows):
         if self.args.should_log:
             self.warn_cut(self.train_dataset, self.train_rows, "training")
         # rows come on the host: the trainer copies them to the device without waiting for it
-        return following(self.accelerator.prepare(loader, device_placement=[False]))
+        return follow_order(self.accelerator.prepare(loader, device_placement=[False]))
 
     def _nothing_trained(self) -> str:
         "Why no position of the packed rows carries loss: all of it is cut away, or none was."
@@ -150,45 +171,14 @@ class PackedLoaders(PackedRows):
         self.n_eval_rows = len(rows)
         world_size = self.args.world_size
         turns = -(-len(rows) // world_size)
-        own = range(self.args.process_index, turns * world_size, world_size)
-        return following(self._loader(dataset, [rows[i % len(rows)] for i in own]))
+        taken = range(self.args.process_index, turns * world_size, world_size)
+        return follow_order(self._loader(dataset, [rows[i % len(rows)] for i in taken]))
 
-
-def row_seed(
-    seed: int,  # of the run
-    epoch: int,  # from 0
-    row: int,  # index of the packed row in the epoch's order
-) -> int:  # 63 bits
-    "The seed of a packed row's random choices in one epoch."
-    digest = hashlib.sha256(f"{seed}/{epoch}/{row}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-@contextlib.contextmanager
-def kept_rng(
-    device: torch.device,  # the device whose generator is kept, besides the CPU's
-    seed: int | None = None,  # of the draws in the block; None: they continue
-):
-    "Restore torch's random state at the end of the block."
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    cpu_state = torch.get_rng_state()
-    device_state = module.get_rng_state() if module else None
-    if seed is not None:
-        torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(cpu_state)
-        if module:
-            module.set_rng_state(device_state)
-
-
-class NumberedRows(PackedLoaders):
-    """Packed rows that know their place in the epoch, `row_seed`; where an epoch has no row
-    left for a rank, it gets one without loss tokens."""
-
-    def _place(self, step) -> tuple[int, int]:
-        "The epoch of an optimizer step, and the first row that it takes there."
+    def place_of(
+        self,
+        step: int,  # optimizer steps taken
+    ) -> tuple[int, int]:
+        "The epoch of the next step, and the first row that it takes there."
         in_step = self.args.gradient_accumulation_steps * self.args.world_size
         epoch, step = divmod(step, -(-len(self.train_rows) // in_step))
         return epoch, step * in_step
@@ -198,17 +188,6 @@ class NumberedRows(PackedLoaders):
         step: int,  # optimizer steps taken, 1 or more
     ) -> float:
         "Epochs so far, by rows: the same on any number of ranks."
-        epoch, row = self._place(step - 1)
+        epoch, row = self.place_of(step - 1)
         row += self.args.gradient_accumulation_steps * self.args.world_size
         return epoch + min(1, row / len(self.train_rows))
-
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        "The micro-batches of one step on this rank."
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        epoch, first = self._place(self.state.global_step)
-        for turn, batch in enumerate(batches):
-            row = first + turn * self.args.world_size + self.args.process_index
-            batch["row_seed"] = row_seed(self.args.seed, epoch, row)
-            if row >= len(self.train_rows):
-                batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-        return batches, None

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import Subset
 from transformers import TrainingArguments
 
 from ..core.files import atomic_write, read_object
+from .packed_loaders import lengths_of
 
 SAMPLED_ROWS = 256  # rows whose tokens are hashed
 
@@ -30,6 +32,35 @@ def data_fingerprint(
         h.update(np.asarray(input_ids, np.int64).tobytes())
         h.update(np.asarray(loss_mask, bool).tobytes())
     return h.hexdigest()[:16]
+
+
+def data_record(
+    dataset: Any,  # samples with input_ids and loss_mask, perhaps a `Subset`; None: none
+) -> dict:  # rows, fingerprint; empty without samples
+    "What a run was trained on."
+    if not dataset:
+        return {}
+    lengths = lengths_of(dataset)
+    source, indices = dataset, range(len(lengths))
+    if isinstance(dataset, Subset):
+        source, indices = dataset.dataset, dataset.indices
+
+    def tokens(row):
+        if read := getattr(source, "tokens", None):
+            return read(indices[row])
+        sample = source[indices[row]]
+        return sample["input_ids"], sample["loss_mask"]
+
+    return {"rows": len(lengths), "fingerprint": data_fingerprint(lengths, tokens)}
+
+
+def layers_record(
+    model: Any,  # a drafter
+) -> dict:  # empty: it has no layers
+    "What draft layers attend to: weights of the same shapes fit any window."
+    layer = getattr(getattr(model, "config", None), "transformer_layer_config", None)
+    names = ("layer_types", "sliding_window", "hidden_act") if layer is not None else ()
+    return {name: getattr(layer, name, None) for name in names}
 
 
 RECORD = "run.json"
@@ -102,26 +133,28 @@ def differences(
     return [f"{name} was {a[name]!r}, is {b[name]!r}" for name in a if name in b and a[name] != b[name]]
 
 
+def _rows_in_step(record):
+    return record.get("rows_in_step", record["world_size"] * record["gradient_accumulation_steps"])
+
+
 def accumulation(
     old: Mapping,  # the record of a checkpoint
     new: Mapping,  # the record of the call at hand
 ) -> int | None:  # rows that each rank accumulates; None: a step would take other rows
     "`gradient_accumulation_steps` with which a step has as many rows as before."
-    given, ranks = new["gradient_accumulation_steps"], new["world_size"]
+    steps, ranks = new["gradient_accumulation_steps"], new["world_size"]
     if not old.get("world_size"):
-        return given
-    was = old["world_size"] * old["gradient_accumulation_steps"]
-    rows = old.get("rows_in_step", was)
-    if given * ranks == rows:
-        return given
-    same_command = given == old["gradient_accumulation_steps"]
+        return steps
+    rows = _rows_in_step(old)
+    if steps * ranks == rows:
+        return steps
+    same_command = steps == old["gradient_accumulation_steps"]
     return rows // ranks if same_command and rows % ranks == 0 else None
 
 
 def _rows_change(old, new):
     "Why a step cannot keep its rows, and what would keep them."
-    rows = old.get("rows_in_step", old["world_size"] * old["gradient_accumulation_steps"])
-    ranks = new["world_size"]
+    rows, ranks = _rows_in_step(old), new["world_size"]
     steps, rest = divmod(rows, ranks)
     remedy = f"give gradient_accumulation_steps={steps}"
     if rest:
@@ -131,21 +164,24 @@ def _rows_change(old, new):
     return f"rows in a step was {rows}, is {now} on {ranks} ranks ({remedy})"
 
 
+def _named_data(record):
+    names = {"rows": "training rows", "fingerprint": "training data"}
+    return {names[key]: value for key, value in record.get("data", {}).items()}
+
+
 def run_changes(
     old: Mapping,  # the record of a checkpoint
     new: Mapping,  # the record of the call at hand
 ) -> list[str]:  # why the one cannot continue the other; empty: it can
     "Compare two records. What only one of them knows is not compared."
-    found = differences(old.get("settings", {}), new["settings"])
-    found += differences(old.get("model", {}), new["model"])
-    names = {"rows": "training rows", "fingerprint": "training data"}
-    data = [{names[k]: v for k, v in record.get("data", {}).items()} for record in (old, new)]
-    found += differences(*data)[:1]
+    changes = differences(old.get("settings", {}), new["settings"])
+    changes += differences(old.get("model", {}), new["model"])
+    changes += differences(_named_data(old), _named_data(new))[:1]
     if old.get("verifier") and new["verifier"]:
-        found += differences({"verifier": old["verifier"]}, {"verifier": new["verifier"]})
+        changes += differences({"verifier": old["verifier"]}, {"verifier": new["verifier"]})
     if accumulation(old, new) is None:
-        found.append(_rows_change(old, new))
-    return found
+        changes.append(_rows_change(old, new))
+    return changes
 
 
 def write_record(

@@ -81,8 +81,7 @@ def layers_of_file(
             f"verifier's {text.hidden_size}; write the verifier's"
         )
     if layers.vocab_size != text.vocab_size:
-        sizes = layers.vocab_size, text.vocab_size
-        log.warning("%s: vocab_size %d becomes the verifier's, %d", draft_config, *sizes)
+        log.warning("%s: vocab_size %d becomes the verifier's, %d", draft_config, layers.vocab_size, text.vocab_size)
         layers.vocab_size = text.vocab_size
     return layers
 
@@ -104,9 +103,9 @@ def draft_layers(
     layers = layers_of_file(draft_config, info.text)
     if num_layers not in (1, layers.num_hidden_layers):
         shape["num_layers"] = num_layers
-    given = shape | dict(draft_hidden_act=draft_hidden_act)
-    given = {name: value for name, value in given.items() if value is not None}
-    refuse_given(given, f"{draft_config} describes the layers")
+    settings = shape | dict(draft_hidden_act=draft_hidden_act)
+    settings = {name: value for name, value in settings.items() if value is not None}
+    refuse_given(settings, f"{draft_config} describes the layers")
     return layers
 
 
@@ -314,7 +313,8 @@ def train_drafter(
         from_pretrained=from_pretrained,
         source=dict(url=url, storage=storage, on_bad=on_bad, patience=patience),
         args=drafter | shape | training_args,
-        **vocabulary,
+        draft_vocab_size=draft_vocab_size,
+        target_layer_ids=target_layer_ids,
     )
     if isinstance(data, LiveFeatures) and training_args.get("dataloader_num_workers"):
         raise ValueError(

@@ -15,27 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from torch.utils.data import Subset
-from transformers import (
-    EarlyStoppingCallback,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils.import_utils import is_in_notebook
 
 from ..core.files import atomic_write
 from ..core.provenance import without_secrets
-from ..distributed.sharded_training import ShardedTraining, for_first_rank
+from ..distributed.sharded_training import for_first_rank, shard_model
 from ..distributed.sharding import local
 from ..nn.compiled import to_device
 from .checkpoint import WholeCheckpoints
 from .live_view import LiveView, TableCallback, log_table, was_stopped
-from .optimizers import RowGradients
-from .packed_loaders import NumberedRows, kept_rng, lengths_of
-from .run_record import data_fingerprint, run_record
+from .optimizers import build_optimizer, clip_gradients
+from .packed_loaders import PackedLoaders, kept_rng, row_seed
 from speculators_nb.train.training_arguments import (
     Measure,
     SpeculatorTrainingArguments,
@@ -120,7 +113,7 @@ def weights_to_float32(
             p.data = p.data.float()
 
 # %% ../../nbs/train/02_trainer.ipynb #fd484e28
-class SpeculatorTrainer(NumberedRows, RowGradients, WholeCheckpoints, ShardedTraining, Trainer):
+class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
     """transformers' Trainer for any model that keeps the training contract: `model(**batch,
     **kwargs) -> (draft tokens or None, loss, metrics)`. A row weighs as its loss tokens do,
     evaluations are deterministic, and a run stops at NaN or infinity before it saves them."""
@@ -132,7 +125,6 @@ class SpeculatorTrainer(NumberedRows, RowGradients, WholeCheckpoints, ShardedTra
     metric_sums: MetricSums  # since the last log
     step_tokens: Any = 0  # loss tokens of the current step, mean over ranks
     finite: Any = True  # whether all training losses so far were finite; on the device
-    n_eval_rows: int  # rows that count (`PackedLoaders`)
     measure: Measure | None  # its numbers join those of an evaluation
 
     if TYPE_CHECKING:  # as `Trainer.__init__` leaves them
@@ -172,7 +164,7 @@ class SpeculatorTrainer(NumberedRows, RowGradients, WholeCheckpoints, ShardedTra
             eval_dataset=eval_dataset,
             callbacks=[*callbacks, StepCallback(self)],
         )
-        self.shard_model()
+        shard_model(self)
         if config is not None and adds_use_cache:
             # Trainer sets it for generating models; a drafter's config.json has no such field
             del config.use_cache
@@ -185,9 +177,15 @@ class SpeculatorTrainer(NumberedRows, RowGradients, WholeCheckpoints, ShardedTra
         self.model_accepts_loss_kwargs = True  # compute_loss divides already
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The micro-batches of one step, and how many loss tokens they hold on average per rank
-        (gradients are averaged over ranks)."""
+        """The micro-batches of one step, each with the seed of its row, and how many loss
+        tokens they hold on average per rank (gradients are averaged over ranks)."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        epoch, first = self.place_of(self.state.global_step)
+        for turn, batch in enumerate(batches):
+            row = first + turn * self.args.world_size + self.args.process_index
+            batch["row_seed"] = row_seed(self.args.seed, epoch, row)
+            if row >= len(self.train_rows):  # the epoch has no row left for this rank
+                batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
         tokens = torch.tensor(sum((float(b["loss_mask"].sum()) for b in batches), 0.0))
         if self.args.world_size > 1:
             tokens = self.accelerator.reduce(to_device(tokens, device), "mean")
@@ -210,6 +208,40 @@ class SpeculatorTrainer(NumberedRows, RowGradients, WholeCheckpoints, ShardedTra
         if num_items_in_batch is not None:
             loss = loss * inputs["loss_mask"].sum() / num_items_in_batch.clamp_min(1e-6)
         return (loss, (draft_tokens, metrics)) if return_outputs else loss
+
+    @property
+    def _by_rows(self):
+        "Whether gradients of embedding tables list the rows that were read."
+        # on CUDA dense gradients are faster: P-EAGLE at 8B takes 75 ms a step, by rows 120
+        one_process = self.args.world_size == 1 and not self.args.fsdp
+        return one_process and self.args.device.type == "cpu"
+
+    def _clip_grad_norm(self, model):
+        if not (self._by_rows or self.args.fsdp):
+            return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
+        return clip_gradients(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        if grad_norm is None and (self._by_rows or self.args.fsdp):
+            grad_norm = clip_gradients(model.parameters(), math.inf)
+        return super()._get_grad_norm(model, grad_norm)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        "AdamW, or Muon and AdamW, over the trainable parameters."
+        if self.optimizer is None:
+            args = self.args
+            self.optimizer = build_optimizer(
+                self.model if model is None else model,
+                args.optimizer,
+                args.learning_rate,
+                args.muon_learning_rate,
+                args.weight_decay,
+                betas=(args.adam_beta1, args.adam_beta2),
+                row_updates=True,
+                row_gradients=self._by_rows,
+            )
+        return self.optimizer
 
     def log(self, logs, start_time=None):
         "Add the model's metrics to the training loss; stop where a loss was not finite."
@@ -276,12 +308,12 @@ class SpeculatorTrainer(NumberedRows, RowGradients, WholeCheckpoints, ShardedTra
         "The first rank measures, and every rank gets the numbers."
         if self.measure is None:
             return {}
-        found: list[Any] = [{}]
+        numbers: list[Any] = [{}]
         model = for_first_rank(self.accelerator.unwrap_model(self.model), self.args)
         if model is not None:
-            found = [self.measure(model)]
-        broadcast_object_list(found)
-        return found[0]
+            numbers = [self.measure(model)]
+        broadcast_object_list(numbers)
+        return numbers[0]
 
     def _require_finite_loss(self):
         "On every rank: stop if any rank had a training loss that was not finite."
@@ -334,47 +366,18 @@ class SpeculatorTrainer(NumberedRows, RowGradients, WholeCheckpoints, ShardedTra
         with atomic_write(folder / "training_args.json") as file:
             file.write_text(json.dumps(settings, indent=2))
 
-    def run_record(self) -> dict:
-        """The settings, the model's training arguments, the data and the verifier that made
-        them."""
-        dataset = getattr(self.train_dataset, "dataset", self.train_dataset)
-        verifier = getattr(dataset, "verifier_fingerprint", None)
-        arguments = self.train_kwargs | self._layers_record()
-        return run_record(self.args, self._data_record(), verifier, arguments)
-
-    def _layers_record(self):
-        "What draft layers attend to: weights of the same shapes fit any window."
-        layer = getattr(getattr(self.model, "config", None), "transformer_layer_config", None)
-        names = ("layer_types", "sliding_window", "hidden_act") if layer is not None else ()
-        return {name: getattr(layer, name, None) for name in names}
-
-    def _data_record(self):
-        if not self.train_dataset:
-            return {}
-        lengths = lengths_of(self.train_dataset)
-        dataset, indices = self.train_dataset, range(len(lengths))
-        if isinstance(dataset, Subset):
-            dataset, indices = dataset.dataset, dataset.indices
-
-        def tokens(row):
-            if read := getattr(dataset, "tokens", None):
-                return read(indices[row])
-            sample = dataset[indices[row]]
-            return sample["input_ids"], sample["loss_mask"]
-
-        return {"rows": len(lengths), "fingerprint": data_fingerprint(lengths, tokens)}
-
 # %% ../../nbs/train/02_trainer.ipynb #d45bbdc1
-def _settings_of(args, given, evaluates):
-    "The run's settings: `args`, or made of the fields in `given`."
-    if args is not None and given:
+def _settings_of(args, settings, evaluates):
+    "The run's settings: `args`, or made of fields by name."
+    if args is not None and settings:
         raise ValueError(
-            f"{', '.join(given)}: given by name although args is given too. Set them in args."
+            f"{', '.join(settings)}: given by name although args is given too. "
+            "Set them in args."
         )
     if args is not None:
         return args
     without = {} if evaluates else {"eval_strategy": "no", "load_best_model_at_end": False}
-    return SpeculatorTrainingArguments(**without | given)
+    return SpeculatorTrainingArguments(**without | settings)
 
 
 def train(
@@ -388,8 +391,8 @@ def train(
 ) -> SpeculatorTrainer:  # after the run; its model is the best evaluated, in output_dir
     "Train a drafter, keep the best checkpoint, save it."
     names = {f.name for f in fields(SpeculatorTrainingArguments) if f.init}
-    own = {name: training_args.pop(name) for name in list(training_args) if name in names}
-    args = _settings_of(args, own, eval_dataset is not None)
+    settings = {name: training_args.pop(name) for name in list(training_args) if name in names}
+    args = _settings_of(args, settings, evaluates=eval_dataset is not None)
     check_names(model, training_args)
     check_measure(measure, args)
     trainer = SpeculatorTrainer(

@@ -93,8 +93,7 @@ def check_loggers(
     for name in names:
         if name in installed:
             continue
-        known = name in INTEGRATION_TO_CALLBACK
-        remedy = f"not installed; pip install {name}" if known else "unknown"
+        remedy = f"not installed; pip install {name}" if name in INTEGRATION_TO_CALLBACK else "unknown"
         raise ValueError(f"report_to={name!r}: this logger is {remedy}. Installed: {', '.join(installed) or 'none'}.")
 
 
@@ -142,12 +141,12 @@ def check_keywords(
         ("accelerator_config", AcceleratorConfig),
         ("lr_scheduler_kwargs", scheduler),
     ):
-        given, takes = values[name], inspect.signature(reader).parameters
-        for key in given if isinstance(given, dict) else ():
+        value, takes = values[name], inspect.signature(reader).parameters
+        for key in value if isinstance(value, dict) else ():
             if key not in takes:
-                near = difflib.get_close_matches(str(key), takes, 1)
-                hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(takes)}"
-                raise ValueError(f"{name}={given}: {reader.__name__} takes no {key!r}; {hint}")
+                similar = difflib.get_close_matches(str(key), takes, 1)
+                hint = f"did you mean {similar[0]}?" if similar else f"it takes {', '.join(takes)}"
+                raise ValueError(f"{name}={value}: {reader.__name__} takes no {key!r}; {hint}")
 
 
 def can_shard() -> bool:
@@ -181,31 +180,12 @@ def check_sharding(
 log = logging.getLogger(__name__)
 
 
-class OneDevice(TrainingArguments):
-    "transformers' `TrainingArguments` that train on one device in one process."
-
-    @property
-    def loggers(self) -> list[str]:
-        "`report_to`, of which transformers makes a list, though its type allows one name."
-        given = self.report_to or []
-        return [given] if isinstance(given, str) else given
-
-    def _use_one_device(self):
-        "One process trains on one device: transformers would take all, with DataParallel."
-        if self.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
-            log.warning(
-                f"{self._n_gpu} devices are here, and one process trains on one of them. For "
-                f"all: {torchrun_line(self._n_gpu, sys.argv)}"
-            )
-            self._n_gpu = 1
-
-
 # optimizer -> learning rate where none is given; measured in benchmarks/real/results/UPSTREAM.md
 LEARNING_RATES = {"muon": 3e-3, "adamw": 1e-4}
 
 
 @dataclass
-class SpeculatorTrainingArguments(OneDevice):
+class SpeculatorTrainingArguments(TrainingArguments):
     "transformers' `TrainingArguments`: other defaults, and new fields above the line."
 
     if TYPE_CHECKING:
@@ -256,31 +236,42 @@ class SpeculatorTrainingArguments(OneDevice):
         self.fsdp, self.fsdp_config = sharded, {}
         check_sharding(self)
         check_loggers(self.loggers)
-        self._use_one_device()
+        if self.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
+            log.warning(
+                f"{self._n_gpu} devices are here, and one process trains on one of them. For "
+                f"all: {torchrun_line(self._n_gpu, sys.argv)}"
+            )
+            self._n_gpu = 1  # transformers would take all, with DataParallel
+
+    @property
+    def loggers(self) -> list[str]:
+        "`report_to`, of which transformers makes a list, though its type allows one name."
+        names = self.report_to or []
+        return [names] if isinstance(names, str) else names
 
 
 def check_names(
     model: Any,  # a drafter or its class
-    given: dict,  # training arguments that are no field of `SpeculatorTrainingArguments`
+    arguments: dict,  # training arguments that are no field of `SpeculatorTrainingArguments`
 ) -> None:
     "ValueError for a training argument that neither the model nor the trainer takes."
     accepted = inspect.signature(model.get_trainer_kwargs).parameters
-    known = set(accepted)
+    names = set(accepted)
     argument_of = {inner: name for name, inner in getattr(model, "forward_names", {}).items()}
     if hasattr(model, "from_training_args"):
-        known |= set(inspect.signature(model.from_training_args).parameters)
+        names |= set(inspect.signature(model.from_training_args).parameters)
     if hasattr(model, "training_arguments"):
-        known |= model.training_arguments().keys()
+        names |= model.training_arguments().keys()
     if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        known |= model.get_trainer_kwargs(**given)[0].keys() - argument_of.keys()
+        names |= model.get_trainer_kwargs(**arguments)[0].keys() - argument_of.keys()
     settings = {f.name for f in fields(SpeculatorTrainingArguments)}
-    for name in given.keys() - known:
-        near = [argument_of[name]] if name in argument_of else None
-        near = near or difflib.get_close_matches(name, known | settings, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+    for name in arguments.keys() - names:
+        similar = [argument_of[name]] if name in argument_of else None
+        similar = similar or difflib.get_close_matches(name, names | settings, 1)
+        hint = f" Did you mean {similar[0]}?" if similar else ""
         model_class = model if isinstance(model, type) else type(model)
         raise ValueError(
-            f"{name}={given[name]!r}: neither {model_class.__name__} nor the trainer takes this name.{hint}"
+            f"{name}={arguments[name]!r}: neither {model_class.__name__} nor the trainer takes this name.{hint}"
         )
 
 

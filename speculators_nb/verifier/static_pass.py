@@ -65,20 +65,29 @@ def _shape(states):
     return states.shape[1], states.shape[3], states.dtype, states.device
 
 
-class SlotStacks:
-    "Tensors of S slots for each request, those of one shape in one stack."
+def addresses(
+    verifier: Verifier,
+) -> tuple[int, ...]:  # of its parameters
+    "Where the weights are: a graph reads them there."
+    return tuple(p.data_ptr() for p in verifier.model.parameters())
 
-    owner: Any = None  # weak reference to the context that uses them; None: they are free
+
+class StaticBuffers:
+    """The KV cache of B requests in S slots each, and the forward passes that use it. The
+    tensors of one shape are in one stack."""
 
     def __init__(
         self,
-        like: list[Tensor],  # each [B, heads, any, head_dim]
+        verifier: Verifier,
+        read: DynamicCache,  # of B requests, after their prefill
         slots: int,  # S
+        owner: object = None,  # the context that uses them; None: they are free
     ):
-        self.requests, self.slots = len(like[0]), slots
-        self.shapes = [_shape(x) for x in like]
+        states = states_of_layers(read)
+        self.requests, self.slots = len(states[0]), slots
+        self.shapes = [_shape(x) for x in states]
         self.stacks: list[Tensor] = []  # each [n, B, heads, S, head_dim]
-        self.views: list[Any] = [None] * len(like)  # [B, heads, S, head_dim]
+        self.views: list[Any] = [None] * len(states)  # [B, heads, S, head_dim]
         for shape in dict.fromkeys(self.shapes):
             heads, dim, dtype, device = shape
             places = [i for i, other in enumerate(self.shapes) if other == shape]
@@ -86,6 +95,15 @@ class SlotStacks:
             self.stacks.append(torch.zeros(size, dtype=dtype, device=device))
             for i, view in zip(places, self.stacks[-1]):
                 self.views[i] = view
+        self.verifier, self.weights = verifier, addresses(verifier)
+        self.passes: dict[int, StaticPass] = {}  # width -> pass
+        pairs = zip(self.views[::2], self.views[1::2])
+        layers: Any = [SlotLayer(keys, values) for keys, values in pairs]
+        self.cache: Any = Cache(layers=layers)
+        if verifier.has_vision:  # text after pictures starts earlier
+            shift = torch.zeros(self.requests, 1, dtype=torch.long, device=verifier.device)
+            self.cache.position_shift = shift
+        self.fill(read, owner)
 
     def free_for(
         self,
@@ -107,35 +125,6 @@ class SlotStacks:
             )
             stack.scatter_(3, target, stack.gather(3, source))
 
-
-def addresses(
-    verifier: Verifier,
-) -> tuple[int, ...]:  # of its parameters
-    "Where the weights are: a graph reads them there."
-    return tuple(p.data_ptr() for p in verifier.model.parameters())
-
-
-class StaticBuffers(SlotStacks):
-    "The KV cache of B requests in S slots each, and the forward passes that use it."
-
-    def __init__(
-        self,
-        verifier: Verifier,
-        read: DynamicCache,  # of B requests, after their prefill
-        slots: int,  # S
-        owner: object = None,  # the context that uses them; None: they are free
-    ):
-        super().__init__(states_of_layers(read), slots)
-        self.verifier, self.weights = verifier, addresses(verifier)
-        self.passes: dict[int, StaticPass] = {}  # width -> pass
-        pairs = zip(self.views[::2], self.views[1::2])
-        layers: Any = [SlotLayer(keys, values) for keys, values in pairs]
-        self.cache: Any = Cache(layers=layers)
-        if verifier.has_vision:  # text after pictures starts earlier
-            shift = torch.zeros(self.requests, 1, dtype=torch.long, device=verifier.device)
-            self.cache.position_shift = shift
-        self.fill(read, owner)
-
     def fits(
         self,
         read: DynamicCache,  # of another batch
@@ -152,7 +141,8 @@ class StaticBuffers(SlotStacks):
         owner: object = None,  # the context that uses them from now on
     ):
         "Begin with the keys and values of a prefill; all other slots are zero."
-        self.owner = None if owner is None else weakref.ref(owner)
+        # weak reference to the context that uses them; None: they are free
+        self.owner: Any = None if owner is None else weakref.ref(owner)
         for stack in self.stacks:
             stack.zero_()  # what another request left there may be NaN
         for view, states in zip(self.views, states_of_layers(read)):
@@ -174,8 +164,12 @@ class StaticBuffers(SlotStacks):
         return read
 
 
-class ShapedPass:
-    "A forward pass over W new tokens of each request, on tensors that stay."
+class StaticPass:
+    """A forward pass over W new tokens of each request, on tensors that stay. It is called, or
+    on CUDA recorded once and replayed."""
+
+    out: Any = None  # of the graph
+    graph: Any = None  # torch.cuda.CUDAGraph
 
     def __init__(
         self,
@@ -212,13 +206,6 @@ class ShapedPass:
             past_key_values=self.cache,
             position_ids=self.positions,
         )
-
-
-class StaticPass(ShapedPass):
-    "A forward pass that is called, or on CUDA recorded once and replayed."
-
-    out: Any = None  # of the graph
-    graph: Any = None  # torch.cuda.CUDAGraph
 
     @property
     def on_cuda(self) -> bool:

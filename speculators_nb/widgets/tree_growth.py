@@ -5,7 +5,7 @@ Which nodes the budget keeps, what the verifier accepts of it, and of a chain wi
 
 # %% auto #0
 __all__ = ['MOST_DEPTH', 'MOST_NODES', 'Nodes', 'WIDTHS', 'all_nodes', 'depths', 'kept_nodes', 'accepted_path', 'tree_counts',
-           'GrownTrees', 'TreeGrowth', 'grow']
+           'TreeGrowth', 'grow']
 
 # %% ../../nbs/widgets/04_tree_growth.ipynb #e5a00003
 import math
@@ -48,10 +48,10 @@ def depths(
     nodes: Nodes,
 ) -> list[int]:  # of each node; children of the last decided token have 1
     "Levels of the nodes."
-    found: list[int] = []
+    levels: list[int] = []
     for parent in nodes["parents"]:
-        found.append(1 if parent < 0 else found[parent] + 1)
-    return found
+        levels.append(1 if parent < 0 else levels[parent] + 1)
+    return levels
 
 # %% ../../nbs/widgets/04_tree_growth.ipynb #e5a0000f
 def kept_nodes(
@@ -100,8 +100,10 @@ def tree_counts(
 WIDTHS = [3, 2, 4, 5, 8]  # top_k; the first three are in the page
 
 
-class GrownTrees(Widget):
-    "The trees of a drafter at the positions of an answer."
+class TreeGrowth(Widget):
+    "A tree that grows, and a chain, at the positions of an answer; see `grow`."
+
+    name = "tree_growth"
 
     def __init__(self, drafter: Any, verifier: Verifier, prompt: Tensor, answer: list, words):
         self.drafter, self.words = drafter, words
@@ -110,6 +112,11 @@ class GrownTrees(Widget):
         self.features = verifier(everything).hidden_states[0] if drafter.aux_layer_ids else None
         places = list(range(0, len(answer) - 1, max(1, len(answer) // 24)))
         super().__init__(state=dict(places={}, words={}, positions=places, widths=WIDTHS))
+        in_page = places[:: max(1, -(-len(places) // 6))]  # six of them
+        self.state = self._with([(place, k) for place in in_page for k in WIDTHS[:3]])
+        self.controls = dict(position=in_page[0], top_k=WIDTHS[0], depth=4, budget=10)
+        self.controls = self.controls | dict(position=max(in_page, key=self._gain))
+        self.observe(self._request, "controls")
 
     def _with(self, wanted) -> dict:
         "The state with the trees of (position, top_k)."
@@ -129,21 +136,6 @@ class GrownTrees(Widget):
                 words.setdefault(str(token), self.words([token]))
         return self.state | dict(places=places, words=words)
 
-# %% ../../nbs/widgets/04_tree_growth.ipynb #e5a00010
-class TreeGrowth(GrownTrees):
-    "A growing tree and a chain; see `grow`."
-
-    name = "tree_growth"
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        places = self.state["positions"]
-        known = places[:: max(1, -(-len(places) // 6))]  # six are in the page
-        self.state = self._with([(place, k) for place in known for k in WIDTHS[:3]])
-        self.controls = dict(position=known[0], top_k=WIDTHS[0], depth=4, budget=10)
-        self.controls = self.controls | dict(position=max(known, key=self._gain))
-        self.observe(self._request, "controls")
-
     def _request(self, change) -> None:
         position, top_k = change["new"].get("position"), change["new"].get("top_k")
         if position not in self.state["positions"] or top_k not in WIDTHS:
@@ -154,8 +146,8 @@ class TreeGrowth(GrownTrees):
     def _gain(self, position):
         "Accepted tokens by which the tree is ahead of the chain."
         self.controls = self.controls | dict(position=position)
-        found = self.counts()
-        return found["tree"]["accepted"] - found["chain"]["accepted"]
+        counts = self.counts()
+        return counts["tree"]["accepted"] - counts["chain"]["accepted"]
 
     def counts(self) -> dict[str, dict[str, float]]:
         "`tree_counts` of the tree and of the chain as the sliders are now."

@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 
 from speculators_nb.distributed.sharding import shard
 from speculators_nb.lab.experiment import settings
-from speculators_nb.plan.step_memory import Widths, twin
+from speculators_nb.plan.step_memory import step_of
 
 LENGTH, EACH, VOCAB, DEPTH = 384, 128, 2048, 6
 
@@ -64,8 +64,8 @@ class Held(TorchDispatchMode):
 
 def peak_of(name, width, bf16=False):
     "Bytes: the most in a step that adds to gradients which are there, those between two steps, those of the row."
-    widths = Widths(width // 8, width, 3 * width, VOCAB)
-    model, arguments = twin(name, wide_verifier(width), widths, DEPTH, LENGTH, EACH, 0.75, bf16, settings(name, 2))
+    shape = wide_verifier(width), VOCAB, DEPTH, LENGTH, EACH, 0.75
+    model, arguments = step_of(name, *shape, bf16=bf16, **settings(name, 2))
     batch, _ = arguments.pop("batch"), arguments.pop("bf16")
     if dist.is_initialized():
         shard(model)

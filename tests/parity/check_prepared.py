@@ -112,11 +112,11 @@ def main(python):
     from speculators_nb.data.messages import normalize, tools_of
     from speculators_nb.data.prepare import prepare_data
     from speculators_nb.data.prepared_folder import load_prepared
-    from speculators_nb.lab.corpus import corpus
+    from speculators_nb.lab.shipped import read_corpus
 
     disable_progress_bars()
     with tempfile.TemporaryDirectory() as d:
-        folder, chats = Path(d), corpus(80)
+        folder, chats = Path(d), read_corpus(ROOT / "data/corpus/train.jsonl")[:80]
         for i, c in enumerate(chats):
             if i % 3 == 0:
                 c["messages"] = [{"role": "system", "content": "Be brief.\n"}, *c["messages"]]

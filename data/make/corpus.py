@@ -1,5 +1,9 @@
-"""Conversations made by a program from a seed, for training and measuring drafters: arithmetic, sorting, tables,
-quotations, code, free text. Every answer can be checked, and every choice has a known number of bits."""
+#!/usr/bin/env python
+"""Writes data/corpus: conversations made by a program from a seed (arithmetic, sorting, tables, quotations, code, free
+text), whose answers can be checked. `make corpus` runs this, from the root.
+
+A task is a function of a source of random choices that returns one prompt and its answer, both with `[one|two]` groups
+that `spin` resolves."""
 
 import ast
 import json
@@ -7,152 +11,119 @@ import random
 import re
 import string
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
-from fastcore.script import call_parse
 
-
-def spin(
-    rng: random.Random,  # where the choices come from
-    text: str,  # text with `[one|two|three]` groups, which may be nested
-) -> str:  # the text with every group resolved
-    """Resolve every `[a|b|…]` group of `text` to one of its members, innermost first. Brackets
-    without a bar are left alone."""
+def spin(rng: random.Random, text: str) -> str:
+    """Resolve every `[a|b|…]` group of a text to one of its members, innermost first. Brackets without a bar are left
+    alone."""
     while found := re.search(r"\[([^\[\]]*\|[^\[\]]*)\]", text):
         text = text[: found.start()] + rng.choice(found[1].split("|")) + text[found.end() :]
     return text
 
 
-_words = str.split  # a text to its words
-ANIMALS = _words("fox owl hare goose badger mouse otter cat heron pony")
-NAMES = _words("Ada Ben Cleo Dora Finn Gus Hana Ivo Juno Kit Lena Milo Nora Otto Pia Rosa")
-PLACES = _words("harbour mill forest market station garden library bridge orchard tower")
-THINGS = _words("lantern map kite drum letter key basket clock boat coat")
+words = str.split  # a text to its words
+ANIMALS = words("fox owl hare goose badger mouse otter cat heron pony")
+NAMES = words("Ada Ben Cleo Dora Finn Gus Hana Ivo Juno Kit Lena Milo Nora Otto Pia Rosa")
+PLACES = words("harbour mill forest market station garden library bridge orchard tower")
+THINGS = words("lantern map kite drum letter key basket clock boat coat")
+FOODS = words("apples bread cheese dates eggs figs grapes honey jam kale lemons milk nuts olives pears rice")
+QUALITIES = words("old small quiet bright cold green narrow busy pale tall")
+TRAITS = words("kind patient clever shy brave hungry lazy polite")
 
 
-FOODS = _words("apples bread cheese dates eggs figs grapes honey jam kale lemons milk nuts olives pears rice")
-QUALITIES = _words("old small quiet bright cold green narrow busy pale tall")
-TRAITS = _words("kind patient clever shy brave hungry lazy polite")
-
-
-def addition(
-    rng: random.Random,  # source of the numbers and of the wording
-) -> tuple[str, str]:  # prompt, answer
+def addition(rng: random.Random) -> tuple[str, str]:
     "A two-digit sum, tens and ones apart."
     a, b = rng.randint(11, 69), rng.randint(11, 69)
     tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
-    prompt = spin(
-        rng,
+    prompt = (
         f"[What is {a} + {b}?|Add {a} and {b}.|Work out {a} + {b} step by step.|I need the "
         f"sum of {a} and {b}.|A [shop|farm|school] has {a} [pens|bags|chairs] and gets {b} "
-        "more. How many is that?]",
+        "more. How many is that?]"
     )
-    answer = spin(
-        rng,
+    answer = (
         f"[Split|Break up|Take apart] both numbers: {a} = {a // 10 * 10} + {a % 10} and {b} = "
         f"{b // 10 * 10} + {b % 10}. [The tens give|For the tens we have|Tens first:] "
         f"{a // 10 * 10} + {b // 10 * 10} = {tens}, [the ones|and the ones] {a % 10} + "
         f"{b % 10} = {ones}. [The sum is|That makes|Altogether it is] {tens} + {ones} = "
-        f"{tens + ones}.",
+        f"{tens + ones}."
     )
     return prompt, answer
 
 
-def subtraction(
-    rng: random.Random,  # source of the numbers and of the wording
-) -> tuple[str, str]:  # prompt, answer
+def subtraction(rng: random.Random) -> tuple[str, str]:
     "A two-digit difference that is never negative, taken away in two steps."
     b, a = sorted((rng.randint(11, 79), rng.randint(11, 79)))
     tens, ones = b // 10 * 10, b % 10
-    prompt = spin(
-        rng,
+    prompt = (
         f"[What is {a} - {b}?|Take {b} away from {a}.|Work out {a} - {b} step by step.|"
-        f"There were {a} [birds|boats|coins] and {b} [are gone|were lost]. How many are left?]",
+        f"There were {a} [birds|boats|coins] and {b} [are gone|were lost]. How many are left?]"
     )
-    answer = spin(
-        rng,
+    answer = (
         f"[Take away|Subtract|Remove] {b} in two steps, because {b} = {tens} + {ones}. "
         f"[First|To begin with], {a} - {tens} = {a - tens}. [Then|After that], {a - tens} - "
-        f"{ones} = {a - b}. [What is left is|The difference is|So the answer is] {a - b}.",
+        f"{ones} = {a - b}. [What is left is|The difference is|So the answer is] {a - b}."
     )
     return prompt, answer
 
 
-def multiplication(
-    rng: random.Random,  # source of the numbers and of the wording
-) -> tuple[str, str]:  # prompt, answer
+def multiplication(rng: random.Random) -> tuple[str, str]:
     "One digit times two digits, by splitting off the tens."
     a, b = rng.randint(2, 6), rng.randint(11, 39)
     tens, ones = b // 10 * 10, b % 10
-    prompt = spin(
-        rng,
+    prompt = (
         f"[What is {a} times {b}?|Multiply {b} by {a}.|Work out {a} × {b}.|"
         f"[Ada|Ben|Rosa|Otto] buys {a} boxes with {b} [nails|cups|stamps] in each. How many in "
-        "all?]",
+        "all?]"
     )
-    answer = spin(
-        rng,
+    answer = (
         f"[Split|Break|Cut] {b} into {tens} and {ones}. {a} × {tens} = {a * tens} and {a} × "
         f"{ones} = {a * ones}. [Add the two parts|Together they make|The total is]: "
-        f"{a * tens} + {a * ones} = {a * b}.",
+        f"{a * tens} + {a * ones} = {a * b}."
     )
     return prompt, answer
 
 
-def sorted_numbers(
-    rng: random.Random,  # source of the list and of the wording
-) -> tuple[str, str]:  # prompt, answer
+def sorted_numbers(rng: random.Random) -> tuple[str, str]:
     "Three to six two-digit numbers with different tens, in rising or falling order."
     tens = rng.sample(range(1, 10), rng.randint(3, 6))
     numbers = [10 * t + rng.randint(0, 9) for t in tens]
     down = rng.random() < 0.4
     ordered = sorted(numbers, reverse=down)
-    prompt = spin(
-        rng,
+    prompt = (
         f"[Sort these numbers|Put these numbers in order|Order this list], "
         f"[{'largest' if down else 'smallest'} first|{'falling' if down else 'rising'}]: "
-        f"{', '.join(map(str, numbers))}.",
+        f"{', '.join(map(str, numbers))}."
     )
-    answer = spin(
-        rng,
+    answer = (
         f"[The list has|There are|I count] {len(numbers)} numbers. [The smallest is|The least "
         f"is] {min(numbers)} and the [largest|greatest] is {max(numbers)}, so [the list "
         "begins and ends there|the rest lies between]. [In order|Sorted|The result]: "
-        f"{', '.join(map(str, ordered))}.",
+        f"{', '.join(map(str, ordered))}."
     )
     return prompt, answer
 
 
-def sorted_words(
-    rng: random.Random,  # source of the list and of the wording
-) -> tuple[str, str]:  # prompt, answer
+def sorted_words(rng: random.Random) -> tuple[str, str]:
     "Three to six words with different first letters, in the order of the alphabet."
     by_letter = {}
     for word in ANIMALS + PLACES + THINGS + FOODS:
         by_letter.setdefault(word[0], []).append(word)
-    words = [rng.choice(by_letter[letter]) for letter in rng.sample(sorted(by_letter), rng.randint(3, 6))]
-    prompt = spin(
-        rng,
-        (
-            "[Put these words in alphabetical order|Sort these words from a to z|Alphabetise "
-            f"this list]: {', '.join(words)}."
-        ),
+    chosen = [rng.choice(by_letter[letter]) for letter in rng.sample(sorted(by_letter), rng.randint(3, 6))]
+    prompt = (
+        "[Put these words in alphabetical order|Sort these words from a to z|Alphabetise "
+        f"this list]: {', '.join(chosen)}."
     )
-    answer = spin(
-        rng,
-        f"[The list has|There are|I count] {len(words)} words. [Compare|Look at|Go by] the "
-        f"first letters: {', '.join(sorted(w[0] for w in words))}. [That gives the order|So "
-        f"the words are|Written out, that is] {', '.join(sorted(words))}.",
+    answer = (
+        f"[The list has|There are|I count] {len(chosen)} words. [Compare|Look at|Go by] the "
+        f"first letters: {', '.join(sorted(w[0] for w in chosen))}. [That gives the order|So "
+        f"the words are|Written out, that is] {', '.join(sorted(chosen))}."
     )
     return prompt, answer
 
 
-def table(
-    rng: random.Random,  # source of the table, the questions and the wording
-    n: int,  # number of questions about it
-) -> list[tuple[str, str]]:  # (prompt, answer) for each turn; the first prompt holds the table
-    "A small table, then questions that look up a cell or a row."
+def table(rng: random.Random, n: int) -> list[tuple[str, str]]:
+    "A small table in the first prompt, and `n` questions that look up a cell or a row."
     foods = rng.sample(FOODS, rng.randint(3, 5))
     columns = rng.sample(["price", "stock", "weight"], 2)
     values = {column: dict(zip(foods, rng.sample(range(2, 99), len(foods)))) for column in columns}
@@ -189,40 +160,24 @@ def table(
     ]
 
 
-def quotation(
-    rng: random.Random,  # source of the passage and of the wording
-) -> tuple[str, str]:  # prompt, answer
+def quotation(rng: random.Random) -> tuple[str, str]:
     "A passage to be given back word for word."
     n = rng.randint(6, 10)
-    words = [f"{q} {w}" for q, w in zip(rng.sample(QUALITIES, n), rng.sample(ANIMALS + THINGS + PLACES, n))]
-    seen = ", ".join("a " + w for w in words[:-1])
-    passage = f"{rng.choice(NAMES)} saw {seen} and a {words[-1]}.".replace("a old", "an old")
-    prompt = spin(
-        rng,
-        (f'[Repeat this line exactly|Copy this sentence|Say this back to me|Quote this word for word]: "{passage}"'),
-    )
-    answer = spin(
-        rng,
+    things = [f"{q} {w}" for q, w in zip(rng.sample(QUALITIES, n), rng.sample(ANIMALS + THINGS + PLACES, n))]
+    seen = ", ".join("a " + w for w in things[:-1])
+    passage = f"{rng.choice(NAMES)} saw {seen} and a {things[-1]}.".replace("a old", "an old")
+    prompt = f'[Repeat this line exactly|Copy this sentence|Say this back to me|Quote this word for word]: "{passage}"'
+    answer = (
         f'[Here it is again|Word for word|As you wrote it|The line reads]: "{passage}"'
-        "[ Nothing was changed.| That is all of it.|]",
+        "[ Nothing was changed.| That is all of it.|]"
     )
     return prompt, answer
 
 
 # task, names of the function, what is kept of an item, and under which condition
 CODE_TASKS = [
-    (
-        "[multiplies every number by {k}|scales a list by {k}]",
-        ["scale", "multiply_all", "times"],
-        "{item} * {k}",
-        "",
-    ),
-    (
-        "[adds {k} to every number|raises every number by {k}]",
-        ["shift", "add_to_all", "increase"],
-        "{item} + {k}",
-        "",
-    ),
+    ("[multiplies every number by {k}|scales a list by {k}]", ["scale", "multiply_all", "times"], "{item} * {k}", ""),
+    ("[adds {k} to every number|raises every number by {k}]", ["shift", "add_to_all", "increase"], "{item} + {k}", ""),
     (
         "[keeps only the numbers above {k}|drops everything up to {k}]",
         ["keep_large", "above", "filter_high"],
@@ -241,18 +196,11 @@ CODE_TASKS = [
         "{item}",
         "{item} % 2 == 0",
     ),
-    (
-        "[keeps the odd numbers|drops the even numbers]",
-        ["odds", "keep_odd", "only_odd"],
-        "{item}",
-        "{item} % 2 == 1",
-    ),
+    ("[keeps the odd numbers|drops the even numbers]", ["odds", "keep_odd", "only_odd"], "{item}", "{item} % 2 == 1"),
 ]
 
 
-def function(
-    rng: random.Random,  # source of the task, the names and the wording
-) -> tuple[str, str]:  # prompt, answer
+def function(rng: random.Random) -> tuple[str, str]:
     "A Python function over a list, as a loop or as a comprehension."
     k = rng.randint(2, 9)
     item = rng.choice(["item", "value", "number", "x"])
@@ -266,17 +214,13 @@ def function(
     else:
         guard, pad = (f"        if {test}:\n", "    ") if test else ("", "")
         body = f"    result = []\n    {head}:\n{guard}{pad}        result.append({kept})\n    return result"
-    prompt = spin(
-        rng,
-        (f"[Write a Python function that|Please write a function that|Show me Python code that] {task}."),
-    )
-    answer = spin(
-        rng,
+    prompt = f"[Write a Python function that|Please write a function that|Show me Python code that] {task}."
+    answer = (
         f"[Here is one way|This does it|You can write]:\n\n```python\ndef {name}({items}):\n"
         f"{body}\n```\n\n"
         "[It returns a new list|The result is a new list|It builds a new list], [so|and] "
         f"{items} "
-        f"[stays as it was|is not changed|can be used again].",
+        f"[stays as it was|is not changed|can be used again]."
     )
     return prompt, answer
 
@@ -319,17 +263,15 @@ STORY = [
         "[From then on|Since that day|Every winter after that] the {thing} [stood in the "
         "window|was never lost again|belonged to both of them], and {name} [slept well|told "
         "the story to everyone|smiled whenever it rained].",
-        ("And that is [how|why] the {place} [got its name|has a {thing} on its wall|is never empty]."),
+        "And that is [how|why] the {place} [got its name|has a {thing} on its wall|is never empty].",
     ],
 ]
 
 
 PORTRAIT = [
     [
-        (
-            "The {place} is a {q} [place|spot|corner of the town] [between two hills|at the "
-            "end of the road|not far from the sea]."
-        ),
+        "The {place} is a {q} [place|spot|corner of the town] [between two hills|at the "
+        "end of the road|not far from the sea].",
         "You [reach|find] the {place} [after an hour on foot|by following the river|behind "
         "the last houses]; it is {q} and [smells of wood|full of voices|painted white].",
     ],
@@ -356,9 +298,7 @@ PORTRAIT = [
 ]
 
 
-def free_choice(
-    rng: random.Random,  # source of the subject and of every turn of the tale
-) -> tuple[str, str]:  # prompt, answer
+def free_choice(rng: random.Random) -> tuple[str, str]:
     "A story or a description: the prompt gives the subject, the rest is free."
     animal, other = rng.sample(ANIMALS, 2)
     slots = dict(
@@ -386,11 +326,9 @@ def free_choice(
     return prompt, answer
 
 
-def each_turn(
-    *makers,  # functions of `rng` that return one (prompt, answer)
-):  # function of (rng, n) that returns n of them
-    "A domain whose turns do not depend on each other."
-    return lambda rng, n: [rng.choice(makers)(rng) for _ in range(n)]
+def each_turn(*tasks):
+    "A domain whose turns do not depend on each other: a function of (rng, n) that returns n of them, spun."
+    return lambda rng, n: [tuple(spin(rng, text) for text in rng.choice(tasks)(rng)) for _ in range(n)]
 
 
 DOMAINS = {
@@ -403,36 +341,23 @@ DOMAINS = {
 }
 
 
-def conversation(
-    rng: random.Random,  # decides everything
-    domain: str,  # a key of `DOMAINS`
-) -> dict:  # {"domain", "messages": [{"role", "content"}, …]}, one to three turns
-    "One conversation. Raises `ValueError` for an unknown domain."
-    if domain not in DOMAINS:
-        raise ValueError(f"domain is {domain!r}; choose one of {', '.join(DOMAINS)}")
+def conversation(rng: random.Random, domain: str) -> dict:
+    'One conversation of one to three turns: {"domain", "messages": [{"role", "content"}, …]}.'
     turns = DOMAINS[domain](rng, rng.choices([1, 2, 3], [5, 3, 2])[0])
     messages = [dict(role=role, content=text) for turn in turns for role, text in zip(("user", "assistant"), turn)]
     return dict(domain=domain, messages=messages)
 
 
-def is_heldout(
-    conversation: dict,  # has "messages"
-) -> bool:  # True for about one prompt in ten
-    """Whether a conversation belongs to the held-out part: a property of its first prompt, so
-    no seed or size can mix the parts."""
+def is_heldout(conversation: dict) -> bool:
+    """Whether a conversation belongs to the held-out part, about one in ten: a property of its first prompt, so no seed
+    or size can mix the parts."""
     return zlib.crc32(conversation["messages"][0]["content"].encode()) % 10 == 0
 
 
-def corpus(
-    n: int,  # number of conversations
-    seed: int = 0,  # the same seed gives the same conversations; a smaller n gives a prefix
-    domains: Sequence[str] = tuple(
-        DOMAINS
-    ),  # each comes once in every len(domains) rows, in shuffled order: no stride picks one
-    heldout: bool = False,  # which part: see `is_heldout`
-) -> list[dict]:  # {"id", "domain", "messages"}
-    "`n` conversations of one part."
-    rows = []
+def corpus(n: int, seed: int = 0, heldout: bool = False) -> list[dict]:
+    """`n` conversations of one part, each {"id", "domain", "messages"}. The same seed gives the same conversations, a
+    smaller `n` a prefix. Each domain comes once in every six rows, in shuffled order: no stride picks one."""
+    rows, domains = [], tuple(DOMAINS)
     for i in range(n):
         block, place = divmod(i, len(domains))
         domain = random.Random(f"{seed} {block}").sample(domains, len(domains))[place]
@@ -505,28 +430,18 @@ def _free(prompt, answer, first):
     return answer[-1] in '."' and any(re.search(rf"\b{w}\b", answer) for w in words)
 
 
-CHECKS = dict(
-    arithmetic=_arithmetic,
-    sorting=_sorting,
-    table=_table,
-    copying=_copying,
-    code=_code,
-    free=_free,
-)
+CHECKS = dict(arithmetic=_arithmetic, sorting=_sorting, table=_table, copying=_copying, code=_code, free=_free)
 
 
-def is_right(
-    domain: str,  # a key of `DOMAINS`
-    messages: list[dict],  # ends with the answer that is to be judged
-) -> bool:  # whether the last message answers the one before it
-    """Work the last prompt out from its text alone and compare. A free answer is right if it
-    keeps to its subject and ends."""
+def is_right(domain: str, messages: list[dict]) -> bool:
+    """Whether the last message answers the one before it, worked out from that prompt's text alone. A free answer is
+    right if it keeps to its subject and ends."""
     return bool(CHECKS[domain](messages[-2]["content"], messages[-1]["content"], messages[0]["content"]))
 
 
-def topics() -> list[str]:  # paragraphs of running English, in the order of the topics
-    """The language reference that every Python carries (`pydoc_data.topics`), as cleaned
-    paragraphs. Its text changes with Python's version."""
+def topics() -> list[str]:
+    """Paragraphs of running English, in the order of the topics: the language reference that every Python carries
+    (`pydoc_data.topics`), cleaned. Its text changes with Python's version."""
     from pydoc_data.topics import topics as pages
 
     paragraphs = (" ".join(p.split()) for _, page in sorted(pages.items()) for p in page.split("\n\n"))
@@ -535,19 +450,12 @@ def topics() -> list[str]:  # paragraphs of running English, in the order of the
     return [p for p in plain if len(p.split()) >= 12 and p[-1] in ".:" and sum(c in letters for c in p) > 0.93 * len(p)]
 
 
-@call_parse
-def main(
-    folder: Path = Path("data/corpus"),  # where train.jsonl and heldout.jsonl go
-    n_train: int = 1800,  # conversations in train.jsonl
-    n_heldout: int = 180,  # conversations in heldout.jsonl
-    seed: int = 0,  # of both parts
-) -> None:
-    "Write the shipped corpus; the same arguments give the same bytes."
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (
-        ("train", corpus(n_train, seed)),
-        ("heldout", corpus(n_heldout, seed, heldout=True)),
-    ):
+def main(folder: Path = Path("data/corpus")) -> None:
+    "Write the shipped corpus, always the same bytes."
+    for name, rows in (("train", corpus(1800)), ("heldout", corpus(180, heldout=True))):
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+const runs=JSON.parse(document.getElementById('curves').textContent);
+const table=document.querySelectorAll('table')[1],body=table.tBodies[0],rows=[...body.rows];
+const colours=['#0072b2','#d55e00','#009e73','#cc79a7','#e69f00','#56b4e9','#882255','#999933'];
+const names=[...new Set(runs.map(r=>r.setting))],shown=new Set();
+const key=(fire)=>e=>{if(e.key=='Enter'||e.key==' '){e.preventDefault();fire()}};
+const press=(el,fire)=>{el.tabIndex=0;el.style.cursor='pointer';
+ el.onclick=fire;el.onkeydown=key(fire)};
+[...table.tHead.rows[0].cells].forEach((head,column)=>{let up=false;press(head,()=>{up=!up;
+ const text=r=>r.cells[column].textContent,by=(a,b)=>{const x=text(a),y=text(b);
+  return x!==''&&y!==''&&!isNaN(x)&&!isNaN(y)?x-y:x.localeCompare(y)};
+ [...body.rows].sort((a,b)=>up?by(a,b):by(b,a)).forEach(r=>body.append(r));
+ for(const c of table.tHead.rows[0].cells)c.removeAttribute('aria-sort');
+ head.setAttribute('aria-sort',up?'ascending':'descending')})});
+const NS='http://www.w3.org/2000/svg',svg=document.createElementNS(NS,'svg');
+svg.setAttribute('viewBox','0 0 720 320');svg.setAttribute('role','img');
+svg.setAttribute('aria-label','acceptance rate by draft position of the chosen runs');
+table.closest('figure').before(svg);
+const add=(tag,at,text)=>{const e=document.createElementNS(NS,tag);
+ for(const[k,v]of Object.entries(at))e.setAttribute(k,v);
+ e.textContent=text??'';svg.append(e);return e};
+const depth=Math.max(...runs.map(r=>r.rates.length));
+const X=i=>50+(depth>1?i/(depth-1):0)*470,Y=v=>280-v*260;
+function draw(){svg.replaceChildren();const ink={fill:'currentColor','font-size':12};
+ for(const v of[0,.25,.5,.75,1]){add('line',{x1:50,x2:520,y1:Y(v),y2:Y(v),stroke:'#8884'});
+  add('text',{x:44,y:Y(v)+4,'text-anchor':'end',...ink},v)}
+ for(let i=0;i<depth;i++)add('text',{x:X(i),y:298,'text-anchor':'middle',...ink},i+1);
+ add('text',{x:285,y:316,'text-anchor':'middle',...ink},'draft position');
+ let line=0;for(const i of shown){const r=runs[i],colour=colours[names.indexOf(r.setting)%8];
+  const last=r.rates.length-1;
+  const points=r.rates.map((v,j)=>X(j)+','+Y(v)).join(' ');
+  add('polyline',{points,fill:'none',stroke:colour,'stroke-width':2});
+  if(line<18)add('text',{x:530,y:24+15*line,fill:colour,'font-size':12},r.name);line++;
+  add('circle',{cx:X(last),cy:Y(r.rates[last]),r:3,fill:colour})}}
+rows.forEach((row,i)=>{const line=row.lastElementChild;line.style.userSelect='all';
+ line.onclick=e=>e.stopPropagation();const turn=()=>{shown.has(i)?shown.delete(i):shown.add(i);
+ row.style.fontWeight=shown.has(i)?600:'';row.setAttribute('aria-selected',shown.has(i));draw()};
+ press(row,turn);if(runs.findIndex(r=>r.setting==runs[i].setting)==i)turn()});draw();
