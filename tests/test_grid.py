@@ -18,9 +18,18 @@ from speculators_nb.core import options
 from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.core.options import algorithms, check_options
 from speculators_nb.lab import grid
-from speculators_nb.lab.experiment import shipped_features
+from speculators_nb.lab.experiment import HeldoutSetting, shipped_features
 from speculators_nb.lab.experiment_page import write_runs_page
-from speculators_nb.lab.grid import Measured, Run, Subject, experiment, planned, read_experiment, seconds_to_go
+from speculators_nb.lab.grid import (
+    Measured,
+    Run,
+    Subject,
+    experiment,
+    planned,
+    read_experiment,
+    seconds_to_go,
+    written_once,
+)
 from speculators_nb.lab.paired import LENGTH, differences, measures, results_table, t_interval, t_quantile
 from speculators_nb.lab.shipped import shipped_data
 from speculators_nb.models import base
@@ -160,6 +169,19 @@ def test_the_pace_of_the_first_run(capsys, monkeypatch):
     assert capsys.readouterr().err == "training takes about 10 min: 100 steps a run, 2 s each; then measuring\n"
 
 
+def test_the_verifier_writes_its_answers_once(tmp_path, monkeypatch):
+    "For all runs and workers of an experiment; another limit, prompt or verifier has its own."
+    limits = []
+    texts = lambda verifier, prompts, limit, stop: limits.append(limit) or [[limit]] * len(prompts)
+    monkeypatch.setattr(grid, "greedy_texts", texts)
+    setting, file = HeldoutSetting(None, [[1], [2]], ["", ""], {0}), tmp_path / "answers.json"
+    assert written_once(setting, 5, None, file) == written_once(setting, 5, None, file) == [[5], [5]]
+    assert written_once(setting, 6, None, file) == [[6], [6]]
+    assert written_once(setting._replace(prompts=[[3]]), 6, None, file) == [[6]]
+    written_once(setting, 6, "another", file)
+    assert limits == [5, 6, 6, 6]
+
+
 @pytest.mark.parametrize("heldout", [None, "prompts.jsonl"])
 def test_features_that_are_not_there_are_named(tmp_path, heldout):
     with pytest.raises(ValueError, match=r"^features='\S+/nowhere': there is no such folder; name one that"):
@@ -257,7 +279,15 @@ def test_the_command_in_real_processes(tmp_path, monkeypatch):
     assert "minus usual" in done.stdout and "2 seeds" in done.stdout and "FAILED" not in done.stdout
     assert re.search(rf"Next: speculators-nb evaluate \S+/drafter shipped --import {tmp_path}/own_twin.py", done.stdout)
     left = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
-    assert left == {".lock", "experiment.csv", "experiment.png", "experiment.recipe.yaml", "index.html"}
+    assert left == {
+        ".lock",
+        ".answers.json.lock",
+        "answers.json",
+        "experiment.csv",
+        "experiment.png",
+        "experiment.recipe.yaml",
+        "index.html",
+    }
     page = (tmp_path / "out/index.html").read_text()
     assert 'data-widget="debugger"><script' in page and page.count(f'debug_runs("{tmp_path}/out/') == 4
     table = pd.read_csv(tmp_path / "out/experiment.csv").set_index("setting")

@@ -26,18 +26,33 @@ def _decoded(verifier, taps, prompt, **options) -> Generation:
     return cast(Generation, generate(verifier, taps, prompt, k=0, **options))
 
 
+def greedy_texts(
+    verifier: Verifier,
+    prompts: list[list[int]],  # token ids of each request
+    max_new_tokens: int,  # output limit
+    eos_token_ids: Collection[int] = (),  # token ids that end an output
+) -> list[list[int]]:  # token ids of each output, a stop token included
+    "What the verifier writes: the slow part of `greedy_answers`, whatever a drafter reads."
+    taps, options = (
+        HiddenStates(verifier.aux_layer_ids),
+        dict(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids),
+    )
+    return [_decoded(verifier, taps, prompt, **options).tokens for prompt in prompts]
+
+
 def greedy_answers(
     verifier: Verifier,  # taps the layers that the drafters read
     prompts: list[list[int]],  # token ids of each request
     max_new_tokens: int,  # output limit
     eos_token_ids: Collection[int] = (),  # token ids that end an output
     beyond: int = 8,  # the longest draft that will be replayed
+    texts: list[list[int]] | None = None,  # of `greedy_texts`; None: they are written here
 ) -> list[Answer]:
     "Answer every prompt, and keep what drafters read."
+    if texts is None:
+        texts = greedy_texts(verifier, prompts, max_new_tokens, eos_token_ids)
     taps, found = HiddenStates(verifier.aux_layer_ids), []
-    for prompt in prompts:
-        options = dict(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
-        written = _decoded(verifier, taps, prompt, **options).tokens
+    for prompt, written in zip(prompts, texts, strict=True):
         more = _decoded(verifier, taps, [*prompt, *written], max_new_tokens=beyond + 1)
         states = cast(torch.Tensor, more.hidden_states)  # `taps` keeps them
         found.append(Answer(prompt, written, more.tokens, states, max_new_tokens))

@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 from ..core import plot
 from ..core.concurrency import end_with_parent
 from ..core.config import SpeculatorModelConfig
-from ..core.files import atomic_folder, read_object
+from ..core.files import atomic_folder, atomic_write, read_object
 from ..core.options import check_options, duration, shown
 from ..core.provenance import read_provenance, write_provenance
 from ..data.prepared_folder import read_data_config
@@ -45,8 +45,8 @@ from ..nn.step_weights import LOSS_WEIGHTS, LossWeight, register_loss_weight
 from ..train.train_drafter import train_drafter
 from ..verifier.identity import same_weights
 from .code_digest import code_digest
-from .experiment import heldout_setting, settings, shipped_features, train_on_shipped
-from .greedy_replay import Answer, greedy_answers, replay
+from .experiment import HeldoutSetting, heldout_setting, settings, shipped_features, train_on_shipped
+from .greedy_replay import Answer, greedy_answers, greedy_texts, replay
 from .paired import LENGTH, measures, results_table, t_interval
 from .shipped import shipped_data
 
@@ -171,14 +171,29 @@ class Run(NamedTuple):
         return f"{self.setting}, seed {self.seed}"
 
 
+def written_once(setting: HeldoutSetting, max_new_tokens: int, verifier: str | None, file: Path) -> list[list[int]]:
+    "The verifier's answers to the prompts, kept in a file: they are the same for every run and worker."
+    asked = dict(verifier=verifier, prompts=setting.prompts, max_new_tokens=max_new_tokens)
+    with FileLock(file.with_name(f".{file.name}.lock")):
+        kept = read_object(file) if file.is_file() else {}
+        if asked.items() <= kept.items():
+            return kept["texts"]
+        texts = greedy_texts(setting.verifier, setting.prompts, max_new_tokens, setting.eos_token_ids)
+        with atomic_write(file) as tmp:
+            tmp.write_text(json.dumps(asked | dict(texts=texts)), encoding="utf-8")
+    return texts
+
+
 @lru_cache(maxsize=2)
-def _answers(measured: Measured, subject: Subject, layers: tuple[int, ...]) -> tuple[list[Answer], list[str]]:
+def _answers(
+    measured: Measured, subject: Subject, layers: tuple[int, ...], kept: Path
+) -> tuple[list[Answer], list[str]]:
     "The verifier's answers with the states of the features' layers, and the domain of each prompt."
     reads = type("Reads", (), {"aux_layer_ids": layers})
     setting = heldout_setting({"any": reads}, measured.n_prompts, verifier=subject.verifier, heldout=subject.heldout)
-    beyond = max(measured.draft_lengths)
-    stop = setting.eos_token_ids
-    answers = greedy_answers(setting.verifier, setting.prompts, measured.max_new_tokens, stop, beyond)
+    limit, beyond = measured.max_new_tokens, max(measured.draft_lengths)
+    texts = written_once(setting, limit, subject.verifier, kept)
+    answers = greedy_answers(setting.verifier, setting.prompts, limit, beyond=beyond, texts=texts)
     return answers, setting.domains
 
 
@@ -186,11 +201,12 @@ def counts_of(
     drafter: Any,  # as from `model.drafter()`
     measured: Measured,
     subject: Subject,
+    kept: Path,  # file of the verifier's answers, written by the first run
 ) -> pd.DataFrame:  # k, prompt, domain, steps, steps_drafted, proposed, accepted, at_1, at_2, …
     "Steps and accepted tokens on every held-out prompt."
     stored = read_data_config(subject.features)["hidden_states"]["layer_ids"]
     layers = sorted({*stored, *drafter.aux_layer_ids})
-    answers, domains = _answers(measured, subject, tuple(layers))
+    answers, domains = _answers(measured, subject, tuple(layers), kept)
     reads = [layers.index(i) for i in drafter.aux_layer_ids]
     rows = []
     for k in measured.draft_lengths:
@@ -246,7 +262,7 @@ def do_run(
         features, verifier = Path(run.subject.features), run.subject.verifier
         train_on_shipped(run.algorithm, drafter_folder, run.k, features, verifier, **once | run.arguments)
         drafter = SpeculatorModel.from_pretrained(drafter_folder).drafter()
-        counts = counts_of(drafter, run.measured, run.subject)
+        counts = counts_of(drafter, run.measured, run.subject, folder.with_name("answers.json"))
         counts.to_csv(building / "counts.csv", index=False)
         given = {name: _as_text(value) for name, value in run.arguments.items()}
         about = dict(setting=run.setting, seed=run.seed, algorithm=run.algorithm, arguments=given)

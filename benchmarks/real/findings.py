@@ -1,0 +1,156 @@
+"""Do the findings of tutorials 13 to 19 hold for a language model? EAGLE-3 for SmolLM2-135M-Instruct.
+
+    make real                                       once: fetches the model, makes features, trains a drafter
+    python benchmarks/real/findings.py              then this; half an hour of one core a seed, continues
+    python benchmarks/real/findings.py --only drafter    what is measured along the drafter of `make real`
+
+Method: every setting differs in one thing from EAGLE-3 as `make real` trains it, takes the same number of packed rows
+of 1,024 positions, and drafts four tokens a step, greedily, on the same held-out questions. The drafter of `make real`
+itself is measured by length of the answer and of the context, and by what it attends to. The tutorials read results/.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import pandas as pd
+import torch
+from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from speculators_nb.core.files import atomic_write
+from speculators_nb.decode.ngram import NgramDrafter
+from speculators_nb.evaluate.acceptance import acceptance_summary, range_table
+from speculators_nb.lab.greedy_replay import greedy_answers, replay
+from speculators_nb.lab.grid import announce, experiment
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.eagle3_attention import AttentionRecorder
+from speculators_nb.regenerate.in_process import eos_ids_of
+from speculators_nb.verifier.tapped_model import Verifier
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks/wrong_mask"))
+from run import CONTENDERS as MASKS  # noqa: E402
+
+REAL = ROOT / "output/real"  # of `make real`
+K, ROW, VOCABULARY, NEW_TOKENS = 4, 1024, 8000, 96
+EARLIER = (0, 2, 5)  # conversations before a question
+SETTINGS = {
+    "usual": ("eagle3", {}),
+    "future visible": MASKS["future visible"],
+    "1 step": ("eagle3", dict(ttt_steps=1)),
+    "tv": ("eagle3", dict(loss_fn="tv")),
+    "decay 1.0": ("eagle3", dict(ttt_step_loss_decay=1.0)),
+    "1/16 of the conversations": ("eagle3", dict(eval_share=15 / 16)),
+    "2 steps": ("eagle3", dict(ttt_steps=2)),
+    "across documents": MASKS["across documents"],
+    "without norms": ("eagle3", dict(norm_before_fc=False, norm_output=False)),
+    "ce": ("eagle3", dict(loss_fn="ce")),
+    "no diagonal": MASKS["no diagonal"],
+    "decay 1.2": ("eagle3", dict(ttt_step_loss_decay=1.2)),
+    "1/4 of the conversations": ("eagle3", dict(eval_share=3 / 4)),
+    "kl_div + tv": ("eagle3", dict(loss_fn=dict(kl_div=0.5, tv=0.5))),
+}
+
+
+def write(table, name):
+    "A table of results/, whole or not at all."
+    with atomic_write(HERE / "results" / name) as tmp:
+        compression = dict(method="gzip", mtime=0) if name.endswith(".gz") else None
+        table.round(4).to_csv(tmp, index=False, compression=compression)
+
+
+def in_training(run):
+    "What a run's log says at its end: the share of positions whose first 1, 2, … draft tokens are all right."
+    log = pd.read_csv(Path(run.folder) / "drafter/training_log.csv")
+    last = log.filter(like="full_acc_").dropna(how="all").iloc[-1].dropna()
+    return dict(setting=run.setting, seed=run.seed) | {f"position {i}": value for i, value in enumerate(last, 1)}
+
+
+def settings(rows, n_prompts, seeds, workers):
+    "Train and measure every setting."
+    folder, each = ROOT / "output/findings", announce(ROOT / "output/findings")
+
+    def save(found):
+        each(found)
+        write(found.counts, "findings.csv.gz")
+        write(pd.DataFrame(map(in_training, found.runs.itertuples())), "findings_training.csv")
+
+    found = experiment(
+        folder,
+        SETTINGS,
+        seeds=seeds,
+        k=K,
+        n_prompts=n_prompts,
+        max_new_tokens=NEW_TOKENS,
+        workers=workers,
+        features=REAL / "features",
+        heldout=REAL / "prepared",
+        after_each=save,
+        total_seq_len=ROW,
+        draft_vocab_size=VOCABULARY,
+        max_steps=rows,
+        logging_steps=min(20, rows),
+    )
+    save(found)
+
+
+def along_the_drafter(n_prompts):
+    "The drafter of `make real` by position of the answer, by length of the context, and what it attends to."
+    model = SpeculatorModel.from_pretrained(REAL / "drafter", verifier=REAL / "verifier", dtype=torch.float32)
+    drafters = {"eagle3": model.drafter(), "n-gram": NgramDrafter()}
+    verifier = Verifier.from_pretrained(REAL / "verifier", drafters["eagle3"].aux_layer_ids)
+    stop = eos_ids_of(verifier, AutoTokenizer.from_pretrained(REAL / "verifier"))
+    lines = (REAL / "prepared/heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    questions = [json.loads(line)["prompt"] for line in lines[:n_prompts]]
+    answers = greedy_answers(verifier, questions, 320, stop)
+    tables = [
+        range_table([replay(drafter, a, K) for a in answers], K, (50, 100, 150, 200)).assign(drafter=name)
+        for name, drafter in drafters.items()
+    ]
+    by_position = pd.concat(tables).query("by == 'output'")
+    recorder, shares = AttentionRecorder(model), []
+    for i, answer in enumerate(answers):
+        recorder.records = []
+        replay(recorder, answer, 8)
+        shares.append(recorder.shares().reset_index().assign(prompt=i))
+    write(pd.concat(shares), "attention.csv")
+
+    lines = (ROOT / "data/smollm2/answers.jsonl").read_text(encoding="utf-8").splitlines()
+    conversations = [json.loads(line)["input_ids"] for line in lines]
+    by_context = []
+    for before in EARLIER:
+        prompts = []
+        for i, question in enumerate(questions):
+            system = question.index(2) + 2  # its turn, and the line break after it
+            turns = [token for own in conversations[i * 5 :][:before] for token in [*own[system:], 198]]
+            prompts.append(question[:system] + turns + question[system:])
+        answers = greedy_answers(verifier, prompts, 64, stop)
+        length = sum(map(len, prompts)) / len(prompts)
+        for name, drafter in drafters.items():
+            summary = acceptance_summary([replay(drafter, a, K) for a in answers], K)
+            by_context.append(dict(drafter=name, by="prompt tokens", range=f"{length:.0f}") | summary)
+    write(pd.concat([by_position, pd.DataFrame(by_context)]), "length.csv")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rows", type=int, default=80, help="packed rows that every setting trains on")
+    parser.add_argument("--prompts", type=int, default=48, help="held-out questions; a third along the drafter")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--only", choices=("settings", "drafter"))
+    args = parser.parse_args()
+    os.chdir(ROOT)
+    disable_progress_bar()
+    if not (REAL / "features/data_config.json").is_file():
+        sys.exit(f"{REAL / 'features'}: no features; run `make real` first")
+    if args.only != "settings":
+        along_the_drafter(args.prompts // 3)
+    if args.only != "drafter":
+        settings(args.rows, args.prompts, args.seeds, args.workers)
