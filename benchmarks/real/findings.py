@@ -24,7 +24,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from speculators_nb.core.files import atomic_write
 from speculators_nb.decode.ngram import NgramDrafter
-from speculators_nb.evaluate.acceptance import acceptance_summary, range_table
+from speculators_nb.decode.step_counts import COUNTS
+from speculators_nb.evaluate.acceptance import count, range_table
 from speculators_nb.lab.greedy_replay import greedy_answers, replay
 from speculators_nb.lab.grid import announce, experiment
 from speculators_nb.models.base import SpeculatorModel
@@ -100,20 +101,29 @@ def settings(rows, n_prompts, seeds, workers):
     save(found)
 
 
-def along_the_drafter(n_prompts):
-    "The drafter of `make real` by position of the answer, by length of the context, and what it attends to."
+def drafter_of_real():
+    "The model, its drafter beside n-gram, the verifier, and the tokens that end an answer."
     model = SpeculatorModel.from_pretrained(REAL / "drafter", verifier=REAL / "verifier", dtype=torch.float32)
     drafters = {"eagle3": model.drafter(), "n-gram": NgramDrafter()}
     verifier = Verifier.from_pretrained(REAL / "verifier", drafters["eagle3"].aux_layer_ids)
-    stop = eos_ids_of(verifier, AutoTokenizer.from_pretrained(REAL / "verifier"))
+    return model, drafters, verifier, eos_ids_of(verifier, AutoTokenizer.from_pretrained(REAL / "verifier"))
+
+
+def questions(n):
+    "Token ids of the first held-out questions."
     lines = (REAL / "prepared/heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    questions = [json.loads(line)["prompt"] for line in lines[:n_prompts]]
-    answers = greedy_answers(verifier, questions, 320, stop)
-    tables = [
-        range_table([replay(drafter, a, K) for a in answers], K, (50, 100, 150, 200)).assign(drafter=name)
-        for name, drafter in drafters.items()
-    ]
-    by_position = pd.concat(tables).query("by == 'output'")
+    return [json.loads(line)["prompt"] for line in lines[:n]]
+
+
+def along_answers(n_prompts):
+    "Acceptance by position in an answer, and what the drafter attends to."
+    model, drafters, verifier, stop = drafter_of_real()
+    answers = greedy_answers(verifier, questions(n_prompts), 320, stop)
+    tables = []
+    for name, drafter in drafters.items():
+        table = range_table([replay(drafter, a, K) for a in answers], K, (50, 100, 150, 200))
+        tables.append(table[table.by == "output"].assign(drafter=name))
+    write(pd.concat(tables), "length.csv")
     recorder, shares = AttentionRecorder(model), []
     for i, answer in enumerate(answers):
         recorder.records = []
@@ -121,21 +131,27 @@ def along_the_drafter(n_prompts):
         shares.append(recorder.shares().reset_index().assign(prompt=i))
     write(pd.concat(shares), "attention.csv")
 
+
+def after_others(n_prompts):
+    "Acceptance on the same questions after other conversations, in the form of an experiment's counts."
+    _, drafters, verifier, stop = drafter_of_real()
     lines = (ROOT / "data/smollm2/answers.jsonl").read_text(encoding="utf-8").splitlines()
     conversations = [json.loads(line)["input_ids"] for line in lines]
-    by_context = []
+    rows = []
     for before in EARLIER:
         prompts = []
-        for i, question in enumerate(questions):
+        for i, question in enumerate(questions(n_prompts)):
             system = question.index(2) + 2  # its turn, and the line break after it
             turns = [token for own in conversations[i * 5 :][:before] for token in [*own[system:], 198]]
             prompts.append(question[:system] + turns + question[system:])
         answers = greedy_answers(verifier, prompts, 64, stop)
-        length = sum(map(len, prompts)) / len(prompts)
+        tokens = round(sum(map(len, prompts)) / len(prompts))
         for name, drafter in drafters.items():
-            summary = acceptance_summary([replay(drafter, a, K) for a in answers], K)
-            by_context.append(dict(drafter=name, by="prompt tokens", range=f"{length:.0f}") | summary)
-    write(pd.concat([by_position, pd.DataFrame(by_context)]), "length.csv")
+            for i, answer in enumerate(answers):
+                counts = count(replay(drafter, answer, K), K).astype(int).tolist()
+                about = dict(drafter=name, setting=f"{tokens} tokens", seed=0, k=K, prompt=i)
+                rows.append(about | dict(zip([*COUNTS, *(f"at_{j + 1}" for j in range(K))], counts)))
+    write(pd.DataFrame(rows), "context.csv.gz")
 
 
 if __name__ == "__main__":
@@ -151,6 +167,7 @@ if __name__ == "__main__":
     if not (REAL / "features/data_config.json").is_file():
         sys.exit(f"{REAL / 'features'}: no features; run `make real` first")
     if args.only != "settings":
-        along_the_drafter(args.prompts // 3)
+        along_answers(args.prompts // 3)
+        after_others(args.prompts // 3)
     if args.only != "drafter":
         settings(args.rows, args.prompts, args.seeds, args.workers)
