@@ -558,9 +558,10 @@ def _rates(found: Requirements) -> str:
             f"{1e3 * machine.bandwidth:.2g} GB/s ({machine.source}); training reaches {machine.mfu:g} of that, a forward "
             f"pass {machine.forward:g} (measured on an AMD EPYC)"
         )
-    share = f"measured on an H100: {MFU.get(found.algorithm, min(MFU.values())):g}" if found.algorithm else "assumed"
+    measured = f"{found.algorithm} was measured at {MFU[found.algorithm]}" if found.algorithm in MFU else ""
+    share = measured or f"the lowest measured is {min(MFU.values())}"
     rates = f"{machine.tflops:.4g} TFLOPS and {machine.bandwidth:.3g} TB/s a device ({machine.source})"
-    return f"{rates}; MFU {machine.mfu:g} ({share}; --mfu), in forward passes too"
+    return f"{rates}; MFU {machine.mfu:g}, in forward passes too (on an H100 {share}; --mfu)"
 
 
 def _training_rows(found: Requirements) -> list[tuple[str, str]]:
