@@ -45,10 +45,8 @@ SHELL = {
 }
 
 
-def shell_type(
-    annotation: ast.expr | None,  # in the source; None: the parameter has none
-) -> type | None:  # what a shell can give for it; None: nothing
-    "The first alternative of a union that can be typed on a command line."
+def shell_type(annotation: ast.expr | None) -> type | None:
+    "The first alternative of a union that can be typed on a command line; None: none can."
     alternatives, rest = [], [annotation or ast.Name("str")]
     while rest:
         part = rest.pop()
@@ -61,20 +59,15 @@ def shell_type(
     return kind | None if kind and "None" in alternatives else kind
 
 
-def parameters_of(
-    node: ast.FunctionDef,  # a function in the source of a module
-) -> list[tuple[ast.arg, ast.expr | None]]:  # each with its default; None: it has none
-    "Positional and keyword-only parameters."
+def parameters_of(node: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None]]:
+    "Positional and keyword-only parameters, each with its default (None: it has none)."
     positional, keywords = node.args.args, node.args.kwonlyargs
     required = len(positional) - len(node.args.defaults)
     defaults = [None] * required + [*node.args.defaults, *node.args.kw_defaults]
     return list(zip([*positional, *keywords], defaults))
 
 
-def comments_of(
-    source: str,  # of a module
-    node: ast.FunctionDef,  # a function in it
-) -> dict[str, str]:  # parameter -> the comment beside it
+def comments_of(source: str, node: ast.FunctionDef) -> dict[str, str]:  # parameter -> the comment beside it
     "One comment a parameter, on the line where the parameter ends."
     lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
     tokens = tokenize.generate_tokens(io.StringIO("\n".join(lines) + "\n").readline)
@@ -183,13 +176,9 @@ def _has_working_folder():
         return False
 
 
-def failure(
-    e: Exception,  # that ended a command
-) -> tuple[str, int]:  # one line, exit code
-    "An exception as a message for the terminal."
-    from ..core.provenance import (
-        without_secrets,
-    )  # an argument may be an address with a password
+def failure(e: Exception) -> tuple[str, int]:
+    "An exception as one line for the terminal, and its exit code."
+    from ..core.provenance import without_secrets  # an argument may be an address with a password
 
     text = str(e)
     if isinstance(e, OSError) and text.startswith("[Errno"):
@@ -221,9 +210,7 @@ def _unknown_option(option, command, takes):
     return meant if meant.startswith("Did") else f"`{command} --help` lists the options"
 
 
-def usage(
-    e: Any,  # an exception of Typer's parser, whose classes are private
-) -> str:  # one line
+def usage(e: Any) -> str:  # one line
     "The message for a command line that cannot be read."
     context, kind, message = e.ctx, type(e).__name__, e.message.rstrip(".")
     command = context.info_name if context else ""
@@ -360,9 +347,7 @@ def _in_shell(text, function):
 
 
 @contextlib.contextmanager
-def one_line(
-    function: Callable,  # of the command that runs in this context
-):
+def one_line(function: Callable):
     "An error becomes one line and an exit code (`typer.Exit`), unless `--traceback` is given."
     try:
         yield
@@ -401,10 +386,7 @@ class App(typer.Typer):
         self.perform: dict[str, Callable] = {}  # runs a command on checked values
 
 
-def new_app(
-    name: str,  # of the program
-    help: str,  # what it is for
-) -> App:  # without commands
+def new_app(name: str, help: str) -> App:  # without commands
     "A program: `--traceback` shows where an error was raised."
     app = App(
         name=name,
@@ -424,8 +406,7 @@ def new_app(
     def options(
         traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
         version: Annotated[
-            bool,
-            typer.Option("--version", callback=show_version, is_eager=True, help="Show the version."),
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
         ] = False,
     ):
         ours = logging.getLogger("speculators_nb")
@@ -453,12 +434,7 @@ def _place(text):
     return Path(text)
 
 
-READERS = {
-    int: ("INTEGER", int),
-    float: ("FLOAT", float),
-    dict: ("JSON", _object),
-    Path: ("PATH", _place),
-}
+READERS = {int: ("INTEGER", int), float: ("FLOAT", float), dict: ("JSON", _object), Path: ("PATH", _place)}
 
 
 def _reader(name, annotation, command) -> dict[str, Any]:
@@ -533,10 +509,7 @@ GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.spl
 FEW = 8  # options of a command that need no groups
 
 
-def group_of(
-    name: str,  # of an option
-    command: str,  # that takes it
-) -> str:  # a heading
+def group_of(name: str, command: str) -> str:  # a heading
     "The heading under which an option is listed."
     return GROUP_OF.get(f"{command}.{name}") or GROUP_OF.get(name, GENERAL)
 
@@ -592,12 +565,9 @@ def _shell_parameters(function, command, named) -> list[inspect.Parameter]:
     return [*_grouped(parameters, command), context]
 
 
-def further_options(
-    args: list[str],  # as they were typed
-    known: set[str],  # options of the command
-) -> list[str]:  # with --extra name=value for --name value
-    """Training arguments that have a rule, and no option of the command, as options: a switch
-    without a value is true, `--no-` before it false."""
+def further_options(args: list[str], known: set[str]) -> list[str]:
+    """Training arguments that have a rule, and no option of the command, as `--extra name=value`: a switch without a value
+    is true, `--no-` before it false."""
     out, rest = [], list(args)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")

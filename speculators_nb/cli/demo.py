@@ -160,10 +160,7 @@ def _measure(run) -> Evaluation:
     drafters = {PLAIN: NoDrafter(), "n-gram": NgramDrafter(), given["algorithm"]: drafter}
     domains = [prompt.domain for prompt in run.questions]
     measured: dict[str, Any] = dict(
-        k=given["k"],
-        temperatures=run.temperatures,
-        max_new_tokens=run.max_new_tokens,
-        seed=given["seed"],
+        k=given["k"], temperatures=run.temperatures, max_new_tokens=run.max_new_tokens, seed=given["seed"]
     )
     about = measured | dict(n=len(run.questions), drafter=identify(str(run.folder / "drafter")))
     with SharedPrompts(run.folder, about) as job:
