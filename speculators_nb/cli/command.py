@@ -535,8 +535,8 @@ def _shell_parameters(function, command, named) -> list[inspect.Parameter]:
 
 
 def further_options(args: list[str], known: set[str]) -> list[str]:
-    """Training arguments that have a rule, and no option of the command, as `--extra name=value`: a switch without a value
-    is true, `--no-` before it false."""
+    """Training arguments that have a rule, and no option of the command, as `--extra name=value`: a switch without a
+    value is true, `--no-` before it false."""
     out, rest = [], list(args)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")

@@ -152,7 +152,8 @@ def spelt(mapping: Mapping, where: str) -> dict[str, Any]:
 
 
 def with_files_beside(path: Path, fields: dict[str, Any]):
-    """A file that `import` of a recipe or of a section names is looked for beside the recipe, then in the working folder."""
+    """A file that `import` of a recipe or of a section names is looked for beside the recipe, then in the working
+    folder."""
     given = fields.get("import")
     names = [given] if isinstance(given, str) else given
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
@@ -308,8 +309,8 @@ def _parts(path: Path, known: Mapping) -> tuple[dict, dict]:
 
 
 def read_recipe(path: str | os.PathLike, command: str, commands: Mapping[str, Callable] | None = None) -> dict:
-    """The values that a recipe has for a command: its section over the shared values. ValueError: a section, a field, a type
-    or a value that no command takes, with the nearest one that exists; nothing is checked without `commands`."""
+    """The values that a recipe has for a command: its section over the shared values. ValueError: a section, a field, a
+    type or a value that no command takes, with the nearest one that exists; nothing is checked without `commands`."""
     path = Path(path)
     if commands is None:
         content = _load(path)

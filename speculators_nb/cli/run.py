@@ -87,8 +87,8 @@ class StageFailed(RuntimeError):
 
 
 def wait_for_stage(process: Any, receiver: Any, name: str) -> tuple[int, str]:
-    """The exit code of a stage, and what it printed. Errors: StageFailed for a process that was killed; KeyboardInterrupt
-    once it has ended."""
+    """The exit code of a stage, and what it printed. Errors: StageFailed for a process that was killed;
+    KeyboardInterrupt once it has ended."""
     text = ""
     try:
         with contextlib.suppress(EOFError):
@@ -200,8 +200,8 @@ def answers(address: str) -> bool:
 
 
 def server_problem(stage: Stage) -> str | None:
-    """What to type where no server that a stage reads from answers (None: one does, or it needs none); some absent ones are
-    named."""
+    """What to type where no server that a stage reads from answers (None: one does, or it needs none); some absent ones
+    are named."""
     named = addresses(stage)
     silent = [address for address in named if not answers(address)]
     if len(silent) < len(named):

@@ -219,8 +219,8 @@ def push_errors(name: str) -> Iterator[None]:
 
 
 def model_file(name_or_path: str | os.PathLike, file: str = "config.json") -> Path:
-    """One file of a model's folder, whether it is there or not, or of a hub id, of which nothing else is fetched. Errors:
-    FileNotFoundError for a hub id."""
+    """One file of a model's folder, whether it is there or not, or of a hub id, of which nothing else is fetched.
+    Errors: FileNotFoundError for a hub id."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path) / file
     if file == "config.json":

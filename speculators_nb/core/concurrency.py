@@ -56,7 +56,8 @@ class Breaker:
         self.limit, self.failures = limit, 0
 
     def see(self, result: Any) -> bool:
-        """Note how one item ended: whether it is a result, and no exception. TooManyFailures at the limit, with the last reason."""
+        """Note how one item ended: whether it is a result, and no exception. TooManyFailures at the limit, with the
+        last reason."""
         if not isinstance(result, BaseException):
             self.failures = 0
             return True

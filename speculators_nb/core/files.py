@@ -170,8 +170,8 @@ def follow_umask(folder: str | os.PathLike) -> None:
 
 
 def writable_folder(folder: str | os.PathLike) -> Path:
-    """See, before hours of work, that their results can be written to a folder; one that is not there is made. DiskError
-    otherwise."""
+    """See, before hours of work, that their results can be written to a folder; one that is not there is made.
+    DiskError otherwise."""
     folder = Path(folder)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -200,9 +200,9 @@ def _sync_name(folder: Path):
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
-    """Write a file as a whole or not at all, to the temporary path in the same folder that this gives: on an exception the
-    old file stays and nothing else is left behind. Missing parent folders are made; the permissions are those of any new
-    file. DiskError: the disk is full, read-only or gone, the path is a folder or cannot be made."""
+    """Write a file as a whole or not at all, to the temporary path in the same folder that this gives: on an exception
+    the old file stays and nothing else is left behind. Missing parent folders are made; the permissions are those of
+    any new file. DiskError: the disk is full, read-only or gone, the path is a folder or cannot be made."""
     path = Path(path)
     temporary = _neighbour(path)
     try:
@@ -224,9 +224,10 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike, replace: bool = True) -> Iterator[Path]:
-    """Fill a folder as a whole or not at all: on an exception the old folder stays as it was. The new content is written
-    to the empty temporary folder beside it that this gives. A link to a folder stays one: what it leads to is replaced.
-    `replace=False`: DiskError where another process has made it meanwhile. Permissions and DiskError: as of `atomic_write`."""
+    """Fill a folder as a whole or not at all: on an exception the old folder stays as it was. The new content is
+    written to the empty temporary folder beside it that this gives. A link to a folder stays one: what it leads to
+    is replaced. `replace=False`: DiskError where another process has made it meanwhile. Permissions and DiskError:
+    as of `atomic_write`."""
     named = Path(path)
     path = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     temporary, aside = _neighbour(path), _neighbour(path)
@@ -334,8 +335,8 @@ class NotSupported(ValueError, NotImplementedError):
 
 
 def check_folder(path: str | os.PathLike, name: str | os.PathLike | None = None) -> dict[str, Any]:
-    """Read a drafter's config.json; messages call the folder `name`. Errors: FileNotFoundError or ValueError saying what
-    is there instead."""
+    """Read a drafter's config.json; messages call the folder `name`. Errors: FileNotFoundError or ValueError saying
+    what is there instead."""
     folder = Path(path)
     name = name or path
     if folder.is_file():

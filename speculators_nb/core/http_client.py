@@ -132,7 +132,8 @@ def _is_local(host):
 
 
 def proxy_for(url: httpx.URL) -> str | None:
-    """The proxy that the environment names (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY); None: none, as for this machine."""
+    """The proxy that the environment names (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY); None: none, as for this
+    machine."""
     found = urllib.request.getproxies()
     if _is_local(url.host) or urllib.request.proxy_bypass(url.host):
         return None
@@ -321,7 +322,8 @@ class Endpoint:
 
     def stream(self, path: str, body: dict) -> Iterator[dict]:
         """Request work, with a body that asks for a stream, and read the pieces of the answer as they are written
-        (server-sent events). One try: what was yielded cannot be taken back. EndpointError: the server refused, or broke off."""
+        (server-sent events). One try: what was yielded cannot be taken back. EndpointError: the server refused, or
+        broke off."""
         what = f"POST {self.url}{path}"
         complete, trouble = False, None
         try:

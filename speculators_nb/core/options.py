@@ -916,7 +916,8 @@ def rule_of(name: str, where: str = "") -> OptionRule | None:  # None: there is 
 
 
 def check_options(values: Mapping, where: str = "") -> None:
-    """Refuse what makes no sense of any options of a command. Errors: ValueError: the option, its value and what to write."""
+    """Refuse what makes no sense of any options of a command. Errors: ValueError: the option, its value and what to
+    write."""
     for name, value in values.items():
         rule = rule_of(name, where)
         if rule and (wrong := rule.problem(value)):
