@@ -749,7 +749,7 @@ RULES |= {
     **dict.fromkeys(("num_train_epochs", "epochs"), number(3, above=0, high=10**6)),
     "total_seq_len": whole(2048, 2, MOST_TOKENS),
     "gradient_accumulation_steps": whole(1, 1, 2**20),
-    "learning_rate": number(1e-4, above=0),
+    "learning_rate": number(1e-4, above=0, none=True),
     "optimizer": word("adamw", "muon"),
     "bf16": switch(False),
     "fsdp": switch(False),
