@@ -339,7 +339,7 @@ def test_features_and_training_take_what_make_real_took(tmp_path):
         draft_vocab_size=8000,
         num_train_epochs=3,
         total_seq_len=usual["total_seq_len"],
-        optimizer=usual["optimizer"],
+        optimizer="muon",
         extra=dict(ttt_steps=usual["ttt_steps"]),
     )
     features = dict(data=str(tmp_path / "prepared"), output_dir=train["data_dir"])
