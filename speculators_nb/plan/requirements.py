@@ -555,8 +555,8 @@ def _rates(found: Requirements) -> str:
     if machine.kind == "cpu":
         return (
             f"{machine.tflops:.2g} TFLOPS in the faster dtype, {machine.float32:.2g} in float32, "
-            f"{1e3 * machine.bandwidth:.2g} GB/s ({machine.source}); training reaches {machine.mfu:g} of that, a forward "
-            f"pass {machine.forward:g} (measured on an AMD EPYC)"
+            f"{1e3 * machine.bandwidth:.2g} GB/s ({machine.source}); training reaches {machine.mfu:g} of that, a "
+            f"forward pass {machine.forward:g} (measured on an AMD EPYC)"
         )
     measured = f"{found.algorithm} was measured at {MFU[found.algorithm]}" if found.algorithm in MFU else ""
     share = measured or f"the lowest measured is {min(MFU.values())}"

@@ -139,7 +139,8 @@ def muon_flops(
     rows: int,  # of a matrix
     columns: int,
 ) -> int:
-    "FLOPs of Muon's update of a matrix: five Newton-Schulz iterations of three products (torch.optim.Muon), in bfloat16."
+    """FLOPs of Muon's update of a matrix, in bfloat16: five Newton-Schulz iterations of three products
+    (torch.optim.Muon)."""
     short, long = sorted((rows, columns))
     return 5 * (4 * short**2 * long + 2 * short**3)
 
