@@ -177,7 +177,8 @@ def machine_of(
         mfu=MFU.get(algorithm, min(MFU.values())) if mfu is None else mfu,
         source="an H100's" if missing else "as given",
         doubt=doubt,
-        **{name: H100[name] if value is None else value for name, value in given.items()},
+        tflops=H100["tflops"] if tflops is None else tflops,
+        bandwidth=H100["bandwidth"] if bandwidth is None else bandwidth,
     )
 
 
