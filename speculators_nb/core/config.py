@@ -10,14 +10,7 @@ from logging import getLogger
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 import torch
-from pydantic import (
-    ConfigDict,
-    Field,
-    PlainValidator,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 
