@@ -151,6 +151,21 @@ def real_demo():
     )
 
 
+def beside_upstream():
+    "The rows of a page of results, in a sentence: setting -> what its column says."
+    page = (ROOT / "benchmarks/real/results/UPSTREAM.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    length, more = ({row[0]: row[column] for row in rows if len(row) > column} for column in (3, 7))
+    ours, equal_time = "ours, default command line", "ours, `make real`, equal time"
+    return (
+        "Upstream's trainer (`speculators` 0.9.0) beside ours, on the same features and for 48 steps, three seeds: "
+        f"{length['upstream, its defaults']} tokens a step with its defaults, **{length[ours]}** with ours, which is "
+        f"{more[ours]} in accepted tokens; the settings of `make real` in the time that upstream takes: "
+        f"{length[equal_time]}, {more[equal_time]}. With upstream's settings ours has its "
+        "{} ([page](../benchmarks/real/results/UPSTREAM.md)).".format(length["ours, upstream's settings"])
+    )
+
+
 def sizes():
     sized = {row["drafter"]: row for row in results("plan", "drafters")}
     rows = [
@@ -693,6 +708,7 @@ BLOCKS = {
         real,
         alike,
         real_demo,
+        beside_upstream,
         sizes,
         longer,
         copying,
