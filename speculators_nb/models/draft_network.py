@@ -10,7 +10,6 @@ __all__ = ['ROW_TENSORS', 'unset', 'WrongKind', 'check_kind', 'check_batch', 'ad
 # %% ../../nbs/models/03_draft_network.ipynb #a4873c50
 import inspect
 import os
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -57,22 +56,15 @@ ROW_TENSORS = (
 )
 
 
-@lru_cache(None)
-def _forward_parameters(kind):
-    # name -> whether it must be given
-    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-    return {p.name: p.default is p.empty for p in parameters}
-
-
 def check_batch(model: "DraftNetwork", args: tuple, kwargs: dict[str, Any]) -> None:
     """A forward pre-hook of drafters. Errors: ValueError for a tensor of the batch that is
     missing or of another length than `input_ids`, and for several rows where one is taken."""
     kind = type(model)
-    parameters = _forward_parameters(kind)
-    batch = dict(zip(parameters, args)) | kwargs
-    for name, needed in parameters.items():
-        if needed and name in batch and batch[name] is None:
-            raise ValueError(f"{name}=None: {kind.__name__} needs it; give a tensor")
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    batch = dict(zip([p.name for p in parameters], args)) | kwargs
+    for p in parameters:
+        if p.default is p.empty and p.name in batch and batch[p.name] is None:
+            raise ValueError(f"{p.name}=None: {kind.__name__} needs it; give a tensor")
     if batch.get("document_ids") is None:  # not a packed batch
         return
     rows, length = batch["input_ids"].shape

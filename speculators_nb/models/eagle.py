@@ -221,9 +221,9 @@ class EagleSpeculator(AttachableVerifier):
             embeds = self.embedding_layernorm(embeds)
         return self.fusion_fc(torch.cat([embeds, features.to(embeds.dtype)], -1))
 
-    def first_inputs(self, input_ids: torch.Tensor, features: torch.Tensor) -> StepInputs:
-        "What step 0 reads: tokens [N], features [N, H]."
-        return StepInputs(self.fuse(input_ids, features), None)
+    def first_inputs(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> StepInputs:
+        "What step 0 reads: tokens [N], the verifier's normed hidden states [N, H]."
+        return StepInputs(self.fuse(input_ids, hidden_states), None)
 
     def next_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> StepInputs:
         "What a later step reads: tokens [N], predicted features [N, H], detached."

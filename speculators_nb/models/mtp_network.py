@@ -193,9 +193,9 @@ class MTPNetwork(TrainingTimeTest):
         states = self.target_head.norm(hidden) if self.config.verifier_norm else hidden
         return states.to(self.mtp_layers[0].input_proj.weight.dtype)
 
-    def first_inputs(self, input_ids: torch.Tensor, features: torch.Tensor) -> StepInputs:
+    def first_inputs(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> StepInputs:
         "What step 0 reads: tokens [N], states of the verifier [N, H]."
-        return StepInputs(self.features(features), self.embed(input_ids))
+        return StepInputs(self.features(hidden_states), self.embed(input_ids))
 
     def next_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> StepInputs:
         "What a later step reads: tokens [N], the step before's output [N, H]."
@@ -208,7 +208,7 @@ class MTPNetwork(TrainingTimeTest):
     def own_past_dense(
         self,
         input_ids: torch.Tensor,  # [L'] tokens x_{t+1}
-        features: torch.Tensor,  # [L', H] the verifier's states after x_t
+        hidden_states: torch.Tensor,  # [L', H] the verifier's states after x_t
         document_ids: torch.Tensor,  # [L']
         position_ids: torch.Tensor,  # [L']
         steps: int,  # K
@@ -219,7 +219,7 @@ class MTPNetwork(TrainingTimeTest):
         rows = len(input_ids)
         mask = self.mask(self.layers[0].window, document_ids)
         outputs = []
-        hidden, embeds = self.first_inputs(input_ids, features)
+        hidden, embeds = self.first_inputs(input_ids, hidden_states)
         for step in range(steps):
             rope = self.rope(position_ids + step, length)
             output = self.layers[0](hidden, all_steps([], rope, mask, impl), embeds)
@@ -232,7 +232,7 @@ class MTPNetwork(TrainingTimeTest):
     def own_past_rows(
         self,
         input_ids: torch.Tensor,  # [L'] tokens x_{t+1}
-        features: torch.Tensor,  # [L', H] the verifier's states after x_t
+        hidden_states: torch.Tensor,  # [L', H] the verifier's states after x_t
         document_ids: torch.Tensor,  # [L']
         position_ids: torch.Tensor,  # [L']
         carries_loss: torch.Tensor,  # [K, L'] bool; this and the next on the CPU
@@ -252,7 +252,7 @@ class MTPNetwork(TrainingTimeTest):
         }
         every = torch.arange(len(needed[0]), device=device)
         outputs = []
-        hidden, embeds = self.first_inputs(input_ids[computed[0]], features[computed[0]])
+        hidden, embeds = self.first_inputs(input_ids[computed[0]], hidden_states[computed[0]])
         for step, rows in enumerate(computed):
             last = step == steps - 1
             with_loss = carries_loss[step].nonzero()[:, 0]
@@ -275,7 +275,7 @@ class MTPNetwork(TrainingTimeTest):
     def served_past_rows(
         self,
         input_ids: torch.Tensor,  # [L'] tokens x_{t+1}
-        features: torch.Tensor,  # [L', H] the verifier's states after x_t
+        hidden_states: torch.Tensor,  # [L', H] the verifier's states after x_t
         document_ids: torch.Tensor,  # [L']
         position_ids: torch.Tensor,  # [L']
         carries_loss: torch.Tensor,  # [K, L'] bool, on the CPU
@@ -283,7 +283,7 @@ class MTPNetwork(TrainingTimeTest):
     ) -> list[torch.Tensor]:  # K tensors [N_s, H]: the rows of each step that carry loss
         "The rows that carry loss, over the past of the first step."
         steps = LeanSteps(self, carries_loss, document_ids, position_ids, impl)
-        hidden, embeds = self.first_inputs(input_ids, features)
+        hidden, embeds = self.first_inputs(input_ids, hidden_states)
         outputs = []
         for t, rows in enumerate(steps.rows):
             if t:
@@ -296,19 +296,19 @@ class MTPNetwork(TrainingTimeTest):
     def shifted(
         self,
         input_ids: torch.Tensor,  # [L] tokens x_t
-        hidden: torch.Tensor,  # [L, H] the verifier's states after x_t
+        hidden_states: torch.Tensor,  # [L, H] the verifier's states after x_t
         document_ids: torch.Tensor,  # [L], on the device or the host
         position_ids: torch.Tensor,  # [L]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # L - 1 of each
         "Each state beside the token that follows, all on the device."
         following = self.visible(input_ids[1:], position_ids[:-1])
         documents = to_device(document_ids[:-1], input_ids.device)
-        return following, hidden[:-1], documents, position_ids[:-1]
+        return following, hidden_states[:-1], documents, position_ids[:-1]
 
     def dense_hidden(
         self,
         input_ids: torch.Tensor,  # [L] tokens x_t
-        hidden: torch.Tensor,  # [L, H] the verifier's states after x_t
+        hidden_states: torch.Tensor,  # [L, H] the verifier's states after x_t
         document_ids: torch.Tensor,  # [L]
         position_ids: torch.Tensor,  # [L]
         steps: int,  # K
@@ -317,7 +317,7 @@ class MTPNetwork(TrainingTimeTest):
         length: int | None = None,  # of the text, as in `Rotary.forward`; None: of this row
     ) -> list[torch.Tensor]:  # K tensors [L-1, H]
         "The definition: every row at every step."
-        row = self.shifted(input_ids, hidden, document_ids, position_ids)
+        row = self.shifted(input_ids, hidden_states, document_ids, position_ids)
         if as_served:
             return super().dense_hidden(*row, steps, impl)
         length = length or self.rotary.length(position_ids[:-1])
@@ -326,7 +326,7 @@ class MTPNetwork(TrainingTimeTest):
     def supervised_hidden(
         self,
         input_ids: torch.Tensor,  # these four as in `dense_hidden`
-        hidden: torch.Tensor,
+        hidden_states: torch.Tensor,
         document_ids: torch.Tensor,
         position_ids: torch.Tensor,
         carries_loss: torch.Tensor,  # [K, L] bool; this and the next on the CPU
@@ -336,7 +336,7 @@ class MTPNetwork(TrainingTimeTest):
         length: int | None,  # as in `dense_hidden`
     ) -> torch.Tensor:  # [N, H], step by step, as in `supervised_steps`
         "The states of the rows that carry loss."
-        shifted = self.shifted(input_ids, hidden, document_ids, position_ids)
+        shifted = self.shifted(input_ids, hidden_states, document_ids, position_ids)
         carries_loss = carries_loss[:, :-1]
         if as_served:
             states = self.served_past_rows(*shifted, carries_loss, impl)
