@@ -393,11 +393,13 @@ class FoundOnHub:
         if os.path.isfile(name) and str(name).endswith(".json"):
             folder, kwargs["_configuration_file"] = os.path.split(name)
         if not os.path.exists(name):
-            access = dict(cache_dir=cache_dir, token=token, revision=revision)
-            access["local_files_only"] = local_files_only or None
-            if force_download:
-                access |= dict(force_download=True, fetched=set())
-            with hub_access(**access):
+            with hub_access(
+                cache_dir=cache_dir,
+                token=token,
+                revision=revision,
+                local_files_only=local_files_only or None,
+                force_download=force_download or None,
+            ):
                 folder = model_file(name).parent
         check_folder(folder, name)
         return super().from_pretrained(folder, **kwargs)  # type: ignore[misc] (a mixin)

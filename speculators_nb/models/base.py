@@ -110,8 +110,8 @@ def without_mismatched(
     mine = model.state_dict()
     other = [n for n, w in state.items() if n in mine and mine[n].shape != w.shape]
     for name in other:
-        shapes = tuple(state[name].shape), tuple(mine[name].shape)
-        log.warning("%s: %s is %s, the model's is %s: made anew", path, name, *shapes)
+        stored, needed = tuple(state[name].shape), tuple(mine[name].shape)
+        log.warning("%s: %s is %s, the model's is %s: made anew", path, name, stored, needed)
     fresh = {n: mine[n] for n in other if n not in model.from_verifier}
     return {n: w for n, w in state.items() if n not in other} | fresh
 
@@ -353,11 +353,13 @@ class SpeculatorModel(TrainingArguments, ClassRegistryMixin, DraftNetwork):
         wanted = requested_dtype(dtype or torch_dtype, None)
         if not weights_only:
             raise ValueError("weights_only=False: would run code of the checkpoint; leave it")
-        access = dict(cache_dir=cache_dir, token=token, revision=revision)
-        access["local_files_only"] = local_files_only or None
-        if force_download:
-            access |= dict(force_download=True, fetched=set())
-        with hub_access(**access):
+        with hub_access(
+            cache_dir=cache_dir,
+            token=token,
+            revision=revision,
+            local_files_only=local_files_only or None,
+            force_download=force_download or None,
+        ):
             config, state = cls._found(path, config, state_dict, verifier, use_safetensors)
             klass = cls._class_for(path, config)
             if ignore_mismatched_sizes and t2d is not None and d2t is not None:

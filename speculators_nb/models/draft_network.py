@@ -387,9 +387,9 @@ class DraftNetwork(PreTrainedModel):
         check_names_and_shapes(mine, theirs, self.from_verifier, path)
         check_values(mine, theirs, path)
         if "t2d" in mine:
-            sizes = self.target_vocab_size, self.config.draft_vocab_size
+            V, Vd = self.target_vocab_size, self.config.draft_vocab_size
             try:
-                check_vocab_mapping(state["t2d"], state["d2t"], *sizes)
+                check_vocab_mapping(state["t2d"], state["d2t"], V, Vd)
             except ValueError as e:
                 raise ValueError(f"checkpoint {str(path)!r}: {e}") from None
 

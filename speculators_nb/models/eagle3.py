@@ -376,18 +376,19 @@ class Eagle3DraftModel(TrainingTimeTest):
             text = self.embed_tokens(ids)  # row i reads that of token i + t at step t
             if own_tokens is None:
                 text = self.layers[0].project_embeds(text)  # once for all steps
-            for t, rows in enumerate(steps.rows):
-                if t == 0:  # the verifier's hidden states, beside the token that follows
-                    hidden, embeds = self.fuse(hidden_states[0]), text
-                else:  # the drafter's own, of the step before
-                    hidden = steps.keep(t, normed if self.config.norm_output else hidden)
-                    if own_tokens is not None:
-                        embeds = self.embed_tokens(own_tokens(steps.keep(t, normed)))
-                    else:  # beyond the end no loss is left: these rows take others, all differ
-                        embeds = take_embeds(text, (rows + t) % len(ids))
+            hidden, embeds = self.fuse(hidden_states[0]), text  # what step 0 reads
+            for t in range(ttt_steps):
                 hidden = steps.layers(t, hidden, embeds)
                 normed = self.norm(hidden)
                 scored.append(take_rows(normed, steps.scored[t]))
+                if t + 1 == ttt_steps:
+                    break
+                # the next step reads the drafter's own states, of the rows that go on
+                hidden = steps.keep(t + 1, normed if self.config.norm_output else hidden)
+                if own_tokens is not None:
+                    embeds = self.embed_tokens(own_tokens(steps.keep(t + 1, normed)))
+                else:  # rows beyond the text read other tokens, all different
+                    embeds = take_embeds(text, (steps.rows[t + 1] + t + 1) % len(ids))
         else:
             at = [rows.nonzero()[:, 0].to(device) for rows in counted]
             scored = [normed[rows] for normed, rows in zip(dense, at)]
