@@ -15,6 +15,7 @@ from speculators_nb.data.messages import normalize
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.formats import formats
 from speculators_nb.nn.losses import parse_loss
+from speculators_nb.train.training_arguments import LEARNING_RATES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/coming_from_specforge.md").read_text()
@@ -57,7 +58,7 @@ def test_defaults_that_the_page_compares():
     import_models()
     arguments = {kind: drafter.training_arguments() for kind, drafter in SpeculatorModel.registry.items()}
     parameters = inspect.signature(train).parameters
-    assert parameters["num_train_epochs"].default == 3 and parameters["learning_rate"].default == 1e-4
+    assert parameters["num_train_epochs"].default == 3 and LEARNING_RATES == {"muon": 3e-3, "adamw": 1e-4}
     assert parameters["seed"].default == 0 and arguments["eagle3"]["ttt_steps"] == 3
     assert arguments["dflash"]["block_size"] == 8 and arguments["dflash"]["max_anchors"] == 512
     assert arguments["peagle"]["down_sample_ratio"] == 0.7

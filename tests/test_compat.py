@@ -65,7 +65,7 @@ def test_run_is_resumed(run, tmp_path):
         run.parent / "verifier",
         told["algorithm"],
         resume_from_checkpoint=True,
-        **told["args"],
+        **dict(optimizer="adamw", lr_scheduler_type="linear") | told["args"],  # the defaults of that release
     )
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert trainer.state.global_step == 4

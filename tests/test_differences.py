@@ -120,7 +120,14 @@ def test_defaults():
         1,
         1,
     )
-    args = SpeculatorTrainingArguments(eval_strategy="no", load_best_model_at_end=False)
-    assert (args.optimizer, args.learning_rate, args.num_train_epochs, args.total_seq_len) == ("adamw", 1e-4, 3, 2048)
+    alone = dict(eval_strategy="no", load_best_model_at_end=False)
+    args, adamw = SpeculatorTrainingArguments(**alone), SpeculatorTrainingArguments(**alone, optimizer="adamw")
+    assert (args.optimizer, args.learning_rate, adamw.learning_rate, args.lr_scheduler_type) == (
+        "muon",
+        3e-3,
+        1e-4,
+        "cosine",
+    )
+    assert (args.num_train_epochs, args.total_seq_len) == (3, 2048)
     dflash, eagle3 = (SpeculatorModel.registered_class(name).training_arguments() for name in ("dflash", "eagle3"))
     assert (dflash["block_size"], eagle3["norm_before_fc"], eagle3["norm_output"]) == (8, False, False)

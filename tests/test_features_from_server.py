@@ -234,11 +234,15 @@ def test_clients_share_the_rows_as_they_are_free(tmp_path):
     "Two begin, one is killed with rows in work; the other takes them over and counts the whole."
     rows, log, out = make_rows(), tmp_path / "log", tmp_path / "features"
     with Fake(tmp_path / "storage", "--slow", "0.1", "--log", str(log)) as fake:
-        killed, other = client(fake, out), client(fake, out)
-        wait_for(lambda: len({p.stem for p in out.glob(".work/*.host")}) == 2, killed)
-        wait_for(lambda: any(out.glob(".work/*.settled")), killed)
-        killed.kill()
-        killed.communicate()
+        killed = client(fake, out)
+        wait_for(lambda: log.is_file() and log.read_text(), killed)
+        killed.send_signal(signal.SIGSTOP)  # with a row in work, however long the other takes to start
+        try:
+            other = client(fake, out)
+            wait_for(lambda: any(out.glob(".work/*.settled")), other)
+        finally:
+            killed.kill()
+            killed.communicate()
         assert other.communicate(timeout=240)[0].strip() == "{'written': 40, 'kept': 0, 'failed': 0}"
         check(out, rows, 40)
         again = extract_from_server(fake.url, rows, out, fake.storage, LAYERS, dtype="float32")

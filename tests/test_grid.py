@@ -5,6 +5,7 @@ import math
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -19,10 +20,12 @@ from speculators_nb.core.options import algorithms, check_options
 from speculators_nb.lab import grid
 from speculators_nb.lab.experiment import shipped_features
 from speculators_nb.lab.experiment_page import write_runs_page
-from speculators_nb.lab.grid import Measured, Run, Subject, experiment, read_experiment
+from speculators_nb.lab.grid import Measured, Run, Subject, experiment, planned, read_experiment, seconds_to_go
 from speculators_nb.lab.paired import LENGTH, differences, measures, results_table, t_interval, t_quantile
+from speculators_nb.lab.shipped import shipped_data
 from speculators_nb.models import base
 from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.verifier.identity import stored_fingerprint
 
 # two-sided 95 % and 99 % quantiles of Student's t (Abramowitz and Stegun, table 26.10)
 TABLE = {(1, 0.95): 12.706, (2, 0.95): 4.303, (5, 0.95): 2.571, (120, 0.95): 1.980, (1, 0.99): 63.657, (9, 0.99): 3.250}
@@ -91,11 +94,14 @@ def test_a_key_is_of_what_is_computed():
 
 
 @pytest.fixture
-def done(monkeypatch):
-    "Runs that train nothing: (name, how often) of what was done."
+def done(monkeypatch, tmp_path):
+    "Runs that train nothing: (name, how often) of what was done. Their features are the shipped verifier's, by record."
     names = []
+    (tmp_path / "features").mkdir()
+    record = dict(target_model_path="elsewhere", fingerprint=stored_fingerprint(shipped_data() / "tiny-verifier"))
+    (tmp_path / "features/data_config.json").write_text(json.dumps(dict(model=record)))
 
-    def do_run(run, folder):
+    def do_run(run, folder, pace):
         names.append(run.name)
         if run.arguments.get("max_steps") == 13:
             raise FloatingPointError("the loss is not finite")
@@ -105,6 +111,7 @@ def done(monkeypatch):
         counts({run.setting: {run.seed: 1 + run.seed}}).drop(columns=["setting", "seed"]).to_csv(
             folder / "counts.csv", index=False
         )
+        (folder / "provenance.json").write_text(json.dumps(dict(results=dict(seconds=60.0 * run.k))))
 
     monkeypatch.setattr(grid, "do_run", do_run)
     return names
@@ -124,6 +131,39 @@ def test_only_what_is_missing_is_done(tmp_path, done):
     assert len(first.runs) == 4 and len(more.runs) == len(read_experiment(tmp_path).runs) == 6
     renamed = {"new": contenders(1)["steps 1"]}
     assert set(experiment(tmp_path, renamed, seeds=2, **given).counts.setting) == {"new"} and len(done) == 6
+
+
+def test_how_long_it_takes_is_said_before_it_starts(tmp_path, done, capsys):
+    "As the runs took that are there: 60 s each at k=1, by two workers; without any, a few steps of the first say it."
+    given = dict(seeds=2, k=1, features=tmp_path / "features")
+    experiment(tmp_path, contenders(1), **given)
+    said = capsys.readouterr().err
+    assert said.startswith("2 runs: 0 kept, 2 to do; a few steps of the first say how long") and "60 s to go" in said
+    experiment(tmp_path, contenders(1, 2, 3), **given)
+    said = capsys.readouterr().err
+    assert said.startswith("6 runs: 2 kept, 4 to do in about 4 min") and "about 2 min to go" in said
+    runs = planned(contenders(1, 2, 4), 2, 1, Measured((1,)), Subject.of(tmp_path / "features", None), {})
+    assert (
+        seconds_to_go(runs, tmp_path, {}, 2) == 60 and seconds_to_go(runs, tmp_path, {"steps 4, seed 0": ""}, 1) == 60
+    )
+    experiment(tmp_path, contenders(1), **given)
+    assert capsys.readouterr().err.startswith("2 runs: 2 kept\n")
+
+
+def test_the_pace_of_the_first_run(capsys, monkeypatch):
+    "Steps of 2 s after the first: 100 of them in 6 runs, two at once. It is said once."
+    clock = iter((0.0, 2.0, 4.0, 6.0, 8.0))
+    monkeypatch.setattr(grid.time, "perf_counter", lambda: next(clock))
+    pace = grid.Pace(6, 2)
+    for step in range(1, 6):
+        pace.on_step_end(None, SimpleNamespace(global_step=step, max_steps=100), None)
+    assert capsys.readouterr().err == "training takes about 10 min: 100 steps a run, 2 s each; then measuring\n"
+
+
+@pytest.mark.parametrize("heldout", [None, "prompts.jsonl"])
+def test_features_that_are_not_there_are_named(tmp_path, heldout):
+    with pytest.raises(ValueError, match=r"^features='\S+/nowhere': there is no such folder; name one that"):
+        experiment(tmp_path, contenders(1), features=tmp_path / "nowhere", heldout=heldout)
 
 
 def test_runs_of_one_name_with_other_arguments_are_not_pooled(tmp_path, done):
@@ -236,9 +276,13 @@ def test_a_function_is_a_step_weighting(algorithm):
     def halves(k):
         return 0.5**k
 
-    check_options({"step_weights": halves})
+    check_options({"step_weights": halves, "per_position_loss_weight": "fixed-exp-decay"})
+    with pytest.raises(ValueError, match="per_position_loss_weight='dpace' weighs every drafted token already"):
+        check_options({"step_weights": halves, "per_position_loss_weight": "dpace"})
     if "step_weights" in drafter.forward_arguments():
-        assert drafter.get_trainer_kwargs(step_weights=halves)[0]["step_weights"] is halves
+        kwargs = drafter.get_trainer_kwargs(step_weights=halves, loss_fn="ce")[0]
+        assert kwargs["step_weights"] is halves
+        assert kwargs.get("per_position_loss_weight") in (None, "fixed-exp-decay"), "a default does not replace them"
     else:
         assert algorithm in ("medusa", "mlp")
 

@@ -178,15 +178,19 @@ def test_a_file_is_looked_for_beside_the_experiment(tmp_path, monkeypatch):
 
 
 def test_an_experiment_on_a_verifier_of_ones_own(tmp_path, features):
-    "Its features say which verifier; its prompts are asked, and are missing by name."
+    "Its features say which verifier, by its weights and not by its name; its prompts are missing by name."
     own = tmp_path / "features"
     shutil.copytree(features, own)
     record = json.loads((own / "data_config.json").read_text())
     record["model"]["target_model_path"] = str(tmp_path / "verifier")
     (own / "data_config.json").write_text(json.dumps(record))
     shutil.copytree(VERIFIER, tmp_path / "verifier")
+    assert Subject.of(own, None).verifier is None, "the shipped one, in another folder"
+    (tmp_path / "others").mkdir()
+    other = dict(target_model_path=str(tmp_path / "tiny-verifier"), fingerprint="0" * 16)
+    (tmp_path / "others/data_config.json").write_text(json.dumps(dict(model=other)))
     with pytest.raises(ValueError, match="heldout is missing"):
-        experiment(tmp_path / "out", {"usual": ("medusa", {})}, features=own)
+        experiment(tmp_path / "out", {"usual": ("medusa", {})}, features=tmp_path / "others")
     given = dict(max_steps=2, total_seq_len=512, seeds=1, k=2, n_prompts=2, max_new_tokens=8)
     heldout = ROOT / "data/corpus/heldout.jsonl"
     found = experiment(tmp_path / "out", {"usual": ("medusa", {})}, features=own, heldout=heldout, **given)

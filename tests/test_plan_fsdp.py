@@ -58,7 +58,7 @@ def computed(name, width, folder):
     sizes = drafter_sizes(empty_drafter(name, info, **given), info)
     shape = VOCAB, DEPTH, LENGTH, EACH, 0.75
     step = predicted_step(name, wide_verifier(width), *shape, device="cpu", **given)
-    return step_memory(sizes, step, LENGTH, ranks=RANKS, fsdp=True)
+    return step_memory(sizes, step, LENGTH, "adamw", ranks=RANKS, fsdp=True)
 
 
 def check(memory, peak, kept, row):

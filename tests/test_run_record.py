@@ -174,11 +174,11 @@ def cut(folder, step=5, n=16, **kwargs):
     "change,words",
     [
         (dict(learning_rate=2e-2), "learning_rate was 0.01, is 0.02"),
-        (dict(optimizer="muon"), "optimizer was 'adamw', is 'muon'"),
+        (dict(optimizer="adamw"), "optimizer was 'muon', is 'adamw'"),
         (dict(seed=4), "seed was 3, is 4"),
         (dict(total_seq_len=48), "total_seq_len was 32, is 48"),
         (dict(gradient_accumulation_steps=2), "rows in a step was 1, is 2"),
-        (dict(lr_scheduler_type="cosine"), "lr_scheduler_type was 'linear', is 'cosine'"),
+        (dict(lr_scheduler_type="linear"), "lr_scheduler_type was 'cosine', is 'linear'"),
         (dict(bf16=True), "bf16 was False, is True"),
         (dict(weight_decay=0.5), "weight_decay was 0.01, is 0.5"),
     ],

@@ -120,8 +120,8 @@ def train(
     num_train_epochs: float = 3.0,  # passes over the data
     total_seq_len: int = 2048,  # positions in a packed row; one row is one step on one device
     gradient_accumulation_steps: int = 1,  # rows in one optimizer step
-    learning_rate: float = 1e-4,  # at the peak of the schedule
-    optimizer: str = "adamw",  # adamw, or muon for hidden matrices and adamw for the rest
+    learning_rate: float | None = None,  # at the peak; default: 3e-3 for muon, 1e-4 for adamw
+    optimizer: str = "muon",  # muon for hidden matrices and adamw for the rest, or adamw
     bf16: bool = False,  # compute in bfloat16 above float32 weights
     fsdp: bool = False,  # split weights and optimizer over the ranks (under torchrun)
     checkpoint_format: str = "full",  # or sharded: with --fsdp, each rank writes its part
@@ -157,6 +157,7 @@ def train(
         )
     record = dict(algorithm=algorithm, num_layers=num_layers, seed=seed, resume=resume)
     record |= dict(draft_vocab_size=draft_vocab_size, server=one_or_several(server))
+    given["learning_rate"] = trainer.args.learning_rate
     record |= given | dict(extra=more, decode_prompts=decode_prompts, eval_share=eval_share)
     origin = dict(features=data_dir, verifier=verifier, from_pretrained=from_pretrained)
     _record_run(trainer, record, origin)

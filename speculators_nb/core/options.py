@@ -37,6 +37,17 @@ def shown(
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+def duration(
+    seconds: float,
+) -> str:  # "40 s", "12 min", "3.2 hours", with two digits that count
+    "A time that is estimated, in the unit that suits it."
+    for unit, size in (("hours", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            amount = seconds / size
+            return f"{amount:.0f} {unit}" if amount >= 10 else f"{amount:.2g} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
 @dataclass(frozen=True)
 class OptionRule:
     "What one option may be."
@@ -566,6 +577,15 @@ def _no_min_p(values):
         )
 
 
+def _weighed_twice(values):
+    weight = values["per_position_loss_weight"]
+    if values["step_weights"] is not None and weight not in (None, "fixed-exp-decay"):
+        return (
+            f"step_weights={shown(values['step_weights'])}: per_position_loss_weight={shown(weight)} weighs "
+            "every drafted token already; leave one of them out"
+        )
+
+
 # options of `evaluate` that one engine alone reads: name -> default
 ONLY_VLLM = dict.fromkeys(("server", "concurrency", "max_model_len", "vllm", "extra"))
 ONLY_VLLM |= dict(dtype="auto", load="requests")
@@ -580,6 +600,7 @@ RELATIONS = [
     Relation(None, ("early_stopping_patience", "eval_share"), _no_evaluations),
     Relation(None, ("decode_prompts", "eval_share"), _nothing_decoded),
     Relation(None, ("save_strategy", "eval_share"), _best_is_kept),
+    Relation(None, ("step_weights", "per_position_loss_weight"), _weighed_twice),
     Relation("regenerate", ("verifier", "server"), _somebody_answers),
     Relation("features", ("source", "storage"), lambda v: _no_storage(v, v["source"] == "vllm")),
     Relation("train", ("server", "storage"), lambda v: _no_storage(v, v["server"] is not None)),
@@ -751,7 +772,7 @@ RULES |= {
     **dict.fromkeys(("num_train_epochs", "epochs"), number(3, above=0, high=10**6)),
     "total_seq_len": whole(2048, 2, MOST_TOKENS),
     "gradient_accumulation_steps": whole(1, 1, 2**20),
-    "learning_rate": number(1e-4, above=0),
+    "learning_rate": number(1e-4, above=0, none=True),
     "optimizer": word("adamw", "muon"),
     "bf16": switch(False),
     "fsdp": switch(False),

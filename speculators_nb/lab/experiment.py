@@ -121,14 +121,7 @@ def shipped_features(
     return folder
 
 # %% ../../nbs/lab/01_experiment.ipynb #7c6fc6b2
-COMMON = dict(
-    total_seq_len=1024,
-    num_train_epochs=1,
-    optimizer="muon",
-    learning_rate=3e-3,
-    lr_scheduler_type="cosine",
-    logging_steps=20,
-)
+COMMON = dict(total_seq_len=1024, num_train_epochs=1, logging_steps=20)
 
 
 def settings(

@@ -12,11 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import dill
@@ -26,14 +27,15 @@ import torch
 from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
+from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from ..core import plot
 from ..core.concurrency import end_with_parent
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_folder, read_object
-from ..core.options import check_options, shown
-from ..core.provenance import write_provenance
+from ..core.options import check_options, duration, shown
+from ..core.provenance import read_provenance, write_provenance
 from ..data.prepared_folder import read_data_config
 from ..decode.step_counts import COUNTS
 from ..evaluate.acceptance import count
@@ -41,6 +43,7 @@ from ..models.base import SpeculatorModel
 from ..nn.losses import LOSSES, RowLoss, parse_loss, register_loss
 from ..nn.step_weights import LOSS_WEIGHTS, LossWeight, register_loss_weight
 from ..train.train_drafter import train_drafter
+from ..verifier.identity import same_weights
 from .code_digest import code_digest
 from .experiment import heldout_setting, settings, shipped_features, train_on_shipped
 from .greedy_replay import Answer, greedy_answers, replay
@@ -76,6 +79,17 @@ class Measured(NamedTuple):
     max_new_tokens: int = 160  # of one answer
 
 
+def is_shipped(
+    record: Mapping[str, Any],  # of the verifier of some features: its fingerprints
+) -> bool:
+    "Whether features are of the shipped verifier, by its weights, wherever it was."
+    try:
+        verifier = shipped_data() / "tiny-verifier"
+    except FileNotFoundError:  # outside a clone there is none, nor its prompts
+        return False
+    return any(same_weights(record.get(name), verifier) for name in ("fingerprint", "checkpoint"))
+
+
 class Subject(NamedTuple):
     "What an experiment is about: the verifier, what drafters learn from, what they are asked."
 
@@ -86,12 +100,15 @@ class Subject(NamedTuple):
     @classmethod
     def of(cls, features: str | Path, heldout: str | Path | None) -> "Subject":
         "Features of the shipped verifier, or of another with prompts for it. Errors: ValueError where one is missing."
-        verifier = read_data_config(features).get("model", {}).get("target_model_path")
         where = f"features={shown(str(features))}"
-        if heldout is None and verifier and Path(verifier).name != "tiny-verifier":
+        if not Path(features).is_dir():
+            raise ValueError(f"{where}: there is no such folder; name one that `speculators-nb features` has made")
+        record = read_data_config(features).get("model", {})
+        verifier = record.get("target_model_path")
+        if heldout is None and not is_shipped(record):
             raise ValueError(
-                f"heldout is missing: {where} are of {verifier}; name prompts to measure on, e.g. the prepared "
-                "folder (its held-out part)"
+                f"heldout is missing: {where} are of {verifier or 'a verifier that they do not name'}; name prompts to "
+                "measure on, e.g. the prepared folder (its held-out part)"
             )
         if heldout is None:
             return cls(str(features))
@@ -190,13 +207,40 @@ def _as_text(value):
     return getattr(value, "__name__", None) or str(value)
 
 
+class Pace(TrainerCallback):
+    "Says once, a few seconds into the first run, how long the training of all takes at its pace."
+
+    def __init__(
+        self,
+        runs: int,  # that are to be done
+        at_once: int,  # of them
+    ):
+        self.runs, self.at_once = runs, at_once
+        self.began: float | None = None  # when the first step ended; None: before, and once it is said
+
+    def on_step_end(self, args, state, control, **_):
+        now, steps = time.perf_counter(), state.global_step - 1
+        if steps == 0:  # the first one is slower than the others
+            self.began = now
+        elif self.began is not None and steps >= 3 and now - self.began >= 3:
+            step = (now - self.began) / steps
+            whole = duration(step * state.max_steps * self.runs / self.at_once)
+            _say(f"training takes about {whole}: {state.max_steps} steps a run, {duration(step)} each; then measuring")
+            self.began = None
+
+
+def _say(text):
+    tqdm.write(text, file=sys.stderr)
+
+
 def do_run(
     run: Run,
     folder: Path,  # appears when all is done
+    pace: Pace | None = None,  # of the first run, where no other says how long one takes
 ) -> None:
     "Train, measure and store."
     start = time.perf_counter()
-    once: dict[str, Any] = dict(eval_share=0.0, eval_strategy="no", seed=run.seed)
+    once: dict[str, Any] = dict(eval_share=0.0, eval_strategy="no", seed=run.seed, callbacks=[pace] if pace else None)
     with atomic_folder(folder) as building:
         drafter_folder = building / "drafter"
         features, verifier = Path(run.subject.features), run.subject.verifier
@@ -252,7 +296,7 @@ def _importable(definitions):
 def _in_worker(sent: bytes) -> None:
     "Register the notebook's classes and losses in this process, and do a run."
     disable_progress_bar()  # of loading weights
-    classes, losses, run, folder, threads = dill.loads(sent)
+    classes, losses, run, folder, threads, pace = dill.loads(sent)
     torch.set_num_threads(threads)
     for name, config, drafter in classes:
         SpeculatorModelConfig.register(name)(config)
@@ -262,15 +306,15 @@ def _in_worker(sent: bytes) -> None:
             register_loss(name, own.grad)(own.value)
         else:
             register_loss_weight(name, own.reads_accept)(own.weigh)
-    do_run(run, folder)
+    do_run(run, folder, pace)
 
 
-def _finishing(runs: list[Run], folder: Path, workers: int) -> Iterator[tuple[Run, str | None]]:
+def _finishing(runs: list[Run], folder: Path, workers: int, pace: Pace | None) -> Iterator[tuple[Run, str | None]]:
     "Each run as it ends, with its error."
     if min(workers, len(runs)) < 2:
         for run in runs:
             try:
-                do_run(run, folder / run.key)
+                do_run(run, folder / run.key, pace if run is runs[0] else None)
                 yield run, None
             except Exception as e:
                 yield run, f"{type(e).__name__}: {e}"
@@ -282,7 +326,8 @@ def _finishing(runs: list[Run], folder: Path, workers: int) -> Iterator[tuple[Ru
     with _importable(definitions), ProcessPoolExecutor(n, context, end_with_parent) as pool:
         sent = {}
         for run in runs:
-            work = dill.dumps((classes, losses, run, folder / run.key, threads), recurse=True)
+            first = pace if run is runs[0] else None
+            work = dill.dumps((classes, losses, run, folder / run.key, threads, first), recurse=True)
             sent[pool.submit(_in_worker, work)] = run
         try:
             for future in as_completed(sent):
@@ -395,6 +440,26 @@ def read_experiment(
     return _together(sorted(found, key=lambda pair: (pair[0]["setting"], pair[0]["seed"])))
 
 
+def seconds_to_go(
+    runs: Sequence[Run],  # all of an experiment
+    folder: Path,  # of the experiment
+    failed: Mapping[str, str],  # names of those that are not tried again
+    workers: int,
+) -> float | None:  # None: no run is there that says how long one takes
+    "How long the missing runs take: as those of the same setting took that are there, else as all of them did."
+    took: dict[str, list[float]] = {}
+    for run in runs:
+        if (folder / run.key).is_dir():
+            with suppress(FileNotFoundError, KeyError):  # a run of another version
+                seconds = read_provenance(folder / run.key)["results"]["seconds"]
+                took.setdefault(run.setting, []).append(seconds)
+    missing = [run for run in runs if not (folder / run.key).is_dir() and run.name not in failed]
+    if not took:
+        return None
+    usual = [seconds for setting in took.values() for seconds in setting]
+    return sum(fmean(took.get(run.setting, usual)) for run in missing) / max(1, min(workers, len(missing)))
+
+
 class EveryRunFailed(RuntimeError):
     "An experiment has no run to show."
 
@@ -453,7 +518,8 @@ def experiment(
     **args,  # of `train_drafter`, for all
 ) -> Experiment:
     """Train every setting with every seed, on the shipped data or on features of one's own, and
-    measure greedy acceptance on the same held-out prompts. Errors: ValueError for settings that
+    measure greedy acceptance on the same held-out prompts. How many runs are kept and how long the
+    others take is printed first, and again as runs end. Errors: ValueError for settings that
     cannot be run, or a folder in use by another process; the first error where every run
     fails."""
     folder = Path(folder)
@@ -472,13 +538,21 @@ def experiment(
     try:
         with FileLock(folder / ".lock", timeout=0):
             missing = [run for run in runs if not (folder / run.key).is_dir()]
-            bar = tqdm(total=len(runs), initial=len(runs) - len(missing), unit="run")
-            with bar:
-                for run, error in _finishing(missing, folder, workers):
-                    bar.set_description(run.name)
-                    bar.update()
+            left = seconds_to_go(runs, folder, failed, workers)
+            first = Pace(len(missing), min(workers, len(missing))) if missing and left is None else None
+            when = "; a few steps of the first say how long" if left is None else f" in about {duration(left)}"
+            kept = f"{len(runs)} runs: {len(runs) - len(missing)} kept"
+            _say(f"{kept}, {len(missing)} to do{when}" if missing else kept)
+            form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} runs in {elapsed}{postfix}"
+            with tqdm(total=len(runs), initial=len(runs) - len(missing), bar_format=form, mininterval=0) as bar:
+                for run, error in _finishing(missing, folder, workers, first):
                     if error:
                         failed[run.name] = error
+                    left = seconds_to_go(runs, folder, failed, workers)
+                    bar.set_description(run.name, refresh=False)
+                    bar.set_postfix_str(f"about {duration(left)} to go" if left else "", refresh=False)
+                    bar.update()
+                    if error:
                         tqdm.write(f"{run.name}: {error}")
                     elif after_each:
                         after_each(finished())

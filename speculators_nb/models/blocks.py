@@ -275,12 +275,12 @@ class BlockDrafting(SpeculatorModel):
         scheme: str | Callable = FIXED,  # as in `loss_weight`
         gamma: float = 4.0,  # of the decay
         dpace_alpha: float = 0.5,  # of D-PACE
-        step_weights: StepWeights = None,  # B weights instead, or a function of the slot
+        step_weights: StepWeights = None,  # B weights, or a function of the slot; None: gamma
         slots: torch.Tensor | None = None,  # of `chosen_slots`
     ) -> torch.Tensor | WeightOfRows:  # [N], or a function of what the slots were scored
         "Weights of the slots with loss. Errors: ValueError for an unknown scheme."
         by_scores = loss_weight(scheme)
-        if by_scores is None or step_weights is not None:
+        if by_scores is None:
             return self.slot_decay(supervised, gamma, step_weights, slots)
         if scheme == "dpace":
             by_scores = LossWeight(partial(survival_weights, alpha=dpace_alpha))

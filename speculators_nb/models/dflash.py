@@ -443,9 +443,11 @@ class DFlashDraftModel(BlockDrafting):
         cls,
         **training_args,  # a trainer's arguments, those of other parts too
     ) -> tuple[dict[str, Any], dict[str, Any]]:  # of `forward` in training, in evaluation
-        "What `forward` is called with. Cross-entropy alone is weighted by D-PACE."
+        """What `forward` is called with. Cross-entropy alone is weighted by D-PACE, unless
+        `step_weights` are there."""
         kwargs, _ = super().get_trainer_kwargs(**training_args)
-        by_loss = "dpace" if list(kwargs["loss_config"]) == ["ce"] else "fixed-exp-decay"
+        alone = list(kwargs["loss_config"]) == ["ce"] and kwargs.get("step_weights") is None
+        by_loss = "dpace" if alone else FIXED
         kwargs.setdefault("per_position_loss_weight", by_loss)
         return kwargs, dict(kwargs)
 

@@ -288,7 +288,7 @@ def step_memory(
     sizes: DrafterSizes,
     step: StepCost,  # of a row of L tokens
     length: int,  # L
-    optimizer: str = "adamw",  # or muon
+    optimizer: str,  # muon or adamw
     bf16: bool = False,  # training under autocast
     ranks: int = 1,  # processes that train together
     fsdp: bool = False,  # weights, gradients and optimizer are split over the ranks

@@ -180,6 +180,10 @@ def check_sharding(
 log = logging.getLogger(__name__)
 
 
+# optimizer -> learning rate where none is given; measured in benchmarks/real/results/UPSTREAM.md
+LEARNING_RATES = {"muon": 3e-3, "adamw": 1e-4}
+
+
 @dataclass
 class SpeculatorTrainingArguments(TrainingArguments):
     "transformers' `TrainingArguments`: other defaults, and new fields above the line."
@@ -188,7 +192,7 @@ class SpeculatorTrainingArguments(TrainingArguments):
         output_dir: str = ""  # what `TrainingArguments` makes of None
 
     total_seq_len: int = 2048  # positions in a packed row; one row per device and accumulation
-    optimizer: str = "adamw"  # "adamw", or "muon": Muon for hidden matrices, AdamW for the rest
+    optimizer: str = "muon"  # Muon for hidden matrices, AdamW for the rest; or "adamw" for all
     muon_learning_rate: float | None = None  # Muon's own learning rate; None: learning_rate
     early_stopping_patience: int | None = None  # evaluations without a better one; None: never
     save_dtype: str | None = None  # of the saved drafter, e.g. "bfloat16"; None: float32
@@ -196,7 +200,8 @@ class SpeculatorTrainingArguments(TrainingArguments):
     fsdp: bool = False  # type: ignore[assignment] # split weights and optimizer over the ranks
     checkpoint_format: str = "full"  # or "sharded": with fsdp, each rank writes its part
     # ---
-    learning_rate: float = 1e-4
+    learning_rate: float | None = None  # type: ignore[assignment] # None: by `LEARNING_RATES`
+    lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.01  # a share of all steps, or a number of steps if >= 1
     weight_decay: float = 0.01
     per_device_train_batch_size: int = 1
@@ -218,6 +223,8 @@ class SpeculatorTrainingArguments(TrainingArguments):
         check_options({name: v for name, v in values.items() if v != defaults[name]})
         refuse_fields(values, defaults)
         check_keywords(values)
+        if self.learning_rate is None:
+            self.learning_rate = LEARNING_RATES[self.optimizer]
         if self.early_stopping_patience is not None and self.eval_strategy in ("no", None):
             raise ValueError("early_stopping_patience needs evaluations: set eval_strategy to 'epoch' or 'steps'.")
         if not torch.accelerator.is_available():

@@ -8,7 +8,8 @@ from .harness import RELEASE, Case
 
 RUN = (
     "--verifier {verifier} --algorithm eagle3 --total-seq-len 32 --eval-share 0 --draft-vocab-size 40 --seed 3 "
-    "--learning-rate 1e-2 --extra ttt_steps=2 --extra max_steps=4 --extra logging_steps=1"
+    "--optimizer adamw --learning-rate 1e-2 --extra lr_scheduler_type=linear --extra ttt_steps=2 --extra max_steps=4 "
+    "--extra logging_steps=1"
 )
 
 
@@ -86,7 +87,7 @@ CASES = [
         RUN.replace("--draft-vocab-size 40", "--draft-vocab-size 32"),
     ),
     resume("more layers", "num_hidden_layers was 1, is 2", RUN + " --num-layers 2"),
-    resume("another optimizer", "optimizer was 'adamw', is 'muon'", RUN + " --optimizer muon"),
+    resume("another optimizer", "optimizer was 'adamw', is 'muon'", RUN.replace("adamw", "muon")),
     resume("another precision", "bf16 was False, is True", RUN + " --bf16"),
     resume(
         "another number of ranks",

@@ -283,8 +283,6 @@ def check(folder, kills):
     args = (
         "--num-train-epochs",
         4,
-        "--learning-rate",
-        "2e-3",
         "--total-seq-len",
         512,
         "--extra",
